@@ -1,0 +1,68 @@
+# make setup   .venv with everything that training needs, for a CPU or a CUDA machine
+# make train   setup, MovieLens-100K, and a training run on it
+# make test    setup, linters, type checks and all tests (no GPU needed)
+# make lint    linters and type checks alone
+#
+# Variables: PYTHON (3.11 or 3.12), DEVICE (cpu or cuda; found by nvidia-smi), NPROC (ranks of `make train`).
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP     = $(BIN)/python -m pip --disable-pip-version-check
+# Bytecode is written at first import, which is faster than compiling what is never imported.
+INSTALL = $(PIP) install --quiet --no-compile
+
+GPUS   := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU ')
+DEVICE ?= $(if $(filter 0,$(GPUS)),cpu,cuda)
+NPROC  ?= $(if $(filter 1,$(GPUS)),1,2)
+# Where torch's CPU build is; PyPI holds the CUDA build only.
+CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+
+# Ranks of one machine share its cores.
+export OMP_NUM_THREADS ?= $(shell n=$$(( $$(nproc) / $(NPROC) )); echo $$(( n > 1 ? n : 1 )))
+
+.PHONY: packages setup setup-dev train test lint clean
+
+packages: $(VENV)/packages-$(DEVICE)
+setup: $(VENV)/setup-$(DEVICE)
+setup-dev: setup $(VENV)/dev
+
+train: setup | data/movielens-100k/dataset.json
+	$(BIN)/torchrun --standalone --nproc-per-node=$(NPROC) train.py --config configs/quickstart.yaml
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: setup-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache *.egg-info
+
+data/movielens-100k/dataset.json: | setup
+	$(BIN)/python data/prepare.py movielens --source recbole --output $(@D)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/packages-cpu: requirements/base.txt requirements/cpu.txt requirements/torchrec.txt | $(BIN)/python
+	$(INSTALL) -r requirements/cpu.txt 2>$(VENV)/pip.log || \
+	    $(INSTALL) --extra-index-url $(CPU_INDEX) -r requirements/cpu.txt
+	$(INSTALL) --no-deps -r requirements/torchrec.txt
+	touch $@
+
+$(VENV)/packages-cuda: requirements/base.txt requirements/cuda.txt requirements/torchrec.txt | $(BIN)/python
+	$(INSTALL) -r requirements/cuda.txt
+	$(INSTALL) --no-deps -r requirements/torchrec.txt
+	touch $@
+
+$(VENV)/setup-$(DEVICE): pyproject.toml $(VENV)/packages-$(DEVICE)
+	$(INSTALL) --no-deps --editable .
+	touch $@
+
+$(VENV)/dev: requirements/dev.txt | $(BIN)/python
+	$(INSTALL) -r requirements/dev.txt
+	touch $@
