@@ -1,0 +1,38 @@
+"""The interface between readers and loaders."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dlrm_fused.config import Split
+from dlrm_fused.datasets.batch import Samples
+from dlrm_fused.datasets.schema import DatasetSchema
+
+
+class Dataset(Protocol):
+    """Samples of three splits, read by position, in any order, from any thread.
+
+    Attributes:
+        schema: the features; ids that :meth:`read` returns are in [0, rows) of their feature.
+        generator_device: None for a set that is read into host memory. Otherwise samples are computed on this device: the
+            loader then calls :meth:`read` with rows on that device, on the thread and CUDA stream of its consumer, and does
+            not shuffle.
+    """
+
+    schema: DatasetSchema
+    generator_device: torch.device | None
+
+    def samples(self, split: Split) -> int:
+        """Number of samples of a split."""
+        ...
+
+    def read(self, split: Split, rows: Tensor) -> Samples:
+        """The samples at positions ``rows`` ([b] int64, b >= 1, each in [0, samples(split))).
+
+        Raises:
+            DataError: if the stored data contradict the schema.
+        """
+        ...

@@ -1,0 +1,52 @@
+"""Random numbers as hashes of a position, so that any of them is reached directly and on any device alike.
+
+All values are int64 tensors that stand for 64 random bits; arithmetic wraps.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+
+
+def signed(value: int) -> int:
+    """The 64 low bits of ``value`` as the int64 that holds them."""
+    return (value + 2**63) % 2**64 - 2**63
+
+
+def shift_right(bits: Tensor, count: int) -> Tensor:
+    """Logical (zero-filling) shift; torch's own repeats the sign."""
+    return (bits >> count) & (2 ** (64 - count) - 1)
+
+
+def split_mix(key: int | Tensor, counter: Tensor) -> Tensor:
+    """Output number ``counter`` of the SplitMix64 generator with seed ``key``.
+
+    Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014, with the finalizer of its reference
+    implementation (Stafford's variant 13).
+    """
+    z = (counter + 1) * signed(_GOLDEN_GAMMA) + key
+    z = (z ^ shift_right(z, 30)) * signed(_MIX_1)
+    z = (z ^ shift_right(z, 27)) * signed(_MIX_2)
+    return z ^ shift_right(z, 31)
+
+
+def combine(left: Tensor, right: Tensor) -> Tensor:
+    """Hash of two hashes, broadcast over each other; the high bits are the good ones.
+
+    Cheaper than :func:`split_mix`, since both sides are already mixed: multiply, fold the high half into the low one, multiply.
+    """
+    z = (left ^ right) * signed(_MIX_1)
+    return z.bitwise_xor_(shift_right(z, 32)).mul_(signed(_MIX_2))
+
+
+def derive_key(*parts: int) -> int:
+    """One 64-bit key from a seed and the numbers of what it is for."""
+    key = 0
+    for part in parts:
+        key = int(split_mix(key, torch.tensor(part)))
+    return key

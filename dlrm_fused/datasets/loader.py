@@ -1,0 +1,202 @@
+"""Each rank's batches, assembled ahead of time by threads."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from dlrm_fused.config import Config, Split
+from dlrm_fused.datasets.batch import Batch
+from dlrm_fused.datasets.dataset import Dataset
+from dlrm_fused.datasets.order import SampleOrder
+from dlrm_fused.errors import ConfigError
+
+
+class TrainLoader(Iterator[Batch]):
+    """This rank's share of the batches of steps ``start_step``, ``start_step + 1``, ... without end.
+
+    Batch k of an epoch is the same set of samples in the same order whatever the number of ranks: the epoch's order depends on
+    ``config.seed`` and the epoch only, a global batch is a slice of it, and rank r takes the r-th contiguous share. So the step
+    alone says where to resume. The incomplete last batch of an epoch is dropped, and all ranks begin the next epoch together.
+
+    Args:
+        dataset: where samples come from.
+        config: ``training.global_batch_size``, ``seed`` and ``data`` are used.
+        rank, world_size: which share.
+        device: where batches will be trained on; for CUDA, they come in pinned memory.
+        start_step: the first step to load, counted from 0.
+
+    Raises:
+        ConfigError: if the training split is smaller than one batch.
+        DataError: from ``next``, if what a worker read contradicts the schema.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        config: Config,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        start_step: int = 0,
+    ) -> None:
+        samples = dataset.samples(Split.train)
+        self._global_batch_size = config.training.global_batch_size
+        if self._global_batch_size > samples:
+            raise ConfigError(
+                f"training.global_batch_size={self._global_batch_size}: allowed: at most {samples}, "
+                "the samples of the training split"
+            )
+        self.batches_per_epoch = samples // self._global_batch_size
+        window_rows = config.data.shuffle_window_rows if dataset.generator_device is None else 0
+        self._order = SampleOrder(samples, window_rows, config.seed, dataset.generator_device or "cpu")
+        self._dataset = dataset
+        self._rank = rank
+        self._world_size = world_size
+        self._step = start_step
+        self._prefetcher = _Prefetcher(self._assemble, dataset, config, device)
+
+    def position(self, step: int) -> tuple[int, int]:
+        """The epoch of a step and the number of its batch within the epoch."""
+        return divmod(step, self.batches_per_epoch)
+
+    def __next__(self) -> Batch:
+        batch = self._prefetcher.get(self._step, last=None)
+        self._step += 1
+        return batch
+
+    def close(self) -> None:
+        """End the threads; the loader cannot be used afterwards."""
+        self._prefetcher.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _assemble(self, step: int) -> Batch:
+        epoch, number = self.position(step)
+        first = number * self._global_batch_size
+        start, stop = rank_share(first, self._global_batch_size, self._rank, self._world_size)
+        rows = self._order.rows(epoch, start, max(stop, start + 1))
+        return _read(self._dataset, Split.train, rows, is_padding=start == stop, global_size=self._global_batch_size)
+
+
+class EvaluationLoader(Iterator[Batch]):
+    """One pass over a split in the order of its files: every sample exactly once over all ranks, and the same number of
+    batches on every rank. Shares of the last batch may be uneven; an empty one holds a padding sample of weight 0.
+
+    Args:
+        dataset: where samples come from.
+        split: the split to pass over.
+        global_batch_size: samples of one batch over all ranks.
+        rank, world_size: which share.
+        device: where batches will be evaluated; for CUDA, they come in pinned memory.
+        config: ``data.workers`` and ``data.prefetch_batches`` are used.
+        max_samples: take only so many samples, the first ones; 0 takes all.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        split: Split,
+        global_batch_size: int,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        config: Config,
+        max_samples: int = 0,
+    ) -> None:
+        samples = dataset.samples(split)
+        self._samples = min(samples, max_samples) if max_samples else samples
+        self._global_batch_size = global_batch_size
+        self._order = SampleOrder(samples, 0, config.seed, dataset.generator_device or "cpu")
+        self._dataset = dataset
+        self._split = split
+        self._rank = rank
+        self._world_size = world_size
+        self._next = 0
+        self._prefetcher = _Prefetcher(self._assemble, dataset, config, device)
+
+    def __len__(self) -> int:
+        """Number of batches, the same on every rank."""
+        return -(-self._samples // self._global_batch_size)
+
+    def __next__(self) -> Batch:
+        if self._next == len(self):
+            self.close()
+            raise StopIteration
+        batch = self._prefetcher.get(self._next, last=len(self) - 1)
+        self._next += 1
+        return batch
+
+    def close(self) -> None:
+        """End the threads; happens by itself at the end of the pass."""
+        self._prefetcher.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _assemble(self, number: int) -> Batch:
+        first = number * self._global_batch_size
+        size = min(self._global_batch_size, self._samples - first)
+        start, stop = rank_share(first, size, self._rank, self._world_size)
+        is_padding = start == stop
+        rows = self._order.rows(0, first, first + 1) if is_padding else self._order.rows(0, start, stop)
+        return _read(self._dataset, self._split, rows, is_padding=is_padding, global_size=size)
+
+
+def rank_share(first: int, size: int, rank: int, world_size: int) -> tuple[int, int]:
+    """The rank's contiguous share [start, stop) of ``size`` positions from ``first``; shares differ by at most one."""
+    return first + size * rank // world_size, first + size * (rank + 1) // world_size
+
+
+def _read(dataset: Dataset, split: Split, rows: Tensor, is_padding: bool, global_size: int) -> Batch:
+    samples = dataset.read(split, rows)
+    weights = torch.full_like(samples.labels, 0.0 if is_padding else 1.0)
+    return Batch(samples.dense, samples.sparse, samples.labels, weights, global_size)
+
+
+class _Prefetcher:
+    """Assembles consecutive batches ahead of their consumer, in threads unless the data set generates on its device."""
+
+    def __init__(self, assemble: Callable[[int], Batch], dataset: Dataset, config: Config, device: torch.device) -> None:
+        self._assemble = assemble
+        self._device = device
+        self._ahead = config.data.prefetch_batches
+        self._pending: deque[Future[Batch]] = deque()
+        self._pool: ThreadPoolExecutor | None = None
+        if dataset.generator_device is None:
+            self._pool = ThreadPoolExecutor(config.data.workers, thread_name_prefix="loader", initializer=self._start_thread)
+
+    def get(self, number: int, last: int | None) -> Batch:
+        """Batch ``number``, one more than in the call before; starts on those that follow, up to ``last``."""
+        if self._pool is None:
+            return self._assemble(number)
+        stop = number + 1 + self._ahead if last is None else min(number + 1 + self._ahead, last + 1)
+        for upcoming in range(number + len(self._pending), stop):
+            self._pending.append(self._pool.submit(self._assemble_on_host, upcoming))
+        return self._pending.popleft().result()
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pending.clear()
+
+    def _start_thread(self) -> None:
+        if self._device.type == "cuda":
+            # Otherwise pinning would make a context on GPU 0 for every rank.
+            torch.cuda.set_device(self._device)
+
+    def _assemble_on_host(self, number: int) -> Batch:
+        batch = self._assemble(number)
+        return batch.pin_memory() if self._device.type == "cuda" else batch
