@@ -1,0 +1,168 @@
+"""How long the parts of a training step take, measured in every step without stalling it."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+PARTS = ("data_wait", "input_dist", "embedding", "dense_forward", "backward", "optimizer")
+# Parts in which the host waits and the device has nothing to do with it.
+_HOST_PARTS = frozenset({"data_wait"})
+
+
+class _Clock(Protocol):
+    def mark(self) -> Any: ...
+    def passed(self, mark: Any) -> bool: ...
+    def milliseconds(self, begin: Any, end: Any) -> float: ...
+    def reuse(self, mark: Any) -> None: ...
+
+
+class _HostClock:
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def passed(self, mark: float) -> bool:
+        return True
+
+    def milliseconds(self, begin: float, end: float) -> float:
+        return (end - begin) * 1e3
+
+    def reuse(self, mark: float) -> None:
+        pass
+
+
+class _CudaClock:
+    """Marks are events on the current stream; they are read once the device has passed them, and used again."""
+
+    def __init__(self) -> None:
+        self._pool: list[torch.cuda.Event] = []
+
+    def mark(self) -> torch.cuda.Event:
+        event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def passed(self, mark: torch.cuda.Event) -> bool:
+        return mark.query()
+
+    def milliseconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return begin.elapsed_time(end)
+
+    def reuse(self, mark: torch.cuda.Event) -> None:
+        self._pool.append(mark)
+
+
+@dataclass
+class _Step:
+    begin: Any
+    end: Any = None
+    intervals: list[tuple[str, _Clock, Any, Any]] = field(default_factory=list)
+
+
+class StepTimer:
+    """Mean milliseconds of the parts of a step, and of the whole step.
+
+    ::
+
+        with timer.part("backward"):
+            loss.backward()
+        timer.step_done()
+
+    A part may run several times in a step (its times add up), on any stream, and parts may overlap: with a pipeline,
+    the input dist of a later batch runs beside the backward pass of this one and counts for the step in which it runs.
+    A step lasts from the end of the last one to its own end. On CUDA the times are those of the device, except for
+    ``data_wait``; on the CPU those of the host.
+
+    Args:
+        device: where the steps run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._host = _HostClock()
+        self._clock: _Clock = _CudaClock() if device.type == "cuda" else self._host
+        self._running: dict[str, Any] = {}
+        self._step: _Step | None = None
+        self._unread: deque[_Step] = deque()
+        self._totals: defaultdict[str, float] = defaultdict(float)
+        self._steps_read = 0
+
+    def part(self, name: str) -> _Part:
+        """Context manager around a part of the step."""
+        return _Part(self, name)
+
+    def start(self, name: str) -> None:
+        """Begin a part; for code that cannot use :meth:`part`, such as hooks."""
+        self._current_step()
+        self._running[name] = self._clock_of(name).mark()
+
+    def stop(self, name: str) -> None:
+        """End a part that :meth:`start` began, on the same stream."""
+        begin = self._running.pop(name)
+        clock = self._clock_of(name)
+        self._current_step().intervals.append((name, clock, begin, clock.mark()))
+
+    def step_done(self) -> None:
+        """Close the step."""
+        step = self._current_step()
+        step.end = self._clock.mark()
+        self._unread.append(step)
+        self._step = _Step(begin=step.end)
+        self._read_passed()
+
+    def interrupt(self) -> None:
+        """Leave the time until the next part out of the next step: call it after an evaluation or a checkpoint."""
+        self._step = None
+        self._running.clear()
+
+    def summary(self) -> dict[str, float]:
+        """Means over the steps that ended, on the device too, since the last summary: ``step_ms``, ``<part>_ms``.
+
+        Empty when there is none.
+        """
+        self._read_passed()
+        means = {f"{name}_ms": total / self._steps_read for name, total in self._totals.items()}
+        self._totals.clear()
+        self._steps_read = 0
+        return means
+
+    def _clock_of(self, name: str) -> _Clock:
+        return self._host if name in _HOST_PARTS else self._clock
+
+    def _current_step(self) -> _Step:
+        if self._step is None:
+            self._step = _Step(begin=self._clock.mark())
+        return self._step
+
+    def _read_passed(self) -> None:
+        while self._unread and self._passed(self._unread[0]):
+            self._read(self._unread.popleft())
+
+    def _passed(self, step: _Step) -> bool:
+        return self._clock.passed(step.end) and all(clock.passed(end) for _, clock, _, end in step.intervals)
+
+    def _read(self, step: _Step) -> None:
+        self._steps_read += 1
+        self._totals["step"] += self._clock.milliseconds(step.begin, step.end)
+        for name, clock, begin, end in step.intervals:
+            self._totals[name] += clock.milliseconds(begin, end)
+            clock.reuse(begin)
+            clock.reuse(end)
+        self._clock.reuse(step.begin)  # its end is the begin of the next step
+
+
+class _Part:
+    def __init__(self, timer: StepTimer, name: str) -> None:
+        self._timer, self._name = timer, name
+
+    def __enter__(self) -> None:
+        self._timer.start(self._name)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._timer.stop(self._name)

@@ -1,0 +1,266 @@
+"""What a run writes for its user: metrics.jsonl, TensorBoard, summary.json, a progress bar or log, a profiler trace.
+
+Only rank 0 writes, except for the trace, which every rank writes for itself.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from dlrm_fused.config import Config, to_yaml
+
+logger = logging.getLogger(__name__)
+
+_Value = float | int | str | bool | None
+
+# Without a terminal, a line of the log replaces the bar: at most one in this many seconds.
+_SECONDS_BETWEEN_LOG_LINES = 5.0
+
+
+class RunWriter:
+    """Writes the course of a run into its folder on rank 0; does nothing on other ranks.
+
+    A run that is killed and resumed has every step once: lines of metrics.jsonl after ``resume_step`` are removed, and
+    TensorBoard hides its points of later steps. So the lines of step S must be written before the checkpoint of S is
+    complete.
+
+    Args:
+        run_dir: ``runs/<name>``.
+        config: shown in TensorBoard as text.
+        rank: of this process.
+        resume_step: the step of the checkpoint that the run continues from; 0 for a run that starts anew.
+    """
+
+    def __init__(self, run_dir: Path, config: Config, rank: int, resume_step: int = 0) -> None:
+        self._active = rank == 0
+        self._summary_path = run_dir / "summary.json"
+        if not self._active:
+            return
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._metrics = _open_metrics(run_dir / "metrics.jsonl", resume_step)
+        self._tensorboard = SummaryWriter(
+            str(run_dir / "tensorboard"), purge_step=resume_step + 1 if resume_step else 0
+        )
+        self._progress = _progress(config.training.max_steps, resume_step)
+        self.text("config", to_yaml(config))
+
+    def text(self, tag: str, text: str) -> None:
+        """Show a text, such as the sharding plan, in TensorBoard; its columns stay aligned."""
+        if self._active:
+            self._tensorboard.add_text(tag, f"```\n{text}\n```")
+
+    def train(self, step: int, values: Mapping[str, _Value]) -> None:
+        """A line about the training steps up to ``step``.
+
+        Args:
+            values: loss, samples_per_second, samples_per_second_per_gpu, learning_rate, gpu_memory_gib and the times of
+                :meth:`~dlrm_fused.training.step_timer.StepTimer.summary`.
+        """
+        if not self._active:
+            return
+        self._write_line({"kind": "train", "step": step, **values})
+        self._write_scalars({f"{_train_group(name)}/{name.removesuffix('_ms')}": v for name, v in values.items()}, step)
+        self._progress.train(step, values)
+
+    def evaluation(self, step: int, split: str, values: Mapping[str, _Value]) -> None:
+        """A line about an evaluation after ``step``.
+
+        Args:
+            split: name of the split.
+            values: auc, auc_error, log_loss, normalized_entropy, calibration, samples.
+        """
+        if not self._active:
+            return
+        self._write_line({"kind": "evaluation", "step": step, "split": split, **values})
+        self._write_scalars({f"evaluation/{split}_{name}": value for name, value in values.items()}, step)
+        self._tensorboard.flush()
+        self._progress.message(f"step {step}: {split} {_phrase(values)}")
+
+    def summary(self, values: Mapping[str, _Value]) -> None:
+        """Write summary.json, the outcome of the run."""
+        if self._active:
+            write_json(self._summary_path, values)
+
+    def close(self) -> None:
+        """Flush and close all files; may be called more than once."""
+        if self._active:
+            self._progress.close()
+            self._metrics.close()
+            self._tensorboard.close()
+            self._active = False
+
+    def _write_line(self, values: Mapping[str, _Value]) -> None:
+        # One write a line: a kill leaves at most one incomplete line, which the next start removes.
+        self._metrics.write(json.dumps(_finite(values), allow_nan=False) + "\n")
+        self._metrics.flush()
+
+    def _write_scalars(self, scalars: Mapping[str, _Value], step: int) -> None:
+        for tag, value in scalars.items():
+            if isinstance(value, int | float):
+                self._tensorboard.add_scalar(tag, value, step)
+
+
+def write_json(path: Path, values: Mapping[str, _Value]) -> None:
+    """Write a JSON object so that the file is complete or absent; NaN and infinity become null."""
+    text = json.dumps(_finite(values), allow_nan=False, indent=2) + "\n"
+    _replace(path, text)
+
+
+def gpu_memory_gib(device: torch.device) -> dict[str, float]:
+    """``gpu_memory_gib``: the most memory that tensors of this process have held on the GPU; empty on the CPU."""
+    if device.type != "cuda":
+        return {}
+    return {"gpu_memory_gib": torch.cuda.max_memory_allocated(device) / 2**30}
+
+
+def _finite(values: Mapping[str, _Value]) -> dict[str, _Value]:
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+
+
+def _train_group(name: str) -> str:
+    if name.endswith("_ms"):
+        return "time_ms"
+    if name.startswith("samples_per_second"):
+        return "throughput"
+    if name.endswith("learning_rate") or name == "epoch":
+        return "schedule"
+    return "memory" if name.startswith("gpu_memory") else "train"
+
+
+def _open_metrics(path: Path, resume_step: int) -> TextIO:
+    if resume_step and path.exists():
+        lines = path.read_text().splitlines(keepends=True)
+        _replace(path, "".join(line for line in lines if _is_complete_up_to(line, resume_step)))
+        return path.open("a")
+    return path.open("w")
+
+
+def _is_complete_up_to(line: str, step: int) -> bool:
+    try:
+        return line.endswith("\n") and json.loads(line)["step"] <= step
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _phrase(values: Mapping[str, _Value]) -> str:
+    return ", ".join(f"{name} {v:.6g}" if isinstance(v, float) else f"{name} {v}" for name, v in values.items())
+
+
+def _progress(max_steps: int, first_step: int) -> _Bar | _LogLines:
+    return _Bar(max_steps, first_step) if sys.stderr.isatty() else _LogLines(max_steps)
+
+
+_SHOWN = ("loss", "samples_per_second", "learning_rate")
+
+
+class _Bar:
+    def __init__(self, max_steps: int, first_step: int) -> None:
+        self._bar = tqdm(total=max_steps, initial=first_step, unit="step", dynamic_ncols=True)
+
+    def train(self, step: int, values: Mapping[str, _Value]) -> None:
+        self._bar.set_postfix({name: values[name] for name in _SHOWN if name in values}, refresh=False)
+        self._bar.update(step - self._bar.n)
+
+    def message(self, message: str) -> None:
+        self._bar.clear()
+        logger.info(message)
+        self._bar.refresh()
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class _LogLines:
+    def __init__(self, max_steps: int) -> None:
+        self._max_steps = max_steps
+        self._last = -math.inf
+
+    def train(self, step: int, values: Mapping[str, _Value]) -> None:
+        now = time.monotonic()
+        if now - self._last < _SECONDS_BETWEEN_LOG_LINES and step < self._max_steps:
+            return
+        self._last = now
+        shown = {name: values[name] for name in _SHOWN if name in values}
+        self.message(f"step {step}/{self._max_steps}: {_phrase(shown)}")
+
+    def message(self, message: str) -> None:
+        logger.info(message)
+
+    def close(self) -> None:
+        pass
+
+
+class Profiler:
+    """A torch.profiler trace of the steps that ``telemetry.profile_steps`` names, for chrome://tracing or Perfetto.
+
+    Up to two steps before them warm the profiler up. A run that resumes between the two traces what is left of them.
+
+    Args:
+        run_dir: the trace goes to ``profile/`` in it, one file for each rank.
+        steps: empty for no trace, or the first and the last step.
+        rank: of this process.
+        device: where the steps run.
+    """
+
+    _WARMUP_STEPS = 2
+
+    def __init__(self, run_dir: Path, steps: list[int], rank: int, device: torch.device) -> None:
+        self._folder = run_dir / "profile"
+        self._first, self._last = steps or (0, -1)
+        self._rank = rank
+        self._activities = [torch.profiler.ProfilerActivity.CPU]
+        if device.type == "cuda":
+            self._activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profile: torch.profiler.profile | None = None
+
+    def before_step(self, step: int) -> None:
+        """To be called before each step, in order."""
+        if self._profile is not None:
+            self._profile.step()
+            if step > self._last:
+                self.close()
+        elif self._first - self._WARMUP_STEPS <= step <= self._last:
+            self._start(step)
+
+    def close(self) -> None:
+        """End the trace; one that the end of the run cuts short is written as far as it goes."""
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile = None
+
+    def _start(self, step: int) -> None:
+        first = max(step, self._first)
+        schedule = torch.profiler.schedule(wait=0, warmup=first - step, active=self._last - first + 1, repeat=1)
+        self._profile = torch.profiler.profile(
+            activities=self._activities,
+            schedule=schedule,
+            on_trace_ready=lambda profile: self._write(profile, first),
+        )
+        self._profile.start()
+
+    def _write(self, profile: torch.profiler.profile, first: int) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"steps{first}-{self._last}_rank{self._rank}.json.gz"
+        profile.export_chrome_trace(str(path))
+        logger.info("profiler trace: %s", path)
