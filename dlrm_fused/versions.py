@@ -1,0 +1,80 @@
+"""The releases that belong together, and a check of those that are installed.
+
+TorchRec and FBGEMM-GPU call private functions of PyTorch and of each other, and FBGEMM-GPU is compiled against one
+release of PyTorch: a set that does not belong together fails late, with a missing operator or a changed signature.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from importlib import metadata
+
+from dlrm_fused.errors import UserError
+
+# Tested together, as major.minor; patch releases and local tags (+cu130) may differ.
+VERSION_SETS = (
+    {"torch": "2.11", "torchrec": "1.6", "fbgemm-gpu": "1.6", "triton": "3.6"},
+    {"torch": "2.13", "torchrec": "1.8", "fbgemm-gpu": "1.8", "triton": "3.7"},
+)
+
+# Where a package has names other than its own: as published, and as imported.
+_DISTRIBUTIONS = {"fbgemm-gpu": ("fbgemm-gpu", "fbgemm-gpu-cpu")}
+_MODULES = {"fbgemm-gpu": "fbgemm_gpu"}
+
+
+class VersionError(UserError):
+    """The installed packages do not belong together."""
+
+
+def check_versions() -> None:
+    """Check that the installed torch, torchrec, fbgemm-gpu and triton belong together.
+
+    Raises:
+        VersionError: see :func:`check_version_set`.
+    """
+    check_version_set({package: installed_version(package) for package in VERSION_SETS[0]})
+
+
+def check_version_set(installed: Mapping[str, str | None]) -> None:
+    """Compare versions, by package, with the one of ``VERSION_SETS`` that most of them belong to.
+
+    Among sets that fit equally well, torch decides. A version of None is not compared: a copy of a package that was
+    built or carried by hand may not state one.
+
+    Raises:
+        VersionError: names each package that does not belong to that set, its version, and the one wanted.
+    """
+    releases = {package: _release(version) for package, version in installed.items() if version is not None}
+
+    def fit(wanted: Mapping[str, str]) -> tuple[int, bool]:
+        matches = [package for package, release in releases.items() if wanted[package] == release]
+        return len(matches), "torch" in matches
+
+    wanted = max(VERSION_SETS, key=fit)
+    wrong = [
+        f"{package} is {installed[package]}, wanted {wanted[package]}.*"
+        for package, release in releases.items()
+        if release != wanted[package]
+    ]
+    if wrong:
+        others = " or ".join(", ".join(f"{package} {release}" for package, release in s.items()) for s in VERSION_SETS)
+        raise VersionError(f"{'; '.join(wrong)}. These belong together: {others}; `make setup` installs the latter")
+
+
+def installed_version(package: str) -> str | None:
+    """The version by the package's metadata, else by its module's ``__version__``; None where neither states one."""
+    for distribution in _DISTRIBUTIONS.get(package, (package,)):
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    try:
+        return getattr(importlib.import_module(_MODULES.get(package, package)), "__version__", None)
+    except ImportError:
+        return None
+
+
+def _release(version: str) -> str:
+    """``2.13.0+cpu`` -> ``2.13``"""
+    return ".".join(version.split("+")[0].split(".")[:2])

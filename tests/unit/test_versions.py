@@ -1,0 +1,66 @@
+"""The start-up check of packages that belong together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from dlrm_fused.versions import VERSION_SETS, VersionError, check_version_set, check_versions, installed_version
+
+GPU_MACHINE = {"torch": "2.11.0+cu130", "torchrec": "1.6.1", "fbgemm-gpu": "1.6.0", "triton": "3.6.0"}
+CPU_MACHINE = {"torch": "2.13.0+cpu", "torchrec": "1.8.0", "fbgemm-gpu": "1.8.0+cpu", "triton": "3.7.1"}
+
+
+@pytest.mark.parametrize("installed", [GPU_MACHINE, CPU_MACHINE])
+def test_sets_that_belong_together_pass(installed: dict[str, str | None]) -> None:
+    check_version_set(installed)
+
+
+def test_the_packages_of_this_environment_belong_together() -> None:
+    check_versions()
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "wanted"),
+    [
+        ("torchrec", "1.9.2", "1.8"),
+        ("fbgemm-gpu", "1.6.0", "1.8"),
+        ("triton", "3.8.0", "3.7"),
+        ("torch", "2.15.0", "2.13"),
+    ],
+)
+def test_the_wrong_package_is_named_with_both_versions(package: str, version: str, wanted: str) -> None:
+    with pytest.raises(VersionError) as error:
+        check_version_set({**CPU_MACHINE, package: version})
+    assert str(error.value).startswith(f"{package} is {version}, wanted {wanted}.*. ")
+
+
+def test_torch_decides_when_halves_of_two_sets_are_installed() -> None:
+    with pytest.raises(VersionError, match=r"^torchrec is 1.8.0, wanted 1.6.\*; fbgemm-gpu is 1.8.0, wanted 1.6.\*\."):
+        check_version_set({**GPU_MACHINE, "torchrec": "1.8.0", "fbgemm-gpu": "1.8.0"})
+
+
+def test_a_package_without_a_version_is_not_checked() -> None:
+    check_version_set({**GPU_MACHINE, "fbgemm-gpu": None})
+    with pytest.raises(VersionError, match=r"^torch is 2.12.0, wanted 2.11.\*"):
+        check_version_set({**GPU_MACHINE, "fbgemm-gpu": None, "torch": "2.12.0"})
+
+
+def test_a_copied_module_without_metadata_is_asked_for_its_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "carried_copy.py").write_text('__version__ = "1.6.0"\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    assert installed_version("carried_copy") == "1.6.0"
+    assert installed_version("not_installed_at_all") is None
+
+
+def test_the_pins_of_make_setup_are_a_tested_set() -> None:
+    requirements = Path(__file__).parents[2] / "requirements"
+    for device in ("cpu", "cuda"):
+        lines = "\n".join((requirements / f"{name}.txt").read_text() for name in ("base", device, "torchrec"))
+        pins = [Requirement(line) for line in lines.splitlines() if line and line[0] not in "#-"]
+        by_name = {pin.name.removesuffix("-cpu"): str(pin.specifier).removeprefix("==") for pin in pins}
+        check_version_set({package: by_name[package] for package in VERSION_SETS[0]})
