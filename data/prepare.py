@@ -1,0 +1,13 @@
+"""Prepare a data set for training: ``python data/prepare.py {movielens,criteo,synthetic} --help``. See data/README.md."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout, installed or not
+
+from dlrm_fused.datasets.preparation.cli import main  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(main())

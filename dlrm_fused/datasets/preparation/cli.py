@@ -1,0 +1,86 @@
+"""The command line of data/prepare.py."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dlrm_fused.datasets.preparation.movielens import MovieLensOptions, SplitBy, prepare_movielens
+from dlrm_fused.datasets.schema import PreparedInfo
+from dlrm_fused.errors import UserError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one preparation; returns the exit code, 1 for an error, whose message it prints."""
+    args = _parser().parse_args(arguments)
+    try:
+        info: PreparedInfo = args.prepare(args)
+    except UserError as error:
+        return _fail(str(error))
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            return _fail(f"--output {args.output}: the disk is full; free some space there and run the same command again")
+        return _fail(f"{error.filename or args.output}: {error.strerror or error}")
+    except KeyboardInterrupt:
+        return _fail(f"interrupted; --output {args.output} is incomplete, run the same command again")
+    samples = ", ".join(f"{count:,} {split}" for split, count in info.samples.items())
+    print(f"{args.output}: {samples} samples, {len(info.schema.sparse_features)} sparse features")
+    return 0
+
+
+def _fail(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="data/prepare.py", description="Prepare a data set for training.")
+    commands = parser.add_subparsers(required=True, metavar="{movielens,criteo,synthetic}")
+    _add_movielens(commands)
+    return parser
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", type=Path, required=True, help="folder for the prepared set")
+    parser.add_argument("--overwrite", action="store_true", help="replace a prepared set that is there already")
+
+
+def _max_malformed(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-malformed", type=_share, default=0.001, metavar="SHARE", help="largest share of malformed lines (default 0.001)"
+    )
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text}: allowed: 0 to 1")
+    return value
+
+
+def _add_movielens(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("movielens", help="MovieLens 100K, 1M, 10M, 20M, 25M")
+    parser.add_argument(
+        "--source", required=True, help="folder of a release, or 'recbole' to download the 100K one from PyPI's recbole package"
+    )
+    _common(parser)
+    parser.add_argument("--like-rating", type=float, default=4.0, help="label 1 for a rating of at least this (default 4)")
+    parser.add_argument("--split", choices=[s.name for s in SplitBy], default="random", help="80/10/10 at random or by time")
+    parser.add_argument("--seed", type=int, default=1, help="of the random split (default 1)")
+    _max_malformed(parser)
+    parser.set_defaults(
+        prepare=lambda args: prepare_movielens(
+            MovieLensOptions(
+                args.source,
+                args.output,
+                args.like_rating,
+                SplitBy[args.split],
+                args.seed,
+                args.max_malformed,
+                args.overwrite,
+            )
+        )
+    )

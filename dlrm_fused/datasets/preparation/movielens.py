@@ -1,0 +1,245 @@
+"""Preparing MovieLens: will this user rate this movie 4 or higher?
+
+Ids: 0 stands for unknown in every sparse feature: a user or a movie that the training split does not hold, or something
+that the release does not tell. Dense features are scaled to mean 0 and standard deviation 1 over the training split.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from dlrm_fused.datasets.preparation.malformed import MalformedLines
+from dlrm_fused.datasets.preparation.movielens_releases import Movie, Release, User, read_release
+from dlrm_fused.datasets.preparation.writer import SPLITS, claim_output, write_array
+from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo, SparseFeature
+from dlrm_fused.errors import DataError
+
+RECBOLE = "recbole==1.2.1"
+RECBOLE_FOLDER = "recbole/dataset_example/ml-100k/"
+SECONDS_PER_YEAR = 365.2425 * 24 * 3600
+# The age groups of the 1M release begin at these ages; id 1 is the first group.
+AGE_GROUPS = np.array([18, 25, 35, 45, 50, 56])
+
+Int = NDArray[np.int64]
+Float = NDArray[np.float64]
+
+
+class SplitBy(Enum):
+    random = "random"  # 80% / 10% / 10%, drawn by the seed
+    time = "time"  # the oldest 80%, the next 10%, the newest 10%
+
+
+@dataclass(frozen=True)
+class MovieLensOptions:
+    """
+    Attributes:
+        source: folder of a release, or ``recbole`` to download the 100K release.
+        like_rating: the label is 1 for a rating of at least this.
+        max_malformed: largest share of malformed lines.
+    """
+
+    source: str
+    output: Path
+    like_rating: float = 4.0
+    split: SplitBy = SplitBy.random
+    seed: int = 1
+    max_malformed: float = 0.001
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class Features:
+    """Model inputs of ratings: dense ``[n, D]``, ids ``[n, S]``, and for each rating its row in the genre lists."""
+
+    dense: Float
+    ids: Int
+    genre_row: Int
+
+
+def prepare_movielens(options: MovieLensOptions) -> PreparedInfo:
+    """Write the prepared set to ``options.output``.
+
+    Raises:
+        DataError: if the source is not a release, has too many malformed lines or too few ratings, or the output is taken.
+    """
+    claim_output(options.output, options.overwrite)
+    malformed = MalformedLines(options.max_malformed)
+    if options.source == "recbole":
+        with tempfile.TemporaryDirectory() as folder:
+            release = read_release(download_recbole(Path(folder)), malformed)
+    else:
+        release = read_release(Path(options.source), malformed)
+    malformed.finish()
+    return _write(release, options, malformed)
+
+
+def download_recbole(folder: Path) -> Path:
+    """Fetch the MovieLens-100K files that the recbole package carries; returns the folder that they are in.
+
+    Raises:
+        DataError: if pip cannot download the package.
+    """
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check", RECBOLE]
+    done = subprocess.run([*command, "--dest", str(folder)], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        reason = (done.stderr.strip() or "no message").splitlines()[-1]
+        raise DataError(f"--source recbole: pip cannot download {RECBOLE}: {reason}; give a folder of MovieLens files instead")
+    wheel = next(folder.glob("recbole-*.whl"))
+    with zipfile.ZipFile(wheel) as archive:
+        for suffix in ("inter", "item", "user"):
+            (folder / f"ml-100k.{suffix}").write_bytes(archive.read(f"{RECBOLE_FOLDER}ml-100k.{suffix}"))
+    return folder
+
+
+def _write(release: Release, options: MovieLensOptions, malformed: MalformedLines) -> PreparedInfo:
+    ratings = release.ratings
+    rows = _split_rows(ratings, options)
+    encoder = _Encoder(release, ratings[rows["train"]])
+    for split in SPLITS:
+        folder, part = options.output / split, ratings[rows[split]]
+        features = encoder.encode(part)
+        write_array(folder / "labels.npy", part["rating"].to_numpy() >= options.like_rating, np.uint8)
+        write_array(folder / "dense.npy", features.dense, np.float32)
+        write_array(folder / "single.npy", features.ids, np.int32)
+        values, offsets = encoder.genres.take(features.genre_row)
+        write_array(folder / "genres.values.npy", values, np.int32)
+        write_array(folder / "genres.offsets.npy", offsets, np.int64)
+    origin = {**asdict(options), "data_set": "movielens", "release": release.name, **malformed.summary()}
+    origin.update(output=str(options.output), split=options.split.name)
+    info = PreparedInfo(encoder.schema(), {split: len(rows[split]) for split in SPLITS}, origin)
+    info.save(options.output)
+    if malformed.count:
+        print(malformed.report(), file=sys.stderr)
+    return info
+
+
+def _split_rows(ratings: pl.DataFrame, options: MovieLensOptions) -> dict[str, Int]:
+    n = len(ratings)
+    if n < 10:
+        raise DataError(f"--source {options.source}: {n} ratings, too few for three splits; at least 10 are needed")
+    if options.split is SplitBy.time:
+        order = np.argsort(ratings["timestamp"].to_numpy(), kind="stable")
+    else:
+        order = np.random.default_rng(options.seed).permutation(n)
+    return dict(zip(SPLITS, np.split(order, [n * 8 // 10, n * 9 // 10]), strict=True))
+
+
+class _Lists:
+    """Lists of ids, row after row."""
+
+    def __init__(self, rows: Iterable[list[int]]) -> None:
+        lists = list(rows)
+        self.offsets = np.concatenate([[0], np.cumsum([len(row) for row in lists], dtype=np.int64)])
+        self.values = np.fromiter((value for row in lists for value in row), np.int64)
+
+    def take(self, rows: Int) -> tuple[Int, Int]:
+        """Values and offsets of the lists of ``rows``, one after the other."""
+        starts, lengths = self.offsets[rows], np.diff(self.offsets)[rows]
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
+        return self.values[np.repeat(starts, lengths) + within], offsets
+
+
+class _Encoder:
+    """Turns ratings into model inputs; whatever is learned from data is learned from the training split."""
+
+    def __init__(self, release: Release, train: pl.DataFrame) -> None:
+        self._users = _Table(train["user"], release.users, User(None, "", ""))
+        self._movies = _Table(train["movie"], release.movies, Movie(None, ()))
+        self._has_users = bool(release.users)
+
+        users, movies = self._users.entities, self._movies.entities
+        genre_ids = _vocabulary(genre for movie in movies for genre in movie.genres)
+        self._rows = {"user": self._users.rows, "item": self._movies.rows, "genres": len(genre_ids) + 1}
+        self.genres = _Lists([genre_ids[genre] for genre in movie.genres] or [0] for movie in movies)
+        self._year = _or_nan(movie.year for movie in movies)
+        self._age = _or_nan(user.age for user in users)
+        age_group = np.where(np.isnan(self._age), 0, 1 + np.searchsorted(AGE_GROUPS, self._age, side="right"))
+        self._user_ids = np.zeros((len(users), 0), np.int64)
+        if self._has_users:
+            gender, occupation = _vocabulary(u.gender for u in users), _vocabulary(u.occupation for u in users)
+            columns = [age_group, [gender.get(u.gender, 0) for u in users], [occupation.get(u.occupation, 0) for u in users]]
+            self._user_ids = np.stack(columns, axis=1).astype(np.int64)
+            self._rows.update(age=len(AGE_GROUPS) + 2, gender=len(gender) + 1, occupation=len(occupation) + 1)
+
+        dense = self._raw_dense(train)
+        # Something that is never known, or always the same, becomes 0.
+        known = ~np.isnan(dense)
+        self._mean = np.where(known, dense, 0).sum(0) / np.maximum(known.sum(0), 1)
+        spread = np.sqrt((np.where(known, dense - self._mean, 0) ** 2).sum(0) / np.maximum(known.sum(0), 1))
+        self._spread = np.where(spread > 0, spread, 1)
+        self._pooling = float((np.diff(self.genres.offsets)[self._movies.row(train["movie"])]).mean())
+
+    def schema(self) -> DatasetSchema:
+        dense = ["release_year", "years_since_release", "user_activity", "item_popularity"]
+        single = ["user", "item"] + (["age", "gender", "occupation"] if self._has_users else [])
+        genres = SparseFeature("genres", self._rows["genres"], round(self._pooling, 4), jagged=True)
+        features = [SparseFeature(name, self._rows[name]) for name in single]
+        return DatasetSchema(tuple(dense + (["user_age"] if self._has_users else [])), (*features, genres))
+
+    def encode(self, ratings: pl.DataFrame) -> Features:
+        user, movie = self._users.row(ratings["user"]), self._movies.row(ratings["movie"])
+        ids = np.concatenate([self._users.ids[user, None], self._movies.ids[movie, None], self._user_ids[user]], axis=1)
+        dense = (self._raw_dense(ratings) - self._mean) / self._spread
+        return Features(np.nan_to_num(dense, nan=0.0), ids, movie)
+
+    def _raw_dense(self, ratings: pl.DataFrame) -> Float:
+        """``[n, D]`` in natural units, NaN where not known."""
+        user, movie = self._users.row(ratings["user"]), self._movies.row(ratings["movie"])
+        rated_in = 1970 + ratings["timestamp"].to_numpy() / SECONDS_PER_YEAR
+        columns = [
+            self._year[movie],
+            rated_in - self._year[movie],
+            np.log1p(self._users.count[user]),
+            np.log1p(self._movies.count[movie]),
+        ]
+        return np.stack(columns + ([self._age[user]] if self._has_users else []), axis=1)
+
+
+class _Table:
+    """Users or movies by row; row 0 is one that nothing is known about.
+
+    Attributes:
+        ids: ``[rows of the table]`` id of each in its embedding table: 1, 2, ... in order of the release's ids for those in
+            the training split, 0 for others.
+        count: ``[rows of the table]`` ratings in the training split.
+        rows: rows of the embedding table.
+    """
+
+    def __init__(self, train: pl.Series, entities: dict[int, Any], unknown: Any) -> None:
+        seen, counts = np.unique(train.to_numpy(), return_counts=True)
+        self._keys = np.union1d(seen, np.fromiter(entities, np.int64, len(entities)))
+        self.entities = [unknown, *(entities.get(int(key), unknown) for key in self._keys)]
+        self.ids = np.zeros(len(self.entities), np.int64)
+        self.count = np.zeros(len(self.entities), np.int64)
+        seen_rows = 1 + np.searchsorted(self._keys, seen)
+        self.ids[seen_rows] = 1 + np.arange(len(seen))
+        self.count[seen_rows] = counts
+        self.rows = len(seen) + 1
+
+    def row(self, keys: pl.Series) -> Int:
+        """Row in this table of each key, 0 for one that it does not hold."""
+        wanted = keys.to_numpy()
+        at = np.minimum(np.searchsorted(self._keys, wanted), len(self._keys) - 1)
+        return np.where(self._keys[at] == wanted, at + 1, 0)
+
+
+def _vocabulary(names: Iterable[str]) -> dict[str, int]:
+    """Ids 1, 2, ... in order of the names; the empty name, unknown, has none."""
+    return {name: i for i, name in enumerate(sorted(set(names) - {""}), start=1)}
+
+
+def _or_nan(values: Iterable[int | None]) -> Float:
+    return np.array([np.nan if value is None else value for value in values], np.float64)
