@@ -1,0 +1,93 @@
+"""StepTimer on the CPU, with a clock that the test moves."""
+
+import pytest
+import torch
+
+from dlrm_fused.training import step_timer
+from dlrm_fused.training.step_timer import StepTimer
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def perf_counter(self) -> float:
+        return self.seconds
+
+    def pass_ms(self, milliseconds: float) -> None:
+        self.seconds += milliseconds / 1e3
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(step_timer, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def timer(clock):
+    return StepTimer(torch.device("cpu"))
+
+
+def test_means_of_the_parts_and_of_the_whole_step(timer, clock):
+    for backward_ms in (2, 4):
+        with timer.part("data_wait"):
+            clock.pass_ms(1)
+        with timer.part("backward"):
+            clock.pass_ms(backward_ms)
+        clock.pass_ms(5)
+        timer.step_done()
+    assert timer.summary() == pytest.approx({"step_ms": 9, "data_wait_ms": 1, "backward_ms": 3})
+
+
+def test_a_summary_covers_the_steps_since_the_last_one(timer, clock):
+    for milliseconds in (1, 7):
+        timer.start("optimizer")
+        clock.pass_ms(milliseconds)
+        timer.stop("optimizer")
+        timer.step_done()
+        assert timer.summary() == pytest.approx({"step_ms": milliseconds, "optimizer_ms": milliseconds})
+    assert timer.summary() == {}
+
+
+def test_a_part_that_runs_twice_in_a_step_adds_up(timer, clock):
+    for _ in range(2):
+        with timer.part("embedding"):
+            clock.pass_ms(3)
+    timer.step_done()
+    assert timer.summary()["embedding_ms"] == pytest.approx(6)
+
+
+def test_time_between_parts_belongs_to_the_step_unless_interrupted(timer, clock):
+    def step() -> None:
+        with timer.part("backward"):
+            clock.pass_ms(1)
+        timer.step_done()
+
+    step()
+    clock.pass_ms(10)
+    step()
+    assert timer.summary()["step_ms"] == pytest.approx((1 + 11) / 2)
+    clock.pass_ms(1000)  # an evaluation
+    timer.interrupt()
+    step()
+    assert timer.summary()["step_ms"] == pytest.approx(1)
+
+
+def test_an_unfinished_step_is_not_counted(timer, clock):
+    with timer.part("backward"):
+        clock.pass_ms(1)
+    assert timer.summary() == {}
+
+
+def test_a_part_ends_when_its_code_raises(timer, clock):
+    def fail() -> None:
+        with timer.part("backward"):
+            clock.pass_ms(2)
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        fail()
+    timer.step_done()
+    assert timer.summary()["backward_ms"] == pytest.approx(2)
