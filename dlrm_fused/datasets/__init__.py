@@ -1,1 +1,50 @@
 """Data sets: their on-disk format, readers, and loaders that give each rank its batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from dlrm_fused.config import Config, DataSource
+from dlrm_fused.datasets.criteo_npy import CriteoNpyDataset
+from dlrm_fused.datasets.dataset import Dataset
+from dlrm_fused.datasets.prepared import PreparedDataset
+from dlrm_fused.datasets.schema import PreparedInfo
+from dlrm_fused.datasets.synthetic import SyntheticDataset
+from dlrm_fused.errors import ConfigError, DataError
+
+__all__ = ["Dataset", "open_dataset"]
+
+
+def open_dataset(config: Config, device: torch.device) -> Dataset:
+    """The data set of ``config.data``, with the tables of ``embedding.rows`` capped at ``embedding.max_rows``.
+
+    Stored ids are taken modulo the rows of their table; synthetic ones are generated for them.
+
+    Args:
+        device: where synthetic samples are computed.
+
+    Raises:
+        ConfigError: if ``embedding.rows`` does not have one entry for each sparse feature.
+        DataError: if the stored set is missing, damaged or inconsistent.
+    """
+    data = config.data
+    if data.source is DataSource.synthetic:
+        stated = data.synthetic.rows * (data.synthetic.tables if len(data.synthetic.rows) == 1 else 1)
+        return SyntheticDataset(replace(data.synthetic, rows=_table_rows(config, stated)), config.seed, device)
+    if not Path(data.path).is_dir():
+        raise DataError(f"data.path={data.path}: no such folder; prepare a data set with data/prepare.py")
+    if data.source is DataSource.criteo_npy:
+        return CriteoNpyDataset(data.path, _table_rows(config, config.embedding.rows))
+    schema = PreparedInfo.load(Path(data.path)).schema
+    return PreparedDataset(data.path, _table_rows(config, [feature.rows for feature in schema.sparse_features]))
+
+
+def _table_rows(config: Config, stated: list[int]) -> list[int]:
+    rows = config.embedding.rows or stated
+    if len(rows) != len(stated):
+        raise ConfigError(f"embedding.rows={rows}: allowed: {len(stated)} numbers, one for each sparse feature of the data set")
+    cap = config.embedding.max_rows
+    return [min(count, cap) for count in rows] if cap else rows

@@ -85,7 +85,7 @@ class TrainLoader(Iterator[Batch]):
         first = number * self._global_batch_size
         start, stop = rank_share(first, self._global_batch_size, self._rank, self._world_size)
         rows = self._order.rows(epoch, start, max(stop, start + 1))
-        return _read(self._dataset, Split.train, rows, is_padding=start == stop, global_size=self._global_batch_size)
+        return _read(self._dataset, Split.train, rows, start == stop, self._global_batch_size)
 
 
 class EvaluationLoader(Iterator[Batch]):
@@ -150,9 +150,8 @@ class EvaluationLoader(Iterator[Batch]):
         first = number * self._global_batch_size
         size = min(self._global_batch_size, self._samples - first)
         start, stop = rank_share(first, size, self._rank, self._world_size)
-        is_padding = start == stop
-        rows = self._order.rows(0, first, first + 1) if is_padding else self._order.rows(0, start, stop)
-        return _read(self._dataset, self._split, rows, is_padding=is_padding, global_size=size)
+        rows = self._order.rows(0, start, max(stop, start + 1))
+        return _read(self._dataset, self._split, rows, start == stop, size)
 
 
 def rank_share(first: int, size: int, rank: int, world_size: int) -> tuple[int, int]:

@@ -1,0 +1,225 @@
+"""Reader of Criteo days as TorchRec's and MLPerf's scripts write them, without another preparation.
+
+======================================  =======================  ======================================================
+file                                    shape, dtype             content
+======================================  =======================  ======================================================
+``day_<i>_dense.npy``                   [rows, 13] float32       dense features, as the script transformed them
+``day_<i>_sparse.npy``                  [rows, 26] int32, int64  one id for each feature
+``day_<i>_labels.npy``                  [rows, 1] int32          0 or 1; [rows] and other integer types also do
+``day_<i>_sparse_multi_hot.npz``        [rows, hotness] each     members "0" to "25" of np.savez; preferred to ``sparse.npy``
+======================================  =======================  ======================================================
+
+All days but the last are for training; the first half of the last one is for validation, the second for testing. A single
+day is divided 80/10/10 by position. Sources: torchrec/datasets/criteo.py; torchrec_dlrm of facebookresearch/dlrm and of
+mlcommons/training.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dlrm_fused.config import Split
+from dlrm_fused.datasets.batch import Samples, sparse_from_features
+from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
+from dlrm_fused.datasets.storage import as_tensor, check_labels, map_array
+from dlrm_fused.errors import ConfigError, DataError
+
+DENSE_FEATURES = 13
+SPARSE_FEATURES = 26
+_INTEGERS = ("int32", "int64")
+
+
+class CriteoNpyDataset:
+    """Days of Criteo, memory-mapped.
+
+    Args:
+        folder: holds the files above, for one or more days.
+        table_rows: rows of the 26 tables; ids are taken modulo them (TorchRec's ``hashes``).
+
+    Raises:
+        ConfigError: if ``table_rows`` has not 26 entries.
+        DataError: names the file that is missing, truncated, or contradicts the others of its day.
+    """
+
+    generator_device = None
+
+    def __init__(self, folder: str | Path, table_rows: Sequence[int]) -> None:
+        if len(table_rows) != SPARSE_FEATURES:
+            raise ConfigError(f"embedding.rows={list(table_rows)}: allowed: {SPARSE_FEATURES} numbers for data.source=criteo_npy")
+        days = [_Day(Path(folder), number) for number in _day_numbers(Path(folder))]
+        hotness = days[0].hotness
+        for day in days:
+            if day.hotness != hotness:
+                raise DataError(f"{day.name}: {day.hotness} ids a sample, {days[0].name} has {hotness}; expected the same")
+        self._hotness = hotness
+        self._splits = {split: _SplitOfDays(parts, split) for split, parts in _divide(days).items()}
+        self.schema = DatasetSchema(
+            dense_features=tuple(f"int_{i}" for i in range(DENSE_FEATURES)),
+            sparse_features=tuple(
+                SparseFeature(f"cat_{i}", rows, float(ids)) for i, (rows, ids) in enumerate(zip(table_rows, hotness, strict=True))
+            ),
+        )
+
+    def samples(self, split: Split) -> int:
+        return self._splits[split].samples
+
+    def read(self, split: Split, rows: Tensor) -> Samples:
+        dense, ids, labels = self._splits[split].read(rows)
+        features = self.schema.sparse_features
+        values = [torch.remainder(column, f.rows).flatten().int() for column, f in zip(ids, features, strict=True)]
+        return Samples(
+            dense=dense,
+            sparse=sparse_from_features([f.name for f in features], values, self._hotness, rows.numel()),
+            labels=labels,
+        )
+
+
+class _Day:
+    """The mapped files of one day."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.name = f"{folder}/day_{number}"
+        self.dense = map_array(folder / f"day_{number}_dense.npy", [None, DENSE_FEATURES], ["float32"])
+        self.samples = self.dense.size(0)
+        if not self.samples:
+            raise DataError(f"{self.name}_dense.npy: has no rows")
+        self.labels = _map_labels(folder / f"day_{number}_labels.npy", self.samples)
+        multi_hot = folder / f"day_{number}_sparse_multi_hot.npz"
+        self.single: Tensor | None = None
+        self.multi_hot: list[Tensor] = []
+        if multi_hot.exists():
+            self.multi_hot = _map_multi_hot(multi_hot, self.samples)
+            self.hotness = [column.size(1) for column in self.multi_hot]
+        else:
+            self.single = map_array(folder / f"day_{number}_sparse.npy", [self.samples, SPARSE_FEATURES], _INTEGERS)
+            self.hotness = [1] * SPARSE_FEATURES
+
+    def read_ids(self, rows: Tensor) -> list[Tensor]:
+        """For each feature, its ids [b, hotness]."""
+        if self.single is not None:
+            return list(self.single.index_select(0, rows).t().contiguous().unsqueeze(2))
+        return [column.index_select(0, rows) for column in self.multi_hot]
+
+
+def _day_numbers(folder: Path) -> list[int]:
+    found = sorted(int(m[1]) for path in folder.glob("day_*_dense.npy") if (m := re.fullmatch(r"day_(\d+)_dense\.npy", path.name)))
+    if not found:
+        raise DataError(f"data.path={folder}: no day_<i>_dense.npy in it, as TorchRec's and MLPerf's Criteo scripts write them")
+    missing = sorted(set(range(found[-1])) - set(found))
+    if missing and found[0] == 0:
+        raise DataError(f"{folder}/day_{missing[0]}_dense.npy: missing, though day_{found[-1]} is there")
+    return found
+
+
+def _map_labels(path: Path, samples: int) -> Tensor:
+    dtypes = ["int32", "int64", "uint8", "int8", "float32"]
+    try:
+        return map_array(path, [samples, 1], dtypes).flatten()
+    except DataError:
+        return map_array(path, [samples], dtypes)
+
+
+def _map_multi_hot(path: Path, samples: int) -> list[Tensor]:
+    """The arrays "0" to "25" of an uncompressed ``.npz``, mapped where they lie in it."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = {info.filename: info for info in archive.infolist()}
+    except (OSError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path}: damaged or truncated ({error}); make it again") from None
+    columns = []
+    for number in range(SPARSE_FEATURES):
+        info = members.get(f"{number}.npy")
+        name = f"{path}, member {number}"
+        if info is None:
+            raise DataError(f"{name}: missing; expected members 0 to {SPARSE_FEATURES - 1}")
+        if info.compress_type != zipfile.ZIP_STORED:
+            raise DataError(f"{name}: compressed, so it cannot be mapped; write the file with np.savez, not np.savez_compressed")
+        try:
+            array = _map_member(path, info)
+        except (OSError, ValueError, EOFError, struct.error) as error:
+            raise DataError(f"{name}: damaged or truncated ({error}); make it again") from None
+        columns.append(as_tensor(array, name, [samples, None], _INTEGERS))
+    return columns
+
+
+def _map_member(path: Path, info: zipfile.ZipInfo) -> NDArray[np.generic]:
+    """Map an uncompressed ``.npy`` member of a zip file (PKWARE APPNOTE 4.3.7: local file header)."""
+    with path.open("rb") as file:
+        file.seek(info.header_offset + 26)
+        name_length, extra_length = struct.unpack("<HH", file.read(4))
+        file.seek(name_length + extra_length, 1)
+        version = np.lib.format.read_magic(file)
+        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, column_major, dtype = read_header(file)
+        return np.memmap(path, dtype, mode="r", offset=file.tell(), shape=shape, order="F" if column_major else "C")
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows [start, stop) of a day."""
+
+    day: _Day
+    start: int
+    stop: int
+
+
+def _divide(days: list[_Day]) -> dict[Split, list[_Part]]:
+    last = days[-1]
+    if len(days) == 1:
+        borders = [0, last.samples * 8 // 10, last.samples * 9 // 10, last.samples]
+        train = [_Part(last, borders[0], borders[1])]
+    else:
+        borders = [0, 0, last.samples // 2, last.samples]
+        train = [_Part(day, 0, day.samples) for day in days[:-1]]
+    return {
+        Split.train: train,
+        Split.validation: [_Part(last, borders[1], borders[2])],
+        Split.test: [_Part(last, borders[2], borders[3])],
+    }
+
+
+class _SplitOfDays:
+    """Parts of days, one after the other."""
+
+    def __init__(self, parts: list[_Part], split: Split) -> None:
+        self._parts = parts
+        self._where = f"split {split.name}"
+        sizes = torch.tensor([part.stop - part.start for part in parts])
+        self._ends = sizes.cumsum(0)
+        self.samples = int(self._ends[-1])
+        if not self.samples:
+            raise DataError(f"{parts[0].day.name}_dense.npy: too few rows, split {split.name} has no samples")
+
+    def read(self, rows: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Dense features [b, 13], for each sparse feature its ids [b, hotness], and labels [b] float32."""
+        part_of_row = torch.bucketize(rows, self._ends, right=True)
+        numbers = part_of_row.unique().tolist()
+        pieces = []
+        for number in numbers:
+            mine = (part_of_row == number).nonzero().view(-1) if len(numbers) > 1 else slice(None)
+            pieces.append((mine, self._read_part(number, rows[mine])))
+        if len(pieces) == 1:
+            return pieces[0][1]
+        # Back to the order that was asked for.
+        restore = torch.cat([torch.as_tensor(mine) for mine, _ in pieces]).argsort()
+        dense, labels = (torch.cat([piece[i] for _, piece in pieces]).index_select(0, restore) for i in (0, 2))
+        ids = [torch.cat(columns).index_select(0, restore) for columns in zip(*(piece[1] for _, piece in pieces), strict=True)]
+        return dense, ids, labels
+
+    def _read_part(self, number: int, rows: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
+        part = self._parts[number]
+        first = int(self._ends[number]) - (part.stop - part.start)
+        rows = rows + (part.start - first)
+        labels = part.day.labels.index_select(0, rows)
+        check_labels(labels, f"{part.day.name}_labels.npy, {self._where}")
+        return part.day.dense.index_select(0, rows), part.day.read_ids(rows), labels.float()

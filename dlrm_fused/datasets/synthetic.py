@@ -1,0 +1,287 @@
+"""Samples generated on the fly, with a planted signal whose best attainable AUC is known.
+
+Every value is a hash of (seed, split, sample, column), so a sample is the same on any rank of any number of ranks, on CPU and
+GPU, and any position is reached directly. Up to the probability of the label all arithmetic is on integers, which round nowhere.
+
+Letters in shapes: b samples, F tables, P slots (the most ids that a sample has in all tables together), D dense features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_fused.config import Split, SyntheticConfig
+from dlrm_fused.datasets.batch import Samples
+from dlrm_fused.datasets.hashing import combine, derive_key, shift_right, split_mix
+from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
+
+# Ids follow an inverse distribution function that is interpolated between 4,096 quantiles, kept in units of 1 / 256 row.
+_QUANTILE_BITS = 12
+_FRACTION_BITS = 8
+_POSITION_BITS = 24
+# Effects of a table; ids whose ranks in popularity agree modulo 4,096 share one.
+_EFFECT_BITS = 12
+_MEAN_BITS = 16
+_CALIBRATION_SAMPLES = 16_384
+
+
+@dataclass(frozen=True)
+class AttainableAuc:
+    """The AUC of the true probabilities on ``samples`` samples; ``error`` is its standard error."""
+
+    auc: float
+    error: float
+    samples: int
+
+
+class SyntheticDataset:
+    """Generated samples; a label is 1 with probability sigmoid(logit).
+
+    The logit is the sum, over tables, of the mean effect of the sample's ids, and of linear effects of the dense features,
+    shifted and scaled to mean 0 and standard deviation ``settings.signal``. Effects of ids are roughly normal. Popular ids occur
+    most, so they explain most.
+
+    Args:
+        settings: numbers of tables, rows, ids and samples, and the strength of the signal.
+        seed: decides every sample and effect.
+        device: where samples are computed.
+    """
+
+    def __init__(self, settings: SyntheticConfig, seed: int, device: torch.device) -> None:
+        self.generator_device = device
+        self._samples = {
+            Split.train: settings.train_samples,
+            Split.validation: settings.validation_samples,
+            Split.test: settings.test_samples,
+        }
+        self._keys = {split: derive_key(seed, number) for number, split in enumerate(Split)}
+        self._columns = _Columns(settings, seed, device)
+        self._layouts: dict[int, _Layout] = {}
+        self.schema = DatasetSchema(
+            dense_features=tuple(f"dense_{i}" for i in range(settings.dense_features)),
+            sparse_features=tuple(
+                SparseFeature(f"table_{i}", rows, (1 + pooling) / 2 if settings.jagged else float(pooling), settings.jagged)
+                for i, (rows, pooling) in enumerate(zip(self._columns.rows, self._columns.pooling, strict=True))
+            ),
+        )
+        self._center, self._scale = _calibrate(settings, seed)
+
+    def samples(self, split: Split) -> int:
+        return self._samples[split]
+
+    def read(self, split: Split, rows: Tensor) -> Samples:
+        drawn = self._columns.draw(split_mix(self._keys[split], rows))
+        labels = (drawn.label_uniform < self._probability(drawn)).float()
+        return Samples(drawn.dense, self._sparse(drawn), labels)
+
+    def best_attainable_auc(self, split: Split = Split.test, max_samples: int = 2**20) -> AttainableAuc:
+        """What a model that knows the true probabilities reaches on the first ``max_samples`` samples of a split."""
+        samples = min(self._samples[split], max_samples)
+        probabilities, labels = [], []
+        for start in range(0, samples, _CALIBRATION_SAMPLES):
+            rows = torch.arange(start, min(start + _CALIBRATION_SAMPLES, samples), device=self.generator_device)
+            drawn = self._columns.draw(split_mix(self._keys[split], rows))
+            probabilities.append(self._probability(drawn))
+            labels.append(drawn.label_uniform < probabilities[-1])
+        auc, error = auc_with_error(torch.cat(probabilities), torch.cat(labels))
+        return AttainableAuc(auc, error, samples)
+
+    def _probability(self, drawn: _Drawn) -> Tensor:
+        return torch.sigmoid((drawn.score.double() - self._center) * self._scale)
+
+    def _sparse(self, drawn: _Drawn) -> KeyedJaggedTensor:
+        batch_size = drawn.ids.size(0)
+        layout = self._layout(batch_size)
+        values = drawn.ids.view(-1).index_select(0, layout.feature_major)
+        names = [feature.name for feature in self.schema.sparse_features]
+        if drawn.lengths is None or drawn.present is None:
+            return KeyedJaggedTensor(
+                keys=names,
+                values=values,
+                lengths=layout.lengths,
+                stride=batch_size,
+                length_per_key=[pooling * batch_size for pooling in self._columns.pooling],
+            )
+        present = drawn.present.view(-1).index_select(0, layout.feature_major)
+        lengths = drawn.lengths.t().flatten().int()
+        return KeyedJaggedTensor(keys=names, values=values[present], lengths=lengths, stride=batch_size)
+
+    def _layout(self, batch_size: int) -> _Layout:
+        if batch_size not in self._layouts:
+            if len(self._layouts) == 4:  # training, evaluation, and their last batches
+                self._layouts.clear()
+            self._layouts[batch_size] = _Layout(self._columns.pooling, batch_size, self.generator_device)
+        return self._layouts[batch_size]
+
+
+@dataclass
+class _Drawn:
+    """Everything that is random about b samples.
+
+    Attributes:
+        dense: [b, D] float32, roughly standard normal.
+        ids: [b, P] int32.
+        lengths: [b, F] int64 ids of each sample and table; None if all slots are used.
+        present: [b, P] bool, the slots in use; None if all are.
+        score: [b] int64, the logit before shifting and scaling.
+        label_uniform: [b] float64 in [0, 1), decides the label.
+    """
+
+    dense: Tensor
+    ids: Tensor
+    lengths: Tensor | None
+    present: Tensor | None
+    score: Tensor
+    label_uniform: Tensor
+
+
+class _Columns:
+    """Constants of every column, on one device, and the samples that follow from them.
+
+    The columns are: the label, the dense features, the lengths of the tables, the slots; each has a hash of its own.
+    """
+
+    def __init__(self, settings: SyntheticConfig, seed: int, device: torch.device) -> None:
+        self.rows = _per_table(settings.rows, settings.tables)
+        self.pooling = _per_table(settings.pooling, settings.tables)
+        self._jagged = settings.jagged
+        tables, slots, dense = settings.tables, sum(self.pooling), settings.dense_features
+        hashes = split_mix(derive_key(seed, 10), torch.arange(1 + dense + tables + slots)).to(device)
+        self._label_hash, self._dense_hash, self._length_hash, self._slot_hash = hashes.split([1, dense, tables, slots])
+
+        table_of_slot = torch.repeat_interleave(torch.arange(tables), torch.tensor(self.pooling))
+        first_slot = torch.tensor([0, *accumulate(self.pooling)][:-1])
+        self._table_of_slot = table_of_slot.to(device)
+        self._slot_in_table = (torch.arange(slots) - first_slot[table_of_slot]).to(device)
+        self._pooling_of_table = torch.tensor(self.pooling, device=device)
+        self._mean_weight = 2**_MEAN_BITS // self._pooling_of_table[self._table_of_slot]
+
+        quantiles = torch.stack([_quantiles(rows, settings.zipf_exponent) for rows in self.rows])
+        self._quantile = quantiles[:, :-1].flatten().to(device)
+        self._quantile_width = quantiles.diff(dim=1).flatten().to(device)
+        self._first_quantile = (table_of_slot << _QUANTILE_BITS).to(device)
+
+        multipliers = torch.tensor([_coprime_near_golden_section(rows) for rows in self.rows])
+        offsets = shift_right(split_mix(derive_key(seed, 11), torch.arange(tables)), 32) % torch.tensor(self.rows)
+        self._rows_of_slot = torch.tensor(self.rows)[table_of_slot].to(device)
+        self._multiplier = multipliers[table_of_slot].to(device)
+        self._offset = offsets[table_of_slot].to(device)
+
+        self._effect = _roughly_normal(split_mix(derive_key(seed, 12), torch.arange(tables << _EFFECT_BITS))).to(device)
+        self._first_effect = (table_of_slot << _EFFECT_BITS).to(device)
+        self._dense_effect = _roughly_normal(split_mix(derive_key(seed, 13), torch.arange(dense))).to(device)
+
+    def draw(self, sample_hash: Tensor) -> _Drawn:
+        """The samples with these hashes ([b] int64)."""
+        sample_hash = sample_hash.unsqueeze(1)
+        dense = _roughly_normal(combine(sample_hash, self._dense_hash))
+        rank = self._popularity_rank(combine(sample_hash, self._slot_hash))
+        effect = self._effect[(rank & (2**_EFFECT_BITS - 1)) + self._first_effect]
+        lengths, present = None, None
+        if self._jagged:
+            lengths = 1 + ((shift_right(combine(sample_hash, self._length_hash), 32) * self._pooling_of_table) >> 32)
+            length_of_slot = lengths[:, self._table_of_slot]
+            present = self._slot_in_table < length_of_slot
+            effect = effect * present * (2**_MEAN_BITS // length_of_slot)
+        else:
+            effect = effect * self._mean_weight
+        return _Drawn(
+            dense=dense.float() * (1 / _NORMAL_STD),
+            ids=((rank * self._multiplier + self._offset) % self._rows_of_slot).int(),
+            lengths=lengths,
+            present=present,
+            score=effect.sum(1) + (dense * self._dense_effect).sum(1),
+            label_uniform=shift_right(combine(sample_hash, self._label_hash), 11).squeeze(1).double() * 2.0**-53,
+        )
+
+    def _popularity_rank(self, bits: Tensor) -> Tensor:
+        """Rank in popularity of the id in each slot, 0 for the most popular: [b, P] int64 from as many hashes."""
+        segment = shift_right(bits, 64 - _QUANTILE_BITS) + self._first_quantile
+        position = shift_right(bits << _QUANTILE_BITS, 64 - _POSITION_BITS)
+        within = (self._quantile_width[segment] * position) >> _POSITION_BITS
+        return (self._quantile[segment] + within) >> _FRACTION_BITS
+
+
+class _Layout:
+    """How b samples by slots become the values of a KeyedJaggedTensor: all ids of the first table, then of the second, ..."""
+
+    def __init__(self, pooling: Sequence[int], batch_size: int, device: torch.device) -> None:
+        slots = torch.arange(batch_size * sum(pooling), dtype=torch.int32, device=device).view(batch_size, -1)
+        self.feature_major = torch.cat([table.flatten() for table in slots.split(list(pooling), dim=1)])
+        self.lengths = torch.tensor(pooling, dtype=torch.int32, device=device).repeat_interleave(batch_size)
+
+
+def auc_with_error(scores: Tensor, labels: Tensor) -> tuple[float, float]:
+    """Area under the ROC curve and its standard error.
+
+    DeLong, DeLong, Clarke-Pearson: Comparing the areas under two or more correlated receiver operating characteristic curves: a
+    nonparametric approach, Biometrics 44, 1988.
+
+    Args:
+        scores: [n], larger for more likely; ties count half.
+        labels: [n] bool, or 0 and 1; both must occur, else the result is NaN.
+    """
+    labels = labels.bool()
+    positives, negatives = scores[labels].sort().values, scores[~labels].sort().values
+    share_of_positive = _share_below(positives, negatives)
+    share_of_negative = 1 - _share_below(negatives, positives)
+    variance = share_of_positive.var() / positives.numel() + share_of_negative.var() / negatives.numel()
+    return float(share_of_positive.mean()), float(variance.sqrt())
+
+
+def _share_below(values: Tensor, ordered: Tensor) -> Tensor:
+    """For each value, the share of ``ordered`` that is less, counting ties half: float64."""
+    less = torch.searchsorted(ordered, values)
+    not_more = torch.searchsorted(ordered, values, right=True)
+    return (less + not_more).double() / (2 * ordered.numel())
+
+
+def _calibrate(settings: SyntheticConfig, seed: int) -> tuple[float, float]:
+    """Shift and factor that give the logit mean 0 and the wanted deviation; from samples of their own, computed on the CPU so
+    that they are the same everywhere."""
+    columns = _Columns(settings, seed, torch.device("cpu"))
+    scores = columns.draw(split_mix(derive_key(seed, 14), torch.arange(_CALIBRATION_SAMPLES))).score.double()
+    return float(scores.mean()), settings.signal / max(float(scores.std()), 1.0)
+
+
+def _per_table(values: list[int], tables: int) -> list[int]:
+    return values * tables if len(values) == 1 else values
+
+
+def _quantiles(rows: int, exponent: float) -> Tensor:
+    """Quantiles of a bounded continuous power law with density ~ x ** -exponent over [1, rows + 1), less 1: the rank in popularity.
+
+    Returns:
+        [4097] int64 in units of 1 / 256 row, from 0 to rows * 256.
+    """
+    uniform = torch.arange(2**_QUANTILE_BITS + 1, dtype=torch.float64) * 2.0**-_QUANTILE_BITS
+    power, log_end = 1 - exponent, math.log(rows + 1)
+    log_x = uniform * log_end if power == 0 else (uniform * math.expm1(power * log_end)).log1p() / power
+    quantiles = (log_x.expm1() * 2**_FRACTION_BITS).long()
+    quantiles[-1] = rows << _FRACTION_BITS
+    return quantiles
+
+
+def _coprime_near_golden_section(rows: int) -> int:
+    """A factor that spreads consecutive numbers over [0, rows) and, having no divisor in common with it, reaches each once."""
+    factor = max(1, round(rows * 0.6180339887))
+    while math.gcd(factor, rows) != 1:
+        factor += 1
+    return factor
+
+
+_NORMAL_STD = math.sqrt(4 * (2**32 - 1) / 12)
+
+
+def _roughly_normal(bits: Tensor) -> Tensor:
+    """Sum of four uniform 16-bit numbers less its mean, from 64 random bits; its standard deviation is ``_NORMAL_STD``."""
+    bits = bits ^ shift_right(bits, 32)
+    mask = 2**16 - 1
+    return (bits & mask) + ((bits >> 16) & mask) + ((bits >> 32) & mask) + ((bits >> 48) & mask) - 2 * mask
