@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
@@ -69,26 +71,25 @@ class Batch(Pipelineable):
         )
 
 
-def sparse_from_features(names: Sequence[str], values: Sequence[Tensor], lengths: Sequence[Tensor | int], batch_size: int) -> KeyedJaggedTensor:
+def sparse_from_features(
+    names: Sequence[str], ids: Sequence[NDArray[np.int32]], lengths: Sequence[NDArray[np.int64] | int], batch_size: int
+) -> KeyedJaggedTensor:
     """Join the ids of every feature into one KeyedJaggedTensor.
 
     Args:
         names: F feature names.
-        values: for each feature, its ids [n_f], sample after sample; all of one dtype.
-        lengths: for each feature, the ids of each sample [b] int32, or one number that holds for all samples.
+        ids: for each feature, its ids, sample after sample; all of its elements in C order count.
+        lengths: for each feature, the number of ids of each sample [b], or one number that holds for all samples.
         batch_size: b.
     """
-    all_lengths = torch.empty(len(names), batch_size, dtype=torch.int32)
+    all_lengths = np.empty((len(names), batch_size), dtype=np.int32)
     for row, length in zip(all_lengths, lengths, strict=True):
-        if isinstance(length, int):
-            row.fill_(length)
-        else:
-            row.copy_(length)
+        row[:] = length
     return KeyedJaggedTensor(
         keys=list(names),
-        values=torch.cat(list(values)),
-        lengths=all_lengths.view(-1),
+        values=torch.from_numpy(np.concatenate([column.reshape(-1) for column in ids])),
+        lengths=torch.from_numpy(all_lengths.reshape(-1)),
         stride=batch_size,
         # Known here without asking the device for it later.
-        length_per_key=[v.numel() for v in values],
+        length_per_key=[column.size for column in ids],
     )

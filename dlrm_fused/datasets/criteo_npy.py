@@ -22,6 +22,7 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ from torch import Tensor
 from dlrm_fused.config import Split
 from dlrm_fused.datasets.batch import Samples, sparse_from_features
 from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
-from dlrm_fused.datasets.storage import as_tensor, check_labels, map_array
+from dlrm_fused.datasets.storage import check_array, check_labels, map_array
 from dlrm_fused.errors import ConfigError, DataError
 
 DENSE_FEATURES = 13
@@ -74,13 +75,13 @@ class CriteoNpyDataset:
         return self._splits[split].samples
 
     def read(self, split: Split, rows: Tensor) -> Samples:
-        dense, ids, labels = self._splits[split].read(rows)
+        dense, ids, labels = self._splits[split].read(rows.numpy())
         features = self.schema.sparse_features
-        values = [torch.remainder(column, f.rows).flatten().int() for column, f in zip(ids, features, strict=True)]
+        modulo = [(column % feature.rows).astype(np.int32) for column, feature in zip(ids, features, strict=True)]
         return Samples(
-            dense=dense,
-            sparse=sparse_from_features([f.name for f in features], values, self._hotness, rows.numel()),
-            labels=labels,
+            dense=torch.from_numpy(dense),
+            sparse=sparse_from_features([feature.name for feature in features], modulo, self._hotness, rows.numel()),
+            labels=torch.from_numpy(labels),
         )
 
 
@@ -90,25 +91,25 @@ class _Day:
     def __init__(self, folder: Path, number: int) -> None:
         self.name = f"{folder}/day_{number}"
         self.dense = map_array(folder / f"day_{number}_dense.npy", [None, DENSE_FEATURES], ["float32"])
-        self.samples = self.dense.size(0)
+        self.samples = self.dense.shape[0]
         if not self.samples:
             raise DataError(f"{self.name}_dense.npy: has no rows")
         self.labels = _map_labels(folder / f"day_{number}_labels.npy", self.samples)
         multi_hot = folder / f"day_{number}_sparse_multi_hot.npz"
-        self.single: Tensor | None = None
-        self.multi_hot: list[Tensor] = []
+        self.single: NDArray[Any] | None = None
+        self.multi_hot: list[NDArray[Any]] = []
         if multi_hot.exists():
             self.multi_hot = _map_multi_hot(multi_hot, self.samples)
-            self.hotness = [column.size(1) for column in self.multi_hot]
+            self.hotness = [column.shape[1] for column in self.multi_hot]
         else:
             self.single = map_array(folder / f"day_{number}_sparse.npy", [self.samples, SPARSE_FEATURES], _INTEGERS)
             self.hotness = [1] * SPARSE_FEATURES
 
-    def read_ids(self, rows: Tensor) -> list[Tensor]:
-        """For each feature, its ids [b, hotness]."""
+    def read_ids(self, rows: NDArray[np.int64]) -> list[NDArray[Any]]:
+        """For each feature, its ids, [b, hotness] or [b]."""
         if self.single is not None:
-            return list(self.single.index_select(0, rows).t().contiguous().unsqueeze(2))
-        return [column.index_select(0, rows) for column in self.multi_hot]
+            return list(np.ascontiguousarray(self.single.take(rows, axis=0).T))
+        return [column.take(rows, axis=0) for column in self.multi_hot]
 
 
 def _day_numbers(folder: Path) -> list[int]:
@@ -121,15 +122,15 @@ def _day_numbers(folder: Path) -> list[int]:
     return found
 
 
-def _map_labels(path: Path, samples: int) -> Tensor:
+def _map_labels(path: Path, samples: int) -> NDArray[Any]:
     dtypes = ["int32", "int64", "uint8", "int8", "float32"]
     try:
-        return map_array(path, [samples, 1], dtypes).flatten()
+        return map_array(path, [samples, 1], dtypes).reshape(-1)
     except DataError:
         return map_array(path, [samples], dtypes)
 
 
-def _map_multi_hot(path: Path, samples: int) -> list[Tensor]:
+def _map_multi_hot(path: Path, samples: int) -> list[NDArray[Any]]:
     """The arrays "0" to "25" of an uncompressed ``.npz``, mapped where they lie in it."""
     try:
         with zipfile.ZipFile(path) as archive:
@@ -148,11 +149,12 @@ def _map_multi_hot(path: Path, samples: int) -> list[Tensor]:
             array = _map_member(path, info)
         except (OSError, ValueError, EOFError, struct.error) as error:
             raise DataError(f"{name}: damaged or truncated ({error}); make it again") from None
-        columns.append(as_tensor(array, name, [samples, None], _INTEGERS))
+        check_array(array, name, [samples, None], _INTEGERS)
+        columns.append(array)
     return columns
 
 
-def _map_member(path: Path, info: zipfile.ZipInfo) -> NDArray[np.generic]:
+def _map_member(path: Path, info: zipfile.ZipInfo) -> NDArray[Any]:
     """Map an uncompressed ``.npy`` member of a zip file (PKWARE APPNOTE 4.3.7: local file header)."""
     with path.open("rb") as file:
         file.seek(info.header_offset + 26)
@@ -161,7 +163,7 @@ def _map_member(path: Path, info: zipfile.ZipInfo) -> NDArray[np.generic]:
         version = np.lib.format.read_magic(file)
         read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, column_major, dtype = read_header(file)
-        return np.memmap(path, dtype, mode="r", offset=file.tell(), shape=shape, order="F" if column_major else "C")
+        return np.asarray(np.memmap(path, dtype, "r", file.tell(), shape, "F" if column_major else "C"))
 
 
 @dataclass(frozen=True)
@@ -194,32 +196,35 @@ class _SplitOfDays:
     def __init__(self, parts: list[_Part], split: Split) -> None:
         self._parts = parts
         self._where = f"split {split.name}"
-        sizes = torch.tensor([part.stop - part.start for part in parts])
-        self._ends = sizes.cumsum(0)
+        self._ends = np.cumsum([part.stop - part.start for part in parts])
         self.samples = int(self._ends[-1])
         if not self.samples:
             raise DataError(f"{parts[0].day.name}_dense.npy: too few rows, split {split.name} has no samples")
 
-    def read(self, rows: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Dense features [b, 13], for each sparse feature its ids [b, hotness], and labels [b] float32."""
-        part_of_row = torch.bucketize(rows, self._ends, right=True)
-        numbers = part_of_row.unique().tolist()
-        pieces = []
-        for number in numbers:
-            mine = (part_of_row == number).nonzero().view(-1) if len(numbers) > 1 else slice(None)
-            pieces.append((mine, self._read_part(number, rows[mine])))
-        if len(pieces) == 1:
-            return pieces[0][1]
+    def read(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.float32], list[NDArray[Any]], NDArray[np.float32]]:
+        """Dense features [b, 13], for each sparse feature its ids [b, hotness] or [b], and labels [b]."""
+        part_of_row = np.searchsorted(self._ends, rows, side="right")
+        numbers = np.unique(part_of_row)
+        if numbers.size == 1:
+            return self._read_part(numbers[0], rows)
+        places = [np.flatnonzero(part_of_row == number) for number in numbers]
+        dense, ids, labels = zip(
+            *(self._read_part(number, rows[mine]) for number, mine in zip(numbers, places, strict=True)), strict=True
+        )
         # Back to the order that was asked for.
-        restore = torch.cat([torch.as_tensor(mine) for mine, _ in pieces]).argsort()
-        dense, labels = (torch.cat([piece[i] for _, piece in pieces]).index_select(0, restore) for i in (0, 2))
-        ids = [torch.cat(columns).index_select(0, restore) for columns in zip(*(piece[1] for _, piece in pieces), strict=True)]
-        return dense, ids, labels
+        restore = np.concatenate(places).argsort()
+        return (
+            np.concatenate(dense)[restore],
+            [np.concatenate(column)[restore] for column in zip(*ids, strict=True)],
+            np.concatenate(labels)[restore],
+        )
 
-    def _read_part(self, number: int, rows: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
+    def _read_part(
+        self, number: int, rows: NDArray[np.int64]
+    ) -> tuple[NDArray[np.float32], list[NDArray[Any]], NDArray[np.float32]]:
         part = self._parts[number]
         first = int(self._ends[number]) - (part.stop - part.start)
         rows = rows + (part.start - first)
-        labels = part.day.labels.index_select(0, rows)
+        labels = part.day.labels.take(rows)
         check_labels(labels, f"{part.day.name}_labels.npy, {self._where}")
-        return part.day.dense.index_select(0, rows), part.day.read_ids(rows), labels.float()
+        return part.day.dense.take(rows, axis=0), part.day.read_ids(rows), labels.astype(np.float32)

@@ -1,12 +1,17 @@
 """Random numbers as hashes of a position, so that any of them is reached directly and on any device alike.
 
-All values are int64 tensors that stand for 64 random bits; arithmetic wraps.
+All values are int64, as a NumPy array or a tensor, and stand for 64 random bits; arithmetic wraps.
 """
 
 from __future__ import annotations
 
-import torch
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
+
+Bits = TypeVar("Bits", NDArray[np.int64], Tensor)
 
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -18,12 +23,12 @@ def signed(value: int) -> int:
     return (value + 2**63) % 2**64 - 2**63
 
 
-def shift_right(bits: Tensor, count: int) -> Tensor:
-    """Logical (zero-filling) shift; torch's own repeats the sign."""
+def shift_right(bits: Bits, count: int) -> Bits:
+    """Logical (zero-filling) shift by 1 or more; that of int64 itself repeats the sign."""
     return (bits >> count) & (2 ** (64 - count) - 1)
 
 
-def split_mix(key: int | Tensor, counter: Tensor) -> Tensor:
+def split_mix(key: int, counter: Bits) -> Bits:
     """Output number ``counter`` of the SplitMix64 generator with seed ``key``.
 
     Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014, with the finalizer of its reference
@@ -48,5 +53,5 @@ def derive_key(*parts: int) -> int:
     """One 64-bit key from a seed and the numbers of what it is for."""
     key = 0
     for part in parts:
-        key = int(split_mix(key, torch.tensor(part)))
+        key = int(split_mix(key, np.array([part]))[0])
     return key

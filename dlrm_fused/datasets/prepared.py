@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm_fused.config import Split
@@ -36,7 +38,7 @@ class PreparedDataset:
         info = PreparedInfo.load(folder)
         self._splits = {split: _SplitFiles(folder, split, info) for split in Split}
         self._modulo = [
-            rows if rows < feature.rows else None
+            np.int32(rows) if rows < feature.rows else None
             for feature, rows in zip(info.schema.sparse_features, table_rows or _stored_rows(info.schema), strict=True)
         ]
         self.schema = with_table_rows(info.schema, table_rows or _stored_rows(info.schema))
@@ -45,16 +47,14 @@ class PreparedDataset:
         return self._splits[split].samples
 
     def read(self, split: Split, rows: Tensor) -> Samples:
-        files = self._splits[split]
-        values, lengths = files.read_ids(rows)
-        values = [
-            ids if modulo is None else torch.remainder(ids, modulo) for ids, modulo in zip(values, self._modulo, strict=True)
-        ]
+        files, positions = self._splits[split], rows.numpy()
+        ids, lengths = files.read_ids(positions)
+        ids = [column if modulo is None else column % modulo for column, modulo in zip(ids, self._modulo, strict=True)]
         names = [feature.name for feature in self.schema.sparse_features]
         return Samples(
-            dense=files.dense.index_select(0, rows),
-            sparse=sparse_from_features(names, values, lengths, rows.numel()),
-            labels=files.read_labels(rows),
+            dense=torch.from_numpy(files.dense.take(positions, axis=0)),
+            sparse=sparse_from_features(names, ids, lengths, positions.size),
+            labels=torch.from_numpy(files.read_labels(positions)),
         )
 
 
@@ -85,27 +85,27 @@ class _SplitFiles:
         self._single = map_array(path / "single.npy", [self.samples, len(single)], ["int32"]) if single else None
         self._jagged = {f.name: _JaggedColumn(path, f, self.samples) for f in schema.sparse_features if f.jagged}
 
-    def read_labels(self, rows: Tensor) -> Tensor:
-        labels = self._labels.index_select(0, rows)
+    def read_labels(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        labels = self._labels.take(rows)
         check_labels(labels, self._where)
-        return labels.float()
+        return labels.astype(np.float32)
 
-    def read_ids(self, rows: Tensor) -> tuple[list[Tensor], list[Tensor | int]]:
-        """For each feature its ids [n_f] int32, checked, and their number in each sample."""
-        # One row of ids for each feature: [S, b].
-        single = iter(() if self._single is None else self._single.index_select(0, rows).t().contiguous())
-        values: list[Tensor] = []
-        lengths: list[Tensor | int] = []
+    def read_ids(self, rows: NDArray[np.int64]) -> tuple[list[NDArray[np.int32]], list[NDArray[np.int64] | int]]:
+        """For each feature its ids [n_f], checked, and their number in each sample."""
+        # [S, b]: one row of ids for each feature.
+        single = iter(() if self._single is None else np.ascontiguousarray(self._single.take(rows, axis=0).T))
+        ids: list[NDArray[np.int32]] = []
+        lengths: list[NDArray[np.int64] | int] = []
         for feature in self._features:
             if feature.jagged:
-                ids, length = self._jagged[feature.name].read(rows)
+                column, length = self._jagged[feature.name].read(rows)
                 lengths.append(length)
             else:
-                ids = next(single)
+                column = next(single)
                 lengths.append(1)
-            check_below(ids, feature.rows, feature.name, self._where)
-            values.append(ids)
-        return values, lengths
+            check_below(column, feature.rows, feature.name, self._where)
+            ids.append(column)
+        return ids, lengths
 
 
 class _JaggedColumn:
@@ -116,20 +116,20 @@ class _JaggedColumn:
         self._values = map_array(path / f"{feature.name}.values.npy", [None], ["int32"])
         self._offsets = map_array(offsets_path, [samples + 1], ["int64"])
         first, last = int(self._offsets[0]), int(self._offsets[-1])
-        if first != 0 or last != self._values.numel():
+        if first != 0 or last != self._values.size:
             raise DataError(
-                f"{offsets_path}: runs from {first} to {last}, expected 0 to {self._values.numel()}, "
+                f"{offsets_path}: runs from {first} to {last}, expected 0 to {self._values.size}, "
                 f"the length of {feature.name}.values.npy; prepare the set again"
             )
         self._path = offsets_path
 
-    def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids of the rows, row after row [n] int32, and how many each has [b] int64."""
-        starts = self._offsets.index_select(0, rows)
-        lengths = self._offsets.index_select(0, rows + 1) - starts
-        if bool((lengths < 0).any()):
+    def read(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Ids of the rows, row after row [n], and how many each has [b]."""
+        starts = self._offsets.take(rows)
+        lengths = self._offsets.take(rows + 1) - starts
+        if (lengths < 0).any():
             raise DataError(f"{self._path}: offsets decrease; prepare the set again")
-        ends = lengths.cumsum(0)
+        ends = lengths.cumsum()
         # Position in values = start of the row + position within the row.
-        positions = torch.arange(int(ends[-1])) + torch.repeat_interleave(starts - (ends - lengths), lengths)
-        return self._values.index_select(0, positions), lengths
+        positions = np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
+        return self._values.take(positions), lengths

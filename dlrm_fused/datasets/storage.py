@@ -1,21 +1,23 @@
-"""Arrays on disk as read-only tensors, mapped rather than loaded, and reading rows of them by position."""
+"""Arrays on disk, mapped rather than loaded, and checks of what was read from them.
+
+They stay NumPy arrays: what NumPy does with them runs on the calling thread without the interpreter lock, while torch would add
+a team of OpenMP threads to each thread of a loader.
+"""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from dlrm_fused.errors import DataError
 
 
-def map_array(path: Path, shape: Sequence[int | None], dtypes: Sequence[str]) -> Tensor:
-    """Map a ``.npy`` file as a tensor, which must not be written to.
+def map_array(path: Path, shape: Sequence[int | None], dtypes: Sequence[str]) -> NDArray[Any]:
+    """Map a ``.npy`` file.
 
     Args:
         path: the file.
@@ -31,11 +33,12 @@ def map_array(path: Path, shape: Sequence[int | None], dtypes: Sequence[str]) ->
         raise DataError(f"{path}: missing") from None
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"{path}: damaged or truncated ({error}); make it again") from None
-    return as_tensor(array, str(path), shape, dtypes)
+    check_array(array, str(path), shape, dtypes)
+    return np.asarray(array)
 
 
-def as_tensor(array: NDArray[np.generic], name: str, shape: Sequence[int | None], dtypes: Sequence[str]) -> Tensor:
-    """A mapped array as a tensor; see :func:`map_array`. ``name`` is for messages."""
+def check_array(array: NDArray[Any], name: str, shape: Sequence[int | None], dtypes: Sequence[str]) -> None:
+    """Raise DataError unless a mapped array is what :func:`map_array` expects; ``name`` is for the message."""
     fits = len(array.shape) == len(shape) and all(want in (None, have) for have, want in zip(array.shape, shape, strict=True))
     if not fits or array.dtype.name not in dtypes:
         wanted = ", ".join("any" if n is None else str(n) for n in shape)
@@ -44,24 +47,21 @@ def as_tensor(array: NDArray[np.generic], name: str, shape: Sequence[int | None]
         )
     if not array.flags.c_contiguous:
         raise DataError(f"{name}: stored in column-major order, expected row-major; write it with np.ascontiguousarray")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*not writable.*")
-        return torch.from_numpy(array)
 
 
-def check_below(ids: Tensor, rows: int, feature: str, where: str) -> None:
+def check_below(ids: NDArray[Any], rows: int, feature: str, where: str) -> None:
     """Raise DataError unless all ids are in [0, rows)."""
-    if not ids.numel():
+    if not ids.size:
         return
-    low, high = (int(bound) for bound in torch.aminmax(ids))
+    low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= rows:
         raise DataError(
             f"{where}: feature {feature} has the id {low if low < 0 else high}, allowed: 0 to {rows - 1}; prepare the set again"
         )
 
 
-def check_labels(labels: Tensor, where: str) -> None:
+def check_labels(labels: NDArray[Any], where: str) -> None:
     """Raise DataError unless all labels are 0 or 1."""
-    low, high = (int(bound) for bound in torch.aminmax(labels))
+    low, high = labels.min(), labels.max()
     if low < 0 or high > 1:
         raise DataError(f"{where}: a label is {low if low < 0 else high}, allowed: 0 and 1; prepare the set again")
