@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -61,6 +61,36 @@ def split_blocks(path: Path, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
     yield from _split_gzip(path, block_bytes) if path.suffix == ".gz" else _split_plain(path, block_bytes)
 
 
+def count_lines(path: Path) -> Iterator[tuple[Block, int]]:
+    """Each block of :func:`split_blocks`, and its number of lines; the last line need not end with a line end."""
+    for block in split_blocks(path):
+        data = block.read()
+        yield block, data.count(b"\n") + (not data.endswith(b"\n"))
+
+
+def cut_blocks(blocks: Iterable[Block], lines: Iterable[int], cuts: Sequence[int]) -> Iterator[tuple[Block, int]]:
+    """Cut blocks so that each lies in one part of the file: (block, index of the part).
+
+    Args:
+        lines: of each block, from :func:`count_lines`.
+        cuts: the number of lines before parts 1, 2, ..., ascending.
+    """
+    part, first_line = 0, 0
+    for block, block_lines in zip(blocks, lines, strict=True):
+        while part < len(cuts) and cuts[part] < first_line + block_lines:
+            data = block.read()
+            lines_before = cuts[part] - first_line
+            at = 0
+            for _ in range(lines_before):
+                at = data.index(b"\n", at) + 1
+            if at:
+                yield replace(block, stop=block.start + at, data=block.data and data[:at]), part
+            block = replace(block, start=block.start + at, data=block.data and data[at:])
+            first_line, block_lines, part = first_line + lines_before, block_lines - lines_before, part + 1
+        yield block, part
+        first_line += block_lines
+
+
 def _split_plain(path: Path, block_bytes: int) -> Iterator[Block]:
     size = path.stat().st_size
     start = 0
@@ -94,5 +124,5 @@ def _split_gzip(path: Path, block_bytes: int) -> Iterator[Block]:
 def _rest_of_line(file: BinaryIO, path: Path) -> bytes:
     rest = file.readline(MAX_LINE_BYTES)
     if len(rest) == MAX_LINE_BYTES:
-        raise DataError(f"{path}: no line end within {MAX_LINE_BYTES} bytes before byte {file.tell()}; not a text file?")
+        raise DataError(f"{path}: no line end in {MAX_LINE_BYTES} bytes before byte {file.tell()}; not a text file?")
     return rest

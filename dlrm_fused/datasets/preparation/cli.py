@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from dlrm_fused.datasets.preparation.criteo import CriteoOptions, available_cores, prepare_criteo
 from dlrm_fused.datasets.preparation.movielens import MovieLensOptions, SplitBy, prepare_movielens
 from dlrm_fused.datasets.schema import PreparedInfo
 from dlrm_fused.errors import UserError
@@ -22,7 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error))
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            return _fail(f"--output {args.output}: the disk is full; free some space there and run the same command again")
+            return _fail(
+                f"--output {args.output}: the disk is full; free some space there and run the same command again"
+            )
         return _fail(f"{error.filename or args.output}: {error.strerror or error}")
     except KeyboardInterrupt:
         return _fail(f"interrupted; --output {args.output} is incomplete, run the same command again")
@@ -40,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="data/prepare.py", description="Prepare a data set for training.")
     commands = parser.add_subparsers(required=True, metavar="{movielens,criteo,synthetic}")
     _add_movielens(commands)
+    _add_criteo(commands)
     return parser
 
 
@@ -50,7 +54,11 @@ def _common(parser: argparse.ArgumentParser) -> None:
 
 def _max_malformed(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--max-malformed", type=_share, default=0.001, metavar="SHARE", help="largest share of malformed lines (default 0.001)"
+        "--max-malformed",
+        type=_share,
+        default=0.001,
+        metavar="SHARE",
+        help="largest share of malformed lines (default 0.001)",
     )
 
 
@@ -64,11 +72,17 @@ def _share(text: str) -> float:
 def _add_movielens(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("movielens", help="MovieLens 100K, 1M, 10M, 20M, 25M")
     parser.add_argument(
-        "--source", required=True, help="folder of a release, or 'recbole' to download the 100K one from PyPI's recbole package"
+        "--source",
+        required=True,
+        help="folder of a release, or 'recbole' to download the 100K one from PyPI's recbole package",
     )
     _common(parser)
-    parser.add_argument("--like-rating", type=float, default=4.0, help="label 1 for a rating of at least this (default 4)")
-    parser.add_argument("--split", choices=[s.name for s in SplitBy], default="random", help="80/10/10 at random or by time")
+    parser.add_argument(
+        "--like-rating", type=float, default=4.0, help="label 1 for a rating of at least this (default 4)"
+    )
+    parser.add_argument(
+        "--split", choices=[s.name for s in SplitBy], default="random", help="80/10/10 at random or by time"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the random split (default 1)")
     _max_malformed(parser)
     parser.set_defaults(
@@ -81,6 +95,49 @@ def _add_movielens(commands: argparse._SubParsersAction[argparse.ArgumentParser]
                 args.seed,
                 args.max_malformed,
                 args.overwrite,
+            )
+        )
+    )
+
+
+def _add_criteo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    defaults = CriteoOptions(Path(), Path())
+    parser = commands.add_parser("criteo", help="Criteo Kaggle train.txt and Criteo 1TB day_0 ... day_23")
+    parser.add_argument(
+        "--input", type=Path, required=True, help="file, or folder with train.txt or day_0, day_1, ...; plain or .gz"
+    )
+    _common(parser)
+    ids = parser.add_mutually_exclusive_group()
+    ids.add_argument("--hash-rows", type=int, default=0, metavar="N", help="take ids modulo N")
+    ids.add_argument(
+        "--min-frequency",
+        type=int,
+        default=defaults.min_frequency,
+        metavar="N",
+        help=f"number the ids that occur N times or more in training (default, with N = {defaults.min_frequency})",
+    )
+    parser.add_argument(
+        "--held-out",
+        type=float,
+        default=defaults.held_out,
+        metavar="SHARE",
+        help="last part of a single file, halved into validation and test (default 1/7); of several files the last is",
+    )
+    parser.add_argument("--torchrec", action="store_true", help="give the tensors of TorchRec's BinaryCriteoUtils")
+    parser.add_argument("--workers", type=int, default=available_cores(), help="processes (default: one for each core)")
+    _max_malformed(parser)
+    parser.set_defaults(
+        prepare=lambda args: prepare_criteo(
+            CriteoOptions(
+                input=args.input,
+                output=args.output,
+                hash_rows=args.hash_rows,
+                min_frequency=args.min_frequency,
+                held_out=args.held_out,
+                torchrec=args.torchrec,
+                workers=args.workers,
+                max_malformed=args.max_malformed,
+                overwrite=args.overwrite,
             )
         )
     )

@@ -95,7 +95,9 @@ def download_recbole(folder: Path) -> Path:
     done = subprocess.run([*command, "--dest", str(folder)], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         reason = (done.stderr.strip() or "no message").splitlines()[-1]
-        raise DataError(f"--source recbole: pip cannot download {RECBOLE}: {reason}; give a folder of MovieLens files instead")
+        raise DataError(
+            f"--source recbole: pip cannot download {RECBOLE}: {reason}; give a folder of MovieLens files instead"
+        )
     wheel = next(folder.glob("recbole-*.whl"))
     with zipfile.ZipFile(wheel) as archive:
         for suffix in ("inter", "item", "user"):
@@ -170,7 +172,11 @@ class _Encoder:
         self._user_ids = np.zeros((len(users), 0), np.int64)
         if self._has_users:
             gender, occupation = _vocabulary(u.gender for u in users), _vocabulary(u.occupation for u in users)
-            columns = [age_group, [gender.get(u.gender, 0) for u in users], [occupation.get(u.occupation, 0) for u in users]]
+            columns = [
+                age_group,
+                [gender.get(u.gender, 0) for u in users],
+                [occupation.get(u.occupation, 0) for u in users],
+            ]
             self._user_ids = np.stack(columns, axis=1).astype(np.int64)
             self._rows.update(age=len(AGE_GROUPS) + 2, gender=len(gender) + 1, occupation=len(occupation) + 1)
 
