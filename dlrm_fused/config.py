@@ -435,7 +435,9 @@ def _check_run(config: Config) -> None:
         "letters, digits, '.', '_' and '-'",
     )
     _require(0 <= config.seed < 2**31, "seed", config.seed, "0 to 2147483647")
-    _require(config.runtime.device in ("auto", "cpu", "cuda"), "runtime.device", config.runtime.device, "auto, cpu, cuda")
+    _require(
+        config.runtime.device in ("auto", "cpu", "cuda"), "runtime.device", config.runtime.device, "auto, cpu, cuda"
+    )
     timeout = config.runtime.peer_timeout_seconds
     _require(timeout >= 1, "runtime.peer_timeout_seconds", timeout, "1 second or more")
     _require(config.checkpoint.every_steps >= 0, "checkpoint.every_steps", config.checkpoint.every_steps, "0 or more")
@@ -450,7 +452,9 @@ def _check_run(config: Config) -> None:
 def _check_data(config: Config) -> None:
     data, synthetic = config.data, config.data.synthetic
     if data.source is not DataSource.synthetic:
-        _require(bool(data.path), "data.path", repr(data.path), f"the data set's folder, for data.source={data.source.name}")
+        _require(
+            bool(data.path), "data.path", repr(data.path), f"the data set's folder, for data.source={data.source.name}"
+        )
     _require(data.shuffle_window_rows >= 0, "data.shuffle_window_rows", data.shuffle_window_rows, "0 or more")
     _require(data.workers >= 1, "data.workers", data.workers, "1 or more")
     _require(data.prefetch_batches >= 1, "data.prefetch_batches", data.prefetch_batches, "1 or more")
@@ -459,7 +463,9 @@ def _check_data(config: Config) -> None:
     for key in ("rows", "pooling"):
         values: list[int] = getattr(synthetic, key)
         valid = len(values) in (1, synthetic.tables) and all(v >= 1 for v in values)
-        _require(valid, f"data.synthetic.{key}", values, f"one positive number, or one for each of {synthetic.tables} tables")
+        _require(
+            valid, f"data.synthetic.{key}", values, f"one positive number, or one for each of {synthetic.tables} tables"
+        )
     for key in ("train_samples", "validation_samples", "test_samples"):
         _require(getattr(synthetic, key) >= 1, f"data.synthetic.{key}", getattr(synthetic, key), "1 or more")
     _require(synthetic.zipf_exponent >= 0, "data.synthetic.zipf_exponent", synthetic.zipf_exponent, "0 or more")
@@ -496,9 +502,16 @@ def _check_embedding(config: Config) -> None:
         f"0, or a multiple of 4 that divides embedding.dim={embedding.dim}",
     )
     if config.data.source is DataSource.criteo_npy:
-        _require(bool(embedding.rows), "embedding.rows", embedding.rows, "the rows of every table, for data.source=criteo_npy")
+        _require(
+            bool(embedding.rows),
+            "embedding.rows",
+            embedding.rows,
+            "the rows of every table, for data.source=criteo_npy",
+        )
     for name, table in embedding.tables.items():
-        _require(table.pooling_factor >= 0, f"embedding.tables.{name}.pooling_factor", table.pooling_factor, "0 or more")
+        _require(
+            table.pooling_factor >= 0, f"embedding.tables.{name}.pooling_factor", table.pooling_factor, "0 or more"
+        )
     optimizer = embedding.optimizer
     _check_optimizer("embedding.optimizer", optimizer)
     _require(
@@ -545,5 +558,7 @@ def _check_training(config: Config) -> None:
     _require(0 <= schedule.floor <= 1, "training.schedule.floor", schedule.floor, "0 to 1")
     evaluation = config.evaluation
     _require(evaluation.every_steps >= 0, "evaluation.every_steps", evaluation.every_steps, "0 or more")
-    _require(evaluation.global_batch_size >= 1, "evaluation.global_batch_size", evaluation.global_batch_size, "1 or more")
+    _require(
+        evaluation.global_batch_size >= 1, "evaluation.global_batch_size", evaluation.global_batch_size, "1 or more"
+    )
     _require(evaluation.max_samples >= 0, "evaluation.max_samples", evaluation.max_samples, "0 or more")

@@ -1,0 +1,1 @@
+"""Embedding tables spread over ranks."""

@@ -1,0 +1,136 @@
+"""Which rank holds which part of which embedding table: TorchRec's planner, told what the config says."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
+from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
+
+from dlrm_fused.config import ComputeKernel, Config, EmbeddingConfig, Sharding, TableConfig
+from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
+from dlrm_fused.errors import ConfigError
+
+_COLUMN_SHARDINGS = (Sharding.column_wise, Sharding.table_column_wise, Sharding.grid_shard)
+
+
+def make_plan(
+    config: Config,
+    schema: DatasetSchema,
+    model: nn.Module,
+    sharders: list[ModuleSharder[nn.Module]],
+    device: torch.device,
+) -> ShardingPlan:
+    """Plan on rank 0 and hand the plan to all ranks. Collective.
+
+    Raises:
+        ConfigError: if no plan satisfies the config.
+    """
+    world_size = dist.get_world_size()
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(
+            world_size=world_size,
+            compute_device=device.type,
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
+            **_memory(device),
+        ),
+        batch_size=max(1, config.training.global_batch_size // world_size),
+        constraints=table_constraints(config.embedding, schema, world_size),
+        debug=False,
+    )
+    try:
+        return planner.collective_plan(model, sharders, dist.GroupMember.WORLD)
+    except (PlannerError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"embedding.sharding={config.embedding.sharding.name}: no plan for {world_size} ranks: {reason[:300]}"
+        ) from None
+
+
+def _memory(device: torch.device) -> dict[str, int]:
+    if device.type == "cuda":
+        return {"hbm_cap": torch.cuda.get_device_properties(device).total_memory}
+    return {"ddr_cap": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
+
+
+def table_constraints(
+    embedding: EmbeddingConfig, schema: DatasetSchema, world_size: int
+) -> dict[str, ParameterConstraints]:
+    """What the planner may choose for each table, by the table's name.
+
+    Raises:
+        ConfigError: if ``embedding.tables`` names a table that the data set does not have.
+    """
+    names = {feature.name for feature in schema.sparse_features}
+    for name in embedding.tables:
+        if name not in names:
+            raise ConfigError(f"embedding.tables.{name}: no such table; the data set has: {', '.join(sorted(names))}")
+    return {feature.name: _constraint(embedding, feature, world_size) for feature in schema.sparse_features}
+
+
+def _constraint(embedding: EmbeddingConfig, feature: SparseFeature, world_size: int) -> ParameterConstraints:
+    table = embedding.tables.get(feature.name, TableConfig())
+    sharding = table.sharding if table.sharding is not Sharding.auto else embedding.sharding
+    kernel = table.compute_kernel if table.compute_kernel is not ComputeKernel.auto else embedding.compute_kernel
+    return ParameterConstraints(
+        sharding_types=_sharding_types(sharding, world_size),
+        compute_kernels=_compute_kernels(sharding, kernel),
+        min_partition=shard_columns(embedding, world_size) if sharding in _COLUMN_SHARDINGS else None,
+        pooling_factors=[table.pooling_factor or feature.pooling_factor],
+    )
+
+
+def _sharding_types(sharding: Sharding, world_size: int) -> list[str] | None:
+    if sharding is Sharding.auto:
+        return None
+    if world_size == 1 and sharding is not Sharding.data_parallel:
+        # A single rank holds whole tables, or slices of columns; TorchRec has no row-wise plan for it.
+        sharding = Sharding.column_wise if sharding is Sharding.column_wise else Sharding.table_wise
+    return [ShardingType[sharding.name.upper()].value]
+
+
+def _compute_kernels(sharding: Sharding, kernel: ComputeKernel) -> list[str] | None:
+    if sharding is Sharding.data_parallel:
+        return [EmbeddingComputeKernel.DENSE.value]
+    if kernel is ComputeKernel.auto:
+        # The planner would otherwise consider unfused kernels, which need an optimizer step of their own.
+        return [EmbeddingComputeKernel.FUSED.value]
+    return [kernel.value]
+
+
+def shard_columns(embedding: EmbeddingConfig, world_size: int) -> int:
+    """Columns of one column-wise shard: as configured, or the narrowest legal width that needs no more shards than ranks."""
+    if embedding.shard_columns:
+        return embedding.shard_columns
+    legal = [width for width in range(4, embedding.dim + 1, 4) if embedding.dim % width == 0]
+    return next(width for width in legal if width * world_size >= embedding.dim)
+
+
+def describe_plan(plan: ShardingPlan, schema: DatasetSchema, dim: int) -> str:
+    """The plan as a text table: one line a table, and the GiB of weights of each rank."""
+    rows = {feature.name: feature for feature in schema.sparse_features}
+    lines = [f"{'table':<20} {'rows':>12} {'dim':>5} {'pooling':>8}  {'sharding':<16} {'kernel':<16} ranks"]
+    weight_bytes: dict[int, int] = {}
+    for module_plan in plan.plan.values():
+        for name, sharding in sorted(module_plan.items(), key=lambda item: list(rows).index(item[0])):
+            feature = rows[name]
+            lines.append(
+                f"{name:<20} {feature.rows:>12,} {dim:>5} {feature.pooling_factor:>8.2f}  {sharding.sharding_type:<16} "
+                f"{sharding.compute_kernel:<16} {_ranks_text(sharding.ranks)}"
+            )
+            shards = sharding.sharding_spec.shards if sharding.sharding_spec else []
+            for shard in shards:
+                rank = shard.placement.rank()
+                weight_bytes[rank] = weight_bytes.get(rank, 0) + 4 * shard.shard_sizes[0] * shard.shard_sizes[1]
+    lines.append("")
+    lines += [f"rank {rank}: {size / 2**30:.3f} GiB of weights" for rank, size in sorted(weight_bytes.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _ranks_text(ranks: list[int] | None) -> str:
+    return ",".join(map(str, ranks or []))

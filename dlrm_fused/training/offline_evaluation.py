@@ -1,0 +1,100 @@
+"""Evaluation of a saved checkpoint, on any number of ranks and any plan: the work of eval.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from dlrm_fused.config import Split, load_config
+from dlrm_fused.datasets import open_dataset
+from dlrm_fused.errors import CheckpointError
+from dlrm_fused.models import build_model
+from dlrm_fused.sharding.parallel import shard
+from dlrm_fused.training.checkpoint import restore_model
+from dlrm_fused.training.evaluation import PredictionCollector, evaluate
+from dlrm_fused.training.metrics import BinaryMetricValues
+from dlrm_fused.training.run_folder import RunFolder
+from dlrm_fused.training.runtime import (
+    FailureBoard,
+    Rank,
+    Sentinel,
+    apply_numerics,
+    choose_device,
+    process_group,
+)
+from dlrm_fused.training.telemetry import write_json
+from dlrm_fused.versions import check_versions
+
+
+def evaluate_run(
+    run: Path,
+    checkpoint: str,
+    split: Split,
+    overrides: Sequence[str],
+    predictions: Path | None,
+    rank: Rank,
+    board: FailureBoard,
+) -> None:
+    """Evaluate a checkpoint of a run, print a table and write ``eval.json`` into the run's folder. Collective.
+
+    Args:
+        checkpoint: ``best``, ``last`` or a step.
+        overrides: ``key=value`` settings that replace those of the run.
+        predictions: Parquet file for (prediction, label) of every sample, in the order of the split.
+
+    Raises:
+        CheckpointError: if the run or the checkpoint does not exist, or does not fit.
+    """
+    check_versions()
+    if not (run / "config.yaml").is_file():
+        raise CheckpointError(f"--run {run}: no run there (config.yaml is missing)")
+    config = load_config(run / "config.yaml", overrides)
+    folder = RunFolder(run)
+    step = folder.checkpoints.select(checkpoint)
+    device = choose_device(config.runtime.device, rank)
+    apply_numerics(config)
+    with process_group(rank, device), Sentinel(rank, board, config.runtime.peer_timeout_seconds):
+        dataset = open_dataset(config, device)
+        task = build_model(config, dataset.schema, rank.world_size, device)
+        sharded = shard(task, config, dataset.schema, device)
+        restore_model(folder.checkpoints.of(step), sharded)
+        sharded.model.eval()
+        collector = PredictionCollector() if predictions else None
+        values = evaluate(sharded.model, dataset, split, config, device, observe=collector)
+        if predictions and collector:
+            _write_predictions(predictions, collector, rank)
+        if rank.index == 0:
+            _report(folder.path, step, split, values)
+
+
+def _report(run: Path, step: int, split: Split, values: BinaryMetricValues) -> None:
+    report = {
+        "auc": values.auc,
+        "auc_error": values.auc_error,
+        "normalized_entropy": values.normalized_entropy,
+        "log_loss": values.log_loss,
+        "calibration": values.calibration,
+        "samples": values.samples,
+        "split": split.name,
+        "step": step,
+    }
+    write_json(run / "eval.json", report)
+    for name, value in report.items():
+        print(f"{name:<20} {value:.6f}" if isinstance(value, float) else f"{name:<20} {value}")
+
+
+def _write_predictions(path: Path, collector: PredictionCollector, rank: Rank) -> None:
+    """Gather the batches of all ranks on rank 0, in the order of the split, and write them. Collective."""
+    import polars
+
+    gathered: list[object] | None = [None] * rank.world_size if rank.index == 0 else None
+    dist.gather_object([(p.numpy(), y.numpy()) for p, y in collector.batches()], gathered)
+    if gathered is None:
+        return
+    # Batch k of the split consists of the shares of ranks 0, 1, ... in this order.
+    shares = [share for batch in zip(*gathered, strict=True) for share in batch]
+    frame = polars.concat([polars.DataFrame({"prediction": p, "label": y.astype("uint8")}) for p, y in shares])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    frame.write_parquet(path)

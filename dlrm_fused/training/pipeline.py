@@ -1,0 +1,115 @@
+"""TorchRec's three-stage training pipeline with the times of its parts, and evaluations in between.
+
+While batch i is trained, the sparse features of batch i+1 are exchanged and batch i+2 is copied to the device
+(``TrainPipelineSparseDist``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
+from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.optim.keyed import CombinedOptimizer
+
+from dlrm_fused.datasets.batch import Batch
+from dlrm_fused.models import Output, RankingTask
+from dlrm_fused.training.step_timer import StepTimer
+
+
+class TrainingPipeline(TrainPipelineSparseDist[Batch, Output]):
+    """``progress(batches)`` makes one step and returns its :class:`Output`.
+
+    Args:
+        model: a :class:`RankingTask` in DistributedModelParallel.
+        timer: receives the times of data_wait, input_dist, embedding, dense_forward, backward and optimizer.
+    """
+
+    def __init__(
+        self, model: DistributedModelParallel, optimizer: CombinedOptimizer, device: torch.device, timer: StepTimer
+    ) -> None:
+        self._timer = timer
+        self._in_forward = False
+        super().__init__(
+            model,
+            cast(torch.optim.Optimizer, _TimedOptimizer(optimizer, timer)),
+            device,
+            custom_model_fwd=self._forward,
+        )
+        stage = cast(RankingTask, get_unwrapped_module(model)).embedding_stage
+        stage.register_forward_pre_hook(self._embedding_begins)
+        stage.register_forward_hook(self._embedding_ends)
+
+    @contextmanager
+    def paused(self) -> Iterator[nn.Module]:
+        """The model as it is without the pipeline, for an evaluation; batches in flight stay where they are."""
+        model = self.detach()
+        model.eval()
+        try:
+            yield model
+        finally:
+            model.train()
+            self.attach(model)
+
+    def _next_batch(self, dataloader_iter: Iterator[Batch]) -> Batch | None:
+        with self._timer.part("data_wait"):
+            return super()._next_batch(dataloader_iter)
+
+    def start_sparse_data_dist(self, batch: Batch | None, context: Any) -> None:
+        with self._on_data_dist_stream():
+            super().start_sparse_data_dist(batch, context)
+
+    def wait_sparse_data_dist(self, context: Any) -> None:
+        with self._on_data_dist_stream():
+            super().wait_sparse_data_dist(context)
+
+    @contextmanager
+    def _on_data_dist_stream(self) -> Iterator[None]:
+        """Time what happens on the stream of the input dist; the stream itself is chosen by TorchRec."""
+        with self._stream_context(self._data_dist_stream):
+            self._timer.start("input_dist")
+        yield
+        with self._stream_context(self._data_dist_stream):
+            self._timer.stop("input_dist")
+
+    def _forward(self, batch: Batch | None) -> tuple[Tensor, Output]:
+        self._in_forward = True
+        self._timer.start("dense_forward")
+        result: tuple[Tensor, Output] = self._model(batch)
+        self._timer.stop("dense_forward")
+        self._in_forward = False
+        return result
+
+    def _backward(self, losses: Tensor) -> None:
+        with self._timer.part("backward"):
+            super()._backward(losses)
+
+    # TorchRec also calls the embedding stage when it traces the model, and an evaluation does: neither is timed.
+    def _embedding_begins(self, *_: object) -> None:
+        if self._in_forward:
+            self._timer.stop("dense_forward")
+            self._timer.start("embedding")
+
+    def _embedding_ends(self, *_: object) -> None:
+        if self._in_forward:
+            self._timer.stop("embedding")
+            self._timer.start("dense_forward")
+
+
+class _TimedOptimizer:
+    """What the pipeline calls of an optimizer."""
+
+    def __init__(self, optimizer: CombinedOptimizer, timer: StepTimer) -> None:
+        self._optimizer = optimizer
+        self._timer = timer
+
+    def zero_grad(self) -> None:
+        self._optimizer.zero_grad()
+
+    def step(self) -> None:
+        with self._timer.part("optimizer"):
+            self._optimizer.step()

@@ -1,0 +1,91 @@
+"""The folder of a run: whether to start, continue, or leave it, and the config and plan saved in it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from dlrm_fused.config import Config, flatten, to_yaml
+from dlrm_fused.errors import CheckpointError, ConfigError
+from dlrm_fused.training.checkpoint import CheckpointFolder
+
+# Settings that may change when a run continues: they move work around, or say when to stop and what to report.
+_FREE_SETTINGS = (
+    "output_dir",
+    "comm",
+    "data.path",
+    "data.workers",
+    "data.prefetch_batches",
+    "embedding.sharding",
+    "embedding.compute_kernel",
+    "embedding.shard_columns",
+    "embedding.tables",
+    "training.max_steps",
+    "training.target_auc",
+    "evaluation",
+    "checkpoint",
+    "telemetry",
+    "runtime",
+)
+
+
+class RunFolder:
+    """``output_dir/name`` with config.yaml, plan.txt, metrics.jsonl, tensorboard/, checkpoints/ and summary.json."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = CheckpointFolder(path / "checkpoints")
+
+    def summary(self) -> dict[str, Any] | None:
+        """The outcome, if the run has ended."""
+        try:
+            content: dict[str, Any] = json.loads((self.path / "summary.json").read_text())
+            return content
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def is_finished(self, config: Config) -> bool:
+        """Whether the run has already got where the config wants it to go."""
+        summary = self.summary()
+        return summary is not None and (summary["steps"] >= config.training.max_steps or summary["reached_target"])
+
+    def prepare(self, config: Config) -> int:
+        """Make the folder ready, on one rank; returns the step to continue from, 0 for a new run.
+
+        Raises:
+            ConfigError: if the run in the folder has other settings, or the folder cannot be written.
+        """
+        if not config.checkpoint.resume:
+            self._put_aside()
+        step = self.checkpoints.last() or 0
+        if step:
+            self._check_same_settings(config, step)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            (self.path / "summary.json").unlink(missing_ok=True)
+            (self.path / "config.yaml").write_text(to_yaml(config))
+        except OSError as error:
+            raise ConfigError(
+                f"output_dir={config.output_dir}: {self.path} cannot be written: {error.strerror}"
+            ) from None
+        return step
+
+    def _put_aside(self) -> None:
+        if self.path.exists():
+            number = 1
+            while (aside := self.path.with_name(f"{self.path.name}.{number}")).exists():
+                number += 1
+            shutil.move(self.path, aside)
+
+    def _check_same_settings(self, config: Config, step: int) -> None:
+        saved = self.checkpoints.progress(step).settings
+        for key, value in flatten(config).items():
+            if any(key == free or key.startswith(f"{free}.") for free in _FREE_SETTINGS):
+                continue
+            if key in saved and saved[key] != value:
+                raise CheckpointError(
+                    f"{key}={value}: the run in {self.path} was started with {saved[key]}; choose another name=, "
+                    "or start over with checkpoint.resume=false"
+                )

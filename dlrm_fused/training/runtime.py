@@ -1,0 +1,289 @@
+"""What surrounds the work of one process: its rank and device, process groups, log lines, and failing together.
+
+A run ends on all ranks when it ends on one. Every rank reports a failure to a key-value store that all ranks can reach
+(that of torchrun's rendezvous), and a thread of each rank, the :class:`Sentinel`, looks there once a second; it also gives
+signs of life, and watches those of the next rank, so that a host that has vanished is noticed. The main thread may be blocked
+in a collective that will never complete; hence the sentinel ends the process itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from dlrm_fused.config import Config, Precision
+from dlrm_fused.errors import ConfigError, TrainingError, UserError
+
+logger = logging.getLogger("dlrm_fused")
+
+_FAILURE_KEY = "failure"
+_HEARTBEAT_SECONDS = 1.0
+_STORE_TIMEOUT = timedelta(seconds=10)
+# A collective that outlasts this was caused by something the sentinel did not see.
+_COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process among all processes of the run, as torchrun states it; a process without torchrun is alone."""
+
+    index: int
+    world_size: int
+    local_index: int
+    host: str
+
+    @staticmethod
+    def from_environment() -> Rank:
+        return Rank(
+            index=int(os.environ.get("RANK", "0")),
+            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            local_index=int(os.environ.get("LOCAL_RANK", "0")),
+            host=socket.gethostname(),
+        )
+
+    def __str__(self) -> str:
+        return f"rank {self.index} on {self.host}"
+
+
+def configure_logging(rank: Rank) -> None:
+    """Log lines say when, which host and which rank; ranks above 0 only say what is wrong."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        logging.Formatter(f"%(asctime)s {rank.host} rank {rank.index} %(levelname)s %(message)s", "%H:%M:%S")
+    )
+    logger.handlers[:] = [handler]
+    logger.propagate = False
+    logger.setLevel(logging.INFO if rank.index == 0 else logging.WARNING)
+    # Deprecations inside torch and torchrec, repeated by every rank, are nothing a user can mend.
+    warnings.simplefilter("ignore", FutureWarning)
+    warnings.filterwarnings("ignore", module=r"(torch|torchrec|fbgemm_gpu|torchmetrics|tensordict)\b")
+    for library in ("torch", "torchrec"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+
+
+class FailureBoard:
+    """Where the first failure of a run is written, for all ranks to see."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._store: dist.Store | None = None
+
+    def store(self) -> dist.Store | None:
+        """The store of the rendezvous, through a connection of its own; None for a process without torchrun."""
+        if self._store is None and "TORCHELASTIC_RUN_ID" in os.environ:
+            tcp = dist.TCPStore(
+                os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=_STORE_TIMEOUT
+            )
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            self._store = dist.PrefixStore(f"dlrm_fused/{attempt}", tcp)
+        return self._store
+
+    def announce(self, message: str) -> bool:
+        """Post a failure; True if it is the first, so that this rank is the one to tell the user."""
+        try:
+            store = self.store()
+            if store is None:
+                return True
+            posted = f"{self._rank.index} {message}".encode()
+            return bool(store.compare_set(_FAILURE_KEY, "", posted.decode()) == posted)
+        except (RuntimeError, OSError, dist.DistError):
+            return True  # nobody else can be asked
+
+    def failure_of_another(self) -> str | None:
+        """The posted failure, unless it is this rank's own."""
+        store = self.store()
+        if store is None or not store.check([_FAILURE_KEY]):
+            return None
+        index, message = store.get(_FAILURE_KEY).decode().split(" ", 1)
+        return None if int(index) == self._rank.index else message
+
+
+class Sentinel:
+    """Ends this process when another rank has failed or vanished. Use as a context around the work.
+
+    Args:
+        peer_timeout_seconds: how long a rank may give no sign of life.
+        end: called with the reason; the default ends the process.
+    """
+
+    def __init__(
+        self, rank: Rank, board: FailureBoard, peer_timeout_seconds: float, end: Callable[[str], None] | None = None
+    ) -> None:
+        self._rank = rank
+        self._board = board
+        self._timeout = peer_timeout_seconds
+        self._end = end or self._end_process
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="sentinel", daemon=True)
+
+    def __enter__(self) -> Sentinel:
+        if self._rank.world_size > 1 and self._board.store() is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=_STORE_TIMEOUT.total_seconds())
+
+    def _watch(self) -> None:
+        watched = (self._rank.index + 1) % self._rank.world_size
+        store = self._board.store()
+        assert store is not None
+        last_sign, last_change, last_contact = "", time.monotonic(), time.monotonic()
+        beat = 0
+        while not self._stop.wait(_HEARTBEAT_SECONDS):
+            try:
+                beat += 1
+                store.set(f"alive/{self._rank.index}", f"{beat} {self._rank.host}")
+                failure = self._board.failure_of_another()
+                if failure is not None:
+                    return self._end(f"stopping, because {failure}")
+                sign = store.get(f"alive/{watched}").decode() if store.check([f"alive/{watched}"]) else ""
+                last_contact = time.monotonic()
+            except (RuntimeError, OSError, dist.DistError) as error:
+                if self._stop.is_set():
+                    return None
+                if time.monotonic() - last_contact > self._timeout:
+                    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+                    return self._end(
+                        f"the rendezvous store at {address} has not answered for {self._timeout:.0f} s "
+                        f"(runtime.peer_timeout_seconds): is its host up, and the network? ({_one_line(error)})"
+                    )
+                continue
+            if sign != last_sign:
+                last_sign, last_change = sign, time.monotonic()
+            if sign.startswith("done"):
+                continue
+            if time.monotonic() - last_change > self._timeout:
+                host = sign.split(" ", 1)[1] if " " in sign else "an unknown host"
+                message = (
+                    f"rank {watched} on {host} has given no sign of life for {self._timeout:.0f} s "
+                    "(runtime.peer_timeout_seconds): its host or the network is down"
+                )
+                self._board.announce(message)
+                return self._end(message)
+        # The next rank to finish must not take the end of this one for a loss.
+        store.set(f"alive/{self._rank.index}", f"done {self._rank.host}")
+        return None
+
+    def _end_process(self, reason: str) -> None:
+        logger.error(reason)
+        _flush()
+        os._exit(1)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def run_together(work: Callable[[Rank, FailureBoard], None]) -> None:
+    """Run ``work`` on this rank; if it fails, tell all ranks and end with status 1.
+
+    The first rank that fails tells the user: a :class:`UserError` as one line, anything else with its traceback.
+    """
+    rank = Rank.from_environment()
+    configure_logging(rank)
+    board = FailureBoard(rank)
+    try:
+        work(rank, board)
+    except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:
+            raise
+        _report(error, rank, board)
+        # Not sys.exit: threads of collectives that will never complete would keep the process.
+        _flush()
+        os._exit(1)
+
+
+def _report(error: BaseException, rank: Rank, board: FailureBoard) -> None:
+    is_first = board.announce(f"{rank} failed: {_one_line(error) or type(error).__name__}")
+    if isinstance(error, KeyboardInterrupt):
+        return
+    if not is_first and isinstance(error, UserError):
+        return
+    if isinstance(error, UserError):
+        logger.error(_one_line(error))
+    elif is_first:
+        logger.error("%s", "".join(traceback.format_exception(error)).rstrip())
+
+
+def choose_device(setting: str, rank: Rank) -> torch.device:
+    """The device of this rank: ``cpu``, ``cuda``, or ``auto`` for cuda where there is one.
+
+    Raises:
+        ConfigError: if the host has fewer GPUs than ranks.
+    """
+    if setting == "cpu" or (setting == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if rank.local_index >= count:
+        raise ConfigError(
+            f"runtime.device={setting}: {rank} is local rank {rank.local_index}, but the host has {count} GPUs; "
+            "start fewer processes with --nproc-per-node"
+        )
+    device = torch.device("cuda", rank.local_index)
+    torch.cuda.set_device(device)
+    return device
+
+
+@contextmanager
+def process_group(rank: Rank, device: torch.device) -> Iterator[None]:
+    """The default process group: gloo for CPU tensors, NCCL for those on GPUs."""
+    if "MASTER_ADDR" not in os.environ:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+    dist.init_process_group(
+        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+        rank=rank.index,
+        world_size=rank.world_size,
+        timeout=_COLLECTIVE_TIMEOUT,
+        device_id=None if device.type == "cpu" else device,
+    )
+    yield
+    # Not in a finally: after a failure other ranks may never join, and the process is about to end anyway.
+    dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def apply_numerics(config: Config) -> None:
+    """Set the random seed and the arithmetic of fp32 matrix products."""
+    torch.manual_seed(config.seed)
+    torch.set_float32_matmul_precision("highest" if config.training.precision is Precision.fp32 else "high")
+
+
+def raise_together(error: UserError | None) -> None:
+    """Raise on all ranks if any rank has an error, so that none waits for another. Collective.
+
+    Raises:
+        UserError: this rank's own error, or a TrainingError that repeats another rank's.
+    """
+    messages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, str(error) if error else None)
+    if error:
+        raise error
+    for index, message in enumerate(messages):
+        if message:
+            raise TrainingError(f"rank {index}: {message}")

@@ -1,0 +1,305 @@
+"""A training run from its config to its summary."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+
+import torch
+import torch.distributed as dist
+
+from dlrm_fused.config import Config, Split, flatten
+from dlrm_fused.datasets import Dataset, open_dataset
+from dlrm_fused.datasets.loader import TrainLoader
+from dlrm_fused.errors import CheckpointError, ConfigError, TrainingError, UserError
+from dlrm_fused.models import Output, build_model
+from dlrm_fused.sharding.parallel import ShardedModel, shard
+from dlrm_fused.sharding.planning import describe_plan
+from dlrm_fused.training.checkpoint import CheckpointWriter, Progress, restore
+from dlrm_fused.training.evaluation import evaluate
+from dlrm_fused.training.metrics import BinaryMetricValues, LossTracker
+from dlrm_fused.training.pipeline import TrainingPipeline
+from dlrm_fused.training.run_folder import RunFolder
+from dlrm_fused.training.runtime import (
+    FailureBoard,
+    Rank,
+    Sentinel,
+    apply_numerics,
+    choose_device,
+    process_group,
+    raise_together,
+)
+from dlrm_fused.training.schedule import LearningRates
+from dlrm_fused.training.step_timer import StepTimer
+from dlrm_fused.training.telemetry import Profiler, RunWriter, gpu_memory_gib
+from dlrm_fused.versions import check_versions
+
+logger = logging.getLogger("dlrm_fused")
+
+
+def train(config: Config, rank: Rank, board: FailureBoard) -> None:
+    """Train as the config says, on this rank of the run; continues a run of the same name.
+
+    Raises:
+        UserError: what is wrong, and what to do.
+    """
+    check_versions()
+    folder = RunFolder(config.run_dir)
+    device = choose_device(config.runtime.device, rank)
+    apply_numerics(config)
+    with process_group(rank, device), Sentinel(rank, board, config.runtime.peer_timeout_seconds):
+        if _agree(folder.is_finished(config) if config.checkpoint.resume else False):
+            logger.info("%s is finished: %s", folder.path, folder.summary())
+            return
+        if config.training.global_batch_size < rank.world_size:
+            raise ConfigError(
+                f"training.global_batch_size={config.training.global_batch_size}: allowed: at least the number of ranks, "
+                f"{rank.world_size}"
+            )
+        dataset = open_dataset(config, device)
+        step = _prepare_folder(folder, config, rank)
+        task = build_model(config, dataset.schema, rank.world_size, device)
+        sharded = shard(task, config, dataset.schema, device)
+        Trainer(config, rank, device, folder, dataset, sharded, step).run()
+
+
+def _agree(decision: bool) -> bool:
+    """Rank 0's decision, on all ranks. Collective."""
+    decisions = [decision]
+    dist.broadcast_object_list(decisions, src=0)
+    return decisions[0]
+
+
+def _prepare_folder(folder: RunFolder, config: Config, rank: Rank) -> int:
+    """Prepare the folder on rank 0; all ranks agree on the step to continue from. Collective."""
+    error: UserError | None = None
+    steps = [0]
+    if rank.index == 0:
+        try:
+            steps = [folder.prepare(config)]
+        except UserError as caught:
+            error = caught
+    raise_together(error)
+    dist.broadcast_object_list(steps, src=0)
+    step = steps[0]
+    if step and not folder.checkpoints.of(step).is_dir():
+        error = CheckpointError(
+            f"output_dir={config.output_dir}: host {rank.host} does not see {folder.checkpoints.of(step)}; "
+            "it must be on a file system that all hosts share"
+        )
+    raise_together(error)
+    return step
+
+
+class Trainer:
+    """Makes the steps of a run, and evaluates, reports and saves at the right ones. Construction is collective."""
+
+    def __init__(
+        self,
+        config: Config,
+        rank: Rank,
+        device: torch.device,
+        folder: RunFolder,
+        dataset: Dataset,
+        sharded: ShardedModel,
+        start_step: int,
+    ) -> None:
+        self._config = config
+        self._rank = rank
+        self._device = device
+        self._folder = folder
+        self._dataset = dataset
+        self._sharded = sharded
+        self._step = start_step
+        self._rates = LearningRates(config.training.schedule, sharded.optimizer)
+        self._checkpoints = CheckpointWriter(folder.checkpoints, config.checkpoint.keep_last, device)
+        self._best_auc = -1.0
+        if start_step:
+            self._continue_from(start_step)
+        self._timer = StepTimer(device)
+        self._pipeline = TrainingPipeline(sharded.model, sharded.optimizer, device, self._timer)
+        self._losses = LossTracker(device)
+        self._loss = float("nan")
+        self._throughput = _Throughput(config.training.global_batch_size, rank.world_size)
+        self._writer = RunWriter(folder.path, config, rank.index, resume_step=start_step)
+        self._show_plan()
+
+    def _continue_from(self, step: int) -> None:
+        progress = self._folder.checkpoints.progress(step)
+        restore(self._folder.checkpoints.of(step), self._sharded, progress, self._device)
+        best = self._folder.checkpoints.best()
+        if best is not None:
+            self._best_auc = self._folder.checkpoints.progress(best).validation_auc or self._best_auc
+        logger.info("continuing %s from step %d", self._folder.path, step)
+
+    def _show_plan(self) -> None:
+        text = describe_plan(self._sharded.plan, self._dataset.schema, self._config.embedding.dim)
+        if self._rank.index == 0:
+            (self._folder.path / "plan.txt").write_text(text)
+            logger.info("sharding plan:\n%s", text)
+        self._writer.text("plan", text)
+
+    def run(self) -> None:
+        """Make all remaining steps, then evaluate on the test split and write the summary."""
+        began = time.monotonic()
+        reached_target = self._make_steps()
+        self._checkpoints.wait()
+        with self._pipeline.paused() as model:
+            test = evaluate(model, self._dataset, Split.test, self._config, self._device)
+        self._writer.evaluation(self._step, Split.test.name, _report(test))
+        self._writer.summary(
+            {
+                "test_auc": test.auc,
+                "test_auc_error": test.auc_error,
+                "normalized_entropy": test.normalized_entropy,
+                "log_loss": test.log_loss,
+                "calibration": test.calibration,
+                "loss": self._loss,
+                "samples_per_second": self._throughput.overall(),
+                "steps": self._step,
+                "reached_target": reached_target,
+                "wall_seconds": time.monotonic() - began,
+            }
+        )
+        self._writer.close()
+        logger.info("done after %d steps: test AUC %.4f, results in %s", self._step, test.auc, self._folder.path)
+
+    def _make_steps(self) -> bool:
+        """Returns whether the target AUC was reached."""
+        config = self._config
+        loader = TrainLoader(
+            self._dataset, config, self._rank.index, self._rank.world_size, self._device, start_step=self._step
+        )
+        profiler = Profiler(self._folder.path, config.telemetry.profile_steps, self._rank.index, self._device)
+        reached_target = False
+        try:
+            self._throughput.start(self._step)
+            while self._step < config.training.max_steps and not reached_target:
+                profiler.before_step(self._step + 1)
+                self._rates.apply(self._step)
+                output = self._pipeline.progress(loader)
+                self._step += 1
+                self._losses.add(self._step, output.loss)
+                self._timer.step_done()
+                reached_target = self._after_step(output)
+        finally:
+            profiler.close()
+            loader.close()
+        return reached_target
+
+    def _after_step(self, output: Output) -> bool:
+        """Report, evaluate and save if it is time to; returns whether the target AUC was reached."""
+        is_last = self._step == self._config.training.max_steps
+        evaluates = is_multiple(self._step, self._config.evaluation.every_steps)
+        saves = is_last or is_multiple(self._step, self._config.checkpoint.every_steps)
+        # Also before a checkpoint, so that a resumed run reports the same means as one that was not interrupted.
+        if saves or evaluates or is_multiple(self._step, self._config.telemetry.log_every_steps):
+            self._report_training(output)
+        auc = self._evaluate() if evaluates else None
+        reached_target = auc is not None and 0 < self._config.training.target_auc <= auc
+        is_best = auc is not None and auc > self._best_auc
+        if is_best and auc is not None:
+            self._best_auc = auc
+        if saves or is_best or reached_target:
+            self._save(auc)
+        return reached_target
+
+    def _report_training(self, output: Output) -> None:
+        losses = self._losses.read()
+        self._loss = losses.mean
+        if losses.first_nonfinite_step is not None:
+            raise TrainingError(
+                f"step {losses.first_nonfinite_step}: the loss is not finite; lower training.dense_optimizer.learning_rate="
+                f"{self._config.training.dense_optimizer.learning_rate} or embedding.optimizer.learning_rate="
+                f"{self._config.embedding.optimizer.learning_rate}, or lengthen training.schedule.warmup_steps"
+            )
+        self._stop_if_constant(output)
+        values: dict[str, float] = {
+            "loss": losses.mean,
+            **self._throughput.since_last(self._step),
+            "learning_rate": self._sharded.optimizer.param_groups[-1]["lr"],
+            "embedding_learning_rate": self._sharded.optimizer.param_groups[0]["lr"],
+            **self._timer.summary(),
+            **gpu_memory_gib(self._device),
+        }
+        self._writer.train(self._step, values)
+
+    def _stop_if_constant(self, output: Output) -> None:
+        bounds = torch.stack([output.logits.min(), -output.logits.max()])
+        dist.all_reduce(bounds, dist.ReduceOp.MIN)
+        low, negated_high = bounds.tolist()
+        if low == -negated_high and self._config.training.global_batch_size > 1:
+            raise TrainingError(
+                f"step {self._step}: the model predicts the same for every sample (logit {low:g}); "
+                "its layers have died: lower the learning rates, or check the features"
+            )
+
+    def _evaluate(self) -> float:
+        config = self._config
+        self._throughput.stop(self._step)
+        with self._pipeline.paused() as model:
+            values = evaluate(
+                model, self._dataset, config.evaluation.split, config, self._device, config.evaluation.max_samples
+            )
+        self._timer.interrupt()
+        self._throughput.start(self._step)
+        if values.constant:
+            raise TrainingError(
+                f"step {self._step}: the model predicts {values.min_prediction:g} for every sample of the "
+                f"{config.evaluation.split.name} split; lower the learning rates, or check the features"
+            )
+        self._writer.evaluation(self._step, config.evaluation.split.name, _report(values))
+        return values.auc
+
+    def _save(self, auc: float | None) -> None:
+        progress = Progress(
+            step=self._step,
+            samples=self._step * self._config.training.global_batch_size,
+            world_size=self._rank.world_size,
+            validation_auc=auc,
+            settings=flatten(self._config),
+        )
+        self._checkpoints.save(self._sharded, progress)
+
+
+def is_multiple(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _report(values: BinaryMetricValues) -> Mapping[str, float]:
+    reported = asdict(values)
+    return {key: reported[key] for key in reported if key not in ("min_prediction", "max_prediction")}
+
+
+class _Throughput:
+    """Samples a second over the time spent in training, without evaluations."""
+
+    def __init__(self, global_batch_size: int, world_size: int) -> None:
+        self._batch = global_batch_size
+        self._world_size = world_size
+        self._total_steps, self._total_seconds = 0, 0.0
+        self._interval_steps, self._interval_seconds = 0, 0.0
+        self._from_step, self._from_time = 0, 0.0
+
+    def start(self, step: int) -> None:
+        self._from_step, self._from_time = step, time.monotonic()
+
+    def stop(self, step: int) -> None:
+        now = time.monotonic()
+        self._interval_steps += step - self._from_step
+        self._interval_seconds += now - self._from_time
+        self._from_step, self._from_time = step, now
+
+    def since_last(self, step: int) -> dict[str, float]:
+        self.stop(step)
+        rate = self._batch * self._interval_steps / max(self._interval_seconds, 1e-9)
+        self._total_steps += self._interval_steps
+        self._total_seconds += self._interval_seconds
+        self._interval_steps, self._interval_seconds = 0, 0.0
+        return {"samples_per_second": rate, "samples_per_second_per_gpu": rate / self._world_size}
+
+    def overall(self) -> float:
+        """NaN if no step was made."""
+        return self._batch * self._total_steps / self._total_seconds if self._total_steps else float("nan")
