@@ -5,8 +5,8 @@ prepares them by the command that users run, and writes wall time and peak memor
 
     python benchmarks/prepare_criteo.py [--rows 500000 2000000] [--repeats 3]
 
-Peak memory is the largest sum over processes of PSS (each page divided among the processes that share it), sampled every
-20 ms. The sum of RSS, which counts shared pages several times, is given beside it.
+Peak memory is the largest sum over processes of PSS (each page divided among the processes that share it), sampled
+every 20 ms. The sum of RSS, which counts shared pages several times, is given beside it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ import psutil
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULT = REPOSITORY / "benchmarks/results/prepare_criteo.json"
 # Distinct ids of each column of the Kaggle set.
-CARDINALITIES = [1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10]
-CARDINALITIES += [5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572]
+CARDINALITIES = [
+    *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
+    *(27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
+]
 MISSING_SHARE = 0.1
 GENERATED_ROWS_AT_ONCE = 250_000
 SAMPLING_SECONDS = 0.02
@@ -66,7 +68,12 @@ def main() -> None:
                 print(measurements[-1], flush=True)
             source.unlink()
     report = {
-        "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "python": platform.python_version(), "polars": pl.__version__},
+        "machine": {
+            "cpu": _cpu(),
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+            "polars": pl.__version__,
+        },
         "workers": args.workers,
         "medians": _medians(measurements),
         "measurements": [asdict(m) for m in measurements],
@@ -136,7 +143,9 @@ def _medians(measurements: list[Measurement]) -> dict[str, dict[str, float]]:
 
 
 def _cpu() -> str:
-    names = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    names = [
+        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
     return names[0] if names else platform.processor()
 
 

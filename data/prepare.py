@@ -1,4 +1,4 @@
-"""Prepare a data set for training: ``python data/prepare.py {movielens,criteo,synthetic} --help``. See data/README.md."""
+"""Prepare a data set: ``python data/prepare.py {movielens,criteo,synthetic} --help``. See data/README.md."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout, installed or not
 
-from dlrm_fused.datasets.preparation.cli import main  # noqa: E402
+from dlrm_fused.datasets.preparation.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

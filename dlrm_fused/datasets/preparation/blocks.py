@@ -51,14 +51,27 @@ def check_input(path: Path) -> None:
         raise DataError(f"{path}: the file is empty")
 
 
-def split_blocks(path: Path, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-    """Cut a plain or ``.gz`` file after line ends, into blocks of about ``block_bytes``.
+def first_line(path: Path) -> bytes:
+    """The first line of a plain or ``.gz`` file.
+
+    Raises:
+        DataError: if the file is missing, empty, damaged, or begins with a line of more than ``MAX_LINE_BYTES``.
+    """
+    check_input(path)
+    block = next(_split_gzip(path, 1) if path.suffix == ".gz" else _split_plain(path, 1), None)
+    if block is None:
+        raise DataError(f"{path}: the file is empty")
+    return block.read()
+
+
+def split_blocks(path: Path) -> Iterator[Block]:
+    """Cut a plain or ``.gz`` file after line ends, into blocks of about ``BLOCK_BYTES``.
 
     Raises:
         DataError: if the file is missing, empty, damaged, or holds a line of more than ``MAX_LINE_BYTES``.
     """
     check_input(path)
-    yield from _split_gzip(path, block_bytes) if path.suffix == ".gz" else _split_plain(path, block_bytes)
+    yield from _split_gzip(path, BLOCK_BYTES) if path.suffix == ".gz" else _split_plain(path, BLOCK_BYTES)
 
 
 def count_lines(path: Path) -> Iterator[tuple[Block, int]]:

@@ -22,7 +22,7 @@ import polars as pl
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from dlrm_fused.datasets.preparation.blocks import Block, check_input, count_lines, cut_blocks, split_blocks
+from dlrm_fused.datasets.preparation.blocks import Block, count_lines, cut_blocks, first_line, split_blocks
 from dlrm_fused.datasets.preparation.criteo_lines import COLUMNS, DENSE_FEATURES, SPARSE_FEATURES, Rows, parse_lines
 from dlrm_fused.datasets.preparation.malformed import MalformedLines
 from dlrm_fused.datasets.preparation.processes import OrderedMap, ordered_map
@@ -170,8 +170,7 @@ def find_files(path: Path) -> list[Path]:
 
 def _check_first_line(path: Path) -> None:
     """A file of the wrong kind is told before anything is read or written."""
-    line = next(split_blocks(path, block_bytes=1)).read()
-    columns = line.count(b"\t") + 1
+    columns = first_line(path).count(b"\t") + 1
     if columns == len(COLUMNS) - 1:
         raise DataError(
             f"{path}: {columns} columns, so no labels; Kaggle's test.txt cannot be trained on, use train.txt"
@@ -241,7 +240,7 @@ class _Preparation:
         for block, part in cut_blocks(split_blocks(self._files[-1]), self._last_file_lines, cuts):
             yield Task(block, splits[part])
 
-    def _survey(self, run: OrderedMap[Any, Any]) -> dict[Path, int]:
+    def _survey(self, run: OrderedMap) -> dict[Path, int]:
         """Make the vocabularies, unless ids are hashed; returns the smallest dense value of each file."""
         options = self._options
         counters = [] if options.hash_rows else [IdCounter(self._scratch / name) for name in SPARSE_FEATURES]
@@ -268,7 +267,7 @@ class _Preparation:
             Vocabulary.write(self._scratch / name, counter.frequent(options.min_frequency, limit))
         return dense_min
 
-    def _write(self, run: OrderedMap[Any, Any], encoding: Encoding) -> tuple[dict[str, int], MalformedLines]:
+    def _write(self, run: OrderedMap, encoding: Encoding) -> tuple[dict[str, int], MalformedLines]:
         with ExitStack() as stack:
             files = {split: _SplitFiles(self._options.output / split, stack) for split in SPLITS}
             malformed = MalformedLines(self._options.max_malformed)

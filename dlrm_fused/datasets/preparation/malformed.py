@@ -51,7 +51,7 @@ class MalformedLines:
     def _check(self, lines: int) -> None:
         if self.count > self.max_share * lines:
             raise DataError(
-                f"{self.count} of {self.lines} lines are malformed, more than --max-malformed={self.max_share:g} allows:"
+                f"{self.count} of {self.lines} lines are malformed, --max-malformed={self.max_share:g} allows fewer:"
                 + "".join(f"\n  {line}" for line in self.first)
             )
 

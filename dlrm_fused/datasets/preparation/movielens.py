@@ -72,7 +72,8 @@ def prepare_movielens(options: MovieLensOptions) -> PreparedInfo:
     """Write the prepared set to ``options.output``.
 
     Raises:
-        DataError: if the source is not a release, has too many malformed lines or too few ratings, or the output is taken.
+        DataError: if the source is not a release, has too many malformed lines or too few ratings, or if the output is
+            taken.
     """
     claim_output(options.output, options.overwrite)
     malformed = MalformedLines(options.max_malformed)
@@ -172,12 +173,9 @@ class _Encoder:
         self._user_ids = np.zeros((len(users), 0), np.int64)
         if self._has_users:
             gender, occupation = _vocabulary(u.gender for u in users), _vocabulary(u.occupation for u in users)
-            columns = [
-                age_group,
-                [gender.get(u.gender, 0) for u in users],
-                [occupation.get(u.occupation, 0) for u in users],
-            ]
-            self._user_ids = np.stack(columns, axis=1).astype(np.int64)
+            genders = np.array([gender.get(u.gender, 0) for u in users])
+            occupations = np.array([occupation.get(u.occupation, 0) for u in users])
+            self._user_ids = np.stack([age_group, genders, occupations], axis=1)
             self._rows.update(age=len(AGE_GROUPS) + 2, gender=len(gender) + 1, occupation=len(occupation) + 1)
 
         dense = self._raw_dense(train)
@@ -218,8 +216,8 @@ class _Table:
     """Users or movies by row; row 0 is one that nothing is known about.
 
     Attributes:
-        ids: ``[rows of the table]`` id of each in its embedding table: 1, 2, ... in order of the release's ids for those in
-            the training split, 0 for others.
+        ids: ``[rows of the table]`` id of each in its embedding table: 1, 2, ... in order of the release's ids for
+            those in the training split, 0 for others.
         count: ``[rows of the table]`` ratings in the training split.
         rows: rows of the embedding table.
     """

@@ -21,9 +21,9 @@ from dlrm_fused.errors import DataError
 
 # u.item of the 100K release marks genres by 19 flags, in this order.
 GENRES_100K = (
-    "unknown Action Adventure Animation Children's Comedy Crime Documentary Drama Fantasy "
-    "Film-Noir Horror Musical Mystery Romance Sci-Fi Thriller War Western"
-).split()
+    "unknown", "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama", "Fantasy",
+    "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western",
+)  # fmt: skip
 NO_GENRE = {"unknown", "(no genres listed)", ""}
 MAX_ID = 2**31 - 1
 Entity = TypeVar("Entity")
@@ -67,7 +67,7 @@ def read_release(folder: Path, malformed: MalformedLines) -> Release:
     """
     if not folder.is_dir():
         raise DataError(
-            f"--source {folder}: no such folder; give a folder of MovieLens files, or recbole to download ml-100k"
+            f"--source {folder}: no such folder; give one of MovieLens files, or 'recbole' to download ml-100k"
         )
     layouts: dict[str, Callable[[Path, MalformedLines], Release]] = {
         "u.data": _read_100k,

@@ -12,17 +12,22 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import connection
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from dlrm_fused.errors import DataError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-OrderedMap = Callable[[Callable[[Item], Result], Iterable[Item]], Iterator[Result]]
+
+
+class OrderedMap(Protocol):
+    """Like the built-in ``map``."""
+
+    def __call__(self, function: Callable[[Item], Result], items: Iterable[Item], /) -> Iterator[Result]: ...
 
 
 @contextmanager
-def ordered_map(workers: int) -> Iterator[OrderedMap[Item, Result]]:
+def ordered_map(workers: int) -> Iterator[OrderedMap]:
     """A function like the built-in ``map``, run by ``workers`` processes, or by this one if ``workers`` is 1.
 
     At most ``workers + 2`` items are under way or waiting to be taken, so memory does not grow with their number.

@@ -73,13 +73,14 @@ class IdCounter:
             return
         run = _merge(self._pending)
         self._pending = []
-        for path, array in zip(self._paths, (run.ids, run.counts, run.first), strict=True):
+        arrays: tuple[NDArray[Any], ...] = (run.ids, run.counts, run.first)
+        for path, array in zip(self._paths, arrays, strict=True):
             with path.open("ab") as file:
-                file.write(array.data)
+                array.tofile(file)
         self._run_ends.append(self._run_ends[-1] + len(run))
 
     def frequent(self, threshold: int, memory_entries: int) -> Counts:
-        """The ids that occur at least ``threshold`` times; merges about ``memory_entries`` entries of the runs at a time."""
+        """The ids that occur at least ``threshold`` times; merges about ``memory_entries`` entries at a time."""
         self.spill()
         total = self._run_ends[-1]
         if total == 0:
