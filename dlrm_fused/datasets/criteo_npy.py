@@ -32,10 +32,10 @@ from torch import Tensor
 from dlrm_fused.config import Split
 from dlrm_fused.datasets.batch import Samples, sparse_from_features
 from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
-from dlrm_fused.datasets.storage import check_array, check_labels, map_array
+from dlrm_fused.datasets.storage import check_array, check_finite, check_labels, map_array
 from dlrm_fused.errors import ConfigError, DataError
 
-DENSE_FEATURES = 13
+DENSE_NAMES = tuple(f"int_{i}" for i in range(13))
 SPARSE_FEATURES = 26
 _INTEGERS = ("int32", "int64")
 
@@ -56,18 +56,23 @@ class CriteoNpyDataset:
 
     def __init__(self, folder: str | Path, table_rows: Sequence[int]) -> None:
         if len(table_rows) != SPARSE_FEATURES:
-            raise ConfigError(f"embedding.rows={list(table_rows)}: allowed: {SPARSE_FEATURES} numbers for data.source=criteo_npy")
+            raise ConfigError(
+                f"embedding.rows={list(table_rows)}: allowed: {SPARSE_FEATURES} numbers for data.source=criteo_npy"
+            )
         days = [_Day(Path(folder), number) for number in _day_numbers(Path(folder))]
         hotness = days[0].hotness
         for day in days:
             if day.hotness != hotness:
-                raise DataError(f"{day.name}: {day.hotness} ids a sample, {days[0].name} has {hotness}; expected the same")
+                raise DataError(
+                    f"{day.name}: {day.hotness} ids a sample, {days[0].name} has {hotness}; expected the same"
+                )
         self._hotness = hotness
         self._splits = {split: _SplitOfDays(parts, split) for split, parts in _divide(days).items()}
         self.schema = DatasetSchema(
-            dense_features=tuple(f"int_{i}" for i in range(DENSE_FEATURES)),
+            dense_features=DENSE_NAMES,
             sparse_features=tuple(
-                SparseFeature(f"cat_{i}", rows, float(ids)) for i, (rows, ids) in enumerate(zip(table_rows, hotness, strict=True))
+                SparseFeature(f"cat_{i}", rows, float(ids))
+                for i, (rows, ids) in enumerate(zip(table_rows, hotness, strict=True))
             ),
         )
 
@@ -90,7 +95,7 @@ class _Day:
 
     def __init__(self, folder: Path, number: int) -> None:
         self.name = f"{folder}/day_{number}"
-        self.dense = map_array(folder / f"day_{number}_dense.npy", [None, DENSE_FEATURES], ["float32"])
+        self.dense = map_array(folder / f"day_{number}_dense.npy", [None, len(DENSE_NAMES)], ["float32"])
         self.samples = self.dense.shape[0]
         if not self.samples:
             raise DataError(f"{self.name}_dense.npy: has no rows")
@@ -113,9 +118,13 @@ class _Day:
 
 
 def _day_numbers(folder: Path) -> list[int]:
-    found = sorted(int(m[1]) for path in folder.glob("day_*_dense.npy") if (m := re.fullmatch(r"day_(\d+)_dense\.npy", path.name)))
+    found = sorted(
+        int(m[1]) for path in folder.glob("day_*_dense.npy") if (m := re.fullmatch(r"day_(\d+)_dense\.npy", path.name))
+    )
     if not found:
-        raise DataError(f"data.path={folder}: no day_<i>_dense.npy in it, as TorchRec's and MLPerf's Criteo scripts write them")
+        raise DataError(
+            f"data.path={folder}: no day_<i>_dense.npy in it, as TorchRec's and MLPerf's Criteo scripts write them"
+        )
     missing = sorted(set(range(found[-1])) - set(found))
     if missing and found[0] == 0:
         raise DataError(f"{folder}/day_{missing[0]}_dense.npy: missing, though day_{found[-1]} is there")
@@ -123,7 +132,7 @@ def _day_numbers(folder: Path) -> list[int]:
 
 
 def _map_labels(path: Path, samples: int) -> NDArray[Any]:
-    dtypes = ["int32", "int64", "uint8", "int8", "float32"]
+    dtypes = ["int32", "int64", "uint8", "int8"]
     try:
         return map_array(path, [samples, 1], dtypes).reshape(-1)
     except DataError:
@@ -144,7 +153,9 @@ def _map_multi_hot(path: Path, samples: int) -> list[NDArray[Any]]:
         if info is None:
             raise DataError(f"{name}: missing; expected members 0 to {SPARSE_FEATURES - 1}")
         if info.compress_type != zipfile.ZIP_STORED:
-            raise DataError(f"{name}: compressed, so it cannot be mapped; write the file with np.savez, not np.savez_compressed")
+            raise DataError(
+                f"{name}: compressed, so it cannot be mapped; write the file with np.savez, not np.savez_compressed"
+            )
         try:
             array = _map_member(path, info)
         except (OSError, ValueError, EOFError, struct.error) as error:
@@ -227,4 +238,6 @@ class _SplitOfDays:
         rows = rows + (part.start - first)
         labels = part.day.labels.take(rows)
         check_labels(labels, f"{part.day.name}_labels.npy, {self._where}")
-        return part.day.dense.take(rows, axis=0), part.day.read_ids(rows), labels.astype(np.float32)
+        dense = part.day.dense.take(rows, axis=0)
+        check_finite(dense, DENSE_NAMES, f"{part.day.name}_dense.npy, {self._where}")
+        return dense, part.day.read_ids(rows), labels.astype(np.float32)

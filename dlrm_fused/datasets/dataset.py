@@ -13,17 +13,21 @@ from dlrm_fused.datasets.schema import DatasetSchema
 
 
 class Dataset(Protocol):
-    """Samples of three splits, read by position, in any order, from any thread.
+    """Samples of three splits, read by position, in any order, from any thread."""
 
-    Attributes:
-        schema: the features; ids that :meth:`read` returns are in [0, rows) of their feature.
-        generator_device: None for a set that is read into host memory. Otherwise samples are computed on this device: the
-            loader then calls :meth:`read` with rows on that device, on the thread and CUDA stream of its consumer, and does
-            not shuffle.
-    """
+    @property
+    def schema(self) -> DatasetSchema:
+        """The features; ids that :meth:`read` returns are in [0, rows) of their feature."""
+        ...
 
-    schema: DatasetSchema
-    generator_device: torch.device | None
+    @property
+    def generator_device(self) -> torch.device | None:
+        """None for a set that is read into host memory; otherwise the device on which samples are computed.
+
+        A loader of the latter calls :meth:`read` with rows on that device, on the thread and CUDA stream of its consumer, and
+        does not shuffle.
+        """
+        ...
 
     def samples(self, split: Split) -> int:
         """Number of samples of a split."""

@@ -168,14 +168,18 @@ def _read(dataset: Dataset, split: Split, rows: Tensor, is_padding: bool, global
 class _Prefetcher:
     """Assembles consecutive batches ahead of their consumer, in threads unless the data set generates on its device."""
 
-    def __init__(self, assemble: Callable[[int], Batch], dataset: Dataset, config: Config, device: torch.device) -> None:
+    def __init__(
+        self, assemble: Callable[[int], Batch], dataset: Dataset, config: Config, device: torch.device
+    ) -> None:
         self._assemble = assemble
         self._device = device
         self._ahead = config.data.prefetch_batches
         self._pending: deque[Future[Batch]] = deque()
         self._pool: ThreadPoolExecutor | None = None
         if dataset.generator_device is None:
-            self._pool = ThreadPoolExecutor(config.data.workers, thread_name_prefix="loader", initializer=self._start_thread)
+            self._pool = ThreadPoolExecutor(
+                config.data.workers, thread_name_prefix="loader", initializer=self._start_thread
+            )
 
     def get(self, number: int, last: int | None) -> Batch:
         """Batch ``number``, one more than in the call before; starts on those that follow, up to ``last``."""
@@ -184,7 +188,11 @@ class _Prefetcher:
         stop = number + 1 + self._ahead if last is None else min(number + 1 + self._ahead, last + 1)
         for upcoming in range(number + len(self._pending), stop):
             self._pending.append(self._pool.submit(self._assemble_on_host, upcoming))
-        return self._pending.popleft().result()
+        try:
+            return self._pending.popleft().result()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         if self._pool is not None:

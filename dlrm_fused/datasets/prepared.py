@@ -14,7 +14,7 @@ from torch import Tensor
 from dlrm_fused.config import Split
 from dlrm_fused.datasets.batch import Samples, sparse_from_features
 from dlrm_fused.datasets.schema import SCHEMA_FILE, DatasetSchema, PreparedInfo, SparseFeature
-from dlrm_fused.datasets.storage import check_below, check_labels, map_array
+from dlrm_fused.datasets.storage import check_below, check_finite, check_labels, map_array
 from dlrm_fused.errors import DataError
 
 
@@ -52,7 +52,7 @@ class PreparedDataset:
         ids = [column if modulo is None else column % modulo for column, modulo in zip(ids, self._modulo, strict=True)]
         names = [feature.name for feature in self.schema.sparse_features]
         return Samples(
-            dense=torch.from_numpy(files.dense.take(positions, axis=0)),
+            dense=torch.from_numpy(files.read_dense(positions)),
             sparse=sparse_from_features(names, ids, lengths, positions.size),
             labels=torch.from_numpy(files.read_labels(positions)),
         )
@@ -75,15 +75,23 @@ class _SplitFiles:
         schema = info.schema
         self._where = f"{folder}, split {split.name}"
         self._features = schema.sparse_features
+        self._dense_names = schema.dense_features
         self.samples = info.samples.get(split.name, 0)
         if self.samples < 1:
-            raise DataError(f"{folder / SCHEMA_FILE}: split {split.name} has {self.samples} samples, expected 1 or more")
+            raise DataError(
+                f"{folder / SCHEMA_FILE}: split {split.name} has {self.samples} samples, expected 1 or more"
+            )
         path = folder / split.name
         single = [feature for feature in schema.sparse_features if not feature.jagged]
-        self.dense = map_array(path / "dense.npy", [self.samples, len(schema.dense_features)], ["float32"])
+        self._dense = map_array(path / "dense.npy", [self.samples, len(schema.dense_features)], ["float32"])
         self._labels = map_array(path / "labels.npy", [self.samples], ["uint8"])
         self._single = map_array(path / "single.npy", [self.samples, len(single)], ["int32"]) if single else None
         self._jagged = {f.name: _JaggedColumn(path, f, self.samples) for f in schema.sparse_features if f.jagged}
+
+    def read_dense(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        dense = self._dense.take(rows, axis=0)
+        check_finite(dense, self._dense_names, self._where)
+        return dense
 
     def read_labels(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         labels = self._labels.take(rows)

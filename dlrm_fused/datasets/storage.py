@@ -39,7 +39,9 @@ def map_array(path: Path, shape: Sequence[int | None], dtypes: Sequence[str]) ->
 
 def check_array(array: NDArray[Any], name: str, shape: Sequence[int | None], dtypes: Sequence[str]) -> None:
     """Raise DataError unless a mapped array is what :func:`map_array` expects; ``name`` is for the message."""
-    fits = len(array.shape) == len(shape) and all(want in (None, have) for have, want in zip(array.shape, shape, strict=True))
+    fits = len(array.shape) == len(shape) and all(
+        want in (None, have) for have, want in zip(array.shape, shape, strict=True)
+    )
     if not fits or array.dtype.name not in dtypes:
         wanted = ", ".join("any" if n is None else str(n) for n in shape)
         raise DataError(
@@ -58,6 +60,14 @@ def check_below(ids: NDArray[Any], rows: int, feature: str, where: str) -> None:
         raise DataError(
             f"{where}: feature {feature} has the id {low if low < 0 else high}, allowed: 0 to {rows - 1}; prepare the set again"
         )
+
+
+def check_finite(dense: NDArray[np.float32], names: Sequence[str], where: str) -> None:
+    """Raise DataError unless all values of the dense features ([b, D]) are finite."""
+    # One NaN or infinity makes its sum so.
+    for name, total in zip(names, dense.sum(axis=0, dtype=np.float64), strict=True):
+        if not np.isfinite(total):
+            raise DataError(f"{where}: dense feature {name} has a NaN or infinite value; prepare the set again")
 
 
 def check_labels(labels: NDArray[Any], where: str) -> None:

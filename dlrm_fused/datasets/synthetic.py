@@ -67,7 +67,9 @@ class SyntheticDataset:
         self.schema = DatasetSchema(
             dense_features=tuple(f"dense_{i}" for i in range(settings.dense_features)),
             sparse_features=tuple(
-                SparseFeature(f"table_{i}", rows, (1 + pooling) / 2 if settings.jagged else float(pooling), settings.jagged)
+                SparseFeature(
+                    f"table_{i}", rows, (1 + pooling) / 2 if settings.jagged else float(pooling), settings.jagged
+                )
                 for i, (rows, pooling) in enumerate(zip(self._columns.rows, self._columns.pooling, strict=True))
             ),
         )

@@ -6,7 +6,18 @@ import torch
 
 from dlrm_fused.datasets.order import SampleOrder, permute
 
-SHAPES = [(1, 10), (2, 1), (97, 97), (1000, 1000), (1000, 2000), (1000, 64), (1001, 200), (1000, 7), (65, 64), (10_007, 640)]
+SHAPES = [
+    (1, 10),
+    (2, 1),
+    (97, 97),
+    (1000, 1000),
+    (1000, 2000),
+    (1000, 64),
+    (1001, 200),
+    (1000, 7),
+    (65, 64),
+    (10_007, 640),
+]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 100, 4096, 10_007])
@@ -24,7 +35,13 @@ def test_an_epoch_holds_every_row_once(samples: int, window_rows: int) -> None:
 def test_any_slice_is_reached_without_what_comes_before(samples: int, window_rows: int) -> None:
     order = SampleOrder(samples, window_rows, seed=3)
     epoch = order.rows(1, 0, samples)
-    for start, stop in [(0, 0), (0, samples), (samples // 3, samples // 2), (samples // 2, samples), (samples - 1, samples)]:
+    for start, stop in [
+        (0, 0),
+        (0, samples),
+        (samples // 3, samples // 2),
+        (samples // 2, samples),
+        (samples - 1, samples),
+    ]:
         assert torch.equal(order.rows(1, start, stop), epoch[start:stop])
 
 

@@ -1,0 +1,177 @@
+"""Each rank's batches: the same samples for any number of ranks, from any step on, and errors that reach the consumer."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from dlrm_fused.config import Config, DataSource, Split
+from dlrm_fused.datasets import open_dataset
+from dlrm_fused.datasets.batch import Batch, Samples, sparse_from_features
+from dlrm_fused.datasets.loader import EvaluationLoader, TrainLoader
+from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
+from dlrm_fused.errors import ConfigError, DataError
+from tests.unit.prepared_sets import write_prepared_set
+
+CPU = torch.device("cpu")
+
+
+class NumberedSamples:
+    """Sample i has the dense feature i, so that batches show which samples they hold; some samples cannot be read."""
+
+    schema = DatasetSchema(("number",), (SparseFeature("id", 10),))
+    generator_device = None
+
+    def __init__(self, samples: int, unreadable: int | None = None) -> None:
+        self._samples = samples
+        self._unreadable = unreadable
+
+    def samples(self, split: Split) -> int:
+        return self._samples
+
+    def read(self, split: Split, rows: Tensor) -> Samples:
+        if self._unreadable in rows.tolist():
+            raise DataError(f"sample {self._unreadable} is unreadable")
+        ids = sparse_from_features(["id"], [(rows % 10).int().numpy()], [1], rows.numel())
+        return Samples(rows.float().unsqueeze(1), ids, torch.zeros(rows.numel()))
+
+
+def _config(global_batch_size: int = 12, window_rows: int = 1_000_000, workers: int = 2) -> Config:
+    config = Config()
+    config.training.global_batch_size = global_batch_size
+    config.data.shuffle_window_rows = window_rows
+    config.data.workers = workers
+    return config
+
+
+def _numbers(batch: Batch) -> list[int]:
+    """The samples of a batch, padding left out."""
+    return batch.dense[batch.weights > 0, 0].int().tolist()
+
+
+def _steps(dataset: NumberedSamples, config: Config, world_size: int, steps: int, start_step: int = 0) -> list[list[int]]:
+    """The samples of each global batch: the ranks' shares, one after the other."""
+    batches: list[list[int]] = [[] for _ in range(steps)]
+    for rank in range(world_size):
+        with TrainLoader(dataset, config, rank, world_size, CPU, start_step) as loader:
+            for batch in batches:
+                batch += _numbers(next(loader))
+    return batches
+
+
+@pytest.mark.parametrize("window_rows", [0, 20, 1_000_000])
+@pytest.mark.parametrize("world_size", [2, 3, 5, 13])
+def test_batches_are_the_same_for_any_number_of_ranks(world_size: int, window_rows: int) -> None:
+    dataset, config = NumberedSamples(100), _config(window_rows=window_rows)
+    assert _steps(dataset, config, world_size, 20) == _steps(dataset, config, 1, 20)
+
+
+def test_an_epoch_visits_no_sample_twice_and_the_next_one_in_another_order() -> None:
+    config = _config()
+    batches = _steps(NumberedSamples(100), config, 1, 16)
+    first, second = (sum(batches[start : start + 8], []) for start in (0, 8))
+    assert len(set(first)) == len(set(second)) == 96  # the incomplete ninth batch is dropped
+    assert first != second
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("start_step", [1, 7, 8, 19])
+def test_a_loader_resumes_at_any_step(start_step: int, workers: int) -> None:
+    dataset = NumberedSamples(100)
+    uninterrupted = _steps(dataset, _config(), 2, 24)
+    assert _steps(dataset, _config(workers=workers), 2, 24 - start_step, start_step) == uninterrupted[start_step:]
+
+
+def test_a_step_tells_its_epoch_and_batch() -> None:
+    with TrainLoader(NumberedSamples(100), _config(), 0, 1, CPU) as loader:
+        assert loader.batches_per_epoch == 8
+        assert [loader.position(step) for step in (0, 7, 8, 30)] == [(0, 0), (0, 7), (1, 0), (3, 6)]
+
+
+def test_an_empty_share_holds_one_padding_sample() -> None:
+    config = _config(global_batch_size=2)
+    sizes = []
+    for rank in range(3):
+        with TrainLoader(NumberedSamples(10), config, rank, 3, CPU) as loader:
+            batch = next(loader)
+            sizes.append((batch.weights.tolist(), batch.global_size))
+    assert sizes == [([0.0], 2), ([1.0], 2), ([1.0], 2)]
+
+
+def test_a_batch_larger_than_the_split_names_the_setting() -> None:
+    with pytest.raises(ConfigError, match=r"training.global_batch_size=101: allowed: at most 100"):
+        TrainLoader(NumberedSamples(100), _config(global_batch_size=101), 0, 1, CPU)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+@pytest.mark.parametrize("global_batch_size", [1, 4, 10, 64])
+def test_an_evaluation_holds_every_sample_once_in_as_many_batches_on_every_rank(
+    world_size: int, global_batch_size: int
+) -> None:
+    config, samples = _config(), 25
+    counts, global_sizes, seen = [], [], []
+    for rank in range(world_size):
+        loader = EvaluationLoader(
+            NumberedSamples(samples), Split.test, global_batch_size, rank, world_size, CPU, config
+        )
+        batches = list(loader)
+        counts.append(len(batches))
+        global_sizes.append([batch.global_size for batch in batches])
+        assert len(loader) == len(batches)
+        assert all(batch.labels.numel() >= 1 for batch in batches)
+        seen += [number for batch in batches for number in _numbers(batch)]
+    assert sorted(seen) == list(range(samples))
+    assert len(set(counts)) == 1
+    assert all(sizes == global_sizes[0] for sizes in global_sizes)
+    assert sum(global_sizes[0]) == samples
+
+
+def test_an_evaluation_may_take_the_first_samples_only() -> None:
+    loader = EvaluationLoader(NumberedSamples(25), Split.test, 4, 0, 1, CPU, _config(), max_samples=10)
+    assert [_numbers(batch) for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_an_error_of_a_worker_reaches_the_consumer_at_its_batch() -> None:
+    config = _config(window_rows=0)
+    loader = TrainLoader(NumberedSamples(100, unreadable=30), config, 0, 1, CPU)
+    assert _numbers(next(loader)) == list(range(12))
+    assert _numbers(next(loader)) == list(range(12, 24))
+    with pytest.raises(DataError, match="sample 30 is unreadable"):
+        next(loader)
+
+
+def test_closing_ends_the_threads() -> None:
+    before = threading.active_count()
+    loader = TrainLoader(NumberedSamples(100), _config(), 0, 1, CPU)
+    next(loader)
+    assert threading.active_count() > before
+    loader.close()
+    assert threading.active_count() == before
+    list(EvaluationLoader(NumberedSamples(100), Split.test, 10, 0, 1, CPU, _config()))
+    assert threading.active_count() == before
+
+
+def test_generated_samples_come_without_threads_and_wrap_around(tmp_path: Path) -> None:
+    config = _config(global_batch_size=6)
+    config.data.source = DataSource.synthetic
+    config.data.synthetic.train_samples = 15
+    dataset = open_dataset(config, CPU)
+    before = threading.active_count()
+    loader = TrainLoader(dataset, config, 0, 1, CPU)
+    batches = [next(loader) for _ in range(3)]
+    assert threading.active_count() == before
+    assert torch.equal(batches[0].dense, batches[2].dense)
+    assert not torch.equal(batches[0].dense, batches[1].dense)
+
+
+def test_a_prepared_set_is_loaded(tmp_path: Path) -> None:
+    arrays = write_prepared_set(tmp_path / "set")["train"]
+    config = _config(global_batch_size=100, window_rows=0)
+    config.data.path = str(tmp_path / "set")
+    with TrainLoader(open_dataset(config, CPU), config, 1, 2, CPU) as loader:
+        batch = next(loader)
+    assert torch.equal(batch.dense, torch.from_numpy(arrays.dense[50:]))
+    assert torch.equal(batch.weights, torch.ones(50))
+    assert batch.global_size == 100
