@@ -45,8 +45,6 @@ def open_dataset(config: Config, device: torch.device) -> Dataset:
 def _table_rows(config: Config, stated: list[int]) -> list[int]:
     rows = config.embedding.rows or stated
     if len(rows) != len(stated):
-        raise ConfigError(
-            f"embedding.rows={rows}: allowed: {len(stated)} numbers, one for each sparse feature of the data set"
-        )
+        raise ConfigError(f"embedding.rows={rows}: allowed: {len(stated)} numbers, one for each sparse feature of the data set")
     cap = config.embedding.max_rows
     return [min(count, cap) for count in rows] if cap else rows

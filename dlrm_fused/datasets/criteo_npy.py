@@ -63,9 +63,7 @@ class CriteoNpyDataset:
         hotness = days[0].hotness
         for day in days:
             if day.hotness != hotness:
-                raise DataError(
-                    f"{day.name}: {day.hotness} ids a sample, {days[0].name} has {hotness}; expected the same"
-                )
+                raise DataError(f"{day.name}: {day.hotness} ids a sample, {days[0].name} has {hotness}; expected the same")
         self._hotness = hotness
         self._splits = {split: _SplitOfDays(parts, split) for split, parts in _divide(days).items()}
         self.schema = DatasetSchema(
@@ -122,9 +120,7 @@ def _day_numbers(folder: Path) -> list[int]:
         int(m[1]) for path in folder.glob("day_*_dense.npy") if (m := re.fullmatch(r"day_(\d+)_dense\.npy", path.name))
     )
     if not found:
-        raise DataError(
-            f"data.path={folder}: no day_<i>_dense.npy in it, as TorchRec's and MLPerf's Criteo scripts write them"
-        )
+        raise DataError(f"data.path={folder}: no day_<i>_dense.npy in it, as TorchRec's and MLPerf's Criteo scripts write them")
     missing = sorted(set(range(found[-1])) - set(found))
     if missing and found[0] == 0:
         raise DataError(f"{folder}/day_{missing[0]}_dense.npy: missing, though day_{found[-1]} is there")

@@ -168,18 +168,14 @@ def _read(dataset: Dataset, split: Split, rows: Tensor, is_padding: bool, global
 class _Prefetcher:
     """Assembles consecutive batches ahead of their consumer, in threads unless the data set generates on its device."""
 
-    def __init__(
-        self, assemble: Callable[[int], Batch], dataset: Dataset, config: Config, device: torch.device
-    ) -> None:
+    def __init__(self, assemble: Callable[[int], Batch], dataset: Dataset, config: Config, device: torch.device) -> None:
         self._assemble = assemble
         self._device = device
         self._ahead = config.data.prefetch_batches
         self._pending: deque[Future[Batch]] = deque()
         self._pool: ThreadPoolExecutor | None = None
         if dataset.generator_device is None:
-            self._pool = ThreadPoolExecutor(
-                config.data.workers, thread_name_prefix="loader", initializer=self._start_thread
-            )
+            self._pool = ThreadPoolExecutor(config.data.workers, thread_name_prefix="loader", initializer=self._start_thread)
 
     def get(self, number: int, last: int | None) -> Batch:
         """Batch ``number``, one more than in the call before; starts on those that follow, up to ``last``."""

@@ -73,9 +73,9 @@ class SampleOrder:
 def permute(values: NDArray[np.int64], size: int, key: int) -> NDArray[np.int64]:
     """A pseudorandom permutation of [0, size), applied to ``values``, which are in that range.
 
-    A Feistel network over pairs from [0, a) x [0, b), where a * b is little more than ``size``; what falls outside of the range
-    goes through it again (generalized Feistel cipher and cycle walking of Black, Rogaway: Ciphers with Arbitrary Finite Domains,
-    CT-RSA 2002).
+    A Feistel network over pairs from [0, a) x [0, b), where a * b is little more than ``size``; what falls outside of the
+    range goes through it again (generalized Feistel cipher and cycle walking of Black, Rogaway: Ciphers with Arbitrary
+    Finite Domains, CT-RSA 2002).
     """
     a = math.isqrt(size - 1) + 1
     b = -(-size // a)

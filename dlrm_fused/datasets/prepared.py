@@ -78,9 +78,7 @@ class _SplitFiles:
         self._dense_names = schema.dense_features
         self.samples = info.samples.get(split.name, 0)
         if self.samples < 1:
-            raise DataError(
-                f"{folder / SCHEMA_FILE}: split {split.name} has {self.samples} samples, expected 1 or more"
-            )
+            raise DataError(f"{folder / SCHEMA_FILE}: split {split.name} has {self.samples} samples, expected 1 or more")
         path = folder / split.name
         single = [feature for feature in schema.sparse_features if not feature.jagged]
         self._dense = map_array(path / "dense.npy", [self.samples, len(schema.dense_features)], ["float32"])

@@ -39,9 +39,7 @@ def map_array(path: Path, shape: Sequence[int | None], dtypes: Sequence[str]) ->
 
 def check_array(array: NDArray[Any], name: str, shape: Sequence[int | None], dtypes: Sequence[str]) -> None:
     """Raise DataError unless a mapped array is what :func:`map_array` expects; ``name`` is for the message."""
-    fits = len(array.shape) == len(shape) and all(
-        want in (None, have) for have, want in zip(array.shape, shape, strict=True)
-    )
+    fits = len(array.shape) == len(shape) and all(want in (None, have) for have, want in zip(array.shape, shape, strict=True))
     if not fits or array.dtype.name not in dtypes:
         wanted = ", ".join("any" if n is None else str(n) for n in shape)
         raise DataError(

@@ -1,7 +1,8 @@
 """Samples generated on the fly, with a planted signal whose best attainable AUC is known.
 
-Every value is a hash of (seed, split, sample, column), so a sample is the same on any rank of any number of ranks, on CPU and
-GPU, and any position is reached directly. Up to the probability of the label all arithmetic is on integers, which round nowhere.
+Every value is a hash of (seed, split, sample, column), so a sample is the same on any rank of any number of ranks, on CPU
+and GPU, and any position is reached directly. Up to the probability of the label all arithmetic is on integers, which
+round nowhere.
 
 Letters in shapes: b samples, F tables, P slots (the most ids that a sample has in all tables together), D dense features.
 """
@@ -45,8 +46,8 @@ class SyntheticDataset:
     """Generated samples; a label is 1 with probability sigmoid(logit).
 
     The logit is the sum, over tables, of the mean effect of the sample's ids, and of linear effects of the dense features,
-    shifted and scaled to mean 0 and standard deviation ``settings.signal``. Effects of ids are roughly normal. Popular ids occur
-    most, so they explain most.
+    shifted and scaled to mean 0 and standard deviation ``settings.signal``. Effects of ids are roughly normal. Popular ids
+    occur most, so they explain most.
 
     Args:
         settings: numbers of tables, rows, ids and samples, and the strength of the signal.
@@ -67,9 +68,7 @@ class SyntheticDataset:
         self.schema = DatasetSchema(
             dense_features=tuple(f"dense_{i}" for i in range(settings.dense_features)),
             sparse_features=tuple(
-                SparseFeature(
-                    f"table_{i}", rows, (1 + pooling) / 2 if settings.jagged else float(pooling), settings.jagged
-                )
+                SparseFeature(f"table_{i}", rows, (1 + pooling) / 2 if settings.jagged else float(pooling), settings.jagged)
                 for i, (rows, pooling) in enumerate(zip(self._columns.rows, self._columns.pooling, strict=True))
             ),
         )
@@ -258,7 +257,7 @@ def _per_table(values: list[int], tables: int) -> list[int]:
 
 
 def _quantiles(rows: int, exponent: float) -> Tensor:
-    """Quantiles of a bounded continuous power law with density ~ x ** -exponent over [1, rows + 1), less 1: the rank in popularity.
+    """Quantiles of ranks in popularity: of x - 1, where x has a density ~ x ** -exponent over [1, rows + 1).
 
     Returns:
         [4097] int64 in units of 1 / 256 row, from 0 to rows * 256.

@@ -32,8 +32,7 @@ def write_day(folder: Path, number: int, samples: int, sparse_dtype: str = "int6
 def write_multi_hot(folder: Path, number: int, samples: int, save: Callable[..., None] = np.savez) -> list[np.ndarray]:
     generator = np.random.default_rng(100 + number)
     columns = [
-        generator.integers(0, rows, (samples, hotness), dtype=np.int32)
-        for rows, hotness in zip(ROWS, HOTNESS, strict=True)
+        generator.integers(0, rows, (samples, hotness), dtype=np.int32) for rows, hotness in zip(ROWS, HOTNESS, strict=True)
     ]
     save(folder / f"day_{number}_sparse_multi_hot.npz", **{str(i): column for i, column in enumerate(columns)})
     return columns
@@ -81,9 +80,7 @@ def test_tensors_equal_those_of_torchrecs_reader(tmp_path: Path, monkeypatch: py
     for number, samples in enumerate([16, 16, 8]):
         write_day(tmp_path, number, samples)
     paths = [[str(tmp_path / f"day_{day}_{part}.npy") for day in (0, 1)] for part in ("dense", "sparse", "labels")]
-    theirs = list(
-        criteo.InMemoryBinaryCriteoIterDataPipe("train", *paths, batch_size=8, rank=0, world_size=1, hashes=ROWS)
-    )
+    theirs = list(criteo.InMemoryBinaryCriteoIterDataPipe("train", *paths, batch_size=8, rank=0, world_size=1, hashes=ROWS))
     dataset = CriteoNpyDataset(tmp_path, ROWS)
     assert len(theirs) == 4
     for number, batch in enumerate(theirs):
@@ -134,14 +131,14 @@ def test_a_folder_without_days_is_refused(tmp_path: Path) -> None:
 def test_a_missing_file_is_named(tmp_path: Path, part: str) -> None:
     write_day(tmp_path, 0, 20)
     (tmp_path / f"day_0_{part}.npy").unlink()
-    with pytest.raises(DataError, match=f"day_0_{part}.npy: missing"):
+    with pytest.raises(DataError, match=rf"day_0_{part}.npy: missing"):
         CriteoNpyDataset(tmp_path, ROWS)
 
 
 def test_a_missing_day_is_named(tmp_path: Path) -> None:
     write_day(tmp_path, 0, 20)
     write_day(tmp_path, 2, 20)
-    with pytest.raises(DataError, match="day_1_dense.npy: missing, though day_2 is there"):
+    with pytest.raises(DataError, match=r"day_1_dense.npy: missing, though day_2 is there"):
         CriteoNpyDataset(tmp_path, ROWS)
 
 

@@ -89,7 +89,7 @@ def test_a_missing_folder_names_the_setting(folder: Path) -> None:
 def test_a_folder_without_a_complete_set_is_refused(folder: Path) -> None:
     write_prepared_set(folder)
     (folder / "dataset.json").unlink()
-    with pytest.raises(DataError, match="dataset.json is missing"):
+    with pytest.raises(DataError, match=r"dataset.json is missing"):
         PreparedDataset(folder)
 
 
@@ -126,9 +126,7 @@ def test_a_truncated_file_is_named_when_the_set_is_opened(folder: Path, name: st
         ("genres.offsets.npy", np.zeros(101, np.int64), r"genres.offsets.npy: runs from 0 to 0"),
     ],
 )
-def test_an_array_that_contradicts_the_schema_is_named(
-    folder: Path, name: str, array: np.ndarray, expected: str
-) -> None:
+def test_an_array_that_contradicts_the_schema_is_named(folder: Path, name: str, array: np.ndarray, expected: str) -> None:
     write_prepared_set(folder)
     np.save(folder / "train" / name, array)
     with pytest.raises(DataError, match=expected):
@@ -171,5 +169,5 @@ def test_offsets_that_decrease_are_refused(folder: Path) -> None:
     offsets = np.load(path)
     offsets[5] = offsets[-1]
     np.save(path, offsets)
-    with pytest.raises(DataError, match="genres.offsets.npy: offsets decrease"):
+    with pytest.raises(DataError, match=r"genres.offsets.npy: offsets decrease"):
         PreparedDataset(folder).read(Split.train, torch.arange(100))
