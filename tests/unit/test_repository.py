@@ -1,0 +1,108 @@
+"""The files around the code agree with it and with each other."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+import dlrm_fused
+from dlrm_fused.config import load_config
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("data/*.md")])
+
+
+def read_requirements(*names: str) -> list[Requirement]:
+    lines = [line for name in names for line in (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()]
+    return [Requirement(line) for line in lines if line and not line.startswith(("#", "-"))]
+
+
+def read_project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_make_installs_is_within_the_ranges_of_the_package(device: str) -> None:
+    pins = {pin.name.removesuffix("-cpu"): pin for pin in read_requirements("base", device, "torchrec")}
+    for dependency in map(Requirement, read_project()["dependencies"]):
+        (pin,) = pins[dependency.name].specifier
+        assert pin.operator == "=="
+        assert dependency.specifier.contains(pin.version), f"{pins[dependency.name]} is outside {dependency}"
+
+
+def test_everything_is_pinned() -> None:
+    for requirement in read_requirements("base", "cpu", "cuda", "torchrec", "dev"):
+        assert [specifier.operator for specifier in requirement.specifier] == ["=="], requirement
+
+
+def test_make_train_runs_the_quickstart_on_two_ranks() -> None:
+    dry_run = ["make", "--dry-run", "--always-make", "train", "DEVICE=cpu", "NPROC=2"]
+    commands = subprocess.run(dry_run, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert commands[-1].endswith("torchrun --standalone --nproc-per-node=2 train.py --config configs/quickstart.yaml")
+    assert commands[-2].endswith("data/prepare.py movielens --source recbole --output data/movielens-100k")
+
+
+def test_continuous_integration_runs_make_test() -> None:
+    script = ROOT / ".ci/run"
+    assert os.access(script, os.X_OK)
+    assert script.read_text().rstrip().endswith("\nmake test")
+
+
+@pytest.mark.parametrize("config", sorted(ROOT.glob("configs/*.yaml")), ids=lambda path: path.name)
+def test_every_config_is_valid(config: Path) -> None:
+    assert load_config(config).training.max_steps > 0
+
+
+def test_kubernetes_pods_find_each_other_and_are_as_many_as_torchrun_waits_for() -> None:
+    service, job = yaml.safe_load_all((ROOT / "launch/kubernetes.yaml").read_text())
+    assert (service["kind"], job["kind"]) == ("Service", "Job")
+    name, pod = job["metadata"]["name"], job["spec"]["template"]["spec"]
+    assert service["spec"]["selector"] == {"job-name": name}
+    assert pod["subdomain"] == service["metadata"]["name"]
+
+    (container,) = pod["containers"]
+    arguments = container["args"]
+    (port,) = service["spec"]["ports"]
+    assert f"--rdzv-endpoint={name}-0.{pod['subdomain']}:{port['port']}" in arguments
+    assert f"--nnodes={job['spec']['completions']}" in arguments
+    assert job["spec"]["parallelism"] == job["spec"]["completions"]
+
+    assert container["command"] == ["torchrun"]
+    config, *overrides = arguments[arguments.index("train.py") + 1 :]
+    load_config(ROOT / config.removeprefix("--config="), overrides)
+
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]}
+    assert container["image"].endswith(f":{dlrm_fused.__version__}")
+
+
+def test_the_slurm_script_is_a_valid_shell_script() -> None:
+    subprocess.run(["bash", "-n", ROOT / "launch/slurm.sbatch"], check=True)
+
+
+@pytest.mark.parametrize("launch", ["launch/slurm.sbatch", "launch/kubernetes.yaml", "docs/many_nodes.md"])
+def test_launches_on_many_nodes_let_a_lost_host_be_replaced(launch: str) -> None:
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in (ROOT / launch).read_text()
+
+
+def test_the_image_is_pinned_and_runs_without_root_and_without_data() -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    (base,) = re.findall(r"^FROM (\S+)$", dockerfile, re.MULTILINE)
+    assert re.fullmatch(r"nvidia/cuda:\d+\.\d+\.\d+-\S+", base)
+    assert re.findall(r"^USER (\S+)$", dockerfile, re.MULTILINE)[-1] not in ("0", "root")
+    assert {"data/*/", "runs", ".venv", ".git"} <= set((ROOT / ".dockerignore").read_text().split())
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_between_documents_lead_somewhere(document: Path) -> None:
+    targets = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", document.read_text())
+    missing = [target for target in targets if not (document.parent / target).exists()]
+    assert not missing
