@@ -1,7 +1,7 @@
 # make setup   .venv with everything that training needs, for a CPU or a CUDA machine
 # make train   setup, MovieLens-100K, and a training run on it
 # make test    setup, linters, type checks and all tests (no GPU needed)
-# make lint    linters and type checks alone
+# make lint    linters and type checks alone; `make format` mends what can be mended
 #
 # Variables: PYTHON (3.11 or 3.12), DEVICE (cpu or cuda; found by nvidia-smi), NPROC (ranks of `make train`).
 
@@ -21,7 +21,7 @@ CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 # Ranks of one machine share its cores.
 export OMP_NUM_THREADS ?= $(shell n=$$(( $$(nproc) / $(NPROC) )); echo $$(( n > 1 ? n : 1 )))
 
-.PHONY: packages setup setup-dev train test lint clean
+.PHONY: packages setup setup-dev train test lint format clean
 
 packages: $(VENV)/packages-$(DEVICE)
 setup: $(VENV)/setup-$(DEVICE)
@@ -37,6 +37,10 @@ lint: setup-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+format: setup-dev
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache *.egg-info

@@ -59,9 +59,7 @@ def test_gloo_reduces_over_two_hosts_with_two_ranks_each(hosts: TwoHosts, tmp_pa
 
 
 @pytest.mark.parametrize("cut_host", [0, 1])
-def test_traffic_stops_when_a_host_is_cut_off_and_goes_on_when_restored(
-    hosts: TwoHosts, tmp_path: Path, cut_host: int
-) -> None:
+def test_traffic_stops_when_a_host_is_cut_off_and_goes_on_when_restored(hosts: TwoHosts, tmp_path: Path, cut_host: int) -> None:
     received = tmp_path / "received"
     with received.open("w") as output:
         hosts.popen(0, [sys.executable, "-c", RECEIVER], stdout=output)

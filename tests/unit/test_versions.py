@@ -48,9 +48,7 @@ def test_a_package_without_a_version_is_not_checked() -> None:
         check_version_set({**GPU_MACHINE, "fbgemm-gpu": None, "torch": "2.12.0"})
 
 
-def test_a_copied_module_without_metadata_is_asked_for_its_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copied_module_without_metadata_is_asked_for_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "carried_copy.py").write_text('__version__ = "1.6.0"\n')
     monkeypatch.syspath_prepend(tmp_path)
     assert installed_version("carried_copy") == "1.6.0"
