@@ -36,7 +36,7 @@ class Batch(Pipelineable):
         dense: [b, D] float32.
         sparse: ids of all sparse features, keys in the order of the schema; values int32 or int64, lengths int32 [F * b].
         labels: [b] float32, each 0 or 1.
-        weights: [b] float32, 1 for a sample and 0 for padding: a rank whose share is empty holds one padding sample.
+        weights: [b] float32, 1 for a sample and 0 for padding: b is the same on all ranks, however uneven their shares.
         global_size: samples of this batch over all ranks, padding not counted.
     """
 

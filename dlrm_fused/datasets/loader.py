@@ -9,9 +9,10 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.config import Config, Split
-from dlrm_fused.datasets.batch import Batch
+from dlrm_fused.datasets.batch import Batch, Samples
 from dlrm_fused.datasets.dataset import Dataset
 from dlrm_fused.datasets.order import SampleOrder
 from dlrm_fused.errors import ConfigError
@@ -23,6 +24,8 @@ class TrainLoader(Iterator[Batch]):
     Batch k of an epoch is the same set of samples in the same order whatever the number of ranks: the epoch's order depends on
     ``config.seed`` and the epoch only, a global batch is a slice of it, and rank r takes the r-th contiguous share. So the step
     alone says where to resume. The incomplete last batch of an epoch is dropped, and all ranks begin the next epoch together.
+    A share that is smaller than another rank's is padded by a sample of weight 0: gloo's collectives of row-wise plans need
+    shares of one size.
 
     Args:
         dataset: where samples come from.
@@ -85,12 +88,12 @@ class TrainLoader(Iterator[Batch]):
         first = number * self._global_batch_size
         start, stop = rank_share(first, self._global_batch_size, self._rank, self._world_size)
         rows = self._order.rows(epoch, start, max(stop, start + 1))
-        return _read(self._dataset, Split.train, rows, start == stop, self._global_batch_size)
+        return _read(self._dataset, Split.train, rows, stop - start, self._global_batch_size, self._world_size)
 
 
 class EvaluationLoader(Iterator[Batch]):
     """One pass over a split in the order of its files: every sample exactly once over all ranks, and the same number of
-    batches on every rank. Shares of the last batch may be uneven; an empty one holds a padding sample of weight 0.
+    batches on every rank. A share that is smaller than another rank's is padded by a sample of weight 0.
 
     Args:
         dataset: where samples come from.
@@ -151,7 +154,7 @@ class EvaluationLoader(Iterator[Batch]):
         size = min(self._global_batch_size, self._samples - first)
         start, stop = rank_share(first, size, self._rank, self._world_size)
         rows = self._order.rows(0, start, max(stop, start + 1))
-        return _read(self._dataset, self._split, rows, start == stop, size)
+        return _read(self._dataset, self._split, rows, stop - start, size, self._world_size)
 
 
 def rank_share(first: int, size: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -159,10 +162,32 @@ def rank_share(first: int, size: int, rank: int, world_size: int) -> tuple[int, 
     return first + size * rank // world_size, first + size * (rank + 1) // world_size
 
 
-def _read(dataset: Dataset, split: Split, rows: Tensor, is_padding: bool, global_size: int) -> Batch:
+def _read(dataset: Dataset, split: Split, rows: Tensor, share: int, global_size: int, world_size: int) -> Batch:
+    """The batch of ``share`` samples, padded to what the largest share of all ranks has."""
     samples = dataset.read(split, rows)
-    weights = torch.full_like(samples.labels, 0.0 if is_padding else 1.0)
+    padded_share = -(-global_size // world_size)
+    if padded_share > len(rows):
+        samples = _pad(samples, padded_share - len(rows))
+    weights = torch.ones_like(samples.labels)
+    weights[share:] = 0
     return Batch(samples.dense, samples.sparse, samples.labels, weights, global_size)
+
+
+def _pad(samples: Samples, count: int) -> Samples:
+    """Append ``count`` samples without any ids, so that they touch no row of a table."""
+    sparse = samples.sparse
+    lengths = torch.nn.functional.pad(sparse.lengths().view(len(sparse.keys()), -1), (0, count))
+    return Samples(
+        dense=torch.nn.functional.pad(samples.dense, (0, 0, 0, count)),
+        sparse=KeyedJaggedTensor(
+            keys=sparse.keys(),
+            values=sparse.values(),
+            lengths=lengths.flatten(),
+            stride=sparse.stride() + count,
+            length_per_key=sparse.length_per_key_or_none(),
+        ),
+        labels=torch.nn.functional.pad(samples.labels, (0, count)),
+    )
 
 
 class _Prefetcher:

@@ -1,0 +1,180 @@
+"""Runs of the trainer in real processes, cheaply.
+
+Importing torchrec takes seconds, so ranks are forked from a server that has imported it once. They find each other as under
+torchrun: the caller holds the rendezvous store, and the environment says which rank a process is. Tests of the launcher
+itself start torchrun.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from dlrm_fused.config import Config, Split, load_config
+from dlrm_fused.training.runtime import FailureBoard, Rank
+
+_RANK_TIMEOUT_SECONDS = 240.0
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["dlrm_fused.training.trainer", "dlrm_fused.training.offline_evaluation"])
+
+# Small enough for 200 steps in a few seconds. Samples of an epoch are not a multiple of the batch.
+SMALL = {
+    "name": "run",
+    "data": {
+        "source": "synthetic",
+        "shuffle_window_rows": 0,
+        "workers": 1,
+        "synthetic": {
+            "dense_features": 4,
+            "tables": 4,
+            "rows": [50, 120, 300, 700],
+            "pooling": [1, 3, 2, 4],
+            "jagged": True,
+            "train_samples": 10_000,
+            "validation_samples": 1_500,
+            "test_samples": 1_501,
+        },
+    },
+    "model": {"bottom_mlp": [16, 8], "top_mlp": [16, 1], "cross_layers": 2, "cross_rank": 4},
+    "embedding": {"dim": 8, "optimizer": {"learning_rate": 0.05}},
+    "training": {"max_steps": 200, "global_batch_size": 64, "dense_optimizer": {"learning_rate": 0.02}},
+    "evaluation": {"global_batch_size": 512},
+    "telemetry": {"log_every_steps": 1},
+    "runtime": {"device": "cpu"},
+}
+
+
+class RankFailed(Exception):  # noqa: N818 - reads as what happened
+    """A rank raised; ``error`` is what it raised, the message its traceback."""
+
+    def __init__(self, rank: int, error: BaseException, trace: str) -> None:
+        super().__init__(f"rank {rank}:\n{trace}")
+        self.error = error
+
+
+def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Call ``function(*arguments)`` in ``ranks`` processes that can form a process group; returns the results by rank.
+
+    Raises:
+        RankFailed: if a rank raised an exception; the others are ended.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes, pipes = [], []
+    try:
+        for rank in range(ranks):
+            receiver, sender = _context.Pipe(duplex=False)
+            process = _context.Process(
+                target=_be_rank, args=(rank, ranks, store.port, sender, function, arguments), daemon=True
+            )
+            process.start()
+            sender.close()
+            processes.append(process)
+            pipes.append(receiver)
+        return _collect(pipes)
+    finally:
+        for process in processes:
+            process.join(timeout=5)
+            process.kill()
+
+
+def _collect(pipes: list[Connection]) -> list[Any]:
+    results: list[Any] = [None] * len(pipes)
+    waiting = dict(zip(pipes, range(len(pipes)), strict=True))
+    while waiting:
+        ready = multiprocessing.connection.wait(list(waiting), timeout=_RANK_TIMEOUT_SECONDS)
+        assert ready, f"ranks {list(waiting.values())} have not answered for {_RANK_TIMEOUT_SECONDS:.0f} s"
+        for pipe in ready:
+            rank = waiting.pop(pipe)  # type: ignore[call-overload]
+            try:
+                results[rank], failure = pipe.recv()  # type: ignore[union-attr]
+            except EOFError:
+                raise AssertionError(f"rank {rank} ended without a result") from None
+            if failure is not None:
+                raise RankFailed(rank, *failure)
+    return results
+
+
+def _be_rank(
+    rank: int, ranks: int, port: int, answer: Connection, function: Callable[..., Any], arguments: Sequence[Any]
+) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the store is the caller's
+    )
+    try:
+        answer.send((function(*arguments), None))
+    except BaseException as error:
+        answer.send((None, (error, traceback.format_exc())))
+    # No exit handlers: they belong to the server that this process was forked from.
+    os._exit(0)
+
+
+def small_config(folder: Path, *overrides: str) -> Config:
+    """The config ``SMALL`` with ``key=value`` overrides; the run is ``folder/run``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "small.yaml"
+    path.write_text(json.dumps(SMALL))  # JSON is YAML
+    return load_config(path, [f"output_dir={folder}", *overrides])
+
+
+def train(folder: Path, ranks: int, *overrides: str) -> Path:
+    """Train ``SMALL`` with overrides on so many ranks; returns the folder of the run."""
+    config = small_config(folder, *overrides)
+    run_ranks(ranks, _train, config)
+    return config.run_dir
+
+
+def _train(config: Config) -> None:
+    from dlrm_fused.training.trainer import train
+
+    rank = Rank.from_environment()
+    train(config, rank, FailureBoard(rank))
+
+
+def evaluate(run: Path, ranks: int, *overrides: str, checkpoint: str = "last") -> dict[str, Any]:
+    """Evaluate a run on the test split; returns eval.json."""
+    run_ranks(ranks, _evaluate, run, checkpoint, overrides)
+    return dict(json.loads((run / "eval.json").read_text()))
+
+
+def _evaluate(run: Path, checkpoint: str, overrides: Sequence[str]) -> None:
+    from dlrm_fused.training.offline_evaluation import evaluate_run
+
+    rank = Rank.from_environment()
+    evaluate_run(run, checkpoint, Split.test, overrides, None, rank, FailureBoard(rank))
+
+
+def metrics(run: Path, kind: str) -> list[Mapping[str, Any]]:
+    """The lines of metrics.jsonl of a kind, ``train`` or ``evaluation``."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def losses(run: Path) -> dict[int, float]:
+    """Training loss by step, as metrics.jsonl has it."""
+    return {line["step"]: line["loss"] for line in metrics(run, "train")}
+
+
+def summary(run: Path) -> dict[str, Any]:
+    return dict(json.loads((run / "summary.json").read_text()))
