@@ -1,7 +1,8 @@
-"""Evaluate a run: ``torchrun --standalone --nproc-per-node=2 eval.py --run runs/quickstart [--checkpoint best] [--split test]``.
+"""Evaluate a run: ``python eval.py --run runs/quickstart [--checkpoint best|last|STEP] [--split test]``.
 
 Prints a table and writes ``eval.json`` into the run's folder. Any number of processes will do, whatever the run was trained
-with; ``key=value`` overrides such as ``embedding.sharding=row_wise`` change how it is evaluated.
+with: ``torchrun --standalone --nproc-per-node=2 -- eval.py --run ...`` (without ``--``, torchrun takes ``--run`` for one of its
+own options). ``key=value`` overrides such as ``embedding.sharding=row_wise`` change how the run is evaluated.
 """
 
 import argparse

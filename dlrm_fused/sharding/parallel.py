@@ -69,7 +69,7 @@ def shard(task: nn.Module, config: Config, schema: DatasetSchema, device: torch.
     Raises:
         ConfigError: if no plan satisfies the config, or the device lacks the embedding optimizer or wire format.
     """
-    sharders = cast(list[ModuleSharder[nn.Module]], [make_sharder(config.embedding, device)])
+    sharders: list[ModuleSharder[nn.Module]] = [make_sharder(config.embedding, device)]
     plan = make_plan(config, schema, task, sharders, device)
     model = DistributedModelParallel(
         module=task,
@@ -82,8 +82,19 @@ def shard(task: nn.Module, config: Config, schema: DatasetSchema, device: torch.
     return ShardedModel(model, make_optimizer(model, config), plan)
 
 
-def make_sharder(embedding: EmbeddingConfig, device: torch.device) -> EmbeddingBagCollectionSharder:
-    """TorchRec's sharder with the config's fused optimizer and wire formats."""
+class Sharder(EmbeddingBagCollectionSharder):
+    """TorchRec's sharder, which on the CPU also offers the row-wise plans that it otherwise keeps for GPUs; they work."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return list(super().sharding_types("cuda" if compute_device_type == "cpu" else compute_device_type))
+
+
+def make_sharder(embedding: EmbeddingConfig, device: torch.device) -> Sharder:
+    """A sharder with the config's fused optimizer and wire formats.
+
+    Raises:
+        ConfigError: if the device lacks one of them.
+    """
     optimizer = embedding.optimizer
     if device.type == "cpu" and optimizer.kind is EmbeddingOptimizerKind.adam:
         raise ConfigError(
@@ -105,9 +116,7 @@ def make_sharder(embedding: EmbeddingConfig, device: torch.device) -> EmbeddingB
     wire = QCommsConfig(
         forward_precision=_WIRE_TYPES[embedding.forward_wire], backward_precision=_WIRE_TYPES[embedding.backward_wire]
     )
-    return EmbeddingBagCollectionSharder(
-        fused_params=fused_params, qcomm_codecs_registry=get_qcomm_codecs_registry(wire, device=device)
-    )
+    return Sharder(fused_params=fused_params, qcomm_codecs_registry=get_qcomm_codecs_registry(wire, device=device))
 
 
 def make_optimizer(model: DistributedModelParallel, config: Config) -> CombinedOptimizer:
@@ -146,26 +155,26 @@ def table_name(parameter_name: str) -> str:
     return parameter_name.split(".embedding_bags.")[1].removesuffix(".weight")
 
 
-def _dense_optimizer(parameters: list[Tensor], optimizer: DenseOptimizerConfig) -> torch.optim.Optimizer:
-    common = {"lr": optimizer.learning_rate, "weight_decay": optimizer.weight_decay}
-    if optimizer.kind is DenseOptimizerKind.adagrad:
-        return torch.optim.Adagrad(parameters, eps=optimizer.eps, **common)
-    if optimizer.kind is DenseOptimizerKind.adam:
-        betas = (optimizer.beta1, optimizer.beta2)
-        return torch.optim.Adam(parameters, betas=betas, eps=optimizer.eps, **common)
-    return torch.optim.SGD(parameters, momentum=optimizer.momentum, **common)
+def _dense_optimizer(parameters: list[Tensor], settings: DenseOptimizerConfig) -> torch.optim.Optimizer:
+    rate, decay, eps = settings.learning_rate, settings.weight_decay, settings.eps
+    if settings.kind is DenseOptimizerKind.adagrad:
+        return torch.optim.Adagrad(parameters, lr=rate, weight_decay=decay, eps=eps)
+    if settings.kind is DenseOptimizerKind.adam:
+        betas = (settings.beta1, settings.beta2)
+        return torch.optim.Adam(parameters, lr=rate, weight_decay=decay, eps=eps, betas=betas)
+    return torch.optim.SGD(parameters, lr=rate, weight_decay=decay, momentum=settings.momentum)
 
 
-def _table_optimizer(parameters: list[Tensor], optimizer: EmbeddingOptimizerConfig) -> torch.optim.Optimizer:
-    common = {"lr": optimizer.learning_rate, "weight_decay": optimizer.weight_decay}
-    if optimizer.kind is EmbeddingOptimizerKind.rowwise_adagrad:
-        return RowWiseAdagrad(parameters, eps=optimizer.eps, **common)
-    if optimizer.kind is EmbeddingOptimizerKind.adagrad:
-        return torch.optim.Adagrad(parameters, eps=optimizer.eps, **common)
-    if optimizer.kind is EmbeddingOptimizerKind.adam:
-        betas = (optimizer.beta1, optimizer.beta2)
-        return torch.optim.Adam(parameters, betas=betas, eps=optimizer.eps, **common)
-    return torch.optim.SGD(parameters, **common)
+def _table_optimizer(parameters: list[Tensor], settings: EmbeddingOptimizerConfig) -> torch.optim.Optimizer:
+    rate, decay, eps = settings.learning_rate, settings.weight_decay, settings.eps
+    if settings.kind is EmbeddingOptimizerKind.rowwise_adagrad:
+        return cast(torch.optim.Optimizer, RowWiseAdagrad(parameters, lr=rate, weight_decay=decay, eps=eps))
+    if settings.kind is EmbeddingOptimizerKind.adagrad:
+        return torch.optim.Adagrad(parameters, lr=rate, weight_decay=decay, eps=eps)
+    if settings.kind is EmbeddingOptimizerKind.adam:
+        betas = (settings.beta1, settings.beta2)
+        return torch.optim.Adam(parameters, lr=rate, weight_decay=decay, eps=eps, betas=betas)
+    return torch.optim.SGD(parameters, lr=rate, weight_decay=decay)
 
 
 def set_optimizer_step(model: nn.Module, step: int) -> None:

@@ -58,9 +58,7 @@ def _memory(device: torch.device) -> dict[str, int]:
     return {"ddr_cap": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
 
 
-def table_constraints(
-    embedding: EmbeddingConfig, schema: DatasetSchema, world_size: int
-) -> dict[str, ParameterConstraints]:
+def table_constraints(embedding: EmbeddingConfig, schema: DatasetSchema, world_size: int) -> dict[str, ParameterConstraints]:
     """What the planner may choose for each table, by the table's name.
 
     Raises:

@@ -148,9 +148,7 @@ class TablePieces:
         replicated: whether every rank holds all of it, instead of a part of its own.
     """
 
-    def __init__(
-        self, shape: tuple[int, int], pieces: list[tuple[tuple[int, int], Tensor]], replicated: bool = False
-    ) -> None:
+    def __init__(self, shape: tuple[int, int], pieces: list[tuple[tuple[int, int], Tensor]], replicated: bool = False) -> None:
         self.shape = shape
         self.pieces = pieces
         self.replicated = replicated
@@ -295,9 +293,7 @@ def _pieces_like(weight: Any, value: Any) -> TablePieces:
     """The optimizer state ``value`` of a sharded table, laid out as the module docstring says."""
     pieces = list(zip(weight.local_shards(), value.local_shards(), strict=True))
     if value.dim() == 2:
-        return TablePieces(
-            tuple(weight.size()), [(tuple(w.metadata.shard_offsets), s.tensor.detach()) for w, s in pieces]
-        )
+        return TablePieces(tuple(weight.size()), [(tuple(w.metadata.shard_offsets), s.tensor.detach()) for w, s in pieces])
     columns = sorted({shard.shard_offsets[1] for shard in weight.metadata().shards_metadata})
     return TablePieces(
         (weight.size(0), len(columns)),
@@ -343,13 +339,14 @@ class CheckpointWriter:
             CheckpointError: if the one before it could not be written.
         """
         self.wait()
-        rank = dist.get_rank()
-        state = {**model_state(sharded), **optimizer_state(sharded), **random_state(rank, self._device)}
-        # What all ranks hold alike is written once.
-        written = {key: value for key, value in state.items() if rank == 0 or not _is_replicated(key, value)}
-        self._stage(written)
+        self._stage(self._state(sharded))
         self._thread = threading.Thread(target=self._write, args=(progress,), name="checkpoint")
         self._thread.start()
+
+    def allocate(self, sharded: ShardedModel) -> None:
+        """Take the host memory now that :meth:`save` would take the first time, while training waits for it."""
+        for key, value in self._state(sharded).items():
+            self._staging[key] = _each(value, self._host_buffer)
 
     def wait(self) -> None:
         """Return when the checkpoint being written is complete.
@@ -362,15 +359,18 @@ class CheckpointWriter:
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
-            raise CheckpointError(
-                f"{self._folder.path}: a checkpoint could not be written: {_reason(error)}"
-            ) from error
+            raise CheckpointError(f"{self._folder.path}: a checkpoint could not be written: {_reason(error)}") from error
+
+    def _state(self, sharded: ShardedModel) -> State:
+        rank = dist.get_rank()
+        state = {**model_state(sharded), **optimizer_state(sharded), **random_state(rank, self._device)}
+        # What all ranks hold alike is written once.
+        return {key: value for key, value in state.items() if rank == 0 or not _is_replicated(key, value)}
 
     def _stage(self, state: State) -> None:
         for key, value in state.items():
-            if key not in self._staging:
+            if key not in self._staging:  # an optimizer's state that its first step made
                 self._staging[key] = _each(value, self._host_buffer)
-        for key, value in state.items():
             for source, target in zip(_tensors(value), _tensors(self._staging[key]), strict=True):
                 target.copy_(source, non_blocking=True)
         if self._device.type == "cuda":

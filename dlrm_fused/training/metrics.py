@@ -195,9 +195,7 @@ def _area(negatives: Tensor, positives: Tensor) -> tuple[float, float]:
     """
     all_pairs = int(negatives.sum()) * int(positives.sum())
     if 2 * all_pairs >= 2**63:
-        raise ValueError(
-            f"AUC of {all_pairs} pairs of a positive and a negative sample: at most 2**62 can be counted in int64"
-        )
+        raise ValueError(f"AUC of {all_pairs} pairs of a positive and a negative sample: at most 2**62 can be counted in int64")
     # Integers throughout, so that the result depends on no order of summation.
     negatives_below = negatives.cumsum(0) - negatives
     twice_won = int((positives * (2 * negatives_below + negatives)).sum())

@@ -70,7 +70,7 @@ def evaluate_run(
 
 
 def _report(run: Path, step: int, split: Split, values: BinaryMetricValues) -> None:
-    report = {
+    report: dict[str, float | int | str | bool | None] = {
         "auc": values.auc,
         "auc_error": values.auc_error,
         "normalized_entropy": values.normalized_entropy,

@@ -67,9 +67,7 @@ class RunFolder:
             (self.path / "summary.json").unlink(missing_ok=True)
             (self.path / "config.yaml").write_text(to_yaml(config))
         except OSError as error:
-            raise ConfigError(
-                f"output_dir={config.output_dir}: {self.path} cannot be written: {error.strerror}"
-            ) from None
+            raise ConfigError(f"output_dir={config.output_dir}: {self.path} cannot be written: {error.strerror}") from None
         return step
 
     def _put_aside(self) -> None:

@@ -61,9 +61,7 @@ class Rank:
 def configure_logging(rank: Rank) -> None:
     """Log lines say when, which host and which rank; ranks above 0 only say what is wrong."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        logging.Formatter(f"%(asctime)s {rank.host} rank {rank.index} %(levelname)s %(message)s", "%H:%M:%S")
-    )
+    handler.setFormatter(logging.Formatter(f"%(asctime)s {rank.host} rank {rank.index} %(levelname)s %(message)s", "%H:%M:%S"))
     logger.handlers[:] = [handler]
     logger.propagate = False
     logger.setLevel(logging.INFO if rank.index == 0 else logging.WARNING)

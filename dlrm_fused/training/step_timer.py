@@ -162,7 +162,5 @@ class _Part:
     def __enter__(self) -> None:
         self._timer.start(self._name)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._timer.stop(self._name)

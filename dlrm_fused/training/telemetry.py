@@ -50,9 +50,7 @@ class RunWriter:
             return
         run_dir.mkdir(parents=True, exist_ok=True)
         self._metrics = _open_metrics(run_dir / "metrics.jsonl", resume_step)
-        self._tensorboard = SummaryWriter(
-            str(run_dir / "tensorboard"), purge_step=resume_step + 1 if resume_step else 0
-        )
+        self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1 if resume_step else 0)
         self._progress = _progress(config.training.max_steps, resume_step)
         self.text("config", to_yaml(config))
 

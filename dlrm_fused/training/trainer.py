@@ -13,6 +13,7 @@ import torch.distributed as dist
 from dlrm_fused.config import Config, Split, flatten
 from dlrm_fused.datasets import Dataset, open_dataset
 from dlrm_fused.datasets.loader import TrainLoader
+from dlrm_fused.datasets.synthetic import SyntheticDataset
 from dlrm_fused.errors import CheckpointError, ConfigError, TrainingError, UserError
 from dlrm_fused.models import Output, build_model
 from dlrm_fused.sharding.parallel import ShardedModel, shard
@@ -118,6 +119,8 @@ class Trainer:
         self._best_auc = -1.0
         if start_step:
             self._continue_from(start_step)
+        if config.checkpoint.every_steps:
+            self._checkpoints.allocate(sharded)
         self._timer = StepTimer(device)
         self._pipeline = TrainingPipeline(sharded.model, sharded.optimizer, device, self._timer)
         self._losses = LossTracker(device)
@@ -156,6 +159,7 @@ class Trainer:
                 "normalized_entropy": test.normalized_entropy,
                 "log_loss": test.log_loss,
                 "calibration": test.calibration,
+                **self._attainable_auc(),
                 "loss": self._loss,
                 "samples_per_second": self._throughput.overall(),
                 "steps": self._step,
@@ -165,6 +169,13 @@ class Trainer:
         )
         self._writer.close()
         logger.info("done after %d steps: test AUC %.4f, results in %s", self._step, test.auc, self._folder.path)
+
+    def _attainable_auc(self) -> dict[str, float]:
+        """What a model that knows the planted signal of synthetic data would reach on the test split; else nothing."""
+        if not isinstance(self._dataset, SyntheticDataset):
+            return {}
+        attainable = self._dataset.best_attainable_auc(Split.test)
+        return {"attainable_auc": attainable.auc, "attainable_auc_error": attainable.error}
 
     def _make_steps(self) -> bool:
         """Returns whether the target AUC was reached."""
