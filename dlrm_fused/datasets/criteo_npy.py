@@ -80,12 +80,18 @@ class CriteoNpyDataset:
     def read(self, split: Split, rows: Tensor) -> Samples:
         dense, ids, labels = self._splits[split].read(rows.numpy())
         features = self.schema.sparse_features
-        modulo = [(column % feature.rows).astype(np.int32) for column, feature in zip(ids, features, strict=True)]
+        modulo = [_modulo(column, feature.rows) for column, feature in zip(ids, features, strict=True)]
         return Samples(
             dense=torch.from_numpy(dense),
             sparse=sparse_from_features([feature.name for feature in features], modulo, self._hotness, rows.numel()),
             labels=torch.from_numpy(labels),
         )
+
+
+def _modulo(ids: NDArray[Any], rows: int) -> NDArray[np.int32]:
+    # Division is slow, and multi-hot ids are mostly in range already.
+    in_range = ids.min() >= 0 and ids.max() < rows
+    return (ids if in_range else ids % rows).astype(np.int32, copy=False)
 
 
 class _Day:
@@ -112,7 +118,8 @@ class _Day:
         """For each feature, its ids, [b, hotness] or [b]."""
         if self.single is not None:
             return list(np.ascontiguousarray(self.single.take(rows, axis=0).T))
-        return [column.take(rows, axis=0) for column in self.multi_hot]
+        # As bytes, since members of a zip file lie at odd addresses: NumPy would first copy all of an unaligned array.
+        return [column.view(np.uint8).take(rows, axis=0).view(column.dtype) for column in self.multi_hot]
 
 
 def _day_numbers(folder: Path) -> list[int]:

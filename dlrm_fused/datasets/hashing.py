@@ -28,7 +28,7 @@ def shift_right(bits: Bits, count: int) -> Bits:
     return (bits >> count) & (2 ** (64 - count) - 1)
 
 
-def split_mix(key: int, counter: Bits) -> Bits:
+def split_mix(key: int | Tensor, counter: Bits) -> Bits:
     """Output number ``counter`` of the SplitMix64 generator with seed ``key``.
 
     Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014, with the finalizer of its reference
