@@ -143,9 +143,7 @@ def _medians(measurements: list[Measurement]) -> dict[str, dict[str, float]]:
 
 
 def _cpu() -> str:
-    names = [
-        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
+    names = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
     return names[0] if names else platform.processor()
 
 

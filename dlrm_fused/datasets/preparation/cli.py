@@ -23,9 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error))
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            return _fail(
-                f"--output {args.output}: the disk is full; free some space there and run the same command again"
-            )
+            return _fail(f"--output {args.output}: the disk is full; free some space there and run the same command again")
         return _fail(f"{error.filename or args.output}: {error.strerror or error}")
     except KeyboardInterrupt:
         return _fail(f"interrupted; --output {args.output} is incomplete, run the same command again")
@@ -77,12 +75,8 @@ def _add_movielens(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         help="folder of a release, or 'recbole' to download the 100K one from PyPI's recbole package",
     )
     _common(parser)
-    parser.add_argument(
-        "--like-rating", type=float, default=4.0, help="label 1 for a rating of at least this (default 4)"
-    )
-    parser.add_argument(
-        "--split", choices=[s.name for s in SplitBy], default="random", help="80/10/10 at random or by time"
-    )
+    parser.add_argument("--like-rating", type=float, default=4.0, help="label 1 for a rating of at least this (default 4)")
+    parser.add_argument("--split", choices=[s.name for s in SplitBy], default="random", help="80/10/10 at random or by time")
     parser.add_argument("--seed", type=int, default=1, help="of the random split (default 1)")
     _max_malformed(parser)
     parser.set_defaults(

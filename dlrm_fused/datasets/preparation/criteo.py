@@ -156,13 +156,9 @@ def find_files(path: Path) -> list[Path]:
     days = [(int(found[1]), file) for file in path.iterdir() if (found := re.fullmatch(r"day_(\d+)(\.gz)?", file.name))]
     files = [file for _, file in sorted(days)]
     if kaggle and files:
-        raise DataError(
-            f"--input {path}: holds both {kaggle[0].name} and {files[0].name}; name one file, or separate them"
-        )
+        raise DataError(f"--input {path}: holds both {kaggle[0].name} and {files[0].name}; name one file, or separate them")
     if not kaggle and not files:
-        raise DataError(
-            f"--input {path}: neither train.txt (Kaggle) nor day_0, day_1, ... (1TB) is there, plain or .gz"
-        )
+        raise DataError(f"--input {path}: neither train.txt (Kaggle) nor day_0, day_1, ... (1TB) is there, plain or .gz")
     if len({day for day, _ in days}) < len(days) or len(kaggle) > 1:
         raise DataError(f"--input {path}: a file is there both plain and as .gz; remove one of them")
     return kaggle or files
@@ -172,13 +168,9 @@ def _check_first_line(path: Path) -> None:
     """A file of the wrong kind is told before anything is read or written."""
     columns = first_line(path).count(b"\t") + 1
     if columns == len(COLUMNS) - 1:
-        raise DataError(
-            f"{path}: {columns} columns, so no labels; Kaggle's test.txt cannot be trained on, use train.txt"
-        )
+        raise DataError(f"{path}: {columns} columns, so no labels; Kaggle's test.txt cannot be trained on, use train.txt")
     if columns != len(COLUMNS):
-        raise DataError(
-            f"{path}:1: {columns} tab-separated columns, expected {len(COLUMNS)}: label, 13 integers, 26 ids"
-        )
+        raise DataError(f"{path}:1: {columns} tab-separated columns, expected {len(COLUMNS)}: label, 13 integers, 26 ids")
 
 
 class _Preparation:
@@ -191,6 +183,7 @@ class _Preparation:
     def run(self) -> PreparedInfo:
         options = self._options
         self._scratch.mkdir()
+        _vocabularies.cache_clear()
         self._last_file_lines = self._count_last_file()
         encoding = Encoding(options.hash_rows, self._scratch, options.torchrec, None)
         rows = [options.hash_rows] * len(SPARSE_FEATURES)
@@ -201,7 +194,6 @@ class _Preparation:
             if not options.hash_rows:
                 rows = [vocabulary.rows for vocabulary in _vocabularies(self._scratch)]
             samples, malformed = self._write(run, encoding)
-        _vocabularies.cache_clear()
         shutil.rmtree(self._scratch)
         if malformed.count:
             print(malformed.report(), file=sys.stderr)
@@ -259,11 +251,8 @@ class _Preparation:
                 for counter in counters:
                     counter.spill()
                 entries = 0
-        for counter in counters:
-            counter.spill()
-        for name, counter in zip(
-            SPARSE_FEATURES, tqdm(counters, desc="vocabularies", disable=not counters), strict=False
-        ):
+        named = list(zip(SPARSE_FEATURES, counters, strict=bool(counters)))
+        for name, counter in tqdm(named, desc="vocabularies", disable=not counters):
             Vocabulary.write(self._scratch / name, counter.frequent(options.min_frequency, limit))
         return dense_min
 

@@ -96,9 +96,7 @@ def download_recbole(folder: Path) -> Path:
     done = subprocess.run([*command, "--dest", str(folder)], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         reason = (done.stderr.strip() or "no message").splitlines()[-1]
-        raise DataError(
-            f"--source recbole: pip cannot download {RECBOLE}: {reason}; give a folder of MovieLens files instead"
-        )
+        raise DataError(f"--source recbole: pip cannot download {RECBOLE}: {reason}; give a folder of MovieLens files instead")
     wheel = next(folder.glob("recbole-*.whl"))
     with zipfile.ZipFile(wheel) as archive:
         for suffix in ("inter", "item", "user"):

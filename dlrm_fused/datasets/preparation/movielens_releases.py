@@ -66,9 +66,7 @@ def read_release(folder: Path, malformed: MalformedLines) -> Release:
         DataError: if the folder holds no known layout, a file is missing or empty, or too many lines are malformed.
     """
     if not folder.is_dir():
-        raise DataError(
-            f"--source {folder}: no such folder; give one of MovieLens files, or 'recbole' to download ml-100k"
-        )
+        raise DataError(f"--source {folder}: no such folder; give one of MovieLens files, or 'recbole' to download ml-100k")
     layouts: dict[str, Callable[[Path, MalformedLines], Release]] = {
         "u.data": _read_100k,
         "ratings.dat": _read_dat,
@@ -157,9 +155,7 @@ def _recbole_columns(path: Path, needed: list[str]) -> list[str]:
     return columns
 
 
-def _read_ratings(
-    path: Path, separator: str, columns: list[str], header: bool, malformed: MalformedLines
-) -> pl.DataFrame:
+def _read_ratings(path: Path, separator: str, columns: list[str], header: bool, malformed: MalformedLines) -> pl.DataFrame:
     parts = []
     first_line = 1
     with tqdm(total=path.stat().st_size if path.is_file() else 0, unit="B", unit_scale=True, desc=path.name) as bar:

@@ -48,7 +48,7 @@ def _merge(parts: list[Counts]) -> Counts:
     starts = np.flatnonzero(np.concatenate([[True], ids[1:] != ids[:-1]])) if len(ids) else np.zeros(0, np.int64)
     counts = np.concatenate([part.counts for part in parts])[order]
     first = np.concatenate([part.first for part in parts])[order[starts]]
-    return Counts(ids[starts], np.add.reduceat(counts, starts) if len(starts) else counts, first)
+    return Counts(ids[starts], np.add.reduceat(counts, starts, dtype=np.uint32) if len(starts) else counts, first)
 
 
 class IdCounter:
@@ -95,10 +95,7 @@ class IdCounter:
         kept = []
         for k in range(len(limits) + 1):
             merged = _merge(
-                [
-                    self._read(start + cut[k], start + cut[k + 1])
-                    for start, cut in zip(self._run_ends, cuts, strict=False)
-                ]
+                [self._read(start + cut[k], start + cut[k + 1]) for start, cut in zip(self._run_ends, cuts, strict=False)]
             )
             frequent = merged.counts >= threshold
             kept.append(Counts(merged.ids[frequent], merged.counts[frequent], merged.first[frequent]))
