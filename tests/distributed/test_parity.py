@@ -1,0 +1,99 @@
+"""The same run, however it is spread: number of ranks, sharding plan, evaluations in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import losses, metrics, summary, train
+
+STEPS = 200
+RELATIVE_TOLERANCE = 1e-5
+
+ROWWISE_ADAGRAD = "embedding.optimizer.kind=rowwise_adagrad"
+ADAGRAD = "embedding.optimizer.kind=adagrad"
+SGD = "embedding.optimizer.kind=sgd"
+DLRM, DCNV2 = "model.kind=dlrm", "model.kind=dcnv2"
+
+# Rowwise Adagrad keeps one moment for the columns of a shard, so cutting columns makes it another optimizer: plans that cut
+# columns are compared with optimizers that treat every weight alike.
+SPREADS = [
+    (2, "table_wise", DLRM, ROWWISE_ADAGRAD),
+    (2, "row_wise", DLRM, ROWWISE_ADAGRAD),
+    (2, "column_wise", DLRM, ADAGRAD),
+    (4, "table_wise", DLRM, ROWWISE_ADAGRAD),
+    (4, "row_wise", DLRM, ROWWISE_ADAGRAD),
+    (4, "column_wise", DLRM, ADAGRAD),
+    (2, "column_wise", DLRM, SGD),
+    (2, "auto", DLRM, ROWWISE_ADAGRAD),
+    (2, "data_parallel", DLRM, ROWWISE_ADAGRAD),
+    (2, "data_parallel", DLRM, ADAGRAD),
+    (2, "table_row_wise", DLRM, ROWWISE_ADAGRAD),
+    (2, "table_column_wise", DLRM, ADAGRAD),
+    (2, "grid_shard", DLRM, ADAGRAD),
+    (1, "column_wise", DLRM, ADAGRAD),
+    (2, "table_wise", DCNV2, ROWWISE_ADAGRAD),
+    (2, "column_wise", DCNV2, ADAGRAD),
+    (4, "row_wise", DCNV2, ADAGRAD),
+    # A global batch of 64 does not divide by 3.
+    (3, "table_wise", DLRM, ROWWISE_ADAGRAD),
+    (3, "row_wise", DLRM, ROWWISE_ADAGRAD),
+    (3, "row_wise", DCNV2, SGD),
+]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The run on one rank with tables as a whole, made once for each set of overrides."""
+    made: dict[tuple[str, ...], Path] = {}
+
+    def run(*overrides: str) -> Path:
+        if overrides not in made:
+            made[overrides] = train(tmp_path_factory.mktemp("alone"), 1, *overrides)
+        return made[overrides]
+
+    return run
+
+
+def assert_same_losses(run: Path, reference: Path) -> None:
+    assert list(losses(run)) == list(range(1, STEPS + 1))
+    assert losses(run) == pytest.approx(losses(reference), rel=RELATIVE_TOLERANCE, abs=0)
+    assert summary(run)["test_auc"] == pytest.approx(summary(reference)["test_auc"], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sharding", "model", "optimizer"),
+    SPREADS,
+    ids=["-".join(str(part).rsplit("=", 1)[-1] for part in spread) for spread in SPREADS],
+)
+def test_losses_do_not_depend_on_ranks_and_plan(tmp_path, alone, ranks, sharding, model, optimizer):
+    run = train(tmp_path, ranks, model, optimizer, f"embedding.sharding={sharding}")
+    if sharding != "auto":
+        assert f" {sharding} " in (run / "plan.txt").read_text()
+    assert_same_losses(run, alone(model, optimizer))
+
+
+def test_training_learns(alone):
+    """Otherwise equal losses would mean little."""
+    by_step = losses(alone(DLRM, ROWWISE_ADAGRAD))
+    assert sum(by_step[step] for step in range(181, 201)) < 0.9 * sum(by_step[step] for step in range(1, 21))
+    assert summary(alone(DLRM, ROWWISE_ADAGRAD))["test_auc"] > 0.75
+
+
+def test_evaluations_in_between_leave_no_trace_in_training(tmp_path):
+    quiet = train(tmp_path / "quiet", 2)
+    evaluated = train(tmp_path / "evaluated", 2, "evaluation.every_steps=7")
+    assert len(metrics(evaluated, "evaluation")) == STEPS // 7 + 1
+    assert losses(evaluated) == losses(quiet)
+    assert summary(evaluated)["test_auc"] == summary(quiet)["test_auc"]
+
+
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
+def test_half_precision_on_the_wire_changes_little_but_something(tmp_path, alone, sharding):
+    wire = ("embedding.forward_wire=fp16", "embedding.backward_wire=fp16")
+    half = losses(train(tmp_path, 2, *wire, f"embedding.sharding={sharding}"))
+    full = losses(alone(DLRM, ROWWISE_ADAGRAD))
+    assert half == pytest.approx(full, rel=5e-3)
+    assert half != pytest.approx(full, rel=1e-5)
