@@ -17,6 +17,8 @@ from dlrm_fused.errors import ConfigError, DataError
 
 __all__ = ["Dataset", "open_dataset"]
 
+_MAX_ROWS = 2**31 - 1
+
 
 def open_dataset(config: Config, device: torch.device) -> Dataset:
     """The data set of ``config.data``, with the tables of ``embedding.rows`` capped at ``embedding.max_rows``.
@@ -46,5 +48,8 @@ def _table_rows(config: Config, stated: list[int]) -> list[int]:
     rows = config.embedding.rows or stated
     if len(rows) != len(stated):
         raise ConfigError(f"embedding.rows={rows}: allowed: {len(stated)} numbers, one for each sparse feature of the data set")
+    if max(rows) > _MAX_ROWS:
+        key = "embedding.rows" if config.embedding.rows else "data.synthetic.rows"
+        raise ConfigError(f"{key}={rows}: allowed: at most {_MAX_ROWS} each, since ids are 32-bit integers")
     cap = config.embedding.max_rows
     return [min(count, cap) for count in rows] if cap else rows

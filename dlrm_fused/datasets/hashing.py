@@ -34,19 +34,18 @@ def split_mix(key: int | Tensor, counter: Bits) -> Bits:
     Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014, with the finalizer of its reference
     implementation (Stafford's variant 13).
     """
-    z = (counter + 1) * signed(_GOLDEN_GAMMA) + key
+    return _mix((counter + 1) * signed(_GOLDEN_GAMMA) + key)
+
+
+def combine(left: Bits, right: Bits) -> Bits:
+    """Hash of two hashes, broadcast over each other."""
+    return _mix(left ^ right)
+
+
+def _mix(z: Bits) -> Bits:
     z = (z ^ shift_right(z, 30)) * signed(_MIX_1)
     z = (z ^ shift_right(z, 27)) * signed(_MIX_2)
     return z ^ shift_right(z, 31)
-
-
-def combine(left: Tensor, right: Tensor) -> Tensor:
-    """Hash of two hashes, broadcast over each other; the high bits are the good ones.
-
-    Cheaper than :func:`split_mix`, since both sides are already mixed: multiply, fold the high half into the low one, multiply.
-    """
-    z = (left ^ right) * signed(_MIX_1)
-    return z.bitwise_xor_(shift_right(z, 32)).mul_(signed(_MIX_2))
 
 
 def derive_key(*parts: int) -> int:

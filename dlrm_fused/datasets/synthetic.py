@@ -293,6 +293,5 @@ _NORMAL_STD = math.sqrt(4 * (2**32 - 1) / 12)
 
 def _roughly_normal(bits: Tensor) -> Tensor:
     """Sum of four uniform 16-bit numbers less its mean, from 64 random bits; its standard deviation is ``_NORMAL_STD``."""
-    bits = bits ^ shift_right(bits, 32)
     mask = 2**16 - 1
     return (bits & mask) + ((bits >> 16) & mask) + ((bits >> 32) & mask) + ((bits >> 48) & mask) - 2 * mask

@@ -10,6 +10,7 @@ from dlrm_fused.config import Config, DataSource, Split, SyntheticConfig
 from dlrm_fused.datasets import open_dataset
 from dlrm_fused.datasets.batch import Samples
 from dlrm_fused.datasets.synthetic import SyntheticDataset, auc_with_error
+from dlrm_fused.errors import ConfigError
 
 CPU = torch.device("cpu")
 
@@ -186,6 +187,14 @@ def test_the_best_attainable_auc_uses_no_more_samples_than_asked_for() -> None:
     few = dataset.best_attainable_auc(max_samples=1000)
     assert few.samples == 1000
     assert few.error > dataset.best_attainable_auc().error
+
+
+def test_a_table_too_large_for_its_ids_is_refused() -> None:
+    config = Config()
+    config.data.source = DataSource.synthetic
+    config.data.synthetic = _settings(rows=[50, 3_000_000_000, 7])
+    with pytest.raises(ConfigError, match=r"data.synthetic.rows=\[50, 3000000000, 7\]: allowed: at most 2147483647 each"):
+        open_dataset(config, CPU)
 
 
 def test_a_cap_on_rows_gives_smaller_tables_with_their_signal_intact() -> None:
