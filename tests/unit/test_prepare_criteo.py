@@ -312,14 +312,14 @@ def test_a_damaged_gzip_file_is_refused(tmp_path: Path) -> None:
 def test_folders_that_hold_no_one_data_set_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file or folder"):
         criteo.find_files(tmp_path / "nowhere")
-    with pytest.raises(DataError, match="neither train.txt"):
+    with pytest.raises(DataError, match=r"neither train\.txt"):
         criteo.find_files(tmp_path)
     (tmp_path / "day_0").touch()
     (tmp_path / "day_0.gz").touch()
-    with pytest.raises(DataError, match="both plain and as .gz"):
+    with pytest.raises(DataError, match=r"both plain and as \.gz"):
         criteo.find_files(tmp_path)
     (tmp_path / "train.txt").touch()
-    with pytest.raises(DataError, match="holds both train.txt and day_0"):
+    with pytest.raises(DataError, match=r"holds both train\.txt and day_0"):
         criteo.find_files(tmp_path)
 
 

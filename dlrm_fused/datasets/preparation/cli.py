@@ -6,8 +6,10 @@ import argparse
 import errno
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
+from dlrm_fused.config import SyntheticConfig
 from dlrm_fused.datasets.preparation.criteo import CriteoOptions, available_cores, prepare_criteo
 from dlrm_fused.datasets.preparation.movielens import MovieLensOptions, SplitBy, prepare_movielens
 from dlrm_fused.datasets.schema import PreparedInfo
@@ -42,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="{movielens,criteo,synthetic}")
     _add_movielens(commands)
     _add_criteo(commands)
+    _add_synthetic(commands)
     return parser
 
 
@@ -135,3 +138,31 @@ def _add_criteo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
             )
         )
     )
+
+
+def _add_synthetic(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    defaults = SyntheticConfig()
+    parser = commands.add_parser("synthetic", help="samples that data.source=synthetic would generate on the fly")
+    _common(parser)
+    for name, help_text in {
+        "rows": "rows of the tables: one number, or one for each",
+        "pooling": "ids for each sample of a table: one number, or one for each",
+    }.items():
+        parser.add_argument(f"--{name}", type=int, nargs="+", default=getattr(defaults, name), metavar="N", help=help_text)
+    parser.add_argument("--jagged", action="store_true", help="1 to POOLING ids for each sample instead of exactly POOLING")
+    for name in ("tables", "dense_features", "train_samples", "validation_samples", "test_samples"):
+        default = getattr(defaults, name)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, metavar="N", help=f"default {default}")
+    for name in ("zipf_exponent", "signal"):
+        default = getattr(defaults, name)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=default, metavar="X", help=f"default {default}")
+    parser.add_argument("--seed", type=int, default=1, help="decides every sample (default 1)")
+    parser.set_defaults(prepare=_prepare_synthetic)
+
+
+def _prepare_synthetic(args: argparse.Namespace) -> PreparedInfo:
+    # Imported here, since it needs torch, which takes seconds to load.
+    from dlrm_fused.datasets.preparation.synthetic import SyntheticOptions, prepare_synthetic
+
+    settings = SyntheticConfig(**{field.name: getattr(args, field.name) for field in fields(SyntheticConfig)})
+    return prepare_synthetic(SyntheticOptions(args.output, settings, args.seed, args.overwrite))

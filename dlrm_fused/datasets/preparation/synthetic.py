@@ -1,0 +1,110 @@
+"""Exporting generated samples (:mod:`dlrm_fused.datasets.synthetic`) as a prepared set, to look at or to read elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from dlrm_fused.config import Split, SyntheticConfig
+from dlrm_fused.datasets.batch import Samples
+from dlrm_fused.datasets.preparation.writer import NpyAppender, claim_output
+from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo
+from dlrm_fused.datasets.synthetic import SyntheticDataset
+from dlrm_fused.errors import DataError
+
+ROWS_AT_ONCE = 16_384
+
+
+@dataclass(frozen=True)
+class SyntheticOptions:
+    """
+    Attributes:
+        seed: decides every sample; a run with the same ``seed`` and ``data.synthetic`` generates the same ones.
+    """
+
+    output: Path
+    settings: SyntheticConfig = field(default_factory=SyntheticConfig)
+    seed: int = 1
+    overwrite: bool = False
+
+
+def prepare_synthetic(options: SyntheticOptions) -> PreparedInfo:
+    """Write all samples of all splits to ``options.output``.
+
+    Raises:
+        DataError: if a setting is out of range or the output is taken.
+    """
+    settings = options.settings
+    _check(settings)
+    claim_output(options.output, options.overwrite)
+    dataset = SyntheticDataset(settings, options.seed, torch.device("cpu"))
+    features = tuple(replace(f, jagged=f.jagged or f.pooling_factor != 1) for f in dataset.schema.sparse_features)
+    schema = DatasetSchema(dataset.schema.dense_features, features)
+    for split in Split:
+        _write_split(dataset, split, schema, options.output / split.name)
+    best = dataset.best_attainable_auc()
+    origin = {
+        "data_set": "synthetic",
+        "seed": options.seed,
+        **asdict(settings),
+        "best_attainable_test_auc": best.auc,
+        "best_attainable_test_auc_standard_error": best.error,
+    }
+    info = PreparedInfo(schema, {split.name: dataset.samples(split) for split in Split}, origin)
+    info.save(options.output)
+    return info
+
+
+def _check(settings: SyntheticConfig) -> None:
+    at_least_one = ("tables", "dense_features", "train_samples", "validation_samples", "test_samples")
+    for name in at_least_one:
+        if getattr(settings, name) < 1:
+            raise DataError(f"--{name.replace('_', '-')}={getattr(settings, name)}: allowed: 1 or more")
+    for name in ("rows", "pooling"):
+        values: list[int] = getattr(settings, name)
+        if len(values) not in (1, settings.tables) or min(values) < 1:
+            raise DataError(f"--{name} {values}: allowed: one positive number, or one for each of {settings.tables} tables")
+    for name in ("zipf_exponent", "signal"):
+        if not 0 <= getattr(settings, name) < float("inf"):
+            raise DataError(f"--{name.replace('_', '-')}={getattr(settings, name)}: allowed: 0 or more")
+
+
+def _write_split(dataset: SyntheticDataset, split: Split, schema: DatasetSchema, folder: Path) -> None:
+    single = [feature.name for feature in schema.sparse_features if not feature.jagged]
+    jagged = [feature.name for feature in schema.sparse_features if feature.jagged]
+    with ExitStack() as stack:
+
+        def open_file(name: str, dtype: type[np.generic], row_shape: tuple[int, ...] = ()) -> NpyAppender:
+            return stack.enter_context(NpyAppender(folder / f"{name}.npy", dtype, row_shape))
+
+        labels, dense = open_file("labels", np.uint8), open_file("dense", np.float32, (len(schema.dense_features),))
+        ids = open_file("single", np.int32, (len(single),))
+        values = {name: open_file(f"{name}.values", np.int32) for name in jagged}
+        offsets = {name: open_file(f"{name}.offsets", np.int64) for name in jagged}
+        for file in offsets.values():
+            file.append(np.zeros(1, np.int64))
+        for samples in _read_all(dataset, split):
+            labels.append(samples.labels.numpy())
+            dense.append(samples.dense.numpy())
+            columns = samples.sparse.to_dict()
+            if single:
+                ids.append(np.stack([columns[name].values().numpy() for name in single], axis=1))
+            for name in jagged:
+                before = values[name].rows
+                values[name].append(columns[name].values().numpy())
+                offsets[name].append(before + np.cumsum(columns[name].lengths().numpy(), dtype=np.int64))
+
+
+def _read_all(dataset: SyntheticDataset, split: Split) -> Iterator[Samples]:
+    count = dataset.samples(split)
+    with tqdm(total=count, desc=split.name, unit="rows", unit_scale=True) as bar:
+        for start in range(0, count, ROWS_AT_ONCE):
+            rows = torch.arange(start, min(start + ROWS_AT_ONCE, count))
+            yield dataset.read(split, rows)
+            bar.update(len(rows))

@@ -1,0 +1,173 @@
+"""The command data/prepare.py: one line for each error, and no set that looks complete but is not."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dlrm_fused.datasets.preparation import cli, criteo
+from dlrm_fused.datasets.preparation.blocks import cut_blocks, split_blocks
+from dlrm_fused.datasets.preparation.vocabulary import Counts, IdCounter, count_ids
+from dlrm_fused.datasets.preparation.writer import NpyAppender, claim_output
+from dlrm_fused.datasets.schema import PreparedInfo
+from dlrm_fused.errors import DataError
+
+SCRIPT = Path(__file__).parents[2] / "data/prepare.py"
+LINE = "\t".join(["1", *["5"] * 13, *["0000002a"] * 26]) + "\n"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    (tmp_path / "train.txt").write_text(LINE * 100)
+    return tmp_path / "train.txt"
+
+
+def criteo_command(source: Path, output: Path, *options: str) -> list[str]:
+    return ["criteo", "--input", str(source), "--output", str(output), "--workers", "1", *options]
+
+
+def test_the_script_prepares_a_set(tmp_path: Path, source: Path) -> None:
+    command = [sys.executable, str(SCRIPT), *criteo_command(source, tmp_path / "out", "--hash-rows", "10")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "86 train, 7 validation, 7 test samples, 26 sparse features" in done.stdout
+    assert PreparedInfo.load(tmp_path / "out").origin["hash_rows"] == 10
+
+
+def test_an_error_is_one_line_and_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(criteo_command(tmp_path / "nowhere", tmp_path / "out")) == 1
+    assert capsys.readouterr().err == f"error: --input {tmp_path}/nowhere: no such file or folder\n"
+
+
+def test_a_full_disk_is_told(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(NpyAppender, "append", full)
+    assert cli.main(criteo_command(source, tmp_path / "out")) == 1
+    assert f"error: --output {tmp_path}/out: the disk is full" in capsys.readouterr().err
+
+
+def test_a_complete_set_is_replaced_only_when_told(tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = criteo_command(source, tmp_path / "out")
+    assert cli.main(command) == 0
+    assert cli.main(command) == 1
+    assert "holds a prepared set already; pass --overwrite" in capsys.readouterr().err
+    assert cli.main([*command, "--overwrite", "--hash-rows", "7"]) == 0
+    assert PreparedInfo.load(tmp_path / "out").schema.sparse_features[0].rows == 7
+
+
+def test_an_interrupted_preparation_leaves_no_set_and_can_be_repeated(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = criteo_command(source, tmp_path / "out")
+    assert cli.main(command) == 0
+    with monkeypatch.context() as patch:
+
+        def interrupt(_: Any) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(criteo, "_encode_block", interrupt)
+        assert cli.main([*command, "--overwrite"]) == 1
+    assert "is incomplete, run the same command again" in capsys.readouterr().err
+    with pytest.raises(DataError, match=r"no prepared data set"):
+        PreparedInfo.load(tmp_path / "out")
+    assert cli.main(command) == 0
+    assert PreparedInfo.load(tmp_path / "out").samples["train"] == 86
+
+
+def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    for overwrite in (False, True):
+        with pytest.raises(DataError, match=r"holds other files, such as thesis\.tex"):
+            claim_output(tmp_path, overwrite)
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("options", [("--max-malformed", "2"), ("--hash-rows", "5", "--min-frequency", "5")])
+def test_wrong_options_are_refused(tmp_path: Path, source: Path, options: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(criteo_command(source, tmp_path / "out", *options))
+
+
+def test_exported_synthetic_samples_are_those_generated_on_the_fly(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from dlrm_fused.config import Split, SyntheticConfig
+    from dlrm_fused.datasets.prepared import PreparedDataset
+    from dlrm_fused.datasets.synthetic import SyntheticDataset
+
+    sizes = ["--train-samples", "200", "--validation-samples", "20", "--test-samples", "30"]
+    tables = ["--tables", "3", "--rows", "50", "60", "70", "--pooling", "1", "2", "1"]
+    assert cli.main(["synthetic", "--output", str(tmp_path / "out"), "--seed", "3", *tables, *sizes]) == 0
+    settings = SyntheticConfig(13, 3, [50, 60, 70], [1, 2, 1], train_samples=200, validation_samples=20, test_samples=30)
+    generated, exported = SyntheticDataset(settings, 3, torch.device("cpu")), PreparedDataset(tmp_path / "out")
+    for split in Split:
+        rows = torch.arange(generated.samples(split))
+        a, b = generated.read(split, rows), exported.read(split, rows)
+        assert torch.equal(a.dense, b.dense)
+        assert torch.equal(a.labels, b.labels)
+        assert a.sparse.keys() == b.sparse.keys()
+        assert torch.equal(a.sparse.lengths(), b.sparse.lengths())
+        assert torch.equal(a.sparse.values().int(), b.sparse.values().int())
+
+
+# What the preparations are made of
+
+
+def test_appended_rows_read_back_as_one_array(tmp_path: Path) -> None:
+    parts = [np.arange(6).reshape(3, 2), np.zeros((0, 2)), np.arange(4).reshape(2, 2)]
+    with NpyAppender(tmp_path / "a.npy", np.int32, (2,)) as file:
+        for part in parts:
+            file.append(part)
+    array = np.load(tmp_path / "a.npy", mmap_mode="r")
+    assert array.dtype == np.int32
+    np.testing.assert_array_equal(array, np.concatenate(parts))
+
+
+@pytest.mark.parametrize("text", [b"a\nbb\nccc\n", b"a\nbb\nccc", b"\n\n\n", b"a"])
+@pytest.mark.parametrize("block_bytes", [1, 2, 3, 5, 100])
+def test_blocks_hold_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: bytes, block_bytes: int) -> None:
+    monkeypatch.setattr("dlrm_fused.datasets.preparation.blocks.BLOCK_BYTES", block_bytes)
+    path = tmp_path / "file"
+    path.write_bytes(text)
+    parts = [block.read() for block in split_blocks(path)]
+    assert b"".join(parts) == text
+    assert all(part.endswith(b"\n") for part in parts[:-1])
+    assert all(len(part) <= max(block_bytes + 3, len(text.split(b"\n")[0]) + 1) for part in parts)
+
+
+def test_blocks_are_cut_after_given_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dlrm_fused.datasets.preparation.blocks.BLOCK_BYTES", 8)
+    path = tmp_path / "file"
+    lines = [f"{number}\n".encode() for number in range(30)]
+    path.write_bytes(b"".join(lines))
+    counts = [block.read().count(b"\n") for block in split_blocks(path)]
+    for cuts in ([10, 20], [1, 29], [4, 5], [0, 30]):
+        parts = [b"", b"", b""]
+        for block, part in cut_blocks(split_blocks(path), counts, cuts):
+            parts[part] += block.read()
+        assert parts == [b"".join(lines[a:b]) for a, b in zip([0, *cuts], [*cuts, 30], strict=True)]
+
+
+@pytest.mark.parametrize("memory_entries", [10**6, 20])
+def test_counts_of_spilled_runs_are_exact(tmp_path: Path, memory_entries: int) -> None:
+    ids = (np.random.default_rng(0).zipf(1.5, 1000) % 2**20).astype(np.uint32) * np.uint32(2654435761)
+    counter = IdCounter(tmp_path / "ids")
+    for start in range(0, 1000, 100):
+        part = count_ids(ids[start : start + 100], np.arange(start, start + 100))
+        counter.add(Counts(part.ids, part.counts, part.first))
+        if memory_entries < 1000:
+            counter.spill()
+    kept = counter.frequent(2, memory_entries)
+    expected, first, counts = np.unique(ids, return_index=True, return_counts=True)
+    np.testing.assert_array_equal(kept.ids, expected[counts >= 2])
+    np.testing.assert_array_equal(kept.counts, counts[counts >= 2])
+    np.testing.assert_array_equal(kept.first, first[counts >= 2])
