@@ -120,7 +120,9 @@ class SyntheticDataset:
         if batch_size not in self._layouts:
             if len(self._layouts) == 4:  # training, evaluation, and their last batches
                 self._layouts.clear()
-            self._layouts[batch_size] = _Layout(self._columns.pooling, batch_size, self.generator_device)
+            # Kept for training too, where autograd does not accept tensors made in inference mode.
+            with torch.inference_mode(False):
+                self._layouts[batch_size] = _Layout(self._columns.pooling, batch_size, self.generator_device)
         return self._layouts[batch_size]
 
 

@@ -62,6 +62,15 @@ def test_ids_and_lengths_of_fixed_pooling() -> None:
     assert (samples.sparse.values().dtype, samples.sparse.lengths().dtype) == (torch.int32, torch.int32)
 
 
+def test_a_batch_size_first_used_in_inference_mode_can_be_trained_on() -> None:
+    dataset = SyntheticDataset(_settings(), 1, CPU)
+    with torch.inference_mode():
+        dataset.read(Split.test, torch.arange(8))
+    sparse = dataset.read(Split.train, torch.arange(8)).sparse
+    assert not sparse.values().is_inference()
+    assert not sparse.lengths().is_inference()
+
+
 def test_jagged_lengths_are_uniform_from_one_to_the_pooling_factor() -> None:
     dataset = SyntheticDataset(_settings(jagged=True), 1, CPU)
     samples = dataset.read(Split.train, torch.arange(20_000))
