@@ -8,6 +8,7 @@ in a collective that will never complete; hence the sentinel ends the process it
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import socket
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -97,7 +99,7 @@ class FailureBoard:
                 return True
             posted = f"{self._rank.index} {message}".encode()
             return bool(store.compare_set(_FAILURE_KEY, "", posted.decode()) == posted)
-        except (RuntimeError, OSError, dist.DistError):
+        except (RuntimeError, OSError):
             return True  # nobody else can be asked
 
     def failure_of_another(self) -> str | None:
@@ -112,6 +114,9 @@ class FailureBoard:
 class Sentinel:
     """Ends this process when another rank has failed or vanished. Use as a context around the work.
 
+    One thread talks to the store; a call of it may hang as long as the network does. A second one ends the process when the
+    first has heard nothing for too long.
+
     Args:
         peer_timeout_seconds: how long a rank may give no sign of life.
         end: called with the reason; the default ends the process.
@@ -123,65 +128,75 @@ class Sentinel:
         self._rank = rank
         self._board = board
         self._timeout = peer_timeout_seconds
-        self._end = end or self._end_process
+        self._end = end or _end_process
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="sentinel", daemon=True)
+        self._last_contact = time.monotonic()
+        self._threads = [
+            threading.Thread(target=work, name=f"sentinel-{work.__name__.strip('_')}", daemon=True)
+            for work in (self._exchange_signs, self._watch_contact)
+        ]
 
     def __enter__(self) -> Sentinel:
         if self._rank.world_size > 1 and self._board.store() is not None:
-            self._thread.start()
+            self._last_contact = time.monotonic()
+            for thread in self._threads:
+                thread.start()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None:
+            return  # the process is about to end, and must, even if the store cannot be told
         self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout=_STORE_TIMEOUT.total_seconds())
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(timeout=_STORE_TIMEOUT.total_seconds())
 
-    def _watch(self) -> None:
-        watched = (self._rank.index + 1) % self._rank.world_size
+    def _exchange_signs(self) -> None:
         store = self._board.store()
         assert store is not None
-        last_sign, last_change, last_contact = "", time.monotonic(), time.monotonic()
-        beat = 0
-        while not self._stop.wait(_HEARTBEAT_SECONDS):
+        own, watched = f"alive/{self._rank.index}", f"alive/{(self._rank.index + 1) % self._rank.world_size}"
+        sign, last_change = "", time.monotonic()
+        for beat in itertools.count():
+            if self._stop.wait(_HEARTBEAT_SECONDS):
+                # The rank that watches this one must not take its end for a loss.
+                store.set(own, f"done {self._rank.host}")
+                return
             try:
-                beat += 1
-                store.set(f"alive/{self._rank.index}", f"{beat} {self._rank.host}")
+                store.set(own, f"{beat} {self._rank.host}")
                 failure = self._board.failure_of_another()
-                if failure is not None:
-                    return self._end(f"stopping, because {failure}")
-                sign = store.get(f"alive/{watched}").decode() if store.check([f"alive/{watched}"]) else ""
-                last_contact = time.monotonic()
-            except (RuntimeError, OSError, dist.DistError) as error:
-                if self._stop.is_set():
-                    return None
-                if time.monotonic() - last_contact > self._timeout:
-                    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-                    return self._end(
-                        f"the rendezvous store at {address} has not answered for {self._timeout:.0f} s "
-                        f"(runtime.peer_timeout_seconds): is its host up, and the network? ({_one_line(error)})"
-                    )
-                continue
-            if sign != last_sign:
-                last_sign, last_change = sign, time.monotonic()
-            if sign.startswith("done"):
-                continue
-            if time.monotonic() - last_change > self._timeout:
-                host = sign.split(" ", 1)[1] if " " in sign else "an unknown host"
-                message = (
-                    f"rank {watched} on {host} has given no sign of life for {self._timeout:.0f} s "
-                    "(runtime.peer_timeout_seconds): its host or the network is down"
-                )
+                new_sign = store.get(watched).decode() if store.check([watched]) else ""
+            except (RuntimeError, OSError):
+                continue  # the other thread counts how long this goes on
+            self._last_contact = time.monotonic()
+            if failure is not None:
+                return self._end(f"stopping, because {failure}")
+            if new_sign != sign or new_sign.startswith("done"):
+                sign, last_change = new_sign, time.monotonic()
+            elif time.monotonic() - last_change > self._timeout:
+                message = self._silence_of(watched, sign)
                 self._board.announce(message)
                 return self._end(message)
-        # The next rank to finish must not take the end of this one for a loss.
-        store.set(f"alive/{self._rank.index}", f"done {self._rank.host}")
-        return None
 
-    def _end_process(self, reason: str) -> None:
-        logger.error(reason)
-        _flush()
-        os._exit(1)
+    def _silence_of(self, watched: str, last_sign: str) -> str:
+        host = last_sign.split(" ", 1)[1] if last_sign else "an unknown host"
+        return (
+            f"rank {watched.removeprefix('alive/')} on {host} has given no sign of life for {self._timeout:.0f} s "
+            "(runtime.peer_timeout_seconds): its host or the network is down"
+        )
+
+    def _watch_contact(self) -> None:
+        while not self._stop.wait(_HEARTBEAT_SECONDS):
+            if time.monotonic() - self._last_contact > self._timeout:
+                return self._end(
+                    f"the rendezvous store at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} has not answered "
+                    f"for {self._timeout:.0f} s (runtime.peer_timeout_seconds): its host or the network is down"
+                )
+
+
+def _end_process(reason: str) -> None:
+    logger.error(reason)
+    _flush()
+    os._exit(1)
 
 
 def _one_line(error: BaseException) -> str:

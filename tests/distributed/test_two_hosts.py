@@ -1,0 +1,86 @@
+"""Training over two hosts with two ranks each: as on one host, and what happens when one is cut off."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import SMALL, losses, summary
+from tests.distributed.network import TwoHosts, needs_two_hosts
+
+pytestmark = needs_two_hosts
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--nnodes=2", "--rdzv-backend=c10d"]
+
+
+@pytest.fixture
+def hosts() -> Iterator[TwoHosts]:
+    with TwoHosts() as hosts:
+        yield hosts
+
+
+def start(hosts: TwoHosts, arguments: Sequence[str], log: Path) -> list[subprocess.Popen[str]]:
+    """Start the trainer on both hosts; host i's output goes to ``<log><i>``."""
+    agents = []
+    for host in range(2):
+        output = Path(f"{log}{host}").open("w")  # noqa: SIM115 - the process keeps it
+        command = [*TORCHRUN, f"--rdzv-endpoint={hosts.names[0]}:29400", "train.py", *arguments]
+        agents.append(hosts.popen(host, command, stdout=output, stderr=subprocess.STDOUT, env={"OMP_NUM_THREADS": "1"}))
+    return agents
+
+
+def wait(agents: list[subprocess.Popen[str]], seconds: float) -> list[int]:
+    deadline = time.monotonic() + seconds
+    return [agent.wait(timeout=max(0.1, deadline - time.monotonic())) for agent in agents]
+
+
+def arguments(folder: Path, *overrides: str) -> list[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    config = folder / "small.yaml"
+    config.write_text(json.dumps(SMALL))
+    return ["--config", str(config), f"output_dir={folder}", "embedding.sharding=table_wise", *overrides]
+
+
+def test_losses_are_those_of_one_host_with_four_ranks(hosts: TwoHosts, tmp_path: Path) -> None:
+    steps = "training.max_steps=50"
+    assert wait(start(hosts, arguments(tmp_path / "two", steps), tmp_path / "log"), 120) == [0, 0]
+    one = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "train.py"]
+    subprocess.run([*one, *arguments(tmp_path / "one", steps)], check=True, capture_output=True, timeout=120)
+    on_two_hosts, on_one_host = losses(tmp_path / "two/run"), losses(tmp_path / "one/run")
+    assert len(on_two_hosts) == 50
+    assert on_two_hosts == pytest.approx(on_one_host, rel=1e-6)
+
+
+def test_a_host_that_is_cut_off_ends_the_rest_with_a_clear_error_and_a_restart_resumes(hosts: TwoHosts, tmp_path: Path) -> None:
+    long = arguments(tmp_path, "training.max_steps=20000", "checkpoint.every_steps=50")
+    agents = start(hosts, long, tmp_path / "log")
+    checkpoints = tmp_path / "run/checkpoints"
+    deadline = time.monotonic() + 120
+    while not list(checkpoints.glob("step_*")):
+        assert time.monotonic() < deadline
+        assert all(agent.poll() is None for agent in agents), (tmp_path / "log0").read_text()
+        time.sleep(0.1)
+
+    hosts.cut(1)
+    codes = wait(agents[:1], seconds=60)
+    assert codes[0] != 0
+    told = (tmp_path / "log0").read_text()
+    assert f"on {hosts.names[1]} has given no sign of life" in told
+    assert "runtime.peer_timeout_seconds" in told
+    # On the host that was cut off the ranks end likewise; its torchrun gives up its store only after a minute or two.
+    assert "has not answered" in (tmp_path / "log1").read_text()
+    agents[1].kill()
+
+    hosts.restore(1)
+    reached = max(int(path.name.removeprefix("step_")) for path in checkpoints.glob("step_*"))
+    shorter = [*long, f"training.max_steps={reached + 100}"]
+    assert wait(start(hosts, shorter, tmp_path / "again"), 120) == [0, 0]
+    assert f"from step {reached}" in (tmp_path / "again0").read_text()
+    assert summary(tmp_path / "run")["steps"] == reached + 100
+    assert sorted(losses(tmp_path / "run")) == list(range(1, reached + 101))
