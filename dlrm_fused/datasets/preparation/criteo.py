@@ -31,9 +31,9 @@ from dlrm_fused.datasets.preparation.writer import SCRATCH, SPLITS, NpyAppender,
 from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo, SparseFeature
 from dlrm_fused.errors import DataError
 
-# Entries (16 bytes each) of id counts held in memory: 64 MiB, or a thousandth of the input if that is more, since the
+# Entries (16 bytes each) of id counts held in memory: 16 MiB, or a thousandth of the input if that is more, since the
 # time to merge the counts grows with the square of (input / memory).
-COUNT_ENTRIES = 4 * 2**20
+COUNT_ENTRIES = 2**20
 INPUT_BYTES_PER_COUNT_BYTE = 1000
 
 
