@@ -68,6 +68,7 @@ class Progress:
     Attributes:
         step: steps made; the data position follows from it.
         samples: samples seen, over all ranks.
+        loss: mean over the steps since the report before.
         world_size: ranks that wrote the checkpoint.
         validation_auc: of an evaluation at this very step, if there was one.
         settings: the flattened config.
@@ -75,6 +76,7 @@ class Progress:
 
     step: int
     samples: int
+    loss: float
     world_size: int
     validation_auc: float | None
     settings: dict[str, object]

@@ -84,11 +84,7 @@ class FailureBoard:
     def store(self) -> dist.Store | None:
         """The store of the rendezvous, through a connection of its own; None for a process without torchrun."""
         if self._store is None and "TORCHELASTIC_RUN_ID" in os.environ:
-            tcp = dist.TCPStore(
-                os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=_STORE_TIMEOUT
-            )
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            self._store = dist.PrefixStore(f"dlrm_fused/{attempt}", tcp)
+            self._store = dist.PrefixStore("dlrm_fused", _rendezvous_store(_STORE_TIMEOUT))
         return self._store
 
     def announce(self, message: str) -> bool:
@@ -109,6 +105,21 @@ class FailureBoard:
             return None
         index, message = store.get(_FAILURE_KEY).decode().split(" ", 1)
         return None if int(index) == self._rank.index else message
+
+
+def _rendezvous_store(timeout: timedelta) -> dist.Store:
+    """A connection of its own to torchrun's store, where nothing is left of an attempt before this one."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+    if not _is_agents_store():
+        return store  # that of this attempt's rank 0
+    # The agent's outlives attempts. Their count is that of one agent: on many nodes it differs, hence
+    # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 there.
+    return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _is_agents_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 class Sentinel:
@@ -265,6 +276,8 @@ def process_group(rank: Rank, device: torch.device) -> Iterator[None]:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+        # torch itself would meet the addresses of an earlier attempt in an agent's store, and wait for them.
+        store=_rendezvous_store(_COLLECTIVE_TIMEOUT) if _is_agents_store() else None,
         rank=rank.index,
         world_size=rank.world_size,
         timeout=_COLLECTIVE_TIMEOUT,

@@ -116,7 +116,9 @@ class Trainer:
         self._step = start_step
         self._rates = LearningRates(config.training.schedule, sharded.optimizer)
         self._checkpoints = CheckpointWriter(folder.checkpoints, config.checkpoint.keep_last, device)
+        self._loss = float("nan")
         self._best_auc = -1.0
+        self._reached_target = False
         if start_step:
             self._continue_from(start_step)
         if config.checkpoint.every_steps:
@@ -124,7 +126,6 @@ class Trainer:
         self._timer = StepTimer(device)
         self._pipeline = TrainingPipeline(sharded.model, sharded.optimizer, device, self._timer)
         self._losses = LossTracker(device)
-        self._loss = float("nan")
         self._throughput = _Throughput(config.training.global_batch_size, rank.world_size)
         self._writer = RunWriter(folder.path, config, rank.index, resume_step=start_step)
         self._show_plan()
@@ -132,6 +133,8 @@ class Trainer:
     def _continue_from(self, step: int) -> None:
         progress = self._folder.checkpoints.progress(step)
         restore(self._folder.checkpoints.of(step), self._sharded, progress, self._device)
+        self._loss = progress.loss
+        self._reached_target = self._is_target(progress.validation_auc)
         best = self._folder.checkpoints.best()
         if best is not None:
             self._best_auc = self._folder.checkpoints.progress(best).validation_auc or self._best_auc
@@ -147,7 +150,7 @@ class Trainer:
     def run(self) -> None:
         """Make all remaining steps, then evaluate on the test split and write the summary."""
         began = time.monotonic()
-        reached_target = self._make_steps()
+        self._make_steps()
         self._checkpoints.wait()
         with self._pipeline.paused() as model:
             test = evaluate(model, self._dataset, Split.test, self._config, self._device)
@@ -163,7 +166,7 @@ class Trainer:
                 "loss": self._loss,
                 "samples_per_second": self._throughput.overall(),
                 "steps": self._step,
-                "reached_target": reached_target,
+                "reached_target": self._reached_target,
                 "wall_seconds": time.monotonic() - began,
             }
         )
@@ -177,31 +180,28 @@ class Trainer:
         attainable = self._dataset.best_attainable_auc(Split.test)
         return {"attainable_auc": attainable.auc, "attainable_auc_error": attainable.error}
 
-    def _make_steps(self) -> bool:
-        """Returns whether the target AUC was reached."""
+    def _make_steps(self) -> None:
         config = self._config
         loader = TrainLoader(
             self._dataset, config, self._rank.index, self._rank.world_size, self._device, start_step=self._step
         )
         profiler = Profiler(self._folder.path, config.telemetry.profile_steps, self._rank.index, self._device)
-        reached_target = False
         try:
             self._throughput.start(self._step)
-            while self._step < config.training.max_steps and not reached_target:
+            while self._step < config.training.max_steps and not self._reached_target:
                 profiler.before_step(self._step + 1)
                 self._rates.apply(self._step)
                 output = self._pipeline.progress(loader)
                 self._step += 1
                 self._losses.add(self._step, output.loss)
                 self._timer.step_done()
-                reached_target = self._after_step(output)
+                self._after_step(output)
         finally:
             profiler.close()
             loader.close()
-        return reached_target
 
-    def _after_step(self, output: Output) -> bool:
-        """Report, evaluate and save if it is time to; returns whether the target AUC was reached."""
+    def _after_step(self, output: Output) -> None:
+        """Report, evaluate and save if it is time to."""
         is_last = self._step == self._config.training.max_steps
         evaluates = is_multiple(self._step, self._config.evaluation.every_steps)
         saves = is_last or is_multiple(self._step, self._config.checkpoint.every_steps)
@@ -209,13 +209,15 @@ class Trainer:
         if saves or evaluates or is_multiple(self._step, self._config.telemetry.log_every_steps):
             self._report_training(output)
         auc = self._evaluate() if evaluates else None
-        reached_target = auc is not None and 0 < self._config.training.target_auc <= auc
+        self._reached_target = self._is_target(auc)
         is_best = auc is not None and auc > self._best_auc
         if is_best and auc is not None:
             self._best_auc = auc
-        if saves or is_best or reached_target:
+        if saves or is_best or self._reached_target:
             self._save(auc)
-        return reached_target
+
+    def _is_target(self, auc: float | None) -> bool:
+        return auc is not None and 0 < self._config.training.target_auc <= auc
 
     def _report_training(self, output: Output) -> None:
         losses = self._losses.read()
@@ -268,6 +270,7 @@ class Trainer:
         progress = Progress(
             step=self._step,
             samples=self._step * self._config.training.global_batch_size,
+            loss=self._loss,
             world_size=self._rank.world_size,
             validation_auc=auc,
             settings=flatten(self._config),
