@@ -240,6 +240,8 @@ class CheckpointConfig:
     # Steps between checkpoints; 0 writes one at the end only.
     every_steps: int = 0
     keep_last: int = 2
+    # Also write a checkpoint whenever an evaluation gives a new best AUC, and keep the best one.
+    keep_best: bool = True
     # Continue the run of the same name from its last checkpoint; false puts the old run aside and starts anew.
     resume: bool = True
 
@@ -435,9 +437,7 @@ def _check_run(config: Config) -> None:
         "letters, digits, '.', '_' and '-'",
     )
     _require(0 <= config.seed < 2**31, "seed", config.seed, "0 to 2147483647")
-    _require(
-        config.runtime.device in ("auto", "cpu", "cuda"), "runtime.device", config.runtime.device, "auto, cpu, cuda"
-    )
+    _require(config.runtime.device in ("auto", "cpu", "cuda"), "runtime.device", config.runtime.device, "auto, cpu, cuda")
     timeout = config.runtime.peer_timeout_seconds
     _require(timeout >= 1, "runtime.peer_timeout_seconds", timeout, "1 second or more")
     _require(config.checkpoint.every_steps >= 0, "checkpoint.every_steps", config.checkpoint.every_steps, "0 or more")
@@ -452,9 +452,7 @@ def _check_run(config: Config) -> None:
 def _check_data(config: Config) -> None:
     data, synthetic = config.data, config.data.synthetic
     if data.source is not DataSource.synthetic:
-        _require(
-            bool(data.path), "data.path", repr(data.path), f"the data set's folder, for data.source={data.source.name}"
-        )
+        _require(bool(data.path), "data.path", repr(data.path), f"the data set's folder, for data.source={data.source.name}")
     _require(data.shuffle_window_rows >= 0, "data.shuffle_window_rows", data.shuffle_window_rows, "0 or more")
     _require(data.workers >= 1, "data.workers", data.workers, "1 or more")
     _require(data.prefetch_batches >= 1, "data.prefetch_batches", data.prefetch_batches, "1 or more")
@@ -463,9 +461,7 @@ def _check_data(config: Config) -> None:
     for key in ("rows", "pooling"):
         values: list[int] = getattr(synthetic, key)
         valid = len(values) in (1, synthetic.tables) and all(v >= 1 for v in values)
-        _require(
-            valid, f"data.synthetic.{key}", values, f"one positive number, or one for each of {synthetic.tables} tables"
-        )
+        _require(valid, f"data.synthetic.{key}", values, f"one positive number, or one for each of {synthetic.tables} tables")
     for key in ("train_samples", "validation_samples", "test_samples"):
         _require(getattr(synthetic, key) >= 1, f"data.synthetic.{key}", getattr(synthetic, key), "1 or more")
     _require(synthetic.zipf_exponent >= 0, "data.synthetic.zipf_exponent", synthetic.zipf_exponent, "0 or more")
@@ -482,7 +478,12 @@ def _check_model(config: Config) -> None:
         model.bottom_mlp,
         f"a last width of embedding.dim={dim}, since dense and sparse features interact",
     )
-    _require(model.top_mlp[-1] == 1, "model.top_mlp", model.top_mlp, "a last width of 1, the logit")
+    _require(
+        len(model.top_mlp) >= 2 and model.top_mlp[-1] == 1,
+        "model.top_mlp",
+        model.top_mlp,
+        "two or more widths, the last one 1: the logit",
+    )
     if model.kind is ModelKind.dcnv2:
         _require(model.cross_layers >= 1, "model.cross_layers", model.cross_layers, "1 or more")
         _require(model.cross_rank >= 1, "model.cross_rank", model.cross_rank, "1 or more")
@@ -509,16 +510,15 @@ def _check_embedding(config: Config) -> None:
             "the rows of every table, for data.source=criteo_npy",
         )
     for name, table in embedding.tables.items():
-        _require(
-            table.pooling_factor >= 0, f"embedding.tables.{name}.pooling_factor", table.pooling_factor, "0 or more"
-        )
+        _require(table.pooling_factor >= 0, f"embedding.tables.{name}.pooling_factor", table.pooling_factor, "0 or more")
     optimizer = embedding.optimizer
     _check_optimizer("embedding.optimizer", optimizer)
+    without_decay = (EmbeddingOptimizerKind.sgd, EmbeddingOptimizerKind.adagrad)
     _require(
-        optimizer.weight_decay == 0 or optimizer.kind is not EmbeddingOptimizerKind.sgd,
+        optimizer.weight_decay == 0 or optimizer.kind not in without_decay,
         "embedding.optimizer.weight_decay",
         optimizer.weight_decay,
-        "0 with embedding.optimizer.kind=sgd, whose kernel has no weight decay",
+        f"0 with embedding.optimizer.kind={optimizer.kind.name}, whose kernel has no weight decay",
     )
 
 
@@ -558,7 +558,5 @@ def _check_training(config: Config) -> None:
     _require(0 <= schedule.floor <= 1, "training.schedule.floor", schedule.floor, "0 to 1")
     evaluation = config.evaluation
     _require(evaluation.every_steps >= 0, "evaluation.every_steps", evaluation.every_steps, "0 or more")
-    _require(
-        evaluation.global_batch_size >= 1, "evaluation.global_batch_size", evaluation.global_batch_size, "1 or more"
-    )
+    _require(evaluation.global_batch_size >= 1, "evaluation.global_batch_size", evaluation.global_batch_size, "1 or more")
     _require(evaluation.max_samples >= 0, "evaluation.max_samples", evaluation.max_samples, "0 or more")

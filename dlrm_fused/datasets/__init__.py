@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from dlrm_fused.config import Config, DataSource
-from dlrm_fused.datasets.criteo_npy import CriteoNpyDataset
-from dlrm_fused.datasets.dataset import Dataset
-from dlrm_fused.datasets.prepared import PreparedDataset
 from dlrm_fused.datasets.schema import PreparedInfo
-from dlrm_fused.datasets.synthetic import SyntheticDataset
 from dlrm_fused.errors import ConfigError, DataError
+
+# The processes of data/prepare.py import this package too, and must not wait for torch: 4 s and 400 MB for each.
+if TYPE_CHECKING:
+    import torch
+
+    from dlrm_fused.datasets.dataset import Dataset
 
 __all__ = ["Dataset", "open_dataset"]
 
@@ -32,6 +33,10 @@ def open_dataset(config: Config, device: torch.device) -> Dataset:
         ConfigError: if ``embedding.rows`` does not have one entry for each sparse feature.
         DataError: if the stored set is missing, damaged or inconsistent.
     """
+    from dlrm_fused.datasets.criteo_npy import CriteoNpyDataset
+    from dlrm_fused.datasets.prepared import PreparedDataset
+    from dlrm_fused.datasets.synthetic import SyntheticDataset
+
     data = config.data
     if data.source is DataSource.synthetic:
         stated = data.synthetic.rows * (data.synthetic.tables if len(data.synthetic.rows) == 1 else 1)
@@ -53,3 +58,11 @@ def _table_rows(config: Config, stated: list[int]) -> list[int]:
         raise ConfigError(f"{key}={rows}: allowed: at most {_MAX_ROWS} each, since ids are 32-bit integers")
     cap = config.embedding.max_rows
     return [min(count, cap) for count in rows] if cap else rows
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Dataset":
+        from dlrm_fused.datasets.dataset import Dataset
+
+        return Dataset
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -97,7 +97,9 @@ class PreparedInfo:
                 **content,
             )
         except FileNotFoundError:
-            raise DataError(f"{folder}: no prepared data set ({SCHEMA_FILE} is missing); make one with data/prepare.py") from None
+            raise DataError(
+                f"{folder}: no prepared data set ({SCHEMA_FILE} is missing); make one with data/prepare.py"
+            ) from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{path}: damaged ({type(error).__name__}: {error}); prepare the set again") from None
         if version != FORMAT_VERSION:

@@ -100,6 +100,8 @@ def make_sharder(embedding: EmbeddingConfig, device: torch.device) -> Sharder:
         raise ConfigError(
             "embedding.optimizer.kind=adam: FBGEMM has it on GPUs only; on the CPU: rowwise_adagrad, adagrad, sgd"
         )
+    if device.type == "cpu" and optimizer.weight_decay:
+        raise ConfigError(f"embedding.optimizer.weight_decay={optimizer.weight_decay}: on the CPU FBGEMM has none; allowed: 0")
     for key in ("forward_wire", "backward_wire"):
         if device.type == "cpu" and getattr(embedding, key) is WireDtype.bf16:
             raise ConfigError(f"embedding.{key}=bf16: gloo cannot send bf16; on the CPU: fp32, fp16")

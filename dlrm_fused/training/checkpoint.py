@@ -1,7 +1,8 @@
 """Checkpoints: complete or absent, written while training goes on, loadable on any number of ranks and any plan.
 
-A run's ``checkpoints/`` holds one folder ``step_<step>`` per checkpoint, in the format of torch.distributed.checkpoint (DCP)
-with a ``progress.json`` beside it. A checkpoint is written to a folder of another name and renamed when all of it is on disk.
+A run's ``checkpoints/`` holds one folder ``step_<step>`` per checkpoint: torch.distributed.checkpoint (DCP) decides who writes
+and reads what, :mod:`checkpoint_storage` is the files, and ``progress.json`` says where the run stood. A checkpoint is written
+to a folder of another name and renamed when all of it is on disk.
 
 Tensors are stored under names that do not depend on the plan:
 
@@ -22,11 +23,9 @@ row means of squared gradients, the mean is exactly the state of an uncut row.
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import os
-import pickle
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -37,14 +36,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load, save
+from torch.distributed.checkpoint import load, save
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -52,6 +50,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from dlrm_fused.errors import CheckpointError
 from dlrm_fused.sharding.parallel import ShardedModel, data_parallel_tables, is_table, set_optimizer_step, table_name
+from dlrm_fused.training.checkpoint_storage import RawReader, RawWriter
 
 logger = logging.getLogger("dlrm_fused")
 
@@ -203,60 +202,6 @@ class _LoadPlanner(DefaultLoadPlanner):
         return value.piece(index) if isinstance(value, TablePieces) else cast(Tensor, value)
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """DCP's metadata is a pickle: only the plain records that DCP itself writes are allowed in it, no code."""
-
-    _ALLOWED = frozenset(
-        {
-            ("torch", "Size"),
-            ("torch.serialization", "_get_layout"),
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-            ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
-            ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
-            ("torch.distributed.checkpoint.metadata", "Metadata"),
-            ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
-            ("torch.distributed.checkpoint.metadata", "StorageMeta"),
-            ("torch.distributed.checkpoint.metadata", "TensorProperties"),
-            ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
-            ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
-            ("pathlib", "PosixPath"),
-            ("collections", "OrderedDict"),
-        }
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) in self._ALLOWED:
-            return super().find_class(module, name)
-        raise CheckpointError(f"its metadata asks for {module}.{name}, which no checkpoint of ours contains")
-
-
-class SafeReader(FileSystemReader):
-    """Reads a checkpoint without executing any code that it may contain.
-
-    Raises:
-        CheckpointError: if the metadata is damaged, or asks for anything but tensors.
-    """
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path) / ".metadata"
-        try:
-            metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
-        except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from None
-        except Exception as error:  # a damaged pickle may raise anything
-            raise CheckpointError(f"{path}: damaged ({type(error).__name__}: {error})") from None
-        if not isinstance(metadata, Metadata):
-            raise CheckpointError(f"{path}: damaged (no metadata in it)")
-        for key, entry in metadata.state_dict_metadata.items():
-            # DCP would unpickle such an entry.
-            if not isinstance(entry, TensorStorageMetadata):
-                raise CheckpointError(f"{path}: {key} is not a tensor; only tensors are read from checkpoints")
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
 def model_state(sharded: ShardedModel) -> State:
     """The live tensors of the model, by their keys in a checkpoint."""
     state: State = {}
@@ -386,7 +331,7 @@ class CheckpointWriter:
             unfinished = self._folder.path / f"{_UNFINISHED_PREFIX}{progress.step}"
             save(
                 cast(dict[str, Any], self._staging),
-                storage_writer=FileSystemWriter(unfinished, single_file_per_rank=True, sync_files=True),
+                storage_writer=RawWriter(unfinished),
                 planner=_SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 process_group=self._group,
             )
@@ -463,7 +408,7 @@ def restore_tensors(path: Path, state: State) -> None:
     Raises:
         CheckpointError: if a tensor is missing, has another shape, or cannot be read.
     """
-    stored = SafeReader(path).read_metadata().state_dict_metadata
+    stored = RawReader(path).read_metadata().state_dict_metadata
     request: State = {}
     averaged: list[tuple[TablePieces, TablePieces]] = []
     for key, value in state.items():
@@ -498,7 +443,7 @@ def _all_columns(value: TablePieces, columns: int) -> TablePieces:
 
 def _restore_random_state(path: Path, device: torch.device) -> None:
     state = random_state(dist.get_rank(), device)
-    stored = SafeReader(path).read_metadata().state_dict_metadata
+    stored = RawReader(path).read_metadata().state_dict_metadata
     found = {key: value for key, value in state.items() if key in stored}  # none on a rank that did not exist then
     _read(path, found)
     for key, value in found.items():
@@ -512,7 +457,7 @@ def _read(path: Path, request: State) -> None:
     try:
         load(
             cast(dict[str, Any], request),
-            storage_reader=SafeReader(path),
+            storage_reader=RawReader(path),
             planner=_LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
         )
     except CheckpointException as error:

@@ -40,6 +40,12 @@ def test_the_script_prepares_a_set(tmp_path: Path, source: Path) -> None:
     assert PreparedInfo.load(tmp_path / "out").origin["hash_rows"] == 10
 
 
+def test_preparation_does_not_load_torch() -> None:
+    """Each of its processes would need seconds, and hundreds of megabytes, for it."""
+    code = "import sys; import dlrm_fused.datasets.preparation.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=SCRIPT.parents[1]).returncode == 0
+
+
 def test_an_error_is_one_line_and_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(criteo_command(tmp_path / "nowhere", tmp_path / "out")) == 1
     assert capsys.readouterr().err == f"error: --input {tmp_path}/nowhere: no such file or folder\n"
