@@ -27,6 +27,7 @@ _Value = float | int | str | bool | None
 
 # Without a terminal, a line of the log replaces the bar: at most one in this many seconds.
 _SECONDS_BETWEEN_LOG_LINES = 5.0
+_FINAL = "final_evaluation"
 
 
 class RunWriter:
@@ -72,16 +73,18 @@ class RunWriter:
         self._write_scalars({f"{_train_group(name)}/{name.removesuffix('_ms')}": v for name, v in values.items()}, step)
         self._progress.train(step, values)
 
-    def evaluation(self, step: int, split: str, values: Mapping[str, _Value]) -> None:
+    def evaluation(self, step: int, split: str, values: Mapping[str, _Value], final: bool = False) -> None:
         """A line about an evaluation after ``step``.
 
         Args:
             split: name of the split.
             values: auc, auc_error, log_loss, normalized_entropy, calibration, samples.
+            final: whether it is the one at the end of the run; a run that continues removes its line.
         """
         if not self._active:
             return
-        self._write_line({"kind": "evaluation", "step": step, "split": split, **values})
+        kind = _FINAL if final else "evaluation"
+        self._write_line({"kind": kind, "step": step, "split": split, **values})
         self._write_scalars({f"evaluation/{split}_{name}": value for name, value in values.items()}, step)
         self._tensorboard.flush()
         self._progress.message(f"step {step}: {split} {_phrase(values)}")
@@ -147,7 +150,9 @@ def _open_metrics(path: Path, resume_step: int) -> TextIO:
 
 def _is_complete_up_to(line: str, step: int) -> bool:
     try:
-        return line.endswith("\n") and json.loads(line)["step"] <= step
+        values = json.loads(line)
+        # The final evaluation follows the last checkpoint, and will be made again.
+        return line.endswith("\n") and values["step"] <= step and values["kind"] != _FINAL
     except (ValueError, KeyError, TypeError):
         return False
 

@@ -154,7 +154,7 @@ class Trainer:
         self._checkpoints.wait()
         with self._pipeline.paused() as model:
             test = evaluate(model, self._dataset, Split.test, self._config, self._device)
-        self._writer.evaluation(self._step, Split.test.name, _report(test))
+        self._writer.evaluation(self._step, Split.test.name, _report(test), final=True)
         self._writer.summary(
             {
                 "test_auc": test.auc,

@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
-import multiprocessing.connection
 import os
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for_any
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -63,46 +64,68 @@ class RankFailed(Exception):  # noqa: N818 - reads as what happened
         self.error = error
 
 
-def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Call ``function(*arguments)`` in ``ranks`` processes that can form a process group; returns the results by rank.
+class Ranks:
+    """``function(*arguments)`` running in processes that can form a process group."""
 
-    Raises:
-        RankFailed: if a rank raised an exception; the others are ended.
-    """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes, pipes = [], []
-    try:
+    def __init__(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> None:
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.processes: list[BaseProcess] = []
+        self._answers: list[Connection] = []
         for rank in range(ranks):
             receiver, sender = _context.Pipe(duplex=False)
             process = _context.Process(
-                target=_be_rank, args=(rank, ranks, store.port, sender, function, arguments), daemon=True
+                target=_be_rank, args=(rank, ranks, self._store.port, sender, function, arguments), daemon=True
             )
             process.start()
             sender.close()
-            processes.append(process)
-            pipes.append(receiver)
-        return _collect(pipes)
-    finally:
-        for process in processes:
-            process.join(timeout=5)
+            self.processes.append(process)
+            self._answers.append(receiver)
+
+    def wait(self) -> list[Any]:
+        """Wait for the end of all; returns what the function returned, by rank.
+
+        Raises:
+            RankFailed: if a rank raised an exception; the others are ended.
+        """
+        results: list[Any] = [None] * len(self._answers)
+        rank_of = {answer: rank for rank, answer in enumerate(self._answers)}
+        try:
+            while rank_of:
+                ready = wait_for_any(list(rank_of), timeout=_RANK_TIMEOUT_SECONDS)
+                assert ready, f"ranks {list(rank_of.values())} have not answered for {_RANK_TIMEOUT_SECONDS:.0f} s"
+                for answer in cast(list[Connection], ready):
+                    rank = rank_of.pop(answer)
+                    results[rank], failure = _receive(answer, rank)
+                    if failure is not None:
+                        raise RankFailed(rank, *failure)
+        except BaseException:
+            self.kill()
+            raise
+        for process in self.processes:
+            process.join()
+        return results
+
+    def alive(self) -> bool:
+        return any(process.is_alive() for process in self.processes)
+
+    def kill(self) -> None:
+        """SIGKILL to all of them."""
+        for process in self.processes:
             process.kill()
+        for process in self.processes:
+            process.join()
 
 
-def _collect(pipes: list[Connection]) -> list[Any]:
-    results: list[Any] = [None] * len(pipes)
-    waiting = dict(zip(pipes, range(len(pipes)), strict=True))
-    while waiting:
-        ready = multiprocessing.connection.wait(list(waiting), timeout=_RANK_TIMEOUT_SECONDS)
-        assert ready, f"ranks {list(waiting.values())} have not answered for {_RANK_TIMEOUT_SECONDS:.0f} s"
-        for pipe in ready:
-            rank = waiting.pop(pipe)  # type: ignore[call-overload]
-            try:
-                results[rank], failure = pipe.recv()  # type: ignore[union-attr]
-            except EOFError:
-                raise AssertionError(f"rank {rank} ended without a result") from None
-            if failure is not None:
-                raise RankFailed(rank, *failure)
-    return results
+def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Call ``function(*arguments)`` in so many processes; returns the results by rank. Raises like :meth:`Ranks.wait`."""
+    return Ranks(ranks, function, *arguments).wait()
+
+
+def _receive(answer: Connection, rank: int) -> tuple[Any, tuple[BaseException, str] | None]:
+    try:
+        return cast(tuple[Any, tuple[BaseException, str] | None], answer.recv())
+    except EOFError:
+        raise AssertionError(f"rank {rank} ended without a result") from None
 
 
 def _be_rank(
@@ -141,8 +164,12 @@ def small_config(folder: Path, *overrides: str) -> Config:
 def train(folder: Path, ranks: int, *overrides: str) -> Path:
     """Train ``SMALL`` with overrides on so many ranks; returns the folder of the run."""
     config = small_config(folder, *overrides)
-    run_ranks(ranks, _train, config)
+    start_training(config, ranks).wait()
     return config.run_dir
+
+
+def start_training(config: Config, ranks: int) -> Ranks:
+    return Ranks(ranks, _train, config)
 
 
 def _train(config: Config) -> None:

@@ -1,0 +1,218 @@
+"""Runs that are killed and started again by the same command end as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+import pytest
+
+from dlrm_fused.training.checkpoint import CheckpointFolder
+from dlrm_fused.training.checkpoint_storage import RawReader
+from tests.distributed.launch import SMALL, losses, metrics, small_config, start_training, summary, train
+
+ROOT = Path(__file__).parents[2]
+STEPS = 120
+SETTINGS = (f"training.max_steps={STEPS}", "checkpoint.every_steps=10", "evaluation.every_steps=25")
+DEADLINE_SECONDS = 120
+# What depends on the clock.
+TIMES = ("samples_per_second", "wall_seconds")
+
+
+class Attempt(Protocol):
+    """The processes of one start of a run."""
+
+    def alive(self) -> bool: ...
+    def kill(self) -> None: ...
+    def wait(self) -> object: ...
+
+
+class Torchrun:
+    """``torchrun ... train.py`` with 2 ranks, as a user starts it."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        config = folder / "small.yaml"
+        config.write_text(json.dumps(SMALL))
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *options]
+        self._log = (folder / "log.txt").open("a+")
+        self.process = psutil.Popen(
+            [*launcher, "train.py", "--config", str(config), f"output_dir={folder}", *SETTINGS],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+        )
+
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def worker(self, rank: int) -> psutil.Process:
+        return next(p for p in self.process.children(recursive=True) if p.environ().get("RANK") == str(rank))
+
+    def kill(self) -> None:
+        """SIGKILL to the launcher and its workers."""
+        tree = [self.process, *self.process.children(recursive=True)]
+        for process in tree:
+            process.kill()
+        psutil.wait_procs(tree)
+
+    def wait(self) -> str:
+        """Wait for the end, which must be a success; returns what was printed."""
+        status = self.process.wait(DEADLINE_SECONDS)
+        self._log.seek(0)
+        log = self._log.read()
+        assert status == 0, log
+        return log
+
+
+def wait_for(happens: Callable[[], bool], attempt: Attempt) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not happens():
+        assert attempt.alive(), "the run ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def last_step(run: Path) -> int:
+    """The last step that the run reports, 0 before it does."""
+    try:
+        complete = (run / "metrics.jsonl").read_text().rpartition("\n")[0]
+    except FileNotFoundError:
+        return 0
+    return max((json.loads(line)["step"] for line in complete.splitlines()), default=0)
+
+
+def unfinished(run: Path) -> set[Path]:
+    return set((run / "checkpoints").glob(".writing_step_*"))
+
+
+def kill_at_step(attempt: Attempt, run: Path, step: int, delay: float) -> None:
+    wait_for(lambda: last_step(run) >= step, attempt)
+    time.sleep(delay)
+    attempt.kill()
+
+
+def kill_in_checkpoint(attempt: Attempt, run: Path, number: int, delay: float) -> None:
+    """Kill while the ``number``-th checkpoint of this attempt is being written."""
+    leftovers = unfinished(run)
+    found: set[Path] = set()
+
+    def is_writing() -> bool:
+        nonlocal leftovers
+        current = unfinished(run)
+        leftovers &= current  # the new attempt removes those of the old one
+        found.update(current - leftovers)
+        return len(found) >= number
+
+    wait_for(is_writing, attempt)
+    time.sleep(delay)
+    attempt.kill()
+
+
+def assert_checkpoints_are_complete(run: Path) -> None:
+    folder = CheckpointFolder(run / "checkpoints")
+    for step in folder.steps():
+        assert folder.progress(step).step == step
+        metadata = RawReader(folder.of(step)).read_metadata()
+        for piece in metadata.storage_data.values():
+            assert (folder.of(step) / piece.relative_path).stat().st_size >= piece.offset + piece.length
+
+
+def assert_same_outcome(run: Path, uninterrupted: Path) -> None:
+    """Bit by bit: every loss, every evaluation, the summary, and which checkpoints are kept."""
+    assert losses(run) == losses(uninterrupted)
+    for kind in ("evaluation", "final_evaluation"):
+        assert metrics(run, kind) == metrics(uninterrupted, kind)
+    outcome, expected = ({k: v for k, v in summary(r).items() if k not in TIMES} for r in (run, uninterrupted))
+    assert outcome == expected
+    assert CheckpointFolder(run / "checkpoints").steps() == CheckpointFolder(uninterrupted / "checkpoints").steps()
+    assert not unfinished(run)
+    assert_checkpoints_are_complete(run)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> Path:
+    return train(tmp_path_factory.mktemp("uninterrupted"), 2, *SETTINGS)
+
+
+def test_the_last_checkpoints_and_the_best_are_kept(uninterrupted):
+    aucs = {line["step"]: line["auc"] for line in metrics(uninterrupted, "evaluation")}
+    assert list(aucs) == [25, 50, 75, 100]
+    folder = CheckpointFolder(uninterrupted / "checkpoints")
+    best = max(aucs, key=lambda step: aucs[step])
+    assert folder.best() == best
+    assert folder.last() == STEPS
+    assert folder.steps() == sorted({best, 110, 120})
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path, uninterrupted, number):
+    """Each run is killed up to three times: at a random step, and, if its number is even, in a random checkpoint.
+
+    The first two start by torchrun, the others fork their ranks, which saves the imports.
+    """
+    config = small_config(tmp_path, *SETTINGS)
+    run = config.run_dir
+    start: Callable[[], Attempt] = (lambda: Torchrun(tmp_path)) if number < 2 else (lambda: start_training(config, 2))
+    seed = random.Random(number)
+
+    step, delay = seed.randint(0, STEPS // 2), seed.uniform(0, 0.05)
+    print(f"run {number}: killed {1000 * delay:.0f} ms after step {step}")
+    kill_at_step(start(), run, step, delay)
+    assert_checkpoints_are_complete(run)
+
+    kills = 0
+    while number % 2 == 0 and not unfinished(run):  # a kill may come just too late
+        assert kills < 4
+        kills += 1
+        checkpoint, delay = seed.randint(1, 2), seed.uniform(0, 0.01)
+        print(f"run {number}: killed {1000 * delay:.0f} ms into its checkpoint {checkpoint} since the start")
+        kill_in_checkpoint(start(), run, checkpoint, delay)
+        assert_checkpoints_are_complete(run)
+
+    start().wait()
+    assert_same_outcome(run, uninterrupted)
+
+
+def test_a_run_killed_after_its_last_step_only_evaluates(tmp_path, uninterrupted):
+    """Killed after its last line of metrics.jsonl, and before its summary."""
+    run = train(tmp_path, 2, *SETTINGS)
+    (run / "summary.json").unlink()
+    train(tmp_path, 2, *SETTINGS)
+    assert_same_outcome(run, uninterrupted)
+
+
+def test_a_run_killed_after_reaching_its_target_makes_no_more_steps(tmp_path):
+    settings = (*SETTINGS, "training.target_auc=0.7")
+    run = train(tmp_path, 2, *settings)
+    assert summary(run)["reached_target"]
+    assert summary(run)["steps"] == 25
+    (run / "summary.json").unlink()
+    train(tmp_path, 2, *settings)
+    assert summary(run)["reached_target"]
+    assert summary(run)["steps"] == 25
+
+
+def test_a_finished_run_is_left_alone(tmp_path, uninterrupted):
+    files = {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*") if path.is_file()}
+    train(uninterrupted.parent, 2, *SETTINGS)
+    assert {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*") if path.is_file()} == files
+
+
+def test_torchrun_restarts_a_run_whose_worker_was_killed(tmp_path, uninterrupted):
+    run = tmp_path / "run"
+    attempt = Torchrun(tmp_path, "--max-restarts=1")
+    wait_for(lambda: last_step(run) >= 45, attempt)
+    attempt.worker(rank=1).kill()
+    log = attempt.wait()
+    assert "continuing" in log
+    assert_same_outcome(run, uninterrupted)
