@@ -82,9 +82,19 @@ class FailureBoard:
         self._store: dist.Store | None = None
 
     def store(self) -> dist.Store | None:
-        """The store of the rendezvous, through a connection of its own; None for a process without torchrun."""
-        if self._store is None and "TORCHELASTIC_RUN_ID" in os.environ:
-            self._store = dist.PrefixStore("dlrm_fused", _rendezvous_store(_STORE_TIMEOUT))
+        """The store of the rendezvous, through a connection of its own.
+
+        None for a process without torchrun, and as long as there is no store: one that is not torchrun's own begins with the
+        process group.
+        """
+        is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if self._store is None and (is_torchruns or (self._rank.world_size > 1 and dist.is_initialized())):
+            tcp = dist.TCPStore(
+                os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=_STORE_TIMEOUT
+            )
+            # Only torchrun's store outlives an attempt, and only there do its agents agree on the count.
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_torchruns else "0"
+            self._store = dist.PrefixStore(f"dlrm_fused/{attempt}", tcp)
         return self._store
 
     def announce(self, message: str) -> bool:
