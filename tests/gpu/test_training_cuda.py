@@ -1,0 +1,57 @@
+"""Whole runs on GPUs: the same losses on any number of them and with any plan, and resuming bit by bit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.launch import losses, summary
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SETTINGS = [
+    "checkpoint.every_steps=0",
+    "evaluation.every_steps=0",
+    "telemetry.log_every_steps=1",
+    "embedding.sharding=table_wise",
+    "data.synthetic.test_samples=8192",
+    "training.max_steps=100",
+]
+
+
+def gpu_counts() -> list[int]:
+    return [count for count in (1, 2, 4) if count <= torch.cuda.device_count()]
+
+
+def train(folder: Path, gpus: int, *overrides: str) -> Path:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}", "train.py"]
+    arguments = ["--config", "configs/synthetic.yaml", f"output_dir={folder}", *SETTINGS, *overrides]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder / "synthetic"
+
+
+def test_losses_are_the_same_on_any_number_of_gpus_and_with_any_plan(tmp_path: Path) -> None:
+    most = gpu_counts()[-1]
+    # SGD, since rowwise Adagrad is another optimizer when columns are cut: each slice of a row has a state of its own.
+    reference = losses(train(tmp_path / "one", 1, "embedding.optimizer.kind=sgd"))
+    for sharding in ("table_wise", "row_wise", "column_wise"):
+        overrides = (f"embedding.sharding={sharding}", "embedding.optimizer.kind=sgd")
+        several = losses(train(tmp_path / sharding, most, *overrides))
+        assert several == pytest.approx(reference, rel=1e-5)
+
+
+def test_a_resumed_run_continues_bit_by_bit(tmp_path: Path) -> None:
+    most = gpu_counts()[-1]
+    whole = train(tmp_path / "whole", most)
+    train(tmp_path / "parts", most, "training.max_steps=60")
+    parts = train(tmp_path / "parts", most)
+    assert losses(parts) == losses(whole)
+    assert summary(parts)["test_auc"] == summary(whole)["test_auc"]
