@@ -11,9 +11,14 @@ import json
 import logging
 import multiprocessing
 import os
+import pickle
+import runpy
+import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.process import BaseProcess
@@ -123,7 +128,7 @@ def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> list
 
 def _receive(answer: Connection, rank: int) -> tuple[Any, tuple[BaseException, str] | None]:
     try:
-        return cast(tuple[Any, tuple[BaseException, str] | None], answer.recv())
+        return cast(tuple[Any, tuple[BaseException, str] | None], pickle.loads(answer.recv_bytes()))
     except EOFError:
         raise AssertionError(f"rank {rank} ended without a result") from None
 
@@ -146,9 +151,11 @@ def _be_rank(
         TORCHELASTIC_USE_AGENT_STORE="True",  # the store is the caller's
     )
     try:
-        answer.send((function(*arguments), None))
+        result = function(*arguments), None
     except BaseException as error:
-        answer.send((None, (error, traceback.format_exc())))
+        result = None, (error, traceback.format_exc())
+    # Not answer.send: it would share the memory of tensors, which ends with this process.
+    answer.send_bytes(pickle.dumps(result))
     # No exit handlers: they belong to the server that this process was forked from.
     os._exit(0)
 
@@ -179,17 +186,17 @@ def _train(config: Config) -> None:
     train(config, rank, FailureBoard(rank))
 
 
-def evaluate(run: Path, ranks: int, *overrides: str, checkpoint: str = "last") -> dict[str, Any]:
-    """Evaluate a run on the test split; returns eval.json."""
-    run_ranks(ranks, _evaluate, run, checkpoint, overrides)
+def evaluate(run: Path, ranks: int, *overrides: str, checkpoint: str = "last", split: str = "test") -> dict[str, Any]:
+    """Evaluate a run on so many ranks; returns eval.json."""
+    run_ranks(ranks, _evaluate, run, checkpoint, Split[split], overrides)
     return dict(json.loads((run / "eval.json").read_text()))
 
 
-def _evaluate(run: Path, checkpoint: str, overrides: Sequence[str]) -> None:
+def _evaluate(run: Path, checkpoint: str, split: Split, overrides: Sequence[str]) -> None:
     from dlrm_fused.training.offline_evaluation import evaluate_run
 
     rank = Rank.from_environment()
-    evaluate_run(run, checkpoint, Split.test, overrides, None, rank, FailureBoard(rank))
+    evaluate_run(run, checkpoint, split, overrides, None, rank, FailureBoard(rank))
 
 
 def metrics(run: Path, kind: str) -> list[Mapping[str, Any]]:
@@ -205,3 +212,42 @@ def losses(run: Path) -> dict[int, float]:
 
 def summary(run: Path) -> dict[str, Any]:
     return dict(json.loads((run / "summary.json").read_text()))
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the ranks of a program ended: the exit status of each, all that they printed, and the seconds from their start."""
+
+    statuses: list[int]
+    output: str
+    seconds: float
+
+
+def run_script(ranks: int, script: Path, arguments: Sequence[str], folder: Path, timeout: float) -> Ended:
+    """Run a script of the repository, such as train.py, as ``__main__`` in so many processes, in ``folder``.
+
+    A rank that is still there after ``timeout`` seconds is killed: its status is then negative.
+    """
+    began = time.monotonic()
+    started = Ranks(ranks, _be_script, script, arguments, folder)
+    for process in started.processes:
+        process.join(max(0.0, began + timeout - time.monotonic()))
+    seconds = time.monotonic() - began
+    started.kill()
+    outputs = [path.read_text() for path in sorted(folder.glob("output_of_rank_*"))]
+    return Ended([cast(int, process.exitcode) for process in started.processes], "".join(outputs), seconds)
+
+
+def _be_script(script: Path, arguments: Sequence[str], folder: Path) -> None:
+    os.chdir(folder)
+    output = os.open(f"output_of_rank_{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    # As in a fresh process.
+    logging.disable(logging.NOTSET)
+    warnings.resetwarnings()
+    sys.argv = [str(script), *arguments]
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as exit_:
+        os._exit(exit_.code if isinstance(exit_.code, int) else 1)
