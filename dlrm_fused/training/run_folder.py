@@ -43,7 +43,7 @@ class RunFolder:
         try:
             content: dict[str, Any] = json.loads((self.path / "summary.json").read_text())
             return content
-        except (FileNotFoundError, ValueError):
+        except (OSError, ValueError):
             return None
 
     def is_finished(self, config: Config) -> bool:

@@ -17,7 +17,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
@@ -25,10 +26,18 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dlrm_fused.config import Config, Split, load_config
-from dlrm_fused.training.runtime import FailureBoard, Rank
+from dlrm_fused.datasets import Dataset, open_dataset
+from dlrm_fused.models import build_model
+from dlrm_fused.sharding.parallel import ShardedModel, shard
+from dlrm_fused.training import trainer
+from dlrm_fused.training.checkpoint import CheckpointFolder, TablePieces, model_state, optimizer_state, restore
+from dlrm_fused.training.offline_evaluation import evaluate_run
+from dlrm_fused.training.runtime import FailureBoard, Rank, process_group
 
 _RANK_TIMEOUT_SECONDS = 240.0
 _context = multiprocessing.get_context("forkserver")
@@ -136,8 +145,6 @@ def _receive(answer: Connection, rank: int) -> tuple[Any, tuple[BaseException, s
 def _be_rank(
     rank: int, ranks: int, port: int, answer: Connection, function: Callable[..., Any], arguments: Sequence[Any]
 ) -> None:
-    import torch
-
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
@@ -180,10 +187,8 @@ def start_training(config: Config, ranks: int) -> Ranks:
 
 
 def _train(config: Config) -> None:
-    from dlrm_fused.training.trainer import train
-
     rank = Rank.from_environment()
-    train(config, rank, FailureBoard(rank))
+    trainer.train(config, rank, FailureBoard(rank))
 
 
 def evaluate(run: Path, ranks: int, *overrides: str, checkpoint: str = "last", split: str = "test") -> dict[str, Any]:
@@ -193,10 +198,45 @@ def evaluate(run: Path, ranks: int, *overrides: str, checkpoint: str = "last", s
 
 
 def _evaluate(run: Path, checkpoint: str, split: Split, overrides: Sequence[str]) -> None:
-    from dlrm_fused.training.offline_evaluation import evaluate_run
-
     rank = Rank.from_environment()
     evaluate_run(run, checkpoint, split, overrides, None, rank, FailureBoard(rank))
+
+
+Pieces = dict[str, list[tuple[tuple[int, int], Tensor]]]
+
+
+def load_tables(config: Config, ranks: int, step: int | None) -> list[Pieces]:
+    """Each rank's pieces, ((first row, first column), tensor), of all tables and of their optimizer's states, by key.
+
+    Args:
+        step: of the checkpoint that they come from; None gives the initial weights.
+    """
+    return run_ranks(ranks, _load_tables, config, step)
+
+
+def _load_tables(config: Config, step: int | None) -> Pieces:
+    device, folder = torch.device("cpu"), CheckpointFolder(config.run_dir / "checkpoints")
+    with sharded_model(config, device) as (_, sharded):
+        if step is not None:
+            restore(folder.of(step), sharded, folder.progress(step), device)
+        state = {**model_state(sharded), **optimizer_state(sharded)}
+        return {key: value.pieces for key, value in state.items() if isinstance(value, TablePieces)}
+
+
+@contextmanager
+def sharded_model(config: Config, device: torch.device) -> Iterator[tuple[Dataset, ShardedModel]]:
+    """A data set and a model ready to train, within a process group. Collective."""
+    rank = Rank.from_environment()
+    with process_group(rank, device):
+        dataset = open_dataset(config, device)
+        yield dataset, shard(build_model(config, dataset.schema, rank.world_size, device), config, dataset.schema, device)
+
+
+def assembled(by_rank: list[Pieces], key: str) -> Tensor:
+    """The whole [rows, columns] tensor, of a plan that does not cut rows."""
+    pieces = sorted(((at, tensor) for pieces in by_rank for at, tensor in pieces.get(key, [])), key=lambda piece: piece[0])
+    assert all(at[0] == 0 for at, _ in pieces)
+    return torch.cat([tensor for _, tensor in pieces], dim=1)
 
 
 def metrics(run: Path, kind: str) -> list[Mapping[str, Any]]:

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from dlrm_fused.config import Config
 from dlrm_fused.errors import CheckpointError
 from dlrm_fused.training.checkpoint import CheckpointFolder
 from tests.distributed.launch import (
+    Pieces,
     RankFailed,
+    assembled,
     evaluate,
+    load_tables,
     losses,
     metrics,
-    run_ranks,
     small_config,
     summary,
     train,
@@ -151,38 +151,11 @@ class TestResume:
         assert summary(run.with_name("run.1"))["steps"] == HALF
 
 
-Pieces = dict[str, list[tuple[tuple[int, int], Tensor]]]
-
-
-def restored_tables(config: Config, step: int) -> Pieces:
-    """This rank's pieces of tables and of their optimizer's state, by key, after loading a checkpoint."""
-    from dlrm_fused.datasets import open_dataset
-    from dlrm_fused.models import build_model
-    from dlrm_fused.sharding.parallel import shard
-    from dlrm_fused.training.checkpoint import TablePieces, model_state, optimizer_state, restore
-    from dlrm_fused.training.runtime import Rank, process_group
-
-    device, rank, folder = torch.device("cpu"), Rank.from_environment(), CheckpointFolder(config.run_dir / "checkpoints")
-    with process_group(rank, device):
-        schema = open_dataset(config, device).schema
-        sharded = shard(build_model(config, schema, rank.world_size, device), config, schema, device)
-        restore(folder.of(step), sharded, folder.progress(step), device)
-        state = {**model_state(sharded), **optimizer_state(sharded)}
-        return {key: value.pieces for key, value in state.items() if isinstance(value, TablePieces)}
-
-
-def assembled(by_rank: list[Pieces], key: str) -> Tensor:
-    """The whole [rows, columns] tensor."""
-    pieces = sorted(((at, tensor) for pieces in by_rank for at, tensor in pieces.get(key, [])), key=lambda piece: piece[0])
-    assert all(at[0] == 0 for at, _ in pieces)  # rows are not cut
-    return torch.cat([tensor for _, tensor in pieces], dim=1)
-
-
 class TestRowwiseState:
     """A rowwise optimizer keeps one number for the columns of a shard."""
 
     def load(self, folder: Path, ranks: int, sharding: str) -> list[Pieces]:
-        return run_ranks(ranks, restored_tables, small_config(folder, plan(sharding)), HALF)
+        return load_tables(small_config(folder, plan(sharding)), ranks, HALF)
 
     def test_loading_into_fewer_shards_takes_the_mean_over_their_columns(self, tmp_path):
         train(tmp_path, 2, until(HALF), ROWWISE_ADAGRAD, plan("column_wise"))

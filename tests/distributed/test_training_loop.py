@@ -1,0 +1,157 @@
+"""The loop of the trainer: learning rates, pauses for evaluations, and ends that are failures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from dlrm_fused.config import Config, Split
+from dlrm_fused.datasets.batch import Batch
+from dlrm_fused.datasets.loader import TrainLoader
+from dlrm_fused.errors import ConfigError, TrainingError
+from dlrm_fused.training.evaluation import evaluate
+from dlrm_fused.training.pipeline import TrainingPipeline
+from dlrm_fused.training.runtime import Rank
+from dlrm_fused.training.step_timer import StepTimer
+from tests.distributed.launch import (
+    RankFailed,
+    assembled,
+    load_tables,
+    losses,
+    metrics,
+    run_ranks,
+    sharded_model,
+    small_config,
+    train,
+)
+
+WEIGHTS = [f"table.table_{table}.weight" for table in range(4)]
+
+
+def tables(folder: Path, step: int | None, *overrides: str) -> torch.Tensor:
+    loaded = load_tables(small_config(folder, *overrides), 1, step)
+    return torch.cat([assembled(loaded, weight) for weight in WEIGHTS])
+
+
+class TestLearningRates:
+    """The optimizer of embedding rows is fused into the backward pass, which a rate does not reach by itself."""
+
+    @pytest.mark.parametrize(
+        ("optimizer", "sharding"),
+        [("rowwise_adagrad", "table_wise"), ("adagrad", "row_wise"), ("sgd", "column_wise"), ("adagrad", "data_parallel")],
+    )
+    def test_rows_stand_still_when_the_rate_has_decayed_to_zero(self, tmp_path, optimizer, sharding):
+        kind = f"embedding.optimizer.kind={optimizer}"
+        schedule = [f"training.schedule.{setting}" for setting in ("decay_start_step=10", "decay_steps=5")]
+        checkpoints = ("checkpoint.every_steps=5", "checkpoint.keep_last=9")
+        train(tmp_path, 2, kind, f"embedding.sharding={sharding}", "training.max_steps=20", *schedule, *checkpoints)
+        at = {step: tables(tmp_path, step, kind, "embedding.sharding=table_wise") for step in (5, 10, 15, 20)}
+        assert not torch.equal(at[5], at[10])
+        assert not torch.equal(at[10], at[15])
+        assert torch.equal(at[15], at[20])
+
+    @pytest.mark.parametrize("sharding", ["table_wise", "data_parallel"])
+    def test_half_the_rate_moves_rows_half_as_far(self, tmp_path, sharding):
+        optimizer = ("embedding.optimizer.kind=sgd", "embedding.optimizer.learning_rate=100")
+        settings = (*optimizer, f"embedding.sharding={sharding}", "training.max_steps=1")
+        steps = {}
+        for warmup_steps in (1, 2):
+            folder = tmp_path / f"{warmup_steps}"
+            train(folder, 2, *settings, f"training.schedule.warmup_steps={warmup_steps}")
+            steps[warmup_steps] = tables(folder, 1, *settings) - tables(folder, None, *settings)
+        assert steps[1].abs().max() > 0.01
+        torch.testing.assert_close(steps[2], steps[1] / 2, rtol=1e-4, atol=1e-7)
+
+
+class Recording(Iterator[Batch]):
+    """Keeps the labels of the batches that were taken from a loader."""
+
+    def __init__(self, loader: TrainLoader) -> None:
+        self.loader = loader
+        self.labels: list[torch.Tensor] = []
+
+    def __next__(self) -> Batch:
+        batch = next(self.loader)
+        self.labels.append(batch.labels)
+        return batch
+
+
+def train_pause_train(config: Config) -> tuple[int, int, bool]:
+    """Batches taken before and after a pause in which the model is evaluated, and whether every one was trained in order."""
+    rank, device = Rank.from_environment(), torch.device("cpu")
+    with sharded_model(config, device) as (dataset, sharded):
+        with TrainLoader(dataset, config, rank.index, rank.world_size, device) as loader:
+            batches = Recording(loader)
+            pipeline = TrainingPipeline(sharded.model, sharded.optimizer, device, StepTimer(device))
+            trained = [pipeline.progress(batches).labels for _ in range(5)]
+            taken_before = len(batches.labels)
+            with pipeline.paused() as model:
+                evaluate(model, dataset, Split.validation, config, device)
+            taken_after = len(batches.labels)
+            trained += [pipeline.progress(batches).labels for _ in range(5)]
+            in_order = all(torch.equal(*pair) for pair in zip(trained, batches.labels[:10], strict=True))
+        return taken_before, taken_after, in_order
+
+
+def test_a_pause_keeps_the_batches_in_flight(tmp_path):
+    for taken_before, taken_after, in_order in run_ranks(2, train_pause_train, small_config(tmp_path)):
+        assert taken_before > 5  # some are in flight
+        assert taken_after == taken_before
+        assert in_order
+
+
+def failure(folder: Path, ranks: int, *overrides: str) -> BaseException:
+    with pytest.raises(RankFailed) as failed:
+        train(folder, ranks, *overrides)
+    return failed.value.error
+
+
+class TestFailures:
+    def test_a_loss_that_is_not_finite_stops_the_run_with_its_step(self, tmp_path):
+        error = failure(tmp_path, 2, "training.dense_optimizer.kind=sgd", "training.dense_optimizer.learning_rate=1e30")
+        assert isinstance(error, TrainingError)
+        assert "the loss is not finite" in str(error)
+        assert "training.dense_optimizer.learning_rate=1e+30" in str(error)
+        last = max(losses(tmp_path / "run"))
+        assert f"step {last + 1}:" in str(error)
+
+    def test_the_step_is_named_also_when_losses_are_read_rarely(self, tmp_path):
+        settings = ("training.dense_optimizer.kind=sgd", "training.dense_optimizer.learning_rate=1e30")
+        each = failure(tmp_path / "each", 2, *settings)
+        rarely = failure(tmp_path / "rarely", 2, *settings, "telemetry.log_every_steps=20")
+        assert str(rarely).split(":")[0] == str(each).split(":")[0]
+        assert not metrics(tmp_path / "rarely" / "run", "train")
+
+    def test_a_constant_prediction_stops_the_run(self, tmp_path):
+        # Steps that are far too long kill all units of a layer.
+        error = failure(tmp_path, 2, "training.dense_optimizer.learning_rate=1e4")
+        assert isinstance(error, TrainingError)
+        assert "predicts" in str(error)
+        assert "for every sample" in str(error)
+
+    def test_fewer_samples_than_ranks(self, tmp_path):
+        error = failure(tmp_path, 3, "training.global_batch_size=2")
+        assert isinstance(error, ConfigError)
+        assert "training.global_batch_size=2: allowed: at least the number of ranks, 3" in str(error)
+
+    def test_an_unknown_table(self, tmp_path):
+        error = failure(tmp_path, 1, "embedding.tables.table_9.sharding=row_wise")
+        assert isinstance(error, ConfigError)
+        assert "embedding.tables.table_9: no such table" in str(error)
+
+    def test_an_output_folder_that_cannot_be_made(self, tmp_path):
+        (tmp_path / "run").write_text("a file, not a folder")
+        error = failure(tmp_path, 1)
+        assert isinstance(error, ConfigError)
+        assert f"output_dir={tmp_path}: {tmp_path / 'run'} cannot be written: File exists" in str(error)
+
+
+def test_the_run_ends_at_the_target(tmp_path):
+    run = train(tmp_path, 2, "training.target_auc=0.7", "evaluation.every_steps=10", "telemetry.log_every_steps=50")
+    aucs = [line["auc"] for line in metrics(run, "evaluation")]
+    assert aucs[-1] >= 0.7
+    assert all(auc < 0.7 for auc in aucs[:-1])
+    assert max(losses(run)) == 10 * len(aucs)
