@@ -87,14 +87,8 @@ class FailureBoard:
         None for a process without torchrun, and as long as there is no store: one that is not torchrun's own begins with the
         process group.
         """
-        is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if self._store is None and (is_torchruns or (self._rank.world_size > 1 and dist.is_initialized())):
-            tcp = dist.TCPStore(
-                os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=_STORE_TIMEOUT
-            )
-            # Only torchrun's store outlives an attempt, and only there do its agents agree on the count.
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_torchruns else "0"
-            self._store = dist.PrefixStore(f"dlrm_fused/{attempt}", tcp)
+        if self._store is None and (_is_agents_store() or (self._rank.world_size > 1 and dist.is_initialized())):
+            self._store = dist.PrefixStore("dlrm_fused", _rendezvous_store(_STORE_TIMEOUT))
         return self._store
 
     def announce(self, message: str) -> bool:

@@ -1,0 +1,169 @@
+"""Whether a run starts, continues or is left alone, and which checkpoints it has."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from dlrm_fused.config import Config, Sharding, flatten, load_config
+from dlrm_fused.errors import CheckpointError, ConfigError
+from dlrm_fused.training.checkpoint import CheckpointFolder, Progress
+from dlrm_fused.training.run_folder import RunFolder
+
+
+@pytest.fixture
+def config(tmp_path) -> Config:
+    config = Config(name="run", output_dir=str(tmp_path))
+    config.data.path = "somewhere"
+    return config
+
+
+@pytest.fixture
+def folder(config) -> RunFolder:
+    return RunFolder(config.run_dir)
+
+
+def add_checkpoint(folder: CheckpointFolder, config: Config, step: int, auc: float | None = None) -> Path:
+    path = folder.of(step)
+    path.mkdir(parents=True)
+    progress = Progress(step=step, samples=step, loss=0.5, world_size=1, validation_auc=auc, settings=flatten(config))
+    (path / "progress.json").write_text(json.dumps(asdict(progress)))
+    return path
+
+
+class TestStart:
+    def test_a_new_run_begins_at_step_0_with_its_config_saved(self, folder, config):
+        assert folder.prepare(config) == 0
+        assert flatten(load_config(folder.path / "config.yaml")) == flatten(config)
+
+    def test_a_run_with_a_checkpoint_continues_from_the_last(self, folder, config):
+        for step in (10, 20):
+            add_checkpoint(folder.checkpoints, config, step)
+        assert folder.prepare(config) == 20
+
+    def test_a_checkpoint_being_written_does_not_count(self, folder, config):
+        add_checkpoint(folder.checkpoints, config, 10)
+        (folder.path / "checkpoints/.writing_step_20").mkdir()
+        assert folder.prepare(config) == 10
+
+    def test_without_resume_the_old_run_is_put_aside(self, folder, config):
+        config.checkpoint.resume = False
+        for number in (1, 2):
+            add_checkpoint(folder.checkpoints, config, 10)
+            assert folder.prepare(config) == 0
+            assert CheckpointFolder(folder.path.with_name(f"run.{number}") / "checkpoints").steps() == [10]
+        assert folder.checkpoints.steps() == []
+
+    def test_a_folder_that_cannot_be_written(self, folder, config):
+        folder.path.write_text("a file")
+        with pytest.raises(ConfigError, match=r"output_dir=.*/run cannot be written: File exists"):
+            folder.prepare(config)
+
+
+class TestSettings:
+    def test_what_decides_the_outcome_must_be_the_same(self, folder, config):
+        add_checkpoint(folder.checkpoints, config, 10)
+        config.training.dense_optimizer.learning_rate = 0.5
+        with pytest.raises(
+            CheckpointError, match=r"training.dense_optimizer.learning_rate=0.5: .* started with 0.01; .*resume=false"
+        ):
+            folder.prepare(config)
+
+    def test_where_the_work_is_done_and_when_it_stops_may_change(self, folder, config):
+        add_checkpoint(folder.checkpoints, config, 10)
+        config.embedding.sharding = Sharding.row_wise
+        config.training.max_steps = 99
+        config.evaluation.every_steps = 7
+        config.checkpoint.keep_last = 5
+        config.data.path = "elsewhere"
+        assert folder.prepare(config) == 10
+
+    def test_a_setting_that_the_saved_run_does_not_know_is_no_obstacle(self, folder, config):
+        path = add_checkpoint(folder.checkpoints, config, 10) / "progress.json"
+        progress = json.loads(path.read_text())
+        del progress["settings"]["seed"]
+        path.write_text(json.dumps(progress))
+        assert folder.prepare(config) == 10
+
+
+class TestIsFinished:
+    def write_summary(self, folder: RunFolder, steps: int, reached_target: bool = False) -> None:
+        folder.path.mkdir()
+        (folder.path / "summary.json").write_text(json.dumps({"steps": steps, "reached_target": reached_target}))
+
+    def test_without_a_summary(self, folder, config):
+        assert not folder.is_finished(config)
+
+    def test_with_all_steps_made(self, folder, config):
+        self.write_summary(folder, config.training.max_steps)
+        assert folder.is_finished(config)
+
+    def test_more_steps_are_wanted_now(self, folder, config):
+        self.write_summary(folder, config.training.max_steps - 1)
+        assert not folder.is_finished(config)
+
+    def test_the_target_was_reached(self, folder, config):
+        self.write_summary(folder, 1, reached_target=True)
+        assert folder.is_finished(config)
+
+    def test_a_damaged_summary(self, folder, config):
+        folder.path.mkdir()
+        (folder.path / "summary.json").write_text('{"steps": 1')
+        assert not folder.is_finished(config)
+
+    def test_continuing_removes_the_old_summary(self, folder, config):
+        self.write_summary(folder, 1)
+        folder.prepare(config)
+        assert folder.summary() is None
+
+
+class TestCheckpoints:
+    @pytest.fixture
+    def checkpoints(self, tmp_path, config) -> CheckpointFolder:
+        folder = CheckpointFolder(tmp_path / "checkpoints")
+        for step, auc in ((100, 0.5), (20, 0.7), (30, None), (1000, 0.6)):
+            add_checkpoint(folder, config, step, auc)
+        return folder
+
+    def test_steps_ascend(self, checkpoints):
+        assert checkpoints.steps() == [20, 30, 100, 1000]
+
+    def test_last_and_best(self, checkpoints):
+        assert checkpoints.last() == 1000
+        assert checkpoints.best() == 20
+
+    def test_the_later_of_two_equals_is_best(self, checkpoints, config):
+        add_checkpoint(checkpoints, config, 40, 0.7)
+        assert checkpoints.best() == 40
+
+    def test_select(self, checkpoints):
+        assert [checkpoints.select(which) for which in ("last", "best", "30")] == [1000, 20, 30]
+
+    @pytest.mark.parametrize("which", ["31", "first", "-1", ""])
+    def test_select_what_is_not_there(self, checkpoints, which):
+        with pytest.raises(CheckpointError, match=rf"--checkpoint {which}: .*steps there: 20, 30, 100, 1000"):
+            checkpoints.select(which)
+
+    def test_best_of_a_run_without_evaluations(self, tmp_path, config):
+        folder = CheckpointFolder(tmp_path / "other")
+        add_checkpoint(folder, config, 10)
+        with pytest.raises(CheckpointError, match=r"--checkpoint best: .*steps there: 10"):
+            folder.select("best")
+
+    def test_an_empty_folder(self, tmp_path):
+        folder = CheckpointFolder(tmp_path / "none")
+        assert folder.last() is None
+        assert folder.best() is None
+        with pytest.raises(CheckpointError, match="steps there: none"):
+            folder.select("last")
+
+    def test_pruning_keeps_the_newest_and_the_best(self, checkpoints):
+        checkpoints.prune(keep_last=1)
+        assert checkpoints.steps() == [20, 1000]
+        assert {path.name for path in checkpoints.path.iterdir()} == {"step_000000020", "step_000001000"}
+
+    def test_damaged_progress_is_named(self, checkpoints):
+        (checkpoints.of(30) / "progress.json").write_text('{"step": 30}')
+        with pytest.raises(CheckpointError, match=r"step_000000030/progress.json: damaged .*remove .*step_000000030"):
+            checkpoints.progress(30)
