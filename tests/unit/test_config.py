@@ -1,0 +1,183 @@
+"""Settings: what is accepted, and what the message says of what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dlrm_fused.config import Config, EmbeddingOptimizerKind, Sharding, flatten, known_keys, load_config, to_yaml
+from dlrm_fused.errors import ConfigError
+
+Load = Callable[..., Config]
+
+
+@pytest.fixture
+def load(tmp_path) -> Load:
+    def load(*overrides: str, yaml: str = "data: {source: synthetic}") -> Config:
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml)
+        return load_config(path, overrides)
+
+    return load
+
+
+def message(load: Load, *overrides: str, **yaml: str) -> str:
+    with pytest.raises(ConfigError) as failed:
+        load(*overrides, **yaml)
+    assert "\n" not in str(failed.value)
+    return str(failed.value)
+
+
+class TestReading:
+    def test_overrides_win_over_the_file_and_the_file_over_defaults(self, load):
+        config = load("training.max_steps=7", yaml="data: {source: synthetic}\ntraining: {max_steps: 5, global_batch_size: 16}")
+        assert config.training.max_steps == 7
+        assert config.training.global_batch_size == 16
+        assert config.name == Config().name
+
+    def test_the_last_of_two_overrides_wins(self, load):
+        assert load("seed=3", "seed=4").seed == 4
+
+    def test_enumerations_lists_and_tables(self, load):
+        config = load(
+            "embedding.sharding=row_wise",
+            "model.top_mlp=[8,1]",
+            "embedding.tables.table_3.sharding=column_wise",
+            "embedding.optimizer.kind=sgd",
+        )
+        assert config.embedding.sharding is Sharding.row_wise
+        assert config.model.top_mlp == [8, 1]
+        assert config.embedding.tables["table_3"].sharding is Sharding.column_wise
+        assert config.embedding.tables["table_3"].pooling_factor == 0
+        assert config.embedding.optimizer.kind is EmbeddingOptimizerKind.sgd
+
+    def test_the_resolved_config_reads_back_as_itself(self, load, tmp_path):
+        config = load("embedding.tables.table_3.sharding=column_wise", "telemetry.profile_steps=[3,5]", "output_dir=a b")
+        (tmp_path / "resolved.yaml").write_text(to_yaml(config))
+        assert load_config(tmp_path / "resolved.yaml") == config
+
+    def test_flattened_keys_are_the_known_ones(self, load):
+        assert set(known_keys()) - set(flatten(load())) == {"embedding.tables"}
+
+    def test_names_that_scripts_rest_on(self):
+        assert {
+            "name",
+            "output_dir",
+            "seed",
+            "comm",
+            "training.max_steps",
+            "training.global_batch_size",
+            "embedding.sharding",
+        } <= set(known_keys())
+        assert Config().output_dir == "runs"
+
+
+class TestUnknownKeys:
+    @pytest.mark.parametrize(
+        ("override", "nearest"),
+        [
+            ("sead=1", "seed"),
+            ("training.max_step=1", "training.max_steps"),
+            ("training.batch_size=1", "training.global_batch_size"),
+            ("embeding.sharding=auto", "embedding."),
+            ("embedding.optimizer.lr=1", "embedding.optimizer."),
+            ("data.synthetic.row=[1]", "data.synthetic.rows"),
+        ],
+    )
+    def test_the_nearest_one_is_named(self, load, override, nearest):
+        found = message(load, override)
+        assert "unknown setting" in found
+        assert f"the nearest existing one is {nearest}" in found
+
+    def test_in_the_file_too(self, load, tmp_path):
+        found = message(load, yaml="training:\n  max_stepz: 3")
+        assert found.startswith(f"training.max_stepz: unknown setting (from {tmp_path / 'config.yaml'})")
+        assert "training.max_steps" in found
+
+    def test_of_a_table(self, load):
+        assert message(load, "embedding.tables.table_3.shard=row_wise").startswith("embedding.tables.table_3.shard: unknown")
+
+
+class TestWrongTypes:
+    @pytest.mark.parametrize(
+        ("override", "parts"),
+        [
+            ("training.max_steps=many", ("training.max_steps=many", "allowed: a whole number")),
+            ("training.max_steps=1.5", ("training.max_steps=1.5", "allowed: a whole number")),
+            (
+                "training.dense_optimizer.learning_rate=fast",
+                ("training.dense_optimizer.learning_rate=fast", "allowed: a number"),
+            ),
+            ("checkpoint.resume=perhaps", ("checkpoint.resume=perhaps", "allowed: true or false")),
+            ("embedding.sharding=diagonal", ("embedding.sharding=diagonal", "table_wise, column_wise, row_wise")),
+            ("comm=fast", ("comm=fast", "allowed: baseline")),
+            ("model.top_mlp=[a,1]", ("model.top_mlp", "allowed: a list of whole numbers")),
+            ("embedding=7", ("embedding=7", "allowed: a group of settings: dim, dtype")),
+        ],
+    )
+    def test_key_value_and_what_is_allowed(self, load, override, parts):
+        found = message(load, override)
+        for part in parts:
+            assert part in found
+
+    @pytest.mark.parametrize("override", ["training.max_steps", "=3", "training max_steps=3", "--resume=1"])
+    def test_what_is_no_override(self, load, override):
+        assert message(load, override).startswith(f"override {override!r}: expected key=value")
+
+
+class TestFiles:
+    def test_that_do_not_exist(self):
+        with pytest.raises(ConfigError, match=r"config nowhere.yaml: no such file; there are: "):
+            load_config("nowhere.yaml")
+
+    @pytest.mark.parametrize("yaml", ["training: [1, 2", "a: b: c", "\x00"])
+    def test_that_are_no_yaml(self, load, yaml):
+        assert "not readable as YAML" in message(load, yaml=yaml)
+
+    def test_that_are_no_mapping(self, load):
+        assert "expected a mapping of settings" in message(load, yaml="- 1\n- 2")
+
+    def test_that_are_folders(self, tmp_path: Path):
+        with pytest.raises(ConfigError, match="not readable as YAML"):
+            load_config(tmp_path)
+
+
+class TestContradictions:
+    @pytest.mark.parametrize(
+        ("overrides", "parts"),
+        [
+            (["model.bottom_mlp=[64,32]"], ("model.bottom_mlp=[64, 32]", "a last width of embedding.dim=64")),
+            (["model.top_mlp=[8,2]"], ("model.top_mlp=[8, 2]", "last one 1")),
+            (["training.target_auc=0.8"], ("evaluation.every_steps=0", "training.target_auc is checked by evaluations")),
+            (["data.source=prepared"], ("data.path=''", "data.source=prepared")),
+            (["data.source=criteo_npy", "data.path=x"], ("embedding.rows=[]", "data.source=criteo_npy")),
+            (["data.synthetic.rows=[1,2]"], ("data.synthetic.rows=[1, 2]", "each of 26 tables")),
+            (["embedding.dim=6", "model.bottom_mlp=[6]"], ("embedding.dim=6", "multiple of 4")),
+            (["embedding.shard_columns=12"], ("embedding.shard_columns=12", "divides embedding.dim=64")),
+            (
+                ["embedding.optimizer.kind=sgd", "embedding.optimizer.weight_decay=0.1"],
+                ("embedding.optimizer.weight_decay=0.1", "embedding.optimizer.kind=sgd"),
+            ),
+            (
+                ["training.schedule.warmup_steps=10", "training.schedule.decay_steps=5"],
+                ("training.schedule.decay_start_step=0", "training.schedule.warmup_steps=10 or more"),
+            ),
+            (["training.global_batch_size=0"], ("training.global_batch_size=0", "1 or more")),
+            (["training.dense_optimizer.learning_rate=-1"], ("learning_rate=-1.0", "a positive number")),
+            (["embedding.optimizer.learning_rate=nan"], ("embedding.optimizer.learning_rate=nan", "a finite number")),
+            (["telemetry.profile_steps=[5]"], ("telemetry.profile_steps=[5]", "[first, last]")),
+            (["runtime.device=tpu"], ("runtime.device=tpu", "auto, cpu, cuda")),
+            (["name=a/b"], ("name=a/b", "letters, digits")),
+            (["name=.."], ("name=..", "letters, digits")),
+            (["seed=-1"], ("seed=-1", "0 to 2147483647")),
+            (["checkpoint.keep_last=0"], ("checkpoint.keep_last=0", "1 or more")),
+            (["training.schedule.floor=2"], ("training.schedule.floor=2.0", "0 to 1")),
+        ],
+        ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    )
+    def test_key_value_and_what_is_allowed(self, load, overrides, parts):
+        found = message(load, *overrides)
+        for part in (*parts, "allowed: "):
+            assert part in found

@@ -1,0 +1,179 @@
+"""What the planner is told, and how its plan reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
+
+from dlrm_fused.config import (
+    ComputeKernel,
+    Config,
+    EmbeddingConfig,
+    EmbeddingOptimizerKind,
+    Sharding,
+    TableConfig,
+    WireDtype,
+)
+from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
+from dlrm_fused.errors import ConfigError
+from dlrm_fused.models import build_model
+from dlrm_fused.sharding.parallel import fill_uniform, make_sharder
+from dlrm_fused.sharding.planning import describe_plan, make_plan, shard_columns, table_constraints
+
+CPU = torch.device("cpu")
+SCHEMA = DatasetSchema(
+    dense_features=("age",),
+    sparse_features=(SparseFeature("user", 1000, 1.0, False), SparseFeature("genres", 30, 2.5, True)),
+)
+
+
+class TestConstraints:
+    def test_all_tables_follow_the_group(self):
+        embedding = EmbeddingConfig(sharding=Sharding.row_wise)
+        for constraint in table_constraints(embedding, SCHEMA, 4).values():
+            assert constraint.sharding_types == ["row_wise"]
+            assert constraint.compute_kernels == ["fused"]
+
+    def test_a_table_may_have_its_own(self):
+        tables = {"user": TableConfig(Sharding.column_wise, ComputeKernel.fused_uvm_caching)}
+        constraints = table_constraints(EmbeddingConfig(sharding=Sharding.table_wise, tables=tables), SCHEMA, 4)
+        assert constraints["user"].sharding_types == ["column_wise"]
+        assert constraints["user"].compute_kernels == ["fused_uvm_caching"]
+        assert constraints["genres"].sharding_types == ["table_wise"]
+        assert constraints["genres"].compute_kernels == ["fused"]
+
+    def test_pooling_factors_come_from_the_data_unless_configured(self):
+        tables = {"user": TableConfig(pooling_factor=7.0)}
+        constraints = table_constraints(EmbeddingConfig(tables=tables), SCHEMA, 4)
+        assert constraints["user"].pooling_factors == [7.0]
+        assert constraints["genres"].pooling_factors == [2.5]
+
+    def test_auto_leaves_everything_but_data_parallel_to_the_planner(self):
+        types = table_constraints(EmbeddingConfig(), SCHEMA, 4)["user"].sharding_types
+        assert {"table_wise", "row_wise", "column_wise"} <= set(types)
+        assert "data_parallel" not in types
+
+    def test_data_parallel_tables_have_a_plain_kernel(self):
+        constraint = table_constraints(EmbeddingConfig(sharding=Sharding.data_parallel), SCHEMA, 4)["user"]
+        assert constraint.sharding_types == ["data_parallel"]
+        assert constraint.compute_kernels == ["dense"]
+
+    @pytest.mark.parametrize("sharding", [Sharding.row_wise, Sharding.table_row_wise, Sharding.grid_shard])
+    def test_a_single_rank_holds_whole_tables(self, sharding):
+        constraint = table_constraints(EmbeddingConfig(sharding=sharding), SCHEMA, 1)["user"]
+        assert constraint.sharding_types == ["table_wise"]
+
+    def test_a_table_that_the_data_does_not_have(self):
+        embedding = EmbeddingConfig(tables={"movie": TableConfig()})
+        with pytest.raises(ConfigError, match=r"embedding.tables.movie: no such table; the data set has: genres, user"):
+            table_constraints(embedding, SCHEMA, 4)
+
+
+@pytest.mark.parametrize(
+    ("dim", "world_size", "columns"),
+    [(64, 1, 64), (64, 2, 32), (64, 4, 16), (64, 3, 32), (64, 100, 4), (12, 2, 12), (12, 3, 4), (8, 8, 4)],
+)
+def test_columns_are_cut_into_no_more_shards_than_ranks(dim, world_size, columns):
+    assert shard_columns(EmbeddingConfig(dim=dim), world_size) == columns
+
+
+def test_configured_columns_of_a_shard_win():
+    assert shard_columns(EmbeddingConfig(dim=64, shard_columns=8), 2) == 8
+
+
+def test_the_plan_as_a_table():
+    def shards(*pieces: tuple[int, int, int, int, int]) -> EnumerableShardingSpec:
+        return EnumerableShardingSpec(
+            [ShardMetadata([row, column], [rows, columns], f"rank:{r}/cpu") for row, column, rows, columns, r in pieces]
+        )
+
+    tables = {
+        # Not in the order of the schema.
+        "genres": ParameterSharding("table_wise", "fused", [1], shards((0, 0, 30, 8, 1))),
+        "user": ParameterSharding("row_wise", "fused", [0, 1], shards((0, 0, 500, 8, 0), (500, 0, 500, 8, 1))),
+    }
+    text = describe_plan(ShardingPlan({"tables": EmbeddingModuleShardingPlan(tables)}), SCHEMA, 8)
+    lines = [line.split() for line in text.splitlines()]
+    assert lines[0] == ["table", "rows", "dim", "pooling", "sharding", "kernel", "ranks"]
+    assert lines[1] == ["user", "1,000", "8", "1.00", "row_wise", "fused", "0,1"]
+    assert lines[2] == ["genres", "30", "8", "2.50", "table_wise", "fused", "1"]
+    assert [line[:2] for line in lines[4:]] == [["rank", "0:"], ["rank", "1:"]]
+
+
+@pytest.fixture
+def single_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("single_rank")
+class TestMakePlan:
+    def plan(self, schema: DatasetSchema, sharding: Sharding) -> str:
+        config = Config()
+        config.embedding.sharding = sharding
+        config.model.bottom_mlp = [64]
+        model = build_model(config, schema, 1, CPU)
+        plan = make_plan(config, schema, model, [make_sharder(config.embedding, CPU)], CPU)
+        return describe_plan(plan, schema, config.embedding.dim)
+
+    @pytest.mark.parametrize("sharding", [Sharding.auto, Sharding.table_wise, Sharding.column_wise])
+    def test_every_table_has_a_place(self, sharding):
+        text = self.plan(SCHEMA, sharding)
+        assert "user" in text
+        assert "genres" in text
+        assert "fused" in text
+        assert "rank 0: 0.000 GiB" in text
+
+    def test_tables_that_fit_nowhere(self):
+        huge = DatasetSchema(("age",), (SparseFeature("user", 2**40, 1.0, False),))
+        with pytest.raises(ConfigError, match=r"embedding.sharding=table_wise: no plan for 1 ranks: .*") as failed:
+            self.plan(huge, Sharding.table_wise)
+        assert "\n" not in str(failed.value)
+
+
+class TestSharder:
+    def test_adam_is_for_gpus(self):
+        embedding = EmbeddingConfig()
+        embedding.optimizer.kind = EmbeddingOptimizerKind.adam
+        with pytest.raises(ConfigError, match=r"embedding.optimizer.kind=adam: .*GPUs only"):
+            make_sharder(embedding, CPU)
+
+    @pytest.mark.parametrize("key", ["forward_wire", "backward_wire"])
+    def test_gloo_does_not_send_bf16(self, key):
+        embedding = EmbeddingConfig(**{key: WireDtype.bf16})
+        with pytest.raises(ConfigError, match=rf"embedding.{key}=bf16: .*fp32, fp16"):
+            make_sharder(embedding, CPU)
+
+
+class TestInitialWeights:
+    SHAPE = (150_000, 8)  # more than two of the blocks that are drawn at once
+
+    def fill(self, offsets: tuple[int, int], shape: tuple[int, int], seed: int = 1) -> torch.Tensor:
+        weight = torch.full(shape, torch.nan)
+        fill_uniform(weight, offsets, self.SHAPE, bound=0.5, seed=seed)
+        return weight
+
+    @pytest.mark.parametrize(
+        ("offsets", "shape"), [((0, 0), (1, 8)), ((65_530, 0), (10, 8)), ((70_000, 4), (80_000, 4)), ((149_999, 0), (1, 4))]
+    )
+    def test_a_piece_is_part_of_the_whole(self, offsets, shape):
+        (row, column), (rows, columns) = offsets, shape
+        whole = self.fill((0, 0), self.SHAPE)
+        assert torch.equal(self.fill(offsets, shape), whole[row : row + rows, column : column + columns])
+
+    def test_uniform_within_the_bound(self):
+        whole = self.fill((0, 0), self.SHAPE)
+        assert whole.abs().max() <= 0.5
+        assert whole.mean().item() == pytest.approx(0, abs=2e-3)
+        assert whole.std().item() == pytest.approx(1 / 12**0.5, rel=1e-2)
+
+    def test_seeds_and_blocks_differ(self):
+        whole = self.fill((0, 0), self.SHAPE)
+        assert not torch.equal(whole, self.fill((0, 0), self.SHAPE, seed=2))
+        assert not torch.equal(whole[:1000], whole[65_536:66_536])
