@@ -58,8 +58,7 @@ def trainer_run(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     parts = {key: statistics.median(line[key] for line in timed if key in line) for key in timed[-1] if key.endswith("_ms")}
     return {
         "samples_per_second": sum(samples) / sum(seconds),
-        "fastest_interval": max(line["samples_per_second"] for line in timed),
-        "slowest_interval": min(line["samples_per_second"] for line in timed),
+        "intervals": [[line["step"], round(line["samples_per_second"])] for line in timed],
         "median_parts": parts,
         "checkpoints": sorted(p.name for p in (Path(folder) / "throughput" / "checkpoints").iterdir()),
         "plan": (Path(folder) / "throughput" / "plan.txt").read_text(),

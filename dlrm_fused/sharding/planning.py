@@ -83,10 +83,10 @@ def _constraint(embedding: EmbeddingConfig, feature: SparseFeature, world_size: 
     )
 
 
-def _sharding_types(sharding: Sharding, world_size: int) -> list[str]:
+def _sharding_types(sharding: Sharding, world_size: int) -> list[str] | None:
     if sharding is Sharding.auto:
-        # Tables in data parallel would need an optimizer step of their own; only who asks for them gets them.
-        return [kind.value for kind in ShardingType if kind is not ShardingType.DATA_PARALLEL]
+        # Not a list of all: from that the planner would also take kinds that it leaves out by itself, for good reason.
+        return None
     if world_size == 1 and sharding is not Sharding.data_parallel:
         # A single rank holds whole tables, or slices of columns; TorchRec has no row-wise plan for it.
         sharding = Sharding.column_wise if sharding is Sharding.column_wise else Sharding.table_wise

@@ -244,23 +244,16 @@ class LossSummary:
 
 
 class LossTracker:
-    """Collects the losses of steps on the device; one transfer to the host when they are read.
+    """Keeps the losses of steps where they are; nothing is computed or transferred before they are read."""
 
-    Args:
-        device: the device of the losses.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._sum = torch.zeros((), dtype=torch.float64, device=device)
-        self._first_bad = torch.full((), math.inf, dtype=torch.float64, device=device)
-        self._steps = 0
+    def __init__(self) -> None:
+        self._steps: list[int] = []
+        self._losses: list[Tensor] = []
 
     def add(self, step: int, loss: Tensor) -> None:
         """Add this rank's loss (a scalar tensor) of a step; the loss of the step is the mean over ranks."""
-        loss = loss.detach().double()
-        self._sum = self._sum + loss
-        self._first_bad = torch.where(loss.isfinite(), self._first_bad, self._first_bad.clamp(max=float(step)))
-        self._steps += 1
+        self._steps.append(step)
+        self._losses.append(loss.detach())
 
     def read(self, group: dist.ProcessGroup | None = None) -> LossSummary:
         """Sum up over all ranks and begin anew; all ranks of the group must call it after the same steps.
@@ -268,12 +261,12 @@ class LossTracker:
         Args:
             group: as in :meth:`BinaryMetrics.compute`.
         """
-        ranks = torch.stack(_all_gather(torch.stack([self._sum, self._first_bad]), group)).cpu()
-        first_bad, steps = ranks[:, 1].amin().item(), self._steps
-        self._sum, self._first_bad = torch.zeros_like(self._sum), torch.full_like(self._first_bad, math.inf)
-        self._steps = 0
+        steps, losses = self._steps, self._losses
+        self._steps, self._losses = [], []
+        if not steps:
+            return LossSummary(mean=math.nan, steps=0, first_nonfinite_step=None)
+        of_ranks = torch.stack(_all_gather(torch.stack(losses).double(), group)).cpu()
+        bad = (~of_ranks.isfinite()).any(dim=0).nonzero()
         return LossSummary(
-            mean=ranks[:, 0].sum().item() / (len(ranks) * steps) if steps else math.nan,
-            steps=steps,
-            first_nonfinite_step=None if math.isinf(first_bad) else int(first_bad),
+            mean=of_ranks.mean().item(), steps=len(steps), first_nonfinite_step=steps[int(bad[0])] if len(bad) else None
         )

@@ -70,6 +70,9 @@ class TrainingPipeline(TrainPipelineSparseDist[Batch, Output]):
     @contextmanager
     def _on_data_dist_stream(self) -> Iterator[None]:
         """Time what happens on the stream of the input dist; the stream itself is chosen by TorchRec."""
+        if not self._timer.is_measuring:
+            yield
+            return
         with self._stream_context(self._data_dist_stream):
             self._timer.start("input_dist")
         yield

@@ -31,10 +31,13 @@ class LearningRates:
     def __init__(self, schedule: ScheduleConfig, optimizer: CombinedOptimizer) -> None:
         self._schedule = schedule
         self._groups = [(group, group["lr"]) for group in optimizer.param_groups]
+        self._current = 1.0
 
     def apply(self, step: int) -> float:
         """Set the rates for a step, counted from 0; returns the factor."""
         current = factor(self._schedule, step)
-        for group, base in self._groups:
-            group["lr"] = base * current
+        if current != self._current:
+            for group, base in self._groups:
+                group["lr"] = base * current
+            self._current = current
         return current

@@ -80,9 +80,13 @@ class StepTimer:
 
     Args:
         device: where the steps run.
+        every: only one in so many steps is measured; the events of a step cost the host some 0.2 ms on CUDA.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, every: int = 1) -> None:
+        self._every = every
+        self._until_next = every
+        self.is_measuring = True
         self._host = _HostClock()
         self._clock: _Clock = _CudaClock() if device.type == "cuda" else self._host
         self._running: dict[str, Any] = {}
@@ -97,22 +101,29 @@ class StepTimer:
 
     def start(self, name: str) -> None:
         """Begin a part; for code that cannot use :meth:`part`, such as hooks."""
+        if not self.is_measuring:
+            return
         self._current_step()
         self._running[name] = self._clock_of(name).mark()
 
     def stop(self, name: str) -> None:
         """End a part that :meth:`start` began, on the same stream."""
+        if not self.is_measuring:
+            return
         begin = self._running.pop(name)
         clock = self._clock_of(name)
         self._current_step().intervals.append((name, clock, begin, clock.mark()))
 
     def step_done(self) -> None:
         """Close the step."""
-        step = self._current_step()
-        step.end = self._clock.mark()
-        self._unread.append(step)
-        self._step = _Step(begin=step.end)
-        self._read_passed()
+        if self.is_measuring:
+            step = self._current_step()
+            step.end = self._clock.mark()
+            self._unread.append(step)
+            self._read_passed()
+        self._until_next = self._until_next - 1 or self._every
+        self.is_measuring = self._until_next == self._every
+        self._step = _Step(begin=self._clock.mark()) if self.is_measuring else None
 
     def interrupt(self) -> None:
         """Leave the time until the next part out of the next step: call it after an evaluation or a checkpoint."""
@@ -152,7 +163,8 @@ class StepTimer:
             self._totals[name] += clock.milliseconds(begin, end)
             clock.reuse(begin)
             clock.reuse(end)
-        self._clock.reuse(step.begin)  # its end is the begin of the next step
+        self._clock.reuse(step.begin)
+        self._clock.reuse(step.end)
 
 
 class _Part:

@@ -39,6 +39,8 @@ from dlrm_fused.versions import check_versions
 
 logger = logging.getLogger("dlrm_fused")
 
+_TIMED_STEPS_APART = 8
+
 
 def train(config: Config, rank: Rank, board: FailureBoard) -> None:
     """Train as the config says, on this rank of the run; continues a run of the same name.
@@ -123,9 +125,9 @@ class Trainer:
             self._continue_from(start_step)
         if config.checkpoint.every_steps:
             self._checkpoints.allocate(sharded)
-        self._timer = StepTimer(device)
+        self._timer = StepTimer(device, every=_TIMED_STEPS_APART if device.type == "cuda" else 1)
         self._pipeline = TrainingPipeline(sharded.model, sharded.optimizer, device, self._timer)
-        self._losses = LossTracker(device)
+        self._losses = LossTracker()
         self._throughput = _Throughput(config.training.global_batch_size, rank.world_size)
         self._writer = RunWriter(folder.path, config, rank.index, resume_step=start_step)
         self._show_plan()

@@ -31,7 +31,7 @@ def measure(share: slice, exact_samples: int, shift: float = 0.0) -> BinaryMetri
 
 
 def track(rank: int) -> list[LossSummary]:
-    tracker = LossTracker(CPU)
+    tracker = LossTracker()
     tracker.add(1, torch.tensor(1.0 + rank))
     healthy = tracker.read()
     for step in (2, 3, 4):

@@ -48,7 +48,7 @@ def test_update_does_not_wait_for_the_device(no_synchronization):
 
 def test_adding_a_loss_does_not_wait_for_the_device(no_synchronization):
     loss = torch.full((), float("inf"), device="cuda")
-    tracker = LossTracker(torch.device("cuda"))
+    tracker = LossTracker()
     for step in (7, 8):
         tracker.add(step, loss)
     no_synchronization()

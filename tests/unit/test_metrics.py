@@ -172,7 +172,7 @@ def test_shapes_must_agree():
 
 
 def test_losses_are_averaged_since_the_last_read():
-    tracker = LossTracker(CPU)
+    tracker = LossTracker()
     for step, loss in enumerate([1.0, 2.0, 6.0], start=1):
         tracker.add(step, torch.tensor(loss))
     assert (tracker.read().mean, tracker.read().steps) == (3.0, 0)
@@ -183,7 +183,7 @@ def test_losses_are_averaged_since_the_last_read():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_the_first_step_with_a_nonfinite_loss_is_told(bad):
-    tracker = LossTracker(CPU)
+    tracker = LossTracker()
     for step, loss in [(11, 0.5), (12, bad), (13, 0.5), (14, bad)]:
         tracker.add(step, torch.tensor(loss))
     assert tracker.read().first_nonfinite_step == 12

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
 from dlrm_fused.config import (
@@ -53,10 +55,25 @@ class TestConstraints:
         assert constraints["user"].pooling_factors == [7.0]
         assert constraints["genres"].pooling_factors == [2.5]
 
-    def test_auto_leaves_everything_but_data_parallel_to_the_planner(self):
-        types = table_constraints(EmbeddingConfig(), SCHEMA, 4)["user"].sharding_types
-        assert {"table_wise", "row_wise", "column_wise"} <= set(types)
-        assert "data_parallel" not in types
+    def test_auto_gives_the_plan_that_torchrec_makes_by_itself(self):
+        schema = DatasetSchema(
+            ("age",), tuple(SparseFeature(f"table_{i}", rows, 10.0) for i, rows in enumerate((10, 1000, 10**6, 4 * 10**6)))
+        )
+        config = Config(embedding=EmbeddingConfig(dim=128))
+        config.model.bottom_mlp = [128]
+        model = build_model(config, schema, 4, CPU)
+        sharder = make_sharder(config.embedding, torch.device("cuda"))
+        own = {name: ParameterConstraints(pooling_factors=[10.0]) for name in (f.name for f in schema.sparse_features)}
+        plans = [
+            EmbeddingShardingPlanner(
+                topology=Topology(world_size=4, compute_device="cuda"), batch_size=16_384, constraints=constraints, debug=False
+            ).plan(model, [sharder])
+            for constraints in (table_constraints(config.embedding, schema, 4), own)
+        ]
+        ours, torchrecs = (
+            {name: (p.sharding_type, p.ranks) for m in plan.plan.values() for name, p in m.items()} for plan in plans
+        )
+        assert ours == torchrecs
 
     def test_data_parallel_tables_have_a_plain_kernel(self):
         constraint = table_constraints(EmbeddingConfig(sharding=Sharding.data_parallel), SCHEMA, 4)["user"]

@@ -91,3 +91,12 @@ def test_a_part_ends_when_its_code_raises(timer, clock):
         fail()
     timer.step_done()
     assert timer.summary()["backward_ms"] == pytest.approx(2)
+
+
+def test_only_one_in_so_many_steps_is_measured(clock):
+    timer = StepTimer(torch.device("cpu"), every=3)
+    for milliseconds in (1, 10, 100, 3, 10, 100):
+        with timer.part("backward"):
+            clock.pass_ms(milliseconds)
+        timer.step_done()
+    assert timer.summary() == pytest.approx({"step_ms": 2, "backward_ms": 2})
