@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from yaml import MarkedYAMLError, YAMLError
 
 from dlrm_fused.errors import ConfigError
 
@@ -292,8 +292,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     config = cast(DictConfig, OmegaConf.structured(Config))
     config = _merge(config, _read_yaml(Path(path)), origin=str(path))
     for override in overrides:
-        config = _merge(config, _parse_override(override), origin=override)
-    typed = cast(Config, OmegaConf.to_object(config))
+        config = _merge(config, _parse_override(override), origin="the command line")
+    try:
+        typed = cast(Config, OmegaConf.to_object(config))
+    except OmegaConfBaseException as error:  # a ${reference} that leads nowhere
+        raise ConfigError(f"{error.full_key}: {_first_line(error)}") from None
     check_consistency(typed)
     return typed
 
@@ -324,10 +327,18 @@ def _read_yaml(path: Path) -> DictConfig:
         known = sorted(str(p) for p in Path("configs").glob("*.yaml"))
         raise ConfigError(f"config {path}: no such file; there are: {', '.join(known) or 'none in configs/'}") from None
     except (YAMLError, OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config {path}: not readable as YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"config {path}: not readable as YAML: {_yaml_reason(error)}") from None
     if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"config {path}: expected a mapping of settings, found {type(loaded).__name__}")
+        raise ConfigError(f"config {path}: expected a mapping of settings, such as name: my_run, found a list")
     return loaded
+
+
+def _yaml_reason(error: Exception) -> str:
+    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return " ".join(str(error).split())
 
 
 def _parse_override(override: str) -> DictConfig:
@@ -343,14 +354,29 @@ def _parse_override(override: str) -> DictConfig:
 def _merge(config: DictConfig, update: DictConfig, origin: str) -> DictConfig:
     unknown = _first_unknown_key(update, Config, "")
     if unknown:
-        nearest = difflib.get_close_matches(unknown, known_keys(), n=1, cutoff=0.0)[0]
+        nearest = difflib.get_close_matches(unknown, _candidates(unknown), n=1, cutoff=0.0)[0]
         raise ConfigError(f"{unknown}: unknown setting (from {origin}); the nearest existing one is {nearest}")
+    for group in _keys_of_groups(Config, ""):
+        value = OmegaConf.select(update, group, throw_on_resolution_failure=False)
+        if not (value is None or isinstance(value, DictConfig)):
+            raise ConfigError(f"{group}={value}: allowed: {_allowed(group)} (from {origin})")
     try:
         return cast(DictConfig, OmegaConf.merge(config, update))
-    except OmegaConfBaseException as error:
-        key = error.full_key or origin
-        value = OmegaConf.select(update, key) if error.full_key else update
-        raise ConfigError(f"{key}={value}: {_first_line(error)}; allowed: {_allowed(key)} (from {origin})") from None
+    except (OmegaConfBaseException, TypeError) as error:
+        key = getattr(error, "full_key", None)
+        if not key:
+            raise ConfigError(f"{' '.join(OmegaConf.to_yaml(update).split())}: {_first_line(error)} (from {origin})") from None
+        value = OmegaConf.select(update, key)
+        shown = "null" if value is None else value
+        raise ConfigError(f"{key}={shown}: allowed: {_allowed(key)} (from {origin})") from None
+
+
+def _candidates(unknown: str) -> list[str]:
+    """Settings that an unknown key may have been meant for, those of single tables included."""
+    group, _, table = unknown.rpartition(".")[0].rpartition(".")
+    if group != "embedding.tables":
+        return known_keys()
+    return [f"{group}.{table}.{f.name}" for f in fields(TableConfig)]
 
 
 def _first_unknown_key(update: Any, schema: type, prefix: str) -> str | None:
@@ -390,18 +416,34 @@ def _field_type(schema: type, name: str) -> Any:
     return globals().get(str(annotation), annotation)
 
 
+def _keys_of_groups(schema: type, prefix: str) -> Iterable[str]:
+    for f in fields(schema):
+        kind = _field_type(schema, f.name)
+        if is_dataclass(kind):
+            yield f"{prefix}{f.name}"
+            yield from _keys_of_groups(cast(type, kind), f"{prefix}{f.name}.")
+
+
+_IN_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a text",
+    "list[int]": "a list of whole numbers, such as [64,32]",
+    "dict[str, TableConfig]": "a group of settings for each table, by its name",
+}
+
+
 def _allowed(key: str) -> str:
+    """What a setting may be, in words."""
     schema: Any = Config
-    for part in key.split("."):
-        part = part.split("[")[0]
-        if not (is_dataclass(schema) and any(f.name == part for f in fields(schema))):
-            return "a setting of configs/"
-        schema = _field_type(cast(type, schema), part)
+    for part in re.sub(r"\[.*", "", key).split("."):
+        schema = TableConfig if schema == "dict[str, TableConfig]" else _field_type(cast(type, schema), part)
     if isinstance(schema, type) and issubclass(schema, Enum):
         return ", ".join(member.name for member in schema)
     if is_dataclass(schema):
         return "a group of settings: " + ", ".join(f.name for f in fields(schema))
-    return str(schema)
+    return _IN_WORDS[str(schema)]
 
 
 def _first_line(error: Exception) -> str:
