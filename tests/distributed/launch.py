@@ -268,8 +268,18 @@ def run_script(ranks: int, script: Path, arguments: Sequence[str], folder: Path,
 
     A rank that is still there after ``timeout`` seconds is killed: its status is then negative.
     """
+    return run_program(ranks, folder, timeout, _be_script, script, arguments)
+
+
+def _be_script(script: Path, arguments: Sequence[str]) -> None:
+    sys.argv = [str(script), *arguments]
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def run_program(ranks: int, folder: Path, timeout: float, main: Callable[..., None], *arguments: Any) -> Ended:
+    """Run ``main(*arguments)`` as the whole program of so many processes. Otherwise like :func:`run_script`."""
     began = time.monotonic()
-    started = Ranks(ranks, _be_script, script, arguments, folder)
+    started = Ranks(ranks, _be_program, folder, main, arguments)
     for process in started.processes:
         process.join(max(0.0, began + timeout - time.monotonic()))
     seconds = time.monotonic() - began
@@ -278,7 +288,7 @@ def run_script(ranks: int, script: Path, arguments: Sequence[str], folder: Path,
     return Ended([cast(int, process.exitcode) for process in started.processes], "".join(outputs), seconds)
 
 
-def _be_script(script: Path, arguments: Sequence[str], folder: Path) -> None:
+def _be_program(folder: Path, main: Callable[..., None], arguments: Sequence[Any]) -> None:
     os.chdir(folder)
     output = os.open(f"output_of_rank_{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
@@ -286,8 +296,7 @@ def _be_script(script: Path, arguments: Sequence[str], folder: Path) -> None:
     # As in a fresh process.
     logging.disable(logging.NOTSET)
     warnings.resetwarnings()
-    sys.argv = [str(script), *arguments]
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        main(*arguments)
     except SystemExit as exit_:
         os._exit(exit_.code if isinstance(exit_.code, int) else 1)

@@ -1,0 +1,170 @@
+"""Failing together: what ends one rank ends all, soon, and is said once."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dlrm_fused.errors import ConfigError, DataError, TrainingError
+from dlrm_fused.training.runtime import FailureBoard, Rank, Sentinel, logger, process_group, raise_together, run_together
+from tests.distributed.launch import Ended, run_program, run_ranks
+
+CPU = torch.device("cpu")
+PEER_TIMEOUT_SECONDS = 2.0
+Work = Callable[[Rank], None]
+
+
+def run(folder: Path, work: Work, ranks: int = 2) -> Ended:
+    return run_program(ranks, folder, 60, together, work)
+
+
+def together(work: Work) -> None:
+    def in_group(rank: Rank, board: FailureBoard) -> None:
+        with process_group(rank, CPU), Sentinel(rank, board, PEER_TIMEOUT_SECONDS):
+            work(rank)
+
+    run_together(in_group)
+
+
+def errors(ended: Ended) -> list[str]:
+    """The lines of the log that say ERROR, without time and host."""
+    return re.findall(r"^\d\d:\d\d:\d\d \S+ (rank \d+ ERROR .*)$", ended.output, re.MULTILINE)
+
+
+def log_on_all_ranks(_: Rank) -> None:
+    logger.info("for information")
+    logger.warning("look at this")
+
+
+def test_log_lines_say_when_which_host_and_which_rank(tmp_path):
+    ended = run(tmp_path, log_on_all_ranks)
+    assert ended.statuses == [0, 0]
+    lines = [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in ended.output.splitlines()]
+    host = os.uname().nodename
+    assert lines == [
+        f"{host} rank 0 INFO for information",
+        f"{host} rank 0 WARNING look at this",
+        f"{host} rank 1 WARNING look at this",
+    ]
+
+
+def fail_on_all_ranks(_: Rank) -> None:
+    raise ConfigError("seed=x: allowed:\na number")
+
+
+def test_an_error_that_all_ranks_meet_is_told_once_as_one_line(tmp_path):
+    ended = run(tmp_path, fail_on_all_ranks)
+    assert ended.statuses == [1, 1]
+    told = [line for line in errors(ended) if "stopping, because" not in line]
+    assert [line.split("ERROR ")[1] for line in told] == ["seed=x: allowed: a number"]
+    assert "Traceback" not in ended.output
+
+
+def fail_on_rank_1(rank: Rank) -> None:
+    if rank.index == 1:
+        raise DataError("file.txt: line 3 is malformed")
+    dist.barrier()
+
+
+def test_an_error_of_one_rank_ends_a_rank_that_waits_for_it(tmp_path):
+    ended = run(tmp_path, fail_on_rank_1)
+    assert ended.statuses == [1, 1]
+    assert "rank 1 ERROR file.txt: line 3 is malformed" in errors(ended)
+    assert "Traceback" not in ended.output
+    assert ended.seconds < 10
+
+
+def fail_unexpectedly_on_rank_1(rank: Rank) -> None:
+    if rank.index == 1:
+        raise ZeroDivisionError("a mistake of ours")
+    dist.barrier()
+
+
+def test_an_error_that_is_nobodys_input_comes_with_its_traceback_once(tmp_path):
+    ended = run(tmp_path, fail_unexpectedly_on_rank_1)
+    assert ended.statuses == [1, 1]
+    assert ended.output.count("Traceback") == 1
+    assert "ZeroDivisionError: a mistake of ours" in ended.output
+    assert "fail_unexpectedly_on_rank_1" in ended.output
+
+
+def end_by_sigkill_on_rank_1(rank: Rank) -> None:
+    if rank.index == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def test_a_killed_rank_ends_a_rank_that_waits_for_it(tmp_path):
+    ended = run(tmp_path, end_by_sigkill_on_rank_1)
+    assert ended.statuses == [1, -signal.SIGKILL]
+    assert ended.seconds < 10
+
+
+def hang_on_rank_1(rank: Rank) -> None:
+    if rank.index == 1:
+        time.sleep(2)  # gives a sign of life
+        process = os.getpid()
+        if os.fork() == 0:
+            time.sleep(8)
+            os.kill(process, signal.SIGKILL)
+            os._exit(0)
+        os.kill(process, signal.SIGSTOP)
+    dist.barrier()
+
+
+def test_a_rank_without_signs_of_life_is_named(tmp_path):
+    """It is stopped, so its connections are open, and nobody else would notice."""
+    ended = run(tmp_path, hang_on_rank_1)
+    assert ended.statuses == [1, -signal.SIGKILL]
+    expected = (
+        rf"rank 0 ERROR rank 1 on {os.uname().nodename} has given no sign of life for 2 s \(runtime.peer_timeout_seconds\)"
+    )
+    assert any(re.match(expected, line) for line in errors(ended)), ended.output
+
+
+def end_early_on_rank_0(rank: Rank) -> None:
+    if rank.index == 1:
+        time.sleep(3 * PEER_TIMEOUT_SECONDS)
+
+
+def test_a_rank_that_is_done_is_not_missed(tmp_path):
+    ended = run(tmp_path, end_early_on_rank_0)
+    assert ended.statuses == [0, 0], ended.output
+    assert ended.output == ""
+
+
+def raise_together_with_rank_1() -> tuple[str, str]:
+    rank = Rank.from_environment()
+    with process_group(rank, CPU):
+        raise_together(None)
+        try:
+            raise_together(DataError("file.txt: empty") if rank.index == 1 else None)
+        except (DataError, TrainingError) as error:
+            return type(error).__name__, str(error)
+    raise AssertionError
+
+
+def test_all_ranks_raise_if_one_does():
+    found = run_ranks(3, raise_together_with_rank_1)
+    assert found == [
+        ("TrainingError", "rank 1: file.txt: empty"),
+        ("DataError", "file.txt: empty"),
+        ("TrainingError", "rank 1: file.txt: empty"),
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_success_has_status_0(tmp_path, ranks):
+    assert run(tmp_path, barrier, ranks).statuses == [0] * ranks
+
+
+def barrier(_: Rank) -> None:
+    dist.barrier()
