@@ -10,31 +10,27 @@ from pathlib import Path
 
 from dlrm_fused.config import Split
 from dlrm_fused.training.offline_evaluation import evaluate_run
-from dlrm_fused.training.runtime import FailureBoard, Rank, run_together
+from dlrm_fused.training.runtime import ArgumentParser, FailureBoard, Rank, run_together
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(rank: Rank, board: FailureBoard) -> None:
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", required=True, type=Path, help="folder of the run, such as runs/quickstart")
     parser.add_argument("--checkpoint", default="last", help="best, last or a step (default: last)")
     parser.add_argument("--split", default="test", choices=[split.name for split in Split])
     parser.add_argument("--predictions", type=Path, help="also write the predictions to this Parquet file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the run")
     arguments = parser.parse_args()
-
-    def work(rank: Rank, board: FailureBoard) -> None:
-        evaluate_run(
-            arguments.run,
-            arguments.checkpoint,
-            Split[arguments.split],
-            arguments.overrides,
-            arguments.predictions,
-            rank,
-            board,
-        )
-
-    run_together(work)
+    evaluate_run(
+        arguments.run,
+        arguments.checkpoint,
+        Split[arguments.split],
+        arguments.overrides,
+        arguments.predictions,
+        rank,
+        board,
+    )
 
 
 if __name__ == "__main__":
-    main()
+    run_together(main)

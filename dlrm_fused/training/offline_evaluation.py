@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from dlrm_fused.config import Split, load_config
 from dlrm_fused.datasets import open_dataset
-from dlrm_fused.errors import CheckpointError
+from dlrm_fused.errors import CheckpointError, ConfigError, UserError
 from dlrm_fused.models import build_model
 from dlrm_fused.sharding.parallel import shard
 from dlrm_fused.training.checkpoint import restore_model
@@ -23,6 +24,7 @@ from dlrm_fused.training.runtime import (
     apply_numerics,
     choose_device,
     process_group,
+    raise_together,
 )
 from dlrm_fused.training.telemetry import write_json
 from dlrm_fused.versions import check_versions
@@ -50,6 +52,8 @@ def evaluate_run(
     check_versions()
     if not (run / "config.yaml").is_file():
         raise CheckpointError(f"--run {run}: no run there (config.yaml is missing)")
+    if predictions and predictions.is_dir():
+        raise ConfigError(f"--predictions {predictions}: allowed: a file, this is a folder")
     config = load_config(run / "config.yaml", overrides)
     folder = RunFolder(run)
     step = folder.checkpoints.select(checkpoint)
@@ -63,10 +67,18 @@ def evaluate_run(
         sharded.model.eval()
         collector = PredictionCollector() if predictions else None
         values = evaluate(sharded.model, dataset, split, config, device, observe=collector)
-        if predictions and collector:
-            _write_predictions(predictions, collector, rank)
-        if rank.index == 0:
-            _report(folder.path, step, split, values)
+        shares = _gather_predictions(collector, rank) if collector else None
+        error: UserError | None = None
+        try:
+            if predictions and shares is not None:
+                _write_predictions(predictions, shares)
+            if rank.index == 0:
+                _report(folder.path, step, split, values)
+        except OSError as failure:
+            error = CheckpointError(
+                f"{failure.filename or predictions or run} cannot be written: {failure.strerror or failure}"
+            )
+        raise_together(error)
 
 
 def _report(run: Path, step: int, split: Split, values: BinaryMetricValues) -> None:
@@ -85,16 +97,17 @@ def _report(run: Path, step: int, split: Split, values: BinaryMetricValues) -> N
         print(f"{name:<20} {value:.6f}" if isinstance(value, float) else f"{name:<20} {value}")
 
 
-def _write_predictions(path: Path, collector: PredictionCollector, rank: Rank) -> None:
-    """Gather the batches of all ranks on rank 0, in the order of the split, and write them. Collective."""
+def _gather_predictions(collector: PredictionCollector, rank: Rank) -> list[tuple[Any, Any]] | None:
+    """(predictions, labels) of all ranks on rank 0, in the order of the split; None on the others. Collective."""
+    gathered: list[Any] | None = [None] * rank.world_size if rank.index == 0 else None
+    dist.gather_object([(p.numpy(), y.numpy()) for p, y in collector.batches()], gathered)
+    # Batch k of the split consists of the shares of ranks 0, 1, ... in this order.
+    return None if gathered is None else [share for batch in zip(*gathered, strict=True) for share in batch]
+
+
+def _write_predictions(path: Path, shares: Sequence[tuple[Any, Any]]) -> None:
     import polars
 
-    gathered: list[object] | None = [None] * rank.world_size if rank.index == 0 else None
-    dist.gather_object([(p.numpy(), y.numpy()) for p, y in collector.batches()], gathered)
-    if gathered is None:
-        return
-    # Batch k of the split consists of the shares of ranks 0, 1, ... in this order.
-    shares = [share for batch in zip(*gathered, strict=True) for share in batch]
     frame = polars.concat([polars.DataFrame({"prediction": p, "label": y.astype("uint8")}) for p, y in shares])
     path.parent.mkdir(parents=True, exist_ok=True)
     frame.write_parquet(path)

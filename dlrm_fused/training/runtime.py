@@ -8,6 +8,8 @@ in a collective that will never complete; hence the sentinel ends the process it
 
 from __future__ import annotations
 
+import argparse
+import errno
 import itertools
 import logging
 import os
@@ -22,16 +24,30 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from dlrm_fused.config import Config, Precision
-from dlrm_fused.errors import ConfigError, TrainingError, UserError
+from dlrm_fused.errors import ConfigError, UserError
 
 logger = logging.getLogger("dlrm_fused")
 
 _FAILURE_KEY = "failure"
+_LONGEST_MESSAGE = 2000
+# Failures of the operating system that a user can mend: the message names the file.
+_MENDABLE = {
+    errno.EACCES,
+    errno.EDQUOT,
+    errno.EEXIST,
+    errno.EISDIR,
+    errno.ENOENT,
+    errno.ENOSPC,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+}
 _HEARTBEAT_SECONDS = 1.0
 _STORE_TIMEOUT = timedelta(seconds=10)
 # A collective that outlasts this was caused by something the sentinel did not see.
@@ -72,6 +88,13 @@ def configure_logging(rank: Rank) -> None:
     warnings.filterwarnings("ignore", module=r"(torch|torchrec|fbgemm_gpu|torchmetrics|tensordict)\b")
     for library in ("torch", "torchrec"):
         logging.getLogger(library).setLevel(logging.ERROR)
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """Of a program whose work is run by :func:`run_together`, so that one rank tells the user what is wrong, not each."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; {' '.join(self.format_usage().split())}")
 
 
 class FailureBoard:
@@ -134,11 +157,11 @@ class Sentinel:
 
     Args:
         peer_timeout_seconds: how long a rank may give no sign of life.
-        end: called with the reason; the default ends the process.
+        end: called with the reason, None if another rank tells it; the default logs it and ends the process.
     """
 
     def __init__(
-        self, rank: Rank, board: FailureBoard, peer_timeout_seconds: float, end: Callable[[str], None] | None = None
+        self, rank: Rank, board: FailureBoard, peer_timeout_seconds: float, end: Callable[[str | None], None] | None = None
     ) -> None:
         self._rank = rank
         self._board = board
@@ -184,7 +207,9 @@ class Sentinel:
                 continue  # the other thread counts how long this goes on
             self._last_contact = time.monotonic()
             if failure is not None:
-                return self._end(f"stopping, because {failure}")
+                # A warning: that rank itself has told the user what is wrong.
+                logger.warning("stopping, because %s", failure)
+                return self._end(None)
             if new_sign != sign or new_sign.startswith("done"):
                 sign, last_change = new_sign, time.monotonic()
             elif time.monotonic() - last_change > self._timeout:
@@ -208,14 +233,15 @@ class Sentinel:
                 )
 
 
-def _end_process(reason: str) -> None:
-    logger.error(reason)
+def _end_process(reason: str | None) -> None:
+    if reason is not None:
+        logger.error(reason)
     _flush()
     os._exit(1)
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
+    return " ".join(str(error).split())[:_LONGEST_MESSAGE]
 
 
 def _flush() -> None:
@@ -236,10 +262,16 @@ def run_together(work: Callable[[Rank, FailureBoard], None]) -> None:
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             raise
-        _report(error, rank, board)
+        _report(_as_user_error(error), rank, board)
         # Not sys.exit: threads of collectives that will never complete would keep the process.
         _flush()
         os._exit(1)
+
+
+def _as_user_error(error: BaseException) -> BaseException:
+    if isinstance(error, OSError) and error.errno in _MENDABLE and error.filename:
+        return UserError(f"{error.filename}: {error.strerror}")
+    return error
 
 
 def _report(error: BaseException, rank: Rank, board: FailureBoard) -> None:
@@ -308,12 +340,10 @@ def raise_together(error: UserError | None) -> None:
     """Raise on all ranks if any rank has an error, so that none waits for another. Collective.
 
     Raises:
-        UserError: this rank's own error, or a TrainingError that repeats another rank's.
+        UserError: that of the first rank that has one; the same on all ranks, since any may be the one that tells the user.
     """
-    messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, str(error) if error else None)
-    if error:
-        raise error
-    for index, message in enumerate(messages):
-        if message:
-            raise TrainingError(f"rank {index}: {message}")
+    errors: list[UserError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    for first in errors:
+        if first is not None:
+            raise first
