@@ -96,6 +96,7 @@ class PreparedInfo:
                 ),
                 **content,
             )
+            reason = _contradiction(info)
         except FileNotFoundError:
             raise DataError(
                 f"{folder}: no prepared data set ({SCHEMA_FILE} is missing); make one with data/prepare.py"
@@ -104,4 +105,22 @@ class PreparedInfo:
             raise DataError(f"{path}: damaged ({type(error).__name__}: {error}); prepare the set again") from None
         if version != FORMAT_VERSION:
             raise DataError(f"{path}: format version {version}, this release reads {FORMAT_VERSION}; prepare the set again")
+        if reason:
+            raise DataError(f"{path}: {reason}; prepare the set again")
         return info
+
+
+def _contradiction(info: PreparedInfo) -> str | None:
+    """What cannot be about the content of ``dataset.json``."""
+    for split, samples in info.samples.items():
+        if not isinstance(samples, int):
+            return f"split {split} has {samples!r} samples, expected a whole number"
+    if not info.schema.dense_features:
+        return "no dense features, expected one or more"
+    names = [feature.name for feature in info.schema.sparse_features]
+    for feature in info.schema.sparse_features:
+        if names.count(feature.name) > 1:
+            return f"two sparse features are named {feature.name}"
+        if not isinstance(feature.rows, int) or feature.rows < 1:
+            return f"feature {feature.name} has {feature.rows!r} rows, expected 1 or more"
+    return None if names else "no sparse features, expected one or more"
