@@ -41,15 +41,23 @@ class RunFolder:
     def summary(self) -> dict[str, Any] | None:
         """The outcome, if the run has ended."""
         try:
-            content: dict[str, Any] = json.loads((self.path / "summary.json").read_text())
-            return content
+            content = json.loads((self.path / "summary.json").read_text())
         except (OSError, ValueError):
             return None
+        return content if isinstance(content, dict) else None
 
     def is_finished(self, config: Config) -> bool:
-        """Whether the run has already got where the config wants it to go."""
-        summary = self.summary()
-        return summary is not None and (summary["steps"] >= config.training.max_steps or summary["reached_target"])
+        """Whether the run has already got where the config wants it to go.
+
+        Raises:
+            CheckpointError: if it has, with other settings.
+        """
+        summary = self.summary() or {}
+        step = self.checkpoints.last()
+        is_finished = summary.get("steps", 0) >= config.training.max_steps or bool(summary.get("reached_target"))
+        if is_finished and step is not None:
+            self._check_same_settings(config, step)
+        return is_finished
 
     def prepare(self, config: Config) -> int:
         """Make the folder ready, on one rank; returns the step to continue from, 0 for a new run.
@@ -64,10 +72,11 @@ class RunFolder:
             self._check_same_settings(config, step)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            self.checkpoints.path.mkdir(exist_ok=True)
             (self.path / "summary.json").unlink(missing_ok=True)
             (self.path / "config.yaml").write_text(to_yaml(config))
         except OSError as error:
-            raise ConfigError(f"output_dir={config.output_dir}: {self.path} cannot be written: {error.strerror}") from None
+            raise ConfigError(f"output_dir={config.output_dir}: {error.filename} cannot be written: {error.strerror}") from None
         return step
 
     def _put_aside(self) -> None:
