@@ -411,7 +411,8 @@ def restore_tensors(path: Path, state: State) -> None:
     stored = RawReader(path).read_metadata().state_dict_metadata
     request: State = {}
     averaged: list[tuple[TablePieces, TablePieces]] = []
-    for key, value in state.items():
+    # Tables first: another data set changes the shapes of dense layers too.
+    for key, value in sorted(state.items(), key=lambda item: not item[0].startswith("table.")):
         entry = stored.get(key)
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f"{path}: has no {key}; it belongs to a model or optimizer of other settings")
@@ -423,7 +424,9 @@ def restore_tensors(path: Path, state: State) -> None:
             request[key] = all_columns
             averaged.append((value, all_columns))
         else:
-            raise CheckpointError(f"{path}: {key} has shape {list(saved)}, but the model's has {list(wanted)}")
+            raise CheckpointError(
+                f"{path}: {key} has shape {list(saved)}, the model's has {list(wanted)}: it belongs to other settings"
+            )
     _read(path, request)
     for target, source in averaged:
         for mean_of, into in zip(_tensors(source), _tensors(target), strict=True):

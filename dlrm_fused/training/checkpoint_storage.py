@@ -68,6 +68,8 @@ class RawReader(FileSystemReader):
             metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
+        except FileNotFoundError:
+            raise CheckpointError(f"{path}: missing") from None
         except Exception as error:  # a damaged pickle may raise anything
             raise CheckpointError(f"{path}: damaged ({type(error).__name__}: {error})") from None
         if not isinstance(metadata, Metadata):
