@@ -22,6 +22,7 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from dlrm_fused.config import (
+    ComputeKernel,
     Config,
     DenseOptimizerConfig,
     DenseOptimizerKind,
@@ -95,6 +96,10 @@ def make_sharder(embedding: EmbeddingConfig, device: torch.device) -> Sharder:
     Raises:
         ConfigError: if the device lacks one of them.
     """
+    if device.type == "cpu":
+        _refuse_managed_memory("embedding.compute_kernel", embedding.compute_kernel)
+        for name, table in embedding.tables.items():
+            _refuse_managed_memory(f"embedding.tables.{name}.compute_kernel", table.compute_kernel)
     optimizer = embedding.optimizer
     if device.type == "cpu" and optimizer.kind is EmbeddingOptimizerKind.adam:
         raise ConfigError(
@@ -119,6 +124,11 @@ def make_sharder(embedding: EmbeddingConfig, device: torch.device) -> Sharder:
         forward_precision=_WIRE_TYPES[embedding.forward_wire], backward_precision=_WIRE_TYPES[embedding.backward_wire]
     )
     return Sharder(fused_params=fused_params, qcomm_codecs_registry=get_qcomm_codecs_registry(wire, device=device))
+
+
+def _refuse_managed_memory(key: str, kernel: ComputeKernel) -> None:
+    if kernel in (ComputeKernel.fused_uvm, ComputeKernel.fused_uvm_caching):
+        raise ConfigError(f"{key}={kernel.name}: it is for tables that a GPU reads from host memory; on the CPU: auto, fused")
 
 
 def make_optimizer(model: DistributedModelParallel, config: Config) -> CombinedOptimizer:
