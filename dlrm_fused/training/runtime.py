@@ -256,6 +256,7 @@ def run_together(work: Callable[[Rank, FailureBoard], None]) -> None:
     """
     rank = Rank.from_environment()
     configure_logging(rank)
+    threading.excepthook = _thread_failed
     board = FailureBoard(rank)
     try:
         work(rank, board)
@@ -269,9 +270,15 @@ def run_together(work: Callable[[Rank, FailureBoard], None]) -> None:
 
 
 def _as_user_error(error: BaseException) -> BaseException:
-    if isinstance(error, OSError) and error.errno in _MENDABLE and error.filename:
-        return UserError(f"{error.filename}: {error.strerror}")
+    if isinstance(error, OSError) and error.errno in _MENDABLE:
+        return UserError(f"{error.filename or 'a file'}: {error.strerror}")
     return error
+
+
+def _thread_failed(failure: threading.ExceptHookArgs) -> None:
+    """TensorBoard's thread tells the main one of a full disk, which tells the user."""
+    if not (isinstance(failure.exc_value, OSError) and failure.exc_value.errno in _MENDABLE):
+        threading.__excepthook__(failure)
 
 
 def _report(error: BaseException, rank: Rank, board: FailureBoard) -> None:

@@ -5,21 +5,23 @@ Only rank 0 writes, except for the trace, which every rank writes for itself.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO, TypeVar, cast
 
 import torch
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from dlrm_fused.config import Config, to_yaml
+from dlrm_fused.errors import TrainingError
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +30,24 @@ _Value = float | int | str | bool | None
 # Without a terminal, a line of the log replaces the bar: at most one in this many seconds.
 _SECONDS_BETWEEN_LOG_LINES = 5.0
 _FINAL = "final_evaluation"
+
+
+Method = TypeVar("Method", bound=Callable[..., None])
+
+
+def _names_the_folder(method: Method) -> Method:
+    """Make a method of RunWriter say which folder cannot be written, when the disk is full for example."""
+
+    @functools.wraps(method)
+    def wrapped(self: RunWriter, *args: Any, **kwargs: Any) -> None:
+        try:
+            method(self, *args, **kwargs)
+        except OSError as error:
+            raise TrainingError(
+                f"{self._folder}: cannot be written: {error.strerror}; start the run again to continue from its last checkpoint"
+            ) from None
+
+    return cast(Method, wrapped)
 
 
 class RunWriter:
@@ -44,8 +64,10 @@ class RunWriter:
         resume_step: the step of the checkpoint that the run continues from; 0 for a run that starts anew.
     """
 
+    @_names_the_folder
     def __init__(self, run_dir: Path, config: Config, rank: int, resume_step: int = 0) -> None:
         self._active = rank == 0
+        self._folder = run_dir
         self._summary_path = run_dir / "summary.json"
         if not self._active:
             return
@@ -55,11 +77,13 @@ class RunWriter:
         self._progress = _progress(config.training.max_steps, resume_step)
         self.text("config", to_yaml(config))
 
+    @_names_the_folder
     def text(self, tag: str, text: str) -> None:
         """Show a text, such as the sharding plan, in TensorBoard; its columns stay aligned."""
         if self._active:
             self._tensorboard.add_text(tag, f"```\n{text}\n```")
 
+    @_names_the_folder
     def train(self, step: int, values: Mapping[str, _Value]) -> None:
         """A line about the training steps up to ``step``.
 
@@ -73,6 +97,7 @@ class RunWriter:
         self._write_scalars({f"{_train_group(name)}/{name.removesuffix('_ms')}": v for name, v in values.items()}, step)
         self._progress.train(step, values)
 
+    @_names_the_folder
     def evaluation(self, step: int, split: str, values: Mapping[str, _Value], final: bool = False) -> None:
         """A line about an evaluation after ``step``.
 
@@ -89,11 +114,13 @@ class RunWriter:
         self._tensorboard.flush()
         self._progress.message(f"step {step}: {split} {_phrase(values)}")
 
+    @_names_the_folder
     def summary(self, values: Mapping[str, _Value]) -> None:
         """Write summary.json, the outcome of the run."""
         if self._active:
             write_json(self._summary_path, values)
 
+    @_names_the_folder
     def close(self) -> None:
         """Flush and close all files; may be called more than once."""
         if self._active:
