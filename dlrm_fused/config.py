@@ -489,6 +489,8 @@ def _check_run(config: Config) -> None:
     steps = config.telemetry.profile_steps
     valid = not steps or (len(steps) == 2 and 1 <= steps[0] <= steps[1])
     _require(valid, "telemetry.profile_steps", steps, "[] or [first, last] with 1 <= first <= last")
+    last = config.training.max_steps
+    _require(not steps or steps[0] <= last, "telemetry.profile_steps", steps, f"steps up to training.max_steps={last}")
 
 
 def _check_data(config: Config) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
-from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType
 from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
 
 from dlrm_fused.config import ComputeKernel, Config, EmbeddingConfig, Sharding, TableConfig
@@ -46,9 +46,16 @@ def make_plan(
     try:
         return planner.collective_plan(model, sharders, dist.GroupMember.WORLD)
     except (PlannerError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
+        if getattr(error, "error_type", None) is PlannerErrorType.INSUFFICIENT_STORAGE:
+            weights = sum(feature.rows for feature in schema.sparse_features) * config.embedding.dim
+            reason = (
+                f"{weights:,} weights, the states of their optimizer and the batches do not fit into memory; lower "
+                "embedding.max_rows, embedding.dim or training.global_batch_size, or start more ranks"
+            )
+        else:
+            reason = " ".join(str(error).split())[:300]
         raise ConfigError(
-            f"embedding.sharding={config.embedding.sharding.name}: no plan for {world_size} ranks: {reason[:300]}"
+            f"embedding.sharding={config.embedding.sharding.name}: no plan for {world_size} ranks: {reason}"
         ) from None
 
 
