@@ -302,6 +302,8 @@ def choose_device(setting: str, rank: Rank) -> torch.device:
     if setting == "cpu" or (setting == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count()
+    if not count:
+        raise ConfigError(f"runtime.device={setting}: PyTorch finds no GPU on this host; allowed here: cpu")
     if rank.local_index >= count:
         raise ConfigError(
             f"runtime.device={setting}: {rank} is local rank {rank.local_index}, but the host has {count} GPUs; "
@@ -316,7 +318,7 @@ def choose_device(setting: str, rank: Rank) -> torch.device:
 def process_group(rank: Rank, device: torch.device) -> Iterator[None]:
     """The default process group: gloo for CPU tensors, NCCL for those on GPUs."""
     if "MASTER_ADDR" not in os.environ:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()), LOCAL_WORLD_SIZE="1")
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
         # torch itself would meet the addresses of an earlier attempt in an agent's store, and wait for them.
