@@ -55,7 +55,11 @@ class Sharding(Enum):
 
 
 class ComputeKernel(Enum):
-    """Where embedding weights live: GPU memory, or host memory with a cache in GPU memory; ``auto`` lets the planner choose."""
+    """Where embedding weights live.
+
+    ``fused``, which ``auto`` stands for: in the memory of the device. The others: in host memory that the GPU reads, with or
+    without a cache in its own.
+    """
 
     auto = "auto"
     fused = "fused"

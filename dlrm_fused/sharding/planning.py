@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType
 from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
 
-from dlrm_fused.config import ComputeKernel, Config, EmbeddingConfig, Sharding, TableConfig
+from dlrm_fused.config import ComputeKernel, Config, EmbeddingConfig, Sharding, TableConfig, TableDtype
 from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
 from dlrm_fused.errors import ConfigError
 
@@ -117,26 +118,25 @@ def shard_columns(embedding: EmbeddingConfig, world_size: int) -> int:
     return next(width for width in legal if width * world_size >= embedding.dim)
 
 
-def describe_plan(plan: ShardingPlan, schema: DatasetSchema, dim: int) -> str:
+def describe_plan(plan: ShardingPlan, schema: DatasetSchema, embedding: EmbeddingConfig) -> str:
     """The plan as a text table: one line a table, and the GiB of weights of each rank."""
-    rows = {feature.name: feature for feature in schema.sparse_features}
+    features = {feature.name: feature for feature in schema.sparse_features}
     lines = [f"{'table':<20} {'rows':>12} {'dim':>5} {'pooling':>8}  {'sharding':<16} {'kernel':<16} ranks"]
-    weight_bytes: dict[int, int] = {}
+    weights: Counter[int] = Counter()
     for module_plan in plan.plan.values():
-        for name, sharding in sorted(module_plan.items(), key=lambda item: list(rows).index(item[0])):
-            feature = rows[name]
+        for name, sharding in sorted(module_plan.items(), key=lambda item: list(features).index(item[0])):
+            feature = features[name]
+            ranks = sharding.ranks or []
             lines.append(
-                f"{name:<20} {feature.rows:>12,} {dim:>5} {feature.pooling_factor:>8.2f}  {sharding.sharding_type:<16} "
-                f"{sharding.compute_kernel:<16} {_ranks_text(sharding.ranks)}"
+                f"{name:<20} {feature.rows:>12,} {embedding.dim:>5} {feature.pooling_factor:>8.2f}  "
+                f"{sharding.sharding_type:<16} {sharding.compute_kernel:<16} {','.join(map(str, ranks))}"
             )
-            shards = sharding.sharding_spec.shards if sharding.sharding_spec else []
-            for shard in shards:
-                rank = shard.placement.rank()
-                weight_bytes[rank] = weight_bytes.get(rank, 0) + 4 * shard.shard_sizes[0] * shard.shard_sizes[1]
+            if sharding.sharding_spec is None:  # data parallel: a copy on each rank
+                weights.update(dict.fromkeys(ranks, feature.rows * embedding.dim))
+            else:
+                for shard in sharding.sharding_spec.shards:
+                    weights[shard.placement.rank()] += shard.shard_sizes[0] * shard.shard_sizes[1]
+    bytes_per_weight = 2 if embedding.dtype is TableDtype.fp16 else 4
     lines.append("")
-    lines += [f"rank {rank}: {size / 2**30:.3f} GiB of weights" for rank, size in sorted(weight_bytes.items())]
+    lines += [f"rank {rank}: {count * bytes_per_weight / 2**30:.3f} GiB of weights" for rank, count in sorted(weights.items())]
     return "\n".join(lines) + "\n"
-
-
-def _ranks_text(ranks: list[int] | None) -> str:
-    return ",".join(map(str, ranks or []))

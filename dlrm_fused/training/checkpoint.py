@@ -48,6 +48,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from dlrm_fused.config import CheckpointConfig
 from dlrm_fused.errors import CheckpointError
 from dlrm_fused.sharding.parallel import ShardedModel, data_parallel_tables, is_table, set_optimizer_step, table_name
 from dlrm_fused.training.checkpoint_storage import RawReader, RawWriter
@@ -130,9 +131,9 @@ class CheckpointFolder:
         for leftover in self.path.glob(f"{_UNFINISHED_PREFIX}*"):
             shutil.rmtree(leftover)
 
-    def prune(self, keep_last: int) -> None:
-        """Remove all but the newest ``keep_last`` checkpoints and the best one."""
-        keep = {*self.steps()[-keep_last:], self.best()}
+    def prune(self, keep_last: int, keep_best: bool) -> None:
+        """Remove all but the newest ``keep_last`` checkpoints and, if so wished, the best one."""
+        keep = {*self.steps()[-keep_last:], self.best() if keep_best else None}
         for step in self.steps():
             if step not in keep:
                 # Renamed first, so that a half removed one is never taken for complete.
@@ -267,9 +268,9 @@ class CheckpointWriter:
     collectives must not mix with those of training.
     """
 
-    def __init__(self, folder: CheckpointFolder, keep_last: int, device: torch.device) -> None:
+    def __init__(self, folder: CheckpointFolder, settings: CheckpointConfig, device: torch.device) -> None:
         self._folder = folder
-        self._keep_last = keep_last
+        self._settings = settings
         self._device = device
         self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
         self._staging: State = {}
@@ -350,7 +351,7 @@ class CheckpointWriter:
             shutil.rmtree(target)
         unfinished.rename(target)
         _sync_folder(self._folder.path)
-        self._folder.prune(self._keep_last)
+        self._folder.prune(self._settings.keep_last, self._settings.keep_best)
 
 
 def _is_replicated(key: str, value: Tensor | TablePieces) -> bool:

@@ -26,18 +26,20 @@ class LearningRates:
 
     The fused optimizer updates rows inside the backward pass, so rates must be set before the step; its ``zero_grad``, which
     the pipeline calls first, hands them to the kernels.
+
+    Attributes:
+        factor: what the configured rates are multiplied by at present.
     """
 
     def __init__(self, schedule: ScheduleConfig, optimizer: CombinedOptimizer) -> None:
         self._schedule = schedule
         self._groups = [(group, group["lr"]) for group in optimizer.param_groups]
-        self._current = 1.0
+        self.factor = 1.0
 
-    def apply(self, step: int) -> float:
-        """Set the rates for a step, counted from 0; returns the factor."""
+    def apply(self, step: int) -> None:
+        """Set the rates for a step, counted from 0."""
         current = factor(self._schedule, step)
-        if current != self._current:
+        if current != self.factor:
             for group, base in self._groups:
                 group["lr"] = base * current
-            self._current = current
-        return current
+            self.factor = current

@@ -117,7 +117,7 @@ class Trainer:
         self._sharded = sharded
         self._step = start_step
         self._rates = LearningRates(config.training.schedule, sharded.optimizer)
-        self._checkpoints = CheckpointWriter(folder.checkpoints, config.checkpoint.keep_last, device)
+        self._checkpoints = CheckpointWriter(folder.checkpoints, config.checkpoint, device)
         self._loss = float("nan")
         self._best_auc = -1.0
         self._reached_target = False
@@ -143,7 +143,7 @@ class Trainer:
         logger.info("continuing %s from step %d", self._folder.path, step)
 
     def _show_plan(self) -> None:
-        text = describe_plan(self._sharded.plan, self._dataset.schema, self._config.embedding.dim)
+        text = describe_plan(self._sharded.plan, self._dataset.schema, self._config.embedding)
         if self._rank.index == 0:
             (self._folder.path / "plan.txt").write_text(text)
             logger.info("sharding plan:\n%s", text)
@@ -215,7 +215,7 @@ class Trainer:
         is_best = auc is not None and auc > self._best_auc
         if is_best and auc is not None:
             self._best_auc = auc
-        if saves or is_best or self._reached_target:
+        if saves or self._reached_target or (is_best and self._config.checkpoint.keep_best):
             self._save(auc)
 
     def _is_target(self, auc: float | None) -> bool:
@@ -234,8 +234,8 @@ class Trainer:
         values: dict[str, float] = {
             "loss": losses.mean,
             **self._throughput.since_last(self._step),
-            "learning_rate": self._sharded.optimizer.param_groups[-1]["lr"],
-            "embedding_learning_rate": self._sharded.optimizer.param_groups[0]["lr"],
+            "learning_rate": self._config.training.dense_optimizer.learning_rate * self._rates.factor,
+            "embedding_learning_rate": self._config.embedding.optimizer.learning_rate * self._rates.factor,
             **self._timer.summary(),
             **gpu_memory_gib(self._device),
         }

@@ -38,16 +38,14 @@ def train(folder: Path, gpus: int, *overrides: str) -> Path:
     return folder / "synthetic"
 
 
-def test_losses_are_the_same_on_any_number_of_gpus_and_with_any_plan(tmp_path: Path) -> None:
-    most = gpu_counts()[-1]
-    # SGD, since rowwise Adagrad is another optimizer when columns are cut: each slice of a row has a state of its own.
-    reference = losses(train(tmp_path / "one", 1, "embedding.optimizer.kind=sgd"))
+def test_the_first_losses_are_the_same_on_any_number_of_gpus_and_with_any_plan(tmp_path: Path) -> None:
+    # Ten steps: later on, Adagrad has amplified rounding wherever a gradient is nothing else.
+    # SGD for the tables, since rowwise Adagrad is another optimizer when columns are cut.
+    overrides = ("embedding.optimizer.kind=sgd", "training.max_steps=10")
+    reference = losses(train(tmp_path / "one", 1, *overrides))
     for sharding in ("table_wise", "row_wise", "column_wise"):
-        overrides = (f"embedding.sharding={sharding}", "embedding.optimizer.kind=sgd")
-        several = losses(train(tmp_path / sharding, most, *overrides))
-        worst = max(abs(several[step] / reference[step] - 1) for step in reference)
-        print(f"{sharding} on {most} GPUs: losses differ from those of one GPU by at most {worst:.1e}")
-        assert worst < 1e-4
+        several = losses(train(tmp_path / sharding, gpu_counts()[-1], *overrides, f"embedding.sharding={sharding}"))
+        assert several == pytest.approx(reference, rel=1e-6)
 
 
 def test_a_resumed_run_continues_bit_by_bit(tmp_path: Path) -> None:

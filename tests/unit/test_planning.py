@@ -114,7 +114,7 @@ def test_the_plan_as_a_table():
         "genres": ParameterSharding("table_wise", "fused", [1], shards((0, 0, 30, 8, 1))),
         "user": ParameterSharding("row_wise", "fused", [0, 1], shards((0, 0, 500, 8, 0), (500, 0, 500, 8, 1))),
     }
-    text = describe_plan(ShardingPlan({"tables": EmbeddingModuleShardingPlan(tables)}), SCHEMA, 8)
+    text = describe_plan(ShardingPlan({"tables": EmbeddingModuleShardingPlan(tables)}), SCHEMA, EmbeddingConfig(dim=8))
     lines = [line.split() for line in text.splitlines()]
     assert lines[0] == ["table", "rows", "dim", "pooling", "sharding", "kernel", "ranks"]
     assert lines[1] == ["user", "1,000", "8", "1.00", "row_wise", "fused", "0,1"]
@@ -137,7 +137,7 @@ class TestMakePlan:
         config.model.bottom_mlp = [64]
         model = build_model(config, schema, 1, CPU)
         plan = make_plan(config, schema, model, [make_sharder(config.embedding, CPU)], CPU)
-        return describe_plan(plan, schema, config.embedding.dim)
+        return describe_plan(plan, schema, config.embedding)
 
     @pytest.mark.parametrize("sharding", [Sharding.auto, Sharding.table_wise, Sharding.column_wise])
     def test_every_table_has_a_place(self, sharding):

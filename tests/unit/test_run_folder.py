@@ -159,7 +159,7 @@ class TestCheckpoints:
             folder.select("last")
 
     def test_pruning_keeps_the_newest_and_the_best(self, checkpoints):
-        checkpoints.prune(keep_last=1)
+        checkpoints.prune(keep_last=1, keep_best=True)
         assert checkpoints.steps() == [20, 1000]
         assert {path.name for path in checkpoints.path.iterdir()} == {"step_000000020", "step_000001000"}
 

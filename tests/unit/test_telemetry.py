@@ -114,9 +114,7 @@ def test_tensorboard_groups_scalars_and_shows_texts(tmp_path, config):
         "memory/gpu_memory_gib",
         "evaluation/test_auc",
     }
-    texts = {
-        tag: events.Tensors(f"{tag}/text_summary")[0].tensor_proto.string_val[0].decode() for tag in ("config", "plan")
-    }
+    texts = {tag: events.Tensors(f"{tag}/text_summary")[0].tensor_proto.string_val[0].decode() for tag in ("config", "plan")}
     assert "max_steps: 40" in texts["config"]
     assert "item   0, 1" in texts["plan"]
 
