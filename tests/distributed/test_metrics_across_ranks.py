@@ -73,8 +73,7 @@ def test_all_ranks_hold_the_same_result(found_by_rank, case):
 def test_the_result_is_that_of_one_process(found_by_rank, case, exact_samples):
     found, alone = found_by_rank[0][case], measure(slice(0, SAMPLES), exact_samples)
     rounded = {
-        name: pytest.approx(getattr(alone, name), rel=1e-12)
-        for name in ("log_loss", "normalized_entropy", "calibration")
+        name: pytest.approx(getattr(alone, name), rel=1e-12) for name in ("log_loss", "normalized_entropy", "calibration")
     }
     assert found.auc_error == 0 if case == "exact" else found.auc_error > 0
     assert found == replace(alone, **rounded)  # the rest, AUC included, bit for bit
