@@ -439,7 +439,9 @@ def cell(text: str) -> str:
 def settled(message: str) -> str:
     """The message without numbers that differ between machines, or runs: which rank is the first to find the disk full."""
     message = re.sub(r"^step \d+:", "step N:", message)
-    return re.sub(r"logit -?[\d.]+|at least \d+ expected|written: rank \d+", lambda found: re.sub(r"-?\d[\d.]*", "N", found[0]), message)
+    return re.sub(
+        r"logit -?[\d.]+|at least \d+ expected|written: rank \d+", lambda found: re.sub(r"-?\d[\d.]*", "N", found[0]), message
+    )
 
 
 def messages(output: str) -> list[str]:
