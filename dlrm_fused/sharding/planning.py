@@ -70,7 +70,7 @@ def table_constraints(embedding: EmbeddingConfig, schema: DatasetSchema, world_s
     """What the planner may choose for each table, by the table's name.
 
     Raises:
-        ConfigError: if ``embedding.tables`` names a table that the data set does not have.
+        ConfigError: if ``embedding.tables`` names a table that the data set does not have, or a data-parallel one is fp16.
     """
     names = {feature.name for feature in schema.sparse_features}
     for name in embedding.tables:
@@ -83,6 +83,10 @@ def _constraint(embedding: EmbeddingConfig, feature: SparseFeature, world_size: 
     table = embedding.tables.get(feature.name, TableConfig())
     sharding = table.sharding if table.sharding is not Sharding.auto else embedding.sharding
     kernel = table.compute_kernel if table.compute_kernel is not ComputeKernel.auto else embedding.compute_kernel
+    if sharding is Sharding.data_parallel and embedding.dtype is TableDtype.fp16:
+        raise ConfigError(
+            f"embedding.dtype=fp16: {feature.name} is data_parallel, whose optimizer would keep its state in fp16; allowed: fp32"
+        )
     return ParameterConstraints(
         sharding_types=_sharding_types(sharding, world_size),
         compute_kernels=_compute_kernels(sharding, kernel),

@@ -132,6 +132,11 @@ class TestResume:
         run = train(tmp_path, 1, until(STEPS), *settings)
         assert losses(run) == losses(straight(*settings))
 
+    def test_tables_of_half_precision_go_on_bit_by_bit(self, tmp_path, straight):
+        train(tmp_path, 1, until(HALF), "embedding.dtype=fp16")
+        run = train(tmp_path, 1, until(STEPS), "embedding.dtype=fp16")
+        assert losses(run) == losses(straight("embedding.dtype=fp16"))
+
     def test_the_schedule_and_the_samples_seen_go_on(self, tmp_path):
         run = train(tmp_path, 2, until(HALF), "training.schedule.warmup_steps=50")
         assert CheckpointFolder(run / "checkpoints").progress(HALF).samples == HALF * 64

@@ -76,6 +76,15 @@ def test_losses_do_not_depend_on_ranks_and_plan(tmp_path, alone, ranks, sharding
     assert_same_losses(run, alone(model, optimizer))
 
 
+def test_each_table_may_have_a_plan_of_its_own(tmp_path, alone):
+    plans = ("row_wise", "column_wise", "data_parallel", "table_wise")
+    settings = [f"embedding.tables.table_{table}.sharding={plan}" for table, plan in enumerate(plans)]
+    run = train(tmp_path, 2, DLRM, ADAGRAD, *settings)
+    lines = (run / "plan.txt").read_text().splitlines()
+    assert [line.split()[4] for line in lines[1:5]] == list(plans)
+    assert_same_losses(run, alone(DLRM, ADAGRAD))
+
+
 def test_training_learns(alone):
     """Otherwise equal losses would mean little."""
     by_step = losses(alone(DLRM, ROWWISE_ADAGRAD))

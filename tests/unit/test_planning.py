@@ -19,6 +19,7 @@ from dlrm_fused.config import (
     EmbeddingOptimizerKind,
     Sharding,
     TableConfig,
+    TableDtype,
     WireDtype,
 )
 from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
@@ -79,6 +80,11 @@ class TestConstraints:
         constraint = table_constraints(EmbeddingConfig(sharding=Sharding.data_parallel), SCHEMA, 4)["user"]
         assert constraint.sharding_types == ["data_parallel"]
         assert constraint.compute_kernels == ["dense"]
+
+    def test_data_parallel_tables_are_fp32(self):
+        tables = {"user": TableConfig(Sharding.data_parallel)}
+        with pytest.raises(ConfigError, match=r"embedding.dtype=fp16: user is data_parallel, .*; allowed: fp32"):
+            table_constraints(EmbeddingConfig(dtype=TableDtype.fp16, tables=tables), SCHEMA, 4)
 
     @pytest.mark.parametrize("sharding", [Sharding.row_wise, Sharding.table_row_wise, Sharding.grid_shard])
     def test_a_single_rank_holds_whole_tables(self, sharding):
