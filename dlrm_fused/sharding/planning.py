@@ -85,7 +85,7 @@ def _constraint(embedding: EmbeddingConfig, feature: SparseFeature, world_size: 
     kernel = table.compute_kernel if table.compute_kernel is not ComputeKernel.auto else embedding.compute_kernel
     if sharding is Sharding.data_parallel and embedding.dtype is TableDtype.fp16:
         raise ConfigError(
-            f"embedding.dtype=fp16: {feature.name} is data_parallel, whose optimizer would keep its state in fp16; allowed: fp32"
+            f"embedding.dtype=fp16: {feature.name} is data_parallel, and its optimizer would keep fp16 state; allowed: fp32"
         )
     return ParameterConstraints(
         sharding_types=_sharding_types(sharding, world_size),
