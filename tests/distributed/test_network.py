@@ -19,7 +19,8 @@ import os, socket, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 total = torch.tensor([2.0 ** dist.get_rank()])
 dist.all_reduce(total)
-print(f"{socket.gethostname()} local rank {os.environ['LOCAL_RANK']} total {total.item():.0f}", flush=True)
+line = f"{socket.gethostname()} local rank {os.environ['LOCAL_RANK']} total {total.item():.0f}\\n"
+os.write(1, line.encode())  # at once, since both ranks of a host write to one pipe
 dist.destroy_process_group()
 """
 

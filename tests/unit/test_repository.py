@@ -44,7 +44,8 @@ def test_everything_is_pinned() -> None:
 
 
 def test_make_train_runs_the_quickstart_on_two_ranks() -> None:
-    dry_run = ["make", "--dry-run", "--always-make", "train", "DEVICE=cpu", "NPROC=2"]
+    # As `make test` itself runs under make, another one would say which folder it enters and leaves.
+    dry_run = ["make", "--no-print-directory", "--dry-run", "--always-make", "train", "DEVICE=cpu", "NPROC=2"]
     commands = subprocess.run(dry_run, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     assert commands[-1].endswith("torchrun --standalone --nproc-per-node=2 train.py --config configs/quickstart.yaml")
     assert commands[-2].endswith("data/prepare.py movielens --source recbole --output data/movielens-100k")
