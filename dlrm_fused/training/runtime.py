@@ -16,11 +16,10 @@ import os
 import socket
 import sys
 import threading
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -153,7 +152,8 @@ class Sentinel:
     """Ends this process when another rank has failed or vanished. Use as a context around the work.
 
     One thread talks to the store; a call of it may hang as long as the network does. A second one ends the process when the
-    first has heard nothing for too long.
+    first has heard nothing for too long. Both count their own beats, not the time of day: a pause of the whole run (Ctrl-Z, a
+    frozen container) is no silence.
 
     Args:
         peer_timeout_seconds: how long a rank may give no sign of life.
@@ -168,7 +168,7 @@ class Sentinel:
         self._timeout = peer_timeout_seconds
         self._end = end or _end_process
         self._stop = threading.Event()
-        self._last_contact = time.monotonic()
+        self._contacts = 0
         self._threads = [
             threading.Thread(target=work, name=f"sentinel-{work.__name__.strip('_')}", daemon=True)
             for work in (self._exchange_signs, self._watch_contact)
@@ -176,7 +176,6 @@ class Sentinel:
 
     def __enter__(self) -> Sentinel:
         if self._rank.world_size > 1 and self._board.store() is not None:
-            self._last_contact = time.monotonic()
             for thread in self._threads:
                 thread.start()
         return self
@@ -193,11 +192,12 @@ class Sentinel:
         store = self._board.store()
         assert store is not None
         own, watched = f"alive/{self._rank.index}", f"alive/{(self._rank.index + 1) % self._rank.world_size}"
-        sign, last_change = "", time.monotonic()
+        sign, silence = "", 0.0
         for beat in itertools.count():
             if self._stop.wait(_HEARTBEAT_SECONDS):
                 # The rank that watches this one must not take its end for a loss.
-                store.set(own, f"done {self._rank.host}")
+                with suppress(RuntimeError, OSError):  # unless it has ended already, and the store with it
+                    store.set(own, f"done {self._rank.host}")
                 return
             try:
                 store.set(own, f"{beat} {self._rank.host}")
@@ -205,14 +205,16 @@ class Sentinel:
                 new_sign = store.get(watched).decode() if store.check([watched]) else ""
             except (RuntimeError, OSError):
                 continue  # the other thread counts how long this goes on
-            self._last_contact = time.monotonic()
+            self._contacts += 1
             if failure is not None:
                 # A warning: that rank itself has told the user what is wrong.
                 logger.warning("stopping, because %s", failure)
                 return self._end(None)
             if new_sign != sign or new_sign.startswith("done"):
-                sign, last_change = new_sign, time.monotonic()
-            elif time.monotonic() - last_change > self._timeout:
+                sign, silence = new_sign, 0.0
+                continue
+            silence += _HEARTBEAT_SECONDS
+            if silence > self._timeout:
                 message = self._silence_of(watched, sign)
                 self._board.announce(message)
                 return self._end(message)
@@ -225,8 +227,11 @@ class Sentinel:
         )
 
     def _watch_contact(self) -> None:
+        contacts, silence = self._contacts, 0.0
         while not self._stop.wait(_HEARTBEAT_SECONDS):
-            if time.monotonic() - self._last_contact > self._timeout:
+            silence = silence + _HEARTBEAT_SECONDS if contacts == self._contacts else 0.0
+            contacts = self._contacts
+            if silence > self._timeout:
                 return self._end(
                     f"the rendezvous store at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} has not answered "
                     f"for {self._timeout:.0f} s (runtime.peer_timeout_seconds): its host or the network is down"

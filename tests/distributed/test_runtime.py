@@ -130,6 +130,23 @@ def test_a_rank_without_signs_of_life_is_named(tmp_path):
     assert any(re.match(expected, line) for line in errors(ended)), ended.output
 
 
+def pause(_: Rank) -> None:
+    time.sleep(2)  # all ranks have given a sign of life
+    process = os.getpid()
+    if os.fork() == 0:
+        time.sleep(3 * PEER_TIMEOUT_SECONDS)
+        os.kill(process, signal.SIGCONT)
+        os._exit(0)
+    os.kill(process, signal.SIGSTOP)
+    time.sleep(2)
+
+
+def test_a_pause_of_all_ranks_is_not_taken_for_a_loss(tmp_path):
+    ended = run(tmp_path, pause)
+    assert ended.statuses == [0, 0], ended.output
+    assert ended.output == ""
+
+
 def end_early_on_rank_0(rank: Rank) -> None:
     if rank.index == 1:
         time.sleep(3 * PEER_TIMEOUT_SECONDS)
