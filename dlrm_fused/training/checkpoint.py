@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import threading
@@ -97,8 +98,9 @@ class CheckpointFolder:
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """The step of the highest validation AUC among the checkpoints that have one."""
-        scored = [(auc, step) for step in self.steps() if (auc := self.progress(step).validation_auc) is not None]
+        """The step of the highest validation AUC among the checkpoints that have one; NaN is none."""
+        aucs = [(self.progress(step).validation_auc, step) for step in self.steps()]
+        scored = [(auc, step) for auc, step in aucs if auc is not None and not math.isnan(auc)]
         return max(scored)[1] if scored else None
 
     def of(self, step: int) -> Path:
@@ -349,6 +351,7 @@ class CheckpointWriter:
         target = self._folder.of(progress.step)
         if target.exists():  # the same step, of a run that was resumed from an earlier one
             shutil.rmtree(target)
+        _sync_folder(unfinished)
         unfinished.rename(target)
         _sync_folder(self._folder.path)
         self._folder.prune(self._settings.keep_last, self._settings.keep_best)

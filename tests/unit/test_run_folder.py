@@ -137,6 +137,10 @@ class TestCheckpoints:
         add_checkpoint(checkpoints, config, 40, 0.7)
         assert checkpoints.best() == 40
 
+    def test_an_auc_that_is_not_a_number_is_not_the_best(self, checkpoints, config):
+        add_checkpoint(checkpoints, config, 10, float("nan"))
+        assert checkpoints.best() == 20
+
     def test_select(self, checkpoints):
         assert [checkpoints.select(which) for which in ("last", "best", "30")] == [1000, 20, 30]
 
