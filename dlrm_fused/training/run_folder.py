@@ -31,6 +31,11 @@ _FREE_SETTINGS = (
 )
 
 
+def reaches_target(config: Config, auc: float | None) -> bool:
+    """Whether a run ends with this AUC, of an evaluation during training."""
+    return auc is not None and 0 < config.training.target_auc <= auc
+
+
 class RunFolder:
     """``output_dir/name`` with config.yaml, plan.txt, metrics.jsonl, tensorboard/, checkpoints/ and summary.json."""
 
@@ -54,8 +59,12 @@ class RunFolder:
         """
         summary = self.summary() or {}
         step = self.checkpoints.last()
-        is_finished = summary.get("steps", 0) >= config.training.max_steps or bool(summary.get("reached_target"))
-        if is_finished and step is not None:
+        is_finished = summary.get("steps", 0) >= config.training.max_steps
+        if step is None:
+            return is_finished or bool(summary.get("reached_target"))
+        # Not what the summary says of the target: a higher one may be wanted now.
+        is_finished |= bool(summary) and reaches_target(config, self.checkpoints.progress(step).validation_auc)
+        if is_finished:
             self._check_same_settings(config, step)
         return is_finished
 

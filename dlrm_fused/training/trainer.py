@@ -22,7 +22,7 @@ from dlrm_fused.training.checkpoint import CheckpointWriter, Progress, restore
 from dlrm_fused.training.evaluation import evaluate
 from dlrm_fused.training.metrics import BinaryMetricValues, LossTracker
 from dlrm_fused.training.pipeline import TrainingPipeline
-from dlrm_fused.training.run_folder import RunFolder
+from dlrm_fused.training.run_folder import RunFolder, reaches_target
 from dlrm_fused.training.runtime import (
     FailureBoard,
     Rank,
@@ -136,7 +136,7 @@ class Trainer:
         progress = self._folder.checkpoints.progress(step)
         restore(self._folder.checkpoints.of(step), self._sharded, progress, self._device)
         self._loss = progress.loss
-        self._reached_target = self._is_target(progress.validation_auc)
+        self._reached_target = reaches_target(self._config, progress.validation_auc)
         best = self._folder.checkpoints.best()
         if best is not None:
             self._best_auc = self._folder.checkpoints.progress(best).validation_auc or self._best_auc
@@ -211,15 +211,12 @@ class Trainer:
         if saves or evaluates or is_multiple(self._step, self._config.telemetry.log_every_steps):
             self._report_training(output)
         auc = self._evaluate() if evaluates else None
-        self._reached_target = self._is_target(auc)
+        self._reached_target = reaches_target(self._config, auc)
         is_best = auc is not None and auc > self._best_auc
         if is_best and auc is not None:
             self._best_auc = auc
         if saves or self._reached_target or (is_best and self._config.checkpoint.keep_best):
             self._save(auc)
-
-    def _is_target(self, auc: float | None) -> bool:
-        return auc is not None and 0 < self._config.training.target_auc <= auc
 
     def _report_training(self, output: Output) -> None:
         losses = self._losses.read()

@@ -107,6 +107,14 @@ class TestIsFinished:
         self.write_summary(folder, 1, reached_target=True)
         assert folder.is_finished(config)
 
+    def test_a_target_that_was_raised_is_not_reached(self, folder, config):
+        self.write_summary(folder, 10, reached_target=True)
+        add_checkpoint(folder.checkpoints, config, 10, auc=0.7)
+        config.training.target_auc = 0.7
+        assert folder.is_finished(config)
+        config.training.target_auc = 0.8
+        assert not folder.is_finished(config)
+
     def test_a_damaged_summary(self, folder, config):
         folder.path.mkdir()
         (folder.path / "summary.json").write_text('{"steps": 1')
