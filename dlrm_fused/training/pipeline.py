@@ -49,11 +49,10 @@ class TrainingPipeline(TrainPipelineSparseDist[Batch, Output]):
         """The model as it is without the pipeline, for an evaluation; batches in flight stay where they are."""
         model = self.detach()
         model.eval()
-        try:
-            yield model
-        finally:
-            model.train()
-            self.attach(model)
+        yield model
+        # Not in a finally: it starts a collective, which other ranks may never join after a failure.
+        model.train()
+        self.attach(model)
 
     def _next_batch(self, dataloader_iter: Iterator[Batch]) -> Batch | None:
         with self._timer.part("data_wait"):

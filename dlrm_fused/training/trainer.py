@@ -154,8 +154,9 @@ class Trainer:
         began = time.monotonic()
         self._make_steps()
         self._checkpoints.wait()
-        with self._pipeline.paused() as model:
-            test = evaluate(model, self._dataset, Split.test, self._config, self._device)
+        model = self._pipeline.detach()  # for good: going on would start an exchange that nobody waits for
+        model.eval()
+        test = evaluate(model, self._dataset, Split.test, self._config, self._device)
         self._writer.evaluation(self._step, Split.test.name, _report(test), final=True)
         self._writer.summary(
             {
