@@ -87,6 +87,11 @@ def _constraint(embedding: EmbeddingConfig, feature: SparseFeature, world_size: 
         raise ConfigError(
             f"embedding.dtype=fp16: {feature.name} is data_parallel, and its optimizer would keep fp16 state; allowed: fp32"
         )
+    if sharding is Sharding.data_parallel and embedding.optimizer.weight_decay:
+        raise ConfigError(
+            f"embedding.optimizer.weight_decay={embedding.optimizer.weight_decay}: {feature.name} is data_parallel, whose "
+            "optimizer would decay other rows than the fused one; allowed: 0"
+        )
     return ParameterConstraints(
         sharding_types=_sharding_types(sharding, world_size),
         compute_kernels=_compute_kernels(sharding, kernel),

@@ -86,6 +86,12 @@ class TestConstraints:
         with pytest.raises(ConfigError, match=r"embedding.dtype=fp16: user is data_parallel, .*; allowed: fp32"):
             table_constraints(EmbeddingConfig(dtype=TableDtype.fp16, tables=tables), SCHEMA, 4)
 
+    def test_data_parallel_tables_have_no_weight_decay(self):
+        embedding = EmbeddingConfig(tables={"user": TableConfig(Sharding.data_parallel)})
+        embedding.optimizer.weight_decay = 0.1
+        with pytest.raises(ConfigError, match=r"embedding.optimizer.weight_decay=0.1: user is data_parallel, .*; allowed: 0"):
+            table_constraints(embedding, SCHEMA, 4)
+
     @pytest.mark.parametrize("sharding", [Sharding.row_wise, Sharding.table_row_wise, Sharding.grid_shard])
     def test_a_single_rank_holds_whole_tables(self, sharding):
         constraint = table_constraints(EmbeddingConfig(sharding=sharding), SCHEMA, 1)["user"]
