@@ -33,12 +33,13 @@ def make_plan(
         ConfigError: if no plan satisfies the config.
     """
     world_size = dist.get_world_size()
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     planner = EmbeddingShardingPlanner(
         topology=Topology(
             world_size=world_size,
             compute_device=device.type,
-            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
-            **_memory(device),
+            local_world_size=local_world_size,
+            **_memory(device, local_world_size),
         ),
         batch_size=max(1, config.training.global_batch_size // world_size),
         constraints=table_constraints(config.embedding, schema, world_size),
@@ -60,17 +61,20 @@ def make_plan(
         ) from None
 
 
-def _memory(device: torch.device) -> dict[str, int]:
+def _memory(device: torch.device, local_world_size: int) -> dict[str, int]:
+    """Bytes of each rank: those of its GPU, and its share of the host's, which all ranks there divide among them."""
+    memory = {"ddr_cap": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_world_size}
     if device.type == "cuda":
-        return {"hbm_cap": torch.cuda.get_device_properties(device).total_memory}
-    return {"ddr_cap": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
+        memory["hbm_cap"] = torch.cuda.get_device_properties(device).total_memory
+    return memory
 
 
 def table_constraints(embedding: EmbeddingConfig, schema: DatasetSchema, world_size: int) -> dict[str, ParameterConstraints]:
     """What the planner may choose for each table, by the table's name.
 
     Raises:
-        ConfigError: if ``embedding.tables`` names a table that the data set does not have, or a data-parallel one is fp16.
+        ConfigError: if ``embedding.tables`` names a table that the data set does not have, or a data-parallel one is fp16 or
+            has weight decay.
     """
     names = {feature.name for feature in schema.sparse_features}
     for name in embedding.tables:
