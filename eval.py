@@ -9,8 +9,8 @@ import argparse
 from pathlib import Path
 
 from dlrm_fused.config import Split
-from dlrm_fused.training.offline_evaluation import evaluate_run
 from dlrm_fused.training.runtime import ArgumentParser, FailureBoard, Rank, run_together
+from dlrm_fused.versions import check_versions
 
 
 def main(rank: Rank, board: FailureBoard) -> None:
@@ -21,6 +21,10 @@ def main(rank: Rank, board: FailureBoard) -> None:
     parser.add_argument("--predictions", type=Path, help="also write the predictions to this Parquet file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the run")
     arguments = parser.parse_args()
+    check_versions()
+    # Not above: of packages that do not belong together, the import may fail already.
+    from dlrm_fused.training.offline_evaluation import evaluate_run
+
     evaluate_run(
         arguments.run,
         arguments.checkpoint,

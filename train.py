@@ -2,7 +2,7 @@
 
 from dlrm_fused.config import load_config
 from dlrm_fused.training.runtime import ArgumentParser, FailureBoard, Rank, run_together
-from dlrm_fused.training.trainer import train
+from dlrm_fused.versions import check_versions
 
 
 def main(rank: Rank, board: FailureBoard) -> None:
@@ -10,7 +10,12 @@ def main(rank: Rank, board: FailureBoard) -> None:
     parser.add_argument("--config", required=True, help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
     arguments = parser.parse_args()
-    train(load_config(arguments.config, arguments.overrides), rank, board)
+    config = load_config(arguments.config, arguments.overrides)
+    check_versions()
+    # Not above: of packages that do not belong together, the import may fail already.
+    from dlrm_fused.training.trainer import train
+
+    train(config, rank, board)
 
 
 if __name__ == "__main__":

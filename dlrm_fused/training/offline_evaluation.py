@@ -27,7 +27,6 @@ from dlrm_fused.training.runtime import (
     raise_together,
 )
 from dlrm_fused.training.telemetry import write_json
-from dlrm_fused.versions import check_versions
 
 
 def evaluate_run(
@@ -49,7 +48,6 @@ def evaluate_run(
     Raises:
         CheckpointError: if the run or the checkpoint does not exist, or does not fit.
     """
-    check_versions()
     if not (run / "config.yaml").is_file():
         raise CheckpointError(f"--run {run}: no run there (config.yaml is missing)")
     if predictions and predictions.is_dir():

@@ -35,7 +35,6 @@ from dlrm_fused.training.runtime import (
 from dlrm_fused.training.schedule import LearningRates
 from dlrm_fused.training.step_timer import StepTimer
 from dlrm_fused.training.telemetry import Profiler, RunWriter, gpu_memory_gib
-from dlrm_fused.versions import check_versions
 
 logger = logging.getLogger("dlrm_fused")
 
@@ -48,7 +47,6 @@ def train(config: Config, rank: Rank, board: FailureBoard) -> None:
     Raises:
         UserError: what is wrong, and what to do.
     """
-    check_versions()
     folder = RunFolder(config.run_dir)
     device = choose_device(config.runtime.device, rank)
     apply_numerics(config)
