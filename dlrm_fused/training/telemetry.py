@@ -162,7 +162,7 @@ def _train_group(name: str) -> str:
         return "time_ms"
     if name.startswith("samples_per_second"):
         return "throughput"
-    if name.endswith("learning_rate") or name == "epoch":
+    if name.endswith("learning_rate"):
         return "schedule"
     return "memory" if name.startswith("gpu_memory") else "train"
 
