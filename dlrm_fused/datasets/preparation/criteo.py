@@ -1,7 +1,7 @@
 """Preparing Criteo's click logs: the Kaggle set (``train.txt``) and the 1TB set (``day_0`` ... ``day_23``).
 
-The files are read once, in blocks that worker processes parse, and twice if something must be known of all rows before
-the first can be written: the vocabularies, or the smallest dense value.
+The files are parsed once, in blocks, by worker processes, and twice if something must be known of all rows before the
+first can be written: the vocabularies, or the smallest dense value. Before, the lines of the last file are counted.
 """
 
 from __future__ import annotations
