@@ -28,13 +28,24 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
-from dlrm_fused.config import Config, ModelKind, Precision, load_config
+from dlrm_fused.config import (
+    Config,
+    DenseOptimizerKind,
+    EmbeddingOptimizerKind,
+    ModelKind,
+    Precision,
+    load_config,
+)
 from dlrm_fused.datasets import open_dataset
 from dlrm_fused.datasets.batch import Batch
 from dlrm_fused.datasets.loader import TrainLoader
 from dlrm_fused.datasets.schema import DatasetSchema
 
 _RESIDENT_BATCHES = 8
+_EMBEDDING_OPTIMIZERS = {
+    EmbeddingOptimizerKind.rowwise_adagrad: EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    EmbeddingOptimizerKind.adagrad: EmbOptimType.EXACT_ADAGRAD,
+}
 
 
 class _Task(torch.nn.Module):
@@ -69,7 +80,7 @@ def build(config: Config, schema: DatasetSchema, device: torch.device) -> tuple[
     optimizer = config.embedding.optimizer
     sharder = EmbeddingBagCollectionSharder(
         fused_params={
-            "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+            "optimizer": _EMBEDDING_OPTIMIZERS[optimizer.kind],
             "learning_rate": optimizer.learning_rate,
             "eps": optimizer.eps,
         }
@@ -114,6 +125,9 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
     config = load_config(arguments.config, arguments.overrides)
+    kinds = config.embedding.optimizer.kind, config.training.dense_optimizer.kind
+    if kinds[0] not in _EMBEDDING_OPTIMIZERS or kinds[1] is not DenseOptimizerKind.adagrad:
+        parser.error(f"optimizers {kinds[0].name} and {kinds[1].name}: this loop has rowwise_adagrad or adagrad, and adagrad")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
