@@ -57,7 +57,8 @@ def evaluate_run(
     step = folder.checkpoints.select(checkpoint)
     device = choose_device(config.runtime.device, rank)
     apply_numerics(config)
-    with process_group(rank, device), Sentinel(rank, board, config.runtime.peer_timeout_seconds):
+    with Sentinel(rank, board, config.runtime.peer_timeout_seconds) as sentinel, process_group(rank, device):
+        sentinel.peers_have_joined()
         dataset = open_dataset(config, device)
         task = build_model(config, dataset.schema, rank.world_size, device)
         sharded = shard(task, config, dataset.schema, device)

@@ -149,7 +149,10 @@ def _is_agents_store() -> bool:
 
 
 class Sentinel:
-    """Ends this process when another rank has failed or vanished. Use as a context around the work.
+    """Ends this process when another rank has failed or vanished.
+
+    Use as a context around all that other ranks take part in, and call :meth:`peers_have_joined` when the process group is up:
+    before that, a rank may be silent because it still starts.
 
     One thread talks to the store; a call of it may hang as long as the network does. A second one ends the process when the
     first has heard nothing for too long. Both count their own beats, not the time of day: a pause of the whole run (Ctrl-Z, a
@@ -169,16 +172,25 @@ class Sentinel:
         self._end = end or _end_process
         self._stop = threading.Event()
         self._contacts = 0
+        self._expects_signs = False
         self._threads = [
             threading.Thread(target=work, name=f"sentinel-{work.__name__.strip('_')}", daemon=True)
             for work in (self._exchange_signs, self._watch_contact)
         ]
 
     def __enter__(self) -> Sentinel:
-        if self._rank.world_size > 1 and self._board.store() is not None:
+        self._start()
+        return self
+
+    def peers_have_joined(self) -> None:
+        """From now on a rank that gives no sign of life is taken for lost."""
+        self._expects_signs = True
+        self._start()  # now, where the store began with the process group
+
+    def _start(self) -> None:
+        if self._rank.world_size > 1 and self._board.store() is not None and not self._threads[0].is_alive():
             for thread in self._threads:
                 thread.start()
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is not None:
@@ -210,7 +222,7 @@ class Sentinel:
                 # A warning: that rank itself has told the user what is wrong.
                 logger.warning("stopping, because %s", failure)
                 return self._end(None)
-            if new_sign != sign or new_sign.startswith("done"):
+            if new_sign != sign or new_sign.startswith("done") or not self._expects_signs:
                 sign, silence = new_sign, 0.0
                 continue
             silence += _HEARTBEAT_SECONDS

@@ -50,7 +50,8 @@ def train(config: Config, rank: Rank, board: FailureBoard) -> None:
     folder = RunFolder(config.run_dir)
     device = choose_device(config.runtime.device, rank)
     apply_numerics(config)
-    with process_group(rank, device), Sentinel(rank, board, config.runtime.peer_timeout_seconds):
+    with Sentinel(rank, board, config.runtime.peer_timeout_seconds) as sentinel, process_group(rank, device):
+        sentinel.peers_have_joined()
         if _agree(folder.is_finished(config) if config.checkpoint.resume else False):
             logger.info("%s is finished: %s", folder.path, folder.summary())
             return

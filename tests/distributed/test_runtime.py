@@ -28,7 +28,8 @@ def run(folder: Path, work: Work, ranks: int = 2) -> Ended:
 
 def together(work: Work) -> None:
     def in_group(rank: Rank, board: FailureBoard) -> None:
-        with process_group(rank, CPU), Sentinel(rank, board, PEER_TIMEOUT_SECONDS):
+        with Sentinel(rank, board, PEER_TIMEOUT_SECONDS) as sentinel, process_group(rank, CPU):
+            sentinel.peers_have_joined()
             work(rank)
 
     run_together(in_group)

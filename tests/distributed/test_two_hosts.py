@@ -1,4 +1,4 @@
-"""Training over two hosts with two ranks each: as on one host, and what happens when one is cut off."""
+"""Training over two hosts with two ranks each: as on one host, and what happens when one of them fails or is cut off."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ def hosts() -> Iterator[TwoHosts]:
 
 def start(hosts: TwoHosts, arguments: Sequence[str], log: Path) -> list[subprocess.Popen[str]]:
     """Start the trainer on both hosts; host i's output goes to ``<log><i>``."""
-    agents = []
-    for host in range(2):
-        output = Path(f"{log}{host}").open("w")  # noqa: SIM115 - the process keeps it
-        command = [*TORCHRUN, f"--rdzv-endpoint={hosts.names[0]}:29400", "train.py", *arguments]
-        agents.append(hosts.popen(host, command, stdout=output, stderr=subprocess.STDOUT, env={"OMP_NUM_THREADS": "1"}))
-    return agents
+    return [start_on(hosts, host, arguments, log) for host in range(2)]
+
+
+def start_on(hosts: TwoHosts, host: int, arguments: Sequence[str], log: Path) -> subprocess.Popen[str]:
+    output = Path(f"{log}{host}").open("w")  # noqa: SIM115 - the process keeps it
+    command = [*TORCHRUN, f"--rdzv-endpoint={hosts.names[0]}:29400", "train.py", *arguments]
+    return hosts.popen(host, command, stdout=output, stderr=subprocess.STDOUT, env={"OMP_NUM_THREADS": "1"})
 
 
 def wait(agents: list[subprocess.Popen[str]], seconds: float) -> list[int]:
@@ -57,6 +58,19 @@ def test_losses_are_those_of_one_host_with_four_ranks(hosts: TwoHosts, tmp_path:
     assert on_two_hosts == pytest.approx(on_one_host, rel=1e-6)
 
 
+def test_what_only_one_host_lacks_ends_both_with_one_message(hosts: TwoHosts, tmp_path: Path) -> None:
+    there = arguments(tmp_path)
+    agents = [
+        start_on(hosts, 0, there, tmp_path / "log"),
+        start_on(hosts, 1, ["--config", str(tmp_path / "missing.yaml"), *there[2:]], tmp_path / "log"),
+    ]
+    assert all(code != 0 for code in wait(agents, 60))
+    told = [(tmp_path / f"log{host}").read_text() for host in range(2)]
+    assert "missing.yaml: no such file" in told[1]
+    assert "stopping, because rank" in told[0]
+    assert "missing.yaml" in told[0]
+
+
 def test_a_host_that_is_cut_off_ends_the_rest_with_a_clear_error_and_a_restart_resumes(hosts: TwoHosts, tmp_path: Path) -> None:
     long = arguments(tmp_path, "training.max_steps=20000", "checkpoint.every_steps=50")
     agents = start(hosts, long, tmp_path / "log")
@@ -74,7 +88,10 @@ def test_a_host_that_is_cut_off_ends_the_rest_with_a_clear_error_and_a_restart_r
     assert f"on {hosts.names[1]} has given no sign of life" in told
     assert "runtime.peer_timeout_seconds" in told
     # On the host that was cut off the ranks end likewise; its torchrun gives up its store only after a minute or two.
-    assert "has not answered" in (tmp_path / "log1").read_text()
+    deadline = time.monotonic() + 30
+    while "has not answered" not in (tmp_path / "log1").read_text():
+        assert time.monotonic() < deadline, (tmp_path / "log1").read_text()
+        time.sleep(0.1)
     agents[1].kill()
 
     hosts.restore(1)
