@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from dlrm_fused.config import load_config
+
 _ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -53,7 +55,8 @@ def trainer_run(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     launch(options.gpus, "train.py", [*arguments, *options.overrides])
     lines = [json.loads(line) for line in (Path(folder) / "throughput" / "metrics.jsonl").read_text().splitlines()]
     timed = [line for line in lines if line["kind"] == "train" and line["step"] > options.warmup]
-    samples = [(b["step"] - a["step"]) * options.batch for a, b in itertools.pairwise(timed)]
+    batch = load_config(options.config, options.overrides).training.global_batch_size
+    samples = [(b["step"] - a["step"]) * batch for a, b in itertools.pairwise(timed)]
     seconds = [n / line["samples_per_second"] for n, line in zip(samples, timed[1:], strict=True)]
     parts = {key: statistics.median(line[key] for line in timed if key in line) for key in timed[-1] if key.endswith("_ms")}
     return {
@@ -69,7 +72,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", required=True)
     parser.add_argument("--gpus", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=65_536, help="global batch size of the config")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--warmup", type=int, default=200)
     parser.add_argument("--steps", type=int, default=2000)

@@ -18,7 +18,23 @@ from dlrm_fused.datasets.order import SampleOrder
 from dlrm_fused.errors import ConfigError
 
 
-class TrainLoader(Iterator[Batch]):
+class _Loader(Iterator[Batch]):
+    """What both loaders have in common: threads that end with the context."""
+
+    _prefetcher: _Prefetcher
+
+    def close(self) -> None:
+        """End the threads; the loader cannot be used afterwards. An evaluation's end by themselves after its last batch."""
+        self._prefetcher.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class TrainLoader(_Loader):
     """This rank's share of the batches of steps ``start_step``, ``start_step + 1``, ... without end.
 
     Batch k of an epoch is the same set of samples in the same order whatever the number of ranks: the epoch's order depends on
@@ -73,16 +89,6 @@ class TrainLoader(Iterator[Batch]):
         self._step += 1
         return batch
 
-    def close(self) -> None:
-        """End the threads; the loader cannot be used afterwards."""
-        self._prefetcher.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _assemble(self, step: int) -> Batch:
         epoch, number = self.position(step)
         first = number * self._global_batch_size
@@ -91,7 +97,7 @@ class TrainLoader(Iterator[Batch]):
         return _read(self._dataset, Split.train, rows, stop - start, self._global_batch_size, self._world_size)
 
 
-class EvaluationLoader(Iterator[Batch]):
+class EvaluationLoader(_Loader):
     """One pass over a split in the order of its files: every sample exactly once over all ranks, and the same number of
     batches on every rank. A share that is smaller than another rank's is padded by a sample of weight 0.
 
@@ -138,16 +144,6 @@ class EvaluationLoader(Iterator[Batch]):
         batch = self._prefetcher.get(self._next, last=len(self) - 1)
         self._next += 1
         return batch
-
-    def close(self) -> None:
-        """End the threads; happens by itself at the end of the pass."""
-        self._prefetcher.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _assemble(self, number: int) -> Batch:
         first = number * self._global_batch_size

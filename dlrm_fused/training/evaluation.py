@@ -43,14 +43,12 @@ def evaluate(
         max_samples=max_samples,
     )
     metrics = BinaryMetrics(device)
-    try:
+    with loader:
         for batch in loader:
             _, output = model(batch.to(device, non_blocking=True))
             metrics.update(output.logits, output.labels, output.weights)
             if observe is not None:
                 observe(output)
-    finally:
-        loader.close()
     return metrics.compute()
 
 
