@@ -1,0 +1,1 @@
+"""Operators: one file each, in torch and Triton alone."""

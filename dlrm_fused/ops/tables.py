@@ -1,0 +1,131 @@
+"""Embedding tables of one rank, and the optimizer that updates them, as the operators see them.
+
+One :class:`LocalTables` describes the tables that one lookup reads. They lie behind each other in one flat tensor, which is how
+FBGEMM's table-batched embedding keeps them: the operators read and update its memory in place.
+
+The inputs of a lookup over F features and a batch of B samples:
+
+* ``indices``: int32 or int64 [N], the rows that are looked up;
+* ``offsets``: the same type, [F * B + 1]: bag b of feature f is ``indices[offsets[f * B + b] : offsets[f * B + b + 1]]``, so
+  ``offsets[F * B]`` is N; a bag may be empty;
+* ``per_sample_weights``: fp32 [N], or None.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from dlrm_fused.errors import UsageError
+
+WEIGHT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, eq=False)
+class RowwiseAdagrad:
+    """Adagrad with one momentum a row (EXACT_ROWWISE_ADAGRAD of FBGEMM, without weight decay).
+
+    With g the summed gradient of a row: ``momentum += mean(g ** 2)``, then ``weight -= lr / (sqrt(momentum) + eps) * g``.
+    """
+
+    momentum: Tensor  # fp32, flat: one value for each row of each table, in table order
+    learning_rate: Tensor  # fp32, no dimension; on the CPU (read at every update), or beside the weights (read by the kernels)
+    eps: float
+
+
+@dataclass(frozen=True, eq=False)
+class Sgd:
+    """Plain gradient descent (EXACT_SGD of FBGEMM): ``weight -= lr * g``, with g the summed gradient of a row."""
+
+    learning_rate: Tensor  # as in RowwiseAdagrad
+
+
+@dataclass(frozen=True, eq=False)
+class LocalTables:
+    """Tables that one lookup reads. What does not fit together is a :class:`UsageError`."""
+
+    weights: Tensor  # fp32, fp16 or bf16, flat: the rows of the tables, one table behind the other
+    offsets: tuple[int, ...]  # where each table begins in `weights`, in elements
+    rows: tuple[int, ...]  # of each table
+    dims: tuple[int, ...]  # of each table: elements of a row
+    feature_tables: tuple[int, ...]  # the table that each feature reads
+    mean: bool  # bags are averaged, else summed
+    optimizer: RowwiseAdagrad | Sgd | None  # None: these tables are never updated
+    stochastic_rounding: bool  # of updated fp16 and bf16 weights; else to nearest
+
+    def __post_init__(self) -> None:
+        _check_tables(self)
+
+    @property
+    def total_rows(self) -> int:
+        """Rows of all tables together."""
+        return sum(self.rows)
+
+    @cached_property
+    def first_rows(self) -> tuple[int, ...]:
+        """Number of each table's first row, when the rows of all tables are counted on in table order."""
+        return tuple(accumulate(self.rows[:-1], initial=0)) if self.rows else ()
+
+    @cached_property
+    def feature_dims(self) -> tuple[int, ...]:
+        """Width of each feature's pooled embedding."""
+        return tuple(self.dims[table] for table in self.feature_tables)
+
+    @cached_property
+    def feature_columns(self) -> tuple[int, ...]:
+        """First column of each feature in the pooled embeddings, [B, sum of feature_dims]."""
+        return tuple(accumulate(self.feature_dims[:-1], initial=0)) if self.feature_tables else ()
+
+    def batch_size(self, offsets: Tensor) -> int:
+        """B, from the shape of the offsets; UsageError where they do not fit the features."""
+        features = len(self.feature_tables)
+        batch, rest = divmod(offsets.numel() - 1, features) if features else (0, offsets.numel() - 1)
+        if rest or batch < 0:
+            raise UsageError(f"offsets has {offsets.numel()} elements: give F * B + 1 of them, with F = {features} features")
+        return batch
+
+
+def _check_tables(tables: LocalTables) -> None:
+    weights, count = tables.weights, len(tables.rows)
+    if weights.dtype not in WEIGHT_TYPES:
+        raise UsageError(f"weights are {weights.dtype}: tables of {', '.join(map(str, WEIGHT_TYPES))} are supported")
+    if weights.dim() != 1 or not weights.is_contiguous():
+        raise UsageError(
+            f"weights have shape {list(weights.shape)}, strides {weights.stride()}: give one flat, contiguous tensor"
+        )
+    if len(tables.offsets) != count or len(tables.dims) != count:
+        raise UsageError(
+            f"{count} rows, {len(tables.dims)} dims, {len(tables.offsets)} offsets: give one of each for every table"
+        )
+    for table, (offset, rows, dim) in enumerate(zip(tables.offsets, tables.rows, tables.dims, strict=True)):
+        if dim <= 0 or dim % 4:
+            raise UsageError(f"table {table} has dim {dim}: it must be a positive multiple of 4")
+        if rows < 0 or offset < 0 or offset % 4 or offset + rows * dim > weights.numel():
+            raise UsageError(
+                f"table {table} of {rows} rows x {dim} at offset {offset} does not lie, aligned to 4 elements, "
+                f"in weights of {weights.numel()} elements"
+            )
+    for feature, table in enumerate(tables.feature_tables):
+        if not 0 <= table < count:
+            raise UsageError(f"feature {feature} reads table {table}: there are {count} tables")
+    if tables.optimizer is not None:
+        _check_optimizer(tables, tables.optimizer)
+
+
+def _check_optimizer(tables: LocalTables, optimizer: RowwiseAdagrad | Sgd) -> None:
+    rate = optimizer.learning_rate
+    if rate.dtype != torch.float32 or rate.numel() != 1 or rate.device not in (torch.device("cpu"), tables.weights.device):
+        raise UsageError(
+            f"learning_rate is {rate.dtype} {list(rate.shape)} on {rate.device}: "
+            f"give one fp32 value, on the CPU or on {tables.weights.device}"
+        )
+    if isinstance(optimizer, RowwiseAdagrad):
+        momentum = optimizer.momentum
+        if momentum.dtype != torch.float32 or momentum.shape != (tables.total_rows,) or not momentum.is_contiguous():
+            raise UsageError(f"momentum is {momentum.dtype} {list(momentum.shape)}: give contiguous fp32 [{tables.total_rows}]")
+        if momentum.device != tables.weights.device:
+            raise UsageError(f"momentum is on {momentum.device}: the weights are on {tables.weights.device}")
