@@ -23,3 +23,11 @@ class CheckpointError(UserError):
 
 class TrainingError(UserError):
     """Training cannot go on: a non-finite loss, a constant prediction, a lost peer."""
+
+
+class UsageError(UserError, ValueError):
+    """An operator, the sharder or symmetric memory is used wrongly: a shape, a dtype, calls that differ between ranks."""
+
+
+class CommunicationError(UserError):
+    """Ranks cannot reach each other: a peer is lost, a wait exceeded its limit, or memory cannot be shared."""

@@ -1,0 +1,168 @@
+"""Blocks of symmetric memory that live as long as the tensors in them.
+
+Peers store results straight into such a block, and the tensor over it is what a caller gets, without a copy. Autograd may keep
+that tensor until the backward, a user for ever; the block is free again when the tensor's storage is, not before.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from bisect import insort
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dlrm_fused.errors import UsageError
+from dlrm_fused.symmetric.channel import OFFSET_UNIT
+from dlrm_fused.symmetric.memory import SymmetricGroup, SymmetricMemory
+
+Streams = frozenset[torch.cuda.Stream]
+
+
+@dataclass(frozen=True, order=True)
+class _Block:
+    """Bytes of the arena, and the streams whose work of today may still use them."""
+
+    offset: int
+    size: int
+    streams: Streams = field(default=frozenset(), compare=False)
+
+
+class Arena:
+    """Symmetric memory that is lent out in blocks. Every rank takes and frees on its own; only making it is collective.
+
+    Safe to use from several threads: the last reference to a tensor may be dropped in any of them.
+    """
+
+    def __init__(self, group: SymmetricGroup, name: str, size: int) -> None:
+        """Collective.
+
+        Args:
+            size: bytes on each rank, rounded up to a whole number of 4096.
+
+        Raises:
+            UsageError, CommunicationError: as :meth:`SymmetricGroup.allocate`.
+        """
+        self.memory: SymmetricMemory = group.allocate(name, _round_up(size))
+        self._device = group.device
+        self._free = [_Block(0, self.memory.size)]  # by offset, no two of them adjacent
+        self._lock = threading.Lock()
+        # Leases end in any thread and at any moment, even within take(): what they do is one append, which needs no lock.
+        self._returned: deque[_Block] = deque()
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """A contiguous tensor, not initialized, in a block of its own; None if no free block is large enough.
+
+        The block is free again when the tensor's storage is freed, that is when no view of it and no autograd graph holds it
+        any more. On a GPU, work of the current stream may use it at once: the stream is made to wait for other streams
+        that used the block before. As with any tensor, work of *another* stream than that of the take or the release has to
+        be waited for by the caller before the release. A block taken while a CUDA graph is captured is the graph's for ever.
+        """
+        size = _round_up(max(1, math.prod(shape) * dtype.itemsize))
+        with self._lock:
+            self._collect()
+            block = self._cut(size)
+        if block is None:
+            return None
+        lease = _Lease(self, block)
+        if self._device.type == "cuda":
+            bytes_ = torch.as_tensor(lease, device=self._device)
+        else:
+            bytes_ = torch.from_numpy(np.asarray(lease))
+        del lease  # now owned by the storage alone
+        # Not a view: the storage's only tensor, as from an allocator.
+        stride = torch.empty(shape, dtype=dtype, device="meta").stride()
+        return torch.empty(0, dtype=dtype, device=self._device).set_(bytes_.untyped_storage(), 0, tuple(shape), stride)
+
+    def offset_of(self, tensor: Tensor) -> int:
+        """Bytes from the beginning of the arena to the tensor's first element.
+
+        Raises:
+            UsageError: the tensor is not in this arena.
+        """
+        address = tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
+        offset = int(address) - self.memory.local.data_ptr()
+        if tensor.device != self._device or not 0 <= offset < self.memory.size:
+            raise UsageError(f"arena {self.memory.name}: a tensor of shape {tuple(tensor.shape)} is not in it")
+        return offset
+
+    def free_bytes(self) -> int:
+        """Bytes that are not lent out, in all free blocks together."""
+        with self._lock:
+            self._collect()
+            return sum(block.size for block in self._free)
+
+    def _collect(self) -> None:
+        while self._returned:
+            block = self._returned.popleft()
+            insort(self._free, block)
+            index = self._free.index(block)
+            while index + 1 < len(self._free) and _touch(self._free[index], self._free[index + 1]):
+                self._free[index : index + 2] = [_merged(*self._free[index : index + 2])]
+            while index > 0 and _touch(self._free[index - 1], self._free[index]):
+                index -= 1
+                self._free[index : index + 2] = [_merged(*self._free[index : index + 2])]
+
+    def _cut(self, size: int) -> _Block | None:
+        """Take ``size`` bytes out of the smallest free block that has them."""
+        best = min((block for block in self._free if block.size >= size), key=lambda block: block.size, default=None)
+        if best is None:
+            return None
+        index = self._free.index(best)
+        rest = _Block(best.offset + size, best.size - size, best.streams)
+        self._free[index : index + 1] = [rest] if rest.size else []
+        return _Block(best.offset, size, best.streams)
+
+
+class _Lease:
+    """Memory of one block as NumPy and torch take it over; when they drop it, the block goes back to the arena."""
+
+    def __init__(self, arena: Arena, block: _Block) -> None:
+        self._arena = arena
+        self._block = block
+        self._stream: torch.cuda.Stream | None = None
+        self._of_a_graph = False
+        interface = {
+            "version": 3,
+            "shape": (block.size,),
+            "typestr": "|u1",
+            "data": (arena.memory.local.data_ptr() + block.offset, False),
+        }
+        if arena._device.type == "cpu":
+            self.__array_interface__ = interface
+            return
+        self.__cuda_array_interface__ = interface
+        self._stream = torch.cuda.current_stream(arena._device)
+        self._of_a_graph = torch.cuda.is_current_stream_capturing()
+        # A capture begins with a synchronization, so nothing that was returned before is in use any more; to wait for a
+        # stream that is not captured would be an error.
+        if not self._of_a_graph:
+            for stream in block.streams - {self._stream}:
+                self._stream.wait_stream(stream)
+
+    def __del__(self, current_stream: Any = torch.cuda.current_stream) -> None:
+        if self._of_a_graph:
+            return
+        streams: Streams = frozenset()
+        if self._stream is not None:
+            # Used by the stream that took it, and freed after its last use in the one that is current now.
+            streams = frozenset({self._stream, current_stream(self._arena._device)})
+        self._arena._returned.append(_Block(self._block.offset, self._block.size, streams))
+
+
+def _touch(left: _Block, right: _Block) -> bool:
+    return left.offset + left.size == right.offset
+
+
+def _merged(left: _Block, right: _Block) -> _Block:
+    return _Block(left.offset, left.size + right.size, left.streams | right.streams)
+
+
+def _round_up(size: int) -> int:
+    return -(-size // OFFSET_UNIT) * OFFSET_UNIT

@@ -1,0 +1,289 @@
+"""Flow control of one exchange that is repeated: who may store where, and when everything is there.
+
+One repetition is an epoch; all ranks take part in all epochs, in the same order. In an epoch, each rank
+
+1. announces to every rank the offset at which it receives, as soon as nothing uses the memory there any more;
+2. waits, before its first store into a peer's memory, for the peer's announcement;
+3. stores;
+4. signals every rank, when everything is stored;
+5. waits for the signals of all ranks: everything is received.
+
+Epochs are numbered from 1, flags hold the number of an epoch and are never reset, and a wait is for a number *at least* as
+large. A rank announces an epoch only after it completed the one before, and only memory that it reads no more, so nothing is
+overwritten too early however far ahead another rank is.
+
+Kernels take part with the functions of :mod:`~dlrm_fused.symmetric.device`, host code on the CPU with the methods
+:meth:`Channel.announce` to :meth:`Channel.wait_arrivals`; epochs of both kinds may follow each other on one channel.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+from triton._C.libtriton import interpreter as _host_atomics
+
+from dlrm_fused.errors import CommunicationError, UsageError
+from dlrm_fused.symmetric.memory import SymmetricGroup
+
+# The words and values below are those of device.py.
+# Words of Channel.state.
+_EPOCH = 0
+_FAULT = 2
+_ABORT = 3
+# Words of Channel.control.
+_KIND, _WAITING, _PEER, _FAULT_EPOCH, _AWAITED, _LOST = 0, 1, 2, 3, 4, 7
+# Kinds of faults.
+_LIMIT_EXCEEDED, _ABORTED, _REFUSED, _MISMATCH = 1, 2, 3, 4
+# What was awaited.
+_READY, _ARRIVAL = 0, 1
+
+# A ready word is epoch << 32 | offset / OFFSET_UNIT; the last offset means that the rank refuses to take part.
+OFFSET_UNIT = 4096
+_REFUSED_OFFSET = 0xFFFFFFFF
+
+_YIELDS = 100  # looks at a flag before the waiting process begins to sleep
+_SHORTEST_SLEEP_SECONDS = 20e-6
+_LONGEST_SLEEP_SECONDS = 1e-3
+
+
+class Channel:
+    """The flags of one exchange between the ranks of a group.
+
+    Attributes:
+        group, name: as given.
+        flags: int64 words: [p] the ready word of rank p, [W + p] its arrival word, [2 W + p] its fingerprint; W ranks.
+        state: int64 [8] on the device: [0] the last completed epoch, [1] programs done in the running launch, [2] 1 after a
+            fault, [3] rank + 1 of a lost peer; the rest is free for kernels.
+        control: int64 [8] in host memory that the device can write: [0] kind of the first fault (0 none, 1 limit exceeded,
+            2 aborted, 3 refused, 4 mismatch), [1] the waiting rank, [2] the peer waited for, [3] epoch, [4] what was
+            awaited (0 ready, 1 arrival); [7] rank + 1 of a lost peer, written by the host.
+        control_address: of ``control``.
+        poll_limit: how many looks at a flag a kernel takes in ``timeout_seconds``; 0 where no kernels run.
+    """
+
+    def __init__(self, group: SymmetricGroup, name: str, timeout_seconds: float = 600.0) -> None:
+        """Collective.
+
+        Args:
+            name: of the exchange, in messages; the same on all ranks.
+            timeout_seconds: the longest wait for a peer; longer than ranks differ in their time for a step, with the
+                evaluation, checkpoint or compilation that only one of them may do between two.
+
+        Raises:
+            UsageError: on all ranks, if names differ or the limit is not positive on one of them.
+        """
+        group.gather(lambda: _check_timeout(name, timeout_seconds))
+        self.group = group
+        self.name = name
+        self.timeout_seconds = timeout_seconds
+        self.flags = group.allocate(f"{name}.flags", 3 * group.world_size * 8)
+        self.state = torch.zeros(8, dtype=torch.int64, device=group.device)
+        on_gpu = group.device.type == "cuda"
+        self.control = torch.zeros(8, dtype=torch.int64, pin_memory=on_gpu)
+        self.control_address = self.control.data_ptr()
+        self.poll_limit = 0
+        if on_gpu or os.environ.get("TRITON_INTERPRET") == "1":
+            self.poll_limit = math.ceil(timeout_seconds * _polls_per_second(group.device))
+        self._control = self.control.numpy()
+        self._fingerprint = 0
+        if not on_gpu:
+            self._state = self.state.numpy()
+            self._flags = self.flags.local.view(torch.int64).numpy()
+            self._peer_flags = self.flags.addresses.tolist()
+        group.watch.on_loss(_abort(self.state, self.control))
+
+    def raise_fault(self) -> None:
+        """Raise what has gone wrong, if anything. Reads host memory only: a kernel's fault shows when the kernel has ended.
+
+        Raises:
+            CommunicationError: names the channel, the epoch, this rank and the peer with its host. The channel cannot be used
+                any more.
+        """
+        kind = int(self._control[_KIND])
+        lost = self.group.watch.lost_peer()
+        if kind == 0 and lost is None:
+            return
+        describe = self.group.watch.describe
+        where = f"channel {self.name}"
+        if kind:
+            where += f", epoch {self._control[_FAULT_EPOCH]}"
+        here, peer = describe(self.group.rank), int(self._control[_PEER])
+        if lost is not None:
+            raise CommunicationError(
+                f"{where}: {describe(lost)} is lost, its process ended or its host cannot be reached; "
+                f"{here} cannot go on without it"
+            )
+        if kind == _REFUSED:
+            raise CommunicationError(f"{where}: {describe(peer)} did not take part because of an error; see its message")
+        if kind == _MISMATCH:
+            raise CommunicationError(
+                f"{where}: {here} and {describe(peer)} differ in shapes or settings; all ranks must make the same calls"
+            )
+        awaited = "to be ready to receive" if self._control[_AWAITED] == _READY else "to send its data"
+        if self.group.watch.has_left(peer):
+            raise CommunicationError(f"{where}: {here} waited for {describe(peer)} {awaited}, but that rank has ended")
+        raise CommunicationError(
+            f"{where}: {here} waited for {describe(peer)} {awaited}, longer than {self.timeout_seconds:g} s; "
+            "that rank is stuck, slower than the limit allows, or makes other calls than this one"
+        )
+
+    def announce(self, offset: int = 0, fingerprint: int = 0) -> None:
+        """Step 1: begin the next epoch, and tell all ranks where this one receives. Host code on the CPU.
+
+        Args:
+            offset: bytes, a multiple of 4096; of what is up to the exchange, such as an arena.
+            fingerprint: must be equal on all ranks, such as a hash of the shapes; :meth:`wait_ready` compares.
+
+        Raises:
+            UsageError: the offset is not a multiple of 4096, or the group is not on the CPU.
+            CommunicationError: the channel has failed.
+        """
+        if offset < 0 or offset % OFFSET_UNIT or offset // OFFSET_UNIT >= _REFUSED_OFFSET:
+            raise UsageError(f"channel {self.name}: offset={offset}: must be a multiple of {OFFSET_UNIT}, below 16 TB")
+        self._announce(offset // OFFSET_UNIT, fingerprint)
+
+    def refuse(self) -> None:
+        """Instead of step 1: tell all ranks that this one takes no part in the next epoch, because of an error of its own.
+
+        They raise an error at once instead of waiting. The channel cannot be used any more.
+        """
+        self._announce(_REFUSED_OFFSET, 0)
+        self._record(_REFUSED, self.group.rank, _READY)
+
+    def wait_ready(self, peer: int) -> int:
+        """Step 2: wait for a rank's announcement; returns its offset in bytes. Host code on the CPU.
+
+        Raises:
+            CommunicationError: the wait exceeded the limit, a peer is lost, or that rank refused or has another fingerprint.
+        """
+        epoch = self._next_epoch()
+        word = self._wait(peer, epoch << 32, peer, _READY, time.monotonic() + self.timeout_seconds)
+        offset = word & 0xFFFFFFFF
+        if offset == _REFUSED_OFFSET:
+            self._fail(_REFUSED, peer, _READY)
+        if int(self._flags[2 * self.group.world_size + peer]) != self._fingerprint:
+            self._fail(_MISMATCH, peer, _READY)
+        return offset * OFFSET_UNIT
+
+    def signal(self, peer: int) -> None:
+        """Step 4: tell a rank that everything is stored in its memory; to all ranks, also this one. Host code on the CPU."""
+        _store_release(self._word(peer, self.group.world_size + self.group.rank), self._next_epoch())
+
+    def wait_arrivals(self) -> None:
+        """Step 5: wait until the signals of all ranks are there, which completes the epoch. Host code on the CPU.
+
+        Raises:
+            CommunicationError: the wait exceeded the limit, or a peer is lost.
+        """
+        epoch = self._next_epoch()
+        deadline = time.monotonic() + self.timeout_seconds
+        for peer in range(self.group.world_size):
+            self._wait(self.group.world_size + peer, epoch, peer, _ARRIVAL, deadline)
+        self._state[_EPOCH] = epoch
+
+    def _announce(self, unit: int, fingerprint: int) -> None:
+        if self.group.device.type != "cpu":
+            raise UsageError(f"channel {self.name}: device={self.group.device}: only kernels can announce and wait on a GPU")
+        self.raise_fault()
+        self._fingerprint = fingerprint
+        rank, world_size = self.group.rank, self.group.world_size
+        for peer in range(world_size):
+            _store_release(self._word(peer, 2 * world_size + rank), fingerprint)
+            _store_release(self._word(peer, rank), self._next_epoch() << 32 | unit)
+
+    def _next_epoch(self) -> int:
+        return int(self._state[_EPOCH]) + 1
+
+    def _word(self, peer: int, index: int) -> int:
+        return int(self._peer_flags[peer]) + 8 * index
+
+    def _wait(self, index: int, value: int, peer: int, awaited: int, deadline: float) -> int:
+        """Wait until a word of this rank's flags is at least ``value``; returns it."""
+        looks = 0
+        sleep = _SHORTEST_SLEEP_SECONDS
+        watch = self.group.watch
+        while True:
+            # Asked before the look: a peer may have signalled and then ended.
+            gone = watch.lost_peer() is not None or watch.has_left(peer)
+            expired = time.monotonic() > deadline
+            # The plain look is cheap, and the acquiring one orders what follows after it.
+            if self._flags[index] >= value:
+                return _load_acquire(self._word(self.group.rank, index))
+            if gone or expired:
+                self._fail(_ABORTED if gone else _LIMIT_EXCEEDED, peer, awaited)
+            looks += 1
+            if looks < _YIELDS:
+                os.sched_yield()
+            else:
+                time.sleep(sleep)
+                sleep = min(2 * sleep, _LONGEST_SLEEP_SECONDS)
+
+    def _record(self, kind: int, peer: int, awaited: int) -> None:
+        self._control[_WAITING : _AWAITED + 1] = (self.group.rank, peer, self._next_epoch(), awaited)
+        self._control[_KIND] = kind
+        self._state[_FAULT] = 1
+
+    def _fail(self, kind: int, peer: int, awaited: int) -> NoReturn:
+        self._record(kind, peer, awaited)
+        self.raise_fault()
+        raise AssertionError("unreachable: a fault is recorded")
+
+
+def _check_timeout(name: str, timeout_seconds: float) -> None:
+    if not timeout_seconds > 0:
+        raise UsageError(f"channel {name}: timeout_seconds={timeout_seconds}: must be positive")
+
+
+def _abort(state: Tensor, control: Tensor) -> Callable[[int], None]:
+    """What ends the waits of kernels when a peer is lost. Holds the two tensors, not the channel."""
+    words = control.numpy()
+    # A stream of its own: the others may be behind the kernel that waits.
+    stream = torch.cuda.Stream(state.device) if state.device.type == "cuda" else None
+
+    def abort(rank: int) -> None:
+        words[_LOST] = rank + 1
+        with torch.cuda.stream(stream):
+            state[_ABORT : _ABORT + 1].copy_(control[_LOST : _LOST + 1], non_blocking=True)
+
+    return abort
+
+
+@functools.cache
+def _polls_per_second(device: torch.device) -> float:
+    from dlrm_fused.symmetric.device import polls_per_second
+
+    return polls_per_second(device)
+
+
+# Plain stores of Python become visible in order on x86, but not on ARM, where the data may follow the flag. The functions with
+# which Triton's interpreter carries out `tl.atomic_*` are real atomic operations on any address, with a memory order.
+_ONE = np.ones(1, dtype=bool)
+
+
+def _store_release(address: int, value: int) -> None:
+    _host_atomics.atomic_rmw(
+        _host_atomics.RMW_OP.XCHG,
+        np.array([address], dtype=np.uint64),
+        np.array([value], dtype=np.int64),
+        _ONE,
+        _host_atomics.MEM_SEMANTIC.RELEASE,
+    )
+
+
+def _load_acquire(address: int) -> int:
+    before = _host_atomics.atomic_rmw(
+        _host_atomics.RMW_OP.ADD,
+        np.array([address], dtype=np.uint64),
+        np.zeros(1, dtype=np.int64),
+        _ONE,
+        _host_atomics.MEM_SEMANTIC.ACQUIRE,
+    )
+    return int(before[0])

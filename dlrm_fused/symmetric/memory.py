@@ -1,0 +1,245 @@
+"""The one interface to memory that all ranks of a process group can write.
+
+:func:`symmetric_group` gives the group, :meth:`SymmetricGroup.allocate` a block of one size on every rank, whose
+``addresses`` kernels store through. Where the memory comes from is the business of a transport:
+:mod:`~dlrm_fused.symmetric.shared` for processes on a CPU machine, :mod:`~dlrm_fused.symmetric.cuda` for GPUs.
+"""
+
+from __future__ import annotations
+
+import abc
+import logging
+import os
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlrm_fused.errors import CommunicationError, UsageError, UserError
+from dlrm_fused.symmetric.watch import PeerWatch
+
+logger = logging.getLogger("dlrm_fused")
+
+T = TypeVar("T")
+
+
+class SymmetricMemory:
+    """A block of one size on every rank. Made by :meth:`SymmetricGroup.allocate`.
+
+    Attributes:
+        name: as given to ``allocate``.
+        size: bytes on each rank.
+        local: uint8 [size], this rank's block, on the group's device.
+        addresses: int64 [world_size] on the group's device: where each rank's block lies in the address space of this process
+            (CPU) or of this rank's GPU. 0 would be a rank that stores cannot reach, only put-with-signal; no transport
+            of today has such ranks.
+    """
+
+    def __init__(self, name: str, blocks: Sequence[Tensor], rank: int, resources: object = None) -> None:
+        """Args:
+        blocks: uint8 [size] by rank: views of the ranks' blocks.
+        resources: what must live as long as the memory does.
+        """
+        self.name = name
+        self.local = blocks[rank]
+        self.size = self.local.numel()
+        self.addresses = torch.tensor([block.data_ptr() for block in blocks], dtype=torch.int64, device=self.local.device)
+        self._blocks = tuple(blocks)
+        self._resources = resources
+
+    def peer(self, rank: int) -> Tensor:
+        """uint8 [size], a direct view of that rank's block."""
+        return self._blocks[rank]
+
+
+@dataclass(frozen=True)
+class Host:
+    """What processes must have in common to map each other's memory."""
+
+    name: str
+    boot: str  # differs between machines, and between two starts of one
+    processes: str  # the namespace of process ids: another one in another container
+
+    @staticmethod
+    def here() -> Host:
+        return Host(
+            socket.gethostname(),
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            os.readlink("/proc/self/ns/pid"),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.processes})"
+
+
+class SymmetricGroup(abc.ABC):
+    """The ranks of a process group, all of whose memory is reachable. Made by :func:`symmetric_group`.
+
+    Attributes:
+        process_group: None in a single process without torch.distributed.
+        rank: within the process group, as all ranks here.
+        device: of this rank's memory; a CUDA device has an index.
+        watch: notices when the process of another rank is gone.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.process_group = process_group
+        self.rank = 0 if process_group is None else process_group.rank()
+        self.world_size = 1 if process_group is None else process_group.size()
+        self.device = device
+        self._memories: list[SymmetricMemory] = []
+        self._check_hosts()
+        self._check_peers()
+        self.watch = PeerWatch(self.rank, self.world_size, self.gather)
+
+    def _check_hosts(self) -> None:
+        ranks = self.gather(lambda: (self.device.type, Host.here()))
+        if len({kind for kind, _ in ranks}) > 1:
+            listed = ", ".join(f"rank {rank}: {kind}" for rank, (kind, _) in enumerate(ranks))
+            raise UsageError(f"symmetric memory must be on the same type of device on all ranks; got {listed}")
+        if len({host for _, host in ranks}) > 1:
+            listed = ", ".join(f"rank {rank} is on {host}" for rank, (_, host) in enumerate(ranks))
+            raise CommunicationError(f"{self._other_host}; {listed}; use comm=baseline, or ranks of one host")
+
+    # What CommunicationError says if ranks are on different hosts.
+    _other_host: str
+
+    @abc.abstractmethod
+    def _check_peers(self) -> None:
+        """Collective. Raises CommunicationError on all ranks if some, all on one host, cannot map each other's memory."""
+
+    @abc.abstractmethod
+    def _allocate(self, name: str, size: int) -> SymmetricMemory:
+        """Collective; names and sizes have been compared. An error on one rank is raised by all."""
+
+    def allocate(self, name: str, size: int) -> SymmetricMemory:
+        """Memory of ``size`` bytes on every rank, zero-filled. Collective, and logged once.
+
+        All ranks must allocate the same in the same order. The memory lives until :meth:`close`, and beyond as long as
+        tensors in it do. It cannot be allocated while a CUDA graph is captured.
+
+        Args:
+            name: says what the memory is for, in messages and the log; the same on all ranks.
+
+        Raises:
+            UsageError: on all ranks, if names or sizes differ between ranks, or the size is not positive.
+            CommunicationError: on all ranks, if one of them has not so much memory.
+        """
+        requests = self.gather(lambda: (name, size))
+        if len(set(requests)) > 1:
+            listed = ", ".join(f"rank {rank}: {name} with {size} bytes" for rank, (name, size) in enumerate(requests))
+            raise UsageError(
+                f"symmetric memory must be allocated with the same name and size on all ranks, in the same order; got {listed}"
+            )
+        if size <= 0:
+            raise UsageError(f"symmetric memory {name}: size={size}: must be positive")
+        memory = self._allocate(name, size)
+        self._memories.append(memory)
+        if self.rank == 0:
+            logger.info(
+                "symmetric memory %s: %s on each of %d ranks (%s)", name, readable(size), self.world_size, self.device.type
+            )
+        return memory
+
+    def gather(self, work: Callable[[], T]) -> list[T]:
+        """What ``work()`` returned on each rank, by rank. Collective.
+
+        Raises:
+            UserError: if ``work`` raised on some rank: all ranks raise the error of the lowest such rank, so none waits for
+                a rank that has given up.
+        """
+        failure: BaseException | None = None
+        answer: tuple[T | None, type[UserError] | None, str] = (None, None, "")
+        try:
+            answer = (work(), None, "")
+        except UserError as error:
+            failure, answer = error, (None, type(error), str(error))
+        except Exception as error:
+            failure, answer = error, (None, CommunicationError, f"rank {self.rank}: {type(error).__name__}: {error}")
+        answers = [answer]
+        if self.world_size > 1:
+            answers = [answer] * self.world_size
+            # Object collectives of NCCL use the current device.
+            with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+                dist.all_gather_object(answers, answer, group=self.process_group)
+        for _, kind, message in answers:
+            if kind is not None:
+                raise kind(message) from failure
+        return [value for value, _, _ in answers]  # type: ignore[misc]  # only a failure has no value
+
+    def close(self) -> None:
+        """Leave the group: tell the peers, so that they take it for no loss, and let go of the memory.
+
+        To be called by all ranks when none of them needs the memory any more; waits for none of them. At the end of the
+        interpreter it is called for groups that are still open.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.watch.close()
+        self._memories.clear()
+        for key, group in list(_groups.items()):
+            if group is self:
+                del _groups[key]
+
+
+_groups: dict[tuple[dist.ProcessGroup | None, torch.device], SymmetricGroup] = {}
+
+
+def symmetric_group(process_group: dist.ProcessGroup | None = None, device: torch.device | str | None = None) -> SymmetricGroup:
+    """The symmetric group of a process group on a device; made at the first call, which is collective, and kept.
+
+    Args:
+        process_group: default: all ranks; without torch.distributed, this process alone.
+        device: of this rank's memory: ``cpu`` or a CUDA device. Default: the current CUDA device if the process group has
+            NCCL, else ``cpu``.
+
+    Raises:
+        UsageError: this rank is not in the process group; or, on all ranks, their types of device differ.
+        CommunicationError: on all ranks, if some of them cannot reach each other's memory (other hosts, no peer access).
+    """
+    if process_group is None and dist.is_initialized():
+        process_group = dist.group.WORLD
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        raise UsageError(f"process_group={process_group}: this process is not a member of it")
+    device = _device(process_group, device)
+    key = (process_group, device)
+    if key not in _groups:
+        _groups[key] = _transport(device)(process_group, device)
+    return _groups[key]
+
+
+def _device(process_group: dist.ProcessGroup | None, device: torch.device | str | None) -> torch.device:
+    if device is None:
+        with_cuda = torch.cuda.is_available() if process_group is None else "nccl" in dist.get_backend_config(process_group)
+        device = "cuda" if with_cuda else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _transport(device: torch.device) -> type[SymmetricGroup]:
+    if device.type == "cpu":
+        from dlrm_fused.symmetric.shared import SharedGroup
+
+        return SharedGroup
+    if device.type == "cuda":
+        from dlrm_fused.symmetric.cuda import CudaGroup
+
+        return CudaGroup
+    raise UsageError(f"device={device}: symmetric memory exists for cpu and cuda")
+
+
+def readable(size: float) -> str:
+    """A number of bytes for people: ``1.5 MB``."""
+    units = ["bytes", "kB", "MB", "GB", "TB", "PB"]
+    while size >= 1000 and len(units) > 1:
+        size /= 1000
+        del units[0]
+    return f"{size:.0f} bytes" if units[0] == "bytes" else f"{size:.1f} {units[0]}"

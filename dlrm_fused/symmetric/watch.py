@@ -1,0 +1,287 @@
+"""Notices that the process of another rank is gone.
+
+Every two ranks hold a TCP connection on which nothing is sent. When a process ends, however it ends, the kernel of its host
+closes the connection, and the peers know at once; a process that is merely slow, or holds its interpreter's lock for minutes,
+is not taken for lost. A host that vanishes is noticed by TCP keepalive, in about 20 seconds.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from dlrm_fused.errors import CommunicationError
+
+logger = logging.getLogger("dlrm_fused")
+
+_CONNECT_SECONDS = 60.0
+_STRANGER_SECONDS = 5.0
+_KEEPALIVE_IDLE_SECONDS = 5
+_KEEPALIVE_PROBES = 3
+# (kind, rank). A rank says goodbye before it leaves in good order, and tells all of a loss that it has noticed. So when it
+# then ends because of that loss, however abruptly, its peers have already read which rank was the first.
+_MESSAGE = struct.Struct("!ii")
+_GOODBYE = 0
+_LOST = 1
+_TOKEN_BYTES = 16
+
+
+@dataclass(frozen=True)
+class _Address:
+    """Where a rank can be reached, and who it is."""
+
+    host: str
+    process: int
+    addresses: tuple[str, ...]
+    port: int
+    token: bytes  # a stranger that finds the port does not know it
+
+
+class PeerWatch:
+    """Knows which ranks are gone; one per symmetric group, with a daemon thread that sleeps until something happens."""
+
+    def __init__(self, rank: int, world_size: int, gather: Callable[[Callable[[], Any]], list[Any]]) -> None:
+        """Collective.
+
+        Args:
+            gather: as :meth:`~dlrm_fused.symmetric.memory.SymmetricGroup.gather`.
+
+        Raises:
+            CommunicationError: on all ranks, if two of them cannot connect.
+        """
+        self._rank = rank
+        self._lost: int | None = None
+        self._left: set[int] = set()
+        self._callbacks: list[Callable[[int], None]] = []
+        self._lock = threading.Lock()
+        self._closing = False
+        self._peers: dict[int, socket.socket] = {}
+        self._thread: threading.Thread | None = None
+        if world_size == 1:
+            self._addresses = [_Address(socket.gethostname(), os.getpid(), (), 0, b"")]
+            return
+        with socket.create_server(("", 0), backlog=world_size) as listener:
+            token = secrets.token_bytes(_TOKEN_BYTES)
+            port = listener.getsockname()[1]
+            self._addresses = gather(lambda: _Address(socket.gethostname(), os.getpid(), _own_addresses(), port, token))
+            try:
+                gather(lambda: self._connect(listener))
+            except BaseException:
+                self._close_sockets()
+                raise
+        self._wake_reader, self._wake = socket.socketpair()
+        _watches.add(self)
+        atexit.register(self.close)
+        self._thread = threading.Thread(target=self._run, name="dlrm_fused peer watch", daemon=True)
+        self._thread.start()
+
+    def lost_peer(self) -> int | None:
+        """The first rank whose process was lost; None if there is none. Ranks that closed their group are not lost."""
+        return self._lost
+
+    def has_left(self, rank: int) -> bool:
+        """Whether that rank has closed its group, in good order."""
+        return rank in self._left
+
+    def on_loss(self, callback: Callable[[int], None]) -> None:
+        """Call ``callback(rank)`` when the first peer is lost, in the thread of the watch; at once if one is lost already."""
+        with self._lock:
+            if self._lost is None:
+                self._callbacks.append(callback)
+                return
+        callback(self._lost)
+
+    def describe(self, rank: int) -> str:
+        """Such as ``rank 3 on host (pid 123)``."""
+        address = self._addresses[rank]
+        return f"rank {rank} on {address.host} (pid {address.process})"
+
+    def close(self) -> None:
+        """Say goodbye to the peers and stop watching. May be called again."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+        atexit.unregister(self.close)
+        if self._thread is None:
+            return
+        self._tell_all(_GOODBYE)
+        self._wake.close()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _connect(self, listener: socket.socket) -> None:
+        """Connect to every lower rank, and be connected to by every higher one."""
+        deadline = time.monotonic() + _CONNECT_SECONDS
+        for peer in range(self._rank):
+            connection = self._connect_to(peer, deadline)
+            connection.sendall(self._addresses[peer].token + _MESSAGE.pack(_GOODBYE, self._rank))
+            self._peers[peer] = connection
+        while len(self._peers) < len(self._addresses) - 1:
+            listener.settimeout(max(0.001, deadline - time.monotonic()))
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                missing = [
+                    self.describe(rank)
+                    for rank in range(len(self._addresses))
+                    if rank != self._rank and rank not in self._peers
+                ]
+                raise CommunicationError(
+                    f"{self.describe(self._rank)}: no connection from {', '.join(missing)} within {_CONNECT_SECONDS:.0f} s"
+                ) from None
+            peer_rank = self._introduced(connection)
+            if peer_rank is None:
+                connection.close()
+            else:
+                self._peers[peer_rank] = connection
+        for connection in self._peers.values():
+            _set_up(connection)
+
+    def _connect_to(self, peer: int, deadline: float) -> socket.socket:
+        target = self._addresses[peer]
+        same_host = target.host == self._addresses[self._rank].host
+        failures = []
+        for address in (*(("127.0.0.1",) if same_host else ()), *target.addresses):
+            try:
+                return socket.create_connection((address, target.port), timeout=max(0.001, deadline - time.monotonic()))
+            except OSError as error:
+                failures.append(f"{address}: {error}")
+        raise CommunicationError(
+            f"{self.describe(self._rank)} cannot connect to {self.describe(peer)} ({'; '.join(failures)}); "
+            "ranks must reach each other by TCP, on any port"
+        )
+
+    def _introduced(self, connection: socket.socket) -> int | None:
+        """The rank that has connected; None if it is a stranger."""
+        connection.settimeout(_STRANGER_SECONDS)
+        expected = self._addresses[self._rank].token
+        received = b""
+        try:
+            while len(received) < _TOKEN_BYTES + _MESSAGE.size:
+                chunk = connection.recv(_TOKEN_BYTES + _MESSAGE.size - len(received))
+                if not chunk:
+                    return None
+                received += chunk
+        except OSError:
+            return None
+        if not secrets.compare_digest(received[:_TOKEN_BYTES], expected):
+            return None
+        _, rank = _MESSAGE.unpack(received[_TOKEN_BYTES:])
+        return int(rank)
+
+    def _run(self) -> None:
+        poll = select.poll()
+        rank_of = {connection.fileno(): rank for rank, connection in self._peers.items()}
+        unread = dict.fromkeys(self._peers, b"")
+        for descriptor in rank_of:
+            poll.register(descriptor, select.POLLIN)
+        poll.register(self._wake_reader, select.POLLIN)
+        while True:
+            ready = [descriptor for descriptor, _ in poll.poll()]
+            if self._wake_reader.fileno() in ready:
+                break
+            for descriptor in ready:
+                if not self._read(rank_of[descriptor], unread):
+                    poll.unregister(descriptor)
+        self._close_sockets()
+        self._wake_reader.close()
+
+    def _read(self, peer: int, unread: dict[int, bytes]) -> bool:
+        """Read what a peer has to say; False when it says nothing more."""
+        try:
+            received = self._peers[peer].recv(4096)
+        except BlockingIOError:
+            return True
+        except OSError:
+            received = b""
+        unread[peer] += received
+        while len(unread[peer]) >= _MESSAGE.size:
+            kind, rank = _MESSAGE.unpack(unread[peer][: _MESSAGE.size])
+            unread[peer] = unread[peer][_MESSAGE.size :]
+            if kind == _GOODBYE:
+                self._left.add(rank)
+            else:
+                self._lose(rank)
+        if received:
+            return True
+        if peer not in self._left:
+            self._lose(peer)
+        return False
+
+    def _lose(self, rank: int) -> None:
+        with self._lock:
+            if self._lost is not None or self._closing or rank == self._rank:
+                return
+            self._lost = rank
+            callbacks = self._callbacks[:]
+        self._tell_all(_LOST, rank)
+        for callback in callbacks:
+            try:
+                callback(rank)
+            except Exception:
+                logger.exception("telling of the loss of %s failed", self.describe(rank))
+
+    def _tell_all(self, kind: int, rank: int | None = None) -> None:
+        message = _MESSAGE.pack(kind, self._rank if rank is None else rank)
+        for connection in self._peers.values():
+            # Fails if the peer is gone. Does not block: there is always room for the few bytes that are ever sent.
+            with suppress(OSError):
+                connection.send(message)
+
+    def _close_sockets(self) -> None:
+        for connection in self._peers.values():
+            connection.close()
+
+    def _abandon(self) -> None:
+        """In a forked child: a copy of the connections must not keep them open when the parent ends."""
+        self._closing = True
+        atexit.unregister(self.close)
+        self._close_sockets()
+        self._wake.close()
+        self._wake_reader.close()
+
+
+_watches: weakref.WeakSet[PeerWatch] = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for watch in list(_watches):
+        watch._abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_all)
+
+
+def _set_up(connection: socket.socket) -> None:
+    connection.setblocking(False)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_IDLE_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)
+
+
+def _own_addresses() -> tuple[str, ...]:
+    """Addresses at which other hosts may reach this one, the likeliest first."""
+    found = []
+    # The interface on which this host reaches rank 0's.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 1))  # sends nothing
+        found.append(probe.getsockname()[0])
+    # On rank 0's host that may be loopback.
+    with suppress(OSError):
+        found += [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
+    return tuple(dict.fromkeys(address for address in found if not address.startswith("127.")))
