@@ -1,0 +1,509 @@
+"""Pooled embedding lookup and All-to-All as one kernel, and its backward pass with the tables' optimizer.
+
+Layout: a rank holds some tables and looks up, for each of its features, the bags of all ranks' batches. With the batches of all
+ranks one after the other, ``offsets`` of a lookup is feature-major: bag b of feature f is ``indices[offsets[f * B + b] :
+offsets[f * B + b + 1]]``, B the global batch. A program that has pooled a bag stores it straight into its row and columns of the
+output of the rank whose batch the bag belongs to, while other programs still look up: there is no send buffer, no collective and
+no concatenation. Row-wise tables send partial sums, which the destination adds in the order of ranks.
+
+Backward: the output's gradient travels the same way to the owners of the tables, into the layout [B, width] that the update
+reads. The sort of the indices, which the update needs, does not depend on it and runs beside the forward pass.
+
+Source: K. Punniyamurthy, K. Hamidouche, B. Beckmann, "Optimizing Distributed ML Communication with Fused
+Computation-Collective Operations", SC24 (arXiv 2305.06942), section "embedding + All-to-All". The tables and optimizer states are
+those of FBGEMM's table-batched embedding, used in place.
+
+Kernels need a GPU, or Triton's interpreter (``TRITON_INTERPRET=1``) on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dlrm_fused.errors import UsageError
+from dlrm_fused.ops.embedding_update import apply_gradients, per_sample_weight_gradients
+from dlrm_fused.ops.exchange import BatchPlan, EmbeddingExchange, exchange_of
+from dlrm_fused.ops.lookup_tuning import LookupShape, choose_blocks
+from dlrm_fused.ops.pooled_all_to_all import refusal_is_told, send_gradient
+from dlrm_fused.ops.put import TRITON_DTYPES, put_rectangles, to_wire
+from dlrm_fused.ops.receive import Output, finish_staged
+from dlrm_fused.ops.tables import LocalTables
+from dlrm_fused.symmetric.device import begin, finish, peer_pointer, uses_kernels, wait_until_ready
+
+_INDEX_DTYPES = (torch.int32, torch.int64)
+_FEATURE_FIELDS = tl.constexpr(4)
+
+
+def embedding_all_to_all(
+    exchange: EmbeddingExchange,
+    indices: Sequence[Tensor],
+    offsets: Sequence[Tensor],
+    per_sample_weights: Sequence[Tensor],
+    batch_sizes: Sequence[int],
+) -> Tensor:
+    """Look up and pool this rank's features for all ranks, and receive those of all ranks for its own batch. Collective.
+
+    Differentiable: the backward pass applies the optimizers of the exchange's tables.
+
+    Args:
+        exchange: with tables attached.
+        indices: for each lookup of this rank int32 or int64 [n], rows of the feature's table.
+        offsets: for each lookup int32 or int64 [features * sum(batch_sizes) + 1].
+        per_sample_weights: empty, or fp32 for each lookup: [n], or [0] where there are none.
+        batch_sizes: bags of each rank; equal on all ranks.
+
+    Returns:
+        fp32 [batch_sizes[rank], layout.columns], in symmetric memory, which is free again when no tensor uses it.
+
+    Raises:
+        UsageError: for other shapes, dtypes or devices, or, with ``check_indices``, for an index beyond its table; on all ranks.
+        CommunicationError: if a peer is lost, was waited for too long, or has refused to take part. On a GPU the next call
+            raises it, or ``exchange.raise_fault()``.
+    """
+    weights = [tables.weights for tables in exchange.tables]
+    return torch.ops.dlrm_fused.embedding_all_to_all(
+        exchange.anchor, weights, list(indices), list(offsets), list(per_sample_weights), list(batch_sizes), exchange.handle
+    )
+
+
+def reference(
+    exchange: EmbeddingExchange,
+    indices: Sequence[Tensor],
+    offsets: Sequence[Tensor],
+    per_sample_weights: Sequence[Tensor],
+    batch_sizes: Sequence[int],
+) -> Tensor:
+    """The forward pass of :func:`embedding_all_to_all` in plain torch and torch.distributed, without gradients."""
+    plan = exchange.plan(batch_sizes)
+    output = torch.zeros(plan.local_batch, exchange.layout.columns, device=exchange.device)
+    results = [
+        _pool(tables, indices[i], offsets[i], per_sample_weights[i] if per_sample_weights else None, plan.global_batch)
+        for i, tables in enumerate(exchange.tables)
+    ]
+    own = torch.cat(results, dim=1) if results else torch.zeros(plan.global_batch, 0, device=exchange.device)
+    for rank, lookups in enumerate(exchange.layout.lookups):
+        received = torch.empty(plan.global_batch, exchange.layout.width(rank), device=exchange.device)
+        if rank == exchange.rank:
+            received.copy_(own)
+        if exchange.world_size > 1:
+            dist.broadcast(received, dist.get_global_rank(exchange.group.process_group, rank), exchange.group.process_group)
+        mine = received[plan.starts[exchange.rank] : plan.starts[exchange.rank + 1]]
+        source = 0
+        for lookup in lookups:
+            for column, dim in zip(lookup.columns, lookup.dims, strict=True):
+                output[:, column : column + dim] += mine[:, source : source + dim]
+                source += dim
+    return output
+
+
+def _pool(tables: LocalTables, indices: Tensor, offsets: Tensor, weights: Tensor | None, batch: int) -> Tensor:
+    pooled = []
+    for feature, table in enumerate(tables.feature_tables):
+        rows, dim, first = tables.rows[table], tables.dims[table], tables.offsets[table]
+        matrix = tables.weights.detach()[first : first + rows * dim].view(rows, dim).float()
+        bags = offsets[feature * batch : (feature + 1) * batch + 1].long()
+        begin_row, end_row = int(bags[0]), int(bags[-1])
+        pooled.append(
+            torch.nn.functional.embedding_bag(
+                indices[begin_row:end_row].long(),
+                matrix,
+                bags - begin_row,
+                mode="sum",
+                per_sample_weights=weights[begin_row:end_row] if weights is not None and weights.numel() else None,
+                include_last_offset=True,
+            )
+            / ((bags[1:] - bags[:-1]).clamp(min=1)[:, None] if tables.mean else 1)
+        )
+    return torch.cat(pooled, dim=1)
+
+
+@triton.jit(do_not_specialize=["feature_count", "blocks", "global_batch", "items", "receive_offset", "fingerprint", "poll_limit"])
+def lookup_and_put_kernel(
+    weights,
+    indices,
+    offsets,
+    sample_weights,
+    features,
+    feature_count,
+    bags,
+    blocks,
+    global_batch,
+    items,
+    stride,
+    addresses,
+    receive_offset,
+    flags,
+    flag_addresses,
+    state,
+    control,
+    poll_limit,
+    fingerprint,
+    WEIGHTED: tl.constexpr,
+    MEAN: tl.constexpr,
+    RELATIVE: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    WIRE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    LANES: tl.constexpr,
+    BAGS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    EXACT_DIM: tl.constexpr,
+):
+    """Pool bags and store them at the ranks they belong to.
+
+    An item of work is BAGS bags of one feature and one destination; BAGS * ROWS rows of a table are on their way at once.
+
+    Args:
+        features: int64 [feature_count, 4]: number in the lookup, first element of its table, dim, column at the destination.
+        bags: int64 [2 * WORLD + 1]: first bag of each rank and the end, then the byte where each rank receives this rank's rows.
+        blocks: items of one feature and destination, enough for the largest batch.
+        stride: elements between rows at the destination.
+        VECTOR: divides dims, columns and table offsets.
+    """
+    if FIRST:
+        epoch = begin(receive_offset, fingerprint, flag_addresses, state, RANK, WORLD, LANES)
+    else:
+        epoch = tl.load(state) + 1
+    slot = tl.arange(0, BAGS * ROWS)
+    lane = tl.arange(0, DIM)
+    known_peer = tl.full((), -1, tl.int32)
+    ready_at = tl.full((), -1, tl.int64)
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        turn = item // (feature_count * blocks)
+        peer = (RANK + 1 + turn) % WORLD
+        rest = item - turn * (feature_count * blocks)
+        fields = features + (rest // blocks) * _FEATURE_FIELDS
+        first_bag = tl.load(bags + peer) + (rest % blocks) * BAGS
+        end_bag = tl.load(bags + peer + 1)
+        table = weights + tl.multiple_of(tl.load(fields + 1), VECTOR)
+        dim = DIM if EXACT_DIM else tl.multiple_of(tl.load(fields + 2), VECTOR)
+        of_feature = offsets + tl.load(fields) * global_batch
+
+        bag = first_bag + slot // ROWS
+        begin_row = tl.load(of_feature + bag, mask=bag < end_bag, other=0)
+        end_row = tl.load(of_feature + bag + 1, mask=bag < end_bag, other=0)
+        longest = tl.max(end_row - begin_row, axis=0)
+        position = begin_row + slot % ROWS
+        index = tl.load(indices + position, mask=position < end_row, other=0).to(tl.int64)
+        pooled = tl.zeros((BAGS * ROWS, DIM), tl.float32)
+        for _ in range(0, longest, ROWS):
+            inside = (position < end_row)[:, None]
+            if not EXACT_DIM:
+                inside = inside & (lane < dim)[None, :]
+            row = tl.load(table + index[:, None] * dim + lane[None, :], mask=inside, other=0.0).to(tl.float32)
+            if WEIGHTED:
+                row *= tl.load(sample_weights + position, mask=position < end_row, other=0.0)[:, None]
+            # The next indices are on their way while these rows are.
+            position += ROWS
+            index = tl.load(indices + position, mask=position < end_row, other=0).to(tl.int64)
+            pooled += row
+        if ROWS > 1:
+            pooled = tl.sum(tl.reshape(pooled, (BAGS, ROWS, DIM)), axis=1)
+        out_bag = first_bag + tl.arange(0, BAGS)
+        if MEAN:
+            length = tl.load(of_feature + out_bag + 1, mask=out_bag < end_bag, other=1) - tl.load(
+                of_feature + out_bag, mask=out_bag < end_bag, other=0
+            )
+            pooled = pooled / tl.maximum(length, 1).to(tl.float32)[:, None]
+
+        if peer != known_peer:
+            ready_at = wait_until_ready(peer, epoch, fingerprint, flags, state, control, poll_limit, RANK, WORLD)
+            known_peer = peer
+        offset = tl.load(bags + WORLD + 1 + peer)
+        if RELATIVE:
+            offset += ready_at
+        destination = peer_pointer(addresses, peer, offset, WIRE)
+        at_row = (out_bag - tl.load(bags + peer)).to(tl.int64)
+        column = tl.multiple_of(tl.load(fields + 3), VECTOR)
+        places = destination + at_row[:, None] * tl.multiple_of(stride, 4) + (column + lane)[None, :]
+        stored = ((out_bag < end_bag) & (ready_at >= 0))[:, None]
+        if not EXACT_DIM:
+            stored = stored & (lane < dim)[None, :]
+        tl.store(places, to_wire(pooled, WIRE), mask=stored)
+    if LAST:
+        finish(epoch, flags, flag_addresses, state, control, poll_limit, RANK, WORLD, LANES)
+
+
+torch.library.define(
+    "dlrm_fused::embedding_all_to_all",
+    "(Tensor anchor, Tensor[] weights, Tensor[] indices, Tensor[] offsets, Tensor[] per_sample_weights, int[] batch_sizes, "
+    "int exchange) -> Tensor",
+)
+# Returns the gradients of the anchor and of the per-sample weights; updates the tables of the exchange.
+torch.library.define(
+    "dlrm_fused::embedding_all_to_all_backward",
+    "(Tensor gradient, Tensor[] indices, Tensor[] offsets, Tensor[] per_sample_weights, int[] batch_sizes, int exchange) "
+    "-> Tensor[]",
+)
+
+
+@torch.library.impl("dlrm_fused::embedding_all_to_all", ["cpu", "cuda"])
+def _forward(
+    anchor: Tensor,
+    weights: list[Tensor],
+    indices: list[Tensor],
+    offsets: list[Tensor],
+    per_sample_weights: list[Tensor],
+    batch_sizes: list[int],
+    exchange: int,
+) -> Tensor:
+    owner = exchange_of(exchange)
+    owner.forward_channel.raise_fault()
+    with refusal_is_told(owner.forward_channel):
+        plan = owner.plan(batch_sizes)
+        _check_inputs(owner, plan, weights, indices, offsets, per_sample_weights)
+    if owner.check_indices:
+        _check_indices_on_all_ranks(owner, plan, indices, offsets)
+    output = Output(owner, plan)
+    launches = [
+        (number, features)
+        for number in range(len(owner.tables))
+        for features in owner.feature_tables(number)
+        if plan.global_batch
+    ]
+    for i, (number, features) in enumerate(launches):
+        sample_weights = per_sample_weights[number] if per_sample_weights else None
+        _launch(
+            owner, plan, number, features, indices[number], offsets[number], sample_weights, output,
+            first=i == 0, last=i == len(launches) - 1,
+        )  # fmt: skip
+    if not launches:
+        _take_part_with_nothing(owner, plan, output)
+    finish_staged(owner, plan, output.received)
+    return output.tensor()
+
+
+def _launch(
+    owner: EmbeddingExchange,
+    plan: BatchPlan,
+    number: int,
+    features: Any,
+    indices: Tensor,
+    offsets: Tensor,
+    sample_weights: Tensor | None,
+    output: Output,
+    *,
+    first: bool,
+    last: bool,
+) -> None:
+    tables, channel = owner.tables[number], owner.forward_channel
+    is_weighted = sample_weights is not None and sample_weights.numel() > 0
+    is_staged = plan.goes_to_staging(number)
+    memory = output.buffers.staging_memory() if is_staged else output.buffers.outputs.memory
+    mean_length = indices.numel() / max(1, offsets.numel() - 1)
+    most_bags = max(plan.batch_sizes)
+    blocks = choose_blocks(
+        LookupShape(features.block_dim, tables.weights.dtype, mean_length, features.count * plan.global_batch), owner.device
+    )
+    per_feature = triton.cdiv(most_bags, blocks.bags)
+    items = owner.world_size * features.count * per_feature
+    lookup_and_put_kernel[(min(items, blocks.programs),)](
+        tables.weights,
+        indices,
+        offsets,
+        sample_weights if is_weighted else tables.weights,
+        features.table,
+        features.count,
+        plan.bag_table(number),
+        per_feature,
+        plan.global_batch,
+        items,
+        plan.destination(number, owner.rank)[1],
+        memory.addresses,
+        output.offset,
+        channel.flags.local.view(torch.int64),
+        channel.flags.addresses,
+        channel.state,
+        channel.control_address,
+        channel.poll_limit,
+        plan.fingerprint,
+        WEIGHTED=is_weighted,
+        MEAN=tables.mean,
+        RELATIVE=not is_staged,
+        FIRST=first,
+        LAST=last,
+        WIRE=TRITON_DTYPES[owner.forward_wire],
+        VECTOR=features.vector,
+        RANK=owner.rank,
+        WORLD=owner.world_size,
+        LANES=triton.next_power_of_2(owner.world_size),
+        BAGS=blocks.bags,
+        ROWS=blocks.rows,
+        DIM=features.block_dim,
+        EXACT_DIM=features.is_exact,
+        num_warps=blocks.warps,
+    )
+
+
+def _take_part_with_nothing(owner: EmbeddingExchange, plan: BatchPlan, output: Output) -> None:
+    put_rectangles(
+        torch.empty(0, 4, device=owner.device),
+        plan.empty_table,
+        0,
+        output.buffers.outputs.memory,
+        owner.forward_channel,
+        wire=owner.forward_wire,
+        fingerprint=plan.fingerprint,
+        receive_offset=output.offset,
+        relative=True,
+    )
+
+
+def _check_inputs(
+    owner: EmbeddingExchange,
+    plan: BatchPlan,
+    weights: list[Tensor],
+    indices: list[Tensor],
+    offsets: list[Tensor],
+    per_sample_weights: list[Tensor],
+) -> None:
+    name, count = owner.name, len(owner.own_lookups)
+    if not uses_kernels(owner.device):
+        raise UsageError(
+            f"{name}: embedding_all_to_all on {owner.device}: its kernels need a GPU or TRITON_INTERPRET=1; on the CPU use "
+            "pooled_all_to_all with a lookup of your own"
+        )
+    if len(owner.tables) != count:
+        raise UsageError(f"{name}: no tables for its {count} lookups; call attach_tables first")
+    for key, tensors in (("weights", weights), ("indices", indices), ("offsets", offsets)):
+        if len(tensors) != count:
+            raise UsageError(f"{name}: {len(tensors)} {key} for {count} lookups of rank {owner.rank}")
+    if per_sample_weights and len(per_sample_weights) != count:
+        raise UsageError(f"{name}: {len(per_sample_weights)} per_sample_weights for {count} lookups; give none, or one for each")
+    for number in range(count):
+        if weights[number].data_ptr() != owner.tables[number].weights.data_ptr():
+            raise UsageError(f"{name}: weights[{number}] is not the tensor that was attached; call attach_tables again")
+        _check_tensor(owner, f"indices[{number}]", indices[number], _INDEX_DTYPES)
+        _check_tensor(owner, f"offsets[{number}]", offsets[number], _INDEX_DTYPES)
+        expected = len(owner.own_lookups[number].dims) * plan.global_batch + 1
+        if offsets[number].numel() != expected:
+            raise UsageError(
+                f"{name}: offsets[{number}] has {offsets[number].numel()} entries; needed: features * sum(batch_sizes) + 1 = {expected}"
+            )
+        if per_sample_weights and per_sample_weights[number].numel():
+            _check_tensor(owner, f"per_sample_weights[{number}]", per_sample_weights[number], (torch.float32,))
+            if per_sample_weights[number].numel() != indices[number].numel():
+                raise UsageError(
+                    f"{name}: per_sample_weights[{number}] has {per_sample_weights[number].numel()} entries for "
+                    f"{indices[number].numel()} indices"
+                )
+
+
+def _check_tensor(owner: EmbeddingExchange, key: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    if tensor.dtype not in dtypes:
+        raise UsageError(f"{owner.name}: {key} is {tensor.dtype}; allowed: {', '.join(str(dtype) for dtype in dtypes)}")
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise UsageError(f"{owner.name}: {key} has shape {list(tensor.shape)}, strides {tensor.stride()}; needed: 1-D, contiguous")
+    if tensor.device != owner.device:
+        raise UsageError(f"{owner.name}: {key} is on {tensor.device}, the exchange on {owner.device}")
+
+
+def _check_indices_on_all_ranks(
+    owner: EmbeddingExchange, plan: BatchPlan, indices: list[Tensor], offsets: list[Tensor]
+) -> None:
+    """Raise UsageError on every rank if an index or an offset on any rank leads beyond its table. Collective, and slow."""
+    message = next((m for n in range(len(indices)) if (m := _wrong_index(owner, plan, n, indices[n], offsets[n]))), None)
+    messages: list[str | None] = [message]
+    if owner.world_size > 1:
+        messages = [None] * owner.world_size
+        dist.all_gather_object(messages, message, group=owner.group.process_group)
+    for rank, found in enumerate(messages):
+        if found is not None:
+            raise UsageError(f"{owner.name}: rank {rank}: {found}")
+
+
+def _wrong_index(owner: EmbeddingExchange, plan: BatchPlan, number: int, indices: Tensor, offsets: Tensor) -> str | None:
+    bounds = offsets.long().cpu()
+    if bounds[0] != 0 or bounds[-1] != indices.numel() or bool((bounds[1:] < bounds[:-1]).any()):
+        return f"offsets[{number}] must rise from 0 to {indices.numel()}, the number of indices"
+    tables = owner.tables[number]
+    for feature, table in enumerate(tables.feature_tables):
+        own = indices[bounds[feature * plan.global_batch] : bounds[(feature + 1) * plan.global_batch]]
+        if own.numel() and (own.min() < 0 or own.max() >= tables.rows[table]):
+            wrong = own[(own < 0) | (own >= tables.rows[table])][0].item()
+            return f"indices[{number}]: index {wrong} of feature {feature}, whose table has {tables.rows[table]} rows"
+    return None
+
+
+@torch.library.impl("dlrm_fused::embedding_all_to_all_backward", ["cpu", "cuda"])
+def _backward(
+    gradient: Tensor,
+    indices: list[Tensor],
+    offsets: list[Tensor],
+    per_sample_weights: list[Tensor],
+    batch_sizes: list[int],
+    exchange: int,
+) -> list[Tensor]:
+    owner = exchange_of(exchange)
+    ordered = [owner.sorted_lookups.take(owner.tables[i], indices[i], offsets[i]) for i in range(len(indices))]
+    received = send_gradient(owner, owner.plan(batch_sizes), gradient)
+    weight_gradients = []
+    for i, tables in enumerate(owner.tables):
+        weights = per_sample_weights[i] if per_sample_weights and per_sample_weights[i].numel() else None
+        if weights is not None:
+            own = per_sample_weight_gradients(tables, received[i], indices[i], offsets[i])
+            weight_gradients.append(own * owner.gradient_scale)
+        elif per_sample_weights:
+            weight_gradients.append(torch.empty(0, device=owner.device))
+        if tables.optimizer is not None:
+            apply_gradients(tables, ordered[i], received[i], indices[i], offsets[i], weights, owner.gradient_scale)
+    return [torch.empty(0, device=owner.device), *weight_gradients]
+
+
+@torch.library.register_fake("dlrm_fused::embedding_all_to_all")
+def _fake_forward(
+    anchor: Tensor,
+    weights: list[Tensor],
+    indices: list[Tensor],
+    offsets: list[Tensor],
+    per_sample_weights: list[Tensor],
+    batch_sizes: list[int],
+    exchange: int,
+) -> Tensor:
+    owner = exchange_of(exchange)
+    return anchor.new_empty((batch_sizes[owner.rank], owner.layout.columns))
+
+
+@torch.library.register_fake("dlrm_fused::embedding_all_to_all_backward")
+def _fake_backward(
+    gradient: Tensor,
+    indices: list[Tensor],
+    offsets: list[Tensor],
+    per_sample_weights: list[Tensor],
+    batch_sizes: list[int],
+    exchange: int,
+) -> list[Tensor]:
+    return [gradient.new_empty(0), *(torch.empty_like(weights) for weights in per_sample_weights)]
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, _, indices, offsets, per_sample_weights, ctx.batch_sizes, ctx.exchange = inputs
+    ctx.lookups, ctx.is_weighted = len(indices), bool(per_sample_weights)
+    ctx.save_for_backward(*indices, *offsets, *per_sample_weights)
+    if not torch.compiler.is_compiling():
+        exchange_of(ctx.exchange).sort_ahead(indices, offsets)
+
+
+def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    count = ctx.lookups
+    saved = list(ctx.saved_tensors)
+    indices, offsets, per_sample_weights = saved[:count], saved[count : 2 * count], saved[2 * count :]
+    anchor, *weight_gradients = torch.ops.dlrm_fused.embedding_all_to_all_backward(
+        gradient, indices, offsets, per_sample_weights, ctx.batch_sizes, ctx.exchange
+    )
+    nothing = [None] * count
+    return anchor, nothing, nothing, nothing, weight_gradients, None, None
+
+
+torch.library.register_autograd("dlrm_fused::embedding_all_to_all", _differentiate, setup_context=_save_for_backward)
