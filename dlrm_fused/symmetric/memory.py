@@ -131,6 +131,8 @@ class SymmetricGroup(abc.ABC):
             UsageError: on all ranks, if names or sizes differ between ranks, or the size is not positive.
             CommunicationError: on all ranks, if one of them has not so much memory.
         """
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise UsageError(f"symmetric memory {name}: cannot be allocated while a CUDA graph is captured; run once before")
         requests = self.gather(lambda: (name, size))
         if len(set(requests)) > 1:
             listed = ", ".join(f"rank {rank}: {name} with {size} bytes" for rank, (name, size) in enumerate(requests))
@@ -176,8 +178,8 @@ class SymmetricGroup(abc.ABC):
     def close(self) -> None:
         """Leave the group: tell the peers, so that they take it for no loss, and let go of the memory.
 
-        To be called by all ranks when none of them needs the memory any more; waits for none of them. At the end of the
-        interpreter it is called for groups that are still open.
+        To be called by all ranks when none of them needs the memory any more; waits for none of them. A process that ends
+        without having called it says goodbye all the same, unless it was killed or ended by ``os._exit``.
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
