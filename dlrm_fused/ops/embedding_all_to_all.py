@@ -124,7 +124,9 @@ def _pool(tables: LocalTables, indices: Tensor, offsets: Tensor, weights: Tensor
     return torch.cat(pooled, dim=1)
 
 
-@triton.jit(do_not_specialize=["feature_count", "blocks", "global_batch", "items", "receive_offset", "fingerprint", "poll_limit"])
+@triton.jit(
+    do_not_specialize=["feature_count", "blocks", "global_batch", "items", "receive_offset", "fingerprint", "poll_limit"]
+)
 def lookup_and_put_kernel(
     weights,
     indices,
@@ -380,7 +382,9 @@ def _check_inputs(
         if len(tensors) != count:
             raise UsageError(f"{name}: {len(tensors)} {key} for {count} lookups of rank {owner.rank}")
     if per_sample_weights and len(per_sample_weights) != count:
-        raise UsageError(f"{name}: {len(per_sample_weights)} per_sample_weights for {count} lookups; give none, or one for each")
+        raise UsageError(
+            f"{name}: {len(per_sample_weights)} per_sample_weights for {count} lookups; give none, or one for each"
+        )
     for number in range(count):
         if weights[number].data_ptr() != owner.tables[number].weights.data_ptr():
             raise UsageError(f"{name}: weights[{number}] is not the tensor that was attached; call attach_tables again")
@@ -404,7 +408,9 @@ def _check_tensor(owner: EmbeddingExchange, key: str, tensor: Tensor, dtypes: tu
     if tensor.dtype not in dtypes:
         raise UsageError(f"{owner.name}: {key} is {tensor.dtype}; allowed: {', '.join(str(dtype) for dtype in dtypes)}")
     if tensor.dim() != 1 or not tensor.is_contiguous():
-        raise UsageError(f"{owner.name}: {key} has shape {list(tensor.shape)}, strides {tensor.stride()}; needed: 1-D, contiguous")
+        raise UsageError(
+            f"{owner.name}: {key} has shape {list(tensor.shape)}, strides {tensor.stride()}; needed: 1-D, contiguous"
+        )
     if tensor.device != owner.device:
         raise UsageError(f"{owner.name}: {key} is on {tensor.device}, the exchange on {owner.device}")
 

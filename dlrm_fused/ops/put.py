@@ -71,11 +71,14 @@ def put_rectangles_kernel(
         destination = peer_pointer(addresses, peer, offset, WIRE, ALIGNMENT)
         row = (item % row_blocks) * ROWS + tl.arange(0, ROWS)
         column = tl.arange(0, COLUMNS)
-        inside = (row < tl.load(fields + 6))[:, None] & (column < tl.load(fields + 5))[None, :]
+        width = tl.multiple_of(tl.load(fields + 5), 4)
+        inside = (row < tl.load(fields + 6))[:, None] & (column < width)[None, :]
         stride = tl.multiple_of(tl.load(fields + 4), 4)
         first = tl.multiple_of(tl.load(fields + 2), 4)
         source_row = tl.load(fields + 1) + row
-        values = tl.load(source + source_row[:, None] * source_stride + (first + column)[None, :], mask=inside, other=0.0)
+        values = tl.load(
+            source + source_row[:, None] * tl.multiple_of(source_stride, 4) + (first + column)[None, :], mask=inside, other=0.0
+        )
         places = destination + row[:, None].to(tl.int64) * stride + column[None, :]
         tl.store(places, to_wire(values.to(tl.float32), WIRE), mask=inside & (ready_at >= 0))
     if LAST:

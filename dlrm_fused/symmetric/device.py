@@ -135,9 +135,7 @@ def begin(offset, fingerprint, flag_addresses, state, RANK: tl.constexpr, WORLD:
 
 
 @triton.jit
-def wait_until_ready(
-    peer, epoch, fingerprint, flags, state, control, poll_limit, RANK: tl.constexpr, WORLD: tl.constexpr
-):
+def wait_until_ready(peer, epoch, fingerprint, flags, state, control, poll_limit, RANK: tl.constexpr, WORLD: tl.constexpr):
     """Wait until ``peer`` is ready to receive in this epoch.
 
     Args:
@@ -184,9 +182,7 @@ def finish(
 
 
 @triton.jit
-def _wait_for_arrivals(
-    epoch, flags, state, control, poll_limit, RANK: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr
-):
+def _wait_for_arrivals(epoch, flags, state, control, poll_limit, RANK: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr):
     peers = tl.arange(0, LANES)
     there = peers < WORLD
     nothing = tl.zeros((LANES,), tl.int64)
