@@ -7,12 +7,12 @@ that tensor until the backward, a user for ever; the block is free again when th
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -76,9 +76,9 @@ class Arena:
         else:
             bytes_ = torch.from_numpy(np.asarray(lease))
         del lease  # now owned by the storage alone
-        # Not a view: the storage's only tensor, as from an allocator.
-        stride = torch.empty(shape, dtype=dtype, device="meta").stride()
-        return torch.empty(0, dtype=dtype, device=self._device).set_(bytes_.untyped_storage(), 0, tuple(shape), stride)
+        assert bytes_.data_ptr() == self.memory.local.data_ptr() + block.offset, "torch has copied the block"
+        # Not a view of the bytes, but a tensor in its own right, as from an allocator.
+        return torch.empty(0, dtype=dtype, device=self._device).set_(bytes_.untyped_storage(), 0, tuple(shape))
 
     def offset_of(self, tensor: Tensor) -> int:
         """Bytes from the beginning of the arena to the tensor's first element.
@@ -146,13 +146,13 @@ class _Lease:
             for stream in block.streams - {self._stream}:
                 self._stream.wait_stream(stream)
 
-    def __del__(self, current_stream: Any = torch.cuda.current_stream) -> None:
-        if self._of_a_graph:
+    def __del__(self) -> None:
+        if self._of_a_graph or sys.is_finalizing():
             return
         streams: Streams = frozenset()
         if self._stream is not None:
             # Used by the stream that took it, and freed after its last use in the one that is current now.
-            streams = frozenset({self._stream, current_stream(self._arena._device)})
+            streams = frozenset({self._stream, torch.cuda.current_stream(self._arena._device)})
         self._arena._returned.append(_Block(self._block.offset, self._block.size, streams))
 
 

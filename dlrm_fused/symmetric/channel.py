@@ -61,10 +61,10 @@ class Channel:
         group, name: as given.
         flags: int64 words: [p] the ready word of rank p, [W + p] its arrival word, [2 W + p] its fingerprint; W ranks.
         state: int64 [8] on the device: [0] the last completed epoch, [1] programs done in the running launch, [2] 1 after a
-            fault, [3] rank + 1 of a lost peer; the rest is free for kernels.
+            fault, [3] rank + 1 of a peer that is gone: waits end; the rest is free for kernels.
         control: int64 [8] in host memory that the device can write: [0] kind of the first fault (0 none, 1 limit exceeded,
             2 aborted, 3 refused, 4 mismatch), [1] the waiting rank, [2] the peer waited for, [3] epoch, [4] what was
-            awaited (0 ready, 1 arrival); [7] rank + 1 of a lost peer, written by the host.
+            awaited (0 ready, 1 arrival); [7] rank + 1 of a peer that is gone, written by the host.
         control_address: of ``control``.
         poll_limit: how many looks at a flag a kernel takes in ``timeout_seconds``; 0 where no kernels run.
     """
@@ -98,7 +98,7 @@ class Channel:
             self._state = self.state.numpy()
             self._flags = self.flags.local.view(torch.int64).numpy()
             self._peer_flags = self.flags.addresses.tolist()
-        group.watch.on_loss(_abort(self.state, self.control))
+        group.watch.on_gone(_abort(self.state, self.control))
 
     def raise_fault(self) -> None:
         """Raise what has gone wrong, if anything. Reads host memory only: a kernel's fault shows when the kernel has ended.
@@ -128,8 +128,11 @@ class Channel:
                 f"{where}: {here} and {describe(peer)} differ in shapes or settings; all ranks must make the same calls"
             )
         awaited = "to be ready to receive" if self._control[_AWAITED] == _READY else "to send its data"
-        if self.group.watch.has_left(peer):
-            raise CommunicationError(f"{where}: {here} waited for {describe(peer)} {awaited}, but that rank has ended")
+        if kind == _ABORTED:
+            ended = int(self._control[_LOST]) - 1 if self._control[_LOST] else peer
+            raise CommunicationError(
+                f"{where}: {describe(ended)} has ended while {here} waited for {describe(peer)} {awaited}; see its messages"
+            )
         raise CommunicationError(
             f"{where}: {here} waited for {describe(peer)} {awaited}, longer than {self.timeout_seconds:g} s; "
             "that rank is stuck, slower than the limit allows, or makes other calls than this one"
@@ -153,9 +156,18 @@ class Channel:
     def refuse(self) -> None:
         """Instead of step 1: tell all ranks that this one takes no part in the next epoch, because of an error of its own.
 
-        They raise an error at once instead of waiting. The channel cannot be used any more.
+        They raise an error at once instead of waiting. The channel cannot be used any more. On a GPU it waits for the current
+        stream, hence does nothing while a CUDA graph is captured.
         """
-        self._announce(_REFUSED_OFFSET, 0)
+        if self.group.device.type == "cpu":
+            self._announce(_REFUSED_OFFSET, 0)
+        elif torch.cuda.is_current_stream_capturing():
+            return
+        else:
+            word = self.state[_EPOCH] + 1 << 32 | _REFUSED_OFFSET
+            for peer in range(self.group.world_size):
+                self.flags.peer(peer).view(torch.int64)[self.group.rank].copy_(word)
+            torch.cuda.synchronize(self.group.device)
         self._record(_REFUSED, self.group.rank, _READY)
 
     def wait_ready(self, peer: int) -> int:
@@ -227,9 +239,10 @@ class Channel:
                 sleep = min(2 * sleep, _LONGEST_SLEEP_SECONDS)
 
     def _record(self, kind: int, peer: int, awaited: int) -> None:
-        self._control[_WAITING : _AWAITED + 1] = (self.group.rank, peer, self._next_epoch(), awaited)
+        epoch = int(self.state[_EPOCH]) + 1
+        self._control[_WAITING : _AWAITED + 1] = (self.group.rank, peer, epoch, awaited)
         self._control[_KIND] = kind
-        self._state[_FAULT] = 1
+        self.state[_FAULT] = 1
 
     def _fail(self, kind: int, peer: int, awaited: int) -> NoReturn:
         self._record(kind, peer, awaited)
@@ -243,7 +256,7 @@ def _check_timeout(name: str, timeout_seconds: float) -> None:
 
 
 def _abort(state: Tensor, control: Tensor) -> Callable[[int], None]:
-    """What ends the waits of kernels when a peer is lost. Holds the two tensors, not the channel."""
+    """What ends the waits of kernels when a peer is gone. Holds the two tensors, not the channel."""
     words = control.numpy()
     # A stream of its own: the others may be behind the kernel that waits.
     stream = torch.cuda.Stream(state.device) if state.device.type == "cuda" else None

@@ -121,8 +121,8 @@ class SymmetricGroup(abc.ABC):
     def allocate(self, name: str, size: int) -> SymmetricMemory:
         """Memory of ``size`` bytes on every rank, zero-filled. Collective, and logged once.
 
-        All ranks must allocate the same in the same order. The memory lives until :meth:`close`, and beyond as long as
-        tensors in it do. It cannot be allocated while a CUDA graph is captured.
+        All ranks must allocate the same in the same order. The memory lives until :meth:`release` or :meth:`close`. It cannot
+        be allocated while a CUDA graph is captured.
 
         Args:
             name: says what the memory is for, in messages and the log; the same on all ranks.
@@ -148,6 +148,15 @@ class SymmetricGroup(abc.ABC):
                 "symmetric memory %s: %s on each of %d ranks (%s)", name, readable(size), self.world_size, self.device.type
             )
         return memory
+
+    def release(self, memory: SymmetricMemory) -> None:
+        """Let go of memory before the group is closed; it is freed when no :class:`~dlrm_fused.symmetric.arena.Arena` and no
+        tensor of one refers to it any more.
+
+        Every rank may do so on its own, once no epoch that stores there can still be running on any rank, that is, after this
+        rank has completed the last one; and not while a captured CUDA graph uses it.
+        """
+        self._memories.remove(memory)
 
     def gather(self, work: Callable[[], T]) -> list[T]:
         """What ``work()`` returned on each rank, by rank. Collective.
@@ -212,6 +221,9 @@ def symmetric_group(process_group: dist.ProcessGroup | None = None, device: torc
     device = _device(process_group, device)
     key = (process_group, device)
     if key not in _groups:
+        for group in list(_groups.values()):
+            if group.process_group is not None and group.process_group not in dist.distributed_c10d._world.pg_map:
+                group.close()  # its process group has been destroyed
         _groups[key] = _transport(device)(process_group, device)
     return _groups[key]
 

@@ -17,7 +17,8 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ logger = logging.getLogger("dlrm_fused")
 
 _CONNECT_SECONDS = 60.0
 _STRANGER_SECONDS = 5.0
+_GRACE_SECONDS = 5.0
 _KEEPALIVE_IDLE_SECONDS = 5
 _KEEPALIVE_PROBES = 3
 # (kind, rank). A rank says goodbye before it leaves in good order, and tells all of a loss that it has noticed. So when it
@@ -64,7 +66,9 @@ class PeerWatch:
         self._rank = rank
         self._lost: int | None = None
         self._left: set[int] = set()
-        self._callbacks: list[Callable[[int], None]] = []
+        self._gone: int | None = None  # the last that was told to callbacks
+        self._loss_callbacks: list[Callable[[int], None]] = []
+        self._gone_callbacks: list[Callable[[int], None]] = []
         self._lock = threading.Lock()
         self._closing = False
         self._peers: dict[int, socket.socket] = {}
@@ -99,9 +103,21 @@ class PeerWatch:
         """Call ``callback(rank)`` when the first peer is lost, in the thread of the watch; at once if one is lost already."""
         with self._lock:
             if self._lost is None:
-                self._callbacks.append(callback)
+                self._loss_callbacks.append(callback)
                 return
         callback(self._lost)
+
+    def on_gone(self, callback: Callable[[int], None]) -> None:
+        """Call ``callback(rank)`` when it is of no use to wait for a peer any more: it is lost, or has left 5 seconds ago.
+
+        A rank that leaves has completed its last epoch, so every other rank will do so very soon; who then still waits does
+        something that the rank which left did not do. May be called for several ranks.
+        """
+        with self._lock:
+            self._gone_callbacks.append(callback)
+            gone = self._gone
+        if gone is not None:
+            callback(gone)
 
     def describe(self, rank: int) -> str:
         """Such as ``rank 3 on host (pid 123)``."""
@@ -183,19 +199,24 @@ class PeerWatch:
         return int(rank)
 
     def _run(self) -> None:
-        poll = select.poll()
         rank_of = {connection.fileno(): rank for rank, connection in self._peers.items()}
         unread = dict.fromkeys(self._peers, b"")
-        for descriptor in rank_of:
+        leaving: deque[tuple[float, int]] = deque()  # (when it is gone, rank)
+        poll = select.poll()
+        for descriptor in (self._wake_reader.fileno(), *rank_of):
             poll.register(descriptor, select.POLLIN)
-        poll.register(self._wake_reader, select.POLLIN)
         while True:
-            ready = [descriptor for descriptor, _ in poll.poll()]
+            ready = [descriptor for descriptor, _ in poll.poll(_milliseconds_until(leaving[0][0]) if leaving else None)]
             if self._wake_reader.fileno() in ready:
                 break
             for descriptor in ready:
-                if not self._read(rank_of[descriptor], unread):
+                peer = rank_of[descriptor]
+                if not self._read(peer, unread):
                     poll.unregister(descriptor)
+                    if peer in self._left:
+                        leaving.append((time.monotonic() + _GRACE_SECONDS, peer))
+            while leaving and leaving[0][0] <= time.monotonic():
+                self._tell_gone(leaving.popleft()[1])
         self._close_sockets()
         self._wake_reader.close()
 
@@ -215,7 +236,7 @@ class PeerWatch:
                 self._left.add(rank)
             else:
                 self._lose(rank)
-        if received:
+        if received and peer not in self._left:
             return True
         if peer not in self._left:
             self._lose(peer)
@@ -226,13 +247,23 @@ class PeerWatch:
             if self._lost is not None or self._closing or rank == self._rank:
                 return
             self._lost = rank
-            callbacks = self._callbacks[:]
+            callbacks = self._loss_callbacks[:]
         self._tell_all(_LOST, rank)
+        self._call(callbacks, rank)
+        self._tell_gone(rank)
+
+    def _tell_gone(self, rank: int) -> None:
+        with self._lock:
+            self._gone = rank
+            callbacks = self._gone_callbacks[:]
+        self._call(callbacks, rank)
+
+    def _call(self, callbacks: Iterable[Callable[[int], None]], rank: int) -> None:
         for callback in callbacks:
             try:
                 callback(rank)
             except Exception:
-                logger.exception("telling of the loss of %s failed", self.describe(rank))
+                logger.exception("to tell that %s is gone failed", self.describe(rank))
 
     def _tell_all(self, kind: int, rank: int | None = None) -> None:
         message = _MESSAGE.pack(kind, self._rank if rank is None else rank)
@@ -263,6 +294,10 @@ def _abandon_all() -> None:
 
 
 os.register_at_fork(after_in_child=_abandon_all)
+
+
+def _milliseconds_until(moment: float) -> float:
+    return max(0.0, 1000 * (moment - time.monotonic()) + 1)
 
 
 def _set_up(connection: socket.socket) -> None:
