@@ -1,0 +1,840 @@
+"""The update of embedding tables from the gradients of pooled embeddings: the local half of a lookup's backward pass.
+
+What is computed, where bag b of feature f holds row r with coefficient c (its per-sample weight, else 1; divided by the length
+of the bag, if bags are averaged):
+
+    g[r]        += c * scale * gradients[b, columns of f]     over all bags, and all features that share the table
+    momentum[r] += mean(g[r] ** 2)                            rowwise Adagrad; once for a row, however often it was looked up
+    weights[r]  -= learning_rate / (sqrt(momentum[r]) + eps) * g[r]
+
+FBGEMM calls it EXACT_ROWWISE_ADAGRAD and EXACT_SGD. Rows that no bag holds are not touched. Sums are fp32, in an order that
+depends on nothing but the inputs' shapes and rows: the same inputs give the same bits.
+
+How it is computed, without a host synchronization:
+
+* :func:`sort_lookup` brings equal rows together. It needs no gradient, so it may run ahead, on another stream. The sorted
+  positions are cut into chunks of equal length, none across two tables: the load is balanced for every distribution of rows.
+* One program a chunk gathers the gradients of a tile of positions at once, sums runs of equal rows by a segmented scan, and
+  updates each row whose run lies in the chunk, reading and writing it once. Sums of runs that go beyond it are left in scratch.
+* One program for each such run adds them in order, a tile at a time, and updates its row.
+
+Memory traffic: touched rows and their momentum once in and once out; gradients once from memory, else from the cache.
+"""
+
+# Kernels follow Triton's ways: constants in capitals, no types but theirs.
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from weakref import WeakKeyDictionary
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dlrm_fused.errors import UsageError
+from dlrm_fused.ops.tables import LocalTables, RowwiseAdagrad
+
+GRADIENT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_BLOCK = 1024  # positions of a program in the elementwise kernels
+_PLAN_TILE = 8192  # chunks x tables that a program of the plan compares
+_TILE_ELEMENTS = 1024  # of a program in the update: what one warp holds in registers twice, gradients and weights
+_MERGE_ELEMENTS = 8192
+_LONGEST_CHUNK = 1024  # positions
+_CHUNKS_PER_MULTIPROCESSOR = 128  # 32 programs are resident; more let the fast ones make up for the slow ones
+_MAX_INT32 = 2**31 - 1
+
+
+@dataclass(frozen=True, eq=False)
+class SortedLookup:
+    """The positions of a lookup, 0 <= n < N, sorted by table and row; positions of one row stay in their order."""
+
+    batch_size: int
+    keys: Tensor  # int32 or int64 [N]: the row, counted over all tables
+    samples: Tensor  # int32 [N]: sample << 2 | is last of its row << 1 | is first of its row
+    positions: Tensor  # int64 [N]: n
+    features: Tensor | None  # int32 [N], if features share a table
+    coefficients: Tensor | None  # fp32 [N]: 1 / length of the bag, if bags are averaged
+    chunks: Tensor  # int64 [chunks, 3]: table (-1: none), begin and end of the chunk among the sorted positions
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All of them, for ``record_stream``."""
+        optional = (self.features, self.coefficients)
+        return (tensor for tensor in (self.keys, self.samples, self.positions, *optional, self.chunks) if tensor is not None)
+
+
+def sort_lookup(tables: LocalTables, indices: Tensor, offsets: Tensor) -> SortedLookup:
+    """Sort the rows that a lookup reads, for :func:`apply_gradients`.
+
+    Args:
+        tables: what the lookup reads.
+        indices: int32 or int64 [N]. Rows outside of their table are not noticed.
+        offsets: the same type, [F * B + 1], ending with N (see :mod:`dlrm_fused.ops.tables`).
+
+    Raises:
+        UsageError: inputs of wrong shape, dtype or device.
+    """
+    batch_size = _check_lookup(tables, indices, offsets)
+    device, count = indices.device, indices.numel()
+    known = _on_device(tables)
+    if count == 0:
+        empty = indices.new_empty(0, dtype=torch.int32)
+        return SortedLookup(batch_size, empty, empty, empty.long(), None, None, empty.new_empty((0, 3), dtype=torch.int64))
+
+    unsorted_keys, bags = _label(tables, indices, offsets, batch_size)
+    keys, positions = torch.sort(unsorted_keys, stable=True)
+    samples = torch.empty(count, dtype=torch.int32, device=device)
+    features = torch.empty(count, dtype=torch.int32, device=device) if known.is_shared else None
+    coefficients = torch.empty(count, dtype=torch.float32, device=device) if tables.mean else None
+    _order_kernel[(triton.cdiv(count, _BLOCK),)](
+        keys,
+        positions,
+        bags,
+        offsets,
+        samples,
+        features,
+        coefficients,
+        count,
+        batch_size,
+        SHARED=known.is_shared,
+        MEAN=tables.mean,
+        BLOCK=_BLOCK,
+    )
+
+    if known.first_features is not None:
+        begins = offsets[::batch_size].index_select(0, known.first_features)
+    else:
+        begins = torch.searchsorted(keys, known.bounds.to(keys.dtype))
+    length = _chunk_length(device, count, max(_tile_rows(block, device) for block in known.blocks))
+    chunks = torch.empty((triton.cdiv(count, length) + len(tables.rows), 3), dtype=torch.int64, device=device)
+    block_tables = triton.next_power_of_2(len(tables.rows))
+    block_chunks = max(_PLAN_TILE // block_tables, 1)
+    _plan_kernel[(triton.cdiv(len(chunks), block_chunks),)](
+        begins,
+        chunks,
+        len(chunks),
+        length,
+        len(tables.rows),
+        BLOCK_CHUNKS=block_chunks,
+        BLOCK_TABLES=block_tables,
+    )
+    return SortedLookup(batch_size, keys, samples, positions, features, coefficients, chunks)
+
+
+def apply_gradients(
+    tables: LocalTables,
+    sorted_lookup: SortedLookup,
+    gradients: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None = None,
+    scale: float = 1.0,
+    tables_range: tuple[int, int] | None = None,
+) -> None:
+    """Update weights and momentum in place from the gradients of the pooled embeddings.
+
+    Args:
+        tables: what the lookup read, with its optimizer.
+        sorted_lookup: of these indices and offsets, from :func:`sort_lookup`.
+        gradients: fp32, bf16 or fp16 [B, sum of the features' dims], features in order; rows may lie apart (any ``stride(0)``).
+        indices: as in :func:`sort_lookup`.
+        offsets: as in :func:`sort_lookup`.
+        per_sample_weights: fp32 [N], those of the lookup, or None.
+        scale: the gradients are multiplied by it.
+        tables_range: (first, last): update the tables ``first <= table < last`` only, reading no gradients but theirs: some can
+            be updated while gradients of others are still on their way. Calls that together name every table once equal
+            one call for all.
+
+    Raises:
+        UsageError: inputs of wrong shape, dtype or device, or tables without optimizer.
+    """
+    batch_size = _check_lookup(tables, indices, offsets)
+    _check_gradients(tables, gradients, batch_size)
+    _check_per_sample_weights(per_sample_weights, indices)
+    optimizer = tables.optimizer
+    if optimizer is None:
+        raise UsageError("these tables have no optimizer: give LocalTables.optimizer, or do not update them")
+    if sorted_lookup.batch_size != batch_size or sorted_lookup.keys.numel() != indices.numel():
+        raise UsageError(
+            f"sorted_lookup is of {sorted_lookup.keys.numel()} indices and batch size {sorted_lookup.batch_size}, these are "
+            f"{indices.numel()} and {batch_size}: give the result of sort_lookup for the same inputs"
+        )
+    first, last = tables_range if tables_range is not None else (0, len(tables.rows))
+    if not 0 <= first <= last <= len(tables.rows):
+        raise UsageError(f"tables_range is {tables_range}: there are {len(tables.rows)} tables")
+    if indices.numel() == 0 or first == last:
+        return
+
+    known, device = _on_device(tables), indices.device
+    is_adagrad = isinstance(optimizer, RowwiseAdagrad)
+    rate = optimizer.learning_rate
+    is_rate_on_device = rate.device == device
+    is_stochastic = tables.stochastic_rounding and tables.weights.dtype != torch.float32
+    # From torch's own generator: reproducible by its seed, and new numbers in every replay of a CUDA graph.
+    seed = torch.randint(_MAX_INT32, (1,), device=device, dtype=torch.int32) if is_stochastic else None
+    for block, dim in known.blocks.items():
+        if not any(triton.next_power_of_2(width) == block for width in tables.dims[first:last]):
+            continue
+        programs = len(sorted_lookup.chunks)
+        partials = torch.empty((programs, 2, block), dtype=torch.float32, device=device)
+        shared_arguments = (
+            tables.weights,
+            optimizer.momentum if isinstance(optimizer, RowwiseAdagrad) else None,
+            rate if is_rate_on_device else rate.item(),
+            optimizer.eps if isinstance(optimizer, RowwiseAdagrad) else 0.0,
+            seed,
+            sorted_lookup.keys,
+            sorted_lookup.samples,
+            sorted_lookup.chunks,
+            partials,
+            known.tables,
+            first,
+            last,
+        )
+        shapes = {
+            "DIM": dim,
+            "BLOCK_D": block,
+            "ADAGRAD": is_adagrad,
+            "RATE_ON_DEVICE": is_rate_on_device,
+            "STOCHASTIC": is_stochastic,
+        }
+        _update_kernel[(programs,)](
+            *shared_arguments,
+            gradients,
+            gradients.stride(0),
+            scale,
+            sorted_lookup.features,
+            known.columns,
+            sorted_lookup.coefficients,
+            sorted_lookup.positions,
+            per_sample_weights,
+            **shapes,
+            ROWS=_tile_rows(block, device),
+            GRADIENT_VECTOR=4 if gradients.stride(0) % 4 == 0 else 1,
+            SHARED=known.is_shared,
+            MEAN=tables.mean,
+            WEIGHTED=per_sample_weights is not None,
+            num_warps=max(block // 256, 1),
+        )
+        _merge_kernel[(programs,)](
+            *shared_arguments,
+            programs,
+            **shapes,
+            ROWS=max(_MERGE_ELEMENTS // block, 4),
+            num_warps=8,
+        )
+
+
+def per_sample_weight_gradients(
+    tables: LocalTables,
+    gradients: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale: float = 1.0,
+) -> Tensor:
+    """Gradients of per-sample weights: each looked-up row times the gradient of its bag. Call it before the update.
+
+    Args:
+        tables: what the lookup read.
+        gradients: as in :func:`apply_gradients`.
+        indices: as in :func:`sort_lookup`.
+        offsets: as in :func:`sort_lookup`.
+        scale: the gradients are multiplied by it.
+
+    Returns:
+        fp32 [N]; with mean pooling divided by the length of the bag.
+
+    Raises:
+        UsageError: inputs of wrong shape, dtype or device.
+    """
+    batch_size = _check_lookup(tables, indices, offsets)
+    _check_gradients(tables, gradients, batch_size)
+    products = torch.empty(indices.numel(), dtype=torch.float32, device=indices.device)
+    if indices.numel() == 0:
+        return products
+    known = _on_device(tables)
+    keys, bags = _label(tables, indices, offsets, batch_size)
+    block = min(triton.next_power_of_2(max(tables.feature_dims)), 128)
+    rows = max(_TILE_ELEMENTS // block, 1)
+    _product_kernel[(triton.cdiv(indices.numel(), rows),)](
+        tables.weights,
+        gradients,
+        gradients.stride(0),
+        scale,
+        keys,
+        bags,
+        offsets,
+        known.tables,
+        known.feature_tables,
+        known.columns,
+        products,
+        indices.numel(),
+        batch_size,
+        max(tables.feature_dims),
+        ROWS=rows,
+        BLOCK_D=block,
+        GRADIENT_VECTOR=4 if gradients.stride(0) % 4 == 0 else 1,
+        MEAN=tables.mean,
+        num_warps=1,
+    )
+    return products
+
+
+# What the kernels need to know of tables; made at the first use of the tables, since a copy to the device waits for it.
+
+
+@dataclass(frozen=True, eq=False)
+class _DeviceTables:
+    tables: (
+        Tensor  # int64 [T, 3]: weights of row k (counted over all tables) begin at k * dim + this; dim; column, if one feature
+    )
+    bounds: Tensor  # int64 [T + 1]: first row of each table, and the number of all rows
+    first_features: (
+        Tensor | None
+    )  # int64 [T + 1], if features stand in the order of tables: first feature that reads each table
+    feature_tables: Tensor  # int32 [F]
+    feature_first_rows: Tensor  # int64 [F]: first row of the feature's table
+    columns: Tensor  # int64 [F]
+    is_shared: bool  # some features read the same table
+    blocks: dict[int, int]  # powers of two that hold the dims of tables: the dim, if it is one, else 0
+
+
+_known_tables: WeakKeyDictionary[LocalTables, _DeviceTables] = WeakKeyDictionary()
+
+
+def _on_device(tables: LocalTables) -> _DeviceTables:
+    known = _known_tables.get(tables)
+    if known is None:
+        known = _known_tables[tables] = _copy_to_device(tables)
+    return known
+
+
+def _copy_to_device(tables: LocalTables) -> _DeviceTables:
+    def tensor(values: list, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(tables.weights.device)
+
+    feature_tables, count = tables.feature_tables, len(tables.rows)
+    columns = dict(zip(feature_tables, tables.feature_columns, strict=True))
+    is_ordered = list(feature_tables) == sorted(feature_tables)
+    blocks: dict[int, set[int]] = {}
+    for dim in tables.dims:
+        blocks.setdefault(triton.next_power_of_2(dim), set()).add(dim)
+    return _DeviceTables(
+        tables=tensor(
+            [
+                (offset - first_row * dim, dim, columns.get(table, 0))
+                for table, (offset, first_row, dim) in enumerate(
+                    zip(tables.offsets, tables.first_rows, tables.dims, strict=True)
+                )
+            ]
+        ),
+        bounds=tensor([*tables.first_rows, tables.total_rows]),
+        first_features=tensor([sum(own < table for own in feature_tables) for table in range(count + 1)])
+        if is_ordered
+        else None,
+        feature_tables=tensor(list(feature_tables), torch.int32),
+        feature_first_rows=tensor([tables.first_rows[table] for table in feature_tables]),
+        columns=tensor(list(tables.feature_columns)),
+        is_shared=len(set(feature_tables)) < len(feature_tables),
+        blocks={block: dims.copy().pop() if len(dims) == 1 else 0 for block, dims in blocks.items()},
+    )
+
+
+# Shapes of launches. On the CPU, under Triton's interpreter, everything is small, so that small tests cross every border.
+
+
+def _tile_rows(block: int, device: torch.device) -> int:
+    return 4 if device.type == "cpu" else min(max(_TILE_ELEMENTS // block, 4), 32)
+
+
+def _chunk_length(device: torch.device, count: int, tile_rows: int) -> int:
+    if device.type == "cpu":
+        return 2 * tile_rows
+    tiles = triton.cdiv(count, tile_rows * _CHUNKS_PER_MULTIPROCESSOR * _multiprocessors(device))
+    return tile_rows * min(tiles, _LONGEST_CHUNK // tile_rows)
+
+
+@lru_cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _label(tables: LocalTables, indices: Tensor, offsets: Tensor, batch_size: int) -> tuple[Tensor, Tensor]:
+    """For each position its row, counted over all tables, and its bag."""
+    bag_count, count = offsets.numel() - 1, indices.numel()
+    keys = torch.empty_like(indices, dtype=torch.int32 if tables.total_rows <= _MAX_INT32 else torch.int64)
+    bags = torch.empty_like(indices, dtype=torch.int32 if bag_count <= _MAX_INT32 else torch.int64)
+    _label_kernel[(triton.cdiv(count, _BLOCK),)](
+        indices,
+        offsets,
+        _on_device(tables).feature_first_rows,
+        keys,
+        bags,
+        count,
+        bag_count,
+        batch_size,
+        bag_count.bit_length(),
+        BLOCK=_BLOCK,
+    )
+    return keys, bags
+
+
+# Checks of inputs.
+
+
+def _check_lookup(tables: LocalTables, indices: Tensor, offsets: Tensor) -> int:
+    device = tables.weights.device
+    for name, tensor in (("indices", indices), ("offsets", offsets)):
+        if tensor.dtype not in (torch.int32, torch.int64) or tensor.dtype != indices.dtype:
+            raise UsageError(f"{name} are {tensor.dtype}, indices {indices.dtype}: both must be int32, or both int64")
+        if tensor.dim() != 1 or not tensor.is_contiguous():
+            raise UsageError(
+                f"{name} have shape {list(tensor.shape)}, strides {tensor.stride()}: give a flat, contiguous tensor"
+            )
+        if tensor.device != device:
+            raise UsageError(f"{name} are on {tensor.device}: the weights are on {device}")
+    if device.type == "cpu" and not triton.knobs.runtime.interpret:
+        raise UsageError("the weights are on the cpu: these kernels run on GPUs, or anywhere with TRITON_INTERPRET=1")
+    if indices.numel() and not tables.feature_tables:
+        raise UsageError(f"{indices.numel()} indices for tables without features: give none")
+    batch_size = tables.batch_size(offsets)
+    if indices.numel() and batch_size == 0:
+        raise UsageError(f"{indices.numel()} indices, but offsets of no bag: give F * B + 1 offsets")
+    return batch_size
+
+
+def _check_gradients(tables: LocalTables, gradients: Tensor, batch_size: int) -> None:
+    expected = (batch_size, sum(tables.feature_dims))
+    if gradients.dtype not in GRADIENT_TYPES:
+        raise UsageError(f"gradients are {gradients.dtype}: give one of {', '.join(map(str, GRADIENT_TYPES))}")
+    if gradients.shape != expected or (gradients.numel() and gradients.stride(1) != 1):
+        shape, strides = list(gradients.shape), gradients.stride()
+        raise UsageError(f"gradients have shape {shape}, strides {strides}: give {list(expected)} with contiguous rows")
+    if gradients.device != tables.weights.device:
+        raise UsageError(f"gradients are on {gradients.device}: the weights are on {tables.weights.device}")
+
+
+def _check_per_sample_weights(weights: Tensor | None, indices: Tensor) -> None:
+    if weights is None:
+        return
+    if weights.dtype != torch.float32 or weights.shape != indices.shape or not weights.is_contiguous():
+        raise UsageError(
+            f"per_sample_weights are {weights.dtype} {list(weights.shape)}: give contiguous fp32 {list(indices.shape)}"
+        )
+    if weights.device != indices.device:
+        raise UsageError(f"per_sample_weights are on {weights.device}: the indices are on {indices.device}")
+
+
+# Kernels of sort_lookup.
+
+
+@triton.jit(do_not_specialize=["count", "bag_count", "batch_size", "steps"])
+def _label_kernel(indices, offsets, feature_first_rows, keys, bags, count, bag_count, batch_size, steps, BLOCK: tl.constexpr):
+    """Find the bag of each position by bisection: neighbours take the same path, so that a warp's loads are one."""
+    position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = position < count
+    # offsets[low] <= position < offsets[high]
+    low = tl.zeros((BLOCK,), dtype=bags.dtype.element_ty)
+    high = low + bag_count
+    for _ in range(steps):
+        middle = low + (high - low) // 2
+        is_before = tl.load(offsets + middle) <= position
+        low = tl.where(is_before, middle, low)
+        high = tl.where(is_before, high, middle)
+    row = tl.load(indices + position, mask=inside, other=0) + tl.load(feature_first_rows + low // batch_size)
+    tl.store(keys + position, row.to(keys.dtype.element_ty), mask=inside)
+    tl.store(bags + position, low, mask=inside)
+
+
+@triton.jit(do_not_specialize=["count", "batch_size"])
+def _order_kernel(
+    keys,
+    positions,
+    bags,
+    offsets,
+    samples,
+    features,
+    coefficients,
+    count,
+    batch_size,
+    SHARED: tl.constexpr,
+    MEAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Bring what the update needs to know of a bag into sorted order, and mark where rows begin and end."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    key = tl.load(keys + place, mask=inside, other=0)
+    is_first = tl.load(keys + place - 1, mask=inside & (place > 0), other=-1) != key
+    is_last = tl.load(keys + place + 1, mask=place + 1 < count, other=-1) != key
+    bag = tl.load(bags + tl.load(positions + place, mask=inside, other=0))
+    feature = bag // batch_size
+    sample = (bag - feature * batch_size).to(tl.int32)
+    tl.store(samples + place, sample * 4 + is_last.to(tl.int32) * 2 + is_first.to(tl.int32), mask=inside)
+    if SHARED:
+        tl.store(features + place, feature.to(tl.int32), mask=inside)
+    if MEAN:
+        length = tl.load(offsets + bag + 1) - tl.load(offsets + bag)
+        tl.store(coefficients + place, 1.0 / length.to(tl.float32), mask=inside)
+
+
+@triton.jit(do_not_specialize=["chunk_count", "length", "table_count"])
+def _plan_kernel(begins, chunks, chunk_count, length, table_count, BLOCK_CHUNKS: tl.constexpr, BLOCK_TABLES: tl.constexpr):
+    """Cut the sorted positions of each table into chunks. Every program counts the chunks of all tables, and writes its own."""
+    table = tl.arange(0, BLOCK_TABLES)
+    begin = tl.load(begins + table, mask=table < table_count, other=0).to(tl.int64)
+    end = tl.load(begins + table + 1, mask=table < table_count, other=0).to(tl.int64)
+    own_chunks = (end - begin + length - 1) // length
+    after = tl.cumsum(own_chunks, 0)  # chunks of this table and those before
+
+    chunk = tl.program_id(0) * BLOCK_CHUNKS + tl.arange(0, BLOCK_CHUNKS)
+    is_before = (after[None, :] <= chunk[:, None]) & (table < table_count)[None, :]
+    is_own = (after[None, :] > chunk[:, None]) & ((after - own_chunks)[None, :] <= chunk[:, None])
+    own_table = tl.sum(is_before.to(tl.int32), 1)
+    nth = chunk - tl.sum(tl.where(is_before, own_chunks[None, :], 0), 1)
+    own_begin = tl.sum(tl.where(is_own, begin[None, :], 0), 1) + nth * length
+    own_end = tl.minimum(own_begin + length, tl.sum(tl.where(is_own, end[None, :], 0), 1))
+    own_table = tl.where(own_table < table_count, own_table, -1)
+    inside = chunk < chunk_count
+    tl.store(chunks + 3 * chunk, own_table, mask=inside)
+    tl.store(chunks + 3 * chunk + 1, own_begin, mask=inside)
+    tl.store(chunks + 3 * chunk + 2, own_end, mask=inside)
+
+
+# Kernels of the update.
+
+
+@triton.jit
+def _add_in_runs(is_first_left, left, is_first_right, right):
+    """Segmented sum: the right part starts anew where it holds the first of a run."""
+    return is_first_left | is_first_right, tl.where(is_first_right != 0, right, left + right)
+
+
+@triton.jit
+def _mix(bits):
+    """A random-looking bijection of 32 bits (the constants of Mueller's and Wellons' search, "lowbias32")."""
+    bits ^= bits >> 16
+    bits *= 0x7FEB352D
+    bits ^= bits >> 15
+    bits *= 0x846CA68B
+    return bits ^ (bits >> 16)
+
+
+@triton.jit
+def _round_stochastically(values, key, columns, seed, dtype: tl.constexpr):
+    """Round up or down with the probabilities that make the mean exact: add noise below the last kept bit, cut the rest off."""
+    row_bits = _mix(_mix(seed.to(tl.uint32) ^ (key >> 31).to(tl.uint32)) ^ key.to(tl.uint32))
+    noise = _mix(row_bits + columns.to(tl.uint32) * 0x9E3779B9)
+    dropped: tl.constexpr = 16 if dtype == tl.bfloat16 else 13
+    shift = tl.zeros_like(values)
+    if dtype == tl.float16:
+        # Below 2 ** -14 numbers of fp16 keep the distance that they have there; so have fp32 numbers from 2 ** -14 on.
+        shift = tl.where(tl.abs(values) < 0.00006103515625, 0.00006103515625, 0.0)
+        shift = tl.where(values < 0, -shift, shift)
+    bits = (values + shift).to(tl.uint32, bitcast=True)
+    bits = (bits + (noise >> (32 - dropped))) >> dropped << dropped
+    rounded = bits.to(tl.float32, bitcast=True) - shift
+    # Noise may carry a NaN's bits into the sign.
+    return tl.where(values == values, rounded, values).to(dtype)
+
+
+@triton.jit
+def _read_rows(weights, momentum, key, row_offset, columns, updated, inside, ADAGRAD: tl.constexpr):
+    old = tl.load(weights + row_offset + columns, mask=updated[:, None] & inside, other=0.0)
+    if ADAGRAD:
+        old_momentum = tl.load(momentum + key, mask=updated, other=0.0)
+    else:
+        old_momentum = tl.zeros(key.shape, dtype=tl.float32)
+    return old, old_momentum
+
+
+@triton.jit
+def _update_rows(
+    weights,
+    momentum,
+    learning_rate,
+    eps,
+    seed,
+    key,
+    row_offset,
+    columns,
+    updated,
+    inside,
+    dim,
+    old,
+    old_momentum,
+    gradient,
+    ADAGRAD: tl.constexpr,
+    RATE_ON_DEVICE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
+    """One step of the optimizer for the rows of a tile that are to be updated; the gradient is 0 outside of the columns."""
+    if RATE_ON_DEVICE:
+        rate = tl.load(learning_rate)
+    else:
+        rate = learning_rate
+    step = rate * gradient
+    if ADAGRAD:
+        new_momentum = old_momentum + tl.sum(gradient * gradient, 1) / dim
+        tl.store(momentum + key, new_momentum, mask=updated)
+        step = (rate / (tl.sqrt(new_momentum) + eps))[:, None] * gradient
+    new = old.to(tl.float32) - step
+    if STOCHASTIC:
+        rounded = _round_stochastically(new, key[:, None], columns, tl.load(seed), weights.dtype.element_ty)
+    else:
+        rounded = new.to(weights.dtype.element_ty)
+    tl.store(weights + row_offset + columns, rounded, mask=updated[:, None] & inside)
+
+
+@triton.jit(do_not_specialize=["first_table", "last_table"])
+def _update_kernel(
+    weights,
+    momentum,
+    learning_rate,
+    eps,
+    seed,
+    keys,
+    samples,
+    chunks,
+    partials,
+    tables,
+    first_table,
+    last_table,
+    gradients,
+    gradient_stride,
+    scale,
+    features,
+    feature_columns,
+    coefficients,
+    positions,
+    per_sample_weights,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ADAGRAD: tl.constexpr,
+    RATE_ON_DEVICE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    ROWS: tl.constexpr,
+    GRADIENT_VECTOR: tl.constexpr,
+    SHARED: tl.constexpr,
+    MEAN: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):
+    """Sum the gradients of each row in a chunk of sorted positions, and update the rows whose positions all lie in it.
+
+    Sums of a run that goes beyond the chunk are left in ``partials``: [chunk, 0] if it began before, else [chunk, 1].
+    """
+    chunk = tl.program_id(0)
+    table = tl.load(chunks + 3 * chunk).to(tl.int32)
+    if (table < first_table) | (table >= last_table):
+        return
+    dim = tl.load(tables + 3 * table + 1).to(tl.int32)
+    if (dim > BLOCK_D) | (2 * dim <= BLOCK_D):
+        return  # another launch has these tables
+    if DIM > 0:
+        dim = DIM
+    else:
+        dim = tl.multiple_of(dim, 4)
+    begin = tl.load(chunks + 3 * chunk + 1)
+    end = tl.load(chunks + 3 * chunk + 2)
+    base = tl.multiple_of(tl.load(tables + 3 * table), 4)
+    column = tl.multiple_of(tl.load(tables + 3 * table + 2), 4)
+    head_key = tl.load(keys + begin)
+    continues = (tl.load(samples + begin) & 1) == 0
+
+    row = tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK_D)[None, :]
+    inside = columns < dim
+    carry = tl.zeros((BLOCK_D,), dtype=tl.float32)
+    for start in range(begin, end, ROWS):
+        place = start + row
+        exists = place < end
+        key = tl.load(keys + place, mask=exists, other=0)
+        record = tl.load(samples + place, mask=exists, other=0)
+        is_first, is_last, sample = record & 1, (record & 2) != 0, record >> 2
+        is_head = continues & (key == head_key)
+        updated = exists & is_last & (is_head == 0)
+
+        gradient_offset = tl.multiple_of(sample[:, None].to(tl.int64) * gradient_stride, (GRADIENT_VECTOR, GRADIENT_VECTOR))
+        if SHARED:
+            feature = tl.load(features + place, mask=exists, other=0)
+            gradient_offset += tl.multiple_of(tl.load(feature_columns + feature)[:, None], (4, 4))
+        else:
+            gradient_offset += column
+        gradient = tl.load(gradients + gradient_offset + columns, mask=exists[:, None] & inside, other=0.0)
+        row_offset = tl.multiple_of(base + key[:, None].to(tl.int64) * dim, (4, 4))
+        old, old_momentum = _read_rows(weights, momentum, key, row_offset, columns, updated, inside, ADAGRAD)
+
+        coefficient = tl.zeros((ROWS,), dtype=tl.float32) + scale
+        if MEAN:
+            coefficient *= tl.load(coefficients + place, mask=exists, other=0.0)
+        if WEIGHTED:
+            position = tl.load(positions + place, mask=exists, other=0)
+            coefficient *= tl.load(per_sample_weights + position)
+        gradient = gradient.to(tl.float32) * coefficient[:, None]
+        gradient = tl.where(((row == 0) & (is_first == 0))[:, None], gradient + carry[None, :], gradient)
+        starts = tl.broadcast_to(is_first[:, None], (ROWS, BLOCK_D))
+        _, gradient = tl.associative_scan((starts, gradient), 0, _add_in_runs)
+        carry = tl.sum(tl.where((row == ROWS - 1)[:, None], gradient, 0.0), 0)
+
+        _update_rows(
+            weights,
+            momentum,
+            learning_rate,
+            eps,
+            seed,
+            key,
+            row_offset,
+            columns,
+            updated,
+            inside,
+            dim,
+            old,
+            old_momentum,
+            gradient,
+            ADAGRAD,
+            RATE_ON_DEVICE,
+            STOCHASTIC,
+        )
+        is_partial = exists & (is_last | (place == end - 1)) & (updated == 0)
+        if tl.max(is_partial.to(tl.int32), 0) > 0:
+            slot = 2 * chunk + tl.where(is_head, 0, 1)
+            partial = partials + slot[:, None].to(tl.int64) * BLOCK_D + columns
+            tl.store(partial, gradient, mask=is_partial[:, None] & inside)
+
+
+@triton.jit(do_not_specialize=["first_table", "last_table", "chunk_count"])
+def _merge_kernel(
+    weights,
+    momentum,
+    learning_rate,
+    eps,
+    seed,
+    keys,
+    samples,
+    chunks,
+    partials,
+    tables,
+    first_table,
+    last_table,
+    chunk_count,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ADAGRAD: tl.constexpr,
+    RATE_ON_DEVICE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Update the row whose run begins in this chunk and goes beyond it: add what that chunk and the following have left."""
+    chunk = tl.program_id(0)
+    table = tl.load(chunks + 3 * chunk).to(tl.int32)
+    if (table < first_table) | (table >= last_table):
+        return
+    dim = tl.load(tables + 3 * table + 1).to(tl.int32)
+    if (dim > BLOCK_D) | (2 * dim <= BLOCK_D):
+        return
+    if DIM > 0:
+        dim = DIM
+    else:
+        dim = tl.multiple_of(dim, 4)
+    begin = tl.load(chunks + 3 * chunk + 1)
+    end = tl.load(chunks + 3 * chunk + 2)
+    run_key = tl.load(keys + end - 1)
+    if (tl.load(samples + end - 1) & 2) != 0:
+        return
+    if ((tl.load(samples + begin) & 1) == 0) & (tl.load(keys + begin) == run_key):
+        return  # the run began in a chunk before
+
+    columns = tl.arange(0, BLOCK_D)[None, :]
+    inside = columns < dim
+    gradient = tl.load(partials + (2 * chunk + 1).to(tl.int64) * BLOCK_D + columns, mask=inside, other=0.0)
+    following = chunk + 1
+    found = ROWS
+    while found == ROWS:
+        others = following + tl.arange(0, ROWS)
+        other_table = tl.load(chunks + 3 * others, mask=others < chunk_count, other=-1)
+        other_begin = tl.load(chunks + 3 * others + 1, mask=others < chunk_count, other=0)
+        is_same = other_table == table
+        is_same = is_same & (tl.load(keys + other_begin, mask=is_same, other=0) == run_key)
+        partial = partials + 2 * others[:, None].to(tl.int64) * BLOCK_D + columns
+        gradient += tl.sum(tl.load(partial, mask=is_same[:, None] & inside, other=0.0), 0)[None, :]
+        found = tl.sum(is_same.to(tl.int32), 0)
+        following += ROWS
+
+    key = tl.zeros((1,), dtype=keys.dtype.element_ty) + run_key
+    updated = tl.full((1,), 1, dtype=tl.int1)
+    row_offset = tl.multiple_of(tl.load(tables + 3 * table) + key[:, None].to(tl.int64) * dim, (4, 4))
+    old, old_momentum = _read_rows(weights, momentum, key, row_offset, columns, updated, inside, ADAGRAD)
+    _update_rows(
+        weights,
+        momentum,
+        learning_rate,
+        eps,
+        seed,
+        key,
+        row_offset,
+        columns,
+        updated,
+        inside,
+        dim,
+        old,
+        old_momentum,
+        gradient,
+        ADAGRAD,
+        RATE_ON_DEVICE,
+        STOCHASTIC,
+    )
+
+
+@triton.jit(do_not_specialize=["count", "batch_size", "widest"])
+def _product_kernel(
+    weights,
+    gradients,
+    gradient_stride,
+    scale,
+    keys,
+    bags,
+    offsets,
+    tables,
+    feature_tables,
+    feature_columns,
+    products,
+    count,
+    batch_size,
+    widest,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GRADIENT_VECTOR: tl.constexpr,
+    MEAN: tl.constexpr,
+):
+    """Product of each looked-up row with the gradient of its bag."""
+    position = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    exists = position < count
+    key = tl.load(keys + position, mask=exists, other=0).to(tl.int64)
+    bag = tl.load(bags + position, mask=exists, other=0)
+    feature = bag // batch_size
+    sample = (bag - feature * batch_size).to(tl.int64)
+    table = tl.load(feature_tables + feature)
+    dim = tl.load(tables + 3 * table + 1)
+    row_offset = tl.load(tables + 3 * table) + key * dim
+    row_offset = tl.multiple_of(row_offset[:, None], (4, 4))
+    gradient_offset = tl.multiple_of((sample * gradient_stride)[:, None], (GRADIENT_VECTOR, GRADIENT_VECTOR))
+    gradient_offset += tl.multiple_of(tl.load(feature_columns + feature)[:, None], (4, 4))
+    product = tl.zeros((ROWS,), dtype=tl.float32)
+    for begin in range(0, widest, BLOCK_D):
+        columns = begin + tl.arange(0, BLOCK_D)[None, :]
+        inside = exists[:, None] & (columns < dim[:, None])
+        weight = tl.load(weights + row_offset + columns, mask=inside, other=0.0).to(tl.float32)
+        gradient = tl.load(gradients + gradient_offset + columns, mask=inside, other=0.0).to(tl.float32)
+        product += tl.sum(weight * gradient, 1)
+    product *= scale
+    if MEAN:
+        product /= (tl.load(offsets + bag + 1, mask=exists, other=1) - tl.load(offsets + bag, mask=exists, other=0)).to(
+            tl.float32
+        )
+    tl.store(products + position, product, mask=exists)
