@@ -458,8 +458,9 @@ def _backward(
     for i, tables in enumerate(owner.tables):
         weights = per_sample_weights[i] if per_sample_weights and per_sample_weights[i].numel() else None
         if weights is not None:
-            own = per_sample_weight_gradients(tables, received[i], indices[i], offsets[i])
-            weight_gradients.append(own * owner.gradient_scale)
+            weight_gradients.append(
+                per_sample_weight_gradients(tables, received[i], indices[i], offsets[i], owner.gradient_scale)
+            )
         elif per_sample_weights:
             weight_gradients.append(torch.empty(0, device=owner.device))
         if tables.optimizer is not None:
