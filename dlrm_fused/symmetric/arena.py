@@ -78,7 +78,7 @@ class Arena:
         del lease  # now owned by the storage alone
         assert bytes_.data_ptr() == self.memory.local.data_ptr() + block.offset, "torch has copied the block"
         # Not a view of the bytes, but a tensor in its own right, as from an allocator.
-        return torch.empty(0, dtype=dtype, device=self._device).set_(bytes_.untyped_storage(), 0, tuple(shape))
+        return torch.empty(0, dtype=dtype, device=self._device).set_(bytes_.untyped_storage(), 0, tuple(shape), ())
 
     def offset_of(self, tensor: Tensor) -> int:
         """Bytes from the beginning of the arena to the tensor's first element.

@@ -164,6 +164,7 @@ class SymmetricGroup(abc.ABC):
         Raises:
             UserError: if ``work`` raised on some rank: all ranks raise the error of the lowest such rank, so none waits for
                 a rank that has given up.
+            CommunicationError: a rank has ended, or makes no such call within the time limit of the process group.
         """
         failure: BaseException | None = None
         answer: tuple[T | None, type[UserError] | None, str] = (None, None, "")
@@ -178,7 +179,10 @@ class SymmetricGroup(abc.ABC):
             answers = [answer] * self.world_size
             # Object collectives of NCCL use the current device.
             with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-                dist.all_gather_object(answers, answer, group=self.process_group)
+                try:
+                    dist.all_gather_object(answers, answer, group=self.process_group)
+                except RuntimeError as error:
+                    raise CommunicationError(f"rank {self.rank}: a rank gave no answer, it may have ended: {error}") from error
         for _, kind, message in answers:
             if kind is not None:
                 raise kind(message) from failure
@@ -190,13 +194,15 @@ class SymmetricGroup(abc.ABC):
         To be called by all ranks when none of them needs the memory any more; waits for none of them. A process that ends
         without having called it says goodbye all the same, unless it was killed or ended by ``os._exit``.
         """
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.watch.close()
-        self._memories.clear()
         for key, group in list(_groups.items()):
             if group is self:
                 del _groups[key]
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        finally:
+            self.watch.close()
+            self._memories.clear()
 
 
 _groups: dict[tuple[dist.ProcessGroup | None, torch.device], SymmetricGroup] = {}

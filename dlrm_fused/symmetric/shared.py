@@ -7,7 +7,6 @@ limit it.
 
 from __future__ import annotations
 
-import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,17 +68,15 @@ class _File:
         """The block as uint8 [size]; mapped as long as a tensor of its storage lives."""
         path = f"/proc/{self.process}/fd/{self.descriptor}"
         try:
-            descriptor = os.open(path, os.O_RDWR)
+            inode = os.stat(path).st_ino
         except OSError as error:
             raise CommunicationError(
                 f"symmetric memory {self.name}: process {os.getpid()} may not open the memory of process {self.process} "
                 f"({path}: {error.strerror}); run all ranks as one user, in one container"
             ) from error
-        try:
-            assert os.fstat(descriptor).st_ino == self.inode, f"{path} is not the memory of process {self.process}"
-            return torch.frombuffer(mmap.mmap(descriptor, self.size), dtype=torch.uint8)
-        finally:
-            os.close(descriptor)
+        assert inode == self.inode, f"{path} is not the memory of process {self.process}"
+        # Unlike Python's mmap, keeps no descriptor open.
+        return torch.from_file(path, shared=True, size=self.size, dtype=torch.uint8)
 
 
 def _check_available(name: str, size: int, ranks: int) -> None:

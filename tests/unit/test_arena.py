@@ -1,0 +1,181 @@
+"""An arena lends a block for exactly as long as the tensor's storage lives. One process, without torch.distributed."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from dlrm_fused.errors import UsageError
+from dlrm_fused.symmetric import Arena, SymmetricGroup, symmetric_group
+
+UNIT = 4096
+UNITS = 16
+
+
+@pytest.fixture
+def group() -> Iterator[SymmetricGroup]:
+    group = symmetric_group(device="cpu")
+    yield group
+    group.close()
+
+
+@pytest.fixture
+def arena(group: SymmetricGroup) -> Arena:
+    return Arena(group, "arena", UNITS * UNIT)
+
+
+def floats(arena: Arena, units: int) -> Tensor | None:
+    return arena.take((units, UNIT // 4), torch.float32)
+
+
+def taken(arena: Arena, units: int) -> Tensor:
+    tensor = floats(arena, units)
+    assert tensor is not None
+    return tensor
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8])
+def test_a_tensor_lies_in_the_memory_of_the_arena(arena: Arena, dtype: torch.dtype) -> None:
+    first, tensor = arena.take((1,), torch.uint8), arena.take((3, 5), dtype)
+    assert first is not None
+    assert tensor is not None
+    assert (tensor.shape, tensor.dtype, tensor.device) == ((3, 5), dtype, torch.device("cpu"))
+    assert tensor.is_contiguous()
+    assert not tensor._is_view()
+    offset = arena.offset_of(tensor)
+    assert offset == UNIT
+    assert arena.offset_of(tensor[1]) == offset + 5 * dtype.itemsize
+    tensor.copy_(torch.arange(15).view(3, 5))
+    stored = arena.memory.local[offset : offset + 15 * dtype.itemsize].view(dtype)
+    assert stored.tolist() == list(range(15))
+
+
+def test_a_tensor_without_elements_has_a_place_too(arena: Arena) -> None:
+    tensor = arena.take((0, 7), torch.float32)
+    assert tensor is not None
+    assert tensor.shape == (0, 7)
+    assert arena.offset_of(tensor) == 0
+
+
+def test_there_is_none_when_no_free_block_is_large_enough(arena: Arena) -> None:
+    assert floats(arena, UNITS + 1) is None
+    held = [taken(arena, 1) for _ in range(UNITS)]
+    assert floats(arena, 1) is None
+    del held[3], held[7]  # two free blocks, not adjacent
+    assert floats(arena, 2) is None
+    assert arena.offset_of(taken(arena, 1)) == 3 * UNIT
+
+
+def test_adjacent_free_blocks_become_one_in_whatever_order_they_are_freed(arena: Arena) -> None:
+    for seed in range(20):
+        held = [taken(arena, 1) for _ in range(UNITS)]
+        random.Random(seed).shuffle(held)
+        while held:
+            held.pop()
+        whole = taken(arena, UNITS)
+        assert arena.offset_of(whole) == 0
+        del whole
+
+
+def test_a_block_is_lent_as_long_as_a_view_lives(arena: Arena) -> None:
+    view = taken(arena, 4)[1, 3:5]
+    assert arena.free_bytes() == (UNITS - 4) * UNIT
+    del view
+    assert arena.free_bytes() == UNITS * UNIT
+
+
+def test_a_block_is_lent_as_long_as_its_storage_lives(arena: Arena) -> None:
+    storage = taken(arena, 4).untyped_storage()
+    assert arena.free_bytes() == (UNITS - 4) * UNIT
+    del storage
+    assert arena.free_bytes() == UNITS * UNIT
+
+
+def test_a_block_is_lent_as_long_as_an_autograd_graph_holds_it(arena: Arena) -> None:
+    weight = torch.ones(4, UNIT // 4, requires_grad=True)
+    loss = (weight * taken(arena, 4).fill_(3.0)).sum()
+    assert arena.free_bytes() == (UNITS - 4) * UNIT
+    loss.backward()
+    # backward has freed what the graph had saved, in a thread of autograd
+    assert arena.free_bytes() == UNITS * UNIT
+    assert weight.grad is not None
+    assert weight.grad.eq(3.0).all()
+
+
+def test_a_block_is_lent_as_long_as_a_reference_cycle_holds_it(arena: Arena) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        cycle: list[object] = [taken(arena, 1)]
+        cycle.append(cycle)
+        del cycle
+        assert arena.free_bytes() == (UNITS - 1) * UNIT
+        gc.collect()
+        assert arena.free_bytes() == UNITS * UNIT
+    finally:
+        gc.enable()
+
+
+def test_a_tensor_outlives_arena_and_group() -> None:
+    group = symmetric_group(device="cpu")
+    arena = Arena(group, "arena", UNITS * UNIT)
+    tensor = taken(arena, 2).fill_(5.0)
+    group.close()
+    del arena, group
+    gc.collect()
+    assert tensor.eq(5.0).all()
+
+
+def test_memory_that_was_released_is_freed_with_its_last_tensor(group: SymmetricGroup) -> None:
+    def mappings() -> int:
+        with open("/proc/self/maps") as maps:
+            return sum("dlrm_fused outgrown" in line for line in maps)
+
+    arena = Arena(group, "outgrown", UNIT)
+    tensor = taken(arena, 1)
+    group.release(arena.memory)
+    del arena
+    assert mappings() == 1
+    del tensor
+    assert mappings() == 0
+
+
+def test_several_threads_never_share_a_block(group: SymmetricGroup) -> None:
+    arena = Arena(group, "arena", 64 * UNIT)
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        chance = random.Random(number)
+        held: list[Tensor] = []
+        for _ in range(300):
+            tensor = floats(arena, chance.randint(1, 5))
+            if tensor is not None:
+                held.append(tensor.fill_(number))
+            while len(held) > 4:
+                tensor = held.pop(chance.randrange(len(held)))
+                if not tensor.eq(number).all():
+                    wrong.append(number)
+                # Dropped by another thread, as autograd does.
+                dropper = threading.Thread(target=list.clear, args=([tensor],))
+                del tensor
+                dropper.start()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    del threads
+    assert wrong == []
+    assert arena.free_bytes() == 64 * UNIT
+
+
+def test_a_foreign_tensor_has_no_offset(arena: Arena) -> None:
+    with pytest.raises(UsageError, match=r"arena arena: a tensor of shape \(2, 3\) is not in it"):
+        arena.offset_of(torch.zeros(2, 3))
