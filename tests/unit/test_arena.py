@@ -149,6 +149,7 @@ def test_memory_that_was_released_is_freed_with_its_last_tensor(group: Symmetric
 def test_several_threads_never_share_a_block(group: SymmetricGroup) -> None:
     arena = Arena(group, "arena", 64 * UNIT)
     wrong: list[int] = []
+    droppers: list[threading.Thread] = []
 
     def work(number: int) -> None:
         chance = random.Random(number)
@@ -165,13 +166,15 @@ def test_several_threads_never_share_a_block(group: SymmetricGroup) -> None:
                 dropper = threading.Thread(target=list.clear, args=([tensor],))
                 del tensor
                 dropper.start()
+                droppers.append(dropper)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    del threads
+    for dropper in droppers:
+        dropper.join()
     assert wrong == []
     assert arena.free_bytes() == 64 * UNIT
 
