@@ -28,7 +28,7 @@ import random
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -391,14 +391,14 @@ class Run:
         world.log(json.dumps(self.report, indent=2))
 
     def work(self) -> None:
-        for tables_of, cells in self.groups():
+        for cells in self.groups():
             tables = None
             for cell in cells:
                 if self.is_over():
                     self.report["not_run"].append(cell.name)
                     continue
                 # The tables are made for the first cell that runs.
-                tables = tables or self.guarded(cell, partial(Tables, tables_of, self.world.device))
+                tables = tables or self.guarded(cell, partial(Tables, cell, self.world.device))
                 if tables is not None:
                     self.measure(cell, tables)
             del tables
@@ -407,20 +407,18 @@ class Run:
         self.write()
         self.world.log(table(self.report))
 
-    def groups(self) -> Iterator[tuple[Cell, list[Cell]]]:
+    def groups(self) -> list[list[Cell]]:
         """Cells that share tables, in an order that leaves a fair sample when time runs out."""
         stage, cells = self.options.stage, CELLS[self.options.cells]()
-        table_wise = cells if stage != "row_wise" else []
-        row_wise = row_wise_cells(cells) if stage in ("row_wise", "all") else []
-        for kind in (table_wise, row_wise):
-            chosen = [cell for cell in kind if re.search(self.options.match, cell.name)]
-            by_tables: dict[tuple[Any, ...], list[Cell]] = {}
-            for cell in chosen:
+        wanted = cells if stage != "row_wise" else []
+        wanted = wanted + (row_wise_cells(cells) if stage in ("row_wise", "all") else [])
+        by_tables: dict[tuple[Any, ...], list[Cell]] = {}
+        for cell in wanted:
+            if re.search(self.options.match, cell.name):
                 by_tables.setdefault((cell.tables, cell.dim, cell.dtype, cell.rows), []).append(cell)
-            groups = list(by_tables.values())
-            random.Random(SEED).shuffle(groups)
-            for group in groups:
-                yield group[0], group
+        groups = list(by_tables.values())
+        random.Random(SEED).shuffle(groups)
+        return groups
 
     def is_over(self) -> bool:
         """Whether the time is up, on any rank."""

@@ -18,7 +18,8 @@ _JAGGED_MEAN = 20
 _ZIPF_EXPONENT = 1.05
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-TABLES, BAGS, POOLINGS, DIMS = (8, 16, 64), (512, 2048, 8192), (1, 8, 32, 100, "jagged"), (32, 64, 128, 256)
+TABLES, BAGS, DIMS = (8, 16, 64), (512, 2048, 8192), (32, 64, 128, 256)
+POOLINGS: tuple[int | str, ...] = (1, 8, 32, 100, "jagged")
 DISTRIBUTIONS = ("uniform", "zipf")
 
 

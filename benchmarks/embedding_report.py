@@ -1,4 +1,4 @@
-"""Table and picture of embedding_all_to_all.py's results: ``python benchmarks/embedding_report.py results.json --plot plot.png``."""
+"""Table and picture of the embedding benchmark: ``python benchmarks/embedding_report.py results.json --plot plot.png``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def of_stage(cells: Sequence[Result], stage: str) -> list[Result]:
 
 
 def summarize(cells: Sequence[Result]) -> dict[str, dict[str, Any]]:
-    """Figures of each stage that has cells: geometric means (None of no cells) and worst of those that passed, names of others."""
+    """By stage: geometric means (None of no cells) and worst cells of those that passed, and the names of those that failed."""
     summary: dict[str, dict[str, Any]] = {}
     for stage in STAGES:
         own = of_stage(cells, stage)
@@ -86,8 +86,9 @@ def table(report: Mapping[str, Any]) -> str:
     for stage, figures in summarize(cells).items():
         lines += ["", f"{STAGES[stage]} (us)", _HEADER, *(line(cell) for cell in of_stage(cells, stage))]
         lines += [
-            f"geometric means of {figures['cells'] - len(figures['failed'])} cells: fused / baseline {_figure(figures['ratio'])}, "
-            f"fused / TBE+copy {_figure(figures['ratio_to_copy'])}, fused / floor {_figure(figures['fused_over_floor'])}",
+            f"geometric means of {figures['cells'] - len(figures['failed'])} cells: "
+            f"fused / baseline {_figure(figures['ratio'])}, fused / TBE+copy {_figure(figures['ratio_to_copy'])}, "
+            f"fused / floor {_figure(figures['fused_over_floor'])}",
             f"overlap {_figure(figures['overlap'])} (against the speed of stores {_figure(figures['overlap_of_stores'])}): "
             f"geometric mean of the {figures['overlap_cells']} cells above {_LONG_CELL_MICROSECONDS:.0f} us",
         ]
@@ -107,11 +108,22 @@ def plot(report: Mapping[str, Any], output: Path) -> None:
 
     cells = report["cells"]
     summary = summarize(cells)
-    tallest = max(figures["cells"] for figures in summary.values())
+    stages = list(summary)
+    heights = [
+        1.2 + 0.17 * max(summary[stage]["cells"] for stage in pair)
+        for pair in (stages[i : i + 2] for i in range(0, len(stages), 2))
+    ]
     figure, axes = plt.subplots(
-        1, len(summary), figsize=(7 * len(summary), 1.5 + 0.17 * tallest), layout="constrained", squeeze=False
+        len(heights),
+        min(2, len(stages)),
+        figsize=(7 * min(2, len(stages)), 0.5 + sum(heights)),
+        height_ratios=heights,
+        layout="constrained",
+        squeeze=False,
     )
-    for axis, (stage, figures) in zip(axes[0], summary.items(), strict=True):
+    for unused in axes.flat[len(stages) :]:
+        unused.set_visible(False)
+    for axis, (stage, figures) in zip(axes.flat, summary.items(), strict=False):
         own = sorted(of_stage(cells, stage), key=lambda cell: cell["ratio"] if cell["passed"] else math.inf)
         ratios = [cell["ratio"] if cell["passed"] else 1.0 for cell in own]
         kinds = ["failed" if not cell["passed"] else "slower" if cell["ratio"] >= 1 else "faster" for cell in own]
