@@ -43,8 +43,9 @@ from dlrm_fused.ops.tables import LocalTables, RowwiseAdagrad
 GRADIENT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _BLOCK = 1024  # positions of a program in the elementwise kernels
-_PLAN_TILE = 8192  # chunks x tables that a program of the plan compares
+_PLAN_TILE = 2048  # chunks x tables that a program of the plan compares
 _TILE_ELEMENTS = 1024  # of a program in the update: what one warp holds in registers twice, gradients and weights
+_REGISTERS: int | None = 128  # of a thread in the update; what the compiler takes by itself leaves room for fewer programs
 _MERGE_ELEMENTS = 8192
 _LONGEST_CHUNK = 1024  # positions
 _CHUNKS_PER_MULTIPROCESSOR = 128  # 32 programs are resident; more let the fast ones make up for the slow ones
@@ -114,7 +115,7 @@ def sort_lookup(tables: LocalTables, indices: Tensor, offsets: Tensor) -> Sorted
     length = _chunk_length(device, count, max(_tile_rows(block, device) for block in known.blocks))
     chunks = torch.empty((triton.cdiv(count, length) + len(tables.rows), 3), dtype=torch.int64, device=device)
     block_tables = triton.next_power_of_2(len(tables.rows))
-    block_chunks = max(_PLAN_TILE // block_tables, 1)
+    block_chunks = min(max(_PLAN_TILE // block_tables, 1), 128)
     _plan_kernel[(triton.cdiv(len(chunks), block_chunks),)](
         begins,
         chunks,
@@ -221,6 +222,7 @@ def apply_gradients(
             MEAN=tables.mean,
             WEIGHTED=per_sample_weights is not None,
             num_warps=max(block // 256, 1),
+            maxnreg=_REGISTERS,
         )
         _merge_kernel[(programs,)](
             *shared_arguments,
@@ -768,7 +770,7 @@ def _merge_kernel(
 
     key = tl.zeros((1,), dtype=keys.dtype.element_ty) + run_key
     updated = tl.full((1,), 1, dtype=tl.int1)
-    row_offset = tl.multiple_of(tl.load(tables + 3 * table) + key[:, None].to(tl.int64) * dim, (4, 4))
+    row_offset = tl.multiple_of(tl.load(tables + 3 * table) + run_key.to(tl.int64) * dim, 4)
     old, old_momentum = _read_rows(weights, momentum, key, row_offset, columns, updated, inside, ADAGRAD)
     _update_rows(
         weights,
@@ -820,15 +822,14 @@ def _product_kernel(
     feature = bag // batch_size
     sample = (bag - feature * batch_size).to(tl.int64)
     table = tl.load(feature_tables + feature)
-    dim = tl.load(tables + 3 * table + 1)
-    row_offset = tl.load(tables + 3 * table) + key * dim
-    row_offset = tl.multiple_of(row_offset[:, None], (4, 4))
+    dim = tl.multiple_of(tl.load(tables + 3 * table + 1)[:, None], (4, 4))
+    row_offset = tl.multiple_of(tl.load(tables + 3 * table)[:, None] + key[:, None] * dim, (4, 4))
     gradient_offset = tl.multiple_of((sample * gradient_stride)[:, None], (GRADIENT_VECTOR, GRADIENT_VECTOR))
     gradient_offset += tl.multiple_of(tl.load(feature_columns + feature)[:, None], (4, 4))
     product = tl.zeros((ROWS,), dtype=tl.float32)
     for begin in range(0, widest, BLOCK_D):
         columns = begin + tl.arange(0, BLOCK_D)[None, :]
-        inside = exists[:, None] & (columns < dim[:, None])
+        inside = exists[:, None] & (columns < dim)
         weight = tl.load(weights + row_offset + columns, mask=inside, other=0.0).to(tl.float32)
         gradient = tl.load(gradients + gradient_offset + columns, mask=inside, other=0.0).to(tl.float32)
         product += tl.sum(weight * gradient, 1)
