@@ -198,6 +198,7 @@ class CellRun:
     def __init__(self, world: World, cell: Cell, tables: Tables, options: argparse.Namespace) -> None:
         self.world, self.cell, self.tables = world, cell, tables
         self.seconds = options.seconds_per_cell
+        self.experimental_tbe = options.experimental_tbe
         drawer = LookupDrawer(cell, world.rank, world.size, world.device, SEED)
         self.lookups = [drawer.draw() for _ in range(LOOKUPS)]
         self.touched = table_rows(cell, self.lookups[0])
@@ -233,7 +234,7 @@ class CellRun:
     def choose_baseline(self, training: bool) -> BaselineSettings:
         """The fastest settings, by a short measurement."""
         choices = [BaselineSettings(False, synchronous) for synchronous in (False, True)]
-        if self.world.device.type == "cuda":
+        if self.world.device.type == "cuda" and self.experimental_tbe:
             choices += [replace(choice, use_experimental_tbe=True) for choice in choices]
         choices = [choice for choice in choices if self.is_supported(choice)]
         run = self.pass_of("baseline", training)
@@ -480,6 +481,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds-per-cell", type=float, default=0.5, help="of timing, for each stage of a cell")
     parser.add_argument(
         "--graphs", action="store_true", help=f"time cells below {GRAPH_MICROSECONDS:.0f} us as CUDA graphs, all candidates"
+    )
+    parser.add_argument(
+        "--experimental-tbe",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="try FBGEMM's use_experimental_tbe for the baseline",
     )
     parser.add_argument("--commit", help="for the report, where there is no git repository")
     options = parser.parse_args(arguments)

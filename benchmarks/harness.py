@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 _ROOT = Path(__file__).resolve().parent.parent
 # A rank may compile kernels while the others wait.
-_COLLECTIVE_LIMIT = timedelta(minutes=4)
+_COLLECTIVE_LIMIT = timedelta(minutes=2)
 _SLEEP_CYCLES_PER_SECOND = 2e9  # no GPU of today runs faster by more than its sleep's margin
 _LONGEST_SLEEP_SECONDS = 0.02
 _SHORTEST_BURST_SECONDS = 2e-4
