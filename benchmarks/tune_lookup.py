@@ -28,7 +28,7 @@ from dlrm_fused.ops.lookup_tuning import Blocks
 TABLES, BAGS, ROWS = 16, 8192, 1_000_000
 DIMS = (32, 64, 128, 256)
 POOLINGS = (1, 8, 32, 100)
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 EVERY = 1 << 30
 INDEX_SETS = 3
 
@@ -102,7 +102,7 @@ def fbgemm_lookup(dim: int, weights: Tensor) -> Any:
         SplitTableBatchedEmbeddingBagsCodegen,
     )
 
-    precision = SparseType.FP32 if weights.dtype == torch.float32 else SparseType.BF16
+    precision = SparseType.FP32 if weights.dtype == torch.float32 else SparseType.FP16
     module = SplitTableBatchedEmbeddingBagsCodegen(
         [(128, dim, EmbeddingLocation.DEVICE, ComputeDevice.CUDA)] * TABLES, weights_precision=precision, cache_precision=SparseType.FP32, device="cuda"
     )

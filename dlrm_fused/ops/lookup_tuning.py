@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -35,6 +34,18 @@ class Blocks:
 
 
 _ALL = 1 << 30  # a program for each item
+_ENOUGH_PROGRAMS = 132 * 16
+# Rows per bag from which on the next column of the table holds; measured at 1, 8, 32 and 100.
+_LENGTH_LIMITS = (3, 16, 64)
+# By bytes of an element and block dim, for each class of lengths. H200, benchmarks/results/tune_lookup.json.
+_MEASURED: dict[int, dict[int, tuple[Blocks, ...]]] = {
+    4: {
+        32: (Blocks(32, 1, 1, 2112), Blocks(32, 1, 1, 2112), Blocks(16, 2, 2, 1056), Blocks(8, 4, 2, _ALL)),
+        64: (Blocks(32, 1, 1, 1056), Blocks(16, 1, 1, 4224), Blocks(8, 2, 2, 8448), Blocks(8, 2, 2, _ALL)),
+        128: (Blocks(16, 1, 2, 2112), Blocks(16, 1, 2, 2112), Blocks(8, 2, 1, 1056), Blocks(2, 4, 1, _ALL)),
+        256: (Blocks(8, 1, 1, 4224), Blocks(4, 2, 1, 4224), Blocks(4, 2, 2, 1056), Blocks(4, 2, 1, _ALL)),
+    },
+}
 _INTERPRETED = Blocks(bags=2, rows=2, warps=1, programs=3)
 _override: Blocks | None = None
 
@@ -51,21 +62,14 @@ def choose_blocks(shape: LookupShape, device: torch.device) -> Blocks:
         return _override
     if device.type == "cpu":
         return _INTERPRETED
-    return _by_shape(shape.block_dim, shape.dtype.itemsize, _length_class(shape.mean_length))
+    measured = _MEASURED.get(shape.dtype.itemsize, _MEASURED[4])
+    blocks = measured[max(32, min(256, shape.block_dim))][_length_class(shape.mean_length)]
+    bags = max(1, blocks.bags * 256 // max(256, shape.block_dim))
+    # A short lookup is spread over all multiprocessors rather than left to a few programs.
+    while bags > 1 and shape.bags // bags < _ENOUGH_PROGRAMS:
+        bags //= 2
+    return replace(blocks, bags=bags)
 
 
 def _length_class(mean_length: float) -> int:
-    """1, 2, 4, ... 32: the power of two at or below the rows per bag."""
-    length = 1
-    while length < 32 and length * 2 <= mean_length:
-        length *= 2
-    return length
-
-
-@functools.cache
-def _by_shape(block_dim: int, item_size: int, length: int) -> Blocks:
-    # 16 rows of 128 fp32 keep 64 registers of each thread of a warp busy.
-    rows_in_flight = max(4, min(32, 2048 // block_dim))
-    rows = min(length, rows_in_flight, 8)
-    bags = max(1, rows_in_flight // 2 // rows)
-    return Blocks(bags=bags, rows=rows, warps=1, programs=_ALL)
+    return sum(mean_length >= limit for limit in _LENGTH_LIMITS)
