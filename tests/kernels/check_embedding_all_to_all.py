@@ -15,12 +15,13 @@ import torch
 import triton
 import triton.language as tl
 
+from dlrm_fused.errors import CommunicationError
 from dlrm_fused.ops import embedding_all_to_all as fused
 from dlrm_fused.ops import put
 from dlrm_fused.symmetric import Arena, symmetric_group
 from dlrm_fused.symmetric import device as protocol
 from dlrm_fused.training.runtime import Rank, process_group
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import RankFailed, run_ranks
 from tests.kernels.embedding_world import Features, Result, Traffic, World, mixed_world, run_epochs
 
 TOLERANCE = 1e-5
@@ -150,5 +151,10 @@ MUTANTS: dict[str, Callable[[], None]] = {
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_broken_protocol_is_noticed(mutant: str) -> None:
-    results = run_ranks(3, run_world, small_world, Traffic(), 20, 20, mutant)
+    try:
+        results = run_ranks(3, run_world, small_world, Traffic(), 20, 20, mutant)
+    except RankFailed as failed:
+        # A rank that does not wait gets ahead of the others, and they see the shapes of another epoch.
+        assert isinstance(failed.error, CommunicationError), failed
+        return
     assert largest_difference(results) > 100 * TOLERANCE
