@@ -26,6 +26,8 @@ class Comm(Enum):
     """How the collectives of the embedding stage run."""
 
     baseline = "baseline"  # TorchRec's own sharding
+    fused = "fused"  # lookup and communication in one operator, where the plan allows it
+    auto = "auto"  # the faster of the two for each sharding type, measured at the start
 
 
 class DataSource(Enum):
@@ -273,6 +275,8 @@ class Config:
     output_dir: str = "runs"
     seed: int = 1
     comm: Comm = Comm.baseline
+    # Refuse tables that comm=fused or auto does not cover, instead of running them as comm=baseline does.
+    comm_strict: bool = False
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
@@ -476,6 +480,8 @@ def _require(condition: bool, key: str, value: object, allowed: str) -> None:
 
 
 def _check_run(config: Config) -> None:
+    strict_means_something = not config.comm_strict or config.comm is not Comm.baseline
+    _require(strict_means_something, "comm_strict", "true", "false with comm=baseline, which covers all tables")
     _require(
         re.fullmatch(r"[\w.\-]+", config.name) is not None and config.name not in (".", ".."),
         "name",

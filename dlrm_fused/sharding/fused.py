@@ -427,10 +427,22 @@ class FusedLookups:
         # TorchRec divides by what is set when the collective runs.
         self._exchange.gradient_scale = 1 / self._exchange.world_size if get_gradient_division() else 1.0
         features = [input[i] for i in self.shardings]
-        first = cast(Any, ctx.sharding_contexts[self.shardings[0]])
-        batch_sizes = list(first.batch_size_per_rank) or [features[0].stride()]
+        batch_sizes = self._batch_sizes(ctx, features[0].stride())
         output = self._in_kernels(features, batch_sizes) if self._uses_kernels else self._on_host(features, batch_sizes)
         return self._split(output)
+
+    def _batch_sizes(self, ctx: EmbeddingBagCollectionContext, global_batch: int) -> list[int]:
+        sizes = list(cast(Any, ctx.sharding_contexts[self.shardings[0]]).batch_size_per_rank)
+        if not sizes:
+            # After TrainPipelineSparseDist.attach they are missing; TorchRec then takes them for equal, too.
+            world_size = self._exchange.world_size
+            if global_batch % world_size:
+                raise UsageError(
+                    f"a batch of {global_batch} samples from {world_size} ranks without their sizes, which "
+                    "TrainPipelineSparseDist.attach loses; give all ranks batches of one size, or do not attach in between"
+                )
+            sizes = [global_batch // world_size] * world_size
+        return sizes
 
     def _on_host(self, features: Sequence[KeyedJaggedTensor], batch_sizes: Sequence[int]) -> Tensor:
         pooled = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from dlrm_fused.config import (
+    Comm,
     ComputeKernel,
     Config,
     DenseOptimizerConfig,
@@ -33,6 +34,13 @@ from dlrm_fused.config import (
 )
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError
+from dlrm_fused.sharding.fused import (
+    AUTO,
+    FUSED,
+    FusedEmbeddingBagCollectionSharder,
+    FusedShardedEmbeddingBagCollection,
+    Mode,
+)
 from dlrm_fused.sharding.planning import make_plan
 
 _FUSED_KINDS = {
@@ -54,11 +62,13 @@ class ShardedModel:
         optimizer: steps the dense layers, and hands the learning rate to the optimizer fused into the embedding backward.
             Its ``param_groups`` hold the learning rates in effect.
         plan: where each table lies.
+        paths: by table, how its pooled embeddings are computed and delivered; empty for ``comm=baseline``.
     """
 
     model: DistributedModelParallel
     optimizer: CombinedOptimizer
     plan: ShardingPlan
+    paths: Mapping[str, str]
 
 
 def shard(task: nn.Module, config: Config, schema: DatasetSchema, device: torch.device) -> ShardedModel:
@@ -69,8 +79,9 @@ def shard(task: nn.Module, config: Config, schema: DatasetSchema, device: torch.
 
     Raises:
         ConfigError: if no plan satisfies the config, or the device lacks the embedding optimizer or wire format.
+        UsageError: with ``comm_strict``, if ``comm=fused`` does not cover some table.
     """
-    sharders: list[ModuleSharder[nn.Module]] = [make_sharder(config.embedding, device)]
+    sharders: list[ModuleSharder[nn.Module]] = [make_sharder(config.embedding, device, config.comm, config.comm_strict)]
     plan = make_plan(config, schema, task, sharders, device)
     model = DistributedModelParallel(
         module=task,
@@ -80,18 +91,37 @@ def shard(task: nn.Module, config: Config, schema: DatasetSchema, device: torch.
         sharders=sharders,
     )
     initialize_tables(model, config, schema)
-    return ShardedModel(model, make_optimizer(model, config), plan)
+    return ShardedModel(model, make_optimizer(model, config), plan, table_paths(model))
 
 
-class Sharder(EmbeddingBagCollectionSharder):
-    """TorchRec's sharder, which on the CPU also offers the row-wise plans that it otherwise keeps for GPUs; they work."""
+def table_paths(model: nn.Module) -> dict[str, str]:
+    """By table: ``fused``, ``auto`` or ``torchrec: <why>``; nothing for tables of TorchRec's own sharder."""
+    modules = [module for module in model.modules() if isinstance(module, FusedShardedEmbeddingBagCollection)]
+    return {table: path for module in modules for table, path in module.paths.items()}
+
+
+class _RowWiseOnCpu(EmbeddingBagCollectionSharder):
+    """On the CPU, too, offers the row-wise plans that TorchRec keeps for GPUs; they work."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         return list(super().sharding_types("cuda" if compute_device_type == "cpu" else compute_device_type))
 
 
-def make_sharder(embedding: EmbeddingConfig, device: torch.device) -> Sharder:
+class Sharder(_RowWiseOnCpu):
+    """TorchRec's sharder."""
+
+
+class FusedSharder(_RowWiseOnCpu, FusedEmbeddingBagCollectionSharder):
+    """Ours."""
+
+
+def make_sharder(
+    embedding: EmbeddingConfig, device: torch.device, comm: Comm = Comm.baseline, strict: bool = False
+) -> Sharder | FusedSharder:
     """A sharder with the config's fused optimizer and wire formats.
+
+    Args:
+        strict: as ``comm_strict``.
 
     Raises:
         ConfigError: if the device lacks one of them.
@@ -123,7 +153,11 @@ def make_sharder(embedding: EmbeddingConfig, device: torch.device) -> Sharder:
     wire = QCommsConfig(
         forward_precision=_WIRE_TYPES[embedding.forward_wire], backward_precision=_WIRE_TYPES[embedding.backward_wire]
     )
-    return Sharder(fused_params=fused_params, qcomm_codecs_registry=get_qcomm_codecs_registry(wire, device=device))
+    codecs = get_qcomm_codecs_registry(wire, device=device)
+    if comm is Comm.baseline:
+        return Sharder(fused_params, codecs)
+    mode: Mode = AUTO if comm is Comm.auto else FUSED
+    return FusedSharder(fused_params, codecs, mode=mode, strict=strict)
 
 
 def _refuse_managed_memory(key: str, kernel: ComputeKernel) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -13,9 +14,10 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType
 from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
 
-from dlrm_fused.config import ComputeKernel, Config, EmbeddingConfig, Sharding, TableConfig, TableDtype
+from dlrm_fused.config import Comm, ComputeKernel, Config, EmbeddingConfig, Sharding, TableConfig, TableDtype
 from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
 from dlrm_fused.errors import ConfigError
+from dlrm_fused.sharding.estimates import fused_enumerator
 
 _COLUMN_SHARDINGS = (Sharding.column_wise, Sharding.table_column_wise, Sharding.grid_shard)
 
@@ -34,15 +36,19 @@ def make_plan(
     """
     world_size = dist.get_world_size()
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    topology = Topology(
+        world_size=world_size,
+        compute_device=device.type,
+        local_world_size=local_world_size,
+        **_memory(device, local_world_size),
+    )
+    batch_size = max(1, config.training.global_batch_size // world_size)
+    constraints = table_constraints(config.embedding, schema, world_size)
     planner = EmbeddingShardingPlanner(
-        topology=Topology(
-            world_size=world_size,
-            compute_device=device.type,
-            local_world_size=local_world_size,
-            **_memory(device, local_world_size),
-        ),
-        batch_size=max(1, config.training.global_batch_size // world_size),
-        constraints=table_constraints(config.embedding, schema, world_size),
+        topology=topology,
+        batch_size=batch_size,
+        enumerator=None if config.comm is Comm.baseline else fused_enumerator(topology, batch_size, constraints),
+        constraints=constraints,
         debug=False,
     )
     try:
@@ -131,10 +137,18 @@ def shard_columns(embedding: EmbeddingConfig, world_size: int) -> int:
     return next(width for width in legal if width * world_size >= embedding.dim)
 
 
-def describe_plan(plan: ShardingPlan, schema: DatasetSchema, embedding: EmbeddingConfig) -> str:
-    """The plan as a text table: one line a table, and the GiB of weights of each rank."""
+def describe_plan(
+    plan: ShardingPlan, schema: DatasetSchema, embedding: EmbeddingConfig, paths: Mapping[str, str] | None = None
+) -> str:
+    """The plan as a text table: one line a table, and the GiB of weights of each rank.
+
+    Args:
+        paths: by table, how its pooled embeddings are computed and delivered, for another column.
+    """
+    paths = paths or {}
     features = {feature.name: feature for feature in schema.sparse_features}
-    lines = [f"{'table':<20} {'rows':>12} {'dim':>5} {'pooling':>8}  {'sharding':<16} {'kernel':<16} ranks"]
+    ranks_heading = f"{'ranks':<15} path" if paths else "ranks"
+    lines = [f"{'table':<20} {'rows':>12} {'dim':>5} {'pooling':>8}  {'sharding':<16} {'kernel':<16} {ranks_heading}"]
     weights: Counter[int] = Counter()
     for module_plan in plan.plan.values():
         for name, sharding in sorted(module_plan.items(), key=lambda item: list(features).index(item[0])):
@@ -142,7 +156,8 @@ def describe_plan(plan: ShardingPlan, schema: DatasetSchema, embedding: Embeddin
             ranks = sharding.ranks or []
             lines.append(
                 f"{name:<20} {feature.rows:>12,} {embedding.dim:>5} {feature.pooling_factor:>8.2f}  "
-                f"{sharding.sharding_type:<16} {sharding.compute_kernel:<16} {','.join(map(str, ranks))}"
+                f"{sharding.sharding_type:<16} {sharding.compute_kernel:<16} {','.join(map(str, ranks)):<15} "
+                f"{paths.get(name, '')}".rstrip()
             )
             if sharding.sharding_spec is None:  # data parallel: a copy on each rank
                 weights.update(dict.fromkeys(ranks, feature.rows * embedding.dim))

@@ -15,6 +15,7 @@ from dlrm_fused.training.checkpoint import CheckpointFolder
 _FREE_SETTINGS = (
     "output_dir",
     "comm",
+    "comm_strict",
     "data.path",
     "data.workers",
     "data.prefetch_batches",

@@ -133,10 +133,13 @@ class StepTimer:
     def summary(self) -> dict[str, float]:
         """Means over the steps that ended, on the device too, since the last summary: ``step_ms``, ``<part>_ms``.
 
-        Empty when there is none.
+        ``embedding_share`` is the part of the step that the embedding stage's forward pass takes, from 0 to 1. Empty when no
+        step has ended.
         """
         self._read_passed()
         means = {f"{name}_ms": total / self._steps_read for name, total in self._totals.items()}
+        if "embedding_ms" in means:
+            means["embedding_share"] = means["embedding_ms"] / means["step_ms"]
         self._totals.clear()
         self._steps_read = 0
         return means

@@ -160,6 +160,8 @@ def _finite(values: Mapping[str, _Value]) -> dict[str, _Value]:
 def _train_group(name: str) -> str:
     if name.endswith("_ms"):
         return "time_ms"
+    if name.endswith("_share"):
+        return "time"
     if name.startswith("samples_per_second"):
         return "throughput"
     if name.endswith("learning_rate"):

@@ -142,7 +142,7 @@ class Trainer:
         logger.info("continuing %s from step %d", self._folder.path, step)
 
     def _show_plan(self) -> None:
-        text = describe_plan(self._sharded.plan, self._dataset.schema, self._config.embedding)
+        text = describe_plan(self._sharded.plan, self._dataset.schema, self._config.embedding, self._sharded.paths)
         if self._rank.index == 0:
             (self._folder.path / "plan.txt").write_text(text)
             logger.info("sharding plan:\n%s", text)

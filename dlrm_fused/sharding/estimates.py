@@ -1,0 +1,71 @@
+"""What a plan costs when pooled embeddings travel while others are still looked up: an estimator for TorchRec's planner.
+
+TorchRec adds the time of the lookup and that of its communication. On the fused path a shard's results leave as soon as they
+are pooled, so the longer of the two counts, forward as well as backward::
+
+    enumerator = fused_enumerator(topology, batch_size, constraints)
+    planner = EmbeddingShardingPlanner(topology, batch_size, enumerator=enumerator, constraints=constraints)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torchrec.distributed.planner import Topology
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator, EmbeddingStorageEstimator
+from torchrec.distributed.planner.types import ParameterConstraints, Perf, ShardingOption
+
+from dlrm_fused.sharding.coverage import TableSettings, reason_against
+
+
+class FusedPerfEstimator(EmbeddingPerfEstimator):
+    """TorchRec's estimate, with the communication of covered shards beside their lookup.
+
+    On the CPU, where the fused path looks up first and delivers then, it is TorchRec's estimate.
+    """
+
+    def __init__(
+        self, topology: Topology, constraints: dict[str, ParameterConstraints] | None = None, is_inference: bool = False
+    ) -> None:
+        super().__init__(topology, constraints, is_inference)
+        self._overlaps = topology.compute_device == "cuda"
+
+    def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
+        """Set ``perf`` of every shard of the options; further arguments are those of the TorchRec version."""
+        super().estimate(sharding_options, *args, **kwargs)
+        for option in sharding_options:
+            if self._overlaps and _is_covered(option):
+                for shard in option.shards:
+                    shard.perf = shard.perf and overlapped(shard.perf)
+
+
+def overlapped(perf: Perf) -> Perf:
+    """The cost with communication hidden behind computation: only what lasts longer is left of it."""
+    return replace(
+        perf,
+        fwd_comms=max(0.0, perf.fwd_comms - perf.fwd_compute),
+        bwd_comms=max(0.0, perf.bwd_comms - perf.bwd_compute),
+    )
+
+
+def fused_enumerator(
+    topology: Topology, batch_size: int, constraints: dict[str, ParameterConstraints] | None = None
+) -> EmbeddingEnumerator:
+    """What TorchRec's planner takes as ``enumerator`` to plan for the fused path.
+
+    Args:
+        batch_size: samples of one rank.
+    """
+    return EmbeddingEnumerator(
+        topology=topology,
+        batch_size=batch_size,
+        constraints=constraints,
+        estimator=[FusedPerfEstimator(topology, constraints), EmbeddingStorageEstimator(topology, constraints)],
+    )
+
+
+def _is_covered(option: ShardingOption) -> bool:
+    # What the planner decides; the settings of the lookup are the same for all of its options.
+    return reason_against(TableSettings(option.name, option.sharding_type, option.compute_kernel), uses_kernels=True) is None

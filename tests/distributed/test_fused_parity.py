@@ -1,0 +1,101 @@
+"""comm=fused gives the run that comm=baseline gives, for every plan and number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import losses, metrics, summary, train
+
+STEPS = "training.max_steps=60"
+ROWWISE_ADAGRAD, ADAGRAD, SGD = (f"embedding.optimizer.kind={kind}" for kind in ("rowwise_adagrad", "adagrad", "sgd"))
+MIXED = [f"embedding.tables.table_{i}.sharding={kind}" for i, kind in enumerate(("row_wise", "column_wise", "table_wise"))]
+BESIDE_DATA_PARALLEL = [
+    f"embedding.tables.table_{i}.sharding={kind}" for i, kind in enumerate(("table_wise", "data_parallel", "row_wise"))
+]
+
+# Up to two ranks, sums of partial results do not depend on their order.
+BIT_IDENTICAL = [
+    (1, ["embedding.sharding=table_wise", ROWWISE_ADAGRAD]),
+    (1, ["embedding.sharding=column_wise", SGD]),
+    (2, ["embedding.sharding=table_wise", ROWWISE_ADAGRAD]),
+    (2, ["embedding.sharding=column_wise", "embedding.shard_columns=4", ROWWISE_ADAGRAD]),
+    (2, ["embedding.sharding=table_column_wise", ADAGRAD]),
+    (2, ["embedding.sharding=row_wise", ROWWISE_ADAGRAD]),
+    (2, [*MIXED, "embedding.tables.table_3.sharding=table_column_wise", SGD]),
+    (2, [*BESIDE_DATA_PARALLEL, "embedding.tables.table_3.sharding=column_wise", ROWWISE_ADAGRAD]),
+    (2, ["embedding.sharding=table_wise", "embedding.forward_wire=fp16", "embedding.backward_wire=fp16"]),
+    (2, ["embedding.sharding=table_wise", "embedding.dtype=fp16", ROWWISE_ADAGRAD]),
+    # Three ranks have four tables of unequal sizes.
+    (3, ["embedding.sharding=table_wise", ROWWISE_ADAGRAD]),
+    (4, ["embedding.sharding=table_wise", ROWWISE_ADAGRAD]),
+    (4, ["embedding.sharding=column_wise", "embedding.shard_columns=4", SGD]),
+]
+# The order in which gloo adds partial results is its own.
+EQUAL_BUT_FOR_THE_ORDER_OF_ADDITION = [
+    (3, ["embedding.sharding=row_wise", ROWWISE_ADAGRAD]),
+    (4, ["embedding.sharding=row_wise", ROWWISE_ADAGRAD]),
+    (4, [*MIXED, "embedding.tables.table_3.sharding=row_wise", SGD]),
+]
+
+
+def name_of(case: object) -> str:
+    if isinstance(case, list):
+        return "-".join(override.rsplit("=", 1)[-1] for override in case)
+    return str(case)
+
+
+@pytest.fixture
+def both(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
+    """The same run with comm=fused and comm=baseline."""
+
+    def run(ranks: int, overrides: list[str]) -> tuple[Path, Path]:
+        settings = [STEPS, "evaluation.every_steps=25", *overrides]
+        fused = train(tmp_path / "fused", ranks, "comm=fused", *settings)
+        return fused, train(tmp_path / "baseline", ranks, *settings)
+
+    return run
+
+
+@pytest.mark.parametrize(("ranks", "overrides"), BIT_IDENTICAL, ids=name_of)
+def test_losses_and_metrics_are_the_same_bits(both, ranks, overrides):
+    fused, baseline = both(ranks, overrides)
+    assert " fused" in (fused / "plan.txt").read_text()
+    assert losses(fused) == losses(baseline)
+    assert [line["auc"] for line in metrics(fused, "evaluation")] == [line["auc"] for line in metrics(baseline, "evaluation")]
+    assert summary(fused)["test_auc"] == summary(baseline)["test_auc"]
+
+
+@pytest.mark.parametrize(("ranks", "overrides"), EQUAL_BUT_FOR_THE_ORDER_OF_ADDITION, ids=name_of)
+def test_losses_are_the_same_up_to_the_order_of_addition(both, ranks, overrides):
+    fused, baseline = both(ranks, overrides)
+    assert losses(fused) == pytest.approx(losses(baseline), rel=1e-6, abs=0)
+    assert summary(fused)["test_auc"] == pytest.approx(summary(baseline)["test_auc"], abs=1e-5)
+
+
+def test_the_plan_names_the_path_of_each_table_and_why(both):
+    fused, baseline = both(2, [*BESIDE_DATA_PARALLEL, "embedding.tables.table_3.sharding=table_row_wise"])
+    lines = (fused / "plan.txt").read_text().splitlines()[1:5]
+    assert [line.split()[-1] if line.endswith("fused") else line[line.index("torchrec") :] for line in lines] == [
+        "fused",
+        "torchrec: sharding type data_parallel",
+        "fused",
+        "torchrec: sharding type table_row_wise",
+    ]
+    assert "torchrec" not in (baseline / "plan.txt").read_text()
+
+
+def test_auto_measures_and_gives_the_same_losses(tmp_path):
+    overrides = [STEPS, *BESIDE_DATA_PARALLEL]
+    auto = train(tmp_path / "auto", 2, "comm=auto", *overrides)
+    baseline = train(tmp_path / "baseline", 2, *overrides)
+    assert losses(auto) == losses(baseline)
+    assert " auto\n" in (auto / "plan.txt").read_text()
+
+
+def test_the_share_of_the_embedding_stage_is_reported_for_both(both):
+    for run in both(2, []):
+        shares = [line["embedding_share"] for line in metrics(run, "train")]
+        assert all(0 < share < 1 for share in shares)
