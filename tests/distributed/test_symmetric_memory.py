@@ -558,6 +558,51 @@ print("lost", watch.lost_peer(), flush=True)
 """
 
 
+KERNELS_AND_HOST = """
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+import triton
+from dlrm_fused.errors import CommunicationError
+from dlrm_fused.symmetric import Arena, Channel, symmetric_group
+from dlrm_fused.symmetric.device import begin, finish, wait_until_ready
+from tests.distributed.test_symmetric_memory import exchange
+
+@triton.jit
+def epoch_without_data(flags, flag_addresses, state, control, poll_limit):
+    epoch = begin(0, 5, flag_addresses, state, RANK, 2, 2)
+    for number in range(2):
+        wait_until_ready(triton.language.program_id(0) + number, epoch, 5, flags, state, control, poll_limit, RANK, 2)
+    finish(epoch, flags, flag_addresses, state, control, poll_limit, RANK, 2, 2)
+
+def by_kernel(channel):
+    flags = channel.flags.local.view(torch.int64)
+    epoch_without_data[(1,)](flags, channel.flags.addresses, channel.state, channel.control_address, channel.poll_limit)
+
+dist.init_process_group("gloo")
+group = symmetric_group()
+RANK = triton.language.constexpr(group.rank)
+channel, arena = Channel(group, "both", 60.0), Arena(group, "arena", 4096)
+assert channel.poll_limit > 0
+for epoch in range(10):
+    by_kernel(channel)
+    received = exchange(channel, arena, 10 * epoch + group.rank)
+    assert received.tolist() == [10 * epoch, 10 * epoch + 1]
+    del received
+channel.raise_fault()
+assert channel.state[0] == 20
+if group.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+began = time.monotonic()
+by_kernel(channel)
+assert time.monotonic() - began < 10, "the kernel waited on"
+try:
+    channel.raise_fault()
+except CommunicationError as error:
+    print(error)
+"""
+
+
 def environment(rank: int, address: str, port: int = 29411) -> dict[str, str]:
     return {
         "RANK": str(rank),
@@ -569,21 +614,41 @@ def environment(rank: int, address: str, port: int = 29411) -> dict[str, str]:
     }
 
 
-def test_a_program_that_ends_without_closing_its_group_is_not_lost() -> None:
+def programs(command: list[str], **settings: str) -> list[subprocess.Popen[str]]:
+    """Start two ranks."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    programs = [
+    return [
         subprocess.Popen(
-            [sys.executable, "-c", END_EARLY],
-            env={**os.environ, **environment(rank, "127.0.0.1", port)},
+            command,
+            env={**os.environ, **environment(rank, "127.0.0.1", port), **settings},
             text=True,
             stdout=subprocess.PIPE,
         )
         for rank in range(2)
     ]
-    outputs = [program.communicate(timeout=60)[0] for program in programs]
-    assert [program.returncode for program in programs] == [0, 0]
+
+
+def test_a_program_that_ends_without_closing_its_group_is_not_lost() -> None:
+    ranks = programs([sys.executable, "-c", END_EARLY])
+    outputs = [program.communicate(timeout=60)[0] for program in ranks]
+    assert [program.returncode for program in ranks] == [0, 0]
     assert outputs == ["left in good order\n", ""]
+
+
+# The script and its kernel in a file: Triton reads the source of a kernel.
+def test_kernels_and_host_code_share_a_channel_and_a_killed_rank_ends_the_wait_of_a_kernel(tmp_path: Path) -> None:
+    script = tmp_path / "both.py"
+    script.write_text(KERNELS_AND_HOST)
+    survivor, killed = programs([sys.executable, str(script)], TRITON_INTERPRET="1")
+    output = survivor.communicate(timeout=120)[0]
+    killed.communicate(timeout=10)
+    assert (survivor.returncode, killed.returncode) == (0, -signal.SIGKILL)
+    assert re.fullmatch(
+        r"channel both, epoch 21: rank 1 on \S+ \(pid \d+\) is lost, its process ended or its host cannot be reached; "
+        r"rank 0 on \S+ \(pid \d+\) cannot go on without it\n",
+        output,
+    )
 
 
 @pytest.fixture
