@@ -1,0 +1,203 @@
+"""Symmetric memory of GPUs: what peers store arrives, blocks live as long as their tensors, and a lost rank ends waits."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dlrm_fused.errors import CommunicationError, UsageError
+from dlrm_fused.symmetric import Arena, Channel, SymmetricGroup, symmetric_group
+from dlrm_fused.training.runtime import Rank, process_group
+from tests.distributed.launch import Ranks, run_ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+several_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+UNIT = 4096
+
+
+def in_group(work: Callable[[SymmetricGroup], Any]) -> Any:
+    rank = Rank.from_environment()
+    device = torch.device("cuda", rank.index)
+    torch.cuda.set_device(device)
+    with process_group(rank, device):
+        group = symmetric_group()
+        assert group.device == device
+        result = work(group)
+        group.close()
+        return result
+
+
+def run(work: Callable[[SymmetricGroup], Any]) -> list[Any]:
+    return run_ranks(min(4, torch.cuda.device_count()), in_group, work)
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    group = symmetric_group(device="cuda")
+    yield Arena(group, "arena", 4 * UNIT)
+    group.close()
+
+
+def write_to_all(group: SymmetricGroup) -> list[list[int]]:
+    seen = []
+    # Also small ones, one after the other: each has its own place.
+    for size in (8, 64, 5 << 20):
+        memory = group.allocate(f"{size} bytes", size)
+        assert memory.addresses.device == group.device
+        assert memory.addresses.tolist() == [memory.peer(rank).data_ptr() for rank in range(group.world_size)]
+        assert not memory.local.any()
+        dist.barrier()
+        for peer in range(group.world_size):
+            memory.peer(peer)[-1 - group.rank] = group.rank + 1
+        torch.cuda.synchronize()
+        dist.barrier()
+        seen.append(memory.local[-group.world_size :].tolist())
+    return seen
+
+
+@several_gpus
+def test_every_rank_can_write_the_memory_of_all() -> None:
+    results = run(write_to_all)
+    ranks = len(results)
+    assert results == [[list(range(ranks, 0, -1))] * 3] * ranks
+
+
+def refuse(group: SymmetricGroup) -> list[int]:
+    channel = Channel(group, "channel", 60.0)
+    if group.rank == 1:
+        channel.refuse()
+        with pytest.raises(CommunicationError, match="did not take part because of an error"):
+            channel.raise_fault()
+    dist.barrier()
+    words = channel.flags.local.view(torch.int64)
+    return [int(words[1]), int(channel.state[2])]
+
+
+@several_gpus
+def test_a_rank_refuses_with_a_word_that_kernels_know() -> None:
+    refused = 1 << 32 | 0xFFFFFFFF
+    assert run(refuse)[:2] == [[refused, 0], [refused, 1]]
+
+
+def outlive() -> float:
+    """Rank 1 is killed; how long the others take to end the waits of their kernels."""
+    rank = Rank.from_environment()
+    torch.cuda.set_device(rank.index)
+    dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank.index, world_size=rank.world_size)
+    group = symmetric_group()
+    channel = Channel(group, "channel", 60.0)
+    busy = torch.cuda.Stream()
+    with torch.cuda.stream(busy):
+        torch.cuda._sleep(1 << 31)  # about a second, as if a kernel were waiting
+    if rank.index == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    reader = torch.cuda.Stream()
+    with torch.cuda.stream(reader):
+        while channel.state[3].item() != 2:
+            assert time.monotonic() - began < 20
+    assert channel.control[7] == 2
+    with pytest.raises(CommunicationError, match=r"channel channel: rank 1 on .* is lost"):
+        channel.raise_fault()
+    return time.monotonic() - began
+
+
+@several_gpus
+def test_the_kernels_of_others_are_told_of_a_killed_process() -> None:
+    ranks = Ranks(2, outlive)
+    result, failure = pickle.loads(ranks._answers[0].recv_bytes())
+    ranks.kill()
+    assert failure is None, failure
+    assert result < 5
+
+
+def test_two_ranks_on_one_gpu_are_an_error_on_both() -> None:
+    first, second = run_ranks(2, share_a_gpu)
+    assert first == second
+    assert first.startswith("ranks 0 and 1 use the same GPU (")
+
+
+def share_a_gpu() -> str:
+    rank = Rank.from_environment()
+    dist.init_process_group("gloo", rank=rank.index, world_size=rank.world_size)  # NCCL itself would refuse
+    with pytest.raises(UsageError) as raised:
+        symmetric_group(device="cuda:0")
+    return str(raised.value)
+
+
+def test_a_block_is_lent_as_long_as_its_storage_lives(arena: Arena) -> None:
+    weight = torch.ones(UNIT // 4, device="cuda", requires_grad=True)
+    taken = arena.take((UNIT // 4,), torch.float32)
+    assert taken is not None
+    assert taken.device == weight.device
+    assert arena.offset_of(taken) == 0
+    loss = (weight * taken.fill_(3.0)).sum()
+    del taken
+    assert arena.free_bytes() == 3 * UNIT
+    loss.backward()
+    assert arena.free_bytes() == 4 * UNIT
+    assert weight.grad is not None
+    assert weight.grad.eq(3.0).all()
+
+
+def test_another_stream_waits_for_the_last_use_of_a_block(arena: Arena) -> None:
+    source = torch.ones(UNIT, device="cuda")
+    copies = torch.zeros(UNIT, device="cuda")
+    first = arena.take((UNIT,), torch.float32)
+    assert first is not None
+    first.copy_(source)
+    torch.cuda._sleep(1 << 28)
+    copies.copy_(first)  # late, after the sleep
+    del first
+    other = torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        second = arena.take((UNIT,), torch.float32)
+        assert second is not None
+        second.fill_(7.0)
+    torch.cuda.synchronize()
+    assert copies.eq(1.0).all()
+
+
+def test_a_block_taken_while_a_graph_is_captured_stays_the_graphs(arena: Arena) -> None:
+    result = torch.zeros(UNIT // 4, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        taken = arena.take((UNIT // 4,), torch.float32)
+        assert taken is not None
+        taken.fill_(3.0)
+        result.copy_(taken)
+        del taken
+    assert arena.free_bytes() == 3 * UNIT
+    others = [arena.take((UNIT // 4,), torch.float32) for _ in range(3)]
+    for other in others:
+        assert other is not None
+        other.fill_(1.0)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert result.eq(3.0).all()
+    assert all(other is not None and other.eq(1.0).all() for other in others)
+
+
+def test_memory_cannot_be_allocated_while_a_graph_is_captured(arena: Arena) -> None:
+    group = symmetric_group(device="cuda")
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1, device="cuda")
+        with pytest.raises(UsageError, match="cannot be allocated while a CUDA graph is captured"):
+            group.allocate("late", UNIT)
+
+
+def test_too_little_memory_is_an_error_with_the_sizes(arena: Arena) -> None:
+    group = symmetric_group(device="cuda")
+    with pytest.raises(CommunicationError, match=r"symmetric memory huge: 1.0 PB needed, but cuda:0 of rank 0 has .* free"):
+        group.allocate("huge", 10**15)
