@@ -67,6 +67,7 @@ class Channel:
             awaited (0 ready, 1 arrival); [7] rank + 1 of a peer that is gone, written by the host.
         control_address: of ``control``.
         poll_limit: how many looks at a flag a kernel takes in ``timeout_seconds``; 0 where no kernels run.
+        words: (flags, flag_addresses, state, control, poll_limit), as the functions of device.py want them.
     """
 
     def __init__(self, group: SymmetricGroup, name: str, timeout_seconds: float = 600.0) -> None:
@@ -92,6 +93,8 @@ class Channel:
         self.poll_limit = 0
         if on_gpu or os.environ.get("TRITON_INTERPRET") == "1":
             self.poll_limit = math.ceil(timeout_seconds * _polls_per_second(group.device))
+        flags = self.flags.local.view(torch.int64)
+        self.words = (flags, self.flags.addresses, self.state, self.control_address, self.poll_limit)
         self._control = self.control.numpy()
         self._fingerprint = 0
         if not on_gpu:

@@ -1,0 +1,36 @@
+"""The kernel of docs/symmetric.md, under Triton's interpreter."""
+
+from __future__ import annotations
+
+import torch
+
+from dlrm_fused.symmetric import Channel, symmetric_group
+from dlrm_fused.training.runtime import Rank, process_group
+from docs.examples.normalize_all_gather import normalize_all_gather
+from tests.distributed.launch import run_ranks
+
+ROWS, WIDTH = 3, 12
+
+
+def rows_of(rank: int, epoch: int) -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(100 * epoch + rank))
+
+
+def largest_difference() -> float:
+    rank = Rank.from_environment()
+    with process_group(rank, torch.device("cpu")):
+        group = symmetric_group()
+        memory = group.allocate("rows", group.world_size * ROWS * WIDTH * 4)
+        channel = Channel(group, "normalize")
+        difference = 0.0
+        for epoch in range(5):
+            output = normalize_all_gather(rows_of(rank.index, epoch), memory, channel)
+            expected = torch.cat([rows_of(other, epoch) for other in range(rank.world_size)])
+            expected *= torch.rsqrt(expected.square().mean(dim=1, keepdim=True) + 1e-6)
+            difference = max(difference, float((output - expected).abs().max()))
+        group.close()
+        return difference
+
+
+def test_every_rank_has_the_normalized_rows_of_all() -> None:
+    assert max(run_ranks(3, largest_difference)) < 1e-6
