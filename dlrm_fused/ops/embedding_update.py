@@ -16,7 +16,8 @@ How it is computed, without a host synchronization:
   positions are cut into chunks of equal length, none across two tables: the load is balanced for every distribution of rows.
 * One program a chunk gathers the gradients of a tile of positions at once, sums runs of equal rows by a segmented scan, and
   updates each row whose run lies in the chunk, reading and writing it once. Sums of runs that go beyond it are left in scratch.
-* One program for each such run adds them in order, a tile at a time, and updates its row.
+* Runs that cross chunks are listed when the chunks are cut. A program takes one from the list, adds its sums in order, a tile
+  at a time, and updates the row.
 
 Memory traffic: touched rows and their momentum once in and once out; gradients once from memory, else from the cache.
 """
@@ -46,7 +47,8 @@ _BLOCK = 1024  # positions of a program in the elementwise kernels
 _PLAN_TILE = 2048  # chunks x tables that a program of the plan compares
 _TILE_ELEMENTS = 1024  # of a program in the update: what one warp holds in registers twice, gradients and weights
 _REGISTERS: int | None = 128  # of a thread in the update; what the compiler takes by itself leaves room for fewer programs
-_MERGE_ELEMENTS = 8192
+_MERGE_ELEMENTS = 4096  # of a program that adds up a run
+_MERGES_PER_MULTIPROCESSOR = 16
 _LONGEST_CHUNK = 1024  # positions
 _CHUNKS_PER_MULTIPROCESSOR = 128  # 32 programs are resident; more let the fast ones make up for the slow ones
 _MAX_INT32 = 2**31 - 1
@@ -63,11 +65,13 @@ class SortedLookup:
     features: Tensor | None  # int32 [N], if features share a table
     coefficients: Tensor | None  # fp32 [N]: 1 / length of the bag, if bags are averaged
     chunks: Tensor  # int64 [chunks, 3]: table (-1: none), begin and end of the chunk among the sorted positions
+    crossings: Tensor  # int32 [1 + chunks]: how many, and the chunks in which a run begins that goes beyond the chunk
 
     def tensors(self) -> Iterator[Tensor]:
         """All of them, for ``record_stream``."""
         optional = (self.features, self.coefficients)
-        return (tensor for tensor in (self.keys, self.samples, self.positions, *optional, self.chunks) if tensor is not None)
+        always = (self.keys, self.samples, self.positions, self.chunks, self.crossings)
+        return (tensor for tensor in (*always, *optional) if tensor is not None)
 
 
 def sort_lookup(tables: LocalTables, indices: Tensor, offsets: Tensor) -> SortedLookup:
@@ -86,7 +90,7 @@ def sort_lookup(tables: LocalTables, indices: Tensor, offsets: Tensor) -> Sorted
     known = _on_device(tables)
     if count == 0:
         empty = indices.new_empty(0, dtype=torch.int32)
-        return SortedLookup(batch_size, empty, empty, empty.long(), None, None, empty.new_empty((0, 3), dtype=torch.int64))
+        return SortedLookup(batch_size, empty, empty, empty.long(), None, None, empty.long().view(0, 3), empty)
 
     unsorted_keys, bags = _label(tables, indices, offsets, batch_size)
     keys, positions = torch.sort(unsorted_keys, stable=True)
@@ -114,18 +118,22 @@ def sort_lookup(tables: LocalTables, indices: Tensor, offsets: Tensor) -> Sorted
         begins = torch.searchsorted(keys, known.bounds.to(keys.dtype))
     length = _chunk_length(device, count, max(_tile_rows(block, device) for block in known.blocks))
     chunks = torch.empty((triton.cdiv(count, length) + len(tables.rows), 3), dtype=torch.int64, device=device)
+    crossings = torch.zeros(1 + len(chunks), dtype=torch.int32, device=device)
     block_tables = triton.next_power_of_2(len(tables.rows))
     block_chunks = min(max(_PLAN_TILE // block_tables, 1), 128)
     _plan_kernel[(triton.cdiv(len(chunks), block_chunks),)](
         begins,
+        keys,
+        samples,
         chunks,
+        crossings,
         len(chunks),
         length,
         len(tables.rows),
         BLOCK_CHUNKS=block_chunks,
         BLOCK_TABLES=block_tables,
     )
-    return SortedLookup(batch_size, keys, samples, positions, features, coefficients, chunks)
+    return SortedLookup(batch_size, keys, samples, positions, features, coefficients, chunks, crossings)
 
 
 def apply_gradients(
@@ -224,12 +232,13 @@ def apply_gradients(
             num_warps=max(block // 256, 1),
             maxnreg=_REGISTERS,
         )
-        _merge_kernel[(programs,)](
+        _merge_kernel[(min(programs, _merge_programs(device)),)](
             *shared_arguments,
+            sorted_lookup.crossings,
             programs,
             **shapes,
             ROWS=max(_MERGE_ELEMENTS // block, 4),
-            num_warps=8,
+            num_warps=4,
         )
 
 
@@ -362,6 +371,10 @@ def _chunk_length(device: torch.device, count: int, tile_rows: int) -> int:
     return tile_rows * min(tiles, _LONGEST_CHUNK // tile_rows)
 
 
+def _merge_programs(device: torch.device) -> int:
+    return 3 if device.type == "cpu" else _MERGES_PER_MULTIPROCESSOR * _multiprocessors(device)
+
+
 @lru_cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -487,7 +500,18 @@ def _order_kernel(
 
 
 @triton.jit(do_not_specialize=["chunk_count", "length", "table_count"])
-def _plan_kernel(begins, chunks, chunk_count, length, table_count, BLOCK_CHUNKS: tl.constexpr, BLOCK_TABLES: tl.constexpr):
+def _plan_kernel(
+    begins,
+    keys,
+    samples,
+    chunks,
+    crossings,
+    chunk_count,
+    length,
+    table_count,
+    BLOCK_CHUNKS: tl.constexpr,
+    BLOCK_TABLES: tl.constexpr,
+):
     """Cut the sorted positions of each table into chunks. Every program counts the chunks of all tables, and writes its own."""
     table = tl.arange(0, BLOCK_TABLES)
     begin = tl.load(begins + table, mask=table < table_count, other=0).to(tl.int64)
@@ -507,6 +531,16 @@ def _plan_kernel(begins, chunks, chunk_count, length, table_count, BLOCK_CHUNKS:
     tl.store(chunks + 3 * chunk, own_table, mask=inside)
     tl.store(chunks + 3 * chunk + 1, own_begin, mask=inside)
     tl.store(chunks + 3 * chunk + 2, own_end, mask=inside)
+
+    exists = inside & (own_table >= 0)
+    goes_on = exists & ((tl.load(samples + own_end - 1, mask=exists, other=2) & 2) == 0)
+    is_whole = tl.load(keys + own_begin, mask=goes_on, other=0) == tl.load(keys + own_end - 1, mask=goes_on, other=0)
+    began_before = (tl.load(samples + own_begin, mask=goes_on, other=0) & 1) == 0
+    crosses = goes_on & ((is_whole & began_before) == 0)
+    # The order of the list is open, that of the sums is not: each run is added up by one program.
+    nth_crossing = tl.cumsum(crosses.to(tl.int32), 0)
+    first_crossing = tl.atomic_add(crossings, tl.sum(crosses.to(tl.int32), 0), sem="relaxed")
+    tl.store(crossings + first_crossing + nth_crossing, chunk, mask=crosses)
 
 
 # Kernels of the update.
@@ -544,6 +578,14 @@ def _round_stochastically(values, key, columns, seed, dtype: tl.constexpr):
     rounded = bits.to(tl.float32, bitcast=True) - shift
     # Noise may carry a NaN's bits into the sign.
     return tl.where(values == values, rounded, values).to(dtype)
+
+
+@triton.jit
+def _inside(columns, dim, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    if DIM == BLOCK_D:
+        return tl.full((1, BLOCK_D), 1, tl.int1)  # which the compiler drops from masks
+    else:
+        return columns < dim
 
 
 @triton.jit
@@ -651,32 +693,41 @@ def _update_kernel(
 
     row = tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK_D)[None, :]
-    inside = columns < dim
+    inside = _inside(columns, dim, DIM, BLOCK_D)
     carry = tl.zeros((BLOCK_D,), dtype=tl.float32)
-    for start in range(begin, end, ROWS):
+    length = (end - begin).to(tl.int32)
+    keys += begin
+    samples += begin
+    # What a tile reads first is loaded while the tile before is in work.
+    next_key = tl.load(keys + row, mask=row < length, other=0)
+    next_record = tl.load(samples + row, mask=row < length, other=0)
+    for start in range(0, length, ROWS):
+        key, record = next_key, next_record
         place = start + row
-        exists = place < end
-        key = tl.load(keys + place, mask=exists, other=0)
-        record = tl.load(samples + place, mask=exists, other=0)
+        exists = place < length
+        next_place = place + ROWS
+        next_key = tl.load(keys + next_place, mask=next_place < length, other=0)
+        next_record = tl.load(samples + next_place, mask=next_place < length, other=0)
         is_first, is_last, sample = record & 1, (record & 2) != 0, record >> 2
         is_head = continues & (key == head_key)
         updated = exists & is_last & (is_head == 0)
 
         gradient_offset = tl.multiple_of(sample[:, None].to(tl.int64) * gradient_stride, (GRADIENT_VECTOR, GRADIENT_VECTOR))
         if SHARED:
-            feature = tl.load(features + place, mask=exists, other=0)
+            feature = tl.load(features + begin + place, mask=exists, other=0)
             gradient_offset += tl.multiple_of(tl.load(feature_columns + feature)[:, None], (4, 4))
         else:
             gradient_offset += column
-        gradient = tl.load(gradients + gradient_offset + columns, mask=exists[:, None] & inside, other=0.0)
+        # Behind the end it is sample 0 whose gradient is read, for nothing.
+        gradient = tl.load(gradients + gradient_offset + columns, mask=inside, other=0.0)
         row_offset = tl.multiple_of(base + key[:, None].to(tl.int64) * dim, (4, 4))
         old, old_momentum = _read_rows(weights, momentum, key, row_offset, columns, updated, inside, ADAGRAD)
 
         coefficient = tl.zeros((ROWS,), dtype=tl.float32) + scale
         if MEAN:
-            coefficient *= tl.load(coefficients + place, mask=exists, other=0.0)
+            coefficient *= tl.load(coefficients + begin + place, mask=exists, other=0.0)
         if WEIGHTED:
-            position = tl.load(positions + place, mask=exists, other=0)
+            position = tl.load(positions + begin + place, mask=exists, other=0)
             coefficient *= tl.load(per_sample_weights + position)
         gradient = gradient.to(tl.float32) * coefficient[:, None]
         gradient = tl.where(((row == 0) & (is_first == 0))[:, None], gradient + carry[None, :], gradient)
@@ -703,7 +754,7 @@ def _update_kernel(
             RATE_ON_DEVICE,
             STOCHASTIC,
         )
-        is_partial = exists & (is_last | (place == end - 1)) & (updated == 0)
+        is_partial = exists & (is_last | (place == length - 1)) & (updated == 0)
         if tl.max(is_partial.to(tl.int32), 0) > 0:
             slot = 2 * chunk + tl.where(is_head, 0, 1)
             partial = partials + slot[:, None].to(tl.int64) * BLOCK_D + columns
@@ -724,6 +775,7 @@ def _merge_kernel(
     tables,
     first_table,
     last_table,
+    crossings,
     chunk_count,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -732,65 +784,55 @@ def _merge_kernel(
     STOCHASTIC: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Update the row whose run begins in this chunk and goes beyond it: add what that chunk and the following have left."""
-    chunk = tl.program_id(0)
-    table = tl.load(chunks + 3 * chunk).to(tl.int32)
-    if (table < first_table) | (table >= last_table):
-        return
-    dim = tl.load(tables + 3 * table + 1).to(tl.int32)
-    if (dim > BLOCK_D) | (2 * dim <= BLOCK_D):
-        return
-    if DIM > 0:
-        dim = DIM
-    else:
-        dim = tl.multiple_of(dim, 4)
-    begin = tl.load(chunks + 3 * chunk + 1)
-    end = tl.load(chunks + 3 * chunk + 2)
-    run_key = tl.load(keys + end - 1)
-    if (tl.load(samples + end - 1) & 2) != 0:
-        return
-    if ((tl.load(samples + begin) & 1) == 0) & (tl.load(keys + begin) == run_key):
-        return  # the run began in a chunk before
-
+    """Update the rows whose runs go beyond a chunk: add what the chunk where a run begins and those that follow have left."""
     columns = tl.arange(0, BLOCK_D)[None, :]
-    inside = columns < dim
-    gradient = tl.load(partials + (2 * chunk + 1).to(tl.int64) * BLOCK_D + columns, mask=inside, other=0.0)
-    following = chunk + 1
-    found = ROWS
-    while found == ROWS:
-        others = following + tl.arange(0, ROWS)
-        other_table = tl.load(chunks + 3 * others, mask=others < chunk_count, other=-1)
-        other_begin = tl.load(chunks + 3 * others + 1, mask=others < chunk_count, other=0)
-        is_same = other_table == table
-        is_same = is_same & (tl.load(keys + other_begin, mask=is_same, other=0) == run_key)
-        partial = partials + 2 * others[:, None].to(tl.int64) * BLOCK_D + columns
-        gradient += tl.sum(tl.load(partial, mask=is_same[:, None] & inside, other=0.0), 0)[None, :]
-        found = tl.sum(is_same.to(tl.int32), 0)
-        following += ROWS
-
-    key = tl.zeros((1,), dtype=keys.dtype.element_ty) + run_key
-    updated = tl.full((1,), 1, dtype=tl.int1)
-    row_offset = tl.multiple_of(tl.load(tables + 3 * table) + run_key.to(tl.int64) * dim, 4)
-    old, old_momentum = _read_rows(weights, momentum, key, row_offset, columns, updated, inside, ADAGRAD)
-    _update_rows(
-        weights,
-        momentum,
-        learning_rate,
-        eps,
-        seed,
-        key,
-        row_offset,
-        columns,
-        updated,
-        inside,
-        dim,
-        old,
-        old_momentum,
-        gradient,
-        ADAGRAD,
-        RATE_ON_DEVICE,
-        STOCHASTIC,
-    )
+    for nth in range(tl.program_id(0), tl.load(crossings), tl.num_programs(0)):
+        chunk = tl.load(crossings + 1 + nth)
+        table = tl.load(chunks + 3 * chunk).to(tl.int32)
+        dim = tl.load(tables + 3 * table + 1).to(tl.int32)
+        if (table >= first_table) & (table < last_table) & (dim <= BLOCK_D) & (2 * dim > BLOCK_D):
+            if DIM > 0:
+                dim = DIM
+            else:
+                dim = tl.multiple_of(dim, 4)
+            inside = _inside(columns, dim, DIM, BLOCK_D)
+            run_key = tl.load(keys + tl.load(chunks + 3 * chunk + 2) - 1)
+            row_offset = tl.multiple_of(tl.load(tables + 3 * table) + run_key.to(tl.int64) * dim, 4)
+            key = tl.zeros((1,), dtype=keys.dtype.element_ty) + run_key
+            updated = tl.full((1,), 1, dtype=tl.int1)
+            old, old_momentum = _read_rows(weights, momentum, key, row_offset, columns, updated, inside, ADAGRAD)
+            gradient = tl.load(partials + (2 * chunk + 1).to(tl.int64) * BLOCK_D + columns, mask=inside, other=0.0)
+            following = chunk + 1
+            found = ROWS
+            while found == ROWS:
+                others = following + tl.arange(0, ROWS)
+                other_table = tl.load(chunks + 3 * others, mask=others < chunk_count, other=-1)
+                other_begin = tl.load(chunks + 3 * others + 1, mask=others < chunk_count, other=0)
+                is_same = other_table == table
+                is_same = is_same & (tl.load(keys + other_begin, mask=is_same, other=0) == run_key)
+                partial = partials + 2 * others[:, None].to(tl.int64) * BLOCK_D + columns
+                gradient += tl.sum(tl.load(partial, mask=is_same[:, None] & inside, other=0.0), 0)[None, :]
+                found = tl.sum(is_same.to(tl.int32), 0)
+                following += ROWS
+            _update_rows(
+                weights,
+                momentum,
+                learning_rate,
+                eps,
+                seed,
+                key,
+                row_offset,
+                columns,
+                updated,
+                inside,
+                dim,
+                old,
+                old_momentum,
+                gradient,
+                ADAGRAD,
+                RATE_ON_DEVICE,
+                STOCHASTIC,
+            )
 
 
 @triton.jit(do_not_specialize=["count", "batch_size", "widest"])

@@ -51,6 +51,7 @@ def fbgemm_of(tables: LocalTables) -> Any:
         learning_rate=tables.optimizer.learning_rate.item(),
         eps=1e-8,
         stochastic_rounding=tables.stochastic_rounding,
+        cache_precision=SparseType.FP32,  # there is no cache, but FBGEMM wants none of bf16
         device=torch.device("cuda"),
     )
     embeddings.weights_dev.data.copy_(tables.weights)
