@@ -8,11 +8,12 @@
 from __future__ import annotations
 
 import abc
+import atexit
 import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -82,7 +83,7 @@ class SymmetricGroup(abc.ABC):
     """The ranks of a process group, all of whose memory is reachable. Made by :func:`symmetric_group`.
 
     Attributes:
-        process_group: None in a single process without torch.distributed.
+        process_group: None in a single process without torch.distributed, and after ``close``.
         rank: within the process group, as all ranks here.
         device: of this rank's memory; a CUDA device has an index.
         watch: notices when the process of another rank is gone.
@@ -203,9 +204,18 @@ class SymmetricGroup(abc.ABC):
         finally:
             self.watch.close()
             self._memories.clear()
+            self.process_group = None  # for its destruction, when torch's own reference goes
 
 
 _groups: dict[tuple[dist.ProcessGroup | None, torch.device], SymmetricGroup] = {}
+
+
+@atexit.register
+def _close_all() -> None:
+    # A gloo group that lives on into the end of the process can abort it.
+    for group in list(_groups.values()):
+        with suppress(RuntimeError):  # of a GPU; said where it happened
+            group.close()
 
 
 def symmetric_group(process_group: dist.ProcessGroup | None = None, device: torch.device | str | None = None) -> SymmetricGroup:

@@ -524,12 +524,14 @@ from dlrm_fused.symmetric import Channel, symmetric_group
 dist.init_process_group("gloo")
 group = symmetric_group()
 if group.rank == 1:
+    dist.destroy_process_group()
     sys.exit()  # without close()
 deadline = time.monotonic() + 30
 while not group.watch.has_left(1):
     assert group.watch.lost_peer() is None
     assert time.monotonic() < deadline
     time.sleep(0.01)
+dist.destroy_process_group()
 print("left in good order")
 """
 
