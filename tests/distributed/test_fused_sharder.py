@@ -1,0 +1,493 @@
+"""FusedEmbeddingBagCollectionSharder in anyone's DistributedModelParallel: equal to TorchRec's own sharder."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import Tensor, nn
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.comm_ops import set_gradient_division
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import ModuleSharder, ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from dlrm_fused.errors import UsageError
+from dlrm_fused.sharding import FusedEmbeddingBagCollectionSharder
+from dlrm_fused.training.runtime import Rank, process_group
+from tests.distributed.launch import RankFailed, run_ranks
+
+CPU = torch.device("cpu")
+ROWS = 40
+# TorchRec takes a kernel with an optimizer of its own for plans that are made by hand for the CPU.
+FUSED = EmbeddingComputeKernel.FUSED.value
+ADAGRAD = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1, "eps": 1e-8}
+
+
+@dataclass(frozen=True)
+class Table:
+    """How a table is sharded, its dimension, the features that read it."""
+
+    sharding: str
+    dim: int = 8
+    features: tuple[str, ...] = ()
+    pooling: PoolingType = PoolingType.SUM
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class World:
+    """A model of some modules of tables, and what its batches are like."""
+
+    modules: tuple[tuple[Table, ...], ...]
+    weighted: bool = False
+    batch_sizes: tuple[int, ...] = (6, 6)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.batch_sizes)
+
+
+class Towers(nn.Module):
+    """The embeddings of all modules, one after another in the order of their keys, and a linear layer."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.collections = nn.ModuleList(
+            EmbeddingBagCollection([_config(m, t, table) for t, table in enumerate(tables)], is_weighted=world.weighted)
+            for m, tables in enumerate(world.modules)
+        )
+        width = sum(
+            config.embedding_dim * len(config.feature_names)
+            for collection in self.collections
+            for config in cast(EmbeddingBagCollection, collection).embedding_bag_configs()
+        )
+        self.over = nn.Linear(width, 1)
+
+    def embeddings(self, features: KeyedJaggedTensor) -> Tensor:
+        tensors: list[KeyedTensor] = [collection(features) for collection in self.collections]
+        return torch.cat([tensor[key] for tensor in tensors for key in sorted(tensor.keys())], dim=1)
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        return cast(Tensor, self.over(self.embeddings(features)).sigmoid().square().mean())
+
+
+def _config(module: int, number: int, table: Table) -> EmbeddingBagConfig:
+    name = f"table_{module}_{number}"
+    return EmbeddingBagConfig(
+        name=name,
+        num_embeddings=ROWS + number,
+        embedding_dim=table.dim,
+        feature_names=list(table.features) or [f"feature_{number}"],
+        pooling=table.pooling,
+    )
+
+
+def _sharding(table: Table, ranks: int) -> Callable[..., Any]:
+    if table.sharding == "column_wise":
+        return column_wise(ranks=[rank % ranks for rank in range(table.dim // 4)], compute_kernel=FUSED)
+    if table.sharding == "table_wise":
+        return table_wise(rank=table.rank % ranks, compute_kernel=FUSED)
+    return row_wise(compute_kernel=FUSED) if table.sharding == "row_wise" else data_parallel()
+
+
+def build(world: World, sharder: EmbeddingBagCollectionSharder) -> DistributedModelParallel:
+    """The model of a world, with the same weights whatever the sharder."""
+    torch.manual_seed(3)
+    model = Towers(world)
+    plan = ShardingPlan(
+        {
+            f"collections.{m}": construct_module_sharding_plan(
+                cast(EmbeddingBagCollection, model.collections[m]),
+                {f"table_{m}_{t}": _sharding(table, world.ranks) for t, table in enumerate(tables)},
+                cast(ModuleSharder[nn.Module], _RowWiseToo(sharder)),
+                local_size=world.ranks,
+                world_size=world.ranks,
+                device_type="cpu",
+            )
+            for m, tables in enumerate(world.modules)
+        }
+    )
+    sharded = DistributedModelParallel(
+        model, device=CPU, plan=plan, sharders=[cast(ModuleSharder[nn.Module], sharder)], init_parameters=False
+    )
+    for name, weight in sharded.state_dict().items():
+        if hasattr(weight, "local_shards"):
+            for shard in weight.local_shards():
+                row, column = shard.metadata.shard_offsets
+                shard.tensor.copy_(
+                    whole_table(name, weight.size())[row:, column:][: shard.tensor.shape[0], : shard.tensor.shape[1]]
+                )
+        elif "table_" in name:
+            weight.copy_(whole_table(name, weight.size()))
+    return sharded
+
+
+class _RowWiseToo:
+    """The plan's view of a sharder that offers row-wise tables on the CPU as well."""
+
+    def __init__(self, sharder: EmbeddingBagCollectionSharder) -> None:
+        self.sharder = sharder
+
+    def sharding_types(self, _: str) -> list[str]:
+        return self.sharder.sharding_types("cuda")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.sharder, name)
+
+
+def whole_table(name: str, size: torch.Size) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(name.encode()))
+    return torch.randn(size, generator=generator)
+
+
+def batches(world: World, count: int) -> list[KeyedJaggedTensor]:
+    """This rank's batches: bags of 0 to 4 rows."""
+    rank = dist.get_rank()
+    keys = sorted({f for tables in world.modules for t, table in enumerate(tables) for f in table.features or [f"feature_{t}"]})
+    generator = torch.Generator().manual_seed(1_000 + rank)
+    made = []
+    for _ in range(count):
+        lengths = torch.randint(0, 5, (len(keys) * world.batch_sizes[rank],), generator=generator)
+        values = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator)
+        weights = torch.rand(values.shape, generator=generator).requires_grad_() if world.weighted else None
+        made.append(KeyedJaggedTensor(keys=keys, values=values, lengths=lengths, weights=weights))
+    return made
+
+
+Course = Callable[[DistributedModelParallel, World], list[Tensor]]
+
+
+def run_both(world: World, course: Course) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """By rank, what a course of events gives with our sharder, and with TorchRec's."""
+    return run_ranks(world.ranks, _run_both, world, course)
+
+
+def _run_both(world: World, course: Course) -> tuple[list[Tensor], list[Tensor]]:
+    results = []
+    with process_group(Rank.from_environment(), CPU):
+        for sharder in (
+            FusedEmbeddingBagCollectionSharder(dict(ADAGRAD), **world.options),
+            EmbeddingBagCollectionSharder(dict(ADAGRAD)),
+        ):
+            model = build(world, sharder)
+            assert_paths(model, world)
+            observed = course(model, world)
+            results.append([*observed, *_tables(model)])
+    return results[0], results[1]
+
+
+def assert_paths(model: DistributedModelParallel, world: World) -> None:
+    """Every table that is covered takes the fused path, unless the model is TorchRec's."""
+    for m, tables in enumerate(world.modules):
+        paths = getattr(get_unwrapped_module(model).collections[m], "paths", {})
+        for name, path in paths.items():
+            covered = tables[int(name.rsplit("_", 1)[1])].sharding != "data_parallel"
+            assert path == (world.options.get("mode", "fused") if covered else "torchrec: sharding type data_parallel")
+
+
+def _tables(model: DistributedModelParallel) -> list[Tensor]:
+    """Weights of all local shards, and the state of their optimizer."""
+    shards = [shard.tensor for w in model.state_dict().values() if hasattr(w, "local_shards") for shard in w.local_shards()]
+    states = [
+        shard.tensor
+        for state in model.fused_optimizer.state_dict()["state"].values()
+        for value in state.values()
+        for shard in value.local_shards()
+    ]
+    return [tensor.detach().clone() for tensor in (*shards, *states)]
+
+
+def assert_equal(results: list[tuple[list[Tensor], list[Tensor]]], exactly: bool = True) -> None:
+    for ours, torchrecs in results:
+        assert len(ours) == len(torchrecs) > 0
+        for our, torchrec in zip(ours, torchrecs, strict=True):
+            torch.testing.assert_close(our, torchrec, rtol=0 if exactly else 1e-5, atol=0 if exactly else 1e-6)
+
+
+def optimizer_of(model: DistributedModelParallel) -> torch.optim.Optimizer:
+    """Of all that FBGEMM does not update."""
+    fused = set(model.fused_optimizer.params)
+    return torch.optim.SGD([p for name, p in model.named_parameters() if name not in fused], lr=0.5)
+
+
+def step_by_step(model: DistributedModelParallel, world: World) -> list[Tensor]:
+    optimizer, observed = optimizer_of(model), []
+    for batch in batches(world, 4):
+        optimizer.zero_grad()
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        observed.append(loss.detach())
+        if world.weighted:
+            observed.append(cast(Tensor, batch.weights().grad))
+    return observed
+
+
+SUM, MEAN = PoolingType.SUM, PoolingType.MEAN
+EVERY_KIND = (
+    Table("table_wise", 8, rank=1),
+    Table("column_wise", 12),
+    Table("row_wise", 4),
+    Table("table_wise", 16, pooling=MEAN),
+    Table("column_wise", 8),
+)
+WITHOUT_ROW_WISE = tuple(table for table in EVERY_KIND if table.sharding != "row_wise")
+
+
+class TestOneStepAfterTheOther:
+    @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+    def test_every_covered_kind_in_one_module(self, ranks):
+        tables = EVERY_KIND if ranks > 1 else WITHOUT_ROW_WISE
+        assert_equal(run_both(World((tables,), batch_sizes=(6,) * ranks), step_by_step), exactly=ranks <= 2)
+
+    @pytest.mark.parametrize("sizes", [(7, 2), (1, 9, 4), (3, 3, 5, 8)])
+    def test_uneven_batches(self, sizes):
+        assert_equal(run_both(World((WITHOUT_ROW_WISE,), batch_sizes=sizes), step_by_step))
+
+    def test_features_that_read_several_tables_and_tables_that_several_features_read(self):
+        tables = (
+            Table("table_wise", 8, ("feature_0", "feature_1")),
+            Table("table_wise", 4, ("feature_1",), rank=1),
+            Table("column_wise", 8, ("feature_1", "feature_2")),
+            Table("row_wise", 8, ("feature_2", "feature_0")),
+        )
+        assert_equal(run_both(World((tables,)), step_by_step))
+
+    def test_ranks_without_tables(self):
+        assert_equal(run_both(World(((Table("table_wise", rank=1),),), batch_sizes=(3, 3, 3)), step_by_step))
+
+    def test_mean_pooling_of_row_wise_tables(self):
+        tables = (Table("row_wise", 8, pooling=MEAN), Table("row_wise", 4))
+        assert_equal(run_both(World((tables,)), step_by_step))
+
+    @pytest.mark.parametrize("ranks", [2, 3])
+    def test_weighted_features_and_the_gradients_of_the_weights(self, ranks):
+        world = World((EVERY_KIND,), weighted=True, batch_sizes=(4,) * ranks)
+        assert_equal(run_both(world, step_by_step), exactly=ranks == 2)
+
+    def test_beside_tables_that_stay_on_torchrecs_path(self):
+        tables = (Table("table_wise"), Table("data_parallel", 4), Table("row_wise"), Table("column_wise"))
+        assert_equal(run_both(World((tables,)), step_by_step))
+
+    def test_gradients_that_are_not_to_be_divided(self):
+        assert_equal(run_both(World((WITHOUT_ROW_WISE,), weighted=True), without_gradient_division))
+
+
+def without_gradient_division(model: DistributedModelParallel, world: World) -> list[Tensor]:
+    set_gradient_division(False)
+    return step_by_step(model, world)
+
+
+class TestHeldTensors:
+    """Outputs stay what they were, however many forward passes follow before they are used."""
+
+    @pytest.mark.parametrize(
+        "course",
+        ["many_forwards_before_any_backward", "backwards_in_the_order_of_forwards", "accumulation", "evaluation_in_between"],
+    )
+    def test_equals_torchrec(self, course):
+        assert_equal(run_both(World((EVERY_KIND,)), globals()[course]))
+
+    @pytest.mark.parametrize("course", ["step_by_step", "many_forwards_before_any_backward"])
+    def test_two_sharded_modules(self, course):
+        assert_equal(run_both(World((EVERY_KIND, EVERY_KIND[::-1])), globals()[course]))
+
+
+def many_forwards_before_any_backward(model: DistributedModelParallel, world: World) -> list[Tensor]:
+    losses = [model(batch) for batch in batches(world, 9)]
+    held = [loss.detach().clone() for loss in losses]
+    for loss in reversed(losses):
+        loss.backward()
+    return [*held, *_gradients(model)]
+
+
+def backwards_in_the_order_of_forwards(model: DistributedModelParallel, world: World) -> list[Tensor]:
+    outputs = [get_unwrapped_module(model).embeddings(batch) for batch in batches(world, 9)]
+    for output in outputs:
+        output.square().sum().backward()
+    return [output.detach() for output in outputs]
+
+
+def accumulation(model: DistributedModelParallel, world: World) -> list[Tensor]:
+    optimizer, observed = optimizer_of(model), []
+    for i, batch in enumerate(batches(world, 12)):
+        loss = model(batch)
+        loss.backward()
+        observed.append(loss.detach())
+        if i % 4 == 3:
+            observed += _gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    return observed
+
+
+def evaluation_in_between(model: DistributedModelParallel, world: World) -> list[Tensor]:
+    optimizer, observed = optimizer_of(model), []
+    made = batches(world, 8)
+    for training, evaluated in zip(made[::2], made[1::2], strict=True):
+        loss = model(training)
+        model.eval()
+        with torch.no_grad():
+            observed += [model(evaluated), model(training)]
+        model.train()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        observed.append(loss.detach())
+    return observed
+
+
+def _gradients(model: DistributedModelParallel) -> list[Tensor]:
+    return [p.grad.clone() for p in get_unwrapped_module(model).over.parameters() if p.grad is not None]
+
+
+class TestNumberFormatsOnTheWire:
+    @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16])
+    def test_results_are_rounded_once(self, wire):
+        world = World((WITHOUT_ROW_WISE,), options={"forward_wire": wire})
+        for ours, torchrecs in run_both(world, embeddings_of_a_batch):
+            assert torch.equal(ours[0], torchrecs[0].to(wire).float())
+
+
+def embeddings_of_a_batch(model: DistributedModelParallel, world: World) -> list[Tensor]:
+    (batch,) = batches(world, 1)
+    with torch.no_grad():
+        return [get_unwrapped_module(model).embeddings(batch)]
+
+
+class TestAuto:
+    def test_the_same_results_whatever_is_chosen(self):
+        world = World((EVERY_KIND, (Table("data_parallel"),)), options={"mode": "auto"})
+        assert_equal(run_both(world, step_by_step))
+
+    def test_all_ranks_choose_the_same_and_say_both_times(self):
+        world = World((EVERY_KIND,), options={"mode": "auto"})
+        (paths, messages), (other_paths, none) = run_ranks(2, _auto_choice, world)
+        assert paths == other_paths
+        assert none == []
+        measured = [message for message in messages if "comm=auto" in message]
+        assert len(measured) == 3
+        assert all("fused " in message and "TorchRec " in message for message in measured)
+
+
+def _auto_choice(world: World) -> tuple[dict[str, str], list[str]]:
+    messages = recorded_messages()
+    with process_group(Rank.from_environment(), CPU):
+        model = build(world, FusedEmbeddingBagCollectionSharder(dict(ADAGRAD), **world.options))
+        collection = get_unwrapped_module(model).collections[0]
+        assert set(collection.paths.values()) == {"auto"}
+        step_by_step(model, world)
+        return collection.paths, messages
+
+
+def recorded_messages() -> list[str]:
+    """What the package logs from now on."""
+    messages: list[str] = []
+
+    class Recorder(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    logging.disable(logging.NOTSET)
+    logger = logging.getLogger("dlrm_fused")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(Recorder())
+    return messages
+
+
+class TestWhatIsNotCovered:
+    UNCOVERED = World(((Table("table_wise"), Table("data_parallel"), Table("data_parallel", 4)),))
+
+    def test_is_said_once_for_each_table(self):
+        messages, others = run_ranks(2, _messages, self.UNCOVERED, step_by_step)
+        assert [message for message in messages if "TorchRec's own path" in message] == [
+            f"table {name} runs on TorchRec's own path, without fused communication: sharding type data_parallel"
+            for name in ("table_0_1", "table_0_2")
+        ]
+        assert others == []
+
+    def test_is_an_error_with_strict(self):
+        world = World(self.UNCOVERED.modules, options={"strict": True})
+        with pytest.raises(RankFailed) as failed:
+            run_both(world, step_by_step)
+        assert isinstance(failed.value.error, UsageError)
+        assert "table_0_1: sharding type data_parallel; table_0_2: sharding type data_parallel" in str(failed.value.error)
+
+    @pytest.mark.parametrize("course", ["a_tracker_of_lookups", "a_batch_size_for_each_feature"])
+    def test_batches_run_on_torchrecs_path(self, course):
+        assert_equal(run_both(World((WITHOUT_ROW_WISE,)), globals()[course]))
+
+    def test_batches_are_spoken_of_once(self):
+        messages, _ = run_ranks(2, _messages, World((WITHOUT_ROW_WISE,)), a_batch_size_for_each_feature)
+        said = [message for message in messages if "TorchRec's own path" in message]
+        assert said == [
+            "batches with a batch size of its own for each feature run on TorchRec's own path, without fused communication"
+        ]
+
+
+def _messages(world: World, course: Course) -> list[str]:
+    messages = recorded_messages()
+    with process_group(Rank.from_environment(), CPU):
+        course(build(world, FusedEmbeddingBagCollectionSharder(dict(ADAGRAD), **world.options)), world)
+    return [message for message in messages if not message.startswith("symmetric memory")]
+
+
+def a_tracker_of_lookups(model: DistributedModelParallel, world: World) -> list[Tensor]:
+    observed: list[Tensor] = []
+    collection = get_unwrapped_module(model).collections[0]
+    collection.register_post_lookup_tracker_fn(lambda features, embeddings, *_: observed.append(embeddings.detach()))
+    losses = step_by_step(model, world)
+    assert observed
+    return [*losses, *observed]
+
+
+def a_batch_size_for_each_feature(model: DistributedModelParallel, world: World) -> list[Tensor]:
+    keys = [f"feature_{i}" for i in range(len(world.modules[0]))]
+    strides = [[i % 2 + 1] for i in range(len(keys))]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    samples = 3
+    observed = []
+    for _ in range(3):
+        lengths = torch.randint(1, 4, (sum(stride for (stride,) in strides),), generator=generator)
+        values = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator)
+        inverse = torch.stack([torch.arange(samples) % stride for (stride,) in strides])
+        batch = KeyedJaggedTensor(
+            keys=keys, values=values, lengths=lengths, stride_per_key_per_rank=strides, inverse_indices=(keys, inverse)
+        )
+        with torch.no_grad():  # TorchRec's backward pass of such batches fails on the CPU
+            observed.append(model(batch))
+    return observed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "fast"}, "mode='fast': allowed: 'fused', 'auto'"),
+        ({"forward_wire": torch.int8}, "forward_wire=torch.int8: allowed: torch.float32, torch.bfloat16, torch.float16"),
+        ({"backward_wire": torch.float64}, "backward_wire=torch.float64: allowed"),
+        ({"timeout_seconds": 0}, "timeout_seconds=0: allowed: a positive number"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(UsageError, match=message.replace("(", r"\(")):
+        FusedEmbeddingBagCollectionSharder(**arguments)
