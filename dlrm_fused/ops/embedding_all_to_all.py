@@ -1,20 +1,25 @@
 """Pooled embedding lookup and All-to-All as one kernel, and its backward pass with the tables' optimizer.
 
 Layout: a rank holds some tables and looks up, for each of its features, the bags of all ranks' batches. With the batches of all
-ranks one after the other, ``offsets`` of a lookup is feature-major: bag b of feature f is ``indices[offsets[f * B + b] :
-offsets[f * B + b + 1]]``, B the global batch. A program that has pooled a bag stores it straight into its row and columns of the
-output of the rank whose batch the bag belongs to, while other programs still look up: there is no send buffer, no collective and
-no concatenation. Row-wise tables send partial sums, which the destination adds in the order of ranks.
+ranks one after the other, ``offsets`` of a lookup is feature-major: bag b of feature f is
+``indices[offsets[f * B + b] : offsets[f * B + b + 1]]``, B the global batch. A program that has pooled a bag stores it straight
+into its row and columns of the output of the rank whose batch the bag belongs to, while other programs still look up: there is
+no send buffer, no collective and no concatenation. Row-wise tables send partial sums, which the destination adds in the order
+of ranks.
 
 Backward: the output's gradient travels the same way to the owners of the tables, into the layout [B, width] that the update
 reads. The sort of the indices, which the update needs, does not depend on it and runs beside the forward pass.
 
 Source: K. Punniyamurthy, K. Hamidouche, B. Beckmann, "Optimizing Distributed ML Communication with Fused
-Computation-Collective Operations", SC24 (arXiv 2305.06942), section "embedding + All-to-All". The tables and optimizer states are
-those of FBGEMM's table-batched embedding, used in place.
+Computation-Collective Operations", SC24 (arXiv 2305.06942), section "embedding + All-to-All". The tables and optimizer states
+are those of FBGEMM's table-batched embedding, used in place.
 
 Kernels need a GPU, or Triton's interpreter (``TRITON_INTERPRET=1``) on the CPU.
 """
+
+# Kernels follow Triton's ways: constants in capitals, no types but theirs.
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
@@ -29,7 +34,7 @@ from torch import Tensor
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.embedding_update import apply_gradients, per_sample_weight_gradients
-from dlrm_fused.ops.exchange import BatchPlan, EmbeddingExchange, exchange_of
+from dlrm_fused.ops.exchange import BatchPlan, EmbeddingExchange, FeatureTable, exchange_of
 from dlrm_fused.ops.lookup_tuning import LookupShape, choose_blocks
 from dlrm_fused.ops.pooled_all_to_all import refusal_is_told, send_gradient
 from dlrm_fused.ops.put import TRITON_DTYPES, put_rectangles, to_wire
@@ -63,7 +68,8 @@ def embedding_all_to_all(
         fp32 [batch_sizes[rank], layout.columns], in symmetric memory, which is free again when no tensor uses it.
 
     Raises:
-        UsageError: for other shapes, dtypes or devices, or, with ``check_indices``, for an index beyond its table; on all ranks.
+        UsageError: for other shapes, dtypes or devices, or, with ``check_indices``, for an index beyond its table. The other
+            ranks raise too, and name this one.
         CommunicationError: if a peer is lost, was waited for too long, or has refused to take part. On a GPU the next call
             raises it, or ``exchange.raise_fault()``.
     """
@@ -92,8 +98,9 @@ def reference(
         received = torch.empty(plan.global_batch, exchange.layout.width(rank), device=exchange.device)
         if rank == exchange.rank:
             received.copy_(own)
-        if exchange.world_size > 1:
-            dist.broadcast(received, dist.get_global_rank(exchange.group.process_group, rank), exchange.group.process_group)
+        group = exchange.group.process_group
+        if group is not None:
+            dist.broadcast(received, dist.get_global_rank(group, rank), group)
         mine = received[plan.starts[exchange.rank] : plan.starts[exchange.rank + 1]]
         source = 0
         for lookup in lookups:
@@ -168,7 +175,7 @@ def lookup_and_put_kernel(
 
     Args:
         features: int64 [feature_count, 4]: number in the lookup, first element of its table, dim, column at the destination.
-        bags: int64 [2 * WORLD + 1]: first bag of each rank and the end, then the byte where each rank receives this rank's rows.
+        bags: int64 [2 * WORLD + 1]: first bag of each rank and the end, then the byte where each rank receives our rows.
         blocks: items of one feature and destination, enough for the largest batch.
         stride: elements between rows at the destination.
         VECTOR: divides dims, columns and table offsets.
@@ -277,7 +284,7 @@ def _forward(
     for i, (number, features) in enumerate(launches):
         sample_weights = per_sample_weights[number] if per_sample_weights else None
         _launch(
-            owner, plan, number, features, indices[number], offsets[number], sample_weights, output,
+            owner, plan, number, features, weights[number], indices[number], offsets[number], sample_weights, output,
             first=i == 0, last=i == len(launches) - 1,
         )  # fmt: skip
     if not launches:
@@ -290,7 +297,8 @@ def _launch(
     owner: EmbeddingExchange,
     plan: BatchPlan,
     number: int,
-    features: Any,
+    features: FeatureTable,
+    weights: Tensor,
     indices: Tensor,
     offsets: Tensor,
     sample_weights: Tensor | None,
@@ -311,10 +319,10 @@ def _launch(
     per_feature = triton.cdiv(most_bags, blocks.bags)
     items = owner.world_size * features.count * per_feature
     lookup_and_put_kernel[(min(items, blocks.programs),)](
-        tables.weights,
+        weights,
         indices,
         offsets,
-        sample_weights if is_weighted else tables.weights,
+        sample_weights if is_weighted else weights,
         features.table,
         features.count,
         plan.bag_table(number),
@@ -382,14 +390,19 @@ def _check_inputs(
             f"{name}: {len(per_sample_weights)} per_sample_weights for {count} lookups; give none, or one for each"
         )
     for number in range(count):
-        if weights[number].data_ptr() != owner.tables[number].weights.data_ptr():
-            raise UsageError(f"{name}: weights[{number}] is not the tensor that was attached; call attach_tables again")
+        attached = owner.tables[number].weights
+        if weights[number].dtype != attached.dtype or weights[number].shape != attached.shape:
+            raise UsageError(
+                f"{name}: weights[{number}] is {weights[number].dtype} {list(weights[number].shape)}, the attached tables "
+                f"{attached.dtype} {list(attached.shape)}"
+            )
         _check_tensor(owner, f"indices[{number}]", indices[number], _INDEX_DTYPES)
         _check_tensor(owner, f"offsets[{number}]", offsets[number], _INDEX_DTYPES)
         expected = len(owner.own_lookups[number].dims) * plan.global_batch + 1
         if offsets[number].numel() != expected:
             raise UsageError(
-                f"{name}: offsets[{number}] has {offsets[number].numel()} entries; needed: features * sum(batch_sizes) + 1 = {expected}"
+                f"{name}: offsets[{number}] has {offsets[number].numel()} entries; needed: features * sum(batch_sizes) + 1 = "
+                f"{expected}"
             )
         if per_sample_weights and per_sample_weights[number].numel():
             _check_tensor(owner, f"per_sample_weights[{number}]", per_sample_weights[number], (torch.float32,))
@@ -415,27 +428,26 @@ def _check_indices_on_all_ranks(
     owner: EmbeddingExchange, plan: BatchPlan, indices: list[Tensor], offsets: list[Tensor]
 ) -> None:
     """Raise UsageError on every rank if an index or an offset on any rank leads beyond its table. Collective, and slow."""
-    message = next((m for n in range(len(indices)) if (m := _wrong_index(owner, plan, n, indices[n], offsets[n]))), None)
-    messages: list[str | None] = [message]
-    if owner.world_size > 1:
-        messages = [None] * owner.world_size
-        dist.all_gather_object(messages, message, group=owner.group.process_group)
-    for rank, found in enumerate(messages):
-        if found is not None:
-            raise UsageError(f"{owner.name}: rank {rank}: {found}")
+
+    def check() -> None:
+        for number in range(len(indices)):
+            _check_indices(owner, plan, number, indices[number], offsets[number])
+
+    owner.group.gather(check)
 
 
-def _wrong_index(owner: EmbeddingExchange, plan: BatchPlan, number: int, indices: Tensor, offsets: Tensor) -> str | None:
-    bounds = offsets.long().cpu()
+def _check_indices(owner: EmbeddingExchange, plan: BatchPlan, number: int, indices: Tensor, offsets: Tensor) -> None:
+    where, bounds = f"{owner.name}: rank {owner.rank}", offsets.long().cpu()
     if bounds[0] != 0 or bounds[-1] != indices.numel() or bool((bounds[1:] < bounds[:-1]).any()):
-        return f"offsets[{number}] must rise from 0 to {indices.numel()}, the number of indices"
+        raise UsageError(f"{where}: offsets[{number}] must rise from 0 to {indices.numel()}, the number of indices")
     tables = owner.tables[number]
     for feature, table in enumerate(tables.feature_tables):
         own = indices[bounds[feature * plan.global_batch] : bounds[(feature + 1) * plan.global_batch]]
         if own.numel() and (own.min() < 0 or own.max() >= tables.rows[table]):
             wrong = own[(own < 0) | (own >= tables.rows[table])][0].item()
-            return f"indices[{number}]: index {wrong} of feature {feature}, whose table has {tables.rows[table]} rows"
-    return None
+            raise UsageError(
+                f"{where}: indices[{number}] holds {wrong} for feature {feature}, whose table has {tables.rows[table]} rows"
+            )
 
 
 @torch.library.impl("dlrm_fused::embedding_all_to_all_backward", ["cpu", "cuda"])

@@ -44,7 +44,7 @@ from dlrm_fused.ops.tables import LocalTables, RowwiseAdagrad
 GRADIENT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _BLOCK = 1024  # positions of a program in the elementwise kernels
-_PLAN_TILE = 2048  # chunks x tables that a program of the plan compares
+_PLAN_BLOCK = 128  # chunks of a program when they are cut
 _TILE_ELEMENTS = 1024  # of a program in the update: what one warp holds in registers twice, gradients and weights
 _REGISTERS: int | None = 128  # of a thread in the update; what the compiler takes by itself leaves room for fewer programs
 _MERGE_ELEMENTS = 4096  # of a program that adds up a run
@@ -65,7 +65,7 @@ class SortedLookup:
     features: Tensor | None  # int32 [N], if features share a table
     coefficients: Tensor | None  # fp32 [N]: 1 / length of the bag, if bags are averaged
     chunks: Tensor  # int64 [chunks, 3]: table (-1: none), begin and end of the chunk among the sorted positions
-    crossings: Tensor  # int32 [1 + chunks]: how many, and the chunks in which a run begins that goes beyond the chunk
+    crossings: Tensor  # int32 [1 + 2 * chunks]: how many runs cross chunks; of each the chunk it begins in, and how many follow
 
     def tensors(self) -> Iterator[Tensor]:
         """All of them, for ``record_stream``."""
@@ -112,26 +112,35 @@ def sort_lookup(tables: LocalTables, indices: Tensor, offsets: Tensor) -> Sorted
         BLOCK=_BLOCK,
     )
 
-    if known.first_features is not None:
-        begins = offsets[::batch_size].index_select(0, known.first_features)
-    else:
-        begins = torch.searchsorted(keys, known.bounds.to(keys.dtype))
+    table_count = len(tables.rows)
     length = _chunk_length(device, count, max(_tile_rows(block, device) for block in known.blocks))
-    chunks = torch.empty((triton.cdiv(count, length) + len(tables.rows), 3), dtype=torch.int64, device=device)
-    crossings = torch.zeros(1 + len(chunks), dtype=torch.int32, device=device)
-    block_tables = triton.next_power_of_2(len(tables.rows))
-    block_chunks = min(max(_PLAN_TILE // block_tables, 1), 128)
-    _plan_kernel[(triton.cdiv(len(chunks), block_chunks),)](
-        begins,
+    chunks = torch.empty((triton.cdiv(count, length) + table_count, 3), dtype=torch.int64, device=device)
+    crossings = torch.empty(1 + 2 * len(chunks), dtype=torch.int32, device=device)
+    tables_begin = torch.empty((2, table_count + 1), dtype=torch.int64, device=device)
+    is_ordered = known.first_features is not None
+    _count_kernel[(1,)](
+        offsets if is_ordered else torch.searchsorted(keys, known.bounds.to(keys.dtype)),
+        known.first_features,
+        tables_begin,
+        crossings,
+        batch_size,
+        length,
+        table_count,
+        ORDERED=is_ordered,
+        BLOCK=triton.next_power_of_2(table_count),
+    )
+    _plan_kernel[(triton.cdiv(len(chunks), _PLAN_BLOCK),)](
+        tables_begin,
         keys,
         samples,
         chunks,
         crossings,
         len(chunks),
         length,
-        len(tables.rows),
-        BLOCK_CHUNKS=block_chunks,
-        BLOCK_TABLES=block_tables,
+        table_count,
+        table_count.bit_length(),
+        len(chunks).bit_length(),
+        BLOCK=_PLAN_BLOCK,
     )
     return SortedLookup(batch_size, keys, samples, positions, features, coefficients, chunks, crossings)
 
@@ -235,7 +244,6 @@ def apply_gradients(
         _merge_kernel[(min(programs, _merge_programs(device)),)](
             *shared_arguments,
             sorted_lookup.crossings,
-            programs,
             **shapes,
             ROWS=max(_MERGE_ELEMENTS // block, 4),
             num_warps=4,
@@ -383,18 +391,20 @@ def _multiprocessors(device: torch.device) -> int:
 def _label(tables: LocalTables, indices: Tensor, offsets: Tensor, batch_size: int) -> tuple[Tensor, Tensor]:
     """For each position its row, counted over all tables, and its bag."""
     bag_count, count = offsets.numel() - 1, indices.numel()
+    # A program takes so many bags that they hold about two blocks of positions.
+    bags_each = min(triton.next_power_of_2(triton.cdiv(2 * _BLOCK * bag_count, count)), _BLOCK)
     keys = torch.empty_like(indices, dtype=torch.int32 if tables.total_rows <= _MAX_INT32 else torch.int64)
     bags = torch.empty_like(indices, dtype=torch.int32 if bag_count <= _MAX_INT32 else torch.int64)
-    _label_kernel[(triton.cdiv(count, _BLOCK),)](
+    _label_kernel[(triton.cdiv(bag_count, bags_each),)](
         indices,
         offsets,
         _on_device(tables).feature_first_rows,
         keys,
         bags,
-        count,
         bag_count,
         batch_size,
-        bag_count.bit_length(),
+        bags_each,
+        bags_each.bit_length() - 1,
         BLOCK=_BLOCK,
     )
     return keys, bags
@@ -449,22 +459,37 @@ def _check_per_sample_weights(weights: Tensor | None, indices: Tensor) -> None:
 # Kernels of sort_lookup.
 
 
-@triton.jit(do_not_specialize=["count", "bag_count", "batch_size", "steps"])
-def _label_kernel(indices, offsets, feature_first_rows, keys, bags, count, bag_count, batch_size, steps, BLOCK: tl.constexpr):
-    """Find the bag of each position by bisection: neighbours take the same path, so that a warp's loads are one."""
-    position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = position < count
-    # offsets[low] <= position < offsets[high]
-    low = tl.zeros((BLOCK,), dtype=bags.dtype.element_ty)
-    high = low + bag_count
-    for _ in range(steps):
-        middle = low + (high - low) // 2
-        is_before = tl.load(offsets + middle) <= position
-        low = tl.where(is_before, middle, low)
-        high = tl.where(is_before, high, middle)
-    row = tl.load(indices + position, mask=inside, other=0) + tl.load(feature_first_rows + low // batch_size)
-    tl.store(keys + position, row.to(keys.dtype.element_ty), mask=inside)
-    tl.store(bags + position, low, mask=inside)
+@triton.jit(do_not_specialize=["bag_count", "batch_size", "bags_each", "steps"])
+def _label_kernel(
+    indices,
+    offsets,
+    feature_first_rows,
+    keys,
+    bags,
+    bag_count,
+    batch_size,
+    bags_each,
+    steps,
+    BLOCK: tl.constexpr,
+):
+    """Find the bag of each position among a few by bisection: neighbours take the same path, so that a warp's loads are one."""
+    first_bag = tl.program_id(0).to(bags.dtype.element_ty) * bags_each
+    last_bag = tl.minimum(first_bag + bags_each, bag_count)
+    end = tl.load(offsets + last_bag)
+    for start in range(tl.load(offsets + first_bag), end, BLOCK):
+        position = start + tl.arange(0, BLOCK)
+        inside = position < end
+        # offsets[low] <= position < offsets[high]
+        low = tl.zeros((BLOCK,), dtype=bags.dtype.element_ty) + first_bag
+        high = tl.zeros((BLOCK,), dtype=bags.dtype.element_ty) + last_bag
+        for _ in range(steps):
+            middle = low + (high - low) // 2
+            is_before = tl.load(offsets + middle) <= position
+            low = tl.where(is_before, middle, low)
+            high = tl.where(is_before, high, middle)
+        row = tl.load(indices + position, mask=inside, other=0) + tl.load(feature_first_rows + low // batch_size)
+        tl.store(keys + position, row.to(keys.dtype.element_ty), mask=inside)
+        tl.store(bags + position, low, mask=inside)
 
 
 @triton.jit(do_not_specialize=["count", "batch_size"])
@@ -499,9 +524,39 @@ def _order_kernel(
         tl.store(coefficients + place, 1.0 / length.to(tl.float32), mask=inside)
 
 
-@triton.jit(do_not_specialize=["chunk_count", "length", "table_count"])
-def _plan_kernel(
+@triton.jit(do_not_specialize=["batch_size", "length", "table_count"])
+def _count_kernel(
     begins,
+    first_features,
+    tables_begin,
+    crossings,
+    batch_size,
+    length,
+    table_count,
+    ORDERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write where each table begins among the sorted positions, and its first chunk; after the last table, their ends."""
+    table = tl.arange(0, BLOCK)
+    exists = table < table_count
+    if ORDERED:
+        begin = tl.load(begins + tl.load(first_features + table, mask=exists, other=0) * batch_size).to(tl.int64)
+        end = tl.load(begins + tl.load(first_features + table + 1, mask=exists, other=0) * batch_size).to(tl.int64)
+    else:
+        begin = tl.load(begins + table, mask=exists, other=0).to(tl.int64)
+        end = tl.load(begins + table + 1, mask=exists, other=0).to(tl.int64)
+    chunks_after = tl.cumsum(tl.where(exists, (end - begin + length - 1) // length, 0), 0)
+    tl.store(tables_begin + table, begin, mask=exists)
+    tl.store(tables_begin + table + 1, end, mask=table == table_count - 1)
+    first_chunks = tables_begin + table_count + 1
+    tl.store(first_chunks, 0)
+    tl.store(first_chunks + table + 1, chunks_after, mask=exists)
+    tl.store(crossings, 0)
+
+
+@triton.jit(do_not_specialize=["chunk_count", "length", "table_count", "table_steps", "chunk_steps"])
+def _plan_kernel(
+    tables_begin,
     keys,
     samples,
     chunks,
@@ -509,38 +564,47 @@ def _plan_kernel(
     chunk_count,
     length,
     table_count,
-    BLOCK_CHUNKS: tl.constexpr,
-    BLOCK_TABLES: tl.constexpr,
+    table_steps,
+    chunk_steps,
+    BLOCK: tl.constexpr,
 ):
-    """Cut the sorted positions of each table into chunks. Every program counts the chunks of all tables, and writes its own."""
-    table = tl.arange(0, BLOCK_TABLES)
-    begin = tl.load(begins + table, mask=table < table_count, other=0).to(tl.int64)
-    end = tl.load(begins + table + 1, mask=table < table_count, other=0).to(tl.int64)
-    own_chunks = (end - begin + length - 1) // length
-    after = tl.cumsum(own_chunks, 0)  # chunks of this table and those before
-
-    chunk = tl.program_id(0) * BLOCK_CHUNKS + tl.arange(0, BLOCK_CHUNKS)
-    is_before = (after[None, :] <= chunk[:, None]) & (table < table_count)[None, :]
-    is_own = (after[None, :] > chunk[:, None]) & ((after - own_chunks)[None, :] <= chunk[:, None])
-    own_table = tl.sum(is_before.to(tl.int32), 1)
-    nth = chunk - tl.sum(tl.where(is_before, own_chunks[None, :], 0), 1)
-    own_begin = tl.sum(tl.where(is_own, begin[None, :], 0), 1) + nth * length
-    own_end = tl.minimum(own_begin + length, tl.sum(tl.where(is_own, end[None, :], 0), 1))
-    own_table = tl.where(own_table < table_count, own_table, -1)
+    """Write the chunks, and list the runs that cross them."""
+    chunk = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    first_chunks = tables_begin + table_count + 1
+    exists = chunk < tl.load(first_chunks + table_count)
+    # first_chunks[table] <= chunk < first_chunks[high]
+    table = tl.zeros((BLOCK,), dtype=tl.int32)
+    high = table + table_count
+    for _ in range(table_steps):
+        middle = (table + high) // 2
+        is_before = tl.load(first_chunks + middle) <= chunk
+        table = tl.where(is_before, middle, table)
+        high = tl.where(is_before, high, middle)
+    begin = tl.load(tables_begin + table) + (chunk - tl.load(first_chunks + table)) * length
+    end = tl.minimum(begin + length, tl.load(tables_begin + table + 1))
     inside = chunk < chunk_count
-    tl.store(chunks + 3 * chunk, own_table, mask=inside)
-    tl.store(chunks + 3 * chunk + 1, own_begin, mask=inside)
-    tl.store(chunks + 3 * chunk + 2, own_end, mask=inside)
+    tl.store(chunks + 3 * chunk, tl.where(exists, table, -1), mask=inside)
+    tl.store(chunks + 3 * chunk + 1, begin, mask=inside)
+    tl.store(chunks + 3 * chunk + 2, end, mask=inside)
 
-    exists = inside & (own_table >= 0)
-    goes_on = exists & ((tl.load(samples + own_end - 1, mask=exists, other=2) & 2) == 0)
-    is_whole = tl.load(keys + own_begin, mask=goes_on, other=0) == tl.load(keys + own_end - 1, mask=goes_on, other=0)
-    began_before = (tl.load(samples + own_begin, mask=goes_on, other=0) & 1) == 0
+    goes_on = exists & ((tl.load(samples + end - 1, mask=exists, other=2) & 2) == 0)
+    run_key = tl.load(keys + end - 1, mask=goes_on, other=0)
+    is_whole = tl.load(keys + begin, mask=goes_on, other=0) == run_key
+    began_before = (tl.load(samples + begin, mask=goes_on, other=0) & 1) == 0
     crosses = goes_on & ((is_whole & began_before) == 0)
+    # The run reaches into the chunk that follows as number `follow`, and not into number `beyond`.
+    follow = tl.zeros((BLOCK,), dtype=tl.int32)
+    beyond = (tl.load(first_chunks + table + 1) - chunk).to(tl.int32)
+    for _ in range(chunk_steps):
+        middle = (follow + beyond) // 2
+        searches = crosses & (middle > follow)
+        reaches = tl.load(keys + begin + middle.to(tl.int64) * length, mask=searches, other=0) == run_key
+        follow = tl.where(searches & reaches, middle, follow)
+        beyond = tl.where(searches & (reaches == 0), middle, beyond)
     # The order of the list is open, that of the sums is not: each run is added up by one program.
-    nth_crossing = tl.cumsum(crosses.to(tl.int32), 0)
-    first_crossing = tl.atomic_add(crossings, tl.sum(crosses.to(tl.int32), 0), sem="relaxed")
-    tl.store(crossings + first_crossing + nth_crossing, chunk, mask=crosses)
+    nth = tl.atomic_add(crossings, tl.sum(crosses.to(tl.int32), 0), sem="relaxed") + tl.cumsum(crosses.to(tl.int32), 0) - 1
+    tl.store(crossings + 1 + 2 * nth, chunk, mask=crosses)
+    tl.store(crossings + 2 + 2 * nth, follow, mask=crosses)
 
 
 # Kernels of the update.
@@ -590,7 +654,8 @@ def _inside(columns, dim, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _read_rows(weights, momentum, key, row_offset, columns, updated, inside, ADAGRAD: tl.constexpr):
-    old = tl.load(weights + row_offset + columns, mask=updated[:, None] & inside, other=0.0)
+    # A row passes once; the gradients, which are read again and again, shall stay in the cache.
+    old = tl.load(weights + row_offset + columns, mask=updated[:, None] & inside, other=0.0, eviction_policy="evict_first")
     if ADAGRAD:
         old_momentum = tl.load(momentum + key, mask=updated, other=0.0)
     else:
@@ -633,7 +698,7 @@ def _update_rows(
         rounded = _round_stochastically(new, key[:, None], columns, tl.load(seed), weights.dtype.element_ty)
     else:
         rounded = new.to(weights.dtype.element_ty)
-    tl.store(weights + row_offset + columns, rounded, mask=updated[:, None] & inside)
+    tl.store(weights + row_offset + columns, rounded, mask=updated[:, None] & inside, eviction_policy="evict_first")
 
 
 @triton.jit(do_not_specialize=["first_table", "last_table"])
@@ -761,7 +826,7 @@ def _update_kernel(
             tl.store(partial, gradient, mask=is_partial[:, None] & inside)
 
 
-@triton.jit(do_not_specialize=["first_table", "last_table", "chunk_count"])
+@triton.jit(do_not_specialize=["first_table", "last_table"])
 def _merge_kernel(
     weights,
     momentum,
@@ -776,7 +841,6 @@ def _merge_kernel(
     first_table,
     last_table,
     crossings,
-    chunk_count,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ADAGRAD: tl.constexpr,
@@ -787,7 +851,8 @@ def _merge_kernel(
     """Update the rows whose runs go beyond a chunk: add what the chunk where a run begins and those that follow have left."""
     columns = tl.arange(0, BLOCK_D)[None, :]
     for nth in range(tl.program_id(0), tl.load(crossings), tl.num_programs(0)):
-        chunk = tl.load(crossings + 1 + nth)
+        chunk = tl.load(crossings + 1 + 2 * nth)
+        follow = tl.load(crossings + 2 + 2 * nth)
         table = tl.load(chunks + 3 * chunk).to(tl.int32)
         dim = tl.load(tables + 3 * table + 1).to(tl.int32)
         if (table >= first_table) & (table < last_table) & (dim <= BLOCK_D) & (2 * dim > BLOCK_D):
@@ -802,18 +867,11 @@ def _merge_kernel(
             updated = tl.full((1,), 1, dtype=tl.int1)
             old, old_momentum = _read_rows(weights, momentum, key, row_offset, columns, updated, inside, ADAGRAD)
             gradient = tl.load(partials + (2 * chunk + 1).to(tl.int64) * BLOCK_D + columns, mask=inside, other=0.0)
-            following = chunk + 1
-            found = ROWS
-            while found == ROWS:
-                others = following + tl.arange(0, ROWS)
-                other_table = tl.load(chunks + 3 * others, mask=others < chunk_count, other=-1)
-                other_begin = tl.load(chunks + 3 * others + 1, mask=others < chunk_count, other=0)
-                is_same = other_table == table
-                is_same = is_same & (tl.load(keys + other_begin, mask=is_same, other=0) == run_key)
-                partial = partials + 2 * others[:, None].to(tl.int64) * BLOCK_D + columns
-                gradient += tl.sum(tl.load(partial, mask=is_same[:, None] & inside, other=0.0), 0)[None, :]
-                found = tl.sum(is_same.to(tl.int32), 0)
-                following += ROWS
+            for start in range(0, follow, ROWS):
+                nth_after = start + tl.arange(0, ROWS)
+                partial = partials + 2 * (chunk + 1 + nth_after)[:, None].to(tl.int64) * BLOCK_D + columns
+                follows = (nth_after < follow)[:, None]
+                gradient += tl.sum(tl.load(partial, mask=follows & inside, other=0.0), 0)[None, :]
             _update_rows(
                 weights,
                 momentum,

@@ -1,8 +1,8 @@
 """The exchange of pooled embeddings between the ranks that hold the tables and those that hold the batches.
 
 An :class:`EmbeddingExchange` is made once for one embedding module and names, for every rank, which columns of the output its
-lookups produce. It owns the symmetric memory in which the ranks store each other's results, and what the kernels need to know of
-where things go. The operators in this package refer to it by its ``handle``.
+lookups produce. It owns the symmetric memory in which the ranks store each other's results, and what the kernels need to know
+of where things go. The operators in this package refer to it by its ``handle``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
@@ -101,8 +100,8 @@ class ExchangeLayout:
                     for i in range(column, column + dim):
                         producers[i] += 1 if not lookup.row_wise else world_size**2 + 1
         row_wise = [[lookup for lookup in lookups if lookup.row_wise] for lookups in self.lookups]
-        for rank, lookups in enumerate(row_wise):
-            if lookups != row_wise[0]:
+        for rank, partial in enumerate(row_wise):
+            if partial != row_wise[0]:
                 raise UsageError(
                     f"layout.lookups[{rank}]: its row-wise lookups differ from those of rank 0; they must be equal"
                 )
@@ -179,7 +178,7 @@ class FeatureTable:
     """Features of one lookup whose dims have the same next power of two.
 
     Attributes:
-        table: int64 [count, 4]: number of the feature in the lookup, first element of its table, dim, column at the destination.
+        table: int64 [count, 4]: number of the feature in the lookup, first element of its table, dim, destination's column.
         vector: elements, 4 or 8, that divide dims, columns and first elements.
         is_exact: all dims equal block_dim.
     """
@@ -261,6 +260,8 @@ class EmbeddingExchange:
         self.tables: tuple[LocalTables, ...] = ()
         self._feature_tables: list[list[FeatureTable]] = []
         self._buffers: Buffers | None = None
+        # Graphs hold the addresses of buffers for ever.
+        self._is_captured = False
         self._plans: dict[tuple[int, ...], BatchPlan] = {}
         self.handle = next(_handles)
         _exchanges[self.handle] = self
@@ -342,41 +343,36 @@ class EmbeddingExchange:
         if self._buffers is None or not self._buffers.hold(plan):
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise UsageError(
-                    f"{self.name}: batch_sizes={list(plan.batch_sizes)} need more memory, which cannot be had while a CUDA graph "
-                    "is captured; call reserve(batch_sizes) with the largest batches before"
+                    f"{self.name}: batch_sizes={list(plan.batch_sizes)} need more memory, which cannot be had while a CUDA "
+                    "graph is captured; call reserve(batch_sizes) with the largest batches before"
                 )
-            # Blocks of the old arena that are still leased keep it alive; nothing else refers to it.
+            if self._buffers is not None and not self._is_captured:
+                self._buffers.release(self.group)
             self._buffers = Buffers(self, plan)
+        self._is_captured |= self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         return self._buffers
 
 
 def _raise_on_all_ranks(group: SymmetricGroup, name: str, settings: tuple[object, ...]) -> None:
     """Raise UsageError everywhere if an argument is wrong on one rank, or differs between ranks."""
     layout, forward_wire, backward_wire, _, held_outputs, _ = settings
-    error = None
-    try:
-        assert isinstance(layout, ExchangeLayout)
+
+    def check() -> str:
+        if not isinstance(layout, ExchangeLayout):
+            raise UsageError(f"{name}: layout={layout!r}; needed: an ExchangeLayout")
         layout.check(group.world_size)
         for key, dtype in (("forward_wire", forward_wire), ("backward_wire", backward_wire)):
             if dtype not in WIRE_DTYPES:
                 raise UsageError(f"{name}: {key}={dtype}; allowed: float32, bfloat16, float16")
         if not isinstance(held_outputs, int) or held_outputs < 1:
             raise UsageError(f"{name}: held_outputs={held_outputs}; needed: at least 1")
-    except UsageError as wrong:
-        error = wrong
-    gathered: list[tuple[str, str | None]] = [("", None)] * group.world_size
-    own = (repr(settings), str(error) if error else None)
-    if group.world_size > 1:
-        dist.all_gather_object(gathered, own, group=group.process_group)
-    else:
-        gathered = [own]
-    for rank, (_, message) in enumerate(gathered):
-        if message is not None:
-            raise UsageError(f"rank {rank}: {message}")
-    for rank, (other, _) in enumerate(gathered):
-        if other != gathered[0][0]:
+        return repr(settings)
+
+    first, *others = group.gather(check)
+    for rank, other in enumerate(others, start=1):
+        if other != first:
             raise UsageError(
-                f"{name}: rank {rank} makes the exchange with other arguments than rank 0: {_difference(gathered[0][0], other)}"
+                f"{name}: rank {rank} makes the exchange with other arguments than rank 0: {_difference(first, other)}"
             )
 
 
@@ -556,7 +552,9 @@ class Buffers:
         block = _aligned(max(largest.output_size(rank) for rank in ranks))
         self.outputs = Arena(group, f"{name}: {exchange.held_outputs + 1} outputs", block * (exchange.held_outputs + 1))
         # Always there to receive in when all other blocks are held.
-        self.spare = self.outputs.take((block // 4,), torch.float32)
+        spare = self.outputs.take((block // 4,), torch.float32)
+        assert spare is not None, "a new arena has room for each of its blocks"
+        self.spare = spare
         staging = max(largest.staging_size(rank) for rank in ranks)
         self.staging = group.allocate(f"{name}: partial sums and other dtypes", staging) if staging else None
         gradients = max(plan.gradients_size(rank) for rank in ranks)
@@ -565,6 +563,12 @@ class Buffers:
     def hold(self, plan: BatchPlan) -> bool:
         """Whether batches of these sizes fit."""
         return max(plan.batch_sizes) <= self._local and plan.global_batch <= self._global
+
+    def release(self, group: SymmetricGroup) -> None:
+        """Let go of the memory; blocks that callers hold stay."""
+        for memory in (self.outputs.memory, self.staging, self.gradients):
+            if memory is not None:
+                group.release(memory)
 
     def staging_memory(self) -> SymmetricMemory:
         assert self.staging is not None

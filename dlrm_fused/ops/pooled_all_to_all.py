@@ -1,7 +1,7 @@
 """All-to-All of pooled embeddings that another library has looked up, without send buffer and concatenation.
 
-``torch.ops.dlrm_fused.pooled_all_to_all(anchor, pooled, batch_sizes, exchange)``: every rank has the pooled embeddings of its own
-tables for the bags of all ranks, and gets those of all tables for its own bags. The results are stored straight into their
+``torch.ops.dlrm_fused.pooled_all_to_all(anchor, pooled, batch_sizes, exchange)``: every rank has the pooled embeddings of its
+own tables for the bags of all ranks, and gets those of all tables for its own bags. The results are stored straight into their
 columns of the destination's output; row-wise partial sums are added there in the order of ranks. The backward pass brings the
 output's gradient to the owners of the tables in the same way, divided as :attr:`EmbeddingExchange.gradient_scale` says.
 

@@ -1,5 +1,9 @@
 """Storing rectangles of a local tensor into peers' memory, as one epoch of a channel; with the dtype changed on the way."""
 
+# Kernels follow Triton's ways: constants in capitals, no types but theirs.
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
 
 import torch

@@ -1,5 +1,9 @@
 """The receiving side of an exchange: the output tensor, and what turns partial sums and other dtypes into it."""
 
+# Kernels follow Triton's ways: constants in capitals, no types but theirs.
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
 
 import torch

@@ -15,6 +15,10 @@ Memory order: the stores of a program precede its barrier, the barrier its count
 signal (``release``, system scope); who sees the signal (``acquire``, system scope) sees all of them.
 """
 
+# Kernels follow Triton's ways: constants in capitals, no types but theirs.
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
 
 import time
@@ -95,8 +99,8 @@ def report_fault(state, control, kind, rank, peer, epoch, awaited):
     first = tl.atomic_cas(state + FAULT, tl.zeros((), tl.int64), tl.full((), 1, tl.int64), sem="relaxed", scope="gpu")
     if first == 0:
         record = control.to(tl.pointer_type(tl.int64))
-        tl.store(record + 1, rank.to(tl.int64))
-        tl.store(record + 2, peer.to(tl.int64))
+        tl.store(record + 1, rank)
+        tl.store(record + 2, peer + tl.zeros((), tl.int64))
         tl.store(record + 3, epoch)
         tl.store(record + 4, awaited)
         tl.debug_barrier()

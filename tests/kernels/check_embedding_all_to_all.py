@@ -4,6 +4,10 @@ Run by tests/distributed/test_embedding_all_to_all.py with TRITON_INTERPRET=1. T
 protocol broken; that these tests see them says that they look where it hurts.
 """
 
+# Kernels follow Triton's ways: constants in capitals, no types but theirs.
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
 
 import random
@@ -155,6 +159,7 @@ def test_a_broken_protocol_is_noticed(mutant: str) -> None:
         results = run_ranks(3, run_world, small_world, Traffic(), 20, 20, mutant)
     except RankFailed as failed:
         # A rank that does not wait gets ahead of the others, and they see the shapes of another epoch.
-        assert isinstance(failed.error, CommunicationError), failed
+        if not isinstance(failed.error, CommunicationError):
+            raise
         return
     assert largest_difference(results) > 100 * TOLERANCE

@@ -80,7 +80,7 @@ class Result:
 
 
 def mixed_world(world_size: int) -> list[list[Features]]:
-    """Table-wise and row-wise lookups of different dims, dtypes and poolings; the last of more than two ranks has no own table."""
+    """Table- and row-wise lookups of different dims, dtypes and poolings; the last of three ranks or more has no own table."""
     ranks: list[list[Features]] = []
     for rank in range(world_size):
         own: list[Features] = []
