@@ -182,7 +182,7 @@ def _wires_of_codecs(registry: Mapping[str, QuantizedCommCodecs] | None) -> tupl
             dtype = dtype() if callable(dtype) else dtype  # a method in TorchRec's codec that does nothing
             if operation is CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL:
                 wires[direction] = dtype
-            reason = reason_against_wire(f"{direction} communication in", dtype)
+            reason = reason_against_wire(f"{direction}_wire", dtype)
             if dtype != wires[direction]:
                 reason = f"{direction} communication in {wires[direction]} for All-to-All, but {dtype} for ReduceScatter"
             if getattr(codec, "_loss_scale", None) is not None:
