@@ -46,7 +46,6 @@ SHAPE = ("_TILE_ELEMENTS", "_CHUNKS_PER_MULTIPROCESSOR", "_REGISTERS")
 SWEEP = [
     (1024, 128, None),
     (1024, 128, 144),
-    (1024, 128, 112),
     (512, 128, None),
     (2048, 128, None),
     (1024, 32, 128),
@@ -82,7 +81,7 @@ def cases() -> list[Case]:
     ]
     return [Case(cell, torch.float32) for cell in cells] + [
         Case(cells[0], torch.bfloat16),
-        Case(Cell(16, 8192, 8, 128, "bf16", "uniform"), torch.float32),
+        Case(Cell(16, 8192, 8, 128, "fp16", "uniform"), torch.float32),
     ]
 
 
@@ -100,7 +99,6 @@ class Subject:
             eps=EPS,
             stochastic_rounding=False,
             bounds_check_mode=BoundsCheckMode.NONE,
-            cache_precision=SparseType.FP32,  # there is no cache, but FBGEMM wants none of bf16
             device=DEVICE,
         )
         self.weights: Tensor = self.fbgemm.weights_dev.data
@@ -236,7 +234,8 @@ def kernel_microseconds(prepare: Callable[[], Callable[[], object]], calls: int)
         for call in chosen:
             call()
         torch.cuda.synchronize()
-    return {event.key[:60]: event.self_device_time_total / calls for event in profile.key_averages()}
+    events = profile.key_averages()
+    return {event.key[:60]: event.self_device_time_total / calls for event in events if event.self_device_time_total > 0}
 
 
 def copy_bandwidth() -> float:

@@ -12,7 +12,7 @@ import torch
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.embedding_update import apply_gradients, per_sample_weight_gradients, sort_lookup
 from dlrm_fused.ops.tables import LocalTables, RowwiseAdagrad
-from tests.kernels.lookups import Lookup, bags_of, expected_update, make_lookup, make_tables
+from tests.kernels.lookups import Lookup, expected_products, expected_update, make_lookup, make_tables
 
 TABLES: dict[str, dict[str, Any]] = {
     "one": {"rows": [13], "dims": [8], "feature_tables": [0]},
@@ -188,14 +188,7 @@ def test_the_same_inputs_give_the_same_bits() -> None:
 def test_gradients_of_per_sample_weights(mean: bool, dtype: torch.dtype) -> None:
     tables = make_tables([5, 40, 9], [4, 160, 12], [1, 0, 2], mean=mean, dtype=dtype, generator=random())
     lookup = make_lookup(tables, 5, 4, weighted=True, padding=4, generator=random(1))
-    bags, lengths = bags_of(lookup), lookup.offsets.diff()
-    expected = torch.empty(lookup.indices.numel(), dtype=torch.float64)
-    for n, (row, bag) in enumerate(zip(lookup.indices.tolist(), bags.tolist(), strict=True)):
-        feature, sample = divmod(bag, lookup.batch_size)
-        table, column = tables.feature_tables[feature], tables.feature_columns[feature]
-        dim, begin = tables.dims[table], tables.offsets[table] + row * tables.dims[table]
-        gradient = lookup.gradients[sample, column : column + dim].double()
-        expected[n] = 0.5 * gradient @ tables.weights[begin : begin + dim].double() / (lengths[bag] if mean else 1)
+    expected = expected_products(lookup, scale=0.5)
     result = per_sample_weight_gradients(tables, lookup.gradients, lookup.indices, lookup.offsets, scale=0.5)
     torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
 

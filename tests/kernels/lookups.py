@@ -142,3 +142,18 @@ def expected_update(lookup: Lookup, scale: float = 1.0) -> tuple[Tensor, Tensor 
             step = torch.where(touched, rate / (own.sqrt() + optimizer.eps), 0.0)[:, None] * gradient
         weights[offset : offset + rows * dim] -= step.flatten()
     return weights, momentum
+
+
+def expected_products(lookup: Lookup, scale: float = 1.0) -> Tensor:
+    """float64 [N]: gradients of the per-sample weights."""
+    tables, bags, lengths = lookup.tables, bags_of(lookup), lookup.offsets.diff()
+    products = torch.empty(lookup.indices.numel(), dtype=torch.float64, device=lookup.indices.device)
+    for feature, (table, column, dim) in enumerate(
+        zip(tables.feature_tables, tables.feature_columns, tables.feature_dims, strict=True)
+    ):
+        own = (bags // max(lookup.batch_size, 1)) == feature
+        bag = bags[own]
+        rows = tables.weights[tables.offsets[table] :][: tables.rows[table] * dim].view(-1, dim)[lookup.indices[own].long()]
+        gradients = lookup.gradients[bag - feature * lookup.batch_size, column : column + dim].double() * scale
+        products[own] = (rows.double() * gradients).sum(1) / (lengths[bag] if tables.mean else 1)
+    return products
