@@ -14,6 +14,7 @@ kernel alone.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import itertools
 import json
 import statistics
@@ -273,24 +274,24 @@ def main() -> None:
     units = ["forward", "backward", "sort", "sort", "update", "update", "floor", "backward", "/floor", "diff."]
     for line in (heads, units):
         print(f"{'':<52} " + " ".join(f"{word:>8}" for word in line))
-    rows = []
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    summary = {
+        "device": torch.cuda.get_device_name(),
+        "versions": {package: importlib.metadata.version(package) for package in ("torch", "triton")},
+        "command": " ".join(sys.argv),
+        "copy_bytes_per_second": bandwidth,
+        "rows": rows,
+    }
     for case in cases():
         if arguments.match not in case.name or time.monotonic() - began > arguments.seconds_budget:
             continue
         rows.append(measure(case, arguments.sweep, bandwidth, arguments.calls))
         print("\n".join(report(rows[-1])), flush=True)
+        arguments.output.write_text(json.dumps(summary, indent=1) + "\n")
         torch.cuda.empty_cache()
     ratios = [row["sort_and_update_us"] / row["fbgemm_backward_us"] for row in rows]
     print(f"{len(rows)} cases, geometric mean of (sort + update) / FBGEMM's backward: {geometric_mean(ratios):.3f}")
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    summary = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "command": " ".join(sys.argv),
-        "copy_bytes_per_second": bandwidth,
-        "rows": rows,
-    }
-    arguments.output.write_text(json.dumps(summary, indent=1) + "\n")
 
 
 if __name__ == "__main__":
