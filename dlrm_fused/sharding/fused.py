@@ -420,7 +420,8 @@ class FusedLookups:
             check_indices=options.check_indices,
         )
         if self._uses_kernels:
-            self._exchange.attach_tables([_local_tables(tbe) for lookup in self._lookups for tbe in _modules_of(lookup)])
+            modules = [module for lookup in self._lookups for module in lookup._emb_modules]
+            self._exchange.attach_tables([_local_tables(module.emb_module) for module in modules])
 
     def __call__(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> dict[int, Tensor]:
         """Pooled embeddings of the local batch, by the number of the first of neighbouring sharding types. Collective."""
@@ -455,10 +456,10 @@ class FusedLookups:
 
     def _in_kernels(self, features: Sequence[KeyedJaggedTensor], batch_sizes: Sequence[int]) -> Tensor:
         inputs = [
-            _kernel_inputs(lookup, tbe, of_lookup)
+            _kernel_inputs(lookup, module, of_lookup)
             for lookup, of_sharding in zip(self._lookups, features, strict=True)
             if len(lookup._emb_modules)
-            for tbe, of_lookup in zip(_modules_of(lookup), of_sharding.split(lookup._feature_splits), strict=True)
+            for module, of_lookup in zip(lookup._emb_modules, of_sharding.split(lookup._feature_splits), strict=True)
         ]
         indices, offsets, weights = zip(*inputs, strict=True) if inputs else ((), (), ())
         is_weighted = any(weight.numel() for weight in weights)
@@ -501,10 +502,6 @@ def _layout(module: ShardedEmbeddingBagCollection, shardings: Sequence[int], wor
     return ExchangeLayout(tuple(tuple(lookups) for lookups in by_rank), begin)
 
 
-def _modules_of(lookup: Any) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
-    return [module.emb_module for module in lookup._emb_modules]
-
-
 def _local_tables(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> LocalTables:
     """FBGEMM's tables, in place."""
     place = "host" if tbe.use_cpu else "dev"
@@ -527,15 +524,13 @@ def _local_tables(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> LocalTables:
     )
 
 
-def _kernel_inputs(
-    lookup: Any, tbe: SplitTableBatchedEmbeddingBagsCodegen, features: KeyedJaggedTensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _kernel_inputs(lookup: Any, module: Any, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor, Tensor]:
     """Indices, offsets and per-sample weights (empty if there are none), after FBGEMM's check of indices."""
     weights = features.weights_or_none()
     if weights is not None and not weights.is_floating_point():
         weights = None  # TorchRec's lookups ignore them as well
-    if weights is not None:
+    if weights is not None and module.config.is_weighted:
         # The weights' gradients are averaged over ranks by whoever owns them: they must not be divided here.
         weights = CommOpGradientScaling.apply(weights, lookup._scale_gradient_factor)
-    indices, offsets, weights, _ = tbe.prepare_inputs(features.values(), features.offsets(), weights)
+    indices, offsets, weights, _ = module.emb_module.prepare_inputs(features.values(), features.offsets(), weights)
     return indices, offsets, indices.new_empty(0, dtype=torch.float32) if weights is None else weights

@@ -1,0 +1,48 @@
+"""The sharder with the kernels of GPUs, under the interpreter of Triton; in its own process, since Triton decides at import."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TESTS = "tests/distributed/test_fused_sharder.py"
+# Numbers of ranks, features, batches and uses that differ for the kernels; the interpreter is slow.
+CASES = {
+    "TestOneStepAfterTheOther": (
+        "test_every_covered_kind_in_one_module[2]",
+        "test_uneven_batches[sizes1]",
+        "test_features_that_read_several_tables_and_tables_that_several_features_read",
+        "test_ranks_without_tables",
+        "test_mean_pooling_of_row_wise_tables",
+        "test_weighted_features[2]",
+        "test_gradients_of_the_weights[2]",
+        "test_beside_tables_that_stay_on_torchrecs_path",
+        "test_gradients_that_are_not_to_be_divided",
+    ),
+    "TestHeldTensors": (
+        "test_equals_torchrec[many_forwards_before_any_backward]",
+        "test_equals_torchrec[accumulation]",
+        "test_equals_torchrec[evaluation_in_between]",
+        "test_two_sharded_modules[step_by_step]",
+    ),
+}
+
+
+@pytest.mark.parametrize("group", CASES)
+def test_the_kernels_of_gpus_give_the_results_of_torchrec(group):
+    nodes = [f"{TESTS}::{group}::{case}" for case in CASES[group]]
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *nodes],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    print(ended.stdout[-10_000:], ended.stderr[-2_000:])
+    assert ended.returncode == 0
+    assert f"{len(nodes)} passed" in ended.stdout
