@@ -131,6 +131,22 @@ def _pool(tables: LocalTables, indices: Tensor, offsets: Tensor, weights: Tensor
     return torch.cat(pooled, dim=1)
 
 
+@triton.jit
+def _load_rows(table, index, dim, position, end_row, lane, EXACT_DIM: tl.constexpr):
+    inside = (position < end_row)[:, None]
+    if not EXACT_DIM:
+        inside = inside & (lane < dim)[None, :]
+    return tl.load(table + index[:, None] * dim + lane[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _load_factors(sample_weights, position, end_row, WEIGHTED: tl.constexpr):
+    if WEIGHTED:
+        return tl.load(sample_weights + position, mask=position < end_row, other=0.0)
+    else:
+        return 0.0
+
+
 @triton.jit(
     do_not_specialize=["feature_count", "blocks", "global_batch", "items", "receive_offset", "fingerprint", "poll_limit"]
 )
@@ -166,12 +182,14 @@ def lookup_and_put_kernel(
     LANES: tl.constexpr,
     BAGS: tl.constexpr,
     ROWS: tl.constexpr,
+    AHEAD: tl.constexpr,
     DIM: tl.constexpr,
     EXACT_DIM: tl.constexpr,
 ):
     """Pool bags and store them at the ranks they belong to.
 
-    An item of work is BAGS bags of one feature and one destination; BAGS * ROWS rows of a table are on their way at once.
+    An item of work is BAGS bags of one feature and one destination; BAGS * ROWS rows of a table are on their way at once,
+    twice as many with AHEAD.
 
     Args:
         features: int64 [feature_count, 4]: number in the lookup, first element of its table, dim, column at the destination.
@@ -206,17 +224,27 @@ def lookup_and_put_kernel(
         position = begin_row + slot % ROWS
         index = tl.load(indices + position, mask=position < end_row, other=0).to(tl.int64)
         pooled = tl.zeros((BAGS * ROWS, DIM), tl.float32)
-        for _ in range(0, longest, ROWS):
-            inside = (position < end_row)[:, None]
-            if not EXACT_DIM:
-                inside = inside & (lane < dim)[None, :]
-            row = tl.load(table + index[:, None] * dim + lane[None, :], mask=inside, other=0.0).to(tl.float32)
-            if WEIGHTED:
-                row *= tl.load(sample_weights + position, mask=position < end_row, other=0.0)[:, None]
-            # The next indices are on their way while these rows are.
+        if AHEAD:
+            row = _load_rows(table, index, dim, position, end_row, lane, EXACT_DIM)
+            factor = _load_factors(sample_weights, position, end_row, WEIGHTED)
             position += ROWS
             index = tl.load(indices + position, mask=position < end_row, other=0).to(tl.int64)
-            pooled += row
+        for _ in range(0, longest, ROWS):
+            # The next rows (AHEAD) and the indices after them are on their way while these rows are added.
+            next_row = _load_rows(table, index, dim, position, end_row, lane, EXACT_DIM)
+            next_factor = _load_factors(sample_weights, position, end_row, WEIGHTED)
+            position += ROWS
+            index = tl.load(indices + position, mask=position < end_row, other=0).to(tl.int64)
+            if not AHEAD:
+                row = next_row
+                factor = next_factor
+            if WEIGHTED:
+                pooled += row.to(tl.float32) * factor[:, None]
+            else:
+                pooled += row.to(tl.float32)
+            if AHEAD:
+                row = next_row
+                factor = next_factor
         if ROWS > 1:
             pooled = tl.sum(tl.reshape(pooled, (BAGS, ROWS, DIM)), axis=1)
         out_bag = first_bag + tl.arange(0, BAGS)
@@ -346,6 +374,7 @@ def _launch(
         LANES=triton.next_power_of_2(owner.world_size),
         BAGS=blocks.bags,
         ROWS=blocks.rows,
+        AHEAD=blocks.ahead,
         DIM=features.block_dim,
         EXACT_DIM=features.is_exact,
         num_warps=blocks.warps,

@@ -88,9 +88,15 @@ def wait(word, value, state, poll_limit):
         seen = tl.atomic_add(word, 0, sem="acquire", scope="sys")
         polls += 1
         if polls % _ABORT_CHECK == 0:
-            aborted = tl.atomic_add(state + ABORT, 0, sem="relaxed", scope="sys")
-            polls = tl.where(aborted != 0, poll_limit, polls)
+            polls = tl.where(_must_stop(state), poll_limit, polls)
     return seen
+
+
+@triton.jit
+def _must_stop(state):
+    """Whether the host has aborted the exchange, or another program has met a fault."""
+    aborted = tl.atomic_add(state + ABORT, 0, sem="relaxed", scope="sys")
+    return (aborted != 0) | (tl.atomic_add(state + FAULT, 0, sem="relaxed", scope="gpu") != 0)
 
 
 @triton.jit
@@ -149,17 +155,16 @@ def wait_until_ready(peer, epoch, fingerprint, flags, state, control, poll_limit
         The offset at which it receives, in bytes; negative after a fault, in which case nothing may be stored.
     """
     offset = tl.full((), -1, tl.int64)
-    if tl.atomic_add(state + FAULT, 0, sem="relaxed", scope="gpu") == 0:
-        seen = wait(flags + peer, epoch << 32, state, poll_limit)
-        unit = seen & 0xFFFFFFFF
-        if seen < (epoch << 32):
-            report_fault(state, control, _fault_kind(state), tl.full((), RANK, tl.int64), peer, epoch, READY)
-        elif unit == REFUSED_OFFSET:
-            report_fault(state, control, REFUSED, tl.full((), RANK, tl.int64), peer, epoch, READY)
-        elif tl.load(flags + 2 * WORLD + peer, volatile=True) != fingerprint:
-            report_fault(state, control, MISMATCH, tl.full((), RANK, tl.int64), peer, epoch, READY)
-        else:
-            offset = unit * OFFSET_UNIT
+    seen = wait(flags + peer, epoch << 32, state, poll_limit)
+    unit = seen & 0xFFFFFFFF
+    if seen < (epoch << 32):
+        report_fault(state, control, _fault_kind(state), tl.full((), RANK, tl.int64), peer, epoch, READY)
+    elif unit == REFUSED_OFFSET:
+        report_fault(state, control, REFUSED, tl.full((), RANK, tl.int64), peer, epoch, READY)
+    elif tl.load(flags + 2 * WORLD + peer, volatile=True) != fingerprint:
+        report_fault(state, control, MISMATCH, tl.full((), RANK, tl.int64), peer, epoch, READY)
+    else:
+        offset = unit * OFFSET_UNIT
     return offset
 
 
@@ -199,8 +204,7 @@ def _wait_for_arrivals(epoch, flags, state, control, poll_limit, RANK: tl.conste
         missing = tl.sum(late, axis=0)
         polls += 1
         if polls % _ABORT_CHECK == 0:
-            aborted = tl.atomic_add(state + ABORT, 0, sem="relaxed", scope="sys")
-            polls = tl.where(aborted != 0, poll_limit, polls)
+            polls = tl.where(_must_stop(state), poll_limit, polls)
     if missing == 0:
         tl.atomic_xchg(state + EPOCH, epoch, sem="relaxed", scope="gpu")
     else:
