@@ -231,8 +231,8 @@ class CellRun:
 
         return train if training else evaluate
 
-    def choose_baseline(self, training: bool) -> BaselineSettings:
-        """The fastest settings, by a short measurement."""
+    def choose_baseline(self, training: bool) -> tuple[BaselineSettings, dict[str, float]]:
+        """The fastest settings, by a short measurement, and the microseconds of all."""
         choices = [BaselineSettings(False, synchronous) for synchronous in (False, True)]
         if self.world.device.type == "cuda" and self.experimental_tbe:
             choices += [replace(choice, use_experimental_tbe=True) for choice in choices]
@@ -250,7 +250,7 @@ class CellRun:
         timings = time_interleaved(self.world, calls, self.seconds / 4, rounds=(3, 10))
         best = min(choices, key=lambda choice: timings[str(choice)].microseconds)
         best.apply(self.tables.tbe)
-        return best
+        return best, {str(choice): timings[str(choice)].microseconds / LOOKUPS for choice in choices}
 
     def is_supported(self, settings: BaselineSettings) -> bool:
         """Whether FBGEMM and TorchRec have these settings for the cell's tables."""
@@ -348,7 +348,7 @@ class CellRun:
 
     def result(self, ceilings: Ceilings, training: bool) -> dict[str, Any]:
         """One line of the report."""
-        settings = self.choose_baseline(training)
+        settings, by_settings = self.choose_baseline(training)
         errors = self.errors(training)
         timings, remarks = self.times(training)
         floors = self.floors(ceilings, training)
@@ -363,12 +363,14 @@ class CellRun:
             "fused_us": fused_us,
             "lookup_us": lookup_us,
             "ratio": fused_us / microseconds["baseline"],
+            "ratio_to_defaults": fused_us / by_settings[str(BaselineSettings())],
             "ratio_to_copy": fused_us / copy_us if copy_us else None,
             **floors,
             "fused_over_floor": fused_us / floors["floor_us"],
             "overlap": fused_us / max(lookup_us, floors["link_us"]),
             "overlap_of_stores": fused_us / max(lookup_us, floors["link_by_stores_us"]),
             "baseline_settings": asdict(settings),
+            "baseline_choices_us": by_settings,
             "spread": {name: timing.spread for name, timing in timings.items()},
             "by_rank_us": {name: [t / LOOKUPS for t in timing.by_rank] for name, timing in timings.items()},
             **remarks,

@@ -38,17 +38,16 @@ DIMS = (32, 64, 128, 256)
 POOLINGS = (1, 8, 32, 100)
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 LOOKUPS = 3
-GRIDS = (132 * 8, 132 * 16, 132 * 32, 132 * 64)
+GRID = 132 * 32
+OTHER_GRIDS = (132 * 8, 132 * 16, 132 * 64, ALL)
 
 
-def candidates(dim: int, pooling: int) -> Iterator[Blocks]:
-    """Block shapes worth a measurement."""
-    for slots, warps, ahead in itertools.product((2, 4, 8, 16, 32), (1, 2, 4), (False, True)):
-        if not 8 <= slots * dim / (32 * warps) <= (32 if ahead else 64) or (ahead and pooling == 1):
-            continue
-        for rows in (1, 2, 4, 8, 16, 32):
-            if rows <= slots and rows <= pooling and (rows > 1 or pooling < 32):
-                yield Blocks(slots // rows, rows, warps, ALL, ahead)
+def candidates(dim: int, element_bytes: int, pooling: int) -> Iterator[Blocks]:
+    """Block shapes worth a measurement: a thread loads 1 to 4 times 16 bytes of each of its rows, and up to 16 in all."""
+    for warps, loads, rows in itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4, 8, 16)):
+        bags = 32 * warps * 16 * loads // (dim * element_bytes)
+        if bags >= 1 and loads * rows <= 16 and rows <= pooling and (rows > 1 or pooling < 8):
+            yield Blocks(bags, rows, warps, GRID)
 
 
 class Case:
@@ -126,20 +125,25 @@ def measure(case: Case, baseline: Any, dim: int, pooling: int, repetitions: int)
     assert error < 1e-6, f"dim {dim} pooling {pooling}: error {error}"
     del fused, expected
 
+    fbgemm_us = {}
+    for name, experimental in (("default", False), ("experimental", True)):
+        baseline.is_experimental = experimental
+        fbgemm_us[name] = median_us(lambda i: baseline(sets[i % LOOKUPS], offsets), repetitions)
+
     def time_of(blocks: Blocks) -> tuple[float, Blocks]:
         lookup_tuning.override(blocks)
         return median_us(lambda i: case.look_up(sets[i % LOOKUPS], offsets), repetitions), blocks
 
-    times = sorted((time_of(blocks) for blocks in candidates(dim, pooling)), key=lambda entry: entry[0])
-    times += [time_of(replace(blocks, programs=programs)) for _, blocks in times[:2] for programs in GRIDS]
-    times.sort(key=lambda entry: entry[0])
     element = case.weights.element_size()
+    times = sorted((time_of(blocks) for blocks in candidates(dim, element, pooling)), key=lambda entry: entry[0])
+    times += [time_of(replace(blocks, programs=programs)) for _, blocks in times[:3] for programs in OTHER_GRIDS]
+    times.sort(key=lambda entry: entry[0])
     return {
         "dim": dim,
         "pooling": pooling,
         "element_bytes": element,
         "bytes": count * (dim * element + 8) + case.tables * case.bags * dim * 4,
-        "fbgemm_us": median_us(lambda i: baseline(sets[i % LOOKUPS], offsets), repetitions),
+        "fbgemm_us": fbgemm_us,
         "times": [{"us": us, **asdict(blocks)} for us, blocks in times],
     }
 
@@ -169,7 +173,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.table:
         return print_table(arguments.table)
-    unique = {dim: sorted({b for pooling in POOLINGS for b in candidates(dim, pooling)}, key=str) for dim in DIMS}
+    element_bytes = DTYPES[arguments.dtype].itemsize
+    unique = {dim: sorted({b for p in POOLINGS for b in candidates(dim, element_bytes, p)}, key=str) for dim in DIMS}
     jobs = [(arguments.size, dim, arguments.dtype, unique[dim][i::4]) for dim in DIMS for i in range(4)]
     with multiprocessing.get_context("spawn").Pool(min(16, os.cpu_count() or 1)) as pool:
         pool.map(precompile, jobs, chunksize=1)
@@ -180,10 +185,11 @@ def main() -> None:
         for pooling in POOLINGS:
             cell = measure(case, baseline, dim, pooling, arguments.repetitions)
             cells.append(cell)
-            best = cell["times"][:4]
+            best, us = cell["times"][:4], cell["fbgemm_us"]
             shown = "  ".join(f"{b['us']:.1f} " + "/".join(str(v) for v in list(b.values())[1:] if v != ALL) for b in best)
             rate = cell["bytes"] / best[0]["us"] / 1e6
-            print(f"dim {dim:3} pooling {pooling:3}: fbgemm {cell['fbgemm_us']:7.1f}  {rate:.2f} TB/s | {shown}", flush=True)
+            theirs = f"{us['default']:7.1f} {us['experimental']:7.1f}"
+            print(f"dim {dim:3} pooling {pooling:3}: fbgemm {theirs}  {rate:.2f} TB/s | {shown}", flush=True)
             head = {"gpu": torch.cuda.get_device_name(), "command": sys.argv, "commit": arguments.commit}
             arguments.output.write_text(json.dumps({**head, "size": arguments.size, "cells": cells}))
         del case, baseline

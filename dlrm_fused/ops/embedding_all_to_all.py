@@ -132,19 +132,35 @@ def _pool(tables: LocalTables, indices: Tensor, offsets: Tensor, weights: Tensor
 
 
 @triton.jit
-def _load_rows(table, index, dim, position, end_row, lane, EXACT_DIM: tl.constexpr):
-    inside = (position < end_row)[:, None]
-    if not EXACT_DIM:
-        inside = inside & (lane < dim)[None, :]
-    return tl.load(table + index[:, None] * dim + lane[None, :], mask=inside, other=0.0)
-
-
-@triton.jit
-def _load_factors(sample_weights, position, end_row, WEIGHTED: tl.constexpr):
-    if WEIGHTED:
-        return tl.load(sample_weights + position, mask=position < end_row, other=0.0)
-    else:
-        return 0.0
+def _add_rows(
+    pooled,
+    table,
+    indices,
+    factors,
+    length,
+    step,
+    dim,
+    lane,
+    ROWS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    EXACT_DIM: tl.constexpr,
+):
+    """Add rows ``step`` to ``step + ROWS`` of each bag: all of them are on their way before the first is added."""
+    numbers: tl.tuple = ()
+    for r in tl.static_range(ROWS):
+        numbers += (tl.load(indices + (step + r), mask=step + r < length, other=0).to(tl.int64),)
+    rows: tl.tuple = ()
+    for r in tl.static_range(ROWS):
+        inside = (step + r < length)[:, None]
+        if not EXACT_DIM:
+            inside = inside & (lane < dim)[None, :]
+        rows += (tl.load(table + numbers[r][:, None] * dim + lane[None, :], mask=inside, other=0.0),)
+    for r in tl.static_range(ROWS):
+        row = rows[r].to(tl.float32)
+        if WEIGHTED:
+            row *= tl.load(factors + (step + r), mask=step + r < length, other=0.0)[:, None]
+        pooled += row
+    return pooled
 
 
 @triton.jit(
@@ -182,14 +198,12 @@ def lookup_and_put_kernel(
     LANES: tl.constexpr,
     BAGS: tl.constexpr,
     ROWS: tl.constexpr,
-    AHEAD: tl.constexpr,
     DIM: tl.constexpr,
     EXACT_DIM: tl.constexpr,
 ):
     """Pool bags and store them at the ranks they belong to.
 
-    An item of work is BAGS bags of one feature and one destination; BAGS * ROWS rows of a table are on their way at once,
-    twice as many with AHEAD.
+    An item of work is BAGS bags of one feature and one destination; BAGS * ROWS rows of a table are on their way at once.
 
     Args:
         features: int64 [feature_count, 4]: number in the lookup, first element of its table, dim, column at the destination.
@@ -202,7 +216,7 @@ def lookup_and_put_kernel(
         epoch = begin(receive_offset, fingerprint, flag_addresses, state, RANK, WORLD, LANES)
     else:
         epoch = tl.load(state) + 1
-    slot = tl.arange(0, BAGS * ROWS)
+    bag_lane = tl.arange(0, BAGS)
     lane = tl.arange(0, DIM)
     known_peer = tl.full((), -1, tl.int32)
     ready_at = tl.full((), -1, tl.int64)
@@ -217,41 +231,17 @@ def lookup_and_put_kernel(
         dim = DIM if EXACT_DIM else tl.multiple_of(tl.load(fields + 2), VECTOR)
         of_feature = offsets + tl.load(fields) * global_batch
 
-        bag = first_bag + slot // ROWS
-        begin_row = tl.load(of_feature + bag, mask=bag < end_bag, other=0)
-        end_row = tl.load(of_feature + bag + 1, mask=bag < end_bag, other=0)
-        longest = tl.max(end_row - begin_row, axis=0)
-        position = begin_row + slot % ROWS
-        index = tl.load(indices + position, mask=position < end_row, other=0).to(tl.int64)
-        pooled = tl.zeros((BAGS * ROWS, DIM), tl.float32)
-        if AHEAD:
-            row = _load_rows(table, index, dim, position, end_row, lane, EXACT_DIM)
-            factor = _load_factors(sample_weights, position, end_row, WEIGHTED)
-            position += ROWS
-            index = tl.load(indices + position, mask=position < end_row, other=0).to(tl.int64)
-        for _ in range(0, longest, ROWS):
-            # The next rows (AHEAD) and the indices after them are on their way while these rows are added.
-            next_row = _load_rows(table, index, dim, position, end_row, lane, EXACT_DIM)
-            next_factor = _load_factors(sample_weights, position, end_row, WEIGHTED)
-            position += ROWS
-            index = tl.load(indices + position, mask=position < end_row, other=0).to(tl.int64)
-            if not AHEAD:
-                row = next_row
-                factor = next_factor
-            if WEIGHTED:
-                pooled += row.to(tl.float32) * factor[:, None]
-            else:
-                pooled += row.to(tl.float32)
-            if AHEAD:
-                row = next_row
-                factor = next_factor
-        if ROWS > 1:
-            pooled = tl.sum(tl.reshape(pooled, (BAGS, ROWS, DIM)), axis=1)
-        out_bag = first_bag + tl.arange(0, BAGS)
+        bag = first_bag + bag_lane
+        exists = bag < end_bag
+        begin_row = tl.load(of_feature + bag, mask=exists, other=0)
+        length = (tl.load(of_feature + bag + 1, mask=exists, other=0) - begin_row).to(tl.int32)
+        pooled = tl.zeros((BAGS, DIM), tl.float32)
+        for step in range(0, tl.max(length, axis=0), ROWS):
+            pooled = _add_rows(
+                pooled, table, indices + begin_row, sample_weights + begin_row, length, step, dim, lane,
+                ROWS, WEIGHTED, EXACT_DIM,
+            )  # fmt: skip
         if MEAN:
-            length = tl.load(of_feature + out_bag + 1, mask=out_bag < end_bag, other=1) - tl.load(
-                of_feature + out_bag, mask=out_bag < end_bag, other=0
-            )
             pooled = pooled / tl.maximum(length, 1).to(tl.float32)[:, None]
 
         if peer != known_peer:
@@ -261,10 +251,10 @@ def lookup_and_put_kernel(
         if RELATIVE:
             offset += ready_at
         destination = peer_pointer(addresses, peer, offset, WIRE)
-        at_row = (out_bag - tl.load(bags + peer)).to(tl.int64)
+        at_row = (bag - tl.load(bags + peer)).to(tl.int64)
         column = tl.multiple_of(tl.load(fields + 3), VECTOR)
         places = destination + at_row[:, None] * tl.multiple_of(stride, 4) + (column + lane)[None, :]
-        stored = ((out_bag < end_bag) & (ready_at >= 0))[:, None]
+        stored = (exists & (ready_at >= 0))[:, None]
         if not EXACT_DIM:
             stored = stored & (lane < dim)[None, :]
         tl.store(places, to_wire(pooled, WIRE), mask=stored)
@@ -297,11 +287,7 @@ def _forward(
 ) -> Tensor:
     owner = exchange_of(exchange)
     owner.forward_channel.raise_fault()
-    with refusal_is_told(owner.forward_channel):
-        plan = owner.plan(batch_sizes)
-        _check_inputs(owner, plan, weights, indices, offsets, per_sample_weights)
-    if owner.check_indices:
-        _check_indices_on_all_ranks(owner, plan, indices, offsets)
+    plan = _checked_plan(owner, batch_sizes, weights, indices, offsets, per_sample_weights)
     output = Output(owner, plan)
     launches = [
         (number, features)
@@ -374,7 +360,6 @@ def _launch(
         LANES=triton.next_power_of_2(owner.world_size),
         BAGS=blocks.bags,
         ROWS=blocks.rows,
-        AHEAD=blocks.ahead,
         DIM=features.block_dim,
         EXACT_DIM=features.is_exact,
         num_warps=blocks.warps,
@@ -393,6 +378,30 @@ def _take_part_with_nothing(owner: EmbeddingExchange, plan: BatchPlan, output: O
         receive_offset=output.offset,
         relative=True,
     )
+
+
+def _checked_plan(
+    owner: EmbeddingExchange,
+    batch_sizes: Sequence[int],
+    weights: list[Tensor],
+    indices: list[Tensor],
+    offsets: list[Tensor],
+    per_sample_weights: list[Tensor],
+) -> BatchPlan:
+    """The plan of a batch whose inputs are right; with ``check_indices`` all ranks ask each other before, which is slow."""
+
+    def check() -> None:
+        _check_inputs(owner, owner.plan(batch_sizes), weights, indices, offsets, per_sample_weights)
+        if owner.check_indices:
+            for number in range(len(indices)):
+                _check_indices(owner, owner.plan(batch_sizes), number, indices[number], offsets[number])
+
+    if owner.check_indices:
+        owner.group.gather(check)
+    else:
+        with refusal_is_told(owner.forward_channel):
+            check()
+    return owner.plan(batch_sizes)
 
 
 def _check_inputs(
@@ -451,18 +460,6 @@ def _check_tensor(owner: EmbeddingExchange, key: str, tensor: Tensor, dtypes: tu
         )
     if tensor.device != owner.device:
         raise UsageError(f"{owner.name}: {key} is on {tensor.device}, the exchange on {owner.device}")
-
-
-def _check_indices_on_all_ranks(
-    owner: EmbeddingExchange, plan: BatchPlan, indices: list[Tensor], offsets: list[Tensor]
-) -> None:
-    """Raise UsageError on every rank if an index or an offset on any rank leads beyond its table. Collective, and slow."""
-
-    def check() -> None:
-        for number in range(len(indices)):
-            _check_indices(owner, plan, number, indices[number], offsets[number])
-
-    owner.group.gather(check)
 
 
 def _check_indices(owner: EmbeddingExchange, plan: BatchPlan, number: int, indices: Tensor, offsets: Tensor) -> None:
@@ -535,7 +532,8 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
     _, _, indices, offsets, per_sample_weights, ctx.batch_sizes, ctx.exchange = inputs
     ctx.lookups, ctx.is_weighted = len(indices), bool(per_sample_weights)
     ctx.save_for_backward(*indices, *offsets, *per_sample_weights)
-    if not torch.compiler.is_compiling():
+    # A compiler traces with tensors without memory.
+    if type(output) is Tensor:
         exchange_of(ctx.exchange).sort_ahead(indices, offsets)
 
 

@@ -32,29 +32,46 @@ class Blocks:
         rows: of each of them that are on their way at once.
         warps: of a program.
         programs: of the grid at most.
-        ahead: the next rows are on their way while these are added.
     """
 
     bags: int
     rows: int
     warps: int
     programs: int
-    ahead: bool = False
 
 
 ALL = 1 << 30  # a program for each item
 _ENOUGH_PROGRAMS = 132 * 16
+_LOAD_BYTES = 16  # of a thread's load
 # Rows per bag from which on the next column of the table holds; measured at 1, 8, 32 and 100.
 _LENGTH_LIMITS = (3, 16, 64)
 # Up to so many bags of all features the small shape (8 tables x 2048 bags) is the better guide, else the large (16 x 8192).
 _SMALL_BAGS = 48_000
 # By size and bytes of an element, then by block dim, for each class of lengths. H200, benchmarks/results/tune_lookup_*.json.
 _MEASURED: dict[tuple[str, int], dict[int, tuple[Blocks, ...]]] = {
+    ("small", 4): {
+        32: (Blocks(16, 1, 1, 4224), Blocks(4, 8, 1, 4224), Blocks(4, 8, 1, 4224), Blocks(4, 8, 1, 4224)),
+        64: (Blocks(8, 1, 1, 4224), Blocks(2, 8, 1, 4224), Blocks(2, 8, 1, 4224), Blocks(2, 8, 1, 4224)),
+        128: (Blocks(4, 1, 1, 4224), Blocks(1, 8, 1, 4224), Blocks(1, 8, 1, 4224), Blocks(1, 8, 1, 4224)),
+        256: (Blocks(4, 1, 2, 4224), Blocks(1, 8, 2, 4224), Blocks(1, 8, 2, 4224), Blocks(1, 8, 2, 4224)),
+    },
     ("large", 4): {
-        32: (Blocks(32, 1, 1, 2112), Blocks(32, 1, 1, 2112), Blocks(16, 2, 2, 1056), Blocks(8, 4, 2, ALL)),
-        64: (Blocks(32, 1, 1, 1056), Blocks(16, 1, 1, 4224), Blocks(8, 2, 2, 8448), Blocks(8, 2, 2, ALL)),
-        128: (Blocks(16, 1, 2, 2112), Blocks(16, 1, 2, 2112), Blocks(8, 2, 1, 1056), Blocks(2, 4, 1, ALL)),
-        256: (Blocks(8, 1, 1, 4224), Blocks(4, 2, 1, 4224), Blocks(4, 2, 2, 1056), Blocks(4, 2, 1, ALL)),
+        32: (Blocks(16, 1, 1, 4224), Blocks(4, 8, 1, 4224), Blocks(4, 8, 1, 4224), Blocks(4, 8, 1, 4224)),
+        64: (Blocks(8, 1, 1, 4224), Blocks(2, 8, 1, 4224), Blocks(2, 8, 1, 4224), Blocks(2, 8, 1, 4224)),
+        128: (Blocks(4, 1, 1, 4224), Blocks(1, 8, 1, 4224), Blocks(1, 8, 1, 4224), Blocks(1, 8, 1, 4224)),
+        256: (Blocks(4, 1, 2, 4224), Blocks(1, 8, 2, 4224), Blocks(1, 8, 2, 4224), Blocks(1, 8, 2, 4224)),
+    },
+    ("small", 2): {
+        32: (Blocks(32, 1, 1, 4224), Blocks(8, 8, 1, 4224), Blocks(8, 8, 1, 4224), Blocks(8, 8, 1, 4224)),
+        64: (Blocks(16, 1, 1, 4224), Blocks(4, 8, 1, 4224), Blocks(4, 8, 1, 4224), Blocks(4, 8, 1, 4224)),
+        128: (Blocks(8, 1, 1, 4224), Blocks(2, 8, 1, 4224), Blocks(2, 8, 1, 4224), Blocks(2, 8, 1, 4224)),
+        256: (Blocks(4, 1, 1, 4224), Blocks(1, 8, 1, 4224), Blocks(1, 8, 1, 4224), Blocks(1, 8, 1, 4224)),
+    },
+    ("large", 2): {
+        32: (Blocks(32, 1, 1, 4224), Blocks(8, 8, 1, 4224), Blocks(8, 8, 1, 4224), Blocks(8, 8, 1, 4224)),
+        64: (Blocks(16, 1, 1, 4224), Blocks(4, 8, 1, 4224), Blocks(4, 8, 1, 4224), Blocks(4, 8, 1, 4224)),
+        128: (Blocks(8, 1, 1, 4224), Blocks(2, 8, 1, 4224), Blocks(2, 8, 1, 4224), Blocks(2, 8, 1, 4224)),
+        256: (Blocks(4, 1, 1, 4224), Blocks(1, 8, 1, 4224), Blocks(1, 8, 1, 4224), Blocks(1, 8, 1, 4224)),
     },
 }
 _INTERPRETED = Blocks(bags=2, rows=2, warps=1, programs=3)
@@ -74,19 +91,18 @@ def choose_blocks(shape: LookupShape, device: torch.device) -> Blocks:
     if device.type == "cpu":
         return _INTERPRETED
     size = "small" if shape.bags <= _SMALL_BAGS else "large"
-    measured = _MEASURED[size, shape.dtype.itemsize][max(32, min(256, shape.block_dim))]
-    blocks = measured[_length_class(shape.mean_length)]
-    slots = max(1, blocks.bags * blocks.rows * 256 // max(256, shape.block_dim))
-    bags, rows = min(blocks.bags, slots), min(blocks.rows, slots)
-    # A short lookup is spread over all multiprocessors rather than left to a few programs, as long as each fills its warps.
-    least = max(1, 32 * blocks.warps * 4 // shape.block_dim)
-    while bags > 1 and shape.bags // bags < _ENOUGH_PROGRAMS:
+    measured_dim = max(32, min(256, shape.block_dim))
+    blocks = _MEASURED[size, shape.dtype.itemsize][measured_dim][_length_class(shape.mean_length)]
+    # Other dims: as many bytes of a row for each thread.
+    bags = max(1, blocks.bags * measured_dim // shape.block_dim)
+    rows = max(1, blocks.rows * measured_dim // max(measured_dim, shape.block_dim))
+    # A short lookup is spread over all multiprocessors, as long as a row of each bag fills the program's threads.
+    while (
+        bags > 1
+        and shape.bags // bags < _ENOUGH_PROGRAMS
+        and bags * shape.block_dim * shape.dtype.itemsize > 32 * blocks.warps * _LOAD_BYTES
+    ):
         bags //= 2
-        if 2 * rows <= shape.mean_length:
-            rows *= 2
-        elif bags * rows < least:
-            bags *= 2
-            break
     return replace(blocks, bags=bags, rows=rows)
 
 
