@@ -2,38 +2,57 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.distributed.launch import assembled, evaluate, load_tables, losses, small_config, summary, train
+from tests.distributed.launch import evaluate, load_tables, losses, run_script, small_config, summary
 
-PLAN = ["embedding.sharding=column_wise", "embedding.shard_columns=4", "embedding.tables.table_1.sharding=table_wise"]
-SETTINGS = ["checkpoint.every_steps=20", "embedding.optimizer.kind=rowwise_adagrad", *PLAN]
+TRAIN = Path(__file__).parents[2] / "train.py"
+PLAN = ("row_wise", "table_wise", "column_wise", "table_wise")
+SETTINGS = [
+    "checkpoint.every_steps=20",
+    "embedding.optimizer.kind=rowwise_adagrad",
+    "embedding.shard_columns=4",
+    *(f"embedding.tables.table_{i}.sharding={kind}" for i, kind in enumerate(PLAN)),
+]
+
+
+def train(folder: Path, steps: int, comm: str) -> Path:
+    """Run train.py on two ranks; a run that is there continues."""
+    run = small_config(folder).run_dir
+    overrides = [f"output_dir={folder}", f"training.max_steps={steps}", f"comm={comm}", *SETTINGS]
+    ended = run_script(2, TRAIN, ["--config", str(folder / "small.yaml"), *overrides], folder, timeout=120)
+    assert ended.statuses == [0, 0], ended.output
+    return run
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("uninterrupted"), 2, "training.max_steps=40", *SETTINGS)
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("uninterrupted"), 40, "baseline")
 
 
 @pytest.mark.parametrize(("first", "then"), [("fused", "baseline"), ("baseline", "fused"), ("fused", "fused")])
 def test_a_run_continues_with_the_other(tmp_path, uninterrupted, first, then):
-    train(tmp_path, 2, "training.max_steps=20", f"comm={first}", *SETTINGS)
-    run = train(tmp_path, 2, "training.max_steps=40", f"comm={then}", *SETTINGS)
+    train(tmp_path, 20, first)
+    run = train(tmp_path, 40, then)
+    assert list(losses(run)) == list(range(1, 41))
     assert losses(run) == losses(uninterrupted)
     assert summary(run)["test_auc"] == summary(uninterrupted)["test_auc"]
 
 
 def test_weights_and_optimizer_states_are_saved_alike(tmp_path, uninterrupted):
-    train(tmp_path, 2, "training.max_steps=40", "comm=fused", *SETTINGS)
+    folder = train(tmp_path, 40, "fused").parent
     fused, baseline = (
-        load_tables(small_config(folder, *SETTINGS, f"comm={comm}"), 2, step=40)
-        for folder, comm in ((tmp_path, "baseline"), (uninterrupted.parent, "fused"))
+        load_tables(small_config(of, *SETTINGS, f"comm={comm}"), 2, step=40)
+        for of, comm in ((folder, "baseline"), (uninterrupted.parent, "fused"))
     )
-    keys = {key for pieces in baseline for key in pieces}
-    assert {"table.table_0.weight", "table.table_0.momentum1"} <= keys
-    assert {key for pieces in fused for key in pieces} == keys
-    for key in keys:
-        assert assembled(fused, key).equal(assembled(baseline, key))
+    for ours, theirs in zip(fused, baseline, strict=True):
+        assert {"table.table_0.weight", "table.table_0.momentum1"} <= ours.keys() == theirs.keys()
+        for key, pieces in ours.items():
+            for (place, tensor), (their_place, their_tensor) in zip(pieces, theirs[key], strict=True):
+                assert place == their_place
+                assert tensor.equal(their_tensor)
 
 
 def test_an_evaluation_may_use_either(uninterrupted):

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import pytest
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.distributed.launch import losses, metrics, summary, train
+from dlrm_fused.config import Config
+from dlrm_fused.training import trainer
+from dlrm_fused.training.runtime import FailureBoard, Rank
+from tests.distributed.launch import losses, metrics, run_ranks, small_config, summary, train
 
 STEPS = "training.max_steps=60"
+SLOW_SECONDS = 0.1
 ROWWISE_ADAGRAD, ADAGRAD, SGD = (f"embedding.optimizer.kind={kind}" for kind in ("rowwise_adagrad", "adagrad", "sgd"))
 MIXED = [f"embedding.tables.table_{i}.sharding={kind}" for i, kind in enumerate(("row_wise", "column_wise", "table_wise"))]
 BESIDE_DATA_PARALLEL = [
@@ -95,7 +104,27 @@ def test_auto_measures_and_gives_the_same_losses(tmp_path):
     assert " auto\n" in (auto / "plan.txt").read_text()
 
 
-def test_the_share_of_the_embedding_stage_is_reported_for_both(both):
-    for run in both(2, []):
-        shares = [line["embedding_share"] for line in metrics(run, "train")]
-        assert all(0 < share < 1 for share in shares)
+@pytest.mark.parametrize("comm", ["baseline", "fused", "auto"])
+def test_the_share_of_the_embedding_stage_has_the_wait_for_results_of_other_ranks(tmp_path, comm):
+    """It means the same whatever carries the results: here, another rank is slow to look up."""
+    config = small_config(tmp_path, "training.max_steps=6", "embedding.sharding=table_wise", f"comm={comm}")
+    run_ranks(2, _train_with_slow_lookups_on_rank_1, config)
+    lines = metrics(config.run_dir, "train")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert all(line["embedding_share"] == line["embedding_ms"] / line["step_ms"] < 1 for line in lines)
+    assert median(line["embedding_ms"] for line in lines) > 0.6 * SLOW_SECONDS * 1e3
+    assert median(line["embedding_share"] for line in lines) > 0.6
+    events = EventAccumulator(str(config.run_dir / "tensorboard")).Reload()
+    shown = [event.value for event in events.Scalars("time/embedding_share")]
+    assert shown == pytest.approx([line["embedding_share"] for line in lines], rel=1e-6)
+
+
+def _train_with_slow_lookups_on_rank_1(config: Config) -> None:
+    rank, look_up = Rank.from_environment(), SplitTableBatchedEmbeddingBagsCodegen.forward
+
+    def look_up_slowly(*arguments: Any, **keywords: Any) -> Any:
+        time.sleep(SLOW_SECONDS * rank.index)
+        return look_up(*arguments, **keywords)
+
+    SplitTableBatchedEmbeddingBagsCodegen.forward = look_up_slowly
+    trainer.train(config, rank, FailureBoard(rank))

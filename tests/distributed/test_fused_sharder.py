@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -35,6 +36,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.sharding import FusedEmbeddingBagCollectionSharder
+from dlrm_fused.sharding.fused import FusedLookups
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import RankFailed, run_ranks
 
@@ -419,6 +421,22 @@ class TestAuto:
         assert len(measured) == 3
         assert all("fused " in message and "TorchRec " in message for message in measured)
 
+    @pytest.mark.parametrize("slow", ["row_wise", "column_wise"])
+    def test_of_each_sharding_type_the_faster_path_is_taken(self, slow):
+        """Fused communication is made slow for one sharding type, TorchRec's for the others."""
+        world = World((EVERY_KIND,), options={"mode": "auto"})
+        results = run_ranks(2, _auto_choice_with_slow_paths, world, slow)
+        for paths, _, losses, losses_of_torchrec in results:
+            assert paths == {
+                f"table_0_{t}": "torchrec: measured faster" if table.sharding == slow else "fused"
+                for t, table in enumerate(EVERY_KIND)
+            }
+            assert losses == losses_of_torchrec
+        messages = [message for message in results[0][1] if message.startswith("comm=auto, collections.0: ")]
+        assert {message.split()[2]: message.split()[-1] for message in messages} == {
+            kind: "TorchRec" if kind == slow else "fused" for kind in ("table_wise", "row_wise", "column_wise")
+        }
+
 
 def _auto_choice(world: World) -> tuple[dict[str, str], list[str]]:
     messages = recorded_messages()
@@ -428,6 +446,27 @@ def _auto_choice(world: World) -> tuple[dict[str, str], list[str]]:
         assert set(collection.paths.values()) == {"auto"}
         step_by_step(model, world)
         return collection.paths, messages
+
+
+def _auto_choice_with_slow_paths(world: World, slow: str) -> tuple[dict[str, str], list[str], list[Tensor], list[Tensor]]:
+    def slowed(run: Callable[..., Any], is_slow: Callable[..., bool]) -> Callable[..., Any]:
+        def run_slowly(*arguments: Any) -> Any:
+            time.sleep(0.05 if is_slow(*arguments) else 0.0)
+            return run(*arguments)
+
+        return run_slowly
+
+    messages = recorded_messages()
+    with process_group(Rank.from_environment(), CPU):
+        expected = step_by_step(build(world, EmbeddingBagCollectionSharder(dict(ADAGRAD))), world)
+        model = build(world, FusedEmbeddingBagCollectionSharder(dict(ADAGRAD), **world.options))
+        collection = get_unwrapped_module(model).collections[0]
+        of_slow = collection._sharding_types.index(slow)
+        ours, theirs = FusedLookups.__call__, type(collection)._output_dist_of
+        FusedLookups.__call__ = slowed(ours, lambda lookups, *_: lookups.shardings == (of_slow,))
+        type(collection)._output_dist_of = slowed(theirs, lambda _, sharding, *__: sharding != of_slow)
+        losses = step_by_step(model, world)
+    return collection.paths, messages, losses, expected
 
 
 def recorded_messages() -> list[str]:
