@@ -21,9 +21,7 @@ def with_torchrecs_sharder(folder: Path) -> Path:
     text = SCRIPT.read_text()
     assert text.count(OURS) == 1
     script = folder / "with_torchrecs_sharder.py"
-    script.write_text(
-        "from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder\n" + text.replace(OURS, THEIRS)
-    )
+    script.write_text(f"{THEIR_IMPORT}\n{text.replace(OURS, THEIRS)}")
     return script
 
 
@@ -45,3 +43,4 @@ def test_the_page_shows_the_script_and_it_is_as_short_as_it_says():
     (shown,) = re.findall(r"```python\n(.*?)```", (DOCS / "sharder.md").read_text(), re.DOTALL)[-1:]
     script = SCRIPT.read_text()
     assert shown.strip() == script[script.index("import os") :].strip()
+    assert len([line for line in shown.splitlines() if line]) <= 42
