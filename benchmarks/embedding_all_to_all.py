@@ -330,21 +330,29 @@ class CellRun:
         """Least times, by what the slowest rank has to move, in microseconds."""
         lookups = sum(lookup.indices.numel() for lookup in self.lookups) / LOOKUPS
         distinct = float(self.touched.numel())
-        link = self.cell.link_bytes(self.world.size)
-        phases = [self.cell.forward_bytes(lookups, distinct)]
+        memory, links = [self.cell.forward_bytes(lookups, distinct)], [self.forward_link_bytes()]
         if training:
-            phases.append(self.cell.backward_bytes(lookups, distinct))
+            memory.append(self.cell.backward_bytes(lookups, distinct))
+            links.append(self.cell.link_bytes(self.world.size))
         own = {
             "lookups": lookups,
             "distinct_rows": distinct,
-            "memory_bytes": sum(phases),
-            "link_bytes": link * len(phases),
-            "floor_us": sum(ceilings.transfer_microseconds(memory, link) for memory in phases),
-            "link_us": len(phases) * ceilings.transfer_microseconds(0, link),
-            "link_by_stores_us": len(phases) * link / ceilings.peer_stores / 1e3,
+            "memory_bytes": sum(memory),
+            "link_bytes": sum(links),
+            "floor_us": sum(ceilings.transfer_microseconds(*phase) for phase in zip(memory, links, strict=True)),
+            "link_us": ceilings.transfer_microseconds(0, sum(links)),
+            "link_by_stores_us": sum(links) / ceilings.peer_stores / 1e3,
         }
         every_rank = self.world.gather(own)
         return {key: max(rank[key] for rank in every_rank) for key in own}
+
+    def forward_link_bytes(self) -> float:
+        """Bytes that this rank has to send in the forward pass. An empty partial sum needs one that says so."""
+        link = self.cell.link_bytes(self.world.size)
+        if not self.cell.row_wise:
+            return link
+        filled = sum(float((lookup.offsets.diff() > 0).double().mean()) for lookup in self.lookups) / LOOKUPS
+        return link * (filled + 1 / (4 * self.cell.dim))
 
     def result(self, ceilings: Ceilings, training: bool) -> dict[str, Any]:
         """One line of the report."""

@@ -42,6 +42,7 @@ def summarize(cells: Sequence[Result]) -> dict[str, dict[str, Any]]:
                 "cells": len(own),
                 "failed": [cell["name"] for cell in own if not cell["passed"]],
                 "ratio": _mean(passed, "ratio"),
+                "ratio_to_defaults": _mean(passed, "ratio_to_defaults"),
                 "ratio_to_copy": _mean(passed, "ratio_to_copy"),
                 "slower_than_baseline": sum(cell["ratio"] >= 1 for cell in passed),
                 "worst": [{"name": cell["name"], "ratio": cell["ratio"]} for cell in worst],
@@ -87,7 +88,8 @@ def table(report: Mapping[str, Any]) -> str:
         lines += ["", f"{STAGES[stage]} (us)", _HEADER, *(line(cell) for cell in of_stage(cells, stage))]
         lines += [
             f"geometric means of {figures['cells'] - len(figures['failed'])} cells: "
-            f"fused / baseline {_figure(figures['ratio'])}, fused / TBE+copy {_figure(figures['ratio_to_copy'])}, "
+            f"fused / baseline {_figure(figures['ratio'])}, fused / baseline of TorchRec's defaults "
+            f"{_figure(figures['ratio_to_defaults'])}, fused / TBE+copy {_figure(figures['ratio_to_copy'])}, "
             f"fused / floor {_figure(figures['fused_over_floor'])}",
             f"overlap {_figure(figures['overlap'])} (against the speed of stores {_figure(figures['overlap_of_stores'])}): "
             f"geometric mean of the {figures['overlap_cells']} cells above {_LONG_CELL_MICROSECONDS:.0f} us",

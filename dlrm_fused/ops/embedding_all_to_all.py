@@ -34,9 +34,9 @@ from torch import Tensor
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.embedding_update import apply_gradients, per_sample_weight_gradients
-from dlrm_fused.ops.exchange import BatchPlan, EmbeddingExchange, FeatureTable, exchange_of
+from dlrm_fused.ops.exchange import PRESENCE_UNIT, BatchPlan, EmbeddingExchange, FeatureTable, exchange_of
 from dlrm_fused.ops.lookup_tuning import LookupShape, choose_blocks
-from dlrm_fused.ops.pooled_all_to_all import refusal_is_told, send_gradient
+from dlrm_fused.ops.pooled_all_to_all import checked_plan, send_gradient
 from dlrm_fused.ops.put import TRITON_DTYPES, put_rectangles, to_wire
 from dlrm_fused.ops.receive import Output, finish_staged
 from dlrm_fused.ops.tables import LocalTables
@@ -44,6 +44,7 @@ from dlrm_fused.symmetric.device import begin, finish, peer_pointer, uses_kernel
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _FEATURE_FIELDS = tl.constexpr(4)
+_PRESENCE_UNIT = tl.constexpr(PRESENCE_UNIT)
 
 
 def embedding_all_to_all(
@@ -189,6 +190,7 @@ def lookup_and_put_kernel(
     WEIGHTED: tl.constexpr,
     MEAN: tl.constexpr,
     RELATIVE: tl.constexpr,
+    PARTIAL: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
     WIRE: tl.constexpr,
@@ -207,10 +209,11 @@ def lookup_and_put_kernel(
 
     Args:
         features: int64 [feature_count, 4]: number in the lookup, first element of its table, dim, column at the destination.
-        bags: int64 [2 * WORLD + 1]: first bag of each rank and the end, then the byte where each rank receives our rows.
+        bags: int64 [3 * WORLD + 1], see :meth:`~dlrm_fused.ops.exchange.BatchPlan.bag_table`.
         blocks: items of one feature and destination, enough for the largest batch.
         stride: elements between rows at the destination.
         VECTOR: divides dims, columns and table offsets.
+        PARTIAL: the results are partial sums. Those of empty bags are not sent: a byte for each bag tells which are.
     """
     if FIRST:
         epoch = begin(receive_offset, fingerprint, flag_addresses, state, RANK, WORLD, LANES)
@@ -254,7 +257,14 @@ def lookup_and_put_kernel(
         at_row = (bag - tl.load(bags + peer)).to(tl.int64)
         column = tl.multiple_of(tl.load(fields + 3), VECTOR)
         places = destination + at_row[:, None] * tl.multiple_of(stride, 4) + (column + lane)[None, :]
-        stored = (exists & (ready_at >= 0))[:, None]
+        sent = exists & (ready_at >= 0)
+        if PARTIAL:
+            presence = peer_pointer(addresses, peer, tl.load(bags + 2 * WORLD + 1 + peer), tl.uint8)
+            bag_count = end_bag - tl.load(bags + peer)
+            of_bags = presence + tl.load(fields) * ((bag_count + _PRESENCE_UNIT - 1) // _PRESENCE_UNIT * _PRESENCE_UNIT)
+            tl.store(of_bags + at_row, (length > 0).to(tl.uint8), mask=sent)
+            sent = sent & (length > 0)
+        stored = sent[:, None]
         if not EXACT_DIM:
             stored = stored & (lane < dim)[None, :]
         tl.store(places, to_wire(pooled, WIRE), mask=stored)
@@ -287,7 +297,14 @@ def _forward(
 ) -> Tensor:
     owner = exchange_of(exchange)
     owner.forward_channel.raise_fault()
-    plan = _checked_plan(owner, batch_sizes, weights, indices, offsets, per_sample_weights)
+
+    def check(plan: BatchPlan) -> None:
+        _check_inputs(owner, plan, weights, indices, offsets, per_sample_weights)
+        if owner.check_indices:
+            for number in range(len(indices)):
+                _check_indices(owner, plan, number, indices[number], offsets[number])
+
+    plan = checked_plan(owner, batch_sizes, check, with_all=owner.check_indices)
     output = Output(owner, plan)
     launches = [
         (number, features)
@@ -303,7 +320,7 @@ def _forward(
         )  # fmt: skip
     if not launches:
         _take_part_with_nothing(owner, plan, output)
-    finish_staged(owner, plan, output.received)
+    finish_staged(owner, plan, output.received, are_empty_bags_sent=False)
     return output.tensor()
 
 
@@ -351,6 +368,7 @@ def _launch(
         WEIGHTED=is_weighted,
         MEAN=tables.mean,
         RELATIVE=not is_staged,
+        PARTIAL=owner.own_lookups[number].row_wise,
         FIRST=first,
         LAST=last,
         WIRE=TRITON_DTYPES[owner.forward_wire],
@@ -378,30 +396,6 @@ def _take_part_with_nothing(owner: EmbeddingExchange, plan: BatchPlan, output: O
         receive_offset=output.offset,
         relative=True,
     )
-
-
-def _checked_plan(
-    owner: EmbeddingExchange,
-    batch_sizes: Sequence[int],
-    weights: list[Tensor],
-    indices: list[Tensor],
-    offsets: list[Tensor],
-    per_sample_weights: list[Tensor],
-) -> BatchPlan:
-    """The plan of a batch whose inputs are right; with ``check_indices`` all ranks ask each other before, which is slow."""
-
-    def check() -> None:
-        _check_inputs(owner, owner.plan(batch_sizes), weights, indices, offsets, per_sample_weights)
-        if owner.check_indices:
-            for number in range(len(indices)):
-                _check_indices(owner, owner.plan(batch_sizes), number, indices[number], offsets[number])
-
-    if owner.check_indices:
-        owner.group.gather(check)
-    else:
-        with refusal_is_told(owner.forward_channel):
-            check()
-    return owner.plan(batch_sizes)
 
 
 def _check_inputs(
@@ -463,7 +457,7 @@ def _check_tensor(owner: EmbeddingExchange, key: str, tensor: Tensor, dtypes: tu
 
 
 def _check_indices(owner: EmbeddingExchange, plan: BatchPlan, number: int, indices: Tensor, offsets: Tensor) -> None:
-    where, bounds = f"{owner.name}: rank {owner.rank}", offsets.long().cpu()
+    where, bounds = owner.name, offsets.long().cpu()
     if bounds[0] != 0 or bounds[-1] != indices.numel() or bool((bounds[1:] < bounds[:-1]).any()):
         raise UsageError(f"{where}: offsets[{number}] must rise from 0 to {indices.numel()}, the number of indices")
     tables = owner.tables[number]
@@ -498,7 +492,11 @@ def _backward(
         elif per_sample_weights:
             weight_gradients.append(torch.empty(0, device=owner.device))
         if tables.optimizer is not None:
-            apply_gradients(tables, ordered[i], received[i], indices[i], offsets[i], weights, owner.gradient_scale)
+            # Gradients that a peer has failed to send must not reach the tables.
+            apply_gradients(
+                tables, ordered[i], received[i], indices[i], offsets[i], weights, owner.gradient_scale,
+                cancelled=owner.backward_channel.fault,
+            )  # fmt: skip
     return [torch.empty(0, device=owner.device), *weight_gradients]
 
 

@@ -11,10 +11,10 @@ import itertools
 import math
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -120,6 +120,15 @@ class ExchangeLayout:
         """Columns of all results of a rank."""
         return sum(lookup.width for lookup in self.lookups[rank])
 
+    @property
+    def row_wise_features(self) -> int:
+        """Features that arrive as partial sums."""
+        return sum(len(lookup.dims) for lookup in self.lookups[0] if lookup.row_wise)
+
+    def first_row_wise_feature(self, rank: int, lookup: int) -> int:
+        """Number of a lookup's first feature among those that arrive as partial sums."""
+        return sum(len(other.dims) for other in self.lookups[rank][:lookup] if other.row_wise)
+
     def destination_columns(self, rank: int, lookup: int) -> tuple[int, ...]:
         """First column of each feature of a lookup where it is received: in the output, or among the partial sums."""
         own = self.lookups[rank]
@@ -155,6 +164,8 @@ class Rectangle:
 
 # Columns of a program's tile.
 TILE_COLUMNS = 512
+# Bags of a feature, in the bytes that tell which partial sums are not empty, are rounded up to it.
+PRESENCE_UNIT = 16
 
 
 def rectangle_table(rectangles: Sequence[Rectangle], device: torch.device) -> Tensor:
@@ -178,7 +189,8 @@ class FeatureTable:
     """Features of one lookup whose dims have the same next power of two.
 
     Attributes:
-        table: int64 [count, 4]: number of the feature in the lookup, first element of its table, dim, destination's column.
+        table: int64 [count, 4]: number of the feature in the lookup, first element of its table (where partial sums are added
+            up: its column among them), dim, column at the destination.
         vector: elements, 4 or 8, that divide dims, columns and first elements.
         is_exact: all dims equal block_dim.
     """
@@ -190,12 +202,13 @@ class FeatureTable:
     is_exact: bool
 
 
-def feature_tables(tables: LocalTables, columns: Sequence[int], device: torch.device) -> list[FeatureTable]:
-    """What the lookup kernel needs to know of each feature, by block dim."""
+def feature_tables(
+    sources: Sequence[int], dims: Sequence[int], columns: Sequence[int], device: torch.device
+) -> list[FeatureTable]:
+    """What a kernel needs to know of each feature, by block dim: where it is read, its dim, and its destination's column."""
     by_block: dict[int, list[tuple[int, int, int, int]]] = {}
-    for feature, (table, column) in enumerate(zip(tables.feature_tables, columns, strict=True)):
-        dim = tables.dims[table]
-        by_block.setdefault(1 << (dim - 1).bit_length(), []).append((feature, tables.offsets[table], dim, column))
+    for feature, (source, dim, column) in enumerate(zip(sources, dims, columns, strict=True)):
+        by_block.setdefault(1 << (dim - 1).bit_length(), []).append((feature, source, dim, column))
     return [
         FeatureTable(
             table=torch.tensor(rows, dtype=torch.int64, device=device),
@@ -244,7 +257,14 @@ class EmbeddingExchange:
         held_outputs: int = 2,
         check_indices: bool = False,
     ) -> None:
-        settings = (layout, forward_wire, backward_wire, gradient_scale, held_outputs, check_indices)
+        settings = {
+            "layout": layout,
+            "forward_wire": forward_wire,
+            "backward_wire": backward_wire,
+            "gradient_scale": gradient_scale,
+            "held_outputs": held_outputs,
+            "check_indices": check_indices,
+        }
         _raise_on_all_ranks(group, name, settings)
         self.group, self.layout, self.name = group, layout, name
         self.rank, self.world_size, self.device = group.rank, group.world_size, group.device
@@ -286,13 +306,26 @@ class EmbeddingExchange:
                 )
         self.tables = tuple(tables)
         self._feature_tables = [
-            feature_tables(own, self.layout.destination_columns(self.rank, number), self.device)
+            feature_tables(
+                tuple(own.offsets[table] for table in own.feature_tables),
+                self.own_lookups[number].dims,
+                self.layout.destination_columns(self.rank, number),
+                self.device,
+            )
             for number, own in enumerate(tables)
         ]
 
     def feature_tables(self, lookup: int) -> list[FeatureTable]:
         """The features of a lookup of this rank for the kernel, one table for each block dim."""
         return self._feature_tables[lookup]
+
+    @cached_property
+    def partial_sum_tables(self) -> list[FeatureTable]:
+        """The features that arrive as partial sums, for the kernel that adds these up."""
+        row_wise = [lookup for lookup in self.own_lookups if lookup.row_wise]
+        dims = [dim for lookup in row_wise for dim in lookup.dims]
+        columns = [column for lookup in row_wise for column in lookup.columns]
+        return feature_tables(tuple(itertools.accumulate(dims, initial=0))[:-1], dims, columns, self.device)
 
     @cached_property
     def sorted_lookups(self) -> SortAhead:
@@ -334,6 +367,15 @@ class EmbeddingExchange:
         """Have memory for batches of these sizes. Collective when they are larger than any before, else nothing happens."""
         self.buffers(self.plan(batch_sizes))
 
+    def has_room(self, batch_sizes: Sequence[int]) -> bool:
+        """Whether batches of these sizes need no more memory, which is true of wrong sizes unless there is none yet."""
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return True  # or an error, when the memory is asked for
+        try:
+            return self._buffers is not None and self._buffers.hold(self.plan(batch_sizes))
+        except UsageError:
+            return self._buffers is not None
+
     def buffers(self, plan: BatchPlan) -> Buffers:
         """The memory to receive in, large enough for the plan. Collective when it has to grow.
 
@@ -353,33 +395,37 @@ class EmbeddingExchange:
         return self._buffers
 
 
-def _raise_on_all_ranks(group: SymmetricGroup, name: str, settings: tuple[object, ...]) -> None:
+def _raise_on_all_ranks(group: SymmetricGroup, name: str, settings: Mapping[str, Any]) -> None:
     """Raise UsageError everywhere if an argument is wrong on one rank, or differs between ranks."""
-    layout, forward_wire, backward_wire, _, held_outputs, _ = settings
 
-    def check() -> str:
+    def check() -> dict[str, str]:
+        layout = settings["layout"]
         if not isinstance(layout, ExchangeLayout):
             raise UsageError(f"{name}: layout={layout!r}; needed: an ExchangeLayout")
         layout.check(group.world_size)
-        for key, dtype in (("forward_wire", forward_wire), ("backward_wire", backward_wire)):
-            if dtype not in WIRE_DTYPES:
-                raise UsageError(f"{name}: {key}={dtype}; allowed: float32, bfloat16, float16")
+        for key in ("forward_wire", "backward_wire"):
+            if settings[key] not in WIRE_DTYPES:
+                raise UsageError(f"{name}: {key}={settings[key]}; allowed: float32, bfloat16, float16")
+        if not 0 < settings["gradient_scale"] < math.inf:
+            raise UsageError(f"{name}: gradient_scale={settings['gradient_scale']}; needed: a positive number")
+        held_outputs = settings["held_outputs"]
         if not isinstance(held_outputs, int) or held_outputs < 1:
             raise UsageError(f"{name}: held_outputs={held_outputs}; needed: at least 1")
-        return repr(settings)
+        lookups = {
+            f"layout.lookups[{rank}][{number}]": lookup
+            for rank, lookups in enumerate(layout.lookups)
+            for number, lookup in enumerate(lookups)
+        }
+        return {key: str(value) for key, value in {**settings, "layout": f"{layout.columns} columns", **lookups}.items()}
 
     first, *others = group.gather(check)
     for rank, other in enumerate(others, start=1):
-        if other != first:
-            raise UsageError(
-                f"{name}: rank {rank} makes the exchange with other arguments than rank 0: {_difference(first, other)}"
-            )
-
-
-def _difference(first: str, other: str) -> str:
-    start = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), 0)
-    start = max(0, start - 40)
-    return f"...{first[start : start + 80]}... against ...{other[start : start + 80]}..."
+        for key in {**first, **other}:
+            if first.get(key) != other.get(key):
+                raise UsageError(
+                    f"{name}: {key} differs between ranks: {first.get(key)} on rank 0, {other.get(key)} on rank {rank}; "
+                    "all ranks must give the same"
+                )
 
 
 def _aligned(size: int) -> int:
@@ -426,8 +472,17 @@ class BatchPlan:
 
     def staging_size(self, rank: int) -> int:
         """Bytes that a rank needs for what does not travel straight into the output."""
+        presence = len(self.batch_sizes) * self._layout.row_wise_features * self.presence_stride(rank)
+        return self.presence_offset(rank) + presence
+
+    def presence_offset(self, rank: int) -> int:
+        """Byte in a rank's staging memory where it is told which partial sums are not empty."""
         partial_sums = len(self.batch_sizes) * self.batch_sizes[rank] * self._layout.row_wise_columns * self._wire
-        return self.partial_sums_offset(rank) + partial_sums
+        return self.partial_sums_offset(rank) + _aligned(partial_sums)
+
+    def presence_stride(self, rank: int) -> int:
+        """Bytes between the features there: one for each bag, rounded up."""
+        return -(-self.batch_sizes[rank] // PRESENCE_UNIT) * PRESENCE_UNIT
 
     def gradients_size(self, rank: int) -> int:
         """Bytes of the gradients of all lookups of a rank."""
@@ -474,10 +529,19 @@ class BatchPlan:
         return self._pooled_tables[lookup]
 
     def bag_table(self, lookup: int) -> Tensor:
-        """int64 [2 * ranks + 1]: the first bag of each rank and the end, then the byte where each rank receives a lookup."""
+        """What the lookup kernel needs to know of the ranks.
+
+        int64 [3 * ranks + 1]: the first bag of each rank and the end, the byte where each rank receives the lookup, and the
+        byte where it is told which partial sums are not empty.
+        """
         if lookup not in self._bag_tables:
-            bases = [self.destination(lookup, peer)[0] for peer in range(len(self.batch_sizes))]
-            self._bag_tables[lookup] = torch.tensor([*self.starts, *bases]).to(self._device, non_blocking=True)
+            peers = range(len(self.batch_sizes))
+            bases = [self.destination(lookup, peer)[0] for peer in peers]
+            first, features = self._layout.first_row_wise_feature(self._rank, lookup), self._layout.row_wise_features
+            presence = [
+                self.presence_offset(peer) + (self._rank * features + first) * self.presence_stride(peer) for peer in peers
+            ]
+            self._bag_tables[lookup] = torch.tensor([*self.starts, *bases, *presence]).to(self._device, non_blocking=True)
         return self._bag_tables[lookup]
 
     @cached_property
@@ -507,6 +571,11 @@ class BatchPlan:
         """[ranks, local batch, row-wise columns] as received by this rank, in the wire's dtype."""
         shape = (len(self.batch_sizes), self.local_batch, self._layout.row_wise_columns)
         return _view(staging, self.partial_sums_offset(self._rank), shape, self._forward_dtype)
+
+    def presence_view(self, staging: SymmetricMemory) -> Tensor:
+        """uint8 [ranks, row-wise features, bags, rounded up] as received by this rank: 1 where a partial sum was sent."""
+        shape = (len(self.batch_sizes), self._layout.row_wise_features, self.presence_stride(self._rank))
+        return _view(staging, self.presence_offset(self._rank), shape, torch.uint8)
 
     def staged_view(self, staging: SymmetricMemory) -> Tensor:
         """[local batch, columns] as received by this rank, in the wire's dtype; nothing in the row-wise columns."""

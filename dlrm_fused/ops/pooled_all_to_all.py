@@ -12,7 +12,7 @@ gradients are bit-identical to those of TorchRec's table- and column-wise paths.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,20 +61,46 @@ def refusal_is_told(channel: Channel) -> Iterator[None]:
         raise
 
 
+def checked_plan(
+    owner: EmbeddingExchange, batch_sizes: Sequence[int], check: Callable[[BatchPlan], None], *, with_all: bool = False
+) -> BatchPlan:
+    """The plan of a batch whose inputs this rank finds right; a rank that does not tells the others.
+
+    Args:
+        check: raises UsageError if the inputs are wrong.
+        with_all: ask all ranks before any goes on, and raise on all what is wrong on one. Always done before memory is
+            allocated, which is collective. Slow.
+    """
+
+    def check_for_all() -> list[int]:
+        try:
+            check(owner.plan(batch_sizes))
+        except UsageError as error:
+            raise UsageError(f"rank {owner.rank}: {error}") from error
+        return list(batch_sizes)
+
+    if with_all or not owner.has_room(batch_sizes):
+        sizes = owner.group.gather(check_for_all)
+        for rank, other in enumerate(sizes):
+            if other != sizes[0]:
+                raise UsageError(f"{owner.name}: batch_sizes={sizes[0]} on rank 0, {other} on rank {rank}; they must be equal")
+    else:
+        with refusal_is_told(owner.forward_channel):
+            check(owner.plan(batch_sizes))
+    return owner.plan(batch_sizes)
+
+
 @torch.library.impl("dlrm_fused::pooled_all_to_all", ["cpu", "cuda"])
 def _forward(anchor: Tensor, pooled: list[Tensor], batch_sizes: list[int], exchange: int) -> Tensor:
     owner = exchange_of(exchange)
-    channel = owner.forward_channel
-    channel.raise_fault()
-    with refusal_is_told(channel):
-        plan = owner.plan(batch_sizes)
-        _check_pooled(owner, plan, pooled)
+    owner.forward_channel.raise_fault()
+    plan = checked_plan(owner, batch_sizes, lambda plan: _check_pooled(owner, plan, pooled))
     output = Output(owner, plan)
     if uses_kernels(owner.device):
         _send_by_kernel(owner, plan, pooled, output)
     else:
         _send_by_host(owner, plan, pooled, output)
-    finish_staged(owner, plan, output.received)
+    finish_staged(owner, plan, output.received, are_empty_bags_sent=True)
     return output.tensor()
 
 
@@ -157,7 +183,7 @@ def send_gradient(owner: EmbeddingExchange, plan: BatchPlan, gradient: Tensor) -
         memory that the next backward pass writes to.
     """
     channel = owner.backward_channel
-    channel.raise_fault()
+    owner.raise_fault()
     with refusal_is_told(channel):
         _check_gradient(owner, plan, gradient)
     gradient = gradient.contiguous()
