@@ -154,6 +154,7 @@ def apply_gradients(
     per_sample_weights: Tensor | None = None,
     scale: float = 1.0,
     tables_range: tuple[int, int] | None = None,
+    cancelled: Tensor | None = None,
 ) -> None:
     """Update weights and momentum in place from the gradients of the pooled embeddings.
 
@@ -168,6 +169,7 @@ def apply_gradients(
         tables_range: (first, last): update the tables ``first <= table < last`` only, reading no gradients but theirs: some can
             be updated while gradients of others are still on their way. Calls that together name every table once equal
             one call for all.
+        cancelled: int64 [1] on the device; nothing is updated if it is not 0 then, such as when the gradients have not arrived.
 
     Raises:
         UsageError: inputs of wrong shape, dtype or device, or tables without optimizer.
@@ -214,6 +216,7 @@ def apply_gradients(
             known.tables,
             first,
             last,
+            cancelled,
         )
         shapes = {
             "DIM": dim,
@@ -715,6 +718,7 @@ def _update_kernel(
     tables,
     first_table,
     last_table,
+    cancelled,
     gradients,
     gradient_stride,
     scale,
@@ -738,6 +742,9 @@ def _update_kernel(
 
     Sums of a run that goes beyond the chunk are left in ``partials``: [chunk, 0] if it began before, else [chunk, 1].
     """
+    if cancelled is not None:  # noqa: SIM102 - known at compile time
+        if tl.load(cancelled) != 0:
+            return
     chunk = tl.program_id(0)
     table = tl.load(chunks + 3 * chunk).to(tl.int32)
     if (table < first_table) | (table >= last_table):
@@ -840,6 +847,7 @@ def _merge_kernel(
     tables,
     first_table,
     last_table,
+    cancelled,
     crossings,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -849,6 +857,9 @@ def _merge_kernel(
     ROWS: tl.constexpr,
 ):
     """Update the rows whose runs go beyond a chunk: add what the chunk where a run begins and those that follow have left."""
+    if cancelled is not None:  # noqa: SIM102 - known at compile time
+        if tl.load(cancelled) != 0:
+            return
     columns = tl.arange(0, BLOCK_D)[None, :]
     for nth in range(tl.program_id(0), tl.load(crossings), tl.num_programs(0)):
         chunk = tl.load(crossings + 1 + 2 * nth)

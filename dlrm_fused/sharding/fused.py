@@ -19,14 +19,15 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Final, Literal, cast
 
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor
 from torchrec.distributed.comm_ops import get_gradient_division
@@ -202,6 +203,12 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     def __init__(self, *args: Any, options: FusedOptions, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.options = options
+        self._features_read = {
+            name
+            for infos in self.sharding_type_to_sharding_infos.values()
+            for info in infos
+            for name in info.embedding_config.feature_names
+        }
         self._set_up_paths()
 
     def _set_up_paths(self) -> None:
@@ -209,6 +216,7 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self._said: set[str] = set()
         self._undecided = False
         self._fused: FusedLookups | None = None
+        self._check_options()
         self.reasons, self._group = self._coverage()
         self._announce_coverage()
         covered = [i for i, kind in enumerate(self._sharding_types) if self._is_covered(kind)]
@@ -217,6 +225,25 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 self._undecided = True
             else:
                 self._fused = FusedLookups(self, self._group, covered)
+
+    def _check_options(self) -> None:
+        """Ranks with other options would make other collective calls, and wait for each other."""
+        group = self._env.process_group
+        if group is None or dist.get_backend(group) == "fake":
+            return
+        options: list[FusedOptions] = [self.options] * group.size()
+        on_gpu = self._device is not None and self._device.type == "cuda"
+        # Object collectives of NCCL use the current device.
+        with torch.cuda.device(self._device) if on_gpu else nullcontext():
+            dist.all_gather_object(options, self.options, group=group)
+        first = asdict(options[0])
+        for rank, other in enumerate(options):
+            for key, value in asdict(other).items():
+                if value != first[key]:
+                    raise UsageError(
+                        f"FusedEmbeddingBagCollectionSharder: {key} differs between ranks: {first[key]} on rank 0, {value} on "
+                        f"rank {rank}; all ranks must give the same"
+                    )
 
     @property
     def paths(self) -> dict[str, str]:
@@ -284,6 +311,20 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             logger.warning(message)
         self._said.add(message)
 
+    def input_dist(self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
+        """Send the features to the ranks of their tables. Collective.
+
+        Raises:
+            UsageError: if the features of some table are missing.
+        """
+        missing = self._features_read - set(features.keys())
+        if missing:
+            raise UsageError(
+                f"{self._module_fqn}: the batch has no feature {', '.join(sorted(missing))}; "
+                f"it has {', '.join(features.keys())}"
+            )
+        return cast(Awaitable[Awaitable[KJTList]], super().input_dist(ctx, features))
+
     def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
         """Look up and deliver the pooled embeddings of a batch whose features have been distributed. Collective.
 
@@ -298,7 +339,10 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         reason = self._reason_against_batch(ctx)
         if reason:
             if self.options.strict:
-                raise UsageError(f"strict fused communication (strict=True, comm_strict=true) does not cover {reason}")
+                raise UsageError(
+                    f"strict fused communication (strict=True, comm_strict=true) does not cover {reason}; let such batches run "
+                    "on TorchRec's own path with strict=False, comm_strict=false"
+                )
             self._say_once(f"batches with {reason} run on TorchRec's own path, without fused communication")
             return super().compute_and_output_dist(ctx, input)
         return self._compute_and_output_dist(self._fused, ctx, input)
@@ -422,6 +466,7 @@ class FusedLookups:
         if self._uses_kernels:
             modules = [module for lookup in self._lookups for module in lookup._emb_modules]
             self._exchange.attach_tables([_local_tables(module.emb_module) for module in modules])
+        self._check_indices = options.check_indices
 
     def __call__(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> dict[int, Tensor]:
         """Pooled embeddings of the local batch, by the number of the first of neighbouring sharding types. Collective."""
@@ -456,7 +501,7 @@ class FusedLookups:
 
     def _in_kernels(self, features: Sequence[KeyedJaggedTensor], batch_sizes: Sequence[int]) -> Tensor:
         inputs = [
-            _kernel_inputs(lookup, module, of_lookup)
+            _kernel_inputs(lookup, module, of_lookup, self._check_indices)
             for lookup, of_sharding in zip(self._lookups, features, strict=True)
             if len(lookup._emb_modules)
             for module, of_lookup in zip(lookup._emb_modules, of_sharding.split(lookup._feature_splits), strict=True)
@@ -524,13 +569,21 @@ def _local_tables(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> LocalTables:
     )
 
 
-def _kernel_inputs(lookup: Any, module: Any, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Indices, offsets and per-sample weights (empty if there are none), after FBGEMM's check of indices."""
+def _kernel_inputs(lookup: Any, module: Any, features: KeyedJaggedTensor, check_indices: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Indices, offsets and per-sample weights (empty if there are none).
+
+    FBGEMM's own check of indices has replaced the wrong ones by 0, unless ours is to find them.
+    """
     weights = features.weights_or_none()
     if weights is not None and not weights.is_floating_point():
         weights = None  # TorchRec's lookups ignore them as well
     if weights is not None and module.config.is_weighted:
         # The weights' gradients are averaged over ranks by whoever owns them: they must not be divided here.
         weights = CommOpGradientScaling.apply(weights, lookup._scale_gradient_factor)
-    indices, offsets, weights, _ = module.emb_module.prepare_inputs(features.values(), features.offsets(), weights)
+    tbe = module.emb_module
+    mode = tbe.bounds_check_mode_int
+    if check_indices:
+        tbe.bounds_check_mode_int = BoundsCheckMode.NONE.value
+    indices, offsets, weights, _ = tbe.prepare_inputs(features.values(), features.offsets(), weights)
+    tbe.bounds_check_mode_int = mode
     return indices, offsets, indices.new_empty(0, dtype=torch.float32) if weights is None else weights

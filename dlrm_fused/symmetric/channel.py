@@ -62,6 +62,7 @@ class Channel:
         flags: int64 words: [p] the ready word of rank p, [W + p] its arrival word, [2 W + p] its fingerprint; W ranks.
         state: int64 [8] on the device: [0] the last completed epoch, [1] programs done in the running launch, [2] 1 after a
             fault, [3] rank + 1 of a peer that is gone: waits end; the rest is free for kernels.
+        fault: int64 [1], word 2 of ``state``.
         control: int64 [8] in host memory that the device can write: [0] kind of the first fault (0 none, 1 limit exceeded,
             2 aborted, 3 refused, 4 mismatch), [1] the waiting rank, [2] the peer waited for, [3] epoch, [4] what was
             awaited (0 ready, 1 arrival); [7] rank + 1 of a peer that is gone, written by the host.
@@ -87,6 +88,7 @@ class Channel:
         self.timeout_seconds = timeout_seconds
         self.flags = group.allocate(f"{name}.flags", 3 * group.world_size * 8)
         self.state = torch.zeros(8, dtype=torch.int64, device=group.device)
+        self.fault = self.state[_FAULT : _FAULT + 1]
         on_gpu = group.device.type == "cuda"
         self.control = torch.zeros(8, dtype=torch.int64, pin_memory=on_gpu)
         self.control_address = self.control.data_ptr()

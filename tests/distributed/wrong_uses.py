@@ -1,0 +1,784 @@
+"""Wrong uses of exchanges, operators and the sharder, as a table, and what tries them on two ranks.
+
+The operators' kernels need Triton's interpreter here, which Triton decides on when it is imported: :func:`write_outcomes` is
+the program that tries the cases of a process with it, or without.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import Tensor
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
+from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_fused.errors import CommunicationError, UsageError, UserError
+from dlrm_fused.ops.embedding_all_to_all import embedding_all_to_all
+from dlrm_fused.ops.exchange import EmbeddingExchange, ExchangeLayout, LookupLayout
+from dlrm_fused.ops.pooled_all_to_all import pooled_all_to_all
+from dlrm_fused.ops.tables import LocalTables, RowwiseAdagrad
+from dlrm_fused.sharding import FusedEmbeddingBagCollectionSharder
+from dlrm_fused.symmetric import memory, symmetric_group
+from dlrm_fused.training.runtime import Rank, process_group
+from tests.distributed import test_fused_sharder as torchrec_models
+from tests.distributed.launch import run_ranks
+from tests.kernels.embedding_world import Features, Traffic, World, run_epochs
+
+RANKS = 2
+BOTH, SECOND = (0, 1), (1,)
+BATCHES = [3, 2]
+TIMEOUT_SECONDS = 60.0
+TOLERANCE = 1e-5
+NAME = "embeddings"
+
+
+@dataclass(frozen=True)
+class WrongUse:
+    """Something done wrongly.
+
+    Attributes:
+        what: is done wrongly, in Markdown.
+        attempt: ``attempt(scene, wrong)``, called on every rank: wrongly, or as it should be.
+        culprit: what the error must name on the ranks that do it wrongly.
+        ranks: these ranks.
+        others: what the error of the other ranks must name.
+        error: type of the error of ``ranks``; of the others UsageError, or CommunicationError, or its own.
+    """
+
+    what: str
+    attempt: Callable[[Any, bool], object]
+    culprit: str
+    ranks: tuple[int, ...] = BOTH
+    others: str = "rank 1 on"
+    error: type[Exception] = UsageError
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank has seen of a wrong use.
+
+    Attributes:
+        kind, message: of the error; "" and "" if there was none.
+        unchanged: whether tables, states of optimizers and held outputs are as before, to the bit.
+        difference: of results and tables from what they must be, after a correct forward and backward pass.
+        seconds: from the call to the error.
+    """
+
+    kind: str
+    message: str
+    unchanged: bool
+    difference: float
+    seconds: float
+
+
+class Scene(ABC):
+    """What wrong uses are tried on. Collective."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.group = symmetric_group()
+        self.held: list[Tensor] = []
+
+    def begin(self) -> None:  # noqa: B027 - most need nothing
+        """Prepare for the next wrong use."""
+
+    @abstractmethod
+    def tables(self) -> Sequence[Tensor]:
+        """Weights and states of optimizers, or what is in their place."""
+
+    @abstractmethod
+    def difference(self) -> float:
+        """Of a correct forward and backward pass, from what they must give."""
+
+    def state(self) -> list[Tensor]:
+        """What no wrong use may change."""
+        return [*self.tables(), *self.held]
+
+
+def try_out(scene: Scene, use: WrongUse) -> Outcome:
+    """Do something wrongly. Collective."""
+    scene.begin()
+    before = [tensor.detach().clone() for tensor in scene.state()]
+    kind = message = ""
+    began = time.monotonic()
+    try:
+        use.attempt(scene, scene.rank in use.ranks)
+    except Exception as error:
+        kind, message = type(error).__name__, str(error)
+    seconds = time.monotonic() - began
+    dist.barrier()
+    unchanged = all(torch.equal(left, right) for left, right in zip(before, scene.state(), strict=True))
+    return Outcome(kind, message, unchanged, scene.difference(), seconds)
+
+
+def try_all(titles: Sequence[str]) -> dict[tuple[str, str], Outcome]:
+    """On a rank: the outcomes of all wrong uses under these titles, by title and what is done wrongly."""
+    outcomes = {}
+    with process_group(Rank.from_environment(), torch.device("cpu")):
+        for title in titles:
+            make_scene, uses = WRONG_USES[title]
+            scene = make_scene()
+            for use in uses:
+                outcomes[title, use.what] = try_out(scene, use)
+        symmetric_group().close()
+    return outcomes
+
+
+def write_outcomes() -> None:
+    """``python -c "...write_outcomes()" FILE TITLE...``: write the outcomes of some titles by rank, pickled."""
+    path, *titles = sys.argv[1:]
+    Path(path).write_bytes(pickle.dumps(run_ranks(RANKS, try_all, titles)))
+
+
+# Exchanges of embeddings that are looked up elsewhere.
+
+WIDTH = 28
+LOOKUPS = (LookupLayout((0, 8), (8, 4)), LookupLayout((12, 20), (8, 4)))
+ROW_WISE = LookupLayout((24,), (4,), row_wise=True)
+LAYOUT = ExchangeLayout(tuple((own, ROW_WISE) for own in LOOKUPS), WIDTH)
+
+
+class Pooled(Scene):
+    """``pooled_all_to_all`` over an exchange that is in use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.correct = self.make()
+        generator = torch.Generator().manual_seed(1)
+        self.by_rank = [[torch.randn(sum(BATCHES), width, generator=generator) for width in (12, 4)] for _ in range(RANKS)]
+        self.gradients = [torch.randn(batch, WIDTH, generator=generator) for batch in BATCHES]
+        self.pooled = self.by_rank[self.rank]
+        self.held = [pooled_all_to_all(self.correct, self.pooled, BATCHES).detach()]
+
+    def make(self, layout: Any = LAYOUT, **settings: Any) -> EmbeddingExchange:
+        defaults = {"name": NAME, "gradient_scale": 0.5, "timeout_seconds": TIMEOUT_SECONDS}
+        return EmbeddingExchange(self.group, layout, **{**defaults, **settings})
+
+    def begin(self) -> None:
+        self.exchange = self.make()
+        self.held[1:] = [pooled_all_to_all(self.exchange, self.pooled, BATCHES).detach()]
+
+    def tables(self) -> Sequence[Tensor]:
+        return self.pooled
+
+    def call(self, pooled: Sequence[Tensor] | None = None, batch_sizes: Sequence[int] = BATCHES) -> Tensor:
+        return pooled_all_to_all(self.exchange, self.pooled if pooled is None else pooled, batch_sizes)
+
+    def backward(self, upstream: Tensor) -> None:
+        torch.ops.dlrm_fused.pooled_all_to_all_backward(upstream, BATCHES, self.exchange.handle)
+
+    def difference(self) -> float:
+        inputs = [tensor.clone().requires_grad_() for tensor in self.pooled]
+        output = pooled_all_to_all(self.correct, inputs, BATCHES)
+        output.backward(self.gradients[self.rank])
+        begin = sum(BATCHES[: self.rank])
+        (own, partial_), (other, other_partial) = self.by_rank
+        expected = torch.cat([own, other, partial_ + other_partial], dim=1)[begin : begin + BATCHES[self.rank]]
+        upstream = torch.cat(self.gradients) / RANKS
+        pairs = [
+            (output, expected),
+            (inputs[0].grad, upstream[:, 12 * self.rank : 12 * self.rank + 12]),
+            (inputs[1].grad, upstream[:, 24:]),
+        ]
+        return max(float((found - right).abs().max()) for found, right in pairs)  # type: ignore[operator]
+
+
+def settings(**wrong: Any) -> Callable[[Pooled, bool], object]:
+    """Make an exchange with other settings."""
+    return lambda scene, is_wrong: scene.make(**(wrong if is_wrong else {}))
+
+
+def layout(*lookups: Sequence[LookupLayout], columns: int = WIDTH) -> Callable[[Pooled, bool], object]:
+    """Make an exchange with another layout."""
+    return settings(layout=ExchangeLayout(tuple(tuple(own) for own in lookups), columns))
+
+
+def pooled(change: Callable[[list[Tensor]], Sequence[Tensor]]) -> Callable[[Pooled, bool], object]:
+    """Give other tensors."""
+    return lambda scene, is_wrong: scene.call(change(list(scene.pooled)) if is_wrong else None)
+
+
+def in_the_first_call(attempt: Callable[[Pooled, bool], object]) -> Callable[[Pooled, bool], object]:
+    """Before there is memory, which all ranks allocate together."""
+
+    def first(scene: Pooled, is_wrong: bool) -> None:
+        scene.exchange = scene.make()
+        attempt(scene, is_wrong)
+
+    return first
+
+
+def batch_sizes(wrong: list[int]) -> Callable[[Any, bool], object]:
+    return lambda scene, is_wrong: scene.call(batch_sizes=wrong if is_wrong else BATCHES)
+
+
+def gradient(change: Callable[[Tensor], Tensor]) -> Callable[[Any, bool], object]:
+    """Give the backward operator another gradient."""
+
+    def attempt(scene: Any, is_wrong: bool) -> None:
+        right = torch.ones(BATCHES[scene.rank], scene.exchange.layout.columns)
+        scene.backward(change(right) if is_wrong else right)
+
+    return attempt
+
+
+def allocate(name: str, sizes: Sequence[int]) -> Callable[[Scene, bool], object]:
+    return lambda scene, is_wrong: scene.group.allocate(name, sizes[scene.rank])
+
+
+@contextmanager
+def ranks_on_other_hosts() -> Iterator[None]:
+    """Groups that are made within find their ranks on hosts of their own."""
+    here, groups = memory.Host.here(), memory._groups
+    find = memory.Host.here
+    memory.Host.here = staticmethod(lambda: memory.Host(f"node{dist.get_rank()}", here.boot, here.processes))
+    memory._groups = {}
+    try:
+        yield
+    finally:
+        memory.Host.here, memory._groups = staticmethod(find), groups
+
+
+def reach_other_hosts(scene: Scene, is_wrong: bool) -> None:
+    with ranks_on_other_hosts():
+        symmetric_group()
+
+
+def join_as_a_stranger(scene: Scene, is_wrong: bool) -> None:
+    groups = [dist.new_group([rank]) for rank in range(RANKS)]
+    symmetric_group(groups[1 - scene.rank])
+
+
+def use_a_dropped_exchange(scene: Pooled, is_wrong: bool) -> None:
+    handle, scene.exchange = scene.exchange.handle, None  # type: ignore[assignment]
+    torch.ops.dlrm_fused.pooled_all_to_all(scene.correct.anchor, scene.pooled, BATCHES, handle)
+
+
+def come_too_late(scene: Pooled, is_wrong: bool) -> None:
+    scene.exchange = scene.make(timeout_seconds=0.3)
+    scene.call()
+    if is_wrong:
+        time.sleep(1.0)
+    scene.call()
+
+
+def go_on_after_an_error(scene: Pooled, is_wrong: bool) -> None:
+    for attempt in (pooled(lambda own: own[:1]), pooled(list)):
+        try:
+            attempt(scene, is_wrong)
+        except UserError as error:
+            first = error
+    assert first is not None
+    scene.call()
+
+
+EXCHANGES = [
+    WrongUse("ranks on different hosts", reach_other_hosts, "needs all ranks on one host", error=CommunicationError),
+    WrongUse("a process group that the rank is not in", join_as_a_stranger, "this process is not a member of it"),
+    WrongUse('`device="meta"`', lambda *_: symmetric_group(device="meta"), "device=meta: symmetric memory exists for"),
+    WrongUse("`allocate`: sizes that differ", allocate("buffer", (100, 200)), "rank 1: buffer with 200 bytes"),
+    WrongUse("`allocate`: nothing", allocate("buffer", (0, 0)), "size=0: must be positive"),
+    WrongUse(
+        "batches that do not fit into memory",
+        lambda scene, _: scene.exchange.reserve([10**11] * RANKS),
+        "but this host has",
+        error=CommunicationError,
+    ),
+    WrongUse("`layout`: columns of one lookup only", settings(layout=ROW_WISE), "needed: an ExchangeLayout"),
+    WrongUse("`layout` for another number of ranks", layout(LOOKUPS), "layout.lookups has 1 ranks, the process group 2"),
+    WrongUse(
+        "`layout`: lookups that overlap",
+        layout([LOOKUPS[0]], [LookupLayout((8, 20), (12, 4))], columns=24),
+        "column 8 of the output is produced 2 times",
+    ),
+    WrongUse("`layout`: columns of nobody", layout([LOOKUPS[0]], [LOOKUPS[1]]), "column 24 of the output is produced 0 times"),
+    WrongUse(
+        "`layout`: a dim that is no multiple of 4",
+        layout([LookupLayout((0,), (6,))], [], columns=6),
+        "layout.lookups[0][0]: column=0, dim=6",
+    ),
+    WrongUse(
+        "`layout`: columns outside the output", layout([LOOKUPS[0]], [LOOKUPS[1]], columns=20), "lie outside the output's 20"
+    ),
+    WrongUse("`layout`: more dims than columns", layout([LookupLayout((0,), (8, 4))], []), "1 columns but 2 dims"),
+    WrongUse(
+        "`layout`: row-wise lookups that differ",
+        layout([LOOKUPS[0], ROW_WISE], [LOOKUPS[1]]),
+        "layout.lookups[1]: its row-wise lookups differ",
+    ),
+    WrongUse(
+        "`layout` that differs between ranks",
+        layout([LOOKUPS[1], ROW_WISE], [LOOKUPS[0], ROW_WISE]),
+        "layout.lookups[0][0] differs between ranks",
+        SECOND,
+        "layout.lookups[0][0] differs between ranks",
+    ),
+    WrongUse("`forward_wire=torch.float64`", settings(forward_wire=torch.float64), "forward_wire=torch.float64", SECOND, NAME),
+    WrongUse(
+        "`backward_wire` that differs between ranks",
+        settings(backward_wire=torch.bfloat16),
+        "backward_wire differs between ranks",
+        SECOND,
+        "backward_wire differs between ranks",
+    ),
+    WrongUse("`gradient_scale=0`", settings(gradient_scale=0.0), "gradient_scale=0.0"),
+    WrongUse("`held_outputs=0`", settings(held_outputs=0), "held_outputs=0"),
+    WrongUse("`timeout_seconds=0`", settings(timeout_seconds=0.0), "timeout_seconds=0.0", SECOND, "timeout_seconds=0.0"),
+    WrongUse("`name` that differs between ranks", settings(name="other"), "rank 1: other", SECOND, "rank 1: other"),
+]
+
+POOLED = [
+    WrongUse("fp16 instead of fp32", pooled(lambda own: [own[0].half(), own[1]]), "pooled[0] is torch.float16", SECOND),
+    WrongUse("too few columns", pooled(lambda own: [own[0][:, :8], own[1]]), "needed: float32 [5, 12]", SECOND),
+    WrongUse("bags of the local batch only", pooled(lambda own: [own[0], own[1][:3]]), "pooled[1] is", SECOND),
+    WrongUse(
+        "rows that are not contiguous",
+        pooled(lambda own: [own[0].t().contiguous().t(), own[1]]),
+        "its rows must be contiguous",
+        SECOND,
+    ),
+    WrongUse("a lookup is missing", pooled(lambda own: own[:1]), "1 pooled tensors for 2 lookups", SECOND),
+    WrongUse("a lookup too many", pooled(lambda own: [*own, own[0]]), "3 pooled tensors for 2 lookups", SECOND),
+    WrongUse("`batch_sizes` of three ranks", batch_sizes([3, 2, 1]), "batch_sizes=[3, 2, 1]"),
+    WrongUse("a negative batch size", batch_sizes([6, -1]), "batch_sizes=[6, -1]", SECOND),
+    WrongUse(
+        "batch sizes that differ between ranks",
+        batch_sizes([2, 3]),
+        "differ in shapes or settings",
+        SECOND,
+        error=CommunicationError,
+    ),
+    WrongUse(
+        "too few columns, in the first call",
+        in_the_first_call(pooled(lambda own: [own[0][:, :8], own[1]])),
+        "rank 1: embeddings: pooled[0] is",
+        SECOND,
+        "rank 1: embeddings: pooled[0] is",
+    ),
+    WrongUse(
+        "batch sizes that differ between ranks, in the first call",
+        in_the_first_call(batch_sizes([2, 3])),
+        "batch_sizes=[3, 2] on rank 0, [2, 3] on rank 1",
+        SECOND,
+        "batch_sizes=[3, 2] on rank 0, [2, 3] on rank 1",
+    ),
+    WrongUse("an exchange that is no longer", use_a_dropped_exchange, "no such EmbeddingExchange in this process"),
+    WrongUse("backward: a gradient in fp64", gradient(Tensor.double), "the gradient is torch.float64", SECOND),
+    WrongUse(
+        "backward: a gradient of another batch", gradient(lambda g: g[:1]), "the gradient is torch.float32 [1, 28]", SECOND
+    ),
+    WrongUse(
+        "a call later than `timeout_seconds`",
+        come_too_late,
+        "longer than 0.3 s",
+        SECOND,
+        "longer than 0.3 s",
+        CommunicationError,
+    ),
+    WrongUse(
+        "calls after one that failed",
+        go_on_after_an_error,
+        "did not take part because of an error",
+        SECOND,
+        error=CommunicationError,
+    ),
+    WrongUse(
+        "`embedding_all_to_all` without GPU and interpreter",
+        lambda scene, _: embedding_all_to_all(scene.exchange, [], [], [], BATCHES),
+        "its kernels need a GPU or TRITON_INTERPRET=1",
+    ),
+]
+
+
+# The fused lookup.
+
+
+class Fused(Scene):
+    """``embedding_all_to_all`` over tables that are being trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        own = [Features((7, 5), (8, 4), (0, 1), weighted=True), Features((6,), (4,), (0,), row_wise=True)]
+        self.world = World([own] * RANKS, Traffic(longest_bag=2, largest_batch=2, held_outputs=8), seed=1)
+        self.correct = self.world.exchange(self.group, NAME, timeout_seconds=TIMEOUT_SECONDS)
+        batches = self.world.draw_batches(BATCHES)[self.rank]
+        self.inputs = {
+            "indices": [batch.indices for batch in batches],
+            "offsets": [batch.offsets for batch in batches],
+            "per_sample_weights": [batch.weights for batch in batches],
+        }
+        self.held = [embedding_all_to_all(self.correct, **self.inputs, batch_sizes=BATCHES).detach()]
+        self.check_indices = False
+
+    def begin(self) -> None:
+        self.exchange = self.make()
+        self.held[1:] = [self.call().detach()]
+
+    def make(self, **settings: Any) -> EmbeddingExchange:
+        exchange = self.world.exchange(self.group, NAME, timeout_seconds=TIMEOUT_SECONDS, **settings)
+        exchange.attach_tables(self.correct.tables)
+        return exchange
+
+    def tables(self) -> Sequence[Tensor]:
+        momenta = [tables.optimizer.momentum for tables in self.correct.tables]  # type: ignore[union-attr]
+        return [*(tables.weights for tables in self.correct.tables), *momenta]
+
+    def call(self, *, batch_sizes: Sequence[int] = BATCHES, **changes: list[Tensor]) -> Tensor:
+        output = embedding_all_to_all(self.exchange, **{**self.inputs, **changes}, batch_sizes=batch_sizes)
+        self.exchange.raise_fault()
+        return output
+
+    def backward(self, upstream: Tensor) -> None:
+        torch.ops.dlrm_fused.embedding_all_to_all_backward(upstream, *self.inputs.values(), BATCHES, self.exchange.handle)
+        self.exchange.raise_fault()
+
+    def difference(self) -> float:
+        return run_epochs(self.world, self.correct, 1).largest()
+
+
+def given(key: str, change: Callable[[Tensor], Tensor]) -> Callable[[Fused, bool], object]:
+    """Change an input of the first lookup."""
+
+    def attempt(scene: Fused, is_wrong: bool) -> None:
+        first, *others = scene.inputs[key]
+        scene.call(**({key: [change(first), *others]} if is_wrong else {}))
+
+    return attempt
+
+
+def checked(key: str, change: Callable[[Tensor], Tensor]) -> Callable[[Fused, bool], object]:
+    """The same with ``check_indices``."""
+
+    def attempt(scene: Fused, is_wrong: bool) -> None:
+        scene.exchange = scene.make(check_indices=True)
+        given(key, change)(scene, is_wrong)
+
+    return attempt
+
+
+def with_first(value: int) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: torch.cat([torch.full_like(tensor[:1], value), tensor[1:]])
+
+
+def end_earlier(offsets: Tensor) -> Tensor:
+    return torch.cat([offsets[:-1], offsets[-1:] - 1])
+
+
+def one_list_shorter(key: str) -> Callable[[Fused, bool], object]:
+    return lambda scene, is_wrong: scene.call(**({key: scene.inputs[key][:1]} if is_wrong else {}))
+
+
+def weights(change: Callable[[Tensor], Tensor]) -> Callable[[Fused, bool], object]:
+    """Give the operator other weights than those of the attached tables."""
+
+    def attempt(scene: Fused, is_wrong: bool) -> None:
+        given = [tables.weights for tables in scene.exchange.tables]
+        if is_wrong:
+            given[0] = change(given[0])
+        torch.ops.dlrm_fused.embedding_all_to_all(
+            scene.exchange.anchor, given, *scene.inputs.values(), BATCHES, scene.exchange.handle
+        )
+        scene.exchange.raise_fault()
+
+    return attempt
+
+
+def attach(change: Callable[[tuple[LocalTables, ...]], Sequence[LocalTables]]) -> Callable[[Fused, bool], object]:
+    return lambda scene, _: scene.exchange.attach_tables(change(scene.exchange.tables))
+
+
+def tables(**changes: Callable[[LocalTables], object]) -> Callable[[Fused, bool], object]:
+    """Describe the tables of the first lookup otherwise."""
+
+    def attempt(scene: Fused, _: bool) -> None:
+        first = scene.exchange.tables[0]
+        dataclasses.replace(first, **{key: change(first) for key, change in changes.items()})
+
+    return attempt
+
+
+def attach_nothing(scene: Fused, is_wrong: bool) -> None:
+    scene.exchange = EmbeddingExchange(scene.group, scene.world.layout, name=NAME, timeout_seconds=TIMEOUT_SECONDS)
+    if not is_wrong:
+        scene.exchange.attach_tables(scene.correct.tables)
+    scene.call()
+
+
+def short_momentum(own: LocalTables) -> RowwiseAdagrad:
+    assert isinstance(own.optimizer, RowwiseAdagrad)
+    return dataclasses.replace(own.optimizer, momentum=own.optimizer.momentum[:-1])
+
+
+def integer_rate(own: LocalTables) -> RowwiseAdagrad:
+    assert isinstance(own.optimizer, RowwiseAdagrad)
+    return dataclasses.replace(own.optimizer, learning_rate=torch.tensor(1))
+
+
+TABLES = [
+    WrongUse("weights in fp64", tables(weights=lambda own: own.weights.double()), "weights are torch.float64"),
+    WrongUse("weights of two dimensions", tables(weights=lambda own: own.weights.view(-1, 4)), "one flat, contiguous tensor"),
+    WrongUse("a table beyond the weights", tables(rows=lambda own: (7, 6)), "table 1 of 6 rows x 4 at offset 56"),
+    WrongUse("a dim that is no multiple of 4", tables(dims=lambda own: (8, 3)), "table 1 has dim 3"),
+    WrongUse("a feature of no table", tables(feature_tables=lambda own: (0, 2)), "feature 1 reads table 2"),
+    WrongUse("a momentum for fewer rows", tables(optimizer=short_momentum), "momentum is torch.float32 [11]"),
+    WrongUse("a learning rate of whole numbers", tables(optimizer=integer_rate), "learning_rate is torch.int64"),
+    WrongUse("`attach_tables`: those of one lookup of two", attach(lambda own: own[:1]), "1 groups of tables for 2 lookups"),
+    WrongUse("`attach_tables`: in another order", attach(lambda own: own[::-1]), "tables[0] gives features of dims (4,)"),
+    WrongUse(
+        "`attach_tables`: row-wise, with mean pooling",
+        attach(lambda own: [own[0], dataclasses.replace(own[1], mean=True)]),
+        "tables[1] is row-wise with mean pooling",
+    ),
+    WrongUse(
+        "`attach_tables` was not called", attach_nothing, "call attach_tables first", SECOND, "rank 1: embeddings: no tables"
+    ),
+]
+
+FUSED = [
+    WrongUse("indices in fp32", given("indices", Tensor.float), "indices[0] is torch.float32", SECOND),
+    WrongUse(
+        "indices that are not contiguous",
+        given("indices", lambda own: own.repeat_interleave(2)[::2]),
+        "needed: 1-D, contiguous",
+        SECOND,
+    ),
+    WrongUse("indices of two dimensions", given("indices", lambda own: own[None]), "indices[0] has shape [1, ", SECOND),
+    WrongUse("offsets in int16", given("offsets", Tensor.short), "offsets[0] is torch.int16", SECOND),
+    WrongUse("lengths for offsets", given("offsets", torch.diff), "offsets[0] has 10 entries", SECOND),
+    WrongUse("indices of one lookup of two", one_list_shorter("indices"), "1 indices for 2 lookups", SECOND),
+    WrongUse(
+        "weights of samples in fp64",
+        given("per_sample_weights", Tensor.double),
+        "per_sample_weights[0] is torch.float64",
+        SECOND,
+    ),
+    WrongUse(
+        "weights of too few samples", given("per_sample_weights", lambda own: own[1:]), "per_sample_weights[0] has", SECOND
+    ),
+    WrongUse(
+        "weights of samples for one lookup of two", one_list_shorter("per_sample_weights"), "1 per_sample_weights for 2", SECOND
+    ),
+    WrongUse("tables in another dtype than attached", weights(Tensor.half), "weights[0] is torch.float16", SECOND),
+    WrongUse("tables of another size than attached", weights(lambda own: own[4:]), "weights[0] is torch.float32 [72]", SECOND),
+    WrongUse(
+        "batch sizes that differ between ranks",
+        lambda scene, is_wrong: scene.call(batch_sizes=[2, 3] if is_wrong else BATCHES),
+        "differ in shapes or settings",
+        SECOND,
+        error=CommunicationError,
+    ),
+    WrongUse("`batch_sizes` of one rank", batch_sizes([5]), "batch_sizes=[5]"),
+    WrongUse(
+        "`check_indices`: an index beyond its table",
+        checked("indices", with_first(7)),
+        "holds 7 for feature 0",
+        SECOND,
+        "rank 1",
+    ),
+    WrongUse(
+        "`check_indices`: a negative index", checked("indices", with_first(-1)), "holds -1 for feature 0", SECOND, "rank 1"
+    ),
+    WrongUse(
+        "`check_indices`: offsets that fall", checked("offsets", with_first(2)), "offsets[0] must rise from 0", SECOND, "rank 1"
+    ),
+    WrongUse(
+        "`check_indices`: offsets that end too early",
+        checked("offsets", end_earlier),
+        "offsets[0] must rise from 0",
+        SECOND,
+        "rank 1",
+    ),
+    WrongUse(
+        "`check_indices`: indices in fp32",
+        checked("indices", Tensor.float),
+        "indices[0] is torch.float32",
+        SECOND,
+        "indices[0]",
+    ),
+    WrongUse("backward: a gradient in fp64", gradient(Tensor.double), "the gradient is torch.float64", SECOND),
+    WrongUse(
+        "backward: a gradient of another batch", gradient(lambda own: own[:1]), "the gradient is torch.float32 [1, 28]", SECOND
+    ),
+]
+
+
+# The sharder.
+
+TABLES_OF_MODEL = (
+    torchrec_models.Table("table_wise", 8, rank=1),
+    torchrec_models.Table("column_wise", 8),
+    torchrec_models.Table("row_wise", 4),
+)
+MODEL = torchrec_models.World((TABLES_OF_MODEL,), batch_sizes=(4, 4))
+
+
+class Sharded(Scene):
+    """A model with our sharder, beside the same one with TorchRec's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = build(strict=True)
+        self.torchrecs = torchrec_models.build(
+            MODEL, torchrec_models.EmbeddingBagCollectionSharder(dict(torchrec_models.ADAGRAD))
+        )
+        self.batches = torchrec_models.batches(MODEL, 1)
+        with torch.no_grad():
+            self.held = [get_unwrapped_module(self.model).embeddings(self.batches[0])]
+
+    def tables(self) -> Sequence[Tensor]:
+        return torchrec_models._tables(self.model)
+
+    def difference(self) -> float:
+        seen = []
+        for model in (self.model, self.torchrecs):
+            loss = model(self.batches[0])
+            loss.backward()
+            seen.append([loss.detach(), *torchrec_models._tables(model)])
+        return max(float((our - torchrecs).abs().max()) for our, torchrecs in zip(*seen, strict=True) if our.numel())
+
+
+def build(world: Any = MODEL, fused_params: dict[str, Any] | None = None, codecs: Any = None, **options: Any) -> Any:
+    sharder = FusedEmbeddingBagCollectionSharder({**torchrec_models.ADAGRAD, **(fused_params or {})}, codecs, **options)
+    return torchrec_models.build(world, sharder)
+
+
+def option(**wrong: Any) -> Callable[[Sharded, bool], object]:
+    """Make the sharder with other arguments."""
+    return lambda scene, is_wrong: FusedEmbeddingBagCollectionSharder(**(wrong if is_wrong else {}))
+
+
+def model(*wrong_tables: torchrec_models.Table, **wrong: Any) -> Callable[[Sharded, bool], object]:
+    """Shard another model, or with other arguments."""
+    world = dataclasses.replace(MODEL, modules=(wrong_tables,)) if wrong_tables else MODEL
+    return lambda scene, is_wrong: build(**({"world": world, **wrong} if is_wrong else {}))
+
+
+def model_on_other_hosts(scene: Sharded, is_wrong: bool) -> None:
+    with ranks_on_other_hosts():
+        build(strict=True)
+
+
+def int8_codecs(scene: Sharded, is_wrong: bool) -> None:
+    wire = QCommsConfig(forward_precision=CommType.INT8, backward_precision=CommType.FP16)
+    build(codecs=get_qcomm_codecs_registry(wire), strict=True)
+
+
+def batch(change: Callable[[KeyedJaggedTensor], KeyedJaggedTensor]) -> Callable[[Sharded, bool], object]:
+    def attempt(scene: Sharded, is_wrong: bool) -> None:
+        with torch.no_grad():
+            scene.model(change(scene.batches[0]))
+
+    return attempt
+
+
+def with_sizes_of_features(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """A batch in which each feature has a batch size of its own."""
+    keys = features.keys()
+    strides = [[i % 2 + 1] for i in range(len(keys))]
+    lengths = torch.ones(sum(stride for (stride,) in strides), dtype=torch.int64)
+    inverse = torch.stack([torch.arange(3) % stride for (stride,) in strides])
+    return KeyedJaggedTensor(
+        keys=keys,
+        values=torch.zeros(len(lengths), dtype=torch.int64),
+        lengths=lengths,
+        stride_per_key_per_rank=strides,
+        inverse_indices=(keys, inverse),
+    )
+
+
+def track_lookups(scene: Sharded, is_wrong: bool) -> None:
+    tracked = build(strict=True)
+    get_unwrapped_module(tracked).collections[0].register_post_lookup_tracker_fn(lambda *_: None)
+    tracked(scene.batches[0])
+
+
+def lose_batch_sizes(scene: Sharded, is_wrong: bool) -> None:
+    collection = get_unwrapped_module(scene.model).collections[0]
+    context = collection.create_context()
+    (uneven,) = torchrec_models.batches(dataclasses.replace(MODEL, batch_sizes=(5, 4)), 1)
+    features = collection.input_dist(context, uneven).wait().wait()
+    for sharding_context in context.sharding_contexts:
+        sharding_context.batch_size_per_rank = []
+    collection.compute_and_output_dist(context, features)
+
+
+def drop_a_feature(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    first, second, _ = features.split([1, 1, 1])
+    return KeyedJaggedTensor.concat([first, second])
+
+
+def index_beyond(scene: Sharded, is_wrong: bool) -> None:
+    """With kernels: the table-wise table of rank 1 is asked for a row that it has not."""
+    features = scene.batches[0]
+    values = features.values().clone()
+    if is_wrong:
+        values[0] = 1_000
+    checked = build(check_indices=True)
+    checked(KeyedJaggedTensor(keys=features.keys(), values=values, lengths=features.lengths()))
+
+
+DATA_PARALLEL = (*TABLES_OF_MODEL, torchrec_models.Table("data_parallel"))
+ELSEWHERE = (dataclasses.replace(TABLES_OF_MODEL[0], rank=0), *TABLES_OF_MODEL[1:])
+STRICT_DIFFERS, MODE_DIFFERS = (
+    f"FusedEmbeddingBagCollectionSharder: {key} differs between ranks" for key in ("strict", "mode")
+)
+
+SHARDER = [
+    WrongUse('`mode="fast"`', option(mode="fast"), "mode='fast': allowed: 'fused', 'auto'"),
+    WrongUse("`forward_wire=torch.int8`", option(forward_wire=torch.int8), "forward_wire=torch.int8: allowed:"),
+    WrongUse("`timeout_seconds=0`", option(timeout_seconds=0), "timeout_seconds=0: allowed:"),
+    WrongUse(
+        "`strict` with a data-parallel table", model(*DATA_PARALLEL, strict=True), "table_0_3: sharding type data_parallel"
+    ),
+    WrongUse("`strict` with ranks on different hosts", model_on_other_hosts, "needs all ranks on one host"),
+    WrongUse("`strict` with int8 on the wire", int8_codecs, "forward_wire="),
+    WrongUse("`strict` with a batch size for each feature", batch(with_sizes_of_features), "a batch size of its own"),
+    WrongUse("`strict` with a tracker of lookups", track_lookups, "a tracker of lookups"),
+    WrongUse("`strict` that differs between ranks", model(strict=True), STRICT_DIFFERS, SECOND, STRICT_DIFFERS),
+    WrongUse("`mode` that differs between ranks", model(mode="auto"), MODE_DIFFERS, SECOND, MODE_DIFFERS),
+    WrongUse(
+        "a plan that differs between ranks",
+        model(*ELSEWHERE),
+        "layout.lookups[0][0] differs between ranks",
+        SECOND,
+        "layout.lookups[0][0] differs between ranks",
+    ),
+    WrongUse("uneven batches without their sizes", lose_batch_sizes, "a batch of 9 samples from 2 ranks without their sizes"),
+    WrongUse("a feature is missing", batch(drop_a_feature), "the batch has no feature feature_2"),
+]
+
+SHARDER_WITH_KERNELS = [
+    WrongUse(
+        "`strict` with an optimizer of other kind",
+        model(fused_params={"optimizer": EmbOptimType.EXACT_ADAGRAD}, strict=True),
+        "optimizer EXACT_ADAGRAD",
+    ),
+    WrongUse("`strict` with `max_norm`", model(fused_params={"max_norm": 1.0}, strict=True), "max_norm=1.0"),
+    WrongUse("`check_indices`: a row that a table has not", index_beyond, "holds 1000 for feature 0", SECOND, "holds 1000"),
+]
+
+# By title in the document: on what they are tried, and whether that needs the kernels.
+WITHOUT_KERNELS = {
+    "Symmetric memory and exchanges": (Pooled, EXCHANGES),
+    "`pooled_all_to_all`": (Pooled, POOLED),
+    "The sharder": (Sharded, SHARDER),
+}
+WITH_KERNELS = {
+    "Tables": (Fused, TABLES),
+    "`embedding_all_to_all`": (Fused, FUSED),
+    "The sharder on GPUs": (Sharded, SHARDER_WITH_KERNELS),
+}
+WRONG_USES: dict[str, tuple[Callable[[], Scene], list[WrongUse]]] = {**WITHOUT_KERNELS, **WITH_KERNELS}  # type: ignore[dict-item]
