@@ -39,6 +39,11 @@ class Blocks:
     warps: int
     programs: int
 
+    @property
+    def can_be_compiled(self) -> bool:
+        """Triton 3.6 fails on a program that has a warp of bags, but not one for each of its threads."""
+        return self.bags < 32 or self.bags >= 32 * self.warps
+
 
 ALL = 1 << 30  # a program for each item
 _ENOUGH_PROGRAMS = 132 * 16
@@ -103,7 +108,8 @@ def choose_blocks(shape: LookupShape, device: torch.device) -> Blocks:
         and bags * shape.block_dim * shape.dtype.itemsize > 32 * blocks.warps * _LOAD_BYTES
     ):
         bags //= 2
-    return replace(blocks, bags=bags, rows=rows)
+    chosen = replace(blocks, bags=bags, rows=rows)
+    return chosen if chosen.can_be_compiled else replace(chosen, bags=16)
 
 
 def _length_class(mean_length: float) -> int:
