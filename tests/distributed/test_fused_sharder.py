@@ -252,7 +252,7 @@ def with_gradients_of_weights(model: DistributedModelParallel, world: World) -> 
     """As where a feature processor computes the weights of samples between input dist and lookup."""
     collection = get_unwrapped_module(model).collections[0]
     observed: list[Tensor] = []
-    for batch in batches(world, 4):
+    for batch in batches(world, 2):
         context = collection.create_context()
         distributed = collection.input_dist(context, batch).wait().wait()
         weights = [features.weights().detach().requires_grad_() for features in distributed]
@@ -277,6 +277,7 @@ EVERY_KIND = (
 # FBGEMM's backward pass on the CPU does not divide by the length of weighted bags whose mean is taken; that on GPUs does.
 WEIGHTED = tuple(table for table in EVERY_KIND if table.pooling is SUM)
 WITHOUT_ROW_WISE = tuple(table for table in EVERY_KIND if table.sharding != "row_wise")
+ONE_OF_EACH = EVERY_KIND[1:4]
 
 
 class TestOneStepAfterTheOther:
@@ -338,15 +339,15 @@ class TestHeldTensors:
         ["many_forwards_before_any_backward", "backwards_in_the_order_of_forwards", "accumulation", "evaluation_in_between"],
     )
     def test_equals_torchrec(self, course):
-        assert_equal(run_both(World((EVERY_KIND,)), globals()[course]))
+        assert_equal(run_both(World((ONE_OF_EACH,), batch_sizes=(4, 4)), globals()[course]))
 
     @pytest.mark.parametrize("course", ["step_by_step", "many_forwards_before_any_backward"])
     def test_two_sharded_modules(self, course):
-        assert_equal(run_both(World((EVERY_KIND, EVERY_KIND[::-1])), globals()[course]))
+        assert_equal(run_both(World((ONE_OF_EACH, ONE_OF_EACH[::-1]), batch_sizes=(4, 4)), globals()[course]))
 
 
 def many_forwards_before_any_backward(model: DistributedModelParallel, world: World) -> list[Tensor]:
-    losses = [model(batch) for batch in batches(world, 9)]
+    losses = [model(batch) for batch in batches(world, 6)]
     held = [loss.detach().clone() for loss in losses]
     for loss in reversed(losses):
         loss.backward()
@@ -354,7 +355,7 @@ def many_forwards_before_any_backward(model: DistributedModelParallel, world: Wo
 
 
 def backwards_in_the_order_of_forwards(model: DistributedModelParallel, world: World) -> list[Tensor]:
-    outputs = [get_unwrapped_module(model).embeddings(batch) for batch in batches(world, 9)]
+    outputs = [get_unwrapped_module(model).embeddings(batch) for batch in batches(world, 6)]
     for output in outputs:
         output.square().sum().backward()
     return [output.detach() for output in outputs]
@@ -362,7 +363,7 @@ def backwards_in_the_order_of_forwards(model: DistributedModelParallel, world: W
 
 def accumulation(model: DistributedModelParallel, world: World) -> list[Tensor]:
     optimizer, observed = optimizer_of(model), []
-    for i, batch in enumerate(batches(world, 12)):
+    for i, batch in enumerate(batches(world, 8)):
         loss = model(batch)
         loss.backward()
         observed.append(loss.detach())
@@ -375,7 +376,7 @@ def accumulation(model: DistributedModelParallel, world: World) -> list[Tensor]:
 
 def evaluation_in_between(model: DistributedModelParallel, world: World) -> list[Tensor]:
     optimizer, observed = optimizer_of(model), []
-    made = batches(world, 8)
+    made = batches(world, 6)
     for training, evaluated in zip(made[::2], made[1::2], strict=True):
         loss = model(training)
         model.eval()
