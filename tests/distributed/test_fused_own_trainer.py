@@ -7,10 +7,18 @@ import runpy
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from dlrm_fused.ops.exchange import EmbeddingExchange, ExchangeLayout, LookupLayout
+from dlrm_fused.ops.pooled_all_to_all import pooled_all_to_all
+from dlrm_fused.symmetric import symmetric_group
+from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import run_ranks
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 SCRIPT = DOCS / "examples/own_trainer.py"
 OURS = "sharders=[FusedEmbeddingBagCollectionSharder("
 THEIRS = "sharders=[EmbeddingBagCollectionSharder("
@@ -44,3 +52,29 @@ def test_the_page_shows_the_script_and_it_is_as_short_as_it_says():
     script = SCRIPT.read_text()
     assert shown.strip() == script[script.index("import os") :].strip()
     assert len([line for line in shown.splitlines() if line]) <= 42
+
+
+def test_the_readmes_use_of_an_operator():
+    batch_sizes = [3, 2]
+    pooled = [torch.randn(5, 8) for _ in batch_sizes]
+    (output_0, gradient_0), (output_1, gradient_1) = run_ranks(2, _run_the_readme, pooled, batch_sizes)
+    whole = torch.cat(pooled, dim=1)
+    assert output_0.equal(whole[:3])
+    assert output_1.equal(whole[3:])
+    assert gradient_0.equal(2 * pooled[0])
+    assert gradient_1.equal(2 * pooled[1])
+
+
+def _run_the_readme(of_ranks: list[Tensor], batch_sizes: list[int]) -> tuple[Tensor, Tensor]:
+    (code,) = re.findall(r"```python\n([^`]*pooled_all_to_all\(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    rank, device = Rank.from_environment(), torch.device("cpu")
+    with process_group(rank, device):
+        pooled = of_ranks[rank.index].clone().requires_grad_()
+        names: dict[str, object] = {"pooled": pooled, "batch_sizes": batch_sizes, "device": device, "dist": dist}
+        operators = (EmbeddingExchange, ExchangeLayout, LookupLayout, pooled_all_to_all, symmetric_group)
+        names.update({operator.__name__: operator for operator in operators})
+        exec(code, names)
+        output = names["output"]
+        assert isinstance(output, Tensor)
+        assert pooled.grad is not None
+        return output.detach().clone(), pooled.grad
