@@ -40,7 +40,7 @@ from dlrm_fused.ops.pooled_all_to_all import checked_plan, send_gradient
 from dlrm_fused.ops.put import TRITON_DTYPES, put_rectangles, to_wire
 from dlrm_fused.ops.receive import Output, finish_staged
 from dlrm_fused.ops.tables import LocalTables
-from dlrm_fused.symmetric.device import begin, finish, peer_pointer, uses_kernels, wait_until_ready
+from dlrm_fused.symmetric.device import announced_offset, begin, finish, peer_pointer, uses_kernels, wait_until_ready
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _FEATURE_FIELDS = tl.constexpr(4)
@@ -221,14 +221,15 @@ def lookup_and_put_kernel(
         epoch = tl.load(state) + 1
     bag_lane = tl.arange(0, BAGS)
     lane = tl.arange(0, DIM)
-    known_peer = tl.full((), -1, tl.int32)
-    ready_at = tl.full((), -1, tl.int64)
+    ready_peers = tl.zeros((), tl.int64)  # a bit for each
+    may_send = tl.full((), 1, tl.int1)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        turn = item // (feature_count * blocks)
+        # One feature after the other: a few tables at a time stay in the caches.
+        feature = item // (WORLD * blocks)
+        turn = item // blocks % WORLD
         peer = (RANK + 1 + turn) % WORLD
-        rest = item - turn * (feature_count * blocks)
-        fields = features + (rest // blocks) * _FEATURE_FIELDS
-        first_bag = tl.load(bags + peer) + (rest % blocks) * BAGS
+        fields = features + feature * _FEATURE_FIELDS
+        first_bag = tl.load(bags + peer) + item % blocks * BAGS
         end_bag = tl.load(bags + peer + 1)
         table = weights + tl.multiple_of(tl.load(fields + 1), VECTOR)
         dim = DIM if EXACT_DIM else tl.multiple_of(tl.load(fields + 2), VECTOR)
@@ -247,17 +248,17 @@ def lookup_and_put_kernel(
         if MEAN:
             pooled = pooled / tl.maximum(length, 1).to(tl.float32)[:, None]
 
-        if peer != known_peer:
-            ready_at = wait_until_ready(peer, epoch, fingerprint, flags, state, control, poll_limit, RANK, WORLD)
-            known_peer = peer
+        if (ready_peers >> peer) & 1 == 0:
+            may_send &= wait_until_ready(peer, epoch, fingerprint, flags, state, control, poll_limit, RANK, WORLD) >= 0
+            ready_peers |= tl.full((), 1, tl.int64) << peer
         offset = tl.load(bags + WORLD + 1 + peer)
         if RELATIVE:
-            offset += ready_at
+            offset += announced_offset(peer, flags)
         destination = peer_pointer(addresses, peer, offset, WIRE)
         at_row = (bag - tl.load(bags + peer)).to(tl.int64)
         column = tl.multiple_of(tl.load(fields + 3), VECTOR)
         places = destination + at_row[:, None] * tl.multiple_of(stride, 4) + (column + lane)[None, :]
-        sent = exists & (ready_at >= 0)
+        sent = exists & may_send
         if PARTIAL:
             presence = peer_pointer(addresses, peer, tl.load(bags + 2 * WORLD + 1 + peer), tl.uint8)
             bag_count = end_bag - tl.load(bags + peer)

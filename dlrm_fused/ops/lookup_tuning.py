@@ -48,6 +48,8 @@ class Blocks:
 ALL = 1 << 30  # a program for each item
 _ENOUGH_PROGRAMS = 132 * 16
 _LOAD_BYTES = 16  # of a thread's load
+_MOST_LOADS = 16  # of a thread at once
+_ENOUGH_BYTES = 132 * 96 * 1024  # on their way
 # Rows per bag from which on the next column of the table holds; measured at 1, 8, 32 and 100.
 _LENGTH_LIMITS = (3, 16, 64)
 # Up to so many bags of all features the small shape (8 tables x 2048 bags) is the better guide, else the large (16 x 8192).
@@ -101,15 +103,25 @@ def choose_blocks(shape: LookupShape, device: torch.device) -> Blocks:
     # Other dims: as many bytes of a row for each thread.
     bags = max(1, blocks.bags * measured_dim // shape.block_dim)
     rows = max(1, blocks.rows * measured_dim // max(measured_dim, shape.block_dim))
-    # A short lookup is spread over all multiprocessors, as long as a row of each bag fills the program's threads.
-    while (
-        bags > 1
-        and shape.bags // bags < _ENOUGH_PROGRAMS
-        and bags * shape.block_dim * shape.dtype.itemsize > 32 * blocks.warps * _LOAD_BYTES
-    ):
-        bags //= 2
+    bags, rows = _spread(shape, bags, rows, blocks.warps)
     chosen = replace(blocks, bags=bags, rows=rows)
     return chosen if chosen.can_be_compiled else replace(chosen, bags=16)
+
+
+def _spread(shape: LookupShape, bags: int, rows: int, warps: int) -> tuple[int, int]:
+    """Bags and rows with which a short lookup keeps all multiprocessors busy."""
+    threads, row_bytes = 32 * warps, shape.block_dim * shape.dtype.itemsize
+    # More programs, as long as a row of each bag fills their threads.
+    while bags > 1 and shape.bags // bags < _ENOUGH_PROGRAMS and bags * row_bytes > threads * _LOAD_BYTES:
+        bags //= 2
+    # More rows on their way, as long as there are so many, and registers for them.
+    while (
+        shape.bags * rows * row_bytes < _ENOUGH_BYTES
+        and 2 * rows <= shape.mean_length
+        and 2 * rows * bags * row_bytes <= threads * _LOAD_BYTES * _MOST_LOADS
+    ):
+        rows *= 2
+    return bags, rows
 
 
 def _length_class(mean_length: float) -> int:

@@ -169,6 +169,12 @@ def wait_until_ready(peer, epoch, fingerprint, flags, state, control, poll_limit
 
 
 @triton.jit
+def announced_offset(peer, flags):
+    """Where ``peer`` receives in this epoch, in bytes; only after :func:`wait_until_ready` for it in the same program."""
+    return (tl.load(flags + peer) & 0xFFFFFFFF) * OFFSET_UNIT
+
+
+@triton.jit
 def finish(
     epoch, flags, flag_addresses, state, control, poll_limit, RANK: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr
 ):
