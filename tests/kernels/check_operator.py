@@ -46,7 +46,7 @@ def opcheck_lookup(exchange: EmbeddingExchange, indices: Tensor, offsets: Tensor
 
 
 def opcheck_pooled(exchange: EmbeddingExchange, indices: Tensor, offsets: Tensor, weights: Tensor, batches: list[int]) -> None:
-    pooled = torch.randn(sum(batches), 12, requires_grad=True)
+    pooled = torch.randn(sum(batches), 12, device=exchange.device, requires_grad=True)
     arguments = (exchange.anchor, [pooled], batches, exchange.handle)
     torch.library.opcheck(torch.ops.dlrm_fused.pooled_all_to_all.default, arguments)
 
@@ -67,11 +67,16 @@ def step(exchange: EmbeddingExchange, indices: Tensor, offsets: Tensor, weights:
 
 
 def compiled_and_eager(
-    exchange: EmbeddingExchange, indices: Tensor, offsets: Tensor, weights: Tensor, batches: list[int]
+    exchange: EmbeddingExchange,
+    indices: Tensor,
+    offsets: Tensor,
+    weights: Tensor,
+    batches: list[int],
+    backend: str = "aot_eager",
 ) -> list[list[float]]:
     losses = []
     start = exchange.tables[0].weights.clone()
-    for run in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+    for run in (step, torch.compile(step, backend=backend, fullgraph=True)):
         exchange.tables[0].weights.copy_(start)
         exchange.tables[0].optimizer.momentum.zero_()  # type: ignore[union-attr]
         losses.append([])
@@ -103,9 +108,10 @@ def test_the_reference_is_the_same_computation() -> None:
 def gradient_of_pooled(
     exchange: EmbeddingExchange, indices: Tensor, offsets: Tensor, weights: Tensor, batches: list[int]
 ) -> bool:
-    pooled = torch.randn(sum(batches), 12, requires_grad=True)
-    pooled_all_to_all(exchange, [pooled], batches).backward(torch.ones(batches[exchange.rank], 24))
-    return torch.equal(pooled.grad, torch.full_like(pooled, 0.5))  # type: ignore[arg-type]
+    pooled = torch.randn(sum(batches), 12, device=exchange.device, requires_grad=True)
+    columns = exchange.layout.columns
+    pooled_all_to_all(exchange, [pooled], batches).backward(torch.ones(batches[exchange.rank], columns, device=exchange.device))
+    return torch.equal(pooled.grad, torch.full_like(pooled, 1 / exchange.world_size))  # type: ignore[arg-type]
 
 
 def test_gradients_are_divided_by_the_number_of_ranks() -> None:

@@ -1,0 +1,302 @@
+"""The fused lookup and its backward pass on several GPUs: results, CUDA graphs, torch.compile, opcheck, faults.
+
+All checks run in one launch of ranks, one after the other; each has an exchange of its own. With ``TRITON_INTERPRET=1`` they
+run on the CPU too, without CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlrm_fused.errors import CommunicationError, UsageError
+from dlrm_fused.ops.embedding_all_to_all import embedding_all_to_all
+from dlrm_fused.ops.exchange import EmbeddingExchange
+from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
+from dlrm_fused.training.runtime import Rank, process_group
+from tests.distributed.launch import run_ranks
+from tests.kernels import check_operator
+from tests.kernels.embedding_world import Features, Result, Traffic, World, _Batch, _difference, run_epochs
+
+ON_GPU = torch.cuda.is_available()
+RANKS = min(4, torch.cuda.device_count()) if ON_GPU else 2
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        RANKS < 2 or (not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1"), reason="needs two CUDA devices"
+    ),
+]
+TIMEOUT_SECONDS = 20.0
+# The interpreter is slow.
+WIDE, MIDDLE, ODD = (128, 64, 12) if ON_GPU else (8, 4, 12)
+EPOCHS, BATCH, BAG = (15, 12, 9) if ON_GPU else (6, 2, 2)
+REPLAYS = 100 if ON_GPU else 5
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
+def world_of(
+    ranks: int, traffic: Traffic, dtype: torch.dtype = FP32, index_dtype: torch.dtype = torch.int64, seed: int = 1
+) -> World:
+    """Sum and mean, weighted and not, odd and even dims, row-wise tables; of three ranks or more the last has only these."""
+    lookups: list[list[Features]] = []
+    for rank in range(ranks):
+        own = [Features((6,), (MIDDLE,), (0,), row_wise=True, dtype=dtype, index_dtype=index_dtype)]
+        if ranks < 3 or rank < ranks - 1:
+            sums = Features((11, 70), (WIDE, ODD), (0, 1, 0), dtype=dtype, index_dtype=index_dtype)
+            means = replace(own[0], rows=(5 + rank, 9), dims=(MIDDLE, ODD), feature_tables=(0, 1), mean=True, row_wise=False)
+            own = [sums, replace(means, weighted=rank == 0, index_dtype=torch.int32), *own]
+        lookups.append(own)
+    return World(lookups, traffic, seed)
+
+
+def delay(rank: int) -> Callable[[int], None]:
+    """Up to a millisecond, on the device, at random."""
+    generator = random.Random(rank)
+
+    def wait(_: int) -> None:
+        if ON_GPU:
+            torch.cuda._sleep(generator.randrange(2_000_000))
+        else:
+            time.sleep(generator.uniform(0, 0.001))
+
+    return wait
+
+
+def expect(result: Result, output: float, tables: float) -> None:
+    assert max(result.output, result.held, result.weight_gradients) < output, result
+    assert max(result.tables, result.momentum) < tables, result
+    assert result.largest() < float("inf"), result
+
+
+def epochs_in_fp32(group: SymmetricGroup, index_dtype: torch.dtype, optimizer: str) -> None:
+    traffic = Traffic(optimizer=optimizer, longest_bag=BAG, largest_batch=BATCH)
+    world = world_of(group.world_size, traffic, index_dtype=index_dtype)
+    exchange = world.exchange(group, f"{index_dtype} {optimizer}", timeout_seconds=TIMEOUT_SECONDS)
+    # More outputs are held than symmetric memory has room for.
+    expect(run_epochs(world, exchange, EPOCHS, delay(group.rank), hold=5), output=1e-4, tables=1e-4)
+
+
+def one_epoch(group: SymmetricGroup, dtype: torch.dtype, forward_wire: torch.dtype, backward_wire: torch.dtype) -> None:
+    traffic = Traffic(forward_wire=forward_wire, backward_wire=backward_wire, largest_batch=BATCH)
+    world = world_of(group.world_size, traffic, dtype)
+    exchange = world.exchange(group, f"{dtype} {forward_wire} {backward_wire}", timeout_seconds=TIMEOUT_SECONDS)
+    # Values and gradients of some units, rounded once on the wire; partial sums of every rank. Updated tables once more.
+    output, gradient, rounding = (0 if kind == FP32 else torch.finfo(kind).eps for kind in (forward_wire, backward_wire, dtype))
+    result = run_epochs(world, exchange, 1)
+    of_ranks = [0.0] * group.world_size
+    dist.all_gather_object(of_ranks, result.output)
+    expect(result, output=1e-4 + 8 * max(output, gradient), tables=1e-4 + 8 * gradient + rounding)
+    assert (max(of_ranks) > 1e-5) == (forward_wire != FP32)
+
+
+def many_batch_sizes(group: SymmetricGroup) -> None:
+    """The memory grows, and some ranks have no samples."""
+    world = world_of(group.world_size, Traffic(longest_bag=2))
+    exchange = world.exchange(group, "growing", timeout_seconds=TIMEOUT_SECONDS)
+    for largest in (1, 2, 40 if ON_GPU else 4, 3):
+        world._traffic = replace(world._traffic, largest_batch=largest)
+        expect(run_epochs(world, exchange, 2), output=1e-4, tables=1e-4)
+
+
+def redraw(world: World, batches: list[list[_Batch]], batch: int) -> None:
+    """Other rows for all bags of all ranks, which keep their lengths."""
+    for lookups, own in zip(world.ranks, batches, strict=True):
+        for features, drawn in zip(lookups, own, strict=True):
+            rows = np.repeat([features.rows[table] for table in features.feature_tables], batch)
+            lengths = np.diff(drawn.offsets.numpy())
+            indices = (world._random.random(int(lengths.sum())) * np.repeat(rows, lengths)).astype(np.int64)
+            drawn.indices = torch.from_numpy(indices).to(features.index_dtype)
+
+
+def captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """A CUDA graph of the step; on the CPU the step itself."""
+    if not ON_GPU:
+        return step
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()  # compiles; gradients are 0, hence no table changes
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        output = step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return output
+
+    return replay
+
+
+def replays_of_a_graph(group: SymmetricGroup, training: bool) -> None:
+    """Inputs and gradients are changed in place; every replay is an epoch with the values of its time."""
+    world = world_of(group.world_size, Traffic(optimizer="sgd"))
+    exchange = world.exchange(group, f"graph, training: {training}", timeout_seconds=TIMEOUT_SECONDS)
+    sizes = [3 + rank for rank in range(group.world_size)]
+    batches, device = world.draw_batches(sizes), group.device
+    own = batches[group.rank]
+    indices, offsets = [batch.indices.to(device) for batch in own], [batch.offsets.to(device) for batch in own]
+    weights = [batch.weights.to(device) for batch in own]
+    gradient = torch.zeros(sizes[group.rank], exchange.layout.columns, device=device)
+
+    def step() -> Tensor:
+        with torch.set_grad_enabled(training):
+            output = embedding_all_to_all(exchange, indices, offsets, weights, sizes)
+        if training:
+            output.backward(gradient)
+        return output.detach()
+
+    replay = captured(step)
+    wait = delay(group.rank)
+    for number in range(REPLAYS):
+        redraw(world, batches, sum(sizes))
+        for static, batch in zip(indices, own, strict=True):
+            static.copy_(batch.indices)
+        expected = world.output(batches, sizes, group.rank)
+        gradients = world.draw_gradients(sizes)
+        gradient.copy_(0.01 * gradients[group.rank])
+        wait(number)
+        output = replay()
+        if training:
+            world.update(batches, [0.01 * own_gradient for own_gradient in gradients], group.rank)
+        assert _difference(output, expected) < 1e-3, f"replay {number}"
+    exchange.raise_fault()
+    assert max(world.table_errors(exchange)) < 1e-3
+    # Replays and other calls may follow each other.
+    eager = embedding_all_to_all(exchange, indices, offsets, weights, sizes)
+    assert _difference(eager, world.output(batches, sizes, group.rank)) < 1e-3
+
+
+def as_operator(group: SymmetricGroup, work: Callable[..., Any], *arguments: Any) -> Any:
+    """Checks of check_operator.py, on this device."""
+    world = World([[Features((7, 5), (8, 4), (0, 1), weighted=True)]] * group.world_size, Traffic(held_outputs=8), seed=1)
+    name = getattr(work, "__name__", "operator")
+    exchange = world.exchange(group, name, timeout_seconds=TIMEOUT_SECONDS)
+    sizes = [3 - rank % 2 for rank in range(group.world_size)]
+    (batch,) = world.draw_batches(sizes)[group.rank]
+    tensors = (batch.indices.to(group.device), batch.offsets.to(group.device), batch.weights.to(group.device))
+    return work(exchange, *tensors, sizes, *arguments)
+
+
+def opcheck(group: SymmetricGroup) -> None:
+    as_operator(group, check_operator.opcheck_lookup)
+    as_operator(group, check_operator.opcheck_pooled)
+
+
+def compiled_steps(group: SymmetricGroup) -> None:
+    eager, compiled = as_operator(group, check_operator.compiled_and_eager, "inductor" if ON_GPU else "aot_eager")
+    torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
+    assert len(set(eager)) == 4, "the tables are trained"
+
+
+def reference_in_plain_torch(group: SymmetricGroup) -> None:
+    assert as_operator(group, check_operator.differences_to_the_reference) < 1e-5
+
+
+def pooled_gradients(group: SymmetricGroup) -> None:
+    assert as_operator(group, check_operator.gradient_of_pooled)
+
+
+def refused(group: SymmetricGroup, in_backward: bool) -> None:
+    """Rank 1 makes a mistake: all ranks raise, and no table changes."""
+
+    def attempt(exchange: EmbeddingExchange, indices: Tensor, offsets: Tensor, weights: Tensor, sizes: list[int]) -> None:
+        output = embedding_all_to_all(exchange, [indices], [offsets], [weights], sizes)
+        held, tables = output.detach().clone(), exchange.tables[0]
+        before = tables.weights.clone(), tables.optimizer.momentum.clone()  # type: ignore[union-attr]
+        wrong = group.rank == 1
+        with pytest.raises(UsageError if wrong else CommunicationError) as raised:
+            if in_backward:
+                gradient = torch.ones_like(held)
+                arguments = ([indices], [offsets], [weights], sizes, exchange.handle)
+                operator = torch.ops.dlrm_fused.embedding_all_to_all_backward
+                operator(gradient.double() if wrong else gradient, *arguments)
+            else:
+                embedding_all_to_all(exchange, [indices.float() if wrong else indices], [offsets], [weights], sizes)
+            if ON_GPU:
+                torch.cuda.synchronize()
+            exchange.raise_fault()
+        assert ("torch.float" if wrong else "rank 1 on") in str(raised.value)
+        assert torch.equal(output.detach(), held)
+        assert torch.equal(tables.weights, before[0])
+        assert torch.equal(tables.optimizer.momentum, before[1])  # type: ignore[union-attr]
+
+    as_operator(group, attempt)
+
+
+def wrong_indices_are_found(group: SymmetricGroup) -> None:
+    world = world_of(group.world_size, Traffic())
+    exchange = world.exchange(group, "checked", timeout_seconds=TIMEOUT_SECONDS, check_indices=True)
+    sizes = [2] * group.world_size
+    own = world.draw_batches(sizes)[group.rank]
+    indices = [batch.indices.to(group.device) for batch in own]
+    offsets, weights = ([getattr(batch, key).to(group.device) for batch in own] for key in ("offsets", "weights"))
+    if group.rank == 1:
+        indices[0][-1] = 1_000
+    with pytest.raises(UsageError, match=r"rank 1: checked: indices\[0\] holds 1000"):
+        embedding_all_to_all(exchange, indices, offsets, weights, sizes)
+
+
+CHECKS: dict[str, Callable[[SymmetricGroup], Any]] = {
+    "epochs with delays, int64": partial(epochs_in_fp32, index_dtype=torch.int64, optimizer="rowwise_adagrad"),
+    "epochs with delays, int32, SGD": partial(epochs_in_fp32, index_dtype=torch.int32, optimizer="sgd"),
+    "fp16 tables": partial(one_epoch, dtype=FP16, forward_wire=FP32, backward_wire=FP32),
+    "bf16 tables, fp16 on the wire": partial(one_epoch, dtype=BF16, forward_wire=FP16, backward_wire=FP16),
+    "fp32 tables, bf16 on the wire": partial(one_epoch, dtype=FP32, forward_wire=BF16, backward_wire=BF16),
+    "batches that grow": many_batch_sizes,
+    "equals plain torch": reference_in_plain_torch,
+    "gradients of pooled_all_to_all": pooled_gradients,
+    "graph of lookups": partial(replays_of_a_graph, training=False),
+    "graph of training steps": partial(replays_of_a_graph, training=True),
+    "opcheck": opcheck,
+    "torch.compile": compiled_steps,
+    "refused in forward": partial(refused, in_backward=False),
+    "refused in backward": partial(refused, in_backward=True),
+    "wrong indices": wrong_indices_are_found,
+}
+
+
+def run_checks() -> dict[str, str]:
+    """On a rank: what went wrong, by check; nothing if all is well."""
+    rank = Rank.from_environment()
+    device = torch.device("cuda", rank.index) if ON_GPU else torch.device("cpu")
+    if ON_GPU:
+        torch.cuda.set_device(device)
+    failures = {}
+    with process_group(rank, device):
+        group = symmetric_group(device=device)
+        for name, check in CHECKS.items():
+            began = time.monotonic()
+            try:
+                check(group)
+            except BaseException:  # pytest's failures are no Exceptions
+                failures[name] = traceback.format_exc()
+            if rank.index == 0:
+                print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
+            dist.barrier()
+        group.close()
+    return failures
+
+
+@pytest.fixture(scope="module")
+def failures() -> list[dict[str, str]]:
+    """By rank."""
+    return run_ranks(RANKS, run_checks)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_all_ranks(name: str, failures: list[dict[str, str]]) -> None:
+    assert [own.get(name, "") for own in failures] == [""] * RANKS
