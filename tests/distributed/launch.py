@@ -40,7 +40,8 @@ from dlrm_fused.training.offline_evaluation import evaluate_run
 from dlrm_fused.training.runtime import FailureBoard, Rank, process_group
 
 _RANK_TIMEOUT_SECONDS = 240.0
-_context = multiprocessing.get_context("forkserver")
+# Once CUDA is initialized, as some imports do, a process cannot be forked.
+_context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 _context.set_forkserver_preload(["dlrm_fused.training.trainer", "dlrm_fused.training.offline_evaluation"])
 
 # Small enough for 200 steps in a few seconds. Samples of an epoch are not a multiple of the batch.
