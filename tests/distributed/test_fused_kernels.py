@@ -22,10 +22,8 @@ CASES = {
         "test_weighted_features[2]",
         "test_gradients_of_the_weights[2]",
         "test_beside_tables_that_stay_on_torchrecs_path",
-        "test_gradients_that_are_not_to_be_divided",
     ),
     "TestHeldTensors": (
-        "test_equals_torchrec[many_forwards_before_any_backward]",
         "test_equals_torchrec[accumulation]",
         "test_equals_torchrec[evaluation_in_between]",
         "test_two_sharded_modules[step_by_step]",

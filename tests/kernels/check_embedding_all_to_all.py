@@ -33,8 +33,8 @@ EPOCHS = 100
 
 
 def small_world(ranks: int) -> list[list[Features]]:
-    """One table on all ranks but the last, and a row-wise one."""
-    own = [[Features((7, 5), (8, 4), (0, 1))] for _ in range(ranks - 1)] + [[]]
+    """One table on all ranks but the last, and a row-wise one: little work for an interpreter."""
+    own = [[Features((7,), (8,), (0,))] for _ in range(ranks - 1)] + [[]]
     return [[*features, Features((6,), (4,), (0,), row_wise=True)] for features in own]
 
 
@@ -70,14 +70,14 @@ def largest_difference(results: list[Result]) -> float:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_epochs_with_uneven_batches_and_a_straggler(ranks: int) -> None:
-    results = run_ranks(ranks, run_world, small_world, Traffic(longest_bag=3, largest_batch=3), EPOCHS, 10, None)
+    results = run_ranks(ranks, run_world, small_world, Traffic(longest_bag=3, largest_batch=2), EPOCHS, 10, None)
     assert [result.epochs for result in results] == [EPOCHS] * ranks
     assert largest_difference(results) < TOLERANCE
 
 
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "sgd"])
 def test_poolings_dims_and_index_dtypes_of_all_kinds(optimizer: str) -> None:
-    results = run_ranks(3, run_world, mixed_world, Traffic(optimizer=optimizer), 8, 1, None)
+    results = run_ranks(3, run_world, mixed_world, Traffic(optimizer=optimizer), 4, 1, None)
     assert largest_difference(results) < TOLERANCE
 
 
