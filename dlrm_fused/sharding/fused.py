@@ -584,6 +584,8 @@ def _kernel_inputs(lookup: Any, module: Any, features: KeyedJaggedTensor, check_
     mode = tbe.bounds_check_mode_int
     if check_indices:
         tbe.bounds_check_mode_int = BoundsCheckMode.NONE.value
-    indices, offsets, weights, _ = tbe.prepare_inputs(features.values(), features.offsets(), weights)
-    tbe.bounds_check_mode_int = mode
+    try:
+        indices, offsets, weights, _ = tbe.prepare_inputs(features.values(), features.offsets(), weights)
+    finally:
+        tbe.bounds_check_mode_int = mode
     return indices, offsets, indices.new_empty(0, dtype=torch.float32) if weights is None else weights

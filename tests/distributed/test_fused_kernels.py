@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.kernels.interpreter import run_interpreted
+
 TESTS = "tests/distributed/test_fused_sharder.py"
 # Numbers of ranks, features, batches and uses that differ for the kernels; the interpreter is slow.
 CASES = {
@@ -35,13 +31,4 @@ CASES = {
 @pytest.mark.parametrize("group", CASES)
 def test_the_kernels_of_gpus_give_the_results_of_torchrec(group):
     nodes = [f"{TESTS}::{group}::{case}" for case in CASES[group]]
-    ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *nodes],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    print(ended.stdout[-10_000:], ended.stderr[-2_000:])
-    assert ended.returncode == 0
-    assert f"{len(nodes)} passed" in ended.stdout
+    assert run_interpreted(nodes) == len(nodes)
