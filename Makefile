@@ -30,8 +30,9 @@ setup-dev: setup $(VENV)/dev
 train: setup | data/movielens-100k/dataset.json
 	$(BIN)/torchrun --standalone --nproc-per-node=$(NPROC) train.py --config configs/quickstart.yaml
 
+# Many tests wait more than they compute; the long ones come first.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: setup-dev
 	$(BIN)/ruff check
