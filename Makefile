@@ -30,9 +30,9 @@ setup-dev: setup $(VENV)/dev
 train: setup | data/movielens-100k/dataset.json
 	$(BIN)/torchrun --standalone --nproc-per-node=$(NPROC) train.py --config configs/quickstart.yaml
 
-# Many tests wait more than they compute; the long ones come first.
+# Many tests wait more than they compute.
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: setup-dev
 	$(BIN)/ruff check

@@ -39,7 +39,7 @@ def _losses(script: Path) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_one_argument_is_all_that_changes(tmp_path, ranks):
     ours = run_ranks(ranks, _losses, SCRIPT)
     theirs = run_ranks(ranks, _losses, with_torchrecs_sharder(tmp_path))

@@ -39,13 +39,11 @@ BIT_IDENTICAL = [
     (2, ["embedding.sharding=table_wise", "embedding.dtype=fp16", ROWWISE_ADAGRAD]),
     # Three ranks have four tables of unequal sizes.
     (3, ["embedding.sharding=table_wise", ROWWISE_ADAGRAD]),
-    (4, ["embedding.sharding=table_wise", ROWWISE_ADAGRAD]),
     (4, ["embedding.sharding=column_wise", "embedding.shard_columns=4", SGD]),
 ]
 # The order in which gloo adds partial results is its own.
 EQUAL_BUT_FOR_THE_ORDER_OF_ADDITION = [
     (3, ["embedding.sharding=row_wise", ROWWISE_ADAGRAD]),
-    (4, ["embedding.sharding=row_wise", ROWWISE_ADAGRAD]),
     (4, [*MIXED, "embedding.tables.table_3.sharding=row_wise", SGD]),
 ]
 
