@@ -43,10 +43,15 @@ OTHER_GRIDS = (132 * 8, 132 * 16, 132 * 64, ALL)
 
 
 def candidates(dim: int, element_bytes: int, pooling: int) -> Iterator[Blocks]:
-    """Block shapes worth a measurement: a thread loads 1 to 8 times 16 bytes of each of its rows, 16 times in all at most."""
-    for warps, loads, rows in itertools.product((1, 2, 4), (1, 2, 4, 8), (1, 2, 4, 8, 16)):
-        blocks = Blocks(32 * warps * 16 * loads // (dim * element_bytes), rows, warps, GRID)
-        useful = rows <= pooling and (rows > 1 or pooling < 8)
+    """Block shapes worth a measurement.
+
+    A thread loads 1 to 8 times 16 bytes of each of its rows, 16 times in all at most. The rows that a warp loads at once are of
+    as many bags, or of one.
+    """
+    rows_of_warp = max(1, 32 * 16 // (dim * element_bytes))
+    for warps, loads, rows, split in itertools.product((1, 2, 4), (1, 2, 4, 8), (1, 2, 4, 8, 16), {1, rows_of_warp}):
+        blocks = Blocks(32 * warps * 16 * loads // (dim * element_bytes * split), rows, warps, GRID, split)
+        useful = rows * split <= pooling and (rows * split > 1 or pooling < 8)
         if blocks.bags >= 1 and loads * rows <= 16 and useful and blocks.can_be_compiled:
             yield blocks
 

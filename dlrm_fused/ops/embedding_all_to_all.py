@@ -133,6 +133,16 @@ def _pool(tables: LocalTables, indices: Tensor, offsets: Tensor, weights: Tensor
 
 
 @triton.jit
+def _bags(of_feature, first_bag, end_bag, number):
+    """Bags of a feature from ``first_bag`` on: which they are, whether they exist, their first index and their length."""
+    bag = first_bag + number
+    exists = bag < end_bag
+    begin_row = tl.load(of_feature + bag, mask=exists, other=0)
+    length = (tl.load(of_feature + bag + 1, mask=exists, other=0) - begin_row).to(tl.int32)
+    return bag, exists, begin_row, length
+
+
+@triton.jit
 def _add_rows(
     pooled,
     table,
@@ -143,13 +153,14 @@ def _add_rows(
     dim,
     lane,
     ROWS: tl.constexpr,
+    SPLIT: tl.constexpr,
     WEIGHTED: tl.constexpr,
     EXACT_DIM: tl.constexpr,
 ):
-    """Add rows ``step`` to ``step + ROWS`` of each bag: all of them are on their way before the first is added."""
+    """Add rows ``step`` to ``step + ROWS`` of each share: all of them are on their way before the first is added."""
     numbers: tl.tuple = ()
     for r in tl.static_range(ROWS):
-        numbers += (tl.load(indices + (step + r), mask=step + r < length, other=0).to(tl.int64),)
+        numbers += (tl.load(indices + (step + r) * SPLIT, mask=step + r < length, other=0).to(tl.int64),)
     rows: tl.tuple = ()
     for r in tl.static_range(ROWS):
         inside = (step + r < length)[:, None]
@@ -159,7 +170,7 @@ def _add_rows(
     for r in tl.static_range(ROWS):
         row = rows[r].to(tl.float32)
         if WEIGHTED:
-            row *= tl.load(factors + (step + r), mask=step + r < length, other=0.0)[:, None]
+            row *= tl.load(factors + (step + r) * SPLIT, mask=step + r < length, other=0.0)[:, None]
         pooled += row
     return pooled
 
@@ -200,12 +211,14 @@ def lookup_and_put_kernel(
     LANES: tl.constexpr,
     BAGS: tl.constexpr,
     ROWS: tl.constexpr,
+    SPLIT: tl.constexpr,
     DIM: tl.constexpr,
     EXACT_DIM: tl.constexpr,
 ):
     """Pool bags and store them at the ranks they belong to.
 
-    An item of work is BAGS bags of one feature and one destination; BAGS * ROWS rows of a table are on their way at once.
+    An item of work is BAGS bags of one feature and one destination. Rows of a bag are dealt out to SPLIT shares, whose threads
+    then read neighbouring indices; BAGS * SPLIT * ROWS rows of a table are on their way at once.
 
     Args:
         features: int64 [feature_count, 4]: number in the lookup, first element of its table, dim, column at the destination.
@@ -219,7 +232,7 @@ def lookup_and_put_kernel(
         epoch = begin(receive_offset, fingerprint, flag_addresses, state, RANK, WORLD, LANES)
     else:
         epoch = tl.load(state) + 1
-    bag_lane = tl.arange(0, BAGS)
+    share = tl.arange(0, BAGS * SPLIT)
     lane = tl.arange(0, DIM)
     ready_peers = tl.zeros((), tl.int64)  # a bit for each
     may_send = tl.full((), 1, tl.int1)
@@ -235,16 +248,18 @@ def lookup_and_put_kernel(
         dim = DIM if EXACT_DIM else tl.multiple_of(tl.load(fields + 2), VECTOR)
         of_feature = offsets + tl.load(fields) * global_batch
 
-        bag = first_bag + bag_lane
-        exists = bag < end_bag
-        begin_row = tl.load(of_feature + bag, mask=exists, other=0)
-        length = (tl.load(of_feature + bag + 1, mask=exists, other=0) - begin_row).to(tl.int32)
-        pooled = tl.zeros((BAGS, DIM), tl.float32)
-        for step in range(0, tl.max(length, axis=0), ROWS):
+        bag, exists, begin_row, length = _bags(of_feature, first_bag, end_bag, share // SPLIT)
+        begin_share = begin_row + share % SPLIT
+        share_length = (length - share % SPLIT + SPLIT - 1) // SPLIT
+        pooled = tl.zeros((BAGS * SPLIT, DIM), tl.float32)
+        for step in range(0, tl.max(share_length, axis=0), ROWS):
             pooled = _add_rows(
-                pooled, table, indices + begin_row, sample_weights + begin_row, length, step, dim, lane,
-                ROWS, WEIGHTED, EXACT_DIM,
+                pooled, table, indices + begin_share, sample_weights + begin_share, share_length, step, dim, lane,
+                ROWS, SPLIT, WEIGHTED, EXACT_DIM,
             )  # fmt: skip
+        if SPLIT > 1:
+            pooled = tl.sum(tl.reshape(pooled, (BAGS, SPLIT, DIM)), axis=1)
+            bag, exists, begin_row, length = _bags(of_feature, first_bag, end_bag, tl.arange(0, BAGS))
         if MEAN:
             pooled = pooled / tl.maximum(length, 1).to(tl.float32)[:, None]
 
@@ -379,6 +394,7 @@ def _launch(
         LANES=triton.next_power_of_2(owner.world_size),
         BAGS=blocks.bags,
         ROWS=blocks.rows,
+        SPLIT=blocks.split,
         DIM=features.block_dim,
         EXACT_DIM=features.is_exact,
         num_warps=blocks.warps,

@@ -29,20 +29,23 @@ class Blocks:
 
     Attributes:
         bags: of a program's item of work.
-        rows: of each of them that are on their way at once.
+        rows: of each share of a bag that are on their way at once.
         warps: of a program.
         programs: of the grid at most.
+        split: shares of a bag, which different threads pool.
     """
 
     bags: int
     rows: int
     warps: int
     programs: int
+    split: int = 1
 
     @property
     def can_be_compiled(self) -> bool:
         """Triton 3.6 fails on a program that has a warp of bags, but not one for each of its threads."""
-        return self.bags < 32 or self.bags >= 32 * self.warps
+        shares = self.bags * self.split
+        return shares < 32 or shares >= 32 * self.warps
 
 
 ALL = 1 << 30  # a program for each item
@@ -101,27 +104,33 @@ def choose_blocks(shape: LookupShape, device: torch.device) -> Blocks:
     measured_dim = max(32, min(256, shape.block_dim))
     blocks = _MEASURED[size, shape.dtype.itemsize][measured_dim][_length_class(shape.mean_length)]
     # Other dims: as many bytes of a row for each thread.
-    bags = max(1, blocks.bags * measured_dim // shape.block_dim)
-    rows = max(1, blocks.rows * measured_dim // max(measured_dim, shape.block_dim))
-    bags, rows = _spread(shape, bags, rows, blocks.warps)
-    chosen = replace(blocks, bags=bags, rows=rows)
-    return chosen if chosen.can_be_compiled else replace(chosen, bags=16)
+    narrower, wider = max(1, measured_dim // shape.block_dim), max(1, shape.block_dim // measured_dim)
+    blocks = replace(
+        blocks,
+        bags=max(1, blocks.bags * narrower // wider),
+        rows=max(1, blocks.rows // wider),
+        split=max(1, blocks.split // wider),
+    )
+    chosen = _spread(shape, blocks)
+    return chosen if chosen.can_be_compiled else replace(chosen, bags=max(1, 16 // chosen.split))
 
 
-def _spread(shape: LookupShape, bags: int, rows: int, warps: int) -> tuple[int, int]:
-    """Bags and rows with which a short lookup keeps all multiprocessors busy."""
-    threads, row_bytes = 32 * warps, shape.block_dim * shape.dtype.itemsize
-    # More programs, as long as a row of each bag fills their threads.
-    while bags > 1 and shape.bags // bags < _ENOUGH_PROGRAMS and bags * row_bytes > threads * _LOAD_BYTES:
+def _spread(shape: LookupShape, blocks: Blocks) -> Blocks:
+    """Blocks with which a short lookup keeps all multiprocessors busy."""
+    row_bytes = shape.block_dim * shape.dtype.itemsize * blocks.split  # of a row for each share of a bag
+    bytes_at_once = 32 * blocks.warps * _LOAD_BYTES
+    bags, rows = blocks.bags, blocks.rows
+    # More programs, as long as a row of each share fills their threads.
+    while bags > 1 and shape.bags // bags < _ENOUGH_PROGRAMS and bags * row_bytes > bytes_at_once:
         bags //= 2
     # More rows on their way, as long as there are so many, and registers for them.
     while (
         shape.bags * rows * row_bytes < _ENOUGH_BYTES
-        and 2 * rows <= shape.mean_length
-        and 2 * rows * bags * row_bytes <= threads * _LOAD_BYTES * _MOST_LOADS
+        and 2 * rows * blocks.split <= shape.mean_length
+        and 2 * rows * bags * row_bytes <= bytes_at_once * _MOST_LOADS
     ):
         rows *= 2
-    return bags, rows
+    return replace(blocks, bags=bags, rows=rows)
 
 
 def _length_class(mean_length: float) -> int:

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from dlrm_fused.errors import CommunicationError
 from dlrm_fused.ops import embedding_all_to_all as fused
-from dlrm_fused.ops import put
+from dlrm_fused.ops import lookup_tuning, put
 from dlrm_fused.symmetric import Arena, symmetric_group
 from dlrm_fused.symmetric import device as protocol
 from dlrm_fused.training.runtime import Rank, process_group
@@ -79,6 +79,18 @@ def test_epochs_with_uneven_batches_and_a_straggler(ranks: int) -> None:
 def test_poolings_dims_and_index_dtypes_of_all_kinds(optimizer: str) -> None:
     results = run_ranks(3, run_world, mixed_world, Traffic(optimizer=optimizer), 4, 1, None)
     assert largest_difference(results) < TOLERANCE
+
+
+def run_with_blocks(blocks: lookup_tuning.Blocks) -> Result:
+    lookup_tuning.override(blocks)
+    return run_world(mixed_world, Traffic(), 3, 1, None)
+
+
+@pytest.mark.parametrize(
+    "blocks", [lookup_tuning.Blocks(1, 1, 1, 3, split=4), lookup_tuning.Blocks(2, 2, 1, 3, split=2)], ids=str
+)
+def test_bags_are_divided_among_threads(blocks: lookup_tuning.Blocks) -> None:
+    assert largest_difference(run_ranks(2, run_with_blocks, blocks)) < TOLERANCE
 
 
 def test_fp16_on_the_wire() -> None:
