@@ -59,29 +59,29 @@ _LENGTH_LIMITS = (3, 16, 64)
 _SMALL_BAGS = 48_000
 # By size and bytes of an element, then by block dim, for each class of lengths. H200, benchmarks/results/tune_lookup_*.json.
 _MEASURED: dict[tuple[str, int], dict[int, tuple[Blocks, ...]]] = {
-    ("small", 4): {
-        32: (Blocks(16, 1, 4, 8448), Blocks(16, 8, 4, 4224), Blocks(4, 8, 1, 8448), Blocks(4, 4, 1, 4224)),
-        64: (Blocks(16, 1, 2, ALL), Blocks(8, 4, 2, 4224), Blocks(4, 4, 1, ALL), Blocks(2, 8, 1, 4224)),
-        128: (Blocks(16, 1, 2, 4224), Blocks(2, 2, 1, 4224), Blocks(2, 2, 1, 4224), Blocks(2, 2, 1, 8448)),
-        256: (Blocks(4, 1, 1, 2112), Blocks(1, 8, 1, 4224), Blocks(1, 8, 1, 8448), Blocks(1, 8, 1, ALL)),
+    ("large", 2): {
+        32: (Blocks(64, 1, 2, 1056, 1), Blocks(8, 2, 1, 4224, 1), Blocks(1, 4, 1, 4224, 8), Blocks(1, 8, 1, 4224, 8)),
+        64: (Blocks(8, 1, 1, 4224, 1), Blocks(8, 2, 1, 4224, 1), Blocks(4, 8, 1, 4224, 1), Blocks(4, 8, 1, 4224, 1)),
+        128: (Blocks(4, 1, 1, 4224, 1), Blocks(4, 2, 1, 4224, 1), Blocks(1, 8, 1, 4224, 2), Blocks(2, 8, 1, ALL, 1)),
+        256: (Blocks(2, 1, 1, 4224, 1), Blocks(1, 4, 1, 4224, 1), Blocks(1, 8, 1, 4224, 1), Blocks(8, 8, 4, 8448, 1)),
     },
     ("large", 4): {
-        32: (Blocks(64, 1, 2, 1056), Blocks(4, 8, 1, 4224), Blocks(4, 8, 1, 4224), Blocks(4, 8, 1, 8448)),
-        64: (Blocks(8, 1, 1, 4224), Blocks(2, 8, 1, 4224), Blocks(2, 8, 1, 8448), Blocks(2, 8, 1, ALL)),
-        128: (Blocks(8, 1, 2, 2112), Blocks(1, 8, 1, 4224), Blocks(2, 2, 1, 8448), Blocks(2, 2, 1, ALL)),
-        256: (Blocks(8, 1, 4, 1056), Blocks(1, 8, 1, 8448), Blocks(1, 8, 1, ALL), Blocks(1, 8, 1, ALL)),
+        32: (Blocks(32, 1, 1, 2112, 1), Blocks(4, 8, 1, 4224, 1), Blocks(1, 4, 1, 4224, 4), Blocks(4, 8, 1, 4224, 1)),
+        64: (Blocks(8, 1, 1, 4224, 1), Blocks(2, 8, 1, 4224, 1), Blocks(1, 8, 1, 4224, 2), Blocks(1, 8, 1, 4224, 2)),
+        128: (Blocks(4, 1, 1, 4224, 1), Blocks(2, 4, 1, 4224, 1), Blocks(1, 8, 1, 4224, 1), Blocks(4, 8, 4, ALL, 1)),
+        256: (Blocks(4, 1, 2, 2112, 1), Blocks(1, 8, 1, 8448, 1), Blocks(1, 8, 1, ALL, 1), Blocks(1, 8, 1, ALL, 1)),
     },
     ("small", 2): {
-        32: (Blocks(16, 1, 1, 8448), Blocks(8, 8, 1, 4224), Blocks(16, 8, 2, 4224), Blocks(8, 8, 1, 4224)),
-        64: (Blocks(16, 1, 2, 8448), Blocks(8, 8, 2, 4224), Blocks(4, 8, 1, 4224), Blocks(4, 8, 1, 4224)),
-        128: (Blocks(16, 1, 2, 4224), Blocks(8, 4, 2, 4224), Blocks(8, 8, 4, 1056), Blocks(4, 2, 1, 4224)),
-        256: (Blocks(4, 1, 1, 4224), Blocks(1, 8, 1, 4224), Blocks(1, 8, 1, 4224), Blocks(2, 8, 2, 2112)),
+        32: (Blocks(32, 1, 1, 1056, 1), Blocks(8, 8, 1, 4224, 1), Blocks(8, 8, 1, 4224, 1), Blocks(1, 8, 1, 4224, 8)),
+        64: (Blocks(32, 1, 1, 1056, 1), Blocks(16, 8, 4, 2112, 1), Blocks(16, 8, 4, 1056, 1), Blocks(16, 8, 4, ALL, 1)),
+        128: (Blocks(16, 1, 1, ALL, 1), Blocks(8, 4, 2, 2112, 1), Blocks(1, 8, 1, 4224, 2), Blocks(2, 8, 1, 4224, 1)),
+        256: (Blocks(8, 1, 2, 1056, 1), Blocks(1, 4, 1, 4224, 1), Blocks(1, 4, 1, 4224, 1), Blocks(2, 2, 1, 4224, 1)),
     },
-    ("large", 2): {
-        32: (Blocks(32, 1, 1, 2112), Blocks(8, 8, 1, 4224), Blocks(16, 8, 2, 4224), Blocks(16, 8, 2, 1056)),
-        64: (Blocks(8, 1, 1, 4224), Blocks(8, 2, 1, 4224), Blocks(4, 8, 1, 4224), Blocks(8, 8, 2, 4224)),
-        128: (Blocks(4, 1, 1, 4224), Blocks(4, 2, 1, 4224), Blocks(4, 8, 2, 2112), Blocks(8, 8, 4, 2112)),
-        256: (Blocks(2, 1, 1, 4224), Blocks(1, 8, 1, 4224), Blocks(2, 8, 2, 2112), Blocks(4, 8, 4, 2112)),
+    ("small", 4): {
+        32: (Blocks(128, 1, 4, 4224, 1), Blocks(16, 8, 4, 8448, 1), Blocks(4, 8, 1, ALL, 1), Blocks(4, 8, 1, 8448, 1)),
+        64: (Blocks(16, 1, 1, 1056, 1), Blocks(8, 4, 2, 4224, 1), Blocks(4, 4, 1, ALL, 1), Blocks(2, 8, 1, 4224, 1)),
+        128: (Blocks(16, 1, 2, 1056, 1), Blocks(2, 4, 1, 4224, 1), Blocks(1, 8, 1, 4224, 1), Blocks(2, 2, 1, 4224, 1)),
+        256: (Blocks(2, 1, 1, 2112, 1), Blocks(1, 8, 1, 4224, 1), Blocks(1, 8, 1, 8448, 1), Blocks(1, 2, 2, 8448, 1)),
     },
 }
 _INTERPRETED = Blocks(bags=2, rows=2, warps=1, programs=3)
