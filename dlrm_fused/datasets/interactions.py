@@ -7,11 +7,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_fused.datasets.schema import PreparedInfo
+from dlrm_fused.datasets.schema import INTERACTIONS, PreparedInfo
 from dlrm_fused.datasets.storage import IdColumns, map_array, ranges
 from dlrm_fused.errors import DataError
-
-INTERACTIONS = "interactions"
 
 
 class HistoryWindows:

@@ -34,6 +34,7 @@ from dlrm_fused.errors import DataError
 FORMAT_VERSION = 2
 READABLE_VERSIONS = (1, 2)  # 1 had no token features
 SCHEMA_FILE = "dataset.json"
+INTERACTIONS = "interactions"
 
 
 @dataclass(frozen=True)

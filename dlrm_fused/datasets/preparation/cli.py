@@ -81,6 +81,13 @@ def _add_movielens(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument("--like-rating", type=float, default=4.0, help="label 1 for a rating of at least this (default 4)")
     parser.add_argument("--split", choices=[s.name for s in SplitBy], default="random", help="80/10/10 at random or by time")
     parser.add_argument("--seed", type=int, default=1, help="of the random split (default 1)")
+    parser.add_argument(
+        "--history",
+        type=int,
+        default=0,
+        metavar="N",
+        help="with --split time: give each sample up to N earlier ratings of its user as tokens (default 0: none)",
+    )
     _max_malformed(parser)
     parser.set_defaults(
         prepare=lambda args: prepare_movielens(
@@ -92,6 +99,7 @@ def _add_movielens(commands: argparse._SubParsersAction[argparse.ArgumentParser]
                 args.seed,
                 args.max_malformed,
                 args.overwrite,
+                args.history,
             )
         )
     )
