@@ -88,12 +88,12 @@ def wait(word, value, state, poll_limit):
         seen = tl.atomic_add(word, 0, sem="acquire", scope="sys")
         polls += 1
         if polls % _ABORT_CHECK == 0:
-            polls = tl.where(_must_stop(state), poll_limit, polls)
+            polls = tl.where(must_stop(state), poll_limit, polls)
     return seen
 
 
 @triton.jit
-def _must_stop(state):
+def must_stop(state):
     """Whether the host has aborted the exchange, or another program has met a fault."""
     aborted = tl.atomic_add(state + ABORT, 0, sem="relaxed", scope="sys")
     return (aborted != 0) | (tl.atomic_add(state + FAULT, 0, sem="relaxed", scope="gpu") != 0)
@@ -114,7 +114,7 @@ def report_fault(state, control, kind, rank, peer, epoch, awaited):
 
 
 @triton.jit
-def _fault_kind(state):
+def fault_kind(state):
     aborted = tl.atomic_add(state + ABORT, 0, sem="relaxed", scope="sys")
     return tl.where(aborted != 0, ABORTED, LIMIT_EXCEEDED).to(tl.int64)
 
@@ -158,7 +158,7 @@ def wait_until_ready(peer, epoch, fingerprint, flags, state, control, poll_limit
     seen = wait(flags + peer, epoch << 32, state, poll_limit)
     unit = seen & 0xFFFFFFFF
     if seen < (epoch << 32):
-        report_fault(state, control, _fault_kind(state), tl.full((), RANK, tl.int64), peer, epoch, READY)
+        report_fault(state, control, fault_kind(state), tl.full((), RANK, tl.int64), peer, epoch, READY)
     elif unit == REFUSED_OFFSET:
         report_fault(state, control, REFUSED, tl.full((), RANK, tl.int64), peer, epoch, READY)
     elif tl.load(flags + 2 * WORLD + peer, volatile=True) != fingerprint:
@@ -210,12 +210,12 @@ def _wait_for_arrivals(epoch, flags, state, control, poll_limit, RANK: tl.conste
         missing = tl.sum(late, axis=0)
         polls += 1
         if polls % _ABORT_CHECK == 0:
-            polls = tl.where(_must_stop(state), poll_limit, polls)
+            polls = tl.where(must_stop(state), poll_limit, polls)
     if missing == 0:
         tl.atomic_xchg(state + EPOCH, epoch, sem="relaxed", scope="gpu")
     else:
         first_late = tl.min(tl.where(late == 1, peers, LANES), axis=0)
-        report_fault(state, control, _fault_kind(state), tl.full((), RANK, tl.int64), first_late, epoch, ARRIVAL)
+        report_fault(state, control, fault_kind(state), tl.full((), RANK, tl.int64), first_late, epoch, ARRIVAL)
 
 
 @triton.jit

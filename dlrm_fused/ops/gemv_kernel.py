@@ -1,0 +1,352 @@
+"""The kernel of GEMV + AllReduce for few rows: partial results leave for their peers as soon as a tile is done.
+
+A word of 64 bits carries a value and the number of the call, so that a reader sees by the word itself whether it is there:
+no fence between data and flag is paid, nor a flag at all (as in the LL protocol of NCCL). Stores and loads of aligned 64 bits
+are not torn.
+
+Words lie in an *inbox*, two halves that calls use in turn. A rank writes a half again two calls later; to complete the call in
+between it needed words of that call from every rank, which each sends after it has completed the one before. So nothing that
+is still to be read is overwritten, without any credit.
+"""
+
+# Kernels follow Triton's ways: constants in capitals, no types but theirs.
+# ruff: noqa: N803, N806
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dlrm_fused.symmetric.device import (
+    ARRIVAL,
+    EPOCH,
+    FAULT,
+    MISMATCH,
+    PROGRAMS_DONE,
+    READY,
+    REFUSED,
+    REFUSED_OFFSET,
+    fault_kind,
+    must_stop,
+    peer_pointer,
+    report_fault,
+)
+
+# Words of Channel.state that belong to this kernel.
+TILES_DONE = tl.constexpr(4)
+_STOP_CHECK = tl.constexpr(64)  # polls between two looks at whether to give up
+_LOW = tl.constexpr(0xFFFFFFFF)
+
+
+@triton.jit
+def _tag(epoch):
+    """What marks the words of a call: 32 bits, never 0, which is what memory begins with."""
+    return epoch % _LOW + 1
+
+
+@triton.jit
+def _pack(values, tag):
+    """fp32 values as words."""
+    return (tag << 32) | (values.to(tl.int32, bitcast=True).to(tl.int64) & _LOW)
+
+
+@triton.jit
+def _unpack(words):
+    return (words & _LOW).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _pack_pairs(values, tag, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Results [ROWS, COLUMNS] of 16 bits as words of two neighbours each."""
+    low, high = tl.split(tl.reshape(values.to(tl.int16, bitcast=True), (ROWS, COLUMNS // 2, 2)))
+    return (tag << 32) | ((high.to(tl.int64) & 0xFFFF) << 16) | (low.to(tl.int64) & 0xFFFF)
+
+
+@triton.jit
+def _unpack_pairs(words, dtype: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    low = (words & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
+    high = ((words >> 16) & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
+    return tl.reshape(tl.join(low, high), (ROWS, COLUMNS))
+
+
+@triton.jit
+def _receive(places, inside, tag, state, control, poll_limit, epoch, peer, RANK: tl.constexpr):
+    """The words at ``places``, as soon as all of them are of this call."""
+    words = tl.load(places, mask=inside, other=0, volatile=True)
+    missing = tl.max(tl.where(inside & (((words >> 32) & _LOW) != tag), 1, 0))
+    polls = tl.zeros((), tl.int64)
+    while (missing > 0) & (polls < poll_limit):
+        words = tl.load(places, mask=inside, other=0, volatile=True)
+        missing = tl.max(tl.where(inside & (((words >> 32) & _LOW) != tag), 1, 0))
+        polls += 1
+        if polls % _STOP_CHECK == 0:
+            polls = tl.where(must_stop(state), poll_limit, polls)
+    if missing > 0:
+        report_fault(state, control, fault_kind(state), tl.full((), RANK, tl.int64), peer, epoch, ARRIVAL)
+    return words
+
+
+@triton.jit
+def _greet(fingerprint, greetings, inbox_addresses, tag, RANK: tl.constexpr, WORLD: tl.constexpr):
+    """Tell every rank what this one takes the call to be."""
+    for i in tl.static_range(1, WORLD):
+        place = peer_pointer(inbox_addresses, (RANK + i) % WORLD, (greetings + RANK) * 8, tl.int64, 8)
+        tl.store(place, (tag << 32) | (fingerprint & _LOW))
+
+
+@triton.jit
+def _check_greetings(
+    fingerprint, inbox, greetings, flags, tag, state, control, poll_limit, epoch, RANK: tl.constexpr, WORLD: tl.constexpr
+):
+    """Compare with what the others take the call to be: with other shapes their words would never come."""
+    for i in tl.static_range(1, WORLD):
+        peer = tl.full((), (RANK + i) % WORLD, tl.int64)
+        word = tl.load(inbox + greetings + peer, volatile=True)
+        refused = tl.zeros((), tl.int1)
+        polls = tl.zeros((), tl.int64)
+        while (((word >> 32) & _LOW) != tag) & (polls < poll_limit):
+            word = tl.load(inbox + greetings + peer, volatile=True)
+            polls += 1
+            if polls % _STOP_CHECK == 0:
+                refused = (tl.load(flags + peer, volatile=True) & _LOW) == REFUSED_OFFSET
+                polls = tl.where(must_stop(state) | refused, poll_limit, polls)
+        if refused:
+            report_fault(state, control, REFUSED, tl.full((), RANK, tl.int64), peer, epoch, READY)
+        elif ((word >> 32) & _LOW) != tag:
+            report_fault(state, control, fault_kind(state), tl.full((), RANK, tl.int64), peer, epoch, READY)
+        elif (word & _LOW) != (fingerprint & _LOW):
+            report_fault(state, control, MISMATCH, tl.full((), RANK, tl.int64), peer, epoch, READY)
+
+
+@triton.jit
+def _multiply(
+    x, weight, m, n, k, x_stride, weight_stride, tile, split,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """One tile of weight times x transposed, over this split's part of K: fp32 [COLUMNS, ROWS]."""
+    # Rows and columns that do not exist are computed from others: loads need no mask, and nobody stores them.
+    row = tl.arange(0, ROWS) % m
+    column = (tile * COLUMNS + tl.arange(0, COLUMNS)) % n
+    depth = tl.arange(0, DEPTH)
+    steps = tl.cdiv(tl.cdiv(k, DEPTH), SPLITS)
+    begin = split * steps * DEPTH
+    left = weight + column[:, None].to(tl.int64) * weight_stride + (begin + depth)[None, :]
+    right = x + row[None, :] * x_stride + (begin + depth)[:, None]
+    product = tl.zeros((COLUMNS, ROWS), tl.float32)
+    for step in range(0, steps):
+        if EVEN:
+            weights = tl.load(left)
+            factors = tl.load(right)
+        else:
+            inside = begin + step * DEPTH + depth < k
+            weights = tl.load(left, mask=inside[None, :], other=0.0)
+            factors = tl.load(right, mask=inside[:, None], other=0.0)
+        product = tl.dot(weights, factors, product, input_precision="ieee")
+        left += DEPTH
+        right += DEPTH
+    return product
+
+
+@triton.jit
+def _send_partial(
+    partial, places, inside, tag, tile, split, inbox_addresses,
+    RANK: tl.constexpr, WORLD: tl.constexpr, SPLITS: tl.constexpr, TWO_SHOT: tl.constexpr,
+):  # fmt: skip
+    """Store partial results in the inboxes of those who add them up; own ones only where another program needs them."""
+    words = _pack(partial, tag)
+    if TWO_SHOT:
+        owner = tile % WORLD
+        if (owner != RANK) | (SPLITS > 1):
+            tl.store(peer_pointer(inbox_addresses, owner, 0, tl.int64, 8) + places, words, mask=inside)
+    else:
+        for i in tl.static_range(1, WORLD + (SPLITS > 1)):
+            peer = (RANK + i) % WORLD
+            tl.store(peer_pointer(inbox_addresses, peer, 0, tl.int64, 8) + places, words, mask=inside)
+
+
+@triton.jit
+def _add_up(
+    partial, own_places, slot_words, inbox, inside, tag, state, control, poll_limit, epoch,
+    RANK: tl.constexpr, WORLD: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """The sum over ranks and splits, in their order on every rank."""
+    total = tl.zeros_like(partial)
+    for rank in tl.static_range(WORLD):
+        for split in tl.static_range(SPLITS):
+            if SPLITS == 1 and rank == RANK:
+                total += partial
+            else:
+                places = inbox + own_places + (rank * SPLITS + split) * slot_words
+                peer = tl.full((), rank, tl.int64)
+                total += _unpack(_receive(places, inside, tag, state, control, poll_limit, epoch, peer, RANK))
+    return total
+
+
+@triton.jit
+def _normalize(
+    result, inside, row, column, tile, tiles, squares, norm_weight, n, norm_eps, normed, state, poll_limit,
+    M: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """RMSNorm of the result's rows, of which this program has one tile; waits for the programs of the other tiles."""
+    value = tl.where(inside, result.to(tl.float32), 0.0)
+    tl.store(squares + tile * ROWS + row, tl.sum(value * value, axis=1))
+    tl.debug_barrier()
+    done = tl.atomic_add(state + TILES_DONE, 1, sem="acq_rel", scope="gpu") + 1
+    polls = tl.zeros((), tl.int64)
+    while (done < tiles) & (polls < poll_limit):
+        done = tl.atomic_add(state + TILES_DONE, 0, sem="acquire", scope="gpu")
+        polls += 1
+        if polls % _STOP_CHECK == 0:
+            polls = tl.where(must_stop(state), poll_limit, polls)
+    tl.debug_barrier()
+    other = tl.arange(0, TILES)
+    of_tiles = tl.load(squares + other[:, None] * ROWS + row[None, :], mask=(other < tiles)[:, None], other=0.0, volatile=True)
+    scale = tl.rsqrt(tl.sum(of_tiles, axis=0) / n + norm_eps)
+    gain = tl.load(norm_weight + column, mask=column < n, other=0.0).to(tl.float32)
+    tl.store(
+        normed + row[:, None] * n + column[None, :], (value * scale[:, None] * gain[None, :]).to(result.dtype), mask=inside
+    )
+
+
+@triton.jit
+def _complete(epoch, state):
+    """The last program of the launch ends the call."""
+    tl.debug_barrier()
+    done = tl.atomic_add(state + PROGRAMS_DONE, 1, sem="acq_rel", scope="gpu")
+    if done == tl.num_programs(0) - 1:
+        nothing = tl.zeros((), tl.int64)
+        tl.atomic_xchg(state + PROGRAMS_DONE, nothing, sem="relaxed", scope="gpu")
+        tl.atomic_xchg(state + TILES_DONE, nothing, sem="relaxed", scope="gpu")
+        if tl.atomic_add(state + FAULT, 0, sem="relaxed", scope="gpu") == 0:
+            tl.atomic_xchg(state + EPOCH, epoch, sem="relaxed", scope="gpu")
+
+
+@triton.jit(do_not_specialize=["fingerprint", "poll_limit"])
+def gemv_all_reduce_kernel(
+    x,
+    weight,
+    bias,
+    residual,
+    norm_weight,
+    out,
+    normed,
+    squares,
+    inbox,
+    inbox_addresses,
+    flags,
+    state,
+    control,
+    poll_limit,
+    fingerprint,
+    half_words,
+    sums_at,
+    n,
+    k,
+    x_stride,
+    weight_stride,
+    norm_eps,
+    M: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TILES: tl.constexpr,
+    EVEN: tl.constexpr,
+    TWO_SHOT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+):
+    """out [M, n] = sum over ranks of x [M, k] times weight [n, k] transposed, + bias + residual; its RMSNorm in ``normed``.
+
+    A program has one tile of columns and one split of K; the last split of a tile adds up. Programs wait for earlier ones of
+    their own launch only, except in the norm, where all are resident.
+
+    Args:
+        inbox: int64, this rank's; ``inbox_addresses`` those of all. A half has a slot of M * n words for each rank and split,
+            at ``sums_at`` the sums of others (TWO_SHOT), and in its last WORLD words the greetings.
+        squares: fp32 [tiles, ROWS], scratch.
+        TILES: power of two, at least the number of tiles.
+    """
+    tile, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
+    tiles = tl.num_programs(0) // SPLITS
+    epoch = tl.load(state + EPOCH) + 1
+    tag = _tag(epoch)
+    half = (epoch % 2) * half_words
+    greetings = half + half_words - WORLD
+    if tl.program_id(0) == 0:
+        _greet(fingerprint, greetings, inbox_addresses, tag, RANK, WORLD)
+
+    product = _multiply(x, weight, M, n, k, x_stride, weight_stride, tile, split, ROWS, COLUMNS, DEPTH, SPLITS, EVEN)
+    partial = tl.trans(product)
+    row = tl.arange(0, ROWS)
+    column = tile * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < M)[:, None] & (column < n)[None, :]
+    places = half + row[:, None].to(tl.int64) * n + column[None, :]
+    slot_words = tl.full((), M, tl.int64) * n
+    own_slot = (RANK * SPLITS + split) * slot_words
+    _send_partial(partial, places + own_slot, inside, tag, tile, split, inbox_addresses, RANK, WORLD, SPLITS, TWO_SHOT)
+
+    if split == SPLITS - 1:
+        if tile == 0:
+            _check_greetings(
+                fingerprint, inbox, greetings, flags, tag, state, control, poll_limit, epoch, RANK, WORLD
+            )  # fmt: skip
+        result = tl.zeros((ROWS, COLUMNS), out.dtype.element_ty)
+        adds_up = (not TWO_SHOT) or (tile % WORLD == RANK)
+        if adds_up:
+            total = _add_up(
+                partial, places, slot_words, inbox, inside, tag, state, control, poll_limit, epoch, RANK, WORLD, SPLITS
+            )  # fmt: skip
+            if HAS_BIAS:
+                total += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
+            if HAS_RESIDUAL:
+                total += tl.load(residual + row[:, None] * n + column[None, :], mask=inside, other=0.0).to(tl.float32)
+            result = total.to(out.dtype.element_ty)
+        if TWO_SHOT:
+            result = _spread(
+                result, row, tile, half + sums_at, n, inbox, inbox_addresses, tag, state, control, poll_limit, epoch,
+                M, ROWS, COLUMNS, RANK, WORLD,
+            )  # fmt: skip
+        tl.store(out + row[:, None] * n + column[None, :], result, mask=inside)
+        if HAS_NORM:
+            _normalize(
+                result, inside, row, column, tile, tiles, squares, norm_weight, n, norm_eps, normed, state, poll_limit,
+                M, ROWS, TILES,
+            )  # fmt: skip
+    _complete(epoch, state)
+
+
+@triton.jit
+def _spread(
+    result, row, tile, sums, n, inbox, inbox_addresses, tag, state, control, poll_limit, epoch,
+    M: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
+):  # fmt: skip
+    """The finished tile, on every rank: its owner sends it, the others receive it."""
+    PAIRS: tl.constexpr = result.dtype.primitive_bitwidth == 16
+    WIDTH: tl.constexpr = COLUMNS // 2 if PAIRS else COLUMNS
+    words_of_row = n // 2 if PAIRS else n
+    word = tile * WIDTH + tl.arange(0, WIDTH)
+    inside = (row < M)[:, None] & (word < words_of_row)[None, :]
+    places = sums + row[:, None].to(tl.int64) * words_of_row + word[None, :]
+    owner = tile % WORLD
+    if owner == RANK:
+        if PAIRS:
+            words = _pack_pairs(result, tag, ROWS, COLUMNS)
+        else:
+            words = _pack(result, tag)
+        for i in tl.static_range(1, WORLD):
+            peer = (RANK + i) % WORLD
+            tl.store(peer_pointer(inbox_addresses, peer, 0, tl.int64, 8) + places, words, mask=inside)
+    else:
+        words = _receive(
+            inbox + places, inside, tag, state, control, poll_limit, epoch, owner + tl.zeros((), tl.int64), RANK
+        )  # fmt: skip
+        if PAIRS:
+            result = _unpack_pairs(words, result.dtype, ROWS, COLUMNS)
+        else:
+            result = _unpack(words)
+    return result

@@ -1,0 +1,115 @@
+"""Block shapes of the fused GEMV + AllReduce, by the shape of the product.
+
+Measured on GPUs with benchmarks/tune_gemv.py; shapes that were not measured get what the rules below say.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+# Rows of x that the kernel for few rows takes.
+MOST_ROWS = 64
+# Programs of a launch at most where all of them wait for each other: one for each multiprocessor of an H100 or H200.
+RESIDENT_PROGRAMS = 132
+# Partial results, splits * rows * columns, above which they are added up at one rank instead of at every rank.
+_ONE_SHOT_WORDS = 32_768
+_STAGE_BYTES = 96 * 1024
+_LEAST_DEPTH_OF_SPLIT = 256
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How one launch divides the work.
+
+    Attributes:
+        columns: of a program's tile of the result, a power of two from 16.
+        depth: of a step along K, a power of two from 16.
+        splits: programs that share a tile, each with its part of K.
+        warps, stages: of a program; steps whose loads are on their way.
+        two_shot: add partial results up at one rank a tile, which sends the sum to all, instead of at every rank.
+    """
+
+    columns: int
+    depth: int
+    splits: int
+    warps: int
+    stages: int
+    two_shot: bool
+
+
+_override: Blocks | None = None
+
+
+def override(blocks: Blocks | None) -> None:
+    """Use these for every shape; for measurements and tests. None ends it."""
+    global _override
+    _override = blocks
+
+
+def choose_blocks(rows: int, columns: int, depth: int, world_size: int, element_size: int, *, with_norm: bool) -> Blocks:
+    """The blocks for x [rows, depth] times weight [columns, depth] transposed; the same on every rank.
+
+    Args:
+        depth: K of one rank.
+        with_norm: whether programs wait for each other, so that all of them must be resident at once.
+    """
+    blocks = _override or _by_rule(rows, columns, depth, element_size)
+    if with_norm:
+        blocks = _resident(blocks, columns)
+    if blocks.two_shot and not can_be_two_shot(blocks, columns, world_size):
+        blocks = _replace(blocks, two_shot=False)
+    return blocks
+
+
+def can_be_two_shot(blocks: Blocks, columns: int, world_size: int) -> bool:
+    """Every rank must add up some tile, and words must hold whole pairs of results."""
+    return columns % 2 == 0 and -(-columns // blocks.columns) >= world_size
+
+
+def candidates(rows: int, columns: int, depth: int) -> Iterator[Blocks]:
+    """Blocks worth a measurement."""
+    for tile, step, splits, warps in itertools.product((16, 32, 64, 128), (64, 128, 256), (1, 2, 4, 8), (4, 8)):
+        tiles = -(-columns // tile)
+        stages = min(6, _STAGE_BYTES // (2 * step * (tile + _padded(rows))))
+        fits = stages >= 2 and depth // splits >= max(step, _LEAST_DEPTH_OF_SPLIT)
+        if not fits or not 64 <= tiles * splits <= 4 * RESIDENT_PROGRAMS or (warps == 8 and tile * step < 8192):
+            continue
+        for two_shot in _shots(splits * rows * columns):
+            yield Blocks(tile, step, splits, warps, stages, two_shot)
+
+
+def _shots(words: int) -> tuple[bool, ...]:
+    if words <= _ONE_SHOT_WORDS // 2:
+        return (False,)
+    return (True,) if words >= 8 * _ONE_SHOT_WORDS else (False, True)
+
+
+def _by_rule(rows: int, columns: int, depth: int, element_size: int) -> Blocks:
+    tile = next((width for width in (128, 64, 32) if columns // width >= 96), 16)
+    tiles = -(-columns // tile)
+    splits = 1
+    while tiles * splits < 96 and splits < 8 and depth // (2 * splits) >= _LEAST_DEPTH_OF_SPLIT:
+        splits *= 2
+    step = 128 if tile <= 64 else 64
+    stages = max(2, min(5, _STAGE_BYTES // (element_size * step * (tile + _padded(rows)))))
+    return Blocks(tile, step, splits, 4, stages, splits * rows * columns > _ONE_SHOT_WORDS)
+
+
+def _resident(blocks: Blocks, columns: int) -> Blocks:
+    """As many programs as fit at once: fewer splits, then wider tiles."""
+    splits, tile = blocks.splits, blocks.columns
+    while -(-columns // tile) * splits > RESIDENT_PROGRAMS:
+        splits, tile = (splits // 2, tile) if splits > 1 else (1, 2 * tile)
+    # A wider tile takes more memory for each step.
+    step = max(16, blocks.depth * blocks.columns // tile)
+    return _replace(blocks, splits=splits, columns=tile, depth=step)
+
+
+def _padded(rows: int) -> int:
+    return max(16, 1 << (rows - 1).bit_length())
+
+
+def _replace(blocks: Blocks, **changes: int | bool) -> Blocks:
+    return Blocks(**{**blocks.__dict__, **changes})
