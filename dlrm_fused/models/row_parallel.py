@@ -1,0 +1,101 @@
+"""Which operator multiplies and sums in row-parallel layers: what ``comm`` means for them."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+import torch.distributed as dist
+
+from dlrm_fused.config import Comm, Config, Precision
+from dlrm_fused.errors import CommunicationError, UsageError
+from dlrm_fused.models.tensor_parallel import RowParallelProduct
+from dlrm_fused.ops.gemv_all_reduce import GemvExchange
+from dlrm_fused.symmetric import symmetric_group
+
+logger = logging.getLogger("dlrm_fused")
+
+# A block's feed-forward layer is so many times as wide as d_model.
+FEED_FORWARD_FACTOR = 4
+_WARMUP_RUNS, _MEASURED_RUNS = 3, 10
+
+
+def choose_product(config: Config, group: dist.ProcessGroup | None, tokens: int, device: torch.device) -> RowParallelProduct:
+    """The product of ``config.comm`` for the model's row-parallel layers. Collective over the group.
+
+    With ``fused``, memory is allocated for a batch of training or evaluation, whichever is larger. With ``auto``, both ways
+    are measured in the forward pass of a training batch.
+
+    Args:
+        group: ranks that share the layers; None for this rank alone, where there is nothing to sum.
+        tokens: T, of a sample.
+
+    Raises:
+        UsageError: on all ranks, with ``comm_strict``, if they cannot reach each other's memory.
+    """
+    baseline = RowParallelProduct(group)
+    if group is None or group.size() == 1 or config.comm is Comm.baseline:
+        return baseline
+    rows = [
+        group.size() * -(-samples // dist.get_world_size()) * tokens
+        for samples in (config.training.global_batch_size, config.evaluation.global_batch_size)
+    ]
+    dtype = torch.bfloat16 if config.training.precision is Precision.bf16 else torch.float32
+    try:
+        exchange = GemvExchange(
+            symmetric_group(group, device),
+            name="row-parallel layers",
+            max_columns=config.model.d_model,
+            dtype=dtype,
+            max_rows=max(rows),
+        )
+    except CommunicationError as error:  # raised by all ranks
+        if config.comm_strict:
+            raise UsageError(f"comm_strict=true: tensor-parallel layers without fused communication: {error}") from None
+        logger.warning("tensor-parallel layers run without fused communication: %s", error)
+        return baseline
+    fused = RowParallelProduct(group, exchange)
+    if config.comm is Comm.fused:
+        return fused
+    own, other = _slowest_rank(
+        [_seconds(product, config, rows[0], dtype, device) for product in (fused, baseline)], group, device
+    )
+    logger.info(
+        "comm=auto, row-parallel layers of %d rows: fused %.3f ms, product and all-reduce %.3f ms: %s",
+        rows[0],
+        own * 1e3,
+        other * 1e3,
+        "fused" if own < other else "product and all-reduce",
+    )
+    return fused if own < other else baseline
+
+
+def _seconds(product: RowParallelProduct, config: Config, rows: int, dtype: torch.dtype, device: torch.device) -> float:
+    """Mean time of the two products of a block. Collective."""
+    assert product.group is not None
+    width = config.model.d_model
+    depths = [width // product.group.size(), FEED_FORWARD_FACTOR * width // product.group.size()]
+    inputs = [torch.ones(rows, depth, dtype=dtype, device=device) for depth in depths]
+    weights = [torch.ones(width, depth, dtype=dtype, device=device) for depth in depths]
+    residual, norm_weight = torch.ones(rows, width, dtype=dtype, device=device), torch.ones(width, dtype=dtype, device=device)
+    with torch.no_grad():
+        for run in range(_WARMUP_RUNS + _MEASURED_RUNS):
+            if run == _WARMUP_RUNS:
+                _synchronize(device)
+                begin = time.perf_counter()
+            for x, weight in zip(inputs, weights, strict=True):
+                product(x, weight, residual, norm_weight)
+    _synchronize(device)
+    return (time.perf_counter() - begin) / _MEASURED_RUNS
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _slowest_rank(seconds: list[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    times = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(times, dist.ReduceOp.MAX, group=group)
+    return [float(time) for time in times]
