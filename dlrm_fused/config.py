@@ -128,6 +128,10 @@ class SyntheticConfig:
     test_samples: int = 100_000
     # Standard deviation of the planted logit: larger is easier to predict.
     signal: float = 2.0
+    # Past interactions of each sample: exactly so many, or uniform in [0, history_length] when jagged; 0 for no tokens.
+    history_length: int = 0
+    # Rows of the table of their items.
+    history_items: int = 100_000
 
 
 @dataclass
@@ -527,6 +531,8 @@ def _check_data(config: Config) -> None:
         _require(getattr(synthetic, key) >= 1, f"data.synthetic.{key}", getattr(synthetic, key), "1 or more")
     _require(synthetic.zipf_exponent >= 0, "data.synthetic.zipf_exponent", synthetic.zipf_exponent, "0 or more")
     _require(synthetic.signal >= 0, "data.synthetic.signal", synthetic.signal, "0 or more")
+    _require(synthetic.history_length >= 0, "data.synthetic.history_length", synthetic.history_length, "0 or more")
+    _require(1 <= synthetic.history_items < 2**31, "data.synthetic.history_items", synthetic.history_items, "1 to 2147483647")
 
 
 def _check_model(config: Config) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,12 +34,11 @@ def open_dataset(config: Config, device: torch.device) -> Dataset:
     """
     from dlrm_fused.datasets.criteo_npy import CriteoNpyDataset
     from dlrm_fused.datasets.prepared import PreparedDataset
-    from dlrm_fused.datasets.synthetic import SyntheticDataset
+    from dlrm_fused.datasets.synthetic import SyntheticDataset, table_rows
 
     data = config.data
     if data.source is DataSource.synthetic:
-        stated = data.synthetic.rows * (data.synthetic.tables if len(data.synthetic.rows) == 1 else 1)
-        return SyntheticDataset(replace(data.synthetic, rows=_table_rows(config, stated)), config.seed, device)
+        return SyntheticDataset(data.synthetic, config.seed, device, _table_rows(config, table_rows(data.synthetic)))
     if not Path(data.path).is_dir():
         raise DataError(f"data.path={data.path}: no such folder; prepare a data set with data/prepare.py")
     if data.source is DataSource.criteo_npy:

@@ -158,7 +158,16 @@ def _add_synthetic(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     }.items():
         parser.add_argument(f"--{name}", type=int, nargs="+", default=getattr(defaults, name), metavar="N", help=help_text)
     parser.add_argument("--jagged", action="store_true", help="1 to POOLING ids for each sample instead of exactly POOLING")
-    for name in ("tables", "dense_features", "train_samples", "validation_samples", "test_samples"):
+    counts = (
+        "tables",
+        "dense_features",
+        "train_samples",
+        "validation_samples",
+        "test_samples",
+        "history_length",
+        "history_items",
+    )
+    for name in counts:
         default = getattr(defaults, name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, metavar="N", help=f"default {default}")
     for name in ("zipf_exponent", "signal"):
