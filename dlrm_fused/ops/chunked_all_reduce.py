@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dlrm_fused.symmetric import Arena, Channel, SymmetricGroup
-from dlrm_fused.symmetric.device import begin, finish, peer_pointer, wait_until_ready
+from dlrm_fused.symmetric.device import announced_offset, begin, finish, peer_pointer, wait_until_ready
 
 # Rows of a chunk at least: a smaller product does not fill a GPU. And chunks at most.
 _LEAST_ROWS = 1024
@@ -50,6 +50,7 @@ def sum_chunk_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     DTYPE: tl.constexpr,
+    VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
@@ -60,16 +61,15 @@ def sum_chunk_kernel(
     Args:
         part_addresses: int64 [WORLD], of the partial products, at the same place on every rank.
         result_addresses: int64 [WORLD], of the arena in which each rank receives at an offset of its own.
+        VECTOR: divides n, ``chunk_offset`` and ``elements``.
     """
     epoch = begin(receive_offset, fingerprint, flag_addresses, state, RANK, WORLD, LANES)
-    peers = tl.arange(0, LANES)
-    ready_at = tl.zeros((LANES,), tl.int64)
     all_ready = tl.full((), 1, tl.int1)
     for i in tl.static_range(0, WORLD):
         peer = tl.full((), (RANK + i) % WORLD, tl.int64)
-        offset = wait_until_ready(peer, epoch, fingerprint, flags, state, control, poll_limit, RANK, WORLD)
-        ready_at = tl.where(peers == peer, offset, ready_at)
-        all_ready = all_ready & (offset >= 0)
+        all_ready &= wait_until_ready(peer, epoch, fingerprint, flags, state, control, poll_limit, RANK, WORLD) >= 0
+    chunk_offset = tl.multiple_of(chunk_offset, VECTOR)
+    elements = tl.multiple_of(elements, VECTOR)
     blocks = tl.cdiv(elements, BLOCK)
     for block in range(tl.program_id(0) * WORLD + RANK, blocks, tl.num_programs(0) * WORLD):
         element = block * BLOCK + tl.arange(0, BLOCK)
@@ -85,9 +85,8 @@ def sum_chunk_kernel(
             total += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
         result = total.to(DTYPE)
         for i in tl.static_range(1, WORLD + 1):
-            peer = (RANK + i) % WORLD
-            offset = tl.sum(tl.where(peers == peer, ready_at, 0), axis=0)
-            tl.store(peer_pointer(result_addresses, peer, offset, DTYPE) + at, result, mask=inside)
+            receives_at = announced_offset((RANK + i) % WORLD, flags)
+            tl.store(peer_pointer(result_addresses, (RANK + i) % WORLD, receives_at, DTYPE) + at, result, mask=inside)
     finish(epoch, flags, flag_addresses, state, control, poll_limit, RANK, WORLD, LANES)
 
 
@@ -151,6 +150,7 @@ class ChunkedSum:
             HAS_BIAS=bias is not None,
             HAS_RESIDUAL=residual is not None,
             DTYPE=_TRITON_DTYPES[self._dtype],
+            VECTOR=8 if columns % 8 == 0 else 1,
             BLOCK=_BLOCK,
             RANK=self._group.rank,
             WORLD=ranks,

@@ -92,7 +92,7 @@ def _greet(fingerprint, greetings, inbox_addresses, tag, RANK: tl.constexpr, WOR
     """Tell every rank what this one takes the call to be."""
     for i in tl.static_range(1, WORLD):
         place = peer_pointer(inbox_addresses, (RANK + i) % WORLD, (greetings + RANK) * 8, tl.int64, 8)
-        tl.store(place, (tag << 32) | (fingerprint & _LOW))
+        tl.store(place, (tag << 32) | fingerprint)
 
 
 @triton.jit
@@ -115,7 +115,7 @@ def _check_greetings(
             report_fault(state, control, REFUSED, tl.full((), RANK, tl.int64), peer, epoch, READY)
         elif ((word >> 32) & _LOW) != tag:
             report_fault(state, control, fault_kind(state), tl.full((), RANK, tl.int64), peer, epoch, READY)
-        elif (word & _LOW) != (fingerprint & _LOW):
+        elif (word & _LOW) != fingerprint:
             report_fault(state, control, MISMATCH, tl.full((), RANK, tl.int64), peer, epoch, READY)
 
 
@@ -266,6 +266,7 @@ def gemv_all_reduce_kernel(
     their own launch only, except in the norm, where all are resident.
 
     Args:
+        fingerprint: 31 bits.
         inbox: int64, this rank's; ``inbox_addresses`` those of all. A half has a slot of M * n words for each rank and split,
             at ``sums_at`` the sums of others (TWO_SHOT), and in its last WORLD words the greetings.
         squares: fp32 [tiles, ROWS], scratch.

