@@ -1,8 +1,8 @@
 """Attention of a few new tokens to a history whose keys and values are kept, and of each to itself, not to one another.
 
 How candidates are ranked against one history: m rows of queries, keys and values, and a cache with the keys and values of n
-tokens. PyTorch's attention kernels give a head and its few queries to one multiprocessor, where a decoding step with few heads a
-rank leaves most of the GPU idle. Here, as in Flash-Decoding, the keys of a head are split over programs (:func:`_part_kernel`),
+tokens. PyTorch's attention kernels give a head and its few queries to one multiprocessor, so that few heads leave most of the
+GPU idle. Here, as in Flash-Decoding, the keys of a head are split over programs (:func:`_part_kernel`),
 whose results are merged, together with each row's own key and value (:func:`_merge_kernel`).
 
 Where the cache lies and how long it is, the kernels read on the device: one CUDA graph serves every history.
@@ -51,7 +51,7 @@ def cached_attention(projected: Tensor, cache: Tensor, layer: int, most_keys: in
     """Like :func:`reference`, by kernels that read on the device where the history's keys and values are.
 
     Args:
-        projected: [m, heads, 3, d_head], contiguous, float32, bfloat16 or float16; d_head a power of two from 16.
+        projected: [m, heads, 3, d_head], contiguous, float32, bfloat16 or float16.
         cache: int64 [2] on the device: the address of a contiguous tensor [layers, 2, heads, n, d_head] of keys and values,
             of ``projected``'s dtype and device, and n, which may be 0.
         layer: whose keys and values are taken.
@@ -65,6 +65,7 @@ def cached_attention(projected: Tensor, cache: Tensor, layer: int, most_keys: in
     parts = torch.empty(splits, heads, rows, d_head, dtype=torch.float32, device=projected.device)
     weights = torch.empty(splits, heads, rows, dtype=torch.float32, device=projected.device)
     result = torch.empty(rows, heads, d_head, dtype=projected.dtype, device=projected.device)
+    columns = max(16, triton.next_power_of_2(d_head))
     scale = d_head**-0.5 * 1.4426950408889634  # so that the exponential is of base 2
     _part_kernel[(heads, splits)](
         projected,
@@ -76,13 +77,25 @@ def cached_attention(projected: Tensor, cache: Tensor, layer: int, most_keys: in
         scale,
         HEADS=heads,
         D_HEAD=d_head,
+        COLUMNS=columns,
         ROWS=max(16, triton.next_power_of_2(rows)),
         KEYS=_KEYS,
         DTYPE=_TRITON_DTYPES[projected.dtype],
         num_warps=4,
+        num_stages=2,
     )
     _merge_kernel[(heads, rows)](
-        projected, parts, weights, result, rows, scale, HEADS=heads, D_HEAD=d_head, SPLITS=splits, num_warps=2
+        projected,
+        parts,
+        weights,
+        result,
+        rows,
+        scale,
+        HEADS=heads,
+        D_HEAD=d_head,
+        COLUMNS=columns,
+        SPLITS=splits,
+        num_warps=2,
     )
     return result
 
@@ -98,15 +111,17 @@ def _part_kernel(
     scale,
     HEADS: tl.constexpr,
     D_HEAD: tl.constexpr,
+    COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     """All rows' attention to one split of one head's keys, and the base-2 logarithm of its sum of exponentials."""
     head, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    row, column = tl.arange(0, ROWS), tl.arange(0, D_HEAD)
+    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    of_query = (row < rows)[:, None] & (column < D_HEAD)[None, :]
     query = projected + row[:, None] * (HEADS * 3 * D_HEAD) + head * 3 * D_HEAD + column[None, :]
-    queries = tl.load(query, mask=(row < rows)[:, None], other=0.0)
+    queries = tl.load(query, mask=of_query, other=0.0)
     count = tl.load(cache + 1)
     steps = tl.cdiv(tl.cdiv(count, splits), KEYS)
     first = split * steps * KEYS
@@ -114,13 +129,14 @@ def _part_kernel(
     values = keys + HEADS * count * D_HEAD
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    attended = tl.zeros((ROWS, D_HEAD), tl.float32)
+    attended = tl.zeros((ROWS, COLUMNS), tl.float32)
     for begin in range(first, tl.minimum(first + steps * KEYS, count), KEYS):
         place = begin + tl.arange(0, KEYS)
         inside = place < count
+        of_key = inside[:, None] & (column < D_HEAD)[None, :]
         at = place[:, None] * D_HEAD + column[None, :]
-        key = tl.load(keys + at, mask=inside[:, None], other=0.0)
-        value = tl.load(values + at, mask=inside[:, None], other=0.0)
+        key = tl.load(keys + at, mask=of_key, other=0.0)
+        value = tl.load(values + at, mask=of_key, other=0.0)
         scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
         scores = tl.where(inside[None, :], scores, float("-inf"))
         now_highest = tl.maximum(highest, tl.max(scores, axis=1))
@@ -131,7 +147,7 @@ def _part_kernel(
         highest = now_highest
     attended /= tl.where(total > 0, total, 1.0)[:, None]
     part = (split * HEADS + head) * rows + row
-    tl.store(parts + part[:, None] * D_HEAD + column[None, :], attended, mask=(row < rows)[:, None])
+    tl.store(parts + part[:, None] * D_HEAD + column[None, :], attended, mask=of_query)
     tl.store(weights + part, highest + tl.log2(total), mask=row < rows)  # -inf for a split without keys
 
 
@@ -145,19 +161,23 @@ def _merge_kernel(
     scale,
     HEADS: tl.constexpr,
     D_HEAD: tl.constexpr,
+    COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
     """One row of one head: the parts, and its own key and value, in proportion to their sums of exponentials."""
     head, row = tl.program_id(0), tl.program_id(1)
-    split, column = tl.arange(0, SPLITS), tl.arange(0, D_HEAD)
+    split, column = tl.arange(0, SPLITS), tl.arange(0, COLUMNS)
+    of_head = column < D_HEAD
     own = projected + (row * HEADS + head) * 3 * D_HEAD + column
-    query, key, value = tl.load(own).to(tl.float32), tl.load(own + D_HEAD).to(tl.float32), tl.load(own + 2 * D_HEAD)
+    query = tl.load(own, mask=of_head, other=0.0).to(tl.float32)
+    key = tl.load(own + D_HEAD, mask=of_head, other=0.0).to(tl.float32)
+    value = tl.load(own + 2 * D_HEAD, mask=of_head, other=0.0).to(tl.float32)
     own_weight = tl.sum(query * key, axis=0) * scale
     part = (split * HEADS + head) * rows + row
     weight = tl.load(weights + part)
     highest = tl.maximum(tl.max(weight, axis=0), own_weight)
     share, own_share = tl.exp2(weight - highest), tl.exp2(own_weight - highest)
-    attended = tl.load(parts + part[:, None] * D_HEAD + column[None, :])
-    total = tl.sum(attended * share[:, None], axis=0) + value.to(tl.float32) * own_share
+    attended = tl.load(parts + part[:, None] * D_HEAD + column[None, :], mask=of_head[None, :], other=0.0)
+    total = tl.sum(attended * share[:, None], axis=0) + value * own_share
     total /= tl.sum(share, axis=0) + own_share
-    tl.store(result + (row * HEADS + head) * D_HEAD + column, total.to(result.dtype.element_ty))
+    tl.store(result + (row * HEADS + head) * D_HEAD + column, total.to(result.dtype.element_ty), mask=of_head)

@@ -26,7 +26,7 @@ from dlrm_fused.symmetric.device import announced_offset, begin, finish, peer_po
 _LEAST_ROWS = 1024
 _MOST_CHUNKS = 8
 # Elements of a program's block, and programs: enough to fill the links, few enough to leave the product its multiprocessors.
-_BLOCK = 2048
+_BLOCK = 8192
 _PROGRAMS = 32
 _HELD_RESULTS = 2
 
@@ -68,8 +68,9 @@ def sum_chunk_kernel(
     for i in tl.static_range(0, WORLD):
         peer = tl.full((), (RANK + i) % WORLD, tl.int64)
         all_ready &= wait_until_ready(peer, epoch, fingerprint, flags, state, control, poll_limit, RANK, WORLD) >= 0
-    chunk_offset = tl.multiple_of(chunk_offset, VECTOR)
-    elements = tl.multiple_of(elements, VECTOR)
+    # The compiler makes wide loads of what it knows to be a multiple.
+    chunk_offset = chunk_offset // VECTOR * VECTOR
+    elements = elements // VECTOR * VECTOR
     blocks = tl.cdiv(elements, BLOCK)
     for block in range(tl.program_id(0) * WORLD + RANK, blocks, tl.num_programs(0) * WORLD):
         element = block * BLOCK + tl.arange(0, BLOCK)
