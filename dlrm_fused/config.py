@@ -574,8 +574,14 @@ def _check_transformer(config: Config) -> None:
         model.tensor_parallel,
         f"0, or a divisor of model.heads={model.heads}, since ranks take whole heads",
     )
-    has_histories = config.data.source is not DataSource.criteo_npy
-    _require(has_histories, "data.source", config.data.source.name, "prepared or synthetic with model.kind=transformer")
+    source, history_length = config.data.source, config.data.synthetic.history_length
+    _require(source is not DataSource.criteo_npy, "data.source", source.name, "prepared, synthetic with model.kind=transformer")
+    _require(
+        history_length >= 1 or source is not DataSource.synthetic,
+        "data.synthetic.history_length",
+        history_length,
+        "1 or more with model.kind=transformer",
+    )
 
 
 def _check_embedding(config: Config) -> None:

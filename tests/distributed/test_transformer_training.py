@@ -1,4 +1,4 @@
-"""The Transformer in the trainer: the same run however its layers and tables are spread, and checkpoints between the spreads."""
+"""The Transformer in the trainer: the same run however its layers and tables are spread, also if that changes on the way."""
 
 from __future__ import annotations
 
