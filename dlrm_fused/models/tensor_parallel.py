@@ -21,51 +21,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from dlrm_fused.errors import ConfigError, UsageError
+from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.gemv_all_reduce import GemvExchange, gemv_all_reduce, reference
 
 NORM_EPS = 1e-6  # of all RMS norms
-
-
-@dataclass(frozen=True)
-class ParallelGroups:
-    """The groups of this rank.
-
-    Attributes:
-        tensor: consecutive ranks of one host that hold the pieces of one model; None: this rank holds all of it.
-        data: ranks that hold the same pieces, one of each tensor-parallel group; None: this rank alone.
-    """
-
-    tensor: ProcessGroup | None
-    data: ProcessGroup | None
-
-    @staticmethod
-    def make(tensor_parallel: int, ranks_per_host: int) -> ParallelGroups:
-        """Split all ranks into groups of ``tensor_parallel`` ranks, 0 for all ranks of a host. Collective.
-
-        Raises:
-            ConfigError: on all ranks, if a host's ranks cannot be split into such groups.
-        """
-        ranks = dist.get_world_size()
-        size = tensor_parallel or ranks_per_host
-        if size < 0 or ranks_per_host % size or ranks % size:
-            raise ConfigError(
-                f"model.tensor_parallel={tensor_parallel}: allowed: 0, or a divisor of the {ranks_per_host} ranks of a host"
-            )
-        tensor = _one_of([list(range(first, first + size)) for first in range(0, ranks, size)])
-        data = _one_of([list(range(first, ranks, size)) for first in range(size)])
-        return ParallelGroups(tensor, data)
-
-
-def _one_of(partition: list[list[int]]) -> ProcessGroup | None:
-    """The group of this rank; None if it would be alone. Collective."""
-    if len(partition[0]) == 1:
-        return None
-    if len(partition) == 1:
-        # Not one more group of the same ranks: it would cost memory, and NCCL connections.
-        return dist.group.WORLD
-    group, _ = dist.new_subgroups_by_enumeration(partition)
-    return cast(ProcessGroup, group)
 
 
 def group_size(group: ProcessGroup | None) -> int:

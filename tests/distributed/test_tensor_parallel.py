@@ -7,10 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_fused.errors import ConfigError, UsageError
-from dlrm_fused.models.tensor_parallel import ParallelGroups, RowParallelProduct
+from dlrm_fused.config import ModelConfig
+from dlrm_fused.errors import UsageError
+from dlrm_fused.models.tensor_parallel import RowParallelProduct
 from dlrm_fused.models.transformer import HistoryTransformer
 from dlrm_fused.ops.gemv_all_reduce import GemvExchange
+from dlrm_fused.sharding.groups import tensor_parallel_groups
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import run_ranks
@@ -55,22 +57,22 @@ def on_ranks(tensor_parallel: int, fused: bool) -> tuple[Tensor, dict[str, Tenso
     """Encodings, gradients as a trainer gets them, and weights, put together from all ranks."""
     rank = Rank.from_environment()
     with process_group(rank, torch.device("cpu")):
-        groups = ParallelGroups.make(tensor_parallel, rank.world_size)
+        groups = tensor_parallel_groups(ModelConfig(tensor_parallel=tensor_parallel, heads=SHAPE["heads"]))
         exchange = None
         if fused:
-            memory = symmetric_group(groups.tensor)
+            memory = symmetric_group(groups.layers)
             rows = SAMPLES * (HISTORY + 1)
             exchange = GemvExchange(memory, name="test", max_columns=SHAPE["d_model"], dtype=torch.float32, max_rows=rows)
-        model = transformer(RowParallelProduct(groups.tensor, exchange))
+        model = transformer(RowParallelProduct(groups.layers, exchange))
         encoded, gradients = encodings_and_gradients(model, rank.index, rank.world_size)
         gathered = {"encoded": whole(encoded, 0, dist.group.WORLD), "tokens": whole(gradients["tokens"], 0, dist.group.WORLD)}
         weights = {}
         for name, parameter in model.named_parameters():
             dim = getattr(parameter, "tensor_parallel_dim", None)
             # What data parallelism does: cut parameters have no copies within the group.
-            mean = average(gradients[name], dist.group.WORLD if dim is None else groups.data)
-            gathered[name] = whole(mean, dim, groups.tensor)
-            weights[name] = whole(parameter.detach(), dim, groups.tensor)
+            mean = average(gradients[name], dist.group.WORLD if dim is None else groups.copies)
+            gathered[name] = whole(mean, dim, groups.layers)
+            weights[name] = whole(parameter.detach(), dim, groups.layers)
         if exchange is not None:
             exchange.group.close()
         return gathered.pop("encoded"), gathered, weights
@@ -89,20 +91,19 @@ def test_any_number_of_ranks_gives_the_same(ranks: int, tensor_parallel: int, fu
         torch.testing.assert_close(result[2], dict(model.state_dict()), rtol=0, atol=0)
 
 
-def error_of(tensor_parallel: int, changes: dict[str, int]) -> str:
-    with process_group(Rank.from_environment(), torch.device("cpu")), pytest.raises((ConfigError, UsageError)) as raised:
-        transformer(RowParallelProduct(ParallelGroups.make(tensor_parallel, ranks_per_host=2).tensor), **changes)
+def error_of(changes: dict[str, int]) -> str:
+    with process_group(Rank.from_environment(), torch.device("cpu")), pytest.raises(UsageError) as raised:
+        transformer(RowParallelProduct(dist.group.WORLD), **changes)
     return str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("tensor_parallel", "changes", "message"),
+    ("changes", "message"),
     [
-        (0, {"heads": 1}, "heads=1: must be a positive multiple of the 2 tensor-parallel ranks"),
-        (0, {"heads": 3}, "heads=3: must be a positive multiple of the 2 tensor-parallel ranks"),
-        (2, {"d_ff": 7}, "d_ff=7: must be a positive multiple of the 2 tensor-parallel ranks"),
-        (4, {}, "model.tensor_parallel=4: allowed: 0, or a divisor of the 2 ranks of a host"),
+        ({"heads": 1}, "heads=1: must be a positive multiple of the 2 tensor-parallel ranks"),
+        ({"heads": 3}, "heads=3: must be a positive multiple of the 2 tensor-parallel ranks"),
+        ({"d_ff": 7}, "d_ff=7: must be a positive multiple of the 2 tensor-parallel ranks"),
     ],
 )
-def test_what_cannot_be_cut_is_refused_on_every_rank(tensor_parallel: int, changes: dict[str, int], message: str) -> None:
-    assert run_ranks(2, error_of, tensor_parallel, changes) == [message, message]
+def test_what_cannot_be_cut_is_refused_on_every_rank(changes: dict[str, int], message: str) -> None:
+    assert run_ranks(2, error_of, changes) == [message, message]
