@@ -18,14 +18,15 @@ logger = logging.getLogger("dlrm_fused")
 
 # A block's feed-forward layer is so many times as wide as d_model.
 FEED_FORWARD_FACTOR = 4
+# Rows (tokens) of one fused call: enough to be fast, few enough for their memory to be small beside that of activations.
+_MOST_ROWS = 16_384
 _WARMUP_RUNS, _MEASURED_RUNS = 3, 10
 
 
 def choose_product(config: Config, group: dist.ProcessGroup | None, tokens: int, device: torch.device) -> RowParallelProduct:
     """The product of ``config.comm`` for the model's row-parallel layers. Collective over the group.
 
-    With ``fused``, memory is allocated for a batch of training or evaluation, whichever is larger. With ``auto``, both ways
-    are measured in the forward pass of a training batch.
+    With ``auto``, both ways are measured: the two products of a block, forward, with the rows of a training batch.
 
     Args:
         group: ranks that share the layers; None for this rank alone, where there is nothing to sum.
@@ -48,7 +49,7 @@ def choose_product(config: Config, group: dist.ProcessGroup | None, tokens: int,
             name="row-parallel layers",
             max_columns=config.model.d_model,
             dtype=dtype,
-            max_rows=max(rows),
+            max_rows=min(max(rows), _MOST_ROWS),
         )
     except CommunicationError as error:  # raised by all ranks
         if config.comm_strict:

@@ -105,7 +105,8 @@ class RowParallelProduct:
 
     Attributes:
         group: the ranks that hold the pieces; None: this rank alone. One rank communicates nothing.
-        exchange: of the fused operator, over the same ranks; None: a matrix product, then an all-reduce.
+        exchange: of the fused operator, over the same ranks, for any number of rows; None: a matrix product, then an
+            all-reduce.
     """
 
     group: ProcessGroup | None = None
@@ -134,7 +135,10 @@ class RowParallelProduct:
         if self.exchange is None:
             out, normed = reference(self.group, x, weight, None, residual, norm_weight, NORM_EPS)
         else:
-            out, normed = gemv_all_reduce(self.exchange, x, weight, None, residual, norm_weight, NORM_EPS)
+            # What the exchange has no memory for goes in several calls.
+            rows = zip(x.split(self.exchange.max_rows), residual.split(self.exchange.max_rows), strict=True)
+            results = [gemv_all_reduce(self.exchange, x, weight, None, r, norm_weight, NORM_EPS) for x, r in rows]
+            out, normed = results[0] if len(results) == 1 else map(torch.cat, zip(*results, strict=True))
         return out.view(shape), cast(Tensor, normed).view(shape)
 
 
