@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -231,8 +232,8 @@ def compile_ahead(world: World, calls: Sequence[Callable[[], object]]) -> None:
         if own:
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(sorted({kernel.module for kernel in own}))
-            with context.Pool(min(len(own), max(1, (os.cpu_count() or 1) // world.size))) as pool:
-                pool.map(_compile, own, chunksize=1)
+            with ProcessPoolExecutor(min(len(own), max(1, (os.cpu_count() or 1) // world.size)), context) as pool:
+                list(pool.map(_compile, own))
     dist.barrier()
 
 
