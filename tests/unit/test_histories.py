@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.config import Config, Split
 from dlrm_fused.datasets import open_dataset
-from dlrm_fused.datasets.preparation import movielens
+from dlrm_fused.datasets.preparation import cli, movielens
 from dlrm_fused.datasets.preparation.histories import Histories, count_earlier, find_histories
 from dlrm_fused.datasets.preparation.movielens import MovieLensOptions, SplitBy, prepare_movielens
 from dlrm_fused.datasets.prepared import PreparedDataset
@@ -55,8 +55,9 @@ def prepare(source: Path, output: Path) -> PreparedInfo:
 
 @pytest.fixture
 def prepared(tmp_path: Path) -> Path:
-    prepare(write_release(tmp_path / "source", RATINGS), tmp_path / "set")
-    return tmp_path / "set"
+    source, output = write_release(tmp_path / "source", RATINGS), tmp_path / "set"
+    assert cli.main(["movielens", "--source", str(source), "--output", str(output), "--split", "time", "--history", "5"]) == 0
+    return output
 
 
 def by_time() -> list[tuple[int, int, int, int]]:

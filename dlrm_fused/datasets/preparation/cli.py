@@ -30,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail(f"interrupted; --output {args.output} is incomplete, run the same command again")
     samples = ", ".join(f"{count:,} {split}" for split, count in info.samples.items())
-    print(f"{args.output}: {samples} samples, {len(info.schema.sparse_features)} sparse features")
+    tokens = f", {len(info.schema.token_features)} token features" if info.schema.token_features else ""
+    print(f"{args.output}: {samples} samples, {len(info.schema.sparse_features)} sparse features{tokens}")
     return 0
 
 
