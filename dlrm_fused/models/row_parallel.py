@@ -34,6 +34,7 @@ def choose_product(config: Config, group: dist.ProcessGroup | None, tokens: int,
 
     Raises:
         UsageError: on all ranks, with ``comm_strict``, if they cannot reach each other's memory.
+        CommunicationError: on all ranks, if one of them has too little memory left.
     """
     baseline = RowParallelProduct(group)
     if group is None or group.size() == 1 or config.comm is Comm.baseline:
@@ -44,18 +45,19 @@ def choose_product(config: Config, group: dist.ProcessGroup | None, tokens: int,
     ]
     dtype = torch.bfloat16 if config.training.precision is Precision.bf16 else torch.float32
     try:
-        exchange = GemvExchange(
-            symmetric_group(group, device),
-            name="row-parallel layers",
-            max_columns=config.model.d_model,
-            dtype=dtype,
-            max_rows=min(max(rows), _MOST_ROWS),
-        )
+        ranks = symmetric_group(group, device)
     except CommunicationError as error:  # raised by all ranks
         if config.comm_strict:
             raise UsageError(f"comm_strict=true: tensor-parallel layers without fused communication: {error}") from None
         logger.warning("tensor-parallel layers run without fused communication: %s", error)
         return baseline
+    exchange = GemvExchange(
+        ranks,
+        name="row-parallel layers",
+        max_columns=config.model.d_model,
+        dtype=dtype,
+        max_rows=min(max(rows), _MOST_ROWS),
+    )
     fused = RowParallelProduct(group, exchange)
     if config.comm is Comm.fused:
         return fused
