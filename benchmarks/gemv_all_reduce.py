@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
-from gemv_cells import CELLS, DTYPE, ROWS, Cell, by_shape, draw_inputs, draw_weights, weight_copies
+from gemv_cells import CELLS, DTYPE, ROWS, TOLERANCE, Cell, by_shape, draw_inputs, draw_weights, weight_copies
 from gemv_report import RIVALS, line, summarize, table
 from harness import (
     Ceilings,
@@ -56,9 +56,6 @@ from dlrm_fused.ops.gemv_all_reduce import GemvExchange, gemv_all_reduce
 EXCHANGE_TIMEOUT_SECONDS = 60.0
 # A graph makes at least so many calls, so that its launch does not count.
 CALLS_OF_A_GRAPH = 48
-# Largest relative errors of the fused operator. Sums of fp32 are rounded to bf16 once; in large products, where the partial
-# results may travel in bf16, once more for each of them.
-TOLERANCE = {"small": 1.02 * 2**-8, "large": 4 * 2**-8}
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
 
@@ -170,7 +167,7 @@ class CellRun:
         rivals = {name: us[name] for name in RIVALS if name in us}
         best = min(rivals, key=lambda name: rivals[name], default=None)
         return {
-            "passed": errors["fused"] <= TOLERANCE[size_of(self.cell)] and checks["fused"][1],
+            "passed": errors["fused"] <= TOLERANCE[self.cell.size] and checks["fused"][1],
             "errors": errors,
             "same_bits_on_all_ranks": {name: same for name, (_, same) in checks.items()},
             "us": us,
@@ -190,13 +187,9 @@ class CellRun:
         }
 
 
-def size_of(cell: Cell) -> str:
-    return "large" if cell.is_large else "small"
-
-
 def entry(cell: Cell) -> dict[str, Any]:
     """What the report of a cell begins with."""
-    return {"name": cell.name, "size": size_of(cell), **asdict(cell)}
+    return {"name": cell.name, "size": cell.size, **asdict(cell)}
 
 
 class Run:
@@ -219,12 +212,12 @@ class Run:
             for cell in CELLS[options.cells]()
             if re.search(options.match, cell.name) and (not options.m or cell.m in options.m)
         ]
-        self.exchanges = {size: self.exchange(size) for size in dict.fromkeys(map(size_of, self.cells))}
+        self.exchanges = {size: self.exchange(size) for size in dict.fromkeys(cell.size for cell in self.cells)}
         self.buffer = self.symmetric_buffer() if world.device.type == "cuda" else None
 
     def exchange(self, size: str) -> GemvExchange:
         """For all cells of this size. Collective."""
-        cells = [cell for cell in self.cells if size_of(cell) == size]
+        cells = [cell for cell in self.cells if cell.size == size]
         return GemvExchange(
             self.world.symmetric,
             name=f"benchmark {size}",
@@ -266,14 +259,14 @@ class Run:
         def call(cell: Cell) -> None:
             depth = cell.depth(self.world.size)
             x, weight = (torch.empty(rows, depth, dtype=DTYPE, device=self.world.device) for rows in (cell.m, cell.n))
-            gemv_all_reduce(self.exchanges[size_of(cell)], x, weight)
+            gemv_all_reduce(self.exchanges[cell.size], x, weight)
 
         with torch.no_grad():
             compile_ahead(self.world, [partial(call, cell) for cell in self.cells])
 
     def measure(self, cell: Cell, weights: Tensor) -> None:
         def work() -> Mapping[str, Any]:
-            exchange = self.exchanges[size_of(cell)]
+            exchange = self.exchanges[cell.size]
             run = CellRun(self.world, cell, exchange, weights, self.buffer, self.options.seconds_per_cell)
             return run.result(self.ceilings)
 
