@@ -234,6 +234,8 @@ class OnlineScorer:
             if layer + 1 < len(stages):  # of the last layer, only keys and values are seen by candidates
                 attended = F.scaled_dot_product_attention(queries[None], keys[None], values[None], is_causal=True)
                 x, normed = block.finish(attended[0].transpose(0, 1), x, next_norm)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
         self._raise_fault()
         return History(cache)
 
@@ -302,7 +304,7 @@ class OnlineScorer:
         """
         model, over = self._transformer, self._over_arch
         pooled, tokens = self._look_up(inputs.rows), len(self._token_features)
-        sparse = self._sum_over_ranks(pooled[:, tokens:].flatten(1)).unflatten(1, (-1, self._tables.dim))
+        sparse = self._sum_over_ranks(pooled[:, tokens:])
         with self._beside():
             interactions = over.interaction(self._dense_arch(inputs.dense.to(self._dtype)), sparse)
         x, normed = self._enter(pooled[:, :tokens], model.positions[:1].expand(len(pooled), -1))
@@ -332,14 +334,19 @@ class OnlineScorer:
         layer, norm = self._transformer.input, self._transformer.stages()[0][0].attention_norm
         return self._product(pooled.flatten(1), layer.weight, positions + layer.bias, norm)
 
-    def _sum_over_ranks(self, x: Tensor) -> Tensor:
+    def _sum_over_ranks(self, pooled: Tensor) -> Tensor:
+        """[m, features, D] to its sum over the ranks."""
         group, exchange = self._product.group, self._product.exchange
+        rows, features, dim = pooled.shape
         if exchange is not None:
-            return gemv_all_reduce(exchange, x, self._identity)[0]
+            # A product with the identity: of as few features as there are rows for, since it is read from memory.
+            together = next(n for n in range(1, features + 1) if features % n == 0 and rows * features <= n * MOST_CANDIDATES)
+            identity = self._identity[: together * dim, : together * dim]
+            return gemv_all_reduce(exchange, pooled.reshape(-1, together * dim), identity)[0].view(pooled.shape)
         if group_size(group) > 1:
-            x = x.contiguous()
-            dist.all_reduce(x, group=group)
-        return x
+            pooled = pooled.contiguous()
+            dist.all_reduce(pooled, group=group)
+        return pooled
 
     @contextmanager
     def _beside(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ from dlrm_fused.datasets.batch import Batch
 from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.models.row_parallel import FEED_FORWARD_FACTOR, choose_product
+from dlrm_fused.models.tensor_parallel import RowParallelProduct
 from dlrm_fused.models.transformer import HistoryTransformer, TransformerDLRM
 
 _TABLE_DTYPES = {TableDtype.fp32: DataType.FP32, TableDtype.fp16: DataType.FP16}
@@ -91,29 +92,41 @@ def build_model(
     """
     shape = config.model
     dense_features = len(schema.dense_features)
-    tables = _tables(config.embedding, schema.sparse_features)
     model: nn.Module
     if shape.kind is ModelKind.transformer:
-        if not schema.token_features:
-            raise ConfigError(
-                "model.kind=transformer: the data set has no histories of interactions; allowed with it: dlrm, dcnv2"
-            )
-        transformer = HistoryTransformer(
-            token_width=len(schema.token_features) * config.embedding.dim,
-            d_model=shape.d_model,
-            heads=shape.heads,
-            layers=shape.layers,
-            d_ff=FEED_FORWARD_FACTOR * shape.d_model,
-            history_length=schema.history_length,
-            product=choose_product(config, tensor_parallel, schema.history_length + 1, device),
-        )
-        token_tables = _tables(config.embedding, schema.token_features)
-        model = TransformerDLRM(tables, token_tables, transformer, dense_features, shape.bottom_mlp, shape.top_mlp)
+        product = choose_product(config, tensor_parallel, schema.history_length + 1, device)
+        model = build_transformer(config, schema, product)
     elif shape.kind is ModelKind.dcnv2:
+        tables = _tables(config.embedding, schema.sparse_features)
         model = DLRM_DCN(tables, dense_features, shape.bottom_mlp, shape.top_mlp, shape.cross_layers, shape.cross_rank)
     else:
-        model = DLRM(tables, dense_features, shape.bottom_mlp, shape.top_mlp)
+        model = DLRM(_tables(config.embedding, schema.sparse_features), dense_features, shape.bottom_mlp, shape.top_mlp)
     return RankingTask(model, config.training.precision, world_size, device)
+
+
+def build_transformer(config: Config, schema: DatasetSchema, product: RowParallelProduct) -> TransformerDLRM:
+    """The model of ``model.kind=transformer``, whose layers are cut over the ranks of ``product``. Otherwise as
+    :func:`build_model`, which says what it raises."""
+    shape = config.model
+    if not schema.token_features:
+        raise ConfigError("model.kind=transformer: the data set has no histories of interactions; allowed with it: dlrm, dcnv2")
+    transformer = HistoryTransformer(
+        token_width=len(schema.token_features) * config.embedding.dim,
+        d_model=shape.d_model,
+        heads=shape.heads,
+        layers=shape.layers,
+        d_ff=FEED_FORWARD_FACTOR * shape.d_model,
+        history_length=schema.history_length,
+        product=product,
+    )
+    return TransformerDLRM(
+        _tables(config.embedding, schema.sparse_features),
+        _tables(config.embedding, schema.token_features),
+        transformer,
+        len(schema.dense_features),
+        shape.bottom_mlp,
+        shape.top_mlp,
+    )
 
 
 def _tables(embedding: EmbeddingConfig, features: Sequence[SparseFeature]) -> EmbeddingBagCollection:

@@ -217,7 +217,7 @@ def model_state(sharded: ShardedModel) -> State:
     parameters = dict(sharded.model.named_parameters())
     for name, value in sharded.model.state_dict().items():
         if not is_table(name):
-            state[f"dense.{name}"] = _of_dense(value.detach(), parameters.get(name), sharded.groups)
+            state[f"dense.{name}"] = of_dense(value.detach(), parameters.get(name), sharded.groups)
     for name, parameter in data_parallel_tables(sharded.model):
         state[f"table.{table_name(name)}.weight"] = _whole(parameter.detach())
     for name, weight in sharded.model.fused_optimizer.params.items():
@@ -238,13 +238,13 @@ def optimizer_state(sharded: ShardedModel) -> State:
                 state[key] = _pieces_like(fused[name], value)
             elif not is_table(name):
                 key = f"dense_optimizer.{name}.{state_name}"
-                state[key] = _of_dense(value.detach(), parameters[name], sharded.groups)
+                state[key] = of_dense(value.detach(), parameters[name], sharded.groups)
             elif state_name in _STATE_NAMES:  # the others, counts of steps, follow from the step of the checkpoint
                 state[f"table.{table_name(name)}.{_STATE_NAMES[state_name]}"] = _whole(value.detach())
     return state
 
 
-def _of_dense(value: Tensor, parameter: Tensor | None, groups: TensorParallelGroups | None) -> Tensor | TensorPieces:
+def of_dense(value: Tensor, parameter: Tensor | None, groups: TensorParallelGroups | None) -> Tensor | TensorPieces:
     """A dense parameter, or a state of its optimizer: this rank's piece of it if the parameter is tensor-parallel."""
     dim = getattr(parameter, "tensor_parallel_dim", None)
     if dim is None or parameter is None or groups is None or value.shape != parameter.shape:

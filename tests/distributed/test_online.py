@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,14 +17,16 @@ from torch import Tensor
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_fused.errors import UsageError
+from dlrm_fused.config import Split
+from dlrm_fused.errors import ConfigError, UsageError
 from dlrm_fused.models.tensor_parallel import RowParallelProduct
 from dlrm_fused.models.transformer import HistoryTransformer, TransformerDLRM
 from dlrm_fused.online import MOST_CANDIDATES, Candidates, CutTables, History, OnlineScorer
 from dlrm_fused.ops.gemv_all_reduce import GemvExchange
 from dlrm_fused.symmetric import symmetric_group
-from dlrm_fused.training.runtime import Rank, choose_device, process_group
-from tests.distributed.launch import run_ranks
+from dlrm_fused.training.online_evaluation import score_run_online
+from dlrm_fused.training.runtime import FailureBoard, Rank, choose_device, process_group
+from tests.distributed.launch import RankFailed, run_ranks, train
 from tests.kernels.interpreter import run_interpreted
 
 HISTORY, DIM, DENSE, MOST_IDS = 70, 4, 3, 3
@@ -206,3 +211,54 @@ def small_exchange() -> str:
 def test_an_exchange_without_room_for_a_history_is_refused() -> None:
     message = "exchange online: max_rows=69; online scoring needs 70"
     assert run_ranks(2, small_exchange) == [message, message]
+
+
+# eval.py --online
+
+
+TRANSFORMER = [
+    "model.kind=transformer",
+    "model.d_model=16",
+    "model.heads=4",
+    "data.synthetic.history_length=6",
+    "data.synthetic.history_items=200",
+    "embedding.init_std=0.3",
+    "training.max_steps=20",
+]
+
+
+def score_online(run: Path, overrides: list[str]) -> None:
+    rank = Rank.from_environment()
+    score_run_online(run, "last", Split.test, overrides, 2, rank, FailureBoard(rank))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("trained"), 2, *TRANSFORMER)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [(1, []), (2, ["comm=fused"]), (2, ["model.tensor_parallel=1"]), (1, ["training.precision=bf16"])],
+)
+def test_requests_of_a_trained_run(trained: Path, ranks: int, overrides: list[str]) -> None:
+    run_ranks(ranks, score_online, trained, overrides)
+    found = json.loads((trained / "online.json").read_text())
+    assert found["step"] == 20
+    assert found["difference_from_full_model"] < (0.05 if "training.precision=bf16" in overrides else 1e-5)
+    for count in (1, 2, 4, 8, 16, 32, 64):
+        assert 0 < found[f"score_{count}_p50_ms"] <= found[f"score_{count}_p99_ms"]
+        assert found[f"score_{count}_candidates_per_second"] > 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.kind=dlrm"], "--online: the run has model.kind=dlrm; it is for model.kind=transformer"),
+        (["data.synthetic.test_samples=63"], "--split test: it has 63 samples; --online needs 64 at least"),
+    ],
+)
+def test_runs_that_cannot_be_scored_online(trained: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(RankFailed, match=re.escape(message)) as failed:
+        run_ranks(1, score_online, trained, overrides)
+    assert isinstance(failed.value.error, ConfigError)
