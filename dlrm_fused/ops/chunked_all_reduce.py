@@ -22,12 +22,12 @@ from torch import Tensor
 from dlrm_fused.symmetric import Arena, Channel, SymmetricGroup
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, peer_pointer, wait_until_ready
 
-# Rows of a chunk at least: a smaller product does not fill a GPU. And chunks at most.
-_LEAST_ROWS = 1024
-_MOST_CHUNKS = 8
-# Elements of a program's block, and programs: enough to fill the links, few enough to leave the product its multiprocessors.
-_BLOCK = 8192
-_PROGRAMS = 32
+# Elements of a chunk's result at least, and chunks at most: smaller products do not fill a GPU.
+_CHUNK_ELEMENTS = 4 << 20
+_MOST_CHUNKS = 4
+# Elements of a program's block, and programs.
+_BLOCK = 4096
+_PROGRAMS = 256
 _HELD_RESULTS = 2
 
 
@@ -115,7 +115,7 @@ class ChunkedSum:
         block = self._results.take((rows, columns), self._dtype)
         result = self._spare[: rows * columns].view(rows, columns) if block is None else block
         main = torch.cuda.current_stream(self._group.device) if self._stream else None
-        for first, last in _chunks(rows):
+        for first, last in _chunks(rows, columns):
             torch.mm(x[first:last], weight.T, out=parts[first:last])
             if self._stream and main:
                 self._stream.wait_stream(main)
@@ -160,8 +160,8 @@ class ChunkedSum:
         )
 
 
-def _chunks(rows: int) -> list[tuple[int, int]]:
+def _chunks(rows: int, columns: int) -> list[tuple[int, int]]:
     """First and last row (exclusive) of each chunk."""
-    count = max(1, min(_MOST_CHUNKS, rows // _LEAST_ROWS))
+    count = max(1, min(_MOST_CHUNKS, rows, rows * columns // _CHUNK_ELEMENTS))
     bounds = [rows * i // count for i in range(count + 1)]
     return list(itertools.pairwise(bounds))

@@ -30,7 +30,7 @@ from torch import Tensor
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.chunked_all_reduce import ChunkedSum
 from dlrm_fused.ops.gemv_kernel import gemv_all_reduce_kernel
-from dlrm_fused.ops.gemv_tuning import MOST_ROWS, Blocks, choose_blocks
+from dlrm_fused.ops.gemv_tuning import LEAST_COLUMNS, MOST_ROWS, Blocks, choose_blocks
 from dlrm_fused.symmetric import Channel, SymmetricGroup
 from dlrm_fused.symmetric.device import uses_kernels
 
@@ -139,7 +139,7 @@ class GemvExchange:
             max_columns: the largest N.
             dtype: float32, bfloat16 or float16.
             max_rows: the largest m. The memory for it is allocated here: for up to 64 rows on GPUs about
-                1 kB * (ranks + 1) * max_columns, for more of them three times the result besides.
+                1.5 kB * (ranks + 1) * max_columns, for more of them three times the result besides.
             timeout_seconds: how long a rank waits for another.
 
         Raises:
@@ -151,9 +151,11 @@ class GemvExchange:
         self.channel = Channel(group, name, timeout_seconds)
         ranks, few = group.world_size, min(max_rows, MOST_ROWS)
         if uses_kernels(group.device):
-            # A slot for each rank, one for finished sums, and the greetings.
+            # Slots of words for each rank and for finished sums, the same for values of at most half a word, flags of the
+            # narrowest tiles, and greetings.
             self.slot_words = few * max_columns
-            self.half_words = (ranks + 1) * self.slot_words + ranks
+            flags = (ranks + 1) * triton.cdiv(max_columns, LEAST_COLUMNS)
+            self.half_words = (ranks + 1) * (self.slot_words + triton.cdiv(self.slot_words, 2)) + flags + ranks
             self.inbox = group.allocate(f"{name}.inbox", 2 * self.half_words * 8)
             self.squares = torch.empty(MOST_ROWS * max_columns, dtype=torch.float32, device=group.device)
             self.chunks = ChunkedSum(group, self.channel, name, max_rows * max_columns, dtype) if max_rows > MOST_ROWS else None
@@ -284,6 +286,9 @@ def _run_kernel(
     if blocks.splits * rows * columns > owner.slot_words:
         blocks = Blocks(**{**blocks.__dict__, "splits": 1})
     tiles = triton.cdiv(columns, blocks.columns)
+    parts_at, slot_words = 0, owner.slot_words
+    if blocks.flagged:
+        parts_at, slot_words = (ranks + 1) * slot_words, triton.cdiv(slot_words, 2)
     out = x.new_empty(rows, columns)
     normed = torch.empty_like(out) if has_norm else out.new_empty(0)
     gemv_all_reduce_kernel[(tiles * blocks.splits,)](
@@ -301,7 +306,9 @@ def _run_kernel(
         *owner.channel.words[2:],
         _fingerprint(x, weight, bias, residual, norm_weight, blocks=blocks),
         owner.half_words,
-        ranks * owner.slot_words,
+        parts_at,
+        parts_at + ranks * slot_words,
+        (ranks + 1) * (owner.slot_words + triton.cdiv(owner.slot_words, 2)),
         columns,
         depth,
         x.stride(0),
@@ -315,6 +322,7 @@ def _run_kernel(
         TILES=triton.next_power_of_2(tiles),
         EVEN=depth % (blocks.depth * blocks.splits) == 0,
         TWO_SHOT=blocks.two_shot,
+        FLAGGED=blocks.flagged,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         HAS_NORM=has_norm,

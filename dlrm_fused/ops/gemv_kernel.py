@@ -2,7 +2,7 @@
 
 A word of 64 bits carries a value and the number of the call, so that a reader sees by the word itself whether it is there:
 no fence between data and flag is paid, nor a flag at all (as in the LL protocol of NCCL). Stores and loads of aligned 64 bits
-are not torn.
+are not torn. Where the bytes matter more than the fence (FLAGGED), tiles travel as they are, with a flag each.
 
 Words lie in an *inbox*, two halves that calls use in turn. A rank writes a half again two calls later; to complete the call in
 between it needed words of that call from every rank, which each sends after it has completed the one before. So nothing that
@@ -31,6 +31,7 @@ from dlrm_fused.symmetric.device import (
     must_stop,
     peer_pointer,
     report_fault,
+    signal,
 )
 
 # Words of Channel.state that belong to this kernel.
@@ -88,6 +89,22 @@ def _receive(places, inside, tag, state, control, poll_limit, epoch, peer, RANK:
 
 
 @triton.jit
+def _receive_tile(flag, places, inside, tag, state, control, poll_limit, epoch, peer, RANK: tl.constexpr):
+    """The values at ``places``, as soon as their flag is of this call: data that a fence precedes."""
+    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    polls = tl.zeros((), tl.int64)
+    while (seen != tag) & (polls < poll_limit):
+        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+        polls += 1
+        if polls % _STOP_CHECK == 0:
+            polls = tl.where(must_stop(state), poll_limit, polls)
+    if seen != tag:
+        report_fault(state, control, fault_kind(state), tl.full((), RANK, tl.int64), peer, epoch, ARRIVAL)
+    tl.debug_barrier()
+    return tl.load(places, mask=inside, other=0.0, volatile=True)
+
+
+@triton.jit
 def _greet(fingerprint, greetings, inbox_addresses, tag, RANK: tl.constexpr, WORLD: tl.constexpr):
     """Tell every rank what this one takes the call to be."""
     for i in tl.static_range(1, WORLD):
@@ -125,8 +142,9 @@ def _multiply(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """One tile of weight times x transposed, over this split's part of K: fp32 [COLUMNS, ROWS]."""
-    # Rows and columns that do not exist are computed from others: loads need no mask, and nobody stores them.
-    row = tl.arange(0, ROWS) % m
+    row = tl.arange(0, ROWS)
+    exists = (row < m)[None, :]
+    # Columns that do not exist are computed from others: loads need no mask, and nobody stores them.
     column = (tile * COLUMNS + tl.arange(0, COLUMNS)) % n
     depth = tl.arange(0, DEPTH)
     steps = tl.cdiv(tl.cdiv(k, DEPTH), SPLITS)
@@ -137,11 +155,11 @@ def _multiply(
     for step in range(0, steps):
         if EVEN:
             weights = tl.load(left)
-            factors = tl.load(right)
+            factors = tl.load(right, mask=exists, other=0.0)
         else:
             inside = begin + step * DEPTH + depth < k
             weights = tl.load(left, mask=inside[None, :], other=0.0)
-            factors = tl.load(right, mask=inside[:, None], other=0.0)
+            factors = tl.load(right, mask=inside[:, None] & exists, other=0.0)
         product = tl.dot(weights, factors, product, input_precision="ieee")
         left += DEPTH
         right += DEPTH
@@ -150,25 +168,30 @@ def _multiply(
 
 @triton.jit
 def _send_partial(
-    partial, places, inside, tag, tile, split, inbox_addresses,
-    RANK: tl.constexpr, WORLD: tl.constexpr, SPLITS: tl.constexpr, TWO_SHOT: tl.constexpr,
+    partial, parts, places, inside, tag, tile, own_flag, inbox_addresses,
+    RANK: tl.constexpr, WORLD: tl.constexpr, SPLITS: tl.constexpr, TWO_SHOT: tl.constexpr, FLAGGED: tl.constexpr,
 ):  # fmt: skip
     """Store partial results in the inboxes of those who add them up; own ones only where another program needs them."""
-    words = _pack(partial, tag)
-    if TWO_SHOT:
-        owner = tile % WORLD
+    owner = tile % WORLD
+    if FLAGGED:
+        if owner != RANK:
+            tl.store(peer_pointer(inbox_addresses, owner, parts * 8, tl.float32) + places, partial, mask=inside)
+            signal(peer_pointer(inbox_addresses, owner, own_flag * 8, tl.int64, 8), tag)
+    elif TWO_SHOT:
+        words = _pack(partial, tag)
         if (owner != RANK) | (SPLITS > 1):
-            tl.store(peer_pointer(inbox_addresses, owner, 0, tl.int64, 8) + places, words, mask=inside)
+            tl.store(peer_pointer(inbox_addresses, owner, parts * 8, tl.int64, 8) + places, words, mask=inside)
     else:
+        words = _pack(partial, tag)
         for i in tl.static_range(1, WORLD + (SPLITS > 1)):
             peer = (RANK + i) % WORLD
-            tl.store(peer_pointer(inbox_addresses, peer, 0, tl.int64, 8) + places, words, mask=inside)
+            tl.store(peer_pointer(inbox_addresses, peer, parts * 8, tl.int64, 8) + places, words, mask=inside)
 
 
 @triton.jit
 def _add_up(
-    partial, own_places, slot_words, inbox, inside, tag, state, control, poll_limit, epoch,
-    RANK: tl.constexpr, WORLD: tl.constexpr, SPLITS: tl.constexpr,
+    partial, parts, places, slot_words, inbox, inside, tag, first_flag, tiles, state, control, poll_limit, epoch,
+    RANK: tl.constexpr, WORLD: tl.constexpr, SPLITS: tl.constexpr, FLAGGED: tl.constexpr,
 ):  # fmt: skip
     """The sum over ranks and splits, in their order on every rank."""
     total = tl.zeros_like(partial)
@@ -176,10 +199,15 @@ def _add_up(
         for split in tl.static_range(SPLITS):
             if SPLITS == 1 and rank == RANK:
                 total += partial
-            else:
-                places = inbox + own_places + (rank * SPLITS + split) * slot_words
+            elif FLAGGED:
+                slot = (inbox + parts).to(tl.pointer_type(tl.float32)) + places + rank * slot_words
+                flag = inbox + first_flag + rank * tiles
                 peer = tl.full((), rank, tl.int64)
-                total += _unpack(_receive(places, inside, tag, state, control, poll_limit, epoch, peer, RANK))
+                total += _receive_tile(flag, slot, inside, tag, state, control, poll_limit, epoch, peer, RANK)
+            else:
+                slot = inbox + parts + places + (rank * SPLITS + split) * slot_words
+                peer = tl.full((), rank, tl.int64)
+                total += _unpack(_receive(slot, inside, tag, state, control, poll_limit, epoch, peer, RANK))
     return total
 
 
@@ -240,7 +268,9 @@ def gemv_all_reduce_kernel(
     poll_limit,
     fingerprint,
     half_words,
+    parts_at,
     sums_at,
+    flags_at,
     n,
     k,
     x_stride,
@@ -254,6 +284,7 @@ def gemv_all_reduce_kernel(
     TILES: tl.constexpr,
     EVEN: tl.constexpr,
     TWO_SHOT: tl.constexpr,
+    FLAGGED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_NORM: tl.constexpr,
@@ -267,8 +298,10 @@ def gemv_all_reduce_kernel(
 
     Args:
         fingerprint: 31 bits.
-        inbox: int64, this rank's; ``inbox_addresses`` those of all. A half has a slot of M * n words for each rank and split,
-            at ``sums_at`` the sums of others (TWO_SHOT), and in its last WORLD words the greetings.
+        inbox: int64, this rank's; ``inbox_addresses`` those of all. In a half, counted in words: at ``parts_at`` a slot of
+            M * n partial results for each rank and split, at ``sums_at`` the sums of others (TWO_SHOT), at ``flags_at``
+            the flags of tiles (FLAGGED; of partial results by rank, then of sums), in the last WORLD words the greetings.
+            What is tagged and what is not lie at different places: a value could look like a tag.
         squares: fp32 [tiles, ROWS], scratch.
         TILES: power of two, at least the number of tiles.
     """
@@ -286,10 +319,14 @@ def gemv_all_reduce_kernel(
     row = tl.arange(0, ROWS)
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < M)[:, None] & (column < n)[None, :]
-    places = half + row[:, None].to(tl.int64) * n + column[None, :]
+    places = row[:, None].to(tl.int64) * n + column[None, :]
+    parts, first_flag = half + parts_at, half + flags_at + tile
     slot_words = tl.full((), M, tl.int64) * n
     own_slot = (RANK * SPLITS + split) * slot_words
-    _send_partial(partial, places + own_slot, inside, tag, tile, split, inbox_addresses, RANK, WORLD, SPLITS, TWO_SHOT)
+    _send_partial(
+        partial, parts, places + own_slot, inside, tag, tile, first_flag + RANK * tiles, inbox_addresses,
+        RANK, WORLD, SPLITS, TWO_SHOT, FLAGGED,
+    )  # fmt: skip
 
     if split == SPLITS - 1:
         if tile == 0:
@@ -300,7 +337,8 @@ def gemv_all_reduce_kernel(
         adds_up = (not TWO_SHOT) or (tile % WORLD == RANK)
         if adds_up:
             total = _add_up(
-                partial, places, slot_words, inbox, inside, tag, state, control, poll_limit, epoch, RANK, WORLD, SPLITS
+                partial, parts, places, slot_words, inbox, inside, tag, first_flag, tiles, state, control, poll_limit, epoch,
+                RANK, WORLD, SPLITS, FLAGGED,
             )  # fmt: skip
             if HAS_BIAS:
                 total += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
@@ -309,8 +347,8 @@ def gemv_all_reduce_kernel(
             result = total.to(out.dtype.element_ty)
         if TWO_SHOT:
             result = _spread(
-                result, row, tile, half + sums_at, n, inbox, inbox_addresses, tag, state, control, poll_limit, epoch,
-                M, ROWS, COLUMNS, RANK, WORLD,
+                result, row, tile, half + sums_at, first_flag + WORLD * tiles, n, inbox, inbox_addresses, tag,
+                state, control, poll_limit, epoch, M, ROWS, COLUMNS, FLAGGED, RANK, WORLD,
             )  # fmt: skip
         tl.store(out + row[:, None] * n + column[None, :], result, mask=inside)
         if HAS_NORM:
@@ -323,31 +361,39 @@ def gemv_all_reduce_kernel(
 
 @triton.jit
 def _spread(
-    result, row, tile, sums, n, inbox, inbox_addresses, tag, state, control, poll_limit, epoch,
-    M: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
+    result, row, tile, sums, flag, n, inbox, inbox_addresses, tag, state, control, poll_limit, epoch,
+    M: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FLAGGED: tl.constexpr,
+    RANK: tl.constexpr, WORLD: tl.constexpr,
 ):  # fmt: skip
     """The finished tile, on every rank: its owner sends it, the others receive it."""
-    PAIRS: tl.constexpr = result.dtype.primitive_bitwidth == 16
+    PAIRS: tl.constexpr = (result.dtype.primitive_bitwidth == 16) and not FLAGGED
     WIDTH: tl.constexpr = COLUMNS // 2 if PAIRS else COLUMNS
-    words_of_row = n // 2 if PAIRS else n
-    word = tile * WIDTH + tl.arange(0, WIDTH)
-    inside = (row < M)[:, None] & (word < words_of_row)[None, :]
-    places = sums + row[:, None].to(tl.int64) * words_of_row + word[None, :]
+    row_length = n // 2 if PAIRS else n
+    item = tile * WIDTH + tl.arange(0, WIDTH)
+    inside = (row < M)[:, None] & (item < row_length)[None, :]
+    places = row[:, None].to(tl.int64) * row_length + item[None, :]
     owner = tile % WORLD
     if owner == RANK:
-        if PAIRS:
-            words = _pack_pairs(result, tag, ROWS, COLUMNS)
-        else:
-            words = _pack(result, tag)
         for i in tl.static_range(1, WORLD):
             peer = (RANK + i) % WORLD
-            tl.store(peer_pointer(inbox_addresses, peer, 0, tl.int64, 8) + places, words, mask=inside)
+            if FLAGGED:
+                theirs = peer_pointer(inbox_addresses, peer, sums * 8, result.dtype)
+                tl.store(theirs + places, result, mask=inside)
+            else:
+                words = _pack_pairs(result, tag, ROWS, COLUMNS) if PAIRS else _pack(result, tag)
+                tl.store(peer_pointer(inbox_addresses, peer, sums * 8, tl.int64, 8) + places, words, mask=inside)
+        if FLAGGED:
+            for i in tl.static_range(1, WORLD):
+                signal(peer_pointer(inbox_addresses, (RANK + i) % WORLD, flag * 8, tl.int64, 8), tag)
     else:
-        words = _receive(
-            inbox + places, inside, tag, state, control, poll_limit, epoch, owner + tl.zeros((), tl.int64), RANK
-        )  # fmt: skip
-        if PAIRS:
-            result = _unpack_pairs(words, result.dtype, ROWS, COLUMNS)
+        sender = owner + tl.zeros((), tl.int64)
+        if FLAGGED:
+            own = (inbox + sums).to(tl.pointer_type(result.dtype)) + places
+            result = _receive_tile(inbox + flag, own, inside, tag, state, control, poll_limit, epoch, sender, RANK)
         else:
-            result = _unpack(words)
+            words = _receive(inbox + sums + places, inside, tag, state, control, poll_limit, epoch, sender, RANK)
+            if PAIRS:
+                result = _unpack_pairs(words, result.dtype, ROWS, COLUMNS)
+            else:
+                result = _unpack(words)
     return result

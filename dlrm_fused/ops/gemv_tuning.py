@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 # Rows of x that the kernel for few rows takes.
 MOST_ROWS = 64
+# Columns of a tile at least.
+LEAST_COLUMNS = 16
 # Programs of a launch at most where all of them wait for each other: one for each multiprocessor of an H100 or H200.
 RESIDENT_PROGRAMS = 132
 # Partial results, splits * rows * columns, above which they are added up at one rank instead of at every rank.
@@ -29,6 +31,8 @@ class Blocks:
         splits: programs that share a tile, each with its part of K.
         warps, stages: of a program; steps whose loads are on their way.
         two_shot: add partial results up at one rank a tile, which sends the sum to all, instead of at every rank.
+        flagged: send tiles as they are, with a flag each, instead of words with a tag: half the bytes, for a fence. With
+            two_shot and one split only.
     """
 
     columns: int
@@ -37,6 +41,7 @@ class Blocks:
     warps: int
     stages: int
     two_shot: bool
+    flagged: bool
 
 
 _override: Blocks | None = None
@@ -59,7 +64,7 @@ def choose_blocks(rows: int, columns: int, depth: int, world_size: int, element_
     if with_norm:
         blocks = _resident(blocks, columns)
     if blocks.two_shot and not can_be_two_shot(blocks, columns, world_size):
-        blocks = _replace(blocks, two_shot=False)
+        blocks = _replace(blocks, two_shot=False, flagged=False)
     return blocks
 
 
@@ -76,14 +81,18 @@ def candidates(rows: int, columns: int, depth: int) -> Iterator[Blocks]:
         fits = stages >= 2 and depth // splits >= max(step, _LEAST_DEPTH_OF_SPLIT)
         if not fits or not 64 <= tiles * splits <= 4 * RESIDENT_PROGRAMS or (warps == 8 and tile * step < 8192):
             continue
-        for two_shot in _shots(splits * rows * columns):
-            yield Blocks(tile, step, splits, warps, stages, two_shot)
+        for two_shot, flagged in _exchanges(splits, rows * columns):
+            yield Blocks(tile, step, splits, warps, stages, two_shot, flagged)
 
 
-def _shots(words: int) -> tuple[bool, ...]:
-    if words <= _ONE_SHOT_WORDS // 2:
-        return (False,)
-    return (True,) if words >= 8 * _ONE_SHOT_WORDS else (False, True)
+def _exchanges(splits: int, results: int) -> Iterator[tuple[bool, bool]]:
+    """Values of two_shot and flagged."""
+    if splits * results <= 4 * _ONE_SHOT_WORDS:
+        yield False, False
+    if splits * results > _ONE_SHOT_WORDS // 2:
+        yield True, False
+    if splits == 1 and results >= 2 * _ONE_SHOT_WORDS:
+        yield True, True
 
 
 def _by_rule(rows: int, columns: int, depth: int, element_size: int) -> Blocks:
@@ -94,7 +103,8 @@ def _by_rule(rows: int, columns: int, depth: int, element_size: int) -> Blocks:
         splits *= 2
     step = 128 if tile <= 64 else 64
     stages = max(2, min(5, _STAGE_BYTES // (element_size * step * (tile + _padded(rows)))))
-    return Blocks(tile, step, splits, 4, stages, splits * rows * columns > _ONE_SHOT_WORDS)
+    two_shot = splits * rows * columns > _ONE_SHOT_WORDS
+    return Blocks(tile, step, splits, 4, stages, two_shot, flagged=two_shot and splits == 1 and rows > 16)
 
 
 def _resident(blocks: Blocks, columns: int) -> Blocks:

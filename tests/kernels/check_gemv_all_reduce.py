@@ -23,9 +23,10 @@ from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import run_ranks
 
-ONE_SHOT = Blocks(columns=16, depth=16, splits=1, warps=1, stages=2, two_shot=False)
+ONE_SHOT = Blocks(columns=16, depth=16, splits=1, warps=1, stages=2, two_shot=False, flagged=False)
 SPLIT = replace(ONE_SHOT, splits=2)
 TWO_SHOT = replace(ONE_SHOT, two_shot=True)
+FLAGGED = replace(TWO_SHOT, flagged=True)
 SPLIT_TWO_SHOT = replace(SPLIT, two_shot=True)
 # All programs of a norm are resident; the interpreter has one at a time.
 ONE_TILE = replace(ONE_SHOT, columns=128)
@@ -122,7 +123,7 @@ def check(
                 assert torch.equal(other[call][number], own), f"call {call}: ranks differ"
 
 
-@pytest.mark.parametrize("blocks", [ONE_SHOT, SPLIT, TWO_SHOT, SPLIT_TWO_SHOT], ids=str)
+@pytest.mark.parametrize("blocks", [ONE_SHOT, SPLIT, TWO_SHOT, SPLIT_TWO_SHOT, FLAGGED], ids=str)
 def test_sums_with_bias_and_residual(blocks: Blocks) -> None:
     full = Case(5, 64, 40, blocks, with_bias=True, with_residual=True)
     check([full, Case(1, 50, 64, blocks)], ranks=3, calls=4)
@@ -130,7 +131,8 @@ def test_sums_with_bias_and_residual(blocks: Blocks) -> None:
 
 def test_sixteen_bits() -> None:
     # The interpreter has no product of bf16.
-    check([Case(3, 48, 32, ONE_SHOT), Case(3, 48, 32, TWO_SHOT, with_residual=True)], ranks=2, calls=4, dtype=torch.float16)
+    cases = [Case(3, 48, 32, blocks, with_residual=blocks.two_shot) for blocks in (ONE_SHOT, TWO_SHOT, FLAGGED)]
+    check(cases, ranks=2, calls=6, dtype=torch.float16)
 
 
 @pytest.mark.parametrize("two_shot", [False, True])
@@ -143,10 +145,10 @@ def test_one_rank() -> None:
     check([Case(2, 32, 32, SPLIT, with_bias=True)], ranks=1, calls=2)
 
 
-MIXED = [Case(1, 48, 16), Case(2, 64, 32, SPLIT_TWO_SHOT), Case(2, 33, 16, SPLIT), Case(1, 64, 16, TWO_SHOT)]
+MIXED = [Case(1, 48, 16), Case(2, 64, 32, SPLIT_TWO_SHOT), Case(2, 33, 16, SPLIT), Case(1, 64, 16, FLAGGED)]
 
 
-@pytest.mark.parametrize(("ranks", "calls"), [(2, 100), (3, 24), (4, 12)])
+@pytest.mark.parametrize(("ranks", "calls"), [(2, 60), (3, 16), (4, 8)])
 def test_calls_of_mixed_shapes_with_a_straggler(ranks: int, calls: int) -> None:
     check(MIXED, ranks=ranks, calls=calls, straggler=1)
 
@@ -158,7 +160,7 @@ def test_many_rows_are_summed_by_chunks() -> None:
 def many_rows_in_chunks() -> None:
     from dlrm_fused.ops import chunked_all_reduce
 
-    chunked_all_reduce._LEAST_ROWS = 16
+    chunked_all_reduce._CHUNK_ELEMENTS = 700
 
 
 def test_chunks_of_one_call_follow_each_other() -> None:
