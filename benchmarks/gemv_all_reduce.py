@@ -281,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cells", choices=list(CELLS), default="all")
     parser.add_argument("--m", type=int, nargs="+", help="only these numbers of rows")
     parser.add_argument(
-        "--match", default="", help="only cells in whose name (8192x28672 m16) this regular expression is found"
+        "--match", default="", help="only cells in whose name this regular expression is found"
     )
     parser.add_argument("--seconds-budget", type=float, help="no cell is begun later; the others are listed as not run")
     parser.add_argument("--seconds-per-cell", type=float, default=0.3, help="of timing")

@@ -251,8 +251,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main() -> int:
-    options = parse()
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
     options.output = options.output.absolute()
     return killed_rank.run(options, run_replays, step)
 
