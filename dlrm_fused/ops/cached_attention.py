@@ -122,11 +122,12 @@ def _part_kernel(
     of_query = (row < rows)[:, None] & (column < D_HEAD)[None, :]
     query = projected + row[:, None] * (HEADS * 3 * D_HEAD) + head * 3 * D_HEAD + column[None, :]
     queries = tl.load(query, mask=of_query, other=0.0)
-    count = tl.load(cache + 1)
+    count = tl.load(cache + 1).to(tl.int32)
     steps = tl.cdiv(tl.cdiv(count, splits), KEYS)
     first = split * steps * KEYS
-    keys = peer_pointer(cache, 0, 0, DTYPE) + (layer * 2 * HEADS + head) * count * D_HEAD
-    values = keys + HEADS * count * D_HEAD
+    of_head = count.to(tl.int64) * D_HEAD
+    keys = peer_pointer(cache, 0, 0, DTYPE) + (layer * 2 * HEADS + head) * of_head
+    values = keys + HEADS * of_head
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     attended = tl.zeros((ROWS, COLUMNS), tl.float32)
