@@ -72,7 +72,7 @@ def _unpack_pairs(words, dtype: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.co
 
 
 @triton.jit
-def _receive(places, inside, tag, state, control, poll_limit, epoch, peer, RANK: tl.constexpr):
+def _receive(places, inside, tag, state, control, poll_limit, epoch, peer, rank):
     """The words at ``places``, as soon as all of them are of this call."""
     words = tl.load(places, mask=inside, other=0, volatile=True)
     missing = tl.max(tl.where(inside & (((words >> 32) & _LOW) != tag), 1, 0))
@@ -84,12 +84,12 @@ def _receive(places, inside, tag, state, control, poll_limit, epoch, peer, RANK:
         if polls % _STOP_CHECK == 0:
             polls = tl.where(must_stop(state), poll_limit, polls)
     if missing > 0:
-        report_fault(state, control, fault_kind(state), tl.full((), RANK, tl.int64), peer, epoch, ARRIVAL)
+        report_fault(state, control, fault_kind(state), rank + tl.zeros((), tl.int64), peer, epoch, ARRIVAL)
     return words
 
 
 @triton.jit
-def _receive_tile(flag, places, inside, tag, state, control, poll_limit, epoch, peer, RANK: tl.constexpr):
+def _receive_tile(flag, places, inside, tag, state, control, poll_limit, epoch, peer, rank):
     """The values at ``places``, as soon as their flag is of this call: data that a fence precedes."""
     seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
     polls = tl.zeros((), tl.int64)
@@ -99,26 +99,26 @@ def _receive_tile(flag, places, inside, tag, state, control, poll_limit, epoch, 
         if polls % _STOP_CHECK == 0:
             polls = tl.where(must_stop(state), poll_limit, polls)
     if seen != tag:
-        report_fault(state, control, fault_kind(state), tl.full((), RANK, tl.int64), peer, epoch, ARRIVAL)
+        report_fault(state, control, fault_kind(state), rank + tl.zeros((), tl.int64), peer, epoch, ARRIVAL)
     tl.debug_barrier()
     return tl.load(places, mask=inside, other=0.0, volatile=True)
 
 
 @triton.jit
-def _greet(fingerprint, greetings, inbox_addresses, tag, RANK: tl.constexpr, WORLD: tl.constexpr):
+def _greet(fingerprint, greetings, inbox_addresses, tag, rank, WORLD: tl.constexpr):
     """Tell every rank what this one takes the call to be."""
     for i in tl.static_range(1, WORLD):
-        place = peer_pointer(inbox_addresses, (RANK + i) % WORLD, (greetings + RANK) * 8, tl.int64, 8)
+        place = peer_pointer(inbox_addresses, (rank + i) % WORLD, (greetings + rank) * 8, tl.int64, 8)
         tl.store(place, (tag << 32) | fingerprint)
 
 
 @triton.jit
 def _check_greetings(
-    fingerprint, inbox, greetings, flags, tag, state, control, poll_limit, epoch, RANK: tl.constexpr, WORLD: tl.constexpr
+    fingerprint, inbox, greetings, flags, tag, state, control, poll_limit, epoch, rank, WORLD: tl.constexpr
 ):
     """Compare with what the others take the call to be: with other shapes their words would never come."""
     for i in tl.static_range(1, WORLD):
-        peer = tl.full((), (RANK + i) % WORLD, tl.int64)
+        peer = (rank + i) % WORLD + tl.zeros((), tl.int64)
         word = tl.load(inbox + greetings + peer, volatile=True)
         refused = tl.zeros((), tl.int1)
         polls = tl.zeros((), tl.int64)
@@ -129,11 +129,11 @@ def _check_greetings(
                 refused = (tl.load(flags + peer, volatile=True) & _LOW) == REFUSED_OFFSET
                 polls = tl.where(must_stop(state) | refused, poll_limit, polls)
         if refused:
-            report_fault(state, control, REFUSED, tl.full((), RANK, tl.int64), peer, epoch, READY)
+            report_fault(state, control, REFUSED, rank + tl.zeros((), tl.int64), peer, epoch, READY)
         elif ((word >> 32) & _LOW) != tag:
-            report_fault(state, control, fault_kind(state), tl.full((), RANK, tl.int64), peer, epoch, READY)
+            report_fault(state, control, fault_kind(state), rank + tl.zeros((), tl.int64), peer, epoch, READY)
         elif (word & _LOW) != fingerprint:
-            report_fault(state, control, MISMATCH, tl.full((), RANK, tl.int64), peer, epoch, READY)
+            report_fault(state, control, MISMATCH, rank + tl.zeros((), tl.int64), peer, epoch, READY)
 
 
 @triton.jit
@@ -169,45 +169,45 @@ def _multiply(
 @triton.jit
 def _send_partial(
     partial, parts, places, inside, tag, tile, own_flag, inbox_addresses,
-    RANK: tl.constexpr, WORLD: tl.constexpr, SPLITS: tl.constexpr, TWO_SHOT: tl.constexpr, FLAGGED: tl.constexpr,
+    rank, WORLD: tl.constexpr, SPLITS: tl.constexpr, TWO_SHOT: tl.constexpr, FLAGGED: tl.constexpr,
 ):  # fmt: skip
     """Store partial results in the inboxes of those who add them up; own ones only where another program needs them."""
     owner = tile % WORLD
     if FLAGGED:
-        if owner != RANK:
+        if owner != rank:
             tl.store(peer_pointer(inbox_addresses, owner, parts * 8, tl.float32) + places, partial, mask=inside)
             signal(peer_pointer(inbox_addresses, owner, own_flag * 8, tl.int64, 8), tag)
     elif TWO_SHOT:
         words = _pack(partial, tag)
-        if (owner != RANK) | (SPLITS > 1):
+        if (owner != rank) | (SPLITS > 1):
             tl.store(peer_pointer(inbox_addresses, owner, parts * 8, tl.int64, 8) + places, words, mask=inside)
     else:
         words = _pack(partial, tag)
         for i in tl.static_range(1, WORLD + (SPLITS > 1)):
-            peer = (RANK + i) % WORLD
+            peer = (rank + i) % WORLD
             tl.store(peer_pointer(inbox_addresses, peer, parts * 8, tl.int64, 8) + places, words, mask=inside)
 
 
 @triton.jit
 def _add_up(
     partial, parts, places, slot_words, inbox, inside, tag, first_flag, tiles, state, control, poll_limit, epoch,
-    RANK: tl.constexpr, WORLD: tl.constexpr, SPLITS: tl.constexpr, FLAGGED: tl.constexpr,
+    rank, WORLD: tl.constexpr, SPLITS: tl.constexpr, FLAGGED: tl.constexpr,
 ):  # fmt: skip
     """The sum over ranks and splits, in their order on every rank."""
     total = tl.zeros_like(partial)
-    for rank in tl.static_range(WORLD):
+    for source in tl.static_range(WORLD):
         for split in tl.static_range(SPLITS):
-            if SPLITS == 1 and rank == RANK:
+            if (SPLITS == 1) & (source == rank):
                 total += partial
             elif FLAGGED:
-                slot = (inbox + parts).to(tl.pointer_type(tl.float32)) + places + rank * slot_words
-                flag = inbox + first_flag + rank * tiles
-                peer = tl.full((), rank, tl.int64)
-                total += _receive_tile(flag, slot, inside, tag, state, control, poll_limit, epoch, peer, RANK)
+                slot = (inbox + parts).to(tl.pointer_type(tl.float32)) + places + source * slot_words
+                flag = inbox + first_flag + source * tiles
+                peer = tl.full((), source, tl.int64)
+                total += _receive_tile(flag, slot, inside, tag, state, control, poll_limit, epoch, peer, rank)
             else:
-                slot = inbox + parts + places + (rank * SPLITS + split) * slot_words
-                peer = tl.full((), rank, tl.int64)
-                total += _unpack(_receive(slot, inside, tag, state, control, poll_limit, epoch, peer, RANK))
+                slot = inbox + parts + places + (source * SPLITS + split) * slot_words
+                peer = tl.full((), source, tl.int64)
+                total += _unpack(_receive(slot, inside, tag, state, control, poll_limit, epoch, peer, rank))
     return total
 
 
@@ -250,7 +250,7 @@ def _complete(epoch, state):
             tl.atomic_xchg(state + EPOCH, epoch, sem="relaxed", scope="gpu")
 
 
-@triton.jit(do_not_specialize=["fingerprint", "poll_limit"])
+@triton.jit(do_not_specialize=["fingerprint", "poll_limit", "rank"])
 def gemv_all_reduce_kernel(
     x,
     weight,
@@ -267,6 +267,7 @@ def gemv_all_reduce_kernel(
     control,
     poll_limit,
     fingerprint,
+    rank,
     half_words,
     parts_at,
     sums_at,
@@ -288,7 +289,6 @@ def gemv_all_reduce_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_NORM: tl.constexpr,
-    RANK: tl.constexpr,
     WORLD: tl.constexpr,
 ):
     """out [M, n] = sum over ranks of x [M, k] times weight [n, k] transposed, + bias + residual; its RMSNorm in ``normed``.
@@ -312,7 +312,7 @@ def gemv_all_reduce_kernel(
     half = (epoch % 2) * half_words
     greetings = half + half_words - WORLD
     if tl.program_id(0) == 0:
-        _greet(fingerprint, greetings, inbox_addresses, tag, RANK, WORLD)
+        _greet(fingerprint, greetings, inbox_addresses, tag, rank, WORLD)
 
     product = _multiply(x, weight, M, n, k, x_stride, weight_stride, tile, split, ROWS, COLUMNS, DEPTH, SPLITS, EVEN)
     partial = tl.trans(product)
@@ -322,23 +322,23 @@ def gemv_all_reduce_kernel(
     places = row[:, None].to(tl.int64) * n + column[None, :]
     parts, first_flag = half + parts_at, half + flags_at + tile
     slot_words = tl.full((), M, tl.int64) * n
-    own_slot = (RANK * SPLITS + split) * slot_words
+    own_slot = (rank * SPLITS + split) * slot_words
     _send_partial(
-        partial, parts, places + own_slot, inside, tag, tile, first_flag + RANK * tiles, inbox_addresses,
-        RANK, WORLD, SPLITS, TWO_SHOT, FLAGGED,
+        partial, parts, places + own_slot, inside, tag, tile, first_flag + rank * tiles, inbox_addresses,
+        rank, WORLD, SPLITS, TWO_SHOT, FLAGGED,
     )  # fmt: skip
 
     if split == SPLITS - 1:
         if tile == 0:
             _check_greetings(
-                fingerprint, inbox, greetings, flags, tag, state, control, poll_limit, epoch, RANK, WORLD
+                fingerprint, inbox, greetings, flags, tag, state, control, poll_limit, epoch, rank, WORLD
             )  # fmt: skip
         result = tl.zeros((ROWS, COLUMNS), out.dtype.element_ty)
-        adds_up = (not TWO_SHOT) or (tile % WORLD == RANK)
+        adds_up = (not TWO_SHOT) or (tile % WORLD == rank)
         if adds_up:
             total = _add_up(
                 partial, parts, places, slot_words, inbox, inside, tag, first_flag, tiles, state, control, poll_limit, epoch,
-                RANK, WORLD, SPLITS, FLAGGED,
+                rank, WORLD, SPLITS, FLAGGED,
             )  # fmt: skip
             if HAS_BIAS:
                 total += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
@@ -348,7 +348,7 @@ def gemv_all_reduce_kernel(
         if TWO_SHOT:
             result = _spread(
                 result, row, tile, half + sums_at, first_flag + WORLD * tiles, n, inbox, inbox_addresses, tag,
-                state, control, poll_limit, epoch, M, ROWS, COLUMNS, FLAGGED, RANK, WORLD,
+                state, control, poll_limit, epoch, M, ROWS, COLUMNS, FLAGGED, rank, WORLD,
             )  # fmt: skip
         tl.store(out + row[:, None] * n + column[None, :], result, mask=inside)
         if HAS_NORM:
@@ -363,7 +363,7 @@ def gemv_all_reduce_kernel(
 def _spread(
     result, row, tile, sums, flag, n, inbox, inbox_addresses, tag, state, control, poll_limit, epoch,
     M: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FLAGGED: tl.constexpr,
-    RANK: tl.constexpr, WORLD: tl.constexpr,
+    rank, WORLD: tl.constexpr,
 ):  # fmt: skip
     """The finished tile, on every rank: its owner sends it, the others receive it."""
     PAIRS: tl.constexpr = (result.dtype.primitive_bitwidth == 16) and not FLAGGED
@@ -373,9 +373,9 @@ def _spread(
     inside = (row < M)[:, None] & (item < row_length)[None, :]
     places = row[:, None].to(tl.int64) * row_length + item[None, :]
     owner = tile % WORLD
-    if owner == RANK:
+    if owner == rank:
         for i in tl.static_range(1, WORLD):
-            peer = (RANK + i) % WORLD
+            peer = (rank + i) % WORLD
             if FLAGGED:
                 theirs = peer_pointer(inbox_addresses, peer, sums * 8, result.dtype)
                 tl.store(theirs + places, result, mask=inside)
@@ -384,14 +384,14 @@ def _spread(
                 tl.store(peer_pointer(inbox_addresses, peer, sums * 8, tl.int64, 8) + places, words, mask=inside)
         if FLAGGED:
             for i in tl.static_range(1, WORLD):
-                signal(peer_pointer(inbox_addresses, (RANK + i) % WORLD, flag * 8, tl.int64, 8), tag)
+                signal(peer_pointer(inbox_addresses, (rank + i) % WORLD, flag * 8, tl.int64, 8), tag)
     else:
         sender = owner + tl.zeros((), tl.int64)
         if FLAGGED:
             own = (inbox + sums).to(tl.pointer_type(result.dtype)) + places
-            result = _receive_tile(inbox + flag, own, inside, tag, state, control, poll_limit, epoch, sender, RANK)
+            result = _receive_tile(inbox + flag, own, inside, tag, state, control, poll_limit, epoch, sender, rank)
         else:
-            words = _receive(inbox + sums + places, inside, tag, state, control, poll_limit, epoch, sender, RANK)
+            words = _receive(inbox + sums + places, inside, tag, state, control, poll_limit, epoch, sender, rank)
             if PAIRS:
                 result = _unpack_pairs(words, result.dtype, ROWS, COLUMNS)
             else:

@@ -44,6 +44,8 @@ class Blocks:
     flagged: bool
 
 
+# By rows, columns, and K of one rank. H200, bf16, benchmarks/results/tune_gemv.json.
+_MEASURED: dict[tuple[int, int, int], Blocks] = {}
 _override: Blocks | None = None
 
 
@@ -60,7 +62,7 @@ def choose_blocks(rows: int, columns: int, depth: int, world_size: int, element_
         depth: K of one rank.
         with_norm: whether programs wait for each other, so that all of them must be resident at once.
     """
-    blocks = _override or _by_rule(rows, columns, depth, element_size)
+    blocks = _override or _measured(rows, columns, depth) or _by_rule(rows, columns, depth, element_size)
     if with_norm:
         blocks = _resident(blocks, columns)
     if blocks.two_shot and not can_be_two_shot(blocks, columns, world_size):
@@ -74,15 +76,15 @@ def can_be_two_shot(blocks: Blocks, columns: int, world_size: int) -> bool:
 
 
 def candidates(rows: int, columns: int, depth: int) -> Iterator[Blocks]:
-    """Blocks worth a measurement."""
+    """Blocks worth a measurement: half a program to three for each multiprocessor, whose steps load 4 to 32 kB of weights."""
     for tile, step, splits, warps in itertools.product((16, 32, 64, 128), (64, 128, 256), (1, 2, 4, 8), (4, 8)):
-        tiles = -(-columns // tile)
+        programs = -(-columns // tile) * splits
         stages = min(6, _STAGE_BYTES // (2 * step * (tile + _padded(rows))))
         fits = stages >= 2 and depth // splits >= max(step, _LEAST_DEPTH_OF_SPLIT)
-        if not fits or not 64 <= tiles * splits <= 4 * RESIDENT_PROGRAMS or (warps == 8 and tile * step < 8192):
-            continue
-        for two_shot, flagged in _exchanges(splits, rows * columns):
-            yield Blocks(tile, step, splits, warps, stages, two_shot, flagged)
+        is_spread = RESIDENT_PROGRAMS // 2 < programs <= 3 * RESIDENT_PROGRAMS
+        if fits and is_spread and 2048 <= tile * step <= 16384 and (warps == 4 or tile * step >= 8192):
+            for two_shot, flagged in _exchanges(splits, rows * columns):
+                yield Blocks(tile, step, splits, warps, stages, two_shot, flagged)
 
 
 def _exchanges(splits: int, results: int) -> Iterator[tuple[bool, bool]]:
@@ -93,6 +95,12 @@ def _exchanges(splits: int, results: int) -> Iterator[tuple[bool, bool]]:
         yield True, False
     if splits == 1 and results >= 2 * _ONE_SHOT_WORDS:
         yield True, True
+
+
+def _measured(rows: int, columns: int, depth: int) -> Blocks | None:
+    """What was fastest for this weight and as many rows or the next more that were measured."""
+    shapes = {m: blocks for (m, n, k), blocks in _MEASURED.items() if (n, k) == (columns, depth) and m >= rows}
+    return shapes[min(shapes)] if shapes else None
 
 
 def _by_rule(rows: int, columns: int, depth: int, element_size: int) -> Blocks:
