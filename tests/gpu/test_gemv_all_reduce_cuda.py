@@ -129,9 +129,10 @@ def many_rows(group: SymmetricGroup) -> None:
 
 def every_block_shape(group: SymmetricGroup) -> None:
     """Whatever is tried when they are tuned, the sum is right."""
-    products = Sums(group, HALF)
-    given = {key: tensor for key, tensor in products.draw(5).items() if key in ("x", "weight")}
-    shapes = list(dict.fromkeys(gemv_tuning.candidates(5, COLUMNS, DEPTH)))
+    rows, columns, depth = 5, 2 * COLUMNS, 4 * DEPTH
+    products = Sums(group, HALF, columns=columns)
+    given = {key: tensor for key, tensor in products.draw(rows, columns, depth).items() if key in ("x", "weight")}
+    shapes = list(dict.fromkeys(gemv_tuning.candidates(rows, columns, depth)))
     random.Random(1).shuffle(shapes)
     assert shapes or not ON_GPU  # the product is too small on the CPU
     try:
