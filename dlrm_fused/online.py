@@ -94,8 +94,12 @@ class CutTables:
             [bags of a key, features, width]; unused places point to the zero row.
 
         Raises:
-            UsageError: if a feature is missing, an id outside its table, or a bag too long.
+            UsageError: if a feature is missing, an id outside its table, or a bag too long; or not on the CPU.
         """
+        if ids.values().device.type != "cpu":
+            raise UsageError(
+                f"the request's ids are on {ids.values().device}; needed: on the CPU, from where they are looked up"
+            )
         keys = ids.keys()
         missing = [feature for feature in features if feature not in keys]
         if missing:
@@ -174,7 +178,7 @@ class OnlineScorer:
 
     Args:
         transformer: with all other modules and the tables on one device, in one dtype. The exchange of its product, if there is
-            one, must have room for ``history_length`` rows, 64 at least, and as many columns as all sample features together.
+            one, must have room for 64 rows, and for as many columns as all sample features have together.
         tables: of all token and sample features.
         token_features, sparse_features: their names, in the order in which the model was trained on them.
         ids_per_bag: the most ids of a bag.
@@ -378,10 +382,7 @@ def _check_parts(modules: Sequence[nn.Module], tables: CutTables, sparse_width: 
     exchange = transformer.product.exchange
     if exchange is None:
         return
-    needed = {
-        "max_rows": max(transformer.history_length, MOST_CANDIDATES),
-        "max_columns": max(transformer.d_model, sparse_width),
-    }
+    needed = {"max_rows": MOST_CANDIDATES, "max_columns": max(transformer.d_model, sparse_width)}
     for name, value in needed.items():
         if getattr(exchange, name) < value:
             raise UsageError(f"exchange {exchange.name}: {name}={getattr(exchange, name)}; online scoring needs {value}")

@@ -36,31 +36,17 @@ def choose_product(config: Config, group: dist.ProcessGroup | None, tokens: int,
         UsageError: on all ranks, with ``comm_strict``, if they cannot reach each other's memory.
         CommunicationError: on all ranks, if one of them has too little memory left.
     """
-    baseline = RowParallelProduct(group)
-    if group is None or group.size() == 1 or config.comm is Comm.baseline:
-        return baseline
+    if group is None:
+        return RowParallelProduct()
     rows = [
         group.size() * -(-samples // dist.get_world_size()) * tokens
         for samples in (config.training.global_batch_size, config.evaluation.global_batch_size)
     ]
-    dtype = torch.bfloat16 if config.training.precision is Precision.bf16 else torch.float32
-    try:
-        ranks = symmetric_group(group, device)
-    except CommunicationError as error:  # raised by all ranks
-        if config.comm_strict:
-            raise UsageError(f"comm_strict=true: tensor-parallel layers without fused communication: {error}") from None
-        logger.warning("tensor-parallel layers run without fused communication: %s", error)
-        return baseline
-    exchange = GemvExchange(
-        ranks,
-        name="row-parallel layers",
-        max_columns=config.model.d_model,
-        dtype=dtype,
-        max_rows=min(max(rows), _MOST_ROWS),
-    )
-    fused = RowParallelProduct(group, exchange)
-    if config.comm is Comm.fused:
-        return fused
+    width = config.model.d_model
+    chosen = fused_product(config, group, device, "row-parallel layers", width, min(max(rows), _MOST_ROWS))
+    if chosen.exchange is None or config.comm is Comm.fused:
+        return chosen
+    fused, baseline, dtype = chosen, RowParallelProduct(group), chosen.exchange.dtype
     own, other = _slowest_rank(
         [_seconds(product, config, rows[0], dtype, device) for product in (fused, baseline)], group, device
     )
@@ -72,6 +58,32 @@ def choose_product(config: Config, group: dist.ProcessGroup | None, tokens: int,
         "fused" if own < other else "product and all-reduce",
     )
     return fused if own < other else baseline
+
+
+def fused_product(
+    config: Config, group: dist.ProcessGroup | None, device: torch.device, name: str, max_columns: int, max_rows: int
+) -> RowParallelProduct:
+    """Products and sums in one operator, in the dtype of ``training.precision``. Collective over the group.
+
+    Without an exchange where there is nothing to sum, with ``comm=baseline``, and if ranks cannot reach each other's memory.
+
+    Args:
+        name, max_columns, max_rows: of the exchange.
+
+    Raises:
+        UsageError, CommunicationError: as :func:`choose_product`.
+    """
+    if group is None or group.size() == 1 or config.comm is Comm.baseline:
+        return RowParallelProduct(group)
+    try:
+        ranks = symmetric_group(group, device)
+    except CommunicationError as error:  # raised by all ranks
+        if config.comm_strict:
+            raise UsageError(f"comm_strict=true: tensor-parallel layers without fused communication: {error}") from None
+        logger.warning("tensor-parallel layers run without fused communication: %s", error)
+        return RowParallelProduct(group)
+    dtype = torch.bfloat16 if config.training.precision is Precision.bf16 else torch.float32
+    return RowParallelProduct(group, GemvExchange(ranks, name=name, max_columns=max_columns, dtype=dtype, max_rows=max_rows))
 
 
 def _seconds(product: RowParallelProduct, config: Config, rows: int, dtype: torch.dtype, device: torch.device) -> float:

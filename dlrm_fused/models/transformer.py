@@ -124,7 +124,8 @@ class HistoryTransformer(nn.Module):
         candidates = history_lengths.long()
         places = torch.arange(self.history_length + 1, device=tokens.device)
         distances = (candidates[:, None] - places).clamp(min=0)
-        x = self.input(tokens).view(*distances.shape, -1) + self.positions[distances]
+        x = self.input(tokens).view(*distances.shape, -1)
+        x = x + F.embedding(distances, self.positions).to(x.dtype)  # with autocast, half as much to gather
         x, candidates = gather_samples(x, group), gather_samples(candidates, group)
         *full, (last, final_norm) = stages = self.stages()
         normed = rms_norm(x, stages[0][0].attention_norm)

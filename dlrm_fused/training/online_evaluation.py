@@ -22,11 +22,9 @@ from dlrm_fused.datasets.batch import Batch, Samples
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import CheckpointError, ConfigError, UserError
 from dlrm_fused.models.dlrm import build_transformer
-from dlrm_fused.models.tensor_parallel import RowParallelProduct
+from dlrm_fused.models.row_parallel import fused_product
 from dlrm_fused.online import MOST_CANDIDATES, Candidates, CutTables, OnlineScorer
-from dlrm_fused.ops.gemv_all_reduce import GemvExchange
 from dlrm_fused.sharding.groups import TensorParallelGroups, tensor_parallel_groups
-from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.build import build
 from dlrm_fused.training.checkpoint import State, TensorPieces, of_dense, restore_model, restore_tensors
 from dlrm_fused.training.run_folder import RunFolder
@@ -74,25 +72,18 @@ class OnlineModel:
 
         Raises:
             ConfigError: if the model is no Transformer, or does not go with the data set or the ranks.
-            CommunicationError: if ranks cannot reach each other's memory, and ``comm`` is not ``baseline``.
+            UsageError: with ``comm_strict``, if ranks cannot reach each other's memory.
         """
         if config.model.kind is not ModelKind.transformer:
             raise ConfigError(f"model.kind={config.model.kind.name}: online scoring is for model.kind=transformer")
         groups = tensor_parallel_groups(config.model)
         group, dim = groups.layers, config.embedding.dim
         dtype = torch.bfloat16 if config.training.precision is Precision.bf16 else torch.float32
-        exchange = None
-        if group.size() > 1 and config.comm is not Comm.baseline:
-            exchange = GemvExchange(
-                symmetric_group(group, device),
-                name="online scoring",
-                max_columns=max(config.model.d_model, len(schema.sparse_features) * dim),
-                dtype=dtype,
-                max_rows=max(schema.history_length, MOST_CANDIDATES),
-            )
+        columns = max(config.model.d_model, len(schema.sparse_features) * dim)
+        product = fused_product(config, group, device, "online scoring", columns, max(schema.history_length, MOST_CANDIDATES))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)  # on all ranks alike
-            model = build_transformer(config, schema, RowParallelProduct(group, exchange))
+            model = build_transformer(config, schema, product)
         tables = CutTables({feature.name: feature.rows for feature in schema.tables}, dim, group, dtype, device)
         for _, piece in tables.pieces().values():
             piece.uniform_(-1, 1)

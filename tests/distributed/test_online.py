@@ -107,7 +107,7 @@ def make_scorer(
     fused: bool,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
-    max_rows: int = HISTORY,
+    max_rows: int = MOST_CANDIDATES,
 ) -> OnlineScorer:
     exchange = None
     if fused:
@@ -204,12 +204,12 @@ def test_wrong_uses_are_refused_on_every_rank() -> None:
 
 def small_exchange() -> str:
     with process_group(Rank.from_environment(), torch.device("cpu")), pytest.raises(UsageError) as raised:
-        make_scorer(dist.group.WORLD, True, torch.device("cpu"), max_rows=HISTORY - 1)
+        make_scorer(dist.group.WORLD, True, torch.device("cpu"), max_rows=MOST_CANDIDATES - 1)
     return str(raised.value)
 
 
-def test_an_exchange_without_room_for_a_history_is_refused() -> None:
-    message = "exchange online: max_rows=69; online scoring needs 70"
+def test_an_exchange_without_room_for_64_candidates_is_refused() -> None:
+    message = "exchange online: max_rows=63; online scoring needs 64"
     assert run_ranks(2, small_exchange) == [message, message]
 
 
