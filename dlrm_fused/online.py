@@ -63,6 +63,7 @@ class CutTables:
         self.rows = torch.zeros(end - self._first + 1, dim, dtype=dtype, device=device)
         starts = np.cumsum([0, *features.values()])[:-1]
         self._starts = dict(zip(features, starts.tolist(), strict=True))
+        self._layouts: dict[tuple[tuple[str, ...], tuple[str, ...]], _Layout] = {}
 
     def pieces(self) -> dict[str, tuple[int, Tensor]]:
         """By feature, the first row of its table that this rank holds, and a view [n, D] of the rows, to be filled."""
@@ -87,46 +88,78 @@ class CutTables:
 
         Args:
             ids: on the CPU.
-            features: the keys that are taken.
+            features: its keys, in the order of the result.
             width: the most ids of a bag.
 
         Returns:
             [bags of a key, features, width]; unused places point to the zero row.
 
         Raises:
-            UsageError: if a feature is missing, an id outside its table, or a bag too long; or not on the CPU.
+            UsageError: for other features, ids outside their tables, bags too long, or if they are not on the CPU.
         """
         if ids.values().device.type != "cpu":
             raise UsageError(
                 f"the request's ids are on {ids.values().device}; needed: on the CPU, from where they are looked up"
             )
-        keys = ids.keys()
-        missing = [feature for feature in features if feature not in keys]
-        if missing:
-            raise UsageError(f"features {', '.join(missing)} are missing; the request has {', '.join(keys) or 'none'}")
-        lengths = ids.lengths().numpy().reshape(len(keys), -1)
-        values = ids.values().numpy()
-        ends = np.cumsum(lengths.sum(axis=1))
-        zero_row = len(self.rows) - 1
-        result = np.full((lengths.shape[1], len(features), width), zero_row, dtype=np.int64)
-        for place, feature in enumerate(features):
-            key = keys.index(feature)
-            of_key = values[ends[key] - lengths[key].sum() : ends[key]].astype(np.int64)
-            self._check(feature, of_key, lengths[key], width)
-            local = of_key + (self._starts[feature] - self._first)
-            local[(local < 0) | (local > zero_row)] = zero_row  # another rank's
-            result[:, place][np.arange(width) < lengths[key][:, None]] = local
-        return result
+        layout = self._layout(tuple(ids.keys()), tuple(features))
+        lengths = ids.lengths().numpy().reshape(len(layout.sizes), -1)
+        values, zero_row = ids.values().numpy().astype(np.int64), len(self.rows) - 1
+        # Arrays over all keys: a request is to take microseconds.
+        if len(values) == lengths.size and lengths.min(initial=1) == 1:
+            values = values.reshape(lengths.shape)
+            starts, sizes = layout.starts[:, None], layout.sizes[:, None]
+        else:
+            if lengths.max(initial=0) > width:
+                raise UsageError(f"a bag of {lengths.max()} ids; the scorer was made for ids_per_bag={width} at most")
+            ids_of_key = lengths.sum(axis=1)
+            starts, sizes = np.repeat(layout.starts, ids_of_key), np.repeat(layout.sizes, ids_of_key)
+        outside = values.view(np.uint64) >= sizes  # as negative ones are
+        if outside.any():
+            raise UsageError(self._outside(ids))
+        local = values + starts
+        local[local.view(np.uint64) > zero_row] = zero_row  # another rank's
+        if local.ndim == 2 and width == 1:
+            return local[layout.order].T[:, :, None]
+        result = np.full((*lengths.shape, width), zero_row, dtype=np.int64)
+        result[np.arange(width) < lengths[:, :, None]] = local.reshape(-1)
+        return result[layout.order].swapaxes(0, 1)
 
-    def _check(self, feature: str, ids: NDArray[np.int64], lengths: NDArray[np.int32], width: int) -> None:
-        if len(lengths) and lengths.max() > width:
-            raise UsageError(
-                f"feature {feature}: a bag of {lengths.max()} ids; the scorer was made for ids_per_bag={width} at most"
+    def _layout(self, keys: tuple[str, ...], features: tuple[str, ...]) -> _Layout:
+        """What requests with such keys have in common."""
+        if (keys, features) not in self._layouts:
+            if sorted(keys) != sorted(features):
+                raise UsageError(f"the request has features {', '.join(keys) or 'none'}; the model takes {', '.join(features)}")
+            starts = [self._starts[key] - self._first for key in keys]
+            sizes = [self.features[key] for key in keys]
+            order = [keys.index(feature) for feature in features]
+            self._layouts[keys, features] = _Layout(
+                np.array(starts, np.int64), np.array(sizes, np.uint64), np.array(order, np.int64)
             )
-        if len(ids) and not 0 <= ids.min() <= ids.max() < self.features[feature]:
-            raise UsageError(
-                f"feature {feature}: ids from {ids.min()} to {ids.max()}; its table has rows 0 to {self.features[feature] - 1}"
-            )
+        return self._layouts[keys, features]
+
+    def _outside(self, ids: KeyedJaggedTensor) -> str:
+        """What is wrong about ids of which one is outside its table."""
+        for feature in ids.keys():  # noqa: SIM118 - no dictionary
+            of_feature = ids[feature].values()
+            if len(of_feature):
+                low, high = int(of_feature.min()), int(of_feature.max())
+                if low < 0 or high >= self.features[feature]:
+                    return f"feature {feature}: ids from {low} to {high}; its table has rows 0 to {self.features[feature] - 1}"
+        raise AssertionError("no id is outside its table")
+
+
+class _Layout(NamedTuple):
+    """Of the keys of a request.
+
+    Attributes:
+        starts: int64, by key, where its table begins, counted from the first row of this rank.
+        sizes: uint64, by key, rows of its table.
+        order: int64, by feature, its key.
+    """
+
+    starts: NDArray[np.int64]
+    sizes: NDArray[np.uint64]
+    order: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -271,7 +304,7 @@ class OnlineScorer:
         sparse = self._tables.local_rows(candidates.sparse, self._sparse_features, self._ids_per_bag)
         bucket = self._bucket(count)
         inputs = bucket.inputs
-        inputs.cache[0], inputs.cache[1] = history.cache.data_ptr(), len(history)
+        inputs.cache.numpy()[:] = history.cache.data_ptr(), len(history)
         rows = inputs.rows.numpy()
         rows[:count, : tokens.shape[1]] = tokens
         rows[:count, tokens.shape[1] :] = sparse

@@ -192,10 +192,10 @@ def test_wrong_uses_are_refused_on_every_rank() -> None:
         "too many": "65 candidates; allowed: 1 to 64 in a call",
         "stride": "tokens has stride 3, dense has 2 rows: they must be the same candidates",
         "dense": "dense has 4 features, the model takes 3",
-        "missing": "features item are missing; the request has user",
+        "missing": "the request has features user; the model takes user, item",
         "id": "feature item: ids from 0 to 7; its table has rows 0 to 6",
         "negative id": "feature user: ids from -1 to 0; its table has rows 0 to 10",
-        "bag": "feature item: a bag of 4 ids; the scorer was made for ids_per_bag=3 at most",
+        "bag": "a bag of 4 ids; the scorer was made for ids_per_bag=3 at most",
         "long": "a history of 71 interactions; the model takes history_length=70",
         "other scorer": "the history's cache is torch.float32 [1, 2, 2, 2, 4]: another scorer's",
     }
