@@ -27,7 +27,7 @@ _CHUNK_ELEMENTS = 4 << 20
 _MOST_CHUNKS = 4
 # Elements of a program's block, and programs.
 _BLOCK = 4096
-_PROGRAMS = 256
+_PROGRAMS = 128
 _HELD_RESULTS = 2
 
 

@@ -17,9 +17,12 @@ The order of addition is that of ranks, everywhere: all ranks get the same bits.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 import weakref
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,7 +32,7 @@ from torch import Tensor
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.chunked_all_reduce import ChunkedSum
-from dlrm_fused.ops.gemv_kernel import gemv_all_reduce_kernel
+from dlrm_fused.ops.gemv_kernel import gemv_all_reduce_kernel, polls_per_second
 from dlrm_fused.ops.gemv_tuning import LEAST_COLUMNS, MOST_ROWS, Blocks, choose_blocks
 from dlrm_fused.symmetric import Channel, SymmetricGroup
 from dlrm_fused.symmetric.device import uses_kernels
@@ -157,6 +160,7 @@ class GemvExchange:
             flags = (ranks + 1) * triton.cdiv(max_columns, LEAST_COLUMNS)
             self.half_words = (ranks + 1) * (self.slot_words + triton.cdiv(self.slot_words, 2)) + flags + ranks
             self.inbox = group.allocate(f"{name}.inbox", 2 * self.half_words * 8)
+            self.poll_limit = math.ceil(timeout_seconds * _polls_per_second(group.device))
             self.squares = torch.empty(MOST_ROWS * max_columns, dtype=torch.float32, device=group.device)
             self.chunks = ChunkedSum(group, self.channel, name, max_rows * max_columns, dtype) if max_rows > MOST_ROWS else None
         else:
@@ -168,6 +172,11 @@ class GemvExchange:
     def raise_fault(self) -> None:
         """Raise CommunicationError if a call that was started has failed since. Does not wait for the device."""
         self.channel.raise_fault()
+
+
+@functools.cache
+def _polls_per_second(device: torch.device) -> float:
+    return polls_per_second(device)
 
 
 def _check_settings(group: SymmetricGroup, name: str, max_columns: int, dtype: torch.dtype, max_rows: int) -> None:
@@ -221,13 +230,14 @@ def _forward(
     except UsageError:
         owner.channel.refuse()
         raise
+    fingerprint = _fingerprint(x, weight, (bias, residual, norm_weight), norm_eps)
     if not uses_kernels(owner.group.device):
-        out = _sum_by_host(owner, x, weight, bias, residual)
+        out = _sum_by_host(owner, x, weight, bias, residual, fingerprint)
     elif x.shape[0] <= MOST_ROWS:
         return _run_kernel(owner, x, weight, bias, residual, norm_weight, norm_eps)
     else:
         assert owner.chunks is not None
-        out = owner.chunks.product(x, weight, bias, residual, _fingerprint(x, weight, bias, residual, norm_weight))
+        out = owner.chunks.product(x, weight, bias, residual, fingerprint)
     if norm_weight is None:
         return out, out.new_empty(0)
     return out, torch.nn.functional.rms_norm(out, (out.shape[1],), norm_weight, norm_eps)
@@ -265,10 +275,12 @@ def _check_inputs(
             )
 
 
-def _fingerprint(x: Tensor, weight: Tensor, *optional: Tensor | None, blocks: Blocks | None = None) -> int:
+def _fingerprint(
+    x: Tensor, weight: Tensor, optional: Sequence[Tensor | None], norm_eps: float, blocks: Blocks | None = None
+) -> int:
     """What must be equal on all ranks, as 31 bits."""
     given = [tensor is not None for tensor in optional]
-    return zlib.crc32(repr((tuple(x.shape), tuple(weight.shape), x.dtype, given, blocks)).encode()) >> 1
+    return zlib.crc32(repr((tuple(x.shape), tuple(weight.shape), x.dtype, given, norm_eps, blocks)).encode()) >> 1
 
 
 def _run_kernel(
@@ -303,24 +315,25 @@ def _run_kernel(
         owner.inbox.local.view(torch.int64),
         owner.inbox.addresses,
         owner.channel.words[0],
-        *owner.channel.words[2:],
-        _fingerprint(x, weight, bias, residual, norm_weight, blocks=blocks),
+        *owner.channel.words[2:4],
+        owner.poll_limit,
+        _fingerprint(x, weight, (bias, residual, norm_weight), norm_eps, blocks),
         owner.group.rank,
         owner.half_words,
         parts_at,
         parts_at + ranks * slot_words,
         (ranks + 1) * (owner.slot_words + triton.cdiv(owner.slot_words, 2)),
+        rows,
         columns,
         depth,
         x.stride(0),
         weight.stride(0),
         norm_eps,
-        M=rows,
         ROWS=max(16, triton.next_power_of_2(rows)),
         COLUMNS=blocks.columns,
         DEPTH=blocks.depth,
         SPLITS=blocks.splits,
-        TILES=triton.next_power_of_2(tiles),
+        TILES=triton.next_power_of_2(tiles) if has_norm else 1,
         EVEN=depth % (blocks.depth * blocks.splits) == 0,
         TWO_SHOT=blocks.two_shot,
         FLAGGED=blocks.flagged,
@@ -334,11 +347,13 @@ def _run_kernel(
     return out, normed
 
 
-def _sum_by_host(owner: GemvExchange, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+def _sum_by_host(
+    owner: GemvExchange, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, fingerprint: int
+) -> Tensor:
     """The sum through memory that CPU processes share: every rank writes its part and reads all."""
     channel, group = owner.channel, owner.group
     partial = torch.nn.functional.linear(x.float(), weight.float())
-    channel.announce(0, _fingerprint(x, weight, bias, residual))
+    channel.announce(0, fingerprint)
     # Two halves in turn: who writes one again has seen everybody begin the epoch after, done with reading it.
     first = int(channel.state[0]) % 2 * owner.half_words
     parts = [

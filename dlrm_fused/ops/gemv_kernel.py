@@ -15,6 +15,7 @@ is still to be read is overwritten, without any credit.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -28,6 +29,7 @@ from dlrm_fused.symmetric.device import (
     REFUSED,
     REFUSED_OFFSET,
     fault_kind,
+    measured_polls_per_second,
     must_stop,
     peer_pointer,
     report_fault,
@@ -72,6 +74,23 @@ def _unpack_pairs(words, dtype: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.co
 
 
 @triton.jit
+def _poll(word, state, polls):
+    """Look at a word that never becomes 1 as often as :func:`_receive` would: the fastest of the waits here."""
+    seen = tl.load(word, volatile=True)
+    done = tl.zeros((), tl.int64)
+    while (seen != 1) & (done < polls):
+        seen = tl.load(word, volatile=True)
+        done += 1
+        if done % _STOP_CHECK == 0:
+            done = tl.where(must_stop(state), polls, done)
+
+
+def polls_per_second(device: torch.device) -> float:
+    """How often a wait of this kernel looks, measured; turns a time limit into ``poll_limit``."""
+    return measured_polls_per_second(_poll, device)
+
+
+@triton.jit
 def _receive(places, inside, tag, state, control, poll_limit, epoch, peer, rank):
     """The words at ``places``, as soon as all of them are of this call."""
     words = tl.load(places, mask=inside, other=0, volatile=True)
@@ -113,9 +132,7 @@ def _greet(fingerprint, greetings, inbox_addresses, tag, rank, WORLD: tl.constex
 
 
 @triton.jit
-def _check_greetings(
-    fingerprint, inbox, greetings, flags, tag, state, control, poll_limit, epoch, rank, WORLD: tl.constexpr
-):
+def _check_greetings(fingerprint, inbox, greetings, flags, tag, state, control, poll_limit, epoch, rank, WORLD: tl.constexpr):
     """Compare with what the others take the call to be: with other shapes their words would never come."""
     for i in tl.static_range(1, WORLD):
         peer = (rank + i) % WORLD + tl.zeros((), tl.int64)
@@ -214,7 +231,7 @@ def _add_up(
 @triton.jit
 def _normalize(
     result, inside, row, column, tile, tiles, squares, norm_weight, n, norm_eps, normed, state, poll_limit,
-    M: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+    m, ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """RMSNorm of the result's rows, of which this program has one tile; waits for the programs of the other tiles."""
     value = tl.where(inside, result.to(tl.float32), 0.0)
@@ -250,7 +267,7 @@ def _complete(epoch, state):
             tl.atomic_xchg(state + EPOCH, epoch, sem="relaxed", scope="gpu")
 
 
-@triton.jit(do_not_specialize=["fingerprint", "poll_limit", "rank"])
+@triton.jit(do_not_specialize=["fingerprint", "poll_limit", "rank", "m"])
 def gemv_all_reduce_kernel(
     x,
     weight,
@@ -272,12 +289,12 @@ def gemv_all_reduce_kernel(
     parts_at,
     sums_at,
     flags_at,
+    m,
     n,
     k,
     x_stride,
     weight_stride,
     norm_eps,
-    M: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -291,7 +308,7 @@ def gemv_all_reduce_kernel(
     HAS_NORM: tl.constexpr,
     WORLD: tl.constexpr,
 ):
-    """out [M, n] = sum over ranks of x [M, k] times weight [n, k] transposed, + bias + residual; its RMSNorm in ``normed``.
+    """out [m, n] = sum over ranks of x [m, k] times weight [n, k] transposed, + bias + residual; its RMSNorm in ``normed``.
 
     A program has one tile of columns and one split of K; the last split of a tile adds up. Programs wait for earlier ones of
     their own launch only, except in the norm, where all are resident.
@@ -299,11 +316,12 @@ def gemv_all_reduce_kernel(
     Args:
         fingerprint: 31 bits.
         inbox: int64, this rank's; ``inbox_addresses`` those of all. In a half, counted in words: at ``parts_at`` a slot of
-            M * n partial results for each rank and split, at ``sums_at`` the sums of others (TWO_SHOT), at ``flags_at``
+            m * n partial results for each rank and split, at ``sums_at`` the sums of others (TWO_SHOT), at ``flags_at``
             the flags of tiles (FLAGGED; of partial results by rank, then of sums), in the last WORLD words the greetings.
             What is tagged and what is not lie at different places: a value could look like a tag.
         squares: fp32 [tiles, ROWS], scratch.
-        TILES: power of two, at least the number of tiles.
+        ROWS: power of two, at least m.
+        TILES: power of two, at least the number of tiles; with a norm only.
     """
     tile, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
     tiles = tl.num_programs(0) // SPLITS
@@ -314,14 +332,14 @@ def gemv_all_reduce_kernel(
     if tl.program_id(0) == 0:
         _greet(fingerprint, greetings, inbox_addresses, tag, rank, WORLD)
 
-    product = _multiply(x, weight, M, n, k, x_stride, weight_stride, tile, split, ROWS, COLUMNS, DEPTH, SPLITS, EVEN)
+    product = _multiply(x, weight, m, n, k, x_stride, weight_stride, tile, split, ROWS, COLUMNS, DEPTH, SPLITS, EVEN)
     partial = tl.trans(product)
     row = tl.arange(0, ROWS)
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (row < M)[:, None] & (column < n)[None, :]
+    inside = (row < m)[:, None] & (column < n)[None, :]
     places = row[:, None].to(tl.int64) * n + column[None, :]
     parts, first_flag = half + parts_at, half + flags_at + tile
-    slot_words = tl.full((), M, tl.int64) * n
+    slot_words = n.to(tl.int64) * m
     own_slot = (rank * SPLITS + split) * slot_words
     _send_partial(
         partial, parts, places + own_slot, inside, tag, tile, first_flag + rank * tiles, inbox_addresses,
@@ -348,13 +366,13 @@ def gemv_all_reduce_kernel(
         if TWO_SHOT:
             result = _spread(
                 result, row, tile, half + sums_at, first_flag + WORLD * tiles, n, inbox, inbox_addresses, tag,
-                state, control, poll_limit, epoch, M, ROWS, COLUMNS, FLAGGED, rank, WORLD,
+                state, control, poll_limit, epoch, m, ROWS, COLUMNS, FLAGGED, rank, WORLD,
             )  # fmt: skip
         tl.store(out + row[:, None] * n + column[None, :], result, mask=inside)
         if HAS_NORM:
             _normalize(
                 result, inside, row, column, tile, tiles, squares, norm_weight, n, norm_eps, normed, state, poll_limit,
-                M, ROWS, TILES,
+                m, ROWS, TILES,
             )  # fmt: skip
     _complete(epoch, state)
 
@@ -362,7 +380,7 @@ def gemv_all_reduce_kernel(
 @triton.jit
 def _spread(
     result, row, tile, sums, flag, n, inbox, inbox_addresses, tag, state, control, poll_limit, epoch,
-    M: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FLAGGED: tl.constexpr,
+    m, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FLAGGED: tl.constexpr,
     rank, WORLD: tl.constexpr,
 ):  # fmt: skip
     """The finished tile, on every rank: its owner sends it, the others receive it."""
@@ -370,7 +388,7 @@ def _spread(
     WIDTH: tl.constexpr = COLUMNS // 2 if PAIRS else COLUMNS
     row_length = n // 2 if PAIRS else n
     item = tile * WIDTH + tl.arange(0, WIDTH)
-    inside = (row < M)[:, None] & (item < row_length)[None, :]
+    inside = (row < m)[:, None] & (item < row_length)[None, :]
     places = row[:, None].to(tl.int64) * row_length + item[None, :]
     owner = tile % WORLD
     if owner == rank:

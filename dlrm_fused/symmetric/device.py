@@ -22,6 +22,7 @@ signal (``release``, system scope); who sees the signal (``acquire``, system sco
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 import triton
@@ -230,13 +231,18 @@ def uses_kernels(device: torch.device) -> bool:
 
 def polls_per_second(device: torch.device) -> float:
     """How often :func:`wait` looks at its word per second, measured; turns a time limit into ``poll_limit``."""
+    return measured_polls_per_second(_poll, device)
+
+
+def measured_polls_per_second(poll: Any, device: torch.device) -> float:
+    """Looks per second of a kernel ``poll(word, state, looks)`` that waits in vain for the int64 at ``word`` to be 1."""
     words = torch.zeros(8, dtype=torch.int64, device=device)
-    polls = 100 if device.type == "cpu" else 20_000
-    _poll[(1,)](words, words, 1, num_warps=1)
+    looks = 100 if device.type == "cpu" else 20_000
+    poll[(1,)](words, words, 1, num_warps=1)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     begin_time = time.perf_counter()
-    _poll[(1,)](words, words, polls, num_warps=1)
+    poll[(1,)](words, words, looks, num_warps=1)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return polls / (time.perf_counter() - begin_time)
+    return looks / (time.perf_counter() - begin_time)
