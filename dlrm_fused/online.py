@@ -1,7 +1,7 @@
 """Online scoring: the history of a user is encoded once, then candidates are scored against it::
 
-    scorer = OnlineScorer(transformer, dense_arch, over_arch, tables)
-    history = scorer.encode(interactions)           # keep it for as long as the user has no new interaction
+    scorer = OnlineScorer(...)
+    history = scorer.encode(interactions)  # keep it for as long as the user has no new interaction
     probabilities = scorer.score(history, candidates)
 
 The Transformer's weights are cut over tensor-parallel ranks, the embedding tables by rows. All ranks must make the same calls
@@ -313,6 +313,7 @@ class OnlineScorer:
         self._raise_fault()
         return probabilities[:count].clone()
 
+    @torch.no_grad()
     def warm_up(self) -> None:
         """Make the CUDA graphs now that the first requests of each size would make. Collective."""
         count = 1
