@@ -23,6 +23,7 @@ import math
 import weakref
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from torch import Tensor
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.chunked_all_reduce import ChunkedSum
 from dlrm_fused.ops.gemv_kernel import gemv_all_reduce_kernel, polls_per_second
-from dlrm_fused.ops.gemv_tuning import LEAST_COLUMNS, MOST_ROWS, Blocks, choose_blocks
+from dlrm_fused.ops.gemv_tuning import LEAST_COLUMNS, MOST_ROWS, SPLIT_SLOTS, Blocks, choose_blocks
 from dlrm_fused.symmetric import Channel, SymmetricGroup
 from dlrm_fused.symmetric.device import uses_kernels
 
@@ -142,7 +143,7 @@ class GemvExchange:
             max_columns: the largest N.
             dtype: float32, bfloat16 or float16.
             max_rows: the largest m. The memory for it is allocated here: for up to 64 rows on GPUs about
-                1.5 kB * (ranks + 1) * max_columns, for more of them three times the result besides.
+                1.5 kB * (ranks + 2) * max_columns, for more of them three times the result besides.
             timeout_seconds: how long a rank waits for another.
 
         Raises:
@@ -155,10 +156,11 @@ class GemvExchange:
         ranks, few = group.world_size, min(max_rows, MOST_ROWS)
         if uses_kernels(group.device):
             # Slots of words for each rank and for finished sums, the same for values of at most half a word, flags of the
-            # narrowest tiles, and greetings.
+            # narrowest tiles, slots for splits, and greetings.
             self.slot_words = few * max_columns
-            flags = (ranks + 1) * triton.cdiv(max_columns, LEAST_COLUMNS)
-            self.half_words = (ranks + 1) * (self.slot_words + triton.cdiv(self.slot_words, 2)) + flags + ranks
+            self.flags_at = (ranks + 1) * (self.slot_words + triton.cdiv(self.slot_words, 2))
+            self.splits_at = self.flags_at + (ranks + 1) * triton.cdiv(max_columns, LEAST_COLUMNS)
+            self.half_words = self.splits_at + SPLIT_SLOTS * self.slot_words + ranks
             self.inbox = group.allocate(f"{name}.inbox", 2 * self.half_words * 8)
             self.poll_limit = math.ceil(timeout_seconds * _polls_per_second(group.device))
             self.squares = torch.empty(MOST_ROWS * max_columns, dtype=torch.float32, device=group.device)
@@ -295,8 +297,7 @@ def _run_kernel(
     (rows, depth), columns, ranks = x.shape, weight.shape[0], owner.group.world_size
     has_norm = norm_weight is not None
     blocks = choose_blocks(rows, columns, depth, ranks, x.element_size(), with_norm=has_norm)
-    if blocks.splits * rows * columns > owner.slot_words:
-        blocks = Blocks(**{**blocks.__dict__, "splits": 1})
+    blocks = replace(blocks, splits=min(blocks.splits, 1 + SPLIT_SLOTS * owner.slot_words // (rows * columns)))
     tiles = triton.cdiv(columns, blocks.columns)
     parts_at, slot_words = 0, owner.slot_words
     if blocks.flagged:
@@ -322,7 +323,8 @@ def _run_kernel(
         owner.half_words,
         parts_at,
         parts_at + ranks * slot_words,
-        (ranks + 1) * (owner.slot_words + triton.cdiv(owner.slot_words, 2)),
+        owner.flags_at,
+        owner.splits_at,
         rows,
         columns,
         depth,

@@ -184,23 +184,35 @@ def _multiply(
 
 
 @triton.jit
+def _add_splits(
+    partial, splits, places, slot_words, inbox, inside, tag, state, control, poll_limit, epoch, rank, SPLITS: tl.constexpr
+):
+    """The sum over the splits of K, whose other programs have left their parts in this rank's own inbox."""
+    total = tl.zeros_like(partial)
+    here = rank + tl.zeros((), tl.int64)
+    for split in tl.static_range(SPLITS - 1):
+        slot = inbox + splits + split * slot_words + places
+        total += _unpack(_receive(slot, inside, tag, state, control, poll_limit, epoch, here, rank))
+    return total + partial
+
+
+@triton.jit
 def _send_partial(
     partial, parts, places, inside, tag, tile, own_flag, inbox_addresses,
-    rank, WORLD: tl.constexpr, SPLITS: tl.constexpr, TWO_SHOT: tl.constexpr, FLAGGED: tl.constexpr,
+    rank, WORLD: tl.constexpr, TWO_SHOT: tl.constexpr, FLAGGED: tl.constexpr,
 ):  # fmt: skip
-    """Store partial results in the inboxes of those who add them up; own ones only where another program needs them."""
+    """Store partial results in the inboxes of the peers who add them up."""
     owner = tile % WORLD
     if FLAGGED:
         if owner != rank:
             tl.store(peer_pointer(inbox_addresses, owner, parts * 8, tl.float32) + places, partial, mask=inside)
             signal(peer_pointer(inbox_addresses, owner, own_flag * 8, tl.int64, 8), tag)
     elif TWO_SHOT:
-        words = _pack(partial, tag)
-        if (owner != rank) | (SPLITS > 1):
-            tl.store(peer_pointer(inbox_addresses, owner, parts * 8, tl.int64, 8) + places, words, mask=inside)
+        if owner != rank:
+            tl.store(peer_pointer(inbox_addresses, owner, parts * 8, tl.int64, 8) + places, _pack(partial, tag), mask=inside)
     else:
         words = _pack(partial, tag)
-        for i in tl.static_range(1, WORLD + (SPLITS > 1)):
+        for i in tl.static_range(1, WORLD):
             peer = (rank + i) % WORLD
             tl.store(peer_pointer(inbox_addresses, peer, parts * 8, tl.int64, 8) + places, words, mask=inside)
 
@@ -208,23 +220,21 @@ def _send_partial(
 @triton.jit
 def _add_up(
     partial, parts, places, slot_words, inbox, inside, tag, first_flag, tiles, state, control, poll_limit, epoch,
-    rank, WORLD: tl.constexpr, SPLITS: tl.constexpr, FLAGGED: tl.constexpr,
+    rank, WORLD: tl.constexpr, FLAGGED: tl.constexpr,
 ):  # fmt: skip
-    """The sum over ranks and splits, in their order on every rank."""
+    """The sum over ranks, in their order on every rank."""
     total = tl.zeros_like(partial)
     for source in tl.static_range(WORLD):
-        for split in tl.static_range(SPLITS):
-            if (SPLITS == 1) & (source == rank):
-                total += partial
-            elif FLAGGED:
-                slot = (inbox + parts).to(tl.pointer_type(tl.float32)) + places + source * slot_words
-                flag = inbox + first_flag + source * tiles
-                peer = tl.full((), source, tl.int64)
-                total += _receive_tile(flag, slot, inside, tag, state, control, poll_limit, epoch, peer, rank)
-            else:
-                slot = inbox + parts + places + (source * SPLITS + split) * slot_words
-                peer = tl.full((), source, tl.int64)
-                total += _unpack(_receive(slot, inside, tag, state, control, poll_limit, epoch, peer, rank))
+        peer = tl.full((), source, tl.int64)
+        if source == rank:
+            total += partial
+        elif FLAGGED:
+            slot = (inbox + parts).to(tl.pointer_type(tl.float32)) + places + source * slot_words
+            flag = inbox + first_flag + source * tiles
+            total += _receive_tile(flag, slot, inside, tag, state, control, poll_limit, epoch, peer, rank)
+        else:
+            slot = inbox + parts + places + source * slot_words
+            total += _unpack(_receive(slot, inside, tag, state, control, poll_limit, epoch, peer, rank))
     return total
 
 
@@ -289,6 +299,7 @@ def gemv_all_reduce_kernel(
     parts_at,
     sums_at,
     flags_at,
+    splits_at,
     m,
     n,
     k,
@@ -310,14 +321,15 @@ def gemv_all_reduce_kernel(
 ):
     """out [m, n] = sum over ranks of x [m, k] times weight [n, k] transposed, + bias + residual; its RMSNorm in ``normed``.
 
-    A program has one tile of columns and one split of K; the last split of a tile adds up. Programs wait for earlier ones of
-    their own launch only, except in the norm, where all are resident.
+    A program has one tile of columns and one split of K; the last split of a tile adds the others' parts to its own and deals
+    with the peers. Programs wait for earlier ones of their own launch only, except in the norm, where all are resident.
 
     Args:
         fingerprint: 31 bits.
         inbox: int64, this rank's; ``inbox_addresses`` those of all. In a half, counted in words: at ``parts_at`` a slot of
-            m * n partial results for each rank and split, at ``sums_at`` the sums of others (TWO_SHOT), at ``flags_at``
-            the flags of tiles (FLAGGED; of partial results by rank, then of sums), in the last WORLD words the greetings.
+            m * n partial results for each rank, at ``sums_at`` the sums of others (TWO_SHOT), at ``flags_at`` the flags of
+            tiles (FLAGGED; of partial results by rank, then of sums), at ``splits_at`` slots for the splits but the last,
+            in the last WORLD words the greetings.
             What is tagged and what is not lie at different places: a value could look like a tag.
         squares: fp32 [tiles, ROWS], scratch.
         ROWS: power of two, at least m.
@@ -340,13 +352,18 @@ def gemv_all_reduce_kernel(
     places = row[:, None].to(tl.int64) * n + column[None, :]
     parts, first_flag = half + parts_at, half + flags_at + tile
     slot_words = n.to(tl.int64) * m
-    own_slot = (rank * SPLITS + split) * slot_words
-    _send_partial(
-        partial, parts, places + own_slot, inside, tag, tile, first_flag + rank * tiles, inbox_addresses,
-        rank, WORLD, SPLITS, TWO_SHOT, FLAGGED,
-    )  # fmt: skip
+    splits = half + splits_at
 
-    if split == SPLITS - 1:
+    if split < SPLITS - 1:
+        tl.store(inbox + splits + split * slot_words + places, _pack(partial, tag), mask=inside)
+    else:
+        partial = _add_splits(
+            partial, splits, places, slot_words, inbox, inside, tag, state, control, poll_limit, epoch, rank, SPLITS
+        )  # fmt: skip
+        _send_partial(
+            partial, parts, places + rank * slot_words, inside, tag, tile, first_flag + rank * tiles, inbox_addresses,
+            rank, WORLD, TWO_SHOT, FLAGGED,
+        )  # fmt: skip
         if tile == 0:
             _check_greetings(
                 fingerprint, inbox, greetings, flags, tag, state, control, poll_limit, epoch, rank, WORLD
@@ -356,7 +373,7 @@ def gemv_all_reduce_kernel(
         if adds_up:
             total = _add_up(
                 partial, parts, places, slot_words, inbox, inside, tag, first_flag, tiles, state, control, poll_limit, epoch,
-                rank, WORLD, SPLITS, FLAGGED,
+                rank, WORLD, FLAGGED,
             )  # fmt: skip
             if HAS_BIAS:
                 total += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]

@@ -1,21 +1,23 @@
 """Block shapes of the fused GEMV + AllReduce, by the shape of the product.
 
-Measured on GPUs with benchmarks/tune_gemv.py; shapes that were not measured get what the rules below say.
+Shapes that are not in the table of measurements get what the rules below say; docs/gemv_performance.md says what led to them.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Rows of x that the kernel for few rows takes.
 MOST_ROWS = 64
 # Columns of a tile at least.
 LEAST_COLUMNS = 16
+# Parts of splits that the inbox has room for, in results of the largest product.
+SPLIT_SLOTS = 2
 # Programs of a launch at most where all of them wait for each other: one for each multiprocessor of an H100 or H200.
 RESIDENT_PROGRAMS = 132
-# Partial results, splits * rows * columns, above which they are added up at one rank instead of at every rank.
+# Partial results, rows * columns, above which they are added up at one rank instead of at every rank.
 _ONE_SHOT_WORDS = 32_768
 _STAGE_BYTES = 96 * 1024
 _LEAST_DEPTH_OF_SPLIT = 256
@@ -32,7 +34,7 @@ class Blocks:
         warps, stages: of a program; steps whose loads are on their way.
         two_shot: add partial results up at one rank a tile, which sends the sum to all, instead of at every rank.
         flagged: send tiles as they are, with a flag each, instead of words with a tag: half the bytes, for a fence. With
-            two_shot and one split only.
+            two_shot only.
     """
 
     columns: int
@@ -44,7 +46,7 @@ class Blocks:
     flagged: bool
 
 
-# By rows, columns, and K of one rank. H200, bf16, benchmarks/results/tune_gemv.json.
+# By rows, columns, and K of one rank, as benchmarks/tune_gemv.py --table prints it. Nothing has been measured yet.
 _MEASURED: dict[tuple[int, int, int], Blocks] = {}
 _override: Blocks | None = None
 
@@ -66,7 +68,7 @@ def choose_blocks(rows: int, columns: int, depth: int, world_size: int, element_
     if with_norm:
         blocks = _resident(blocks, columns)
     if blocks.two_shot and not can_be_two_shot(blocks, columns, world_size):
-        blocks = _replace(blocks, two_shot=False, flagged=False)
+        blocks = replace(blocks, two_shot=False, flagged=False)
     return blocks
 
 
@@ -77,23 +79,23 @@ def can_be_two_shot(blocks: Blocks, columns: int, world_size: int) -> bool:
 
 def candidates(rows: int, columns: int, depth: int) -> Iterator[Blocks]:
     """Blocks worth a measurement: half a program to three for each multiprocessor, whose steps load 4 to 32 kB of weights."""
-    for tile, step, splits, warps in itertools.product((16, 32, 64, 128), (64, 128, 256), (1, 2, 4, 8), (4, 8)):
+    for tile, step, splits, warps in itertools.product((16, 32, 64, 128), (64, 128, 256), (1, 2, 3, 4, 8), (4, 8)):
         programs = -(-columns // tile) * splits
         stages = min(6, _STAGE_BYTES // (2 * step * (tile + _padded(rows))))
         fits = stages >= 2 and depth // splits >= max(step, _LEAST_DEPTH_OF_SPLIT)
         is_spread = RESIDENT_PROGRAMS // 2 < programs <= 3 * RESIDENT_PROGRAMS
         if fits and is_spread and 2048 <= tile * step <= 16384 and (warps == 4 or tile * step >= 8192):
-            for two_shot, flagged in _exchanges(splits, rows * columns):
+            for two_shot, flagged in _exchanges(rows * columns):
                 yield Blocks(tile, step, splits, warps, stages, two_shot, flagged)
 
 
-def _exchanges(splits: int, results: int) -> Iterator[tuple[bool, bool]]:
+def _exchanges(results: int) -> Iterator[tuple[bool, bool]]:
     """Values of two_shot and flagged."""
-    if splits * results <= 4 * _ONE_SHOT_WORDS:
+    if results <= 4 * _ONE_SHOT_WORDS:
         yield False, False
-    if splits * results > _ONE_SHOT_WORDS // 2:
+    if results > _ONE_SHOT_WORDS // 2:
         yield True, False
-    if splits == 1 and results >= 2 * _ONE_SHOT_WORDS:
+    if results >= 2 * _ONE_SHOT_WORDS:
         yield True, True
 
 
@@ -104,30 +106,29 @@ def _measured(rows: int, columns: int, depth: int) -> Blocks | None:
 
 
 def _by_rule(rows: int, columns: int, depth: int, element_size: int) -> Blocks:
-    tile = next((width for width in (128, 64, 32) if columns // width >= 96), 16)
+    # Every tile reads all of x: with many rows, wide tiles and more splits read less.
+    if rows > 16:
+        tile = min(128, max(LEAST_COLUMNS, 1 << (columns // 16).bit_length() - 1))
+    else:
+        tile = next((width for width in (128, 64, 32) if columns // width >= 96), LEAST_COLUMNS)
     tiles = -(-columns // tile)
-    splits = 1
-    while tiles * splits < 96 and splits < 8 and depth // (2 * splits) >= _LEAST_DEPTH_OF_SPLIT:
-        splits *= 2
+    splits = max(1, min(8, round(RESIDENT_PROGRAMS / tiles), depth // _LEAST_DEPTH_OF_SPLIT))
     step = 128 if tile <= 64 else 64
     stages = max(2, min(5, _STAGE_BYTES // (element_size * step * (tile + _padded(rows)))))
-    two_shot = splits * rows * columns > _ONE_SHOT_WORDS
-    return Blocks(tile, step, splits, 4, stages, two_shot, flagged=two_shot and splits == 1 and rows > 16)
+    two_shot = rows * columns > _ONE_SHOT_WORDS
+    warps = 8 if tile * _padded(rows) >= 8192 else 4
+    return Blocks(tile, step, splits, warps, stages, two_shot, flagged=two_shot and rows > 16)
 
 
 def _resident(blocks: Blocks, columns: int) -> Blocks:
     """As many programs as fit at once: fewer splits, then wider tiles."""
     splits, tile = blocks.splits, blocks.columns
     while -(-columns // tile) * splits > RESIDENT_PROGRAMS:
-        splits, tile = (splits // 2, tile) if splits > 1 else (1, 2 * tile)
+        splits, tile = (splits - 1, tile) if splits > 1 else (1, 2 * tile)
     # A wider tile takes more memory for each step.
     step = max(16, blocks.depth * blocks.columns // tile)
-    return _replace(blocks, splits=splits, columns=tile, depth=step)
+    return replace(blocks, splits=splits, columns=tile, depth=step)
 
 
 def _padded(rows: int) -> int:
     return max(16, 1 << (rows - 1).bit_length())
-
-
-def _replace(blocks: Blocks, **changes: int | bool) -> Blocks:
-    return Blocks(**{**blocks.__dict__, **changes})

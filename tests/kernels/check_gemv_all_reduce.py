@@ -26,8 +26,8 @@ from tests.distributed.launch import run_ranks
 ONE_SHOT = Blocks(columns=16, depth=16, splits=1, warps=1, stages=2, two_shot=False, flagged=False)
 SPLIT = replace(ONE_SHOT, splits=2)
 TWO_SHOT = replace(ONE_SHOT, two_shot=True)
-FLAGGED = replace(TWO_SHOT, flagged=True)
 SPLIT_TWO_SHOT = replace(SPLIT, two_shot=True)
+FLAGGED = replace(SPLIT_TWO_SHOT, splits=3, flagged=True)
 # All programs of a norm are resident; the interpreter has one at a time.
 ONE_TILE = replace(ONE_SHOT, columns=128)
 
