@@ -16,8 +16,8 @@ SHAPES = ((1024, 4096), (2048, 8192), (4096, 16384), (5120, 13824), (8192, 8192)
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 LARGE_ROWS = (2048, 4096, 8192, 16384)
 # Largest relative errors of the fused operator against fp64. Sums in fp32 are rounded to bf16 once; in large products, so are
-# the partial results of the ranks.
-TOLERANCE = {"small": 1.02 * 2**-8, "large": 4 * 2**-8}
+# the partial results of the ranks, as with cuBLAS and NCCL, whose errors were up to 2.3e-2.
+TOLERANCE = {"small": 1.02 * 2**-8, "large": 8 * 2**-8}
 # Three times the L2 cache of an H200: what is read again has been evicted meanwhile.
 _ROTATED_BYTES = 180e6
 
