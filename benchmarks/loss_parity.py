@@ -3,9 +3,8 @@
     python benchmarks/loss_parity.py --config configs/quickstart.yaml --ranks 2 --output results.json \\
         training.schedule.decay_start_step=500 training.schedule.decay_steps=1500
     python benchmarks/loss_parity.py --config configs/synthetic.yaml --ranks 4 --mixed-plan --output results.json
-    python benchmarks/loss_parity.py --config configs/transformer_movielens.yaml --ranks 4 --steps 500 --yardsticks \\
-        --tensor-parallel 1 2 4 --output results.json model.heads=4 \\
-        training.dense_optimizer.kind=sgd training.dense_optimizer.learning_rate=0.1
+    python benchmarks/loss_parity.py --config configs/synthetic.yaml --ranks 4 --tensor-parallel 1 2 4 --output results.json \\
+        model.kind=transformer data.synthetic.history_length=20
 
 ``--mixed-plan`` shards the tables table-, row- and column-wise in turn, instead of as the config says. ``--tensor-parallel``
 compares comm=baseline and fused with each of these tensor-parallel (TP) sizes with comm=baseline and the first. Further
