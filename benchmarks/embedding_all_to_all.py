@@ -22,12 +22,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import logging
 import os
 import random
 import re
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -42,6 +40,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
 from harness import (
     Ceilings,
+    Report,
     Timing,
     World,
     captured,
@@ -390,33 +389,38 @@ class Run:
 
     def __init__(self, world: World, options: argparse.Namespace) -> None:
         self.world, self.options = world, options
-        self.began = time.monotonic()
-        self.report: dict[str, Any] = {
+        head = {
             **describe_run(world, sys.argv, options.commit),
             "baseline": describe_baseline(),
             "timing": {"lookups_in_turn": LOOKUPS, "tolerances": TOLERANCE},
         }
         self.ceilings = measure_ceilings(world)
-        self.report["ceilings"] = {"unit": "GB/s of a rank", **asdict(self.ceilings)}
-        self.report |= {"cells": [], "not_run": []}
-        world.log(json.dumps(self.report, indent=2))
+        head["ceilings"] = {"unit": "GB/s of a rank", **asdict(self.ceilings)}
+        self.report = Report(
+            world,
+            options.output,
+            head,
+            summarize=summarize,
+            line=lambda cell: f"{cell['stage']:<17} {line(cell)}",
+            seconds_budget=options.seconds_budget,
+        )
+        world.log(json.dumps(head, indent=2))
 
     def work(self) -> None:
         for cells in self.groups():
             tables = None
             for cell in cells:
-                if self.is_over():
-                    self.report["not_run"].append(cell.name)
+                if not self.report.has_time(cell.name):
                     continue
                 # The tables are made for the first cell that runs.
-                tables = tables or self.guarded(cell, partial(Tables, cell, self.world.device))
+                tables = tables or self.report.attempt(entry(cell, False), partial(Tables, cell, self.world.device))
                 if tables is not None:
                     self.measure(cell, tables)
             del tables
             if self.world.device.type == "cuda":
                 torch.cuda.empty_cache()
-        self.write()
-        self.world.log(table(self.report))
+        self.report.write()
+        self.world.log(table(self.report.content))
 
     def groups(self) -> list[list[Cell]]:
         """Cells that share tables, in an order that leaves a fair sample when time runs out."""
@@ -431,54 +435,24 @@ class Run:
         random.Random(SEED).shuffle(groups)
         return groups
 
-    def is_over(self) -> bool:
-        """Whether the time is up, on any rank."""
-        budget = self.options.seconds_budget
-        return budget is not None and max(self.world.gather(time.monotonic() - self.began)) > budget
-
     def measure(self, cell: Cell, tables: Tables) -> None:
-        run = self.guarded(cell, partial(CellRun, self.world, cell, tables, self.options))
+        run = self.report.attempt(entry(cell, False), partial(CellRun, self.world, cell, tables, self.options))
         if run is None:
             return
         for training in (False, True):
             wanted = {"forward": not training, "training": training}.get(self.options.stage, True)
             if wanted:
-                result = self.guarded(cell, partial(run.result, self.ceilings, training), training)
+                result = self.report.attempt(entry(cell, training), partial(run.result, self.ceilings, training))
                 if result is not None:
-                    self.add(cell, training, result)
+                    self.report.add({**entry(cell, training), **result})
 
-    def guarded(self, cell: Cell, work: Callable[[], Any], training: bool = False) -> Any:
-        """What ``work()`` returns; if it raises on some rank, the cell is reported as failed and this is None."""
-        result, error = None, ""
-        try:
-            result = work()
-        except Exception as raised:
-            logging.exception("rank %d: %s", self.world.rank, cell.name)
-            error = f"rank {self.world.rank}: {type(raised).__name__}: {raised}"
-        errors = [other for other in self.world.gather(error) if other]
-        if errors:
-            self.add(cell, training, {"passed": False, "error": errors[0]})
-            return None
-        return result
 
-    def add(self, cell: Cell, training: bool, result: Mapping[str, Any]) -> None:
-        stage = ("row_wise_" if cell.row_wise else "") + ("training" if training else "forward")
-        shape = {**asdict(cell), "rows": cell.rows}
-        del shape["largest_rows"]
-        entry = {"name": cell.name, "stage": stage, **shape, **result}
-        self.report["cells"].append(entry)
-        self.write()
-        self.world.log(f"{time.monotonic() - self.began:5.0f} s {stage:<17} {line(entry)}")
-
-    def write(self) -> None:
-        if self.world.rank:
-            return
-        self.report["seconds"] = time.monotonic() - self.began
-        self.report["summary"] = summarize(self.report["cells"])
-        output: Path = self.options.output
-        unfinished = output.with_name(output.name + ".part")
-        unfinished.write_text(json.dumps(self.report, indent=2) + "\n")
-        unfinished.replace(output)
+def entry(cell: Cell, training: bool) -> dict[str, Any]:
+    """What the report of a cell begins with."""
+    stage = ("row_wise_" if cell.row_wise else "") + ("training" if training else "forward")
+    shape = {**asdict(cell), "rows": cell.rows}
+    del shape["largest_rows"]
+    return {"name": cell.name, "stage": stage, **shape}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

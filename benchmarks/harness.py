@@ -8,16 +8,21 @@ of the ranks the slowest.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import itertools
+import json
+import logging
 import math
+import multiprocessing
 import os
 import platform
 import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +30,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import triton
 from torch import Tensor
+from triton.compiler import ASTSource
 
 from dlrm_fused.symmetric import SymmetricGroup, SymmetricMemory, symmetric_group
 
@@ -206,6 +213,72 @@ def captured(world: World, call: Callable[[], object]) -> tuple[Callable[[], Non
     return (None, errors[0]) if errors else (graph.replay, "")
 
 
+def compile_ahead(world: World, calls: Sequence[Callable[[], object]]) -> None:
+    """Compile the Triton kernels that the calls would launch, in parallel, without launching any. Collective.
+
+    They end in Triton's cache on disk. A kernel that all ranks need is compiled by one of them. One that cannot be compiled is
+    left out; its launch will say why. Without GPUs there is nothing to compile.
+
+    Args:
+        calls: the same on all ranks; not made before.
+    """
+    if world.device.type == "cuda":
+        kernels = _kernels_of(calls)
+        needed_by: dict[str, list[int]] = {}
+        for rank, keys in enumerate(world.gather(list(kernels))):
+            for key in keys:
+                needed_by.setdefault(key, []).append(rank)
+        own = [kernels[key] for i, (key, ranks) in enumerate(needed_by.items()) if ranks[i % len(ranks)] == world.rank]
+        if own:
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(sorted({kernel.module for kernel in own}))
+            with ProcessPoolExecutor(min(len(own), max(1, (os.cpu_count() or 1) // world.size)), context) as pool:
+                list(pool.map(_compile, own))
+    dist.barrier()
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """A Triton kernel as it is to be compiled: what :class:`triton.compiler.ASTSource` wants to know, and how."""
+
+    module: str
+    name: str
+    source: tuple[Any, ...]  # signature, constants, attributes
+    options: dict[str, Any]
+    target: Any
+
+
+def _kernels_of(calls: Sequence[Callable[[], object]]) -> dict[str, _Kernel]:
+    """The kernels that the calls would launch, by all that they are compiled from."""
+    kernels: dict[str, _Kernel] = {}
+    run, do_compile = triton.JITFunction.run, triton.JITFunction._do_compile
+
+    def run_without_launch(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return run(self, *args, grid=grid, warmup=True, **options)
+
+    def collect(
+        self: Any, key: Any, signature: Any, device: Any, constants: Any, options: Any, attributes: Any, *_: Any
+    ) -> None:
+        target = self.device_caches[device][2]
+        kernel = _Kernel(self.module, self.__name__, (signature, constants, attributes), options.__dict__, target)
+        kernels[repr(kernel)] = kernel
+
+    triton.JITFunction.run, triton.JITFunction._do_compile = run_without_launch, collect  # type: ignore[method-assign, assignment]
+    try:
+        for call in calls:
+            call()
+    finally:
+        triton.JITFunction.run, triton.JITFunction._do_compile = run, do_compile  # type: ignore[method-assign]
+    return kernels
+
+
+def _compile(kernel: _Kernel) -> None:
+    """In a process that has nothing to do with the GPU."""
+    function = getattr(importlib.import_module(kernel.module), kernel.name)
+    with suppress(Exception):
+        triton.compile(ASTSource(function, *kernel.source), target=kernel.target, options=kernel.options)
+
+
 @dataclass(frozen=True)
 class Ceilings:
     """What the machine can do at best, measured; GB/s (1e9 bytes) of one rank, the slowest.
@@ -269,6 +342,75 @@ def measure_ceilings(world: World) -> Ceilings:
 
 def _floats(memory: SymmetricMemory, rank: int, begin: int, size: int) -> Tensor:
     return memory.peer(rank)[begin : begin + size].view(torch.float32)
+
+
+class Report:
+    """The JSON of a benchmark of many cells, written anew after each. The methods are collective.
+
+    Attributes:
+        content: what is written: the head, ``cells``, ``not_run``, ``seconds`` and ``summary``.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        output: Path,
+        head: Mapping[str, Any],
+        *,
+        summarize: Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]],
+        line: Callable[[Mapping[str, Any]], str],
+        seconds_budget: float | None = None,
+    ) -> None:
+        """Args:
+        summarize: makes the summary of the cells.
+        line: of the log, about a cell.
+        seconds_budget: after so many seconds no cell is begun; None for no limit.
+        """
+        self.content: dict[str, Any] = {**head, "cells": [], "not_run": []}
+        self._world, self._output = world, output
+        self._summarize, self._line, self._budget = summarize, line, seconds_budget
+        self._began = time.monotonic()
+
+    def has_time(self, name: str) -> bool:
+        """Whether a cell may begin; if the time is up on any rank, it is listed as not run."""
+        if self._budget is None or max(self._world.gather(time.monotonic() - self._began)) <= self._budget:
+            return True
+        self.content["not_run"].append(name)
+        return False
+
+    def attempt(self, cell: Mapping[str, Any], work: Callable[[], T]) -> T | None:
+        """What ``work()`` returns; if it raises on some rank, the cell is reported as failed and this is None.
+
+        Args:
+            cell: its name, and whatever else its entry begins with.
+        """
+        result, error = None, ""
+        try:
+            result = work()
+        except Exception as raised:
+            logging.exception("rank %d: %s", self._world.rank, cell["name"])
+            error = f"rank {self._world.rank}: {type(raised).__name__}: {raised}"
+        errors = [other for other in self._world.gather(error) if other]
+        if errors:
+            self.add({**cell, "passed": False, "error": errors[0]})
+            return None
+        return result
+
+    def add(self, cell: Mapping[str, Any]) -> None:
+        """Report a cell."""
+        self.content["cells"].append(cell)
+        self.write()
+        self._world.log(f"{time.monotonic() - self._began:5.0f} s {self._line(cell)}")
+
+    def write(self) -> None:
+        """Whole or not at all, so that no reader sees a part."""
+        if self._world.rank:
+            return
+        self.content["seconds"] = time.monotonic() - self._began
+        self.content["summary"] = self._summarize(self.content["cells"])
+        unfinished = self._output.with_name(self._output.name + ".part")
+        unfinished.write_text(json.dumps(self.content, indent=2) + "\n")
+        unfinished.replace(self._output)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

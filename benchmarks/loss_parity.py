@@ -3,9 +3,12 @@
     python benchmarks/loss_parity.py --config configs/quickstart.yaml --ranks 2 --output results.json \\
         training.schedule.decay_start_step=500 training.schedule.decay_steps=1500
     python benchmarks/loss_parity.py --config configs/synthetic.yaml --ranks 4 --mixed-plan --output results.json
+    python benchmarks/loss_parity.py --config configs/synthetic.yaml --ranks 4 --tensor-parallel 1 2 4 --output results.json \\
+        model.kind=transformer data.synthetic.history_length=20
 
-``--mixed-plan`` shards the tables table-, row- and column-wise in turn, instead of as the config says. Further arguments are
-settings of all runs.
+``--mixed-plan`` shards the tables table-, row- and column-wise in turn, instead of as the config says. ``--tensor-parallel``
+compares comm=baseline and fused with each of these tensor-parallel (TP) sizes with comm=baseline and the first. Further
+arguments are settings of all runs.
 
 Where sums are taken in another order, losses drift apart, and training amplifies that. How far is usual, two yardsticks show,
 compared with comm=baseline in the same way:
@@ -66,13 +69,17 @@ def mixed_plan(config: Config, ranks: int) -> list[str]:
 
 def make_runs(arguments: argparse.Namespace, settings: list[str], folder: Path) -> dict[str, Path]:
     """The folders of all runs, by their names."""
-    ranks = arguments.ranks
+    ranks, sizes = arguments.ranks, arguments.tensor_parallel
+    first = [f"model.tensor_parallel={sizes[0]}"] if sizes else []
     runs = {
-        "baseline": (ranks, ["comm=baseline"]),
-        "fused": (ranks, ["comm=fused", "comm_strict=true"]),
-        "again": (ranks, ["comm=baseline"]),
-        "other_ranks": (max(1, ranks // 2), ["comm=baseline"]),
+        "baseline": (ranks, ["comm=baseline", *first]),
+        "fused": (ranks, ["comm=fused", "comm_strict=true", *first]),
+        "again": (ranks, ["comm=baseline", *first]),
+        "other_ranks": (max(1, ranks // 2), ["comm=baseline", *first]),
     }
+    for size in sizes[1:]:
+        for comm, strict in (("baseline", []), ("fused", ["comm_strict=true"])):
+            runs[f"{comm}_tp{size}"] = (ranks, [f"comm={comm}", *strict, f"model.tensor_parallel={size}"])
     wanted = {name: run for name, run in runs.items() if name not in _YARDSTICKS or name in arguments.yardsticks}
     return {name: train(name, arguments.config, count, folder, [*settings, *own]) for name, (count, own) in wanted.items()}
 
@@ -159,6 +166,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--mixed-plan", action="store_true", help="table-, row- and column-wise tables in turn")
+    parser.add_argument(
+        "--tensor-parallel", nargs="*", type=int, default=[], metavar="RANKS", help="for model.kind=transformer"
+    )
     parser.add_argument("--yardsticks", nargs="*", choices=_YARDSTICKS, default=_YARDSTICKS, metavar="NAME")
     parser.add_argument("--runs", type=Path, help="folder that keeps the runs; by default they are deleted")
     parser.add_argument("--output", type=Path, required=True, help="the result, as JSON")

@@ -22,25 +22,20 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import random
-import signal
-import subprocess
 import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import killed_rank
 import torch
 import torch.distributed as dist
-from harness import World, describe_run, open_world, relative_error, synchronize
+from harness import World, describe_run, relative_error, synchronize
 from torch import Tensor
 
-from dlrm_fused.errors import CommunicationError
 from dlrm_fused.ops.embedding_all_to_all import embedding_all_to_all, reference
 from dlrm_fused.ops.exchange import EmbeddingExchange, ExchangeLayout, LookupLayout
 from dlrm_fused.ops.tables import LocalTables, RowwiseAdagrad
@@ -55,8 +50,6 @@ CHECKS = ("output", "output_held", "tables", "weight_gradients")
 CYCLES_PER_MICROSECOND = 1_900
 # The longest delays are rare.
 LONG_DELAY_EVERY, LONG_DELAY = 100, 20
-ERROR_LIMIT_SECONDS = 30.0
-_START_LIMIT_SECONDS = 300.0
 _ALIGNMENT = 256  # bytes between tensors of the state
 
 
@@ -344,122 +337,15 @@ def run_epochs(world: World, options: argparse.Namespace) -> bool:
     return bool(report["passed"])
 
 
-# A rank that is killed.
-
-
-def survive(world: World, options: argparse.Namespace) -> None:
-    """Make epochs until the rank that is to be killed is gone; write what this rank saw of it."""
+def step(world: World, options: argparse.Namespace) -> Callable[[int], None]:
+    """What is done again and again until a rank is lost. Collective."""
     stress = Stress(world, TINY if options.tiny else FULL, options.seed, 1)
-    stress.epoch(0)
-    synchronize(world.device)
-    dist.barrier()
-    when = _of_rank(options.output, options.kill_rank).with_suffix(".killed")
-    if world.rank == options.kill_rank:
-        threading.Thread(target=_kill_this_process, args=(options.kill_after, when), daemon=True).start()
-    error: BaseException | None = None
-    deadline = time.monotonic() + options.kill_after + 2 * ERROR_LIMIT_SECONDS
-    for number in itertools.count():
-        try:
-            stress.epoch(number)
-            stress.exchange.raise_fault()
-        except Exception as raised:
-            error = raised
-            break
-        if time.monotonic() > deadline:
-            break
-    seconds = time.time() - float(when.read_text()) if when.exists() else None
-    seen = {
-        "rank": world.rank,
-        "kind": type(error).__name__,
-        "error": str(error),
-        "is_communication_error": isinstance(error, CommunicationError),
-        "seconds_from_kill_to_error": seconds,
-        "device_works_on": _works_on(world.device),
-    }
-    _of_rank(options.output, world.rank).write_text(json.dumps(seen, indent=1) + "\n")
-    sys.stdout.flush()
-    os._exit(0)  # the process group would wait for the rank that is gone
 
+    def epoch(number: int) -> None:
+        stress.epoch(number)
+        stress.exchange.raise_fault()
 
-def _of_rank(output: Path, rank: int) -> Path:
-    return output.with_name(f"{output.stem}.rank{rank}.json")
-
-
-def _kill_this_process(seconds: float, when: Path) -> None:
-    time.sleep(seconds)
-    when.write_text(str(time.time()))
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _works_on(device: torch.device) -> bool:
-    """Whether the device ends what it was given, and something new, within some seconds."""
-    done = threading.Event()
-
-    def work() -> None:
-        torch.ones(1000, device=device).sum().item()
-        synchronize(device)
-        done.set()
-
-    threading.Thread(target=work, daemon=True).start()
-    return done.wait(10.0)
-
-
-def kill_and_judge(options: argparse.Namespace) -> bool:
-    """Start the ranks, and look at what is left; whether every survivor has raised the right error in time."""
-    for path in options.output.parent.glob(f"{options.output.stem}.rank*"):
-        path.unlink()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *sys.argv],
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(options.ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is this process's, and outlives any rank
-            },
-        )
-        for rank in range(options.ranks)
-    ]
-    deadline = time.monotonic() + _START_LIMIT_SECONDS + options.kill_after
-    try:
-        for process in processes:
-            process.wait(max(0.1, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        pass
-    finally:
-        for process in processes:
-            process.kill()
-    seen = [json.loads(path.read_text()) for rank in range(options.ranks) if (path := _of_rank(options.output, rank)).exists()]
-    passed = len(seen) == options.ranks - 1 and all(_is_right(own, options.kill_rank) for own in seen)
-    verdict = {
-        "command": " ".join(["stress_embedding.py", *sys.argv[1:]]),
-        "killed_rank": options.kill_rank,
-        "exit_status_of_ranks": [process.poll() for process in processes],
-        "survivors": seen,
-        "limit_seconds": ERROR_LIMIT_SECONDS,
-        "passed": passed,
-    }
-    options.output.write_text(json.dumps(verdict, indent=1) + "\n")
-    for own in seen:
-        print(f"rank {own['rank']}: {own['seconds_from_kill_to_error']} s after the kill: {own['kind']}: {own['error']}")
-    print(f"rank {options.kill_rank} was killed; every other rank has named it within {ERROR_LIMIT_SECONDS:.0f} s: {passed}")
-    return passed
-
-
-def _is_right(seen: dict[str, Any], killed: int) -> bool:
-    seconds = seen["seconds_from_kill_to_error"]
-    return (
-        bool(seen["is_communication_error"])
-        and f"rank {killed} on" in seen["error"]
-        and "is lost" in seen["error"]
-        and seconds is not None
-        and seconds < ERROR_LIMIT_SECONDS
-        and bool(seen["device_works_on"])
-    )
+    return epoch
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -469,9 +355,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="small enough for compute-sanitizer and Triton's interpreter")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--commit", help="for the report, where there is no git")
-    parser.add_argument("--kill-rank", type=int, help="this rank kills itself")
-    parser.add_argument("--kill-after", type=float, default=3.0, metavar="SECONDS")
-    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() or 3, help="with --kill-rank")
+    killed_rank.add_options(parser)
     return parser.parse_args(arguments)
 
 
@@ -480,15 +364,7 @@ def main() -> int:
     options.output = options.output.absolute()
     if not uses_kernels(torch.device("cuda" if torch.cuda.is_available() else "cpu")):
         raise SystemExit("the kernels need a GPU, or TRITON_INTERPRET=1")
-    if options.kill_rank is not None and "RANK" not in os.environ:
-        return 0 if kill_and_judge(options) else 1
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    if "RANK" not in os.environ:
-        os.environ.update(alone)
-    with open_world() as world:
-        if options.kill_rank is not None:
-            survive(world, options)
-        return 0 if run_epochs(world, options) else 1
+    return killed_rank.run(options, run_epochs, step)
 
 
 if __name__ == "__main__":

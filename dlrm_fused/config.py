@@ -23,11 +23,11 @@ from dlrm_fused.errors import ConfigError
 
 
 class Comm(Enum):
-    """How the collectives of the embedding stage run."""
+    """How the collectives of the embedding stage and of tensor-parallel layers run."""
 
-    baseline = "baseline"  # TorchRec's own sharding
-    fused = "fused"  # lookup and communication in one operator, where the plan allows it
-    auto = "auto"  # the faster of the two for each sharding type, measured at the start
+    baseline = "baseline"  # TorchRec's own sharding; a matrix product, then an all-reduce
+    fused = "fused"  # computation and communication in one operator, where the plan allows it
+    auto = "auto"  # the faster of the two for each sharding type and for the layers, measured at the start
 
 
 class DataSource(Enum):
@@ -41,6 +41,7 @@ class DataSource(Enum):
 class ModelKind(Enum):
     dlrm = "dlrm"
     dcnv2 = "dcnv2"
+    transformer = "transformer"  # DLRM with a Transformer over the user's history
 
 
 class Sharding(Enum):
@@ -127,6 +128,10 @@ class SyntheticConfig:
     test_samples: int = 100_000
     # Standard deviation of the planted logit: larger is easier to predict.
     signal: float = 2.0
+    # Past interactions of each sample: exactly so many, or uniform in [0, history_length] when jagged; 0 for no tokens.
+    history_length: int = 0
+    # Rows of the table of their items.
+    history_items: int = 100_000
 
 
 @dataclass
@@ -151,6 +156,12 @@ class ModelConfig:
     # DCNv2 only: number of low-rank cross layers and their rank.
     cross_layers: int = 3
     cross_rank: int = 512
+    # Transformer only: its width, its blocks, and the attention heads of a block.
+    d_model: int = 64
+    layers: int = 2
+    heads: int = 4
+    # Transformer only: consecutive ranks of a host that share the weights of its blocks; 0 takes all ranks of the host.
+    tensor_parallel: int = 0
 
 
 @dataclass
@@ -520,6 +531,8 @@ def _check_data(config: Config) -> None:
         _require(getattr(synthetic, key) >= 1, f"data.synthetic.{key}", getattr(synthetic, key), "1 or more")
     _require(synthetic.zipf_exponent >= 0, "data.synthetic.zipf_exponent", synthetic.zipf_exponent, "0 or more")
     _require(synthetic.signal >= 0, "data.synthetic.signal", synthetic.signal, "0 or more")
+    _require(synthetic.history_length >= 0, "data.synthetic.history_length", synthetic.history_length, "0 or more")
+    _require(1 <= synthetic.history_items < 2**31, "data.synthetic.history_items", synthetic.history_items, "1 to 2147483647")
 
 
 def _check_model(config: Config) -> None:
@@ -541,6 +554,34 @@ def _check_model(config: Config) -> None:
     if model.kind is ModelKind.dcnv2:
         _require(model.cross_layers >= 1, "model.cross_layers", model.cross_layers, "1 or more")
         _require(model.cross_rank >= 1, "model.cross_rank", model.cross_rank, "1 or more")
+    if model.kind is ModelKind.transformer:
+        _check_transformer(config)
+
+
+def _check_transformer(config: Config) -> None:
+    model = config.model
+    _require(model.layers >= 1, "model.layers", model.layers, "1 or more")
+    _require(model.heads >= 1, "model.heads", model.heads, "1 or more")
+    _require(
+        model.d_model >= 1 and model.d_model % model.heads == 0,
+        "model.d_model",
+        model.d_model,
+        f"a positive multiple of model.heads={model.heads}",
+    )
+    _require(
+        model.tensor_parallel >= 0 and (model.tensor_parallel == 0 or model.heads % model.tensor_parallel == 0),
+        "model.tensor_parallel",
+        model.tensor_parallel,
+        f"0, or a divisor of model.heads={model.heads}, since ranks take whole heads",
+    )
+    source, history_length = config.data.source, config.data.synthetic.history_length
+    _require(source is not DataSource.criteo_npy, "data.source", source.name, "prepared, synthetic with model.kind=transformer")
+    _require(
+        history_length >= 1 or source is not DataSource.synthetic,
+        "data.synthetic.history_length",
+        history_length,
+        "1 or more with model.kind=transformer",
+    )
 
 
 def _check_embedding(config: Config) -> None:

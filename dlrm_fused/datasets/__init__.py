@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,29 +29,28 @@ def open_dataset(config: Config, device: torch.device) -> Dataset:
         device: where synthetic samples are computed.
 
     Raises:
-        ConfigError: if ``embedding.rows`` does not have one entry for each sparse feature.
+        ConfigError: if ``embedding.rows`` does not have one entry for each table of the data set.
         DataError: if the stored set is missing, damaged or inconsistent.
     """
     from dlrm_fused.datasets.criteo_npy import CriteoNpyDataset
     from dlrm_fused.datasets.prepared import PreparedDataset
-    from dlrm_fused.datasets.synthetic import SyntheticDataset
+    from dlrm_fused.datasets.synthetic import SyntheticDataset, table_rows
 
     data = config.data
     if data.source is DataSource.synthetic:
-        stated = data.synthetic.rows * (data.synthetic.tables if len(data.synthetic.rows) == 1 else 1)
-        return SyntheticDataset(replace(data.synthetic, rows=_table_rows(config, stated)), config.seed, device)
+        return SyntheticDataset(data.synthetic, config.seed, device, _table_rows(config, table_rows(data.synthetic)))
     if not Path(data.path).is_dir():
         raise DataError(f"data.path={data.path}: no such folder; prepare a data set with data/prepare.py")
     if data.source is DataSource.criteo_npy:
         return CriteoNpyDataset(data.path, _table_rows(config, config.embedding.rows))
     schema = PreparedInfo.load(Path(data.path)).schema
-    return PreparedDataset(data.path, _table_rows(config, [feature.rows for feature in schema.sparse_features]))
+    return PreparedDataset(data.path, _table_rows(config, [feature.rows for feature in schema.tables]))
 
 
 def _table_rows(config: Config, stated: list[int]) -> list[int]:
     rows = config.embedding.rows or stated
     if len(rows) != len(stated):
-        raise ConfigError(f"embedding.rows={rows}: allowed: {len(stated)} numbers, one for each sparse feature of the data set")
+        raise ConfigError(f"embedding.rows={rows}: allowed: {len(stated)} numbers, one for each table of the data set")
     if max(rows) > _MAX_ROWS:
         key = "embedding.rows" if config.embedding.rows else "data.synthetic.rows"
         raise ConfigError(f"{key}={rows}: allowed: at most {_MAX_ROWS} each, since ids are 32-bit integers")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,15 +18,26 @@ from torchrec.streamable import Pipelineable
 class Samples:
     """Samples as a data set holds them, in the order they were asked for.
 
+    With token features, a sample has T = ``history_length + 1`` tokens: its history of n interactions, oldest first, at
+    positions 0 to n - 1, the candidate at position n, and padding, whose bags are empty.
+
     Attributes:
         dense: [b, D] float32.
         sparse: ids of all sparse features, feature after feature; lengths int32 [F * b].
         labels: [b] float32, each 0 or 1.
+        tokens: ids of all token features, keys in the order of the schema, of stride b * T: bag i * T + t is token t of
+            sample i; None without token features.
+        history_lengths: [b] int32, n of each sample; None without token features.
     """
 
     dense: Tensor
     sparse: KeyedJaggedTensor
     labels: Tensor
+    tokens: KeyedJaggedTensor | None = None
+    history_lengths: Tensor | None = None
+
+
+_Moved = TypeVar("_Moved", Tensor, KeyedJaggedTensor)
 
 
 @dataclass
@@ -38,6 +50,7 @@ class Batch(Pipelineable):
         labels: [b] float32, each 0 or 1.
         weights: [b] float32, 1 for a sample and 0 for padding: b is the same on all ranks, however uneven their shares.
         global_size: samples of this batch over all ranks, padding not counted.
+        tokens, history_lengths: as in :class:`Samples`; padding has a history of length 0, and no ids for its candidate.
     """
 
     dense: Tensor
@@ -45,29 +58,29 @@ class Batch(Pipelineable):
     labels: Tensor
     weights: Tensor
     global_size: int
+    tokens: KeyedJaggedTensor | None = None
+    history_lengths: Tensor | None = None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        return Batch(
-            dense=self.dense.to(device, non_blocking=non_blocking),
-            sparse=self.sparse.to(device, non_blocking=non_blocking),
-            labels=self.labels.to(device, non_blocking=non_blocking),
-            weights=self.weights.to(device, non_blocking=non_blocking),
-            global_size=self.global_size,
-        )
+        return self._with_each(lambda part: part.to(device, non_blocking=non_blocking))
 
     def record_stream(self, stream: torch.Stream) -> None:
-        self.dense.record_stream(stream)
-        self.sparse.record_stream(stream)
-        self.labels.record_stream(stream)
-        self.weights.record_stream(stream)
+        for part in (self.dense, self.sparse, self.labels, self.weights, self.tokens, self.history_lengths):
+            if part is not None:
+                part.record_stream(stream)
 
     def pin_memory(self) -> Batch:
+        return self._with_each(lambda part: part.pin_memory())
+
+    def _with_each(self, move: Callable[[_Moved], _Moved]) -> Batch:
         return Batch(
-            dense=self.dense.pin_memory(),
-            sparse=self.sparse.pin_memory(),
-            labels=self.labels.pin_memory(),
-            weights=self.weights.pin_memory(),
+            dense=move(self.dense),
+            sparse=move(self.sparse),
+            labels=move(self.labels),
+            weights=move(self.weights),
             global_size=self.global_size,
+            tokens=None if self.tokens is None else move(self.tokens),
+            history_lengths=None if self.history_lengths is None else move(self.history_lengths),
         )
 
 

@@ -166,23 +166,34 @@ def _read(dataset: Dataset, split: Split, rows: Tensor, share: int, global_size:
         samples = _pad(samples, padded_share - len(rows))
     weights = torch.ones_like(samples.labels)
     weights[share:] = 0
-    return Batch(samples.dense, samples.sparse, samples.labels, weights, global_size)
+    return Batch(samples.dense, samples.sparse, samples.labels, weights, global_size, samples.tokens, samples.history_lengths)
 
 
 def _pad(samples: Samples, count: int) -> Samples:
     """Append ``count`` samples without any ids, so that they touch no row of a table."""
-    sparse = samples.sparse
-    lengths = torch.nn.functional.pad(sparse.lengths().view(len(sparse.keys()), -1), (0, count))
+    tokens, lengths = samples.tokens, samples.history_lengths
+    if tokens is not None and lengths is not None:
+        tokens_per_sample = tokens.stride() // samples.labels.numel()
+        tokens = _with_empty_bags(tokens, count * tokens_per_sample)
+        lengths = torch.nn.functional.pad(lengths, (0, count))
     return Samples(
         dense=torch.nn.functional.pad(samples.dense, (0, 0, 0, count)),
-        sparse=KeyedJaggedTensor(
-            keys=sparse.keys(),
-            values=sparse.values(),
-            lengths=lengths.flatten(),
-            stride=sparse.stride() + count,
-            length_per_key=sparse.length_per_key_or_none(),
-        ),
+        sparse=_with_empty_bags(samples.sparse, count),
         labels=torch.nn.functional.pad(samples.labels, (0, count)),
+        tokens=tokens,
+        history_lengths=lengths,
+    )
+
+
+def _with_empty_bags(sparse: KeyedJaggedTensor, count: int) -> KeyedJaggedTensor:
+    """Append ``count`` empty bags to every key."""
+    lengths = torch.nn.functional.pad(sparse.lengths().view(len(sparse.keys()), -1), (0, count))
+    return KeyedJaggedTensor(
+        keys=sparse.keys(),
+        values=sparse.values(),
+        lengths=lengths.flatten(),
+        stride=sparse.stride() + count,
+        length_per_key=sparse.length_per_key_or_none(),
     )
 
 

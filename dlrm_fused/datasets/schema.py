@@ -11,20 +11,30 @@ file                         shape, dtype        content
 ``single.npy``               [rows, S] int32     ids of the features with exactly one id a sample, in schema order
 ``<feature>.values.npy``     [total] int32       ids of a jagged feature, sample after sample
 ``<feature>.offsets.npy``    [rows + 1] int64    where each sample's ids begin in ``values``
+``history.npy``              [rows, 3] int64     first, stop, candidate: positions in ``interactions``, see below
 ===========================  ==================  ==========================================================
+
+With token features, each sample has a history of past interactions. All interactions of all splits are stored once, user
+after user and in order of time, in the folder ``interactions``: ``single.npy`` and pairs of ``<feature>.values.npy`` and
+``<feature>.offsets.npy`` as above, with a row for each interaction and the token features as columns. A sample's history is
+the rows [first, stop), oldest first, and the tokens of what is to be predicted are those of the row ``candidate``, which
+comes after them; where several interactions have the time of the candidate, ``stop`` is the first of them.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from dlrm_fused.errors import DataError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READABLE_VERSIONS = (1, 2)  # 1 had no token features
 SCHEMA_FILE = "dataset.json"
+INTERACTIONS = "interactions"
 
 
 @dataclass(frozen=True)
@@ -34,14 +44,16 @@ class SparseFeature:
     Attributes:
         name: also the name of its table.
         rows: ids are in [0, rows).
-        pooling_factor: average number of ids a sample.
-        jagged: whether samples differ in their number of ids.
+        pooling_factor: average number of ids of a bag: of a sample, or of a token, padding included.
+        jagged: whether samples (interactions) differ in their number of ids.
+        history_only: of a token feature, that its bag is empty for the candidate, since it tells what happened.
     """
 
     name: str
     rows: int
     pooling_factor: float = 1.0
     jagged: bool = False
+    history_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,10 +63,25 @@ class DatasetSchema:
     Attributes:
         dense_features: names of the dense features, at least one.
         sparse_features: in the order in which batches hold them.
+        token_features: likewise; features of a past interaction, or of the candidate.
+        history_length: past interactions of a sample, at most; 0 without token features.
     """
 
     dense_features: tuple[str, ...]
     sparse_features: tuple[SparseFeature, ...]
+    token_features: tuple[SparseFeature, ...] = ()
+    history_length: int = 0
+
+    @property
+    def tables(self) -> tuple[SparseFeature, ...]:
+        """All features that have an embedding table; their names differ."""
+        return self.sparse_features + self.token_features
+
+    def with_table_rows(self, rows: Sequence[int]) -> DatasetSchema:
+        """The schema with other numbers of rows, in order of :attr:`tables`."""
+        features = tuple(replace(feature, rows=count) for feature, count in zip(self.tables, rows, strict=True))
+        split = len(self.sparse_features)
+        return replace(self, sparse_features=features[:split], token_features=features[split:])
 
 
 @dataclass(frozen=True)
@@ -64,11 +91,13 @@ class PreparedInfo:
     Attributes:
         samples: rows of each split, by its name.
         origin: how the set was made (source files, options, counts of malformed lines), for people to read.
+        interactions: rows of the folder ``interactions``; 0 without token features.
     """
 
     schema: DatasetSchema
     samples: dict[str, int]
     origin: dict[str, Any] = field(default_factory=dict)
+    interactions: int = 0
 
     def save(self, folder: Path) -> None:
         """Write ``dataset.json``; call it last, since its presence marks a complete set."""
@@ -93,6 +122,8 @@ class PreparedInfo:
                 schema=DatasetSchema(
                     dense_features=tuple(schema["dense_features"]),
                     sparse_features=tuple(SparseFeature(**feature) for feature in schema["sparse_features"]),
+                    token_features=tuple(SparseFeature(**feature) for feature in schema.get("token_features", ())),
+                    history_length=schema.get("history_length", 0),
                 ),
                 **content,
             )
@@ -103,8 +134,9 @@ class PreparedInfo:
             ) from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{path}: damaged ({type(error).__name__}: {error}); prepare the set again") from None
-        if version != FORMAT_VERSION:
-            raise DataError(f"{path}: format version {version}, this release reads {FORMAT_VERSION}; prepare the set again")
+        if version not in READABLE_VERSIONS:
+            known = " and ".join(map(str, READABLE_VERSIONS))
+            raise DataError(f"{path}: format version {version}, this release reads {known}; prepare the set again")
         if reason:
             raise DataError(f"{path}: {reason}; prepare the set again")
         return info
@@ -117,10 +149,14 @@ def _contradiction(info: PreparedInfo) -> str | None:
             return f"split {split} has {samples!r} samples, expected a whole number"
     if not info.schema.dense_features:
         return "no dense features, expected one or more"
-    names = [feature.name for feature in info.schema.sparse_features]
-    for feature in info.schema.sparse_features:
+    schema = info.schema
+    names = [feature.name for feature in schema.tables]
+    for feature in schema.tables:
         if names.count(feature.name) > 1:
-            return f"two sparse features are named {feature.name}"
+            return f"two features are named {feature.name}"
         if not isinstance(feature.rows, int) or feature.rows < 1:
             return f"feature {feature.name} has {feature.rows!r} rows, expected 1 or more"
-    return None if names else "no sparse features, expected one or more"
+    for name, count in {"history_length": schema.history_length, "interactions": info.interactions}.items():
+        if not isinstance(count, int) or (count > 0) != bool(schema.token_features):
+            return f"{name} is {count!r}, expected {'1 or more with' if schema.token_features else '0 without'} token features"
+    return None if schema.sparse_features else "no sparse features, expected one or more"

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dlrm_fused.datasets.schema import SparseFeature
 from dlrm_fused.errors import DataError
 
 
@@ -73,3 +74,75 @@ def check_labels(labels: NDArray[Any], where: str) -> None:
     low, high = labels.min(), labels.max()
     if low < 0 or high > 1:
         raise DataError(f"{where}: a label is {low if low < 0 else high}, allowed: 0 and 1; prepare the set again")
+
+
+class IdColumns:
+    """The mapped ids of several features: ``single.npy``, and values and offsets of each jagged feature.
+
+    Args:
+        folder: holds the files that :mod:`dlrm_fused.datasets.schema` describes.
+        features: in order of their columns.
+        rows: rows of the files.
+        where: names the folder's content in messages.
+
+    Raises:
+        DataError: if a file is missing, truncated, or of another shape or type.
+    """
+
+    def __init__(self, folder: Path, features: Sequence[SparseFeature], rows: int, where: str) -> None:
+        self._features = features
+        self._where = where
+        single = sum(not feature.jagged for feature in features)
+        self._single = map_array(folder / "single.npy", [rows, single], ["int32"]) if single else None
+        self._jagged = {f.name: _JaggedColumn(folder, f.name, rows) for f in features if f.jagged}
+
+    def read(self, rows: NDArray[np.int64]) -> tuple[list[NDArray[np.int32]], list[NDArray[np.int64] | int]]:
+        """For each feature, its ids in ``rows`` ([b]), row after row [n_f] and checked, and their number in each row.
+
+        Raises:
+            DataError: if an id is not in [0, rows of its feature).
+        """
+        # [S, b]: one row of ids for each feature.
+        single = iter(() if self._single is None else np.ascontiguousarray(self._single.take(rows, axis=0).T))
+        ids: list[NDArray[np.int32]] = []
+        lengths: list[NDArray[np.int64] | int] = []
+        for feature in self._features:
+            if feature.jagged:
+                column, length = self._jagged[feature.name].read(rows)
+                lengths.append(length)
+            else:
+                column = next(single)
+                lengths.append(1)
+            check_below(column, feature.rows, feature.name, self._where)
+            ids.append(column)
+        return ids, lengths
+
+
+class _JaggedColumn:
+    """The mapped values and offsets of one jagged feature."""
+
+    def __init__(self, folder: Path, name: str, rows: int) -> None:
+        offsets_path = folder / f"{name}.offsets.npy"
+        self._values = map_array(folder / f"{name}.values.npy", [None], ["int32"])
+        self._offsets = map_array(offsets_path, [rows + 1], ["int64"])
+        first, last = int(self._offsets[0]), int(self._offsets[-1])
+        if first != 0 or last != self._values.size:
+            raise DataError(
+                f"{offsets_path}: runs from {first} to {last}, expected 0 to {self._values.size}, "
+                f"the length of {name}.values.npy; prepare the set again"
+            )
+        self._path = offsets_path
+
+    def read(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Ids of the rows, row after row [n], and how many each has [b]."""
+        starts = self._offsets.take(rows)
+        lengths = self._offsets.take(rows + 1) - starts
+        if (lengths < 0).any():
+            raise DataError(f"{self._path}: offsets decrease; prepare the set again")
+        return self._values.take(ranges(starts, lengths)), lengths
+
+
+def ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The numbers [start, start + length) of every pair, one range after the other."""
+    ends = lengths.cumsum()
+    return np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)

@@ -4,7 +4,8 @@ Every value is a hash of (seed, split, sample, column), so a sample is the same 
 and GPU, and any position is reached directly. Up to the probability of the label all arithmetic is on integers, which
 round nowhere.
 
-Letters in shapes: b samples, F tables, P slots (the most ids that a sample has in all tables together), D dense features.
+Letters in shapes: b samples, F tables of sample features, P slots (the most ids that a sample has in all of them together),
+D dense features, T tokens of a sample.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ _POSITION_BITS = 24
 # Effects of a table; ids whose ranks in popularity agree modulo 4,096 share one.
 _EFFECT_BITS = 12
 _MEAN_BITS = 16
+# Items of histories belong to so many groups; a user's responses follow a taste for each.
+_GROUPS = 8
+_RESPONSES = 2
+_GAPS = 32
 _CALIBRATION_SAMPLES = 16_384
 
 
@@ -49,15 +54,18 @@ class SyntheticDataset:
 
     The logit is the sum, over tables, of the mean effect of the sample's ids, and of linear effects of the dense features,
     shifted and scaled to mean 0 and standard deviation ``settings.signal``. Effects of ids are roughly normal. Popular ids
-    occur most, so they explain most.
+    occur most, so they explain most. With histories, about as much again comes from the mean of the user's responses to items
+    of the candidate's group, which follow a taste for the group that no other feature tells.
 
     Args:
         settings: numbers of tables, rows, ids and samples, and the strength of the signal.
         seed: decides every sample and effect.
         device: where samples are computed.
+        rows: of every table, in order of ``schema.tables``; default: :func:`table_rows`.
     """
 
-    def __init__(self, settings: SyntheticConfig, seed: int, device: torch.device) -> None:
+    def __init__(self, settings: SyntheticConfig, seed: int, device: torch.device, rows: Sequence[int] | None = None) -> None:
+        rows = rows or table_rows(settings)
         self.generator_device = device
         self._samples = {
             Split.train: settings.train_samples,
@@ -65,16 +73,15 @@ class SyntheticDataset:
             Split.test: settings.test_samples,
         }
         self._keys = {split: torch.tensor(derive_key(seed, number), device=device) for number, split in enumerate(Split)}
-        self._columns = _Columns(settings, seed, device)
+        self._columns = _Columns(settings, rows, seed, device)
         self._layouts: dict[int, _Layout] = {}
-        self.schema = DatasetSchema(
-            dense_features=tuple(f"dense_{i}" for i in range(settings.dense_features)),
-            sparse_features=tuple(
-                SparseFeature(f"table_{i}", rows, (1 + pooling) / 2 if settings.jagged else float(pooling), settings.jagged)
-                for i, (rows, pooling) in enumerate(zip(self._columns.rows, self._columns.pooling, strict=True))
-            ),
+        features = tuple(
+            SparseFeature(f"table_{i}", rows, (1 + pooling) / 2 if settings.jagged else float(pooling), settings.jagged)
+            for i, (rows, pooling) in enumerate(zip(self._columns.rows, self._columns.pooling, strict=True))
         )
-        self._center, self._scale = _calibrate(settings, seed)
+        dense = tuple(f"dense_{i}" for i in range(settings.dense_features))
+        self.schema = DatasetSchema(dense, features, _token_features(settings, rows), settings.history_length)
+        self._center, self._scale = _calibrate(settings, rows, seed)
 
     def samples(self, split: Split) -> int:
         return self._samples[split]
@@ -82,14 +89,19 @@ class SyntheticDataset:
     def read(self, split: Split, rows: Tensor) -> Samples:
         drawn = self._columns.draw(self._keys[split], rows)
         labels = (drawn.label_uniform < self._probability(drawn)).float()
-        return Samples(drawn.dense, self._sparse(drawn), labels)
+        samples = Samples(drawn.dense, self._sparse(drawn), labels)
+        if drawn.history is not None:
+            samples.tokens = self._tokens(drawn.history)
+            samples.history_lengths = drawn.history.lengths.int()
+        return samples
 
     def best_attainable_auc(self, split: Split = Split.test, max_samples: int = 2**20) -> AttainableAuc:
         """What a model that knows the true probabilities reaches on the first ``max_samples`` samples of a split."""
         samples = min(self._samples[split], max_samples)
         probabilities, labels = [], []
-        for start in range(0, samples, _CALIBRATION_SAMPLES):
-            rows = torch.arange(start, min(start + _CALIBRATION_SAMPLES, samples), device=self.generator_device)
+        at_once = _samples_at_once(self.schema.history_length)
+        for start in range(0, samples, at_once):
+            rows = torch.arange(start, min(start + at_once, samples), device=self.generator_device)
             drawn = self._columns.draw(self._keys[split], rows)
             probabilities.append(self._probability(drawn))
             labels.append(drawn.label_uniform < probabilities[-1])
@@ -116,6 +128,25 @@ class SyntheticDataset:
         lengths = drawn.lengths.t().flatten().int()
         return KeyedJaggedTensor(keys=names, values=values[present], lengths=lengths, stride=batch_size)
 
+    def _tokens(self, drawn: _DrawnHistory) -> KeyedJaggedTensor:
+        """The history's tokens and the candidate's; the response to the candidate is not told."""
+        batch_size, tokens = drawn.ids.shape
+        names = [feature.name for feature in self.schema.token_features]
+        position = torch.arange(tokens, device=drawn.ids.device)
+        before, occupied = position < drawn.lengths.unsqueeze(1), position <= drawn.lengths.unsqueeze(1)
+        lengths = torch.stack([occupied, before, occupied]).int().flatten()
+        if drawn.all_full:
+            values = [drawn.ids.flatten(), drawn.responses[:, :-1].flatten(), drawn.gaps.flatten()]
+        else:
+            values = [drawn.ids[occupied], drawn.responses[before], drawn.gaps[occupied]]
+        return KeyedJaggedTensor(
+            keys=names,
+            values=torch.cat(values),
+            lengths=lengths,
+            stride=batch_size * tokens,
+            length_per_key=[column.numel() for column in values],
+        )
+
     def _layout(self, batch_size: int) -> _Layout:
         if batch_size not in self._layouts:
             if len(self._layouts) == 4:  # training, evaluation, and their last batches
@@ -137,6 +168,7 @@ class _Drawn:
         present: [b, P] bool, the slots in use; None if all are.
         score: [b] int64, the logit before shifting and scaling.
         label_uniform: [b] float64 in [0, 1), decides the label.
+        history: None without histories.
     """
 
     dense: Tensor
@@ -145,6 +177,26 @@ class _Drawn:
     present: Tensor | None
     score: Tensor
     label_uniform: Tensor
+    history: _DrawnHistory | None
+
+
+@dataclass
+class _DrawnHistory:
+    """Everything that is random about the tokens of b samples; what lies behind the candidate is padding.
+
+    Attributes:
+        lengths: [b] int64 interactions before the candidate.
+        all_full: whether all lengths are T - 1.
+        ids, responses, gaps: [b, T] int32.
+        score: [b] int64, what the history adds to the logit before shifting and scaling.
+    """
+
+    lengths: Tensor
+    all_full: bool
+    ids: Tensor
+    responses: Tensor
+    gaps: Tensor
+    score: Tensor
 
 
 class _Columns:
@@ -153,8 +205,8 @@ class _Columns:
     The columns are: the label, the dense features, the lengths of the tables, the slots; each has a hash of its own.
     """
 
-    def __init__(self, settings: SyntheticConfig, seed: int, device: torch.device) -> None:
-        self.rows = _per_table(settings.rows, settings.tables)
+    def __init__(self, settings: SyntheticConfig, rows: Sequence[int], seed: int, device: torch.device) -> None:
+        self.rows = list(rows[: settings.tables])
         self.pooling = _per_table(settings.pooling, settings.tables)
         self._jagged = settings.jagged
         tables, slots, dense = settings.tables, sum(self.pooling), settings.dense_features
@@ -168,20 +220,11 @@ class _Columns:
         self._pooling_of_table = torch.tensor(self.pooling, device=device)
         self._mean_weight = 2**_MEAN_BITS // self._pooling_of_table[self._table_of_slot]
 
-        quantiles = torch.stack([_quantiles(rows, settings.zipf_exponent) for rows in self.rows])
-        self._quantile = quantiles[:, :-1].flatten().to(device)
-        self._quantile_width = quantiles.diff(dim=1).flatten().to(device)
-        self._first_quantile = (table_of_slot << _QUANTILE_BITS).to(device)
-
-        multipliers = torch.tensor([_coprime_near_golden_section(rows) for rows in self.rows])
-        offsets = shift_right(split_mix(derive_key(seed, 11), torch.arange(tables)), 32) % torch.tensor(self.rows)
-        self._rows_of_slot = torch.tensor(self.rows)[table_of_slot].to(device)
-        self._multiplier = multipliers[table_of_slot].to(device)
-        self._offset = offsets[table_of_slot].to(device)
-
+        self._ids = _Ids(self.rows, table_of_slot, settings.zipf_exponent, derive_key(seed, 11), device)
         self._effect = _roughly_normal(split_mix(derive_key(seed, 12), torch.arange(tables << _EFFECT_BITS))).to(device)
         self._first_effect = (table_of_slot << _EFFECT_BITS).to(device)
         self._dense_effect = _roughly_normal(split_mix(derive_key(seed, 13), torch.arange(dense))).to(device)
+        self._history = _History(settings, rows[tables:], seed, device) if settings.history_length else None
 
         # 60 elementwise kernels fused into a few: six times faster, at the cost of seconds at the first batch.
         self.draw = torch.compile(self._draw) if device.type == "cuda" and _has_c_compiler() else self._draw
@@ -190,7 +233,7 @@ class _Columns:
         """Samples ``rows`` ([b] int64) of the split that has this key ([] int64)."""
         sample_hash = split_mix(key, rows).unsqueeze(1)
         dense = _roughly_normal(combine(sample_hash, self._dense_hash))
-        rank = self._popularity_rank(combine(sample_hash, self._slot_hash))
+        rank = self._ids.popularity_rank(combine(sample_hash, self._slot_hash))
         effect = self._effect[(rank & (2**_EFFECT_BITS - 1)) + self._first_effect]
         lengths, present = None, None
         if self._jagged:
@@ -200,21 +243,95 @@ class _Columns:
             effect = effect * present * (2**_MEAN_BITS // length_of_slot)
         else:
             effect = effect * self._mean_weight
+        history = self._history.draw(sample_hash) if self._history else None
+        score = effect.sum(1) + (dense * self._dense_effect).sum(1)
         return _Drawn(
             dense=dense.float() * (1 / _NORMAL_STD),
-            ids=((rank * self._multiplier + self._offset) % self._rows_of_slot).int(),
+            ids=self._ids.of_rank(rank),
             lengths=lengths,
             present=present,
-            score=effect.sum(1) + (dense * self._dense_effect).sum(1),
+            score=score if history is None else score + history.score,
             label_uniform=shift_right(combine(sample_hash, self._label_hash), 11).squeeze(1).double() * 2.0**-53,
+            history=history,
         )
 
-    def _popularity_rank(self, bits: Tensor) -> Tensor:
+
+class _Ids:
+    """Which ids occur how often.
+
+    Args:
+        rows: of every table.
+        table_of_slot: [P].
+        exponent: of popularity.
+        key: decides which ids are popular.
+    """
+
+    def __init__(self, rows: Sequence[int], table_of_slot: Tensor, exponent: float, key: int, device: torch.device) -> None:
+        quantiles = torch.stack([_quantiles(count, exponent) for count in rows])
+        self._quantile = quantiles[:, :-1].flatten().to(device)
+        self._quantile_width = quantiles.diff(dim=1).flatten().to(device)
+        self._first_quantile = (table_of_slot << _QUANTILE_BITS).to(device)
+
+        multipliers = torch.tensor([_coprime_near_golden_section(count) for count in rows])
+        offsets = shift_right(split_mix(key, torch.arange(len(rows))), 32) % torch.tensor(rows)
+        self._rows_of_slot = torch.tensor(rows)[table_of_slot].to(device)
+        self._multiplier = multipliers[table_of_slot].to(device)
+        self._offset = offsets[table_of_slot].to(device)
+
+    def popularity_rank(self, bits: Tensor) -> Tensor:
         """Rank in popularity of the id in each slot, 0 for the most popular: [b, P] int64 from as many hashes."""
         segment = shift_right(bits, 64 - _QUANTILE_BITS) + self._first_quantile
         position = shift_right(bits << _QUANTILE_BITS, 64 - _POSITION_BITS)
         within = (self._quantile_width[segment] * position) >> _POSITION_BITS
         return (self._quantile[segment] + within) >> _FRACTION_BITS
+
+    def of_rank(self, rank: Tensor) -> Tensor:
+        """Ids, int32, of ranks [b, P]."""
+        return ((rank * self._multiplier + self._offset) % self._rows_of_slot).int()
+
+
+class _History:
+    """Constants of the tokens, on one device, and the histories that follow from them.
+
+    Items are as popular as the ids of the tables; those whose ranks agree modulo ``_GROUPS`` form a group. A user likes or
+    dislikes each group, and seven of eight responses say so.
+
+    Args:
+        rows: of the tables of items, responses and gaps.
+    """
+
+    def __init__(self, settings: SyntheticConfig, rows: Sequence[int], seed: int, device: torch.device) -> None:
+        self._length, self._jagged = settings.history_length, settings.jagged
+        tokens = self._length + 1
+        items, self._response_rows, self._gap_rows = rows
+        table_of_slot = torch.zeros(tokens, dtype=torch.int64)
+        self._ids = _Ids([items], table_of_slot, settings.zipf_exponent, derive_key(seed, 21), device)
+        hashes = split_mix(derive_key(seed, 20), torch.arange(1 + _GROUPS + 2 * tokens)).to(device)
+        self._length_hash, self._taste_hash, self._item_hash, self._other_hash = hashes.split([1, _GROUPS, tokens, tokens])
+        self._position = torch.arange(tokens, device=device)
+        # As much as all tables and dense features together, each of which adds about _NORMAL_STD << _MEAN_BITS.
+        self._weight = int(_NORMAL_STD * 2**_MEAN_BITS * math.sqrt(settings.tables + settings.dense_features))
+
+    def draw(self, sample_hash: Tensor) -> _DrawnHistory:
+        """Histories of the samples with these hashes, [b, 1] int64."""
+        if self._jagged:
+            lengths = (shift_right(combine(sample_hash, self._length_hash), 32) * (self._length + 1)) >> 32
+        else:
+            lengths = torch.full_like(sample_hash, self._length)
+        rank = self._ids.popularity_rank(combine(sample_hash, self._item_hash))
+        bits = combine(sample_hash, self._other_hash)
+        group = rank % _GROUPS
+        likes = (combine(sample_hash, self._taste_hash) & 1).gather(1, group) ^ ((bits & 7) == 0)
+        counts = (group == group.gather(1, lengths)) & (self._position < lengths)
+        mean_weight = self._weight // counts.sum(1).clamp(min=1)
+        return _DrawnHistory(
+            lengths=lengths.squeeze(1),
+            all_full=not self._jagged,
+            ids=self._ids.of_rank(rank),
+            responses=(likes % self._response_rows).int(),
+            gaps=(shift_right(bits, 3) % _GAPS % self._gap_rows).int(),
+            score=((2 * likes - 1) * counts).sum(1) * mean_weight,
+        )
 
 
 class _Layout:
@@ -251,12 +368,37 @@ def _share_below(values: Tensor, ordered: Tensor) -> Tensor:
     return (less + not_more).double() / (2 * ordered.numel())
 
 
-def _calibrate(settings: SyntheticConfig, seed: int) -> tuple[float, float]:
+def table_rows(settings: SyntheticConfig) -> list[int]:
+    """Rows of the tables that the settings ask for, in order of ``schema.tables``."""
+    rows = _per_table(settings.rows, settings.tables)
+    return [*rows, settings.history_items, _RESPONSES, _GAPS] if settings.history_length else rows
+
+
+def _token_features(settings: SyntheticConfig, rows: Sequence[int]) -> tuple[SparseFeature, ...]:
+    if not settings.history_length:
+        return ()
+    length, (items, responses, gaps) = settings.history_length, rows[settings.tables :]
+    before = (0.5 if settings.jagged else 1.0) * length / (length + 1)
+    occupied = before + 1 / (length + 1)
+    return (
+        SparseFeature("token_item", items, occupied),
+        SparseFeature("token_response", responses, before, history_only=True),
+        SparseFeature("token_gap", gaps, occupied),
+    )
+
+
+def _calibrate(settings: SyntheticConfig, rows: Sequence[int], seed: int) -> tuple[float, float]:
     """Shift and factor that give the logit mean 0 and the wanted deviation; from samples of their own, computed on the CPU so
     that they are the same everywhere."""
-    columns = _Columns(settings, seed, torch.device("cpu"))
-    scores = columns.draw(torch.tensor(derive_key(seed, 14)), torch.arange(_CALIBRATION_SAMPLES)).score.double()
+    columns = _Columns(settings, rows, seed, torch.device("cpu"))
+    samples = torch.arange(_samples_at_once(settings.history_length))
+    scores = columns.draw(torch.tensor(derive_key(seed, 14)), samples).score.double()
     return float(scores.mean()), settings.signal / max(float(scores.std()), 1.0)
+
+
+def _samples_at_once(history_length: int) -> int:
+    """So few that long histories neither take seconds nor gigabytes."""
+    return min(_CALIBRATION_SAMPLES, max(1024, 2**21 // (history_length + 1)))
 
 
 def _has_c_compiler() -> bool:

@@ -41,6 +41,12 @@ from dlrm_fused.sharding.fused import (
     FusedShardedEmbeddingBagCollection,
     Mode,
 )
+from dlrm_fused.sharding.groups import (
+    TensorParallelGroups,
+    average_gradients,
+    data_parallel_wrapper,
+    tensor_parallel_parameters,
+)
 from dlrm_fused.sharding.planning import make_plan
 
 _FUSED_KINDS = {
@@ -63,15 +69,23 @@ class ShardedModel:
             Its ``param_groups`` hold the learning rates in effect.
         plan: where each table lies.
         paths: by table, how its pooled embeddings are computed and delivered; empty for ``comm=baseline``.
+        groups: of tensor-parallel layers; None for a model without any.
     """
 
     model: DistributedModelParallel
     optimizer: CombinedOptimizer
     plan: ShardingPlan
     paths: Mapping[str, str]
+    groups: TensorParallelGroups | None
 
 
-def shard(task: nn.Module, config: Config, schema: DatasetSchema, device: torch.device) -> ShardedModel:
+def shard(
+    task: nn.Module,
+    config: Config,
+    schema: DatasetSchema,
+    device: torch.device,
+    groups: TensorParallelGroups | None = None,
+) -> ShardedModel:
     """Plan, shard and initialize the model. Collective.
 
     Initial embedding weights depend on (seed, table, row, column) only, so every plan on any number of ranks starts from
@@ -89,9 +103,10 @@ def shard(task: nn.Module, config: Config, schema: DatasetSchema, device: torch.
         device=device,
         plan=plan,
         sharders=sharders,
+        data_parallel_wrapper=data_parallel_wrapper(task),
     )
     initialize_tables(model, config, schema)
-    return ShardedModel(model, make_optimizer(model, config), plan, table_paths(model))
+    return ShardedModel(model, make_optimizer(model, config, groups), plan, table_paths(model), groups)
 
 
 def table_paths(model: nn.Module) -> dict[str, str]:
@@ -165,13 +180,20 @@ def _refuse_managed_memory(key: str, kernel: ComputeKernel) -> None:
         raise ConfigError(f"{key}={kernel.name}: it is for tables that a GPU reads from host memory; on the CPU: auto, fused")
 
 
-def make_optimizer(model: DistributedModelParallel, config: Config) -> CombinedOptimizer:
+def make_optimizer(
+    model: DistributedModelParallel, config: Config, groups: TensorParallelGroups | None = None
+) -> CombinedOptimizer:
     """All optimizers as one; a data-parallel table is updated like a dense layer, by the embedding's own optimizer."""
     dense = {name: p for name, p in model.named_parameters() if not is_table(name)}
-    optimizers = [
-        model.fused_optimizer,
-        KeyedOptimizerWrapper(dense, lambda p: _dense_optimizer(p, config.training.dense_optimizer)),
-    ]
+
+    def of_dense(parameters: list[Tensor]) -> torch.optim.Optimizer:
+        optimizer = _dense_optimizer(parameters, config.training.dense_optimizer)
+        if groups is not None and groups.copies.size() > 1:
+            cut, copies = list(tensor_parallel_parameters(model).values()), groups.copies
+            optimizer.register_step_pre_hook(lambda *_: average_gradients(cut, copies))
+        return optimizer
+
+    optimizers = [model.fused_optimizer, KeyedOptimizerWrapper(dense, of_dense)]
     tables = dict(data_parallel_tables(model))
     if tables:
         optimizers.append(KeyedOptimizerWrapper(tables, lambda p: _table_optimizer(p, config.embedding.optimizer)))
@@ -232,7 +254,7 @@ def set_optimizer_step(model: nn.Module, step: int) -> None:
 
 def initialize_tables(model: DistributedModelParallel, config: Config, schema: DatasetSchema) -> None:
     """Draw this rank's part of every table's initial weights."""
-    features = {feature.name: (i, feature.rows) for i, feature in enumerate(schema.sparse_features)}
+    features = {feature.name: (i, feature.rows) for i, feature in enumerate(schema.tables)}
     for name, offsets, weight in local_table_shards(model):
         index, rows = features[name]
         bound = config.embedding.init_std * 3**0.5 or (1 / rows) ** 0.5

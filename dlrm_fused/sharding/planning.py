@@ -55,7 +55,7 @@ def make_plan(
         return planner.collective_plan(model, sharders, dist.GroupMember.WORLD)
     except (PlannerError, RuntimeError) as error:
         if getattr(error, "error_type", None) is PlannerErrorType.INSUFFICIENT_STORAGE:
-            weights = sum(feature.rows for feature in schema.sparse_features) * config.embedding.dim
+            weights = sum(feature.rows for feature in schema.tables) * config.embedding.dim
             reason = (
                 f"{weights:,} weights, the states of their optimizer and the batches do not fit into memory; lower "
                 "embedding.max_rows, embedding.dim or training.global_batch_size, or start more ranks"
@@ -82,14 +82,18 @@ def table_constraints(embedding: EmbeddingConfig, schema: DatasetSchema, world_s
         ConfigError: if ``embedding.tables`` names a table that the data set does not have, or a data-parallel one is fp16 or
             has weight decay.
     """
-    names = {feature.name for feature in schema.sparse_features}
+    names = {feature.name for feature in schema.tables}
     for name in embedding.tables:
         if name not in names:
             raise ConfigError(f"embedding.tables.{name}: no such table; the data set has: {', '.join(sorted(names))}")
-    return {feature.name: _constraint(embedding, feature, world_size) for feature in schema.sparse_features}
+    bags = {feature.name: schema.history_length + 1 for feature in schema.token_features}
+    return {feature.name: _constraint(embedding, feature, bags.get(feature.name, 1), world_size) for feature in schema.tables}
 
 
-def _constraint(embedding: EmbeddingConfig, feature: SparseFeature, world_size: int) -> ParameterConstraints:
+def _constraint(embedding: EmbeddingConfig, feature: SparseFeature, bags: int, world_size: int) -> ParameterConstraints:
+    """Args:
+    bags: pooled embeddings of a sample.
+    """
     table = embedding.tables.get(feature.name, TableConfig())
     sharding = table.sharding if table.sharding is not Sharding.auto else embedding.sharding
     kernel = table.compute_kernel if table.compute_kernel is not ComputeKernel.auto else embedding.compute_kernel
@@ -107,6 +111,7 @@ def _constraint(embedding: EmbeddingConfig, feature: SparseFeature, world_size: 
         compute_kernels=_compute_kernels(sharding, kernel),
         min_partition=shard_columns(embedding, world_size) if sharding in _COLUMN_SHARDINGS else None,
         pooling_factors=[table.pooling_factor or feature.pooling_factor],
+        num_poolings=[float(bags)],
     )
 
 
@@ -146,7 +151,7 @@ def describe_plan(
         paths: by table, how its pooled embeddings are computed and delivered, for another column.
     """
     paths = paths or {}
-    features = {feature.name: feature for feature in schema.sparse_features}
+    features = {feature.name: feature for feature in schema.tables}
     ranks_heading = f"{'ranks':<15} path" if paths else "ranks"
     lines = [f"{'table':<20} {'rows':>12} {'dim':>5} {'pooling':>8}  {'sharding':<16} {'kernel':<16} {ranks_heading}"]
     weights: Counter[int] = Counter()

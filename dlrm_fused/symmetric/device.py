@@ -22,6 +22,7 @@ signal (``release``, system scope); who sees the signal (``acquire``, system sco
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 import triton
@@ -88,12 +89,12 @@ def wait(word, value, state, poll_limit):
         seen = tl.atomic_add(word, 0, sem="acquire", scope="sys")
         polls += 1
         if polls % _ABORT_CHECK == 0:
-            polls = tl.where(_must_stop(state), poll_limit, polls)
+            polls = tl.where(must_stop(state), poll_limit, polls)
     return seen
 
 
 @triton.jit
-def _must_stop(state):
+def must_stop(state):
     """Whether the host has aborted the exchange, or another program has met a fault."""
     aborted = tl.atomic_add(state + ABORT, 0, sem="relaxed", scope="sys")
     return (aborted != 0) | (tl.atomic_add(state + FAULT, 0, sem="relaxed", scope="gpu") != 0)
@@ -114,7 +115,7 @@ def report_fault(state, control, kind, rank, peer, epoch, awaited):
 
 
 @triton.jit
-def _fault_kind(state):
+def fault_kind(state):
     aborted = tl.atomic_add(state + ABORT, 0, sem="relaxed", scope="sys")
     return tl.where(aborted != 0, ABORTED, LIMIT_EXCEEDED).to(tl.int64)
 
@@ -158,7 +159,7 @@ def wait_until_ready(peer, epoch, fingerprint, flags, state, control, poll_limit
     seen = wait(flags + peer, epoch << 32, state, poll_limit)
     unit = seen & 0xFFFFFFFF
     if seen < (epoch << 32):
-        report_fault(state, control, _fault_kind(state), tl.full((), RANK, tl.int64), peer, epoch, READY)
+        report_fault(state, control, fault_kind(state), tl.full((), RANK, tl.int64), peer, epoch, READY)
     elif unit == REFUSED_OFFSET:
         report_fault(state, control, REFUSED, tl.full((), RANK, tl.int64), peer, epoch, READY)
     elif tl.load(flags + 2 * WORLD + peer, volatile=True) != fingerprint:
@@ -210,12 +211,12 @@ def _wait_for_arrivals(epoch, flags, state, control, poll_limit, RANK: tl.conste
         missing = tl.sum(late, axis=0)
         polls += 1
         if polls % _ABORT_CHECK == 0:
-            polls = tl.where(_must_stop(state), poll_limit, polls)
+            polls = tl.where(must_stop(state), poll_limit, polls)
     if missing == 0:
         tl.atomic_xchg(state + EPOCH, epoch, sem="relaxed", scope="gpu")
     else:
         first_late = tl.min(tl.where(late == 1, peers, LANES), axis=0)
-        report_fault(state, control, _fault_kind(state), tl.full((), RANK, tl.int64), first_late, epoch, ARRIVAL)
+        report_fault(state, control, fault_kind(state), tl.full((), RANK, tl.int64), first_late, epoch, ARRIVAL)
 
 
 @triton.jit
@@ -230,13 +231,18 @@ def uses_kernels(device: torch.device) -> bool:
 
 def polls_per_second(device: torch.device) -> float:
     """How often :func:`wait` looks at its word per second, measured; turns a time limit into ``poll_limit``."""
+    return measured_polls_per_second(_poll, device)
+
+
+def measured_polls_per_second(poll: Any, device: torch.device) -> float:
+    """Looks per second of a kernel ``poll(word, state, looks)`` that waits in vain for the int64 at ``word`` to be 1."""
     words = torch.zeros(8, dtype=torch.int64, device=device)
-    polls = 100 if device.type == "cpu" else 20_000
-    _poll[(1,)](words, words, 1, num_warps=1)
+    looks = 100 if device.type == "cpu" else 20_000
+    poll[(1,)](words, words, 1, num_warps=1)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     begin_time = time.perf_counter()
-    _poll[(1,)](words, words, polls, num_warps=1)
+    poll[(1,)](words, words, looks, num_warps=1)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return polls / (time.perf_counter() - begin_time)
+    return looks / (time.perf_counter() - begin_time)

@@ -16,6 +16,8 @@ key                              global shape                content
 ``random.<rank>.<device>``       [bytes]                     state of a rank's random generators
 ===============================  ==========================  ==========================================
 
+A tensor-parallel parameter and its optimizer's state have the shape of the whole: any tensor-parallel size loads them.
+
 A rowwise optimizer keeps one number for the columns of one shard: n is the number of column shards, 1 unless the plan cuts
 columns. Loading with another n gives every shard the mean over the n saved ones. For rowwise Adagrad, whose state is a sum of
 row means of squared gradients, the mean is exactly the state of an uncut row.
@@ -29,7 +31,7 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -51,6 +53,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from dlrm_fused.config import CheckpointConfig
 from dlrm_fused.errors import CheckpointError
+from dlrm_fused.sharding.groups import TensorParallelGroups
 from dlrm_fused.sharding.parallel import ShardedModel, data_parallel_tables, is_table, set_optimizer_step, table_name
 from dlrm_fused.training.checkpoint_storage import RawReader, RawWriter
 
@@ -144,21 +147,24 @@ class CheckpointFolder:
                 shutil.rmtree(doomed)
 
 
-class TablePieces:
-    """The parts of a [rows, columns] tensor that this rank holds; DCP reads and writes it like a sharded tensor.
+class TensorPieces:
+    """The parts of a tensor of which this rank holds some; DCP reads and writes it like a sharded tensor.
 
     Attributes:
-        pieces: ((first row, first column), tensor) of each part.
-        replicated: whether every rank holds all of it, instead of a part of its own.
+        shape: of the whole tensor.
+        pieces: (index of the first element, such as (row, column), and tensor) of each part.
+        is_written: whether this rank writes its parts; false where another rank holds the same ones and does.
     """
 
-    def __init__(self, shape: tuple[int, int], pieces: list[tuple[tuple[int, int], Tensor]], replicated: bool = False) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], pieces: Sequence[tuple[tuple[int, ...], Tensor]], is_written: bool = True
+    ) -> None:
         self.shape = shape
-        self.pieces = pieces
-        self.replicated = replicated
+        self.pieces = list(pieces)
+        self.is_written = is_written
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> TablePieces:
-        return TablePieces(self.shape, [(at, function(tensor)) for at, tensor in self.pieces], self.replicated)
+    def map(self, function: Callable[[Tensor], Tensor]) -> TensorPieces:
+        return TensorPieces(self.shape, [(at, function(tensor)) for at, tensor in self.pieces], self.is_written)
 
     def piece(self, index: MetadataIndex) -> Tensor:
         return next(tensor for at, tensor in self.pieces if torch.Size(at) == index.offset)
@@ -182,13 +188,13 @@ class TablePieces:
         return [ChunkStorageMetadata(torch.Size(at), tensor.size()) for at, tensor in self.pieces]
 
 
-State = dict[str, Tensor | TablePieces]
+State = dict[str, Tensor | TensorPieces]
 
 
 class _SavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         value = self.state_dict[index.fqn]
-        return value.piece(index) if isinstance(value, TablePieces) else value
+        return value.piece(index) if isinstance(value, TensorPieces) else value
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -202,20 +208,21 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         value = self.state_dict[index.fqn]
-        return value.piece(index) if isinstance(value, TablePieces) else cast(Tensor, value)
+        return value.piece(index) if isinstance(value, TensorPieces) else cast(Tensor, value)
 
 
 def model_state(sharded: ShardedModel) -> State:
     """The live tensors of the model, by their keys in a checkpoint."""
     state: State = {}
+    parameters = dict(sharded.model.named_parameters())
     for name, value in sharded.model.state_dict().items():
         if not is_table(name):
-            state[f"dense.{name}"] = value.detach()
+            state[f"dense.{name}"] = of_dense(value.detach(), parameters.get(name), sharded.groups)
     for name, parameter in data_parallel_tables(sharded.model):
         state[f"table.{table_name(name)}.weight"] = _whole(parameter.detach())
     for name, weight in sharded.model.fused_optimizer.params.items():
         pieces = [(tuple(p.metadata.shard_offsets), p.tensor.detach()) for p in weight.local_shards()]
-        state[f"table.{table_name(name)}.weight"] = TablePieces(tuple(weight.size()), pieces)
+        state[f"table.{table_name(name)}.weight"] = TensorPieces(tuple(weight.size()), pieces)
     return state
 
 
@@ -223,29 +230,42 @@ def optimizer_state(sharded: ShardedModel) -> State:
     """The live tensors of all optimizers, by their keys in a checkpoint."""
     state: State = {}
     fused = sharded.model.fused_optimizer.params
+    parameters = dict(sharded.model.named_parameters())
     for name, values in sharded.optimizer.state_dict()["state"].items():
         for state_name, value in values.items():
             if name in fused:
                 key = f"table.{table_name(name)}.{state_name.rsplit('.', 1)[-1]}"
                 state[key] = _pieces_like(fused[name], value)
             elif not is_table(name):
-                state[f"dense_optimizer.{name}.{state_name}"] = value.detach()
+                key = f"dense_optimizer.{name}.{state_name}"
+                state[key] = of_dense(value.detach(), parameters[name], sharded.groups)
             elif state_name in _STATE_NAMES:  # the others, counts of steps, follow from the step of the checkpoint
                 state[f"table.{table_name(name)}.{_STATE_NAMES[state_name]}"] = _whole(value.detach())
     return state
 
 
-def _whole(tensor: Tensor) -> TablePieces:
-    return TablePieces((tensor.shape[0], tensor.shape[1]), [((0, 0), tensor)], replicated=True)
+def of_dense(value: Tensor, parameter: Tensor | None, groups: TensorParallelGroups | None) -> Tensor | TensorPieces:
+    """A dense parameter, or a state of its optimizer: this rank's piece of it if the parameter is tensor-parallel."""
+    dim = getattr(parameter, "tensor_parallel_dim", None)
+    if dim is None or parameter is None or groups is None or value.shape != parameter.shape:
+        return value
+    shape, begin = list(value.shape), [0] * value.dim()
+    shape[dim] *= groups.layers.size()
+    begin[dim] = groups.layers.rank() * value.shape[dim]
+    return TensorPieces(tuple(shape), [(tuple(begin), value)], is_written=groups.is_first)
 
 
-def _pieces_like(weight: Any, value: Any) -> TablePieces:
+def _whole(tensor: Tensor) -> TensorPieces:
+    return TensorPieces(tuple(tensor.shape), [((0, 0), tensor)], is_written=dist.get_rank() == 0)
+
+
+def _pieces_like(weight: Any, value: Any) -> TensorPieces:
     """The optimizer state ``value`` of a sharded table, laid out as the module docstring says."""
     pieces = list(zip(weight.local_shards(), value.local_shards(), strict=True))
     if value.dim() == 2:
-        return TablePieces(tuple(weight.size()), [(tuple(w.metadata.shard_offsets), s.tensor.detach()) for w, s in pieces])
+        return TensorPieces(tuple(weight.size()), [(tuple(w.metadata.shard_offsets), s.tensor.detach()) for w, s in pieces])
     columns = sorted({shard.shard_offsets[1] for shard in weight.metadata().shards_metadata})
-    return TablePieces(
+    return TensorPieces(
         (weight.size(0), len(columns)),
         [
             ((w.metadata.shard_offsets[0], columns.index(w.metadata.shard_offsets[1])), s.tensor.detach().unsqueeze(1))
@@ -314,8 +334,8 @@ class CheckpointWriter:
     def _state(self, sharded: ShardedModel) -> State:
         rank = dist.get_rank()
         state = {**model_state(sharded), **optimizer_state(sharded), **random_state(rank, self._device)}
-        # What all ranks hold alike is written once.
-        return {key: value for key, value in state.items() if rank == 0 or not _is_replicated(key, value)}
+        # What several ranks hold alike is written once.
+        return {key: value for key, value in state.items() if _is_written(key, value, rank)}
 
     def _stage(self, state: State) -> None:
         for key, value in state.items():
@@ -357,16 +377,16 @@ class CheckpointWriter:
         self._folder.prune(self._settings.keep_last, self._settings.keep_best)
 
 
-def _is_replicated(key: str, value: Tensor | TablePieces) -> bool:
-    return value.replicated if isinstance(value, TablePieces) else not key.startswith("random.")
+def _is_written(key: str, value: Tensor | TensorPieces, rank: int) -> bool:
+    return value.is_written if isinstance(value, TensorPieces) else rank == 0 or key.startswith("random.")
 
 
-def _each(value: Tensor | TablePieces, function: Callable[[Tensor], Tensor]) -> Tensor | TablePieces:
-    return value.map(function) if isinstance(value, TablePieces) else function(value)
+def _each(value: Tensor | TensorPieces, function: Callable[[Tensor], Tensor]) -> Tensor | TensorPieces:
+    return value.map(function) if isinstance(value, TensorPieces) else function(value)
 
 
-def _tensors(value: Tensor | TablePieces) -> Iterator[Tensor]:
-    if isinstance(value, TablePieces):
+def _tensors(value: Tensor | TensorPieces) -> Iterator[Tensor]:
+    if isinstance(value, TensorPieces):
         yield from (tensor for _, tensor in value.pieces)
     else:
         yield value
@@ -414,7 +434,7 @@ def restore_tensors(path: Path, state: State) -> None:
     """
     stored = RawReader(path).read_metadata().state_dict_metadata
     request: State = {}
-    averaged: list[tuple[TablePieces, TablePieces]] = []
+    averaged: list[tuple[TensorPieces, TensorPieces]] = []
     # Tables first: another data set changes the shapes of dense layers too.
     for key, value in sorted(state.items(), key=lambda item: not item[0].startswith("table.")):
         entry = stored.get(key)
@@ -423,7 +443,7 @@ def restore_tensors(path: Path, state: State) -> None:
         saved, wanted = tuple(entry.size), tuple(value.shape)
         if saved == wanted:
             request[key] = value
-        elif isinstance(value, TablePieces) and saved[0] == wanted[0] and _is_rowwise_state(key, wanted, stored):
+        elif isinstance(value, TensorPieces) and saved[0] == wanted[0] and _is_rowwise_state(key, wanted, stored):
             all_columns = _all_columns(value, saved[1])
             request[key] = all_columns
             averaged.append((value, all_columns))
@@ -442,8 +462,8 @@ def _is_rowwise_state(key: str, wanted: tuple[int, ...], stored: dict[str, Any])
     return not key.endswith(".weight") and weight is not None and wanted[1] != weight.size[1]
 
 
-def _all_columns(value: TablePieces, columns: int) -> TablePieces:
-    return TablePieces(
+def _all_columns(value: TensorPieces, columns: int) -> TensorPieces:
+    return TensorPieces(
         (value.shape[0], columns), [((at[0], 0), tensor.new_empty(len(tensor), columns)) for at, tensor in value.pieces]
     )
 

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from dlrm_fused.config import Split, load_config
 from dlrm_fused.datasets import open_dataset
 from dlrm_fused.errors import CheckpointError, ConfigError, UserError
-from dlrm_fused.models import build_model
-from dlrm_fused.sharding.parallel import shard
+from dlrm_fused.training.build import build
 from dlrm_fused.training.checkpoint import restore_model
 from dlrm_fused.training.evaluation import PredictionCollector, evaluate
 from dlrm_fused.training.metrics import BinaryMetricValues
@@ -60,8 +59,7 @@ def evaluate_run(
     with Sentinel(rank, board, config.runtime.peer_timeout_seconds) as sentinel, process_group(rank, device):
         sentinel.peers_have_joined()
         dataset = open_dataset(config, device)
-        task = build_model(config, dataset.schema, rank.world_size, device)
-        sharded = shard(task, config, dataset.schema, device)
+        sharded = build(config, dataset.schema, device)
         restore_model(folder.checkpoints.of(step), sharded)
         sharded.model.eval()
         collector = PredictionCollector() if predictions else None

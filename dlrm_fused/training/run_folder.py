@@ -19,6 +19,7 @@ _FREE_SETTINGS = (
     "data.path",
     "data.workers",
     "data.prefetch_batches",
+    "model.tensor_parallel",
     "embedding.sharding",
     "embedding.compute_kernel",
     "embedding.shard_columns",

@@ -15,9 +15,10 @@ from dlrm_fused.datasets import Dataset, open_dataset
 from dlrm_fused.datasets.loader import TrainLoader
 from dlrm_fused.datasets.synthetic import SyntheticDataset
 from dlrm_fused.errors import CheckpointError, ConfigError, TrainingError, UserError
-from dlrm_fused.models import Output, build_model
-from dlrm_fused.sharding.parallel import ShardedModel, shard
+from dlrm_fused.models import Output
+from dlrm_fused.sharding.parallel import ShardedModel
 from dlrm_fused.sharding.planning import describe_plan
+from dlrm_fused.training.build import build
 from dlrm_fused.training.checkpoint import CheckpointWriter, Progress, restore
 from dlrm_fused.training.evaluation import evaluate
 from dlrm_fused.training.metrics import BinaryMetricValues, LossTracker
@@ -62,8 +63,7 @@ def train(config: Config, rank: Rank, board: FailureBoard) -> None:
             )
         dataset = open_dataset(config, device)
         step = _prepare_folder(folder, config, rank)
-        task = build_model(config, dataset.schema, rank.world_size, device)
-        sharded = shard(task, config, dataset.schema, device)
+        sharded = build(config, dataset.schema, device)
         Trainer(config, rank, device, folder, dataset, sharded, step).run()
 
 

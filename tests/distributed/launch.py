@@ -32,10 +32,10 @@ from torch import Tensor
 
 from dlrm_fused.config import Config, Split, load_config
 from dlrm_fused.datasets import Dataset, open_dataset
-from dlrm_fused.models import build_model
-from dlrm_fused.sharding.parallel import ShardedModel, shard
+from dlrm_fused.sharding.parallel import ShardedModel
 from dlrm_fused.training import trainer
-from dlrm_fused.training.checkpoint import CheckpointFolder, TablePieces, model_state, optimizer_state, restore
+from dlrm_fused.training.build import build
+from dlrm_fused.training.checkpoint import CheckpointFolder, TensorPieces, model_state, optimizer_state, restore
 from dlrm_fused.training.offline_evaluation import evaluate_run
 from dlrm_fused.training.runtime import FailureBoard, Rank, process_group
 
@@ -221,7 +221,7 @@ def _load_tables(config: Config, step: int | None) -> Pieces:
         if step is not None:
             restore(folder.of(step), sharded, folder.progress(step), device)
         state = {**model_state(sharded), **optimizer_state(sharded)}
-        return {key: value.pieces for key, value in state.items() if isinstance(value, TablePieces)}
+        return {key: value.pieces for key, value in state.items() if isinstance(value, TensorPieces)}
 
 
 @contextmanager
@@ -230,7 +230,7 @@ def sharded_model(config: Config, device: torch.device) -> Iterator[tuple[Datase
     rank = Rank.from_environment()
     with process_group(rank, device):
         dataset = open_dataset(config, device)
-        yield dataset, shard(build_model(config, dataset.schema, rank.world_size, device), config, dataset.schema, device)
+        yield dataset, build(config, dataset.schema, device)
 
 
 def assembled(by_rank: list[Pieces], key: str) -> Tensor:

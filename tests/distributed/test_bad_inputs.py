@@ -78,6 +78,7 @@ def config_file(content: str | bytes, described: str, culprit: str) -> BadInput:
     return BadInput(described, culprit, ["--config", "bad.yaml"], write)
 
 
+TRANSFORMER = ("model.kind=transformer", "data.synthetic.history_length=5")
 SETTINGS = [
     setting("training.max_stepz=100", "the nearest existing one is training.max_steps"),
     setting("learning_rate=0.1", "learning_rate: unknown setting"),
@@ -103,6 +104,11 @@ SETTINGS = [
     setting("telemetry.profile_steps=[500,510]", "telemetry.profile_steps=[500, 510]"),
     setting("model.bottom_mlp=[16,4]", "embedding.dim=8"),
     setting("model.top_mlp=[16,2]", "model.top_mlp=[16, 2]"),
+    setting("model.kind=transformer", "data.synthetic.history_length=0"),
+    setting("model.d_model=30", "model.heads=4", *TRANSFORMER),
+    setting("model.tensor_parallel=3", "model.heads=4", *TRANSFORMER),
+    setting("model.tensor_parallel=4", "the ranks of each host, 2", *TRANSFORMER),
+    setting("model.heads=5", "0, all 2 ranks of a host", "model.d_model=20", *TRANSFORMER),
     setting("embedding.shard_columns=3", "embedding.shard_columns=3"),
     setting("training.target_auc=0.8", "evaluation.every_steps=0"),
     setting("embedding.optimizer.weight_decay=0.1", "embedding.optimizer.weight_decay=0.1", "embedding.optimizer.kind=adagrad"),
@@ -223,6 +229,7 @@ DATA_SETS = [
     ),
     prepared("`dataset.json` with a table of 0 rows", "user", edit(lambda c: c["schema"]["sparse_features"][0].update(rows=0))),
     prepared("`dataset.json` without dense features", "dense", edit(lambda c: c["schema"].update(dense_features=[]))),
+    prepared("a set without histories for `model.kind=transformer`", "no histories", nothing, "model.kind=transformer"),
     prepared("a missing `.npy` file", "set/train/labels.npy: missing", remove("train/labels.npy")),
     prepared("a `.npy` file cut off", "set/test/single.npy", cut("test/single.npy", 200)),
     prepared("an empty `.npy` file", "set/train/dense.npy", cut("train/dense.npy", 0)),

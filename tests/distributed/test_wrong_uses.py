@@ -1,7 +1,7 @@
 """Wrong uses of operators and sharder: an error on every rank, nothing written, and all goes on.
 
-What is tried stands in wrong_uses.py. What is raised must be, to the letter, what docs/wrong_uses.md shows;
-``UPDATE_DOCS=1 pytest tests/distributed/test_wrong_uses.py`` writes its tables anew.
+What is tried stands in wrong_uses.py and gemv_wrong_uses.py. What is raised must be, to the letter, what docs/wrong_uses.md
+shows; ``UPDATE_DOCS=1 pytest tests/distributed/test_wrong_uses.py`` writes its tables anew.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.wrong_uses import RANKS, TOLERANCE, WITH_KERNELS, WITHOUT_KERNELS, WRONG_USES, Outcome, WrongUse
+from tests.distributed.wrong_use import RANKS, TOLERANCE, Outcome, WrongUse
+from tests.distributed.wrong_uses import WITH_KERNELS, WITHOUT_KERNELS, WRONG_USES
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs/wrong_uses.md"

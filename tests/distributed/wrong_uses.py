@@ -10,10 +10,8 @@ import dataclasses
 import pickle
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_fused.errors import CommunicationError, UsageError, UserError
+from dlrm_fused.errors import CommunicationError, UserError
 from dlrm_fused.ops.embedding_all_to_all import embedding_all_to_all
 from dlrm_fused.ops.exchange import EmbeddingExchange, ExchangeLayout, LookupLayout
 from dlrm_fused.ops.pooled_all_to_all import pooled_all_to_all
@@ -33,95 +31,14 @@ from dlrm_fused.ops.tables import LocalTables, RowwiseAdagrad
 from dlrm_fused.sharding import FusedEmbeddingBagCollectionSharder
 from dlrm_fused.symmetric import memory, symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
+from tests.distributed import gemv_wrong_uses as gemv
 from tests.distributed import test_fused_sharder as torchrec_models
 from tests.distributed.launch import run_ranks
+from tests.distributed.wrong_use import RANKS, SECOND, TIMEOUT_SECONDS, Outcome, Scene, WrongUse, try_out
 from tests.kernels.embedding_world import Features, Traffic, World, run_epochs
 
-RANKS = 2
-BOTH, SECOND = (0, 1), (1,)
 BATCHES = [3, 2]
-TIMEOUT_SECONDS = 60.0
-TOLERANCE = 1e-5
 NAME = "embeddings"
-
-
-@dataclass(frozen=True)
-class WrongUse:
-    """Something done wrongly.
-
-    Attributes:
-        what: is done wrongly, in Markdown.
-        attempt: ``attempt(scene, wrong)``, called on every rank: wrongly, or as it should be.
-        culprit: what the error must name on the ranks that do it wrongly.
-        ranks: these ranks.
-        others: what the error of the other ranks must name.
-        error: type of the error of ``ranks``; of the others UsageError, or CommunicationError, or its own.
-    """
-
-    what: str
-    attempt: Callable[[Any, bool], object]
-    culprit: str
-    ranks: tuple[int, ...] = BOTH
-    others: str = "rank 1 on"
-    error: type[Exception] = UsageError
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What one rank has seen of a wrong use.
-
-    Attributes:
-        kind, message: of the error; "" and "" if there was none.
-        unchanged: whether tables, states of optimizers and held outputs are as before, to the bit.
-        difference: of results and tables from what they must be, after a correct forward and backward pass.
-        seconds: from the call to the error.
-    """
-
-    kind: str
-    message: str
-    unchanged: bool
-    difference: float
-    seconds: float
-
-
-class Scene(ABC):
-    """What wrong uses are tried on. Collective."""
-
-    def __init__(self) -> None:
-        self.rank = dist.get_rank()
-        self.group = symmetric_group()
-        self.held: list[Tensor] = []
-
-    def begin(self) -> None:  # noqa: B027 - most need nothing
-        """Prepare for the next wrong use."""
-
-    @abstractmethod
-    def tables(self) -> Sequence[Tensor]:
-        """Weights and states of optimizers, or what is in their place."""
-
-    @abstractmethod
-    def difference(self) -> float:
-        """Of a correct forward and backward pass, from what they must give."""
-
-    def state(self) -> list[Tensor]:
-        """What no wrong use may change."""
-        return [*self.tables(), *self.held]
-
-
-def try_out(scene: Scene, use: WrongUse) -> Outcome:
-    """Do something wrongly. Collective."""
-    scene.begin()
-    before = [tensor.detach().clone() for tensor in scene.state()]
-    kind = message = ""
-    began = time.monotonic()
-    try:
-        use.attempt(scene, scene.rank in use.ranks)
-    except Exception as error:
-        kind, message = type(error).__name__, str(error)
-    seconds = time.monotonic() - began
-    dist.barrier()
-    unchanged = all(torch.equal(left, right) for left, right in zip(before, scene.state(), strict=True))
-    return Outcome(kind, message, unchanged, scene.difference(), seconds)
 
 
 def try_all(titles: Sequence[str]) -> dict[tuple[str, str], Outcome]:
@@ -775,6 +692,7 @@ WITHOUT_KERNELS = {
     "Symmetric memory and exchanges": (Pooled, EXCHANGES),
     "`pooled_all_to_all`": (Pooled, POOLED),
     "The sharder": (Sharded, SHARDER),
+    "`gemv_all_reduce`": (gemv.Product, gemv.USES),
 }
 WITH_KERNELS = {
     "Tables": (Fused, TABLES),

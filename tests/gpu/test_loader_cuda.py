@@ -26,9 +26,10 @@ def gpu() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+@pytest.mark.parametrize("history_length", [0, 50])
 @pytest.mark.parametrize("jagged", [False, True])
-def test_generated_samples_equal_those_of_the_cpu(gpu: torch.device, jagged: bool) -> None:
-    settings = SyntheticConfig(rows=[4_000_000], pooling=MLPERF_POOLING, jagged=jagged)
+def test_generated_samples_equal_those_of_the_cpu(gpu: torch.device, jagged: bool, history_length: int) -> None:
+    settings = SyntheticConfig(rows=[4_000_000], pooling=MLPERF_POOLING, jagged=jagged, history_length=history_length)
     rows = torch.arange(4096)
     expected = SyntheticDataset(settings, 1, CPU).read(Split.train, rows)
     samples = SyntheticDataset(settings, 1, gpu).read(Split.train, rows.to(gpu))
@@ -37,6 +38,11 @@ def test_generated_samples_equal_those_of_the_cpu(gpu: torch.device, jagged: boo
     assert torch.equal(samples.labels.cpu(), expected.labels)
     assert torch.equal(samples.sparse.values().cpu(), expected.sparse.values())
     assert torch.equal(samples.sparse.lengths().cpu(), expected.sparse.lengths())
+    if samples.tokens is not None and expected.tokens is not None:
+        assert samples.tokens.values().device == gpu
+        assert torch.equal(samples.tokens.values().cpu(), expected.tokens.values())
+        assert torch.equal(samples.tokens.lengths().cpu(), expected.tokens.lengths())
+    assert (samples.tokens is None) == (expected.tokens is None) == (history_length == 0)
 
 
 def test_the_best_attainable_auc_is_that_of_the_cpu(gpu: torch.device) -> None:
@@ -47,9 +53,11 @@ def test_the_best_attainable_auc_is_that_of_the_cpu(gpu: torch.device) -> None:
     assert on_gpu.error == pytest.approx(on_cpu.error, rel=1e-6)
 
 
-def test_generating_does_not_wait_for_the_device(gpu: torch.device) -> None:
+@pytest.mark.parametrize("history_length", [0, 50])
+def test_generating_does_not_wait_for_the_device(gpu: torch.device, history_length: int) -> None:
     config = Config()
     config.data.source = DataSource.synthetic
+    config.data.synthetic.history_length = history_length
     loader = TrainLoader(open_dataset(config, gpu), config, 0, 1, gpu)
     next(loader)  # sets up what belongs to this batch size
     torch.cuda.set_sync_debug_mode("error")

@@ -1,5 +1,7 @@
 """Batches: joining features, and moving as one."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torchrec.streamable import Pipelineable
@@ -12,7 +14,10 @@ def _batch() -> Batch:
     jagged = np.array([7, 8, 9], dtype=np.int32)
     pairs = np.array([[1, 2], [3, 4], [5, 6]], dtype=np.int32)
     sparse = sparse_from_features(["single", "jagged", "pairs"], [single, jagged, pairs], [1, np.array([0, 2, 1]), 2], 3)
-    return Batch(torch.ones(3, 2), sparse, torch.zeros(3), torch.ones(3), global_size=12)
+    # Of two tokens a sample: the samples have no, one and no interaction before the candidate.
+    tokens = sparse_from_features(["token"], [np.array([1, 2, 3, 4], dtype=np.int32)], [np.array([1, 0, 1, 1, 1, 0])], 6)
+    lengths = torch.tensor([0, 1, 0], dtype=torch.int32)
+    return Batch(torch.ones(3, 2), sparse, torch.zeros(3), torch.ones(3), 12, tokens, lengths)
 
 
 def test_features_are_joined_in_order_with_their_lengths() -> None:
@@ -30,6 +35,17 @@ def test_a_batch_moves_as_one_and_keeps_its_global_size() -> None:
     batch = _batch()
     assert isinstance(batch, Pipelineable)
     moved = batch.to(torch.device("meta"), non_blocking=True)
+    assert moved.tokens is not None
+    assert moved.history_lengths is not None
     tensors = [moved.dense, moved.sparse.values(), moved.sparse.lengths(), moved.labels, moved.weights]
+    tensors += [moved.tokens.values(), moved.tokens.lengths(), moved.history_lengths]
     assert all(tensor.is_meta for tensor in tensors)
+    assert moved.tokens.stride() == 6
     assert moved.global_size == 12
+
+
+def test_a_batch_without_tokens_moves_likewise() -> None:
+    batch = replace(_batch(), tokens=None, history_lengths=None)
+    moved = batch.to(torch.device("meta"))
+    assert moved.dense.is_meta
+    assert (moved.tokens, moved.history_lengths) == (None, None)

@@ -11,6 +11,7 @@ from dlrm_fused.config import Config, EmbeddingOptimizerKind, Sharding, flatten,
 from dlrm_fused.errors import ConfigError
 
 Load = Callable[..., Config]
+TRANSFORMER = ["model.kind=transformer", "data.synthetic.history_length=10"]
 
 
 @pytest.fixture
@@ -151,9 +152,19 @@ class TestContradictions:
         [
             (["model.bottom_mlp=[64,32]"], ("model.bottom_mlp=[64, 32]", "a last width of embedding.dim=64")),
             (["model.top_mlp=[8,2]"], ("model.top_mlp=[8, 2]", "last one 1")),
+            (["model.kind=transformer"], ("data.synthetic.history_length=0", "1 or more with model.kind=transformer")),
+            ([*TRANSFORMER, "model.heads=3"], ("model.d_model=64", "multiple of model.heads=3")),
+            ([*TRANSFORMER, "model.tensor_parallel=3"], ("model.tensor_parallel=3", "divisor of model.heads=4")),
+            ([*TRANSFORMER, "model.layers=0"], ("model.layers=0", "1 or more")),
+            (
+                [*TRANSFORMER, "data.source=criteo_npy", "data.path=x", "embedding.rows=[9]"],
+                ("data.source=criteo_npy", "model.kind=transformer"),
+            ),
             (["training.target_auc=0.8"], ("evaluation.every_steps=0", "training.target_auc is checked by evaluations")),
             (["data.source=prepared"], ("data.path=''", "data.source=prepared")),
             (["data.source=criteo_npy", "data.path=x"], ("embedding.rows=[]", "data.source=criteo_npy")),
+            (["data.synthetic.history_length=-1"], ("data.synthetic.history_length=-1", "0 or more")),
+            (["data.synthetic.history_items=0"], ("data.synthetic.history_items=0", "1 to 2147483647")),
             (["data.synthetic.rows=[1,2]"], ("data.synthetic.rows=[1, 2]", "each of 26 tables")),
             (["embedding.dim=6", "model.bottom_mlp=[6]"], ("embedding.dim=6", "multiple of 4")),
             (["embedding.shard_columns=12"], ("embedding.shard_columns=12", "divides embedding.dim=64")),

@@ -12,6 +12,7 @@ from dlrm_fused.config import (
     DenseOptimizerKind,
     EmbeddingOptimizerKind,
     ModelKind,
+    Precision,
     Split,
     load_config,
     to_yaml,
@@ -99,6 +100,17 @@ def test_kaggle_has_the_layers_of_the_dlrm_benchmark_and_one_epoch() -> None:
     assert config.model.bottom_mlp == [512, 256, 64, 16]
     assert config.model.top_mlp == [512, 256, 1]
     assert config.training.max_steps == (45_840_617 - held_out) // config.training.global_batch_size
+
+
+def test_the_large_transformer_has_the_shape_that_is_benchmarked() -> None:
+    config = load("transformer_large")
+    assert config.model.kind is ModelKind.transformer
+    assert (config.model.d_model, config.model.layers, config.model.heads) == (4096, 8, 32)
+    assert config.data.source is DataSource.synthetic
+    assert config.data.synthetic.history_length == 2048
+    assert config.training.precision is Precision.bf16
+    # Memory for activations is that of a batch; the default for evaluations is far too large.
+    assert config.evaluation.global_batch_size <= config.training.global_batch_size
 
 
 def test_quickstart_trains_on_what_make_train_prepares() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlrm_fused.config import Config, DataSource, Split
+from dlrm_fused.config import Config, DataSource, Split, SyntheticConfig
 from dlrm_fused.datasets import open_dataset
 from dlrm_fused.datasets.batch import Batch, Samples, sparse_from_features
 from dlrm_fused.datasets.loader import EvaluationLoader, TrainLoader
@@ -162,6 +162,32 @@ def test_generated_samples_come_without_threads_and_wrap_around(tmp_path: Path) 
     assert threading.active_count() == before
     assert torch.equal(batches[0].dense, batches[2].dense)
     assert not torch.equal(batches[0].dense, batches[1].dense)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_tokens_are_those_of_the_samples_and_padding_has_none(world_size: int) -> None:
+    """Of 8 samples over 5 ranks, two shares are padded; over 3 ranks, one is."""
+    config = _config(global_batch_size=8)
+    config.data.source = DataSource.synthetic
+    config.data.synthetic = SyntheticConfig(tables=1, rows=[50], jagged=True, history_length=4, history_items=20)
+    config.data.synthetic.test_samples = 8
+    dataset = open_dataset(config, CPU)
+    whole = dataset.read(Split.test, torch.arange(8))
+    assert whole.tokens is not None
+    assert whole.history_lengths is not None
+    expected = [bag.tolist() for bag in whole.tokens["token_item"].to_dense()]
+    bags: list[list[float]] = []
+    for rank in range(world_size):
+        (batch,) = EvaluationLoader(dataset, Split.test, 8, rank, world_size, CPU, config)
+        assert batch.tokens is not None
+        assert batch.history_lengths is not None
+        samples = int(batch.weights.sum())
+        assert batch.tokens.stride() == batch.labels.numel() * 5
+        assert batch.history_lengths[samples:].tolist() == [0] * (batch.labels.numel() - samples)
+        for key in batch.tokens.keys():  # noqa: SIM118 (not a dictionary)
+            assert batch.tokens[key].lengths()[samples * 5 :].sum() == 0
+        bags += [bag.tolist() for bag in batch.tokens["token_item"].to_dense()][: samples * 5]
+    assert bags == expected
 
 
 def test_a_prepared_set_is_loaded(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -55,6 +56,14 @@ class TestConstraints:
         constraints = table_constraints(EmbeddingConfig(tables=tables), SCHEMA, 4)
         assert constraints["user"].pooling_factors == [7.0]
         assert constraints["genres"].pooling_factors == [2.5]
+
+    def test_a_token_table_has_a_pooled_embedding_for_each_token_of_a_sample(self):
+        schema = replace(SCHEMA, token_features=(SparseFeature("watched", 500, 0.9),), history_length=20)
+        tables = {"watched": TableConfig(Sharding.row_wise)}
+        constraints = table_constraints(EmbeddingConfig(tables=tables), schema, 4)
+        assert {name: c.num_poolings for name, c in constraints.items()} == {"user": [1], "genres": [1], "watched": [21]}
+        assert constraints["watched"].pooling_factors == [0.9]
+        assert constraints["watched"].sharding_types == ["row_wise"]
 
     def test_auto_gives_the_plan_that_torchrec_makes_by_itself(self):
         schema = DatasetSchema(

@@ -104,7 +104,9 @@ def test_wrong_options_are_refused(tmp_path: Path, source: Path, options: tuple[
         cli.main(criteo_command(source, tmp_path / "out", *options))
 
 
-def test_exported_synthetic_samples_are_those_generated_on_the_fly(tmp_path: Path) -> None:
+@pytest.mark.parametrize("jagged", [False, True])
+@pytest.mark.parametrize("history_length", [0, 5])
+def test_exported_synthetic_samples_are_those_generated_on_the_fly(tmp_path: Path, history_length: int, jagged: bool) -> None:
     torch = pytest.importorskip("torch")
     from dlrm_fused.config import Split, SyntheticConfig
     from dlrm_fused.datasets.prepared import PreparedDataset
@@ -112,8 +114,10 @@ def test_exported_synthetic_samples_are_those_generated_on_the_fly(tmp_path: Pat
 
     sizes = ["--train-samples", "200", "--validation-samples", "20", "--test-samples", "30"]
     tables = ["--tables", "3", "--rows", "50", "60", "70", "--pooling", "1", "2", "1"]
-    assert cli.main(["synthetic", "--output", str(tmp_path / "out"), "--seed", "3", *tables, *sizes]) == 0
-    settings = SyntheticConfig(13, 3, [50, 60, 70], [1, 2, 1], train_samples=200, validation_samples=20, test_samples=30)
+    options = ["--history-length", str(history_length), "--history-items", "40", *(["--jagged"] if jagged else [])]
+    assert cli.main(["synthetic", "--output", str(tmp_path / "out"), "--seed", "3", *tables, *sizes, *options]) == 0
+    settings = SyntheticConfig(13, 3, [50, 60, 70], [1, 2, 1], jagged, history_length=history_length, history_items=40)
+    settings.train_samples, settings.validation_samples, settings.test_samples = 200, 20, 30
     generated, exported = SyntheticDataset(settings, 3, torch.device("cpu")), PreparedDataset(tmp_path / "out")
     for split in Split:
         rows = torch.arange(generated.samples(split))
@@ -123,6 +127,12 @@ def test_exported_synthetic_samples_are_those_generated_on_the_fly(tmp_path: Pat
         assert a.sparse.keys() == b.sparse.keys()
         assert torch.equal(a.sparse.lengths(), b.sparse.lengths())
         assert torch.equal(a.sparse.values().int(), b.sparse.values().int())
+        assert (a.tokens is None) == (b.tokens is None) == (history_length == 0)
+        if a.tokens is not None and b.tokens is not None:
+            assert a.tokens.keys() == b.tokens.keys()
+            assert torch.equal(a.tokens.lengths(), b.tokens.lengths())
+            assert torch.equal(a.tokens.values(), b.tokens.values())
+            assert torch.equal(a.history_lengths, b.history_lengths)
 
 
 # What the preparations are made of

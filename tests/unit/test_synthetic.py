@@ -166,6 +166,84 @@ def test_labels_depend_on_ids_and_dense_features() -> None:
     assert attainable.auc - 0.005 < auc <= attainable.auc + attainable.error
 
 
+# Histories
+
+
+def _history_settings(**changes: object) -> SyntheticConfig:
+    """As many items as groups, so that the items are the groups."""
+    return _settings(**{"history_length": 12, "history_items": 8, "zipf_exponent": 0.5, **changes})
+
+
+def _tokens(samples: Samples, feature: str) -> list[list[int]]:
+    assert samples.tokens is not None
+    return [bag.int().tolist() for bag in samples.tokens[feature].to_dense()]
+
+
+@pytest.mark.parametrize("jagged", [False, True])
+def test_tokens_of_a_sample_are_the_same_in_any_batch(jagged: bool) -> None:
+    dataset = SyntheticDataset(_history_settings(jagged=jagged), 1, CPU)
+    whole = dataset.read(Split.train, torch.arange(50))
+    rows = torch.tensor([49, 3, 3])
+    some = dataset.read(Split.train, rows)
+    for feature in ("token_item", "token_response", "token_gap"):
+        bags = _tokens(whole, feature)
+        assert _tokens(some, feature) == [bag for row in rows.tolist() for bag in bags[row * 13 : (row + 1) * 13]]
+
+
+@pytest.mark.parametrize("jagged", [False, True])
+def test_a_history_is_followed_by_the_candidate_without_a_response(jagged: bool) -> None:
+    dataset = SyntheticDataset(_history_settings(jagged=jagged), 1, CPU)
+    samples = dataset.read(Split.train, torch.arange(2000))
+    assert samples.tokens is not None
+    assert samples.history_lengths is not None
+    lengths = samples.history_lengths
+    assert lengths.unique().tolist() == (list(range(13)) if jagged else [12])
+    position = torch.arange(13)
+    for feature in dataset.schema.token_features:
+        of_bags = samples.tokens[feature.name].lengths().view(2000, 13)
+        occupied = position < lengths[:, None] if feature.history_only else position <= lengths[:, None]
+        assert torch.equal(of_bags.bool(), occupied)
+        assert of_bags.float().mean() == pytest.approx(feature.pooling_factor, abs=0.02)
+        ids = samples.tokens[feature.name].values()
+        assert 0 <= ids.min() < ids.max() == feature.rows - 1
+
+
+@pytest.mark.parametrize("jagged", [False, True])
+def test_responses_to_the_items_of_the_candidates_group_foretell_the_label(jagged: bool) -> None:
+    dataset = SyntheticDataset(_history_settings(jagged=jagged), 1, CPU)
+    samples = dataset.read(Split.test, torch.arange(4000))
+    assert samples.tokens is not None
+    assert samples.history_lengths is not None
+    items, responses = (samples.tokens[name].to_padded_dense(1).view(4000, 13) for name in ("token_item", "token_response"))
+    candidate = items.gather(1, samples.history_lengths.long()[:, None])
+    alike = (items == candidate) & (torch.arange(13) < samples.history_lengths[:, None])
+    mean = ((2 * responses - 1) * alike).sum(1) / alike.sum(1).clamp(min=1)
+    auc, error = auc_with_error(mean, samples.labels)
+    assert auc > 0.65 + 3 * error
+    assert dataset.best_attainable_auc(max_samples=4000).auc > auc + 0.05
+
+
+def test_histories_leave_the_other_features_as_they_are() -> None:
+    rows = torch.arange(100)
+    without, with_history = _read(_settings(), rows), _read(_history_settings(zipf_exponent=1.05), rows)
+    assert torch.equal(without.dense, with_history.dense)
+    assert torch.equal(without.sparse.values(), with_history.sparse.values())
+    assert without.tokens is None
+
+
+def test_caps_on_rows_hold_for_token_tables() -> None:
+    config = Config()
+    config.data.source = DataSource.synthetic
+    config.data.synthetic = _history_settings(history_items=100)
+    config.embedding.rows = [50, 1000, 7, 90, 1, 4]
+    dataset = open_dataset(config, CPU)
+    assert [feature.rows for feature in dataset.schema.tables] == [50, 1000, 7, 90, 1, 4]
+    samples = dataset.read(Split.train, torch.arange(1000))
+    for feature in dataset.schema.token_features:
+        ids = [i for bag in _tokens(samples, feature.name) for i in bag]
+        assert (min(ids), max(ids)) == (0, feature.rows - 1)
+
+
 def test_auc_and_its_error_are_those_of_all_pairs() -> None:
     """AUC: the share of pairs in which the positive sample scores higher. Error: DeLong's, from the shares of each sample."""
     generator = torch.Generator().manual_seed(0)

@@ -30,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail(f"interrupted; --output {args.output} is incomplete, run the same command again")
     samples = ", ".join(f"{count:,} {split}" for split, count in info.samples.items())
-    print(f"{args.output}: {samples} samples, {len(info.schema.sparse_features)} sparse features")
+    tokens = f", {len(info.schema.token_features)} token features" if info.schema.token_features else ""
+    print(f"{args.output}: {samples} samples, {len(info.schema.sparse_features)} sparse features{tokens}")
     return 0
 
 
@@ -81,6 +82,13 @@ def _add_movielens(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument("--like-rating", type=float, default=4.0, help="label 1 for a rating of at least this (default 4)")
     parser.add_argument("--split", choices=[s.name for s in SplitBy], default="random", help="80/10/10 at random or by time")
     parser.add_argument("--seed", type=int, default=1, help="of the random split (default 1)")
+    parser.add_argument(
+        "--history",
+        type=int,
+        default=0,
+        metavar="N",
+        help="with --split time: give each sample up to N earlier ratings of its user as tokens (default 0: none)",
+    )
     _max_malformed(parser)
     parser.set_defaults(
         prepare=lambda args: prepare_movielens(
@@ -92,6 +100,7 @@ def _add_movielens(commands: argparse._SubParsersAction[argparse.ArgumentParser]
                 args.seed,
                 args.max_malformed,
                 args.overwrite,
+                args.history,
             )
         )
     )
@@ -150,7 +159,16 @@ def _add_synthetic(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     }.items():
         parser.add_argument(f"--{name}", type=int, nargs="+", default=getattr(defaults, name), metavar="N", help=help_text)
     parser.add_argument("--jagged", action="store_true", help="1 to POOLING ids for each sample instead of exactly POOLING")
-    for name in ("tables", "dense_features", "train_samples", "validation_samples", "test_samples"):
+    counts = (
+        "tables",
+        "dense_features",
+        "train_samples",
+        "validation_samples",
+        "test_samples",
+        "history_length",
+        "history_items",
+    )
+    for name in counts:
         default = getattr(defaults, name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, metavar="N", help=f"default {default}")
     for name in ("zipf_exponent", "signal"):

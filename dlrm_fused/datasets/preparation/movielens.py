@@ -2,6 +2,8 @@
 
 Ids: 0 stands for unknown in every sparse feature: a user or a movie that the training split does not hold, or something
 that the release does not tell. Dense features are scaled to mean 0 and standard deviation 1 over the training split.
+
+With histories, what is counted is counted up to the time of the rating, so that no input depends on what comes later.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,14 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from dlrm_fused.datasets.preparation.histories import (
+    GAP_ROWS,
+    Histories,
+    count_earlier,
+    find_histories,
+    mean_bag,
+    write_interactions,
+)
 from dlrm_fused.datasets.preparation.malformed import MalformedLines
 from dlrm_fused.datasets.preparation.movielens_releases import Movie, Release, User, read_release
 from dlrm_fused.datasets.preparation.writer import SPLITS, claim_output, write_array
@@ -31,6 +41,7 @@ RECBOLE_FOLDER = "recbole/dataset_example/ml-100k/"
 SECONDS_PER_YEAR = 365.2425 * 24 * 3600
 # The age groups of the 1M release begin at these ages; id 1 is the first group.
 AGE_GROUPS = np.array([18, 25, 35, 45, 50, 56])
+RESPONSE_ROWS = 11  # ratings of 0 to 5 in halves
 
 Int = NDArray[np.int64]
 Float = NDArray[np.float64]
@@ -48,6 +59,7 @@ class MovieLensOptions:
         source: folder of a release, or ``recbole`` to download the 100K release.
         like_rating: the label is 1 for a rating of at least this.
         max_malformed: largest share of malformed lines.
+        history: how many of the user's earlier ratings a sample has as tokens, at most; 0 for none. Needs the split by time.
     """
 
     source: str
@@ -57,6 +69,7 @@ class MovieLensOptions:
     seed: int = 1
     max_malformed: float = 0.001
     overwrite: bool = False
+    history: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,8 +86,13 @@ def prepare_movielens(options: MovieLensOptions) -> PreparedInfo:
 
     Raises:
         DataError: if the source is not a release, has too many malformed lines or too few ratings, or if the output is
-            taken.
+            taken, or if histories are asked for together with a random split.
     """
+    if options.history < 0 or (options.history and options.split is SplitBy.random):
+        raise DataError(
+            f"--history {options.history}: allowed: 0, or 1 or more together with --split time: at random, ratings of the "
+            "training split would come after those of the test split, and their histories tell the labels"
+        )
     claim_output(options.output, options.overwrite)
     malformed = MalformedLines(options.max_malformed)
     if options.source == "recbole":
@@ -105,8 +123,9 @@ def download_recbole(folder: Path) -> Path:
 
 
 def _write(release: Release, options: MovieLensOptions, malformed: MalformedLines) -> PreparedInfo:
-    ratings = release.ratings
-    rows = _split_rows(ratings, options)
+    rows = _split_rows(release.ratings, options)
+    histories = _histories(release.ratings, options.history) if options.history else None
+    ratings = _with_counts(release.ratings, rows["train"], histories)
     encoder = _Encoder(release, ratings[rows["train"]])
     for split in SPLITS:
         folder, part = options.output / split, ratings[rows[split]]
@@ -117,13 +136,70 @@ def _write(release: Release, options: MovieLensOptions, malformed: MalformedLine
         values, offsets = encoder.genres.take(features.genre_row)
         write_array(folder / "genres.values.npy", values, np.int32)
         write_array(folder / "genres.offsets.npy", offsets, np.int64)
+        if histories:
+            write_array(folder / "history.npy", histories.windows[rows[split]], np.int64)
+    schema = encoder.schema()
+    if histories:
+        _write_tokens(options.output, encoder, ratings, histories)
+        tokens = _token_features(encoder, ratings, histories, rows["train"], options.history)
+        schema = replace(schema, token_features=tokens, history_length=options.history)
     origin = {**asdict(options), "data_set": "movielens", "release": release.name, **malformed.summary()}
     origin.update(output=str(options.output), split=options.split.name)
-    info = PreparedInfo(encoder.schema(), {split: len(rows[split]) for split in SPLITS}, origin)
+    samples = {split: len(rows[split]) for split in SPLITS}
+    info = PreparedInfo(schema, samples, origin, interactions=len(ratings) if histories else 0)
     info.save(options.output)
     if malformed.count:
         print(malformed.report(), file=sys.stderr)
     return info
+
+
+def _histories(ratings: pl.DataFrame, length: int) -> Histories:
+    users, movies, times = (ratings[name].to_numpy() for name in ("user", "movie", "timestamp"))
+    return find_histories(users, movies, times, length)
+
+
+def _with_counts(ratings: pl.DataFrame, train: Int, histories: Histories | None) -> pl.DataFrame:
+    """Add the columns user_activity and item_popularity: numbers of ratings, in the training split or, for histories, before
+    this rating."""
+    users, movies, times = (ratings[name].to_numpy() for name in ("user", "movie", "timestamp"))
+    if histories:
+        activity, popularity = histories.earlier, count_earlier(movies, times)
+    else:
+        activity, popularity = _count_in(users, train), _count_in(movies, train)
+    return ratings.with_columns(user_activity=activity, item_popularity=popularity)
+
+
+def _count_in(keys: Int, rows: Int) -> Int:
+    """How often the key of each rating occurs in ``rows``."""
+    distinct, number = np.unique(keys, return_inverse=True)
+    return np.bincount(number[rows], minlength=len(distinct))[number]
+
+
+def _write_tokens(output: Path, encoder: _Encoder, ratings: pl.DataFrame, histories: Histories) -> None:
+    """Write the interactions; single token features come in the order of :func:`_token_features`."""
+    in_order = ratings[histories.order]
+    movie = encoder.movie_row(in_order)
+    response = np.rint(2 * in_order["rating"].to_numpy())
+    single = np.stack([encoder.item_id(movie), response, histories.gap[histories.order]], axis=1)
+    write_interactions(output, single, {"token_genres": encoder.genres.take(movie)})
+
+
+def _token_features(
+    encoder: _Encoder, ratings: pl.DataFrame, histories: Histories, train: Int, length: int
+) -> tuple[SparseFeature, ...]:
+    """The token features, with the average sizes of bags in the samples ``train``."""
+    genres = encoder.genre_count[encoder.movie_row(ratings[histories.order])]
+
+    def feature(name: str, rows: int, ids: Int | None = None, history_only: bool = False) -> SparseFeature:
+        pooling_factor = mean_bag(histories.windows[train], length, ids, history_only)
+        return SparseFeature(name, rows, pooling_factor, ids is not None, history_only)
+
+    return (
+        feature("token_item", encoder.rows["item"]),
+        feature("token_response", RESPONSE_ROWS, history_only=True),
+        feature("token_gap", GAP_ROWS),
+        feature("token_genres", encoder.rows["genres"], ids=genres),
+    )
 
 
 def _split_rows(ratings: pl.DataFrame, options: MovieLensOptions) -> dict[str, Int]:
@@ -163,7 +239,7 @@ class _Encoder:
 
         users, movies = self._users.entities, self._movies.entities
         genre_ids = _vocabulary(genre for movie in movies for genre in movie.genres)
-        self._rows = {"user": self._users.rows, "item": self._movies.rows, "genres": len(genre_ids) + 1}
+        self.rows = {"user": self._users.rows, "item": self._movies.rows, "genres": len(genre_ids) + 1}
         self.genres = _Lists([genre_ids[genre] for genre in movie.genres] or [0] for movie in movies)
         self._year = _or_nan(movie.year for movie in movies)
         self._age = _or_nan(user.age for user in users)
@@ -174,7 +250,7 @@ class _Encoder:
             genders = np.array([gender.get(u.gender, 0) for u in users])
             occupations = np.array([occupation.get(u.occupation, 0) for u in users])
             self._user_ids = np.stack([age_group, genders, occupations], axis=1)
-            self._rows.update(age=len(AGE_GROUPS) + 2, gender=len(gender) + 1, occupation=len(occupation) + 1)
+            self.rows.update(age=len(AGE_GROUPS) + 2, gender=len(gender) + 1, occupation=len(occupation) + 1)
 
         dense = self._raw_dense(train)
         # Something that is never known, or always the same, becomes 0.
@@ -182,30 +258,38 @@ class _Encoder:
         self._mean = np.where(known, dense, 0).sum(0) / np.maximum(known.sum(0), 1)
         spread = np.sqrt((np.where(known, dense - self._mean, 0) ** 2).sum(0) / np.maximum(known.sum(0), 1))
         self._spread = np.where(spread > 0, spread, 1)
-        self._pooling = float((np.diff(self.genres.offsets)[self._movies.row(train["movie"])]).mean())
+        self.genre_count = np.diff(self.genres.offsets)
+        self._pooling = float(self.genre_count[self.movie_row(train)].mean())
 
     def schema(self) -> DatasetSchema:
         dense = ["release_year", "years_since_release", "user_activity", "item_popularity"]
         single = ["user", "item"] + (["age", "gender", "occupation"] if self._has_users else [])
-        genres = SparseFeature("genres", self._rows["genres"], round(self._pooling, 4), jagged=True)
-        features = [SparseFeature(name, self._rows[name]) for name in single]
+        genres = SparseFeature("genres", self.rows["genres"], round(self._pooling, 4), jagged=True)
+        features = [SparseFeature(name, self.rows[name]) for name in single]
         return DatasetSchema(tuple(dense + (["user_age"] if self._has_users else [])), (*features, genres))
 
+    def movie_row(self, ratings: pl.DataFrame) -> Int:
+        """Row of each rating's movie in :attr:`genres` and :attr:`genre_count`."""
+        return self._movies.row(ratings["movie"])
+
+    def item_id(self, movie_row: Int) -> Int:
+        return self._movies.ids[movie_row]
+
     def encode(self, ratings: pl.DataFrame) -> Features:
-        user, movie = self._users.row(ratings["user"]), self._movies.row(ratings["movie"])
-        ids = np.concatenate([self._users.ids[user, None], self._movies.ids[movie, None], self._user_ids[user]], axis=1)
+        user, movie = self._users.row(ratings["user"]), self.movie_row(ratings)
+        ids = np.concatenate([self._users.ids[user, None], self.item_id(movie)[:, None], self._user_ids[user]], axis=1)
         dense = (self._raw_dense(ratings) - self._mean) / self._spread
         return Features(np.nan_to_num(dense, nan=0.0), ids, movie)
 
     def _raw_dense(self, ratings: pl.DataFrame) -> Float:
         """``[n, D]`` in natural units, NaN where not known."""
-        user, movie = self._users.row(ratings["user"]), self._movies.row(ratings["movie"])
+        user, movie = self._users.row(ratings["user"]), self.movie_row(ratings)
         rated_in = 1970 + ratings["timestamp"].to_numpy() / SECONDS_PER_YEAR
         columns = [
             self._year[movie],
             rated_in - self._year[movie],
-            np.log1p(self._users.count[user]),
-            np.log1p(self._movies.count[movie]),
+            np.log1p(ratings["user_activity"].to_numpy()),
+            np.log1p(ratings["item_popularity"].to_numpy()),
         ]
         return np.stack(columns + ([self._age[user]] if self._has_users else []), axis=1)
 
@@ -216,19 +300,15 @@ class _Table:
     Attributes:
         ids: ``[rows of the table]`` id of each in its embedding table: 1, 2, ... in order of the release's ids for
             those in the training split, 0 for others.
-        count: ``[rows of the table]`` ratings in the training split.
         rows: rows of the embedding table.
     """
 
     def __init__(self, train: pl.Series, entities: dict[int, Any], unknown: Any) -> None:
-        seen, counts = np.unique(train.to_numpy(), return_counts=True)
+        seen = np.unique(train.to_numpy())
         self._keys = np.union1d(seen, np.fromiter(entities, np.int64, len(entities)))
         self.entities = [unknown, *(entities.get(int(key), unknown) for key in self._keys)]
         self.ids = np.zeros(len(self.entities), np.int64)
-        self.count = np.zeros(len(self.entities), np.int64)
-        seen_rows = 1 + np.searchsorted(self._keys, seen)
-        self.ids[seen_rows] = 1 + np.arange(len(seen))
-        self.count[seen_rows] = counts
+        self.ids[1 + np.searchsorted(self._keys, seen)] = 1 + np.arange(len(seen))
         self.rows = len(seen) + 1
 
     def row(self, keys: pl.Series) -> Int:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from dlrm_fused.datasets.schema import SCHEMA_FILE
+from dlrm_fused.datasets.schema import INTERACTIONS, SCHEMA_FILE
 from dlrm_fused.errors import DataError
 
 SPLITS = ("train", "validation", "test")
@@ -25,7 +25,8 @@ def claim_output(folder: Path, overwrite: bool) -> None:
     """
     if folder.exists() and not folder.is_dir():
         raise DataError(f"--output {folder}: is a file, not a folder")
-    ours = {SCHEMA_FILE, SCHEMA_FILE + ".partial", SCRATCH, *SPLITS}
+    folders = (SCRATCH, INTERACTIONS, *SPLITS)
+    ours = {SCHEMA_FILE, SCHEMA_FILE + ".partial", *folders}
     present = {path.name for path in folder.iterdir()} if folder.exists() else set()
     if not overwrite and SCHEMA_FILE in present:
         raise DataError(f"--output {folder}: holds a prepared set already; pass --overwrite to replace it")
@@ -34,7 +35,7 @@ def claim_output(folder: Path, overwrite: bool) -> None:
         raise DataError(f"--output {folder}: holds other files, such as {other}; choose an empty or new folder")
     (folder / SCHEMA_FILE).unlink(missing_ok=True)  # first: without it the set is incomplete
     (folder / (SCHEMA_FILE + ".partial")).unlink(missing_ok=True)
-    for name in (SCRATCH, *SPLITS):
+    for name in folders:
         if (folder / name).exists():
             shutil.rmtree(folder / name)
     for name in SPLITS:

@@ -1,0 +1,96 @@
+"""Histories of users: which interactions came before each, and how they lie on disk.
+
+An interaction belongs to the history of another one of its user only if it is strictly earlier. Of those with equal times,
+none is in the history of the others, so the label of one never reaches the input of another. Among them the order on disk
+is that of their items: it must depend neither on labels nor on the order of a file, which might tell them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_fused.datasets.preparation.writer import write_array
+from dlrm_fused.datasets.schema import INTERACTIONS
+
+Int = NDArray[np.int64]
+GAP_ROWS = 32
+
+
+@dataclass(frozen=True)
+class Histories:
+    """The histories of n interactions.
+
+    Attributes:
+        order: [n] the interaction at each position on disk: user after user, in order of time.
+        windows: [n, 3] of each interaction, first, stop and candidate: the positions [first, stop) are its history, the
+            position ``candidate`` is its own.
+        earlier: [n] of each interaction, how many its user has before it, also those that no window reaches.
+        gap: [n] of each interaction, the time since the last one of its user, in buckets: 0 for none before, b for
+            [2^(b-1), 2^b) seconds.
+    """
+
+    order: Int
+    windows: Int
+    earlier: Int
+    gap: Int
+
+
+def find_histories(users: Int, items: Int, times: Int, length: int) -> Histories:
+    """The up to ``length`` last interactions before each of n.
+
+    Args:
+        users, items, times: [n] each; times in seconds.
+    """
+    order = np.lexsort((items, times, users))
+    users, times = users[order], times[order]
+    position = np.arange(len(order))
+    new_user = np.concatenate([[True], users[1:] != users[:-1]])
+    new_time = new_user | np.concatenate([[True], times[1:] != times[:-1]])
+    user_start = np.maximum.accumulate(np.where(new_user, position, 0))
+    stop = np.maximum.accumulate(np.where(new_time, position, 0))
+    windows = np.stack([np.maximum(user_start, stop - length), stop, position], axis=1)
+    seconds = np.where(stop > user_start, times - times[stop - 1], 0)
+    gap = np.minimum(np.frexp(seconds.astype(np.float64))[1], GAP_ROWS - 1)  # frexp: 2^(e-1) <= seconds < 2^e
+
+    own = np.empty_like(order)
+    own[order] = position
+    return Histories(order, windows[own], (stop - user_start)[own], gap[own].astype(np.int64))
+
+
+def count_earlier(keys: Int, times: Int) -> Int:
+    """For each of n interactions, how many of the same key ([n]) have an earlier time ([n]): [n]."""
+    return find_histories(keys, np.zeros_like(keys), times, 0).earlier
+
+
+def write_interactions(output: Path, single: Int, jagged: dict[str, tuple[Int, Int]]) -> None:
+    """Write the folder ``interactions``.
+
+    Args:
+        single: [n, S], rows in the order of :attr:`Histories.order`.
+        jagged: values and offsets of the jagged token features, in the same order.
+    """
+    folder = output / INTERACTIONS
+    folder.mkdir(parents=True)
+    write_array(folder / "single.npy", single, np.int32)
+    for name, (values, offsets) in jagged.items():
+        write_array(folder / f"{name}.values.npy", values, np.int32)
+        write_array(folder / f"{name}.offsets.npy", offsets, np.int64)
+
+
+def mean_bag(windows: Int, length: int, ids: Int | None, history_only: bool) -> float:
+    """Average number of ids in the bags of a token feature, over all ``length + 1`` tokens of the samples with these windows.
+
+    Args:
+        windows: [b, 3].
+        ids: [n] how many each interaction has, by its position on disk; None for one each.
+    """
+    first, stop, candidate = windows.T
+    before = np.arange(candidate.max() + 2) if ids is None else np.concatenate([[0], np.cumsum(ids)])
+    total = (before[stop] - before[first]).sum()
+    if not history_only:
+        total += (before[candidate + 1] - before[candidate]).sum()
+    return round(float(total) / (len(windows) * (length + 1)), 4)

@@ -1,0 +1,201 @@
+"""Tensor parallelism: linear layers whose weights are cut over the ranks of a group, and the way into and out of it.
+
+A column-parallel layer holds some of the output features and gives its part of the result; a row-parallel layer takes such a
+part, holds the weights of these input features, and sums the products over the ranks. Between :func:`gather_samples` and
+:func:`own_samples` the ranks of a group work on the samples of all of them, and their activations outside the cut layers are
+equal. Gradients there are those of the mean of the ranks' losses, as DDP's average is elsewhere, whether a parameter is cut
+or not. The parameters of cut layers carry ``tensor_parallel_dim``, the dimension that is cut: rank r of n holds the r-th of n
+equal pieces of it.
+
+Source: Shoeybi et al., *Megatron-LM*, arXiv 1909.08053.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from dlrm_fused.errors import UsageError
+from dlrm_fused.ops.gemv_all_reduce import GemvExchange, gemv_all_reduce, reference
+
+NORM_EPS = 1e-6  # of all RMS norms
+
+
+def group_size(group: ProcessGroup | None) -> int:
+    """Ranks of a tensor-parallel group; None is this rank alone."""
+    return 1 if group is None else group.size()
+
+
+def gather_samples(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """[b, ...] of each rank to [n * b, ...] of all, on all of them; b must not differ. Collective.
+
+    Backward, each rank takes the gradient of its own samples, times n: the gradient of the mean of the ranks' losses becomes
+    that of this rank's.
+    """
+    return x if group_size(group) == 1 else cast(Tensor, _GatherSamples.apply(x, group))
+
+
+def own_samples(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """This rank's [b, ...] of [n * b, ...], equal on all ranks.
+
+    Backward, the gradients of all ranks' samples are gathered, and divided by n: they are of the mean of the ranks' losses.
+    """
+    return x if group_size(group) == 1 else cast(Tensor, _OwnSamples.apply(x, group))
+
+
+def copy_to_ranks(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """x, equal on all ranks, into layers that are cut: backward, the gradients of the pieces are summed (Megatron's f)."""
+    return x if group_size(group) == 1 else cast(Tensor, _CopyToRanks.apply(x, group))
+
+
+def _all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
+    gathered = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+    dist.all_gather_into_tensor(gathered, x.contiguous(), group)
+    return gathered
+
+
+def _own(x: Tensor, group: ProcessGroup) -> Tensor:
+    return x.unflatten(0, (group.size(), -1))[group.rank()]
+
+
+class _GatherSamples(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _own(gradient, ctx.group) * ctx.group.size(), None
+
+
+class _OwnSamples(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _own(x, group).clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _all_gather(gradient, ctx.group) / ctx.group.size(), None
+
+
+class _CopyToRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+@dataclass(frozen=True)
+class RowParallelProduct:
+    """How row-parallel layers multiply and sum: the one place where ``comm`` matters to a tensor-parallel model.
+
+    Attributes:
+        group: the ranks that hold the pieces; None: this rank alone. One rank communicates nothing.
+        exchange: of the fused operator, over the same ranks, for any number of rows; None: a matrix product, then an
+            all-reduce.
+    """
+
+    group: ProcessGroup | None = None
+    exchange: GemvExchange | None = None
+
+    def __call__(self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``out``, the sum over ranks of x @ weight.T, plus ``residual``, and its RMS norm times ``norm_weight``.
+
+        All are computed in autocast's dtype where it is enabled.
+
+        Args:
+            x: [..., K_local], this rank's part of the features.
+            weight: [N, K_local].
+            residual: [..., N], equal on all ranks.
+            norm_weight: [N].
+
+        Returns:
+            out and its norm, each [..., N], equal on all ranks.
+        """
+        dtype = x.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+        shape = residual.shape
+        x, residual = x.to(dtype).flatten(0, -2), residual.to(dtype).flatten(0, -2)
+        weight, norm_weight = weight.to(dtype), norm_weight.to(dtype)
+        if self.exchange is None:
+            out, normed = reference(self.group, x, weight, None, residual, norm_weight, NORM_EPS)
+        else:
+            # What the exchange has no memory for goes in several calls.
+            rows = zip(x.split(self.exchange.max_rows), residual.split(self.exchange.max_rows), strict=True)
+            results = [gemv_all_reduce(self.exchange, x, weight, None, r, norm_weight, NORM_EPS) for x, r in rows]
+            out, normed = results[0] if len(results) == 1 else map(torch.cat, zip(*results, strict=True))
+        return out.view(shape), cast(Tensor, normed).view(shape)
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """x [..., N] over the root of the mean of its squares, times weight [N], in x's dtype."""
+    return F.rms_norm(x, weight.shape, weight.to(x.dtype), NORM_EPS)
+
+
+class ColumnParallelLinear(nn.Module):
+    """x @ weight.T for this rank's part of the output features, without bias.
+
+    Attributes:
+        weight: [out_features / ranks, in_features].
+    """
+
+    def __init__(self, in_features: int, out_features: int, group: ProcessGroup | None) -> None:
+        super().__init__()
+        self._group = group
+        self.weight = _piece(in_features, out_features, 0, group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in_features], equal on all ranks, to [..., out_features / ranks]."""
+        return F.linear(copy_to_ranks(x, self._group), self.weight)
+
+
+class RowParallelLinear(nn.Module):
+    """x @ weight.T summed over the ranks, each of which has a part of the input features; with what follows in a block.
+
+    Attributes:
+        weight: [out_features, in_features / ranks].
+    """
+
+    def __init__(self, in_features: int, out_features: int, product: RowParallelProduct) -> None:
+        super().__init__()
+        self._product = product
+        self.weight = _piece(in_features, out_features, 1, product.group)
+
+    def forward(self, x: Tensor, residual: Tensor, norm_weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Like :class:`RowParallelProduct`, which it calls."""
+        return self._product(x, self.weight, residual, norm_weight)
+
+
+def _piece(in_features: int, out_features: int, dim: int, group: ProcessGroup | None) -> nn.Parameter:
+    """This rank's piece of a weight [out_features, in_features], cut along ``dim``.
+
+    The whole is drawn on the CPU, as nn.Linear draws it, so that neither the piece nor what is drawn after it depends on how
+    many ranks there are.
+    """
+    ranks = group_size(group)
+    features = (out_features, in_features)[dim]
+    if features % ranks:
+        kind = ("out_features", "in_features")[dim]
+        raise UsageError(f"{kind}={features}: must be a multiple of the {ranks} ranks of the tensor-parallel group")
+    bound = in_features**-0.5
+    piece = torch.empty(out_features, in_features).uniform_(-bound, bound)
+    if group is not None:
+        piece = piece.chunk(ranks, dim)[group.rank()].clone(memory_format=torch.contiguous_format)
+    parameter = nn.Parameter(piece)
+    parameter.tensor_parallel_dim = dim  # type: ignore[attr-defined]
+    return parameter

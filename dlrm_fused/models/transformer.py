@@ -1,0 +1,249 @@
+"""DLRM with a causal Transformer over the user's past interactions and the candidate item.
+
+A sample's tokens are its n past interactions, oldest first, the candidate, and padding: T = history_length + 1 in all. The
+vector that the Transformer gives for the candidate joins DLRM's other features. A token attends to itself and to those before
+it, so the candidate never sees padding, and the history is encoded without the candidate: positions are counted back from it.
+The history's encoding can therefore be kept and used for many candidates (:mod:`dlrm_fused.online`).
+
+Sources: Chen et al., *Behavior Sequence Transformer for E-commerce Recommendation in Alibaba*, arXiv 1905.06874; Zhai et al.,
+*Actions Speak Louder than Words* (HSTU), arXiv 2402.17152; pre-norm blocks with RMSNorm: Zhang and Sennrich, arXiv 1910.07467.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchrec import EmbeddingBagCollection
+from torchrec.models.dlrm import DenseArch, InteractionArch, OverArch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from dlrm_fused.errors import UsageError
+from dlrm_fused.models.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    RowParallelProduct,
+    gather_samples,
+    group_size,
+    own_samples,
+    rms_norm,
+)
+
+
+class Block(nn.Module):
+    """A pre-norm Transformer block: attention, then a feed-forward layer with GELU; no biases.
+
+    Its own norms come from outside: each row-parallel product also gives the norm of its result that the next layer takes.
+
+    Attributes:
+        qkv: [heads * 3 * d_head, d_model], head after head, so that a rank's piece is that of whole heads.
+    """
+
+    def __init__(self, d_model: int, heads: int, d_ff: int, product: RowParallelProduct) -> None:
+        super().__init__()
+        self._d_head = d_model // heads
+        self.attention_norm = nn.Parameter(torch.ones(d_model))
+        self.qkv = ColumnParallelLinear(d_model, 3 * d_model, product.group)
+        self.attention_out = RowParallelLinear(d_model, d_model, product)
+        self.feed_forward_norm = nn.Parameter(torch.ones(d_model))
+        self.feed_forward_in = ColumnParallelLinear(d_model, d_ff, product.group)
+        self.feed_forward_out = RowParallelLinear(d_ff, d_model, product)
+
+    def project(self, normed: Tensor) -> Tensor:
+        """[..., d_model] to queries, keys and values of this rank's heads, [..., heads / ranks, 3, d_head]."""
+        projected: Tensor = self.qkv(normed)
+        return projected.unflatten(-1, (-1, 3, self._d_head))
+
+    def finish(self, attended: Tensor, x: Tensor, next_norm: Tensor) -> tuple[Tensor, Tensor]:
+        """What follows the attention.
+
+        Args:
+            attended: [..., heads / ranks, d_head], the attention's result.
+            x: [..., d_model], the block's input.
+            next_norm: [d_model], the weight of the norm that follows the block.
+
+        Returns:
+            the block's output and its norm, each [..., d_model].
+        """
+        x, normed = self.attention_out(attended.flatten(-2), x, self.feed_forward_norm)
+        result: tuple[Tensor, Tensor] = self.feed_forward_out(F.gelu(self.feed_forward_in(normed)), x, next_norm)
+        return result
+
+
+class HistoryTransformer(nn.Module):
+    """Encodes each sample's tokens into one vector, that of the candidate.
+
+    Args:
+        token_width: W, of the tokens' embeddings.
+        d_model: of the blocks; a multiple of ``heads``.
+        d_ff: of the blocks' feed-forward layers.
+        history_length: past interactions of a sample, at most.
+        product: how row-parallel layers multiply, and the ranks that the blocks are cut over. These must divide ``heads``
+            and ``d_ff``.
+
+    Raises:
+        UsageError: if a number does not divide another as it must.
+    """
+
+    def __init__(
+        self,
+        *,
+        token_width: int,
+        d_model: int,
+        heads: int,
+        layers: int,
+        d_ff: int,
+        history_length: int,
+        product: RowParallelProduct | None = None,
+    ) -> None:
+        super().__init__()
+        product = product or RowParallelProduct()
+        _check_shape(d_model, heads, layers, d_ff, history_length, group_size(product.group))
+        self.d_model, self.heads, self.history_length, self.product = d_model, heads, history_length, product
+        self.input = nn.Linear(token_width, d_model)
+        self.positions = nn.Parameter(torch.randn(history_length + 1, d_model) * 0.02)
+        self.blocks = nn.ModuleList(Block(d_model, heads, d_ff, product) for _ in range(layers))
+        self.final_norm = nn.Parameter(torch.ones(d_model))
+
+    def stages(self) -> list[tuple[Block, Tensor]]:
+        """Each block with the weight of the norm that follows it."""
+        blocks = [block for block in self.blocks if isinstance(block, Block)]
+        return list(zip(blocks, [*(block.attention_norm for block in blocks[1:]), self.final_norm], strict=True))
+
+    def forward(self, tokens: Tensor, history_lengths: Tensor) -> Tensor:
+        """Collective over the ranks of ``product``, which must have the same number of samples.
+
+        Args:
+            tokens: [b * T, W], the embeddings of each sample's tokens; row i * T + t is token t of sample i.
+            history_lengths: [b], past interactions of each sample.
+
+        Returns:
+            [b, d_model], the normed encoding of each candidate.
+        """
+        group = self.product.group
+        candidates = history_lengths.long()
+        places = torch.arange(self.history_length + 1, device=tokens.device)
+        distances = (candidates[:, None] - places).clamp(min=0)
+        x = self.input(tokens).view(*distances.shape, -1)
+        x = x + F.embedding(distances, self.positions).to(x.dtype)  # with autocast, half as much to gather
+        x, candidates = gather_samples(x, group), gather_samples(candidates, group)
+        *full, (last, final_norm) = stages = self.stages()
+        normed = rms_norm(x, stages[0][0].attention_norm)
+        for block, next_norm in full:
+            queries, keys, values = block.project(normed).permute(3, 0, 2, 1, 4)
+            attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+            x, normed = block.finish(attended.transpose(1, 2), x, next_norm)
+        # Of the last block, only the candidates' outputs are used.
+        queries, keys, values = last.project(normed).permute(3, 0, 2, 1, 4)
+        samples = torch.arange(len(candidates), device=tokens.device)
+        seen = places <= candidates[:, None]
+        attended = F.scaled_dot_product_attention(
+            queries[samples, :, candidates].unsqueeze(2), keys, values, attn_mask=seen[:, None, None]
+        )
+        _, encoded = last.finish(attended.squeeze(2), x[samples, candidates], final_norm)
+        return own_samples(encoded, group)
+
+
+def _check_shape(d_model: int, heads: int, layers: int, d_ff: int, history_length: int, ranks: int) -> None:
+    for name, value in {"heads": heads, "layers": layers, "history_length": history_length}.items():
+        if value < 1:
+            raise UsageError(f"{name}={value}: must be 1 or more")
+    if d_model < 1 or d_model % heads:
+        raise UsageError(f"d_model={d_model}: must be a positive multiple of heads={heads}")
+    for name, value in {"heads": heads, "d_ff": d_ff}.items():
+        if value < 1 or value % ranks:
+            raise UsageError(f"{name}={value}: must be a positive multiple of the {ranks} tensor-parallel ranks")
+
+
+class TransformerSparseArch(nn.Module):
+    """The lookups of sample features and of token features.
+
+    Args:
+        tables: of the sample features, all of one dimension D.
+        token_tables: of the token features.
+    """
+
+    def __init__(self, tables: EmbeddingBagCollection, token_tables: EmbeddingBagCollection) -> None:
+        super().__init__()
+        self.embedding_bag_collection = tables
+        self.token_embedding_bag_collection = token_tables
+        self.features = _features(tables)
+        self.token_features = _features(token_tables)
+        self.dim: int = tables.embedding_bag_configs()[0].embedding_dim
+
+    def forward(self, sparse: KeyedJaggedTensor, tokens: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
+        """Return the pooled embeddings of b samples, [b, F, D], and those of their tokens, [b * T, Ft * D].
+
+        Columns are in the order of the collections' features: sharded collections have one of their own.
+        """
+        pooled = _in_order(self.embedding_bag_collection(sparse), self.features)
+        pooled_tokens = _in_order(self.token_embedding_bag_collection(tokens), self.token_features)
+        return pooled.reshape(-1, len(self.features), self.dim), pooled_tokens
+
+
+def _features(tables: EmbeddingBagCollection) -> list[str]:
+    return [feature for config in tables.embedding_bag_configs() for feature in config.feature_names]
+
+
+def _in_order(pooled: KeyedTensor, features: list[str]) -> Tensor:
+    by_key = pooled.to_dict()
+    return torch.cat([by_key[feature] for feature in features], dim=1)
+
+
+class TransformerOverArch(nn.Module):
+    """DLRM's interaction of features, beside it the encoding of history and candidate, and the top MLP."""
+
+    def __init__(self, sparse_features: int, dim: int, d_model: int, layer_sizes: list[int]) -> None:
+        super().__init__()
+        self.interaction = InteractionArch(sparse_features)
+        pairs = (sparse_features + 1) * sparse_features // 2
+        self.over = OverArch(dim + pairs + d_model, layer_sizes)
+
+    def forward(self, dense: Tensor, sparse: Tensor, encoded: Tensor) -> Tensor:
+        """[b, D], [b, F, D] and [b, d_model] to logits, [b, 1]."""
+        logits: Tensor = self.over(torch.cat((self.interaction(dense, sparse), encoded), dim=1))
+        return logits
+
+
+class TransformerDLRM(nn.Module):
+    """DLRM whose prediction also reads the user's history.
+
+    Args:
+        tables: of the sample features, all of one dimension D.
+        token_tables: of the token features; their dimensions sum to the ``token_width`` of the Transformer.
+        dense_features: number of dense features.
+        bottom_mlp: widths of the layers over the dense features; the last is D.
+        top_mlp: widths of the layers that end in the logit; the last is 1.
+    """
+
+    def __init__(
+        self,
+        tables: EmbeddingBagCollection,
+        token_tables: EmbeddingBagCollection,
+        transformer: HistoryTransformer,
+        dense_features: int,
+        bottom_mlp: list[int],
+        top_mlp: list[int],
+    ) -> None:
+        super().__init__()
+        self.sparse_arch = TransformerSparseArch(tables, token_tables)
+        self.dense_arch = DenseArch(dense_features, bottom_mlp)
+        self.transformer = transformer
+        self.over_arch = TransformerOverArch(len(self.sparse_arch.features), self.sparse_arch.dim, transformer.d_model, top_mlp)
+
+    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor, tokens: KeyedJaggedTensor, history_lengths: Tensor) -> Tensor:
+        """Collective over the ranks of the Transformer, which must have the same number of samples b.
+
+        Args:
+            dense: [b, dense_features].
+            sparse: the sample features, of stride b.
+            tokens: the token features, of stride b * T; bag i * T + t is token t of sample i.
+            history_lengths: [b], past interactions of each sample.
+
+        Returns:
+            logits, [b, 1].
+        """
+        pooled, token_vectors = self.sparse_arch(sparse, tokens)
+        encoded = self.transformer(token_vectors, history_lengths)
+        logits: Tensor = self.over_arch(self.dense_arch(dense), pooled, encoded)
+        return logits

@@ -1,0 +1,434 @@
+"""The kernel of GEMV + AllReduce for few rows: partial results leave for their peers as soon as a tile is done.
+
+A word of 64 bits carries a value and the number of the call, so that a reader sees by the word itself whether it is there:
+no fence between data and flag is paid, nor a flag at all (as in the LL protocol of NCCL). Stores and loads of aligned 64 bits
+are not torn. Where the bytes matter more than the fence (FLAGGED), tiles travel as they are, with a flag each.
+
+Words lie in an *inbox*, two halves that calls use in turn. A rank writes a half again two calls later; to complete the call in
+between it needed words of that call from every rank, which each sends after it has completed the one before. So nothing that
+is still to be read is overwritten, without any credit.
+"""
+
+# Kernels follow Triton's ways: constants in capitals, no types but theirs.
+# ruff: noqa: N803, N806
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dlrm_fused.symmetric.device import (
+    ARRIVAL,
+    EPOCH,
+    FAULT,
+    MISMATCH,
+    PROGRAMS_DONE,
+    READY,
+    REFUSED,
+    REFUSED_OFFSET,
+    fault_kind,
+    measured_polls_per_second,
+    must_stop,
+    peer_pointer,
+    report_fault,
+    signal,
+)
+
+# Words of Channel.state that belong to this kernel.
+TILES_DONE = tl.constexpr(4)
+_STOP_CHECK = tl.constexpr(64)  # polls between two looks at whether to give up
+_LOW = tl.constexpr(0xFFFFFFFF)
+
+
+@triton.jit
+def _tag(epoch):
+    """What marks the words of a call: 32 bits, never 0, which is what memory begins with."""
+    return epoch % _LOW + 1
+
+
+@triton.jit
+def _pack(values, tag):
+    """fp32 values as words."""
+    return (tag << 32) | (values.to(tl.int32, bitcast=True).to(tl.int64) & _LOW)
+
+
+@triton.jit
+def _unpack(words):
+    return (words & _LOW).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _pack_pairs(values, tag, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Results [ROWS, COLUMNS] of 16 bits as words of two neighbours each."""
+    low, high = tl.split(tl.reshape(values.to(tl.int16, bitcast=True), (ROWS, COLUMNS // 2, 2)))
+    return (tag << 32) | ((high.to(tl.int64) & 0xFFFF) << 16) | (low.to(tl.int64) & 0xFFFF)
+
+
+@triton.jit
+def _unpack_pairs(words, dtype: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    low = (words & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
+    high = ((words >> 16) & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
+    return tl.reshape(tl.join(low, high), (ROWS, COLUMNS))
+
+
+@triton.jit
+def _poll(word, state, polls):
+    """Look at a word that never becomes 1 as often as :func:`_receive` would: the fastest of the waits here."""
+    seen = tl.load(word, volatile=True)
+    done = tl.zeros((), tl.int64)
+    while (seen != 1) & (done < polls):
+        seen = tl.load(word, volatile=True)
+        done += 1
+        if done % _STOP_CHECK == 0:
+            done = tl.where(must_stop(state), polls, done)
+
+
+def polls_per_second(device: torch.device) -> float:
+    """How often a wait of this kernel looks, measured; turns a time limit into ``poll_limit``."""
+    return measured_polls_per_second(_poll, device)
+
+
+@triton.jit
+def _receive(places, inside, tag, state, control, poll_limit, epoch, peer, rank):
+    """The words at ``places``, as soon as all of them are of this call."""
+    words = tl.load(places, mask=inside, other=0, volatile=True)
+    missing = tl.max(tl.where(inside & (((words >> 32) & _LOW) != tag), 1, 0))
+    polls = tl.zeros((), tl.int64)
+    while (missing > 0) & (polls < poll_limit):
+        words = tl.load(places, mask=inside, other=0, volatile=True)
+        missing = tl.max(tl.where(inside & (((words >> 32) & _LOW) != tag), 1, 0))
+        polls += 1
+        if polls % _STOP_CHECK == 0:
+            polls = tl.where(must_stop(state), poll_limit, polls)
+    if missing > 0:
+        report_fault(state, control, fault_kind(state), rank + tl.zeros((), tl.int64), peer, epoch, ARRIVAL)
+    return words
+
+
+@triton.jit
+def _receive_tile(flag, places, inside, tag, state, control, poll_limit, epoch, peer, rank):
+    """The values at ``places``, as soon as their flag is of this call: data that a fence precedes."""
+    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    polls = tl.zeros((), tl.int64)
+    while (seen != tag) & (polls < poll_limit):
+        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+        polls += 1
+        if polls % _STOP_CHECK == 0:
+            polls = tl.where(must_stop(state), poll_limit, polls)
+    if seen != tag:
+        report_fault(state, control, fault_kind(state), rank + tl.zeros((), tl.int64), peer, epoch, ARRIVAL)
+    tl.debug_barrier()
+    return tl.load(places, mask=inside, other=0.0, volatile=True)
+
+
+@triton.jit
+def _greet(fingerprint, greetings, inbox_addresses, tag, rank, WORLD: tl.constexpr):
+    """Tell every rank what this one takes the call to be."""
+    for i in tl.static_range(1, WORLD):
+        place = peer_pointer(inbox_addresses, (rank + i) % WORLD, (greetings + rank) * 8, tl.int64, 8)
+        tl.store(place, (tag << 32) | fingerprint)
+
+
+@triton.jit
+def _check_greetings(fingerprint, inbox, greetings, flags, tag, state, control, poll_limit, epoch, rank, WORLD: tl.constexpr):
+    """Compare with what the others take the call to be: with other shapes their words would never come."""
+    for i in tl.static_range(1, WORLD):
+        peer = (rank + i) % WORLD + tl.zeros((), tl.int64)
+        word = tl.load(inbox + greetings + peer, volatile=True)
+        refused = tl.zeros((), tl.int1)
+        polls = tl.zeros((), tl.int64)
+        while (((word >> 32) & _LOW) != tag) & (polls < poll_limit):
+            word = tl.load(inbox + greetings + peer, volatile=True)
+            polls += 1
+            if polls % _STOP_CHECK == 0:
+                refused = (tl.load(flags + peer, volatile=True) & _LOW) == REFUSED_OFFSET
+                polls = tl.where(must_stop(state) | refused, poll_limit, polls)
+        if refused:
+            report_fault(state, control, REFUSED, rank + tl.zeros((), tl.int64), peer, epoch, READY)
+        elif ((word >> 32) & _LOW) != tag:
+            report_fault(state, control, fault_kind(state), rank + tl.zeros((), tl.int64), peer, epoch, READY)
+        elif (word & _LOW) != fingerprint:
+            report_fault(state, control, MISMATCH, rank + tl.zeros((), tl.int64), peer, epoch, READY)
+
+
+@triton.jit
+def _multiply(
+    x, weight, m, n, k, x_stride, weight_stride, tile, split,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """One tile of weight times x transposed, over this split's part of K: fp32 [COLUMNS, ROWS]."""
+    row = tl.arange(0, ROWS)
+    exists = (row < m)[None, :]
+    # Columns that do not exist are computed from others: loads need no mask, and nobody stores them.
+    column = (tile * COLUMNS + tl.arange(0, COLUMNS)) % n
+    depth = tl.arange(0, DEPTH)
+    steps = tl.cdiv(tl.cdiv(k, DEPTH), SPLITS)
+    begin = split * steps * DEPTH
+    left = weight + column[:, None].to(tl.int64) * weight_stride + (begin + depth)[None, :]
+    right = x + row[None, :] * x_stride + (begin + depth)[:, None]
+    product = tl.zeros((COLUMNS, ROWS), tl.float32)
+    for step in range(0, steps):
+        if EVEN:
+            weights = tl.load(left)
+            factors = tl.load(right, mask=exists, other=0.0)
+        else:
+            inside = begin + step * DEPTH + depth < k
+            weights = tl.load(left, mask=inside[None, :], other=0.0)
+            factors = tl.load(right, mask=inside[:, None] & exists, other=0.0)
+        product = tl.dot(weights, factors, product, input_precision="ieee")
+        left += DEPTH
+        right += DEPTH
+    return product
+
+
+@triton.jit
+def _add_splits(
+    partial, splits, places, slot_words, inbox, inside, tag, state, control, poll_limit, epoch, rank, SPLITS: tl.constexpr
+):
+    """The sum over the splits of K, whose other programs have left their parts in this rank's own inbox."""
+    total = tl.zeros_like(partial)
+    here = rank + tl.zeros((), tl.int64)
+    for split in tl.static_range(SPLITS - 1):
+        slot = inbox + splits + split * slot_words + places
+        total += _unpack(_receive(slot, inside, tag, state, control, poll_limit, epoch, here, rank))
+    return total + partial
+
+
+@triton.jit
+def _send_partial(
+    partial, parts, places, inside, tag, tile, own_flag, inbox_addresses,
+    rank, WORLD: tl.constexpr, TWO_SHOT: tl.constexpr, FLAGGED: tl.constexpr,
+):  # fmt: skip
+    """Store partial results in the inboxes of the peers who add them up."""
+    owner = tile % WORLD
+    if FLAGGED:
+        if owner != rank:
+            tl.store(peer_pointer(inbox_addresses, owner, parts * 8, tl.float32) + places, partial, mask=inside)
+            signal(peer_pointer(inbox_addresses, owner, own_flag * 8, tl.int64, 8), tag)
+    elif TWO_SHOT:
+        if owner != rank:
+            tl.store(peer_pointer(inbox_addresses, owner, parts * 8, tl.int64, 8) + places, _pack(partial, tag), mask=inside)
+    else:
+        words = _pack(partial, tag)
+        for i in tl.static_range(1, WORLD):
+            peer = (rank + i) % WORLD
+            tl.store(peer_pointer(inbox_addresses, peer, parts * 8, tl.int64, 8) + places, words, mask=inside)
+
+
+@triton.jit
+def _add_up(
+    partial, parts, places, slot_words, inbox, inside, tag, first_flag, tiles, state, control, poll_limit, epoch,
+    rank, WORLD: tl.constexpr, FLAGGED: tl.constexpr,
+):  # fmt: skip
+    """The sum over ranks, in their order on every rank."""
+    total = tl.zeros_like(partial)
+    for source in tl.static_range(WORLD):
+        peer = tl.full((), source, tl.int64)
+        if source == rank:
+            total += partial
+        elif FLAGGED:
+            slot = (inbox + parts).to(tl.pointer_type(tl.float32)) + places + source * slot_words
+            flag = inbox + first_flag + source * tiles
+            total += _receive_tile(flag, slot, inside, tag, state, control, poll_limit, epoch, peer, rank)
+        else:
+            slot = inbox + parts + places + source * slot_words
+            total += _unpack(_receive(slot, inside, tag, state, control, poll_limit, epoch, peer, rank))
+    return total
+
+
+@triton.jit
+def _normalize(
+    result, inside, row, column, tile, tiles, squares, norm_weight, n, norm_eps, normed, state, poll_limit,
+    m, ROWS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """RMSNorm of the result's rows, of which this program has one tile; waits for the programs of the other tiles."""
+    value = tl.where(inside, result.to(tl.float32), 0.0)
+    tl.store(squares + tile * ROWS + row, tl.sum(value * value, axis=1))
+    tl.debug_barrier()
+    done = tl.atomic_add(state + TILES_DONE, 1, sem="acq_rel", scope="gpu") + 1
+    polls = tl.zeros((), tl.int64)
+    while (done < tiles) & (polls < poll_limit):
+        done = tl.atomic_add(state + TILES_DONE, 0, sem="acquire", scope="gpu")
+        polls += 1
+        if polls % _STOP_CHECK == 0:
+            polls = tl.where(must_stop(state), poll_limit, polls)
+    tl.debug_barrier()
+    other = tl.arange(0, TILES)
+    of_tiles = tl.load(squares + other[:, None] * ROWS + row[None, :], mask=(other < tiles)[:, None], other=0.0, volatile=True)
+    scale = tl.rsqrt(tl.sum(of_tiles, axis=0) / n + norm_eps)
+    gain = tl.load(norm_weight + column, mask=column < n, other=0.0).to(tl.float32)
+    tl.store(
+        normed + row[:, None] * n + column[None, :], (value * scale[:, None] * gain[None, :]).to(result.dtype), mask=inside
+    )
+
+
+@triton.jit
+def _complete(epoch, state):
+    """The last program of the launch ends the call."""
+    tl.debug_barrier()
+    done = tl.atomic_add(state + PROGRAMS_DONE, 1, sem="acq_rel", scope="gpu")
+    if done == tl.num_programs(0) - 1:
+        nothing = tl.zeros((), tl.int64)
+        tl.atomic_xchg(state + PROGRAMS_DONE, nothing, sem="relaxed", scope="gpu")
+        tl.atomic_xchg(state + TILES_DONE, nothing, sem="relaxed", scope="gpu")
+        if tl.atomic_add(state + FAULT, 0, sem="relaxed", scope="gpu") == 0:
+            tl.atomic_xchg(state + EPOCH, epoch, sem="relaxed", scope="gpu")
+
+
+@triton.jit(do_not_specialize=["fingerprint", "poll_limit", "rank", "m"])
+def gemv_all_reduce_kernel(
+    x,
+    weight,
+    bias,
+    residual,
+    norm_weight,
+    out,
+    normed,
+    squares,
+    inbox,
+    inbox_addresses,
+    flags,
+    state,
+    control,
+    poll_limit,
+    fingerprint,
+    rank,
+    half_words,
+    parts_at,
+    sums_at,
+    flags_at,
+    splits_at,
+    m,
+    n,
+    k,
+    x_stride,
+    weight_stride,
+    norm_eps,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TILES: tl.constexpr,
+    EVEN: tl.constexpr,
+    TWO_SHOT: tl.constexpr,
+    FLAGGED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    WORLD: tl.constexpr,
+):
+    """out [m, n] = sum over ranks of x [m, k] times weight [n, k] transposed, + bias + residual; its RMSNorm in ``normed``.
+
+    A program has one tile of columns and one split of K; the last split of a tile adds the others' parts to its own and deals
+    with the peers. Programs wait for earlier ones of their own launch only, except in the norm, where all are resident.
+
+    Args:
+        fingerprint: 31 bits.
+        inbox: int64, this rank's; ``inbox_addresses`` those of all. In a half, counted in words: at ``parts_at`` a slot of
+            m * n partial results for each rank, at ``sums_at`` the sums of others (TWO_SHOT), at ``flags_at`` the flags of
+            tiles (FLAGGED; of partial results by rank, then of sums), at ``splits_at`` slots for the splits but the last,
+            in the last WORLD words the greetings.
+            What is tagged and what is not lie at different places: a value could look like a tag.
+        squares: fp32 [tiles, ROWS], scratch.
+        ROWS: power of two, at least m.
+        TILES: power of two, at least the number of tiles; with a norm only.
+    """
+    tile, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
+    tiles = tl.num_programs(0) // SPLITS
+    epoch = tl.load(state + EPOCH) + 1
+    tag = _tag(epoch)
+    half = (epoch % 2) * half_words
+    greetings = half + half_words - WORLD
+    if tl.program_id(0) == 0:
+        _greet(fingerprint, greetings, inbox_addresses, tag, rank, WORLD)
+
+    product = _multiply(x, weight, m, n, k, x_stride, weight_stride, tile, split, ROWS, COLUMNS, DEPTH, SPLITS, EVEN)
+    partial = tl.trans(product)
+    row = tl.arange(0, ROWS)
+    column = tile * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < m)[:, None] & (column < n)[None, :]
+    places = row[:, None].to(tl.int64) * n + column[None, :]
+    parts, first_flag = half + parts_at, half + flags_at + tile
+    slot_words = n.to(tl.int64) * m
+    splits = half + splits_at
+
+    if split < SPLITS - 1:
+        tl.store(inbox + splits + split * slot_words + places, _pack(partial, tag), mask=inside)
+    else:
+        partial = _add_splits(
+            partial, splits, places, slot_words, inbox, inside, tag, state, control, poll_limit, epoch, rank, SPLITS
+        )  # fmt: skip
+        _send_partial(
+            partial, parts, places + rank * slot_words, inside, tag, tile, first_flag + rank * tiles, inbox_addresses,
+            rank, WORLD, TWO_SHOT, FLAGGED,
+        )  # fmt: skip
+        if tile == 0:
+            _check_greetings(
+                fingerprint, inbox, greetings, flags, tag, state, control, poll_limit, epoch, rank, WORLD
+            )  # fmt: skip
+        result = tl.zeros((ROWS, COLUMNS), out.dtype.element_ty)
+        adds_up = (not TWO_SHOT) or (tile % WORLD == rank)
+        if adds_up:
+            total = _add_up(
+                partial, parts, places, slot_words, inbox, inside, tag, first_flag, tiles, state, control, poll_limit, epoch,
+                rank, WORLD, FLAGGED,
+            )  # fmt: skip
+            if HAS_BIAS:
+                total += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
+            if HAS_RESIDUAL:
+                total += tl.load(residual + row[:, None] * n + column[None, :], mask=inside, other=0.0).to(tl.float32)
+            result = total.to(out.dtype.element_ty)
+        if TWO_SHOT:
+            result = _spread(
+                result, row, tile, half + sums_at, first_flag + WORLD * tiles, n, inbox, inbox_addresses, tag,
+                state, control, poll_limit, epoch, m, ROWS, COLUMNS, FLAGGED, rank, WORLD,
+            )  # fmt: skip
+        tl.store(out + row[:, None] * n + column[None, :], result, mask=inside)
+        if HAS_NORM:
+            _normalize(
+                result, inside, row, column, tile, tiles, squares, norm_weight, n, norm_eps, normed, state, poll_limit,
+                m, ROWS, TILES,
+            )  # fmt: skip
+    _complete(epoch, state)
+
+
+@triton.jit
+def _spread(
+    result, row, tile, sums, flag, n, inbox, inbox_addresses, tag, state, control, poll_limit, epoch,
+    m, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FLAGGED: tl.constexpr,
+    rank, WORLD: tl.constexpr,
+):  # fmt: skip
+    """The finished tile, on every rank: its owner sends it, the others receive it."""
+    PAIRS: tl.constexpr = (result.dtype.primitive_bitwidth == 16) and not FLAGGED
+    WIDTH: tl.constexpr = COLUMNS // 2 if PAIRS else COLUMNS
+    row_length = n // 2 if PAIRS else n
+    item = tile * WIDTH + tl.arange(0, WIDTH)
+    inside = (row < m)[:, None] & (item < row_length)[None, :]
+    places = row[:, None].to(tl.int64) * row_length + item[None, :]
+    owner = tile % WORLD
+    if owner == rank:
+        for i in tl.static_range(1, WORLD):
+            peer = (rank + i) % WORLD
+            if FLAGGED:
+                theirs = peer_pointer(inbox_addresses, peer, sums * 8, result.dtype)
+                tl.store(theirs + places, result, mask=inside)
+            else:
+                words = _pack_pairs(result, tag, ROWS, COLUMNS) if PAIRS else _pack(result, tag)
+                tl.store(peer_pointer(inbox_addresses, peer, sums * 8, tl.int64, 8) + places, words, mask=inside)
+        if FLAGGED:
+            for i in tl.static_range(1, WORLD):
+                signal(peer_pointer(inbox_addresses, (rank + i) % WORLD, flag * 8, tl.int64, 8), tag)
+    else:
+        sender = owner + tl.zeros((), tl.int64)
+        if FLAGGED:
+            own = (inbox + sums).to(tl.pointer_type(result.dtype)) + places
+            result = _receive_tile(inbox + flag, own, inside, tag, state, control, poll_limit, epoch, sender, rank)
+        else:
+            words = _receive(inbox + sums + places, inside, tag, state, control, poll_limit, epoch, sender, rank)
+            if PAIRS:
+                result = _unpack_pairs(words, result.dtype, ROWS, COLUMNS)
+            else:
+                result = _unpack(words)
+    return result

@@ -1,0 +1,109 @@
+"""Tensor parallelism: on any number of ranks the Transformer has the encodings and gradients that it has on one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlrm_fused.config import ModelConfig
+from dlrm_fused.errors import UsageError
+from dlrm_fused.models.tensor_parallel import RowParallelProduct
+from dlrm_fused.models.transformer import HistoryTransformer
+from dlrm_fused.ops.gemv_all_reduce import GemvExchange
+from dlrm_fused.sharding.groups import tensor_parallel_groups
+from dlrm_fused.symmetric import symmetric_group
+from dlrm_fused.training.runtime import Rank, process_group
+from tests.distributed.launch import run_ranks
+
+SAMPLES, HISTORY, WIDTH = 12, 3, 5
+SHAPE = {"token_width": WIDTH, "d_model": 24, "heads": 12, "layers": 2, "d_ff": 48, "history_length": HISTORY}
+
+
+def transformer(product: RowParallelProduct | None = None, **changes: int) -> HistoryTransformer:
+    torch.manual_seed(1)
+    return HistoryTransformer(**(SHAPE | changes), product=product)
+
+
+def encodings_and_gradients(model: HistoryTransformer, share: int, shares: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Of one of so many equal shares of the samples; the loss is the mean over the share."""
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randn(SAMPLES, HISTORY + 1, WIDTH, generator=generator).chunk(shares)[share].clone().requires_grad_()
+    lengths = torch.randint(0, HISTORY + 1, (SAMPLES,), generator=generator).chunk(shares)[share]
+    direction = torch.randn(SAMPLES, model.d_model, generator=generator).chunk(shares)[share]
+    encoded = model(tokens.flatten(0, 1), lengths)
+    torch.tanh(encoded * direction).sum(dim=1).mean().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return encoded.detach(), {"tokens": tokens.grad / shares, **gradients}
+
+
+def average(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    if group is not None:
+        dist.all_reduce(x, group=group)
+        x /= group.size()
+    return x
+
+
+def whole(piece: Tensor, dim: int | None, group: dist.ProcessGroup | None) -> Tensor:
+    if dim is None or group is None:
+        return piece
+    pieces = [torch.empty_like(piece) for _ in range(group.size())]
+    dist.all_gather(pieces, piece.contiguous(), group)
+    return torch.cat(pieces, dim)
+
+
+def on_ranks(tensor_parallel: int, fused: bool) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """Encodings, gradients as a trainer gets them, and weights, put together from all ranks."""
+    rank = Rank.from_environment()
+    with process_group(rank, torch.device("cpu")):
+        groups = tensor_parallel_groups(ModelConfig(tensor_parallel=tensor_parallel, heads=SHAPE["heads"]))
+        exchange = None
+        if fused:
+            memory = symmetric_group(groups.layers)
+            rows = SAMPLES * (HISTORY + 1) // 3  # fewer than there are: several calls
+            exchange = GemvExchange(memory, name="test", max_columns=SHAPE["d_model"], dtype=torch.float32, max_rows=rows)
+        model = transformer(RowParallelProduct(groups.layers, exchange))
+        encoded, gradients = encodings_and_gradients(model, rank.index, rank.world_size)
+        gathered = {"encoded": whole(encoded, 0, dist.group.WORLD), "tokens": whole(gradients["tokens"], 0, dist.group.WORLD)}
+        weights = {}
+        for name, parameter in model.named_parameters():
+            dim = getattr(parameter, "tensor_parallel_dim", None)
+            # What data parallelism does: cut parameters have no copies within the group.
+            mean = average(gradients[name], dist.group.WORLD if dim is None else groups.copies)
+            gathered[name] = whole(mean, dim, groups.layers)
+            weights[name] = whole(parameter.detach(), dim, groups.layers)
+        if exchange is not None:
+            exchange.group.close()
+        return gathered.pop("encoded"), gathered, weights
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tensor_parallel", "fused"),
+    [(2, 2, False), (3, 3, False), (4, 2, False), (2, 1, False), (2, 2, True), (4, 2, True)],
+)
+def test_any_number_of_ranks_gives_the_same(ranks: int, tensor_parallel: int, fused: bool) -> None:
+    model = transformer()
+    encoded, gradients = encodings_and_gradients(model, 0, 1)
+    for result in run_ranks(ranks, on_ranks, tensor_parallel, fused):
+        torch.testing.assert_close(result[0], encoded, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(result[1], gradients, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(result[2], dict(model.state_dict()), rtol=0, atol=0)
+
+
+def error_of(changes: dict[str, int]) -> str:
+    with process_group(Rank.from_environment(), torch.device("cpu")), pytest.raises(UsageError) as raised:
+        transformer(RowParallelProduct(dist.group.WORLD), **changes)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"heads": 1}, "heads=1: must be a positive multiple of the 2 tensor-parallel ranks"),
+        ({"heads": 3}, "heads=3: must be a positive multiple of the 2 tensor-parallel ranks"),
+        ({"d_ff": 7}, "d_ff=7: must be a positive multiple of the 2 tensor-parallel ranks"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_on_every_rank(changes: dict[str, int], message: str) -> None:
+    assert run_ranks(2, error_of, changes) == [message, message]

@@ -1,0 +1,117 @@
+"""The Transformer in the trainer: the same run however its layers and tables are spread, also if that changes on the way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dlrm_fused.config import Config
+from dlrm_fused.errors import CommunicationError, UsageError
+from dlrm_fused.models import row_parallel
+from dlrm_fused.models.row_parallel import choose_product
+from dlrm_fused.training.runtime import Rank, process_group
+from tests.distributed.launch import evaluate, losses, run_ranks, small_config, summary, train
+
+HALF, STEPS = 20, 40
+# Rounding is not amplified: SGD has no division by small sums. Its momentum is a state with the shape of the parameter.
+SETTINGS = [
+    "model.kind=transformer",
+    "model.d_model=16",
+    "model.heads=4",
+    "data.synthetic.history_length=6",
+    "data.synthetic.history_items=200",
+    "embedding.optimizer.kind=sgd",
+    "embedding.optimizer.learning_rate=20",
+    "embedding.init_std=0.3",
+    "data.synthetic.signal=4",
+    "training.dense_optimizer.kind=sgd",
+    "training.dense_optimizer.learning_rate=0.1",
+    "training.dense_optimizer.momentum=0.9",
+    # Divides by no number of ranks, so that some are given padding.
+    "training.global_batch_size=255",
+    # Sample and token tables under plans of each kind.
+    "embedding.sharding=row_wise",
+    "embedding.tables.table_0.sharding=table_wise",
+    "embedding.tables.table_1.sharding=column_wise",
+    "embedding.tables.token_response.sharding=table_wise",
+    "embedding.tables.token_gap.sharding=column_wise",
+]
+
+
+def spread(folder: Path, ranks: int, tensor_parallel: int, comm: str, steps: int = STEPS) -> Path:
+    """Train, or continue to train, on so many ranks, with layers cut over ``tensor_parallel`` of them."""
+    here = [f"model.tensor_parallel={tensor_parallel}", f"comm={comm}", f"training.max_steps={steps}"]
+    return train(folder, ranks, *SETTINGS, *here, *(["comm_strict=true"] if comm == "fused" else []))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run on one rank."""
+    return spread(tmp_path_factory.mktemp("alone"), 1, 1, "baseline")
+
+
+def assert_same_run(run: Path, reference: Path) -> None:
+    assert list(losses(run)) == list(range(1, STEPS + 1))
+    assert losses(run) == pytest.approx(losses(reference), rel=1e-5, abs=0)
+    assert summary(run)["test_auc"] == pytest.approx(summary(reference)["test_auc"], abs=1e-5)
+
+
+def test_training_learns(alone):
+    """Otherwise equal losses would mean little."""
+    by_step = list(losses(alone).values())
+    assert sum(by_step[-10:]) < 0.96 * sum(by_step[:10])
+    assert summary(alone)["test_auc"] > 0.65
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tensor_parallel", "comm"),
+    [(2, 1, "fused"), (2, 2, "baseline"), (2, 0, "auto"), (4, 2, "baseline"), (4, 4, "fused")],
+)
+def test_losses_do_not_depend_on_ranks_tensor_parallelism_and_comm(tmp_path, alone, ranks, tensor_parallel, comm):
+    run = spread(tmp_path, ranks, tensor_parallel, comm)
+    assert_same_run(run, alone)
+    tables = (run / "plan.txt").read_text().split("\n\n")[0].splitlines()[1:]
+    assert len(tables) == 4 + 3
+    assert comm == "baseline" or all(line.endswith(f" {comm}") for line in tables)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((4, 2, "fused"), (1, 1, "baseline")), ((1, 1, "baseline"), (2, 2, "fused"))],
+)
+def test_a_run_goes_on_with_another_tensor_parallel_size(tmp_path, alone, before, after):
+    run = spread(tmp_path, *before, steps=HALF)
+    of_half = summary(run)
+    found = evaluate(run, after[0], f"model.tensor_parallel={after[1]}", f"comm={after[2]}", "comm_strict=false")
+    assert found["auc"] == pytest.approx(of_half["test_auc"], abs=1e-6)
+    assert found["log_loss"] == pytest.approx(of_half["log_loss"], abs=1e-6)
+    spread(tmp_path, *after)
+    assert_same_run(run, alone)
+
+
+def refuse_memory(*_: object) -> NoReturn:
+    raise CommunicationError("no peer access")
+
+
+def product_without_shared_memory(config: Config) -> tuple[bool, str]:
+    """Whether the product is that of comm=baseline, and what is said with comm_strict=true."""
+    row_parallel.symmetric_group = refuse_memory
+    device = torch.device("cpu")
+    with process_group(Rank.from_environment(), device):
+        group = dist.group.WORLD
+        product = choose_product(config, group, 7, device)
+        with pytest.raises(UsageError) as refused:
+            choose_product(replace(config, comm_strict=True), group, 7, device)
+    return product.group is group and product.exchange is None, str(refused.value)
+
+
+def test_layers_of_ranks_without_shared_memory_run_as_with_baseline_unless_strict(tmp_path):
+    config = small_config(tmp_path, *SETTINGS, "comm=fused")
+    for is_baseline, message in run_ranks(2, product_without_shared_memory, config):
+        assert is_baseline
+        assert message == "comm_strict=true: tensor-parallel layers without fused communication: no peer access"

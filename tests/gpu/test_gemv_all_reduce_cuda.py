@@ -1,0 +1,289 @@
+"""GEMV + AllReduce on several GPUs: results, block shapes, CUDA graphs, gradients, torch.compile, opcheck, faults.
+
+All checks run in one launch of ranks, one after the other; each has an exchange of its own. With ``TRITON_INTERPRET=1`` they
+run on the CPU too, without CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import rms_norm
+
+from dlrm_fused.errors import CommunicationError, UsageError
+from dlrm_fused.ops import gemv_tuning
+from dlrm_fused.ops.gemv_all_reduce import GemvExchange, gemv_all_reduce, reference
+from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
+from dlrm_fused.training.runtime import Rank, process_group
+from tests.distributed.launch import run_ranks
+
+ON_GPU = torch.cuda.is_available()
+RANKS = min(4, torch.cuda.device_count()) if ON_GPU else 2
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        RANKS < 2 or (not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1"), reason="needs two CUDA devices"
+    ),
+]
+TIMEOUT_SECONDS = 20.0
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+# The interpreter is slow, and has no product of bf16.
+HALF = BF16 if ON_GPU else FP16
+COLUMNS, DEPTH = (1024, 768) if ON_GPU else (48, 32)
+REPLAYS = 200 if ON_GPU else 4
+# Of one rounding; the norm is taken of rounded sums, and rounded again.
+TOLERANCE = {FP32: 1e-5, FP16: 2**-10, BF16: 2**-7}
+NORM_EPS = 1e-6
+
+
+class Sums:
+    """Products of random operands over one exchange, and what they must be."""
+
+    def __init__(self, group: SymmetricGroup, dtype: torch.dtype, most_rows: int = 64, columns: int = COLUMNS) -> None:
+        self.group, self.dtype = group, dtype
+        self.exchange = GemvExchange(
+            group, name="sums", max_columns=columns, max_rows=most_rows, dtype=dtype, timeout_seconds=TIMEOUT_SECONDS
+        )
+
+    def draw(self, rows: int, columns: int = COLUMNS, depth: int = DEPTH, seed: int = 0) -> dict[str, Tensor]:
+        """Everything that a product takes; x and weight of this rank."""
+        own = torch.Generator().manual_seed(100 * seed + self.group.rank + 1)
+        common = torch.Generator().manual_seed(100 * seed)
+        drawn = {
+            "x": torch.randn(rows, depth, generator=own),
+            "weight": torch.randn(columns, depth, generator=own) * depth**-0.5,
+            "bias": torch.randn(columns, generator=common),
+            "residual": torch.randn(rows, columns, generator=common),
+            "norm_weight": torch.randn(columns, generator=common),
+        }
+        return {key: tensor.to(self.group.device, self.dtype) for key, tensor in drawn.items()}
+
+    def expected(self, given: dict[str, Tensor]) -> list[Tensor]:
+        """In fp64: the sum, and its norm where it is wanted."""
+        out = given["x"].double() @ given["weight"].double().T
+        dist.all_reduce(out)
+        for key in given.keys() & {"bias", "residual"}:
+            out = out + given[key].double()
+        if "norm_weight" not in given:
+            return [out]
+        return [out, rms_norm(out, out.shape[1:], given["norm_weight"].double(), NORM_EPS)]
+
+    def multiply(self, given: dict[str, Tensor]) -> list[Tensor]:
+        return [result for result in gemv_all_reduce(self.exchange, **given) if result is not None]
+
+    def check(self, results: list[Tensor], given: dict[str, Tensor], roundings: int = 1) -> None:
+        """The results are right, up to so many roundings, and the same bits on all ranks."""
+        self.exchange.raise_fault()
+        for number, (found, right) in enumerate(zip(results, self.expected(given), strict=True)):
+            tolerance = roundings * (1 + 3 * number) * TOLERANCE[self.dtype]
+            torch.testing.assert_close(found.double(), right, rtol=tolerance, atol=tolerance)
+            of_first_rank = found.clone()
+            dist.broadcast(of_first_rank, src=0)
+            assert torch.equal(found, of_first_rank), "ranks differ"
+
+
+def delay(generator: random.Random) -> None:
+    """Up to a millisecond, on the device, at random."""
+    if ON_GPU:
+        torch.cuda._sleep(generator.randrange(2_000_000))
+    else:
+        time.sleep(generator.uniform(0, 0.001))
+
+
+def sums(group: SymmetricGroup, dtype: torch.dtype) -> None:
+    """Of few rows, with all that may follow, of even and odd sizes; ranks are late at random."""
+    products, late = Sums(group, dtype), random.Random(group.rank)
+    for seed, (rows, columns, depth) in enumerate(
+        [(1, COLUMNS, DEPTH), (7, COLUMNS - 3, DEPTH - 5), (33, COLUMNS // 2, DEPTH)]
+    ):
+        given = products.draw(rows, columns, depth, seed)
+        for wanted in (("x", "weight"), ("x", "weight", "bias", "residual"), tuple(given)):
+            # The interpreter runs one program after the other; those of a norm wait for each other.
+            if ON_GPU or "norm_weight" not in wanted:
+                chosen = {key: given[key] for key in wanted}
+                delay(late)
+                products.check(products.multiply(chosen), chosen)
+
+
+def many_rows(group: SymmetricGroup) -> None:
+    sizes = (65, 300, 2100) if ON_GPU else (65,)
+    products, late = Sums(group, HALF, most_rows=max(sizes)), random.Random(group.rank)
+    held = []
+    for seed, rows in enumerate([*sizes, 3, *sizes]):
+        given = products.draw(rows, seed=seed)
+        if not ON_GPU:
+            del given["norm_weight"]
+        delay(late)
+        held.append((products.multiply(given), given))
+    for results, given in held:  # no result is overwritten by a later call
+        products.check(results, given, roundings=1 + RANKS)  # the partial sums are rounded, too
+
+
+def every_block_shape(group: SymmetricGroup) -> None:
+    """Whatever is tried when they are tuned, the sum is right."""
+    rows, columns, depth = 5, 2 * COLUMNS, 4 * DEPTH
+    products = Sums(group, HALF, columns=columns)
+    given = {key: tensor for key, tensor in products.draw(rows, columns, depth).items() if key in ("x", "weight")}
+    shapes = list(dict.fromkeys(gemv_tuning.candidates(rows, columns, depth)))
+    random.Random(1).shuffle(shapes)
+    assert shapes or not ON_GPU  # the product is too small on the CPU
+    try:
+        for blocks in shapes[:12]:
+            gemv_tuning.override(blocks)
+            products.check(products.multiply(given), given)
+    finally:
+        gemv_tuning.override(None)
+
+
+def captured(step: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
+    """A CUDA graph of the step; on the CPU the step itself."""
+    if not ON_GPU:
+        return step
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        results = step()
+
+    def replay() -> list[Tensor]:
+        graph.replay()
+        return results
+
+    return replay
+
+
+def replays_of_graphs(group: SymmetricGroup) -> None:
+    """Graphs of two shapes and other calls in turn; x is changed in place, and every replay is of its time."""
+    products, late = Sums(group, HALF), random.Random(group.rank)
+    given = [{key: drawn[key] for key in ("x", "weight", "residual")} for drawn in (products.draw(1), products.draw(16))]
+    replays = [captured(partial(products.multiply, own)) for own in given]
+    eager = products.draw(4)
+    del eager["norm_weight"]
+    for number in range(REPLAYS):
+        which = number % 2
+        given[which]["x"].copy_(products.draw(len(given[which]["x"]), seed=number)["x"])
+        delay(late)
+        products.check(replays[which](), given[which])
+        if number % 10 == 0:
+            products.check(products.multiply(eager), eager)
+
+
+def gradients(group: SymmetricGroup) -> None:
+    """Those of the reference."""
+    products = Sums(group, FP32)
+    seen = []
+    for function in (gemv_all_reduce, reference):
+        summed_by: Any = products.exchange if function is gemv_all_reduce else group.process_group
+        leaves = {key: tensor.requires_grad_() for key, tensor in products.draw(3).items() if key != "norm_weight"}
+        out, _ = function(summed_by, **leaves)
+        out.sin().sum().backward()
+        seen.append([out.detach(), *(leaf.grad for leaf in leaves.values())])
+    torch.testing.assert_close(*seen, rtol=1e-3, atol=1e-3)
+
+
+def compiled(group: SymmetricGroup) -> None:
+    products = Sums(group, FP32)
+    given = {key: tensor for key, tensor in products.draw(2).items() if key != "norm_weight"}
+
+    def step(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+        return torch.sin(gemv_all_reduce(products.exchange, x, weight, bias, residual)[0]) + 1
+
+    run = torch.compile(step, backend="inductor" if ON_GPU else "aot_eager", fullgraph=True)
+    torch.testing.assert_close(run(**given), step(**given), rtol=1e-5, atol=1e-5)
+
+
+def opcheck(group: SymmetricGroup) -> None:
+    products = Sums(group, FP32)
+    given = [tensor.requires_grad_() for key, tensor in products.draw(2).items() if key != "norm_weight"]
+    arguments = (*given, None, NORM_EPS, products.exchange.handle)
+    torch.library.opcheck(torch.ops.dlrm_fused.gemv_all_reduce.default, arguments)
+
+
+def refused(group: SymmetricGroup, change: Callable[[Tensor], Tensor], culprit: str) -> None:
+    """Rank 1 gives a wrong x: it is told so, the others that it was rank 1."""
+    products = Sums(group, FP32)
+    given = {key: tensor for key, tensor in products.draw(2).items() if key in ("x", "weight")}
+    (held,) = products.multiply(given)
+    before = held.clone()
+    wrong = group.rank == 1
+    with pytest.raises(UsageError if wrong else CommunicationError) as raised:
+        products.multiply({**given, "x": change(given["x"])} if wrong else given)
+        if ON_GPU:
+            torch.cuda.synchronize()
+        products.exchange.raise_fault()
+    assert (culprit if wrong else "rank 1 on") in str(raised.value)
+    assert torch.equal(held, before)
+
+
+def ranks_that_differ(group: SymmetricGroup) -> None:
+    products = Sums(group, FP32)
+    given = {key: tensor for key, tensor in products.draw(2 + group.rank % 2).items() if key in ("x", "weight")}
+    with pytest.raises(CommunicationError, match="differ in shapes or settings"):
+        products.multiply(given)
+        if ON_GPU:
+            torch.cuda.synchronize()
+        products.exchange.raise_fault()
+
+
+CHECKS: dict[str, Callable[[SymmetricGroup], Any]] = {
+    "sums in bf16" if ON_GPU else "sums in fp16": partial(sums, dtype=HALF),
+    "sums in fp32": partial(sums, dtype=FP32),
+    "many rows": many_rows,
+    "every block shape": every_block_shape,
+    "replays of graphs": replays_of_graphs,
+    "gradients": gradients,
+    "torch.compile": compiled,
+    "opcheck": opcheck,
+    "another dtype is refused": partial(refused, change=Tensor.half, culprit="x is torch.float16"),
+    "another depth is refused": partial(refused, change=lambda x: x[:, 1:], culprit="their K must be equal"),
+    "ranks that differ": ranks_that_differ,
+}
+if ON_GPU:
+    CHECKS["sums in fp16"] = partial(sums, dtype=FP16)
+    CHECKS["another device is refused"] = partial(refused, change=Tensor.cpu, culprit="on cpu")
+
+
+def run_checks() -> dict[str, str]:
+    """On a rank: what went wrong, by check; nothing if all is well."""
+    rank = Rank.from_environment()
+    device = torch.device("cuda", rank.index) if ON_GPU else torch.device("cpu")
+    if ON_GPU:
+        torch.cuda.set_device(device)
+    failures = {}
+    with process_group(rank, device):
+        group = symmetric_group(device=device)
+        for name, check in CHECKS.items():
+            began = time.monotonic()
+            try:
+                check(group)
+            except BaseException:  # pytest's failures are no Exceptions
+                failures[name] = traceback.format_exc()
+            if rank.index == 0:
+                print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
+            dist.barrier()
+        group.close()
+    return failures
+
+
+@pytest.fixture(scope="module")
+def failures() -> list[dict[str, str]]:
+    """By rank."""
+    return run_ranks(RANKS, run_checks)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_all_ranks(name: str, failures: list[dict[str, str]]) -> None:
+    assert [own.get(name, "") for own in failures] == [""] * RANKS

@@ -1,0 +1,48 @@
+"""Online scoring on GPUs: its CUDA graphs give the probabilities of the full model on the CPU, replay after replay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dlrm_fused.online import OnlineScorer
+from tests.distributed.launch import run_ranks
+from tests.distributed.test_online import HISTORY, Requests, scores, with_scorer
+from tests.kernels.check_cached_attention import test_equals_the_reference  # noqa: F401 - on a GPU here
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+# Its model has four heads.
+RANKS = next((n for n in (4, 2) if n <= torch.cuda.device_count()), 1)
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+
+
+def after_warm_up(scorer: OnlineScorer, requests: Requests, numbers: list[int]) -> Tensor:
+    scorer.warm_up()
+    return scores(scorer, requests, numbers)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(("ranks", "fused"), [(1, False), (RANKS, False), (RANKS, True)], ids=["one", "baseline", "fused"])
+def test_graphs_give_the_probabilities_of_the_full_model(ranks: int, fused: bool, dtype: torch.dtype) -> None:
+    if fused and ranks == 1:
+        pytest.skip("needs two CUDA devices")
+    requests = Requests([0, 1, 65, HISTORY], count=72)
+    results = run_ranks(ranks, with_scorer, fused, dtype, after_warm_up, requests, [1, 64, 7])
+    for result in results:
+        torch.testing.assert_close(result, requests.of_full_model(), rtol=0, atol=TOLERANCES[dtype])
+        if fused:
+            assert torch.equal(result, results[0])
+
+
+def repeated(scorer: OnlineScorer, requests: Requests) -> int:
+    """How many of many replays differ from the first."""
+    history = scorer.encode(requests.history(0))
+    candidates = requests.candidates(0, 5)
+    first = scorer.score(history, candidates)
+    return sum(not torch.equal(scorer.score(history, candidates), first) for _ in range(500))
+
+
+def test_replays_give_the_same_bits() -> None:
+    fused = RANKS > 1
+    assert run_ranks(RANKS, with_scorer, fused, torch.bfloat16, repeated, Requests([HISTORY], count=5)) == [0] * RANKS

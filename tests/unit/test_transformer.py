@@ -1,0 +1,122 @@
+"""The Transformer over histories: what a candidate sees, and that TorchRec's pipeline can take the model apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.distributed.train_pipeline.utils import Tracer
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_fused.errors import UsageError
+from dlrm_fused.models.transformer import HistoryTransformer, TransformerDLRM
+
+HISTORY, DIM, WIDTH = 4, 4, 6  # T = 5 tokens
+LENGTHS = torch.tensor([0, 2, 4], dtype=torch.int32)
+
+
+def transformer(**changes: int) -> HistoryTransformer:
+    torch.manual_seed(1)
+    shape = {"token_width": WIDTH, "d_model": 8, "heads": 2, "layers": 2, "d_ff": 16, "history_length": HISTORY}
+    return HistoryTransformer(**(shape | changes))
+
+
+def tokens(samples: int = len(LENGTHS)) -> Tensor:
+    return torch.randn(samples, HISTORY + 1, WIDTH, generator=torch.Generator().manual_seed(2))
+
+
+def encode(model: HistoryTransformer, vectors: Tensor, lengths: Tensor = LENGTHS) -> Tensor:
+    with torch.no_grad():
+        return model(vectors.flatten(0, 1), lengths)
+
+
+class TestWhatACandidateSees:
+    @pytest.mark.parametrize("layers", [1, 2, 3])
+    def test_its_history_and_itself(self, layers: int) -> None:
+        model, vectors = transformer(layers=layers), tokens()
+        before = encode(model, vectors)
+        for sample, length in enumerate(LENGTHS.tolist()):
+            for place in range(HISTORY + 1):
+                changed = vectors.clone()
+                changed[sample, place] += 1.0
+                differs = (encode(model, changed) != before).any(dim=1)
+                assert differs.tolist() == [i == sample and place <= length for i in range(len(LENGTHS))]
+
+    def test_the_order_of_its_history(self) -> None:
+        model, vectors = transformer(), tokens()
+        swapped = vectors.clone()
+        swapped[2, [0, 1]] = vectors[2, [1, 0]]
+        assert not torch.allclose(encode(model, swapped)[2], encode(model, vectors)[2])
+
+    def test_not_how_much_room_there_is_for_longer_histories(self) -> None:
+        model = transformer()
+        longer = transformer(history_length=HISTORY + 3)
+        longer.load_state_dict({**model.state_dict(), "positions": longer.positions})
+        with torch.no_grad():
+            longer.positions[: HISTORY + 1] = model.positions
+        padded = torch.nn.functional.pad(tokens(), (0, 0, 0, 3), value=7.0)
+        torch.testing.assert_close(encode(longer, padded), encode(model, tokens()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"d_model": 9}, "d_model=9: must be a positive multiple of heads=2"),
+        ({"heads": 0}, "heads=0: must be 1 or more"),
+        ({"layers": 0}, "layers=0: must be 1 or more"),
+        ({"history_length": 0}, "history_length=0: must be 1 or more"),
+        ({"d_ff": 0}, "d_ff=0: must be a positive multiple of the 1 tensor-parallel ranks"),
+    ],
+)
+def test_impossible_shapes(changes: dict[str, int], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        transformer(**changes)
+
+
+def tables(**features: int) -> EmbeddingBagCollection:
+    configs = [
+        EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=rows, embedding_dim=DIM)
+        for name, rows in features.items()
+    ]
+    return EmbeddingBagCollection(configs, device=torch.device("cpu"))
+
+
+def bags(keys: list[str], count: int, rows: int) -> KeyedJaggedTensor:
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(0, 3, (len(keys) * count,), generator=generator)
+    values = torch.randint(0, rows, (int(lengths.sum()),), generator=generator)
+    return KeyedJaggedTensor(keys=keys, values=values, lengths=lengths)
+
+
+class TestTransformerDLRM:
+    def model(self) -> TransformerDLRM:
+        torch.manual_seed(1)
+        return TransformerDLRM(
+            tables(user=20, item=30), tables(token_item=30, response=4), transformer(token_width=2 * DIM), 3, [8, DIM], [8, 1]
+        )
+
+    def inputs(self) -> tuple[Tensor, KeyedJaggedTensor, KeyedJaggedTensor, Tensor]:
+        samples = len(LENGTHS)
+        dense = torch.randn(samples, 3, generator=torch.Generator().manual_seed(4))
+        return (
+            dense,
+            bags(["user", "item"], samples, 20),
+            bags(["token_item", "response"], samples * (HISTORY + 1), 4),
+            LENGTHS,
+        )
+
+    def test_every_parameter_gets_a_gradient(self) -> None:
+        model = self.model()
+        logits = model(*self.inputs())
+        assert logits.shape == (len(LENGTHS), 1)
+        logits.sum().backward()
+        assert all(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
+
+    def test_the_pipeline_finds_both_lookups_and_their_inputs(self) -> None:
+        model = self.model()
+        leaves = ["dense_arch", "transformer", "over_arch"]
+        lookups = ["sparse_arch.embedding_bag_collection", "sparse_arch.token_embedding_bag_collection"]
+        graph = Tracer(leaf_modules=[*leaves, *lookups]).trace(model)
+        inputs = {node.target: [argument.op for argument in node.args] for node in graph.nodes if node.target in lookups}
+        assert inputs == {name: ["placeholder"] for name in lookups}
