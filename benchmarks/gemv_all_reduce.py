@@ -280,9 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True, help="JSON, written anew after every cell")
     parser.add_argument("--cells", choices=list(CELLS), default="all")
     parser.add_argument("--m", type=int, nargs="+", help="only these numbers of rows")
-    parser.add_argument(
-        "--match", default="", help="only cells in whose name this regular expression is found"
-    )
+    parser.add_argument("--match", default="", help="only cells in whose name this regular expression is found")
     parser.add_argument("--seconds-budget", type=float, help="no cell is begun later; the others are listed as not run")
     parser.add_argument("--seconds-per-cell", type=float, default=0.3, help="of timing")
     parser.add_argument("--commit", help="for the report, where there is no git repository")
