@@ -143,7 +143,7 @@ class GemvExchange:
             max_columns: the largest N.
             dtype: float32, bfloat16 or float16.
             max_rows: the largest m. The memory for it is allocated here: for up to 64 rows on GPUs about
-                1.5 kB * (ranks + 2) * max_columns, for more of them three times the result besides.
+                1.5 kB * (ranks + 3) * max_columns, for more of them three times the result besides.
             timeout_seconds: how long a rank waits for another.
 
         Raises:

@@ -14,7 +14,7 @@ MOST_ROWS = 64
 # Columns of a tile at least.
 LEAST_COLUMNS = 16
 # Parts of splits that the inbox has room for, in results of the largest product.
-SPLIT_SLOTS = 2
+SPLIT_SLOTS = 3
 # Programs of a launch at most where all of them wait for each other: one for each multiprocessor of an H100 or H200.
 RESIDENT_PROGRAMS = 132
 # Partial results, rows * columns, above which they are added up at one rank instead of at every rank.
@@ -108,7 +108,7 @@ def _measured(rows: int, columns: int, depth: int) -> Blocks | None:
 def _by_rule(rows: int, columns: int, depth: int, element_size: int) -> Blocks:
     # Every tile reads all of x: with many rows, wide tiles and more splits read less.
     if rows > 16:
-        tile = min(128, max(LEAST_COLUMNS, 1 << (columns // 16).bit_length() - 1))
+        tile = min(128, max(LEAST_COLUMNS, 1 << (columns // 32).bit_length() - 1))
     else:
         tile = next((width for width in (128, 64, 32) if columns // width >= 96), LEAST_COLUMNS)
     tiles = -(-columns // tile)
