@@ -32,7 +32,7 @@ train: setup | data/movielens-100k/dataset.json
 
 # Many tests wait more than they compute.
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 lint: setup-dev
 	$(BIN)/ruff check
