@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from harness import geometric_mean
+from report_command import show_report
 
 Result = Mapping[str, Any]
 
@@ -145,16 +144,5 @@ def plot(report: Mapping[str, Any], output: Path) -> None:
     figure.savefig(output, dpi=110)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="JSON of embedding_all_to_all.py")
-    parser.add_argument("--plot", type=Path, help="the picture, such as plot.png or plot.svg")
-    arguments = parser.parse_args()
-    report = json.loads(arguments.results.read_text())
-    print(table(report))
-    if arguments.plot:
-        plot(report, arguments.plot)
-
-
 if __name__ == "__main__":
-    main()
+    show_report(__doc__, table, plot)
