@@ -170,6 +170,44 @@ def wait_until_ready(peer, epoch, fingerprint, flags, state, control, poll_limit
 
 
 @triton.jit
+def wait_until_all_ready(
+    epoch, fingerprint, flags, state, control, poll_limit, RANK: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr
+):
+    """:func:`wait_until_ready` for all ranks at once, for kernels that store to every one of them.
+
+    Returns:
+        Whether all are ready; false after a fault, in which case nothing may be stored. :func:`announced_offset` tells
+        where a rank receives.
+    """
+    peers = tl.arange(0, LANES)
+    there = peers < WORLD
+    seen = tl.zeros((LANES,), tl.int64)
+    missing = tl.full((), 1, tl.int32)
+    polls = tl.zeros((), tl.int64)
+    while (missing > 0) & (polls < poll_limit):
+        seen = tl.atomic_add(flags + peers, tl.zeros((LANES,), tl.int64), mask=there, sem="acquire", scope="sys")
+        missing = tl.sum(tl.where(there & (seen < (epoch << 32)), 1, 0), axis=0)
+        polls += 1
+        if polls % _ABORT_CHECK == 0:
+            polls = tl.where(must_stop(state), poll_limit, polls)
+    late = there & (seen < (epoch << 32))
+    refused = there & (seen >= (epoch << 32)) & ((seen & 0xFFFFFFFF) == REFUSED_OFFSET)
+    theirs = tl.load(flags + 2 * WORLD + peers, mask=there, other=0, volatile=True)
+    differs = there & (theirs != fingerprint)
+    faulty = tl.min(tl.where(late, peers, LANES), axis=0)
+    kind = fault_kind(state)
+    if faulty == LANES:
+        faulty = tl.min(tl.where(refused, peers, LANES), axis=0)
+        kind = tl.full((), REFUSED, tl.int64)
+    if faulty == LANES:
+        faulty = tl.min(tl.where(differs, peers, LANES), axis=0)
+        kind = tl.full((), MISMATCH, tl.int64)
+    if faulty < LANES:
+        report_fault(state, control, kind, tl.full((), RANK, tl.int64), faulty, epoch, READY)
+    return faulty == LANES
+
+
+@triton.jit
 def announced_offset(peer, flags):
     """Where ``peer`` receives in this epoch, in bytes; only after :func:`wait_until_ready` for it in the same program."""
     return (tl.load(flags + peer) & 0xFFFFFFFF) * OFFSET_UNIT
