@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dlrm_fused.ops.put import TRITON_DTYPES
 from dlrm_fused.symmetric import Channel, SymmetricMemory
-from dlrm_fused.symmetric.device import announced_offset, begin, finish, peer_pointer, uses_kernels, wait_until_all_ready
+from dlrm_fused.symmetric.device import announced_offset, begin, finish, uses_kernels, wait_until_all_ready
 
 # Of a program's tile: bytes of a row at a time, and rows, whose loads and stores are in flight together.
 _ROW_BYTES, _ROWS = 2048, 8
