@@ -23,9 +23,9 @@ from dlrm_fused.errors import ConfigError
 
 
 class Comm(Enum):
-    """How the collectives of the embedding stage and of tensor-parallel layers run."""
+    """How the collectives of the embedding stage, of tensor-parallel layers and of experts run."""
 
-    baseline = "baseline"  # TorchRec's own sharding; a matrix product, then an all-reduce
+    baseline = "baseline"  # TorchRec's own sharding; products and collectives in turn
     fused = "fused"  # computation and communication in one operator, where the plan allows it
     auto = "auto"  # the faster of the two for each sharding type and for the layers, measured at the start
 
@@ -42,6 +42,13 @@ class ModelKind(Enum):
     dlrm = "dlrm"
     dcnv2 = "dcnv2"
     transformer = "transformer"  # DLRM with a Transformer over the user's history
+
+
+class Gate(Enum):
+    """What the weights of a token's experts are: their probabilities or scores, divided by their sum."""
+
+    softmax = "softmax"
+    sigmoid = "sigmoid"
 
 
 class Sharding(Enum):
@@ -128,6 +135,8 @@ class SyntheticConfig:
     test_samples: int = 100_000
     # Standard deviation of the planted logit: larger is easier to predict.
     signal: float = 2.0
+    # Groups of samples, told by their dense features, whose labels follow different rules; 1 for one rule.
+    segments: int = 1
     # Past interactions of each sample: exactly so many, or uniform in [0, history_length] when jagged; 0 for no tokens.
     history_length: int = 0
     # Rows of the table of their items.
@@ -148,6 +157,25 @@ class DataConfig:
 
 
 @dataclass
+class ExpertsConfig:
+    """A Mixture of Experts: in the top of dlrm and dcnv2, or for the feed-forward layers of the Transformer's blocks."""
+
+    # 0: none.
+    count: int = 0
+    # Experts of a token.
+    top_k: int = 2
+    # Width of an expert's hidden layer, and of that of an expert that all tokens have; 0: no such expert.
+    hidden: int = 256
+    shared_hidden: int = 0
+    gate: Gate = Gate.softmax
+    # Weights of the auxiliary losses.
+    balance_loss: float = 0.01
+    z_loss: float = 0.001
+    # Consecutive ranks that the experts are spread over; 0 takes all ranks.
+    parallel: int = 0
+
+
+@dataclass
 class ModelConfig:
     kind: ModelKind = ModelKind.dlrm
     # Widths of the layers; the bottom one must end with embedding.dim, the top one with 1.
@@ -162,6 +190,7 @@ class ModelConfig:
     heads: int = 4
     # Transformer only: consecutive ranks of a host that share the weights of its blocks; 0 takes all ranks of the host.
     tensor_parallel: int = 0
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
 
 
 @dataclass
@@ -531,6 +560,7 @@ def _check_data(config: Config) -> None:
         _require(getattr(synthetic, key) >= 1, f"data.synthetic.{key}", getattr(synthetic, key), "1 or more")
     _require(synthetic.zipf_exponent >= 0, "data.synthetic.zipf_exponent", synthetic.zipf_exponent, "0 or more")
     _require(synthetic.signal >= 0, "data.synthetic.signal", synthetic.signal, "0 or more")
+    _require(synthetic.segments >= 1, "data.synthetic.segments", synthetic.segments, "1 or more")
     _require(synthetic.history_length >= 0, "data.synthetic.history_length", synthetic.history_length, "0 or more")
     _require(1 <= synthetic.history_items < 2**31, "data.synthetic.history_items", synthetic.history_items, "1 to 2147483647")
 
@@ -556,6 +586,31 @@ def _check_model(config: Config) -> None:
         _require(model.cross_rank >= 1, "model.cross_rank", model.cross_rank, "1 or more")
     if model.kind is ModelKind.transformer:
         _check_transformer(config)
+    _require(model.experts.count >= 0, "model.experts.count", model.experts.count, "0 or more")
+    if model.experts.count:
+        _check_experts(model)
+
+
+def _check_experts(model: ModelConfig) -> None:
+    experts, prefix = model.experts, "model.experts"
+    _require(1 <= experts.top_k <= experts.count, f"{prefix}.top_k", experts.top_k, f"1 to {prefix}.count={experts.count}")
+    _require(experts.hidden >= 8 and experts.hidden % 8 == 0, f"{prefix}.hidden", experts.hidden, "a positive multiple of 8")
+    _require(experts.shared_hidden >= 0, f"{prefix}.shared_hidden", experts.shared_hidden, "0 or more")
+    for key in ("balance_loss", "z_loss"):
+        _require(getattr(experts, key) >= 0, f"{prefix}.{key}", getattr(experts, key), "0 or more")
+    _require(
+        experts.parallel >= 0 and (experts.parallel == 0 or experts.count % experts.parallel == 0),
+        f"{prefix}.parallel",
+        experts.parallel,
+        f"0, or a divisor of {prefix}.count={experts.count}, since ranks take whole experts",
+    )
+    with_experts = f"with {prefix}.count={experts.count}"
+    if model.kind is ModelKind.transformer:
+        _require(model.d_model % 8 == 0, "model.d_model", model.d_model, f"a multiple of 8 {with_experts}")
+        _require(model.tensor_parallel == 1, "model.tensor_parallel", model.tensor_parallel, f"1 {with_experts}")
+    else:
+        first = model.top_mlp[0]
+        _require(first % 8 == 0, "model.top_mlp", model.top_mlp, f"a first width that is a multiple of 8 {with_experts}")
 
 
 def _check_transformer(config: Config) -> None:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from dlrm_fused.config import Comm, Config, Precision
-from dlrm_fused.errors import CommunicationError, UsageError
+from dlrm_fused.config import Comm, Config
+from dlrm_fused.models.choice import compute_dtype, is_faster, reachable_memory
 from dlrm_fused.models.tensor_parallel import RowParallelProduct
 from dlrm_fused.ops.gemv_all_reduce import GemvExchange
-from dlrm_fused.symmetric import symmetric_group
-
-logger = logging.getLogger("dlrm_fused")
 
 # A block's feed-forward layer is so many times as wide as d_model.
 FEED_FORWARD_FACTOR = 4
 # Rows (tokens) of one fused call: enough to be fast, few enough for their memory to be small beside that of activations.
 _MOST_ROWS = 16_384
-_WARMUP_RUNS, _MEASURED_RUNS = 3, 10
 
 
 def choose_product(config: Config, group: dist.ProcessGroup | None, tokens: int, device: torch.device) -> RowParallelProduct:
@@ -43,21 +38,18 @@ def choose_product(config: Config, group: dist.ProcessGroup | None, tokens: int,
         for samples in (config.training.global_batch_size, config.evaluation.global_batch_size)
     ]
     width = config.model.d_model
-    chosen = fused_product(config, group, device, "row-parallel layers", width, min(max(rows), _MOST_ROWS))
-    if chosen.exchange is None or config.comm is Comm.fused:
-        return chosen
-    fused, baseline, dtype = chosen, RowParallelProduct(group), chosen.exchange.dtype
-    own, other = _slowest_rank(
-        [_seconds(product, config, rows[0], dtype, device) for product in (fused, baseline)], group, device
+    fused = fused_product(config, group, device, "row-parallel layers", width, min(max(rows), _MOST_ROWS))
+    if fused.exchange is None or config.comm is Comm.fused:
+        return fused
+    baseline = RowParallelProduct(group)
+    fused_is_faster = is_faster(
+        *(_products_of_a_block(product, config, rows[0], device) for product in (fused, baseline)),
+        group,
+        device,
+        layers=f"row-parallel layers of {rows[0]} rows",
+        unfused_name="product and all-reduce",
     )
-    logger.info(
-        "comm=auto, row-parallel layers of %d rows: fused %.3f ms, product and all-reduce %.3f ms: %s",
-        rows[0],
-        own * 1e3,
-        other * 1e3,
-        "fused" if own < other else "product and all-reduce",
-    )
-    return fused if own < other else baseline
+    return fused if fused_is_faster else baseline
 
 
 def fused_product(
@@ -75,42 +67,25 @@ def fused_product(
     """
     if group is None or group.size() == 1 or config.comm is Comm.baseline:
         return RowParallelProduct(group)
-    try:
-        ranks = symmetric_group(group, device)
-    except CommunicationError as error:  # raised by all ranks
-        if config.comm_strict:
-            raise UsageError(f"comm_strict=true: tensor-parallel layers without fused communication: {error}") from None
-        logger.warning("tensor-parallel layers run without fused communication: %s", error)
+    ranks = reachable_memory(config, group, device, "tensor-parallel layers")
+    if ranks is None:
         return RowParallelProduct(group)
-    dtype = torch.bfloat16 if config.training.precision is Precision.bf16 else torch.float32
+    dtype = compute_dtype(config)
     return RowParallelProduct(group, GemvExchange(ranks, name=name, max_columns=max_columns, dtype=dtype, max_rows=max_rows))
 
 
-def _seconds(product: RowParallelProduct, config: Config, rows: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Mean time of the two products of a block. Collective."""
+def _products_of_a_block(product: RowParallelProduct, config: Config, rows: int, device: torch.device) -> Callable[[], None]:
+    """What makes the two products of a block. Collective."""
     assert product.group is not None
-    width = config.model.d_model
+    width, dtype = config.model.d_model, compute_dtype(config)
     depths = [width // product.group.size(), FEED_FORWARD_FACTOR * width // product.group.size()]
     inputs = [torch.ones(rows, depth, dtype=dtype, device=device) for depth in depths]
     weights = [torch.ones(width, depth, dtype=dtype, device=device) for depth in depths]
     residual, norm_weight = torch.ones(rows, width, dtype=dtype, device=device), torch.ones(width, dtype=dtype, device=device)
-    with torch.no_grad():
-        for run in range(_WARMUP_RUNS + _MEASURED_RUNS):
-            if run == _WARMUP_RUNS:
-                _synchronize(device)
-                begin = time.perf_counter()
-            for x, weight in zip(inputs, weights, strict=True):
-                product(x, weight, residual, norm_weight)
-    _synchronize(device)
-    return (time.perf_counter() - begin) / _MEASURED_RUNS
 
+    @torch.no_grad()
+    def multiply() -> None:
+        for x, weight in zip(inputs, weights, strict=True):
+            product(x, weight, residual, norm_weight)
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _slowest_rank(seconds: list[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    times = torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(times, dist.ReduceOp.MAX, group=group)
-    return [float(time) for time in times]
+    return multiply

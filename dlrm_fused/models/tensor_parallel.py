@@ -4,8 +4,8 @@ A column-parallel layer holds some of the output features and gives its part of 
 part, holds the weights of these input features, and sums the products over the ranks. Between :func:`gather_samples` and
 :func:`own_samples` the ranks of a group work on the samples of all of them, and their activations outside the cut layers are
 equal. Gradients there are those of the mean of the ranks' losses, as DDP's average is elsewhere, whether a parameter is cut
-or not. The parameters of cut layers carry ``tensor_parallel_dim``, the dimension that is cut: rank r of n holds the r-th of n
-equal pieces of it.
+or not. The parameters of cut layers carry ``cut_dim``, the dimension that is cut: rank r of n holds the r-th of n equal pieces
+of it.
 
 Source: Shoeybi et al., *Megatron-LM*, arXiv 1909.08053.
 """
@@ -196,6 +196,12 @@ def _piece(in_features: int, out_features: int, dim: int, group: ProcessGroup | 
     piece = torch.empty(out_features, in_features).uniform_(-bound, bound)
     if group is not None:
         piece = piece.chunk(ranks, dim)[group.rank()].clone(memory_format=torch.contiguous_format)
+    return cut_parameter(piece, dim, group)
+
+
+def cut_parameter(piece: Tensor, dim: int, group: ProcessGroup | None) -> nn.Parameter:
+    """This rank's piece as a parameter; one rank alone has the whole, an ordinary parameter."""
     parameter = nn.Parameter(piece)
-    parameter.tensor_parallel_dim = dim  # type: ignore[attr-defined]
+    if group_size(group) > 1:
+        parameter.cut_dim = dim  # type: ignore[attr-defined]
     return parameter

@@ -7,9 +7,12 @@ The history's encoding can therefore be kept and used for many candidates (:mod:
 
 Sources: Chen et al., *Behavior Sequence Transformer for E-commerce Recommendation in Alibaba*, arXiv 1905.06874; Zhai et al.,
 *Actions Speak Louder than Words* (HSTU), arXiv 2402.17152; pre-norm blocks with RMSNorm: Zhang and Sennrich, arXiv 1910.07467.
+Blocks whose feed-forward layer is a Mixture of Experts: Fedus et al., *Switch Transformers*, arXiv 2101.03961.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +22,7 @@ from torchrec.models.dlrm import DenseArch, InteractionArch, OverArch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_fused.errors import UsageError
+from dlrm_fused.models.moe import MixtureOfExperts
 from dlrm_fused.models.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -31,41 +35,52 @@ from dlrm_fused.models.tensor_parallel import (
 
 
 class Block(nn.Module):
-    """A pre-norm Transformer block: attention, then a feed-forward layer with GELU; no biases.
+    """A pre-norm Transformer block: attention, then a feed-forward layer with GELU, or one of experts; no biases.
 
     Its own norms come from outside: each row-parallel product also gives the norm of its result that the next layer takes.
+
+    Args:
+        experts: instead of the feed-forward layer of width d_ff.
 
     Attributes:
         qkv: [heads * 3 * d_head, d_model], head after head, so that a rank's piece is that of whole heads.
     """
 
-    def __init__(self, d_model: int, heads: int, d_ff: int, product: RowParallelProduct) -> None:
+    def __init__(
+        self, d_model: int, heads: int, d_ff: int, product: RowParallelProduct, experts: MixtureOfExperts | None = None
+    ) -> None:
         super().__init__()
         self._d_head = d_model // heads
         self.attention_norm = nn.Parameter(torch.ones(d_model))
         self.qkv = ColumnParallelLinear(d_model, 3 * d_model, product.group)
         self.attention_out = RowParallelLinear(d_model, d_model, product)
         self.feed_forward_norm = nn.Parameter(torch.ones(d_model))
-        self.feed_forward_in = ColumnParallelLinear(d_model, d_ff, product.group)
-        self.feed_forward_out = RowParallelLinear(d_ff, d_model, product)
+        self.experts = experts
+        if experts is None:
+            self.feed_forward_in = ColumnParallelLinear(d_model, d_ff, product.group)
+            self.feed_forward_out = RowParallelLinear(d_ff, d_model, product)
 
     def project(self, normed: Tensor) -> Tensor:
         """[..., d_model] to queries, keys and values of this rank's heads, [..., heads / ranks, 3, d_head]."""
         projected: Tensor = self.qkv(normed)
         return projected.unflatten(-1, (-1, 3, self._d_head))
 
-    def finish(self, attended: Tensor, x: Tensor, next_norm: Tensor) -> tuple[Tensor, Tensor]:
+    def finish(self, attended: Tensor, x: Tensor, next_norm: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """What follows the attention.
 
         Args:
             attended: [..., heads / ranks, d_head], the attention's result.
             x: [..., d_model], the block's input.
             next_norm: [d_model], the weight of the norm that follows the block.
+            real: [...] bool, false for padding, which is kept from the experts.
 
         Returns:
             the block's output and its norm, each [..., d_model].
         """
         x, normed = self.attention_out(attended.flatten(-2), x, self.feed_forward_norm)
+        if self.experts is not None:
+            x = x + self.experts(normed.flatten(0, -2), None if real is None else real.flatten()).view_as(x)
+            return x, rms_norm(x, next_norm)
         result: tuple[Tensor, Tensor] = self.feed_forward_out(F.gelu(self.feed_forward_in(normed)), x, next_norm)
         return result
 
@@ -80,9 +95,10 @@ class HistoryTransformer(nn.Module):
         history_length: past interactions of a sample, at most.
         product: how row-parallel layers multiply, and the ranks that the blocks are cut over. These must divide ``heads``
             and ``d_ff``.
+        experts: of each block, in place of its feed-forward layer; then ``product`` is of one rank.
 
     Raises:
-        UsageError: if a number does not divide another as it must.
+        UsageError: if a number does not divide another as it must, or numbers of layers differ.
     """
 
     def __init__(
@@ -95,14 +111,21 @@ class HistoryTransformer(nn.Module):
         d_ff: int,
         history_length: int,
         product: RowParallelProduct | None = None,
+        experts: Sequence[MixtureOfExperts] = (),
     ) -> None:
         super().__init__()
         product = product or RowParallelProduct()
         _check_shape(d_model, heads, layers, d_ff, history_length, group_size(product.group))
+        if experts and (len(experts) != layers or group_size(product.group) > 1):
+            raise UsageError(
+                f"{len(experts)} layers of experts for layers={layers} on {group_size(product.group)} tensor-parallel ranks: "
+                "needed: one for each layer, on one rank"
+            )
         self.d_model, self.heads, self.history_length, self.product = d_model, heads, history_length, product
         self.input = nn.Linear(token_width, d_model)
         self.positions = nn.Parameter(torch.randn(history_length + 1, d_model) * 0.02)
-        self.blocks = nn.ModuleList(Block(d_model, heads, d_ff, product) for _ in range(layers))
+        of_blocks = experts or [None] * layers
+        self.blocks = nn.ModuleList(Block(d_model, heads, d_ff, product, of_block) for of_block in of_blocks)
         self.final_norm = nn.Parameter(torch.ones(d_model))
 
     def stages(self) -> list[tuple[Block, Tensor]]:
@@ -110,12 +133,13 @@ class HistoryTransformer(nn.Module):
         blocks = [block for block in self.blocks if isinstance(block, Block)]
         return list(zip(blocks, [*(block.attention_norm for block in blocks[1:]), self.final_norm], strict=True))
 
-    def forward(self, tokens: Tensor, history_lengths: Tensor) -> Tensor:
-        """Collective over the ranks of ``product``, which must have the same number of samples.
+    def forward(self, tokens: Tensor, history_lengths: Tensor, real: Tensor | None = None) -> Tensor:
+        """Collective over the ranks of ``product``, which must have the same number of samples, or over those of the experts.
 
         Args:
             tokens: [b * T, W], the embeddings of each sample's tokens; row i * T + t is token t of sample i.
             history_lengths: [b], past interactions of each sample.
+            real: [b] bool, false for samples that are padding, for a model with experts.
 
         Returns:
             [b, d_model], the normed encoding of each candidate.
@@ -127,20 +151,21 @@ class HistoryTransformer(nn.Module):
         x = self.input(tokens).view(*distances.shape, -1)
         x = x + F.embedding(distances, self.positions).to(x.dtype)  # with autocast, half as much to gather
         x, candidates = gather_samples(x, group), gather_samples(candidates, group)
+        seen = places <= candidates[:, None]
+        real_tokens = seen if real is None else seen & real[:, None]
         *full, (last, final_norm) = stages = self.stages()
         normed = rms_norm(x, stages[0][0].attention_norm)
         for block, next_norm in full:
             queries, keys, values = block.project(normed).permute(3, 0, 2, 1, 4)
             attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-            x, normed = block.finish(attended.transpose(1, 2), x, next_norm)
+            x, normed = block.finish(attended.transpose(1, 2), x, next_norm, real_tokens)
         # Of the last block, only the candidates' outputs are used.
         queries, keys, values = last.project(normed).permute(3, 0, 2, 1, 4)
         samples = torch.arange(len(candidates), device=tokens.device)
-        seen = places <= candidates[:, None]
         attended = F.scaled_dot_product_attention(
             queries[samples, :, candidates].unsqueeze(2), keys, values, attn_mask=seen[:, None, None]
         )
-        _, encoded = last.finish(attended.squeeze(2), x[samples, candidates], final_norm)
+        _, encoded = last.finish(attended.squeeze(2), x[samples, candidates], final_norm, real)
         return own_samples(encoded, group)
 
 
@@ -231,7 +256,14 @@ class TransformerDLRM(nn.Module):
         self.transformer = transformer
         self.over_arch = TransformerOverArch(len(self.sparse_arch.features), self.sparse_arch.dim, transformer.d_model, top_mlp)
 
-    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor, tokens: KeyedJaggedTensor, history_lengths: Tensor) -> Tensor:
+    def forward(
+        self,
+        dense: Tensor,
+        sparse: KeyedJaggedTensor,
+        tokens: KeyedJaggedTensor,
+        history_lengths: Tensor,
+        real: Tensor | None = None,
+    ) -> Tensor:
         """Collective over the ranks of the Transformer, which must have the same number of samples b.
 
         Args:
@@ -239,11 +271,12 @@ class TransformerDLRM(nn.Module):
             sparse: the sample features, of stride b.
             tokens: the token features, of stride b * T; bag i * T + t is token t of sample i.
             history_lengths: [b], past interactions of each sample.
+            real: [b] bool, false for samples that are padding, for a model with experts.
 
         Returns:
             logits, [b, 1].
         """
         pooled, token_vectors = self.sparse_arch(sparse, tokens)
-        encoded = self.transformer(token_vectors, history_lengths)
+        encoded = self.transformer(token_vectors, history_lengths, real)
         logits: Tensor = self.over_arch(self.dense_arch(dense), pooled, encoded)
         return logits

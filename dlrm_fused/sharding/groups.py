@@ -1,7 +1,12 @@
-"""Which ranks share the weights of tensor-parallel layers, and data parallelism across those groups.
+"""Which ranks share the weights of a layer, and data parallelism across those groups.
 
-A tensor-parallel (TP) group is consecutive ranks of one host. A parameter whose attribute ``tensor_parallel_dim`` is set is cut
-along that dimension: rank r of a group of n holds the r-th of n equal pieces. Other groups hold the same pieces.
+A parameter whose attribute ``cut_dim`` is set is cut along that dimension: rank r of a group of n holds the r-th of n equal
+pieces. Other groups hold the same pieces. A group is consecutive ranks:
+
+* tensor-parallel (TP) ones share the weights of the Transformer's blocks, and lie on one host;
+* expert-parallel (EP) ones share the experts of a Mixture of Experts: pieces are whole experts.
+
+A model has groups of one kind.
 """
 
 from __future__ import annotations
@@ -15,12 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
 
-from dlrm_fused.config import ModelConfig
+from dlrm_fused.config import ExpertsConfig, ModelConfig, ModelKind
 from dlrm_fused.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class TensorParallelGroups:
+class ModelParallelGroups:
     """The groups of this rank.
 
     Attributes:
@@ -37,7 +42,18 @@ class TensorParallelGroups:
         return self.copies.rank() == 0
 
 
-def tensor_parallel_groups(model: ModelConfig) -> TensorParallelGroups:
+def model_parallel_groups(model: ModelConfig) -> ModelParallelGroups | None:
+    """The groups of the model; None if no weights of its layers are shared. Collective.
+
+    Raises:
+        ConfigError: on all ranks, if ranks or weights cannot be divided as the settings say.
+    """
+    if model.experts.count:
+        return expert_parallel_groups(model.experts)
+    return tensor_parallel_groups(model) if model.kind is ModelKind.transformer else None
+
+
+def tensor_parallel_groups(model: ModelConfig) -> ModelParallelGroups:
     """The groups that ``model.tensor_parallel`` asks for. Collective.
 
     Raises:
@@ -46,12 +62,16 @@ def tensor_parallel_groups(model: ModelConfig) -> TensorParallelGroups:
     world_size = dist.get_world_size()
     hosts: list[int] = [0] * world_size
     dist.all_gather_object(hosts, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
-    size = tensor_parallel_size(model, hosts)
-    firsts = range(0, world_size, size)
-    return TensorParallelGroups(
-        layers=_group_of_this_rank([range(first, first + size) for first in firsts]),
-        copies=_group_of_this_rank([range(piece, world_size, size) for piece in range(size)]),
-    )
+    return _groups_of(tensor_parallel_size(model, hosts))
+
+
+def expert_parallel_groups(experts: ExpertsConfig) -> ModelParallelGroups:
+    """The groups that ``model.experts.parallel`` asks for. Collective.
+
+    Raises:
+        ConfigError: on all ranks, if the ranks, or ``model.experts.count``, cannot be divided so.
+    """
+    return _groups_of(expert_parallel_size(experts, dist.get_world_size()))
 
 
 def tensor_parallel_size(model: ModelConfig, hosts: Sequence[int]) -> int:
@@ -75,6 +95,32 @@ def tensor_parallel_size(model: ModelConfig, hosts: Sequence[int]) -> int:
     return size
 
 
+def expert_parallel_size(experts: ExpertsConfig, world_size: int) -> int:
+    """Ranks of an EP group.
+
+    Raises:
+        ConfigError: if the ranks, or ``model.experts.count``, cannot be divided so.
+    """
+    size = experts.parallel or world_size
+    allowed = [n for n in range(1, world_size + 1) if world_size % n == 0 and experts.count % n == 0]
+    if size not in allowed:
+        given = f"{experts.parallel}" if experts.parallel else f"0, all {size} ranks"
+        raise ConfigError(
+            f"model.experts.parallel={given}: allowed: {', '.join(map(str, allowed))}; it must divide the number of ranks, "
+            f"{world_size}, and model.experts.count={experts.count}"
+        )
+    return size
+
+
+def _groups_of(size: int) -> ModelParallelGroups:
+    """Collective."""
+    world_size = dist.get_world_size()
+    return ModelParallelGroups(
+        layers=_group_of_this_rank([range(first, first + size) for first in range(0, world_size, size)]),
+        copies=_group_of_this_rank([range(piece, world_size, size) for piece in range(size)]),
+    )
+
+
 def _group_of_this_rank(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
     """Collective: every rank takes part in making every group."""
     if len(groups) == 1:
@@ -83,14 +129,14 @@ def _group_of_this_rank(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, next(m for m, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks))
 
 
-def tensor_parallel_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+def cut_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that are cut, by their names."""
-    return {name: p for name, p in model.named_parameters() if getattr(p, "tensor_parallel_dim", None) is not None}
+    return {name: p for name, p in model.named_parameters() if getattr(p, "cut_dim", None) is not None}
 
 
 def data_parallel_wrapper(model: nn.Module) -> DefaultDataParallelWrapper:
     """For DistributedModelParallel: averages over all ranks the gradients of what is neither sharded nor cut."""
-    return DefaultDataParallelWrapper(params_to_ignore=list(tensor_parallel_parameters(model)))
+    return DefaultDataParallelWrapper(params_to_ignore=list(cut_parameters(model)))
 
 
 def average_gradients(parameters: Sequence[Tensor], copies: dist.ProcessGroup) -> None:

@@ -42,10 +42,10 @@ from dlrm_fused.sharding.fused import (
     Mode,
 )
 from dlrm_fused.sharding.groups import (
-    TensorParallelGroups,
+    ModelParallelGroups,
     average_gradients,
+    cut_parameters,
     data_parallel_wrapper,
-    tensor_parallel_parameters,
 )
 from dlrm_fused.sharding.planning import make_plan
 
@@ -69,14 +69,14 @@ class ShardedModel:
             Its ``param_groups`` hold the learning rates in effect.
         plan: where each table lies.
         paths: by table, how its pooled embeddings are computed and delivered; empty for ``comm=baseline``.
-        groups: of tensor-parallel layers; None for a model without any.
+        groups: of layers that ranks share; None for a model without any.
     """
 
     model: DistributedModelParallel
     optimizer: CombinedOptimizer
     plan: ShardingPlan
     paths: Mapping[str, str]
-    groups: TensorParallelGroups | None
+    groups: ModelParallelGroups | None
 
 
 def shard(
@@ -84,7 +84,7 @@ def shard(
     config: Config,
     schema: DatasetSchema,
     device: torch.device,
-    groups: TensorParallelGroups | None = None,
+    groups: ModelParallelGroups | None = None,
 ) -> ShardedModel:
     """Plan, shard and initialize the model. Collective.
 
@@ -181,7 +181,7 @@ def _refuse_managed_memory(key: str, kernel: ComputeKernel) -> None:
 
 
 def make_optimizer(
-    model: DistributedModelParallel, config: Config, groups: TensorParallelGroups | None = None
+    model: DistributedModelParallel, config: Config, groups: ModelParallelGroups | None = None
 ) -> CombinedOptimizer:
     """All optimizers as one; a data-parallel table is updated like a dense layer, by the embedding's own optimizer."""
     dense = {name: p for name, p in model.named_parameters() if not is_table(name)}
@@ -189,7 +189,7 @@ def make_optimizer(
     def of_dense(parameters: list[Tensor]) -> torch.optim.Optimizer:
         optimizer = _dense_optimizer(parameters, config.training.dense_optimizer)
         if groups is not None and groups.copies.size() > 1:
-            cut, copies = list(tensor_parallel_parameters(model).values()), groups.copies
+            cut, copies = list(cut_parameters(model).values()), groups.copies
             optimizer.register_step_pre_hook(lambda *_: average_gradients(cut, copies))
         return optimizer
 

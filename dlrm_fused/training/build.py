@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from dlrm_fused.config import Config, ModelKind
+from dlrm_fused.config import Config
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.models import build_model
-from dlrm_fused.sharding.groups import tensor_parallel_groups
+from dlrm_fused.sharding.groups import model_parallel_groups
 from dlrm_fused.sharding.parallel import ShardedModel, shard
 
 
@@ -19,6 +19,6 @@ def build(config: Config, schema: DatasetSchema, device: torch.device) -> Sharde
         ConfigError: if the model does not go with the data set or the ranks, or no plan satisfies the config.
         UsageError: with ``comm_strict``, if ``comm=fused`` does not cover all of the model.
     """
-    groups = tensor_parallel_groups(config.model) if config.model.kind is ModelKind.transformer else None
+    groups = model_parallel_groups(config.model)
     task = build_model(config, schema, dist.get_world_size(), device, groups.layers if groups else None)
     return shard(task, config, schema, device, groups)

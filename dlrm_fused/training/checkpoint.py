@@ -16,7 +16,8 @@ key                              global shape                content
 ``random.<rank>.<device>``       [bytes]                     state of a rank's random generators
 ===============================  ==========================  ==========================================
 
-A tensor-parallel parameter and its optimizer's state have the shape of the whole: any tensor-parallel size loads them.
+A parameter that is cut over ranks, tensor-parallel or of experts, and its optimizer's state have the shape of the whole: any
+number of ranks loads them.
 
 A rowwise optimizer keeps one number for the columns of one shard: n is the number of column shards, 1 unless the plan cuts
 columns. Loading with another n gives every shard the mean over the n saved ones. For rowwise Adagrad, whose state is a sum of
@@ -53,7 +54,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from dlrm_fused.config import CheckpointConfig
 from dlrm_fused.errors import CheckpointError
-from dlrm_fused.sharding.groups import TensorParallelGroups
+from dlrm_fused.sharding.groups import ModelParallelGroups
 from dlrm_fused.sharding.parallel import ShardedModel, data_parallel_tables, is_table, set_optimizer_step, table_name
 from dlrm_fused.training.checkpoint_storage import RawReader, RawWriter
 
@@ -244,9 +245,9 @@ def optimizer_state(sharded: ShardedModel) -> State:
     return state
 
 
-def of_dense(value: Tensor, parameter: Tensor | None, groups: TensorParallelGroups | None) -> Tensor | TensorPieces:
-    """A dense parameter, or a state of its optimizer: this rank's piece of it if the parameter is tensor-parallel."""
-    dim = getattr(parameter, "tensor_parallel_dim", None)
+def of_dense(value: Tensor, parameter: Tensor | None, groups: ModelParallelGroups | None) -> Tensor | TensorPieces:
+    """A dense parameter, or a state of its optimizer: this rank's piece of it if the parameter is cut."""
+    dim = getattr(parameter, "cut_dim", None)
     if dim is None or parameter is None or groups is None or value.shape != parameter.shape:
         return value
     shape, begin = list(value.shape), [0] * value.dim()

@@ -24,7 +24,7 @@ from dlrm_fused.errors import CheckpointError, ConfigError, UserError
 from dlrm_fused.models.dlrm import build_transformer
 from dlrm_fused.models.row_parallel import fused_product
 from dlrm_fused.online import MOST_CANDIDATES, Candidates, CutTables, OnlineScorer
-from dlrm_fused.sharding.groups import TensorParallelGroups, tensor_parallel_groups
+from dlrm_fused.sharding.groups import ModelParallelGroups, tensor_parallel_groups
 from dlrm_fused.training.build import build
 from dlrm_fused.training.checkpoint import State, TensorPieces, of_dense, restore_model, restore_tensors
 from dlrm_fused.training.run_folder import RunFolder
@@ -76,6 +76,10 @@ class OnlineModel:
         """
         if config.model.kind is not ModelKind.transformer:
             raise ConfigError(f"model.kind={config.model.kind.name}: online scoring is for model.kind=transformer")
+        if config.model.experts.count:
+            raise ConfigError(
+                f"model.experts.count={config.model.experts.count}: online scoring is for models without experts: 0"
+            )
         groups = tensor_parallel_groups(config.model)
         group, dim = groups.layers, config.embedding.dim
         dtype = torch.bfloat16 if config.training.precision is Precision.bf16 else torch.float32
@@ -111,7 +115,7 @@ class OnlineModel:
         restore_tensors(checkpoint, self.state)
 
 
-def _state(parts: dict[str, torch.nn.Module], tables: CutTables, groups: TensorParallelGroups) -> State:
+def _state(parts: dict[str, torch.nn.Module], tables: CutTables, groups: ModelParallelGroups) -> State:
     state: State = {}
     for part, module in parts.items():
         for name, parameter in module.named_parameters():

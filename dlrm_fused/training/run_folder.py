@@ -20,6 +20,7 @@ _FREE_SETTINGS = (
     "data.workers",
     "data.prefetch_batches",
     "model.tensor_parallel",
+    "model.experts.parallel",
     "embedding.sharding",
     "embedding.compute_kernel",
     "embedding.shard_columns",

@@ -12,10 +12,11 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO, TypeVar, cast
 
+import numpy as np
 import torch
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -88,14 +89,36 @@ class RunWriter:
         """A line about the training steps up to ``step``.
 
         Args:
-            values: loss, samples_per_second, samples_per_second_per_gpu, learning_rate, gpu_memory_gib and the times of
-                :meth:`~dlrm_fused.training.step_timer.StepTimer.summary`.
+            values: loss, samples_per_second, samples_per_second_per_gpu, learning_rate, gpu_memory_gib, the times of
+                :meth:`~dlrm_fused.training.step_timer.StepTimer.summary`, and experts_<layer>_busiest and _idlest.
         """
         if not self._active:
             return
         self._write_line({"kind": "train", "step": step, **values})
-        self._write_scalars({f"{_train_group(name)}/{name.removesuffix('_ms')}": v for name, v in values.items()}, step)
+        self._write_scalars({_train_tag(name): value for name, value in values.items()}, step)
         self._progress.train(step, values)
+
+    @_names_the_folder
+    def expert_load(self, step: int, layer: int, fractions: Sequence[float]) -> None:
+        """A chart of how much of a layer's work each expert has had since the report before: a bar for each expert.
+
+        Args:
+            layer: its number among the model's layers of experts.
+            fractions: of the layer's routed tokens, by expert.
+        """
+        if self._active:
+            edges = np.arange(1, len(fractions) + 1, dtype=np.float64)
+            self._tensorboard.add_histogram_raw(
+                f"experts/{layer}_load",
+                min=0,
+                max=len(fractions),
+                num=len(fractions),
+                sum=sum(fractions),
+                sum_squares=sum(fraction**2 for fraction in fractions),
+                bucket_limits=edges.tolist(),
+                bucket_counts=list(fractions),
+                global_step=step,
+            )
 
     @_names_the_folder
     def evaluation(self, step: int, split: str, values: Mapping[str, _Value], final: bool = False) -> None:
@@ -157,7 +180,13 @@ def _finite(values: Mapping[str, _Value]) -> dict[str, _Value]:
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
+def _train_tag(name: str) -> str:
+    return f"{_train_group(name)}/{name.removesuffix('_ms').removeprefix('experts_')}"
+
+
 def _train_group(name: str) -> str:
+    if name.startswith("experts_"):
+        return "experts"
     if name.endswith("_ms"):
         return "time_ms"
     if name.endswith("_share"):

@@ -6,21 +6,24 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from typing import cast
 
 import torch
 import torch.distributed as dist
+from torchrec.distributed.model_parallel import get_unwrapped_module
 
 from dlrm_fused.config import Config, Split, flatten
 from dlrm_fused.datasets import Dataset, open_dataset
 from dlrm_fused.datasets.loader import TrainLoader
 from dlrm_fused.datasets.synthetic import SyntheticDataset
 from dlrm_fused.errors import CheckpointError, ConfigError, TrainingError, UserError
-from dlrm_fused.models import Output
+from dlrm_fused.models import Output, RankingTask
 from dlrm_fused.sharding.parallel import ShardedModel
 from dlrm_fused.sharding.planning import describe_plan
 from dlrm_fused.training.build import build
 from dlrm_fused.training.checkpoint import CheckpointWriter, Progress, restore
 from dlrm_fused.training.evaluation import evaluate
+from dlrm_fused.training.expert_load import load_values, read_expert_loads
 from dlrm_fused.training.metrics import BinaryMetricValues, LossTracker
 from dlrm_fused.training.pipeline import TrainingPipeline
 from dlrm_fused.training.run_folder import RunFolder, reaches_target
@@ -127,6 +130,7 @@ class Trainer:
         self._timer = StepTimer(device, every=_TIMED_STEPS_APART if device.type == "cuda" else 1)
         self._pipeline = TrainingPipeline(sharded.model, sharded.optimizer, device, self._timer)
         self._losses = LossTracker()
+        self._expert_layers = cast(RankingTask, get_unwrapped_module(sharded.model)).expert_layers
         self._throughput = _Throughput(config.training.global_batch_size, rank.world_size)
         self._writer = RunWriter(folder.path, config, rank.index, resume_step=start_step)
         self._show_plan()
@@ -228,6 +232,7 @@ class Trainer:
                 f"{self._config.embedding.optimizer.learning_rate}, or lengthen training.schedule.warmup_steps"
             )
         self._stop_if_constant(output)
+        loads = read_expert_loads(self._expert_layers)
         values: dict[str, float] = {
             "loss": losses.mean,
             **self._throughput.since_last(self._step),
@@ -235,8 +240,11 @@ class Trainer:
             "embedding_learning_rate": self._config.embedding.optimizer.learning_rate * self._rates.factor,
             **self._timer.summary(),
             **gpu_memory_gib(self._device),
+            **load_values(loads),
         }
         self._writer.train(self._step, values)
+        for layer, fractions in enumerate(loads):
+            self._writer.expert_load(self._step, layer, fractions)
 
     def _stop_if_constant(self, output: Output) -> None:
         bounds = torch.stack([output.logits.min(), -output.logits.max()])

@@ -68,7 +68,7 @@ def on_ranks(tensor_parallel: int, fused: bool) -> tuple[Tensor, dict[str, Tenso
         gathered = {"encoded": whole(encoded, 0, dist.group.WORLD), "tokens": whole(gradients["tokens"], 0, dist.group.WORLD)}
         weights = {}
         for name, parameter in model.named_parameters():
-            dim = getattr(parameter, "tensor_parallel_dim", None)
+            dim = getattr(parameter, "cut_dim", None)
             # What data parallelism does: cut parameters have no copies within the group.
             mean = average(gradients[name], dist.group.WORLD if dim is None else groups.copies)
             gathered[name] = whole(mean, dim, groups.layers)

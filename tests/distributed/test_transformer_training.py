@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dlrm_fused.config import Config
 from dlrm_fused.errors import CommunicationError, UsageError
-from dlrm_fused.models import row_parallel
+from dlrm_fused.models import choice
 from dlrm_fused.models.row_parallel import choose_product
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import evaluate, losses, run_ranks, small_config, summary, train
@@ -100,7 +100,7 @@ def refuse_memory(*_: object) -> NoReturn:
 
 def product_without_shared_memory(config: Config) -> tuple[bool, str]:
     """Whether the product is that of comm=baseline, and what is said with comm_strict=true."""
-    row_parallel.symmetric_group = refuse_memory
+    choice.symmetric_group = refuse_memory
     device = torch.device("cpu")
     with process_group(Rank.from_environment(), device):
         group = dist.group.WORLD

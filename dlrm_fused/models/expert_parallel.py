@@ -1,0 +1,125 @@
+"""How the experts of a Mixture of Experts are computed, and which ranks they are spread over: what ``comm`` means for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from dlrm_fused.config import Comm, Config
+from dlrm_fused.models.choice import compute_dtype, is_faster, reachable_memory
+from dlrm_fused.models.tensor_parallel import group_size
+from dlrm_fused.ops.expert_layer import ExpertExchange, expert_layer, reference
+
+
+@dataclass(frozen=True)
+class ExpertComputation:
+    """The one place where ``comm`` matters to a Mixture of Experts.
+
+    Attributes:
+        group: the ranks that the experts are spread over; None: this rank alone.
+        exchange: of the fused operator, over the same ranks and for one layer; None: All-to-Alls and grouped products in turn.
+    """
+
+    group: ProcessGroup | None = None
+    exchange: ExpertExchange | None = None
+
+    def __call__(self, x: Tensor, experts: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
+        """Each token's sum over its experts. Collective over the group; in autocast's dtype where it is enabled.
+
+        Backward, the gradients of w_in and w_out are the sums over the group's tokens, divided by its ranks: averaged over
+        the groups, they are those of the mean of the ranks' losses.
+
+        Args:
+            x: [T, d], this rank's tokens. Ranks with more of them than the exchange has memory for make several calls: then T
+                must not differ between them.
+            experts: [T, k] int64, numbers of experts in the whole group; -1 for none.
+            gates: [T, k] float32.
+            w_in: [E / ranks, f, d], of this rank's experts.
+            w_out: [E / ranks, d, f].
+
+        Returns:
+            [T, d]; zeros for a token without experts.
+        """
+        dtype = x.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+        x, w_in, w_out = x.to(dtype).contiguous(), w_in.to(dtype), w_out.to(dtype)
+        scale = 1 / group_size(self.group)
+        if self.exchange is None:
+            return reference(self.group, x, experts, gates, w_in, w_out, scale)
+        most = self.exchange.max_tokens
+        calls = zip(x.split(most), experts.split(most), gates.split(most), strict=True)
+        results = [expert_layer(self.exchange, x, experts, gates, w_in, w_out, scale) for x, experts, gates in calls]
+        return results[0] if len(results) == 1 else torch.cat(results)
+
+
+def choose_computations(
+    config: Config, group: ProcessGroup | None, layers: int, width: int, tokens: int, device: torch.device
+) -> list[ExpertComputation]:
+    """The computation of ``config.comm`` for each of the model's layers of experts. Collective over the group.
+
+    With ``auto``, both ways are measured: one layer, forward and backward, with the tokens of a training batch, evenly spread.
+
+    Args:
+        group: ranks that share the experts; None for this rank alone.
+        width: d, of the layers.
+        tokens: of a sample.
+
+    Raises:
+        UsageError: on all ranks, with ``comm_strict``, if they cannot reach each other's memory.
+        CommunicationError: on all ranks, if one of them has too little memory left.
+    """
+    baseline = ExpertComputation(group)
+    if group is None or config.comm is Comm.baseline:
+        return [baseline] * layers
+    memory = reachable_memory(config, group, device, "experts")
+    if memory is None:
+        return [baseline] * layers
+    most = -(-config.training.global_batch_size // dist.get_world_size()) * tokens
+
+    def fused(layer: int) -> ExpertComputation:
+        exchange = ExpertExchange(
+            memory,
+            name=f"experts of layer {layer}",
+            experts=config.model.experts.count,
+            top_k=config.model.experts.top_k,
+            max_tokens=most,
+            width=width,
+            dtype=compute_dtype(config),
+        )
+        return ExpertComputation(group, exchange)
+
+    first = fused(0)
+    if config.comm is Comm.auto and not is_faster(
+        *(_step_of_a_layer(computation, config, width, most, device) for computation in (first, baseline)),
+        group,
+        device,
+        layers=f"experts of {most} tokens",
+        unfused_name="All-to-Alls and products",
+    ):
+        return [baseline] * layers
+    return [first, *(fused(layer) for layer in range(1, layers))]
+
+
+def _step_of_a_layer(
+    computation: ExpertComputation, config: Config, width: int, tokens: int, device: torch.device
+) -> Callable[[], None]:
+    """What makes a layer's forward and backward pass. Collective."""
+    settings, dtype = config.model.experts, compute_dtype(config)
+    own = settings.count // group_size(computation.group)
+    x = torch.ones(tokens, width, dtype=dtype, device=device, requires_grad=True)
+    w_in = torch.ones(own, settings.hidden, width, dtype=dtype, device=device, requires_grad=True)
+    w_out = torch.ones(own, width, settings.hidden, dtype=dtype, device=device, requires_grad=True)
+    slots = torch.arange(tokens * settings.top_k, device=device).view(tokens, settings.top_k)
+    gates = torch.ones(slots.shape, device=device, requires_grad=True)
+
+    def step() -> None:
+        out = computation(x, slots % settings.count, gates, w_in, w_out)
+        torch.autograd.grad(out, (x, gates, w_in, w_out), torch.ones_like(out))
+
+    return step

@@ -1,0 +1,198 @@
+"""A Mixture of Experts: a feed-forward layer of which every token takes the few experts that a router finds for it.
+
+No token is dropped, whatever the router does. Two losses keep its work even and its logits small.
+
+Sources: Shazeer et al., *Outrageously Large Neural Networks*, arXiv 1701.06538; Fedus et al., *Switch Transformers*, arXiv
+2101.03961 (balance loss); Zoph et al., *ST-MoE*, arXiv 2202.08906 (router z-loss); Jiang et al., *Mixtral of Experts*, arXiv
+2401.04088 (softmax gates); DeepSeek-AI, *DeepSeek-V3*, arXiv 2412.19437 (sigmoid gates, shared expert).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from dlrm_fused.config import ExpertsConfig, Gate
+from dlrm_fused.errors import UsageError
+from dlrm_fused.models.expert_parallel import ExpertComputation
+from dlrm_fused.models.tensor_parallel import cut_parameter, group_size
+
+
+class Routing(NamedTuple):
+    """What a router says of T tokens; float32.
+
+    Attributes:
+        experts: [T, k] int64, the experts of each token, best first.
+        gates: [T, k], their weights.
+        logits, probabilities: [T, E]; probabilities sum to 1.
+    """
+
+    experts: Tensor
+    gates: Tensor
+    logits: Tensor
+    probabilities: Tensor
+
+
+class Router(nn.Module):
+    """Finds the k best of E experts for each token; in float32, since small differences decide.
+
+    A score is the softmax over all experts, or the sigmoid, of a logit; the gates of a token are the scores of its experts
+    divided by their sum. With k = 1, the gate is the score itself: the quotient, 1, would teach the router nothing.
+    """
+
+    def __init__(self, width: int, experts: int, top_k: int, gate: Gate) -> None:
+        super().__init__()
+        self._top_k, self._gate = top_k, gate
+        self.linear = nn.Linear(width, experts, bias=False)
+
+    def forward(self, x: Tensor) -> Routing:
+        """x: [T, d]."""
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x.float(), self.linear.weight)
+        scores = logits.softmax(-1) if self._gate is Gate.softmax else logits.sigmoid()
+        gates, experts = scores.topk(self._top_k)
+        if self._top_k > 1:
+            gates = gates / gates.sum(-1, keepdim=True)
+        return Routing(experts, gates, logits, scores / scores.sum(-1, keepdim=True))
+
+
+def balance_loss(probabilities: Tensor, slots: Tensor) -> Tensor:
+    """Switch Transformer's loss, 1 where all experts have as much to do: E * sum over experts of f * P.
+
+    Args:
+        probabilities: [E], P, the mean over tokens.
+        slots: [E], tokens of each expert; f is the part of all, and has no gradient.
+    """
+    fractions = slots / slots.sum().clamp(min=1)
+    return len(slots) * (fractions * probabilities).sum()
+
+
+class MixtureOfExperts(nn.Module):
+    """A feed-forward layer of experts, each silu(x @ w_in.T) @ w_out.T; with all ranks' help where they share the experts.
+
+    Args:
+        width: d, of tokens and results; a multiple of 8, as ``experts.hidden`` must be.
+        experts: their number, sizes, gates and losses.
+        computation: how they are computed, and the ranks that they are spread over; these must divide their number.
+
+    Attributes:
+        w_in: [E / ranks, f, d]; rank r of n has experts r * E / n and following.
+        w_out: [E / ranks, d, f].
+        load: [E] int64, tokens that this rank has sent to each expert in training, since somebody set it to zero.
+
+    Raises:
+        UsageError: if a number does not divide another as it must.
+    """
+
+    load: Tensor
+
+    def __init__(self, width: int, experts: ExpertsConfig, computation: ExpertComputation | None = None) -> None:
+        super().__init__()
+        self._computation = computation or ExpertComputation()
+        group = self._computation.group
+        _check_shape(width, experts, group_size(group))
+        self._settings = experts
+        self.router = Router(width, experts.count, experts.top_k, experts.gate)
+        self.w_in = _expert_weights(experts.count, experts.hidden, width, group)
+        self.w_out = _expert_weights(experts.count, width, experts.hidden, group)
+        self.shared = _SharedExpert(width, experts.shared_hidden) if experts.shared_hidden else None
+        self.register_buffer("load", torch.zeros(experts.count, dtype=torch.int64), persistent=False)
+        self._auxiliary_loss: Tensor | None = None
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Collective over the ranks that share the experts; in training, over all ranks.
+
+        Args:
+            x: [T, d].
+            mask: [T] bool; a token without it (padding) has no experts of its own, and counts nowhere.
+
+        Returns:
+            [T, d], in autocast's dtype where it is enabled.
+        """
+        routing: Routing = self.router(x)
+        experts = routing.experts if mask is None else routing.experts.masked_fill(~mask[:, None], -1)
+        result = self._computation(x, experts, routing.gates, self.w_in, self.w_out)
+        if self.shared is not None:
+            result = result + self.shared(x)
+        if self.training:
+            slots = _count(experts, self._settings.count)
+            self.load += slots
+            self._auxiliary_loss = self._losses(routing, mask, slots)
+        return result
+
+    def take_auxiliary_loss(self) -> Tensor | None:
+        """What the last forward pass adds to the loss of this rank; None if it was not in training, or this was asked before.
+
+        Like the loss of :class:`~dlrm_fused.models.dlrm.RankingTask`, it is this rank's share: the mean over ranks is that of
+        the global batch.
+        """
+        loss, self._auxiliary_loss = self._auxiliary_loss, None
+        return loss
+
+    def _losses(self, routing: Routing, mask: Tensor | None, slots: Tensor) -> Tensor | None:
+        """Collective over all ranks."""
+        settings = self._settings
+        if not settings.balance_loss and not settings.z_loss:
+            return None
+        slots, ranks = _sum_over_ranks(slots)
+        per_token = ranks * settings.top_k / slots.sum().clamp(min=1)
+        squares, probabilities = routing.logits.logsumexp(-1).square(), routing.probabilities
+        if mask is not None:
+            squares, probabilities = squares * mask, probabilities * mask[:, None]
+        balance = balance_loss(probabilities.sum(0) * per_token, slots)
+        return settings.balance_loss * balance + settings.z_loss * squares.sum() * per_token
+
+
+class _SharedExpert(nn.Module):
+    """An expert that all tokens have, and every rank."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.into = nn.Linear(width, hidden, bias=False)
+        self.out = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.out(F.silu(self.into(x)))
+        return result
+
+
+def _count(experts: Tensor, count: int) -> Tensor:
+    """[count], how often each expert occurs; -1 is none. Unlike bincount, does not wait for the device."""
+    slots = torch.zeros(count + 1, dtype=torch.int64, device=experts.device)
+    ids = experts.flatten() + 1
+    return slots.scatter_add_(0, ids, torch.ones_like(ids))[1:]
+
+
+def _sum_over_ranks(slots: Tensor) -> tuple[Tensor, int]:
+    if not dist.is_initialized():
+        return slots, 1
+    total = slots.clone()
+    dist.all_reduce(total)
+    return total, dist.get_world_size()
+
+
+def _expert_weights(experts: int, out_features: int, in_features: int, group: ProcessGroup | None) -> nn.Parameter:
+    """This rank's experts of [experts, out_features, in_features]. An expert is drawn by a seed of its own, on the CPU, as
+    nn.Linear draws: it depends neither on how many ranks there are nor on the device."""
+    ranks, rank = group_size(group), 0 if group is None else group.rank()
+    own = experts // ranks
+    bound, seed = in_features**-0.5, int(torch.randint(2**31, ()))
+    piece = torch.empty(own, out_features, in_features)
+    for index, weight in enumerate(piece):
+        weight.uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed + rank * own + index))
+    return cut_parameter(piece, 0, group)
+
+
+def _check_shape(width: int, experts: ExpertsConfig, ranks: int) -> None:
+    for name, value in {"width": width, "hidden": experts.hidden}.items():
+        if value < 8 or value % 8:
+            raise UsageError(f"{name}={value}: must be a positive multiple of 8")
+    if experts.count < 1 or experts.count % ranks:
+        raise UsageError(f"count={experts.count}: must be a positive multiple of the {ranks} ranks that share the experts")
+    if not 1 <= experts.top_k <= experts.count:
+        raise UsageError(f"top_k={experts.top_k}: must be 1 to count={experts.count}")
