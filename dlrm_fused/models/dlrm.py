@@ -174,7 +174,7 @@ def _build_dlrm(config: Config, schema: DatasetSchema) -> DLRM:
 def build_experts(
     config: Config, group: dist.ProcessGroup | None, *, layers: int, width: int, tokens: int, device: torch.device
 ) -> list[MixtureOfExperts]:
-    """Layers of experts, computed as ``config.comm`` says; see :func:`~dlrm_fused.models.expert_parallel.choose_computations`."""
+    """Layers of experts; arguments and errors are those of :func:`~dlrm_fused.models.expert_parallel.choose_computations`."""
     computations = choose_computations(config, group, layers, width, tokens, device)
     return [MixtureOfExperts(width, config.model.experts, computation) for computation in computations]
 

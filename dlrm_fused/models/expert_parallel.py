@@ -96,7 +96,8 @@ def choose_computations(
 
     first = fused(0)
     if config.comm is Comm.auto and not is_faster(
-        *(_step_of_a_layer(computation, config, width, most, device) for computation in (first, baseline)),
+        _step_of_a_layer(first, config, width, most, device),
+        _step_of_a_layer(baseline, config, width, most, device),
         group,
         device,
         layers=f"experts of {most} tokens",

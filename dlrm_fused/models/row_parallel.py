@@ -43,7 +43,8 @@ def choose_product(config: Config, group: dist.ProcessGroup | None, tokens: int,
         return fused
     baseline = RowParallelProduct(group)
     fused_is_faster = is_faster(
-        *(_products_of_a_block(product, config, rows[0], device) for product in (fused, baseline)),
+        _products_of_a_block(fused, config, rows[0], device),
+        _products_of_a_block(baseline, config, rows[0], device),
         group,
         device,
         layers=f"row-parallel layers of {rows[0]} rows",

@@ -124,7 +124,7 @@ class HistoryTransformer(nn.Module):
         self.d_model, self.heads, self.history_length, self.product = d_model, heads, history_length, product
         self.input = nn.Linear(token_width, d_model)
         self.positions = nn.Parameter(torch.randn(history_length + 1, d_model) * 0.02)
-        of_blocks = experts or [None] * layers
+        of_blocks: Sequence[MixtureOfExperts | None] = experts or [None] * layers
         self.blocks = nn.ModuleList(Block(d_model, heads, d_ff, product, of_block) for of_block in of_blocks)
         self.final_norm = nn.Parameter(torch.ones(d_model))
 
