@@ -139,7 +139,7 @@ def _store_half(
         tl.store(rows_of_other + column[None, :], (pre * tl.sigmoid(pre)).to(DTYPE), mask=inside)
 
 
-@triton.jit(do_not_specialize=["slots", "origins_at", "receive_offset", "fingerprint", "poll_limit"])
+@triton.jit(do_not_specialize=["slots", "origins_at", "first_origin", "receive_offset", "fingerprint", "poll_limit"])
 def gemm_kernel(
     x,
     weight,
@@ -153,6 +153,7 @@ def gemm_kernel(
     homes,
     slots,
     origins_at,
+    first_origin,
     block_rows,
     columns,
     depth,
@@ -189,7 +190,7 @@ def gemm_kernel(
         out, other: [R, N], without SENDS: see :func:`grouped_gemm`.
         bounds, order: of :class:`Groups`, with GROUPED; ``order_tiles`` is the length of a row of ``order``.
         homes: int32 [R], rank * slots + slot or -1, with GROUPED and SENDS.
-        origins_at: byte of the blocks from where an int64 for each slot says rank << 32 | row of x; with TELLS_ORIGIN.
+        origins_at: byte of the blocks from where an int32 for each slot gets ``first_origin`` + row of x; with TELLS_ORIGIN.
         block_rows: rows for each of the WORLD ranks, without GROUPED.
     """
     epoch = tl.zeros((), tl.int64)
@@ -238,8 +239,8 @@ def gemm_kernel(
                 slot = (home % slots).to(tl.int64)
                 blocks = tl.load(addresses + home // slots) + announced_offset(home // slots, flags)
                 if TELLS_ORIGIN:
-                    origins = (blocks + origins_at).to(tl.pointer_type(tl.int64)) + slot
-                    tl.store(origins, RANK * (1 << 32) + row.to(tl.int64), mask=row_is_in & (column_tile == 0))
+                    origins = (blocks + origins_at).to(tl.pointer_type(tl.int32)) + slot
+                    tl.store(origins, first_origin + row, mask=row_is_in & (column_tile == 0))
             else:
                 row_is_in = (row < (peer + 1) * block_rows) & may_store
                 slot = (row - peer * block_rows + RANK * block_rows).to(tl.int64)
@@ -354,6 +355,7 @@ def grouped_gemm_home(
     fingerprint: int,
     scale: Tensor | None = None,
     origins_at: int | None = None,
+    first_origin: int = 0,
     weight_is_transposed: bool = False,
 ) -> None:
     """The rows of :func:`grouped_gemm`, each stored at its home. One epoch: collective.
@@ -365,7 +367,7 @@ def grouped_gemm_home(
         receive_offset: where this rank receives: bytes, a multiple of 4096.
         fingerprint: must be equal on all ranks.
         scale: fp32 [G, N], of the weight's output features.
-        origins_at: byte of the blocks from where an int64 for each slot says rank << 32 | row of x that it came from.
+        origins_at: byte of the blocks from where an int32 for each slot says what came there: first_origin + row of x.
     """
     _launch(
         x,
@@ -375,6 +377,7 @@ def grouped_gemm_home(
         homes=homes,
         slots=slots,
         origins_at=origins_at,
+        first_origin=first_origin,
         is_transposed=weight_is_transposed,
         memory=memory,
         channel=channel,
@@ -424,6 +427,7 @@ def _launch(
     homes: Tensor | None = None,
     slots: int = 1,
     origins_at: int | None = None,
+    first_origin: int = 0,
     is_transposed: bool = False,
     activation: int = NONE,
     memory: SymmetricMemory | None = None,
@@ -450,6 +454,7 @@ def _launch(
         x if homes is None else homes,
         slots,
         origins_at or 0,
+        first_origin,
         rows if groups else rows // ranks,
         columns,
         depth,

@@ -156,6 +156,37 @@ class _Lease:
         self._arena._returned.append(_Block(self._block.offset, self._block.size, streams))
 
 
+class EqualBlocks:
+    """An arena of blocks of one size. Callers may hold some of them; one more is always there to receive in."""
+
+    def __init__(self, group: SymmetricGroup, name: str, size: int, held: int) -> None:
+        """Collective.
+
+        Args:
+            size: bytes of a block.
+            held: blocks that callers may hold without a copy.
+        """
+        self._size = size
+        self._arena = Arena(group, name, (held + 1) * _round_up(max(1, size)))
+        self.memory = self._arena.memory
+        spare = self._arena.take((size,), torch.uint8)
+        assert spare is not None, "a new arena has room for each of its blocks"
+        self.spare = spare
+
+    def take(self) -> Tensor:
+        """uint8 [size]: a block to receive in; the spare one if all others are held."""
+        block = self._arena.take((self._size,), torch.uint8)
+        return self.spare if block is None else block
+
+    def offset_of(self, block: Tensor) -> int:
+        """Bytes from the beginning of the arena; that of the spare block is 0 on all ranks."""
+        return self._arena.offset_of(block)
+
+    def to_hold(self, block: Tensor) -> Tensor:
+        """What a caller may hold as long as it likes: the block, or a copy if it is the spare one."""
+        return block.clone() if block is self.spare else block
+
+
 def _touch(left: _Block, right: _Block) -> bool:
     return left.offset + left.size == right.offset
 

@@ -1,0 +1,58 @@
+"""What the exchanges of all operators have in common: numbers that name them, and settings that must be equal on all ranks."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Generic, TypeVar
+
+from dlrm_fused.errors import UsageError
+from dlrm_fused.symmetric import SymmetricGroup
+
+T = TypeVar("T")
+
+_numbers = itertools.count()
+
+
+class Handles(Generic[T]):
+    """The living exchanges of one kind by their handles: operators of PyTorch take numbers, not objects."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._exchanges: weakref.WeakValueDictionary[int, T] = weakref.WeakValueDictionary()
+
+    def add(self, exchange: T) -> int:
+        """Returns the exchange's handle, unique in this process."""
+        handle = next(_numbers)
+        self._exchanges[handle] = exchange
+        return handle
+
+    def get(self, handle: int) -> T:
+        """Raises UsageError if there is no such exchange, or no more."""
+        exchange = self._exchanges.get(handle)
+        if exchange is None:
+            raise UsageError(f"exchange={handle}: no such {self._kind} in this process; keep it alive as long as it is used")
+        return exchange
+
+
+def agree_on_settings(group: SymmetricGroup, name: str, check: Callable[[], Mapping[str, object]]) -> None:
+    """Collective: ``check`` validates this rank's settings and returns those that must be equal on all ranks.
+
+    Raises:
+        UsageError: on all ranks, if ``check`` raises it on one of them, or a setting differs.
+    """
+
+    def checked() -> dict[str, str]:
+        if group.process_group is None and group.world_size > 1:
+            raise UsageError(f"{name}: its group is closed")
+        return {key: str(value) for key, value in check().items()}
+
+    first, *others = group.gather(checked)
+    for rank, other in enumerate(others, start=1):
+        for key in {**first, **other}:
+            if first.get(key) != other.get(key):
+                raise UsageError(
+                    f"{name}: {key} differs between ranks: {first.get(key)} on rank 0, {other.get(key)} on rank {rank}; "
+                    "all ranks must give the same"
+                )
