@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +31,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.expert_steps import ExpertSteps, HostSteps
+from dlrm_fused.ops.expert_steps import ExpertSteps, HostSteps, KernelSteps
+from dlrm_fused.ops.gemm_kernel import Groups
+from dlrm_fused.ops.handles import Handles, agree_on_settings
 from dlrm_fused.ops.pooled_all_to_all import refusal_is_told
 from dlrm_fused.ops.put_rows import put_rows
-from dlrm_fused.ops.routing import Routes, most_rows
+from dlrm_fused.ops.routing import most_rows, route
 from dlrm_fused.symmetric import Arena, Channel, SymmetricGroup
 from dlrm_fused.symmetric.channel import OFFSET_UNIT
 from dlrm_fused.symmetric.device import uses_kernels
@@ -49,8 +50,7 @@ _ROW_UNIT = 16
 # Rows of a tile on GPUs: many for experts that have many.
 _TILE_ROWS, _FEW_TILE_ROWS = 128, 64
 
-_exchanges: weakref.WeakValueDictionary[int, ExpertExchange] = weakref.WeakValueDictionary()
-_handles = itertools.count()
+_exchanges: Handles[ExpertExchange] = Handles("ExpertExchange")
 
 
 def expert_layer(
@@ -299,7 +299,7 @@ class ExpertExchange:
         """
         self.group, self.name = group, name
         self.experts, self.top_k, self.max_tokens, self.width, self.dtype = experts, top_k, max_tokens, width, dtype
-        self._check_settings()
+        agree_on_settings(group, name, self._check_settings)
         with_kernels = uses_kernels(group.device)
         self.memory = expert_memory(group.world_size, experts, top_k, max_tokens, width, dtype, with_kernels=with_kernels)
         if group.rank == 0:
@@ -310,19 +310,11 @@ class ExpertExchange:
                 self.memory.rows,
             )
         self.channel = Channel(group, name, timeout_seconds)
-        counts = group.allocate(f"{name}.counts", group.world_size * experts * 4)
+        self.counts = group.allocate(f"{name}.counts", group.world_size * experts * 4)
         self.received = _Blocks(group, f"{name}.received", self.memory.received_bytes)
         self.home = _Blocks(group, f"{name}.home", self.memory.home_bytes)
-        self.steps: ExpertSteps = HostSteps(
-            self.channel,
-            counts,
-            experts=experts,
-            tile_rows=self.memory.tile_rows,
-            rows=self.memory.rows,
-            slots=self.memory.slots,
-        )
-        self.handle = next(_handles)
-        _exchanges[self.handle] = self
+        self.steps: ExpertSteps = (KernelSteps if with_kernels else HostSteps)(self.channel, self.memory.slots)
+        self.handle = _exchanges.add(self)
 
     @property
     def local_experts(self) -> int:
@@ -344,36 +336,29 @@ class ExpertExchange:
         """[slots, d]: the rows in a block of results."""
         return home.view(self.dtype).view(self.memory.slots, self.width)
 
-    def _check_settings(self) -> None:
-        def check() -> dict[str, str]:
-            if self.group.process_group is None and self.group.world_size > 1:
-                raise UsageError(f"{self.name}: its group is closed")
-            if self.dtype not in DTYPES:
-                raise UsageError(f"{self.name}: dtype={self.dtype}; allowed: float32, bfloat16, float16")
-            settings = {key: getattr(self, key) for key in ("experts", "top_k", "max_tokens", "width")}
-            for key, value in settings.items():
-                if not isinstance(value, int) or value < 1:
-                    raise UsageError(f"{self.name}: {key}={value}; needed: a whole number, at least 1")
-            self._check_sizes()
-            return {"name": self.name, "dtype": str(self.dtype), **{key: str(value) for key, value in settings.items()}}
-
-        by_rank = self.group.gather(check)
-        for rank, other in enumerate(by_rank):
-            for key, value in other.items():
-                if value != by_rank[0][key]:
-                    raise UsageError(
-                        f"{self.name}: {key}={by_rank[0][key]} on rank 0, {value} on rank {rank}; it must be equal on all ranks"
-                    )
-
-    def _check_sizes(self) -> None:
+    def _check_settings(self) -> Mapping[str, object]:
+        """Raises UsageError; returns what must be equal on all ranks."""
+        if self.dtype not in DTYPES:
+            raise UsageError(f"{self.name}: dtype={self.dtype}; allowed: float32, bfloat16, float16")
+        settings = {key: getattr(self, key) for key in ("experts", "top_k", "max_tokens", "width")}
+        for key, value in settings.items():
+            if not isinstance(value, int) or value < 1:
+                raise UsageError(f"{self.name}: {key}={value}; needed: a whole number, at least 1")
         ranks = self.group.world_size
         if self.experts % ranks:
             raise UsageError(f"{self.name}: experts={self.experts}; needed: a multiple of the {ranks} ranks")
         if self.top_k > self.experts:
             raise UsageError(f"{self.name}: top_k={self.top_k}; needed: at most experts={self.experts}")
-        if self.width * self.dtype.itemsize % _ROW_UNIT:
-            unit = _ROW_UNIT // self.dtype.itemsize
-            raise UsageError(f"{self.name}: width={self.width}; needed: a multiple of {unit}, 16 bytes")
+        _check_row(self.name, "width", self.width, self.dtype)
+        rows = ranks * most_rows(ranks, self.experts, self.top_k, self.max_tokens, _TILE_ROWS)
+        if max(rows, ranks * self.max_tokens * self.top_k) >= 2**31:
+            raise UsageError(f"{self.name}: max_tokens={self.max_tokens}: {rows} rows of all ranks; needed: less than 2**31")
+        return {"name": self.name, "dtype": self.dtype, **settings}
+
+
+def _check_row(name: str, key: str, elements: int, dtype: torch.dtype) -> None:
+    if elements < 1 or elements * dtype.itemsize % _ROW_UNIT:
+        raise UsageError(f"{name}: {key}={elements}; needed: a multiple of {_ROW_UNIT // dtype.itemsize}, 16 bytes")
 
 
 class _Blocks:
@@ -401,13 +386,6 @@ class _Blocks:
         return block.clone() if block is self.spare else block
 
 
-def _exchange_of(handle: int) -> ExpertExchange:
-    exchange = _exchanges.get(handle)
-    if exchange is None:
-        raise UsageError(f"exchange={handle}: no such ExpertExchange in this process; keep it alive as long as it is used")
-    return exchange
-
-
 # Beside the result, what the backward pass needs: received rows with their homes, the hidden layer before and after SiLU, the
 # experts' results at home, and the routes.
 torch.library.define(
@@ -426,16 +404,24 @@ torch.library.define(
 def _forward(
     x: Tensor, experts: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, gradient_scale: float, exchange: int
 ) -> tuple[Tensor, ...]:
-    owner = _exchange_of(exchange)
+    owner = _exchanges.get(exchange)
     owner.raise_fault()
     with refusal_is_told(owner.channel):
         _check_inputs(owner, x, experts, gates, w_in, w_out)
     steps = owner.steps
 
-    routes = steps.route(experts, _fingerprint("routes", w_in.shape, gradient_scale))
+    routes = route(
+        experts,
+        owner.counts,
+        owner.channel,
+        count=owner.experts,
+        tile_rows=owner.memory.tile_rows,
+        rows_per_rank=owner.memory.rows,
+        fingerprint=_fingerprint("routes", w_in.shape, gradient_scale),
+    )
     received = owner.received.take()
     rows, homes = owner.rows_of(received), owner.homes_of(received)
-    steps.clear_unused(rows, homes, routes)
+    homes.fill_(-1)
     put_rows(
         x,
         routes.targets,
@@ -448,13 +434,14 @@ def _forward(
         homes_at=owner.memory.homes_at,
         first_home=owner.group.rank * owner.memory.slots,
     )
-    hidden, activated = steps.hidden(rows, w_in, routes)
+    steps.zero_pads(rows, homes, routes.groups)
+    hidden, activated = steps.hidden(rows, w_in, routes.groups)
     home = owner.home.take()
     steps.send_home(
         activated,
         w_out,
         homes,
-        routes,
+        routes.groups,
         owner.home.memory,
         weight_is_transposed=False,
         receive_offset=owner.home.offset_of(home),
@@ -462,7 +449,7 @@ def _forward(
     )
     out = steps.sum_slots(owner.slots_of(home), routes.targets, gates, x.shape[0], owner.top_k)
     held = owner.received.to_hold(received), hidden, activated, owner.home.to_hold(home)
-    return out, *held, routes.targets, routes.bounds, routes.local_from
+    return out, *held, routes.targets, routes.groups.bounds, routes.groups.local_from
 
 
 @torch.library.impl("dlrm_fused::expert_layer_backward", ["cpu", "cuda"])
@@ -481,14 +468,13 @@ def _backward(
     gradient_scale: float,
     exchange: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    owner = _exchange_of(exchange)
+    owner = _exchanges.get(exchange)
     owner.raise_fault()
-    steps, routes = owner.steps, Routes(targets, bounds, local_from)
+    steps, groups = owner.steps, Groups(owner.memory.tile_rows, bounds, local_from)
     gradient = gradient.contiguous()
 
     # What is received here is used up before the next epoch: spare blocks serve.
-    gradient_rows = owner.rows_of(owner.received.spare)
-    steps.clear_unused(gradient_rows, None, routes)
+    gradient_rows, homes = owner.rows_of(owner.received.spare), owner.homes_of(received)
     put_rows(
         gradient,
         targets,
@@ -500,12 +486,13 @@ def _backward(
         copies=owner.top_k,
         scale=gates.flatten(),
     )
-    hidden_gradient = steps.hidden_gradient(gradient_rows, w_out, hidden, routes)
+    steps.zero_pads(gradient_rows, homes, groups)
+    hidden_gradient = steps.hidden_gradient(gradient_rows, w_out, hidden, groups)
     steps.send_home(
         hidden_gradient,
         w_in,
-        owner.homes_of(received),
-        routes,
+        homes,
+        groups,
         owner.home.memory,
         weight_is_transposed=True,
         receive_offset=owner.home.offset_of(owner.home.spare),
@@ -514,8 +501,8 @@ def _backward(
     return (
         steps.sum_slots(owner.slots_of(owner.home.spare), targets, None, gradient.shape[0], owner.top_k),
         steps.gates_gradient(gradient, owner.slots_of(home), targets, owner.top_k),
-        steps.weight_gradient(hidden_gradient, owner.rows_of(received), routes, gradient_scale),
-        steps.weight_gradient(gradient_rows, activated, routes, gradient_scale),
+        steps.weight_gradient(hidden_gradient, owner.rows_of(received), groups, gradient_scale),
+        steps.weight_gradient(gradient_rows, activated, groups, gradient_scale),
     )
 
 
@@ -545,9 +532,7 @@ def _check_inputs(owner: ExpertExchange, x: Tensor, experts: Tensor, gates: Tens
         raise UsageError(
             f"{owner.name}: {tokens} tokens are above max_tokens={owner.max_tokens} of the exchange; make it with more"
         )
-    if hidden < 1 or hidden * owner.dtype.itemsize % _ROW_UNIT:
-        unit = _ROW_UNIT // owner.dtype.itemsize
-        raise UsageError(f"{owner.name}: w_in has a hidden width of {hidden}; needed: a multiple of {unit}, 16 bytes")
+    _check_row(owner.name, "hidden width", hidden, owner.dtype)
     if not uses_kernels(owner.group.device):
         _check_ids(owner, experts)
 
@@ -574,7 +559,7 @@ def _fingerprint(*equal: object) -> int:
 def _fake_forward(
     x: Tensor, experts: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, gradient_scale: float, exchange: int
 ) -> tuple[Tensor, ...]:
-    owner = _exchange_of(exchange)
+    owner = _exchanges.get(exchange)
     memory, local = owner.memory, owner.local_experts
     hidden = x.new_empty(memory.rows, w_in.shape[1])
     return (
