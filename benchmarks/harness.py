@@ -47,7 +47,7 @@ _SHORTEST_BURST_SECONDS = 2e-4
 _MOST_CALLS_IN_A_BURST = 8
 
 
-@dataclass(frozen=True)
+@dataclass
 class World:
     """The ranks of a run, and what they talk through."""
 
@@ -69,6 +69,13 @@ class World:
         dist.all_gather_object(values, value)
         return values  # type: ignore[return-value]
 
+    def free_symmetric_memory(self) -> None:
+        """Close :attr:`symmetric`, which frees what its memory is not needed for any more, and make it anew. Collective."""
+        synchronize(self.device)
+        dist.barrier()  # no rank stores there any more
+        self.symmetric.close()
+        self.symmetric = symmetric_group(self.group, self.device)
+
     def log(self, line: str) -> None:
         """Print on rank 0."""
         if self.rank == 0:
@@ -87,11 +94,11 @@ def open_world() -> Iterator[World]:
         device = torch.device("cpu")
         torch.set_num_threads(1)
         dist.init_process_group("gloo", timeout=_COLLECTIVE_LIMIT)
-    symmetric = symmetric_group(dist.group.WORLD, device)
+    world = World(rank, size, device, symmetric_group(dist.group.WORLD, device))
     try:
-        yield World(rank, size, device, symmetric)
+        yield world
     finally:
-        symmetric.close()
+        world.symmetric.close()
         dist.destroy_process_group()
 
 
@@ -184,6 +191,17 @@ def time_interleaved(
             times[name].append(burst / calls[name] * 1e6)
         order.append(order.pop(0))
     return {name: _over_ranks(world.gather(times[name])) for name in candidates}
+
+
+def time_finalists(
+    world: World, candidates: Mapping[str, Callable[[], object]], finalists: int, seconds: float = 0.1
+) -> dict[str, float]:
+    """Microseconds of each candidate's call, the fastest first; so many of the fastest are timed twice. Collective."""
+    first = time_interleaved(world, candidates, seconds=0.0, rounds=(3, 3))
+    order = sorted(candidates, key=lambda name: first[name].microseconds)
+    last = time_interleaved(world, {name: candidates[name] for name in order[:finalists]}, seconds, rounds=(8, 20))
+    times = {name: (last.get(name) or first[name]).microseconds for name in order}
+    return dict(sorted(times.items(), key=lambda entry: entry[1]))
 
 
 def _over_ranks(times: Sequence[Sequence[float]]) -> Timing:
@@ -342,6 +360,33 @@ def measure_ceilings(world: World) -> Ceilings:
 
 def _floats(memory: SymmetricMemory, rank: int, begin: int, size: int) -> Tensor:
     return memory.peer(rank)[begin : begin + size].view(torch.float32)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank has to do at least.
+
+    Attributes:
+        flops: multiplications and additions.
+        memory_bytes: that its memory carries.
+        link_bytes: that it sends to its peers.
+    """
+
+    flops: float
+    memory_bytes: float
+    link_bytes: float
+
+    def least_microseconds(self, ceilings: Ceilings, teraflops: float) -> float:
+        """If all of it goes on at once, each at its best speed."""
+        return max(self.flops / teraflops / 1e6, ceilings.transfer_microseconds(self.memory_bytes, self.link_bytes))
+
+
+def measure_teraflops(world: World, dtype: torch.dtype) -> float:
+    """10^12 flops a second of the library's product of two large matrices, on the slowest rank. Collective."""
+    size = 8192 if world.device.type == "cuda" else 256
+    x, weight = (torch.empty(size, size, dtype=dtype, device=world.device).normal_() for _ in range(2))
+    timing = time_interleaved(world, {"product": lambda: x @ weight.t()}, seconds=0.1)["product"]
+    return 2 * size**3 / timing.microseconds / 1e6
 
 
 class Report:

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from gemv_cells import CELLS, DTYPE, Cell, by_shape, draw_inputs, draw_weights, weight_copies
-from harness import Report, World, captured, compile_ahead, describe_run, geometric_mean, open_world, time_interleaved
+from harness import Report, World, captured, compile_ahead, describe_run, geometric_mean, open_world, time_finalists
 from torch import Tensor
 
 from dlrm_fused.ops import gemv_tuning
@@ -122,15 +122,11 @@ class Tuning:
             else:
                 calls[str(blocks)] = replay
         self.exchange.raise_fault()
-        first = time_interleaved(self.world, calls, seconds=0.0, rounds=(3, 3))
-        order = sorted(calls, key=lambda name: first[name].microseconds)
-        finalists = {name: calls[name] for name in order[:FINALISTS]}
-        last = time_interleaved(self.world, finalists, seconds=0.1, rounds=(8, 20))
+        times = time_finalists(self.world, calls, FINALISTS)
         self.exchange.raise_fault()
         count = turns * len(weights)
         by_name = {str(blocks): blocks for blocks in shapes}
-        times = [(by_name[name], (last.get(name) or first[name]).microseconds / count) for name in order]
-        return sorted(times, key=lambda entry: entry[1])
+        return [(by_name[name], us / count) for name, us in times.items()]
 
 
 def line(cell: Mapping[str, Any]) -> str:

@@ -1,0 +1,149 @@
+"""One expert layer of the GEMM + All-to-All benchmark: contestants, times, checks. See gemm_all_to_all.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from gemm_cells import DTYPE, LAYER_TOLERANCE, Layer
+from harness import Ceilings, World, relative_error, time_interleaved
+from torch import Tensor
+
+from dlrm_fused.config import Gate
+from dlrm_fused.models.expert_parallel import ExpertComputation
+from dlrm_fused.models.moe import Router
+from dlrm_fused.ops.expert_layer import ExpertExchange
+
+EXCHANGE_TIMEOUT_SECONDS = 60.0
+# Where much cancels out, the errors of the baseline are a yardstick: it rounds in the same places.
+_ERROR_OVER_BASELINE = 2.0
+
+
+class LayerData:
+    """A router, and this rank's tokens and experts."""
+
+    def __init__(self, world: World, cell: Layer, seed: int = 0) -> None:
+        place = (world.rank, world.size, world.device)
+        self.router = Router(cell.width, cell.experts, cell.top_k, Gate.softmax).to(world.device)
+        with torch.no_grad():
+            self.router.linear.weight.copy_(cell.draw_router(world.device, seed))
+        self.tokens = cell.draw_tokens(*place, seed)
+        self.w_in, self.w_out = cell.draw_weights(*place, seed)
+        for leaf in (self.tokens, self.w_in, self.w_out):
+            leaf.requires_grad_()
+        self.gradient = cell.draw_tokens(*place, seed + 1)
+
+    def forward(self, computation: ExpertComputation) -> Tensor:
+        """The layer with its router."""
+        routing = self.router(self.tokens)
+        return computation(self.tokens, routing.experts, routing.gates, self.w_in, self.w_out)
+
+    def train(self, computation: ExpertComputation) -> Sequence[Tensor]:
+        """Forward and backward; the gradients of tokens, router and weights."""
+        leaves = (self.tokens, self.router.linear.weight, self.w_in, self.w_out)
+        return torch.autograd.grad(self.forward(computation), leaves, self.gradient)
+
+    def results(self, computation: ExpertComputation, dtype: torch.dtype, *, training: bool) -> dict[str, Tensor]:
+        """Output and, in training, gradients of the experts in this dtype, with the experts and gates that the router chose."""
+        with torch.no_grad():
+            routing = self.router(self.tokens)
+        given = {"tokens": self.tokens, "gates": routing.gates, "w_in": self.w_in, "w_out": self.w_out}
+        leaves = {
+            name: tensor.detach().to(torch.float32 if name == "gates" else dtype).requires_grad_(training)
+            for name, tensor in given.items()
+        }
+        output = computation(leaves["tokens"], routing.experts, leaves["gates"], leaves["w_in"], leaves["w_out"])
+        if not training:
+            return {"output": output}
+        gradients = torch.autograd.grad(output, list(leaves.values()), self.gradient.to(dtype))
+        return {"output": output.detach(), **dict(zip((f"gradient of {name}" for name in leaves), gradients, strict=True))}
+
+
+def largest_errors(world: World, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """Largest relative errors on any rank, by what is compared. Collective."""
+    every_rank = world.gather({what: relative_error(found[what], expected[what]) for what in expected})
+    return {what: max(own[what] for own in every_rank) for what in expected}
+
+
+def new_exchange(world: World, cell: Layer, name: str) -> ExpertExchange:
+    """Collective."""
+    return ExpertExchange(
+        world.symmetric,
+        name=name,
+        experts=cell.experts,
+        top_k=cell.top_k,
+        max_tokens=cell.tokens,
+        width=cell.width,
+        dtype=DTYPE,
+        timeout_seconds=EXCHANGE_TIMEOUT_SECONDS,
+    )
+
+
+class LayerRun:
+    """One cell on this rank. Everything is collective."""
+
+    def __init__(self, world: World, cell: Layer, seconds: float) -> None:
+        """Args:
+        seconds: of timing, for each stage.
+        """
+        self.world, self.cell, self.seconds = world, cell, seconds
+        self.data = LayerData(world, cell)
+        self.exchange = new_exchange(world, cell, cell.name)
+        self.fused, self.baseline = ExpertComputation(world.group, self.exchange), ExpertComputation(world.group)
+
+    def step(self) -> None:
+        """Of what is to be compiled: forward and backward, fused."""
+        self.data.train(self.fused)
+
+    def result(self, ceilings: Ceilings, teraflops: float, *, training: bool) -> dict[str, Any]:
+        """What the report says of the cell."""
+        call = self.data.train if training else torch.no_grad()(self.data.forward)
+        calls = {"fused": partial(call, self.fused), "baseline": partial(call, self.baseline)}
+        timings = time_interleaved(self.world, calls, self.seconds)
+        self.exchange.raise_fault()
+        us = {name: timing.microseconds for name, timing in timings.items()}
+        least = self.least_work(ceilings, teraflops, training)
+        return {
+            **self.checked(training),
+            "us": us,
+            "ratio": us["fused"] / us["baseline"],
+            **least,
+            "over_floor": us["fused"] / least["floor_us"],
+            "timed": "bursts",
+            "spread": {name: timing.spread for name, timing in timings.items()},
+            "by_rank_us": {name: list(timing.by_rank) for name, timing in timings.items()},
+        }
+
+    def checked(self, training: bool) -> dict[str, Any]:
+        """Whether it passed, by its errors and the baseline's against the baseline in fp32."""
+        expected = self.data.results(self.baseline, torch.float32, training=training)
+        fused, baseline = (
+            largest_errors(self.world, self.data.results(by, DTYPE, training=training), expected)
+            for by in (self.fused, self.baseline)
+        )
+        passed = all(fused[what] <= max(LAYER_TOLERANCE, _ERROR_OVER_BASELINE * error) for what, error in baseline.items())
+        return {"passed": passed, "errors": fused, "errors_of_baseline": baseline}
+
+    def least_work(self, ceilings: Ceilings, teraflops: float, training: bool) -> dict[str, float]:
+        """The floor of the slowest rank, and what it is made of: most rows, flops and bytes of any rank."""
+        rank, ranks = self.world.rank, self.world.size
+        with torch.no_grad():
+            owners = self.data.router(self.data.tokens).experts.flatten() // (self.cell.experts // ranks)
+        rows = self.world.gather(torch.bincount(owners, minlength=ranks).tolist())  # [source][owner]
+        received = sum(own[rank] for own in rows)
+        sent, away = sum(rows[rank]) - rows[rank][rank], received - rows[rank][rank]
+        phases = [self.cell.forward_work(received, sent, away, ranks)]
+        if training:
+            phases.append(self.cell.backward_work(received, sent, away, ranks))
+        every_rank = self.world.gather(
+            {
+                "rows_received": received,
+                "flops": sum(work.flops for work in phases),
+                "memory_bytes": sum(work.memory_bytes for work in phases),
+                "link_bytes": sum(work.link_bytes for work in phases),
+                "floor_us": sum(work.least_microseconds(ceilings, teraflops) for work in phases),
+            }
+        )
+        return {key: max(work[key] for work in every_rank) for key in every_rank[0]}
