@@ -1,0 +1,134 @@
+"""Experts in the trainer: the same run however they are spread and computed, also if that changes on the way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dlrm_fused.config import Config
+from dlrm_fused.errors import CommunicationError, UsageError
+from dlrm_fused.models import choice
+from dlrm_fused.models.expert_parallel import choose_computations
+from dlrm_fused.training.runtime import Rank, process_group
+from tests.distributed.launch import evaluate, losses, metrics, run_ranks, small_config, summary, train
+
+HALF, STEPS = 20, 40
+SETTINGS = [
+    "model.top_mlp=[16,8,1]",
+    "model.experts.count=8",
+    "model.experts.hidden=16",
+    "model.experts.balance_loss=0.1",
+    # As in test_transformer_training.py: rounding is not amplified, and some ranks are given padding.
+    "embedding.optimizer.kind=sgd",
+    "embedding.optimizer.learning_rate=20",
+    "embedding.init_std=0.3",
+    "data.synthetic.signal=4",
+    "training.dense_optimizer.kind=sgd",
+    "training.dense_optimizer.learning_rate=0.1",
+    "training.dense_optimizer.momentum=0.9",
+    "training.global_batch_size=255",
+]
+MODELS = {
+    "dlrm": ["model.experts.top_k=3", "model.experts.shared_hidden=16"],
+    "dcnv2": [],
+    "transformer": [
+        "model.d_model=16",
+        "model.tensor_parallel=1",
+        "model.experts.gate=sigmoid",
+        "data.synthetic.history_length=6",
+        "data.synthetic.history_items=200",
+    ],
+}
+
+
+def spread(folder: Path, model: str, ranks: int, parallel: int, comm: str, steps: int = STEPS) -> Path:
+    """Train, or continue to train, on so many ranks, with experts spread over ``parallel`` of them."""
+    here = [f"model.experts.parallel={parallel}", f"comm={comm}", f"training.max_steps={steps}"]
+    strict = ["comm_strict=true"] if comm == "fused" else []
+    return train(folder, ranks, f"model.kind={model}", *SETTINGS, *MODELS[model], *here, *strict)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The run of each model on one rank."""
+    return {model: spread(tmp_path_factory.mktemp(model), model, 1, 1, "baseline") for model in MODELS}
+
+
+def assert_same_run(run: Path, reference: Path) -> None:
+    assert list(losses(run)) == list(range(1, STEPS + 1))
+    assert losses(run) == pytest.approx(losses(reference), rel=1e-5, abs=0)
+    assert summary(run)["test_auc"] == pytest.approx(summary(reference)["test_auc"], abs=1e-5)
+
+
+def loads(run: Path) -> list[dict[str, float]]:
+    return [{key: value for key, value in line.items() if key.startswith("experts_")} for line in metrics(run, "train")]
+
+
+def test_training_learns(alone):
+    """Otherwise equal losses would mean little."""
+    by_step = list(losses(alone["dcnv2"]).values())
+    assert sum(by_step[-10:]) < 0.96 * sum(by_step[:10])
+    assert summary(alone["dcnv2"])["test_auc"] > 0.65
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "parallel", "comm"),
+    [
+        ("dlrm", 2, 0, "baseline"),
+        ("dcnv2", 2, 1, "fused"),
+        ("dcnv2", 2, 2, "auto"),
+        ("dcnv2", 4, 2, "fused"),
+        ("transformer", 2, 2, "fused"),
+    ],
+)
+def test_losses_and_loads_do_not_depend_on_ranks_expert_parallelism_and_comm(tmp_path, alone, model, ranks, parallel, comm):
+    run = spread(tmp_path, model, ranks, parallel, comm)
+    assert_same_run(run, alone[model])
+    assert loads(run) == [pytest.approx(load) for load in loads(alone[model])]
+
+
+def test_loads_of_each_layer_are_reported_relative_to_their_mean(alone):
+    layers = {"dlrm": 1, "dcnv2": 1, "transformer": 2}
+    for model, run in alone.items():
+        for load in loads(run):
+            assert len(load) == 2 * layers[model]
+            for layer in range(layers[model]):
+                assert 0 <= load[f"experts_{layer}_idlest"] <= 1 <= load[f"experts_{layer}_busiest"] <= 8
+
+
+def test_a_run_of_two_ranks_is_evaluated_on_one_and_goes_on_with_four(tmp_path, alone):
+    run = spread(tmp_path, "transformer", 2, 2, "fused", steps=HALF)
+    of_half = summary(run)
+    found = evaluate(run, 1, "model.experts.parallel=0")
+    assert found["auc"] == pytest.approx(of_half["test_auc"], abs=1e-6)
+    assert found["log_loss"] == pytest.approx(of_half["log_loss"], abs=1e-6)
+    spread(tmp_path, "transformer", 4, 4, "baseline")
+    assert_same_run(run, alone["transformer"])
+
+
+def refuse_memory(*_: object) -> NoReturn:
+    raise CommunicationError("no peer access")
+
+
+def computations_without_shared_memory(config: Config) -> tuple[bool, str]:
+    """Whether the computations are those of comm=baseline, and what is said with comm_strict=true."""
+    choice.symmetric_group = refuse_memory
+    device = torch.device("cpu")
+    with process_group(Rank.from_environment(), device):
+        group = dist.group.WORLD
+        computations = choose_computations(config, group, 2, 16, 1, device)
+        with pytest.raises(UsageError) as refused:
+            choose_computations(replace(config, comm_strict=True), group, 2, 16, 1, device)
+    return [(c.group is group, c.exchange) for c in computations] == [(True, None)] * 2, str(refused.value)
+
+
+def test_experts_of_ranks_without_shared_memory_run_as_with_baseline_unless_strict(tmp_path):
+    config = small_config(tmp_path, *SETTINGS, "comm=fused")
+    for is_baseline, message in run_ranks(2, computations_without_shared_memory, config):
+        assert is_baseline
+        assert message == "comm_strict=true: experts without fused communication: no peer access"
