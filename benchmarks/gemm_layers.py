@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -31,32 +31,19 @@ class LayerData:
             self.router.linear.weight.copy_(cell.draw_router(world.device, seed))
         self.tokens = cell.draw_tokens(*place, seed)
         self.w_in, self.w_out = cell.draw_weights(*place, seed)
-        for leaf in (self.tokens, self.w_in, self.w_out):
-            leaf.requires_grad_()
         self.gradient = cell.draw_tokens(*place, seed + 1)
 
-    def forward(self, computation: ExpertComputation) -> Tensor:
-        """The layer with its router."""
-        routing = self.router(self.tokens)
-        return computation(self.tokens, routing.experts, routing.gates, self.w_in, self.w_out)
-
-    def train(self, computation: ExpertComputation) -> Sequence[Tensor]:
-        """Forward and backward; the gradients of tokens, router and weights."""
-        leaves = (self.tokens, self.router.linear.weight, self.w_in, self.w_out)
-        return torch.autograd.grad(self.forward(computation), leaves, self.gradient)
-
-    def results(self, computation: ExpertComputation, dtype: torch.dtype, *, training: bool) -> dict[str, Tensor]:
-        """Output and, in training, gradients of the experts in this dtype, with the experts and gates that the router chose."""
-        with torch.no_grad():
-            routing = self.router(self.tokens)
-        given = {"tokens": self.tokens, "gates": routing.gates, "w_in": self.w_in, "w_out": self.w_out}
-        leaves = {
-            name: tensor.detach().to(torch.float32 if name == "gates" else dtype).requires_grad_(training)
-            for name, tensor in given.items()
-        }
-        output = computation(leaves["tokens"], routing.experts, leaves["gates"], leaves["w_in"], leaves["w_out"])
+    def compute(self, computation: ExpertComputation, *, training: bool, dtype: torch.dtype = DTYPE) -> dict[str, Tensor]:
+        """The output of the layer with its router, and in training the gradients of everything. Collective."""
+        with torch.set_grad_enabled(training):
+            tokens, w_in, w_out = (
+                tensor.detach().to(dtype).requires_grad_(training) for tensor in (self.tokens, self.w_in, self.w_out)
+            )
+            routing = self.router(tokens)
+            output = computation(tokens, routing.experts, routing.gates, w_in, w_out)
         if not training:
             return {"output": output}
+        leaves = {"tokens": tokens, "router": self.router.linear.weight, "w_in": w_in, "w_out": w_out}
         gradients = torch.autograd.grad(output, list(leaves.values()), self.gradient.to(dtype))
         return {"output": output.detach(), **dict(zip((f"gradient of {name}" for name in leaves), gradients, strict=True))}
 
@@ -93,14 +80,17 @@ class LayerRun:
         self.exchange = new_exchange(world, cell, cell.name)
         self.fused, self.baseline = ExpertComputation(world.group, self.exchange), ExpertComputation(world.group)
 
+    def compute(self, by: ExpertComputation, training: bool) -> None:
+        self.data.compute(by, training=training)
+
     def step(self) -> None:
-        """Of what is to be compiled: forward and backward, fused."""
-        self.data.train(self.fused)
+        """What has to be compiled: forward and backward, fused."""
+        self.compute(self.fused, training=True)
 
     def result(self, ceilings: Ceilings, teraflops: float, *, training: bool) -> dict[str, Any]:
         """What the report says of the cell."""
-        call = self.data.train if training else torch.no_grad()(self.data.forward)
-        calls = {"fused": partial(call, self.fused), "baseline": partial(call, self.baseline)}
+        contestants = {"fused": self.fused, "baseline": self.baseline}
+        calls = {name: partial(self.compute, by, training) for name, by in contestants.items()}
         timings = time_interleaved(self.world, calls, self.seconds)
         self.exchange.raise_fault()
         us = {name: timing.microseconds for name, timing in timings.items()}
@@ -118,10 +108,9 @@ class LayerRun:
 
     def checked(self, training: bool) -> dict[str, Any]:
         """Whether it passed, by its errors and the baseline's against the baseline in fp32."""
-        expected = self.data.results(self.baseline, torch.float32, training=training)
+        expected = self.data.compute(self.baseline, training=training, dtype=torch.float32)
         fused, baseline = (
-            largest_errors(self.world, self.data.results(by, DTYPE, training=training), expected)
-            for by in (self.fused, self.baseline)
+            largest_errors(self.world, self.data.compute(by, training=training), expected) for by in (self.fused, self.baseline)
         )
         passed = all(fused[what] <= max(LAYER_TOLERANCE, _ERROR_OVER_BASELINE * error) for what, error in baseline.items())
         return {"passed": passed, "errors": fused, "errors_of_baseline": baseline}

@@ -236,7 +236,7 @@ def test_repeated_products_with_random_delays_have_the_same_bits(tmp_path: Path)
     assert ended.statuses == [0, 0], ended.output
     assert report["passed"] is True
     assert report["replays"] == 60
-    products = report["products"]
+    products = report["works"]
     assert {(own["with_bias_and_residual"], own["with_norm"]) for own in products} == {(0, 0), (1, 0), (1, 1)}
     assert max(own["m"] for own in products) > 64 > min(own["m"] for own in products)
     assert all(0 < own["relative_error"] < math.inf and own["elements_that_differ"] == 0 for own in products)
@@ -246,4 +246,4 @@ def test_one_element_that_differs_once_is_seen(tmp_path: Path) -> None:
     ended, report = _run_stress(tmp_path, _stress_with_a_rare_mistake)
     assert ended.statuses == [1, 1], ended.output
     assert report["passed"] is False
-    assert sum(own["elements_that_differ"] for own in report["products"]) == 1
+    assert sum(own["elements_that_differ"] for own in report["works"]) == 1
