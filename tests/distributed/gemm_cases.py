@@ -158,7 +158,9 @@ def run_calls(
                 own.weight.requires_grad_(not case.fp8)
             result = call(exchange, case, own)
             held = [*held[-2:], (number, result.detach(), expected(case, inputs, rank.index))]
-            wrong += [f"call {earlier}: {difference}" for earlier, *pair in held if (difference := _difference(*pair, dtype))]
+            for earlier, given, right in held:
+                if difference := _difference(given, right, dtype):
+                    wrong.append(f"call {earlier}: {difference}")
             if with_gradients:
                 wrong += _wrong_gradients(case, inputs, rank.index, result, number, dtype)
         exchange.raise_fault()
