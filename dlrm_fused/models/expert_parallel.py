@@ -82,29 +82,29 @@ def choose_computations(
         return [baseline] * layers
     most = -(-config.training.global_batch_size // dist.get_world_size()) * tokens
 
-    def fused(layer: int) -> ExpertComputation:
-        exchange = ExpertExchange(
+    def exchange(layer: int) -> ExpertExchange:
+        return ExpertExchange(
             memory,
-            name=f"experts of layer {layer}",
+            name=f"experts_{layer}",
             experts=config.model.experts.count,
             top_k=config.model.experts.top_k,
             max_tokens=most,
             width=width,
             dtype=compute_dtype(config),
         )
-        return ExpertComputation(group, exchange)
 
-    first = fused(0)
+    first = exchange(0)
     if config.comm is Comm.auto and not is_faster(
-        _step_of_a_layer(first, config, width, most, device),
+        _step_of_a_layer(ExpertComputation(group, first), config, width, most, device),
         _step_of_a_layer(baseline, config, width, most, device),
         group,
         device,
         layers=f"experts of {most} tokens",
         unfused_name="All-to-Alls and products",
     ):
+        first.release()
         return [baseline] * layers
-    return [first, *(fused(layer) for layer in range(1, layers))]
+    return [ExpertComputation(group, each) for each in (first, *(exchange(layer) for layer in range(1, layers)))]
 
 
 def _step_of_a_layer(

@@ -324,6 +324,12 @@ class ExpertExchange:
         """Raise CommunicationError if a call that was started has failed since. Does not wait for the device."""
         self.channel.raise_fault()
 
+    def release(self) -> None:
+        """Let go of the memory for tokens and results, of an exchange that is not used any more: once this rank has completed
+        its last call, forward and backward."""
+        for blocks in (self.received, self.home):
+            self.group.release(blocks.memory)
+
     def rows_of(self, received: Tensor) -> Tensor:
         """[R, d]: the rows in a receive block."""
         return received[: self.memory.homes_at].view(self.dtype).view(self.memory.rows, self.width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -12,8 +13,9 @@ import torch.distributed as dist
 
 from dlrm_fused.config import Config
 from dlrm_fused.errors import CommunicationError, UsageError
-from dlrm_fused.models import choice
+from dlrm_fused.models import choice, expert_parallel
 from dlrm_fused.models.expert_parallel import choose_computations
+from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import evaluate, losses, metrics, run_ranks, small_config, summary, train
 
@@ -132,3 +134,29 @@ def test_experts_of_ranks_without_shared_memory_run_as_with_baseline_unless_stri
     for is_baseline, message in run_ranks(2, computations_without_shared_memory, config):
         assert is_baseline
         assert message == "comm_strict=true: experts without fused communication: no peer access"
+
+
+def computations_of_auto(config: Config, fused_is_faster: bool) -> tuple[list[bool], set[str]]:
+    """Whether each layer is fused, and of which of them memory for tokens and results is left."""
+
+    def measured(fused: Callable[[], object], unfused: Callable[[], object], *_: object, **__: object) -> bool:
+        fused()
+        unfused()
+        return fused_is_faster
+
+    expert_parallel.is_faster = measured
+    device = torch.device("cpu")
+    with process_group(Rank.from_environment(), device):
+        group = dist.group.WORLD
+        computations = choose_computations(config, group, 2, 16, 1, device)
+        memories = {memory.name for memory in symmetric_group(group, device)._memories}
+    left = {name.removesuffix(".received") for name in memories if name.endswith((".received", ".home"))}
+    return [c.exchange is not None for c in computations], {name.removesuffix(".home") for name in left}
+
+
+@pytest.mark.parametrize("fused_is_faster", [True, False])
+def test_auto_takes_the_faster_way_and_keeps_no_memory_of_the_other(tmp_path, fused_is_faster):
+    config = small_config(tmp_path, *SETTINGS, "comm=auto")
+    for are_fused, with_memory in run_ranks(2, computations_of_auto, config, fused_is_faster):
+        assert are_fused == [fused_is_faster] * 2
+        assert with_memory == ({"experts_0", "experts_1"} if fused_is_faster else set())

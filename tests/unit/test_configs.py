@@ -14,6 +14,7 @@ from dlrm_fused.config import (
     ModelKind,
     Precision,
     Split,
+    flatten,
     load_config,
     to_yaml,
 )
@@ -111,6 +112,21 @@ def test_the_large_transformer_has_the_shape_that_is_benchmarked() -> None:
     assert config.training.precision is Precision.bf16
     # Memory for activations is that of a batch; the default for evaluations is far too large.
     assert config.evaluation.global_batch_size <= config.training.global_batch_size
+
+
+def test_criteo_with_experts_differs_from_mlperf_by_its_top_and_its_end() -> None:
+    config, mlperf = flatten(load("moe_criteo")), flatten(load("criteo_1tb_dcnv2"))
+    differ = {key for key in config if config[key] != mlperf[key] and not key.startswith("model.experts.")}
+    assert differ == {"name", "comm", "model.top_mlp", "training.target_auc"}
+    assert config["training.precision"] == "bf16"
+    assert config["model.experts.count"] % 8 == 0  # GPUs
+
+
+def test_the_large_mixture_has_many_experts_and_trains_on_generated_data() -> None:
+    config = load("moe_large")
+    assert (config.model.experts.count, config.model.experts.top_k) == (128, 8)
+    assert config.data.source is DataSource.synthetic
+    assert config.training.precision is Precision.bf16
 
 
 def test_quickstart_trains_on_what_make_train_prepares() -> None:
