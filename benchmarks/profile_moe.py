@@ -4,8 +4,8 @@
         [--steps 20] [--comm baseline] [--trace trace.json] [--tokens 8192 --width 2048 ...]
 
 Forward and backward of ``dlrm_fused.models.moe.MixtureOfExperts``, with its losses, in training, under ``torch.profiler``,
-after some steps that are not looked at. What counts are the host's calls of CUDA that wait for the device, in any thread, while it
-makes the steps; with ``comm=fused`` there must be none. On GPUs ``torch.cuda.set_sync_debug_mode("error")`` watches as well:
+after some steps that are not looked at. What counts are the host's calls of CUDA that wait for the device, in any thread, while
+it makes the steps; with ``comm=fused`` there must be none. On GPUs ``torch.cuda.set_sync_debug_mode("error")`` watches as well:
 PyTorch's own waits then raise. Exit status 1 says that there was one. Without GPUs there is no device to wait for: that tests
 this script.
 """
