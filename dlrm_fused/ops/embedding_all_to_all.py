@@ -34,7 +34,7 @@ from torch import Tensor
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.embedding_update import apply_gradients, per_sample_weight_gradients
-from dlrm_fused.ops.exchange import PRESENCE_UNIT, BatchPlan, EmbeddingExchange, FeatureTable, exchange_of
+from dlrm_fused.ops.exchange import PRESENCE_UNIT, BatchPlan, EmbeddingExchange, FeatureTable, exchanges
 from dlrm_fused.ops.lookup_tuning import LookupShape, choose_blocks
 from dlrm_fused.ops.pooled_all_to_all import checked_plan, send_gradient
 from dlrm_fused.ops.put import TRITON_DTYPES, put_rectangles, to_wire
@@ -311,7 +311,7 @@ def _forward(
     batch_sizes: list[int],
     exchange: int,
 ) -> Tensor:
-    owner = exchange_of(exchange)
+    owner = exchanges.get(exchange)
     owner.forward_channel.raise_fault()
 
     def check(plan: BatchPlan) -> None:
@@ -496,7 +496,7 @@ def _backward(
     batch_sizes: list[int],
     exchange: int,
 ) -> list[Tensor]:
-    owner = exchange_of(exchange)
+    owner = exchanges.get(exchange)
     ordered = [owner.sorted_lookups.take(owner.tables[i], indices[i], offsets[i]) for i in range(len(indices))]
     received = send_gradient(owner, owner.plan(batch_sizes), gradient)
     weight_gradients = []
@@ -527,7 +527,7 @@ def _fake_forward(
     batch_sizes: list[int],
     exchange: int,
 ) -> Tensor:
-    owner = exchange_of(exchange)
+    owner = exchanges.get(exchange)
     return anchor.new_empty((batch_sizes[owner.rank], owner.layout.columns))
 
 
@@ -549,7 +549,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
     ctx.save_for_backward(*indices, *offsets, *per_sample_weights)
     # A compiler traces with tensors without memory.
     if type(output) is Tensor:
-        exchange_of(ctx.exchange).sort_ahead(indices, offsets)
+        exchanges.get(ctx.exchange).sort_ahead(indices, offsets)
 
 
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import weakref
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
+from dlrm_fused.ops.handles import Handles, agree_on_settings
 from dlrm_fused.ops.tables import LocalTables
 from dlrm_fused.symmetric import Arena, Channel, SymmetricGroup, SymmetricMemory
 
@@ -30,21 +30,6 @@ WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT = 4096  # bytes: what a ready word can express
 # Batch sizes whose tables are kept: a training and an evaluation batch and their uneven last ones.
 _KEPT_BATCH_PLANS = 64
-
-_exchanges: weakref.WeakValueDictionary[int, EmbeddingExchange] = weakref.WeakValueDictionary()
-_handles = itertools.count()
-
-
-def exchange_of(handle: int) -> EmbeddingExchange:
-    """The exchange that an operator's argument names.
-
-    Raises:
-        UsageError: if there is none, or no longer.
-    """
-    exchange = _exchanges.get(handle)
-    if exchange is None:
-        raise UsageError(f"exchange={handle}: no such EmbeddingExchange in this process; keep it alive as long as it is used")
-    return exchange
 
 
 @dataclass(frozen=True)
@@ -265,7 +250,7 @@ class EmbeddingExchange:
             "held_outputs": held_outputs,
             "check_indices": check_indices,
         }
-        _raise_on_all_ranks(group, name, settings)
+        _check_settings(group, name, settings)
         self.group, self.layout, self.name = group, layout, name
         self.rank, self.world_size, self.device = group.rank, group.world_size, group.device
         self.forward_wire, self.backward_wire = forward_wire, backward_wire
@@ -283,8 +268,7 @@ class EmbeddingExchange:
         # Graphs hold the addresses of buffers for ever.
         self._is_captured = False
         self._plans: dict[tuple[int, ...], BatchPlan] = {}
-        self.handle = next(_handles)
-        _exchanges[self.handle] = self
+        self.handle = exchanges.add(self)
 
     def attach_tables(self, tables: Sequence[LocalTables]) -> None:
         """Name the tables of this rank's lookups, in their order.
@@ -395,10 +379,13 @@ class EmbeddingExchange:
         return self._buffers
 
 
-def _raise_on_all_ranks(group: SymmetricGroup, name: str, settings: Mapping[str, Any]) -> None:
+exchanges: Handles[EmbeddingExchange] = Handles("EmbeddingExchange")
+
+
+def _check_settings(group: SymmetricGroup, name: str, settings: Mapping[str, Any]) -> None:
     """Raise UsageError everywhere if an argument is wrong on one rank, or differs between ranks."""
 
-    def check() -> dict[str, str]:
+    def check() -> dict[str, object]:
         layout = settings["layout"]
         if not isinstance(layout, ExchangeLayout):
             raise UsageError(f"{name}: layout={layout!r}; needed: an ExchangeLayout")
@@ -416,16 +403,9 @@ def _raise_on_all_ranks(group: SymmetricGroup, name: str, settings: Mapping[str,
             for rank, lookups in enumerate(layout.lookups)
             for number, lookup in enumerate(lookups)
         }
-        return {key: str(value) for key, value in {**settings, "layout": f"{layout.columns} columns", **lookups}.items()}
+        return {**settings, "layout": f"{layout.columns} columns", **lookups}
 
-    first, *others = group.gather(check)
-    for rank, other in enumerate(others, start=1):
-        for key in {**first, **other}:
-            if first.get(key) != other.get(key):
-                raise UsageError(
-                    f"{name}: {key} differs between ranks: {first.get(key)} on rank 0, {other.get(key)} on rank {rank}; "
-                    "all ranks must give the same"
-                )
+    agree_on_settings(group, name, check)
 
 
 def _aligned(size: int) -> int:

@@ -18,9 +18,7 @@ The order of addition is that of ranks, everywhere: all ranks get the same bits.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-import weakref
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,13 +33,11 @@ from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.chunked_all_reduce import ChunkedSum
 from dlrm_fused.ops.gemv_kernel import gemv_all_reduce_kernel, polls_per_second
 from dlrm_fused.ops.gemv_tuning import LEAST_COLUMNS, MOST_ROWS, SPLIT_SLOTS, Blocks, choose_blocks
+from dlrm_fused.ops.handles import Handles, agree_on_settings
 from dlrm_fused.symmetric import Channel, SymmetricGroup
 from dlrm_fused.symmetric.device import uses_kernels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-_exchanges: weakref.WeakValueDictionary[int, GemvExchange] = weakref.WeakValueDictionary()
-_handles = itertools.count()
 
 
 def gemv_all_reduce(
@@ -168,8 +164,7 @@ class GemvExchange:
         else:
             self.half_words = max_rows * max_columns
             self.inbox = group.allocate(f"{name}.inbox", 2 * self.half_words * 4)
-        self.handle = next(_handles)
-        _exchanges[self.handle] = self
+        self.handle = _exchanges.add(self)
 
     def raise_fault(self) -> None:
         """Raise CommunicationError if a call that was started has failed since. Does not wait for the device."""
@@ -182,31 +177,18 @@ def _polls_per_second(device: torch.device) -> float:
 
 
 def _check_settings(group: SymmetricGroup, name: str, max_columns: int, dtype: torch.dtype, max_rows: int) -> None:
-    def check() -> dict[str, str]:
-        if group.process_group is None and group.world_size > 1:
-            raise UsageError(f"{name}: its group is closed")
+    def check() -> dict[str, object]:
         if dtype not in DTYPES:
             raise UsageError(f"{name}: dtype={dtype}; allowed: float32, bfloat16, float16")
         for key, value in (("max_columns", max_columns), ("max_rows", max_rows)):
             if not isinstance(value, int) or value < 1:
                 raise UsageError(f"{name}: {key}={value}; needed: a whole number, at least 1")
-        return {"name": name, "max_columns": str(max_columns), "dtype": str(dtype), "max_rows": str(max_rows)}
+        return {"name": name, "max_columns": max_columns, "dtype": dtype, "max_rows": max_rows}
 
-    settings = group.gather(check)
-    for rank, other in enumerate(settings):
-        for key, value in other.items():
-            if value != settings[0][key]:
-                raise UsageError(
-                    f"{name}: {key}={settings[0][key]} on rank 0, {value} on rank {rank}; it must be equal on all ranks"
-                )
+    agree_on_settings(group, name, check)
 
 
-def _exchange_of(handle: int) -> GemvExchange:
-    exchange = _exchanges.get(handle)
-    if exchange is None:
-        raise UsageError(f"exchange={handle}: no such GemvExchange in this process; keep it alive as long as it is used")
-    return exchange
-
+_exchanges: Handles[GemvExchange] = Handles("GemvExchange")
 
 torch.library.define(
     "dlrm_fused::gemv_all_reduce",
@@ -225,7 +207,7 @@ def _forward(
     norm_eps: float,
     exchange: int,
 ) -> tuple[Tensor, Tensor]:
-    owner = _exchange_of(exchange)
+    owner = _exchanges.get(exchange)
     owner.raise_fault()
     try:
         _check_inputs(owner, x, weight, {"bias": bias, "norm_weight": norm_weight}, residual)

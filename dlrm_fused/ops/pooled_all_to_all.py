@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.exchange import BatchPlan, EmbeddingExchange, Rectangle, exchange_of
+from dlrm_fused.ops.exchange import BatchPlan, EmbeddingExchange, Rectangle, exchanges
 from dlrm_fused.ops.receive import Output, finish_staged
 from dlrm_fused.symmetric import Channel, SymmetricMemory
 from dlrm_fused.symmetric.device import uses_kernels
@@ -92,7 +92,7 @@ def checked_plan(
 
 @torch.library.impl("dlrm_fused::pooled_all_to_all", ["cpu", "cuda"])
 def _forward(anchor: Tensor, pooled: list[Tensor], batch_sizes: list[int], exchange: int) -> Tensor:
-    owner = exchange_of(exchange)
+    owner = exchanges.get(exchange)
     owner.forward_channel.raise_fault()
     plan = checked_plan(owner, batch_sizes, lambda plan: _check_pooled(owner, plan, pooled))
     output = Output(owner, plan)
@@ -223,7 +223,7 @@ def _check_gradient(owner: EmbeddingExchange, plan: BatchPlan, gradient: Tensor)
 
 @torch.library.impl("dlrm_fused::pooled_all_to_all_backward", ["cpu", "cuda"])
 def _backward(gradient: Tensor, batch_sizes: list[int], exchange: int) -> list[Tensor]:
-    owner = exchange_of(exchange)
+    owner = exchanges.get(exchange)
     received = send_gradient(owner, owner.plan(batch_sizes), gradient)
     # A division, as TorchRec's, so that the bits are the same for three ranks too.
     divisor = 1 / owner.gradient_scale
@@ -232,13 +232,13 @@ def _backward(gradient: Tensor, batch_sizes: list[int], exchange: int) -> list[T
 
 @torch.library.register_fake("dlrm_fused::pooled_all_to_all")
 def _fake_forward(anchor: Tensor, pooled: list[Tensor], batch_sizes: list[int], exchange: int) -> Tensor:
-    owner = exchange_of(exchange)
+    owner = exchanges.get(exchange)
     return anchor.new_empty((batch_sizes[owner.rank], owner.layout.columns))
 
 
 @torch.library.register_fake("dlrm_fused::pooled_all_to_all_backward")
 def _fake_backward(gradient: Tensor, batch_sizes: list[int], exchange: int) -> list[Tensor]:
-    return [gradient.new_empty((sum(batch_sizes), lookup.width)) for lookup in exchange_of(exchange).own_lookups]
+    return [gradient.new_empty((sum(batch_sizes), lookup.width)) for lookup in exchanges.get(exchange).own_lookups]
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
