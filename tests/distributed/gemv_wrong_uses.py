@@ -125,7 +125,7 @@ _CREATION = [
     WrongUse("`max_rows=1.5`", settings(max_rows=1.5), "max_rows=1.5", SECOND, "max_rows=1.5"),
     WrongUse("`timeout_seconds=0`", settings(timeout_seconds=0.0), "timeout_seconds=0.0", SECOND, "timeout_seconds=0.0"),
     *(
-        WrongUse(f"`{key}` that differs between ranks", settings(**{key: value}), f"{key}=", SECOND, f"{key}=")
+        WrongUse(f"`{key}` that differs between ranks", settings(**{key: value}), f"{key} differs", SECOND, f"{key} differs")
         for key, value in {"name": "other", "dtype": torch.bfloat16, "max_columns": 7, "max_rows": 2}.items()
     ),
     WrongUse("more columns than memory holds", settings(max_columns=10**13), "but this host has", error=CommunicationError),
