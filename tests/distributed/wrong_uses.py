@@ -31,6 +31,8 @@ from dlrm_fused.ops.tables import LocalTables, RowwiseAdagrad
 from dlrm_fused.sharding import FusedEmbeddingBagCollectionSharder
 from dlrm_fused.symmetric import memory, symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
+from tests.distributed import expert_wrong_uses as experts
+from tests.distributed import gemm_wrong_uses as gemm
 from tests.distributed import gemv_wrong_uses as gemv
 from tests.distributed import test_fused_sharder as torchrec_models
 from tests.distributed.launch import run_ranks
@@ -693,6 +695,8 @@ WITHOUT_KERNELS = {
     "`pooled_all_to_all`": (Pooled, POOLED),
     "The sharder": (Sharded, SHARDER),
     "`gemv_all_reduce`": (gemv.Product, gemv.USES),
+    "`gemm_all_to_all`": (gemm.BlocksAndRoutes, gemm.USES),
+    "`expert_layer`": (experts.Layer, experts.USES),
 }
 WITH_KERNELS = {
     "Tables": (Fused, TABLES),
