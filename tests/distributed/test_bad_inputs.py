@@ -109,6 +109,8 @@ SETTINGS = [
     setting("model.tensor_parallel=3", "model.heads=4", *TRANSFORMER),
     setting("model.tensor_parallel=4", "the ranks of each host, 2", *TRANSFORMER),
     setting("model.heads=5", "0, all 2 ranks of a host", "model.d_model=20", *TRANSFORMER),
+    setting("model.experts.top_k=3", "model.experts.count=2", "model.experts.count=2"),
+    setting("model.experts.parallel=4", "the number of ranks, 2", "model.experts.count=8"),
     setting("embedding.shard_columns=3", "embedding.shard_columns=3"),
     setting("training.target_auc=0.8", "evaluation.every_steps=0"),
     setting("embedding.optimizer.weight_decay=0.1", "embedding.optimizer.weight_decay=0.1", "embedding.optimizer.kind=adagrad"),
