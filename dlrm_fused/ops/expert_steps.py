@@ -25,7 +25,7 @@ from dlrm_fused.symmetric import Channel, SymmetricMemory
 
 # Columns of a program's row, at most.
 _COLUMNS = 2048
-_PAD_ROWS = 8
+_PAD_ROWS = 16
 
 
 class ExpertSteps(ABC):

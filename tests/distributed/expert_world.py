@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.ops.expert_layer import ExpertExchange, expert_layer, reference
-from dlrm_fused.symmetric import SymmetricGroup
+from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
+from dlrm_fused.training.runtime import Rank, process_group
 
 SCALE = 0.5
 
@@ -32,7 +36,7 @@ class Case:
     top_k: int
     choose: Callable[[int, Case, torch.Generator], Tensor]
     width: int = 8
-    hidden: int = 12
+    hidden: int = 16
 
     @property
     def ranks(self) -> int:
@@ -74,6 +78,9 @@ class Inputs:
     w_in: Tensor
     w_out: Tensor
     out_gradient: Tensor = field(repr=False)
+
+    def arguments(self) -> list[Tensor]:
+        return [self.x, self.experts, self.gates, self.w_in, self.w_out]
 
     def leaves(self) -> list[Tensor]:
         return [self.x, self.gates, self.w_in, self.w_out]
@@ -148,19 +155,18 @@ def expected(case: Case, seed: int) -> list[Results]:
     ]
 
 
-def make_exchange(
-    group: SymmetricGroup, case: Case, name: str, dtype: torch.dtype = torch.float32, **settings: Any
-) -> ExpertExchange:
-    defaults = {"max_tokens": max(case.tokens) + 1, "timeout_seconds": 60.0}
-    return ExpertExchange(
-        group,
-        name=name,
-        experts=case.experts,
-        top_k=case.top_k,
-        width=case.width,
-        dtype=dtype,
-        **{**defaults, **settings},
-    )
+def make_exchange(group: SymmetricGroup, case: Case, **settings: Any) -> ExpertExchange:
+    """An exchange for the case; settings may differ from its own."""
+    defaults = {
+        "name": "experts",
+        "experts": case.experts,
+        "top_k": case.top_k,
+        "max_tokens": max(case.tokens) + 1,
+        "width": case.width,
+        "dtype": torch.float32,
+        "timeout_seconds": 60.0,
+    }
+    return ExpertExchange(group, **{**defaults, **settings})  # type: ignore[arg-type]
 
 
 def run_fused(exchange: ExpertExchange, inputs: Inputs) -> Results:
@@ -169,8 +175,57 @@ def run_fused(exchange: ExpertExchange, inputs: Inputs) -> Results:
 
 def run_reference(inputs: Inputs) -> Results:
     process_group = dist.group.WORLD if dist.is_initialized() else None
-    out = reference(process_group, inputs.x, inputs.experts, inputs.gates, inputs.w_in, inputs.w_out, SCALE)
-    return results(out, inputs)
+    return results(reference(process_group, *inputs.arguments(), SCALE), inputs)
+
+
+def run_cases(cases: list[Case], dtype: torch.dtype = torch.float32) -> list[tuple[Results, Results]]:
+    """In a process of each rank: the results of all cases, fused and of the reference."""
+    rank = Rank.from_environment()
+    with process_group(rank, torch.device("cpu")):
+        group = symmetric_group()
+        seen = []
+        for number, case in enumerate(cases):
+            exchange = make_exchange(group, case, name=f"experts of case {number}", dtype=dtype)
+            fused = run_fused(exchange, draw(case, number, dtype)[rank.index])
+            exchange.raise_fault()
+            seen.append((fused, run_reference(draw(case, number, dtype)[rank.index])))
+        group.close()
+        return seen
+
+
+SEEDS = 3
+
+
+def run_steps(case: Case, steps: int) -> list[Results]:
+    """In a process of each rank: steps of delays and of passes in flight; fails unless the same inputs give the same bits.
+
+    Up to three forward passes are followed by their backward passes, oldest first.
+
+    Returns:
+        Results of each seed, 0 to SEEDS - 1.
+    """
+    rank = Rank.from_environment()
+    with process_group(rank, torch.device("cpu")):
+        group = symmetric_group()
+        exchange = make_exchange(group, case)
+        delays = random.Random(rank.index)
+        first: dict[int, Results] = {}
+        in_flight: deque[tuple[int, Tensor, Inputs]] = deque()
+        for step in range(steps):
+            inputs = draw(case, step % SEEDS)[rank.index]
+            if rank.index == 1 or delays.random() < 0.2:
+                time.sleep(delays.uniform(0, 0.005))
+            in_flight.append((step % SEEDS, expert_layer(exchange, *inputs.arguments(), SCALE), inputs))
+            while len(in_flight) > (step // 4) % 3:
+                seed, out, its_inputs = in_flight.popleft()
+                own = results(out, its_inputs)
+                wanted = first.setdefault(seed, own)
+                for key, value in own.items():
+                    assert torch.equal(value, wanted[key]), f"step {step}: {key} differs from that of the same inputs before"
+        in_flight.clear()
+        exchange.raise_fault()
+        group.close()
+        return [first[seed] for seed in range(SEEDS)]
 
 
 EVEN = "any experts"
