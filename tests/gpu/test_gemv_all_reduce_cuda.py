@@ -6,10 +6,7 @@ run on the CPU too, without CUDA graphs.
 
 from __future__ import annotations
 
-import os
 import random
-import time
-import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,22 +20,14 @@ from torch.nn.functional import rms_norm
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.ops import gemv_tuning
 from dlrm_fused.ops.gemv_all_reduce import GemvExchange, gemv_all_reduce, reference
-from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
-from dlrm_fused.training.runtime import Rank, process_group
+from dlrm_fused.symmetric import SymmetricGroup
 from tests.distributed.launch import run_ranks
+from tests.gpu.all_ranks import HALF, MARKS, ON_GPU, RANKS, captured, delay, failures_of, synchronize
 
-ON_GPU = torch.cuda.is_available()
-RANKS = min(4, torch.cuda.device_count()) if ON_GPU else 2
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        RANKS < 2 or (not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1"), reason="needs two CUDA devices"
-    ),
-]
+pytestmark = MARKS
 TIMEOUT_SECONDS = 20.0
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-# The interpreter is slow, and has no product of bf16.
-HALF = BF16 if ON_GPU else FP16
+# The interpreter is slow.
 COLUMNS, DEPTH = (1024, 768) if ON_GPU else (48, 32)
 REPLAYS = 200 if ON_GPU else 4
 # Of one rounding; the norm is taken of rounded sums, and rounded again.
@@ -92,14 +81,6 @@ class Sums:
             assert torch.equal(found, of_first_rank), "ranks differ"
 
 
-def delay(generator: random.Random) -> None:
-    """Up to a millisecond, on the device, at random."""
-    if ON_GPU:
-        torch.cuda._sleep(generator.randrange(2_000_000))
-    else:
-        time.sleep(generator.uniform(0, 0.001))
-
-
 def sums(group: SymmetricGroup, dtype: torch.dtype) -> None:
     """Of few rows, with all that may follow, of even and odd sizes; ranks are late at random."""
     products, late = Sums(group, dtype), random.Random(group.rank)
@@ -143,26 +124,6 @@ def every_block_shape(group: SymmetricGroup) -> None:
             products.check(products.multiply(given), given)
     finally:
         gemv_tuning.override(None)
-
-
-def captured(step: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
-    """A CUDA graph of the step; on the CPU the step itself."""
-    if not ON_GPU:
-        return step
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        results = step()
-
-    def replay() -> list[Tensor]:
-        graph.replay()
-        return results
-
-    return replay
 
 
 def replays_of_graphs(group: SymmetricGroup) -> None:
@@ -221,8 +182,7 @@ def refused(group: SymmetricGroup, change: Callable[[Tensor], Tensor], culprit: 
     wrong = group.rank == 1
     with pytest.raises(UsageError if wrong else CommunicationError) as raised:
         products.multiply({**given, "x": change(given["x"])} if wrong else given)
-        if ON_GPU:
-            torch.cuda.synchronize()
+        synchronize()
         products.exchange.raise_fault()
     assert (culprit if wrong else "rank 1 on") in str(raised.value)
     assert torch.equal(held, before)
@@ -233,8 +193,7 @@ def ranks_that_differ(group: SymmetricGroup) -> None:
     given = {key: tensor for key, tensor in products.draw(2 + group.rank % 2).items() if key in ("x", "weight")}
     with pytest.raises(CommunicationError, match="differ in shapes or settings"):
         products.multiply(given)
-        if ON_GPU:
-            torch.cuda.synchronize()
+        synchronize()
         products.exchange.raise_fault()
 
 
@@ -257,25 +216,7 @@ if ON_GPU:
 
 
 def run_checks() -> dict[str, str]:
-    """On a rank: what went wrong, by check; nothing if all is well."""
-    rank = Rank.from_environment()
-    device = torch.device("cuda", rank.index) if ON_GPU else torch.device("cpu")
-    if ON_GPU:
-        torch.cuda.set_device(device)
-    failures = {}
-    with process_group(rank, device):
-        group = symmetric_group(device=device)
-        for name, check in CHECKS.items():
-            began = time.monotonic()
-            try:
-                check(group)
-            except BaseException:  # pytest's failures are no Exceptions
-                failures[name] = traceback.format_exc()
-            if rank.index == 0:
-                print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
-            dist.barrier()
-        group.close()
-    return failures
+    return failures_of(CHECKS)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,89 @@
+"""Checks on all GPUs of the machine, in one launch of ranks, one after the other.
+
+With ``TRITON_INTERPRET=1`` they run on the CPU too, in two processes, without CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
+from dlrm_fused.training.runtime import Rank, process_group
+
+T = TypeVar("T")
+Check = Callable[[SymmetricGroup], Any]
+
+ON_GPU = torch.cuda.is_available()
+RANKS = min(4, torch.cuda.device_count()) if ON_GPU else 2
+# The interpreter has no product of bf16.
+HALF = torch.bfloat16 if ON_GPU else torch.float16
+MARKS = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        RANKS < 2 or (not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1"), reason="needs two CUDA devices"
+    ),
+]
+
+
+def failures_of(checks: Mapping[str, Check]) -> dict[str, str]:
+    """On a rank: what went wrong, by check; nothing if all is well."""
+    rank = Rank.from_environment()
+    device = torch.device("cuda", rank.index) if ON_GPU else torch.device("cpu")
+    if ON_GPU:
+        torch.cuda.set_device(device)
+    failures = {}
+    with process_group(rank, device):
+        group = symmetric_group(device=device)
+        for name, check in checks.items():
+            began = time.monotonic()
+            try:
+                check(group)
+            except BaseException:  # pytest's failures are no Exceptions
+                failures[name] = traceback.format_exc()
+            if rank.index == 0:
+                print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
+            dist.barrier()
+        group.close()
+    return failures
+
+
+def delay(generator: random.Random) -> None:
+    """Up to a millisecond, on the device, at random."""
+    if ON_GPU:
+        torch.cuda._sleep(generator.randrange(2_000_000))
+    else:
+        time.sleep(generator.uniform(0, 0.001))
+
+
+def captured(step: Callable[[], T]) -> Callable[[], T]:
+    """A CUDA graph of the step; on the CPU the step itself."""
+    if not ON_GPU:
+        return step
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        result = step()
+
+    def replay() -> T:
+        graph.replay()
+        return result
+
+    return replay
+
+
+def synchronize() -> None:
+    if ON_GPU:
+        torch.cuda.synchronize()

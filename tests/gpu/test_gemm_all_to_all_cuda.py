@@ -1,0 +1,271 @@
+"""GEMM + All-to-All on several GPUs: results, gradients, tiles, CUDA graphs, no waits of the host, torch.compile, faults.
+
+All checks run in one launch of ranks, one after the other; each has an exchange of its own. With ``TRITON_INTERPRET=1`` they
+run on the CPU too, without CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlrm_fused.errors import CommunicationError, UsageError
+from dlrm_fused.ops import gemm_tuning
+from dlrm_fused.ops.gemm_all_to_all import FP8, GemmExchange, Routes, gemm_all_to_all, reference, routed_gemm_all_to_all
+from dlrm_fused.ops.gemm_kernel import Groups
+from dlrm_fused.symmetric import SymmetricGroup
+from tests.distributed.launch import run_ranks
+from tests.gpu.all_ranks import HALF, MARKS, ON_GPU, RANKS, captured, delay, failures_of, synchronize
+
+pytestmark = MARKS
+TIMEOUT_SECONDS = 20.0
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+# The interpreter is slow.
+# Rows of a rank's block, columns and depths: of whole tiles, and not.
+SHAPES = ((256, 1024, 768), (33, 1032, 520), (500, 72, 2048)) if ON_GPU else ((16, 48, 32), (5, 24, 16))
+SCHEDULES = ("kernel", "chunks")
+REPLAYS = 200 if ON_GPU else 4
+SMALL_TILES = gemm_tuning.Tiles(rows=16, columns=32, depth=16, band=2, warps=4, stages=2, programs=1)
+# Of one rounding.
+TOLERANCE = {FP32: 1e-5, FP16: 2**-10, BF16: 2**-7}
+
+
+class Products:
+    """Products of random operands over one exchange, and what they must be."""
+
+    def __init__(self, group: SymmetricGroup, dtype: torch.dtype) -> None:
+        self.group, self.dtype = group, dtype
+        self.exchange = GemmExchange(
+            group,
+            name="products",
+            max_rows=1024 * group.world_size,
+            max_columns=max(columns for _, columns, _ in SHAPES),
+            dtype=dtype,
+            timeout_seconds=TIMEOUT_SECONDS,
+        )
+
+    def draw(self, rows: int, columns: int, depth: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+        """x with so many rows for each rank, and weight."""
+        generator = torch.Generator().manual_seed(100 * seed + self.group.rank + 1)
+        x = torch.randn(rows * self.group.world_size, depth, generator=generator)
+        weight = torch.randn(columns, depth, generator=generator) * depth**-0.5
+        return x.to(self.group.device, self.dtype), weight.to(self.group.device, self.dtype)
+
+    def check(self, result: Tensor, x: Tensor, weight: Tensor) -> None:
+        """That it is the product, in fp64, after an All-to-All."""
+        self.exchange.raise_fault()
+        product = x.double() @ weight.double().T
+        right = torch.empty_like(product)
+        dist.all_to_all_single(right, product)
+        self.assert_close(result, right)
+
+    def assert_close(self, found: Tensor, right: Tensor) -> None:
+        tolerance = TOLERANCE[self.dtype]
+        torch.testing.assert_close(found.double(), right.double(), rtol=tolerance, atol=tolerance * right.abs().max().item())
+
+
+def equal_blocks(group: SymmetricGroup, dtype: torch.dtype) -> None:
+    """By both schedules, of several shapes; ranks are late at random, and no result is overwritten by a later call."""
+    products, late = Products(group, dtype), random.Random(group.rank)
+    held = []
+    for seed, shape in enumerate(SHAPES):
+        for schedule in SCHEDULES:
+            given = products.draw(*shape, seed)
+            delay(late)
+            held.append((gemm_all_to_all(products.exchange, *given, schedule=schedule), given))
+    for result, given in held:
+        products.check(result, *given)
+
+
+def fp8_weights(group: SymmetricGroup) -> None:
+    products = Products(group, HALF)
+    x, weight = products.draw(*SHAPES[0])
+    scale = torch.rand(len(weight), device=group.device) + 0.5
+    weight = weight.to(FP8)
+    products.check(gemm_all_to_all(products.exchange, x, weight, scale), x, weight.double() * scale.double()[:, None])
+
+
+def routed(group: SymmetricGroup, dtype: torch.dtype, tile_rows: int) -> None:
+    """Every row goes to any slot of any rank, forward; its gradient comes back from there."""
+    products, ranks = Products(group, dtype), group.world_size
+    _, columns, depth = SHAPES[0]
+    bounds = torch.tensor([0, 1, 1, 4, 6], dtype=torch.int32, device=group.device)
+    rows = 6 * tile_rows
+    homes = torch.randperm(ranks * rows, generator=torch.Generator().manual_seed(1)).view(ranks, rows).to(group.device)
+    own = torch.Generator().manual_seed(2 + group.rank)
+    x, weight, gradient = (
+        torch.randn(shape, generator=own).to(group.device, dtype)
+        for shape in ((rows, depth), (4, columns, depth), (rows, columns))
+    )
+    weight *= depth**-0.5
+    routes = Routes(Groups(tile_rows, bounds, bounds[1:].clone()), homes[group.rank].int(), rows)
+    result = routed_gemm_all_to_all(products.exchange, x.requires_grad_(), weight.requires_grad_(), routes)
+    result.backward(gradient)
+    products.exchange.raise_fault()
+
+    in_fp64 = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
+    parts = in_fp64[0].split((bounds.diff() * tile_rows).tolist())
+    product = torch.cat([part @ matrix.T for part, matrix in zip(parts, in_fp64[1], strict=True)])
+    every_rank = torch.empty(ranks * rows, columns, dtype=torch.float64, device=group.device)
+    dist.all_gather_into_tensor(every_rank, product.detach())
+    right = torch.empty_like(every_rank)
+    right[homes.flatten()] = every_rank
+    products.assert_close(result.detach(), right.view(ranks, rows, columns)[group.rank])
+    dist.all_gather_into_tensor(every_rank, gradient.double())
+    product.backward(every_rank[homes[group.rank]])
+    for leaf, expected in zip((x, weight), in_fp64, strict=True):
+        assert leaf.grad is not None
+        assert expected.grad is not None
+        products.assert_close(leaf.grad, expected.grad)
+
+
+def every_tile_shape(group: SymmetricGroup) -> None:
+    """Whatever is tried when they are tuned, the product is right."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    from gemm_cells import Product
+    from tune_gemm import candidates
+
+    products = Products(group, HALF)
+    given = products.draw(*SHAPES[0])
+    try:
+        for choice in candidates(Product(*SHAPES[0]), 14)[1:]:
+            gemm_tuning.override(choice.tiles)
+            products.check(gemm_all_to_all(products.exchange, *given, schedule="kernel"), *given)
+    finally:
+        gemm_tuning.override(None)
+
+
+def replays_of_graphs(group: SymmetricGroup) -> None:
+    """Graphs of both schedules in turn, with new operands each time, and calls without a graph between them."""
+    products, late = Products(group, HALF), random.Random(group.rank)
+    given = [products.draw(*shape) for shape in SHAPES[:2]]
+    replays = [
+        captured(partial(gemm_all_to_all, products.exchange, *operands, schedule=schedule))
+        for operands, schedule in zip(given, SCHEDULES, strict=True)
+    ]
+    eager = products.draw(*SHAPES[1], seed=1)
+    for number in range(REPLAYS):
+        x, weight = given[number % 2]
+        x.copy_(products.draw(*SHAPES[number % 2], seed=number)[0])
+        delay(late)
+        products.check(replays[number % 2](), x, weight)
+        if number % 10 == 0:
+            products.check(gemm_all_to_all(products.exchange, *eager), *eager)
+
+
+def gradients(group: SymmetricGroup) -> None:
+    """Those of the reference."""
+    products = Products(group, FP32)
+    seen = []
+    for fused in (True, False):
+        x, weight = (tensor.requires_grad_() for tensor in products.draw(*SHAPES[1]))
+        out = gemm_all_to_all(products.exchange, x, weight) if fused else reference(group.process_group, x, weight)
+        out.sin().sum().backward()
+        seen.append([out.detach(), x.grad, weight.grad])
+    torch.testing.assert_close(*seen, rtol=1e-3, atol=1e-3)
+
+
+def no_wait_of_the_host(group: SymmetricGroup) -> None:
+    """Forward and backward, by both schedules: PyTorch raises where the host would wait for the device."""
+    products = Products(group, HALF)
+    x, weight = (tensor.requires_grad_() for tensor in products.draw(*SHAPES[0]))
+    for watched in (False, True):  # the first time compiles
+        torch.cuda.set_sync_debug_mode("error" if watched else "default")
+        try:
+            for schedule in SCHEDULES:
+                out = gemm_all_to_all(products.exchange, x, weight, schedule=schedule)
+                torch.autograd.grad(out, (x, weight), out.detach())
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def compiled(group: SymmetricGroup) -> None:
+    products = Products(group, FP32)
+    given = products.draw(*SHAPES[1])
+
+    def step(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.sin(gemm_all_to_all(products.exchange, x, weight)) + 1
+
+    run = torch.compile(step, backend="inductor" if ON_GPU else "aot_eager", fullgraph=True)
+    torch.testing.assert_close(run(*given), step(*given), rtol=1e-5, atol=1e-5)
+
+
+def opcheck(group: SymmetricGroup) -> None:
+    products = Products(group, FP32)
+    given = [tensor.requires_grad_() for tensor in products.draw(*SHAPES[1])]
+    arguments = (*given, None, None, None, None, 0, 0, "auto", products.exchange.handle)
+    torch.library.opcheck(torch.ops.dlrm_fused.gemm_all_to_all.default, arguments)
+
+
+def refused(group: SymmetricGroup, change: Callable[[Tensor], Tensor], culprit: str) -> None:
+    """Rank 1 gives a wrong x: it is told so, the others that it was rank 1."""
+    products = Products(group, FP32)
+    x, weight = products.draw(*SHAPES[0])
+    held = gemm_all_to_all(products.exchange, x, weight)
+    before = held.clone()
+    wrong = group.rank == 1
+    with pytest.raises(UsageError if wrong else CommunicationError) as raised:
+        gemm_all_to_all(products.exchange, change(x) if wrong else x, weight)
+        synchronize()
+        products.exchange.raise_fault()
+    assert (culprit if wrong else "rank 1 on") in str(raised.value)
+    assert torch.equal(held, before)
+
+
+def ranks_that_differ(group: SymmetricGroup) -> None:
+    products = Products(group, FP32)
+    rows, columns, depth = SHAPES[0]
+    given = products.draw(rows + group.rank % 2, columns, depth)
+    with pytest.raises(CommunicationError, match="differ in shapes or settings"):
+        gemm_all_to_all(products.exchange, *given)
+        synchronize()
+        products.exchange.raise_fault()
+
+
+CHECKS: dict[str, Callable[[SymmetricGroup], Any]] = {
+    "equal blocks in bf16" if ON_GPU else "equal blocks in fp16": partial(equal_blocks, dtype=HALF),
+    "equal blocks in fp32": partial(equal_blocks, dtype=FP32),
+    "fp8 weights": fp8_weights,
+    "routed, few rows": partial(routed, dtype=HALF, tile_rows=16),
+    "replays of graphs": replays_of_graphs,
+    "gradients": gradients,
+    "torch.compile": compiled,
+    "opcheck": opcheck,
+    "another dtype is refused": partial(refused, change=Tensor.half, culprit="x is torch.float16"),
+    "another depth is refused": partial(refused, change=lambda x: x[:, 8:].contiguous(), culprit="their K must be equal"),
+    "ranks that differ": ranks_that_differ,
+}
+if ON_GPU:
+    CHECKS |= {
+        "equal blocks in fp16": partial(equal_blocks, dtype=FP16),
+        "routed, many rows": partial(routed, dtype=BF16, tile_rows=128),
+        "every tile shape": every_tile_shape,
+        "no wait of the host": no_wait_of_the_host,
+        "another device is refused": partial(refused, change=Tensor.cpu, culprit="on cpu"),
+    }
+
+
+def run_checks() -> dict[str, str]:
+    if not ON_GPU:
+        gemm_tuning.override(SMALL_TILES)
+    return failures_of(CHECKS)
+
+
+@pytest.fixture(scope="module")
+def failures() -> list[dict[str, str]]:
+    """By rank."""
+    return run_ranks(RANKS, run_checks)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_all_ranks(name: str, failures: list[dict[str, str]]) -> None:
+    assert [own.get(name, "") for own in failures] == [""] * RANKS
