@@ -18,6 +18,7 @@ How it runs (Punniyamurthy et al., arXiv 2305.06942, "GEMM + All-to-All"):
 
 from __future__ import annotations
 
+import logging
 import zlib
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -35,6 +36,8 @@ from dlrm_fused.ops.pooled_all_to_all import refusal_is_told
 from dlrm_fused.ops.put_rows import put_rows
 from dlrm_fused.symmetric import Channel, EqualBlocks, SymmetricGroup
 from dlrm_fused.symmetric.device import uses_kernels
+
+logger = logging.getLogger("dlrm_fused")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FP8 = torch.float8_e4m3fn
@@ -200,11 +203,18 @@ class GemmExchange:
         self.results = EqualBlocks(group, f"{name}.results", self.origins_at + 4 * max_rows, _HELD_RESULTS)
         # Beside the stream of the products.
         self.stream = torch.cuda.Stream(group.device, priority=-1) if group.device.type == "cuda" else None
+        self._said: set[tuple[int, int, int]] = set()
         self.handle = _exchanges.add(self)
 
     def raise_fault(self) -> None:
         """Raise CommunicationError if a call that was started has failed since. Does not wait for the device."""
         self.channel.raise_fault()
+
+    def say_schedule(self, schedule: str, rows: int, columns: int, depth: int) -> None:
+        """Log what ``auto`` takes, once for each shape, on rank 0."""
+        if self.group.rank == 0 and (rows, columns, depth) not in self._said:
+            self._said.add((rows, columns, depth))
+            logger.info("%s: schedule %s for x [%d, %d] and weight [%d, %d]", self.name, schedule, rows, depth, columns, depth)
 
     def rows_of(self, block: Tensor, rows: int, columns: int) -> Tensor:
         """[rows, columns]: the result in a block."""
@@ -332,6 +342,7 @@ def _send_equal_blocks(owner: GemmExchange, x: Tensor, weight: Tensor, scale: Te
     (rows, depth), columns, blocks = x.shape, weight.shape[0], owner.results
     if schedule == "auto":
         schedule = "kernel" if scale is not None else schedule_of(owner, rows, columns, depth)
+        owner.say_schedule(schedule, rows, columns, depth)
     fingerprint = _fingerprint(rows, columns, scale is None, schedule)
     if schedule == "chunks" and uses_kernels(owner.group.device):
         return multiply_and_send_chunks(x, weight, blocks, owner.channel, owner.stream, fingerprint)
