@@ -494,23 +494,33 @@ def _backward(
 def _fetch_equal_blocks(
     owner: GemmExchange, gradient: Tensor, x: Tensor, weight: Tensor, with_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    """While the gradients of this rank's rows come from the others, those of the rows that stayed here are multiplied."""
-    group, blocks = owner.group, owner.results
-    (rows, columns), size = gradient.shape, gradient.shape[0] // group.world_size
-    own = slice(group.rank * size, (group.rank + 1) * size)
-    targets = _homes_of_equal_blocks(owner, rows)
-    fingerprint = _fingerprint(rows, columns, "backward")
-    if owner.stream:
-        owner.stream.wait_stream(torch.cuda.current_stream(group.device))
-    with torch.cuda.stream(owner.stream) if owner.stream else nullcontext():
-        _put(owner, gradient, targets, rows, blocks.spare, fingerprint)
+    """While the gradients of one rank's rows come from there, those of the rank before are multiplied, this rank's own first.
+
+    Every rank sends to the next one, then to the one after it, and so on: an epoch each.
+    """
+    group, ranks, rank = owner.group, owner.group.world_size, owner.group.rank
+    rows, columns = gradient.shape
+    main = torch.cuda.current_stream(group.device) if owner.stream else None
+    received = owner.rows_of(owner.results.spare, rows, columns)
+    received_from, sent_to = received.chunk(ranks), gradient.chunk(ranks)
+    homes = _homes_of_equal_blocks(owner, rows).chunk(ranks)
     x_gradient = torch.empty_like(x)
-    torch.mm(gradient[own], weight, out=x_gradient[own])
-    if owner.stream:
-        torch.cuda.current_stream(group.device).wait_stream(owner.stream)
-    received = owner.rows_of(blocks.spare, rows, columns)
-    for others in (slice(0, own.start), slice(own.stop, rows)):
-        torch.mm(received[others], weight, out=x_gradient[others])
+    gradient_of = x_gradient.chunk(ranks)
+    if owner.stream and main:
+        owner.stream.wait_stream(main)
+    arrivals = []
+    with torch.cuda.stream(owner.stream) if owner.stream else nullcontext():
+        for shift in range(1, ranks):
+            to = (rank + shift) % ranks
+            _put(owner, sent_to[to], homes[to], rows, owner.results.spare, _fingerprint(rows, columns, "backward", shift))
+            arrivals.append(owner.stream.record_event() if owner.stream else None)
+    torch.mm(sent_to[rank], weight, out=gradient_of[rank])
+    received_from[rank].copy_(sent_to[rank])
+    for shift, arrival in enumerate(arrivals, start=1):
+        if main and arrival:
+            main.wait_event(arrival)
+        source = (rank - shift) % ranks
+        torch.mm(received_from[source], weight, out=gradient_of[source])
     return x_gradient, received.T @ x if with_weight else x.new_empty(0)
 
 
