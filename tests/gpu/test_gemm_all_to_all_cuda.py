@@ -23,6 +23,7 @@ from dlrm_fused.ops import gemm_tuning
 from dlrm_fused.ops.gemm_all_to_all import FP8, GemmExchange, Routes, gemm_all_to_all, reference, routed_gemm_all_to_all
 from dlrm_fused.ops.gemm_kernel import Groups
 from dlrm_fused.symmetric import SymmetricGroup
+from tests.distributed.gemm_cases import SMALL_TILES
 from tests.distributed.launch import run_ranks
 from tests.gpu.all_ranks import HALF, MARKS, ON_GPU, RANKS, captured, delay, failures_of, synchronize
 
@@ -34,7 +35,6 @@ FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 SHAPES = ((256, 1024, 768), (33, 1032, 520), (500, 72, 2048)) if ON_GPU else ((16, 48, 32), (5, 24, 16))
 SCHEDULES = ("kernel", "chunks")
 REPLAYS = 200 if ON_GPU else 4
-SMALL_TILES = gemm_tuning.Tiles(rows=16, columns=32, depth=16, band=2, warps=4, stages=2, programs=1)
 # Of one rounding.
 TOLERANCE = {FP32: 1e-5, FP16: 2**-10, BF16: 2**-7}
 

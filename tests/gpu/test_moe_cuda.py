@@ -1,0 +1,283 @@
+"""Experts on several GPUs: results and gradients against a dense computation, skew, delays, memory, no waits of the host.
+
+All checks run in one launch of ranks, one after the other; each has exchanges of its own. With ``TRITON_INTERPRET=1`` they run
+on the CPU too.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import silu
+
+from dlrm_fused.config import ExpertsConfig
+from dlrm_fused.models.expert_parallel import ExpertComputation
+from dlrm_fused.models.moe import MixtureOfExperts
+from dlrm_fused.ops import gemm_tuning
+from dlrm_fused.ops.expert_layer import ExpertExchange, expert_layer, reference
+from dlrm_fused.symmetric import SymmetricGroup
+from tests.distributed.gemm_cases import SMALL_TILES
+from tests.distributed.launch import run_ranks
+from tests.gpu.all_ranks import HALF, MARKS, ON_GPU, RANKS, delay, failures_of, synchronize
+
+pytestmark = MARKS
+TIMEOUT_SECONDS = 20.0
+EXPERTS, TOP_K = 2 * RANKS, 2
+# The interpreter is slow.
+TOKENS, WIDTH, HIDDEN = (700, 256, 520) if ON_GPU else (12, 16, 24)
+STEPS = 200 if ON_GPU else 6
+SCALE = 0.5
+# Of fp32, and of several roundings.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 2**-7, torch.bfloat16: 2**-4}
+
+Choose = Callable[[int, torch.Generator], Tensor]
+
+
+def evenly(tokens: int, generator: torch.Generator) -> Tensor:
+    """Any experts, all of them different; [tokens, TOP_K]."""
+    return torch.rand(tokens, EXPERTS, generator=generator).argsort(1)[:, :TOP_K]
+
+
+def skewed(tokens: int, generator: torch.Generator) -> Tensor:
+    """Half of all tokens go to the last expert, the others never to it or the first one; some have one expert only."""
+    chosen = 1 + torch.rand(tokens, EXPERTS - 2, generator=generator).argsort(1)[:, :TOP_K]
+    chosen[: (tokens + 1) // 2, 0] = EXPERTS - 1
+    chosen[::5, 1] = -1
+    return chosen
+
+
+def all_to_one(tokens: int, generator: torch.Generator) -> Tensor:
+    """Every token goes to the first experts."""
+    return torch.arange(TOP_K).expand(tokens, TOP_K)
+
+
+@dataclass
+class Inputs:
+    """Of this rank."""
+
+    x: Tensor
+    experts: Tensor
+    gates: Tensor
+    w_in: Tensor
+    w_out: Tensor
+    out_gradient: Tensor
+
+    def leaves(self, dtype: torch.dtype) -> list[Tensor]:
+        """x, gates, w_in and w_out, to be differentiated; gates stay in fp32."""
+        values = (self.x.to(dtype), self.gates.clone(), self.w_in.to(dtype), self.w_out.to(dtype))
+        return [value.detach().clone().requires_grad_() for value in values]
+
+
+def draw(group: SymmetricGroup, tokens: int, choose: Choose, dtype: torch.dtype, seed: int = 0) -> Inputs:
+    generator = torch.Generator().manual_seed(100 * seed + group.rank)
+    local = EXPERTS // group.world_size
+
+    def normal(*shape: int, of: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, generator=generator).to(group.device, of)
+
+    return Inputs(
+        x=normal(tokens, WIDTH),
+        experts=choose(tokens, generator).contiguous().to(group.device),
+        gates=normal(tokens, TOP_K, of=torch.float32),
+        w_in=normal(local, HIDDEN, WIDTH) * WIDTH**-0.5,
+        w_out=normal(local, WIDTH, HIDDEN) * HIDDEN**-0.5,
+        out_gradient=normal(tokens, WIDTH),
+    )
+
+
+def make_exchange(group: SymmetricGroup, dtype: torch.dtype) -> ExpertExchange:
+    return ExpertExchange(
+        group,
+        name="experts",
+        experts=EXPERTS,
+        top_k=TOP_K,
+        max_tokens=TOKENS,
+        width=WIDTH,
+        dtype=dtype,
+        timeout_seconds=TIMEOUT_SECONDS,
+    )
+
+
+def fused(exchange: ExpertExchange, given: Inputs) -> list[Tensor]:
+    """The result, and the gradients of x, gates, w_in and w_out."""
+    x, gates, w_in, w_out = leaves = given.leaves(exchange.dtype)
+    out = expert_layer(exchange, x, given.experts, gates, w_in, w_out, SCALE)
+    return [out.detach(), *torch.autograd.grad(out, leaves, given.out_gradient)]
+
+
+def dense(given: Inputs) -> list[Tensor]:
+    """The same in fp32, with all experts on every rank, and for all tokens."""
+    x, gates, w_in, w_out = given.leaves(torch.float32)
+    ranks, local = dist.get_world_size(), len(w_in)
+    whole = []
+    for weight in (w_in, w_out):
+        pieces = [torch.empty_like(weight) for _ in range(ranks)]
+        dist.all_gather(pieces, weight.detach())
+        whole.append(torch.cat(pieces).requires_grad_())
+    out = torch.zeros_like(x)
+    for expert, (into, back) in enumerate(zip(*whole, strict=True)):
+        gate = (gates * (given.experts == expert)).sum(1, keepdim=True)
+        out = out + gate * (silu(x @ into.T) @ back.T)
+    gradients = torch.autograd.grad(out, [x, gates, *whole], given.out_gradient.float())
+    own = slice(dist.get_rank() * local, (dist.get_rank() + 1) * local)
+    for of_weight in gradients[2:]:
+        dist.all_reduce(of_weight)
+    return [out.detach(), *gradients[:2], *(SCALE * of_weight[own] for of_weight in gradients[2:])]
+
+
+def assert_close(found: list[Tensor], right: list[Tensor], tolerance: float) -> None:
+    for own, expected in zip(found, right, strict=True):
+        largest = expected.abs().max().item() if expected.numel() else 0.0
+        torch.testing.assert_close(own.float(), expected, rtol=tolerance, atol=tolerance * largest)
+
+
+def equal_to_dense(group: SymmetricGroup, dtype: torch.dtype, choose: Choose) -> None:
+    """With all tokens, with some, and with none on the last rank; fused and the reference."""
+    exchange = make_exchange(group, dtype)
+    for seed, tokens in enumerate((TOKENS, TOKENS // 2 - 1, 0)):
+        is_last = group.rank == group.world_size - 1
+        given = draw(group, tokens if is_last else TOKENS - seed, choose, dtype, seed)
+        right = dense(given)
+        assert_close(fused(exchange, given), right, TOLERANCE[dtype])
+        exchange.raise_fault()
+        x, gates, w_in, w_out = leaves = given.leaves(dtype)
+        out = reference(group.process_group, x, given.experts, gates, w_in, w_out, SCALE)
+        gradients = torch.autograd.grad(out, leaves, given.out_gradient)
+        assert_close([out.detach(), *gradients], right, TOLERANCE[dtype])
+
+
+def same_bits_with_delays(group: SymmetricGroup) -> None:
+    """Ranks are late at random; the same inputs give the same bits, and results that are held stay as they are."""
+    exchange, late = make_exchange(group, HALF), random.Random(group.rank)
+    given = [draw(group, TOKENS - seed, choose, HALF, seed) for seed, choose in enumerate((evenly, skewed, all_to_one))]
+    first = [fused(exchange, own) for own in given]
+    kept = [[result.clone() for result in results] for results in first]
+    for step in range(STEPS):
+        delay(late)
+        for again, before in zip(fused(exchange, given[step % 3]), kept[step % 3], strict=True):
+            assert torch.equal(again, before), f"step {step}"
+    exchange.raise_fault()
+    for results, copies in zip(first, kept, strict=True):
+        assert all(map(torch.equal, results, copies))
+
+
+def layers_of(group: SymmetricGroup, dtype: torch.dtype) -> dict[str, MixtureOfExperts]:
+    """With equal weights, by how they are computed."""
+    settings = ExpertsConfig(count=EXPERTS, top_k=TOP_K, hidden=HIDDEN)
+    computations = {
+        "fused": ExpertComputation(group.process_group, make_exchange(group, dtype)),
+        "baseline": ExpertComputation(group.process_group),
+    }
+    layers = {}
+    for name, computation in computations.items():
+        torch.manual_seed(1)
+        layers[name] = MixtureOfExperts(WIDTH, settings, computation).to(group.device)
+    return layers
+
+
+def losses_of_training(layer: MixtureOfExperts, group: SymmetricGroup, steps: int) -> list[float]:
+    """Of gradient descent: the layer learns to move the elements of some tokens by one."""
+    x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(group.rank)).to(group.device)
+    losses = []
+    for _ in range(steps):
+        loss = (layer(x) - x.roll(1, 1)).square().mean()
+        auxiliary = layer.take_auxiliary_loss()
+        assert auxiliary is not None
+        layer.zero_grad()
+        (loss + auxiliary).backward()
+        with torch.no_grad():
+            assert layer.router.linear.weight.grad is not None
+            dist.all_reduce(layer.router.linear.weight.grad)
+            for parameter in layer.parameters():
+                assert parameter.grad is not None
+                parameter.sub_(parameter.grad)
+        losses.append(loss.item())
+    return losses
+
+
+def losses_of_both(group: SymmetricGroup) -> None:
+    fused_losses, baseline_losses = (
+        losses_of_training(layer, group, STEPS // 4 + 2) for layer in layers_of(group, torch.float32).values()
+    )
+    assert fused_losses[-1] < fused_losses[0]
+    # A token whose experts are nearly equal may get the other one.
+    assert fused_losses == pytest.approx(baseline_losses, rel=1e-3)
+
+
+def no_wait_of_the_host(group: SymmetricGroup) -> None:
+    """A layer's forward and backward pass in training: PyTorch raises where the host would wait for the device."""
+    layer = layers_of(group, torch.bfloat16)["fused"]
+    x = torch.randn(TOKENS, WIDTH, device=group.device, requires_grad=True)
+    leaves = [x, *layer.parameters()]
+    for watched in (False, True):  # the first time compiles
+        torch.cuda.set_sync_debug_mode("error" if watched else "default")
+        try:
+            for _ in range(3):
+                with torch.autocast("cuda", torch.bfloat16):
+                    out = layer(x)
+                auxiliary = layer.take_auxiliary_loss()
+                assert auxiliary is not None
+                torch.autograd.grad(out.float().square().mean() + auxiliary, leaves)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def memory_is_what_was_predicted(group: SymmetricGroup) -> None:
+    """However the tokens are spread: a step takes no more than the exchange said beforehand, and what its results need."""
+    exchange = make_exchange(group, torch.bfloat16)
+    hidden_bytes = exchange.memory.hidden_bytes(HIDDEN)
+    peaks = []
+    for choose in (evenly, all_to_one):
+        given = draw(group, TOKENS, choose, torch.bfloat16)
+        for _ in range(2):
+            synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            fused(exchange, given)
+            synchronize()
+            peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[1] == peaks[3]
+    # The gradient of the hidden layers is as large as one of the two that are held; the rest follows tokens and weights.
+    of_tokens_and_weights = 4 * sum(2 * tensor.nbytes for tensor in (given.x, given.gates, given.w_in, given.w_out))
+    assert peaks[1] <= 1.5 * hidden_bytes + of_tokens_and_weights + 64 * exchange.memory.rows
+
+
+CHECKS: dict[str, Callable[[SymmetricGroup], Any]] = {
+    "evenly in fp32": partial(equal_to_dense, dtype=torch.float32, choose=evenly),
+    "skewed in fp32": partial(equal_to_dense, dtype=torch.float32, choose=skewed),
+    "all to one rank in fp32": partial(equal_to_dense, dtype=torch.float32, choose=all_to_one),
+    "evenly in 16 bits": partial(equal_to_dense, dtype=HALF, choose=evenly),
+    "same bits with delays": same_bits_with_delays,
+    "losses of both": losses_of_both,
+}
+if ON_GPU:
+    CHECKS |= {
+        "skewed in fp16": partial(equal_to_dense, dtype=torch.float16, choose=skewed),
+        "no wait of the host": no_wait_of_the_host,
+        "memory": memory_is_what_was_predicted,
+    }
+
+
+def run_checks() -> dict[str, str]:
+    if not ON_GPU:
+        gemm_tuning.override(SMALL_TILES)
+    return failures_of(CHECKS)
+
+
+@pytest.fixture(scope="module")
+def failures() -> list[dict[str, str]]:
+    """By rank."""
+    return run_ranks(RANKS, run_checks)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_all_ranks(name: str, failures: list[dict[str, str]]) -> None:
+    assert [own.get(name, "") for own in failures] == [""] * RANKS
