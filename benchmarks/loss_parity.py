@@ -5,10 +5,12 @@
     python benchmarks/loss_parity.py --config configs/synthetic.yaml --ranks 4 --mixed-plan --output results.json
     python benchmarks/loss_parity.py --config configs/synthetic.yaml --ranks 4 --tensor-parallel 1 2 4 --output results.json \\
         model.kind=transformer data.synthetic.history_length=20
+    python benchmarks/loss_parity.py --config configs/moe_movielens.yaml --ranks 4 --also-ranks 1 2 --output results.json
 
 ``--mixed-plan`` shards the tables table-, row- and column-wise in turn, instead of as the config says. ``--tensor-parallel``
-compares comm=baseline and fused with each of these tensor-parallel (TP) sizes with comm=baseline and the first. Further
-arguments are settings of all runs.
+compares comm=baseline and fused with each of these tensor-parallel (TP) sizes with comm=baseline and the first.
+``--also-ranks`` compares both on other numbers of ranks with comm=baseline on ``--ranks``. Further arguments are settings of
+all runs.
 
 Where sums are taken in another order, losses drift apart, and training amplifies that. How far is usual, two yardsticks show,
 compared with comm=baseline in the same way:
@@ -80,6 +82,9 @@ def make_runs(arguments: argparse.Namespace, settings: list[str], folder: Path) 
     for size in sizes[1:]:
         for comm, strict in (("baseline", []), ("fused", ["comm_strict=true"])):
             runs[f"{comm}_tp{size}"] = (ranks, [f"comm={comm}", *strict, f"model.tensor_parallel={size}"])
+    for count in arguments.also_ranks:
+        for comm, strict in (("baseline", []), ("fused", ["comm_strict=true"])):
+            runs[f"{comm}_{count}_ranks"] = (count, [f"comm={comm}", *strict, *first])
     wanted = {name: run for name, run in runs.items() if name not in _YARDSTICKS or name in arguments.yardsticks}
     return {name: train(name, arguments.config, count, folder, [*settings, *own]) for name, (count, own) in wanted.items()}
 
@@ -168,6 +173,9 @@ def main() -> None:
     parser.add_argument("--mixed-plan", action="store_true", help="table-, row- and column-wise tables in turn")
     parser.add_argument(
         "--tensor-parallel", nargs="*", type=int, default=[], metavar="RANKS", help="for model.kind=transformer"
+    )
+    parser.add_argument(
+        "--also-ranks", nargs="*", type=int, default=[], metavar="RANKS", help="comm=baseline and fused on these"
     )
     parser.add_argument("--yardsticks", nargs="*", choices=_YARDSTICKS, default=_YARDSTICKS, metavar="NAME")
     parser.add_argument("--runs", type=Path, help="folder that keeps the runs; by default they are deleted")
