@@ -209,7 +209,7 @@ class ExpertMemory:
         homes_at: byte of it at which the homes begin.
         home_bytes: of a block of results.
         symmetric_bytes: of symmetric memory, all in all.
-        row_bytes: of a row of one element.
+        element_bytes: of an element of a row.
     """
 
     tile_rows: int

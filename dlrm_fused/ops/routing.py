@@ -27,7 +27,7 @@ from dlrm_fused.symmetric.device import begin, finish, peer_pointer, uses_kernel
 # Slots that a program compares with each other; a chunk is as many whole tokens as fit.
 _LANES = 128
 # Chunks and experts that a program adds up at a time.
-_SCAN_CHUNKS, _SCAN_EXPERTS = 128, 32
+_SCAN_CHUNKS, _SCAN_EXPERTS = 256, 16
 _SLOTS_OF_PROGRAM = 1024
 
 
@@ -94,7 +94,7 @@ def route(
             CHUNK=chunk,
             LANES=lanes,
             EXPERTS=triton.next_power_of_2(count),
-            num_warps=4,
+            num_warps=8,
         )
     ranks = channel.group.world_size
     of_scan = min(_SCAN_EXPERTS, triton.next_power_of_2(count))
