@@ -11,9 +11,10 @@ from harness import Work
 from torch import Tensor
 
 DTYPE = torch.bfloat16
-# Largest relative error against fp64, or fp32 for layers, which round several times: to bf16 once, and a little.
+# Largest relative errors: of products against fp64, rounded once to bf16; of layers, which round several times, and whose
+# gradients are sums of rounded rows, against fp32.
 TOLERANCE = 1.02 * 2**-8
-LAYER_TOLERANCE = 8 * 2**-8
+LAYER_TOLERANCE = 16 * 2**-8
 # (M, N, K): rows of x on each rank, columns of the result, depth; of first and second matrices of experts.
 PRODUCTS = (
     (1024, 1024, 4096),

@@ -49,9 +49,33 @@ class LayerData:
 
 
 def largest_errors(world: World, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """Largest relative errors on any rank, by what is compared. Collective."""
-    every_rank = world.gather({what: relative_error(found[what], expected[what]) for what in expected})
+    """Largest relative errors on any rank, by what is compared; those of experts' weights are relative to each expert's.
+
+    Collective.
+    """
+
+    def error(what: str) -> float:
+        if expected[what].dim() < 3:
+            return relative_error(found[what], expected[what])
+        return max(relative_error(*of_expert) for of_expert in zip(found[what], expected[what], strict=True))
+
+    every_rank = world.gather({what: error(what) for what in expected})
     return {what: max(own[what] for own in every_rank) for what in expected}
+
+
+def compared_with_baseline(world: World, data: LayerData, found: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Whether a layer's results are right, and their errors and the baseline's against the baseline in fp32. Collective.
+
+    Args:
+        found: as :meth:`LayerData.compute` returns it.
+    """
+    baseline, training = ExpertComputation(world.group), len(found) > 1
+    expected = data.compute(baseline, training=training, dtype=torch.float32)
+    errors = largest_errors(world, found, expected)
+    of_baseline = largest_errors(world, data.compute(baseline, training=training), expected)
+    limits = {what: max(LAYER_TOLERANCE, _ERROR_OVER_BASELINE * error) for what, error in of_baseline.items()}
+    passed = all(error <= limits[what] for what, error in errors.items())
+    return {"passed": passed, "errors": errors, "errors_of_baseline": of_baseline}
 
 
 def new_exchange(world: World, cell: Layer, name: str) -> ExpertExchange:
@@ -96,7 +120,7 @@ class LayerRun:
         us = {name: timing.microseconds for name, timing in timings.items()}
         least = self.least_work(ceilings, teraflops, training)
         return {
-            **self.checked(training),
+            **compared_with_baseline(self.world, self.data, self.data.compute(self.fused, training=training)),
             "us": us,
             "ratio": us["fused"] / us["baseline"],
             **least,
@@ -105,15 +129,6 @@ class LayerRun:
             "spread": {name: timing.spread for name, timing in timings.items()},
             "by_rank_us": {name: list(timing.by_rank) for name, timing in timings.items()},
         }
-
-    def checked(self, training: bool) -> dict[str, Any]:
-        """Whether it passed, by its errors and the baseline's against the baseline in fp32."""
-        expected = self.data.compute(self.baseline, training=training, dtype=torch.float32)
-        fused, baseline = (
-            largest_errors(self.world, self.data.compute(by, training=training), expected) for by in (self.fused, self.baseline)
-        )
-        passed = all(fused[what] <= max(LAYER_TOLERANCE, _ERROR_OVER_BASELINE * error) for what, error in baseline.items())
-        return {"passed": passed, "errors": fused, "errors_of_baseline": baseline}
 
     def least_work(self, ceilings: Ceilings, teraflops: float, training: bool) -> dict[str, float]:
         """The floor of the slowest rank, and what it is made of: most rows, flops and bytes of any rank."""

@@ -22,8 +22,8 @@ from typing import Any
 import replays
 import torch
 import torch.distributed as dist
-from gemm_cells import LAYER_TOLERANCE, TOLERANCE, Layer, Product
-from gemm_layers import LayerData, largest_errors
+from gemm_cells import TOLERANCE, Layer, Product
+from gemm_layers import LayerData, compared_with_baseline
 from gemm_layers import new_exchange as new_expert_exchange
 from gemm_products import SCHEDULES, new_exchange
 from harness import World, relative_error
@@ -112,17 +112,19 @@ class LayerWork(Work):
         self.cell = cell
         self.tokens = world.gather(tokens)
         self.computation = ExpertComputation(world.group, exchange)
+        self.names: list[str] = []  # of the results
         self.data = LayerData(world, replace(cell, tokens=tokens), seed=number)
 
     def compute(self) -> list[Tensor]:
-        return list(self.data.compute(self.computation, training=True).values())
+        results = self.data.compute(self.computation, training=True)
+        self.names = list(results)
+        return list(results.values())
 
     def check(self) -> float:
-        expected = self.data.compute(ExpertComputation(self.world.group), training=True, dtype=torch.float32)
-        errors = largest_errors(self.world, dict(zip(expected, self.first, strict=True)), expected)
-        if max(errors.values()) > LAYER_TOLERANCE:
-            raise SystemExit(f"{self.name}: relative errors {errors}")
-        return max(errors.values())
+        compared = compared_with_baseline(self.world, self.data, dict(zip(self.names, self.first, strict=True)))
+        if not compared["passed"]:
+            raise SystemExit(f"{self.name}: relative errors {compared['errors']}")
+        return max(compared["errors"].values())
 
     def describe(self) -> Mapping[str, Any]:
         return {"layer": asdict(self.cell), "tokens": self.tokens}
