@@ -37,7 +37,7 @@ from dlrm_fused.ops.handles import Handles, agree_on_settings
 from dlrm_fused.ops.pooled_all_to_all import refusal_is_told
 from dlrm_fused.ops.put_rows import put_rows
 from dlrm_fused.ops.routing import most_rows, route
-from dlrm_fused.symmetric import Arena, Channel, SymmetricGroup
+from dlrm_fused.symmetric import Channel, EqualBlocks, SymmetricGroup
 from dlrm_fused.symmetric.channel import OFFSET_UNIT
 from dlrm_fused.symmetric.device import uses_kernels
 from dlrm_fused.symmetric.memory import readable
@@ -47,6 +47,8 @@ logger = logging.getLogger("dlrm_fused")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Kernels load and store 16 bytes at a time.
 _ROW_UNIT = 16
+# Calls whose backward pass is still to come that need no copy of what they received.
+_HELD_CALLS = 1
 # Rows of a tile on GPUs: many for experts that have many.
 _TILE_ROWS, _FEW_TILE_ROWS = 128, 64
 
@@ -241,8 +243,8 @@ def expert_memory(
     homes_at = rows * width * dtype.itemsize
     received_bytes, home_bytes = homes_at + rows * 4, slots * width * dtype.itemsize
     counts_bytes, flags_bytes = ranks * experts * 4, 3 * ranks * 8
-    # Of each kind a block that a call may hold until its backward pass, and a spare one.
-    blocks = 2 * (_round_up(received_bytes, OFFSET_UNIT) + _round_up(home_bytes, OFFSET_UNIT))
+    # Of each kind those that calls may hold until their backward passes, and a spare one.
+    blocks = (_HELD_CALLS + 1) * (_round_up(received_bytes, OFFSET_UNIT) + _round_up(home_bytes, OFFSET_UNIT))
     return ExpertMemory(
         tile_rows=tile_rows,
         rows=rows,
@@ -311,8 +313,8 @@ class ExpertExchange:
             )
         self.channel = Channel(group, name, timeout_seconds)
         self.counts = group.allocate(f"{name}.counts", group.world_size * experts * 4)
-        self.received = _Blocks(group, f"{name}.received", self.memory.received_bytes)
-        self.home = _Blocks(group, f"{name}.home", self.memory.home_bytes)
+        self.received = EqualBlocks(group, f"{name}.received", self.memory.received_bytes, _HELD_CALLS)
+        self.home = EqualBlocks(group, f"{name}.home", self.memory.home_bytes, _HELD_CALLS)
         self.steps: ExpertSteps = (KernelSteps if with_kernels else HostSteps)(self.channel, self.memory.slots)
         self.handle = _exchanges.add(self)
 
@@ -365,31 +367,6 @@ class ExpertExchange:
 def _check_row(name: str, key: str, elements: int, dtype: torch.dtype) -> None:
     if elements < 1 or elements * dtype.itemsize % _ROW_UNIT:
         raise UsageError(f"{name}: {key}={elements}; needed: a multiple of {_ROW_UNIT // dtype.itemsize}, 16 bytes")
-
-
-class _Blocks:
-    """Symmetric memory with room for two blocks: one that a caller may hold, and one for a moment."""
-
-    def __init__(self, group: SymmetricGroup, name: str, size: int) -> None:
-        """Collective."""
-        self._size = size
-        self._arena = Arena(group, name, 2 * _round_up(size, OFFSET_UNIT))
-        self.memory = self._arena.memory
-        spare = self._arena.take((size,), torch.uint8)
-        assert spare is not None
-        self.spare = spare
-
-    def take(self) -> Tensor:
-        """uint8 [size]: a block to receive in; the spare one if there is no other."""
-        block = self._arena.take((self._size,), torch.uint8)
-        return self.spare if block is None else block
-
-    def offset_of(self, block: Tensor) -> int:
-        return self._arena.offset_of(block)
-
-    def to_hold(self, block: Tensor) -> Tensor:
-        """What a caller may hold as long as it likes."""
-        return block.clone() if block is self.spare else block
 
 
 # Beside the result, what the backward pass needs: received rows with their homes, the hidden layer before and after SiLU, the
