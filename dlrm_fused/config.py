@@ -560,9 +560,15 @@ def _check_data(config: Config) -> None:
         _require(getattr(synthetic, key) >= 1, f"data.synthetic.{key}", getattr(synthetic, key), "1 or more")
     _require(synthetic.zipf_exponent >= 0, "data.synthetic.zipf_exponent", synthetic.zipf_exponent, "0 or more")
     _require(synthetic.signal >= 0, "data.synthetic.signal", synthetic.signal, "0 or more")
-    _require(synthetic.segments >= 1, "data.synthetic.segments", synthetic.segments, "1 or more")
+    most, dense = most_segments(synthetic.dense_features), f"data.synthetic.dense_features={synthetic.dense_features}"
+    _require(1 <= synthetic.segments <= most, "data.synthetic.segments", synthetic.segments, f"1 to {most} with {dense}")
     _require(synthetic.history_length >= 0, "data.synthetic.history_length", synthetic.history_length, "0 or more")
     _require(1 <= synthetic.history_items < 2**31, "data.synthetic.history_items", synthetic.history_items, "1 to 2147483647")
+
+
+def most_segments(dense_features: int) -> int:
+    """So many segments do that many features of synthetic data tell apart, each by a high or a low mean; 1,024 at most."""
+    return int(2 ** min(dense_features, 10))
 
 
 def _check_model(config: Config) -> None:

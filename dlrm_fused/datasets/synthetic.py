@@ -37,6 +37,9 @@ _MEAN_BITS = 16
 _GROUPS = 8
 _RESPONSES = 2
 _GAPS = 32
+# Tables of which a segment's rule reads the pattern at once; distance of a segment's means from 0 in standard deviations.
+_RULE_TABLES = 6
+_SEGMENT_MEAN = 3.0
 _CALIBRATION_SAMPLES = 16_384
 
 
@@ -56,6 +59,10 @@ class SyntheticDataset:
     shifted and scaled to mean 0 and standard deviation ``settings.signal``. Effects of ids are roughly normal. Popular ids
     occur most, so they explain most. With histories, about as much again comes from the mean of the user's responses to items
     of the candidate's group, which follow a taste for the group that no other feature tells.
+
+    With more than one of ``settings.segments``, dense features tell a sample's segment and nothing else: each is normal around
+    a mean of the segment. Tables count by the rule of the segment: which tables of a group of ``_RULE_TABLES`` have a positive
+    mean effect decides what the group adds, and every segment has random numbers of its own for these patterns.
 
     Args:
         settings: numbers of tables, rows, ids and samples, and the strength of the signal.
@@ -224,6 +231,7 @@ class _Columns:
         self._effect = _roughly_normal(split_mix(derive_key(seed, 12), torch.arange(tables << _EFFECT_BITS))).to(device)
         self._first_effect = (table_of_slot << _EFFECT_BITS).to(device)
         self._dense_effect = _roughly_normal(split_mix(derive_key(seed, 13), torch.arange(dense))).to(device)
+        self._segments = _Segments(settings, table_of_slot, seed, device) if settings.segments > 1 else None
         self._history = _History(settings, rows[tables:], seed, device) if settings.history_length else None
 
         # 60 elementwise kernels fused into a few: six times faster, at the cost of seconds at the first batch.
@@ -243,8 +251,13 @@ class _Columns:
             effect = effect * present * (2**_MEAN_BITS // length_of_slot)
         else:
             effect = effect * self._mean_weight
+        if self._segments:
+            segment = self._segments.draw(sample_hash)
+            dense = dense + self._segments.dense_mean[segment]
+            score = self._segments.score(segment, effect)
+        else:
+            score = effect.sum(1) + (dense * self._dense_effect).sum(1)
         history = self._history.draw(sample_hash) if self._history else None
-        score = effect.sum(1) + (dense * self._dense_effect).sum(1)
         return _Drawn(
             dense=dense.float() * (1 / _NORMAL_STD),
             ids=self._ids.of_rank(rank),
@@ -288,6 +301,54 @@ class _Ids:
     def of_rank(self, rank: Tensor) -> Tensor:
         """Ids, int32, of ranks [b, P]."""
         return ((rank * self._multiplier + self._offset) % self._rows_of_slot).int()
+
+
+class _Segments:
+    """Constants of the segments, on one device: which segment a sample belongs to, and the segments' rules.
+
+    All segments are as frequent. Bit i of a segment's number says whether the mean of dense features i, i + n, i + 2n, ... is
+    high or low, where n is the number of bits.
+
+    Args:
+        table_of_slot: [P].
+
+    Attributes:
+        dense_mean: [segments, D] int64.
+    """
+
+    def __init__(self, settings: SyntheticConfig, table_of_slot: Tensor, seed: int, device: torch.device) -> None:
+        tables, dense = settings.tables, settings.dense_features
+        self._count, self._tables, self._groups = settings.segments, tables, -(-tables // _RULE_TABLES)
+        self._hash = split_mix(derive_key(seed, 30), torch.arange(1)).to(device)
+        number_bit = torch.arange(dense) % (self._count - 1).bit_length()
+        high = (torch.arange(self._count).unsqueeze(1) >> number_bit) & 1
+        self.dense_mean = ((2 * high - 1) * int(_SEGMENT_MEAN * _NORMAL_STD)).to(device)
+
+        self._table_of_slot = table_of_slot.to(device)
+        table = torch.arange(tables, device=device)
+        self._group_of_table, self._pattern_bit = table // _RULE_TABLES, table % _RULE_TABLES
+        self._first_rule = torch.arange(self._groups, device=device) << _RULE_TABLES
+        rules = _roughly_normal(split_mix(derive_key(seed, 31), torch.arange((self._count * self._groups) << _RULE_TABLES)))
+        # As much as all tables and dense features add without segments.
+        self._rule = (rules * int(2**_MEAN_BITS * math.sqrt((tables + dense) / self._groups))).to(device)
+
+    def draw(self, sample_hash: Tensor) -> Tensor:
+        """Segments, [b] int64, of the samples with these hashes, [b, 1] int64."""
+        return (shift_right(combine(sample_hash, self._hash), 32) * self._count >> 32).squeeze(1)
+
+    def score(self, segment: Tensor, effect: Tensor) -> Tensor:
+        """What the tables add to the logit before shifting and scaling, [b] int64.
+
+        Args:
+            segment: [b].
+            effect: [b, P] int64, the effect of the id in each slot as a part of the table's mean.
+        """
+        samples = segment.numel()
+        of_table = effect.new_zeros(samples, self._tables).index_add(1, self._table_of_slot, effect)
+        bits = (of_table > 0).long() << self._pattern_bit
+        pattern = effect.new_zeros(samples, self._groups).index_add(1, self._group_of_table, bits)
+        first = segment.unsqueeze(1) * (self._groups << _RULE_TABLES) + self._first_rule
+        return self._rule[first + pattern].sum(1)
 
 
 class _History:

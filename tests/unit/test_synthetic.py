@@ -30,9 +30,10 @@ def _ids(samples: Samples, table: int) -> list[list[int]]:
     return [sample.int().tolist() for sample in samples.sparse[f"table_{table}"].to_dense()]
 
 
+@pytest.mark.parametrize("segments", [1, 5])
 @pytest.mark.parametrize("jagged", [False, True])
-def test_a_sample_is_the_same_in_any_batch(jagged: bool) -> None:
-    dataset = SyntheticDataset(_settings(jagged=jagged), 1, CPU)
+def test_a_sample_is_the_same_in_any_batch(jagged: bool, segments: int) -> None:
+    dataset = SyntheticDataset(_settings(jagged=jagged, segments=segments), 1, CPU)
     whole = dataset.read(Split.train, torch.arange(100))
     rows = torch.tensor([99, 3, 50, 3])
     some = dataset.read(Split.train, rows)

@@ -165,6 +165,7 @@ def _add_synthetic(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         "train_samples",
         "validation_samples",
         "test_samples",
+        "segments",
         "history_length",
         "history_items",
     )

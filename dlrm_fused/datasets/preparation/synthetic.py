@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from dlrm_fused.config import Split, SyntheticConfig
+from dlrm_fused.config import Split, SyntheticConfig, most_segments
 from dlrm_fused.datasets.batch import Samples
 from dlrm_fused.datasets.preparation.writer import NpyAppender, claim_output
 from dlrm_fused.datasets.schema import INTERACTIONS, DatasetSchema, PreparedInfo
@@ -65,10 +65,23 @@ def prepare_synthetic(options: SyntheticOptions) -> PreparedInfo:
 
 
 def _check(settings: SyntheticConfig) -> None:
-    at_least_one = ("tables", "dense_features", "train_samples", "validation_samples", "test_samples", "history_items")
+    at_least_one = (
+        "tables",
+        "dense_features",
+        "train_samples",
+        "validation_samples",
+        "test_samples",
+        "segments",
+        "history_items",
+    )
     for name in at_least_one:
         if getattr(settings, name) < 1:
             raise DataError(f"--{name.replace('_', '-')}={getattr(settings, name)}: allowed: 1 or more")
+    most = most_segments(settings.dense_features)
+    if settings.segments > most:
+        raise DataError(
+            f"--segments={settings.segments}: allowed: at most {most} with --dense-features={settings.dense_features}"
+        )
     for name in ("rows", "pooling"):
         values: list[int] = getattr(settings, name)
         if len(values) not in (1, settings.tables) or min(values) < 1:
