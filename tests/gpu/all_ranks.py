@@ -71,7 +71,8 @@ def captured(step: Callable[[], T]) -> Callable[[], T]:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        step()  # compiles
+        for _ in range(3):
+            step()  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

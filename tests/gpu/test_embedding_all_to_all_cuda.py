@@ -6,10 +6,7 @@ run on the CPU too, without CUDA graphs.
 
 from __future__ import annotations
 
-import os
 import random
-import time
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -24,20 +21,13 @@ from torch import Tensor
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.ops.embedding_all_to_all import embedding_all_to_all
 from dlrm_fused.ops.exchange import EmbeddingExchange
-from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
-from dlrm_fused.training.runtime import Rank, process_group
+from dlrm_fused.symmetric import SymmetricGroup
 from tests.distributed.launch import run_ranks
+from tests.gpu.all_ranks import MARKS, ON_GPU, RANKS, captured, delay, failures_of
 from tests.kernels import check_operator
 from tests.kernels.embedding_world import Features, Result, Traffic, World, _Batch, _difference, run_epochs
 
-ON_GPU = torch.cuda.is_available()
-RANKS = min(4, torch.cuda.device_count()) if ON_GPU else 2
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        RANKS < 2 or (not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1"), reason="needs two CUDA devices"
-    ),
-]
+pytestmark = MARKS
 TIMEOUT_SECONDS = 20.0
 # The interpreter is slow.
 WIDE, MIDDLE, ODD = (128, 64, 12) if ON_GPU else (8, 4, 12)
@@ -61,17 +51,10 @@ def world_of(
     return World(lookups, traffic, seed)
 
 
-def delay(rank: int) -> Callable[[int], None]:
+def delays(rank: int) -> Callable[[int], None]:
     """Up to a millisecond, on the device, at random."""
     generator = random.Random(rank)
-
-    def wait(_: int) -> None:
-        if ON_GPU:
-            torch.cuda._sleep(generator.randrange(2_000_000))
-        else:
-            time.sleep(generator.uniform(0, 0.001))
-
-    return wait
+    return lambda _: delay(generator)
 
 
 def expect(result: Result, output: float, tables: float) -> None:
@@ -85,7 +68,7 @@ def epochs_in_fp32(group: SymmetricGroup, index_dtype: torch.dtype, optimizer: s
     world = world_of(group.world_size, traffic, index_dtype=index_dtype)
     exchange = world.exchange(group, f"{index_dtype} {optimizer}", timeout_seconds=TIMEOUT_SECONDS)
     # More outputs are held than symmetric memory has room for.
-    expect(run_epochs(world, exchange, EPOCHS, delay(group.rank), hold=5), output=1e-4, tables=1e-4)
+    expect(run_epochs(world, exchange, EPOCHS, delays(group.rank), hold=5), output=1e-4, tables=1e-4)
 
 
 def one_epoch(group: SymmetricGroup, dtype: torch.dtype, forward_wire: torch.dtype, backward_wire: torch.dtype) -> None:
@@ -120,27 +103,6 @@ def redraw(world: World, batches: list[list[_Batch]], batch: int) -> None:
             drawn.indices = torch.from_numpy(indices).to(features.index_dtype)
 
 
-def captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """A CUDA graph of the step; on the CPU the step itself."""
-    if not ON_GPU:
-        return step
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()  # compiles; gradients are 0, hence no table changes
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        output = step()
-
-    def replay() -> Tensor:
-        graph.replay()
-        return output
-
-    return replay
-
-
 def replays_of_a_graph(group: SymmetricGroup, training: bool) -> None:
     """Inputs and gradients are changed in place; every replay is an epoch with the values of its time."""
     world = world_of(group.world_size, Traffic(optimizer="sgd"))
@@ -160,7 +122,7 @@ def replays_of_a_graph(group: SymmetricGroup, training: bool) -> None:
         return output.detach()
 
     replay = captured(step)
-    wait = delay(group.rank)
+    wait = delays(group.rank)
     for number in range(REPLAYS):
         redraw(world, batches, sum(sizes))
         for static, batch in zip(indices, own, strict=True):
@@ -269,32 +231,10 @@ CHECKS: dict[str, Callable[[SymmetricGroup], Any]] = {
 }
 
 
-def run_checks() -> dict[str, str]:
-    """On a rank: what went wrong, by check; nothing if all is well."""
-    rank = Rank.from_environment()
-    device = torch.device("cuda", rank.index) if ON_GPU else torch.device("cpu")
-    if ON_GPU:
-        torch.cuda.set_device(device)
-    failures = {}
-    with process_group(rank, device):
-        group = symmetric_group(device=device)
-        for name, check in CHECKS.items():
-            began = time.monotonic()
-            try:
-                check(group)
-            except BaseException:  # pytest's failures are no Exceptions
-                failures[name] = traceback.format_exc()
-            if rank.index == 0:
-                print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
-            dist.barrier()
-        group.close()
-    return failures
-
-
 @pytest.fixture(scope="module")
 def failures() -> list[dict[str, str]]:
     """By rank."""
-    return run_ranks(RANKS, run_checks)
+    return run_ranks(RANKS, failures_of, CHECKS)
 
 
 @pytest.mark.parametrize("name", CHECKS)
