@@ -139,7 +139,7 @@ def describe(arguments: argparse.Namespace, settings: list[str]) -> dict[str, An
         else f"{os.cpu_count()} CPU cores",
         "versions": versions,
         "commit": arguments.commit or commit,
-        "command": " ".join(["python", "benchmarks/loss_parity.py", *_without_paths(sys.argv[1:])]),
+        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *_without_paths(sys.argv[1:])]),
         "settings_of_all_runs": _without_paths(settings),
     }
 
