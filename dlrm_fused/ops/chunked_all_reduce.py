@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dlrm_fused.symmetric import Arena, Channel, SymmetricGroup
-from dlrm_fused.symmetric.device import announced_offset, begin, finish, peer_pointer, wait_until_ready
+from dlrm_fused.symmetric.device import announced_offset, begin, finish, peer_pointer, wait_until_all_ready
 
 # Elements of a chunk's result at least, and chunks at most: smaller products do not fill a GPU.
 _CHUNK_ELEMENTS = 4 << 20
@@ -64,10 +64,7 @@ def sum_chunk_kernel(
         VECTOR: divides n, ``chunk_offset`` and ``elements``.
     """
     epoch = begin(receive_offset, fingerprint, flag_addresses, state, RANK, WORLD, LANES)
-    all_ready = tl.full((), 1, tl.int1)
-    for i in tl.static_range(0, WORLD):
-        peer = tl.full((), (RANK + i) % WORLD, tl.int64)
-        all_ready &= wait_until_ready(peer, epoch, fingerprint, flags, state, control, poll_limit, RANK, WORLD) >= 0
+    all_ready = wait_until_all_ready(epoch, fingerprint, flags, state, control, poll_limit, RANK, WORLD, LANES)
     # The compiler makes wide loads of what it knows to be a multiple.
     chunk_offset = chunk_offset // VECTOR * VECTOR
     elements = elements // VECTOR * VECTOR
