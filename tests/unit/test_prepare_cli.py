@@ -114,9 +114,16 @@ def test_exported_synthetic_samples_are_those_generated_on_the_fly(tmp_path: Pat
 
     sizes = ["--train-samples", "200", "--validation-samples", "20", "--test-samples", "30"]
     tables = ["--tables", "3", "--rows", "50", "60", "70", "--pooling", "1", "2", "1"]
-    options = ["--history-length", str(history_length), "--history-items", "40", *(["--jagged"] if jagged else [])]
+    options = [
+        "--history-length",
+        str(history_length),
+        "--history-items",
+        "40",
+        *(["--jagged", "--segments", "4"] if jagged else []),
+    ]
     assert cli.main(["synthetic", "--output", str(tmp_path / "out"), "--seed", "3", *tables, *sizes, *options]) == 0
     settings = SyntheticConfig(13, 3, [50, 60, 70], [1, 2, 1], jagged, history_length=history_length, history_items=40)
+    settings.segments = 4 if jagged else 1
     settings.train_samples, settings.validation_samples, settings.test_samples = 200, 20, 30
     generated, exported = SyntheticDataset(settings, 3, torch.device("cpu")), PreparedDataset(tmp_path / "out")
     for split in Split:
@@ -133,6 +140,15 @@ def test_exported_synthetic_samples_are_those_generated_on_the_fly(tmp_path: Pat
             assert torch.equal(a.tokens.lengths(), b.tokens.lengths())
             assert torch.equal(a.tokens.values(), b.tokens.values())
             assert torch.equal(a.history_lengths, b.history_lengths)
+
+
+def test_more_synthetic_segments_than_dense_features_can_tell_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    wrong = ["--segments", "9", "--dense-features", "3"]
+    assert cli.main(["synthetic", "--output", str(tmp_path / "out"), *wrong]) == 1
+    assert "--segments=9: allowed: at most 8 with --dense-features=3" in capsys.readouterr().err
 
 
 # What the preparations are made of
