@@ -14,7 +14,7 @@ import moe_accuracy
 
 def test_no_dlrm_has_less_to_compute_with_than_the_experts_or_much_more() -> None:
     # Bottom MLP, interaction of 7 vectors of 8, first layer, router, 2 experts, the other layers.
-    by_hand = 6 * 16 + 16 * 8 + 7 * 7 * 8 + (8 + 21) * 32 + 32 * 64 + 2 * 2 * 32 * 16 + 32 * 16 + 16
+    by_hand = 6 * 64 + 64 * 8 + 7 * 7 * 8 + (8 + 21) * 32 + 32 * 64 + 2 * 2 * 32 * 16 + 32 * 16 + 16
     experts = moe_accuracy.multiply_adds([])
     assert experts == by_hand
     for name, settings in moe_accuracy.variants().items():
