@@ -23,6 +23,7 @@ from tests.distributed.launch import run_ranks
 from tests.kernels.interpreter import run_interpreted
 
 
+@pytest.mark.slow
 def test_kernels_under_the_interpreter() -> None:
     assert run_interpreted(["tests/kernels/check_routing.py"]) > 1
 

@@ -28,6 +28,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", CASES)
 def test_the_kernels_of_gpus_give_the_results_of_torchrec(group):
     nodes = [f"{TESTS}::{group}::{case}" for case in CASES[group]]

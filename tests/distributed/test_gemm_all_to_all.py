@@ -17,6 +17,7 @@ from tests.kernels.interpreter import run_interpreted
 EQUAL, ROUTED = Case(72, 40, rows=24), Case(40, 24)
 
 
+@pytest.mark.slow
 def test_kernels_under_the_interpreter() -> None:
     assert run_interpreted(["tests/kernels/check_gemm_all_to_all.py"]) > 1
 

@@ -19,6 +19,7 @@ from tests.kernels.interpreter import run_interpreted
 ROWS, COLUMNS, DEPTH = 70, 24, 8
 
 
+@pytest.mark.slow
 def test_kernels_under_the_interpreter() -> None:
     assert run_interpreted(["tests/kernels/check_gemv_all_reduce.py"]) > 1
 

@@ -90,6 +90,7 @@ def settled(message: str) -> str:
     return re.sub(r"exchange=\d+", "exchange=N", message).replace("|", "\\|").replace("<", "&lt;")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("title", "use"), ALL, ids=[f"{title}: {use.what}" for title, use in ALL])
 def test_a_wrong_use_is_a_clear_error_on_every_rank_and_changes_nothing(
     title: str, use: WrongUse, outcomes: Outcomes, shown: dict[tuple[str, str], str]

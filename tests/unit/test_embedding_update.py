@@ -13,6 +13,7 @@ from tests.kernels.interpreter import run_interpreted
 from tests.kernels.lookups import make_tables
 
 
+@pytest.mark.slow
 def test_kernels_under_the_interpreter() -> None:
     assert run_interpreted(["tests/kernels/check_embedding_update.py"])
 
