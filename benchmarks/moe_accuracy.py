@@ -4,7 +4,7 @@
 
 Trains ``configs/moe_planted.yaml`` and DLRMs of at least as many multiply-adds on one process each. A seed decides the data and
 the initial weights. Of the DLRMs, ``deep`` has two layers in place of the experts, ``wide`` has wider layers instead; both also
-train with twice the learning rate of the dense layers. The margin of the experts is that over the best DLRM of a seed.
+train with half and twice the learning rate of the dense layers. The margin of the experts is that over the best DLRM of a seed.
 """
 
 from __future__ import annotations
@@ -31,13 +31,17 @@ _MODELS = {
     "deep": ["model.experts.count=0", "model.top_mlp=[32,64,32,16,1]"],
     "wide": ["model.experts.count=0", "model.top_mlp=[80,40,1]"],
 }
-_TWICE_THE_RATE = "training.dense_optimizer.learning_rate=0.01"
+_RATES = {
+    "half": "training.dense_optimizer.learning_rate=0.0025",
+    "twice": "training.dense_optimizer.learning_rate=0.01",
+}
 
 
 def variants() -> dict[str, list[str]]:
     """The settings of each model, by its name."""
-    faster = {f"{name}, twice the rate": [*_MODELS[name], _TWICE_THE_RATE] for name in _MODELS if name != "experts"}
-    return {**_MODELS, **faster}
+    rivals = [name for name in _MODELS if name != "experts"]
+    others = {f"{name}, {rate} the rate": [*_MODELS[name], _RATES[rate]] for name in rivals for rate in _RATES}
+    return {**_MODELS, **others}
 
 
 def multiply_adds(settings: list[str]) -> int:
