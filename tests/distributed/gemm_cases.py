@@ -132,7 +132,13 @@ def call(exchange: GemmExchange, case: Case, own: Inputs) -> Tensor:
 
 
 def run_calls(
-    cases: list[Case], calls: int, dtype: torch.dtype, with_gradients: bool, straggler: int, mutate: Callable[[], None] | None
+    cases: list[Case],
+    calls: int,
+    dtype: torch.dtype,
+    with_gradients: bool,
+    straggler: int,
+    delay_seconds: float,
+    mutate: Callable[[], None] | None,
 ) -> list[str]:
     """Calls of all cases in turn through one exchange; the last three results are held, and looked at later. Returns what
     was wrong."""
@@ -152,7 +158,7 @@ def run_calls(
             inputs = draw(case, rank.world_size, number, dtype)
             own = inputs[rank.index]
             if delays.random() < 0.2 or rank.index == straggler:
-                time.sleep(delays.uniform(0, 0.01))
+                time.sleep(delays.uniform(0, delay_seconds))
             if with_gradients:
                 own.x.requires_grad_()
                 own.weight.requires_grad_(not case.fp8)
@@ -206,8 +212,9 @@ def check(
     *,
     with_gradients: bool = False,
     straggler: int = 1,
+    delay_seconds: float = 0.01,
     mutate: Callable[[], None] | None = None,
 ) -> None:
     """Every result and gradient of every rank is right to the rounding of the dtype, also while later calls are made."""
-    found: list[Any] = run_ranks(ranks, run_calls, cases, calls, dtype, with_gradients, straggler, mutate)
+    found: list[Any] = run_ranks(ranks, run_calls, cases, calls, dtype, with_gradients, straggler, delay_seconds, mutate)
     assert found == [[]] * ranks
