@@ -30,7 +30,7 @@ setup-dev: setup $(VENV)/dev
 train: setup | data/movielens-100k/dataset.json
 	$(BIN)/torchrun --standalone --nproc-per-node=$(NPROC) train.py --config configs/quickstart.yaml
 
-# Many tests wait more than they compute. Files keep their order: those with slow tests come first.
+# Many tests wait more than they compute. Files keep their order: the short ones in tests/unit/ fill up the end.
 test: lint
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 

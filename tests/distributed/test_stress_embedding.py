@@ -9,8 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks/stress_embedding.py"
 ENVIRONMENT = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -43,7 +41,6 @@ def run(command: list[object], output: Path) -> tuple[subprocess.CompletedProces
     return ended, json.loads(output.read_text())
 
 
-@pytest.mark.slow
 def test_epochs_with_random_delays_give_the_same_bits(tmp_path: Path) -> None:
     ended, report = run([*TORCHRUN, SCRIPT, "--epochs", 20], tmp_path / "stress.json")
     assert ended.returncode == 0
