@@ -8,6 +8,6 @@ from tests.kernels.interpreter import run_interpreted
 
 
 @pytest.mark.slow
-def test_kernels_under_the_interpreter() -> None:
-    checks = ("embedding_all_to_all", "operator", "example")
-    assert run_interpreted([f"tests/kernels/check_{name}.py" for name in checks]) >= len(checks)
+@pytest.mark.parametrize("name", ["embedding_all_to_all", "operator", "example"])
+def test_kernels_under_the_interpreter(name: str) -> None:
+    assert run_interpreted([f"tests/kernels/check_{name}.py"]) >= 1

@@ -6,12 +6,13 @@ shows; ``UPDATE_DOCS=1 pytest tests/distributed/test_wrong_uses.py`` writes its 
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -30,10 +31,17 @@ Outcomes = dict[tuple[str, str], list[Outcome]]
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """By title and use, what each rank has seen."""
+def outcomes_beside(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcomes]:
+    """What each rank has seen, by title and use: of a title and all others with kernels, or without, as it is."""
     folder = tmp_path_factory.mktemp("wrong_uses")
-    return {**try_out(WITHOUT_KERNELS, "0", folder / "host"), **try_out(WITH_KERNELS, "1", folder / "kernels")}
+
+    @functools.cache
+    def outcomes(with_kernels: bool) -> Outcomes:
+        if with_kernels:
+            return try_out(WITH_KERNELS, "1", folder / "kernels")
+        return try_out(WITHOUT_KERNELS, "0", folder / "host")
+
+    return lambda title: outcomes(title in WITH_KERNELS)
 
 
 def try_out(titles: Iterable[str], interpret: str, path: Path) -> Outcomes:
@@ -93,9 +101,9 @@ def settled(message: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(("title", "use"), ALL, ids=[f"{title}: {use.what}" for title, use in ALL])
 def test_a_wrong_use_is_a_clear_error_on_every_rank_and_changes_nothing(
-    title: str, use: WrongUse, outcomes: Outcomes, shown: dict[tuple[str, str], str]
+    title: str, use: WrongUse, outcomes_beside: Callable[[str], Outcomes], shown: dict[tuple[str, str], str]
 ) -> None:
-    seen = outcomes[title, use.what]
+    seen = outcomes_beside(title)[title, use.what]
     assert len(seen) == RANKS
     for rank, outcome in enumerate(seen):
         if rank in use.ranks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,8 +49,7 @@ class Outcome:
     Attributes:
         kind, message: of the error; "" and "" if there was none.
         unchanged: whether tables, states of optimizers and held outputs are as before, to the bit.
-        difference: of results and tables from what they must be, in a correct forward and backward pass after all wrong uses
-            of the scene.
+        difference: of results and tables from what they must be, after a correct forward and backward pass.
         seconds: from the call to the error.
     """
 
@@ -85,14 +84,8 @@ class Scene(ABC):
         return [*self.tables(), *self.held]
 
 
-def try_out(scene: Scene, uses: Sequence[WrongUse]) -> dict[str, Outcome]:
-    """Do one thing after the other wrongly; by what is done. Collective."""
-    outcomes = {use.what: _try(scene, use) for use in uses}
-    difference = scene.difference()
-    return {what: replace(outcome, difference=difference) for what, outcome in outcomes.items()}
-
-
-def _try(scene: Scene, use: WrongUse) -> Outcome:
+def try_out(scene: Scene, use: WrongUse) -> Outcome:
+    """Do something wrongly. Collective."""
     scene.begin()
     before = [tensor.detach().clone() for tensor in scene.state()]
     kind = message = ""
@@ -104,4 +97,4 @@ def _try(scene: Scene, use: WrongUse) -> Outcome:
     seconds = time.monotonic() - began
     dist.barrier()
     unchanged = all(torch.equal(left, right) for left, right in zip(before, scene.state(), strict=True))
-    return Outcome(kind, message, unchanged, float("nan"), seconds)
+    return Outcome(kind, message, unchanged, scene.difference(), seconds)

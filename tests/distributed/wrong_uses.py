@@ -49,8 +49,9 @@ def try_all(titles: Sequence[str]) -> dict[tuple[str, str], Outcome]:
     with process_group(Rank.from_environment(), torch.device("cpu")):
         for title in titles:
             make_scene, uses = WRONG_USES[title]
-            for what, outcome in try_out(make_scene(), uses).items():
-                outcomes[title, what] = outcome
+            scene = make_scene()
+            for use in uses:
+                outcomes[title, use.what] = try_out(scene, use)
         symmetric_group().close()
     return outcomes
 
