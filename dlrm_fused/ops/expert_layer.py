@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +32,7 @@ from torch import Tensor
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.expert_steps import ExpertSteps, HostSteps, KernelSteps
 from dlrm_fused.ops.gemm_kernel import Groups
-from dlrm_fused.ops.handles import Handles, agree_on_settings
+from dlrm_fused.ops.handles import Handles, agree_on_settings, check_dtype, fingerprint_of
 from dlrm_fused.ops.pooled_all_to_all import refusal_is_told
 from dlrm_fused.ops.put_rows import put_rows
 from dlrm_fused.ops.routing import most_rows, route
@@ -44,7 +43,6 @@ from dlrm_fused.symmetric.memory import readable
 
 logger = logging.getLogger("dlrm_fused")
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Kernels load and store 16 bytes at a time.
 _ROW_UNIT = 16
 # Calls whose backward pass is still to come that need no copy of what they received.
@@ -346,8 +344,7 @@ class ExpertExchange:
 
     def _check_settings(self) -> Mapping[str, object]:
         """Raises UsageError; returns what must be equal on all ranks."""
-        if self.dtype not in DTYPES:
-            raise UsageError(f"{self.name}: dtype={self.dtype}; allowed: float32, bfloat16, float16")
+        check_dtype(self.name, self.dtype)
         settings = {key: getattr(self, key) for key in ("experts", "top_k", "max_tokens", "width")}
         for key, value in settings.items():
             if not isinstance(value, int) or value < 1:
@@ -400,7 +397,7 @@ def _forward(
         count=owner.experts,
         tile_rows=owner.memory.tile_rows,
         rows_per_rank=owner.memory.rows,
-        fingerprint=_fingerprint("routes", w_in.shape, gradient_scale),
+        fingerprint=fingerprint_of("routes", w_in.shape, gradient_scale),
     )
     received = owner.received.take()
     rows, homes = owner.rows_of(received), owner.homes_of(received)
@@ -412,7 +409,7 @@ def _forward(
         owner.channel,
         rows_per_rank=owner.memory.rows,
         receive_offset=owner.received.offset_of(received),
-        fingerprint=_fingerprint("tokens"),
+        fingerprint=fingerprint_of("tokens"),
         copies=owner.top_k,
         homes_at=owner.memory.homes_at,
         first_home=owner.group.rank * owner.memory.slots,
@@ -428,7 +425,7 @@ def _forward(
         owner.home.memory,
         weight_is_transposed=False,
         receive_offset=owner.home.offset_of(home),
-        fingerprint=_fingerprint("results"),
+        fingerprint=fingerprint_of("results"),
     )
     out = steps.sum_slots(owner.slots_of(home), routes.targets, gates, x.shape[0], owner.top_k)
     held = owner.received.to_hold(received), hidden, activated, owner.home.to_hold(home)
@@ -465,7 +462,7 @@ def _backward(
         owner.channel,
         rows_per_rank=owner.memory.rows,
         receive_offset=owner.received.offset_of(owner.received.spare),
-        fingerprint=_fingerprint("gradients of results"),
+        fingerprint=fingerprint_of("gradients of results"),
         copies=owner.top_k,
         scale=gates.flatten(),
     )
@@ -479,7 +476,7 @@ def _backward(
         owner.home.memory,
         weight_is_transposed=True,
         receive_offset=owner.home.offset_of(owner.home.spare),
-        fingerprint=_fingerprint("gradients of tokens"),
+        fingerprint=fingerprint_of("gradients of tokens"),
     )
     return (
         steps.sum_slots(owner.slots_of(owner.home.spare), targets, None, gradient.shape[0], owner.top_k),
@@ -531,11 +528,6 @@ def _check_ids(owner: ExpertExchange, experts: Tensor) -> None:
     if repeated.any():
         token = int(repeated.any(dim=1).nonzero()[0])
         raise UsageError(f"{owner.name}: experts[{token}] holds {int(in_order[:, 1:][repeated][0])} twice")
-
-
-def _fingerprint(*equal: object) -> int:
-    """What must be equal on all ranks, as 31 bits."""
-    return zlib.crc32(repr(equal).encode()) >> 1
 
 
 @torch.library.register_fake("dlrm_fused::expert_layer")

@@ -19,7 +19,6 @@ How it runs (Punniyamurthy et al., arXiv 2305.06942, "GEMM + All-to-All"):
 from __future__ import annotations
 
 import logging
-import zlib
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -31,7 +30,7 @@ from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.chunked_all_to_all import multiply_and_send_chunks
 from dlrm_fused.ops.gemm_kernel import Groups, gemm_home, grouped_gemm, grouped_gemm_home, grouped_weight_gradient
 from dlrm_fused.ops.gemm_tuning import choose_schedule
-from dlrm_fused.ops.handles import Handles, agree_on_settings
+from dlrm_fused.ops.handles import Handles, agree_on_settings, check_dtype, fingerprint_of
 from dlrm_fused.ops.pooled_all_to_all import refusal_is_told
 from dlrm_fused.ops.put_rows import put_rows
 from dlrm_fused.symmetric import Channel, EqualBlocks, SymmetricGroup
@@ -39,7 +38,6 @@ from dlrm_fused.symmetric.device import uses_kernels
 
 logger = logging.getLogger("dlrm_fused")
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FP8 = torch.float8_e4m3fn
 SCHEDULES = ("auto", "kernel", "chunks")
 _ROW_UNIT = 16  # bytes
@@ -184,8 +182,7 @@ class GemmExchange:
         """
 
         def check() -> dict[str, object]:
-            if dtype not in DTYPES:
-                raise UsageError(f"{name}: dtype={dtype}; allowed: float32, bfloat16, float16")
+            check_dtype(name, dtype)
             for key, value in (("max_rows", max_rows), ("max_columns", max_columns)):
                 if not isinstance(value, int) or value < 1:
                     raise UsageError(f"{name}: {key}={value}; needed: a whole number, at least 1")
@@ -333,17 +330,12 @@ def _check_matrices(owner: GemmExchange, x: Tensor, weight: Tensor, weight_dims:
         )
 
 
-def _fingerprint(*what: object) -> int:
-    """What must be equal on all ranks, as 31 bits."""
-    return zlib.crc32(repr(what).encode()) >> 1
-
-
 def _send_equal_blocks(owner: GemmExchange, x: Tensor, weight: Tensor, scale: Tensor | None, schedule: str) -> Tensor:
     (rows, depth), columns, blocks = x.shape, weight.shape[0], owner.results
     if schedule == "auto":
         schedule = "kernel" if scale is not None else schedule_of(owner, rows, columns, depth)
         owner.say_schedule(schedule, rows, columns, depth)
-    fingerprint = _fingerprint(rows, columns, scale is None, schedule)
+    fingerprint = fingerprint_of(rows, columns, scale is None, schedule)
     if schedule == "chunks" and uses_kernels(owner.group.device):
         return multiply_and_send_chunks(x, weight, blocks, owner.channel, owner.stream, fingerprint)
     block = blocks.take()
@@ -367,7 +359,7 @@ def _send_home(owner: GemmExchange, x: Tensor, weight: Tensor, scale: Tensor | N
     columns, blocks = weight.shape[1], owner.results
     block = blocks.take()
     owner.origins_of(block, slots).fill_(-1)
-    fingerprint = _fingerprint(slots, columns)
+    fingerprint = fingerprint_of(slots, columns)
     if uses_kernels(owner.group.device):
         grouped_gemm_home(
             x,
@@ -512,7 +504,7 @@ def _fetch_equal_blocks(
     with torch.cuda.stream(owner.stream) if owner.stream else nullcontext():
         for shift in range(1, ranks):
             to = (rank + shift) % ranks
-            _put(owner, sent_to[to], homes[to], rows, owner.results.spare, _fingerprint(rows, columns, "backward", shift))
+            _put(owner, sent_to[to], homes[to], rows, owner.results.spare, fingerprint_of(rows, columns, "backward", shift))
             arrivals.append(owner.stream.record_event() if owner.stream else None)
     torch.mm(sent_to[rank], weight, out=gradient_of[rank])
     received_from[rank].copy_(sent_to[rank])
@@ -535,7 +527,7 @@ def _fetch_routed(
     with_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     columns, blocks = gradient.shape[1], owner.results
-    _put(owner, gradient, origins, owner.max_rows, blocks.spare, _fingerprint(columns, "routed backward"))
+    _put(owner, gradient, origins, owner.max_rows, blocks.spare, fingerprint_of(columns, "routed backward"))
     received = owner.rows_of(blocks.spare, x.shape[0], columns)
     received.masked_fill_((homes < 0)[:, None], 0)
     x_gradient = torch.zeros_like(x)

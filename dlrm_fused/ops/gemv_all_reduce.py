@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import math
-import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,11 +32,9 @@ from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.chunked_all_reduce import ChunkedSum
 from dlrm_fused.ops.gemv_kernel import gemv_all_reduce_kernel, polls_per_second
 from dlrm_fused.ops.gemv_tuning import LEAST_COLUMNS, MOST_ROWS, SPLIT_SLOTS, Blocks, choose_blocks
-from dlrm_fused.ops.handles import Handles, agree_on_settings
+from dlrm_fused.ops.handles import Handles, agree_on_settings, check_dtype, fingerprint_of
 from dlrm_fused.symmetric import Channel, SymmetricGroup
 from dlrm_fused.symmetric.device import uses_kernels
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def gemv_all_reduce(
@@ -178,8 +175,7 @@ def _polls_per_second(device: torch.device) -> float:
 
 def _check_settings(group: SymmetricGroup, name: str, max_columns: int, dtype: torch.dtype, max_rows: int) -> None:
     def check() -> dict[str, object]:
-        if dtype not in DTYPES:
-            raise UsageError(f"{name}: dtype={dtype}; allowed: float32, bfloat16, float16")
+        check_dtype(name, dtype)
         for key, value in (("max_columns", max_columns), ("max_rows", max_rows)):
             if not isinstance(value, int) or value < 1:
                 raise UsageError(f"{name}: {key}={value}; needed: a whole number, at least 1")
@@ -264,7 +260,7 @@ def _fingerprint(
 ) -> int:
     """What must be equal on all ranks, as 31 bits."""
     given = [tensor is not None for tensor in optional]
-    return zlib.crc32(repr((tuple(x.shape), tuple(weight.shape), x.dtype, given, norm_eps, blocks)).encode()) >> 1
+    return fingerprint_of(tuple(x.shape), tuple(weight.shape), x.dtype, given, norm_eps, blocks)
 
 
 def _run_kernel(

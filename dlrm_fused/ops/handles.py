@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import itertools
 import weakref
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
+
+import torch
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.symmetric import SymmetricGroup
 
 T = TypeVar("T")
 
+# Of matrices that operators multiply.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _numbers = itertools.count()
 
 
@@ -34,6 +39,17 @@ class Handles(Generic[T]):
         if exchange is None:
             raise UsageError(f"exchange={handle}: no such {self._kind} in this process; keep it alive as long as it is used")
         return exchange
+
+
+def fingerprint_of(*what: object) -> int:
+    """What must be equal on all ranks in a call, as 31 bits."""
+    return zlib.crc32(repr(what).encode()) >> 1
+
+
+def check_dtype(name: str, dtype: torch.dtype) -> None:
+    """Raises UsageError, for the exchange ``name``, if its operator has no kernel for the dtype."""
+    if dtype not in DTYPES:
+        raise UsageError(f"{name}: dtype={dtype}; allowed: float32, bfloat16, float16")
 
 
 def agree_on_settings(group: SymmetricGroup, name: str, check: Callable[[], Mapping[str, object]]) -> None:
