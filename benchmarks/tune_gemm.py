@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import random
 import re
 import sys
@@ -28,8 +27,9 @@ from typing import Any
 import torch
 from gemm_cells import DTYPE, PRODUCT_CELLS, Product
 from gemm_products import new_exchange
-from harness import Report, World, compile_ahead, describe_run, geometric_mean, open_world, time_finalists
+from harness import Report, World, compile_ahead, describe_run, geometric_mean, time_finalists
 from torch import Tensor
+from tune_command import run_tuner, tuner_parser
 
 from dlrm_fused.ops import gemm_tuning
 from dlrm_fused.ops.gemm_all_to_all import gemm_all_to_all
@@ -158,7 +158,7 @@ def summarize(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"best_over_chosen": geometric_mean(gains) if gains else None}
 
 
-def print_table(files: list[Path]) -> None:
+def print_table(files: Sequence[Path]) -> None:
     """The fastest of each cell as source of gemm_tuning.py, by M, N, K and bytes of an element.
 
     Tiles are those of the fastest kernel, also where chunks are faster: float8 weights have no chunks.
@@ -173,22 +173,8 @@ def print_table(files: list[Path]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="JSON, written anew after every cell")
-    parser.add_argument("--cells", choices=list(PRODUCT_CELLS), default="full")
-    parser.add_argument("--match", default="", help="only cells in whose name this regular expression is found")
-    parser.add_argument("--most", type=int, help="so many choices of each cell at most, drawn by chance; default: all")
-    parser.add_argument("--seconds-budget", type=float, help="no cell is begun later; the others are listed as not run")
-    parser.add_argument("--commit", help="for the report, where there is no git repository")
-    parser.add_argument("--table", type=Path, nargs="+", help="print the tuning table from these results")
-    options = parser.parse_args(arguments)
-    if options.table:
-        return print_table(options.table)
-    if options.output is None or "RANK" not in os.environ:
-        parser.error("--output is needed, and torchrun")
-    with open_world() as world:
-        Tuning(world, options).work()
-    return None
+    parser = tuner_parser(__doc__, list(PRODUCT_CELLS), "full")
+    run_tuner(parser, arguments, lambda world, options: Tuning(world, options).work(), print_table)
 
 
 if __name__ == "__main__":

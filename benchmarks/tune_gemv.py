@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import random
 import re
 import sys
@@ -26,8 +25,9 @@ from typing import Any
 
 import torch
 from gemv_cells import CELLS, DTYPE, Cell, by_shape, draw_inputs, draw_weights, weight_copies
-from harness import Report, World, captured, compile_ahead, describe_run, geometric_mean, open_world, time_finalists
+from harness import Report, World, captured, compile_ahead, describe_run, geometric_mean, time_finalists
 from torch import Tensor
+from tune_command import run_tuner, tuner_parser
 
 from dlrm_fused.ops import gemv_tuning
 from dlrm_fused.ops.gemv_all_reduce import GemvExchange, gemv_all_reduce
@@ -140,7 +140,7 @@ def summarize(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"best_over_chosen": geometric_mean(gains) if gains else None}
 
 
-def print_table(files: list[Path]) -> None:
+def print_table(files: Sequence[Path]) -> None:
     """The fastest of each cell as source of gemv_tuning.py: by m, N and K of a rank."""
     print("_MEASURED = {")
     for cell in [cell for file in files for cell in json.loads(file.read_text())["cells"]]:
@@ -151,23 +151,9 @@ def print_table(files: list[Path]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="JSON, written anew after every cell")
-    parser.add_argument("--cells", choices=["tiny", "small"], default="small")
+    parser = tuner_parser(__doc__, ["tiny", "small"], "small")
     parser.add_argument("--m", type=int, nargs="+", help="only these numbers of rows")
-    parser.add_argument("--match", default="", help="only cells in whose name this regular expression is found")
-    parser.add_argument("--most", type=int, help="so many block shapes of each cell at most, drawn by chance; default: all")
-    parser.add_argument("--seconds-budget", type=float, help="no cell is begun later; the others are listed as not run")
-    parser.add_argument("--commit", help="for the report, where there is no git repository")
-    parser.add_argument("--table", type=Path, nargs="+", help="print the tuning table from these results")
-    options = parser.parse_args(arguments)
-    if options.table:
-        return print_table(options.table)
-    if options.output is None or "RANK" not in os.environ:
-        parser.error("--output is needed, and torchrun")
-    with open_world() as world:
-        Tuning(world, options).work()
-    return None
+    run_tuner(parser, arguments, lambda world, options: Tuning(world, options).work(), print_table)
 
 
 if __name__ == "__main__":
