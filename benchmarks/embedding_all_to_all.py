@@ -55,10 +55,10 @@ from torch import Tensor
 from torchrec.distributed.comm_ops import get_gradient_division, set_use_sync_collectives
 from torchrec.distributed.dist_data import PooledEmbeddingsAllToAll, PooledEmbeddingsReduceScatter
 
-from dlrm_fused.ops.embedding_all_to_all import embedding_all_to_all
-from dlrm_fused.ops.exchange import EmbeddingExchange, ExchangeLayout, LookupLayout
-from dlrm_fused.ops.pooled_all_to_all import pooled_all_to_all
-from dlrm_fused.ops.tables import LocalTables, RowwiseAdagrad
+from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all
+from dlrm_fused.ops.embedding_all_to_all.pooled import pooled_all_to_all
+from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables, RowwiseAdagrad
+from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingExchange, ExchangeLayout, LookupLayout
 from dlrm_fused.symmetric.device import uses_kernels
 
 LEARNING_RATE, EPSILON = 0.01, 1e-8

@@ -1,4 +1,5 @@
-"""The update of embedding tables on one GPU: dlrm_fused.ops.embedding_update against the backward pass of FBGEMM's TBE.
+"""The update of embedding tables on one GPU: dlrm_fused.ops.embedding_all_to_all.update against the backward pass of FBGEMM's
+TBE.
 
     python benchmarks/embedding_update.py --output results.json [--match REGEX] [--sweep] [--seconds-budget 100]
 
@@ -33,9 +34,9 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
 from harness import geometric_mean
 from torch import Tensor
 
-from dlrm_fused.ops import embedding_update
-from dlrm_fused.ops.embedding_update import SortedLookup, apply_gradients, sort_lookup
-from dlrm_fused.ops.tables import LocalTables, RowwiseAdagrad
+from dlrm_fused.ops.embedding_all_to_all import update as embedding_update
+from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables, RowwiseAdagrad
+from dlrm_fused.ops.embedding_all_to_all.update import SortedLookup, apply_gradients, sort_lookup
 
 DEVICE = torch.device("cuda")
 EPS = 1e-8

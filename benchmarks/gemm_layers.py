@@ -14,7 +14,7 @@ from torch import Tensor
 from dlrm_fused.config import Gate
 from dlrm_fused.models.expert_parallel import ExpertComputation
 from dlrm_fused.models.moe import Router
-from dlrm_fused.ops.expert_layer import ExpertExchange
+from dlrm_fused.ops.moe.op import ExpertExchange
 
 EXCHANGE_TIMEOUT_SECONDS = 60.0
 # Where much cancels out, the errors of the baseline are a yardstick: it rounds in the same places.

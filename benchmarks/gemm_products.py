@@ -12,8 +12,8 @@ from gemm_cells import DTYPE, TOLERANCE, Product
 from harness import Ceilings, Timing, World, captured, relative_error, time_interleaved
 from torch import Tensor
 
-from dlrm_fused.ops.gemm_all_to_all import GemmExchange, gemm_all_to_all, schedule_of
-from dlrm_fused.ops.gemm_kernel import gemm
+from dlrm_fused.ops.gemm_all_to_all.kernel import gemm
+from dlrm_fused.ops.gemm_all_to_all.op import GemmExchange, gemm_all_to_all, schedule_of
 
 EXCHANGE_TIMEOUT_SECONDS = 60.0
 SCHEDULES = ("kernel", "chunks")

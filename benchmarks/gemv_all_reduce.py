@@ -51,7 +51,7 @@ from harness import (
 from torch import Tensor
 from torch.nn.functional import linear
 
-from dlrm_fused.ops.gemv_all_reduce import GemvExchange, gemv_all_reduce
+from dlrm_fused.ops.gemv_all_reduce.op import GemvExchange, gemv_all_reduce
 
 EXCHANGE_TIMEOUT_SECONDS = 60.0
 # A graph makes at least so many calls, so that its launch does not count.

@@ -26,7 +26,7 @@ from harness import World, describe_run, open_world
 
 from dlrm_fused.config import Comm, Config, Split, load_config
 from dlrm_fused.datasets import open_dataset
-from dlrm_fused.online import MOST_CANDIDATES, OnlineScorer
+from dlrm_fused.serving.online import MOST_CANDIDATES, OnlineScorer
 from dlrm_fused.training.online_evaluation import OnlineModel, RequestSamples
 from dlrm_fused.training.runtime import apply_numerics
 

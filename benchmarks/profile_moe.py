@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from dlrm_fused.config import Comm, ExpertsConfig
 from dlrm_fused.models.expert_parallel import ExpertComputation
 from dlrm_fused.models.moe import MixtureOfExperts
-from dlrm_fused.ops.expert_layer import ExpertExchange
+from dlrm_fused.ops.moe.op import ExpertExchange
 
 STEP = "step of the layer"
 # Calls of CUDA in which the host waits, besides those with "Synchronize" in their name.

@@ -36,9 +36,9 @@ import torch.distributed as dist
 from harness import World, describe_run, relative_error, synchronize
 from torch import Tensor
 
-from dlrm_fused.ops.embedding_all_to_all import embedding_all_to_all, reference
-from dlrm_fused.ops.exchange import EmbeddingExchange, ExchangeLayout, LookupLayout
-from dlrm_fused.ops.tables import LocalTables, RowwiseAdagrad
+from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all, reference
+from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables, RowwiseAdagrad
+from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingExchange, ExchangeLayout, LookupLayout
 from dlrm_fused.symmetric.device import uses_kernels
 
 LEARNING_RATE, EPSILON = 0.1, 1e-6

@@ -31,8 +31,8 @@ from replays import Replays, Work
 from torch import Tensor
 
 from dlrm_fused.models.expert_parallel import ExpertComputation
-from dlrm_fused.ops.expert_layer import ExpertExchange
-from dlrm_fused.ops.gemm_all_to_all import GemmExchange, gemm_all_to_all
+from dlrm_fused.ops.gemm_all_to_all.op import GemmExchange, gemm_all_to_all
+from dlrm_fused.ops.moe.op import ExpertExchange
 
 
 @dataclass(frozen=True)

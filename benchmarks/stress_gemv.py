@@ -27,7 +27,7 @@ from replays import Replays, Work, count_differing
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from dlrm_fused.ops.gemv_all_reduce import GemvExchange, gemv_all_reduce
+from dlrm_fused.ops.gemv_all_reduce.op import GemvExchange, gemv_all_reduce
 
 NORM_EPS = 1e-6
 

@@ -4,7 +4,8 @@
         [--cells tiny|full] [--match REGEX] [--most 24] [--seconds-budget 150]
     python benchmarks/tune_gemm.py --table tuning.json
 
-The figures behind dlrm_fused/ops/gemm_tuning.py, for the products of gemm_all_to_all.py. All ranks take part in every call,
+The figures behind dlrm_fused/ops/gemm_all_to_all/tuning.py, for the products of gemm_all_to_all.py. All ranks take part in
+every call,
 with the same tiles; the schedule of chunks, which has no tiles, is one of the candidates. The fastest are timed again, longer.
 With ``--table`` it prints the fastest of each cell as source of the tuning table. Without GPUs there is one schedule, whatever
 the tiles: that tests this script.
@@ -31,9 +32,9 @@ from harness import Report, World, compile_ahead, describe_run, geometric_mean, 
 from torch import Tensor
 from tune_command import run_tuner, tuner_parser
 
-from dlrm_fused.ops import gemm_tuning
-from dlrm_fused.ops.gemm_all_to_all import gemm_all_to_all
-from dlrm_fused.ops.gemm_tuning import Choice, Tiles
+from dlrm_fused.ops.gemm_all_to_all import tuning as gemm_tuning
+from dlrm_fused.ops.gemm_all_to_all.op import gemm_all_to_all
+from dlrm_fused.ops.gemm_all_to_all.tuning import Choice, Tiles
 
 # Choices that are timed again.
 FINALISTS = 4

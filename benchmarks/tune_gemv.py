@@ -4,7 +4,8 @@
         [--m 1 16 64] [--match REGEX] [--most 24] [--seconds-budget 150]
     python benchmarks/tune_gemv.py --table tuning.json
 
-The figures behind dlrm_fused/ops/gemv_tuning.py, for the cells of gemv_all_reduce.py. All ranks take part in every call, with
+The figures behind dlrm_fused/ops/gemv_all_reduce/tuning.py, for the cells of gemv_all_reduce.py. All ranks take part in every
+call, with
 the same block shape. Calls are timed in CUDA graphs, as there, over weights that the L2 cache does not hold; the fastest are
 timed again, longer. With ``--table`` it prints the fastest of each cell as source of the tuning table.
 """
@@ -29,9 +30,9 @@ from harness import Report, World, captured, compile_ahead, describe_run, geomet
 from torch import Tensor
 from tune_command import run_tuner, tuner_parser
 
-from dlrm_fused.ops import gemv_tuning
-from dlrm_fused.ops.gemv_all_reduce import GemvExchange, gemv_all_reduce
-from dlrm_fused.ops.gemv_tuning import Blocks
+from dlrm_fused.ops.gemv_all_reduce import tuning as gemv_tuning
+from dlrm_fused.ops.gemv_all_reduce.op import GemvExchange, gemv_all_reduce
+from dlrm_fused.ops.gemv_all_reduce.tuning import Blocks
 
 CALLS_OF_A_GRAPH = 24
 # Block shapes that are timed again.

@@ -2,7 +2,8 @@
 
     python benchmarks/tune_lookup.py --dtype fp32 --size large --output tuning.json
 
-The figures behind dlrm_fused/ops/lookup_tuning.py. One rank, so that stores stay in the GPU: the shape of the lookup is what is
+The figures behind dlrm_fused/ops/embedding_all_to_all/tuning.py. One rank, so that stores stay in the GPU: the shape of the
+lookup is what is
 tuned. Indices are uniform over tables much larger than the L2 cache, and rotate among three sets. With ``--table`` it prints
 the source of the tuning table from such files.
 """
@@ -24,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlrm_fused.ops import lookup_tuning
-from dlrm_fused.ops.embedding_all_to_all import embedding_all_to_all
-from dlrm_fused.ops.exchange import EmbeddingExchange, ExchangeLayout, LookupLayout
-from dlrm_fused.ops.lookup_tuning import ALL, Blocks
-from dlrm_fused.ops.tables import LocalTables
+from dlrm_fused.ops.embedding_all_to_all import tuning as lookup_tuning
+from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all
+from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables
+from dlrm_fused.ops.embedding_all_to_all.tuning import ALL, Blocks
+from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingExchange, ExchangeLayout, LookupLayout
 from dlrm_fused.symmetric import symmetric_group
 
 # Tables and bags of each.

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from dlrm_fused.config import Comm, Config
 from dlrm_fused.models.choice import compute_dtype, is_faster, reachable_memory
 from dlrm_fused.models.tensor_parallel import group_size
-from dlrm_fused.ops.expert_layer import ExpertExchange, expert_layer, reference
+from dlrm_fused.ops.moe.op import ExpertExchange, expert_layer, reference
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from dlrm_fused.config import Comm, Config
 from dlrm_fused.models.choice import compute_dtype, is_faster, reachable_memory
 from dlrm_fused.models.tensor_parallel import RowParallelProduct
-from dlrm_fused.ops.gemv_all_reduce import GemvExchange
+from dlrm_fused.ops.gemv_all_reduce.op import GemvExchange
 
 # A block's feed-forward layer is so many times as wide as d_model.
 FEED_FORWARD_FACTOR = 4

@@ -17,7 +17,7 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator, EmbeddingStorageEstimator
 from torchrec.distributed.planner.types import ParameterConstraints, Perf, ShardingOption
 
-from dlrm_fused.sharding.coverage import TableSettings, reason_against
+from dlrm_fused.sharding.support import TableSettings, reason_against
 
 
 class FusedPerfEstimator(EmbeddingPerfEstimator):

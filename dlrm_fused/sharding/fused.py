@@ -7,7 +7,7 @@
 TorchRec's plan, input dist, lookups, state dict and fused optimizer stay as they are: only what happens between the lookup and
 the output changes. Every table-, column- and row-wise table of a module takes part in one exchange, which writes the output
 [local batch, columns] in the order of the module's keys, so that nothing is permuted or concatenated afterwards. What this does
-not cover (:mod:`dlrm_fused.sharding.coverage`) runs on TorchRec's own path, beside it.
+not cover (:mod:`dlrm_fused.sharding.support`) runs on TorchRec's own path, beside it.
 
 This file holds all uses of TorchRec's and FBGEMM's private names; it runs with torchrec 1.6 to 1.8.
 """
@@ -56,11 +56,11 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_fused.errors import CommunicationError, UsageError
-from dlrm_fused.ops.embedding_all_to_all import embedding_all_to_all
-from dlrm_fused.ops.exchange import EmbeddingExchange, ExchangeLayout, LookupLayout
-from dlrm_fused.ops.pooled_all_to_all import pooled_all_to_all
-from dlrm_fused.ops.tables import LocalTables, RowwiseAdagrad, Sgd
-from dlrm_fused.sharding.coverage import TableSettings, by_table, reason_against_wire
+from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all
+from dlrm_fused.ops.embedding_all_to_all.pooled import pooled_all_to_all
+from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables, RowwiseAdagrad, Sgd
+from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingExchange, ExchangeLayout, LookupLayout
+from dlrm_fused.sharding.support import TableSettings, by_table, reason_against_wire
 from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
 from dlrm_fused.symmetric.device import uses_kernels
 

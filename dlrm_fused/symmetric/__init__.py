@@ -1,8 +1,8 @@
 """Memory that all ranks can write, and what exchanges through it need. See docs/symmetric.md."""
 
-from dlrm_fused.symmetric.arena import Arena, EqualBlocks
+from dlrm_fused.symmetric.block_pool import Arena, EqualBlocks
 from dlrm_fused.symmetric.channel import Channel
 from dlrm_fused.symmetric.memory import SymmetricGroup, SymmetricMemory, symmetric_group
-from dlrm_fused.symmetric.watch import PeerWatch
+from dlrm_fused.symmetric.peer_monitor import PeerWatch
 
 __all__ = ["Arena", "Channel", "EqualBlocks", "PeerWatch", "SymmetricGroup", "SymmetricMemory", "symmetric_group"]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.errors import CommunicationError, UsageError, UserError
-from dlrm_fused.symmetric.watch import PeerWatch
+from dlrm_fused.symmetric.peer_monitor import PeerWatch
 
 logger = logging.getLogger("dlrm_fused")
 
@@ -151,8 +151,8 @@ class SymmetricGroup(abc.ABC):
         return memory
 
     def release(self, memory: SymmetricMemory) -> None:
-        """Let go of memory before the group is closed; it is freed when no :class:`~dlrm_fused.symmetric.arena.Arena` and no
-        tensor of one refers to it any more.
+        """Let go of memory before the group is closed; it is freed when no :class:`~dlrm_fused.symmetric.block_pool.Arena` and
+        no tensor of one refers to it any more.
 
         Every rank may do so on its own, once no epoch that stores there can still be running on any rank, that is, after this
         rank has completed the last one; and not while a captured CUDA graph uses it.

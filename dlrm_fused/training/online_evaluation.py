@@ -23,7 +23,7 @@ from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import CheckpointError, ConfigError, UserError
 from dlrm_fused.models.dlrm import build_transformer
 from dlrm_fused.models.row_parallel import fused_product
-from dlrm_fused.online import MOST_CANDIDATES, Candidates, CutTables, OnlineScorer
+from dlrm_fused.serving.online import MOST_CANDIDATES, Candidates, CutTables, OnlineScorer
 from dlrm_fused.sharding.groups import ModelParallelGroups, tensor_parallel_groups
 from dlrm_fused.training.build import build
 from dlrm_fused.training.checkpoint import State, TensorPieces, of_dense, restore_model, restore_tensors

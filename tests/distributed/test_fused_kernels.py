@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kernels.interpreter import run_interpreted
+from tests.ops.interpreter import run_interpreted
 
 TESTS = "tests/distributed/test_fused_sharder.py"
 # Numbers of ranks, features, batches and uses that differ for the kernels; the interpreter is slow.

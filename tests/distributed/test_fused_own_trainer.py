@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_fused.ops.exchange import EmbeddingExchange, ExchangeLayout, LookupLayout
-from dlrm_fused.ops.pooled_all_to_all import pooled_all_to_all
+from dlrm_fused.ops.embedding_all_to_all.pooled import pooled_all_to_all
+from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingExchange, ExchangeLayout, LookupLayout
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import run_ranks

@@ -1,7 +1,7 @@
 """Wrong uses of operators and sharder: an error on every rank, nothing written, and all goes on.
 
-What is tried stands in wrong_uses.py and gemv_wrong_uses.py. What is raised must be, to the letter, what docs/wrong_uses.md
-shows; ``UPDATE_DOCS=1 pytest tests/distributed/test_wrong_uses.py`` writes its tables anew.
+What is tried stands in wrong_uses.py and gemv_wrong_uses.py. What is raised must be, to the letter, what
+docs/reference/wrong_uses.md shows; ``UPDATE_DOCS=1 pytest tests/distributed/test_wrong_uses.py`` writes its tables anew.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.distributed.wrong_use import RANKS, TOLERANCE, Outcome, WrongUse
 from tests.distributed.wrong_uses import WITH_KERNELS, WITHOUT_KERNELS, WRONG_USES
 
 ROOT = Path(__file__).parents[2]
-DOCUMENT = ROOT / "docs/wrong_uses.md"
+DOCUMENT = ROOT / "docs/reference/wrong_uses.md"
 ALL = [(title, use) for title, (_, uses) in WRONG_USES.items() for use in uses]
 # Of the whole: a rank that waits for its time limit is told nothing, but waits.
 LIMIT_SECONDS = 5.0
@@ -61,7 +61,7 @@ def try_out(titles: Iterable[str], interpret: str, path: Path) -> Outcomes:
 
 @pytest.fixture(scope="module")
 def shown() -> Iterator[dict[tuple[str, str], str]]:
-    """Rows of docs/wrong_uses.md by title and use; to be filled anew where UPDATE_DOCS is set."""
+    """Rows of docs/reference/wrong_uses.md by title and use; to be filled anew where UPDATE_DOCS is set."""
     if "UPDATE_DOCS" not in os.environ:
         yield rows_of_document()
         return

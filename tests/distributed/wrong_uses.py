@@ -24,20 +24,20 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.errors import CommunicationError, UserError
-from dlrm_fused.ops.embedding_all_to_all import embedding_all_to_all
-from dlrm_fused.ops.exchange import EmbeddingExchange, ExchangeLayout, LookupLayout
-from dlrm_fused.ops.pooled_all_to_all import pooled_all_to_all
-from dlrm_fused.ops.tables import LocalTables, RowwiseAdagrad
+from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all
+from dlrm_fused.ops.embedding_all_to_all.pooled import pooled_all_to_all
+from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables, RowwiseAdagrad
+from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingExchange, ExchangeLayout, LookupLayout
 from dlrm_fused.sharding import FusedEmbeddingBagCollectionSharder
 from dlrm_fused.symmetric import memory, symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
-from tests.distributed import expert_wrong_uses as experts
-from tests.distributed import gemm_wrong_uses as gemm
-from tests.distributed import gemv_wrong_uses as gemv
 from tests.distributed import test_fused_sharder as torchrec_models
 from tests.distributed.launch import run_ranks
 from tests.distributed.wrong_use import RANKS, SECOND, TIMEOUT_SECONDS, Outcome, Scene, WrongUse, try_out
-from tests.kernels.embedding_world import Features, Traffic, World, run_epochs
+from tests.ops.embedding_all_to_all.embedding_world import Features, Traffic, World, run_epochs
+from tests.ops.gemm_all_to_all import gemm_wrong_uses as gemm
+from tests.ops.gemv_all_reduce import gemv_wrong_uses as gemv
+from tests.ops.moe import expert_wrong_uses as experts
 
 BATCHES = [3, 2]
 NAME = "embeddings"

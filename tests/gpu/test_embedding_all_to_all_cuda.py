@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.errors import CommunicationError, UsageError
-from dlrm_fused.ops.embedding_all_to_all import embedding_all_to_all
-from dlrm_fused.ops.exchange import EmbeddingExchange
+from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all
+from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingExchange
 from dlrm_fused.symmetric import SymmetricGroup
 from tests.distributed.launch import run_ranks
 from tests.gpu.all_ranks import MARKS, ON_GPU, RANKS, captured, delay, failures_of
-from tests.kernels import check_operator
-from tests.kernels.embedding_world import Features, Result, Traffic, World, _Batch, _difference, run_epochs
+from tests.ops.embedding_all_to_all import check_operator
+from tests.ops.embedding_all_to_all.embedding_world import Features, Result, Traffic, World, _Batch, _difference, run_epochs
 
 pytestmark = MARKS
 TIMEOUT_SECONDS = 20.0

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlrm_fused.ops.embedding_update import apply_gradients, per_sample_weight_gradients, sort_lookup
-from dlrm_fused.ops.tables import LocalTables, RowwiseAdagrad
-from tests.kernels.lookups import Lookup, expected_products, expected_update, make_lookup, make_tables
+from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables, RowwiseAdagrad
+from dlrm_fused.ops.embedding_all_to_all.update import apply_gradients, per_sample_weight_gradients, sort_lookup
+from tests.ops.embedding_all_to_all.lookups import Lookup, expected_products, expected_update, make_lookup, make_tables
 
 pytestmark = [
     pytest.mark.gpu,

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.errors import CommunicationError, UsageError
-from dlrm_fused.ops import gemm_tuning
-from dlrm_fused.ops.gemm_all_to_all import FP8, GemmExchange, Routes, gemm_all_to_all, reference, routed_gemm_all_to_all
-from dlrm_fused.ops.gemm_kernel import Groups
+from dlrm_fused.ops.gemm_all_to_all import tuning as gemm_tuning
+from dlrm_fused.ops.gemm_all_to_all.kernel import Groups
+from dlrm_fused.ops.gemm_all_to_all.op import FP8, GemmExchange, Routes, gemm_all_to_all, reference, routed_gemm_all_to_all
 from dlrm_fused.symmetric import SymmetricGroup
-from tests.distributed.gemm_cases import SMALL_TILES
 from tests.distributed.launch import run_ranks
 from tests.gpu.all_ranks import HALF, MARKS, ON_GPU, RANKS, captured, delay, failures_of, synchronize
+from tests.ops.gemm_all_to_all.gemm_cases import SMALL_TILES
 
 pytestmark = MARKS
 TIMEOUT_SECONDS = 20.0

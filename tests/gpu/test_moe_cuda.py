@@ -21,12 +21,12 @@ from torch.nn.functional import silu
 from dlrm_fused.config import ExpertsConfig
 from dlrm_fused.models.expert_parallel import ExpertComputation
 from dlrm_fused.models.moe import MixtureOfExperts
-from dlrm_fused.ops import gemm_tuning
-from dlrm_fused.ops.expert_layer import ExpertExchange, expert_layer, reference
+from dlrm_fused.ops.gemm_all_to_all import tuning as gemm_tuning
+from dlrm_fused.ops.moe.op import ExpertExchange, expert_layer, reference
 from dlrm_fused.symmetric import SymmetricGroup
-from tests.distributed.gemm_cases import SMALL_TILES
 from tests.distributed.launch import run_ranks
 from tests.gpu.all_ranks import HALF, MARKS, ON_GPU, RANKS, delay, failures_of, synchronize
+from tests.ops.gemm_all_to_all.gemm_cases import SMALL_TILES
 
 pytestmark = MARKS
 TIMEOUT_SECONDS = 20.0

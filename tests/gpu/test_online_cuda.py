@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlrm_fused.online import OnlineScorer
+from dlrm_fused.serving.online import OnlineScorer
 from tests.distributed.launch import run_ranks
-from tests.distributed.test_online import HISTORY, Requests, scores, with_scorer
-from tests.kernels.check_cached_attention import test_equals_the_reference  # noqa: F401 - on a GPU here
+from tests.serving.check_cached_attention import test_equals_the_reference  # noqa: F401 - on a GPU here
+from tests.serving.test_online import HISTORY, Requests, scores, with_scorer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 # Its model has four heads.

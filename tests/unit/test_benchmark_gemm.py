@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.models import expert_parallel
-from dlrm_fused.ops.gemm_tuning import Choice, Tiles
+from dlrm_fused.ops.gemm_all_to_all.tuning import Choice, Tiles
 from tests.distributed.launch import Ended, run_program
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))

@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from dlrm_fused.ops.gemv_tuning import Blocks, candidates
+from dlrm_fused.ops.gemv_all_reduce.tuning import Blocks, candidates
 from tests.distributed.launch import Ended, run_program
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))

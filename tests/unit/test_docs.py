@@ -28,7 +28,7 @@ class Row:
 
 def documented_settings() -> list[Row]:
     row = re.compile(r"^\| `([\w.<>]+)` \| (.+?) \| `(.+?)` \| (.+) \|$", re.MULTILINE)
-    _, settings = (DOCS / "config.md").read_text().split("## All settings")
+    _, settings = (DOCS / "reference/config.md").read_text().split("## All settings")
     return [Row(*found) for found in row.findall(settings)]
 
 
@@ -71,7 +71,9 @@ def test_the_documented_type_and_default_of_a_table_are_those_of_the_schema(name
 
 
 def test_the_settings_that_may_change_in_a_run_are_documented() -> None:
-    (section,) = re.findall(r"^## What may change when a run continues\n(.*)", (DOCS / "config.md").read_text(), re.M | re.S)
+    (section,) = re.findall(
+        r"^## What may change when a run continues\n(.*)", (DOCS / "reference/config.md").read_text(), re.M | re.S
+    )
     items = [line for line in section.splitlines() if line.startswith("* ")]
     assert set(re.findall(r"`([\w.]+)`", "\n".join(items))) == set(_FREE_SETTINGS)
 
@@ -80,7 +82,7 @@ def test_settings_that_pages_name_exist() -> None:
     groups = {key.split(".")[0] for key in flatten(Config()) if "." in key}
     name = re.compile(rf"`((?:{'|'.join(groups)})\.[a-z_][\w.]*)(?:=[^`]*)?`")
     known = {*known_keys(), *(key.rpartition(".")[0] for key in known_keys())}
-    for page in set(DOCS.glob("*.md")) - {DOCS / "errors.md"}:
+    for page in set(DOCS.glob("*.md")) - {DOCS / "reference/errors.md"}:
         named = {key for key in name.findall(page.read_text()) if not key.startswith("embedding.tables.")}
         assert named <= known, page.name
 

@@ -1,0 +1,176 @@
+"""Storing rows of a local tensor into chosen rows of peers' memory, as one epoch of a channel."""
+
+# Kernels follow Triton's ways: constants in capitals, no types but theirs.
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dlrm_fused.ops.embedding_all_to_all.scatter import TRITON_DTYPES
+from dlrm_fused.symmetric import Channel, SymmetricMemory
+from dlrm_fused.symmetric.device import announced_offset, begin, finish, uses_kernels, wait_until_all_ready
+
+# Of a program's tile: bytes of a row at a time, and rows, whose loads and stores are in flight together.
+_ROW_BYTES, _ROWS = 2048, 8
+# Enough stores in flight for the links of one GPU, also where other kernels hold some multiprocessors.
+_PROGRAMS = 528
+
+
+@triton.jit(
+    do_not_specialize=["items", "rows_per_rank", "homes_at", "first_home", "receive_offset", "fingerprint", "poll_limit"]
+)
+def put_rows_kernel(
+    source,
+    source_stride,
+    scale,
+    targets,
+    items,
+    width,
+    rows_per_rank,
+    homes_at,
+    first_home,
+    addresses,
+    receive_offset,
+    flags,
+    flag_addresses,
+    state,
+    control,
+    poll_limit,
+    fingerprint,
+    COPIES: tl.constexpr,
+    SCALED: tl.constexpr,
+    TELLS_HOME: tl.constexpr,
+    DTYPE: tl.constexpr,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    LANES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """See :func:`put_rows`. Program p stores rows p * ROWS ..., then those ROWS * programs further on."""
+    epoch = begin(receive_offset, fingerprint, flag_addresses, state, RANK, WORLD, LANES)
+    are_ready = wait_until_all_ready(epoch, fingerprint, flags, state, control, poll_limit, RANK, WORLD, LANES)
+    for first in range(tl.program_id(0) * ROWS, items, tl.num_programs(0) * ROWS):
+        item = first + tl.arange(0, ROWS)
+        target = tl.load(targets + item, mask=(item < items) & are_ready, other=-1)
+        is_sent = target >= 0
+        peer = tl.where(is_sent, target // rows_per_rank, 0)
+        row = (tl.where(is_sent, target, 0) % rows_per_rank).to(tl.int64)
+        block = tl.load(addresses + peer) + announced_offset(peer, flags)
+        places = (block + row * (width * (DTYPE.primitive_bitwidth // 8))).to(tl.pointer_type(DTYPE))
+        # Rows begin at multiples of 16 bytes, and so the compiler makes wide loads and stores.
+        places = tl.multiple_of(places, 16)
+        rows_of_source = tl.multiple_of(source + (item // COPIES).to(tl.int64) * source_stride, 16)
+        factor = tl.full((ROWS,), 1.0, tl.float32)
+        if SCALED:
+            factor = tl.load(scale + item, mask=is_sent, other=0.0)
+        for column in range(0, width, COLUMNS):
+            columns = column + tl.arange(0, COLUMNS)
+            inside = is_sent[:, None] & (columns < width)[None, :]
+            values = tl.load(rows_of_source[:, None] + columns[None, :], mask=inside, other=0.0)
+            if SCALED:
+                values = (values.to(tl.float32) * factor[:, None]).to(DTYPE)
+            tl.store(places[:, None] + columns[None, :], values, mask=inside)
+        if TELLS_HOME:
+            homes = (block + homes_at).to(tl.pointer_type(tl.int32))
+            tl.store(homes + row, first_home + item, mask=is_sent)
+    finish(epoch, flags, flag_addresses, state, control, poll_limit, RANK, WORLD, LANES)
+
+
+def put_rows(
+    source: Tensor,
+    targets: Tensor,
+    memory: SymmetricMemory,
+    channel: Channel,
+    *,
+    rows_per_rank: int,
+    receive_offset: int,
+    fingerprint: int,
+    copies: int = 1,
+    scale: Tensor | None = None,
+    homes_at: int | None = None,
+    first_home: int = 0,
+) -> None:
+    """Store row i // copies of ``source``, times scale[i], where targets[i] says, for all i. One epoch: collective.
+
+    Args:
+        source: [m, width], rows contiguous, each a multiple of 16 bytes that begins at one.
+        targets: int32 [m * copies]: rank * rows_per_rank + row of the block in which that rank receives, or -1: nowhere. No
+            two of all ranks may be equal.
+        memory: in which the ranks receive rows of ``width`` elements of the source's dtype, each at an offset of its own.
+        receive_offset: where this rank receives in this epoch: bytes, a multiple of 4096.
+        fingerprint: must be equal on all ranks.
+        scale: fp32 [m * copies].
+        homes_at: byte of the blocks from where an int32 for each row says what was stored there: first_home + i.
+
+    Raises:
+        CommunicationError: on the CPU, if a peer is lost or makes another call; on GPUs a later call raises it.
+    """
+    if not uses_kernels(memory.local.device):
+        _put_rows_by_host(
+            source, targets, memory, channel, rows_per_rank, receive_offset, fingerprint, copies, scale, homes_at, first_home
+        )
+        return
+    items, width = targets.numel(), source.shape[1]
+    put_rows_kernel[(max(1, min(triton.cdiv(items, _ROWS), _PROGRAMS)),)](
+        source,
+        source.stride(0),
+        targets if scale is None else scale,
+        targets,
+        items,
+        width,
+        rows_per_rank,
+        homes_at or 0,
+        first_home,
+        memory.addresses,
+        receive_offset,
+        *channel.words,
+        fingerprint,
+        COPIES=copies,
+        SCALED=scale is not None,
+        TELLS_HOME=homes_at is not None,
+        DTYPE=TRITON_DTYPES[source.dtype],
+        RANK=channel.group.rank,
+        WORLD=channel.group.world_size,
+        LANES=triton.next_power_of_2(channel.group.world_size),
+        ROWS=_ROWS,
+        COLUMNS=min(triton.next_power_of_2(width), _ROW_BYTES // source.element_size()),
+        num_warps=8,
+    )
+
+
+def _put_rows_by_host(
+    source: Tensor,
+    targets: Tensor,
+    memory: SymmetricMemory,
+    channel: Channel,
+    rows_per_rank: int,
+    receive_offset: int,
+    fingerprint: int,
+    copies: int,
+    scale: Tensor | None,
+    homes_at: int | None,
+    first_home: int,
+) -> None:
+    channel.announce(receive_offset, fingerprint)
+    row_bytes = source.shape[1] * source.element_size()
+    for shift in range(channel.group.world_size):
+        peer = (channel.group.rank + 1 + shift) % channel.group.world_size
+        block = memory.peer(peer)[channel.wait_ready(peer) :]
+        items = torch.nonzero((targets >= 0) & (targets // rows_per_rank == peer)).flatten()
+        rows = targets[items].long() % rows_per_rank
+        values = source[items // copies]
+        if scale is not None:
+            values = (values.float() * scale[items, None]).to(source.dtype)
+        received = block[: rows_per_rank * row_bytes].view(source.dtype).view(rows_per_rank, source.shape[1])
+        received[rows] = values
+        if homes_at is not None:
+            homes = block[homes_at : homes_at + 4 * rows_per_rank].view(torch.int32)
+            homes[rows] = (first_home + items).int()
+        channel.signal(peer)
+    channel.wait_arrivals()

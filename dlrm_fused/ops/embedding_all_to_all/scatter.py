@@ -1,0 +1,140 @@
+"""Storing rectangles of a local tensor into peers' memory, as one epoch of a channel; with the dtype changed on the way."""
+
+# Kernels follow Triton's ways: constants in capitals, no types but theirs.
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dlrm_fused.ops.embedding_all_to_all.workspace import TILE_COLUMNS
+from dlrm_fused.symmetric import Channel, SymmetricMemory
+from dlrm_fused.symmetric.device import begin, finish, peer_pointer, wait_until_ready
+
+TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_ROWS = 8  # of a program's tile
+# Enough stores in flight for the links of one GPU; more programs only take multiprocessors from others.
+_PROGRAMS = 528
+_FIELDS = tl.constexpr(7)
+
+
+@triton.jit
+def to_wire(values, dtype: tl.constexpr):
+    """Values in the wire's dtype; fp16 ends at its largest number, as TorchRec's codec does."""
+    if dtype == tl.float16:
+        values = tl.clamp(values, -65504.0, 65504.0)
+    return values.to(dtype)
+
+
+@triton.jit(do_not_specialize=["items", "row_blocks", "receive_offset", "fingerprint", "poll_limit"])
+def put_rectangles_kernel(
+    source,
+    source_stride,
+    rectangles,
+    items,
+    row_blocks,
+    addresses,
+    receive_offset,
+    flags,
+    flag_addresses,
+    state,
+    control,
+    poll_limit,
+    fingerprint,
+    RELATIVE: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    WIRE: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    LANES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Copy rectangles of ``source`` to where they belong at the peers. See :func:`put_rectangles`."""
+    if FIRST:
+        epoch = begin(receive_offset, fingerprint, flag_addresses, state, RANK, WORLD, LANES)
+    else:
+        epoch = tl.load(state) + 1
+    known_peer = tl.full((), -1, tl.int64)
+    ready_at = tl.full((), -1, tl.int64)
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        fields = rectangles + (item // row_blocks) * _FIELDS
+        peer = tl.load(fields)
+        if peer != known_peer:
+            ready_at = wait_until_ready(peer, epoch, fingerprint, flags, state, control, poll_limit, RANK, WORLD)
+            known_peer = peer
+        offset = tl.load(fields + 3)
+        if RELATIVE:
+            offset += ready_at
+        destination = peer_pointer(addresses, peer, offset, WIRE, ALIGNMENT)
+        row = (item % row_blocks) * ROWS + tl.arange(0, ROWS)
+        column = tl.arange(0, COLUMNS)
+        width = tl.multiple_of(tl.load(fields + 5), 4)
+        inside = (row < tl.load(fields + 6))[:, None] & (column < width)[None, :]
+        stride = tl.multiple_of(tl.load(fields + 4), 4)
+        first = tl.multiple_of(tl.load(fields + 2), 4)
+        source_row = tl.load(fields + 1) + row
+        values = tl.load(
+            source + source_row[:, None] * tl.multiple_of(source_stride, 4) + (first + column)[None, :], mask=inside, other=0.0
+        )
+        places = destination + row[:, None].to(tl.int64) * stride + column[None, :]
+        tl.store(places, to_wire(values.to(tl.float32), WIRE), mask=inside & (ready_at >= 0))
+    if LAST:
+        finish(epoch, flags, flag_addresses, state, control, poll_limit, RANK, WORLD, LANES)
+
+
+def put_rectangles(
+    source: Tensor,
+    table: Tensor,
+    most_rows: int,
+    memory: SymmetricMemory,
+    channel: Channel,
+    *,
+    wire: torch.dtype,
+    fingerprint: int,
+    receive_offset: int,
+    relative: bool,
+    first: bool = True,
+    last: bool = True,
+) -> None:
+    """Store rectangles of ``source`` in the peers' ``memory``.
+
+    Args:
+        source: fp32, bf16 or fp16, 2-D with unit column stride; rows and columns that start at multiples of 4 elements.
+        table: of :func:`~dlrm_fused.ops.embedding_all_to_all.workspace.rectangle_table`.
+        most_rows: of any rectangle.
+        wire: dtype in which the values are stored.
+        receive_offset: where this rank receives in this epoch.
+        relative: whether the rectangles' offsets count from where their peer receives.
+        first, last: whether this launch begins or ends the epoch; between them others may send more.
+    """
+    row_blocks = triton.cdiv(most_rows, _ROWS)
+    items = table.shape[0] * row_blocks
+    put_rectangles_kernel[(max(1, min(items, _PROGRAMS)),)](
+        source,
+        source.stride(0),
+        table,
+        items,
+        max(row_blocks, 1),
+        memory.addresses,
+        receive_offset,
+        *channel.words,
+        fingerprint,
+        RELATIVE=relative,
+        FIRST=first,
+        LAST=last,
+        WIRE=TRITON_DTYPES[wire],
+        ALIGNMENT=4 * wire.itemsize,
+        RANK=channel.group.rank,
+        WORLD=channel.group.world_size,
+        LANES=triton.next_power_of_2(channel.group.world_size),
+        ROWS=_ROWS,
+        COLUMNS=TILE_COLUMNS,
+        num_warps=4,
+    )

@@ -1,0 +1,530 @@
+"""Matrix products whose rows are stored where they belong: a persistent GEMM for Hopper GPUs, and its weight gradient.
+
+Every program computes tiles of the result in turn; the tensor memory accelerator (TMA) brings the operands, and the loads of
+the next tile are under way while the last one is stored. A finished tile is stored locally, or straight into the memory of
+the ranks that its rows belong to, while other tiles are computed: as in Punniyamurthy et al., arXiv 2305.06942. Tiles for
+other ranks come first, so that the links are busy from the start and the tail is local.
+
+The rows of x belong together in one of two ways:
+
+* equal blocks: as many for each rank; all are multiplied by one weight;
+* groups, such as the rows of an expert, each with a weight of its own (:class:`Groups`). Every group begins with a new tile.
+  How many rows there are is known on the device alone.
+"""
+
+# Kernels follow Triton's ways: constants in capitals, no types but theirs.
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from dlrm_fused.ops.embedding_all_to_all.scatter import TRITON_DTYPES
+from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles, choose_tiles
+from dlrm_fused.symmetric import Channel, SymmetricMemory
+from dlrm_fused.symmetric.device import announced_offset, begin, finish, wait_until_all_ready
+
+# Activations of the epilogue.
+NONE, SILU, SILU_BACKWARD = 0, 1, 2
+_TILES_OF_PROGRAM = 64
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Which rows of a matrix [R, K] belong together. A group has whole tiles; its last rows may be pads.
+
+    Attributes:
+        tile_rows: rows of a tile; divides R.
+        bounds: int32 [G + 1] on the device: the first tile of each group, and the end.
+        local_from: int32 [G]: from which tile of its group on all rows belong to this rank.
+    """
+
+    tile_rows: int
+    bounds: Tensor
+    local_from: Tensor
+    _orders: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    def order(self, tiles: int) -> Tensor:
+        """int32 [2, tiles]: the tiles in the order in which they are computed, those for other ranks first; their groups.
+
+        What is beyond ``bounds[G]`` means nothing.
+        """
+        if tiles not in self._orders:
+            order = torch.empty(2, tiles, dtype=torch.int32, device=self.bounds.device)
+            groups = self.local_from.numel()
+            tile_order_kernel[(triton.cdiv(tiles, _TILES_OF_PROGRAM),)](
+                self.bounds,
+                self.local_from,
+                order,
+                tiles,
+                groups,
+                LANES=triton.next_power_of_2(groups),
+                TILES=_TILES_OF_PROGRAM,
+            )
+            self._orders[tiles] = order
+        return self._orders[tiles]
+
+
+@triton.jit(do_not_specialize=["tiles", "groups"])
+def tile_order_kernel(bounds, local_from, order, tiles, groups, LANES: tl.constexpr, TILES: tl.constexpr):
+    """See :meth:`Groups.order`. The parts of all groups for other ranks, and then those for this one, are laid end to end."""
+    lane = tl.arange(0, 2 * LANES)
+    group, is_local = lane % LANES, lane >= LANES
+    there = group < groups
+    middle = tl.load(local_from + group, mask=there, other=0)
+    first = tl.where(is_local, middle, tl.load(bounds + group, mask=there, other=0))
+    end = tl.where(is_local, tl.load(bounds + group + 1, mask=there, other=0), middle)
+    count = tl.maximum(end - first, 0)
+    place_end = tl.cumsum(count, axis=0)
+    place = place_end - count
+    i = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    is_in = (i[:, None] >= place[None, :]) & (i[:, None] < place_end[None, :])
+    tile = tl.sum(tl.where(is_in, (first - place)[None, :] + i[:, None], 0), axis=1)
+    of_group = tl.sum(tl.where(is_in, group[None, :], 0), axis=1)
+    tl.store(order + i, tile, mask=i < tiles)
+    tl.store(order + tiles + i, of_group, mask=i < tiles)
+
+
+@triton.jit
+def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The left and the right half of a tile: stored one after the other, they need half as much shared memory."""
+    return tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _silu_slope(pre):
+    gate = tl.sigmoid(pre)
+    return gate * (1 + pre * (1 - gate))
+
+
+@triton.jit
+def _store_half(
+    product,
+    scale,
+    rows_of_out,
+    rows_of_other,
+    row_is_in,
+    first_column,
+    columns,
+    SCALED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DTYPE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """The epilogue of half a tile.
+
+    Args:
+        rows_of_out, rows_of_other: [ROWS, 1] pointers to rows; ``other`` is of what the activation reads or writes.
+    """
+    column = first_column + tl.arange(0, WIDTH)
+    inside = row_is_in[:, None] & (column < columns)[None, :]
+    if SCALED:
+        product *= tl.load(scale + column, mask=column < columns, other=0.0)[None, :]
+    if ACTIVATION == 2:
+        pre = tl.load(rows_of_other + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        product *= _silu_slope(pre)
+    result = product.to(DTYPE)
+    tl.store(rows_of_out + column[None, :], result, mask=inside)
+    if ACTIVATION == 1:
+        pre = result.to(tl.float32)
+        tl.store(rows_of_other + column[None, :], (pre * tl.sigmoid(pre)).to(DTYPE), mask=inside)
+
+
+@triton.jit(do_not_specialize=["slots", "origins_at", "first_origin", "receive_offset", "fingerprint", "poll_limit"])
+def gemm_kernel(
+    x,
+    weight,
+    scale,
+    out,
+    other,
+    bounds,
+    order,
+    order_tiles,
+    groups,
+    homes,
+    slots,
+    origins_at,
+    first_origin,
+    block_rows,
+    columns,
+    depth,
+    addresses,
+    receive_offset,
+    flags,
+    flag_addresses,
+    state,
+    control,
+    poll_limit,
+    fingerprint,
+    GROUPED: tl.constexpr,
+    SENDS: tl.constexpr,
+    TELLS_ORIGIN: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    SCALED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    LANES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BAND: tl.constexpr,
+):
+    """x times weight transposed, each row stored locally or, with SENDS, where it belongs, as one epoch of a channel.
+
+    Args:
+        x: descriptor [R, K], blocks [ROWS, DEPTH].
+        weight: descriptor [G, N, K], blocks [1, COLUMNS, DEPTH]; with TRANSPOSED [G, K, N], [1, DEPTH, COLUMNS].
+        scale: fp32 [G, N], with SCALED.
+        out, other: [R, N], without SENDS: see :func:`grouped_gemm`.
+        bounds, order: of :class:`Groups`, with GROUPED; ``order_tiles`` is the length of a row of ``order``.
+        homes: int32 [R], rank * slots + slot or -1, with GROUPED and SENDS.
+        origins_at: byte of the blocks from where an int32 for each slot gets ``first_origin`` + row of x; with TELLS_ORIGIN.
+        block_rows: rows for each of the WORLD ranks, without GROUPED.
+    """
+    epoch = tl.zeros((), tl.int64)
+    may_store = tl.full((), 1, tl.int1)
+    if SENDS:
+        epoch = begin(receive_offset, fingerprint, flag_addresses, state, RANK, WORLD, LANES)
+        may_store = wait_until_all_ready(epoch, fingerprint, flags, state, control, poll_limit, RANK, WORLD, LANES)
+    tiles_of_block = tl.cdiv(block_rows, ROWS)
+    row_tiles = tiles_of_block * WORLD
+    if GROUPED:
+        row_tiles = tl.load(bounds + groups)
+    column_tiles = tl.cdiv(columns, COLUMNS)
+    band_tiles = BAND * column_tiles
+    element_bytes: tl.constexpr = DTYPE.primitive_bitwidth // 8
+
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True):
+        first_of_band = tile // band_tiles * BAND
+        band = tl.minimum(row_tiles - first_of_band, BAND)
+        place = first_of_band + tile % band_tiles % band
+        column_tile = tile % band_tiles // band
+        if GROUPED:
+            first_row = tl.load(order + place) * ROWS
+            group = tl.load(order + order_tiles + place)
+        else:
+            peer = (RANK + 1 + place // tiles_of_block) % WORLD
+            first_row = peer * block_rows + place % tiles_of_block * ROWS
+            group = 0
+
+        product = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for step in range(tl.cdiv(depth, DEPTH)):
+            left = x.load([first_row, step * DEPTH])
+            if TRANSPOSED:
+                right = weight.load([group, step * DEPTH, column_tile * COLUMNS]).reshape(DEPTH, COLUMNS)
+                product = tl.dot(left, right.to(DTYPE), product, input_precision=PRECISION)
+            else:
+                right = weight.load([group, column_tile * COLUMNS, step * DEPTH]).reshape(COLUMNS, DEPTH)
+                product = tl.dot(left, right.to(DTYPE).T, product, input_precision=PRECISION)
+
+        row = first_row + tl.arange(0, ROWS)
+        row_bytes = columns.to(tl.int64) * element_bytes
+        if SENDS:
+            if GROUPED:
+                home = tl.load(homes + row)
+                row_is_in = (home >= 0) & may_store
+                home = tl.maximum(home, 0)
+                slot = (home % slots).to(tl.int64)
+                blocks = tl.load(addresses + home // slots) + announced_offset(home // slots, flags)
+                if TELLS_ORIGIN:
+                    origins = (blocks + origins_at).to(tl.pointer_type(tl.int32)) + slot
+                    tl.store(origins, first_origin + row, mask=row_is_in & (column_tile == 0))
+            else:
+                row_is_in = (row < (peer + 1) * block_rows) & may_store
+                slot = (row - peer * block_rows + RANK * block_rows).to(tl.int64)
+                blocks = tl.load(addresses + peer) + announced_offset(peer, flags)
+            rows_of_out = (blocks + slot * row_bytes).to(tl.pointer_type(DTYPE))
+            rows_of_other = rows_of_out
+        else:
+            row_is_in = row < block_rows
+            rows_of_out = out + row.to(tl.int64) * columns
+            rows_of_other = other + row.to(tl.int64) * columns
+        # Rows begin at multiples of 16 bytes, and so the compiler makes wide stores.
+        rows_of_out = tl.multiple_of(rows_of_out, 16)[:, None]
+        rows_of_other = tl.multiple_of(rows_of_other, 16)[:, None]
+        half: tl.constexpr = COLUMNS // 2
+        left_half, right_half = _halves(product, ROWS, COLUMNS)
+        first_column = column_tile * COLUMNS
+        scale_of_group = scale + group * columns
+        _store_half(
+            left_half,
+            scale_of_group,
+            rows_of_out,
+            rows_of_other,
+            row_is_in,
+            first_column,
+            columns,
+            SCALED,
+            ACTIVATION,
+            DTYPE,
+            half,
+        )
+        _store_half(
+            right_half, scale_of_group, rows_of_out, rows_of_other, row_is_in, first_column + half, columns, SCALED, ACTIVATION,
+            DTYPE, half,
+        )  # fmt: skip
+    if SENDS:
+        finish(epoch, flags, flag_addresses, state, control, poll_limit, RANK, WORLD, LANES)
+
+
+@triton.jit
+def weight_gradient_kernel(
+    a,
+    b,
+    out,
+    bounds,
+    factor,
+    tile_rows,
+    groups,
+    a_columns,
+    b_columns,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """See :func:`grouped_weight_gradient`; descriptors with blocks [DEPTH, ROWS] and [DEPTH, COLUMNS]."""
+    row_tiles, column_tiles = tl.cdiv(a_columns, ROWS), tl.cdiv(b_columns, COLUMNS)
+    tiles_of_group = row_tiles * column_tiles
+    for tile in tl.range(tl.program_id(0), groups * tiles_of_group, tl.num_programs(0)):
+        group = tile // tiles_of_group
+        first_row = tile % tiles_of_group % row_tiles * ROWS
+        first_column = tile % tiles_of_group // row_tiles * COLUMNS
+        begin_row = tl.load(bounds + group) * tile_rows
+        steps = (tl.load(bounds + group + 1) * tile_rows - begin_row) // DEPTH
+        product = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for step in range(steps):
+            left = a.load([begin_row + step * DEPTH, first_row])
+            right = b.load([begin_row + step * DEPTH, first_column])
+            product = tl.dot(left.T, right, product, input_precision=PRECISION)
+        row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
+        places = out + (group.to(tl.int64) * a_columns + row[:, None]) * b_columns + column[None, :]
+        tl.store(places, (product * factor).to(DTYPE), mask=(row < a_columns)[:, None] & (column < b_columns)[None, :])
+
+
+def grouped_gemm(
+    x: Tensor,
+    weight: Tensor,
+    groups: Groups,
+    out: Tensor,
+    *,
+    weight_is_transposed: bool = False,
+    silu_out: Tensor | None = None,
+    silu_of: Tensor | None = None,
+) -> None:
+    """out[rows of g] = x[rows of g] @ weight[g].T, for every group g; rows of no group are left as they are.
+
+    Args:
+        x: [R, K], contiguous; rows begin at multiples of 16 bytes, here and in all matrices.
+        weight: [G, N, K] in the dtype of x; or, if ``weight_is_transposed``, [G, K, N]: then x @ weight[g].
+        out: [R, N], contiguous.
+        silu_out: [R, N]; gets silu(out).
+        silu_of: [R, N]; the product is multiplied by the derivative of silu there.
+    """
+    activation, other = NONE, out
+    if silu_out is not None:
+        activation, other = SILU, silu_out
+    elif silu_of is not None:
+        activation, other = SILU_BACKWARD, silu_of
+    _launch(x, weight, out=out, other=other, groups=groups, is_transposed=weight_is_transposed, activation=activation)
+
+
+def grouped_gemm_home(
+    x: Tensor,
+    weight: Tensor,
+    groups: Groups,
+    homes: Tensor,
+    memory: SymmetricMemory,
+    channel: Channel,
+    *,
+    slots: int,
+    receive_offset: int,
+    fingerprint: int,
+    scale: Tensor | None = None,
+    origins_at: int | None = None,
+    first_origin: int = 0,
+    weight_is_transposed: bool = False,
+) -> None:
+    """The rows of :func:`grouped_gemm`, each stored at its home. One epoch: collective.
+
+    Args:
+        weight: of the dtype of x, or float8_e4m3fn.
+        homes: int32 [R]: rank * slots + slot, or -1 for rows that belong nowhere. No two of all ranks may be equal.
+        memory: in which the ranks receive [slots, N], each at an offset of its own.
+        receive_offset: where this rank receives: bytes, a multiple of 4096.
+        fingerprint: must be equal on all ranks.
+        scale: fp32 [G, N], of the weight's output features.
+        origins_at: byte of the blocks from where an int32 for each slot says what came there: first_origin + row of x.
+    """
+    _launch(
+        x,
+        weight,
+        groups=groups,
+        scale=scale,
+        homes=homes,
+        slots=slots,
+        origins_at=origins_at,
+        first_origin=first_origin,
+        is_transposed=weight_is_transposed,
+        memory=memory,
+        channel=channel,
+        receive_offset=receive_offset,
+        fingerprint=fingerprint,
+    )
+
+
+def gemm_home(
+    x: Tensor,
+    weight: Tensor,
+    memory: SymmetricMemory,
+    channel: Channel,
+    *,
+    receive_offset: int,
+    fingerprint: int,
+    scale: Tensor | None = None,
+) -> None:
+    """x [M, K] @ weight [N, K].T; rows p * M / ranks ... are stored at rank p as block ``own rank``. One epoch: collective.
+
+    Args: as in :func:`grouped_gemm_home`; scale: fp32 [N].
+    """
+    _launch(
+        x,
+        weight[None],
+        scale=scale,
+        memory=memory,
+        channel=channel,
+        receive_offset=receive_offset,
+        fingerprint=fingerprint,
+    )
+
+
+def gemm(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """out [M, N] = x [M, K] @ weight [N, K].T, by the same kernel; to compare it with libraries."""
+    _launch(x, weight[None], out=out, other=out)
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    out: Tensor | None = None,
+    other: Tensor | None = None,
+    groups: Groups | None = None,
+    scale: Tensor | None = None,
+    homes: Tensor | None = None,
+    slots: int = 1,
+    origins_at: int | None = None,
+    first_origin: int = 0,
+    is_transposed: bool = False,
+    activation: int = NONE,
+    memory: SymmetricMemory | None = None,
+    channel: Channel | None = None,
+    receive_offset: int = 0,
+    fingerprint: int = 0,
+) -> None:
+    (rows, depth), columns = x.shape, weight.shape[2 if is_transposed else 1]
+    tiles = choose_tiles(rows, columns, depth, x.element_size(), groups.tile_rows if groups else None)
+    ranks = channel.group.world_size if channel else 1
+    row_tiles = rows // tiles.rows if groups else ranks * triton.cdiv(rows // ranks, tiles.rows)
+    block = [1, tiles.depth, tiles.columns] if is_transposed else [1, tiles.columns, tiles.depth]
+    words: tuple[Any, ...] = channel.words if channel else (x, x, x, 0, 0)
+    gemm_kernel[(_programs(x.device, row_tiles * triton.cdiv(columns, tiles.columns), tiles),)](
+        TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]),
+        TensorDescriptor.from_tensor(weight, block),
+        x if scale is None else scale,
+        x if out is None else out,
+        x if other is None else other,
+        groups.bounds if groups else x,
+        groups.order(row_tiles) if groups else x,
+        row_tiles,
+        groups.local_from.numel() if groups else 1,
+        x if homes is None else homes,
+        slots,
+        origins_at or 0,
+        first_origin,
+        rows if groups else rows // ranks,
+        columns,
+        depth,
+        memory.addresses if memory else x,
+        receive_offset,
+        *words,
+        fingerprint,
+        GROUPED=groups is not None,
+        SENDS=channel is not None,
+        TELLS_ORIGIN=origins_at is not None,
+        TRANSPOSED=is_transposed,
+        SCALED=scale is not None,
+        ACTIVATION=activation,
+        DTYPE=TRITON_DTYPES[x.dtype],
+        PRECISION=_precision(x.dtype),
+        RANK=channel.group.rank if channel else 0,
+        WORLD=ranks,
+        LANES=triton.next_power_of_2(ranks),
+        ROWS=tiles.rows,
+        COLUMNS=tiles.columns,
+        DEPTH=tiles.depth,
+        BAND=tiles.band,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+
+
+def grouped_weight_gradient(a: Tensor, b: Tensor, groups: Groups, out: Tensor, factor: float = 1.0) -> None:
+    """out[g] = factor * a[rows of g].T @ b[rows of g]; zeros for groups without rows. Pads must be zeros in both.
+
+    Args:
+        a: [R, M], contiguous, as all matrices here.
+        b: [R, N], in the dtype of a.
+        out: [G, M, N].
+    """
+    (count, rows, columns), element_size = out.shape, a.element_size()
+    tiles = choose_tiles(rows, columns, a.shape[0], element_size)
+    depth = min(tiles.depth, groups.tile_rows)
+    programs = _programs(a.device, count * triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns), tiles)
+    weight_gradient_kernel[(programs,)](
+        TensorDescriptor.from_tensor(a, [depth, tiles.rows]),
+        TensorDescriptor.from_tensor(b, [depth, tiles.columns]),
+        out,
+        groups.bounds,
+        factor,
+        groups.tile_rows,
+        count,
+        rows,
+        columns,
+        DTYPE=TRITON_DTYPES[out.dtype],
+        PRECISION=_precision(a.dtype),
+        ROWS=tiles.rows,
+        COLUMNS=tiles.columns,
+        DEPTH=depth,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """As torch multiplies fp32 matrices on GPUs."""
+    return "tf32" if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" else "ieee"
+
+
+def _programs(device: torch.device, tiles: int, shape: Tiles) -> int:
+    return max(1, min(tiles, shape.programs * _multiprocessors(device)))
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return 3  # the interpreter's: some programs have several tiles, in small tests too

@@ -1,0 +1,164 @@
+"""Product + AllReduce for many rows: while a chunk of rows is summed over the ranks, the next one is multiplied.
+
+The product of a chunk is cuBLAS's, in symmetric memory. Its sum is one kernel on a stream beside: each rank reads its share of
+the chunk from all ranks, adds it up in their order, and stores the result at all of them. So a chunk crosses the links as in a
+reduce-scatter and an all-gather, without a pass through memory in between.
+"""
+
+# Kernels follow Triton's ways: constants in capitals, no types but theirs.
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import itertools
+from contextlib import nullcontext
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dlrm_fused.symmetric import Arena, Channel, SymmetricGroup
+from dlrm_fused.symmetric.device import announced_offset, begin, finish, peer_pointer, wait_until_all_ready
+
+# Elements of a chunk's result at least, and chunks at most: smaller products do not fill a GPU.
+_CHUNK_ELEMENTS = 4 << 20
+_MOST_CHUNKS = 4
+# Elements of a program's block, and programs.
+_BLOCK = 4096
+_PROGRAMS = 128
+_HELD_RESULTS = 2
+
+
+@triton.jit(do_not_specialize=["chunk_offset", "elements", "receive_offset", "fingerprint", "poll_limit"])
+def sum_chunk_kernel(
+    part_addresses,
+    result_addresses,
+    bias,
+    residual,
+    chunk_offset,
+    elements,
+    n,
+    receive_offset,
+    flags,
+    flag_addresses,
+    state,
+    control,
+    poll_limit,
+    fingerprint,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    DTYPE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Sum elements ``chunk_offset`` to ``chunk_offset + elements`` over the ranks; blocks are dealt out to the ranks in turn.
+
+    Args:
+        part_addresses: int64 [WORLD], of the partial products, at the same place on every rank.
+        result_addresses: int64 [WORLD], of the arena in which each rank receives at an offset of its own.
+        VECTOR: divides n, ``chunk_offset`` and ``elements``.
+    """
+    epoch = begin(receive_offset, fingerprint, flag_addresses, state, RANK, WORLD, LANES)
+    all_ready = wait_until_all_ready(epoch, fingerprint, flags, state, control, poll_limit, RANK, WORLD, LANES)
+    # The compiler makes wide loads of what it knows to be a multiple.
+    chunk_offset = chunk_offset // VECTOR * VECTOR
+    elements = elements // VECTOR * VECTOR
+    blocks = tl.cdiv(elements, BLOCK)
+    for block in range(tl.program_id(0) * WORLD + RANK, blocks, tl.num_programs(0) * WORLD):
+        element = block * BLOCK + tl.arange(0, BLOCK)
+        inside = (element < elements) & all_ready
+        at = chunk_offset + element.to(tl.int64)
+        total = tl.zeros((BLOCK,), tl.float32)
+        for rank in tl.static_range(0, WORLD):
+            part = peer_pointer(part_addresses, rank, 0, DTYPE) + at
+            total += tl.load(part, mask=inside, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            total += tl.load(bias + at % n, mask=inside, other=0.0).to(tl.float32)
+        if HAS_RESIDUAL:
+            total += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        result = total.to(DTYPE)
+        for i in tl.static_range(1, WORLD + 1):
+            receives_at = announced_offset((RANK + i) % WORLD, flags)
+            tl.store(peer_pointer(result_addresses, (RANK + i) % WORLD, receives_at, DTYPE) + at, result, mask=inside)
+    finish(epoch, flags, flag_addresses, state, control, poll_limit, RANK, WORLD, LANES)
+
+
+_TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+class ChunkedSum:
+    """Symmetric memory for products of up to ``elements`` elements, and the stream on which they are summed."""
+
+    def __init__(self, group: SymmetricGroup, channel: Channel, name: str, elements: int, dtype: torch.dtype) -> None:
+        """Collective."""
+        self._group, self._channel, self._dtype = group, channel, dtype
+        self._parts = group.allocate(f"{name}.parts", elements * dtype.itemsize)
+        # Blocks are rounded up to 4096 bytes.
+        self._results = Arena(group, f"{name}.results", (_HELD_RESULTS + 1) * (elements * dtype.itemsize + 4096))
+        spare = self._results.take((elements,), dtype)
+        assert spare is not None
+        self._spare = spare
+        self._stream = torch.cuda.Stream(group.device, priority=-1) if group.device.type == "cuda" else None
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, fingerprint: int) -> Tensor:
+        """[m, N], as :func:`~dlrm_fused.ops.gemv_all_reduce.op.gemv_all_reduce` returns it; it lies in symmetric memory."""
+        rows, columns = x.shape[0], weight.shape[0]
+        parts = self._parts.local.view(self._dtype)[: rows * columns].view(rows, columns)
+        block = self._results.take((rows, columns), self._dtype)
+        result = self._spare[: rows * columns].view(rows, columns) if block is None else block
+        main = torch.cuda.current_stream(self._group.device) if self._stream else None
+        for first, last in _chunks(rows, columns):
+            torch.mm(x[first:last], weight.T, out=parts[first:last])
+            if self._stream and main:
+                self._stream.wait_stream(main)
+            with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+                self._sum(first * columns, (last - first) * columns, columns, result, bias, residual, fingerprint)
+        if self._stream and main:
+            main.wait_stream(self._stream)
+        return result.clone() if block is None else result
+
+    def _sum(
+        self,
+        chunk_offset: int,
+        elements: int,
+        columns: int,
+        result: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        fingerprint: int,
+    ) -> None:
+        ranks = self._group.world_size
+        blocks_of_rank = triton.cdiv(elements, _BLOCK * ranks)
+        sum_chunk_kernel[(min(blocks_of_rank, _PROGRAMS),)](
+            self._parts.addresses,
+            self._results.memory.addresses,
+            result if bias is None else bias,
+            result if residual is None else residual,
+            chunk_offset,
+            elements,
+            columns,
+            self._results.offset_of(result),
+            *self._channel.words,
+            fingerprint,
+            HAS_BIAS=bias is not None,
+            HAS_RESIDUAL=residual is not None,
+            DTYPE=_TRITON_DTYPES[self._dtype],
+            VECTOR=8 if columns % 8 == 0 else 1,
+            BLOCK=_BLOCK,
+            RANK=self._group.rank,
+            WORLD=ranks,
+            LANES=triton.next_power_of_2(ranks),
+            num_warps=8,
+        )
+
+
+def _chunks(rows: int, columns: int) -> list[tuple[int, int]]:
+    """First and last row (exclusive) of each chunk."""
+    count = max(1, min(_MOST_CHUNKS, rows, rows * columns // _CHUNK_ELEMENTS))
+    bounds = [rows * i // count for i in range(count + 1)]
+    return list(itertools.pairwise(bounds))

@@ -1,0 +1,353 @@
+"""Where each token's row goes in the memory of its experts' ranks.
+
+A token has up to k experts; each such (token, expert) is a *slot*, number ``token * k + j``. Rank r has experts ``r * L`` to
+``(r + 1) * L``, L = experts / ranks. It receives the rows of its experts one expert after the other, each padded to whole
+tiles of ``tile_rows``; within an expert, the rows of rank r + 1 come first, then those of r + 2, and so on to its own, in
+the order of their slots. So the tiles whose results have to travel come first, and every rank knows every row's place from the
+counts of all ranks alone.
+"""
+
+# Kernels follow Triton's ways: constants in capitals, no types but theirs.
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dlrm_fused.ops.gemm_all_to_all.kernel import Groups
+from dlrm_fused.symmetric import Channel, SymmetricMemory
+from dlrm_fused.symmetric.device import begin, finish, peer_pointer, uses_kernels, wait_until_all_ready
+
+# Slots that a program compares with each other; a chunk is as many whole tokens as fit.
+_LANES = 128
+# Chunks and experts that a program adds up at a time.
+_SCAN_CHUNKS, _SCAN_EXPERTS = 256, 16
+_SLOTS_OF_PROGRAM = 1024
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Of one call, on the device.
+
+    Attributes:
+        targets: int32 [slots]: rank * rows_per_rank + row in the receive block of that rank; -1 for a slot without expert.
+        groups: the rows of each of this rank's experts in its own receive block.
+    """
+
+    targets: Tensor
+    groups: Groups
+
+
+def most_rows(ranks: int, experts: int, top_k: int, max_tokens: int, tile_rows: int) -> int:
+    """The most rows that a rank can receive, pads included: a multiple of ``tile_rows``."""
+    local = experts // ranks
+    rows = ranks * max_tokens * min(top_k, local)
+    return (rows + min(rows, local) * (tile_rows - 1)) // tile_rows * tile_rows
+
+
+def route(
+    experts: Tensor,
+    memory: SymmetricMemory,
+    channel: Channel,
+    *,
+    count: int,
+    tile_rows: int,
+    rows_per_rank: int,
+    fingerprint: int,
+) -> Routes:
+    """Routes of this rank's slots. One epoch: collective. On GPUs nothing waits for the device.
+
+    Args:
+        experts: int64 [tokens, k], contiguous: ids below ``count``, or -1. Kernels take any other id for -1, and so every
+            repetition of an id in a row.
+        memory: int32 [ranks, count] on each rank, for the counts of all ranks.
+        count: experts of all ranks.
+        tile_rows: rows of a tile.
+        rows_per_rank: of a receive block.
+        fingerprint: must be equal on all ranks.
+
+    Raises:
+        CommunicationError: on the CPU, if a peer is lost or makes another call; on GPUs a later call raises it.
+    """
+    if not uses_kernels(memory.local.device):
+        return _route_by_host(experts, memory, channel, count, tile_rows, rows_per_rank, fingerprint)
+    slots, top_k, device = experts.numel(), experts.shape[1], experts.device
+    lanes = max(_LANES, triton.next_power_of_2(top_k))
+    chunk = lanes // top_k * top_k
+    chunks = triton.cdiv(slots, chunk)
+    starts = torch.empty(max(chunks, 1), count, dtype=torch.int32, device=device)
+    positions = torch.empty(slots, dtype=torch.int32, device=device)
+    if slots:
+        count_kernel[(chunks,)](
+            experts,
+            slots,
+            starts,
+            positions,
+            count,
+            TOP_K=top_k,
+            CHUNK=chunk,
+            LANES=lanes,
+            EXPERTS=triton.next_power_of_2(count),
+            num_warps=8,
+        )
+    ranks = channel.group.world_size
+    of_scan = min(_SCAN_EXPERTS, triton.next_power_of_2(count))
+    exchange_counts_kernel[(triton.cdiv(count, of_scan),)](
+        starts,
+        chunks,
+        count,
+        memory.addresses,
+        *channel.words,
+        fingerprint,
+        RANK=channel.group.rank,
+        WORLD=ranks,
+        LANES=triton.next_power_of_2(ranks),
+        CHUNKS=_SCAN_CHUNKS,
+        EXPERTS=of_scan,
+        num_warps=4,
+    )
+    local = count // ranks
+    first_rows = torch.empty(count, dtype=torch.int32, device=device)
+    groups = Groups(tile_rows, first_rows.new_empty(local + 1), first_rows.new_empty(local))
+    place_experts_kernel[(ranks,)](
+        memory.local.view(torch.int32),
+        first_rows,
+        groups.bounds,
+        groups.local_from,
+        count,
+        tile_rows,
+        RANK=channel.group.rank,
+        WORLD=ranks,
+        LANES=triton.next_power_of_2(local),
+        num_warps=1,
+    )
+    targets = torch.empty_like(positions)
+    if slots:
+        place_slots_kernel[(triton.cdiv(slots, _SLOTS_OF_PROGRAM),)](
+            experts,
+            positions,
+            starts,
+            first_rows,
+            targets,
+            slots,
+            count,
+            local,
+            rows_per_rank,
+            CHUNK=chunk,
+            SLOTS=_SLOTS_OF_PROGRAM,
+            num_warps=4,
+        )
+    return Routes(targets, groups)
+
+
+@triton.jit(do_not_specialize=["slots"])
+def count_kernel(
+    ids,
+    slots,
+    counts,
+    positions,
+    experts,
+    TOP_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LANES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """How many slots of each chunk go to each expert, and how many earlier slots of its chunk go where a slot goes.
+
+    Args:
+        ids: int64 [slots].
+        counts: int32 [chunks, experts].
+        positions: int32 [slots]; -1 for a slot without expert.
+        CHUNK: slots, a multiple of TOP_K, at most LANES.
+        EXPERTS: power of two, at least ``experts``.
+    """
+    of_chunk = counts + tl.program_id(0) * experts
+    expert = tl.arange(0, EXPERTS)
+    tl.store(of_chunk + expert, tl.zeros((EXPERTS,), tl.int32), mask=expert < experts)
+    lane = tl.arange(0, LANES)
+    slot = tl.program_id(0) * CHUNK + lane
+    there = (lane < CHUNK) & (slot < slots)
+    id_ = tl.load(ids + slot, mask=there, other=-1)
+    id_ = tl.where((id_ >= 0) & (id_ < experts), id_, -1).to(tl.int32)
+    is_earlier = lane[None, :] < lane[:, None]
+    is_of_token = (lane // TOP_K)[None, :] == (lane // TOP_K)[:, None]
+    is_repeated = tl.sum(((id_[None, :] == id_[:, None]) & is_earlier & is_of_token).to(tl.int32), axis=1) > 0
+    id_ = tl.where(is_repeated, -1, id_)
+    is_same = id_[None, :] == id_[:, None]
+    position = tl.sum((is_same & is_earlier).to(tl.int32), axis=1)
+    later = tl.sum((is_same & (lane[None, :] > lane[:, None])).to(tl.int32), axis=1)
+    tl.debug_barrier()  # the zeros are stored
+    tl.store(of_chunk + id_, position + 1, mask=(id_ >= 0) & (later == 0))
+    tl.store(positions + slot, tl.where(id_ >= 0, position, -1), mask=there)
+
+
+@triton.jit(do_not_specialize=["chunks", "fingerprint", "poll_limit"])
+def exchange_counts_kernel(
+    counts,
+    chunks,
+    experts,
+    addresses,
+    flags,
+    flag_addresses,
+    state,
+    control,
+    poll_limit,
+    fingerprint,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    LANES: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """Turn counts of chunks into sums over the chunks before, and tell all ranks the sums over all chunks.
+
+    Args:
+        counts: int32 [chunks, experts]; of :func:`count_kernel`, and overwritten.
+        addresses: int64 [WORLD], of memory for int32 [WORLD, experts].
+    """
+    epoch = begin(0, fingerprint, flag_addresses, state, RANK, WORLD, LANES)
+    expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    exists = expert < experts
+    total = tl.zeros((EXPERTS,), tl.int32)
+    for first in range(0, chunks, CHUNKS):
+        chunk = first + tl.arange(0, CHUNKS)
+        inside = (chunk < chunks)[:, None] & exists[None, :]
+        places = counts + chunk[:, None] * experts + expert[None, :]
+        count = tl.load(places, mask=inside, other=0)
+        tl.store(places, tl.cumsum(count, axis=0) - count + total[None, :], mask=inside)
+        total += tl.sum(count, axis=0)
+    are_ready = wait_until_all_ready(epoch, fingerprint, flags, state, control, poll_limit, RANK, WORLD, LANES)
+    for i in tl.static_range(1, WORLD + 1):
+        of_ranks = peer_pointer(addresses, (RANK + i) % WORLD, 0, tl.int32)
+        tl.store(of_ranks + RANK * experts + expert, total, mask=exists & are_ready)
+    finish(epoch, flags, flag_addresses, state, control, poll_limit, RANK, WORLD, LANES)
+
+
+@triton.jit
+def place_experts_kernel(
+    counts,
+    first_rows,
+    bounds,
+    local_from,
+    experts,
+    tile_rows,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """:func:`place_experts`, program p for the experts of rank p. LANES: power of two, at least experts / WORLD."""
+    owner = tl.program_id(0)
+    local = experts // WORLD
+    lane = tl.arange(0, LANES)
+    exists = lane < local
+    of_owner = owner * local + lane
+    own_turn = (RANK - owner - 1 + WORLD) % WORLD
+    total = tl.zeros((LANES,), tl.int32)
+    before = tl.zeros((LANES,), tl.int32)
+    remote = tl.zeros((LANES,), tl.int32)
+    for source in tl.static_range(WORLD):
+        count = tl.load(counts + source * experts + of_owner, mask=exists, other=0)
+        total += count
+        before += tl.where((source - owner - 1 + WORLD) % WORLD < own_turn, count, 0)
+        remote += tl.where(source == owner, 0, count)
+    tiles = tl.cdiv(total, tile_rows)
+    end = tl.cumsum(tiles, axis=0)
+    tl.store(first_rows + of_owner, (end - tiles) * tile_rows + before, mask=exists)
+    if owner == RANK:
+        tl.store(bounds, 0)
+        tl.store(bounds + 1 + lane, end, mask=exists)
+        tl.store(local_from + lane, end - tiles + tl.cdiv(remote, tile_rows), mask=exists)
+
+
+@triton.jit(do_not_specialize=["slots"])
+def place_slots_kernel(
+    ids, positions, starts, first_rows, targets, slots, experts, local, rows_per_rank, CHUNK: tl.constexpr, SLOTS: tl.constexpr
+):
+    """Where each slot goes: :attr:`Routes.targets`.
+
+    Args:
+        positions: of :func:`count_kernel`.
+        starts: int32 [chunks, experts]: slots of each expert in the chunks before.
+        first_rows: int32 [experts]: where this rank's rows begin.
+        local: experts of a rank.
+    """
+    slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+    position = tl.load(positions + slot, mask=slot < slots, other=-1)
+    is_sent = position >= 0
+    expert = tl.load(ids + slot, mask=is_sent, other=0).to(tl.int32)
+    row = tl.load(starts + slot // CHUNK * experts + expert, mask=is_sent, other=0) + position
+    row += tl.load(first_rows + expert, mask=is_sent, other=0)
+    tl.store(targets + slot, tl.where(is_sent, expert // local * rows_per_rank + row, -1), mask=slot < slots)
+
+
+def _route_by_host(
+    experts: Tensor,
+    memory: SymmetricMemory,
+    channel: Channel,
+    count: int,
+    tile_rows: int,
+    rows_per_rank: int,
+    fingerprint: int,
+) -> Routes:
+    group, slots = channel.group, experts.flatten()
+    own, positions = count_slots(slots, count)
+    channel.announce(0, fingerprint)
+    for shift in range(group.world_size):
+        peer = (group.rank + 1 + shift) % group.world_size
+        channel.wait_ready(peer)
+        memory.peer(peer).view(torch.int32).view(group.world_size, count)[group.rank] = own
+        channel.signal(peer)
+    channel.wait_arrivals()
+    counts = memory.local.view(torch.int32).view(group.world_size, count)
+    first_rows, groups = place_experts(counts, group.rank, tile_rows)
+    owners = slots // (count // group.world_size)
+    targets = torch.where(slots >= 0, owners * rows_per_rank + first_rows[slots] + positions, -1)
+    return Routes(targets.int(), groups)
+
+
+def count_slots(slots: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """How many of int64 [slots] are each of ``count`` experts, and how many before a slot are the same as it. int64.
+
+    Slots of -1 are not counted.
+    """
+    order = torch.argsort(slots, stable=True)
+    counts = torch.bincount(slots + 1, minlength=count + 1)
+    starts = counts.cumsum(0) - counts
+    positions = torch.empty_like(slots)
+    positions[order] = torch.arange(slots.numel(), device=slots.device) - starts[slots[order] + 1]
+    return counts[1:], positions
+
+
+def place_experts(counts: Tensor, rank: int, tile_rows: int) -> tuple[Tensor, Groups]:
+    """Where rows begin, from the counts of all ranks.
+
+    Args:
+        counts: [ranks, experts]: slots of each rank for each expert.
+        rank: this one.
+
+    Returns:
+        int64 [experts]: the row in the receive block of the expert's rank at which this rank's rows begin; and the groups of
+        this rank.
+    """
+    ranks, experts = counts.shape
+    by_owner = counts.long().view(ranks, ranks, experts // ranks)  # source, owner, expert
+    totals = by_owner.sum(0)
+    tiles = _ceil_div(totals, tile_rows)
+    first_tiles = tiles.cumsum(1) - tiles
+    numbers = torch.arange(ranks, device=counts.device)
+    turn = (numbers[:, None] - numbers - 1) % ranks  # of a source (row) at an owner (column)
+    is_earlier = turn < turn[rank]
+    first_rows = first_tiles * tile_rows + (by_owner * is_earlier[:, :, None]).sum(0)
+    bounds = torch.cat([first_tiles[rank], tiles[rank].sum()[None]])
+    local_from = first_tiles[rank] + _ceil_div(totals[rank] - by_owner[rank, rank], tile_rows)
+    return first_rows.flatten(), Groups(tile_rows, bounds.int(), local_from.int())
+
+
+def _ceil_div(value: Tensor, divisor: int) -> Tensor:
+    return (value + divisor - 1) // divisor

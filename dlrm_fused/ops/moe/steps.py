@@ -1,0 +1,305 @@
+"""The steps of the expert layer between its exchanges: in plain torch for the CPU, and as kernels.
+
+Rows lie as :mod:`~dlrm_fused.ops.moe.dispatch` says. R is the number of rows of a receive block, L that of this rank's
+experts, d the width of a token, f that of the hidden layer, k the number of experts of a token.
+"""
+
+# Kernels follow Triton's ways: constants in capitals, no types but theirs.
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dlrm_fused.ops.common.scatter_rows import put_rows
+from dlrm_fused.ops.embedding_all_to_all.scatter import TRITON_DTYPES
+from dlrm_fused.ops.gemm_all_to_all.kernel import Groups, grouped_gemm, grouped_gemm_home, grouped_weight_gradient
+from dlrm_fused.symmetric import Channel, SymmetricMemory
+
+# Columns of a program's row, at most.
+_COLUMNS = 2048
+_PAD_ROWS = 16
+
+
+class ExpertSteps(ABC):
+    """All but :meth:`send_home`, an epoch of the channel, are local.
+
+    Args:
+        slots: of each rank, at most.
+    """
+
+    def __init__(self, channel: Channel, slots: int) -> None:
+        self._channel, self._slots = channel, slots
+
+    @abstractmethod
+    def zero_pads(self, rows: Tensor, homes: Tensor, groups: Groups) -> None:
+        """Zero those rows [R, d] of the groups whose home, int32 [R], is negative."""
+
+    @abstractmethod
+    def hidden(self, rows: Tensor, w_in: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+        """``h = rows @ w_in[e].T`` and ``silu(h)``, both [R, f]."""
+
+    @abstractmethod
+    def hidden_gradient(self, gradient: Tensor, w_out: Tensor, h: Tensor, groups: Groups) -> Tensor:
+        """The gradient [R, f] of h from that of the results [R, d]: ``(gradient @ w_out[e]) * silu'(h)``."""
+
+    @abstractmethod
+    def weight_gradient(self, gradient: Tensor, rows: Tensor, groups: Groups, scale: float) -> Tensor:
+        """``scale * gradient[rows of e].T @ rows[rows of e]`` for each expert: [L, N, K] from [R, N] and [R, K]."""
+
+    @abstractmethod
+    def send_home(
+        self,
+        rows: Tensor,
+        weight: Tensor,
+        homes: Tensor,
+        groups: Groups,
+        memory: SymmetricMemory,
+        *,
+        weight_is_transposed: bool,
+        receive_offset: int,
+        fingerprint: int,
+    ) -> None:
+        """Multiply rows by their expert's weight, and store each in its slot at its home. Collective.
+
+        Args:
+            weight: [L, N, K], K the width of ``rows``; if transposed [L, K, N].
+            homes: int32 [R]: rank * slots + slot, or -1.
+            memory: in which ranks receive [slots, N] at an offset of their own, ``receive_offset`` this one.
+            fingerprint: must be equal on all ranks.
+        """
+
+    @abstractmethod
+    def sum_slots(self, slots: Tensor, targets: Tensor, gates: Tensor | None, tokens: int, top_k: int) -> Tensor:
+        """``sum over j of gates[t, j] * slots[t * k + j]``, j ascending, in fp32; [T, d]. Without gates, they are 1.
+
+        Slots whose target is negative are left out.
+        """
+
+    @abstractmethod
+    def gates_gradient(self, gradient: Tensor, slots: Tensor, targets: Tensor, top_k: int) -> Tensor:
+        """fp32 [T, k]: the products of each token's row of ``gradient`` with the rows of its slots; 0 without target."""
+
+
+class HostSteps(ExpertSteps):
+    """Between processes on the CPU. Tiles have one row there, so that nothing is padded."""
+
+    def zero_pads(self, rows: Tensor, homes: Tensor, groups: Groups) -> None:
+        rows[homes < 0] = 0
+
+    def hidden(self, rows: Tensor, w_in: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+        h = rows.new_zeros(rows.shape[0], w_in.shape[1])
+        for expert, part in enumerate(_parts(groups)):
+            h[part] = rows[part] @ w_in[expert].T
+        return h, torch.nn.functional.silu(h)
+
+    def hidden_gradient(self, gradient: Tensor, w_out: Tensor, h: Tensor, groups: Groups) -> Tensor:
+        h_gradient = torch.zeros_like(h)
+        for expert, part in enumerate(_parts(groups)):
+            rate = torch.sigmoid(h[part])
+            h_gradient[part] = (gradient[part] @ w_out[expert]) * (rate * (1 + h[part] * (1 - rate)))
+        return h_gradient
+
+    def weight_gradient(self, gradient: Tensor, rows: Tensor, groups: Groups, scale: float) -> Tensor:
+        return torch.stack([scale * (gradient[part].T @ rows[part]) for part in _parts(groups)])
+
+    def send_home(
+        self,
+        rows: Tensor,
+        weight: Tensor,
+        homes: Tensor,
+        groups: Groups,
+        memory: SymmetricMemory,
+        *,
+        weight_is_transposed: bool,
+        receive_offset: int,
+        fingerprint: int,
+    ) -> None:
+        by_expert = weight if weight_is_transposed else weight.transpose(1, 2)
+        results = torch.cat([rows[part] @ by_expert[expert] for expert, part in enumerate(_parts(groups))])
+        put_rows(
+            results,
+            homes[: results.shape[0]],
+            memory,
+            self._channel,
+            rows_per_rank=self._slots,
+            receive_offset=receive_offset,
+            fingerprint=fingerprint,
+        )
+
+    def sum_slots(self, slots: Tensor, targets: Tensor, gates: Tensor | None, tokens: int, top_k: int) -> Tensor:
+        rows = _rows_of_slots(slots, targets, top_k)
+        total = torch.zeros(tokens, slots.shape[1])
+        for choice in range(top_k):
+            total += rows[:, choice] if gates is None else gates[:, choice, None] * rows[:, choice]
+        return total.to(slots.dtype)
+
+    def gates_gradient(self, gradient: Tensor, slots: Tensor, targets: Tensor, top_k: int) -> Tensor:
+        return (gradient.float()[:, None] * _rows_of_slots(slots, targets, top_k)).sum(-1)
+
+
+class KernelSteps(ExpertSteps):
+    """On GPUs, and under Triton's interpreter. Nothing waits for the device."""
+
+    def zero_pads(self, rows: Tensor, homes: Tensor, groups: Groups) -> None:
+        zero_pads_kernel[(groups.local_from.numel(), triton.cdiv(groups.tile_rows, _PAD_ROWS))](
+            rows,
+            homes,
+            groups.bounds,
+            groups.tile_rows,
+            rows.shape[1],
+            ROWS=_PAD_ROWS,
+            COLUMNS=_columns(rows),
+            num_warps=4,
+        )
+
+    def hidden(self, rows: Tensor, w_in: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+        h = rows.new_empty(rows.shape[0], w_in.shape[1])
+        activated = torch.empty_like(h)
+        grouped_gemm(rows, w_in, groups, h, silu_out=activated)
+        return h, activated
+
+    def hidden_gradient(self, gradient: Tensor, w_out: Tensor, h: Tensor, groups: Groups) -> Tensor:
+        h_gradient = torch.empty_like(h)
+        grouped_gemm(gradient, w_out, groups, h_gradient, weight_is_transposed=True, silu_of=h)
+        return h_gradient
+
+    def weight_gradient(self, gradient: Tensor, rows: Tensor, groups: Groups, scale: float) -> Tensor:
+        result = rows.new_empty(groups.local_from.numel(), gradient.shape[1], rows.shape[1])
+        grouped_weight_gradient(gradient, rows, groups, result, scale)
+        return result
+
+    def send_home(
+        self,
+        rows: Tensor,
+        weight: Tensor,
+        homes: Tensor,
+        groups: Groups,
+        memory: SymmetricMemory,
+        *,
+        weight_is_transposed: bool,
+        receive_offset: int,
+        fingerprint: int,
+    ) -> None:
+        grouped_gemm_home(
+            rows,
+            weight,
+            groups,
+            homes,
+            memory,
+            self._channel,
+            slots=self._slots,
+            receive_offset=receive_offset,
+            fingerprint=fingerprint,
+            weight_is_transposed=weight_is_transposed,
+        )
+
+    def sum_slots(self, slots: Tensor, targets: Tensor, gates: Tensor | None, tokens: int, top_k: int) -> Tensor:
+        width = slots.shape[1]
+        out = slots.new_empty(tokens, width)
+        if tokens:
+            columns = _columns(slots)
+            sum_slots_kernel[(tokens, triton.cdiv(width, columns))](
+                slots,
+                targets,
+                slots if gates is None else gates,
+                out,
+                width,
+                TOP_K=top_k,
+                WEIGHTED=gates is not None,
+                DTYPE=TRITON_DTYPES[slots.dtype],
+                COLUMNS=columns,
+                num_warps=4,
+            )
+        return out
+
+    def gates_gradient(self, gradient: Tensor, slots: Tensor, targets: Tensor, top_k: int) -> Tensor:
+        tokens, width = gradient.shape
+        result = torch.empty(tokens, top_k, dtype=torch.float32, device=gradient.device)
+        if tokens:
+            gates_gradient_kernel[(tokens,)](
+                gradient, slots, targets, result, width, TOP_K=top_k, COLUMNS=_columns(slots), num_warps=4
+            )
+        return result
+
+
+def _columns(rows: Tensor) -> int:
+    return min(triton.next_power_of_2(rows.shape[1]), _COLUMNS)
+
+
+@triton.jit
+def zero_pads_kernel(rows, homes, bounds, tile_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """See :meth:`ExpertSteps.zero_pads`. Only the last tile of a group, program p's on the first axis, has pads."""
+    group = tl.program_id(0)
+    end = tl.load(bounds + group + 1)
+    if end > tl.load(bounds + group):
+        in_tile = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        row = (end - 1) * tile_rows + in_tile
+        is_pad = (tl.load(homes + row, mask=in_tile < tile_rows, other=0) < 0) & (in_tile < tile_rows)
+        for first in range(0, width, COLUMNS):
+            column = first + tl.arange(0, COLUMNS)
+            places = rows + row.to(tl.int64)[:, None] * tl.multiple_of(width, 4) + column[None, :]
+            zeros = tl.zeros((ROWS, COLUMNS), rows.dtype.element_ty)
+            tl.store(places, zeros, mask=is_pad[:, None] & (column < width)[None, :])
+
+
+@triton.jit
+def sum_slots_kernel(
+    slots,
+    targets,
+    gates,
+    out,
+    width,
+    TOP_K: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """See :meth:`ExpertSteps.sum_slots`. One token a program of the first axis."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < width
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for choice in tl.static_range(TOP_K):
+        slot = token * TOP_K + choice
+        is_there = tl.load(targets + slot) >= 0
+        row = tl.load(slots + slot * tl.multiple_of(width, 4) + column, mask=inside & is_there, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            row *= tl.where(is_there, tl.load(gates + slot), 0.0)
+        total += row
+    tl.store(out + token * tl.multiple_of(width, 4) + column, total.to(DTYPE), mask=inside)
+
+
+@triton.jit
+def gates_gradient_kernel(gradient, slots, targets, result, width, TOP_K: tl.constexpr, COLUMNS: tl.constexpr):
+    """See :meth:`ExpertSteps.gates_gradient`. One token a program."""
+    token = tl.program_id(0).to(tl.int64)
+    width = tl.multiple_of(width, 4)
+    for choice in tl.static_range(TOP_K):
+        slot = token * TOP_K + choice
+        is_there = tl.load(targets + slot) >= 0
+        products = tl.zeros((COLUMNS,), tl.float32)
+        for first in range(0, width, COLUMNS):
+            column = first + tl.arange(0, COLUMNS)
+            inside = (column < width) & is_there
+            row = tl.load(slots + slot * width + column, mask=inside, other=0.0).to(tl.float32)
+            products += row * tl.load(gradient + token * width + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(result + slot, tl.sum(products, axis=0))
+
+
+def _parts(groups: Groups) -> list[slice]:
+    """The rows of each expert, where tiles have one row."""
+    return [slice(first, end) for first, end in itertools.pairwise(groups.bounds.tolist())]
+
+
+def _rows_of_slots(slots: Tensor, targets: Tensor, top_k: int) -> Tensor:
+    """fp32 [T, k, d], zeros for slots without target."""
+    rows = slots[: targets.numel()].float().masked_fill(targets[:, None] < 0, 0)
+    return rows.view(-1, top_k, slots.shape[1])

@@ -1,0 +1,477 @@
+"""Online scoring: the history of a user is encoded once, then candidates are scored against it::
+
+    scorer = OnlineScorer(...)
+    history = scorer.encode(interactions)  # keep it for as long as the user has no new interaction
+    probabilities = scorer.score(history, candidates)
+
+The Transformer's weights are cut over tensor-parallel ranks, the embedding tables by rows. All ranks must make the same calls
+with the same inputs, and get the same results; a server may take requests at rank 0 and broadcast them.
+
+Of a candidate, only what depends on it is computed: m rows go through the layers, each attends to the history's kept keys and
+values and to its own. Every layer has two row-parallel products, and so has the input: the ranks look up the rows that they
+hold, and the sum over ranks is the product's. On GPUs a request is one CUDA graph, from the copy of its ids to the device to
+that of its probabilities back; there is one for each number of candidates that is a power of two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+from torchrec.models.dlrm import DenseArch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_fused.errors import UsageError
+from dlrm_fused.models.tensor_parallel import group_size
+from dlrm_fused.models.transformer import HistoryTransformer, TransformerOverArch
+from dlrm_fused.ops.gemv_all_reduce.op import gemv_all_reduce
+from dlrm_fused.serving.cached_attention import cached_attention, reference
+from dlrm_fused.symmetric.device import uses_kernels
+
+MOST_CANDIDATES = 64
+
+
+class CutTables:
+    """All embedding tables, one below the other, cut by rows over the ranks of a group.
+
+    Args:
+        features: rows of each feature's table, by the feature's name.
+        dim: D, of all tables.
+        group: the ranks; None for this rank alone.
+
+    Attributes:
+        rows: [local rows + 1, D], this rank's rows; the last is zero, for ids whose rows others hold.
+    """
+
+    def __init__(
+        self, features: Mapping[str, int], dim: int, group: ProcessGroup | None, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        ranks, rank = group_size(group), 0 if group is None else group.rank()
+        total = sum(features.values())
+        self._first, end = total * rank // ranks, total * (rank + 1) // ranks
+        self.features, self.dim = dict(features), dim
+        self.rows = torch.zeros(end - self._first + 1, dim, dtype=dtype, device=device)
+        starts = np.cumsum([0, *features.values()])[:-1]
+        self._starts = dict(zip(features, starts.tolist(), strict=True))
+        self._layouts: dict[tuple[tuple[str, ...], tuple[str, ...]], _Layout] = {}
+
+    def pieces(self) -> dict[str, tuple[int, Tensor]]:
+        """By feature, the first row of its table that this rank holds, and a view [n, D] of the rows, to be filled."""
+        pieces = {}
+        last = self._first + len(self.rows) - 1
+        for feature, rows in self.features.items():
+            start = self._starts[feature]
+            begin, end = max(self._first, start), min(last, start + rows)
+            if begin < end:
+                pieces[feature] = (begin - start, self.rows[begin - self._first : end - self._first])
+        return pieces
+
+    def load(self, tables: Mapping[str, Tensor]) -> None:
+        """Take this rank's rows of some whole tables, [rows, D] by feature."""
+        pieces = self.pieces()
+        for feature in tables.keys() & pieces.keys():
+            first, piece = pieces[feature]
+            piece.copy_(tables[feature][first : first + len(piece)])
+
+    def local_rows(self, ids: KeyedJaggedTensor, features: Sequence[str], width: int) -> NDArray[np.int64]:
+        """Where in :attr:`rows` the rows of the ids are.
+
+        Args:
+            ids: on the CPU.
+            features: its keys, in the order of the result.
+            width: the most ids of a bag.
+
+        Returns:
+            [bags of a key, features, width]; unused places point to the zero row.
+
+        Raises:
+            UsageError: for other features, ids outside their tables, bags too long, or if they are not on the CPU.
+        """
+        if ids.values().device.type != "cpu":
+            raise UsageError(
+                f"the request's ids are on {ids.values().device}; needed: on the CPU, from where they are looked up"
+            )
+        layout = self._layout(tuple(ids.keys()), tuple(features))
+        lengths = ids.lengths().numpy().reshape(len(layout.sizes), -1)
+        values, zero_row = ids.values().numpy().astype(np.int64), len(self.rows) - 1
+        # Arrays over all keys: a request is to take microseconds.
+        if len(values) == lengths.size and lengths.min(initial=1) == 1:
+            values = values.reshape(lengths.shape)
+            starts, sizes = layout.starts[:, None], layout.sizes[:, None]
+        else:
+            if lengths.max(initial=0) > width:
+                raise UsageError(f"a bag of {lengths.max()} ids; the scorer was made for ids_per_bag={width} at most")
+            ids_of_key = lengths.sum(axis=1)
+            starts, sizes = np.repeat(layout.starts, ids_of_key), np.repeat(layout.sizes, ids_of_key)
+        outside = values.view(np.uint64) >= sizes  # as negative ones are
+        if outside.any():
+            raise UsageError(self._outside(ids))
+        local = values + starts
+        local[local.view(np.uint64) > zero_row] = zero_row  # another rank's
+        if local.ndim == 2 and width == 1:
+            return local[layout.order].T[:, :, None]
+        result = np.full((*lengths.shape, width), zero_row, dtype=np.int64)
+        result[np.arange(width) < lengths[:, :, None]] = local.reshape(-1)
+        return result[layout.order].swapaxes(0, 1)
+
+    def _layout(self, keys: tuple[str, ...], features: tuple[str, ...]) -> _Layout:
+        """What requests with such keys have in common."""
+        if (keys, features) not in self._layouts:
+            if sorted(keys) != sorted(features):
+                raise UsageError(f"the request has features {', '.join(keys) or 'none'}; the model takes {', '.join(features)}")
+            starts = [self._starts[key] - self._first for key in keys]
+            sizes = [self.features[key] for key in keys]
+            order = [keys.index(feature) for feature in features]
+            self._layouts[keys, features] = _Layout(
+                np.array(starts, np.int64), np.array(sizes, np.uint64), np.array(order, np.int64)
+            )
+        return self._layouts[keys, features]
+
+    def _outside(self, ids: KeyedJaggedTensor) -> str:
+        """What is wrong about ids of which one is outside its table."""
+        for feature in ids.keys():  # noqa: SIM118 - no dictionary
+            of_feature = ids[feature].values()
+            if len(of_feature):
+                low, high = int(of_feature.min()), int(of_feature.max())
+                if low < 0 or high >= self.features[feature]:
+                    return f"feature {feature}: ids from {low} to {high}; its table has rows 0 to {self.features[feature] - 1}"
+        raise AssertionError("no id is outside its table")
+
+
+class _Layout(NamedTuple):
+    """Of the keys of a request.
+
+    Attributes:
+        starts: int64, by key, where its table begins, counted from the first row of this rank.
+        sizes: uint64, by key, rows of its table.
+        order: int64, by feature, its key.
+    """
+
+    starts: NDArray[np.int64]
+    sizes: NDArray[np.uint64]
+    order: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What is to be scored for one user: m samples, as the full model takes them. All on the CPU.
+
+    Attributes:
+        dense: [m, dense features] float32.
+        sparse: the sample features, of stride m.
+        tokens: the token features of the candidates, of stride m; bags may be empty, as those of the response are.
+    """
+
+    dense: Tensor
+    sparse: KeyedJaggedTensor
+    tokens: KeyedJaggedTensor
+
+
+@dataclass(frozen=True)
+class History:
+    """The encoded history of a user. Made by :meth:`OnlineScorer.encode`, for that scorer.
+
+    Attributes:
+        cache: [layers, 2, heads / ranks, n, d_head], keys and values of this rank's heads.
+    """
+
+    cache: Tensor
+
+    def __len__(self) -> int:
+        """n, the interactions in it."""
+        return self.cache.shape[3]
+
+
+class _Inputs(NamedTuple):
+    """Inputs of a request: views of one block of memory, so that one copy takes them to the device.
+
+    Attributes:
+        cache: int64 [2], address and length of the history's cache.
+        rows: int64 [m, token features + sample features, ids of a bag], rows of the tables.
+        dense: float32 [m, dense features].
+    """
+
+    cache: Tensor
+    rows: Tensor
+    dense: Tensor
+
+
+class OnlineScorer:
+    """Scores candidates against encoded histories.
+
+    Args:
+        transformer: with all other modules and the tables on one device, in one dtype. The exchange of its product, if there is
+            one, must have room for 64 rows, and for as many columns as all sample features have together.
+        tables: of all token and sample features.
+        token_features, sparse_features: their names, in the order in which the model was trained on them.
+        ids_per_bag: the most ids of a bag.
+    """
+
+    def __init__(
+        self,
+        transformer: HistoryTransformer,
+        dense_arch: DenseArch,
+        over_arch: TransformerOverArch,
+        tables: CutTables,
+        *,
+        token_features: Sequence[str],
+        sparse_features: Sequence[str],
+        ids_per_bag: int,
+    ) -> None:
+        self._transformer, self._dense_arch, self._over_arch, self._tables = transformer, dense_arch, over_arch, tables
+        self._token_features, self._sparse_features = list(token_features), list(sparse_features)
+        self._ids_per_bag = ids_per_bag
+        self._device, self._dtype = tables.rows.device, tables.rows.dtype
+        self._dense_features = next(dense_arch.parameters()).shape[1]
+        self._product = transformer.product
+        width = len(self._sparse_features) * tables.dim
+        _check_parts((transformer, dense_arch, over_arch), tables, width)
+        self._identity = torch.eye(width, dtype=self._dtype, device=self._device)
+        self._cache_shape = (
+            len(transformer.blocks),
+            2,
+            transformer.heads // group_size(self._product.group),
+            transformer.d_model // transformer.heads,
+        )
+        self._buckets: dict[int, _Bucket] = {}
+        self._branch = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+
+    @torch.no_grad()
+    def encode(self, interactions: KeyedJaggedTensor) -> History:
+        """Encode a history. Collective: the same on all ranks.
+
+        Args:
+            interactions: the token features of n past interactions, oldest first, of stride n; on the CPU.
+
+        Raises:
+            UsageError: if there are more than the model's ``history_length``, or as :meth:`CutTables.local_rows` does.
+        """
+        model, count = self._transformer, interactions.stride()
+        if count > model.history_length:
+            raise UsageError(f"a history of {count} interactions; the model takes history_length={model.history_length}")
+        rows = torch.from_numpy(self._tables.local_rows(interactions, self._token_features, self._ids_per_bag))
+        stages = model.stages()
+        cache = torch.empty(*self._cache_shape[:3], count, self._cache_shape[3], dtype=self._dtype, device=self._device)
+        if count == 0:
+            return History(cache)
+        x, normed = self._enter(self._look_up(rows.to(self._device)), model.positions[1 : count + 1].flip(0))
+        for layer, (block, next_norm) in enumerate(stages):
+            queries, keys, values = block.project(normed).permute(2, 1, 0, 3)
+            cache[layer, 0], cache[layer, 1] = keys, values
+            if layer + 1 < len(stages):  # of the last layer, only keys and values are seen by candidates
+                attended = F.scaled_dot_product_attention(queries[None], keys[None], values[None], is_causal=True)
+                x, normed = block.finish(attended[0].transpose(0, 1), x, next_norm)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        self._raise_fault()
+        return History(cache)
+
+    @torch.no_grad()
+    def score(self, history: History, candidates: Candidates) -> Tensor:
+        """The model's predictions for 1 to 64 candidates. Collective: the same on all ranks.
+
+        They equal those of :class:`~dlrm_fused.models.transformer.TransformerDLRM` for samples of the history and one
+        candidate each, up to rounding.
+
+        Returns:
+            [m] float32 probabilities, on the CPU.
+
+        Raises:
+            UsageError: for another number of candidates or of dense features, or as :meth:`CutTables.local_rows` does.
+            CommunicationError: if a peer is lost.
+        """
+        count = candidates.dense.shape[0]
+        if not 1 <= count <= MOST_CANDIDATES:
+            raise UsageError(f"{count} candidates; allowed: 1 to {MOST_CANDIDATES} in a call")
+        for name, ids in (("sparse", candidates.sparse), ("tokens", candidates.tokens)):
+            if ids.stride() != count:
+                raise UsageError(f"{name} has stride {ids.stride()}, dense has {count} rows: they must be the same candidates")
+        if candidates.dense.shape[1] != self._dense_features:
+            raise UsageError(f"dense has {candidates.dense.shape[1]} features, the model takes {self._dense_features}")
+        if (*history.cache.shape[:3], history.cache.shape[4]) != self._cache_shape or history.cache.dtype != self._dtype:
+            raise UsageError(f"the history's cache is {history.cache.dtype} {list(history.cache.shape)}: another scorer's")
+        tokens = self._tables.local_rows(candidates.tokens, self._token_features, self._ids_per_bag)
+        sparse = self._tables.local_rows(candidates.sparse, self._sparse_features, self._ids_per_bag)
+        bucket = self._bucket(count)
+        inputs = bucket.inputs
+        inputs.cache.numpy()[:] = history.cache.data_ptr(), len(history)
+        rows = inputs.rows.numpy()
+        rows[:count, : tokens.shape[1]] = tokens
+        rows[:count, tokens.shape[1] :] = sparse
+        inputs.dense[:count] = candidates.dense
+        probabilities = bucket.replay() if bucket.graph else self._probabilities(inputs, history)
+        self._raise_fault()
+        return probabilities[:count].clone()
+
+    @torch.no_grad()
+    def warm_up(self) -> None:
+        """Make the CUDA graphs now that the first requests of each size would make. Collective."""
+        count = 1
+        while count <= MOST_CANDIDATES:
+            self._bucket(count)
+            count *= 2
+
+    def _bucket(self, count: int) -> _Bucket:
+        """For at least so many candidates."""
+        size = 1 << (count - 1).bit_length()
+        if size not in self._buckets:
+            features = len(self._token_features) + len(self._sparse_features)
+            bucket = _Bucket((size, features, self._ids_per_bag), self._dense_features, self._device)
+            bucket.inputs.rows.fill_(len(self._tables.rows) - 1)
+            if self._device.type == "cuda":
+                bucket.capture(self._probabilities)
+            self._buckets[size] = bucket
+        return self._buckets[size]
+
+    def _probabilities(self, inputs: _Inputs, history: History | None = None) -> Tensor:
+        """[m] float32.
+
+        Args:
+            inputs: on the device.
+            history: what ``inputs.cache`` says; not needed where kernels read that.
+        """
+        model, over = self._transformer, self._over_arch
+        pooled, tokens = self._look_up(inputs.rows), len(self._token_features)
+        sparse = self._sum_over_ranks(pooled[:, tokens:])
+        with self._beside():
+            interactions = over.interaction(self._dense_arch(inputs.dense.to(self._dtype)), sparse)
+        x, normed = self._enter(pooled[:, :tokens], model.positions[:1].expand(len(pooled), -1))
+        for layer, (block, next_norm) in enumerate(model.stages()):
+            projected = block.project(normed)
+            if uses_kernels(self._device):
+                attended = cached_attention(projected, inputs.cache, layer, model.history_length)
+            else:
+                attended = reference(projected, *cast(History, history).cache[layer])
+            x, normed = block.finish(attended, x, next_norm)
+        self._join()
+        logits: Tensor = over.over(torch.cat((interactions, normed), dim=1))
+        return logits.squeeze(1).float().sigmoid()
+
+    def _look_up(self, rows: Tensor) -> Tensor:
+        """[m, features, ids of a bag] to what this rank holds of the pooled embeddings, [m, features, D]."""
+        embedded = F.embedding(rows, self._tables.rows)
+        return embedded.squeeze(2) if rows.shape[2] == 1 else embedded.sum(2)
+
+    def _enter(self, pooled: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens into the first block: the sum of the ranks' embeddings through the input layer, and its norm.
+
+        Args:
+            pooled: [m, token features, D], of this rank.
+            positions: [m, d_model].
+        """
+        layer, norm = self._transformer.input, self._transformer.stages()[0][0].attention_norm
+        return self._product(pooled.flatten(1), layer.weight, positions + layer.bias, norm)
+
+    def _sum_over_ranks(self, pooled: Tensor) -> Tensor:
+        """[m, features, D] to its sum over the ranks."""
+        group, exchange = self._product.group, self._product.exchange
+        rows, features, dim = pooled.shape
+        if exchange is not None:
+            # A product with the identity: of as few features as there are rows for, since it is read from memory.
+            together = next(n for n in range(1, features + 1) if features % n == 0 and rows * features <= n * MOST_CANDIDATES)
+            identity = self._identity[: together * dim, : together * dim]
+            return gemv_all_reduce(exchange, pooled.reshape(-1, together * dim), identity)[0].view(pooled.shape)
+        if group_size(group) > 1:
+            pooled = pooled.contiguous()
+            dist.all_reduce(pooled, group=group)
+        return pooled
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """On GPUs, work on another stream until :meth:`_join`: small kernels, while the layers wait for memory and peers."""
+        if self._branch is None:
+            yield
+            return
+        self._branch.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._branch):
+            yield
+
+    def _join(self) -> None:
+        if self._branch is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._branch)
+
+    def _raise_fault(self) -> None:
+        if self._product.exchange is not None:
+            self._product.exchange.raise_fault()
+
+
+def _check_parts(modules: Sequence[nn.Module], tables: CutTables, sparse_width: int) -> None:
+    for parameter in (parameter for module in modules for parameter in module.parameters()):
+        if parameter.dtype != tables.rows.dtype or parameter.device != tables.rows.device:
+            raise UsageError(
+                f"weights are {parameter.dtype} on {parameter.device}, the tables {tables.rows.dtype} on {tables.rows.device}: "
+                "they must be equal"
+            )
+    transformer = cast(HistoryTransformer, modules[0])
+    exchange = transformer.product.exchange
+    if exchange is None:
+        return
+    needed = {"max_rows": MOST_CANDIDATES, "max_columns": max(transformer.d_model, sparse_width)}
+    for name, value in needed.items():
+        if getattr(exchange, name) < value:
+            raise UsageError(f"exchange {exchange.name}: {name}={getattr(exchange, name)}; online scoring needs {value}")
+
+
+class _Bucket:
+    """What requests of up to m candidates share: their inputs' memory, and on GPUs a CUDA graph.
+
+    Args:
+        shape: m, features, and ids of a bag.
+
+    Attributes:
+        inputs: on the CPU, to be filled before each request.
+    """
+
+    def __init__(self, shape: tuple[int, int, int], dense_features: int, device: torch.device) -> None:
+        self._shape, self._dense_features, self._device = shape, dense_features, device
+        is_cuda = device.type == "cuda"
+        size = 16 + 8 * math.prod(shape) + 4 * shape[0] * dense_features
+        self._block = torch.zeros(size, dtype=torch.uint8, pin_memory=is_cuda)
+        self.inputs = self._views(self._block)
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def _views(self, block: Tensor) -> _Inputs:
+        dense_begin = 16 + 8 * math.prod(self._shape)
+        return _Inputs(
+            block[:16].view(torch.int64),
+            block[16:dense_begin].view(torch.int64).view(self._shape),
+            block[dense_begin:].view(torch.float32).view(self._shape[0], self._dense_features),
+        )
+
+    def capture(self, compute: Callable[[_Inputs], Tensor]) -> None:
+        """Make the graph of a request: inputs to the device, ``compute``, probabilities back. Collective."""
+        on_device = torch.empty_like(self._block, device=self._device)
+        self._probabilities = torch.empty(self._shape[0], pin_memory=True)
+
+        def request() -> None:
+            on_device.copy_(self._block, non_blocking=True)
+            self._probabilities.copy_(compute(self._views(on_device)), non_blocking=True)
+
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # compiles kernels, connects ranks, takes workspaces
+                request()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Only this thread's calls are captured: NCCL's watchdog makes calls of its own.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            request()
+        self._on_device, self.graph = on_device, graph
+
+    def replay(self) -> Tensor:
+        """The probabilities of the request in ``inputs``, [m]; overwritten by the next."""
+        assert self.graph is not None
+        self.graph.replay()
+        torch.cuda.current_stream(self._device).synchronize()
+        return self._probabilities

@@ -1,0 +1,121 @@
+"""Which embedding tables the fused path covers, and why it does not cover the others.
+
+All rules are here. A table that breaks one runs on TorchRec's own lookup and output dist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.types import ShardingType
+from torchrec.modules.embedding_configs import DataType
+
+from dlrm_fused.ops.embedding_all_to_all.workspace import WIRE_DTYPES
+
+SHARDINGS = (ShardingType.TABLE_WISE, ShardingType.COLUMN_WISE, ShardingType.TABLE_COLUMN_WISE, ShardingType.ROW_WISE)
+_DTYPES = (DataType.FP32, DataType.FP16, DataType.BF16)
+_OPTIMIZERS = (EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.EXACT_SGD)
+_PLAIN_DECAY_MODES = (WeightDecayMode.NONE, WeightDecayMode.L2, WeightDecayMode.DECOUPLE)
+# Arguments of FBGEMM's lookup that our kernels follow, or that mean nothing for tables in device memory with these optimizers.
+_FOLLOWED = ("optimizer", "learning_rate", "eps", "stochastic_rounding", "output_dtype", "weights_precision")
+_FOLLOWED_INPUTS = ("bounds_check_mode", "embedding_table_index_type", "embedding_table_offset_type")
+_OF_OTHER_OPTIMIZERS = ("weight_decay_mode", "beta1", "beta2", "momentum", "eta", "max_gradient", "uvm_non_rowwise_momentum")
+_OF_OTHER_MEMORY = ("enforce_hbm", "prefetch_pipeline", "multipass_prefetch_config", "uvm_host_mapped")
+_OF_CACHES = ("cache_algorithm", "cache_load_factor", "cache_sets", "cache_reserved_memory", "cache_precision")
+_OF_STATISTICS = ("record_cache_metrics", "gather_uvm_cache_stats", "stats_reporter_config")
+_OF_TORCHREC = ("use_one_tbe_per_table", "_batch_key")
+# Known ones that must be off: what they switch on is not in our kernels.
+_ARGUMENTS_OFF = ("weight_decay", "max_norm", "gradient_clipping", "optimizer_state_dtypes", "enable_raw_embedding_streaming")
+_KNOWN_ARGUMENTS = frozenset(
+    _FOLLOWED
+    + _FOLLOWED_INPUTS
+    + _OF_OTHER_OPTIMIZERS
+    + _OF_OTHER_MEMORY
+    + _OF_CACHES
+    + _OF_STATISTICS
+    + _OF_TORCHREC
+    + _ARGUMENTS_OFF
+)
+
+
+@dataclass(frozen=True)
+class TableSettings:
+    """What the rules look at.
+
+    Attributes:
+        sharding_type: TorchRec's name, such as ``row_wise``.
+        compute_kernel: TorchRec's name, such as ``fused``.
+        fused_params: arguments of FBGEMM's lookup, as TorchRec passes them.
+        has_feature_processor: whether weights are computed from the features.
+        is_virtual: whether rows are made when they first occur (zero-collision hashing).
+    """
+
+    name: str
+    sharding_type: str
+    compute_kernel: str
+    data_type: DataType = DataType.FP32
+    fused_params: Mapping[str, Any] = field(default_factory=dict)
+    has_feature_processor: bool = False
+    is_virtual: bool = False
+
+
+def reason_against(table: TableSettings, uses_kernels: bool) -> str | None:
+    """Why the fused path does not cover a table; None if it does.
+
+    Args:
+        uses_kernels: our kernels look up and update the tables (GPUs); else FBGEMM does, with whatever optimizer.
+    """
+    given = table.fused_params
+    output_dtype = given.get("output_dtype", SparseType.FP32)
+    rules: list[tuple[bool, str]] = [
+        (table.sharding_type in [s.value for s in SHARDINGS], f"sharding type {table.sharding_type}"),
+        (table.compute_kernel == EmbeddingComputeKernel.FUSED.value, f"compute kernel {table.compute_kernel}"),
+        (not table.has_feature_processor, "it has a feature processor"),
+        (not table.is_virtual, "it is a virtual table"),
+        (table.data_type in _DTYPES, f"weights of type {table.data_type.name}"),
+        (output_dtype in (SparseType.FP32, DataType.FP32), f"output_dtype={_shown(output_dtype)}"),
+    ]
+    if uses_kernels:
+        optimizer = given.get("optimizer", EmbOptimType.EXACT_SGD)
+        decay_mode = given.get("weight_decay_mode", WeightDecayMode.NONE)
+        unknown = sorted(set(given) - _KNOWN_ARGUMENTS)
+        rules += [
+            (optimizer in _OPTIMIZERS, f"optimizer {_shown(optimizer)}"),
+            *((not given.get(key), f"{key}={given.get(key)}") for key in _ARGUMENTS_OFF),
+            (decay_mode in _PLAIN_DECAY_MODES, f"weight_decay_mode={_shown(decay_mode)}"),
+            (not unknown, f"argument {', '.join(unknown)} of FBGEMM's lookup"),
+        ]
+    return next((reason for holds, reason in rules if not holds), None)
+
+
+def reason_against_wire(key: str, dtype: torch.dtype | None) -> str | None:
+    """Why a number format of communication is not covered; None if it is."""
+    return None if dtype in WIRE_DTYPES else f"{key}={dtype}"
+
+
+def by_table(groups: Mapping[str, list[TableSettings]], uses_kernels: bool) -> dict[str, str | None]:
+    """The reason against each table, by name; None for those that are covered.
+
+    Tables of one sharding type share their lookups and output dist, so all of them are covered, or none.
+
+    Args:
+        groups: the tables of each sharding type of a module.
+    """
+    reasons: dict[str, str | None] = {}
+    for sharding_type, tables in groups.items():
+        own = {table.name: reason_against(table, uses_kernels) for table in tables}
+        first = next((name for name, reason in own.items() if reason), None)
+        for name, reason in own.items():
+            shared = f"it shares the {sharding_type} lookups with table {first} ({own[first]})" if first else None
+            reasons[name] = reason or shared
+    return reasons
+
+
+def _shown(value: object) -> str:
+    return str(getattr(value, "name", value))

@@ -1,0 +1,300 @@
+"""The kernels of the update, under Triton's interpreter; run by tests/ops/embedding_all_to_all/test_embedding_update.py with
+TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dlrm_fused.errors import UsageError
+from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables, RowwiseAdagrad
+from dlrm_fused.ops.embedding_all_to_all.update import apply_gradients, per_sample_weight_gradients, sort_lookup
+from tests.ops.embedding_all_to_all.lookups import Lookup, expected_products, expected_update, make_lookup, make_tables
+
+TABLES: dict[str, dict[str, Any]] = {
+    "one": {"rows": [13], "dims": [8], "feature_tables": [0]},
+    "dims_differ": {"rows": [5, 40, 9], "dims": [4, 20, 12], "feature_tables": [0, 1, 2]},
+    "shared": {"rows": [7, 11], "dims": [8, 4], "feature_tables": [0, 0, 1]},
+    "shared_apart": {"rows": [7, 11], "dims": [8, 8], "feature_tables": [1, 0, 1]},
+    "without_feature": {"rows": [3, 6, 4], "dims": [4, 4, 4], "feature_tables": [1]},
+}
+
+
+def update(lookup: Lookup, **arguments: Any) -> None:
+    order = sort_lookup(lookup.tables, lookup.indices, lookup.offsets)
+    apply_gradients(
+        lookup.tables, order, lookup.gradients, lookup.indices, lookup.offsets, lookup.per_sample_weights, **arguments
+    )
+
+
+def random(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def assert_updates_as_expected(lookup: Lookup, scale: float = 1.0) -> None:
+    weights, momentum = expected_update(lookup, scale)
+    before = lookup.tables.weights.clone()
+    update(lookup, scale=scale)
+    torch.testing.assert_close(lookup.tables.weights.double(), weights, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(lookup.tables.weights, before)
+    if momentum is not None:
+        assert isinstance(lookup.tables.optimizer, RowwiseAdagrad)
+        torch.testing.assert_close(lookup.tables.optimizer.momentum.double(), momentum, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", TABLES)
+@pytest.mark.parametrize("adagrad", [True, False], ids=["adagrad", "sgd"])
+def test_each_row_is_updated_once_with_the_sum_of_its_gradients(shape: str, adagrad: bool) -> None:
+    tables = make_tables(**TABLES[shape], adagrad=adagrad, generator=random())
+    assert_updates_as_expected(make_lookup(tables, 6, 4, generator=random(1)))
+
+
+@pytest.mark.parametrize("mean", [True, False], ids=["mean", "sum"])
+@pytest.mark.parametrize("weighted", [True, False], ids=["weighted", "unweighted"])
+@pytest.mark.parametrize("shape", ["dims_differ", "shared_apart"])
+def test_coefficients_of_positions(mean: bool, weighted: bool, shape: str) -> None:
+    tables = make_tables(**TABLES[shape], mean=mean, generator=random())
+    assert_updates_as_expected(make_lookup(tables, 5, 4, weighted=weighted, generator=random(1)), scale=0.25)
+
+
+@pytest.mark.parametrize("hot", [0.5, 0.9, 1.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_that_span_many_programs(hot: float, seed: int) -> None:
+    tables = make_tables([3, 30], [4, 4], [0, 1], generator=random(seed))
+    assert_updates_as_expected(make_lookup(tables, 20, 9, hot=hot, generator=random(seed + 10)))
+
+
+def test_a_row_that_spans_more_programs_than_a_tile_of_the_merge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dlrm_fused.ops.embedding_all_to_all.update._MERGE_ELEMENTS", 16)
+    tables = make_tables([2], [4], [0], generator=random())
+    assert_updates_as_expected(make_lookup(tables, 30, 6, hot=0.9, generator=random(1)))
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("gradient_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("padding", [0, 3, 4])
+def test_types_and_strides(index_dtype: torch.dtype, gradient_dtype: torch.dtype, padding: int) -> None:
+    tables = make_tables([9, 6], [8, 4], [0, 1], generator=random())
+    lookup = make_lookup(
+        tables, 4, 3, index_dtype=index_dtype, gradient_dtype=gradient_dtype, padding=padding, generator=random(1)
+    )
+    assert_updates_as_expected(lookup)
+
+
+def test_keys_of_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dlrm_fused.ops.embedding_all_to_all.update._MAX_INT32", 10)
+    tables = make_tables([9, 6], [8, 4], [0, 1], generator=random())
+    lookup = make_lookup(tables, 4, 3, generator=random(1))
+    assert sort_lookup(tables, lookup.indices, lookup.offsets).keys.dtype == torch.int64
+    assert_updates_as_expected(lookup)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_of_16_bits_are_rounded_to_nearest(dtype: torch.dtype) -> None:
+    tables = make_tables([9], [8], [0], dtype=dtype, generator=random())
+    lookup = make_lookup(tables, 4, 3, generator=random(1))
+    weights, _ = expected_update(lookup)
+    update(lookup)
+    torch.testing.assert_close(tables.weights, weights.to(dtype), rtol=torch.finfo(dtype).eps, atol=0)
+    if dtype == torch.float16:  # the interpreter cuts bf16 off instead
+        assert (tables.weights == weights.to(dtype)).float().mean() > 0.95
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("magnitude", [1.0, 2.0**-15], ids=["normal", "below_the_normal_range_of_fp16"])
+def test_stochastic_rounding_goes_to_a_neighbour_and_is_right_in_the_mean(dtype: torch.dtype, magnitude: float) -> None:
+    torch.manual_seed(3)
+    rows, dim = 64, 16
+    tables = make_tables([rows], [dim], [0], dtype=dtype, adagrad=False, stochastic_rounding=True, learning_rate=1.0)
+    sign = torch.where(torch.arange(rows * dim) % 2 == 0, 1.0, -1.0)
+    tables.weights.copy_(sign * magnitude)
+    step = max(magnitude, 2.0**-14 if dtype == torch.float16 else 0.0) * torch.finfo(dtype).eps
+    # Away from zero by 0.3 of the distance between neighbours.
+    gradients = -0.3 * step * sign.view(rows, dim)
+    lookup = Lookup(tables, torch.arange(rows), torch.arange(rows + 1), None, gradients)
+    update(lookup)
+    moved = (tables.weights.float() - sign * magnitude) / (sign * step)
+    assert set(moved.tolist()) == {0.0, 1.0}
+    # 1024 independent draws: a standard deviation of 0.0143.
+    assert moved.mean().item() == pytest.approx(0.3, abs=0.06)
+    first = tables.weights.clone()
+    tables.weights.copy_(sign * magnitude)
+    update(lookup)
+    assert not torch.equal(tables.weights, first), "the next update must draw other numbers"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype) -> None:
+    tables = make_tables([6], [4], [0], dtype=dtype, stochastic_rounding=True, generator=random())
+    gradients = torch.randn(6, 4, generator=random(1))
+    # The bits of this NaN are all ones: rounding must not carry into the sign.
+    gradients[2, 1] = torch.tensor(2**31 - 1, dtype=torch.int32).view(torch.float32)
+    gradients[4, 0] = torch.inf
+    update(Lookup(tables, torch.arange(6), torch.arange(7), None, gradients))
+    is_finite = tables.weights.view(6, 4).isfinite().all(1)
+    assert is_finite.tolist() == [True, True, False, True, False, True]
+
+
+@pytest.mark.parametrize("split", [1, 2])
+def test_tables_can_be_updated_range_by_range_while_other_gradients_are_missing(split: int) -> None:
+    tables = make_tables(**TABLES["dims_differ"], generator=random())
+    lookup = make_lookup(tables, 6, 4, hot=0.5, generator=random(1))
+    weights, _ = expected_update(lookup)
+    order = sort_lookup(tables, lookup.indices, lookup.offsets)
+    for first, last in ((0, split), (split, 3)):
+        arrived = torch.full_like(lookup.gradients, torch.nan)
+        columns = slice(sum(tables.dims[:first]), sum(tables.dims[:last]))
+        arrived[:, columns] = lookup.gradients[:, columns]
+        apply_gradients(tables, order, arrived, lookup.indices, lookup.offsets, None, 1.0, tables_range=(first, last))
+    torch.testing.assert_close(tables.weights.double(), weights, rtol=1e-5, atol=1e-5)
+
+
+def test_the_learning_rate_may_lie_beside_the_weights_and_is_read_at_every_update() -> None:
+    for rate_on_device in (True, False):
+        tables = make_tables([9], [4], [0], adagrad=False, rate_on_device=rate_on_device, generator=random())
+        lookup = make_lookup(tables, 4, 3, generator=random(1))
+        assert tables.optimizer is not None
+        for rate in (0.5, 0.0, 0.125):
+            tables.optimizer.learning_rate.fill_(rate)
+            weights, _ = expected_update(lookup)
+            update(lookup)
+            torch.testing.assert_close(tables.weights.double(), weights, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [0, 3])
+def test_nothing_was_looked_up(batch_size: int) -> None:
+    tables = make_tables([9, 6], [8, 4], [0, 1], generator=random())
+    lookup = make_lookup(tables, batch_size, 0, weighted=True, generator=random(1))
+    before = tables.weights.clone()
+    update(lookup)
+    assert torch.equal(tables.weights, before)
+    assert per_sample_weight_gradients(tables, lookup.gradients, lookup.indices, lookup.offsets).shape == (0,)
+
+
+def test_the_same_inputs_give_the_same_bits() -> None:
+    results = []
+    for _ in range(2):
+        tables = make_tables(**TABLES["shared"], generator=random())
+        update(make_lookup(tables, 16, 6, hot=0.5, generator=random(1)))
+        results.append(tables.weights)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("mean", [True, False], ids=["mean", "sum"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_per_sample_weights(mean: bool, dtype: torch.dtype) -> None:
+    tables = make_tables([5, 40, 9], [4, 160, 12], [1, 0, 2], mean=mean, dtype=dtype, generator=random())
+    lookup = make_lookup(tables, 5, 4, weighted=True, padding=4, generator=random(1))
+    expected = expected_products(lookup, scale=0.5)
+    result = per_sample_weight_gradients(tables, lookup.gradients, lookup.indices, lookup.offsets, scale=0.5)
+    torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("adagrad", [True, False], ids=["adagrad", "sgd"])
+# Not weighted means: FBGEMM's backward pass on the CPU forgets to divide them by the length of the bag.
+@pytest.mark.parametrize(("mean", "weighted"), [(True, False), (False, True), (False, False)], ids=["mean", "weighted", "sum"])
+def test_updates_as_fbgemm_does(adagrad: bool, mean: bool, weighted: bool) -> None:
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+        ComputeDevice,
+        SplitTableBatchedEmbeddingBagsCodegen,
+    )
+
+    rows, dims, feature_tables = [5, 40, 9], [4, 20, 12], [0, 1, 1, 2]
+    tables = make_tables(rows, dims, feature_tables, mean=mean, adagrad=adagrad, generator=random())
+    embeddings = SplitTableBatchedEmbeddingBagsCodegen(
+        [(count, dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for count, dim in zip(rows, dims, strict=True)],
+        feature_table_map=feature_tables,
+        optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD if adagrad else EmbOptimType.EXACT_SGD,
+        pooling_mode=PoolingMode.MEAN if mean else PoolingMode.SUM,
+        learning_rate=0.1,
+        eps=1e-8,
+    )
+    embeddings.weights_host.data.copy_(tables.weights)
+    if isinstance(tables.optimizer, RowwiseAdagrad):
+        embeddings.momentum1_host.data.copy_(tables.optimizer.momentum)
+    for step in range(3):
+        lookup = make_lookup(tables, 7, 5, hot=0.3, weighted=weighted, generator=random(step))
+        embeddings(lookup.indices, lookup.offsets, lookup.per_sample_weights).backward(lookup.gradients)
+        update(lookup)
+    torch.testing.assert_close(tables.weights, embeddings.weights_host.data, rtol=1e-5, atol=1e-5)
+    if isinstance(tables.optimizer, RowwiseAdagrad):
+        torch.testing.assert_close(tables.optimizer.momentum, embeddings.momentum1_host.data, rtol=1e-5, atol=1e-5)
+
+
+WRONG_USES: dict[str, tuple[Callable[[Lookup], Lookup], str]] = {
+    "indices of another type": (
+        lambda lookup: dataclasses.replace(lookup, offsets=lookup.offsets.int()),
+        r"offsets are torch.int32, indices torch.int64",
+    ),
+    "float indices": (lambda lookup: dataclasses.replace(lookup, indices=lookup.indices.float()), r"indices are torch.float32"),
+    "offsets that do not fit": (lambda lookup: dataclasses.replace(lookup, offsets=lookup.offsets[:-1]), r"F \* B \+ 1"),
+    "strided indices": (
+        lambda lookup: dataclasses.replace(lookup, indices=lookup.indices.repeat_interleave(2)[::2]),
+        r"strides \(2,\)",
+    ),
+    "gradients of another width": (
+        lambda lookup: dataclasses.replace(lookup, gradients=lookup.gradients[:, :-4]),
+        r"shape \[4, 8\]",
+    ),
+    "transposed gradients": (
+        lambda lookup: dataclasses.replace(lookup, gradients=lookup.gradients.T.contiguous().T),
+        r"contiguous rows",
+    ),
+    "float64 gradients": (
+        lambda lookup: dataclasses.replace(lookup, gradients=lookup.gradients.double()),
+        r"gradients are torch.float64",
+    ),
+    "too few per-sample weights": (
+        lambda lookup: dataclasses.replace(lookup, per_sample_weights=torch.ones(1)),
+        r"per_sample_weights are torch.float32 \[1\]",
+    ),
+    "no optimizer": (
+        lambda lookup: dataclasses.replace(lookup, tables=dataclasses.replace(lookup.tables, optimizer=None)),
+        r"no optimizer",
+    ),
+}
+
+
+@pytest.mark.parametrize("use", WRONG_USES)
+def test_wrong_use_is_an_error_and_changes_nothing(use: str) -> None:
+    tables = make_tables([9, 6], [8, 4], [0, 1], generator=random())
+    lookup = make_lookup(tables, 4, 3, generator=random(1))
+    before = tables.weights.clone()
+    change, message = WRONG_USES[use]
+    with pytest.raises(UsageError, match=message):
+        update(change(lookup))
+    assert torch.equal(tables.weights, before)
+
+
+def test_the_order_of_other_inputs_is_refused() -> None:
+    tables = make_tables([9], [8], [0], generator=random())
+    lookup, other = (make_lookup(tables, batch, 3, generator=random(1)) for batch in (4, 5))
+    order = sort_lookup(tables, other.indices, other.offsets)
+    with pytest.raises(UsageError, match="same inputs"):
+        apply_gradients(tables, order, lookup.gradients, lookup.indices, lookup.offsets)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dims": (6,)}, "multiple of 4"),
+        ({"rows": (10,)}, "does not lie"),
+        ({"offsets": (2,)}, "does not lie"),
+        ({"rows": (9, 9)}, "one of each"),
+        ({"feature_tables": (0, 1)}, "feature 1 reads table 1"),
+        ({"weights": torch.zeros(72, dtype=torch.float64)}, "torch.float64"),
+        ({"weights": torch.zeros(9, 8)}, "flat"),
+        ({"optimizer": RowwiseAdagrad(torch.zeros(8), torch.tensor(0.1), 1e-8)}, r"momentum is torch.float32 \[8\]"),
+        ({"optimizer": RowwiseAdagrad(torch.zeros(9), torch.tensor(1), 1e-8)}, "learning_rate is torch.int64"),
+    ],
+)
+def test_tables_that_do_not_fit_together_are_refused(change: dict[str, Any], message: str) -> None:
+    tables: LocalTables = make_tables([9], [8], [0], generator=random())
+    with pytest.raises(UsageError, match=message):
+        dataclasses.replace(tables, **change)

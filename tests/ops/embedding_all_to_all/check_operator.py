@@ -1,0 +1,118 @@
+"""How the fused operators behave as operators of PyTorch: opcheck, torch.compile, gradients. Under Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all, reference
+from dlrm_fused.ops.embedding_all_to_all.pooled import pooled_all_to_all
+from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingExchange
+from dlrm_fused.symmetric import symmetric_group
+from dlrm_fused.training.runtime import Rank, process_group
+from tests.distributed.launch import run_ranks
+from tests.ops.embedding_all_to_all.embedding_world import Features, Traffic, World
+
+BATCHES = {1: [3], 2: [3, 2]}
+
+
+def in_world(work: Any) -> Any:
+    rank = Rank.from_environment()
+    with process_group(rank, torch.device("cpu")):
+        group = symmetric_group()
+        ranks = [[Features((7, 5), (8, 4), (0, 1), weighted=True)] for _ in range(rank.world_size)]
+        world = World(ranks, Traffic(held_outputs=8), seed=1)
+        exchange = world.exchange(group, "world", timeout_seconds=60.0)
+        batches = BATCHES[rank.world_size]
+        batch = world.draw_batches(batches)[rank.index][0]
+        result = work(exchange, batch.indices, batch.offsets, batch.weights, batches)
+        group.close()
+        return result
+
+
+def without_optimizer(exchange: EmbeddingExchange) -> None:
+    """The checks run an operator several times, and expect the same each time."""
+    exchange.attach_tables([replace(tables, optimizer=None) for tables in exchange.tables])
+
+
+def opcheck_lookup(exchange: EmbeddingExchange, indices: Tensor, offsets: Tensor, weights: Tensor, batches: list[int]) -> None:
+    without_optimizer(exchange)
+    tables = [exchange.tables[0].weights]
+    arguments = (exchange.anchor, tables, [indices], [offsets], [weights.requires_grad_()], batches, exchange.handle)
+    torch.library.opcheck(torch.ops.dlrm_fused.embedding_all_to_all.default, arguments)
+
+
+def opcheck_pooled(exchange: EmbeddingExchange, indices: Tensor, offsets: Tensor, weights: Tensor, batches: list[int]) -> None:
+    pooled = torch.randn(sum(batches), 12, device=exchange.device, requires_grad=True)
+    arguments = (exchange.anchor, [pooled], batches, exchange.handle)
+    torch.library.opcheck(torch.ops.dlrm_fused.pooled_all_to_all.default, arguments)
+
+
+def test_opcheck_of_the_fused_lookup() -> None:
+    for ranks in (1, 2):
+        run_ranks(ranks, in_world, opcheck_lookup)
+
+
+def test_opcheck_of_the_exchange() -> None:
+    for ranks in (1, 2):
+        run_ranks(ranks, in_world, opcheck_pooled)
+
+
+def step(exchange: EmbeddingExchange, indices: Tensor, offsets: Tensor, weights: Tensor, batches: list[int]) -> Tensor:
+    pooled = embedding_all_to_all(exchange, [indices], [offsets], [weights], batches)
+    return torch.sin(pooled).sum()
+
+
+def compiled_and_eager(
+    exchange: EmbeddingExchange,
+    indices: Tensor,
+    offsets: Tensor,
+    weights: Tensor,
+    batches: list[int],
+    backend: str = "aot_eager",
+) -> list[list[float]]:
+    losses = []
+    start = exchange.tables[0].weights.clone()
+    for run in (step, torch.compile(step, backend=backend, fullgraph=True)):
+        exchange.tables[0].weights.copy_(start)
+        exchange.tables[0].optimizer.momentum.zero_()  # type: ignore[union-attr]
+        losses.append([])
+        for _ in range(4):
+            loss = run(exchange, indices, offsets, weights, batches)
+            loss.backward()
+            losses[-1].append(float(loss.detach()))
+    return losses
+
+
+def test_compiled_training_steps_equal_eager_ones() -> None:
+    for eager, compiled in run_ranks(2, in_world, compiled_and_eager):
+        assert eager == compiled
+        assert len(set(eager)) == 4, "the tables are trained"
+
+
+def differences_to_the_reference(
+    exchange: EmbeddingExchange, indices: Tensor, offsets: Tensor, weights: Tensor, batches: list[int]
+) -> float:
+    arguments = ([indices], [offsets], [weights], batches)
+    fused = embedding_all_to_all(exchange, *arguments)
+    return float((fused.detach() - reference(exchange, *arguments)).abs().max())
+
+
+def test_the_reference_is_the_same_computation() -> None:
+    assert max(run_ranks(2, in_world, differences_to_the_reference)) < 1e-6
+
+
+def gradient_of_pooled(
+    exchange: EmbeddingExchange, indices: Tensor, offsets: Tensor, weights: Tensor, batches: list[int]
+) -> bool:
+    pooled = torch.randn(sum(batches), 12, device=exchange.device, requires_grad=True)
+    columns = exchange.layout.columns
+    pooled_all_to_all(exchange, [pooled], batches).backward(torch.ones(batches[exchange.rank], columns, device=exchange.device))
+    return torch.equal(pooled.grad, torch.full_like(pooled, 1 / exchange.world_size))  # type: ignore[arg-type]
+
+
+def test_gradients_are_divided_by_the_number_of_ranks() -> None:
+    assert run_ranks(2, in_world, gradient_of_pooled) == [True, True]

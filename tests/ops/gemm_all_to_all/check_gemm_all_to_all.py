@@ -1,0 +1,107 @@
+"""GEMM + All-to-All: the kernels themselves, in real processes under Triton's interpreter."""
+
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from dlrm_fused.ops.gemm_all_to_all import kernel as gemm_kernel
+from dlrm_fused.ops.gemm_all_to_all.kernel import Groups, gemm, grouped_gemm, grouped_weight_gradient
+from dlrm_fused.ops.gemm_all_to_all.tuning import override
+from dlrm_fused.symmetric import device
+from tests.distributed.launch import RankFailed
+from tests.ops.gemm_all_to_all.gemm_cases import SMALL_TILES, Case, check
+
+EQUAL, NARROW, CHUNKS = Case(72, 40, rows=24), Case(8, 24, rows=12), Case(72, 40, rows=24, schedule="chunks")
+ROUTED, WIDE = Case(40, 24), Case(80, 48)
+
+
+def groups_of(tiles: list[int], remote: list[int]) -> Groups:
+    bounds = torch.tensor([0, *tiles]).cumsum(0).int()
+    return Groups(16, bounds, bounds[:-1] + torch.tensor(remote, dtype=torch.int32))
+
+
+def test_tiles_for_other_ranks_come_first() -> None:
+    order = groups_of([2, 0, 3, 1], [1, 0, 3, 0]).order(8)
+    assert order[:, :6].tolist() == [[0, 2, 3, 4, 1, 5], [0, 2, 2, 2, 0, 3]]
+
+
+def test_products_of_groups_with_their_activations() -> None:
+    override(SMALL_TILES)
+    groups = groups_of([2, 0, 3, 1], [1, 0, 3, 0])
+    x, weight = torch.randn(128, 40), torch.randn(4, 72, 40)
+    right = torch.full((128, 72), 7.0)
+    for group, (first, end) in enumerate([(0, 32), (32, 32), (32, 80), (80, 96)]):
+        right[first:end] = x[first:end] @ weight[group].T
+    out, activated = torch.full((128, 72), 7.0), torch.full((128, 72), 7.0)
+    grouped_gemm(x, weight, groups, out, silu_out=activated)
+    torch.testing.assert_close(out, right)
+    torch.testing.assert_close(activated[:96], torch.nn.functional.silu(right[:96]))
+
+    pre, through = torch.randn(128, 72, requires_grad=True), torch.full((128, 72), 7.0)
+    grouped_gemm(x, weight.mT.contiguous(), groups, through, weight_is_transposed=True, silu_of=pre.detach())
+    torch.nn.functional.silu(pre).backward(right)
+    assert pre.grad is not None
+    torch.testing.assert_close(through[:96], pre.grad[:96])
+    assert (through[96:] == 7).all(), "rows of no group are left as they are"
+
+    gradient = torch.empty(4, 72, 40)
+    grouped_weight_gradient(right, x, groups, gradient, factor=0.5)
+    torch.testing.assert_close(gradient[2], 0.5 * right[32:80].T @ x[32:80])
+    assert (gradient[1] == 0).all()
+
+
+def test_one_product() -> None:
+    override(SMALL_TILES)
+    x, weight, out = torch.randn(50, 40), torch.randn(72, 40), torch.empty(50, 72)
+    gemm(x, weight, out)
+    torch.testing.assert_close(out, x @ weight.T)
+
+
+@pytest.mark.parametrize(("ranks", "calls"), [(1, 6), (2, 100), (3, 10), (4, 10)])
+def test_results_with_a_straggler(ranks: int, calls: int) -> None:
+    check([EQUAL, ROUTED, NARROW, CHUNKS, WIDE], ranks, calls)
+
+
+def test_gradients() -> None:
+    check([EQUAL, ROUTED, CHUNKS, WIDE], ranks=2, calls=8, with_gradients=True)
+
+
+def test_sixteen_and_eight_bits() -> None:
+    # The interpreter has no product of bf16.
+    cases = [EQUAL, ROUTED, Case(40, 32, rows=12, fp8=True), Case(40, 16, fp8=True)]
+    check(cases, ranks=2, calls=8, dtype=torch.float16, with_gradients=True)
+
+
+# Kernels that are wrong must fail the checks above.
+
+
+@triton.jit
+def _do_not_wait(epoch, fingerprint, flags, state, control, poll_limit, RANK, WORLD, LANES):
+    return tl.full((), 1, tl.int1)
+
+
+def store_before_peers_are_ready() -> None:
+    gemm_kernel.wait_until_all_ready = _do_not_wait
+
+
+@triton.jit
+def _complete_at_once(epoch, flags, state, control, poll_limit, RANK, WORLD, LANES):
+    tl.atomic_xchg(state, epoch, sem="relaxed", scope="gpu")
+
+
+def do_not_wait_for_arrivals() -> None:
+    device._wait_for_arrivals = _complete_at_once
+
+
+@pytest.mark.parametrize("mutate", [store_before_peers_are_ready, do_not_wait_for_arrivals])
+def test_mutants_of_the_kernel_are_noticed(mutate: Callable[[], None]) -> None:
+    with pytest.raises((AssertionError, RankFailed)):
+        check([EQUAL, ROUTED], ranks=2, calls=10, delay_seconds=0.5, mutate=mutate)

@@ -1,0 +1,79 @@
+"""GEMM + All-to-All between processes on the CPU: its results, its gradients, and its behaviour as an operator of PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlrm_fused.ops.gemm_all_to_all.op import GemmExchange, gemm_all_to_all, reference
+from dlrm_fused.symmetric import symmetric_group
+from dlrm_fused.training.runtime import Rank, process_group
+from tests.distributed.launch import run_ranks
+from tests.ops.gemm_all_to_all.gemm_cases import GROUPS, MAX_COLUMNS, MAX_ROWS, SLOTS, TILE_ROWS, Case, check, draw
+from tests.ops.interpreter import run_interpreted
+
+EQUAL, ROUTED = Case(72, 40, rows=24), Case(40, 24)
+
+
+@pytest.mark.slow
+def test_kernels_under_the_interpreter() -> None:
+    assert run_interpreted(["tests/ops/gemm_all_to_all/check_gemm_all_to_all.py"]) > 1
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_results_and_gradients_with_a_straggler(ranks: int) -> None:
+    check([EQUAL, ROUTED, Case(40, 32, rows=12, fp8=True)], ranks, calls=30, with_gradients=True)
+
+
+def test_sixteen_bits() -> None:
+    check([EQUAL, ROUTED], ranks=2, calls=6, dtype=torch.bfloat16, with_gradients=True)
+
+
+def results_and_gradients(fused: bool) -> list[Tensor]:
+    rank = Rank.from_environment()
+    with process_group(rank, torch.device("cpu")):
+        own = draw(EQUAL, rank.world_size, 1, torch.float32)[rank.index]
+        x, weight = own.x.requires_grad_(), own.weight.requires_grad_()
+        if fused:
+            group = symmetric_group()
+            exchange = GemmExchange(group, name="products", max_rows=24, max_columns=72, dtype=torch.float32)
+            result = gemm_all_to_all(exchange, x, weight)
+        else:
+            result = reference(dist.group.WORLD, x, weight)
+        result.sin().sum().backward()
+        if fused:
+            group.close()
+        assert x.grad is not None
+        assert weight.grad is not None
+        return [result.detach(), x.grad, weight.grad]
+
+
+def test_the_reference_is_the_same() -> None:
+    fused, unfused = run_ranks(2, results_and_gradients, True), run_ranks(2, results_and_gradients, False)
+    torch.testing.assert_close(fused, unfused, rtol=1e-5, atol=1e-5)
+
+
+def opcheck() -> None:
+    rank = Rank.from_environment()
+    with process_group(rank, torch.device("cpu")):
+        group = symmetric_group()
+        exchange = GemmExchange(group, name="products", max_rows=MAX_ROWS, max_columns=MAX_COLUMNS, dtype=torch.float32)
+        operator = torch.ops.dlrm_fused.gemm_all_to_all.default
+        own = draw(EQUAL, rank.world_size, 1, torch.float32)[rank.index]
+        inputs = own.x.requires_grad_(), own.weight.requires_grad_(), None
+        torch.library.opcheck(operator, (*inputs, None, None, None, 0, 0, "auto", exchange.handle))
+        own = draw(ROUTED, rank.world_size, 1, torch.float32)[rank.index]
+        tiles = [torch.tensor(numbers, dtype=torch.int32) for numbers in (own.bounds, own.local_from)]
+        assert len(own.local_from) == GROUPS
+        # Slots where nothing belongs are not initialized, and so differ from call to call.
+        utilities = ["test_schema", "test_autograd_registration", "test_faketensor"]
+        inputs = own.x.requires_grad_(), own.weight.requires_grad_(), None
+        arguments = (*inputs, *tiles, own.homes, TILE_ROWS, SLOTS, "auto", exchange.handle)
+        torch.library.opcheck(operator, arguments, test_utils=utilities)
+        group.close()
+
+
+def test_opcheck() -> None:
+    run_ranks(2, opcheck)

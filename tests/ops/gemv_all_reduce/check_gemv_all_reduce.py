@@ -1,0 +1,225 @@
+"""GEMV + AllReduce: the kernels themselves, in real processes under Triton's interpreter."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dlrm_fused.errors import CommunicationError, UsageError
+from dlrm_fused.ops.gemv_all_reduce import kernel as gemv_kernel
+from dlrm_fused.ops.gemv_all_reduce import tuning as gemv_tuning
+from dlrm_fused.ops.gemv_all_reduce.op import GemvExchange, gemv_all_reduce
+from dlrm_fused.ops.gemv_all_reduce.tuning import Blocks
+from dlrm_fused.symmetric import symmetric_group
+from dlrm_fused.training.runtime import Rank, process_group
+from tests.distributed.launch import run_ranks
+
+ONE_SHOT = Blocks(columns=16, depth=16, splits=1, warps=1, stages=2, two_shot=False, flagged=False)
+SPLIT = replace(ONE_SHOT, splits=2)
+TWO_SHOT = replace(ONE_SHOT, two_shot=True)
+SPLIT_TWO_SHOT = replace(SPLIT, two_shot=True)
+FLAGGED = replace(SPLIT_TWO_SHOT, splits=3, flagged=True)
+# All programs of a norm are resident; the interpreter has one at a time.
+ONE_TILE = replace(ONE_SHOT, columns=128)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: x [m, k] times weight [n, k] on each rank."""
+
+    m: int
+    n: int
+    k: int
+    blocks: Blocks = ONE_SHOT
+    with_bias: bool = False
+    with_residual: bool = False
+    with_norm: bool = False
+
+    def draw(self, ranks: int, seed: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], Tensor | None, Any, Any]:
+        """x and weight of all ranks, bias, residual, norm_weight."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(dtype)
+
+        return (
+            [normal(self.m, self.k) for _ in range(ranks)],
+            [normal(self.n, self.k) for _ in range(ranks)],
+            normal(self.n) if self.with_bias else None,
+            normal(self.m, self.n) if self.with_residual else None,
+            normal(self.n) if self.with_norm else None,
+        )
+
+
+def expected(case: Case, ranks: int, seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """In fp64."""
+    xs, weights, bias, residual, norm_weight = case.draw(ranks, seed, dtype)
+    out = sum((x.double() @ weight.double().T for x, weight in zip(xs, weights, strict=True)), torch.zeros(1))
+    out = out + (0 if bias is None else bias.double()) + (0 if residual is None else residual.double())
+    if norm_weight is None:
+        return out, None
+    return out, out * torch.rsqrt(out.square().mean(-1, keepdim=True) + 1e-6) * norm_weight.double()
+
+
+Results = list[tuple[Tensor, Tensor | None]]
+
+
+def run_calls(
+    cases: list[Case], calls: int, dtype: torch.dtype, straggler: int | None, mutate: Callable[[], None] | None
+) -> Results:
+    """Calls of all cases in turn through one exchange, with delays of its own on each rank."""
+    if mutate is not None:
+        mutate()
+    rank = Rank.from_environment()
+    with process_group(rank, torch.device("cpu")):
+        group = symmetric_group()
+        most_rows, most_columns = max(case.m for case in cases), max(case.n for case in cases)
+        exchange = GemvExchange(
+            group, name="sum", max_columns=most_columns, max_rows=most_rows, dtype=dtype, timeout_seconds=20.0
+        )
+        delays = random.Random(rank.index)
+        results: Results = []
+        for call in range(calls):
+            case = cases[call % len(cases)]
+            xs, weights, bias, residual, norm_weight = case.draw(rank.world_size, call, dtype)
+            if delays.random() < 0.3 or rank.index == straggler:
+                time.sleep(delays.uniform(0, 0.02))
+            gemv_tuning.override(case.blocks)
+            results.append(gemv_all_reduce(exchange, xs[rank.index], weights[rank.index], bias, residual, norm_weight))
+        exchange.raise_fault()
+        group.close()
+        return results
+
+
+def check(
+    cases: list[Case],
+    ranks: int,
+    calls: int,
+    dtype: torch.dtype = torch.float32,
+    straggler: int | None = None,
+    mutate: Callable[[], None] | None = None,
+) -> None:
+    """All ranks have the same bits, and those are right to one rounding."""
+    by_rank = run_ranks(ranks, run_calls, cases, calls, dtype, straggler, mutate)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+    for call in range(calls):
+        wanted = expected(cases[call % len(cases)], ranks, call, dtype)
+        for number, (right, own) in enumerate(zip(wanted, by_rank[0][call], strict=True)):
+            assert (right is None) == (own is None)
+            if right is None or own is None:
+                continue
+            scale = 8 if number else 1  # the norm is taken of rounded values
+            torch.testing.assert_close(own.double(), right, rtol=scale * tolerance, atol=scale * tolerance)
+            for other in by_rank[1:]:
+                assert torch.equal(other[call][number], own), f"call {call}: ranks differ"
+
+
+@pytest.mark.parametrize("blocks", [ONE_SHOT, SPLIT, TWO_SHOT, SPLIT_TWO_SHOT, FLAGGED], ids=str)
+def test_sums_with_bias_and_residual(blocks: Blocks) -> None:
+    full = Case(5, 64, 40, blocks, with_bias=True, with_residual=True)
+    check([full, Case(1, 50, 64, blocks)], ranks=2, calls=2)
+
+
+def test_sixteen_bits() -> None:
+    # The interpreter has no product of bf16.
+    cases = [Case(3, 48, 32, blocks, with_residual=blocks.two_shot) for blocks in (ONE_SHOT, TWO_SHOT, FLAGGED)]
+    check(cases, ranks=2, calls=6, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("two_shot", [False, True])
+def test_norm_of_the_result(two_shot: bool) -> None:
+    blocks = replace(ONE_TILE, two_shot=two_shot)
+    check([Case(4, 96, 32, blocks, with_residual=True, with_norm=True)], ranks=1 if two_shot else 2, calls=3)
+
+
+def test_one_rank() -> None:
+    check([Case(2, 32, 32, SPLIT, with_bias=True)], ranks=1, calls=2)
+
+
+MIXED = [Case(1, 48, 16), Case(2, 64, 32, SPLIT_TWO_SHOT), Case(2, 33, 16, SPLIT), Case(1, 64, 16, FLAGGED)]
+
+
+@pytest.mark.parametrize(("ranks", "calls"), [(2, 30), (3, 8), (4, 4)])
+def test_calls_of_mixed_shapes_with_a_straggler(ranks: int, calls: int) -> None:
+    check(MIXED, ranks=ranks, calls=calls, straggler=1)
+
+
+def test_many_rows_are_summed_by_chunks() -> None:
+    check([Case(70, 40, 16, with_bias=True), Case(65, 64, 16, with_residual=True), Case(2, 32, 16)], ranks=3, calls=6)
+
+
+def many_rows_in_chunks() -> None:
+    from dlrm_fused.ops.gemv_all_reduce import chunks as chunked_all_reduce
+
+    chunked_all_reduce._CHUNK_ELEMENTS = 700
+
+
+def test_chunks_of_one_call_follow_each_other() -> None:
+    check([Case(70, 40, 16)], ranks=2, calls=3, mutate=many_rows_in_chunks)
+
+
+# Kernels that are wrong must fail the checks above.
+
+
+@triton.jit
+def _take_what_is_there(places, inside, tag, state, control, poll_limit, epoch, peer, rank):
+    return tl.load(places, mask=inside, other=0, volatile=True)
+
+
+def do_not_wait() -> None:
+    gemv_kernel._receive = _take_what_is_there
+
+
+@triton.jit
+def _same_for_ever(epoch):
+    return epoch * 0 + 1
+
+
+def use_one_tag() -> None:
+    gemv_kernel._tag = _same_for_ever
+
+
+@pytest.mark.parametrize("mutate", [do_not_wait, use_one_tag])
+def test_mutants_of_the_kernel_are_noticed(mutate: Callable[[], None]) -> None:
+    with pytest.raises(AssertionError):
+        check([Case(2, 64, 32), Case(1, 64, 32)], ranks=2, calls=12, straggler=1, mutate=mutate)
+
+
+def differing_calls(which: str) -> str:
+    rank = Rank.from_environment()
+    with process_group(rank, torch.device("cpu")):
+        group = symmetric_group()
+        exchange = GemvExchange(group, name="sum", max_columns=64, dtype=torch.float32, timeout_seconds=20.0)
+        rows = 2 + (which == "m" and rank.index == 1)
+        x, weight = torch.ones(rows, 32), torch.ones(64, 32)
+        if which == "refused" and rank.index == 1:
+            x = x.double()
+        gemv_tuning.override(ONE_SHOT)
+        answer = "no error"
+        try:
+            gemv_all_reduce(exchange, x, weight)
+            exchange.raise_fault()
+        except (UsageError, CommunicationError) as error:
+            answer = f"{type(error).__name__}: {error}"
+        dist.barrier()  # who ends earlier is taken for lost
+        return answer
+
+
+@pytest.mark.parametrize("which", ["m", "refused"])
+def test_ranks_that_differ_are_told_at_once(which: str) -> None:
+    began = time.monotonic()
+    first, second = run_ranks(2, differing_calls, which)
+    assert time.monotonic() - began < 15
+    assert CommunicationError.__name__ in first
+    assert "rank 1" in first
+    assert ("differ" in second) if which == "m" else ("UsageError" in second and "float64" in second)

@@ -1,0 +1,137 @@
+"""The kernels of the expert layer, in real processes under Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlrm_fused.ops.gemm_all_to_all.kernel import Groups
+from dlrm_fused.ops.moe import dispatch as routing
+from dlrm_fused.ops.moe.dispatch import count_slots, place_experts, route
+from dlrm_fused.ops.moe.steps import HostSteps, KernelSteps
+from dlrm_fused.symmetric import Channel, symmetric_group
+from dlrm_fused.training.runtime import Rank, process_group
+from tests.distributed.launch import run_ranks
+from tests.ops.moe.expert_world import CASES, Case, all_to_one, expected, run_cases, run_steps, with_gaps
+
+# 70 rows of an expert are more than a tile of 64.
+LONG = Case("two tiles of two experts, and none of the others", (40, 30), 4, 2, all_to_one)
+CASE_OF_RANKS = {1: CASES[1][1], 2: LONG, 3: CASES[3][0], 4: CASES[4][0]}
+
+
+@pytest.mark.parametrize("ranks", CASE_OF_RANKS)
+def test_the_kernels_are_the_dense_computation(ranks: int) -> None:
+    case = CASE_OF_RANKS[ranks]
+    by_rank = run_ranks(ranks, run_cases, [case])
+    for own, wanted in zip(by_rank, expected(case, 0), strict=True):
+        torch.testing.assert_close(own[0][0], wanted, rtol=1e-5, atol=1e-5)
+
+
+SHORT = Case("steps", (3, 4), 2, 2, with_gaps, hidden=4)
+
+
+def test_steps_with_a_straggler_and_passes_in_flight_repeat_to_the_bit() -> None:
+    for rank, by_seed in enumerate(run_ranks(2, run_steps, SHORT, 8)):  # each of five epochs
+        for seed, own in enumerate(by_seed):
+            torch.testing.assert_close(own, expected(SHORT, seed)[rank], rtol=1e-5, atol=1e-5)
+
+
+EXPERTS, TOP_K, TILE_ROWS = 39, 3, 4
+
+
+def choose(tokens: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.rand(tokens, EXPERTS, generator=generator).argsort(1)[:, :TOP_K].contiguous()
+    chosen[torch.rand(chosen.shape, generator=generator) < 0.2] = -1
+    return chosen
+
+
+def with_wrong_ids(experts: Tensor) -> Tensor:
+    """What was none becomes an id that does not exist, or one that the token has already."""
+    spoiled = torch.where(experts == -1, 2**32 + 5, experts)
+    is_repeated = (experts[:, 2] == -1) & (experts[:, 0] >= 0)
+    spoiled[is_repeated, 2] = experts[is_repeated, 0]
+    return spoiled
+
+
+def routes_of_calls(tokens: list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """As they should be, and with wrong ids."""
+    routing._SCAN_CHUNKS = 2  # so that there is more than one step
+    rank = Rank.from_environment()
+    with process_group(rank, torch.device("cpu")):
+        group = symmetric_group()
+        channel = Channel(group, "routes", 60.0)
+        memory = group.allocate("counts", rank.world_size * EXPERTS * 4)
+        chosen = choose(tokens[rank.index], rank.index)
+        seen = []
+        for experts in (chosen, with_wrong_ids(chosen)):
+            routes = route(experts, memory, channel, count=EXPERTS, tile_rows=TILE_ROWS, rows_per_rank=10_000, fingerprint=1)
+            seen.append((routes.targets, routes.groups.bounds, routes.groups.local_from))
+        dist.barrier()
+        channel.raise_fault()
+        group.close()
+        return seen
+
+
+def test_routes_are_those_of_the_host_and_wrong_ids_count_as_none() -> None:
+    tokens = [300, 0, 140]
+    by_rank = run_ranks(len(tokens), routes_of_calls, tokens)
+    chosen = [choose(count, rank).flatten() for rank, count in enumerate(tokens)]
+    counted = [count_slots(slots, EXPERTS) for slots in chosen]
+    counts = torch.stack([counts for counts, _ in counted])
+    for rank, (slots, (_, positions)) in enumerate(zip(chosen, counted, strict=True)):
+        first_rows, groups = place_experts(counts, rank, TILE_ROWS)
+        wanted = torch.where(slots >= 0, slots // 13 * 10_000 + first_rows[slots] + positions, -1)
+        for targets, bounds, local_from in by_rank[rank]:
+            assert torch.equal(targets, wanted.int())
+            assert torch.equal(bounds, groups.bounds)
+            assert torch.equal(local_from, groups.local_from)
+
+
+def test_rows_of_a_rank_are_those_after_it_first_and_its_own_last() -> None:
+    # Rank 1 of 3 has expert 1, in tiles of 4: three rows of rank 2, two of rank 0, then four of its own.
+    counts = torch.tensor([[1, 2, 0], [0, 4, 0], [0, 3, 5]])
+    first_rows = [int(place_experts(counts, rank, TILE_ROWS)[0][1]) for rank in range(3)]
+    assert first_rows == [3, 5, 0]
+    _, groups = place_experts(counts, 1, TILE_ROWS)
+    assert groups.bounds.tolist() == [0, 3]
+    assert groups.local_from.tolist() == [2]
+
+
+@pytest.fixture(scope="module")
+def both_steps() -> tuple[KernelSteps, HostSteps]:
+    channel = Channel(symmetric_group(device="cpu"), "steps")
+    return KernelSteps(channel, 12), HostSteps(channel, 12)
+
+
+def test_sums_and_gradients_of_gates_leave_out_slots_without_target(both_steps: tuple[KernelSteps, HostSteps]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    slots, gates = torch.randn(12, 2052, generator=generator), torch.randn(4, 3, generator=generator)
+    gradient = torch.randn(4, 2052, generator=generator)
+    targets = torch.tensor([3, -1, 4, -1, -1, -1, 0, 1, 2, 7, 8, -1], dtype=torch.int32)
+    slots[targets < 0] = torch.nan
+    kernels, host = both_steps
+    for weights in (gates, None):
+        torch.testing.assert_close(
+            kernels.sum_slots(slots, targets, weights, 4, 3), host.sum_slots(slots, targets, weights, 4, 3)
+        )
+    torch.testing.assert_close(
+        kernels.gates_gradient(gradient, slots, targets, 3),
+        host.gates_gradient(gradient, slots, targets, 3),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+
+
+def test_pads_become_zeros_and_nothing_else(both_steps: tuple[KernelSteps, HostSteps]) -> None:
+    groups = Groups(16, torch.tensor([0, 2, 2, 3], dtype=torch.int32), torch.zeros(3, dtype=torch.int32))
+    rows, homes = torch.full((64, 12), torch.nan), torch.full((64,), -1, dtype=torch.int32)
+    is_used = torch.cat([torch.arange(19), torch.arange(32, 33)])
+    homes[is_used] = 5
+    both_steps[0].zero_pads(rows, homes, groups)
+    is_zero = torch.ones(64, dtype=torch.bool)
+    is_zero[is_used] = is_zero[48:] = False
+    assert (rows[is_zero] == 0).all()
+    assert rows[~is_zero].isnan().all()

@@ -1,0 +1,112 @@
+"""The expert layer between processes on the CPU: equal to plain loops over tokens, whoever gets how many of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dlrm_fused.ops.moe.op import expert_memory
+from dlrm_fused.symmetric import symmetric_group
+from dlrm_fused.training.runtime import Rank, process_group
+from tests.distributed.launch import run_ranks
+from tests.ops.interpreter import run_interpreted
+from tests.ops.moe.expert_world import (
+    CASES,
+    SCALE,
+    Case,
+    all_to_one,
+    draw,
+    expected,
+    make_exchange,
+    run_cases,
+    run_steps,
+)
+
+
+@pytest.mark.slow
+def test_kernels_under_the_interpreter() -> None:
+    assert run_interpreted(["tests/ops/moe/check_routing.py"]) > 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_fused_and_reference_are_the_dense_computation(ranks: int) -> None:
+    by_rank = run_ranks(ranks, run_cases, CASES[ranks])
+    for number, case in enumerate(CASES[ranks]):
+        for rank, wanted in enumerate(expected(case, number)):
+            for own in by_rank[rank][number]:
+                assert own.keys() == wanted.keys()
+                torch.testing.assert_close(own, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_sixteen_bits() -> None:
+    for dtype, tolerance in ((torch.bfloat16, 0.05), (torch.float16, 0.01)):
+        case = CASES[2][0]
+        for rank, cases in enumerate(run_ranks(2, run_cases, [case], dtype)):
+            for own in cases[0]:
+                assert own["out"].dtype == own["dw_in"].dtype == dtype
+                assert own["dgates"].dtype == torch.float32
+                for key, wanted in expected(case, 0)[rank].items():
+                    torch.testing.assert_close(own[key].float(), wanted, rtol=tolerance, atol=4 * tolerance)
+
+
+def test_steps_with_a_straggler_and_passes_in_flight_repeat_to_the_bit() -> None:
+    case = CASES[3][0]
+    for rank, by_seed in enumerate(run_ranks(3, run_steps, case, 100)):
+        for seed, own in enumerate(by_seed):
+            torch.testing.assert_close(own, expected(case, seed)[rank], rtol=1e-5, atol=1e-5)
+
+
+def opcheck() -> None:
+    rank = Rank.from_environment()
+    with process_group(rank, torch.device("cpu")):
+        group = symmetric_group()
+        case = CASES[rank.world_size][1]
+        exchange = make_exchange(group, case)
+        arguments = draw(case, seed=1)[rank.index].arguments()
+        torch.library.opcheck(torch.ops.dlrm_fused.expert_layer.default, (*arguments, SCALE, exchange.handle))
+        group.close()
+
+
+def test_opcheck() -> None:
+    run_ranks(2, opcheck)
+
+
+WORST = Case("all tokens to one rank, which has fewer experts than a token wants", (5, 5), 4, 3, all_to_one)
+
+
+def memory_of_the_worst_case() -> tuple[int, int, int, list[int]]:
+    rank = Rank.from_environment()
+    with process_group(rank, torch.device("cpu")):
+        group = symmetric_group()
+        before = len(group._memories)
+        exchange = make_exchange(group, WORST, max_tokens=5)
+        allocated = sum(memory.size for memory in group._memories[before:])
+        held = torch.ops.dlrm_fused.expert_layer(*draw(WORST, 1)[rank.index].arguments(), 1.0, exchange.handle)
+        _, received, hidden, activated, home, _, bounds, _ = held
+        rows_bytes, home_bytes = received.numel(), home.numel()
+        assert hidden.nbytes + activated.nbytes == exchange.memory.hidden_bytes(WORST.hidden)
+        group.close()
+        return allocated, rows_bytes, home_bytes, bounds.tolist()
+
+
+def test_memory_is_as_predicted_and_the_worst_case_fills_it() -> None:
+    predicted = expert_memory(
+        WORST.ranks, WORST.experts, WORST.top_k, max_tokens=5, width=WORST.width, dtype=torch.float32, with_kernels=False
+    )
+    by_rank = run_ranks(2, memory_of_the_worst_case)
+    for allocated, received_bytes, home_bytes, _ in by_rank:
+        assert allocated == predicted.symmetric_bytes
+        assert received_bytes == predicted.received_bytes
+        assert home_bytes == predicted.home_bytes
+    assert predicted.rows == 2 * 5 * 2
+    assert by_rank[0][3][-1] == predicted.rows
+    assert by_rank[1][3] == [0, 10, 10]
+
+
+def test_memory_with_kernels_has_room_for_the_pads_of_each_expert() -> None:
+    few = expert_memory(4, 32, 2, max_tokens=1024, width=64, dtype=torch.bfloat16, with_kernels=True)
+    many = expert_memory(4, 8, 8, max_tokens=1024, width=64, dtype=torch.bfloat16, with_kernels=True)
+    assert few.tile_rows == many.tile_rows == 128
+    assert few.rows == 4 * 1024 * 2 + 7 * 128, "the rows of eight experts, which cannot all be one too many"
+    assert many.rows == 4 * 1024 * 2 + 128
+    assert expert_memory(4, 128, 1, 1024, 64, torch.bfloat16, with_kernels=True).tile_rows == 64

@@ -1,0 +1,141 @@
+"""The handshake of the watch, with two of them in one process."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from dlrm_fused.symmetric import PeerWatch
+from dlrm_fused.symmetric import peer_monitor as watch
+
+
+class Meeting:
+    """``gather`` for watches in threads."""
+
+    def __init__(self, ranks: int) -> None:
+        self._barrier = threading.Barrier(ranks)
+        self._values: list[Any] = [None] * ranks
+
+    def gather_of(self, rank: int) -> Callable[[Callable[[], Any]], list[Any]]:
+        def gather(work: Callable[[], Any]) -> list[Any]:
+            value = work()
+            self._barrier.wait()
+            self._values[rank] = value
+            self._barrier.wait()
+            return list(self._values)
+
+        return gather
+
+
+def watches(before: Callable[[Any], None] = lambda address: None) -> list[PeerWatch]:
+    """Two watches; ``before`` is given the address of each before they connect."""
+    meeting = Meeting(2)
+
+    def begin(rank: int) -> PeerWatch:
+        gather = meeting.gather_of(rank)
+
+        def observed(work: Callable[[], Any]) -> list[Any]:
+            def do() -> Any:
+                result = work()
+                if result is not None:
+                    before(result)
+                return result
+
+            return gather(do)
+
+        return PeerWatch(rank, 2, observed)
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(begin, range(2)))
+
+
+def close(*those: PeerWatch) -> None:
+    for one in those:
+        one.close()
+
+
+def until(condition: Callable[[], bool], seconds: float = 2.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_strangers_that_find_the_port_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_STRANGER_SECONDS", 0.1)
+    strangers: list[socket.socket] = []
+
+    def intrude(address: Any) -> None:
+        for greeting in (b"", b"GET / HTTP/1.1\r\nHost: somebody.example\r\n\r\n"):
+            stranger = socket.create_connection(("127.0.0.1", address.port))
+            stranger.sendall(greeting)
+            strangers.append(stranger)
+
+    first, second = watches(intrude)
+    assert first.lost_peer() is None
+    second.close()
+    until(lambda: first.has_left(1))
+    first.close()
+    assert len(strangers) == 4
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_rank_that_has_left_is_not_lost_but_gone_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_GRACE_SECONDS", 0.3)
+    first, second = watches()
+    lost: list[int] = []
+    gone: list[int] = []
+    first.on_loss(lost.append)
+    first.on_gone(gone.append)
+    second.close()
+    until(lambda: first.has_left(1))
+    assert gone == []
+    until(lambda: gone == [1])
+    assert lost == []
+    assert first.lost_peer() is None
+    late: list[int] = []
+    first.on_gone(late.append)
+    assert late == [1]
+    first.close()
+
+
+def test_a_closed_watch_leaves_no_thread_and_may_be_closed_again() -> None:
+    def watching() -> int:
+        return sum(thread.name == "dlrm_fused peer watch" for thread in threading.enumerate())
+
+    before = watching()
+    both = watches()
+    assert watching() == before + 2
+    close(*both, *both)
+    assert watching() == before
+
+
+def test_a_failing_callback_does_not_keep_others_from_being_called(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = watches()
+
+    def fail(rank: int) -> None:
+        raise RuntimeError(f"cannot bear the loss of {rank}")
+
+    told: list[int] = []
+    first.on_loss(fail)
+    first.on_loss(told.append)
+    # As the kernel does for a process that ends: without a goodbye.
+    second._peers[0].shutdown(socket.SHUT_RDWR)
+    until(lambda: told == [1])
+    assert first.lost_peer() == 1
+    assert "cannot bear the loss of 1" in caplog.text
+    close(first, second)
+
+
+def test_alone_there_is_nothing_to_watch() -> None:
+    alone = PeerWatch(0, 1, lambda work: [work()])
+    assert alone.lost_peer() is None
+    assert alone.describe(0).startswith("rank 0 on ")
+    alone.close()
