@@ -12,11 +12,11 @@ import argparse
 from pathlib import Path
 
 from dlrm_fused.config import Split
-from dlrm_fused.training.runtime import ArgumentParser, FailureBoard, Rank, run_together
+from dlrm_fused.training.runtime import ArgumentParser, ErrorStore, Rank, run_with_error_reporting
 from dlrm_fused.versions import check_versions
 
 
-def main(rank: Rank, board: FailureBoard) -> None:
+def main(rank: Rank, board: ErrorStore) -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", required=True, type=Path, help="folder of the run, such as runs/quickstart")
     parser.add_argument("--checkpoint", default="last", help="best, last or a step (default: last)")
@@ -42,4 +42,4 @@ def main(rank: Rank, board: FailureBoard) -> None:
 
 
 if __name__ == "__main__":
-    run_together(main)
+    run_with_error_reporting(main)

@@ -1,11 +1,11 @@
 """Train a model: ``torchrun --standalone --nproc-per-node=2 train.py --config configs/quickstart.yaml [key=value ...]``."""
 
 from dlrm_fused.config import load_config
-from dlrm_fused.training.runtime import ArgumentParser, FailureBoard, Rank, run_together
+from dlrm_fused.training.runtime import ArgumentParser, ErrorStore, Rank, run_with_error_reporting
 from dlrm_fused.versions import check_versions
 
 
-def main(rank: Rank, board: FailureBoard) -> None:
+def main(rank: Rank, board: ErrorStore) -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--config", required=True, help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
@@ -19,4 +19,4 @@ def main(rank: Rank, board: FailureBoard) -> None:
 
 
 if __name__ == "__main__":
-    run_together(main)
+    run_with_error_reporting(main)

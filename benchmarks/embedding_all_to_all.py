@@ -58,7 +58,7 @@ from torchrec.distributed.dist_data import PooledEmbeddingsAllToAll, PooledEmbed
 from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all
 from dlrm_fused.ops.embedding_all_to_all.pooled import pooled_all_to_all
 from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables, RowwiseAdagrad
-from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingExchange, ExchangeLayout, LookupLayout
+from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace, ExchangeLayout, LookupLayout
 from dlrm_fused.symmetric.device import uses_kernels
 
 LEARNING_RATE, EPSILON = 0.01, 1e-8
@@ -155,14 +155,14 @@ def baseline(world: World, cell: Cell, tables: Tables) -> Forward:
     if cell.row_wise:
         scatter = PooledEmbeddingsReduceScatter(world.group)
         return lambda lookup: scatter(tables.tbe(lookup.indices, lookup.offsets)).wait()
-    exchange = PooledEmbeddingsAllToAll(world.group, [cell.width] * world.size, world.device)
-    return lambda lookup: exchange(tables.tbe(lookup.indices, lookup.offsets)).wait()
+    workspace = PooledEmbeddingsAllToAll(world.group, [cell.width] * world.size, world.device)
+    return lambda lookup: workspace(tables.tbe(lookup.indices, lookup.offsets)).wait()
 
 
 _numbers = itertools.count()
 
 
-def new_exchange(world: World, cell: Cell, *, held_outputs: int) -> EmbeddingExchange:
+def new_exchange(world: World, cell: Cell, *, held_outputs: int) -> EmbeddingWorkspace:
     """Collective."""
     dims = (cell.dim,) * cell.tables
     lookups = []
@@ -170,7 +170,7 @@ def new_exchange(world: World, cell: Cell, *, held_outputs: int) -> EmbeddingExc
         first = 0 if cell.row_wise else rank * cell.width
         columns = tuple(first + table * cell.dim for table in range(cell.tables))
         lookups.append((LookupLayout(columns, dims, cell.row_wise),))
-    return EmbeddingExchange(
+    return EmbeddingWorkspace(
         world.symmetric,
         ExchangeLayout(tuple(lookups), cell.columns(world.size)),
         name=f"benchmark {next(_numbers)}",
@@ -180,15 +180,15 @@ def new_exchange(world: World, cell: Cell, *, held_outputs: int) -> EmbeddingExc
     )
 
 
-def copied(world: World, cell: Cell, tables: Tables, exchange: EmbeddingExchange) -> Forward:
+def copied(world: World, cell: Cell, tables: Tables, workspace: EmbeddingWorkspace) -> Forward:
     batches = [cell.bags // world.size] * world.size
-    return lambda lookup: pooled_all_to_all(exchange, [tables.tbe(lookup.indices, lookup.offsets)], batches)
+    return lambda lookup: pooled_all_to_all(workspace, [tables.tbe(lookup.indices, lookup.offsets)], batches)
 
 
-def fused(world: World, cell: Cell, tables: Tables, exchange: EmbeddingExchange) -> Forward:
+def fused(world: World, cell: Cell, tables: Tables, workspace: EmbeddingWorkspace) -> Forward:
     batches = [cell.bags // world.size] * world.size
-    exchange.attach_tables([tables.local()])
-    return lambda lookup: embedding_all_to_all(exchange, [lookup.indices], [lookup.offsets], [], batches)
+    workspace.attach_tables([tables.local()])
+    return lambda lookup: embedding_all_to_all(workspace, [lookup.indices], [lookup.offsets], [], batches)
 
 
 class CellRun:

@@ -92,10 +92,10 @@ class Run:
 
     def compile_op(self, cells: Sequence[Product]) -> None:
         """The kernels of all cells, before the first is timed."""
-        exchange = new_exchange(self.world, "compilation", max(cell.m for cell in cells), max(cell.n for cell in cells))
+        workspace = new_exchange(self.world, "compilation", max(cell.m for cell in cells), max(cell.n for cell in cells))
 
         def call(cell: Product, schedule: str) -> None:
-            gemm_all_to_all(exchange, *self.empty_operands(cell), schedule=schedule)
+            gemm_all_to_all(workspace, *self.empty_operands(cell), schedule=schedule)
 
         compile_ahead(self.world, [partial(call, cell, schedule) for cell in cells for schedule in SCHEDULES])
 

@@ -57,7 +57,7 @@ LAYERS = (
 _ZIPF_EXPONENT = 1.0
 # Three times the L2 cache of an H200: what is read again has been evicted meanwhile.
 _ROTATED_BYTES = 180e6
-_MOST_OPERANDS = 8
+_MAX_OPERANDS = 8
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Product:
     def operands(self) -> int:
         """How many different operands take turns, so that the L2 cache does not hold the next ones."""
         bytes_ = DTYPE.itemsize * self.k * (self.m + self.n)
-        return min(_MOST_OPERANDS, math.ceil(_ROTATED_BYTES / bytes_))
+        return min(_MAX_OPERANDS, math.ceil(_ROTATED_BYTES / bytes_))
 
     def work(self, ranks: int) -> Work:
         """Operands are read once, the result is written once."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from dlrm_fused.config import Gate
 from dlrm_fused.models.expert_parallel import ExpertComputation
 from dlrm_fused.models.moe import Router
-from dlrm_fused.ops.moe.op import ExpertExchange
+from dlrm_fused.ops.moe.op import ExpertWorkspace
 
 EXCHANGE_TIMEOUT_SECONDS = 60.0
 # Where much cancels out, the errors of the baseline are a yardstick: it rounds in the same places.
@@ -78,9 +78,9 @@ def compared_with_baseline(world: World, data: LayerData, found: Mapping[str, Te
     return {"passed": passed, "errors": errors, "errors_of_baseline": of_baseline}
 
 
-def new_exchange(world: World, cell: Layer, name: str) -> ExpertExchange:
+def new_exchange(world: World, cell: Layer, name: str) -> ExpertWorkspace:
     """Collective."""
-    return ExpertExchange(
+    return ExpertWorkspace(
         world.symmetric,
         name=name,
         experts=cell.experts,
@@ -101,8 +101,8 @@ class LayerRun:
         """
         self.world, self.cell, self.seconds = world, cell, seconds
         self.data = LayerData(world, cell)
-        self.exchange = new_exchange(world, cell, cell.name)
-        self.fused, self.baseline = ExpertComputation(world.group, self.exchange), ExpertComputation(world.group)
+        self.workspace = new_exchange(world, cell, cell.name)
+        self.fused, self.baseline = ExpertComputation(world.group, self.workspace), ExpertComputation(world.group)
 
     def compute(self, by: ExpertComputation, training: bool) -> None:
         self.data.compute(by, training=training)
@@ -116,7 +116,7 @@ class LayerRun:
         contestants = {"fused": self.fused, "baseline": self.baseline}
         calls = {name: partial(self.compute, by, training) for name, by in contestants.items()}
         timings = time_interleaved(self.world, calls, self.seconds)
-        self.exchange.raise_fault()
+        self.workspace.raise_fault()
         us = {name: timing.microseconds for name, timing in timings.items()}
         least = self.least_work(ceilings, teraflops, training)
         return {
@@ -135,7 +135,7 @@ class LayerRun:
         rank, ranks = self.world.rank, self.world.size
         with torch.no_grad():
             owners = self.data.router(self.data.tokens).experts.flatten() // (self.cell.experts // ranks)
-        rows = self.world.gather(torch.bincount(owners, minlength=ranks).tolist())  # [source][owner]
+        rows = self.world.gather(torch.bincount(owners, minlength=ranks).tolist())  # [source][workspace]
         received = sum(own[rank] for own in rows)
         sent, away = sum(rows[rank]) - rows[rank][rank], received - rows[rank][rank]
         phases = [self.cell.forward_work(received, sent, away, ranks)]

@@ -13,13 +13,13 @@ from harness import Ceilings, Timing, World, captured, relative_error, time_inte
 from torch import Tensor
 
 from dlrm_fused.ops.gemm_all_to_all.kernel import gemm
-from dlrm_fused.ops.gemm_all_to_all.op import GemmExchange, gemm_all_to_all, schedule_of
+from dlrm_fused.ops.gemm_all_to_all.op import GemmWorkspace, gemm_all_to_all, schedule_of
 
 EXCHANGE_TIMEOUT_SECONDS = 60.0
 SCHEDULES = ("kernel", "chunks")
 # Shorter calls are timed in CUDA graphs, so that launches do not count.
 GRAPH_MICROSECONDS = 50.0
-# Results of an exchange that may be held. Those of a graph are held for ever.
+# Results of a workspace that may be held. Those of a graph are held for ever.
 _HELD_RESULTS = 2
 
 # The product of the operands of a number, [M, N].
@@ -110,11 +110,11 @@ class FusedProduct(ProductRun):
 
     def choose_contestants(self) -> dict[str, Multiply]:
         received = self.new_result()
-        self.exchanges = [
+        self.workspaces = [
             new_exchange(self.world, f"benchmark {number}", self.cell.m, self.cell.n)
             for number in range(-(-len(self.operands) // _HELD_RESULTS))
         ]
-        self.schedule = schedule_of(self.exchanges[0], self.cell.m, self.cell.n, self.cell.k)
+        self.schedule = schedule_of(self.workspaces[0], self.cell.m, self.cell.n, self.cell.k)
 
         def nccl(number: int) -> Tensor:
             dist.all_to_all_single(received, self.gemm(number))
@@ -122,7 +122,7 @@ class FusedProduct(ProductRun):
 
         def fused(schedule: str) -> Multiply:
             return lambda number: gemm_all_to_all(
-                self.exchanges[number // _HELD_RESULTS], *self.operands[number], schedule=schedule
+                self.workspaces[number // _HELD_RESULTS], *self.operands[number], schedule=schedule
             )
 
         others = {name: fused(name) for name in SCHEDULES if name != self.schedule and self.world.device.type == "cuda"}
@@ -130,8 +130,8 @@ class FusedProduct(ProductRun):
 
     def times(self) -> tuple[dict[str, Timing], str]:
         times = super().times()
-        for exchange in self.exchanges:
-            exchange.raise_fault()
+        for workspace in self.workspaces:
+            workspace.raise_fault()
         return times
 
     def expected(self) -> Tensor:
@@ -156,9 +156,9 @@ class FusedProduct(ProductRun):
         }
 
 
-def new_exchange(world: World, name: str, max_rows: int, max_columns: int) -> GemmExchange:
+def new_exchange(world: World, name: str, max_rows: int, max_columns: int) -> GemmWorkspace:
     """Collective."""
-    return GemmExchange(
+    return GemmWorkspace(
         world.symmetric,
         name=name,
         max_rows=max_rows,

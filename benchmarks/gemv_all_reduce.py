@@ -51,7 +51,7 @@ from harness import (
 from torch import Tensor
 from torch.nn.functional import linear
 
-from dlrm_fused.ops.gemv_all_reduce.op import GemvExchange, gemv_all_reduce
+from dlrm_fused.ops.gemv_all_reduce.op import GemvWorkspace, gemv_all_reduce
 
 EXCHANGE_TIMEOUT_SECONDS = 60.0
 # A graph makes at least so many calls, so that its launch does not count.
@@ -60,7 +60,7 @@ CALLS_OF_A_GRAPH = 48
 Multiply = Callable[[Tensor, Tensor], Tensor]
 
 
-def contestants(world: World, exchange: GemvExchange, cell: Cell, buffer: Tensor | None) -> dict[str, Multiply]:
+def contestants(world: World, workspace: GemvWorkspace, cell: Cell, buffer: Tensor | None) -> dict[str, Multiply]:
     """By name: from x [m, K / ranks] and weight [N, K / ranks] to [m, N].
 
     Args:
@@ -68,7 +68,7 @@ def contestants(world: World, exchange: GemvExchange, cell: Cell, buffer: Tensor
     """
 
     def fused(x: Tensor, weight: Tensor) -> Tensor:
-        return gemv_all_reduce(exchange, x, weight)[0]
+        return gemv_all_reduce(workspace, x, weight)[0]
 
     def nccl(x: Tensor, weight: Tensor) -> Tensor:
         out = linear(x, weight)
@@ -95,16 +95,16 @@ class CellRun:
     """One cell on this rank. Everything is collective."""
 
     def __init__(
-        self, world: World, cell: Cell, exchange: GemvExchange, weights: Tensor, buffer: Tensor | None, seconds: float
+        self, world: World, cell: Cell, workspace: GemvWorkspace, weights: Tensor, buffer: Tensor | None, seconds: float
     ) -> None:
         """Args:
         weights: [copies, N, K / ranks]; they take turns.
         seconds: of timing.
         """
-        self.world, self.cell, self.exchange, self.seconds = world, cell, exchange, seconds
+        self.world, self.cell, self.workspace, self.seconds = world, cell, workspace, seconds
         self.weights = weights
         self.inputs = draw_inputs(len(weights), cell, world.rank, world.size, world.device)
-        self.contestants = contestants(world, exchange, cell, None if cell.is_large else buffer)
+        self.contestants = contestants(world, workspace, cell, None if cell.is_large else buffer)
         self.in_graphs = world.device.type == "cuda" and not cell.is_large
         turns = max(1, CALLS_OF_A_GRAPH // len(weights)) if self.in_graphs else 1
         self.calls = turns * len(weights)
@@ -157,7 +157,7 @@ class CellRun:
     def result(self, ceilings: Ceilings) -> dict[str, Any]:
         """What the report says of the cell."""
         timings, problems = self.times()
-        self.exchange.raise_fault()
+        self.workspace.raise_fault()
         us = {name: timing.microseconds / self.calls for name, timing in timings.items()}
         expected = self.expected()
         checks = {name: self.check(name, expected) for name in timings if name != "gemm"}
@@ -212,13 +212,13 @@ class Run:
             for cell in CELLS[options.cells]()
             if re.search(options.match, cell.name) and (not options.m or cell.m in options.m)
         ]
-        self.exchanges = {size: self.exchange(size) for size in dict.fromkeys(cell.size for cell in self.cells)}
+        self.workspaces = {size: self.workspace(size) for size in dict.fromkeys(cell.size for cell in self.cells)}
         self.buffer = self.symmetric_buffer() if world.device.type == "cuda" else None
 
-    def exchange(self, size: str) -> GemvExchange:
+    def workspace(self, size: str) -> GemvWorkspace:
         """For all cells of this size. Collective."""
         cells = [cell for cell in self.cells if cell.size == size]
-        return GemvExchange(
+        return GemvWorkspace(
             self.world.symmetric,
             name=f"benchmark {size}",
             max_columns=max(cell.n for cell in cells),
@@ -259,15 +259,15 @@ class Run:
         def call(cell: Cell) -> None:
             depth = cell.depth(self.world.size)
             x, weight = (torch.empty(rows, depth, dtype=DTYPE, device=self.world.device) for rows in (cell.m, cell.n))
-            gemv_all_reduce(self.exchanges[cell.size], x, weight)
+            gemv_all_reduce(self.workspaces[cell.size], x, weight)
 
         with torch.no_grad():
             compile_ahead(self.world, [partial(call, cell) for cell in self.cells])
 
     def measure(self, cell: Cell, weights: Tensor) -> None:
         def work() -> Mapping[str, Any]:
-            exchange = self.exchanges[cell.size]
-            run = CellRun(self.world, cell, exchange, weights, self.buffer, self.options.seconds_per_cell)
+            workspace = self.workspaces[cell.size]
+            run = CellRun(self.world, cell, workspace, weights, self.buffer, self.options.seconds_per_cell)
             return run.result(self.ceilings)
 
         result = self.report.attempt(entry(cell), work)

@@ -44,7 +44,7 @@ _COLLECTIVE_LIMIT = timedelta(minutes=2)
 _SLEEP_CYCLES_PER_SECOND = 2e9  # no GPU of today runs faster by more than its sleep's margin
 _LONGEST_SLEEP_SECONDS = 0.02
 _SHORTEST_BURST_SECONDS = 2e-4
-_MOST_CALLS_IN_A_BURST = 8
+_MAX_CALLS_IN_A_BURST = 8
 
 
 @dataclass
@@ -179,7 +179,7 @@ def time_interleaved(
     estimates = world.gather({name: clock.seconds(call, 1, hosts[name]) for name, call in candidates.items()})
     longest = {name: max(estimate[name] for estimate in estimates) for name in candidates}
     slowest_host = {name: max(world.gather(hosts[name])) for name in candidates}
-    calls = {name: min(_MOST_CALLS_IN_A_BURST, max(1, round(_SHORTEST_BURST_SECONDS / longest[name]))) for name in candidates}
+    calls = {name: min(_MAX_CALLS_IN_A_BURST, max(1, round(_SHORTEST_BURST_SECONDS / longest[name]))) for name in candidates}
     a_round = sum(calls[name] * (longest[name] + 2 * slowest_host[name]) for name in candidates)
     count = max(rounds[0], min(rounds[1], int(seconds / a_round)))
 

@@ -45,7 +45,7 @@ def run(
 
     Args:
         stress: the test without a killed rank; whether it passed.
-        step: makes what is done with 0, 1, ... until a rank is lost; it raises what its exchange has seen of that.
+        step: makes what is done with 0, 1, ... until a rank is lost; it raises what its workspace has seen of that.
     """
     if options.kill_rank is not None and "RANK" not in os.environ:
         return 0 if _kill_and_judge(options) else 1

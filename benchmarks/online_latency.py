@@ -26,7 +26,7 @@ from harness import World, describe_run, open_world
 
 from dlrm_fused.config import Comm, Config, Split, load_config
 from dlrm_fused.datasets import open_dataset
-from dlrm_fused.serving.online import MOST_CANDIDATES, OnlineScorer
+from dlrm_fused.serving.online import MAX_CANDIDATES, OnlineScorer
 from dlrm_fused.training.online_evaluation import OnlineModel, RequestSamples
 from dlrm_fused.training.runtime import apply_numerics
 
@@ -36,7 +36,7 @@ UNTIMED = 20
 # Histories that are encoded for the time of that.
 ENCODINGS = 5
 # Between probabilities; sums of bf16 are rounded in other places.
-MOST_DIFFERENCE = 0.05
+MAX_DIFFERENCE = 0.05
 
 
 def build(config: Config, samples: RequestSamples, world: World, schema: Any) -> dict[str, OnlineScorer]:
@@ -105,7 +105,7 @@ def run(world: World, options: argparse.Namespace) -> bool:
     """Everything; whether the scores of the two kinds agree."""
     config = load_config(options.config, options.overrides)
     dataset = open_dataset(config, world.device)
-    rows = torch.arange(min(dataset.samples(Split.test), 2 * MOST_CANDIDATES), device=dataset.generator_device)
+    rows = torch.arange(min(dataset.samples(Split.test), 2 * MAX_CANDIDATES), device=dataset.generator_device)
     samples = RequestSamples(dataset.read(Split.test, rows), dataset.schema.history_length)
     scorers = build(config, samples, world, dataset.schema)
     report: dict[str, Any] = {
@@ -121,7 +121,7 @@ def run(world: World, options: argparse.Namespace) -> bool:
         result = time_scoring(world, scorers, samples, count, options.requests)
         world.log(line(result))
         report["scoring"].append(result)
-        report["passed"] = all(own["difference"] <= MOST_DIFFERENCE for own in report["scoring"])
+        report["passed"] = all(own["difference"] <= MAX_DIFFERENCE for own in report["scoring"])
         if world.rank == 0:
             options.output.write_text(json.dumps(report, indent=1) + "\n")
     return bool(report["passed"])

@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from dlrm_fused.config import Comm, ExpertsConfig
 from dlrm_fused.models.expert_parallel import ExpertComputation
 from dlrm_fused.models.moe import MixtureOfExperts
-from dlrm_fused.ops.moe.op import ExpertExchange
+from dlrm_fused.ops.moe.op import ExpertWorkspace
 
 STEP = "step of the layer"
 # Calls of CUDA in which the host waits, besides those with "Synchronize" in their name.
@@ -79,9 +79,9 @@ def waits_are_errors(device: torch.device) -> Iterator[None]:
 def build_step(world: World, options: argparse.Namespace) -> Callable[[], None]:
     """Forward and backward of a layer. Collective."""
     settings = ExpertsConfig(count=options.experts, top_k=options.top_k, hidden=options.hidden)
-    exchange = None
+    workspace = None
     if options.comm == Comm.fused.name:
-        exchange = ExpertExchange(
+        workspace = ExpertWorkspace(
             world.symmetric,
             name="profile",
             experts=options.experts,
@@ -91,7 +91,7 @@ def build_step(world: World, options: argparse.Namespace) -> Callable[[], None]:
             dtype=DTYPE,
             timeout_seconds=60.0,
         )
-    layer = MixtureOfExperts(options.width, settings, ExpertComputation(world.group, exchange)).to(world.device)
+    layer = MixtureOfExperts(options.width, settings, ExpertComputation(world.group, workspace)).to(world.device)
     generator = torch.Generator(world.device).manual_seed(world.rank)
     tokens = torch.randn(options.tokens, options.width, generator=generator, device=world.device, requires_grad=True)
     leaves = [tokens, *layer.parameters()]

@@ -47,8 +47,8 @@ class Work(abc.ABC):
 
     in_graph = True
 
-    def __init__(self, world: World, exchange: Exchange, name: str) -> None:
-        self.world, self.exchange, self.name = world, exchange, name
+    def __init__(self, world: World, workspace: Exchange, name: str) -> None:
+        self.world, self.workspace, self.name = world, workspace, name
         self.differing = torch.zeros((), dtype=torch.int64, device=world.device)
         self.first: list[Tensor] = []
 
@@ -68,7 +68,7 @@ class Work(abc.ABC):
         """The first time; what :meth:`check` says of it."""
         self.first = [result.clone() for result in self.compute()]
         synchronize(self.world.device)
-        self.exchange.raise_fault()
+        self.workspace.raise_fault()
         return self.check()
 
     def again(self) -> None:
@@ -117,8 +117,8 @@ class Replays:
 
     def raise_fault(self) -> None:
         """What has gone wrong on the device since."""
-        for exchange in {id(work.exchange): work.exchange for work in self.works}.values():
-            exchange.raise_fault()
+        for workspace in {id(work.workspace): work.workspace for work in self.works}.values():
+            workspace.raise_fault()
 
     def run(self, count: int) -> float:
         """So many repetitions; the seconds that they took."""

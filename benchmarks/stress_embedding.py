@@ -38,7 +38,7 @@ from torch import Tensor
 
 from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all, reference
 from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables, RowwiseAdagrad
-from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingExchange, ExchangeLayout, LookupLayout
+from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace, ExchangeLayout, LookupLayout
 from dlrm_fused.symmetric.device import uses_kernels
 
 LEARNING_RATE, EPSILON = 0.1, 1e-6
@@ -136,14 +136,14 @@ class Stress:
         self.features = features_of(world.rank, world.size, size)
         self.tables, self.state = self._make_tables()
         self.start = self.state.clone()
-        self.exchange = EmbeddingExchange(
+        self.workspace = EmbeddingWorkspace(
             world.symmetric,
             layout_of(world.size, size),
             name="stress",
             gradient_scale=1 / world.size,
             timeout_seconds=60.0,
         )
-        self.exchange.attach_tables(self.tables)
+        self.workspace.attach_tables(self.tables)
         self.mismatches = torch.zeros(epochs, len(CHECKS), dtype=torch.int64, device=world.device)
         self.delays = random.Random(seed + 1 + world.rank)
         self.held: deque[tuple[Tensor, Batch]] = deque()
@@ -199,19 +199,19 @@ class Stress:
             indices.append(drawn.to(world.device, features.index_dtype))
             offsets.append(ends.to(world.device, features.index_dtype))
             weights.append(factors.to(world.device))
-        columns = self.exchange.layout.columns
+        columns = self.workspace.layout.columns
         gradients = [torch.randn(batch, columns, generator=self._generator(number, r, 1)) for r, batch in enumerate(sizes)]
         gradient = gradients[world.rank].to(world.device)
 
-        expected_output = reference(self.exchange, indices, offsets, weights, sizes)
+        expected_output = reference(self.workspace, indices, offsets, weights, sizes)
         expected_tables = [
             self._updated(i, torch.cat(gradients).to(world.device), indices[i], offsets[i], weights[i])
             for i in range(len(self.features))
         ]
         leaves = [factors.clone().requires_grad_(factors.numel() > 0) for factors in weights]
-        output = embedding_all_to_all(self.exchange, indices, offsets, leaves, sizes)
+        output = embedding_all_to_all(self.workspace, indices, offsets, leaves, sizes)
         output.backward(gradient)
-        self.exchange.raise_fault()
+        self.workspace.raise_fault()
         errors = [(relative_error(output.detach(), expected_output), torch.float32)]
         for tables, (new_weights, momentum) in zip(self.tables, expected_tables, strict=True):
             assert isinstance(tables.optimizer, RowwiseAdagrad)
@@ -232,7 +232,7 @@ class Stress:
         self, lookup: int, upstream: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Weights and momentum after one step, in float64: of one table behind the other."""
-        tables, layout = self.tables[lookup], self.exchange.own_lookups[lookup]
+        tables, layout = self.tables[lookup], self.workspace.own_lookups[lookup]
         optimizer, bags = tables.optimizer, len(upstream)
         assert isinstance(optimizer, RowwiseAdagrad)
         sums = [torch.zeros(self.size.rows, dim, dtype=torch.float64, device=upstream.device) for dim in tables.dims]
@@ -260,7 +260,7 @@ class Stress:
         leaves = [weights.clone().requires_grad_(weights.numel() > 0) for weights in batch.weights]
         self._delay()
         with torch.set_grad_enabled(not is_evaluation):
-            output = embedding_all_to_all(self.exchange, batch.indices, batch.offsets, leaves, batch.sizes)
+            output = embedding_all_to_all(self.workspace, batch.indices, batch.offsets, leaves, batch.sizes)
         found[0] += _differing(output, batch.output)
         self._delay()
         if not is_evaluation:
@@ -310,13 +310,13 @@ def run_epochs(world: World, options: argparse.Namespace) -> bool:
         stress.epoch(number)
     synchronize(world.device)
     seconds = time.perf_counter() - began
-    stress.exchange.raise_fault()
+    stress.workspace.raise_fault()
     by_rank = world.gather(stress.mismatches.sum(0).tolist())
     wrong_epochs = sorted(
         {epoch for own in world.gather(stress.mismatches.any(1).nonzero().flatten().tolist()) for epoch in own}
     )
     mismatches = {check: sum(own[i] for own in by_rank) for i, check in enumerate(CHECKS)}
-    completed = world.gather(int(stress.exchange.forward_channel.state[0]))
+    completed = world.gather(int(stress.workspace.forward_channel.state[0]))
     report = {
         **describe_run(world, ["stress_embedding.py", *sys.argv[1:]], options.commit),
         "epochs": options.epochs,
@@ -343,7 +343,7 @@ def step(world: World, options: argparse.Namespace) -> Callable[[int], None]:
 
     def epoch(number: int) -> None:
         stress.epoch(number)
-        stress.exchange.raise_fault()
+        stress.workspace.raise_fault()
 
     return epoch
 

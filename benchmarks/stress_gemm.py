@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node=4 benchmarks/stress_gemm.py --replays 10000 --output stress.json [--tiny]
     python benchmarks/stress_gemm.py --ranks 4 --kill-rank 2 --kill-after 3 --output killed.json
 
-Products of several shapes share one exchange, expert layers have one each: some balanced, some skewed, and one with a rank that
-has no tokens. Layers run forward and backward. First results are compared with fp64, of layers with the reference in fp32;
+Products of several shapes share one workspace, expert layers have one each: some balanced, some skewed, and one with a rank
+that has no tokens. Layers run forward and backward. First results are compared with fp64, of layers with the reference in fp32;
 what replays.py does with them follows.
 
 With ``--kill-rank`` that rank kills itself meanwhile; see killed_rank.py. Exit status 1 says that something was not as it must
@@ -31,8 +31,8 @@ from replays import Replays, Work
 from torch import Tensor
 
 from dlrm_fused.models.expert_parallel import ExpertComputation
-from dlrm_fused.ops.gemm_all_to_all.op import GemmExchange, gemm_all_to_all
-from dlrm_fused.ops.moe.op import ExpertExchange
+from dlrm_fused.ops.gemm_all_to_all.op import GemmWorkspace, gemm_all_to_all
+from dlrm_fused.ops.moe.op import ExpertWorkspace
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,12 @@ TINY = Size(
 class ProductWork(Work):
     """GEMM + All-to-All of equal blocks."""
 
-    def __init__(self, world: World, exchange: GemmExchange, cell: Product, number: int) -> None:
+    def __init__(self, world: World, workspace: GemmWorkspace, cell: Product, number: int) -> None:
         """Args:
         number: of the work; says which operands it has, and its schedule.
         """
-        super().__init__(world, exchange, cell.name)
-        self.gemm_exchange, self.cell = exchange, cell
+        super().__init__(world, workspace, cell.name)
+        self.gemm_exchange, self.cell = workspace, cell
         self.schedule = SCHEDULES[number % len(SCHEDULES)]
         ((self.x, self.weight),) = cell.draw(world.rank, world.size, world.device, seed=number)
 
@@ -104,14 +104,14 @@ class LayerWork(Work):
 
     in_graph = False  # a graph would keep what the layer holds for its backward pass
 
-    def __init__(self, world: World, exchange: ExpertExchange, cell: Layer, number: int, tokens: int) -> None:
+    def __init__(self, world: World, workspace: ExpertWorkspace, cell: Layer, number: int, tokens: int) -> None:
         """Args:
         tokens: of this rank.
         """
-        super().__init__(world, exchange, cell.name)
+        super().__init__(world, workspace, cell.name)
         self.cell = cell
         self.tokens = world.gather(tokens)
-        self.computation = ExpertComputation(world.group, exchange)
+        self.computation = ExpertComputation(world.group, workspace)
         self.names: list[str] = []  # of the results
         self.data = LayerData(world, replace(cell, tokens=tokens), seed=number)
 
@@ -135,9 +135,9 @@ def make_replays(world: World, options: argparse.Namespace) -> Replays:
     size = TINY if options.tiny else FULL
     products = [replace(cell, m=cell.m * world.size) for cell in size.products]
     layers = [replace(cell, experts=cell.experts * world.size) for cell in size.layers]
-    exchange = new_exchange(world, "stress", max(cell.m for cell in products), max(cell.n for cell in products))
+    workspace = new_exchange(world, "stress", max(cell.m for cell in products), max(cell.n for cell in products))
     works: list[Work] = [
-        ProductWork(world, exchange, cell, i + j) for i, cell in enumerate(products) for j in range(size.operands)
+        ProductWork(world, workspace, cell, i + j) for i, cell in enumerate(products) for j in range(size.operands)
     ]
     for cell in layers:
         expert_exchange = new_expert_exchange(world, cell, f"stress {cell.name}")

@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node=4 benchmarks/stress_gemv.py --replays 100000 --output stress.json [--tiny]
     python benchmarks/stress_gemv.py --ranks 4 --kill-rank 2 --kill-after 3 --output killed.json
 
-Products of several shapes, of few and of many rows, with and without bias, residual and norm, share one exchange. The first
+Products of several shapes, of few and of many rows, with and without bias, residual and norm, share one workspace. The first
 result of each is compared with a product in fp64, and between the ranks; what replays.py does with them follows.
 
 With ``--kill-rank`` that rank kills itself meanwhile; see killed_rank.py. Exit status 1 says that something was not as it must
@@ -27,7 +27,7 @@ from replays import Replays, Work, count_differing
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from dlrm_fused.ops.gemv_all_reduce.op import GemvExchange, gemv_all_reduce
+from dlrm_fused.ops.gemv_all_reduce.op import GemvWorkspace, gemv_all_reduce
 
 NORM_EPS = 1e-6
 
@@ -66,12 +66,12 @@ TINY = Size(shapes=((1, 16, 16), (3, 32, 24), (70, 16, 16)), operands=2, delay=2
 class Product(Work):
     """One product with what follows it. Collective."""
 
-    def __init__(self, world: World, exchange: GemvExchange, cell: Cell, number: int) -> None:
+    def __init__(self, world: World, workspace: GemvWorkspace, cell: Cell, number: int) -> None:
         """Args:
         number: of the product; says which operands it has, and what follows it.
         """
-        super().__init__(world, exchange, cell.name)
-        self.gemv_exchange, self.cell = exchange, cell
+        super().__init__(world, workspace, cell.name)
+        self.gemv_exchange, self.cell = workspace, cell
         place = (world.rank, world.size, world.device)
         self.x = draw_inputs(1, cell, *place, seed=number)[0]
         self.weight = draw_weights(1, cell.n, cell.k, *place, seed=number)[0]
@@ -126,7 +126,7 @@ def make_replays(world: World, options: argparse.Namespace) -> Replays:
     """Collective."""
     size = TINY if options.tiny else FULL
     cells = [Cell(m, n, k * world.size) for m, n, k in size.shapes]
-    exchange = GemvExchange(
+    workspace = GemvWorkspace(
         world.symmetric,
         name="stress",
         max_columns=max(cell.n for cell in cells),
@@ -134,7 +134,7 @@ def make_replays(world: World, options: argparse.Namespace) -> Replays:
         dtype=DTYPE,
         timeout_seconds=60.0,
     )
-    products = [Product(world, exchange, cell, i + j) for i, cell in enumerate(cells) for j in range(size.operands)]
+    products = [Product(world, workspace, cell, i + j) for i, cell in enumerate(cells) for j in range(size.operands)]
     return Replays(world, products, size.delay, options.seed)
 
 

@@ -42,7 +42,7 @@ SEED = 4
 # Of a multiprocessor of an H100 or H200: memory that programs share, and elements of results that its registers have room for.
 _SHARED_BYTES = 227 * 1024
 _ACCUMULATED_ELEMENTS = 32 * 1024
-_MOST_ELEMENTS_OF_THREAD = 128
+_MAX_ELEMENTS_OF_THREAD = 128
 
 
 def chosen_tiles(cell: Product) -> Tiles:
@@ -58,7 +58,7 @@ def fits(tiles: Tiles) -> bool:
     return (
         tiles.programs * (steps + half_of_result) <= _SHARED_BYTES
         and tiles.programs * elements <= _ACCUMULATED_ELEMENTS
-        and elements <= 32 * tiles.warps * _MOST_ELEMENTS_OF_THREAD
+        and elements <= 32 * tiles.warps * _MAX_ELEMENTS_OF_THREAD
     )
 
 
@@ -78,7 +78,7 @@ class Tuning:
         self.world, self.options = world, options
         self.cells = [cell for cell in PRODUCT_CELLS[options.cells]() if re.search(options.match, cell.name)]
         most_rows, most_columns = (max(size) for size in zip(*((cell.m, cell.n) for cell in self.cells), strict=True))
-        self.exchange = new_exchange(world, "tuning", most_rows, most_columns)
+        self.workspace = new_exchange(world, "tuning", most_rows, most_columns)
         head = describe_run(world, sys.argv, options.commit)
         self.report = Report(world, options.output, head, summarize=summarize, line=line, seconds_budget=options.seconds_budget)
 
@@ -112,7 +112,7 @@ class Tuning:
     def multiply(self, choice: Choice, x: Tensor, weight: Tensor) -> None:
         gemm_tuning.override(choice.tiles)
         try:
-            gemm_all_to_all(self.exchange, x, weight, schedule=choice.schedule)
+            gemm_all_to_all(self.workspace, x, weight, schedule=choice.schedule)
         finally:
             gemm_tuning.override(None)
 
@@ -132,7 +132,7 @@ class Tuning:
             else:
                 calls[str(choice)] = partial(run, choice)
         times = time_finalists(self.world, calls, FINALISTS)
-        self.exchange.raise_fault()
+        self.workspace.raise_fault()
         by_name = {str(choice): choice for choice in choices}
         return {by_name[name]: us / len(operands) for name, us in times.items()}
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from tune_command import run_tuner, tuner_parser
 
 from dlrm_fused.ops.gemv_all_reduce import tuning as gemv_tuning
-from dlrm_fused.ops.gemv_all_reduce.op import GemvExchange, gemv_all_reduce
+from dlrm_fused.ops.gemv_all_reduce.op import GemvWorkspace, gemv_all_reduce
 from dlrm_fused.ops.gemv_all_reduce.tuning import Blocks
 
 CALLS_OF_A_GRAPH = 24
@@ -62,7 +62,7 @@ class Tuning:
             for cell in CELLS[options.cells]()
             if not cell.is_large and re.search(options.match, cell.name) and (not options.m or cell.m in options.m)
         ]
-        self.exchange = GemvExchange(
+        self.workspace = GemvWorkspace(
             world.symmetric,
             name="tuning",
             max_columns=max(cell.n for cell in self.cells),
@@ -99,7 +99,7 @@ class Tuning:
         depth = cell.depth(self.world.size)
         x, weight = (torch.empty(rows, depth, dtype=DTYPE, device=self.world.device) for rows in (cell.m, cell.n))
         gemv_tuning.override(blocks)
-        gemv_all_reduce(self.exchange, x, weight)
+        gemv_all_reduce(self.workspace, x, weight)
         gemv_tuning.override(None)
 
     def times(self, cell: Cell, shapes: list[Blocks], inputs: Tensor, weights: Tensor) -> list[tuple[Blocks, float]]:
@@ -109,7 +109,7 @@ class Tuning:
         def run(blocks: Blocks) -> None:
             gemv_tuning.override(blocks)
             for _, (x, weight) in itertools.product(range(turns), zip(inputs, weights, strict=True)):
-                gemv_all_reduce(self.exchange, x, weight)
+                gemv_all_reduce(self.workspace, x, weight)
             gemv_tuning.override(None)
 
         calls: dict[str, Callable[[], object]] = {}
@@ -122,9 +122,9 @@ class Tuning:
                 self.world.log(f"{cell.name}: {blocks}: {problem}")
             else:
                 calls[str(blocks)] = replay
-        self.exchange.raise_fault()
+        self.workspace.raise_fault()
         times = time_finalists(self.world, calls, FINALISTS)
-        self.exchange.raise_fault()
+        self.workspace.raise_fault()
         count = turns * len(weights)
         by_name = {str(blocks): blocks for blocks in shapes}
         return [(by_name[name], us / count) for name, us in times.items()]

@@ -29,7 +29,7 @@ from dlrm_fused.ops.embedding_all_to_all import tuning as lookup_tuning
 from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all
 from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables
 from dlrm_fused.ops.embedding_all_to_all.tuning import ALL, Blocks
-from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingExchange, ExchangeLayout, LookupLayout
+from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace, ExchangeLayout, LookupLayout
 from dlrm_fused.symmetric import symmetric_group
 
 # Tables and bags of each.
@@ -66,15 +66,15 @@ class Case:
         layout = ExchangeLayout(
             ((LookupLayout(tuple(range(0, self.tables * dim, dim)), (dim,) * self.tables),),), self.tables * dim
         )
-        self.exchange = EmbeddingExchange(symmetric_group(None, "cuda"), layout, name=f"tuning {size} {dim} {dtype} {rows}")
+        self.workspace = EmbeddingWorkspace(symmetric_group(None, "cuda"), layout, name=f"tuning {size} {dim} {dtype} {rows}")
         self.weights = torch.empty(self.tables * width, dtype=DTYPES[dtype], device="cuda").uniform_(-1, 1)
         offsets = tuple(range(0, self.tables * width, width))
         numbers = tuple(range(self.tables))
         shape = ((rows,) * self.tables, (dim,) * self.tables)
-        self.exchange.attach_tables([LocalTables(self.weights, offsets, *shape, numbers, False, None, False)])
+        self.workspace.attach_tables([LocalTables(self.weights, offsets, *shape, numbers, False, None, False)])
 
     def look_up(self, indices: Tensor, offsets: Tensor) -> Tensor:
-        return embedding_all_to_all(self.exchange, [indices], [offsets], [], [(offsets.numel() - 1) // self.tables])
+        return embedding_all_to_all(self.workspace, [indices], [offsets], [], [(offsets.numel() - 1) // self.tables])
 
     def fbgemm(self, dim: int) -> Any:
         """FBGEMM's module over the same memory."""

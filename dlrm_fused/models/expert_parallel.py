@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from dlrm_fused.config import Comm, Config
 from dlrm_fused.models.choice import compute_dtype, is_faster, reachable_memory
 from dlrm_fused.models.tensor_parallel import group_size
-from dlrm_fused.ops.moe.op import ExpertExchange, expert_layer, reference
+from dlrm_fused.ops.moe.op import ExpertWorkspace, expert_layer, reference
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,11 @@ class ExpertComputation:
 
     Attributes:
         group: the ranks that the experts are spread over; None: this rank alone.
-        exchange: of the fused operator, over the same ranks and for one layer; None: All-to-Alls and grouped products in turn.
+        workspace: of the fused operator, over the same ranks and for one layer; None: All-to-Alls and grouped products in turn.
     """
 
     group: ProcessGroup | None = None
-    exchange: ExpertExchange | None = None
+    workspace: ExpertWorkspace | None = None
 
     def __call__(self, x: Tensor, experts: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
         """Each token's sum over its experts. Collective over the group; in autocast's dtype where it is enabled.
@@ -35,7 +35,7 @@ class ExpertComputation:
         the groups, they are those of the mean of the ranks' losses.
 
         Args:
-            x: [T, d], this rank's tokens. Ranks with more of them than the exchange has memory for make several calls: then T
+            x: [T, d], this rank's tokens. Ranks with more of them than the workspace has memory for make several calls: then T
                 must not differ between them.
             experts: [T, k] int64, numbers of experts in the whole group; -1 for none.
             gates: [T, k] float32.
@@ -50,11 +50,11 @@ class ExpertComputation:
             dtype = torch.get_autocast_dtype(x.device.type)
         x, w_in, w_out = x.to(dtype).contiguous(), w_in.to(dtype), w_out.to(dtype)
         scale = 1 / group_size(self.group)
-        if self.exchange is None:
+        if self.workspace is None:
             return reference(self.group, x, experts, gates, w_in, w_out, scale)
-        most = self.exchange.max_tokens
+        most = self.workspace.max_tokens
         calls = zip(x.split(most), experts.split(most), gates.split(most), strict=True)
-        results = [expert_layer(self.exchange, x, experts, gates, w_in, w_out, scale) for x, experts, gates in calls]
+        results = [expert_layer(self.workspace, x, experts, gates, w_in, w_out, scale) for x, experts, gates in calls]
         return results[0] if len(results) == 1 else torch.cat(results)
 
 
@@ -82,8 +82,8 @@ def choose_computations(
         return [baseline] * layers
     most = -(-config.training.global_batch_size // dist.get_world_size()) * tokens
 
-    def exchange(layer: int) -> ExpertExchange:
-        return ExpertExchange(
+    def workspace(layer: int) -> ExpertWorkspace:
+        return ExpertWorkspace(
             memory,
             name=f"experts_{layer}",
             experts=config.model.experts.count,
@@ -93,7 +93,7 @@ def choose_computations(
             dtype=compute_dtype(config),
         )
 
-    first = exchange(0)
+    first = workspace(0)
     if config.comm is Comm.auto and not is_faster(
         _step_of_a_layer(ExpertComputation(group, first), config, width, most, device),
         _step_of_a_layer(baseline, config, width, most, device),
@@ -104,7 +104,7 @@ def choose_computations(
     ):
         first.release()
         return [baseline] * layers
-    return [ExpertComputation(group, each) for each in (first, *(exchange(layer) for layer in range(1, layers)))]
+    return [ExpertComputation(group, each) for each in (first, *(workspace(layer) for layer in range(1, layers)))]
 
 
 def _step_of_a_layer(

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from dlrm_fused.config import Comm, Config
 from dlrm_fused.models.choice import compute_dtype, is_faster, reachable_memory
 from dlrm_fused.models.tensor_parallel import RowParallelProduct
-from dlrm_fused.ops.gemv_all_reduce.op import GemvExchange
+from dlrm_fused.ops.gemv_all_reduce.op import GemvWorkspace
 
 # A block's feed-forward layer is so many times as wide as d_model.
 FEED_FORWARD_FACTOR = 4
 # Rows (tokens) of one fused call: enough to be fast, few enough for their memory to be small beside that of activations.
-_MOST_ROWS = 16_384
+_MAX_ROWS = 16_384
 
 
 def choose_product(config: Config, group: dist.ProcessGroup | None, tokens: int, device: torch.device) -> RowParallelProduct:
@@ -38,8 +38,8 @@ def choose_product(config: Config, group: dist.ProcessGroup | None, tokens: int,
         for samples in (config.training.global_batch_size, config.evaluation.global_batch_size)
     ]
     width = config.model.d_model
-    fused = fused_product(config, group, device, "row-parallel layers", width, min(max(rows), _MOST_ROWS))
-    if fused.exchange is None or config.comm is Comm.fused:
+    fused = fused_product(config, group, device, "row-parallel layers", width, min(max(rows), _MAX_ROWS))
+    if fused.workspace is None or config.comm is Comm.fused:
         return fused
     baseline = RowParallelProduct(group)
     fused_is_faster = is_faster(
@@ -58,10 +58,10 @@ def fused_product(
 ) -> RowParallelProduct:
     """Products and sums in one operator, in the dtype of ``training.precision``. Collective over the group.
 
-    Without an exchange where there is nothing to sum, with ``comm=baseline``, and if ranks cannot reach each other's memory.
+    Without a workspace where there is nothing to sum, with ``comm=baseline``, and if ranks cannot reach each other's memory.
 
     Args:
-        name, max_columns, max_rows: of the exchange.
+        name, max_columns, max_rows: of the workspace.
 
     Raises:
         UsageError, CommunicationError: as :func:`choose_product`.
@@ -72,7 +72,7 @@ def fused_product(
     if ranks is None:
         return RowParallelProduct(group)
     dtype = compute_dtype(config)
-    return RowParallelProduct(group, GemvExchange(ranks, name=name, max_columns=max_columns, dtype=dtype, max_rows=max_rows))
+    return RowParallelProduct(group, GemvWorkspace(ranks, name=name, max_columns=max_columns, dtype=dtype, max_rows=max_rows))
 
 
 def _products_of_a_block(product: RowParallelProduct, config: Config, rows: int, device: torch.device) -> Callable[[], None]:

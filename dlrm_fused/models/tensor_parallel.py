@@ -4,8 +4,8 @@ A column-parallel layer holds some of the output features and gives its part of 
 part, holds the weights of these input features, and sums the products over the ranks. Between :func:`gather_samples` and
 :func:`own_samples` the ranks of a group work on the samples of all of them, and their activations outside the cut layers are
 equal. Gradients there are those of the mean of the ranks' losses, as DDP's average is elsewhere, whether a parameter is cut
-or not. The parameters of cut layers carry ``cut_dim``, the dimension that is cut: rank r of n holds the r-th of n equal pieces
-of it.
+or not. The parameters of cut layers carry ``shard_dim``, the dimension that is cut: rank r of n holds the r-th of n equal
+pieces of it.
 
 Source: Shoeybi et al., *Megatron-LM*, arXiv 1909.08053.
 """
@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.gemv_all_reduce.op import GemvExchange, gemv_all_reduce, reference
+from dlrm_fused.ops.gemv_all_reduce.op import GemvWorkspace, gemv_all_reduce, reference
 
 NORM_EPS = 1e-6  # of all RMS norms
 
@@ -105,12 +105,12 @@ class RowParallelProduct:
 
     Attributes:
         group: the ranks that hold the pieces; None: this rank alone. One rank communicates nothing.
-        exchange: of the fused operator, over the same ranks, for any number of rows; None: a matrix product, then an
+        workspace: of the fused operator, over the same ranks, for any number of rows; None: a matrix product, then an
             all-reduce.
     """
 
     group: ProcessGroup | None = None
-    exchange: GemvExchange | None = None
+    workspace: GemvWorkspace | None = None
 
     def __call__(self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``out``, the sum over ranks of x @ weight.T, plus ``residual``, and its RMS norm times ``norm_weight``.
@@ -132,12 +132,12 @@ class RowParallelProduct:
         shape = residual.shape
         x, residual = x.to(dtype).flatten(0, -2), residual.to(dtype).flatten(0, -2)
         weight, norm_weight = weight.to(dtype), norm_weight.to(dtype)
-        if self.exchange is None:
+        if self.workspace is None:
             out, normed = reference(self.group, x, weight, None, residual, norm_weight, NORM_EPS)
         else:
-            # What the exchange has no memory for goes in several calls.
-            rows = zip(x.split(self.exchange.max_rows), residual.split(self.exchange.max_rows), strict=True)
-            results = [gemv_all_reduce(self.exchange, x, weight, None, r, norm_weight, NORM_EPS) for x, r in rows]
+            # What the workspace has no memory for goes in several calls.
+            rows = zip(x.split(self.workspace.max_rows), residual.split(self.workspace.max_rows), strict=True)
+            results = [gemv_all_reduce(self.workspace, x, weight, None, r, norm_weight, NORM_EPS) for x, r in rows]
             out, normed = results[0] if len(results) == 1 else map(torch.cat, zip(*results, strict=True))
         return out.view(shape), cast(Tensor, normed).view(shape)
 
@@ -203,5 +203,5 @@ def cut_parameter(piece: Tensor, dim: int, group: ProcessGroup | None) -> nn.Par
     """This rank's piece as a parameter; one rank alone has the whole, an ordinary parameter."""
     parameter = nn.Parameter(piece)
     if group_size(group) > 1:
-        parameter.cut_dim = dim  # type: ignore[attr-defined]
+        parameter.shard_dim = dim  # type: ignore[attr-defined]
     return parameter

@@ -38,10 +38,10 @@ from dlrm_fused.ops.gemv_all_reduce.op import gemv_all_reduce
 from dlrm_fused.serving.cached_attention import cached_attention, reference
 from dlrm_fused.symmetric.device import uses_kernels
 
-MOST_CANDIDATES = 64
+MAX_CANDIDATES = 64
 
 
-class CutTables:
+class ShardedTables:
     """All embedding tables, one below the other, cut by rows over the ranks of a group.
 
     Args:
@@ -210,8 +210,8 @@ class OnlineScorer:
     """Scores candidates against encoded histories.
 
     Args:
-        transformer: with all other modules and the tables on one device, in one dtype. The exchange of its product, if there is
-            one, must have room for 64 rows, and for as many columns as all sample features have together.
+        transformer: with all other modules and the tables on one device, in one dtype. The workspace of its product, if there
+        is one, must have room for 64 rows, and for as many columns as all sample features have together.
         tables: of all token and sample features.
         token_features, sparse_features: their names, in the order in which the model was trained on them.
         ids_per_bag: the most ids of a bag.
@@ -222,7 +222,7 @@ class OnlineScorer:
         transformer: HistoryTransformer,
         dense_arch: DenseArch,
         over_arch: TransformerOverArch,
-        tables: CutTables,
+        tables: ShardedTables,
         *,
         token_features: Sequence[str],
         sparse_features: Sequence[str],
@@ -254,7 +254,7 @@ class OnlineScorer:
             interactions: the token features of n past interactions, oldest first, of stride n; on the CPU.
 
         Raises:
-            UsageError: if there are more than the model's ``history_length``, or as :meth:`CutTables.local_rows` does.
+            UsageError: if there are more than the model's ``history_length``, or as :meth:`ShardedTables.local_rows` does.
         """
         model, count = self._transformer, interactions.stride()
         if count > model.history_length:
@@ -287,12 +287,12 @@ class OnlineScorer:
             [m] float32 probabilities, on the CPU.
 
         Raises:
-            UsageError: for another number of candidates or of dense features, or as :meth:`CutTables.local_rows` does.
+            UsageError: for another number of candidates or of dense features, or as :meth:`ShardedTables.local_rows` does.
             CommunicationError: if a peer is lost.
         """
         count = candidates.dense.shape[0]
-        if not 1 <= count <= MOST_CANDIDATES:
-            raise UsageError(f"{count} candidates; allowed: 1 to {MOST_CANDIDATES} in a call")
+        if not 1 <= count <= MAX_CANDIDATES:
+            raise UsageError(f"{count} candidates; allowed: 1 to {MAX_CANDIDATES} in a call")
         for name, ids in (("sparse", candidates.sparse), ("tokens", candidates.tokens)):
             if ids.stride() != count:
                 raise UsageError(f"{name} has stride {ids.stride()}, dense has {count} rows: they must be the same candidates")
@@ -317,7 +317,7 @@ class OnlineScorer:
     def warm_up(self) -> None:
         """Make the CUDA graphs now that the first requests of each size would make. Collective."""
         count = 1
-        while count <= MOST_CANDIDATES:
+        while count <= MAX_CANDIDATES:
             self._bucket(count)
             count *= 2
 
@@ -374,13 +374,13 @@ class OnlineScorer:
 
     def _sum_over_ranks(self, pooled: Tensor) -> Tensor:
         """[m, features, D] to its sum over the ranks."""
-        group, exchange = self._product.group, self._product.exchange
+        group, workspace = self._product.group, self._product.workspace
         rows, features, dim = pooled.shape
-        if exchange is not None:
+        if workspace is not None:
             # A product with the identity: of as few features as there are rows for, since it is read from memory.
-            together = next(n for n in range(1, features + 1) if features % n == 0 and rows * features <= n * MOST_CANDIDATES)
+            together = next(n for n in range(1, features + 1) if features % n == 0 and rows * features <= n * MAX_CANDIDATES)
             identity = self._identity[: together * dim, : together * dim]
-            return gemv_all_reduce(exchange, pooled.reshape(-1, together * dim), identity)[0].view(pooled.shape)
+            return gemv_all_reduce(workspace, pooled.reshape(-1, together * dim), identity)[0].view(pooled.shape)
         if group_size(group) > 1:
             pooled = pooled.contiguous()
             dist.all_reduce(pooled, group=group)
@@ -401,11 +401,11 @@ class OnlineScorer:
             torch.cuda.current_stream(self._device).wait_stream(self._branch)
 
     def _raise_fault(self) -> None:
-        if self._product.exchange is not None:
-            self._product.exchange.raise_fault()
+        if self._product.workspace is not None:
+            self._product.workspace.raise_fault()
 
 
-def _check_parts(modules: Sequence[nn.Module], tables: CutTables, sparse_width: int) -> None:
+def _check_parts(modules: Sequence[nn.Module], tables: ShardedTables, sparse_width: int) -> None:
     for parameter in (parameter for module in modules for parameter in module.parameters()):
         if parameter.dtype != tables.rows.dtype or parameter.device != tables.rows.device:
             raise UsageError(
@@ -413,13 +413,13 @@ def _check_parts(modules: Sequence[nn.Module], tables: CutTables, sparse_width: 
                 "they must be equal"
             )
     transformer = cast(HistoryTransformer, modules[0])
-    exchange = transformer.product.exchange
-    if exchange is None:
+    workspace = transformer.product.workspace
+    if workspace is None:
         return
-    needed = {"max_rows": MOST_CANDIDATES, "max_columns": max(transformer.d_model, sparse_width)}
+    needed = {"max_rows": MAX_CANDIDATES, "max_columns": max(transformer.d_model, sparse_width)}
     for name, value in needed.items():
-        if getattr(exchange, name) < value:
-            raise UsageError(f"exchange {exchange.name}: {name}={getattr(exchange, name)}; online scoring needs {value}")
+        if getattr(workspace, name) < value:
+            raise UsageError(f"workspace {workspace.name}: {name}={getattr(workspace, name)}; online scoring needs {value}")
 
 
 class _Bucket:

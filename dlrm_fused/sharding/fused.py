@@ -59,7 +59,7 @@ from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all
 from dlrm_fused.ops.embedding_all_to_all.pooled import pooled_all_to_all
 from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables, RowwiseAdagrad, Sgd
-from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingExchange, ExchangeLayout, LookupLayout
+from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace, ExchangeLayout, LookupLayout
 from dlrm_fused.sharding.support import TableSettings, by_table, reason_against_wire
 from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
 from dlrm_fused.symmetric.device import uses_kernels
@@ -304,9 +304,9 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 "plan, or let them run on TorchRec's own path with strict=False, comm_strict=false"
             )
         for name, reason in uncovered.items():
-            self._say_once(f"table {name} runs on TorchRec's own path, without fused communication: {reason}")
+            self.warn_once(f"table {name} runs on TorchRec's own path, without fused communication: {reason}")
 
-    def _say_once(self, message: str) -> None:
+    def warn_once(self, message: str) -> None:
         if message not in self._said and self._env.rank == 0:
             logger.warning(message)
         self._said.add(message)
@@ -343,7 +343,7 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                     f"strict fused communication (strict=True, comm_strict=true) does not cover {reason}; let such batches run "
                     "on TorchRec's own path with strict=False, comm_strict=false"
                 )
-            self._say_once(f"batches with {reason} run on TorchRec's own path, without fused communication")
+            self.warn_once(f"batches with {reason} run on TorchRec's own path, without fused communication")
             return super().compute_and_output_dist(ctx, input)
         return self._compute_and_output_dist(self._fused, ctx, input)
 
@@ -454,7 +454,7 @@ class FusedLookups:
         self._uses_kernels = uses_kernels(group.device)
         options = cast(FusedShardedEmbeddingBagCollection, module).options
         number = next(_exchange_numbers.setdefault(group, itertools.count()))
-        self._exchange = EmbeddingExchange(
+        self._workspace = EmbeddingWorkspace(
             group,
             _layout(module, shardings, group.world_size),
             name=f"{module._module_fqn or 'embeddings'} ({number})",
@@ -465,13 +465,13 @@ class FusedLookups:
         )
         if self._uses_kernels:
             modules = [module for lookup in self._lookups for module in lookup._emb_modules]
-            self._exchange.attach_tables([_local_tables(module.emb_module) for module in modules])
+            self._workspace.attach_tables([_local_tables(module.emb_module) for module in modules])
         self._check_indices = options.check_indices
 
     def __call__(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> dict[int, Tensor]:
         """Pooled embeddings of the local batch, by the number of the first of neighbouring sharding types. Collective."""
         # TorchRec divides by what is set when the collective runs.
-        self._exchange.gradient_scale = 1 / self._exchange.world_size if get_gradient_division() else 1.0
+        self._workspace.gradient_scale = 1 / self._workspace.world_size if get_gradient_division() else 1.0
         features = [input[i] for i in self.shardings]
         batch_sizes = self._batch_sizes(ctx, features[0].stride())
         output = self._in_kernels(features, batch_sizes) if self._uses_kernels else self._on_host(features, batch_sizes)
@@ -481,7 +481,7 @@ class FusedLookups:
         sizes = list(cast(Any, ctx.sharding_contexts[self.shardings[0]]).batch_size_per_rank)
         if not sizes:
             # After TrainPipelineSparseDist.attach they are missing; TorchRec then takes them for equal, too.
-            world_size = self._exchange.world_size
+            world_size = self._workspace.world_size
             if global_batch % world_size:
                 raise UsageError(
                     f"a batch of {global_batch} samples from {world_size} ranks without their sizes, which "
@@ -497,7 +497,7 @@ class FusedLookups:
             if len(lookup._emb_modules)
             for result in lookup._forward(of_sharding.split(lookup._feature_splits))
         ]
-        return pooled_all_to_all(self._exchange, pooled, batch_sizes)
+        return pooled_all_to_all(self._workspace, pooled, batch_sizes)
 
     def _in_kernels(self, features: Sequence[KeyedJaggedTensor], batch_sizes: Sequence[int]) -> Tensor:
         inputs = [
@@ -508,7 +508,7 @@ class FusedLookups:
         ]
         indices, offsets, weights = zip(*inputs, strict=True) if inputs else ((), (), ())
         is_weighted = any(weight.numel() for weight in weights)
-        return embedding_all_to_all(self._exchange, indices, offsets, weights if is_weighted else (), batch_sizes)
+        return embedding_all_to_all(self._workspace, indices, offsets, weights if is_weighted else (), batch_sizes)
 
     def _split(self, output: Tensor) -> dict[int, Tensor]:
         runs: dict[int, int] = {}

@@ -1,6 +1,6 @@
 """Which ranks share the weights of a layer, and data parallelism across those groups.
 
-A parameter whose attribute ``cut_dim`` is set is cut along that dimension: rank r of a group of n holds the r-th of n equal
+A parameter whose attribute ``shard_dim`` is set is cut along that dimension: rank r of a group of n holds the r-th of n equal
 pieces. Other groups hold the same pieces. A group is consecutive ranks:
 
 * tensor-parallel (TP) ones share the weights of the Transformer's blocks, and lie on one host;
@@ -29,17 +29,17 @@ class ModelParallelGroups:
     """The groups of this rank.
 
     Attributes:
-        layers: the ranks that share the weights of layers, this one included.
-        copies: the ranks that hold the same pieces as this one, one of each group.
+        model_parallel: the ranks that share the weights of layers, this one included.
+        data_parallel: the ranks that hold the same pieces as this one, one of each group.
     """
 
-    layers: dist.ProcessGroup
-    copies: dist.ProcessGroup
+    model_parallel: dist.ProcessGroup
+    data_parallel: dist.ProcessGroup
 
     @property
     def is_first(self) -> bool:
         """Whether this rank belongs to the first of the groups."""
-        return self.copies.rank() == 0
+        return self.data_parallel.rank() == 0
 
 
 def model_parallel_groups(model: ModelConfig) -> ModelParallelGroups | None:
@@ -116,8 +116,8 @@ def _groups_of(size: int) -> ModelParallelGroups:
     """Collective."""
     world_size = dist.get_world_size()
     return ModelParallelGroups(
-        layers=_group_of_this_rank([range(first, first + size) for first in range(0, world_size, size)]),
-        copies=_group_of_this_rank([range(piece, world_size, size) for piece in range(size)]),
+        model_parallel=_group_of_this_rank([range(first, first + size) for first in range(0, world_size, size)]),
+        data_parallel=_group_of_this_rank([range(piece, world_size, size) for piece in range(size)]),
     )
 
 
@@ -129,20 +129,20 @@ def _group_of_this_rank(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, next(m for m, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks))
 
 
-def cut_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+def sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that are cut, by their names."""
-    return {name: p for name, p in model.named_parameters() if getattr(p, "cut_dim", None) is not None}
+    return {name: p for name, p in model.named_parameters() if getattr(p, "shard_dim", None) is not None}
 
 
 def data_parallel_wrapper(model: nn.Module) -> DefaultDataParallelWrapper:
     """For DistributedModelParallel: averages over all ranks the gradients of what is neither sharded nor cut."""
-    return DefaultDataParallelWrapper(params_to_ignore=list(cut_parameters(model)))
+    return DefaultDataParallelWrapper(params_to_ignore=list(sharded_parameters(model)))
 
 
-def average_gradients(parameters: Sequence[Tensor], copies: dist.ProcessGroup) -> None:
+def average_gradients(parameters: Sequence[Tensor], data_parallel: dist.ProcessGroup) -> None:
     """Replace each gradient by its mean over the ranks that hold the same piece. Collective."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     for gradient in gradients:
-        gradient.div_(copies.size())
-    for work in [dist.all_reduce(gradient, group=copies, async_op=True) for gradient in gradients]:
+        gradient.div_(data_parallel.size())
+    for work in [dist.all_reduce(gradient, group=data_parallel, async_op=True) for gradient in gradients]:
         cast(dist.Work, work).wait()

@@ -44,8 +44,8 @@ from dlrm_fused.sharding.fused import (
 from dlrm_fused.sharding.groups import (
     ModelParallelGroups,
     average_gradients,
-    cut_parameters,
     data_parallel_wrapper,
+    sharded_parameters,
 )
 from dlrm_fused.sharding.planning import make_plan
 
@@ -188,8 +188,8 @@ def make_optimizer(
 
     def of_dense(parameters: list[Tensor]) -> torch.optim.Optimizer:
         optimizer = _dense_optimizer(parameters, config.training.dense_optimizer)
-        if groups is not None and groups.copies.size() > 1:
-            cut, copies = list(cut_parameters(model).values()), groups.copies
+        if groups is not None and groups.data_parallel.size() > 1:
+            cut, copies = list(sharded_parameters(model).values()), groups.data_parallel
             optimizer.register_step_pre_hook(lambda *_: average_gradients(cut, copies))
         return optimizer
 

@@ -103,7 +103,7 @@ class Channel:
             self._state = self.state.numpy()
             self._flags = self.flags.local.view(torch.int64).numpy()
             self._peer_flags = self.flags.addresses.tolist()
-        group.watch.on_gone(_abort(self.state, self.control))
+        group.peer_monitor.on_gone(_abort(self.state, self.control))
 
     def raise_fault(self) -> None:
         """Raise what has gone wrong, if anything. Reads host memory only: a kernel's fault shows when the kernel has ended.
@@ -113,10 +113,10 @@ class Channel:
                 any more.
         """
         kind = int(self._control[_KIND])
-        lost = self.group.watch.lost_peer()
+        lost = self.group.peer_monitor.lost_peer()
         if kind == 0 and lost is None:
             return
-        describe = self.group.watch.describe
+        describe = self.group.peer_monitor.describe
         where = f"channel {self.name}"
         if kind:
             where += f", epoch {self._control[_FAULT_EPOCH]}"
@@ -226,10 +226,10 @@ class Channel:
         """Wait until a word of this rank's flags is at least ``value``; returns it."""
         looks = 0
         sleep = _SHORTEST_SLEEP_SECONDS
-        watch = self.group.watch
+        peer_monitor = self.group.peer_monitor
         while True:
             # Asked before the look: a peer may have signalled and then ended.
-            gone = watch.lost_peer() is not None or watch.has_left(peer)
+            gone = peer_monitor.lost_peer() is not None or peer_monitor.has_left(peer)
             expired = time.monotonic() > deadline
             # The plain look is cheap, and the acquiring one orders what follows after it.
             if self._flags[index] >= value:

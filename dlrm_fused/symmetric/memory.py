@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.errors import CommunicationError, UsageError, UserError
-from dlrm_fused.symmetric.peer_monitor import PeerWatch
+from dlrm_fused.symmetric.peer_monitor import PeerMonitor
 
 logger = logging.getLogger("dlrm_fused")
 
@@ -86,7 +86,7 @@ class SymmetricGroup(abc.ABC):
         process_group: None in a single process without torch.distributed, and after ``close``.
         rank: within the process group, as all ranks here.
         device: of this rank's memory; a CUDA device has an index.
-        watch: notices when the process of another rank is gone.
+        peer_monitor: notices when the process of another rank is gone.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -97,7 +97,7 @@ class SymmetricGroup(abc.ABC):
         self._memories: list[SymmetricMemory] = []
         self._check_hosts()
         self._check_peers()
-        self.watch = PeerWatch(self.rank, self.world_size, self.gather)
+        self.peer_monitor = PeerMonitor(self.rank, self.world_size, self.gather)
 
     def _check_hosts(self) -> None:
         ranks = self.gather(lambda: (self.device.type, Host.here()))
@@ -202,7 +202,7 @@ class SymmetricGroup(abc.ABC):
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
         finally:
-            self.watch.close()
+            self.peer_monitor.close()
             self._memories.clear()
             self.process_group = None  # for its destruction, when torch's own reference goes
 

@@ -51,7 +51,7 @@ class _Address:
     token: bytes  # a stranger that finds the port does not know it
 
 
-class PeerWatch:
+class PeerMonitor:
     """Knows which ranks are gone; one per symmetric group, with a daemon thread that sleeps until something happens."""
 
     def __init__(self, rank: int, world_size: int, gather: Callable[[Callable[[], Any]], list[Any]]) -> None:
@@ -86,9 +86,9 @@ class PeerWatch:
                 self._close_sockets()
                 raise
         self._wake_reader, self._wake = socket.socketpair()
-        _watches.add(self)
+        _monitors.add(self)
         atexit.register(self.close)
-        self._thread = threading.Thread(target=self._run, name="dlrm_fused peer watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="dlrm_fused peer monitor", daemon=True)
         self._thread.start()
 
     def lost_peer(self) -> int | None:
@@ -100,7 +100,8 @@ class PeerWatch:
         return rank in self._left
 
     def on_loss(self, callback: Callable[[int], None]) -> None:
-        """Call ``callback(rank)`` when the first peer is lost, in the thread of the watch; at once if one is lost already."""
+        """Call ``callback(rank)`` when the first peer is lost, in the thread of the monitor; at once if one is lost
+        already."""
         with self._lock:
             if self._lost is None:
                 self._loss_callbacks.append(callback)
@@ -285,12 +286,12 @@ class PeerWatch:
         self._wake_reader.close()
 
 
-_watches: weakref.WeakSet[PeerWatch] = weakref.WeakSet()
+_monitors: weakref.WeakSet[PeerMonitor] = weakref.WeakSet()
 
 
 def _abandon_all() -> None:
-    for watch in list(_watches):
-        watch._abandon()
+    for monitor in list(_monitors):
+        monitor._abandon()
 
 
 os.register_at_fork(after_in_child=_abandon_all)

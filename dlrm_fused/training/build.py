@@ -20,5 +20,5 @@ def build(config: Config, schema: DatasetSchema, device: torch.device) -> Sharde
         UsageError: with ``comm_strict``, if ``comm=fused`` does not cover all of the model.
     """
     groups = model_parallel_groups(config.model)
-    task = build_model(config, schema, dist.get_world_size(), device, groups.layers if groups else None)
+    task = build_model(config, schema, dist.get_world_size(), device, groups.model_parallel if groups else None)
     return shard(task, config, schema, device, groups)

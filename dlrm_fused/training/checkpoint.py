@@ -148,7 +148,7 @@ class CheckpointFolder:
                 shutil.rmtree(doomed)
 
 
-class TensorPieces:
+class LocalShards:
     """The parts of a tensor of which this rank holds some; DCP reads and writes it like a sharded tensor.
 
     Attributes:
@@ -164,8 +164,8 @@ class TensorPieces:
         self.pieces = list(pieces)
         self.is_written = is_written
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> TensorPieces:
-        return TensorPieces(self.shape, [(at, function(tensor)) for at, tensor in self.pieces], self.is_written)
+    def map(self, function: Callable[[Tensor], Tensor]) -> LocalShards:
+        return LocalShards(self.shape, [(at, function(tensor)) for at, tensor in self.pieces], self.is_written)
 
     def piece(self, index: MetadataIndex) -> Tensor:
         return next(tensor for at, tensor in self.pieces if torch.Size(at) == index.offset)
@@ -189,13 +189,13 @@ class TensorPieces:
         return [ChunkStorageMetadata(torch.Size(at), tensor.size()) for at, tensor in self.pieces]
 
 
-State = dict[str, Tensor | TensorPieces]
+State = dict[str, Tensor | LocalShards]
 
 
 class _SavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         value = self.state_dict[index.fqn]
-        return value.piece(index) if isinstance(value, TensorPieces) else value
+        return value.piece(index) if isinstance(value, LocalShards) else value
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -209,7 +209,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         value = self.state_dict[index.fqn]
-        return value.piece(index) if isinstance(value, TensorPieces) else cast(Tensor, value)
+        return value.piece(index) if isinstance(value, LocalShards) else cast(Tensor, value)
 
 
 def model_state(sharded: ShardedModel) -> State:
@@ -223,7 +223,7 @@ def model_state(sharded: ShardedModel) -> State:
         state[f"table.{table_name(name)}.weight"] = _whole(parameter.detach())
     for name, weight in sharded.model.fused_optimizer.params.items():
         pieces = [(tuple(p.metadata.shard_offsets), p.tensor.detach()) for p in weight.local_shards()]
-        state[f"table.{table_name(name)}.weight"] = TensorPieces(tuple(weight.size()), pieces)
+        state[f"table.{table_name(name)}.weight"] = LocalShards(tuple(weight.size()), pieces)
     return state
 
 
@@ -245,28 +245,28 @@ def optimizer_state(sharded: ShardedModel) -> State:
     return state
 
 
-def of_dense(value: Tensor, parameter: Tensor | None, groups: ModelParallelGroups | None) -> Tensor | TensorPieces:
+def of_dense(value: Tensor, parameter: Tensor | None, groups: ModelParallelGroups | None) -> Tensor | LocalShards:
     """A dense parameter, or a state of its optimizer: this rank's piece of it if the parameter is cut."""
-    dim = getattr(parameter, "cut_dim", None)
+    dim = getattr(parameter, "shard_dim", None)
     if dim is None or parameter is None or groups is None or value.shape != parameter.shape:
         return value
     shape, begin = list(value.shape), [0] * value.dim()
-    shape[dim] *= groups.layers.size()
-    begin[dim] = groups.layers.rank() * value.shape[dim]
-    return TensorPieces(tuple(shape), [(tuple(begin), value)], is_written=groups.is_first)
+    shape[dim] *= groups.model_parallel.size()
+    begin[dim] = groups.model_parallel.rank() * value.shape[dim]
+    return LocalShards(tuple(shape), [(tuple(begin), value)], is_written=groups.is_first)
 
 
-def _whole(tensor: Tensor) -> TensorPieces:
-    return TensorPieces(tuple(tensor.shape), [((0, 0), tensor)], is_written=dist.get_rank() == 0)
+def _whole(tensor: Tensor) -> LocalShards:
+    return LocalShards(tuple(tensor.shape), [((0, 0), tensor)], is_written=dist.get_rank() == 0)
 
 
-def _pieces_like(weight: Any, value: Any) -> TensorPieces:
+def _pieces_like(weight: Any, value: Any) -> LocalShards:
     """The optimizer state ``value`` of a sharded table, laid out as the module docstring says."""
     pieces = list(zip(weight.local_shards(), value.local_shards(), strict=True))
     if value.dim() == 2:
-        return TensorPieces(tuple(weight.size()), [(tuple(w.metadata.shard_offsets), s.tensor.detach()) for w, s in pieces])
+        return LocalShards(tuple(weight.size()), [(tuple(w.metadata.shard_offsets), s.tensor.detach()) for w, s in pieces])
     columns = sorted({shard.shard_offsets[1] for shard in weight.metadata().shards_metadata})
-    return TensorPieces(
+    return LocalShards(
         (weight.size(0), len(columns)),
         [
             ((w.metadata.shard_offsets[0], columns.index(w.metadata.shard_offsets[1])), s.tensor.detach().unsqueeze(1))
@@ -378,16 +378,16 @@ class CheckpointWriter:
         self._folder.prune(self._settings.keep_last, self._settings.keep_best)
 
 
-def _is_written(key: str, value: Tensor | TensorPieces, rank: int) -> bool:
-    return value.is_written if isinstance(value, TensorPieces) else rank == 0 or key.startswith("random.")
+def _is_written(key: str, value: Tensor | LocalShards, rank: int) -> bool:
+    return value.is_written if isinstance(value, LocalShards) else rank == 0 or key.startswith("random.")
 
 
-def _each(value: Tensor | TensorPieces, function: Callable[[Tensor], Tensor]) -> Tensor | TensorPieces:
-    return value.map(function) if isinstance(value, TensorPieces) else function(value)
+def _each(value: Tensor | LocalShards, function: Callable[[Tensor], Tensor]) -> Tensor | LocalShards:
+    return value.map(function) if isinstance(value, LocalShards) else function(value)
 
 
-def _tensors(value: Tensor | TensorPieces) -> Iterator[Tensor]:
-    if isinstance(value, TensorPieces):
+def _tensors(value: Tensor | LocalShards) -> Iterator[Tensor]:
+    if isinstance(value, LocalShards):
         yield from (tensor for _, tensor in value.pieces)
     else:
         yield value
@@ -435,7 +435,7 @@ def restore_tensors(path: Path, state: State) -> None:
     """
     stored = RawReader(path).read_metadata().state_dict_metadata
     request: State = {}
-    averaged: list[tuple[TensorPieces, TensorPieces]] = []
+    averaged: list[tuple[LocalShards, LocalShards]] = []
     # Tables first: another data set changes the shapes of dense layers too.
     for key, value in sorted(state.items(), key=lambda item: not item[0].startswith("table.")):
         entry = stored.get(key)
@@ -444,7 +444,7 @@ def restore_tensors(path: Path, state: State) -> None:
         saved, wanted = tuple(entry.size), tuple(value.shape)
         if saved == wanted:
             request[key] = value
-        elif isinstance(value, TensorPieces) and saved[0] == wanted[0] and _is_rowwise_state(key, wanted, stored):
+        elif isinstance(value, LocalShards) and saved[0] == wanted[0] and _is_rowwise_state(key, wanted, stored):
             all_columns = _all_columns(value, saved[1])
             request[key] = all_columns
             averaged.append((value, all_columns))
@@ -463,8 +463,8 @@ def _is_rowwise_state(key: str, wanted: tuple[int, ...], stored: dict[str, Any])
     return not key.endswith(".weight") and weight is not None and wanted[1] != weight.size[1]
 
 
-def _all_columns(value: TensorPieces, columns: int) -> TensorPieces:
-    return TensorPieces(
+def _all_columns(value: LocalShards, columns: int) -> LocalShards:
+    return LocalShards(
         (value.shape[0], columns), [((at[0], 0), tensor.new_empty(len(tensor), columns)) for at, tensor in value.pieces]
     )
 

@@ -17,9 +17,9 @@ from dlrm_fused.training.evaluation import PredictionCollector, evaluate
 from dlrm_fused.training.metrics import BinaryMetricValues
 from dlrm_fused.training.run_folder import RunFolder
 from dlrm_fused.training.runtime import (
-    FailureBoard,
+    ErrorStore,
     Rank,
-    Sentinel,
+    Watchdog,
     apply_numerics,
     choose_device,
     process_group,
@@ -35,7 +35,7 @@ def evaluate_run(
     overrides: Sequence[str],
     predictions: Path | None,
     rank: Rank,
-    board: FailureBoard,
+    board: ErrorStore,
 ) -> None:
     """Evaluate a checkpoint of a run, print a table and write ``eval.json`` into the run's folder. Collective.
 
@@ -56,8 +56,8 @@ def evaluate_run(
     step = folder.checkpoints.select(checkpoint)
     device = choose_device(config.runtime.device, rank)
     apply_numerics(config)
-    with Sentinel(rank, board, config.runtime.peer_timeout_seconds) as sentinel, process_group(rank, device):
-        sentinel.peers_have_joined()
+    with Watchdog(rank, board, config.runtime.peer_timeout_seconds) as watchdog, process_group(rank, device):
+        watchdog.peers_have_joined()
         dataset = open_dataset(config, device)
         sharded = build(config, dataset.schema, device)
         restore_model(folder.checkpoints.of(step), sharded)

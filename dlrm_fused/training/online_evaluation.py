@@ -23,15 +23,15 @@ from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import CheckpointError, ConfigError, UserError
 from dlrm_fused.models.dlrm import build_transformer
 from dlrm_fused.models.row_parallel import fused_product
-from dlrm_fused.serving.online import MOST_CANDIDATES, Candidates, CutTables, OnlineScorer
+from dlrm_fused.serving.online import MAX_CANDIDATES, Candidates, OnlineScorer, ShardedTables
 from dlrm_fused.sharding.groups import ModelParallelGroups, tensor_parallel_groups
 from dlrm_fused.training.build import build
-from dlrm_fused.training.checkpoint import State, TensorPieces, of_dense, restore_model, restore_tensors
+from dlrm_fused.training.checkpoint import LocalShards, State, of_dense, restore_model, restore_tensors
 from dlrm_fused.training.run_folder import RunFolder
 from dlrm_fused.training.runtime import (
-    FailureBoard,
+    ErrorStore,
     Rank,
-    Sentinel,
+    Watchdog,
     apply_numerics,
     choose_device,
     process_group,
@@ -43,8 +43,8 @@ NUMBERS_OF_CANDIDATES = (1, 2, 4, 8, 16, 32, 64)
 # Requests whose first candidate is compared with the full model; they are one batch of it.
 _CHECKED = 4
 # Between probabilities. With bf16, autocast keeps some values of the full model in fp32.
-_MOST_DIFFERENCE = {Precision.bf16: 0.05}
-_MOST_DIFFERENCE_OTHERWISE = 1e-3
+_MAX_DIFFERENCE = {Precision.bf16: 0.05}
+_MAX_DIFFERENCE_OTHERWISE = 1e-3
 _UNTIMED = 5  # first requests of each kind
 
 
@@ -81,14 +81,14 @@ class OnlineModel:
                 f"model.experts.count={config.model.experts.count}: online scoring is for models without experts: 0"
             )
         groups = tensor_parallel_groups(config.model)
-        group, dim = groups.layers, config.embedding.dim
+        group, dim = groups.model_parallel, config.embedding.dim
         dtype = torch.bfloat16 if config.training.precision is Precision.bf16 else torch.float32
         columns = max(config.model.d_model, len(schema.sparse_features) * dim)
-        product = fused_product(config, group, device, "online scoring", columns, max(schema.history_length, MOST_CANDIDATES))
+        product = fused_product(config, group, device, "online scoring", columns, max(schema.history_length, MAX_CANDIDATES))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)  # on all ranks alike
             model = build_transformer(config, schema, product)
-        tables = CutTables({feature.name: feature.rows for feature in schema.tables}, dim, group, dtype, device)
+        tables = ShardedTables({feature.name: feature.rows for feature in schema.tables}, dim, group, dtype, device)
         for _, piece in tables.pieces().values():
             piece.uniform_(-1, 1)
         # Not the model itself: the tables in it are on the meta device.
@@ -115,13 +115,13 @@ class OnlineModel:
         restore_tensors(checkpoint, self.state)
 
 
-def _state(parts: dict[str, torch.nn.Module], tables: CutTables, groups: ModelParallelGroups) -> State:
+def _state(parts: dict[str, torch.nn.Module], tables: ShardedTables, groups: ModelParallelGroups) -> State:
     state: State = {}
     for part, module in parts.items():
         for name, parameter in module.named_parameters():
             state[f"dense.model.{part}.{name}"] = of_dense(parameter.detach(), parameter, groups)
     for table, (first, piece) in tables.pieces().items():
-        state[f"table.{table}.weight"] = TensorPieces((tables.features[table], tables.dim), [((first, 0), piece)])
+        state[f"table.{table}.weight"] = LocalShards((tables.features[table], tables.dim), [((first, 0), piece)])
     return state
 
 
@@ -132,7 +132,7 @@ def score_run_online(
     overrides: Sequence[str],
     requests: int,
     rank: Rank,
-    board: FailureBoard,
+    board: ErrorStore,
 ) -> None:
     """Score requests of a split with a checkpoint of a run, print latencies, and write ``online.json``. Collective.
 
@@ -157,15 +157,15 @@ def score_run_online(
     step = folder.checkpoints.select(checkpoint)
     device = choose_device(config.runtime.device, rank)
     apply_numerics(config)
-    with Sentinel(rank, board, config.runtime.peer_timeout_seconds) as sentinel, process_group(rank, device):
-        sentinel.peers_have_joined()
+    with Watchdog(rank, board, config.runtime.peer_timeout_seconds) as watchdog, process_group(rank, device):
+        watchdog.peers_have_joined()
         dataset = open_dataset(config, device)
         samples = _read(dataset, split, requests)
         model = OnlineModel.build(config, dataset.schema, device, samples.longest_bag())
         model.restore(folder.checkpoints.of(step))
         expected = _full_model(config, dataset.schema, device, folder.checkpoints.of(step), samples)
         difference = _difference(model.scorer, samples, expected)
-        if not difference <= _MOST_DIFFERENCE.get(config.training.precision, _MOST_DIFFERENCE_OTHERWISE):
+        if not difference <= _MAX_DIFFERENCE.get(config.training.precision, _MAX_DIFFERENCE_OTHERWISE):
             raise RuntimeError(f"scores differ from those of the full model by up to {difference:.2g}")
         report = {"requests": requests, "difference_from_full_model": difference, **_replay(model.scorer, samples, requests)}
         error: UserError | None = None
@@ -233,9 +233,9 @@ def _select(bags: KeyedJaggedTensor, chosen: Tensor) -> KeyedJaggedTensor:
 
 def _read(dataset: Dataset, split: Split, requests: int) -> RequestSamples:
     available = dataset.samples(split)
-    if available < MOST_CANDIDATES:
-        raise ConfigError(f"--split {split.name}: it has {available} samples; --online needs {MOST_CANDIDATES} at least")
-    rows = torch.arange(min(available, max(requests, MOST_CANDIDATES)), device=dataset.generator_device)
+    if available < MAX_CANDIDATES:
+        raise ConfigError(f"--split {split.name}: it has {available} samples; --online needs {MAX_CANDIDATES} at least")
+    rows = torch.arange(min(available, max(requests, MAX_CANDIDATES)), device=dataset.generator_device)
     return RequestSamples(dataset.read(split, rows), dataset.schema.history_length)
 
 
@@ -256,7 +256,7 @@ def _difference(scorer: OnlineScorer, samples: RequestSamples, expected: Tensor)
     difference = 0.0
     for sample, probability in enumerate(expected.tolist()):
         history = scorer.encode(samples.history(sample))
-        for count in (1, MOST_CANDIDATES):
+        for count in (1, MAX_CANDIDATES):
             score = float(scorer.score(history, samples.candidates(sample, count))[0])
             difference = max(difference, abs(score - probability))
     return difference

@@ -1,9 +1,9 @@
 """What surrounds the work of one process: its rank and device, process groups, log lines, and failing together.
 
 A run ends on all ranks when it ends on one. Every rank reports a failure to a key-value store that all ranks can reach
-(that of torchrun's rendezvous), and a thread of each rank, the :class:`Sentinel`, looks there once a second; it also gives
+(that of torchrun's rendezvous), and a thread of each rank, the :class:`Watchdog`, looks there once a second; it also gives
 signs of life, and watches those of the next rank, so that a host that has vanished is noticed. The main thread may be blocked
-in a collective that will never complete; hence the sentinel ends the process itself.
+in a collective that will never complete; hence the watchdog ends the process itself.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _MENDABLE = {
 }
 _HEARTBEAT_SECONDS = 1.0
 _STORE_TIMEOUT = timedelta(seconds=10)
-# A collective that outlasts this was caused by something the sentinel did not see.
+# A collective that outlasts this was caused by something the watchdog did not see.
 _COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
@@ -90,13 +90,14 @@ def configure_logging(rank: Rank) -> None:
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Of a program whose work is run by :func:`run_together`, so that one rank tells the user what is wrong, not each."""
+    """Of a program whose work is run by :func:`run_with_error_reporting`, so that one rank tells the user what is wrong, not
+    each."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; {' '.join(self.format_usage().split())}")
 
 
-class FailureBoard:
+class ErrorStore:
     """Where the first failure of a run is written, for all ranks to see."""
 
     def __init__(self, rank: Rank) -> None:
@@ -148,7 +149,7 @@ def _is_agents_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-class Sentinel:
+class Watchdog:
     """Ends this process when another rank has failed or vanished.
 
     Use as a context around all that other ranks take part in, and call :meth:`peers_have_joined` when the process group is up:
@@ -164,7 +165,7 @@ class Sentinel:
     """
 
     def __init__(
-        self, rank: Rank, board: FailureBoard, peer_timeout_seconds: float, end: Callable[[str | None], None] | None = None
+        self, rank: Rank, board: ErrorStore, peer_timeout_seconds: float, end: Callable[[str | None], None] | None = None
     ) -> None:
         self._rank = rank
         self._board = board
@@ -174,11 +175,11 @@ class Sentinel:
         self._contacts = 0
         self._expects_signs = False
         self._threads = [
-            threading.Thread(target=work, name=f"sentinel-{work.__name__.strip('_')}", daemon=True)
+            threading.Thread(target=work, name=f"watchdog-{work.__name__.strip('_')}", daemon=True)
             for work in (self._exchange_signs, self._watch_contact)
         ]
 
-    def __enter__(self) -> Sentinel:
+    def __enter__(self) -> Watchdog:
         self._start()
         return self
 
@@ -266,7 +267,7 @@ def _flush() -> None:
     sys.stderr.flush()
 
 
-def run_together(work: Callable[[Rank, FailureBoard], None]) -> None:
+def run_with_error_reporting(work: Callable[[Rank, ErrorStore], None]) -> None:
     """Run ``work`` on this rank; if it fails, tell all ranks and end with status 1.
 
     The first rank that fails tells the user: a :class:`UserError` as one line, anything else with its traceback.
@@ -274,7 +275,7 @@ def run_together(work: Callable[[Rank, FailureBoard], None]) -> None:
     rank = Rank.from_environment()
     configure_logging(rank)
     threading.excepthook = _thread_failed
-    board = FailureBoard(rank)
+    board = ErrorStore(rank)
     try:
         work(rank, board)
     except BaseException as error:
@@ -298,7 +299,7 @@ def _thread_failed(failure: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(failure)
 
 
-def _report(error: BaseException, rank: Rank, board: FailureBoard) -> None:
+def _report(error: BaseException, rank: Rank, board: ErrorStore) -> None:
     is_first = board.announce(f"{rank} failed: {_one_line(error) or type(error).__name__}")
     if isinstance(error, KeyboardInterrupt):
         return

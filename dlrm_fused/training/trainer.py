@@ -28,9 +28,9 @@ from dlrm_fused.training.metrics import BinaryMetricValues, LossTracker
 from dlrm_fused.training.pipeline import TrainingPipeline
 from dlrm_fused.training.run_folder import RunFolder, reaches_target
 from dlrm_fused.training.runtime import (
-    FailureBoard,
+    ErrorStore,
     Rank,
-    Sentinel,
+    Watchdog,
     apply_numerics,
     choose_device,
     process_group,
@@ -45,7 +45,7 @@ logger = logging.getLogger("dlrm_fused")
 _TIMED_STEPS_APART = 8
 
 
-def train(config: Config, rank: Rank, board: FailureBoard) -> None:
+def train(config: Config, rank: Rank, board: ErrorStore) -> None:
     """Train as the config says, on this rank of the run; continues a run of the same name.
 
     Raises:
@@ -54,8 +54,8 @@ def train(config: Config, rank: Rank, board: FailureBoard) -> None:
     folder = RunFolder(config.run_dir)
     device = choose_device(config.runtime.device, rank)
     apply_numerics(config)
-    with Sentinel(rank, board, config.runtime.peer_timeout_seconds) as sentinel, process_group(rank, device):
-        sentinel.peers_have_joined()
+    with Watchdog(rank, board, config.runtime.peer_timeout_seconds) as watchdog, process_group(rank, device):
+        watchdog.peers_have_joined()
         if _agree(folder.is_finished(config) if config.checkpoint.resume else False):
             logger.info("%s is finished: %s", folder.path, folder.summary())
             return

@@ -35,9 +35,9 @@ from dlrm_fused.datasets import Dataset, open_dataset
 from dlrm_fused.sharding.parallel import ShardedModel
 from dlrm_fused.training import trainer
 from dlrm_fused.training.build import build
-from dlrm_fused.training.checkpoint import CheckpointFolder, TensorPieces, model_state, optimizer_state, restore
+from dlrm_fused.training.checkpoint import CheckpointFolder, LocalShards, model_state, optimizer_state, restore
 from dlrm_fused.training.offline_evaluation import evaluate_run
-from dlrm_fused.training.runtime import FailureBoard, Rank, process_group
+from dlrm_fused.training.runtime import ErrorStore, Rank, process_group
 
 _RANK_TIMEOUT_SECONDS = 240.0
 # Once CUDA is initialized, as some imports do, a process cannot be forked.
@@ -189,7 +189,7 @@ def start_training(config: Config, ranks: int) -> Ranks:
 
 def _train(config: Config) -> None:
     rank = Rank.from_environment()
-    trainer.train(config, rank, FailureBoard(rank))
+    trainer.train(config, rank, ErrorStore(rank))
 
 
 def evaluate(run: Path, ranks: int, *overrides: str, checkpoint: str = "last", split: str = "test") -> dict[str, Any]:
@@ -200,7 +200,7 @@ def evaluate(run: Path, ranks: int, *overrides: str, checkpoint: str = "last", s
 
 def _evaluate(run: Path, checkpoint: str, split: Split, overrides: Sequence[str]) -> None:
     rank = Rank.from_environment()
-    evaluate_run(run, checkpoint, split, overrides, None, rank, FailureBoard(rank))
+    evaluate_run(run, checkpoint, split, overrides, None, rank, ErrorStore(rank))
 
 
 Pieces = dict[str, list[tuple[tuple[int, int], Tensor]]]
@@ -221,7 +221,7 @@ def _load_tables(config: Config, step: int | None) -> Pieces:
         if step is not None:
             restore(folder.of(step), sharded, folder.progress(step), device)
         state = {**model_state(sharded), **optimizer_state(sharded)}
-        return {key: value.pieces for key, value in state.items() if isinstance(value, TensorPieces)}
+        return {key: value.pieces for key, value in state.items() if isinstance(value, LocalShards)}
 
 
 @contextmanager

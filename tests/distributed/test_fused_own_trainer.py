@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.ops.embedding_all_to_all.pooled import pooled_all_to_all
-from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingExchange, ExchangeLayout, LookupLayout
+from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace, ExchangeLayout, LookupLayout
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import run_ranks
@@ -71,7 +71,7 @@ def _run_the_readme(of_ranks: list[Tensor], batch_sizes: list[int]) -> tuple[Ten
     with process_group(rank, device):
         pooled = of_ranks[rank.index].clone().requires_grad_()
         names: dict[str, object] = {"pooled": pooled, "batch_sizes": batch_sizes, "device": device, "dist": dist}
-        operators = (EmbeddingExchange, ExchangeLayout, LookupLayout, pooled_all_to_all, symmetric_group)
+        operators = (EmbeddingWorkspace, ExchangeLayout, LookupLayout, pooled_all_to_all, symmetric_group)
         names.update({operator.__name__: operator for operator in operators})
         exec(code, names)
         output = names["output"]

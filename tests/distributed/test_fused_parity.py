@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dlrm_fused.config import Config
 from dlrm_fused.training import trainer
-from dlrm_fused.training.runtime import FailureBoard, Rank
+from dlrm_fused.training.runtime import ErrorStore, Rank
 from tests.distributed.launch import losses, metrics, run_ranks, small_config, summary, train
 
 STEPS = "training.max_steps=60"
@@ -125,4 +125,4 @@ def _train_with_slow_lookups_on_rank_1(config: Config) -> None:
         return look_up(*arguments, **keywords)
 
     SplitTableBatchedEmbeddingBagsCodegen.forward = look_up_slowly
-    trainer.train(config, rank, FailureBoard(rank))
+    trainer.train(config, rank, ErrorStore(rank))

@@ -14,7 +14,15 @@ import torch
 import torch.distributed as dist
 
 from dlrm_fused.errors import ConfigError, DataError
-from dlrm_fused.training.runtime import FailureBoard, Rank, Sentinel, logger, process_group, raise_together, run_together
+from dlrm_fused.training.runtime import (
+    ErrorStore,
+    Rank,
+    Watchdog,
+    logger,
+    process_group,
+    raise_together,
+    run_with_error_reporting,
+)
 from tests.distributed.launch import Ended, run_program, run_ranks
 
 CPU = torch.device("cpu")
@@ -27,12 +35,12 @@ def run(folder: Path, work: Work, ranks: int = 2) -> Ended:
 
 
 def together(work: Work) -> None:
-    def in_group(rank: Rank, board: FailureBoard) -> None:
-        with Sentinel(rank, board, PEER_TIMEOUT_SECONDS) as sentinel, process_group(rank, CPU):
-            sentinel.peers_have_joined()
+    def in_group(rank: Rank, board: ErrorStore) -> None:
+        with Watchdog(rank, board, PEER_TIMEOUT_SECONDS) as watchdog, process_group(rank, CPU):
+            watchdog.peers_have_joined()
             work(rank)
 
-    run_together(in_group)
+    run_with_error_reporting(in_group)
 
 
 def errors(ended: Ended) -> list[str]:

@@ -11,7 +11,7 @@ from dlrm_fused.config import ModelConfig
 from dlrm_fused.errors import UsageError
 from dlrm_fused.models.tensor_parallel import RowParallelProduct
 from dlrm_fused.models.transformer import HistoryTransformer
-from dlrm_fused.ops.gemv_all_reduce.op import GemvExchange
+from dlrm_fused.ops.gemv_all_reduce.op import GemvWorkspace
 from dlrm_fused.sharding.groups import tensor_parallel_groups
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
@@ -60,19 +60,19 @@ def on_ranks(tensor_parallel: int, fused: bool) -> tuple[Tensor, dict[str, Tenso
         groups = tensor_parallel_groups(ModelConfig(tensor_parallel=tensor_parallel, heads=SHAPE["heads"]))
         exchange = None
         if fused:
-            memory = symmetric_group(groups.layers)
+            memory = symmetric_group(groups.model_parallel)
             rows = SAMPLES * (HISTORY + 1) // 3  # fewer than there are: several calls
-            exchange = GemvExchange(memory, name="test", max_columns=SHAPE["d_model"], dtype=torch.float32, max_rows=rows)
-        model = transformer(RowParallelProduct(groups.layers, exchange))
+            exchange = GemvWorkspace(memory, name="test", max_columns=SHAPE["d_model"], dtype=torch.float32, max_rows=rows)
+        model = transformer(RowParallelProduct(groups.model_parallel, exchange))
         encoded, gradients = encodings_and_gradients(model, rank.index, rank.world_size)
         gathered = {"encoded": whole(encoded, 0, dist.group.WORLD), "tokens": whole(gradients["tokens"], 0, dist.group.WORLD)}
         weights = {}
         for name, parameter in model.named_parameters():
-            dim = getattr(parameter, "cut_dim", None)
+            dim = getattr(parameter, "shard_dim", None)
             # What data parallelism does: cut parameters have no copies within the group.
-            mean = average(gradients[name], dist.group.WORLD if dim is None else groups.copies)
-            gathered[name] = whole(mean, dim, groups.layers)
-            weights[name] = whole(parameter.detach(), dim, groups.layers)
+            mean = average(gradients[name], dist.group.WORLD if dim is None else groups.data_parallel)
+            gathered[name] = whole(mean, dim, groups.model_parallel)
+            weights[name] = whole(parameter.detach(), dim, groups.model_parallel)
         if exchange is not None:
             exchange.group.close()
         return gathered.pop("encoded"), gathered, weights

@@ -95,7 +95,7 @@ def settled(message: str) -> str:
     message = re.sub(r"rank (\d) on \S+ \(pid \d+\)", r"rank \1 on node0 (pid N)", message)
     message = re.sub(r"pid:\[\d+\]", "pid:[N]", message)
     message = re.sub(r"has [\d.]+ \w+ available", "has N GB available", message)
-    return re.sub(r"exchange=\d+", "exchange=N", message).replace("|", "\\|").replace("<", "&lt;")
+    return re.sub(r"workspace=\d+", "workspace=N", message).replace("|", "\\|").replace("<", "&lt;")
 
 
 @pytest.mark.slow

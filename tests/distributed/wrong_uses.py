@@ -1,4 +1,4 @@
-"""Wrong uses of exchanges, operators and the sharder, as a table, and what tries them on two ranks.
+"""Wrong uses of workspaces, operators and the sharder, as a table, and what tries them on two ranks.
 
 The operators' kernels need Triton's interpreter here, which Triton decides on when it is imported: :func:`write_outcomes` is
 the program that tries the cases of a process with it, or without.
@@ -27,7 +27,7 @@ from dlrm_fused.errors import CommunicationError, UserError
 from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all
 from dlrm_fused.ops.embedding_all_to_all.pooled import pooled_all_to_all
 from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables, RowwiseAdagrad
-from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingExchange, ExchangeLayout, LookupLayout
+from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace, ExchangeLayout, LookupLayout
 from dlrm_fused.sharding import FusedEmbeddingBagCollectionSharder
 from dlrm_fused.symmetric import memory, symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
@@ -71,7 +71,7 @@ LAYOUT = ExchangeLayout(tuple((own, ROW_WISE) for own in LOOKUPS), WIDTH)
 
 
 class Pooled(Scene):
-    """``pooled_all_to_all`` over an exchange that is in use."""
+    """``pooled_all_to_all`` over a workspace that is in use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,22 +82,22 @@ class Pooled(Scene):
         self.pooled = self.by_rank[self.rank]
         self.held = [pooled_all_to_all(self.correct, self.pooled, BATCHES).detach()]
 
-    def make(self, layout: Any = LAYOUT, **settings: Any) -> EmbeddingExchange:
+    def make(self, layout: Any = LAYOUT, **settings: Any) -> EmbeddingWorkspace:
         defaults = {"name": NAME, "gradient_scale": 0.5, "timeout_seconds": TIMEOUT_SECONDS}
-        return EmbeddingExchange(self.group, layout, **{**defaults, **settings})
+        return EmbeddingWorkspace(self.group, layout, **{**defaults, **settings})
 
     def begin(self) -> None:
-        self.exchange = self.make()
-        self.held[1:] = [pooled_all_to_all(self.exchange, self.pooled, BATCHES).detach()]
+        self.workspace = self.make()
+        self.held[1:] = [pooled_all_to_all(self.workspace, self.pooled, BATCHES).detach()]
 
     def tables(self) -> Sequence[Tensor]:
         return self.pooled
 
     def call(self, pooled: Sequence[Tensor] | None = None, batch_sizes: Sequence[int] = BATCHES) -> Tensor:
-        return pooled_all_to_all(self.exchange, self.pooled if pooled is None else pooled, batch_sizes)
+        return pooled_all_to_all(self.workspace, self.pooled if pooled is None else pooled, batch_sizes)
 
     def backward(self, upstream: Tensor) -> None:
-        torch.ops.dlrm_fused.pooled_all_to_all_backward(upstream, BATCHES, self.exchange.handle)
+        torch.ops.dlrm_fused.pooled_all_to_all_backward(upstream, BATCHES, self.workspace.handle)
 
     def difference(self) -> float:
         inputs = [tensor.clone().requires_grad_() for tensor in self.pooled]
@@ -116,12 +116,12 @@ class Pooled(Scene):
 
 
 def settings(**wrong: Any) -> Callable[[Pooled, bool], object]:
-    """Make an exchange with other settings."""
+    """Make a workspace with other settings."""
     return lambda scene, is_wrong: scene.make(**(wrong if is_wrong else {}))
 
 
 def layout(*lookups: Sequence[LookupLayout], columns: int = WIDTH) -> Callable[[Pooled, bool], object]:
-    """Make an exchange with another layout."""
+    """Make a workspace with another layout."""
     return settings(layout=ExchangeLayout(tuple(tuple(own) for own in lookups), columns))
 
 
@@ -134,7 +134,7 @@ def in_the_first_call(attempt: Callable[[Pooled, bool], object]) -> Callable[[Po
     """Before there is memory, which all ranks allocate together."""
 
     def first(scene: Pooled, is_wrong: bool) -> None:
-        scene.exchange = scene.make()
+        scene.workspace = scene.make()
         attempt(scene, is_wrong)
 
     return first
@@ -148,7 +148,7 @@ def gradient(change: Callable[[Tensor], Tensor]) -> Callable[[Any, bool], object
     """Give the backward operator another gradient."""
 
     def attempt(scene: Any, is_wrong: bool) -> None:
-        right = torch.ones(BATCHES[scene.rank], scene.exchange.layout.columns)
+        right = torch.ones(BATCHES[scene.rank], scene.workspace.layout.columns)
         scene.backward(change(right) if is_wrong else right)
 
     return attempt
@@ -182,12 +182,12 @@ def join_as_a_stranger(scene: Scene, is_wrong: bool) -> None:
 
 
 def use_a_dropped_exchange(scene: Pooled, is_wrong: bool) -> None:
-    handle, scene.exchange = scene.exchange.handle, None  # type: ignore[assignment]
+    handle, scene.workspace = scene.workspace.handle, None  # type: ignore[assignment]
     torch.ops.dlrm_fused.pooled_all_to_all(scene.correct.anchor, scene.pooled, BATCHES, handle)
 
 
 def come_too_late(scene: Pooled, is_wrong: bool) -> None:
-    scene.exchange = scene.make(timeout_seconds=0.3)
+    scene.workspace = scene.make(timeout_seconds=0.3)
     scene.call()
     if is_wrong:
         time.sleep(1.0)
@@ -212,7 +212,7 @@ EXCHANGES = [
     WrongUse("`allocate`: nothing", allocate("buffer", (0, 0)), "size=0: must be positive"),
     WrongUse(
         "batches that do not fit into memory",
-        lambda scene, _: scene.exchange.reserve([10**11] * RANKS),
+        lambda scene, _: scene.workspace.reserve([10**11] * RANKS),
         "but this host has",
         error=CommunicationError,
     ),
@@ -294,7 +294,7 @@ POOLED = [
         SECOND,
         "batch_sizes=[3, 2] on rank 0, [2, 3] on rank 1",
     ),
-    WrongUse("an exchange that is no longer", use_a_dropped_exchange, "no such EmbeddingExchange in this process"),
+    WrongUse("a workspace that is no longer", use_a_dropped_exchange, "no such EmbeddingWorkspace in this process"),
     WrongUse("backward: a gradient in fp64", gradient(Tensor.double), "the gradient is torch.float64", SECOND),
     WrongUse(
         "backward: a gradient of another batch", gradient(lambda g: g[:1]), "the gradient is torch.float32 [1, 28]", SECOND
@@ -316,7 +316,7 @@ POOLED = [
     ),
     WrongUse(
         "`embedding_all_to_all` without GPU and interpreter",
-        lambda scene, _: embedding_all_to_all(scene.exchange, [], [], [], BATCHES),
+        lambda scene, _: embedding_all_to_all(scene.workspace, [], [], [], BATCHES),
         "its kernels need a GPU or TRITON_INTERPRET=1",
     ),
 ]
@@ -332,7 +332,7 @@ class Fused(Scene):
         super().__init__()
         own = [Features((7, 5), (8, 4), (0, 1), weighted=True), Features((6,), (4,), (0,), row_wise=True)]
         self.world = World([own] * RANKS, Traffic(longest_bag=2, largest_batch=2, held_outputs=8), seed=1)
-        self.correct = self.world.exchange(self.group, NAME, timeout_seconds=TIMEOUT_SECONDS)
+        self.correct = self.world.workspace(self.group, NAME, timeout_seconds=TIMEOUT_SECONDS)
         batches = self.world.draw_batches(BATCHES)[self.rank]
         self.inputs = {
             "indices": [batch.indices for batch in batches],
@@ -343,26 +343,26 @@ class Fused(Scene):
         self.check_indices = False
 
     def begin(self) -> None:
-        self.exchange = self.make()
+        self.workspace = self.make()
         self.held[1:] = [self.call().detach()]
 
-    def make(self, **settings: Any) -> EmbeddingExchange:
-        exchange = self.world.exchange(self.group, NAME, timeout_seconds=TIMEOUT_SECONDS, **settings)
-        exchange.attach_tables(self.correct.tables)
-        return exchange
+    def make(self, **settings: Any) -> EmbeddingWorkspace:
+        workspace = self.world.workspace(self.group, NAME, timeout_seconds=TIMEOUT_SECONDS, **settings)
+        workspace.attach_tables(self.correct.tables)
+        return workspace
 
     def tables(self) -> Sequence[Tensor]:
         momenta = [tables.optimizer.momentum for tables in self.correct.tables]  # type: ignore[union-attr]
         return [*(tables.weights for tables in self.correct.tables), *momenta]
 
     def call(self, *, batch_sizes: Sequence[int] = BATCHES, **changes: list[Tensor]) -> Tensor:
-        output = embedding_all_to_all(self.exchange, **{**self.inputs, **changes}, batch_sizes=batch_sizes)
-        self.exchange.raise_fault()
+        output = embedding_all_to_all(self.workspace, **{**self.inputs, **changes}, batch_sizes=batch_sizes)
+        self.workspace.raise_fault()
         return output
 
     def backward(self, upstream: Tensor) -> None:
-        torch.ops.dlrm_fused.embedding_all_to_all_backward(upstream, *self.inputs.values(), BATCHES, self.exchange.handle)
-        self.exchange.raise_fault()
+        torch.ops.dlrm_fused.embedding_all_to_all_backward(upstream, *self.inputs.values(), BATCHES, self.workspace.handle)
+        self.workspace.raise_fault()
 
     def difference(self) -> float:
         return run_epochs(self.world, self.correct, 1).largest()
@@ -382,7 +382,7 @@ def checked(key: str, change: Callable[[Tensor], Tensor]) -> Callable[[Fused, bo
     """The same with ``check_indices``."""
 
     def attempt(scene: Fused, is_wrong: bool) -> None:
-        scene.exchange = scene.make(check_indices=True)
+        scene.workspace = scene.make(check_indices=True)
         given(key, change)(scene, is_wrong)
 
     return attempt
@@ -404,35 +404,35 @@ def weights(change: Callable[[Tensor], Tensor]) -> Callable[[Fused, bool], objec
     """Give the operator other weights than those of the attached tables."""
 
     def attempt(scene: Fused, is_wrong: bool) -> None:
-        given = [tables.weights for tables in scene.exchange.tables]
+        given = [tables.weights for tables in scene.workspace.tables]
         if is_wrong:
             given[0] = change(given[0])
         torch.ops.dlrm_fused.embedding_all_to_all(
-            scene.exchange.anchor, given, *scene.inputs.values(), BATCHES, scene.exchange.handle
+            scene.workspace.anchor, given, *scene.inputs.values(), BATCHES, scene.workspace.handle
         )
-        scene.exchange.raise_fault()
+        scene.workspace.raise_fault()
 
     return attempt
 
 
 def attach(change: Callable[[tuple[LocalTables, ...]], Sequence[LocalTables]]) -> Callable[[Fused, bool], object]:
-    return lambda scene, _: scene.exchange.attach_tables(change(scene.exchange.tables))
+    return lambda scene, _: scene.workspace.attach_tables(change(scene.workspace.tables))
 
 
 def tables(**changes: Callable[[LocalTables], object]) -> Callable[[Fused, bool], object]:
     """Describe the tables of the first lookup otherwise."""
 
     def attempt(scene: Fused, _: bool) -> None:
-        first = scene.exchange.tables[0]
+        first = scene.workspace.tables[0]
         dataclasses.replace(first, **{key: change(first) for key, change in changes.items()})
 
     return attempt
 
 
 def attach_nothing(scene: Fused, is_wrong: bool) -> None:
-    scene.exchange = EmbeddingExchange(scene.group, scene.world.layout, name=NAME, timeout_seconds=TIMEOUT_SECONDS)
+    scene.workspace = EmbeddingWorkspace(scene.group, scene.world.layout, name=NAME, timeout_seconds=TIMEOUT_SECONDS)
     if not is_wrong:
-        scene.exchange.attach_tables(scene.correct.tables)
+        scene.workspace.attach_tables(scene.correct.tables)
     scene.call()
 
 
@@ -691,7 +691,7 @@ SHARDER_WITH_KERNELS = [
 
 # By title in the document: on what they are tried, and whether that needs the kernels.
 WITHOUT_KERNELS = {
-    "Symmetric memory and exchanges": (Pooled, EXCHANGES),
+    "Symmetric memory and workspaces": (Pooled, EXCHANGES),
     "`pooled_all_to_all`": (Pooled, POOLED),
     "The sharder": (Sharded, SHARDER),
     "`gemv_all_reduce`": (gemv.Product, gemv.USES),

@@ -1,6 +1,6 @@
 """The fused lookup and its backward pass on several GPUs: results, CUDA graphs, torch.compile, opcheck, faults.
 
-All checks run in one launch of ranks, one after the other; each has an exchange of its own. With ``TRITON_INTERPRET=1`` they
+All checks run in one launch of ranks, one after the other; each has a workspace of its own. With ``TRITON_INTERPRET=1`` they
 run on the CPU too, without CUDA graphs.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all
-from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingExchange
+from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
 from dlrm_fused.symmetric import SymmetricGroup
 from tests.distributed.launch import run_ranks
 from tests.gpu.all_ranks import MARKS, ON_GPU, RANKS, captured, delay, failures_of
@@ -66,18 +66,18 @@ def expect(result: Result, output: float, tables: float) -> None:
 def epochs_in_fp32(group: SymmetricGroup, index_dtype: torch.dtype, optimizer: str) -> None:
     traffic = Traffic(optimizer=optimizer, longest_bag=BAG, largest_batch=BATCH)
     world = world_of(group.world_size, traffic, index_dtype=index_dtype)
-    exchange = world.exchange(group, f"{index_dtype} {optimizer}", timeout_seconds=TIMEOUT_SECONDS)
+    workspace = world.workspace(group, f"{index_dtype} {optimizer}", timeout_seconds=TIMEOUT_SECONDS)
     # More outputs are held than symmetric memory has room for.
-    expect(run_epochs(world, exchange, EPOCHS, delays(group.rank), hold=5), output=1e-4, tables=1e-4)
+    expect(run_epochs(world, workspace, EPOCHS, delays(group.rank), hold=5), output=1e-4, tables=1e-4)
 
 
 def one_epoch(group: SymmetricGroup, dtype: torch.dtype, forward_wire: torch.dtype, backward_wire: torch.dtype) -> None:
     traffic = Traffic(forward_wire=forward_wire, backward_wire=backward_wire, largest_batch=BATCH)
     world = world_of(group.world_size, traffic, dtype)
-    exchange = world.exchange(group, f"{dtype} {forward_wire} {backward_wire}", timeout_seconds=TIMEOUT_SECONDS)
+    workspace = world.workspace(group, f"{dtype} {forward_wire} {backward_wire}", timeout_seconds=TIMEOUT_SECONDS)
     # Values and gradients of some units, rounded once on the wire; partial sums of every rank. Updated tables once more.
     output, gradient, rounding = (0 if kind == FP32 else torch.finfo(kind).eps for kind in (forward_wire, backward_wire, dtype))
-    result = run_epochs(world, exchange, 1)
+    result = run_epochs(world, workspace, 1)
     of_ranks = [0.0] * group.world_size
     dist.all_gather_object(of_ranks, result.output)
     expect(result, output=1e-4 + 8 * max(output, gradient), tables=1e-4 + 8 * gradient + rounding)
@@ -87,10 +87,10 @@ def one_epoch(group: SymmetricGroup, dtype: torch.dtype, forward_wire: torch.dty
 def many_batch_sizes(group: SymmetricGroup) -> None:
     """The memory grows, and some ranks have no samples."""
     world = world_of(group.world_size, Traffic(longest_bag=2))
-    exchange = world.exchange(group, "growing", timeout_seconds=TIMEOUT_SECONDS)
+    workspace = world.workspace(group, "growing", timeout_seconds=TIMEOUT_SECONDS)
     for largest in (1, 2, 40 if ON_GPU else 4, 3):
         world._traffic = replace(world._traffic, largest_batch=largest)
-        expect(run_epochs(world, exchange, 2), output=1e-4, tables=1e-4)
+        expect(run_epochs(world, workspace, 2), output=1e-4, tables=1e-4)
 
 
 def redraw(world: World, batches: list[list[_Batch]], batch: int) -> None:
@@ -106,17 +106,17 @@ def redraw(world: World, batches: list[list[_Batch]], batch: int) -> None:
 def replays_of_a_graph(group: SymmetricGroup, training: bool) -> None:
     """Inputs and gradients are changed in place; every replay is an epoch with the values of its time."""
     world = world_of(group.world_size, Traffic(optimizer="sgd"))
-    exchange = world.exchange(group, f"graph, training: {training}", timeout_seconds=TIMEOUT_SECONDS)
+    workspace = world.workspace(group, f"graph, training: {training}", timeout_seconds=TIMEOUT_SECONDS)
     sizes = [3 + rank for rank in range(group.world_size)]
     batches, device = world.draw_batches(sizes), group.device
     own = batches[group.rank]
     indices, offsets = [batch.indices.to(device) for batch in own], [batch.offsets.to(device) for batch in own]
     weights = [batch.weights.to(device) for batch in own]
-    gradient = torch.zeros(sizes[group.rank], exchange.layout.columns, device=device)
+    gradient = torch.zeros(sizes[group.rank], workspace.layout.columns, device=device)
 
     def step() -> Tensor:
         with torch.set_grad_enabled(training):
-            output = embedding_all_to_all(exchange, indices, offsets, weights, sizes)
+            output = embedding_all_to_all(workspace, indices, offsets, weights, sizes)
         if training:
             output.backward(gradient)
         return output.detach()
@@ -135,10 +135,10 @@ def replays_of_a_graph(group: SymmetricGroup, training: bool) -> None:
         if training:
             world.update(batches, [0.01 * own_gradient for own_gradient in gradients], group.rank)
         assert _difference(output, expected) < 1e-3, f"replay {number}"
-    exchange.raise_fault()
-    assert max(world.table_errors(exchange)) < 1e-3
+    workspace.raise_fault()
+    assert max(world.table_errors(workspace)) < 1e-3
     # Replays and other calls may follow each other.
-    eager = embedding_all_to_all(exchange, indices, offsets, weights, sizes)
+    eager = embedding_all_to_all(workspace, indices, offsets, weights, sizes)
     assert _difference(eager, world.output(batches, sizes, group.rank)) < 1e-3
 
 
@@ -146,11 +146,11 @@ def as_operator(group: SymmetricGroup, work: Callable[..., Any], *arguments: Any
     """Checks of check_operator.py, on this device."""
     world = World([[Features((7, 5), (8, 4), (0, 1), weighted=True)]] * group.world_size, Traffic(held_outputs=8), seed=1)
     name = getattr(work, "__name__", "operator")
-    exchange = world.exchange(group, name, timeout_seconds=TIMEOUT_SECONDS)
+    workspace = world.workspace(group, name, timeout_seconds=TIMEOUT_SECONDS)
     sizes = [3 - rank % 2 for rank in range(group.world_size)]
     (batch,) = world.draw_batches(sizes)[group.rank]
     tensors = (batch.indices.to(group.device), batch.offsets.to(group.device), batch.weights.to(group.device))
-    return work(exchange, *tensors, sizes, *arguments)
+    return work(workspace, *tensors, sizes, *arguments)
 
 
 def opcheck(group: SymmetricGroup) -> None:
@@ -175,22 +175,22 @@ def pooled_gradients(group: SymmetricGroup) -> None:
 def refused(group: SymmetricGroup, in_backward: bool) -> None:
     """Rank 1 makes a mistake: all ranks raise, and no table changes."""
 
-    def attempt(exchange: EmbeddingExchange, indices: Tensor, offsets: Tensor, weights: Tensor, sizes: list[int]) -> None:
-        output = embedding_all_to_all(exchange, [indices], [offsets], [weights], sizes)
-        held, tables = output.detach().clone(), exchange.tables[0]
+    def attempt(workspace: EmbeddingWorkspace, indices: Tensor, offsets: Tensor, weights: Tensor, sizes: list[int]) -> None:
+        output = embedding_all_to_all(workspace, [indices], [offsets], [weights], sizes)
+        held, tables = output.detach().clone(), workspace.tables[0]
         before = tables.weights.clone(), tables.optimizer.momentum.clone()  # type: ignore[union-attr]
         wrong = group.rank == 1
         with pytest.raises(UsageError if wrong else CommunicationError) as raised:
             if in_backward:
                 gradient = torch.ones_like(held)
-                arguments = ([indices], [offsets], [weights], sizes, exchange.handle)
+                arguments = ([indices], [offsets], [weights], sizes, workspace.handle)
                 operator = torch.ops.dlrm_fused.embedding_all_to_all_backward
                 operator(gradient.double() if wrong else gradient, *arguments)
             else:
-                embedding_all_to_all(exchange, [indices.float() if wrong else indices], [offsets], [weights], sizes)
+                embedding_all_to_all(workspace, [indices.float() if wrong else indices], [offsets], [weights], sizes)
             if ON_GPU:
                 torch.cuda.synchronize()
-            exchange.raise_fault()
+            workspace.raise_fault()
         assert ("torch.float" if wrong else "rank 1 on") in str(raised.value)
         assert torch.equal(output.detach(), held)
         assert torch.equal(tables.weights, before[0])
@@ -201,7 +201,7 @@ def refused(group: SymmetricGroup, in_backward: bool) -> None:
 
 def wrong_indices_are_found(group: SymmetricGroup) -> None:
     world = world_of(group.world_size, Traffic())
-    exchange = world.exchange(group, "checked", timeout_seconds=TIMEOUT_SECONDS, check_indices=True)
+    workspace = world.workspace(group, "checked", timeout_seconds=TIMEOUT_SECONDS, check_indices=True)
     sizes = [2] * group.world_size
     own = world.draw_batches(sizes)[group.rank]
     indices = [batch.indices.to(group.device) for batch in own]
@@ -209,7 +209,7 @@ def wrong_indices_are_found(group: SymmetricGroup) -> None:
     if group.rank == 1:
         indices[0][-1] = 1_000
     with pytest.raises(UsageError, match=r"rank 1: checked: indices\[0\] holds 1000"):
-        embedding_all_to_all(exchange, indices, offsets, weights, sizes)
+        embedding_all_to_all(workspace, indices, offsets, weights, sizes)
 
 
 CHECKS: dict[str, Callable[[SymmetricGroup], Any]] = {

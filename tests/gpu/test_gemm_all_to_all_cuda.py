@@ -1,6 +1,6 @@
 """GEMM + All-to-All on several GPUs: results, gradients, tiles, CUDA graphs, no waits of the host, torch.compile, faults.
 
-All checks run in one launch of ranks, one after the other; each has an exchange of its own. With ``TRITON_INTERPRET=1`` they
+All checks run in one launch of ranks, one after the other; each has a workspace of its own. With ``TRITON_INTERPRET=1`` they
 run on the CPU too, without CUDA graphs.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.ops.gemm_all_to_all import tuning as gemm_tuning
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups
-from dlrm_fused.ops.gemm_all_to_all.op import FP8, GemmExchange, Routes, gemm_all_to_all, reference, routed_gemm_all_to_all
+from dlrm_fused.ops.gemm_all_to_all.op import FP8, GemmWorkspace, Routes, gemm_all_to_all, reference, routed_gemm_all_to_all
 from dlrm_fused.symmetric import SymmetricGroup
 from tests.distributed.launch import run_ranks
 from tests.gpu.all_ranks import HALF, MARKS, ON_GPU, RANKS, captured, delay, failures_of, synchronize
@@ -40,11 +40,11 @@ TOLERANCE = {FP32: 1e-5, FP16: 2**-10, BF16: 2**-7}
 
 
 class Products:
-    """Products of random operands over one exchange, and what they must be."""
+    """Products of random operands over one workspace, and what they must be."""
 
     def __init__(self, group: SymmetricGroup, dtype: torch.dtype) -> None:
         self.group, self.dtype = group, dtype
-        self.exchange = GemmExchange(
+        self.workspace = GemmWorkspace(
             group,
             name="products",
             max_rows=1024 * group.world_size,
@@ -62,7 +62,7 @@ class Products:
 
     def check(self, result: Tensor, x: Tensor, weight: Tensor) -> None:
         """That it is the product, in fp64, after an All-to-All."""
-        self.exchange.raise_fault()
+        self.workspace.raise_fault()
         product = x.double() @ weight.double().T
         right = torch.empty_like(product)
         dist.all_to_all_single(right, product)
@@ -81,7 +81,7 @@ def equal_blocks(group: SymmetricGroup, dtype: torch.dtype) -> None:
         for schedule in SCHEDULES:
             given = products.draw(*shape, seed)
             delay(late)
-            held.append((gemm_all_to_all(products.exchange, *given, schedule=schedule), given))
+            held.append((gemm_all_to_all(products.workspace, *given, schedule=schedule), given))
     for result, given in held:
         products.check(result, *given)
 
@@ -91,7 +91,7 @@ def fp8_weights(group: SymmetricGroup) -> None:
     x, weight = products.draw(*SHAPES[0])
     scale = torch.rand(len(weight), device=group.device) + 0.5
     weight = weight.to(FP8)
-    products.check(gemm_all_to_all(products.exchange, x, weight, scale), x, weight.double() * scale.double()[:, None])
+    products.check(gemm_all_to_all(products.workspace, x, weight, scale), x, weight.double() * scale.double()[:, None])
 
 
 def routed(group: SymmetricGroup, dtype: torch.dtype, tile_rows: int) -> None:
@@ -100,17 +100,17 @@ def routed(group: SymmetricGroup, dtype: torch.dtype, tile_rows: int) -> None:
     _, columns, depth = SHAPES[0]
     bounds = torch.tensor([0, 1, 1, 4, 6], dtype=torch.int32, device=group.device)
     rows = 6 * tile_rows
-    homes = torch.randperm(ranks * rows, generator=torch.Generator().manual_seed(1)).view(ranks, rows).to(group.device)
+    destinations = torch.randperm(ranks * rows, generator=torch.Generator().manual_seed(1)).view(ranks, rows).to(group.device)
     own = torch.Generator().manual_seed(2 + group.rank)
     x, weight, gradient = (
         torch.randn(shape, generator=own).to(group.device, dtype)
         for shape in ((rows, depth), (4, columns, depth), (rows, columns))
     )
     weight *= depth**-0.5
-    routes = Routes(Groups(tile_rows, bounds, bounds[1:].clone()), homes[group.rank].int(), rows)
-    result = routed_gemm_all_to_all(products.exchange, x.requires_grad_(), weight.requires_grad_(), routes)
+    routes = Routes(Groups(tile_rows, bounds, bounds[1:].clone()), destinations[group.rank].int(), rows)
+    result = routed_gemm_all_to_all(products.workspace, x.requires_grad_(), weight.requires_grad_(), routes)
     result.backward(gradient)
-    products.exchange.raise_fault()
+    products.workspace.raise_fault()
 
     in_fp64 = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
     parts = in_fp64[0].split((bounds.diff() * tile_rows).tolist())
@@ -118,10 +118,10 @@ def routed(group: SymmetricGroup, dtype: torch.dtype, tile_rows: int) -> None:
     every_rank = torch.empty(ranks * rows, columns, dtype=torch.float64, device=group.device)
     dist.all_gather_into_tensor(every_rank, product.detach())
     right = torch.empty_like(every_rank)
-    right[homes.flatten()] = every_rank
+    right[destinations.flatten()] = every_rank
     products.assert_close(result.detach(), right.view(ranks, rows, columns)[group.rank])
     dist.all_gather_into_tensor(every_rank, gradient.double())
-    product.backward(every_rank[homes[group.rank]])
+    product.backward(every_rank[destinations[group.rank]])
     for leaf, expected in zip((x, weight), in_fp64, strict=True):
         assert leaf.grad is not None
         assert expected.grad is not None
@@ -139,7 +139,7 @@ def every_tile_shape(group: SymmetricGroup) -> None:
     try:
         for choice in candidates(Product(*SHAPES[0]), 14)[1:]:
             gemm_tuning.override(choice.tiles)
-            products.check(gemm_all_to_all(products.exchange, *given, schedule="kernel"), *given)
+            products.check(gemm_all_to_all(products.workspace, *given, schedule="kernel"), *given)
     finally:
         gemm_tuning.override(None)
 
@@ -149,7 +149,7 @@ def replays_of_graphs(group: SymmetricGroup) -> None:
     products, late = Products(group, HALF), random.Random(group.rank)
     given = [products.draw(*shape) for shape in SHAPES[:2]]
     replays = [
-        captured(partial(gemm_all_to_all, products.exchange, *operands, schedule=schedule))
+        captured(partial(gemm_all_to_all, products.workspace, *operands, schedule=schedule))
         for operands, schedule in zip(given, SCHEDULES, strict=True)
     ]
     eager = products.draw(*SHAPES[1], seed=1)
@@ -159,7 +159,7 @@ def replays_of_graphs(group: SymmetricGroup) -> None:
         delay(late)
         products.check(replays[number % 2](), x, weight)
         if number % 10 == 0:
-            products.check(gemm_all_to_all(products.exchange, *eager), *eager)
+            products.check(gemm_all_to_all(products.workspace, *eager), *eager)
 
 
 def gradients(group: SymmetricGroup) -> None:
@@ -168,7 +168,7 @@ def gradients(group: SymmetricGroup) -> None:
     seen = []
     for fused in (True, False):
         x, weight = (tensor.requires_grad_() for tensor in products.draw(*SHAPES[1]))
-        out = gemm_all_to_all(products.exchange, x, weight) if fused else reference(group.process_group, x, weight)
+        out = gemm_all_to_all(products.workspace, x, weight) if fused else reference(group.process_group, x, weight)
         out.sin().sum().backward()
         seen.append([out.detach(), x.grad, weight.grad])
     torch.testing.assert_close(*seen, rtol=1e-3, atol=1e-3)
@@ -182,7 +182,7 @@ def no_wait_of_the_host(group: SymmetricGroup) -> None:
         torch.cuda.set_sync_debug_mode("error" if watched else "default")
         try:
             for schedule in SCHEDULES:
-                out = gemm_all_to_all(products.exchange, x, weight, schedule=schedule)
+                out = gemm_all_to_all(products.workspace, x, weight, schedule=schedule)
                 torch.autograd.grad(out, (x, weight), out.detach())
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -193,7 +193,7 @@ def compiled(group: SymmetricGroup) -> None:
     given = products.draw(*SHAPES[1])
 
     def step(x: Tensor, weight: Tensor) -> Tensor:
-        return torch.sin(gemm_all_to_all(products.exchange, x, weight)) + 1
+        return torch.sin(gemm_all_to_all(products.workspace, x, weight)) + 1
 
     run = torch.compile(step, backend="inductor" if ON_GPU else "aot_eager", fullgraph=True)
     torch.testing.assert_close(run(*given), step(*given), rtol=1e-5, atol=1e-5)
@@ -202,7 +202,7 @@ def compiled(group: SymmetricGroup) -> None:
 def opcheck(group: SymmetricGroup) -> None:
     products = Products(group, FP32)
     given = [tensor.requires_grad_() for tensor in products.draw(*SHAPES[1])]
-    arguments = (*given, None, None, None, None, 0, 0, "auto", products.exchange.handle)
+    arguments = (*given, None, None, None, None, 0, 0, "auto", products.workspace.handle)
     torch.library.opcheck(torch.ops.dlrm_fused.gemm_all_to_all.default, arguments)
 
 
@@ -210,13 +210,13 @@ def refused(group: SymmetricGroup, change: Callable[[Tensor], Tensor], culprit: 
     """Rank 1 gives a wrong x: it is told so, the others that it was rank 1."""
     products = Products(group, FP32)
     x, weight = products.draw(*SHAPES[0])
-    held = gemm_all_to_all(products.exchange, x, weight)
+    held = gemm_all_to_all(products.workspace, x, weight)
     before = held.clone()
     wrong = group.rank == 1
     with pytest.raises(UsageError if wrong else CommunicationError) as raised:
-        gemm_all_to_all(products.exchange, change(x) if wrong else x, weight)
+        gemm_all_to_all(products.workspace, change(x) if wrong else x, weight)
         synchronize()
-        products.exchange.raise_fault()
+        products.workspace.raise_fault()
     assert (culprit if wrong else "rank 1 on") in str(raised.value)
     assert torch.equal(held, before)
 
@@ -226,9 +226,9 @@ def ranks_that_differ(group: SymmetricGroup) -> None:
     rows, columns, depth = SHAPES[0]
     given = products.draw(rows + group.rank % 2, columns, depth)
     with pytest.raises(CommunicationError, match="differ in shapes or settings"):
-        gemm_all_to_all(products.exchange, *given)
+        gemm_all_to_all(products.workspace, *given)
         synchronize()
-        products.exchange.raise_fault()
+        products.workspace.raise_fault()
 
 
 CHECKS: dict[str, Callable[[SymmetricGroup], Any]] = {

@@ -1,6 +1,6 @@
 """GEMV + AllReduce on several GPUs: results, block shapes, CUDA graphs, gradients, torch.compile, opcheck, faults.
 
-All checks run in one launch of ranks, one after the other; each has an exchange of its own. With ``TRITON_INTERPRET=1`` they
+All checks run in one launch of ranks, one after the other; each has a workspace of its own. With ``TRITON_INTERPRET=1`` they
 run on the CPU too, without CUDA graphs.
 """
 
@@ -19,7 +19,7 @@ from torch.nn.functional import rms_norm
 
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.ops.gemv_all_reduce import tuning as gemv_tuning
-from dlrm_fused.ops.gemv_all_reduce.op import GemvExchange, gemv_all_reduce, reference
+from dlrm_fused.ops.gemv_all_reduce.op import GemvWorkspace, gemv_all_reduce, reference
 from dlrm_fused.symmetric import SymmetricGroup
 from tests.distributed.launch import run_ranks
 from tests.gpu.all_ranks import HALF, MARKS, ON_GPU, RANKS, captured, delay, failures_of, synchronize
@@ -36,11 +36,11 @@ NORM_EPS = 1e-6
 
 
 class Sums:
-    """Products of random operands over one exchange, and what they must be."""
+    """Products of random operands over one workspace, and what they must be."""
 
     def __init__(self, group: SymmetricGroup, dtype: torch.dtype, most_rows: int = 64, columns: int = COLUMNS) -> None:
         self.group, self.dtype = group, dtype
-        self.exchange = GemvExchange(
+        self.workspace = GemvWorkspace(
             group, name="sums", max_columns=columns, max_rows=most_rows, dtype=dtype, timeout_seconds=TIMEOUT_SECONDS
         )
 
@@ -68,11 +68,11 @@ class Sums:
         return [out, rms_norm(out, out.shape[1:], given["norm_weight"].double(), NORM_EPS)]
 
     def multiply(self, given: dict[str, Tensor]) -> list[Tensor]:
-        return [result for result in gemv_all_reduce(self.exchange, **given) if result is not None]
+        return [result for result in gemv_all_reduce(self.workspace, **given) if result is not None]
 
     def check(self, results: list[Tensor], given: dict[str, Tensor], roundings: int = 1) -> None:
         """The results are right, up to so many roundings, and the same bits on all ranks."""
-        self.exchange.raise_fault()
+        self.workspace.raise_fault()
         for number, (found, right) in enumerate(zip(results, self.expected(given), strict=True)):
             tolerance = roundings * (1 + 3 * number) * TOLERANCE[self.dtype]
             torch.testing.assert_close(found.double(), right, rtol=tolerance, atol=tolerance)
@@ -147,7 +147,7 @@ def gradients(group: SymmetricGroup) -> None:
     products = Sums(group, FP32)
     seen = []
     for function in (gemv_all_reduce, reference):
-        summed_by: Any = products.exchange if function is gemv_all_reduce else group.process_group
+        summed_by: Any = products.workspace if function is gemv_all_reduce else group.process_group
         leaves = {key: tensor.requires_grad_() for key, tensor in products.draw(3).items() if key != "norm_weight"}
         out, _ = function(summed_by, **leaves)
         out.sin().sum().backward()
@@ -160,7 +160,7 @@ def compiled(group: SymmetricGroup) -> None:
     given = {key: tensor for key, tensor in products.draw(2).items() if key != "norm_weight"}
 
     def step(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
-        return torch.sin(gemv_all_reduce(products.exchange, x, weight, bias, residual)[0]) + 1
+        return torch.sin(gemv_all_reduce(products.workspace, x, weight, bias, residual)[0]) + 1
 
     run = torch.compile(step, backend="inductor" if ON_GPU else "aot_eager", fullgraph=True)
     torch.testing.assert_close(run(**given), step(**given), rtol=1e-5, atol=1e-5)
@@ -169,7 +169,7 @@ def compiled(group: SymmetricGroup) -> None:
 def opcheck(group: SymmetricGroup) -> None:
     products = Sums(group, FP32)
     given = [tensor.requires_grad_() for key, tensor in products.draw(2).items() if key != "norm_weight"]
-    arguments = (*given, None, NORM_EPS, products.exchange.handle)
+    arguments = (*given, None, NORM_EPS, products.workspace.handle)
     torch.library.opcheck(torch.ops.dlrm_fused.gemv_all_reduce.default, arguments)
 
 
@@ -183,7 +183,7 @@ def refused(group: SymmetricGroup, change: Callable[[Tensor], Tensor], culprit: 
     with pytest.raises(UsageError if wrong else CommunicationError) as raised:
         products.multiply({**given, "x": change(given["x"])} if wrong else given)
         synchronize()
-        products.exchange.raise_fault()
+        products.workspace.raise_fault()
     assert (culprit if wrong else "rank 1 on") in str(raised.value)
     assert torch.equal(held, before)
 
@@ -194,7 +194,7 @@ def ranks_that_differ(group: SymmetricGroup) -> None:
     with pytest.raises(CommunicationError, match="differ in shapes or settings"):
         products.multiply(given)
         synchronize()
-        products.exchange.raise_fault()
+        products.workspace.raise_fault()
 
 
 CHECKS: dict[str, Callable[[SymmetricGroup], Any]] = {

@@ -1,6 +1,6 @@
 """Experts on several GPUs: results and gradients against a dense computation, skew, delays, memory, no waits of the host.
 
-All checks run in one launch of ranks, one after the other; each has exchanges of its own. With ``TRITON_INTERPRET=1`` they run
+All checks run in one launch of ranks, one after the other; each has workspaces of its own. With ``TRITON_INTERPRET=1`` they run
 on the CPU too.
 """
 
@@ -22,7 +22,7 @@ from dlrm_fused.config import ExpertsConfig
 from dlrm_fused.models.expert_parallel import ExpertComputation
 from dlrm_fused.models.moe import MixtureOfExperts
 from dlrm_fused.ops.gemm_all_to_all import tuning as gemm_tuning
-from dlrm_fused.ops.moe.op import ExpertExchange, expert_layer, reference
+from dlrm_fused.ops.moe.op import ExpertWorkspace, expert_layer, reference
 from dlrm_fused.symmetric import SymmetricGroup
 from tests.distributed.launch import run_ranks
 from tests.gpu.all_ranks import HALF, MARKS, ON_GPU, RANKS, delay, failures_of, synchronize
@@ -93,8 +93,8 @@ def draw(group: SymmetricGroup, tokens: int, choose: Choose, dtype: torch.dtype,
     )
 
 
-def make_exchange(group: SymmetricGroup, dtype: torch.dtype) -> ExpertExchange:
-    return ExpertExchange(
+def make_workspace(group: SymmetricGroup, dtype: torch.dtype) -> ExpertWorkspace:
+    return ExpertWorkspace(
         group,
         name="experts",
         experts=EXPERTS,
@@ -106,10 +106,10 @@ def make_exchange(group: SymmetricGroup, dtype: torch.dtype) -> ExpertExchange:
     )
 
 
-def fused(exchange: ExpertExchange, given: Inputs) -> list[Tensor]:
+def fused(workspace: ExpertWorkspace, given: Inputs) -> list[Tensor]:
     """The result, and the gradients of x, gates, w_in and w_out."""
-    x, gates, w_in, w_out = leaves = given.leaves(exchange.dtype)
-    out = expert_layer(exchange, x, given.experts, gates, w_in, w_out, SCALE)
+    x, gates, w_in, w_out = leaves = given.leaves(workspace.dtype)
+    out = expert_layer(workspace, x, given.experts, gates, w_in, w_out, SCALE)
     return [out.detach(), *torch.autograd.grad(out, leaves, given.out_gradient)]
 
 
@@ -141,13 +141,13 @@ def assert_close(found: list[Tensor], right: list[Tensor], tolerance: float) -> 
 
 def equal_to_dense(group: SymmetricGroup, dtype: torch.dtype, choose: Choose) -> None:
     """With all tokens, with some, and with none on the last rank; fused and the reference."""
-    exchange = make_exchange(group, dtype)
+    workspace = make_workspace(group, dtype)
     for seed, tokens in enumerate((TOKENS, TOKENS // 2 - 1, 0)):
         is_last = group.rank == group.world_size - 1
         given = draw(group, tokens if is_last else TOKENS - seed, choose, dtype, seed)
         right = dense(given)
-        assert_close(fused(exchange, given), right, TOLERANCE[dtype])
-        exchange.raise_fault()
+        assert_close(fused(workspace, given), right, TOLERANCE[dtype])
+        workspace.raise_fault()
         x, gates, w_in, w_out = leaves = given.leaves(dtype)
         out = reference(group.process_group, x, given.experts, gates, w_in, w_out, SCALE)
         gradients = torch.autograd.grad(out, leaves, given.out_gradient)
@@ -156,15 +156,15 @@ def equal_to_dense(group: SymmetricGroup, dtype: torch.dtype, choose: Choose) ->
 
 def same_bits_with_delays(group: SymmetricGroup) -> None:
     """Ranks are late at random; the same inputs give the same bits, and results that are held stay as they are."""
-    exchange, late = make_exchange(group, HALF), random.Random(group.rank)
+    workspace, late = make_workspace(group, HALF), random.Random(group.rank)
     given = [draw(group, TOKENS - seed, choose, HALF, seed) for seed, choose in enumerate((evenly, skewed, all_to_one))]
-    first = [fused(exchange, own) for own in given]
+    first = [fused(workspace, own) for own in given]
     kept = [[result.clone() for result in results] for results in first]
     for step in range(STEPS):
         delay(late)
-        for again, before in zip(fused(exchange, given[step % 3]), kept[step % 3], strict=True):
+        for again, before in zip(fused(workspace, given[step % 3]), kept[step % 3], strict=True):
             assert torch.equal(again, before), f"step {step}"
-    exchange.raise_fault()
+    workspace.raise_fault()
     for results, copies in zip(first, kept, strict=True):
         assert all(map(torch.equal, results, copies))
 
@@ -173,7 +173,7 @@ def layers_of(group: SymmetricGroup, dtype: torch.dtype) -> dict[str, MixtureOfE
     """With equal weights, by how they are computed."""
     settings = ExpertsConfig(count=EXPERTS, top_k=TOP_K, hidden=HIDDEN)
     computations = {
-        "fused": ExpertComputation(group.process_group, make_exchange(group, dtype)),
+        "fused": ExpertComputation(group.process_group, make_workspace(group, dtype)),
         "baseline": ExpertComputation(group.process_group),
     }
     layers = {}
@@ -231,9 +231,9 @@ def no_wait_of_the_host(group: SymmetricGroup) -> None:
 
 
 def memory_is_what_was_predicted(group: SymmetricGroup) -> None:
-    """However the tokens are spread: a step takes no more than the exchange said beforehand, and what its results need."""
-    exchange = make_exchange(group, torch.bfloat16)
-    hidden_bytes = exchange.memory.hidden_bytes(HIDDEN)
+    """However the tokens are spread: a step takes no more than the workspace said beforehand, and what its results need."""
+    workspace = make_workspace(group, torch.bfloat16)
+    hidden_bytes = workspace.memory.hidden_bytes(HIDDEN)
     peaks = []
     for choose in (evenly, all_to_one):
         given = draw(group, TOKENS, choose, torch.bfloat16)
@@ -241,13 +241,13 @@ def memory_is_what_was_predicted(group: SymmetricGroup) -> None:
             synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            fused(exchange, given)
+            fused(workspace, given)
             synchronize()
             peaks.append(torch.cuda.max_memory_allocated() - before)
     assert peaks[1] == peaks[3]
     # The gradient of the hidden layers is as large as one of the two that are held; the rest follows tokens and weights.
     of_tokens_and_weights = 4 * sum(2 * tensor.nbytes for tensor in (given.x, given.gates, given.w_in, given.w_out))
-    assert peaks[1] <= 1.5 * hidden_bytes + of_tokens_and_weights + 64 * exchange.memory.rows
+    assert peaks[1] <= 1.5 * hidden_bytes + of_tokens_and_weights + 64 * workspace.memory.rows
 
 
 CHECKS: dict[str, Callable[[SymmetricGroup], Any]] = {

@@ -10,7 +10,7 @@ from tests.distributed.launch import run_ranks
 from tests.serving.test_online import Requests, scores, with_scorer
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-LAYERS, HEADS, MOST_KEYS = 2, 3, 300
+LAYERS, HEADS, MAX_KEYS = 2, 3, 300
 # The interpreter has no product of bf16.
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 
@@ -32,7 +32,7 @@ def test_equals_the_reference(rows: int, keys: int, d_head: int, dtype: torch.dt
     kept = torch.randn(LAYERS, 2, HEADS, keys, d_head, generator=generator).to(DEVICE, dtype)
     cache = torch.tensor([kept.data_ptr(), keys], device=DEVICE)
     for layer in range(LAYERS):
-        attended = cached_attention(projected, cache, layer, MOST_KEYS)
+        attended = cached_attention(projected, cache, layer, MAX_KEYS)
         expected = reference(projected.float(), *kept[layer].float())
         tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype is HALF else {"rtol": 1e-5, "atol": 1e-6}
         torch.testing.assert_close(attended.float(), expected, **tolerance)

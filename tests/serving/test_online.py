@@ -21,15 +21,15 @@ from dlrm_fused.config import Split
 from dlrm_fused.errors import ConfigError, UsageError
 from dlrm_fused.models.tensor_parallel import RowParallelProduct
 from dlrm_fused.models.transformer import HistoryTransformer, TransformerDLRM
-from dlrm_fused.ops.gemv_all_reduce.op import GemvExchange
-from dlrm_fused.serving.online import MOST_CANDIDATES, Candidates, CutTables, History, OnlineScorer
+from dlrm_fused.ops.gemv_all_reduce.op import GemvWorkspace
+from dlrm_fused.serving.online import MAX_CANDIDATES, Candidates, History, OnlineScorer, ShardedTables
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.online_evaluation import score_run_online
-from dlrm_fused.training.runtime import FailureBoard, Rank, choose_device, process_group
+from dlrm_fused.training.runtime import ErrorStore, Rank, choose_device, process_group
 from tests.distributed.launch import RankFailed, run_ranks, train
 from tests.ops.interpreter import run_interpreted
 
-HISTORY, DIM, DENSE, MOST_IDS = 70, 4, 3, 3
+HISTORY, DIM, DENSE, MAX_IDS = 70, 4, 3, 3
 SPARSE = {"user": 11, "item": 7}
 TOKENS = {"token_item": 7, "genre": 5, "response": 2}
 ROWS = {**SPARSE, **TOKENS}
@@ -58,7 +58,7 @@ def draw_bags(features: dict[str, int], count: int, generator: torch.Generator) 
     def draw(below: int, numbers: int) -> list[int]:
         return torch.randint(0, below, (numbers,), generator=generator).tolist()
 
-    return [[draw(rows, length) for length in draw(MOST_IDS + 1, count)] for rows in features.values()]
+    return [[draw(rows, length) for length in draw(MAX_IDS + 1, count)] for rows in features.values()]
 
 
 def as_kjt(features: dict[str, int], bags: list[list[list[int]]]) -> KeyedJaggedTensor:
@@ -107,15 +107,15 @@ def make_scorer(
     fused: bool,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
-    max_rows: int = MOST_CANDIDATES,
+    max_rows: int = MAX_CANDIDATES,
 ) -> OnlineScorer:
     exchange = None
     if fused:
         memory = symmetric_group(group, device)
-        exchange = GemvExchange(memory, name="online", max_columns=16, dtype=dtype, max_rows=max_rows)
+        exchange = GemvWorkspace(memory, name="online", max_columns=16, dtype=dtype, max_rows=max_rows)
     model = full_model(RowParallelProduct(group, exchange))
     sparse = model.sparse_arch
-    cut = CutTables(ROWS, DIM, group, dtype, device)
+    cut = ShardedTables(ROWS, DIM, group, dtype, device)
     for collection in (sparse.embedding_bag_collection, sparse.token_embedding_bag_collection):
         cut.load({name: bag.weight.detach() for name, bag in collection.embedding_bags.items()})
     return OnlineScorer(
@@ -125,7 +125,7 @@ def make_scorer(
         cut,
         token_features=sparse.token_features,
         sparse_features=sparse.features,
-        ids_per_bag=MOST_IDS,
+        ids_per_bag=MAX_IDS,
     )
 
 
@@ -162,18 +162,18 @@ def test_with_the_kernels_of_gpus() -> None:
 
 def wrong_uses(scorer: OnlineScorer) -> dict[str, str]:
     """What is said to each of them."""
-    requests = Requests([2], count=MOST_CANDIDATES + 1)
+    requests = Requests([2], count=MAX_CANDIDATES + 1)
     history, good = scorer.encode(requests.history(0)), requests.candidates(0, 2)
     user, item = ([[0], [0]], [[0], [0]])
     uses: dict[str, Callable[[], Any]] = {
         "none": lambda: scorer.score(history, requests.candidates(0, 0)),
-        "too many": lambda: scorer.score(history, requests.candidates(0, MOST_CANDIDATES + 1)),
+        "too many": lambda: scorer.score(history, requests.candidates(0, MAX_CANDIDATES + 1)),
         "stride": lambda: scorer.score(history, replace(good, tokens=requests.candidates(0, 3).tokens)),
         "dense": lambda: scorer.score(history, replace(good, dense=torch.zeros(2, DENSE + 1))),
         "missing": lambda: scorer.score(history, replace(good, sparse=as_kjt({"user": 11}, [user]))),
         "id": lambda: scorer.score(history, replace(good, sparse=as_kjt(SPARSE, [user, [[0], [SPARSE["item"]]]]))),
         "negative id": lambda: scorer.score(history, replace(good, sparse=as_kjt(SPARSE, [[[-1], [0]], item]))),
-        "bag": lambda: scorer.score(history, replace(good, sparse=as_kjt(SPARSE, [user, [[0], [0] * (MOST_IDS + 1)]]))),
+        "bag": lambda: scorer.score(history, replace(good, sparse=as_kjt(SPARSE, [user, [[0], [0] * (MAX_IDS + 1)]]))),
         "long": lambda: scorer.encode(as_kjt(TOKENS, [[[0]] * (HISTORY + 1)] * len(TOKENS))),
         "other scorer": lambda: scorer.score(History(history.cache[:1]), good),
     }
@@ -204,7 +204,7 @@ def test_wrong_uses_are_refused_on_every_rank() -> None:
 
 def small_exchange() -> str:
     with process_group(Rank.from_environment(), torch.device("cpu")), pytest.raises(UsageError) as raised:
-        make_scorer(dist.group.WORLD, True, torch.device("cpu"), max_rows=MOST_CANDIDATES - 1)
+        make_scorer(dist.group.WORLD, True, torch.device("cpu"), max_rows=MAX_CANDIDATES - 1)
     return str(raised.value)
 
 
@@ -229,7 +229,7 @@ TRANSFORMER = [
 
 def score_online(run: Path, overrides: list[str]) -> None:
     rank = Rank.from_environment()
-    score_run_online(run, "last", Split.test, overrides, 2, rank, FailureBoard(rank))
+    score_run_online(run, "last", Split.test, overrides, 2, rank, ErrorStore(rank))
 
 
 @pytest.fixture(scope="module")

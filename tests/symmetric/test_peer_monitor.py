@@ -1,4 +1,4 @@
-"""The handshake of the watch, with two of them in one process."""
+"""The handshake of the peer monitor, with two of them in one process."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from dlrm_fused.symmetric import PeerWatch
-from dlrm_fused.symmetric import peer_monitor as watch
+from dlrm_fused.symmetric import PeerMonitor, peer_monitor
 
 
 class Meeting:
@@ -33,11 +32,11 @@ class Meeting:
         return gather
 
 
-def watches(before: Callable[[Any], None] = lambda address: None) -> list[PeerWatch]:
+def watches(before: Callable[[Any], None] = lambda address: None) -> list[PeerMonitor]:
     """Two watches; ``before`` is given the address of each before they connect."""
     meeting = Meeting(2)
 
-    def begin(rank: int) -> PeerWatch:
+    def begin(rank: int) -> PeerMonitor:
         gather = meeting.gather_of(rank)
 
         def observed(work: Callable[[], Any]) -> list[Any]:
@@ -49,13 +48,13 @@ def watches(before: Callable[[Any], None] = lambda address: None) -> list[PeerWa
 
             return gather(do)
 
-        return PeerWatch(rank, 2, observed)
+        return PeerMonitor(rank, 2, observed)
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(begin, range(2)))
 
 
-def close(*those: PeerWatch) -> None:
+def close(*those: PeerMonitor) -> None:
     for one in those:
         one.close()
 
@@ -68,7 +67,7 @@ def until(condition: Callable[[], bool], seconds: float = 2.0) -> None:
 
 
 def test_strangers_that_find_the_port_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "_STRANGER_SECONDS", 0.1)
+    monkeypatch.setattr(peer_monitor, "_STRANGER_SECONDS", 0.1)
     strangers: list[socket.socket] = []
 
     def intrude(address: Any) -> None:
@@ -88,7 +87,7 @@ def test_strangers_that_find_the_port_are_turned_away(monkeypatch: pytest.Monkey
 
 
 def test_a_rank_that_has_left_is_not_lost_but_gone_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "_GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(peer_monitor, "_GRACE_SECONDS", 0.3)
     first, second = watches()
     lost: list[int] = []
     gone: list[int] = []
@@ -108,7 +107,7 @@ def test_a_rank_that_has_left_is_not_lost_but_gone_after_a_while(monkeypatch: py
 
 def test_a_closed_watch_leaves_no_thread_and_may_be_closed_again() -> None:
     def watching() -> int:
-        return sum(thread.name == "dlrm_fused peer watch" for thread in threading.enumerate())
+        return sum(thread.name == "dlrm_fused peer monitor" for thread in threading.enumerate())
 
     before = watching()
     both = watches()
@@ -135,7 +134,7 @@ def test_a_failing_callback_does_not_keep_others_from_being_called(caplog: pytes
 
 
 def test_alone_there_is_nothing_to_watch() -> None:
-    alone = PeerWatch(0, 1, lambda work: [work()])
+    alone = PeerMonitor(0, 1, lambda work: [work()])
     assert alone.lost_peer() is None
     assert alone.describe(0).startswith("rank 0 on ")
     alone.close()

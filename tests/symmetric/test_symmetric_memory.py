@@ -105,7 +105,7 @@ def leave_nothing(group: SymmetricGroup) -> None:
     del memory
     assert mappings() == 0
     group.close()
-    assert descriptors() < before  # the connections of the watch
+    assert descriptors() < before  # the connections of the peer monitor
     assert named() == files
 
 
@@ -358,7 +358,7 @@ def wait_too_long(group: SymmetricGroup, awaited: str) -> str | None:
         if awaited == "arrival":
             channel.announce()
         dist.barrier()
-        return group.watch.describe(1)
+        return group.peer_monitor.describe(1)
     channel.announce()
     channel.wait_ready(0)
     began = time.monotonic()
@@ -437,7 +437,7 @@ def outlive(how: str) -> tuple[float, str, str]:
     channel, arena = Channel(group, "step", 60.0), Arena(group, "arena", 4 * 4096)
     exchange(channel, arena, 0)
     told: list[int] = []
-    group.watch.on_loss(told.append)
+    group.peer_monitor.on_loss(told.append)
     if rank.index == 2:
         if how == "killed with a living child" and os.fork() == 0:
             time.sleep(5)
@@ -445,7 +445,7 @@ def outlive(how: str) -> tuple[float, str, str]:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
     if how == "killed while others compute":
-        within(5, lambda: group.watch.lost_peer() == 2)
+        within(5, lambda: group.peer_monitor.lost_peer() == 2)
         message = message_of(CommunicationError, channel.raise_fault)
     else:
         message = message_of(CommunicationError, lambda: exchange(channel, arena, 1))
@@ -454,10 +454,10 @@ def outlive(how: str) -> tuple[float, str, str]:
     within(2, lambda: channel.control[7] == 3 and channel.state[3] == 3)
     assert message_of(CommunicationError, lambda: exchange(channel, arena, 1)).startswith("channel step")
     late: list[int] = []
-    group.watch.on_loss(late.append)
+    group.peer_monitor.on_loss(late.append)
     assert late == [2]
     group.close()
-    return seconds, message, group.watch.describe(2)
+    return seconds, message, group.peer_monitor.describe(2)
 
 
 @pytest.mark.parametrize("how", ["killed while others wait", "killed while others compute", "killed with a living child"])
@@ -485,8 +485,8 @@ def leave_early(group: SymmetricGroup) -> str | None:
         group.close()
         dist.barrier()
         return None
-    within(2, lambda: group.watch.has_left(1))
-    assert group.watch.lost_peer() is None
+    within(2, lambda: group.peer_monitor.has_left(1))
+    assert group.peer_monitor.lost_peer() is None
     channel.raise_fault()
     # Who then still waits for that rank would wait in vain.
     began = time.monotonic()
@@ -529,8 +529,8 @@ if group.rank == 1:
     dist.destroy_process_group()
     sys.exit()  # without close()
 deadline = time.monotonic() + 30
-while not group.watch.has_left(1):
-    assert group.watch.lost_peer() is None
+while not group.peer_monitor.has_left(1):
+    assert group.peer_monitor.lost_peer() is None
     assert time.monotonic() < deadline
     time.sleep(0.01)
 dist.destroy_process_group()
@@ -541,7 +541,7 @@ WATCH_OVER_HOSTS = """
 import time
 import torch.distributed as dist
 from dlrm_fused.errors import CommunicationError
-from dlrm_fused.symmetric import PeerWatch, symmetric_group
+from dlrm_fused.symmetric import PeerMonitor, symmetric_group
 
 dist.init_process_group("gloo")
 try:
@@ -554,11 +554,11 @@ def gather(work):
     dist.all_gather_object(values, work())
     return values
 
-watch = PeerWatch(dist.get_rank(), 2, gather)
-print("watching", watch.describe(1 - dist.get_rank()), flush=True)
-while watch.lost_peer() is None:
+peer_monitor = PeerMonitor(dist.get_rank(), 2, gather)
+print("watching", peer_monitor.describe(1 - dist.get_rank()), flush=True)
+while peer_monitor.lost_peer() is None:
     time.sleep(0.01)
-print("lost", watch.lost_peer(), flush=True)
+print("lost", peer_monitor.lost_peer(), flush=True)
 """
 
 

@@ -22,9 +22,17 @@ _PROGRAMS = 528
 
 
 @triton.jit(
-    do_not_specialize=["items", "rows_per_rank", "homes_at", "first_home", "receive_offset", "fingerprint", "poll_limit"]
+    do_not_specialize=[
+        "items",
+        "rows_per_rank",
+        "destinations_at",
+        "first_destination",
+        "receive_offset",
+        "fingerprint",
+        "poll_limit",
+    ]
 )
-def put_rows_kernel(
+def scatter_rows_kernel(
     source,
     source_stride,
     scale,
@@ -32,8 +40,8 @@ def put_rows_kernel(
     items,
     width,
     rows_per_rank,
-    homes_at,
-    first_home,
+    destinations_at,
+    first_destination,
     addresses,
     receive_offset,
     flags,
@@ -44,7 +52,7 @@ def put_rows_kernel(
     fingerprint,
     COPIES: tl.constexpr,
     SCALED: tl.constexpr,
-    TELLS_HOME: tl.constexpr,
+    TELLS_DESTINATION: tl.constexpr,
     DTYPE: tl.constexpr,
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
@@ -52,7 +60,7 @@ def put_rows_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """See :func:`put_rows`. Program p stores rows p * ROWS ..., then those ROWS * programs further on."""
+    """See :func:`scatter_rows`. Program p stores rows p * ROWS ..., then those ROWS * programs further on."""
     epoch = begin(receive_offset, fingerprint, flag_addresses, state, RANK, WORLD, LANES)
     are_ready = wait_until_all_ready(epoch, fingerprint, flags, state, control, poll_limit, RANK, WORLD, LANES)
     for first in range(tl.program_id(0) * ROWS, items, tl.num_programs(0) * ROWS):
@@ -76,13 +84,13 @@ def put_rows_kernel(
             if SCALED:
                 values = (values.to(tl.float32) * factor[:, None]).to(DTYPE)
             tl.store(places[:, None] + columns[None, :], values, mask=inside)
-        if TELLS_HOME:
-            homes = (block + homes_at).to(tl.pointer_type(tl.int32))
-            tl.store(homes + row, first_home + item, mask=is_sent)
+        if TELLS_DESTINATION:
+            destinations = (block + destinations_at).to(tl.pointer_type(tl.int32))
+            tl.store(destinations + row, first_destination + item, mask=is_sent)
     finish(epoch, flags, flag_addresses, state, control, poll_limit, RANK, WORLD, LANES)
 
 
-def put_rows(
+def scatter_rows(
     source: Tensor,
     targets: Tensor,
     memory: SymmetricMemory,
@@ -93,8 +101,8 @@ def put_rows(
     fingerprint: int,
     copies: int = 1,
     scale: Tensor | None = None,
-    homes_at: int | None = None,
-    first_home: int = 0,
+    destinations_at: int | None = None,
+    first_destination: int = 0,
 ) -> None:
     """Store row i // copies of ``source``, times scale[i], where targets[i] says, for all i. One epoch: collective.
 
@@ -106,18 +114,28 @@ def put_rows(
         receive_offset: where this rank receives in this epoch: bytes, a multiple of 4096.
         fingerprint: must be equal on all ranks.
         scale: fp32 [m * copies].
-        homes_at: byte of the blocks from where an int32 for each row says what was stored there: first_home + i.
+        destinations_at: byte of the blocks from where an int32 for each row says what was stored there: first_destination + i.
 
     Raises:
         CommunicationError: on the CPU, if a peer is lost or makes another call; on GPUs a later call raises it.
     """
     if not uses_kernels(memory.local.device):
-        _put_rows_by_host(
-            source, targets, memory, channel, rows_per_rank, receive_offset, fingerprint, copies, scale, homes_at, first_home
+        _scatter_rows_by_host(
+            source,
+            targets,
+            memory,
+            channel,
+            rows_per_rank,
+            receive_offset,
+            fingerprint,
+            copies,
+            scale,
+            destinations_at,
+            first_destination,
         )
         return
     items, width = targets.numel(), source.shape[1]
-    put_rows_kernel[(max(1, min(triton.cdiv(items, _ROWS), _PROGRAMS)),)](
+    scatter_rows_kernel[(max(1, min(triton.cdiv(items, _ROWS), _PROGRAMS)),)](
         source,
         source.stride(0),
         targets if scale is None else scale,
@@ -125,15 +143,15 @@ def put_rows(
         items,
         width,
         rows_per_rank,
-        homes_at or 0,
-        first_home,
+        destinations_at or 0,
+        first_destination,
         memory.addresses,
         receive_offset,
         *channel.words,
         fingerprint,
         COPIES=copies,
         SCALED=scale is not None,
-        TELLS_HOME=homes_at is not None,
+        TELLS_DESTINATION=destinations_at is not None,
         DTYPE=TRITON_DTYPES[source.dtype],
         RANK=channel.group.rank,
         WORLD=channel.group.world_size,
@@ -144,7 +162,7 @@ def put_rows(
     )
 
 
-def _put_rows_by_host(
+def _scatter_rows_by_host(
     source: Tensor,
     targets: Tensor,
     memory: SymmetricMemory,
@@ -154,8 +172,8 @@ def _put_rows_by_host(
     fingerprint: int,
     copies: int,
     scale: Tensor | None,
-    homes_at: int | None,
-    first_home: int,
+    destinations_at: int | None,
+    first_destination: int,
 ) -> None:
     channel.announce(receive_offset, fingerprint)
     row_bytes = source.shape[1] * source.element_size()
@@ -169,8 +187,8 @@ def _put_rows_by_host(
             values = (values.float() * scale[items, None]).to(source.dtype)
         received = block[: rows_per_rank * row_bytes].view(source.dtype).view(rows_per_rank, source.shape[1])
         received[rows] = values
-        if homes_at is not None:
-            homes = block[homes_at : homes_at + 4 * rows_per_rank].view(torch.int32)
-            homes[rows] = (first_home + items).int()
+        if destinations_at is not None:
+            destinations = block[destinations_at : destinations_at + 4 * rows_per_rank].view(torch.int32)
+            destinations[rows] = (first_destination + items).int()
         channel.signal(peer)
     channel.wait_arrivals()

@@ -1,4 +1,4 @@
-"""What the exchanges of all operators have in common: numbers that name them, and settings that must be equal on all ranks."""
+"""What the workspaces of all operators have in common: numbers that name them, and settings that must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _numbers = itertools.count()
 
 
 class Handles(Generic[T]):
-    """The living exchanges of one kind by their handles: operators of PyTorch take numbers, not objects."""
+    """The living workspaces of one kind by their handles: operators of PyTorch take numbers, not objects."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
-        self._exchanges: weakref.WeakValueDictionary[int, T] = weakref.WeakValueDictionary()
+        self._workspaces: weakref.WeakValueDictionary[int, T] = weakref.WeakValueDictionary()
 
-    def add(self, exchange: T) -> int:
-        """Returns the exchange's handle, unique in this process."""
+    def add(self, workspace: T) -> int:
+        """Returns the workspace's handle, unique in this process."""
         handle = next(_numbers)
-        self._exchanges[handle] = exchange
+        self._workspaces[handle] = workspace
         return handle
 
     def get(self, handle: int) -> T:
-        """Raises UsageError if there is no such exchange, or no more."""
-        exchange = self._exchanges.get(handle)
-        if exchange is None:
-            raise UsageError(f"exchange={handle}: no such {self._kind} in this process; keep it alive as long as it is used")
-        return exchange
+        """Raises UsageError if there is no such workspace, or no more."""
+        workspace = self._workspaces.get(handle)
+        if workspace is None:
+            raise UsageError(f"workspace={handle}: no such {self._kind} in this process; keep it alive as long as it is used")
+        return workspace
 
 
 def fingerprint_of(*what: object) -> int:
@@ -47,7 +47,7 @@ def fingerprint_of(*what: object) -> int:
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
-    """Raises UsageError, for the exchange ``name``, if its operator has no kernel for the dtype."""
+    """Raises UsageError, for the workspace ``name``, if its operator has no kernel for the dtype."""
     if dtype not in DTYPES:
         raise UsageError(f"{name}: dtype={dtype}; allowed: float32, bfloat16, float16")
 

@@ -35,11 +35,11 @@ from torch import Tensor
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.embedding_all_to_all.pooled import checked_plan, send_gradient
 from dlrm_fused.ops.embedding_all_to_all.reduce import Output, finish_staged
-from dlrm_fused.ops.embedding_all_to_all.scatter import TRITON_DTYPES, put_rectangles, to_wire
+from dlrm_fused.ops.embedding_all_to_all.scatter import TRITON_DTYPES, scatter_tiles, to_wire
 from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables
 from dlrm_fused.ops.embedding_all_to_all.tuning import LookupShape, choose_blocks
 from dlrm_fused.ops.embedding_all_to_all.update import apply_gradients, per_sample_weight_gradients
-from dlrm_fused.ops.embedding_all_to_all.workspace import PRESENCE_UNIT, BatchPlan, EmbeddingExchange, FeatureTable, exchanges
+from dlrm_fused.ops.embedding_all_to_all.workspace import PRESENCE_UNIT, BatchPlan, EmbeddingWorkspace, FeatureTable, workspaces
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, peer_pointer, uses_kernels, wait_until_ready
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
@@ -48,7 +48,7 @@ _PRESENCE_UNIT = tl.constexpr(PRESENCE_UNIT)
 
 
 def embedding_all_to_all(
-    exchange: EmbeddingExchange,
+    workspace: EmbeddingWorkspace,
     indices: Sequence[Tensor],
     offsets: Sequence[Tensor],
     per_sample_weights: Sequence[Tensor],
@@ -56,10 +56,10 @@ def embedding_all_to_all(
 ) -> Tensor:
     """Look up and pool this rank's features for all ranks, and receive those of all ranks for its own batch. Collective.
 
-    Differentiable: the backward pass applies the optimizers of the exchange's tables.
+    Differentiable: the backward pass applies the optimizers of the workspace's tables.
 
     Args:
-        exchange: with tables attached.
+        workspace: with tables attached.
         indices: for each lookup of this rank int32 or int64 [n], rows of the feature's table.
         offsets: for each lookup int32 or int64 [features * sum(batch_sizes) + 1].
         per_sample_weights: empty, or fp32 for each lookup: [n], or [0] where there are none.
@@ -72,37 +72,37 @@ def embedding_all_to_all(
         UsageError: for other shapes, dtypes or devices, or, with ``check_indices``, for an index beyond its table. The other
             ranks raise too, and name this one.
         CommunicationError: if a peer is lost, was waited for too long, or has refused to take part. On a GPU the next call
-            raises it, or ``exchange.raise_fault()``.
+            raises it, or ``workspace.raise_fault()``.
     """
-    weights = [tables.weights for tables in exchange.tables]
+    weights = [tables.weights for tables in workspace.tables]
     return torch.ops.dlrm_fused.embedding_all_to_all(
-        exchange.anchor, weights, list(indices), list(offsets), list(per_sample_weights), list(batch_sizes), exchange.handle
+        workspace.anchor, weights, list(indices), list(offsets), list(per_sample_weights), list(batch_sizes), workspace.handle
     )
 
 
 def reference(
-    exchange: EmbeddingExchange,
+    workspace: EmbeddingWorkspace,
     indices: Sequence[Tensor],
     offsets: Sequence[Tensor],
     per_sample_weights: Sequence[Tensor],
     batch_sizes: Sequence[int],
 ) -> Tensor:
     """The forward pass of :func:`embedding_all_to_all` in plain torch and torch.distributed, without gradients."""
-    plan = exchange.plan(batch_sizes)
-    output = torch.zeros(plan.local_batch, exchange.layout.columns, device=exchange.device)
+    plan = workspace.plan(batch_sizes)
+    output = torch.zeros(plan.local_batch, workspace.layout.columns, device=workspace.device)
     results = [
         _pool(tables, indices[i], offsets[i], per_sample_weights[i] if per_sample_weights else None, plan.global_batch)
-        for i, tables in enumerate(exchange.tables)
+        for i, tables in enumerate(workspace.tables)
     ]
-    own = torch.cat(results, dim=1) if results else torch.zeros(plan.global_batch, 0, device=exchange.device)
-    for rank, lookups in enumerate(exchange.layout.lookups):
-        received = torch.empty(plan.global_batch, exchange.layout.width(rank), device=exchange.device)
-        if rank == exchange.rank:
+    own = torch.cat(results, dim=1) if results else torch.zeros(plan.global_batch, 0, device=workspace.device)
+    for rank, lookups in enumerate(workspace.layout.lookups):
+        received = torch.empty(plan.global_batch, workspace.layout.width(rank), device=workspace.device)
+        if rank == workspace.rank:
             received.copy_(own)
-        group = exchange.group.process_group
+        group = workspace.group.process_group
         if group is not None:
             dist.broadcast(received, dist.get_global_rank(group, rank), group)
-        mine = received[plan.starts[exchange.rank] : plan.starts[exchange.rank + 1]]
+        mine = received[plan.starts[workspace.rank] : plan.starts[workspace.rank + 1]]
         source = 0
         for lookup in lookups:
             for column, dim in zip(lookup.columns, lookup.dims, strict=True):
@@ -178,7 +178,7 @@ def _add_rows(
 @triton.jit(
     do_not_specialize=["feature_count", "blocks", "global_batch", "items", "receive_offset", "fingerprint", "poll_limit"]
 )
-def lookup_and_put_kernel(
+def lookup_and_scatter_kernel(
     weights,
     indices,
     offsets,
@@ -291,12 +291,12 @@ def lookup_and_put_kernel(
 torch.library.define(
     "dlrm_fused::embedding_all_to_all",
     "(Tensor anchor, Tensor[] weights, Tensor[] indices, Tensor[] offsets, Tensor[] per_sample_weights, int[] batch_sizes, "
-    "int exchange) -> Tensor",
+    "int handle) -> Tensor",
 )
-# Returns the gradients of the anchor and of the per-sample weights; updates the tables of the exchange.
+# Returns the gradients of the anchor and of the per-sample weights; updates the tables of the workspace.
 torch.library.define(
     "dlrm_fused::embedding_all_to_all_backward",
-    "(Tensor gradient, Tensor[] indices, Tensor[] offsets, Tensor[] per_sample_weights, int[] batch_sizes, int exchange) "
+    "(Tensor gradient, Tensor[] indices, Tensor[] offsets, Tensor[] per_sample_weights, int[] batch_sizes, int handle) "
     "-> Tensor[]",
 )
 
@@ -309,39 +309,39 @@ def _forward(
     offsets: list[Tensor],
     per_sample_weights: list[Tensor],
     batch_sizes: list[int],
-    exchange: int,
+    handle: int,
 ) -> Tensor:
-    owner = exchanges.get(exchange)
-    owner.forward_channel.raise_fault()
+    workspace = workspaces.get(handle)
+    workspace.forward_channel.raise_fault()
 
     def check(plan: BatchPlan) -> None:
-        _check_inputs(owner, plan, weights, indices, offsets, per_sample_weights)
-        if owner.check_indices:
+        _check_inputs(workspace, plan, weights, indices, offsets, per_sample_weights)
+        if workspace.check_indices:
             for number in range(len(indices)):
-                _check_indices(owner, plan, number, indices[number], offsets[number])
+                _check_indices(workspace, plan, number, indices[number], offsets[number])
 
-    plan = checked_plan(owner, batch_sizes, check, with_all=owner.check_indices)
-    output = Output(owner, plan)
+    plan = checked_plan(workspace, batch_sizes, check, with_all=workspace.check_indices)
+    output = Output(workspace, plan)
     launches = [
         (number, features)
-        for number in range(len(owner.tables))
-        for features in owner.feature_tables(number)
+        for number in range(len(workspace.tables))
+        for features in workspace.feature_tables(number)
         if plan.global_batch
     ]
     for i, (number, features) in enumerate(launches):
         sample_weights = per_sample_weights[number] if per_sample_weights else None
         _launch(
-            owner, plan, number, features, weights[number], indices[number], offsets[number], sample_weights, output,
+            workspace, plan, number, features, weights[number], indices[number], offsets[number], sample_weights, output,
             first=i == 0, last=i == len(launches) - 1,
         )  # fmt: skip
     if not launches:
-        _take_part_with_nothing(owner, plan, output)
-    finish_staged(owner, plan, output.received, are_empty_bags_sent=False)
+        _take_part_with_nothing(workspace, plan, output)
+    finish_staged(workspace, plan, output.received, are_empty_bags_sent=False)
     return output.tensor()
 
 
 def _launch(
-    owner: EmbeddingExchange,
+    workspace: EmbeddingWorkspace,
     plan: BatchPlan,
     number: int,
     features: FeatureTable,
@@ -354,18 +354,18 @@ def _launch(
     first: bool,
     last: bool,
 ) -> None:
-    tables, channel = owner.tables[number], owner.forward_channel
+    tables, channel = workspace.tables[number], workspace.forward_channel
     is_weighted = sample_weights is not None and sample_weights.numel() > 0
     is_staged = plan.goes_to_staging(number)
     memory = output.buffers.staging_memory() if is_staged else output.buffers.outputs.memory
     mean_length = indices.numel() / max(1, offsets.numel() - 1)
     most_bags = max(plan.batch_sizes)
     blocks = choose_blocks(
-        LookupShape(features.block_dim, tables.weights.dtype, mean_length, features.count * plan.global_batch), owner.device
+        LookupShape(features.block_dim, tables.weights.dtype, mean_length, features.count * plan.global_batch), workspace.device
     )
     per_feature = triton.cdiv(most_bags, blocks.bags)
-    items = owner.world_size * features.count * per_feature
-    lookup_and_put_kernel[(min(items, blocks.programs),)](
+    items = workspace.world_size * features.count * per_feature
+    lookup_and_scatter_kernel[(min(items, blocks.programs),)](
         weights,
         indices,
         offsets,
@@ -376,7 +376,7 @@ def _launch(
         per_feature,
         plan.global_batch,
         items,
-        plan.destination(number, owner.rank)[1],
+        plan.destination(number, workspace.rank)[1],
         memory.addresses,
         output.offset,
         *channel.words,
@@ -384,14 +384,14 @@ def _launch(
         WEIGHTED=is_weighted,
         MEAN=tables.mean,
         RELATIVE=not is_staged,
-        PARTIAL=owner.own_lookups[number].row_wise,
+        PARTIAL=workspace.own_lookups[number].row_wise,
         FIRST=first,
         LAST=last,
-        WIRE=TRITON_DTYPES[owner.forward_wire],
+        WIRE=TRITON_DTYPES[workspace.forward_wire],
         VECTOR=features.vector,
-        RANK=owner.rank,
-        WORLD=owner.world_size,
-        LANES=triton.next_power_of_2(owner.world_size),
+        RANK=workspace.rank,
+        WORLD=workspace.world_size,
+        LANES=triton.next_power_of_2(workspace.world_size),
         BAGS=blocks.bags,
         ROWS=blocks.rows,
         SPLIT=blocks.split,
@@ -401,14 +401,14 @@ def _launch(
     )
 
 
-def _take_part_with_nothing(owner: EmbeddingExchange, plan: BatchPlan, output: Output) -> None:
-    put_rectangles(
-        torch.empty(0, 4, device=owner.device),
+def _take_part_with_nothing(workspace: EmbeddingWorkspace, plan: BatchPlan, output: Output) -> None:
+    scatter_tiles(
+        torch.empty(0, 4, device=workspace.device),
         plan.empty_table,
         0,
         output.buffers.outputs.memory,
-        owner.forward_channel,
-        wire=owner.forward_wire,
+        workspace.forward_channel,
+        wire=workspace.forward_wire,
         fingerprint=plan.fingerprint,
         receive_offset=output.offset,
         relative=True,
@@ -416,45 +416,45 @@ def _take_part_with_nothing(owner: EmbeddingExchange, plan: BatchPlan, output: O
 
 
 def _check_inputs(
-    owner: EmbeddingExchange,
+    workspace: EmbeddingWorkspace,
     plan: BatchPlan,
     weights: list[Tensor],
     indices: list[Tensor],
     offsets: list[Tensor],
     per_sample_weights: list[Tensor],
 ) -> None:
-    name, count = owner.name, len(owner.own_lookups)
-    if not uses_kernels(owner.device):
+    name, count = workspace.name, len(workspace.own_lookups)
+    if not uses_kernels(workspace.device):
         raise UsageError(
-            f"{name}: embedding_all_to_all on {owner.device}: its kernels need a GPU or TRITON_INTERPRET=1; on the CPU use "
+            f"{name}: embedding_all_to_all on {workspace.device}: its kernels need a GPU or TRITON_INTERPRET=1; on the CPU use "
             "pooled_all_to_all with a lookup of your own"
         )
-    if len(owner.tables) != count:
+    if len(workspace.tables) != count:
         raise UsageError(f"{name}: no tables for its {count} lookups; call attach_tables first")
     for key, tensors in (("weights", weights), ("indices", indices), ("offsets", offsets)):
         if len(tensors) != count:
-            raise UsageError(f"{name}: {len(tensors)} {key} for {count} lookups of rank {owner.rank}")
+            raise UsageError(f"{name}: {len(tensors)} {key} for {count} lookups of rank {workspace.rank}")
     if per_sample_weights and len(per_sample_weights) != count:
         raise UsageError(
             f"{name}: {len(per_sample_weights)} per_sample_weights for {count} lookups; give none, or one for each"
         )
     for number in range(count):
-        attached = owner.tables[number].weights
+        attached = workspace.tables[number].weights
         if weights[number].dtype != attached.dtype or weights[number].shape != attached.shape:
             raise UsageError(
                 f"{name}: weights[{number}] is {weights[number].dtype} {list(weights[number].shape)}, the attached tables "
                 f"{attached.dtype} {list(attached.shape)}"
             )
-        _check_tensor(owner, f"indices[{number}]", indices[number], _INDEX_DTYPES)
-        _check_tensor(owner, f"offsets[{number}]", offsets[number], _INDEX_DTYPES)
-        expected = len(owner.own_lookups[number].dims) * plan.global_batch + 1
+        _check_tensor(workspace, f"indices[{number}]", indices[number], _INDEX_DTYPES)
+        _check_tensor(workspace, f"offsets[{number}]", offsets[number], _INDEX_DTYPES)
+        expected = len(workspace.own_lookups[number].dims) * plan.global_batch + 1
         if offsets[number].numel() != expected:
             raise UsageError(
                 f"{name}: offsets[{number}] has {offsets[number].numel()} entries; needed: features * sum(batch_sizes) + 1 = "
                 f"{expected}"
             )
         if per_sample_weights and per_sample_weights[number].numel():
-            _check_tensor(owner, f"per_sample_weights[{number}]", per_sample_weights[number], (torch.float32,))
+            _check_tensor(workspace, f"per_sample_weights[{number}]", per_sample_weights[number], (torch.float32,))
             if per_sample_weights[number].numel() != indices[number].numel():
                 raise UsageError(
                     f"{name}: per_sample_weights[{number}] has {per_sample_weights[number].numel()} entries for "
@@ -462,22 +462,22 @@ def _check_inputs(
                 )
 
 
-def _check_tensor(owner: EmbeddingExchange, key: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+def _check_tensor(workspace: EmbeddingWorkspace, key: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     if tensor.dtype not in dtypes:
-        raise UsageError(f"{owner.name}: {key} is {tensor.dtype}; allowed: {', '.join(str(dtype) for dtype in dtypes)}")
+        raise UsageError(f"{workspace.name}: {key} is {tensor.dtype}; allowed: {', '.join(str(dtype) for dtype in dtypes)}")
     if tensor.dim() != 1 or not tensor.is_contiguous():
         raise UsageError(
-            f"{owner.name}: {key} has shape {list(tensor.shape)}, strides {tensor.stride()}; needed: 1-D, contiguous"
+            f"{workspace.name}: {key} has shape {list(tensor.shape)}, strides {tensor.stride()}; needed: 1-D, contiguous"
         )
-    if tensor.device != owner.device:
-        raise UsageError(f"{owner.name}: {key} is on {tensor.device}, the exchange on {owner.device}")
+    if tensor.device != workspace.device:
+        raise UsageError(f"{workspace.name}: {key} is on {tensor.device}, the workspace on {workspace.device}")
 
 
-def _check_indices(owner: EmbeddingExchange, plan: BatchPlan, number: int, indices: Tensor, offsets: Tensor) -> None:
-    where, bounds = owner.name, offsets.long().cpu()
+def _check_indices(workspace: EmbeddingWorkspace, plan: BatchPlan, number: int, indices: Tensor, offsets: Tensor) -> None:
+    where, bounds = workspace.name, offsets.long().cpu()
     if bounds[0] != 0 or bounds[-1] != indices.numel() or bool((bounds[1:] < bounds[:-1]).any()):
         raise UsageError(f"{where}: offsets[{number}] must rise from 0 to {indices.numel()}, the number of indices")
-    tables = owner.tables[number]
+    tables = workspace.tables[number]
     for feature, table in enumerate(tables.feature_tables):
         own = indices[bounds[feature * plan.global_batch] : bounds[(feature + 1) * plan.global_batch]]
         if own.numel() and (own.min() < 0 or own.max() >= tables.rows[table]):
@@ -494,27 +494,27 @@ def _backward(
     offsets: list[Tensor],
     per_sample_weights: list[Tensor],
     batch_sizes: list[int],
-    exchange: int,
+    handle: int,
 ) -> list[Tensor]:
-    owner = exchanges.get(exchange)
-    ordered = [owner.sorted_lookups.take(owner.tables[i], indices[i], offsets[i]) for i in range(len(indices))]
-    received = send_gradient(owner, owner.plan(batch_sizes), gradient)
+    workspace = workspaces.get(handle)
+    ordered = [workspace.sorted_lookups.take(workspace.tables[i], indices[i], offsets[i]) for i in range(len(indices))]
+    received = send_gradient(workspace, workspace.plan(batch_sizes), gradient)
     weight_gradients = []
-    for i, tables in enumerate(owner.tables):
+    for i, tables in enumerate(workspace.tables):
         weights = per_sample_weights[i] if per_sample_weights and per_sample_weights[i].numel() else None
         if weights is not None:
             weight_gradients.append(
-                per_sample_weight_gradients(tables, received[i], indices[i], offsets[i], owner.gradient_scale)
+                per_sample_weight_gradients(tables, received[i], indices[i], offsets[i], workspace.gradient_scale)
             )
         elif per_sample_weights:
-            weight_gradients.append(torch.empty(0, device=owner.device))
+            weight_gradients.append(torch.empty(0, device=workspace.device))
         if tables.optimizer is not None:
             # Gradients that a peer has failed to send must not reach the tables.
             apply_gradients(
-                tables, ordered[i], received[i], indices[i], offsets[i], weights, owner.gradient_scale,
-                cancelled=owner.backward_channel.fault,
+                tables, ordered[i], received[i], indices[i], offsets[i], weights, workspace.gradient_scale,
+                cancelled=workspace.backward_channel.fault,
             )  # fmt: skip
-    return [torch.empty(0, device=owner.device), *weight_gradients]
+    return [torch.empty(0, device=workspace.device), *weight_gradients]
 
 
 @torch.library.register_fake("dlrm_fused::embedding_all_to_all")
@@ -525,10 +525,10 @@ def _fake_forward(
     offsets: list[Tensor],
     per_sample_weights: list[Tensor],
     batch_sizes: list[int],
-    exchange: int,
+    handle: int,
 ) -> Tensor:
-    owner = exchanges.get(exchange)
-    return anchor.new_empty((batch_sizes[owner.rank], owner.layout.columns))
+    workspace = workspaces.get(handle)
+    return anchor.new_empty((batch_sizes[workspace.rank], workspace.layout.columns))
 
 
 @torch.library.register_fake("dlrm_fused::embedding_all_to_all_backward")
@@ -538,18 +538,18 @@ def _fake_backward(
     offsets: list[Tensor],
     per_sample_weights: list[Tensor],
     batch_sizes: list[int],
-    exchange: int,
+    handle: int,
 ) -> list[Tensor]:
     return [gradient.new_empty(0), *(torch.empty_like(weights) for weights in per_sample_weights)]
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, _, indices, offsets, per_sample_weights, ctx.batch_sizes, ctx.exchange = inputs
+    _, _, indices, offsets, per_sample_weights, ctx.batch_sizes, ctx.handle = inputs
     ctx.lookups, ctx.is_weighted = len(indices), bool(per_sample_weights)
     ctx.save_for_backward(*indices, *offsets, *per_sample_weights)
     # A compiler traces with tensors without memory.
     if type(output) is Tensor:
-        exchanges.get(ctx.exchange).sort_ahead(indices, offsets)
+        workspaces.get(ctx.handle).prefetch_sort(indices, offsets)
 
 
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -557,7 +557,7 @@ def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     saved = list(ctx.saved_tensors)
     indices, offsets, per_sample_weights = saved[:count], saved[count : 2 * count], saved[2 * count :]
     anchor, *weight_gradients = torch.ops.dlrm_fused.embedding_all_to_all_backward(
-        gradient, indices, offsets, per_sample_weights, ctx.batch_sizes, ctx.exchange
+        gradient, indices, offsets, per_sample_weights, ctx.batch_sizes, ctx.handle
     )
     nothing = [None] * count
     return anchor, nothing, nothing, nothing, weight_gradients, None, None

@@ -1,9 +1,9 @@
 """All-to-All of pooled embeddings that another library has looked up, without send buffer and concatenation.
 
-``torch.ops.dlrm_fused.pooled_all_to_all(anchor, pooled, batch_sizes, exchange)``: every rank has the pooled embeddings of its
+``torch.ops.dlrm_fused.pooled_all_to_all(anchor, pooled, batch_sizes, workspace)``: every rank has the pooled embeddings of its
 own tables for the bags of all ranks, and gets those of all tables for its own bags. The results are stored straight into their
 columns of the destination's output; row-wise partial sums are added there in the order of ranks. The backward pass brings the
-output's gradient to the owners of the tables in the same way, divided as :attr:`EmbeddingExchange.gradient_scale` says.
+output's gradient to the owners of the tables in the same way, divided as :attr:`EmbeddingWorkspace.gradient_scale` says.
 
 This is what ``comm=fused`` runs on the CPU, around FBGEMM's lookup: values are copied, never computed anew, so that results and
 gradients are bit-identical to those of TorchRec's table- and column-wise paths. On GPUs it serves lookups that
@@ -21,14 +21,14 @@ from torch import Tensor
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.embedding_all_to_all.reduce import Output, finish_staged
-from dlrm_fused.ops.embedding_all_to_all.workspace import BatchPlan, EmbeddingExchange, Rectangle, exchanges
+from dlrm_fused.ops.embedding_all_to_all.workspace import BatchPlan, EmbeddingWorkspace, Tile, workspaces
 from dlrm_fused.symmetric import Channel, SymmetricMemory
 from dlrm_fused.symmetric.device import uses_kernels
 
 _LARGEST_FP16 = 65504.0
 
 
-def pooled_all_to_all(exchange: EmbeddingExchange, pooled: Sequence[Tensor], batch_sizes: Sequence[int]) -> Tensor:
+def pooled_all_to_all(workspace: EmbeddingWorkspace, pooled: Sequence[Tensor], batch_sizes: Sequence[int]) -> Tensor:
     """Exchange pooled embeddings; differentiable. Collective.
 
     Args:
@@ -42,17 +42,17 @@ def pooled_all_to_all(exchange: EmbeddingExchange, pooled: Sequence[Tensor], bat
         UsageError: for other shapes or dtypes; the other ranks raise too, with the name of this one.
         CommunicationError: if a peer is lost, or was waited for too long.
     """
-    return torch.ops.dlrm_fused.pooled_all_to_all(exchange.anchor, list(pooled), list(batch_sizes), exchange.handle)
+    return torch.ops.dlrm_fused.pooled_all_to_all(workspace.anchor, list(pooled), list(batch_sizes), workspace.handle)
 
 
 torch.library.define(
-    "dlrm_fused::pooled_all_to_all", "(Tensor anchor, Tensor[] pooled, int[] batch_sizes, int exchange) -> Tensor"
+    "dlrm_fused::pooled_all_to_all", "(Tensor anchor, Tensor[] pooled, int[] batch_sizes, int handle) -> Tensor"
 )
-torch.library.define("dlrm_fused::pooled_all_to_all_backward", "(Tensor gradient, int[] batch_sizes, int exchange) -> Tensor[]")
+torch.library.define("dlrm_fused::pooled_all_to_all_backward", "(Tensor gradient, int[] batch_sizes, int handle) -> Tensor[]")
 
 
 @contextmanager
-def refusal_is_told(channel: Channel) -> Iterator[None]:
+def abort_peers_on_error(channel: Channel) -> Iterator[None]:
     """A rank that cannot take part in an epoch tells the others, which would wait for it."""
     try:
         yield
@@ -62,7 +62,7 @@ def refusal_is_told(channel: Channel) -> Iterator[None]:
 
 
 def checked_plan(
-    owner: EmbeddingExchange, batch_sizes: Sequence[int], check: Callable[[BatchPlan], None], *, with_all: bool = False
+    workspace: EmbeddingWorkspace, batch_sizes: Sequence[int], check: Callable[[BatchPlan], None], *, with_all: bool = False
 ) -> BatchPlan:
     """The plan of a batch whose inputs this rank finds right; a rank that does not tells the others.
 
@@ -74,96 +74,99 @@ def checked_plan(
 
     def check_for_all() -> list[int]:
         try:
-            check(owner.plan(batch_sizes))
+            check(workspace.plan(batch_sizes))
         except UsageError as error:
-            raise UsageError(f"rank {owner.rank}: {error}") from error
+            raise UsageError(f"rank {workspace.rank}: {error}") from error
         return list(batch_sizes)
 
-    if with_all or not owner.has_room(batch_sizes):
-        sizes = owner.group.gather(check_for_all)
+    if with_all or not workspace.has_room(batch_sizes):
+        sizes = workspace.group.gather(check_for_all)
         for rank, other in enumerate(sizes):
             if other != sizes[0]:
-                raise UsageError(f"{owner.name}: batch_sizes={sizes[0]} on rank 0, {other} on rank {rank}; they must be equal")
+                raise UsageError(
+                    f"{workspace.name}: batch_sizes={sizes[0]} on rank 0, {other} on rank {rank}; they must be equal"
+                )
     else:
-        with refusal_is_told(owner.forward_channel):
-            check(owner.plan(batch_sizes))
-    return owner.plan(batch_sizes)
+        with abort_peers_on_error(workspace.forward_channel):
+            check(workspace.plan(batch_sizes))
+    return workspace.plan(batch_sizes)
 
 
 @torch.library.impl("dlrm_fused::pooled_all_to_all", ["cpu", "cuda"])
-def _forward(anchor: Tensor, pooled: list[Tensor], batch_sizes: list[int], exchange: int) -> Tensor:
-    owner = exchanges.get(exchange)
-    owner.forward_channel.raise_fault()
-    plan = checked_plan(owner, batch_sizes, lambda plan: _check_pooled(owner, plan, pooled))
-    output = Output(owner, plan)
-    if uses_kernels(owner.device):
-        _send_by_kernel(owner, plan, pooled, output)
+def _forward(anchor: Tensor, pooled: list[Tensor], batch_sizes: list[int], handle: int) -> Tensor:
+    workspace = workspaces.get(handle)
+    workspace.forward_channel.raise_fault()
+    plan = checked_plan(workspace, batch_sizes, lambda plan: _check_pooled(workspace, plan, pooled))
+    output = Output(workspace, plan)
+    if uses_kernels(workspace.device):
+        _send_by_kernel(workspace, plan, pooled, output)
     else:
-        _send_by_host(owner, plan, pooled, output)
-    finish_staged(owner, plan, output.received, are_empty_bags_sent=True)
+        _send_by_host(workspace, plan, pooled, output)
+    finish_staged(workspace, plan, output.received, are_empty_bags_sent=True)
     return output.tensor()
 
 
-def _check_pooled(owner: EmbeddingExchange, plan: BatchPlan, pooled: list[Tensor]) -> None:
-    if len(pooled) != len(owner.own_lookups):
+def _check_pooled(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[Tensor]) -> None:
+    if len(pooled) != len(workspace.own_lookups):
         raise UsageError(
-            f"{owner.name}: {len(pooled)} pooled tensors for {len(owner.own_lookups)} lookups of rank {owner.rank}"
+            f"{workspace.name}: {len(pooled)} pooled tensors for {len(workspace.own_lookups)} lookups of rank {workspace.rank}"
         )
-    for number, (tensor, lookup) in enumerate(zip(pooled, owner.own_lookups, strict=True)):
+    for number, (tensor, lookup) in enumerate(zip(pooled, workspace.own_lookups, strict=True)):
         expected = (plan.global_batch, lookup.width)
-        if tuple(tensor.shape) != expected or tensor.dtype != torch.float32 or tensor.device.type != owner.device.type:
+        if tuple(tensor.shape) != expected or tensor.dtype != torch.float32 or tensor.device.type != workspace.device.type:
             raise UsageError(
-                f"{owner.name}: pooled[{number}] is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; needed: float32 "
-                f"{list(expected)} on {owner.device}"
+                f"{workspace.name}: pooled[{number}] is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; needed: "
+                f"float32 "
+                f"{list(expected)} on {workspace.device}"
             )
         if tensor.stride(-1) != 1:
-            raise UsageError(f"{owner.name}: pooled[{number}] has strides {tensor.stride()}; its rows must be contiguous")
+            raise UsageError(f"{workspace.name}: pooled[{number}] has strides {tensor.stride()}; its rows must be contiguous")
 
 
-def _send_by_host(owner: EmbeddingExchange, plan: BatchPlan, pooled: list[Tensor], output: Output) -> None:
-    channel = owner.forward_channel
+def _send_by_host(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[Tensor], output: Output) -> None:
+    channel = workspace.forward_channel
     channel.announce(output.offset, plan.fingerprint)
-    by_lookup = [plan.pooled_rectangles(number) for number in range(len(pooled))]
+    by_lookup = [plan.pooled_tiles(number) for number in range(len(pooled))]
     for peer in plan.rotation:
         ready_at = channel.wait_ready(peer)
-        for number, rectangles in enumerate(by_lookup):
+        for number, tiles in enumerate(by_lookup):
             is_staged = plan.goes_to_staging(number)
             memory = output.buffers.staging_memory() if is_staged else output.buffers.outputs.memory
             base = 0 if is_staged else ready_at
-            _copy_rectangles(pooled[number], rectangles, peer, memory, base, owner.forward_wire)
+            _copy_tiles(pooled[number], tiles, peer, memory, base, workspace.forward_wire)
         channel.signal(peer)
     channel.wait_arrivals()
 
 
-def _copy_rectangles(
-    source: Tensor, rectangles: Sequence[Rectangle], peer: int, memory: SymmetricMemory, base: int, wire: torch.dtype
+def _copy_tiles(
+    source: Tensor, tiles: Sequence[Tile], peer: int, memory: SymmetricMemory, base: int, wire: torch.dtype
 ) -> None:
     elements = memory.peer(peer).view(wire)
-    for rectangle in rectangles:
-        if rectangle.peer == peer and rectangle.rows:
-            first = (base + rectangle.offset) // wire.itemsize
-            place = elements.as_strided((rectangle.rows, rectangle.width), (rectangle.stride, 1), first)
+    for tile in tiles:
+        if tile.peer == peer and tile.rows:
+            first = (base + tile.offset) // wire.itemsize
+            place = elements.as_strided((tile.rows, tile.width), (tile.stride, 1), first)
             values = source[
-                rectangle.source_row : rectangle.source_row + rectangle.rows,
-                rectangle.source_column : rectangle.source_column + rectangle.width,
+                tile.source_row : tile.source_row + tile.rows,
+                tile.source_column : tile.source_column + tile.width,
             ]
             place.copy_(values.clamp(-_LARGEST_FP16, _LARGEST_FP16) if wire == torch.float16 else values)
 
 
-def _send_by_kernel(owner: EmbeddingExchange, plan: BatchPlan, pooled: list[Tensor], output: Output) -> None:
-    from dlrm_fused.ops.embedding_all_to_all.scatter import put_rectangles
+def _send_by_kernel(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[Tensor], output: Output) -> None:
+    from dlrm_fused.ops.embedding_all_to_all.scatter import scatter_tiles
 
     # A rank without tables takes part with nothing to send.
-    sources = pooled or [torch.empty(0, 4, device=owner.device)]
+    sources = pooled or [torch.empty(0, 4, device=workspace.device)]
     for number, source in enumerate(sources):
         is_staged = bool(pooled) and plan.goes_to_staging(number)
-        put_rectangles(
+        scatter_tiles(
             source,
             plan.pooled_table(number) if pooled else plan.empty_table,
             max(plan.batch_sizes),
             output.buffers.staging_memory() if is_staged else output.buffers.outputs.memory,
-            owner.forward_channel,
-            wire=owner.forward_wire,
+            workspace.forward_channel,
+            wire=workspace.forward_wire,
             fingerprint=plan.fingerprint,
             receive_offset=output.offset,
             relative=not is_staged,
@@ -172,7 +175,7 @@ def _send_by_kernel(owner: EmbeddingExchange, plan: BatchPlan, pooled: list[Tens
         )
 
 
-def send_gradient(owner: EmbeddingExchange, plan: BatchPlan, gradient: Tensor) -> list[Tensor]:
+def send_gradient(workspace: EmbeddingWorkspace, plan: BatchPlan, gradient: Tensor) -> list[Tensor]:
     """Bring the output's gradient to the owners of the tables. Collective.
 
     Args:
@@ -182,71 +185,71 @@ def send_gradient(owner: EmbeddingExchange, plan: BatchPlan, gradient: Tensor) -
         For each lookup of this rank the gradient [global batch, width] of its result, unscaled, in the wire's dtype: views of
         memory that the next backward pass writes to.
     """
-    channel = owner.backward_channel
-    owner.raise_fault()
-    with refusal_is_told(channel):
-        _check_gradient(owner, plan, gradient)
+    channel = workspace.backward_channel
+    workspace.raise_fault()
+    with abort_peers_on_error(channel):
+        _check_gradient(workspace, plan, gradient)
     gradient = gradient.contiguous()
-    memory = owner.buffers(plan).gradients
-    if uses_kernels(owner.device):
-        from dlrm_fused.ops.embedding_all_to_all.scatter import put_rectangles
+    memory = workspace.buffers(plan).gradients
+    if uses_kernels(workspace.device):
+        from dlrm_fused.ops.embedding_all_to_all.scatter import scatter_tiles
 
-        put_rectangles(
+        scatter_tiles(
             gradient,
             plan.gradient_table,
             plan.local_batch,
             memory,
             channel,
-            wire=owner.backward_wire,
+            wire=workspace.backward_wire,
             fingerprint=plan.fingerprint,
             receive_offset=0,
             relative=False,
         )
     else:
         channel.announce(0, plan.fingerprint)
-        rectangles = plan.gradient_rectangles()
+        tiles = plan.gradient_tiles()
         for peer in plan.rotation:
             channel.wait_ready(peer)
-            _copy_rectangles(gradient, rectangles, peer, memory, 0, owner.backward_wire)
+            _copy_tiles(gradient, tiles, peer, memory, 0, workspace.backward_wire)
             channel.signal(peer)
         channel.wait_arrivals()
-    return [plan.gradients_view(memory, number) for number in range(len(owner.own_lookups))]
+    return [plan.gradients_view(memory, number) for number in range(len(workspace.own_lookups))]
 
 
-def _check_gradient(owner: EmbeddingExchange, plan: BatchPlan, gradient: Tensor) -> None:
-    expected = (plan.local_batch, owner.layout.columns)
+def _check_gradient(workspace: EmbeddingWorkspace, plan: BatchPlan, gradient: Tensor) -> None:
+    expected = (plan.local_batch, workspace.layout.columns)
     if tuple(gradient.shape) != expected or gradient.dtype != torch.float32:
         raise UsageError(
-            f"{owner.name}: the gradient is {gradient.dtype} {list(gradient.shape)}; needed: float32 {list(expected)}"
+            f"{workspace.name}: the gradient is {gradient.dtype} {list(gradient.shape)}; needed: float32 {list(expected)}"
         )
 
 
 @torch.library.impl("dlrm_fused::pooled_all_to_all_backward", ["cpu", "cuda"])
-def _backward(gradient: Tensor, batch_sizes: list[int], exchange: int) -> list[Tensor]:
-    owner = exchanges.get(exchange)
-    received = send_gradient(owner, owner.plan(batch_sizes), gradient)
+def _backward(gradient: Tensor, batch_sizes: list[int], handle: int) -> list[Tensor]:
+    workspace = workspaces.get(handle)
+    received = send_gradient(workspace, workspace.plan(batch_sizes), gradient)
     # A division, as TorchRec's, so that the bits are the same for three ranks too.
-    divisor = 1 / owner.gradient_scale
+    divisor = 1 / workspace.gradient_scale
     return [view.to(torch.float32, copy=True).div_(divisor) for view in received]
 
 
 @torch.library.register_fake("dlrm_fused::pooled_all_to_all")
-def _fake_forward(anchor: Tensor, pooled: list[Tensor], batch_sizes: list[int], exchange: int) -> Tensor:
-    owner = exchanges.get(exchange)
-    return anchor.new_empty((batch_sizes[owner.rank], owner.layout.columns))
+def _fake_forward(anchor: Tensor, pooled: list[Tensor], batch_sizes: list[int], handle: int) -> Tensor:
+    workspace = workspaces.get(handle)
+    return anchor.new_empty((batch_sizes[workspace.rank], workspace.layout.columns))
 
 
 @torch.library.register_fake("dlrm_fused::pooled_all_to_all_backward")
-def _fake_backward(gradient: Tensor, batch_sizes: list[int], exchange: int) -> list[Tensor]:
-    return [gradient.new_empty((sum(batch_sizes), lookup.width)) for lookup in exchanges.get(exchange).own_lookups]
+def _fake_backward(gradient: Tensor, batch_sizes: list[int], handle: int) -> list[Tensor]:
+    return [gradient.new_empty((sum(batch_sizes), lookup.width)) for lookup in workspaces.get(handle).own_lookups]
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, _, ctx.batch_sizes, ctx.exchange = inputs
+    _, _, ctx.batch_sizes, ctx.handle = inputs
 
 
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, list[Tensor], None, None]:
-    gradients = torch.ops.dlrm_fused.pooled_all_to_all_backward(gradient, ctx.batch_sizes, ctx.exchange)
+    gradients = torch.ops.dlrm_fused.pooled_all_to_all_backward(gradient, ctx.batch_sizes, ctx.handle)
     return None, gradients, None, None
 
 

@@ -20,7 +20,7 @@ class _Pending:
     done: torch.cuda.Event | None
 
 
-class SortAhead:
+class PrefetchedSorts:
     """Sorted lookups that a backward pass will ask for."""
 
     def __init__(self, device: torch.device) -> None:

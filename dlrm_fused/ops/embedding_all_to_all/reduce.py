@@ -1,4 +1,4 @@
-"""The receiving side of an exchange: the output tensor, and what turns partial sums and other dtypes into it."""
+"""The receiving side of a workspace: the output tensor, and what turns partial sums and other dtypes into it."""
 
 # Kernels follow Triton's ways: constants in capitals, no types but theirs.
 # ruff: noqa: N803
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dlrm_fused.ops.embedding_all_to_all.workspace import BatchPlan, EmbeddingExchange
+from dlrm_fused.ops.embedding_all_to_all.workspace import BatchPlan, EmbeddingWorkspace
 from dlrm_fused.symmetric.device import uses_kernels
 
 # Of a program's tile.
@@ -28,12 +28,12 @@ class Output:
         offset: byte of the block in the symmetric memory.
     """
 
-    def __init__(self, exchange: EmbeddingExchange, plan: BatchPlan) -> None:
-        self.buffers = exchange.buffers(plan)
-        shape = (plan.local_batch, exchange.layout.columns)
+    def __init__(self, workspace: EmbeddingWorkspace, plan: BatchPlan) -> None:
+        self.buffers = workspace.buffers(plan)
+        shape = (plan.local_batch, workspace.layout.columns)
         self._must_be_copied = False
         if plan.is_staged:
-            self.received = torch.empty(shape, device=exchange.device)
+            self.received = torch.empty(shape, device=workspace.device)
             self.offset = 0
             return
         block = self.buffers.outputs.take(shape, torch.float32)
@@ -48,23 +48,23 @@ class Output:
         return self.received.clone() if self._must_be_copied else self.received
 
 
-def finish_staged(exchange: EmbeddingExchange, plan: BatchPlan, output: Tensor, *, are_empty_bags_sent: bool) -> None:
+def finish_staged(workspace: EmbeddingWorkspace, plan: BatchPlan, output: Tensor, *, are_empty_bags_sent: bool) -> None:
     """Turn what was received in staging memory into columns of the output; nothing to do where all came straight there."""
-    if exchange.layout.row_wise_columns and not are_empty_bags_sent:
-        _add_up_present(exchange, plan, output)
-    elif exchange.layout.row_wise_columns:
-        partial_sums = plan.partial_sums_view(exchange.buffers(plan).staging_memory())
+    if workspace.layout.row_wise_columns and not are_empty_bags_sent:
+        _add_up_present(workspace, plan, output)
+    elif workspace.layout.row_wise_columns:
+        partial_sums = plan.partial_sums_view(workspace.buffers(plan).staging_memory())
         for source, column, width in plan.row_wise_runs():
-            _add_up(partial_sums[:, :, source : source + width], output[:, column : column + width], exchange)
+            _add_up(partial_sums[:, :, source : source + width], output[:, column : column + width], workspace)
     if plan.is_staged:
-        staged = plan.staged_view(exchange.buffers(plan).staging_memory())
+        staged = plan.staged_view(workspace.buffers(plan).staging_memory())
         for column, width in plan.direct_runs():
-            _add_up(staged[None, :, column : column + width], output[:, column : column + width], exchange)
+            _add_up(staged[None, :, column : column + width], output[:, column : column + width], workspace)
 
 
-def _add_up(sources: Tensor, output: Tensor, exchange: EmbeddingExchange) -> None:
+def _add_up(sources: Tensor, output: Tensor, workspace: EmbeddingWorkspace) -> None:
     """output [rows, width] fp32 = sum over the first dimension of sources [n, rows, width], in its order."""
-    if not uses_kernels(exchange.device):
+    if not uses_kernels(workspace.device):
         output.copy_(sources[0])
         for source in sources[1:]:
             output += source
@@ -86,11 +86,11 @@ def _add_up(sources: Tensor, output: Tensor, exchange: EmbeddingExchange) -> Non
         )
 
 
-def _add_up_present(exchange: EmbeddingExchange, plan: BatchPlan, output: Tensor) -> None:
+def _add_up_present(workspace: EmbeddingWorkspace, plan: BatchPlan, output: Tensor) -> None:
     """The row-wise columns of ``output`` from the partial sums that were sent."""
-    staging = exchange.buffers(plan).staging_memory()
+    staging = workspace.buffers(plan).staging_memory()
     partial_sums, presence = plan.partial_sums_view(staging), plan.presence_view(staging)
-    for features in exchange.partial_sum_tables if plan.local_batch else ():
+    for features in workspace.partial_sum_tables if plan.local_batch else ():
         rows = max(1, _ELEMENTS // features.block_dim)
         add_up_present_kernel[(triton.cdiv(plan.local_batch, rows), features.count)](
             partial_sums,
@@ -103,7 +103,7 @@ def _add_up_present(exchange: EmbeddingExchange, plan: BatchPlan, output: Tensor
             presence.stride(0),
             presence.stride(1),
             output.stride(0),
-            SOURCES=exchange.world_size,
+            SOURCES=workspace.world_size,
             ROWS=rows,
             DIM=features.block_dim,
             num_warps=4,

@@ -1,4 +1,4 @@
-"""Storing rectangles of a local tensor into peers' memory, as one epoch of a channel; with the dtype changed on the way."""
+"""Storing tiles of a local tensor into peers' memory, as one epoch of a channel; with the dtype changed on the way."""
 
 # Kernels follow Triton's ways: constants in capitals, no types but theirs.
 # ruff: noqa: N803
@@ -31,10 +31,10 @@ def to_wire(values, dtype: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["items", "row_blocks", "receive_offset", "fingerprint", "poll_limit"])
-def put_rectangles_kernel(
+def scatter_tiles_kernel(
     source,
     source_stride,
-    rectangles,
+    tiles,
     items,
     row_blocks,
     addresses,
@@ -56,7 +56,7 @@ def put_rectangles_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Copy rectangles of ``source`` to where they belong at the peers. See :func:`put_rectangles`."""
+    """Copy tiles of ``source`` to where they belong at the peers. See :func:`scatter_tiles`."""
     if FIRST:
         epoch = begin(receive_offset, fingerprint, flag_addresses, state, RANK, WORLD, LANES)
     else:
@@ -64,7 +64,7 @@ def put_rectangles_kernel(
     known_peer = tl.full((), -1, tl.int64)
     ready_at = tl.full((), -1, tl.int64)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        fields = rectangles + (item // row_blocks) * _FIELDS
+        fields = tiles + (item // row_blocks) * _FIELDS
         peer = tl.load(fields)
         if peer != known_peer:
             ready_at = wait_until_ready(peer, epoch, fingerprint, flags, state, control, poll_limit, RANK, WORLD)
@@ -89,7 +89,7 @@ def put_rectangles_kernel(
         finish(epoch, flags, flag_addresses, state, control, poll_limit, RANK, WORLD, LANES)
 
 
-def put_rectangles(
+def scatter_tiles(
     source: Tensor,
     table: Tensor,
     most_rows: int,
@@ -103,20 +103,20 @@ def put_rectangles(
     first: bool = True,
     last: bool = True,
 ) -> None:
-    """Store rectangles of ``source`` in the peers' ``memory``.
+    """Store tiles of ``source`` in the peers' ``memory``.
 
     Args:
         source: fp32, bf16 or fp16, 2-D with unit column stride; rows and columns that start at multiples of 4 elements.
-        table: of :func:`~dlrm_fused.ops.embedding_all_to_all.workspace.rectangle_table`.
-        most_rows: of any rectangle.
+        table: of :func:`~dlrm_fused.ops.embedding_all_to_all.workspace.tile_table`.
+        most_rows: of any tile.
         wire: dtype in which the values are stored.
         receive_offset: where this rank receives in this epoch.
-        relative: whether the rectangles' offsets count from where their peer receives.
+        relative: whether the tiles' offsets count from where their peer receives.
         first, last: whether this launch begins or ends the epoch; between them others may send more.
     """
     row_blocks = triton.cdiv(most_rows, _ROWS)
     items = table.shape[0] * row_blocks
-    put_rectangles_kernel[(max(1, min(items, _PROGRAMS)),)](
+    scatter_tiles_kernel[(max(1, min(items, _PROGRAMS)),)](
         source,
         source.stride(0),
         table,

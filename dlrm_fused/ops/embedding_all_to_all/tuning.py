@@ -51,7 +51,7 @@ class Blocks:
 ALL = 1 << 30  # a program for each item
 _ENOUGH_PROGRAMS = 132 * 16
 _LOAD_BYTES = 16  # of a thread's load
-_MOST_LOADS = 8  # of a thread at once, when rows are added
+_MAX_LOADS = 8  # of a thread at once, when rows are added
 _ENOUGH_BYTES = 132 * 96 * 1024  # on their way
 # Rows per bag from which on the next column of the table holds; measured at 1, 8, 32 and 100.
 _LENGTH_LIMITS = (3, 16, 64)
@@ -128,7 +128,7 @@ def _spread(shape: LookupShape, blocks: Blocks) -> Blocks:
     while (
         shape.bags * rows * row_bytes < _ENOUGH_BYTES
         and 2 * rows * blocks.split <= shape.mean_length
-        and 2 * rows * bags * row_bytes <= bytes_at_once * _MOST_LOADS
+        and 2 * rows * bags * row_bytes <= bytes_at_once * _MAX_LOADS
     ):
         rows *= 2
     return replace(blocks, bags=bags, rows=rows)

@@ -1,6 +1,6 @@
-"""The exchange of pooled embeddings between the ranks that hold the tables and those that hold the batches.
+"""The All-to-All of pooled embeddings between the ranks that hold the tables and those that hold the batches.
 
-An :class:`EmbeddingExchange` is made once for one embedding module and names, for every rank, which columns of the output its
+An :class:`EmbeddingWorkspace` is made once for one embedding module and names, for every rank, which columns of the output its
 lookups produce. It owns the symmetric memory in which the ranks store each other's results, and what the kernels need to know
 of where things go. The operators in this package refer to it by its ``handle``.
 """
@@ -24,7 +24,7 @@ from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables
 from dlrm_fused.symmetric import Arena, Channel, SymmetricGroup, SymmetricMemory
 
 if TYPE_CHECKING:
-    from dlrm_fused.ops.embedding_all_to_all.prefetch_sort import SortAhead
+    from dlrm_fused.ops.embedding_all_to_all.prefetch_sort import PrefetchedSorts
 
 WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT = 4096  # bytes: what a ready word can express
@@ -134,7 +134,7 @@ def _check_lookup(lookup: LookupLayout, name: str, columns: int) -> None:
 
 
 @dataclass(frozen=True)
-class Rectangle:
+class Tile:
     """Rows and columns of a local tensor that belong at one place in a peer's memory."""
 
     peer: int
@@ -153,19 +153,19 @@ TILE_COLUMNS = 512
 PRESENCE_UNIT = 16
 
 
-def rectangle_table(rectangles: Sequence[Rectangle], device: torch.device) -> Tensor:
-    """The rectangles as the kernel wants them: int64 [n, 7], none wider than a tile, fields in their order."""
+def tile_table(tiles: Sequence[Tile], device: torch.device) -> Tensor:
+    """The tiles as the kernel wants them: int64 [n, 7], none wider than a tile, fields in their order."""
     narrow = [
         replace(
-            rectangle,
-            source_column=rectangle.source_column + begin_column,
-            offset=rectangle.offset + begin_column * rectangle.item_size,
-            width=min(TILE_COLUMNS, rectangle.width - begin_column),
+            tile,
+            source_column=tile.source_column + begin_column,
+            offset=tile.offset + begin_column * tile.item_size,
+            width=min(TILE_COLUMNS, tile.width - begin_column),
         )
-        for rectangle in rectangles
-        for begin_column in range(0, rectangle.width if rectangle.rows else 0, TILE_COLUMNS)
+        for tile in tiles
+        for begin_column in range(0, tile.width if tile.rows else 0, TILE_COLUMNS)
     ]
-    rows = [astuple(rectangle)[:7] for rectangle in narrow]
+    rows = [astuple(tile)[:7] for tile in narrow]
     return torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 7).to(device, non_blocking=True)
 
 
@@ -211,13 +211,13 @@ def _view(memory: SymmetricMemory, offset: int, shape: tuple[int, ...], dtype: t
     return memory.local[offset : offset + size].view(dtype).view(shape)
 
 
-class EmbeddingExchange:
+class EmbeddingWorkspace:
     """Where pooled embeddings and their gradients go, and the memory they are received in. Making one is collective.
 
     Args:
         group: the ranks that take part.
         layout: equal on all ranks.
-        name: for messages; equal on all ranks, and not used by another exchange of the group.
+        name: for messages; equal on all ranks, and not used by another workspace of the group.
         forward_wire: dtype in which pooled embeddings travel: float32, bfloat16 or float16. The output is float32.
         backward_wire: the same for the gradients.
         gradient_scale: factor of the gradients that the tables get.
@@ -268,7 +268,7 @@ class EmbeddingExchange:
         # Graphs hold the addresses of buffers for ever.
         self._is_captured = False
         self._plans: dict[tuple[int, ...], BatchPlan] = {}
-        self.handle = exchanges.add(self)
+        self.handle = workspaces.add(self)
 
     def attach_tables(self, tables: Sequence[LocalTables]) -> None:
         """Name the tables of this rank's lookups, in their order.
@@ -283,7 +283,7 @@ class EmbeddingExchange:
             if dims != lookup.dims:
                 raise UsageError(f"{self.name}: tables[{number}] gives features of dims {dims}, the layout {lookup.dims}")
             if own.weights.device.type != self.device.type:
-                raise UsageError(f"{self.name}: tables[{number}] is on {own.weights.device}, the exchange on {self.device}")
+                raise UsageError(f"{self.name}: tables[{number}] is on {own.weights.device}, the workspace on {self.device}")
             if lookup.row_wise and own.mean:
                 raise UsageError(
                     f"{self.name}: tables[{number}] is row-wise with mean pooling; divide the sum at the destination"
@@ -312,20 +312,20 @@ class EmbeddingExchange:
         return feature_tables(tuple(itertools.accumulate(dims, initial=0))[:-1], dims, columns, self.device)
 
     @cached_property
-    def sorted_lookups(self) -> SortAhead:
-        """What :meth:`sort_ahead` has begun."""
-        from dlrm_fused.ops.embedding_all_to_all.prefetch_sort import SortAhead
+    def sorted_lookups(self) -> PrefetchedSorts:
+        """What :meth:`prefetch_sort` has begun."""
+        from dlrm_fused.ops.embedding_all_to_all.prefetch_sort import PrefetchedSorts
 
-        return SortAhead(self.device)
+        return PrefetchedSorts(self.device)
 
-    def sort_ahead(self, indices: Sequence[Tensor], offsets: Sequence[Tensor]) -> None:
+    def prefetch_sort(self, indices: Sequence[Tensor], offsets: Sequence[Tensor]) -> None:
         """Begin to sort the indices of this rank's lookups, for the backward pass."""
         for tables, own_indices, own_offsets in zip(self.tables, indices, offsets, strict=True):
             if tables.optimizer is not None:
                 self.sorted_lookups.start(tables, own_indices, own_offsets)
 
     def raise_fault(self) -> None:
-        """Raise CommunicationError if an exchange that was started has failed since. Does not wait for the device."""
+        """Raise CommunicationError if a workspace that was started has failed since. Does not wait for the device."""
         self.forward_channel.raise_fault()
         self.backward_channel.raise_fault()
 
@@ -379,7 +379,7 @@ class EmbeddingExchange:
         return self._buffers
 
 
-exchanges: Handles[EmbeddingExchange] = Handles("EmbeddingExchange")
+workspaces: Handles[EmbeddingWorkspace] = Handles("EmbeddingWorkspace")
 
 
 def _check_settings(group: SymmetricGroup, name: str, settings: Mapping[str, Any]) -> None:
@@ -421,20 +421,20 @@ class BatchPlan:
         fingerprint: equal on ranks that agree on the batch sizes.
     """
 
-    def __init__(self, exchange: EmbeddingExchange, batch_sizes: tuple[int, ...]) -> None:
-        self._layout, self._rank = exchange.layout, exchange.rank
+    def __init__(self, workspace: EmbeddingWorkspace, batch_sizes: tuple[int, ...]) -> None:
+        self._layout, self._rank = workspace.layout, workspace.rank
         self.batch_sizes = batch_sizes
         self.starts = (0, *itertools.accumulate(batch_sizes))
-        self.local_batch = batch_sizes[exchange.rank]
+        self.local_batch = batch_sizes[workspace.rank]
         self.global_batch = self.starts[-1]
         # 30 bits, so that a kernel's argument has the same type for all batches.
         self.fingerprint = zlib.crc32(repr(batch_sizes).encode()) >> 2
-        self._forward_dtype, self._backward_dtype = exchange.forward_wire, exchange.backward_wire
-        self._wire, self._gradient_wire = exchange.forward_wire.itemsize, exchange.backward_wire.itemsize
-        self._device = exchange.device
+        self._forward_dtype, self._backward_dtype = workspace.forward_wire, workspace.backward_wire
+        self._wire, self._gradient_wire = workspace.forward_wire.itemsize, workspace.backward_wire.itemsize
+        self._device = workspace.device
         self._pooled_tables: dict[int, Tensor] = {}
         self._bag_tables: dict[int, Tensor] = {}
-        self.is_staged = exchange.forward_wire != torch.float32
+        self.is_staged = workspace.forward_wire != torch.float32
 
     @cached_property
     def rotation(self) -> tuple[int, ...]:
@@ -487,25 +487,23 @@ class BatchPlan:
         """Whether a lookup of this rank is received in staging memory, not in the output itself."""
         return self.is_staged or self._layout.lookups[self._rank][lookup].row_wise
 
-    def pooled_rectangles(self, lookup: int) -> list[Rectangle]:
+    def pooled_tiles(self, lookup: int) -> list[Tile]:
         """What of a lookup's result [global batch, width] goes where."""
         own = self._layout.lookups[self._rank][lookup]
         columns = self._layout.destination_columns(self._rank, lookup)
         runs = LookupLayout(columns, own.dims).runs()
-        rectangles = []
+        tiles = []
         for peer in self.rotation:
             offset, stride = self.destination(lookup, peer)
             for source, column, width in runs:
                 place = offset + column * self._wire
-                rectangles.append(
-                    Rectangle(peer, self.starts[peer], source, place, stride, width, self.batch_sizes[peer], self._wire)
-                )
-        return rectangles
+                tiles.append(Tile(peer, self.starts[peer], source, place, stride, width, self.batch_sizes[peer], self._wire))
+        return tiles
 
     def pooled_table(self, lookup: int) -> Tensor:
-        """:meth:`pooled_rectangles` for the kernel."""
+        """:meth:`pooled_tiles` for the kernel."""
         if lookup not in self._pooled_tables:
-            self._pooled_tables[lookup] = rectangle_table(self.pooled_rectangles(lookup), self._device)
+            self._pooled_tables[lookup] = tile_table(self.pooled_tiles(lookup), self._device)
         return self._pooled_tables[lookup]
 
     def bag_table(self, lookup: int) -> Tensor:
@@ -526,26 +524,24 @@ class BatchPlan:
 
     @cached_property
     def gradient_table(self) -> Tensor:
-        """:meth:`gradient_rectangles` for the kernel."""
-        return rectangle_table(self.gradient_rectangles(), self._device)
+        """:meth:`gradient_tiles` for the kernel."""
+        return tile_table(self.gradient_tiles(), self._device)
 
     @cached_property
     def empty_table(self) -> Tensor:
-        """No rectangle."""
-        return rectangle_table([], self._device)
+        """No tile."""
+        return tile_table([], self._device)
 
-    def gradient_rectangles(self) -> list[Rectangle]:
+    def gradient_tiles(self) -> list[Tile]:
         """What of the output's gradient [local batch, columns] goes where."""
-        rectangles = []
+        tiles = []
         for peer in self.rotation:
             for number, lookup in enumerate(self._layout.lookups[peer]):
                 begin = self.gradients_offset(peer, number) + self.starts[self._rank] * lookup.width * self._gradient_wire
                 for source, column, width in lookup.runs():
                     place = begin + source * self._gradient_wire
-                    rectangles.append(
-                        Rectangle(peer, 0, column, place, lookup.width, width, self.local_batch, self._gradient_wire)
-                    )
-        return rectangles
+                    tiles.append(Tile(peer, 0, column, place, lookup.width, width, self.local_batch, self._gradient_wire))
+        return tiles
 
     def partial_sums_view(self, staging: SymmetricMemory) -> Tensor:
         """[ranks, local batch, row-wise columns] as received by this rank, in the wire's dtype."""
@@ -585,7 +581,7 @@ class BatchPlan:
 
 
 class Buffers:
-    """Symmetric memory of one exchange for batches up to a size.
+    """Symmetric memory of one workspace for batches up to a size.
 
     Attributes:
         outputs: where outputs are received; the caller's tensors are blocks of it.
@@ -593,13 +589,13 @@ class Buffers:
         gradients: of the pooled results, by lookup.
     """
 
-    def __init__(self, exchange: EmbeddingExchange, plan: BatchPlan) -> None:
-        ranks = range(exchange.world_size)
+    def __init__(self, workspace: EmbeddingWorkspace, plan: BatchPlan) -> None:
+        ranks = range(workspace.world_size)
         self._local, self._global = max(plan.batch_sizes), plan.global_batch
-        largest = BatchPlan(exchange, (max(self._local, 1),) * exchange.world_size)
-        group, name = exchange.group, exchange.name
+        largest = BatchPlan(workspace, (max(self._local, 1),) * workspace.world_size)
+        group, name = workspace.group, workspace.name
         block = _aligned(max(largest.output_size(rank) for rank in ranks))
-        self.outputs = Arena(group, f"{name}: {exchange.held_outputs + 1} outputs", block * (exchange.held_outputs + 1))
+        self.outputs = Arena(group, f"{name}: {workspace.held_outputs + 1} outputs", block * (workspace.held_outputs + 1))
         # Always there to receive in when all other blocks are held.
         spare = self.outputs.take((block // 4,), torch.float32)
         assert spare is not None, "a new arena has room for each of its blocks"

@@ -150,7 +150,7 @@ def gemm_kernel(
     order,
     order_tiles,
     groups,
-    homes,
+    destinations,
     slots,
     origins_at,
     first_origin,
@@ -189,7 +189,7 @@ def gemm_kernel(
         scale: fp32 [G, N], with SCALED.
         out, other: [R, N], without SENDS: see :func:`grouped_gemm`.
         bounds, order: of :class:`Groups`, with GROUPED; ``order_tiles`` is the length of a row of ``order``.
-        homes: int32 [R], rank * slots + slot or -1, with GROUPED and SENDS.
+        destinations: int32 [R], rank * slots + slot or -1, with GROUPED and SENDS.
         origins_at: byte of the blocks from where an int32 for each slot gets ``first_origin`` + row of x; with TELLS_ORIGIN.
         block_rows: rows for each of the WORLD ranks, without GROUPED.
     """
@@ -233,11 +233,11 @@ def gemm_kernel(
         row_bytes = columns.to(tl.int64) * element_bytes
         if SENDS:
             if GROUPED:
-                home = tl.load(homes + row)
-                row_is_in = (home >= 0) & may_store
-                home = tl.maximum(home, 0)
-                slot = (home % slots).to(tl.int64)
-                blocks = tl.load(addresses + home // slots) + announced_offset(home // slots, flags)
+                destination = tl.load(destinations + row)
+                row_is_in = (destination >= 0) & may_store
+                destination = tl.maximum(destination, 0)
+                slot = (destination % slots).to(tl.int64)
+                blocks = tl.load(addresses + destination // slots) + announced_offset(destination // slots, flags)
                 if TELLS_ORIGIN:
                     origins = (blocks + origins_at).to(tl.pointer_type(tl.int32)) + slot
                     tl.store(origins, first_origin + row, mask=row_is_in & (column_tile == 0))
@@ -342,11 +342,11 @@ def grouped_gemm(
     _launch(x, weight, out=out, other=other, groups=groups, is_transposed=weight_is_transposed, activation=activation)
 
 
-def grouped_gemm_home(
+def grouped_gemm_combine(
     x: Tensor,
     weight: Tensor,
     groups: Groups,
-    homes: Tensor,
+    destinations: Tensor,
     memory: SymmetricMemory,
     channel: Channel,
     *,
@@ -358,11 +358,11 @@ def grouped_gemm_home(
     first_origin: int = 0,
     weight_is_transposed: bool = False,
 ) -> None:
-    """The rows of :func:`grouped_gemm`, each stored at its home. One epoch: collective.
+    """The rows of :func:`grouped_gemm`, each stored at its destination. One epoch: collective.
 
     Args:
         weight: of the dtype of x, or float8_e4m3fn.
-        homes: int32 [R]: rank * slots + slot, or -1 for rows that belong nowhere. No two of all ranks may be equal.
+        destinations: int32 [R]: rank * slots + slot, or -1 for rows that belong nowhere. No two of all ranks may be equal.
         memory: in which the ranks receive [slots, N], each at an offset of its own.
         receive_offset: where this rank receives: bytes, a multiple of 4096.
         fingerprint: must be equal on all ranks.
@@ -374,7 +374,7 @@ def grouped_gemm_home(
         weight,
         groups=groups,
         scale=scale,
-        homes=homes,
+        destinations=destinations,
         slots=slots,
         origins_at=origins_at,
         first_origin=first_origin,
@@ -386,7 +386,7 @@ def grouped_gemm_home(
     )
 
 
-def gemm_home(
+def gemm_combine(
     x: Tensor,
     weight: Tensor,
     memory: SymmetricMemory,
@@ -398,7 +398,7 @@ def gemm_home(
 ) -> None:
     """x [M, K] @ weight [N, K].T; rows p * M / ranks ... are stored at rank p as block ``own rank``. One epoch: collective.
 
-    Args: as in :func:`grouped_gemm_home`; scale: fp32 [N].
+    Args: as in :func:`grouped_gemm_combine`; scale: fp32 [N].
     """
     _launch(
         x,
@@ -424,7 +424,7 @@ def _launch(
     other: Tensor | None = None,
     groups: Groups | None = None,
     scale: Tensor | None = None,
-    homes: Tensor | None = None,
+    destinations: Tensor | None = None,
     slots: int = 1,
     origins_at: int | None = None,
     first_origin: int = 0,
@@ -451,7 +451,7 @@ def _launch(
         groups.order(row_tiles) if groups else x,
         row_tiles,
         groups.local_from.numel() if groups else 1,
-        x if homes is None else homes,
+        x if destinations is None else destinations,
         slots,
         origins_at or 0,
         first_origin,

@@ -4,8 +4,8 @@
 
 * equal blocks: x [M, K] is multiplied by weight [N, K] transposed; the p-th of as many equal blocks of rows as there are ranks
   goes to rank p, whose result has the blocks of all ranks in their order;
-* routed: rows are in groups with a weight each, such as the experts of a Mixture-of-Experts layer, and every row has a home: a
-  rank, and a slot of its result.
+* routed: rows are in groups with a weight each, such as the experts of a Mixture-of-Experts layer, and every row has a
+  destination: a rank, and a slot of its result.
 
 How it runs (Punniyamurthy et al., arXiv 2305.06942, "GEMM + All-to-All"):
 
@@ -27,11 +27,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.common.scatter_rows import put_rows
+from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.common.workspace import Handles, agree_on_settings, check_dtype, fingerprint_of
-from dlrm_fused.ops.embedding_all_to_all.pooled import refusal_is_told
+from dlrm_fused.ops.embedding_all_to_all.pooled import abort_peers_on_error
 from dlrm_fused.ops.gemm_all_to_all.chunks import multiply_and_send_chunks
-from dlrm_fused.ops.gemm_all_to_all.kernel import Groups, gemm_home, grouped_gemm, grouped_gemm_home, grouped_weight_gradient
+from dlrm_fused.ops.gemm_all_to_all.kernel import (
+    Groups,
+    gemm_combine,
+    grouped_gemm,
+    grouped_gemm_combine,
+    grouped_weight_gradient,
+)
 from dlrm_fused.ops.gemm_all_to_all.tuning import choose_schedule
 from dlrm_fused.symmetric import Channel, EqualBlocks, SymmetricGroup
 from dlrm_fused.symmetric.device import uses_kernels
@@ -43,7 +49,7 @@ SCHEDULES = ("auto", "kernel", "chunks")
 _ROW_UNIT = 16  # bytes
 _HELD_RESULTS = 2
 # Homes and origins count rows of all ranks in 31 bits.
-_MOST_ROWS_OF_ALL_RANKS = 2**31 - 1
+_MAX_ROWS_OF_ALL_RANKS = 2**31 - 1
 
 
 class Routes(NamedTuple):
@@ -51,56 +57,57 @@ class Routes(NamedTuple):
 
     Attributes:
         groups: which rows belong together.
-        homes: int32 [R]: rank * slots + slot, or -1 for rows that belong nowhere, such as those that fill up tiles. No two of
+        destinations: int32 [R]: rank * slots + slot, or -1 for rows that belong nowhere, such as those that fill up tiles. No
+        two of
             all ranks may be equal, and none may be outside: that is not checked, since it would mean to wait for the device.
         slots: rows of every rank's result.
     """
 
     groups: Groups
-    homes: Tensor
+    destinations: Tensor
     slots: int
 
 
 def gemm_all_to_all(
-    exchange: GemmExchange, x: Tensor, weight: Tensor, scale: Tensor | None = None, *, schedule: str = "auto"
+    workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: Tensor | None = None, *, schedule: str = "auto"
 ) -> Tensor:
     """Row block s of the result is this rank's block of rank s's ``x @ weight.T``. Collective; differentiable.
 
     The backward pass is collective too.
 
     Args:
-        x: [M, K], contiguous, in the exchange's dtype; M is a multiple of the ranks, at most ``max_rows``. M and N must be
+        x: [M, K], contiguous, in the workspace's dtype; M is a multiple of the ranks, at most ``max_rows``. M and N must be
             equal on all ranks. Rows of x, weight and result are multiples of 16 bytes.
-        weight: [N, K], contiguous, in the exchange's dtype; or float8_e4m3fn, which has no gradient.
+        weight: [N, K], contiguous, in the workspace's dtype; or float8_e4m3fn, which has no gradient.
         scale: fp32 [N], of the weight's rows; for float8 weights, which need it.
         schedule: ``kernel``, ``chunks``, or ``auto``, which takes what :func:`schedule_of` says. Without a GPU all are one.
 
     Returns:
-        [M, N] in the exchange's dtype.
+        [M, N] in the workspace's dtype.
 
     Raises:
         UsageError: for other shapes, dtypes or devices; the other ranks raise CommunicationError, with the name of this one.
         CommunicationError: if a peer is lost, was waited for too long, or makes another call. On GPUs, where kernels run
-            behind the host, from a later call or ``exchange.raise_fault()``.
+            behind the host, from a later call or ``workspace.raise_fault()``.
     """
-    return torch.ops.dlrm_fused.gemm_all_to_all(x, weight, scale, None, None, None, 0, 0, schedule, exchange.handle)[0]
+    return torch.ops.dlrm_fused.gemm_all_to_all(x, weight, scale, None, None, None, 0, 0, schedule, workspace.handle)[0]
 
 
 def routed_gemm_all_to_all(
-    exchange: GemmExchange, x: Tensor, weight: Tensor, routes: Routes, scale: Tensor | None = None
+    workspace: GemmWorkspace, x: Tensor, weight: Tensor, routes: Routes, scale: Tensor | None = None
 ) -> Tensor:
-    """Every row of x times the weight of its group, transposed, in the slot of its home. Collective; differentiable.
+    """Every row of x times the weight of its group, transposed, in the slot of its destination. Collective; differentiable.
 
     The backward pass is collective too.
 
     Args:
         x: [R, K] as in :func:`gemm_all_to_all`; R may differ between ranks, and is a multiple of ``tile_rows``. Rows without
-            a home may hold anything finite.
+            a destination may hold anything finite.
         weight: [G, N, K], contiguous; G may differ between ranks.
         scale: fp32 [G, N].
 
     Returns:
-        [slots, N] in the exchange's dtype; slots that are no row's home are not initialized.
+        [slots, N] in the workspace's dtype; slots that are no row's destination are not initialized.
 
     Raises:
         UsageError, CommunicationError: as :func:`gemm_all_to_all`.
@@ -112,11 +119,11 @@ def routed_gemm_all_to_all(
         scale,
         groups.bounds,
         groups.local_from,
-        routes.homes,
+        routes.destinations,
         groups.tile_rows,
         routes.slots,
         "auto",
-        exchange.handle,
+        workspace.handle,
     )[0]
 
 
@@ -144,12 +151,12 @@ class _AllToAll(torch.autograd.Function):
         return _AllToAll.apply(gradients[0].contiguous(), ctx.process_group), None
 
 
-def schedule_of(exchange: GemmExchange, rows: int, columns: int, depth: int) -> str:
+def schedule_of(workspace: GemmWorkspace, rows: int, columns: int, depth: int) -> str:
     """What ``auto`` takes for x [rows, depth] and weight [columns, depth]: ``kernel`` or ``chunks``."""
-    return choose_schedule(rows, columns, depth, exchange.dtype.itemsize)
+    return choose_schedule(rows, columns, depth, workspace.dtype.itemsize)
 
 
-class GemmExchange:
+class GemmWorkspace:
     """The symmetric memory through which products travel. Making one is collective; calls may share it.
 
     Attributes:
@@ -170,7 +177,7 @@ class GemmExchange:
 
         Args:
             group: the ranks that take part.
-            name: for messages; equal on all ranks, and not used by another exchange of the group.
+            name: for messages; equal on all ranks, and not used by another workspace of the group.
             max_rows: of x, and of a result.
             max_columns: the largest N. Memory for three results is allocated here: two that callers may hold, and one more;
                 a caller who holds more than two gets copies.
@@ -186,7 +193,7 @@ class GemmExchange:
             for key, value in (("max_rows", max_rows), ("max_columns", max_columns)):
                 if not isinstance(value, int) or value < 1:
                     raise UsageError(f"{name}: {key}={value}; needed: a whole number, at least 1")
-            most = _MOST_ROWS_OF_ALL_RANKS // group.world_size
+            most = _MAX_ROWS_OF_ALL_RANKS // group.world_size
             if max_rows > most:
                 raise UsageError(f"{name}: max_rows={max_rows}; allowed with {group.world_size} ranks: at most {most}")
             return {"name": name, "max_rows": max_rows, "max_columns": max_columns, "dtype": dtype}
@@ -201,7 +208,7 @@ class GemmExchange:
         # Beside the stream of the products.
         self.stream = torch.cuda.Stream(group.device, priority=-1) if group.device.type == "cuda" else None
         self._said: set[tuple[int, int, int]] = set()
-        self.handle = _exchanges.add(self)
+        self.handle = _workspaces.add(self)
 
     def raise_fault(self) -> None:
         """Raise CommunicationError if a call that was started has failed since. Does not wait for the device."""
@@ -222,17 +229,18 @@ class GemmExchange:
         return block[self.origins_at : self.origins_at + 4 * rows].view(torch.int32)
 
 
-_exchanges: Handles[GemmExchange] = Handles("GemmExchange")
+_workspaces: Handles[GemmWorkspace] = Handles("GemmWorkspace")
 
 torch.library.define(
     "dlrm_fused::gemm_all_to_all",
-    "(Tensor x, Tensor weight, Tensor? scale, Tensor? bounds, Tensor? local_from, Tensor? homes, int tile_rows, int slots, "
-    "str schedule, int exchange) -> (Tensor, Tensor)",
+    "(Tensor x, Tensor weight, Tensor? scale, Tensor? bounds, Tensor? local_from, Tensor? destinations, int tile_rows, int "
+    "slots, "
+    "str schedule, int handle) -> (Tensor, Tensor)",
 )
 torch.library.define(
     "dlrm_fused::gemm_all_to_all_backward",
-    "(Tensor gradient, Tensor x, Tensor weight, Tensor? scale, Tensor? bounds, Tensor? local_from, Tensor? homes, "
-    "Tensor origins, int tile_rows, int exchange) -> (Tensor, Tensor)",
+    "(Tensor gradient, Tensor x, Tensor weight, Tensor? scale, Tensor? bounds, Tensor? local_from, Tensor? destinations, "
+    "Tensor origins, int tile_rows, int handle) -> (Tensor, Tensor)",
 )
 
 
@@ -243,65 +251,66 @@ def _forward(
     scale: Tensor | None,
     bounds: Tensor | None,
     local_from: Tensor | None,
-    homes: Tensor | None,
+    destinations: Tensor | None,
     tile_rows: int,
     slots: int,
     schedule: str,
-    exchange: int,
+    handle: int,
 ) -> tuple[Tensor, Tensor]:
-    """The result, and for routed rows int32 [slots]: where each came from, :meth:`GemmExchange.origins_of`."""
-    owner = _exchanges.get(exchange)
-    owner.raise_fault()
-    if bounds is None or local_from is None or homes is None:
-        with refusal_is_told(owner.channel):
-            _check_equal_blocks(owner, x, weight, scale, schedule)
-        return _send_equal_blocks(owner, x, weight, scale, schedule), x.new_empty(0, dtype=torch.int32)
-    routes = Routes(Groups(tile_rows, bounds, local_from), homes, slots)
-    with refusal_is_told(owner.channel):
-        _check_routed(owner, x, weight, scale, routes)
-    return _send_home(owner, x, weight, scale, routes)
+    """The result, and for routed rows int32 [slots]: where each came from, :meth:`GemmWorkspace.origins_of`."""
+    workspace = _workspaces.get(handle)
+    workspace.raise_fault()
+    if bounds is None or local_from is None or destinations is None:
+        with abort_peers_on_error(workspace.channel):
+            _check_equal_blocks(workspace, x, weight, scale, schedule)
+        return _send_equal_blocks(workspace, x, weight, scale, schedule), x.new_empty(0, dtype=torch.int32)
+    routes = Routes(Groups(tile_rows, bounds, local_from), destinations, slots)
+    with abort_peers_on_error(workspace.channel):
+        _check_routed(workspace, x, weight, scale, routes)
+    return _send_home(workspace, x, weight, scale, routes)
 
 
-def _check_equal_blocks(owner: GemmExchange, x: Tensor, weight: Tensor, scale: Tensor | None, schedule: str) -> None:
-    ranks = owner.group.world_size
+def _check_equal_blocks(workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: Tensor | None, schedule: str) -> None:
+    ranks = workspace.group.world_size
     if schedule not in SCHEDULES:
-        raise UsageError(f"{owner.name}: schedule={schedule}; allowed: {', '.join(SCHEDULES)}")
+        raise UsageError(f"{workspace.name}: schedule={schedule}; allowed: {', '.join(SCHEDULES)}")
     if schedule == "chunks" and scale is not None:
         raise UsageError(
-            f"{owner.name}: schedule=chunks: the library has no product with float8 weights and scales; allowed: kernel"
+            f"{workspace.name}: schedule=chunks: the library has no product with float8 weights and scales; allowed: kernel"
         )
-    _check_matrices(owner, x, weight, 2, scale)
+    _check_matrices(workspace, x, weight, 2, scale)
     if x.shape[0] % ranks or not x.shape[0]:
-        raise UsageError(f"{owner.name}: x has {x.shape[0]} rows; needed: a positive multiple of the {ranks} ranks")
+        raise UsageError(f"{workspace.name}: x has {x.shape[0]} rows; needed: a positive multiple of the {ranks} ranks")
 
 
-def _check_routed(owner: GemmExchange, x: Tensor, weight: Tensor, scale: Tensor | None, routes: Routes) -> None:
-    groups, homes, slots = routes
-    _check_matrices(owner, x, weight, 3, scale)
+def _check_routed(workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: Tensor | None, routes: Routes) -> None:
+    groups, destinations, slots = routes
+    _check_matrices(workspace, x, weight, 3, scale)
     if groups.tile_rows not in (16, 32, 64, 128) or x.shape[0] % groups.tile_rows or not x.shape[0]:
         raise UsageError(
-            f"{owner.name}: tile_rows={groups.tile_rows}, x has {x.shape[0]} rows; needed: tiles of 16, 32, 64 or 128 "
+            f"{workspace.name}: tile_rows={groups.tile_rows}, x has {x.shape[0]} rows; needed: tiles of 16, 32, 64 or 128 "
             "rows, and a positive number of whole tiles"
         )
-    if not 1 <= slots <= owner.max_rows:
-        raise UsageError(f"{owner.name}: slots={slots}; allowed: 1 to max_rows={owner.max_rows} of the exchange")
+    if not 1 <= slots <= workspace.max_rows:
+        raise UsageError(f"{workspace.name}: slots={slots}; allowed: 1 to max_rows={workspace.max_rows} of the workspace")
     expected = {
         "bounds": (groups.bounds, weight.shape[0] + 1),
         "local_from": (groups.local_from, weight.shape[0]),
-        "homes": (homes, x.shape[0]),
+        "destinations": (destinations, x.shape[0]),
     }
     for key, (tensor, length) in expected.items():
-        if tensor.dtype != torch.int32 or tensor.shape != (length,) or tensor.device != owner.group.device:
+        if tensor.dtype != torch.int32 or tensor.shape != (length,) or tensor.device != workspace.group.device:
             raise UsageError(
-                f"{owner.name}: {key} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; needed: int32 [{length}] on "
-                f"{owner.group.device}"
+                f"{workspace.name}: {key} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; needed: int32 [{length}] "
+                f"on "
+                f"{workspace.group.device}"
             )
 
 
-def _check_matrices(owner: GemmExchange, x: Tensor, weight: Tensor, weight_dims: int, scale: Tensor | None) -> None:
-    name, device = owner.name, owner.group.device
-    weight_dtype = FP8 if scale is not None else owner.dtype
-    for key, tensor, dims, dtype in (("x", x, 2, owner.dtype), ("weight", weight, weight_dims, weight_dtype)):
+def _check_matrices(workspace: GemmWorkspace, x: Tensor, weight: Tensor, weight_dims: int, scale: Tensor | None) -> None:
+    name, device = workspace.name, workspace.group.device
+    weight_dtype = FP8 if scale is not None else workspace.dtype
+    for key, tensor, dims, dtype in (("x", x, 2, workspace.dtype), ("weight", weight, weight_dims, weight_dtype)):
         if tensor.dim() != dims or 0 in tensor.shape[1:] or not tensor.is_contiguous():
             raise UsageError(
                 f"{name}: {key} has shape {list(tensor.shape)}, strides {tensor.stride()}; needed: {dims}-D, contiguous"
@@ -319,69 +328,71 @@ def _check_matrices(owner: GemmExchange, x: Tensor, weight: Tensor, weight_dims:
     columns, depth = weight.shape[-2:]
     if x.shape[1] != depth:
         raise UsageError(f"{name}: x is [rows, {x.shape[1]}], weight [..., N, {depth}]; their K must be equal")
-    if columns * owner.dtype.itemsize % _ROW_UNIT:
-        raise UsageError(f"{name}: N={columns} elements of {owner.dtype}; needed: a multiple of {_ROW_UNIT} bytes")
-    for key, value, limit in (("rows", x.shape[0], owner.max_rows), ("columns", columns, owner.max_columns)):
+    if columns * workspace.dtype.itemsize % _ROW_UNIT:
+        raise UsageError(f"{name}: N={columns} elements of {workspace.dtype}; needed: a multiple of {_ROW_UNIT} bytes")
+    for key, value, limit in (("rows", x.shape[0], workspace.max_rows), ("columns", columns, workspace.max_columns)):
         if value > limit:
-            raise UsageError(f"{name}: {key}={value} is above max_{key}={limit} of the exchange; make it with more")
+            raise UsageError(f"{name}: {key}={value} is above max_{key}={limit} of the workspace; make it with more")
     if scale is not None and (scale.dtype != torch.float32 or scale.shape != weight.shape[:-1] or not scale.is_contiguous()):
         raise UsageError(
             f"{name}: scale is {scale.dtype} {list(scale.shape)}; needed: float32 {list(weight.shape[:-1])}, contiguous"
         )
 
 
-def _send_equal_blocks(owner: GemmExchange, x: Tensor, weight: Tensor, scale: Tensor | None, schedule: str) -> Tensor:
-    (rows, depth), columns, blocks = x.shape, weight.shape[0], owner.results
+def _send_equal_blocks(workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: Tensor | None, schedule: str) -> Tensor:
+    (rows, depth), columns, blocks = x.shape, weight.shape[0], workspace.results
     if schedule == "auto":
-        schedule = "kernel" if scale is not None else schedule_of(owner, rows, columns, depth)
-        owner.say_schedule(schedule, rows, columns, depth)
+        schedule = "kernel" if scale is not None else schedule_of(workspace, rows, columns, depth)
+        workspace.say_schedule(schedule, rows, columns, depth)
     fingerprint = fingerprint_of(rows, columns, scale is None, schedule)
-    if schedule == "chunks" and uses_kernels(owner.group.device):
-        return multiply_and_send_chunks(x, weight, blocks, owner.channel, owner.stream, fingerprint)
+    if schedule == "chunks" and uses_kernels(workspace.group.device):
+        return multiply_and_send_chunks(x, weight, blocks, workspace.channel, workspace.stream, fingerprint)
     block = blocks.take()
-    if uses_kernels(owner.group.device):
-        gemm_home(
+    if uses_kernels(workspace.group.device):
+        gemm_combine(
             x,
             weight,
             blocks.memory,
-            owner.channel,
+            workspace.channel,
             receive_offset=blocks.offset_of(block),
             fingerprint=fingerprint,
             scale=scale,
         )
     else:
-        _put(owner, _product(x, weight, scale), _homes_of_equal_blocks(owner, rows), rows, block, fingerprint)
-    return owner.rows_of(blocks.to_hold(block), rows, columns)
+        _put(workspace, _product(x, weight, scale), _homes_of_equal_blocks(workspace, rows), rows, block, fingerprint)
+    return workspace.rows_of(blocks.to_hold(block), rows, columns)
 
 
-def _send_home(owner: GemmExchange, x: Tensor, weight: Tensor, scale: Tensor | None, routes: Routes) -> tuple[Tensor, Tensor]:
-    groups, homes, slots = routes
-    columns, blocks = weight.shape[1], owner.results
+def _send_home(
+    workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: Tensor | None, routes: Routes
+) -> tuple[Tensor, Tensor]:
+    groups, destinations, slots = routes
+    columns, blocks = weight.shape[1], workspace.results
     block = blocks.take()
-    owner.origins_of(block, slots).fill_(-1)
+    workspace.origins_of(block, slots).fill_(-1)
     fingerprint = fingerprint_of(slots, columns)
-    if uses_kernels(owner.group.device):
-        grouped_gemm_home(
+    if uses_kernels(workspace.group.device):
+        grouped_gemm_combine(
             x,
             weight,
             groups,
-            homes,
+            destinations,
             blocks.memory,
-            owner.channel,
+            workspace.channel,
             slots=slots,
             receive_offset=blocks.offset_of(block),
             fingerprint=fingerprint,
             scale=scale,
-            origins_at=owner.origins_at,
-            first_origin=owner.group.rank * owner.max_rows,
+            origins_at=workspace.origins_at,
+            first_origin=workspace.group.rank * workspace.max_rows,
         )
     else:
         product = x.new_zeros(x.shape[0], columns)
         for group, own in _rows_of_groups(groups):
             product[own] = _product(x[own], weight[group], None if scale is None else scale[group])
-        _put(owner, product, homes, slots, block, fingerprint, tells_origin=True)
+        _put(workspace, product, destinations, slots, block, fingerprint, tells_origin=True)
     held = blocks.to_hold(block)
-    return owner.rows_of(held, slots, columns), owner.origins_of(held, slots).clone()
+    return workspace.rows_of(held, slots, columns), workspace.origins_of(held, slots).clone()
 
 
 def _product(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
@@ -395,16 +406,18 @@ def _rows_of_groups(groups: Groups) -> list[tuple[int, slice]]:
     return [(g, slice(*bounds[g : g + 2])) for g in range(len(bounds) - 1) if bounds[g] < bounds[g + 1]]
 
 
-def _homes_of_equal_blocks(owner: GemmExchange, rows: int) -> Tensor:
+def _homes_of_equal_blocks(workspace: GemmWorkspace, rows: int) -> Tensor:
     """int32 [rows]: rank * rows + row, where each row of a matrix of equal blocks belongs."""
-    ranks, rank = owner.group.world_size, owner.group.rank
-    own_block = torch.arange(rank * (rows // ranks), (rank + 1) * (rows // ranks), dtype=torch.int32, device=owner.group.device)
-    first = torch.arange(0, ranks * rows, rows, dtype=torch.int32, device=owner.group.device)
+    ranks, rank = workspace.group.world_size, workspace.group.rank
+    own_block = torch.arange(
+        rank * (rows // ranks), (rank + 1) * (rows // ranks), dtype=torch.int32, device=workspace.group.device
+    )
+    first = torch.arange(0, ranks * rows, rows, dtype=torch.int32, device=workspace.group.device)
     return (first[:, None] + own_block).flatten()
 
 
 def _put(
-    owner: GemmExchange,
+    workspace: GemmWorkspace,
     rows: Tensor,
     targets: Tensor,
     rows_per_rank: int,
@@ -413,16 +426,16 @@ def _put(
     *,
     tells_origin: bool = False,
 ) -> None:
-    put_rows(
+    scatter_rows(
         rows,
         targets,
-        owner.results.memory,
-        owner.channel,
+        workspace.results.memory,
+        workspace.channel,
         rows_per_rank=rows_per_rank,
-        receive_offset=owner.results.offset_of(block),
+        receive_offset=workspace.results.offset_of(block),
         fingerprint=fingerprint,
-        homes_at=owner.origins_at if tells_origin else None,
-        first_home=owner.group.rank * owner.max_rows,
+        destinations_at=workspace.origins_at if tells_origin else None,
+        first_destination=workspace.group.rank * workspace.max_rows,
     )
 
 
@@ -433,25 +446,25 @@ def _fake_forward(
     scale: Tensor | None,
     bounds: Tensor | None,
     local_from: Tensor | None,
-    homes: Tensor | None,
+    destinations: Tensor | None,
     tile_rows: int,
     slots: int,
     schedule: str,
-    exchange: int,
+    handle: int,
 ) -> tuple[Tensor, Tensor]:
-    rows = x.shape[0] if homes is None else slots
-    return x.new_empty(rows, weight.shape[-2]), x.new_empty(0 if homes is None else slots, dtype=torch.int32)
+    rows = x.shape[0] if destinations is None else slots
+    return x.new_empty(rows, weight.shape[-2]), x.new_empty(0 if destinations is None else slots, dtype=torch.int32)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, scale, bounds, local_from, homes, ctx.tile_rows, _, _, ctx.exchange = inputs
-    ctx.save_for_backward(x, weight, scale, bounds, local_from, homes, output[1])
+    x, weight, scale, bounds, local_from, destinations, ctx.tile_rows, _, _, ctx.handle = inputs
+    ctx.save_for_backward(x, weight, scale, bounds, local_from, destinations, output[1])
 
 
 def _differentiate(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     weight = ctx.saved_tensors[1]
     x_gradient, weight_gradient = torch.ops.dlrm_fused.gemm_all_to_all_backward(
-        gradient, *ctx.saved_tensors, ctx.tile_rows, ctx.exchange
+        gradient, *ctx.saved_tensors, ctx.tile_rows, ctx.handle
     )
     return (x_gradient, None if weight.dtype == FP8 else weight_gradient, *[None] * 8)
 
@@ -467,45 +480,59 @@ def _backward(
     scale: Tensor | None,
     bounds: Tensor | None,
     local_from: Tensor | None,
-    homes: Tensor | None,
+    destinations: Tensor | None,
     origins: Tensor,
     tile_rows: int,
-    exchange: int,
+    handle: int,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x, and of the weight unless it is float8."""
-    owner = _exchanges.get(exchange)
-    owner.raise_fault()
-    factors = weight if scale is None else (weight.float() * scale[..., None]).to(owner.dtype)
-    if bounds is None or local_from is None or homes is None:
-        return _fetch_equal_blocks(owner, gradient.contiguous(), x, factors, scale is None)
+    workspace = _workspaces.get(handle)
+    workspace.raise_fault()
+    factors = weight if scale is None else (weight.float() * scale[..., None]).to(workspace.dtype)
+    if bounds is None or local_from is None or destinations is None:
+        return _fetch_equal_blocks(workspace, gradient.contiguous(), x, factors, scale is None)
     return _fetch_routed(
-        owner, gradient.contiguous(), x, factors, Groups(tile_rows, bounds, local_from), homes, origins, scale is None
+        workspace,
+        gradient.contiguous(),
+        x,
+        factors,
+        Groups(tile_rows, bounds, local_from),
+        destinations,
+        origins,
+        scale is None,
     )
 
 
 def _fetch_equal_blocks(
-    owner: GemmExchange, gradient: Tensor, x: Tensor, weight: Tensor, with_weight: bool
+    workspace: GemmWorkspace, gradient: Tensor, x: Tensor, weight: Tensor, with_weight: bool
 ) -> tuple[Tensor, Tensor]:
     """While the gradients of one rank's rows come from there, those of the rank before are multiplied, this rank's own first.
 
     Every rank sends to the next one, then to the one after it, and so on: an epoch each.
     """
-    group, ranks, rank = owner.group, owner.group.world_size, owner.group.rank
+    group, ranks, rank = workspace.group, workspace.group.world_size, workspace.group.rank
     rows, columns = gradient.shape
-    main = torch.cuda.current_stream(group.device) if owner.stream else None
-    received = owner.rows_of(owner.results.spare, rows, columns)
+    main = torch.cuda.current_stream(group.device) if workspace.stream else None
+    received = workspace.rows_of(workspace.results.spare, rows, columns)
     received_from, sent_to = received.chunk(ranks), gradient.chunk(ranks)
-    homes = _homes_of_equal_blocks(owner, rows).chunk(ranks)
+    destinations = _homes_of_equal_blocks(workspace, rows).chunk(ranks)
     x_gradient = torch.empty_like(x)
     gradient_of = x_gradient.chunk(ranks)
-    if owner.stream and main:
-        owner.stream.wait_stream(main)
+    if workspace.stream and main:
+        workspace.stream.wait_stream(main)
     arrivals = []
-    with torch.cuda.stream(owner.stream) if owner.stream else nullcontext():
+    with torch.cuda.stream(workspace.stream) if workspace.stream else nullcontext():
         for shift in range(1, ranks):
             to = (rank + shift) % ranks
-            _put(owner, sent_to[to], homes[to], rows, owner.results.spare, fingerprint_of(rows, columns, "backward", shift))
-            arrivals.append(owner.stream.record_event() if owner.stream else None)
+            _put(
+                workspace,
+                sent_to[to],
+                destinations[to],
+                rows,
+                workspace.results.spare,
+                fingerprint_of(rows, columns, "backward", shift),
+            )
+            arrivals.append(workspace.stream.record_event() if workspace.stream else None)
     torch.mm(sent_to[rank], weight, out=gradient_of[rank])
     received_from[rank].copy_(sent_to[rank])
     for shift, arrival in enumerate(arrivals, start=1):
@@ -517,22 +544,22 @@ def _fetch_equal_blocks(
 
 
 def _fetch_routed(
-    owner: GemmExchange,
+    workspace: GemmWorkspace,
     gradient: Tensor,
     x: Tensor,
     weight: Tensor,
     groups: Groups,
-    homes: Tensor,
+    destinations: Tensor,
     origins: Tensor,
     with_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    columns, blocks = gradient.shape[1], owner.results
-    _put(owner, gradient, origins, owner.max_rows, blocks.spare, fingerprint_of(columns, "routed backward"))
-    received = owner.rows_of(blocks.spare, x.shape[0], columns)
-    received.masked_fill_((homes < 0)[:, None], 0)
+    columns, blocks = gradient.shape[1], workspace.results
+    _put(workspace, gradient, origins, workspace.max_rows, blocks.spare, fingerprint_of(columns, "routed backward"))
+    received = workspace.rows_of(blocks.spare, x.shape[0], columns)
+    received.masked_fill_((destinations < 0)[:, None], 0)
     x_gradient = torch.zeros_like(x)
     weight_gradient = torch.zeros_like(weight) if with_weight else x.new_empty(0)
-    if uses_kernels(owner.group.device):
+    if uses_kernels(workspace.group.device):
         grouped_gemm(received, weight, groups, x_gradient, weight_is_transposed=True)
         if with_weight:
             grouped_weight_gradient(received, x, groups, weight_gradient)
@@ -552,9 +579,9 @@ def _fake_backward(
     scale: Tensor | None,
     bounds: Tensor | None,
     local_from: Tensor | None,
-    homes: Tensor | None,
+    destinations: Tensor | None,
     origins: Tensor,
     tile_rows: int,
-    exchange: int,
+    handle: int,
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(weight) if scale is None else x.new_empty(0)

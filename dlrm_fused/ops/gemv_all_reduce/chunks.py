@@ -24,7 +24,7 @@ from dlrm_fused.symmetric.device import announced_offset, begin, finish, peer_po
 
 # Elements of a chunk's result at least, and chunks at most: smaller products do not fill a GPU.
 _CHUNK_ELEMENTS = 4 << 20
-_MOST_CHUNKS = 4
+_MAX_CHUNKS = 4
 # Elements of a program's block, and programs.
 _BLOCK = 4096
 _PROGRAMS = 128
@@ -159,6 +159,6 @@ class ChunkedSum:
 
 def _chunks(rows: int, columns: int) -> list[tuple[int, int]]:
     """First and last row (exclusive) of each chunk."""
-    count = max(1, min(_MOST_CHUNKS, rows, rows * columns // _CHUNK_ELEMENTS))
+    count = max(1, min(_MAX_CHUNKS, rows, rows * columns // _CHUNK_ELEMENTS))
     bounds = [rows * i // count for i in range(count + 1)]
     return list(itertools.pairwise(bounds))

@@ -4,7 +4,8 @@ A word of 64 bits carries a value and the number of the call, so that a reader s
 no fence between data and flag is paid, nor a flag at all (as in the LL protocol of NCCL). Stores and loads of aligned 64 bits
 are not torn. Where the bytes matter more than the fence (FLAGGED), tiles travel as they are, with a flag each.
 
-Words lie in an *inbox*, two halves that calls use in turn. A rank writes a half again two calls later; to complete the call in
+Words lie in an *receive_buffer*, two halves that calls use in turn. A rank writes a half again two calls later; to complete
+the call in
 between it needed words of that call from every rank, which each sends after it has completed the one before. So nothing that
 is still to be read is overwritten, without any credit.
 """
@@ -124,23 +125,25 @@ def _receive_tile(flag, places, inside, tag, state, control, poll_limit, epoch, 
 
 
 @triton.jit
-def _greet(fingerprint, greetings, inbox_addresses, tag, rank, WORLD: tl.constexpr):
+def _greet(fingerprint, handshake, inbox_addresses, tag, rank, WORLD: tl.constexpr):
     """Tell every rank what this one takes the call to be."""
     for i in tl.static_range(1, WORLD):
-        place = peer_pointer(inbox_addresses, (rank + i) % WORLD, (greetings + rank) * 8, tl.int64, 8)
+        place = peer_pointer(inbox_addresses, (rank + i) % WORLD, (handshake + rank) * 8, tl.int64, 8)
         tl.store(place, (tag << 32) | fingerprint)
 
 
 @triton.jit
-def _check_greetings(fingerprint, inbox, greetings, flags, tag, state, control, poll_limit, epoch, rank, WORLD: tl.constexpr):
+def _check_greetings(
+    fingerprint, receive_buffer, handshake, flags, tag, state, control, poll_limit, epoch, rank, WORLD: tl.constexpr
+):
     """Compare with what the others take the call to be: with other shapes their words would never come."""
     for i in tl.static_range(1, WORLD):
         peer = (rank + i) % WORLD + tl.zeros((), tl.int64)
-        word = tl.load(inbox + greetings + peer, volatile=True)
+        word = tl.load(receive_buffer + handshake + peer, volatile=True)
         refused = tl.zeros((), tl.int1)
         polls = tl.zeros((), tl.int64)
         while (((word >> 32) & _LOW) != tag) & (polls < poll_limit):
-            word = tl.load(inbox + greetings + peer, volatile=True)
+            word = tl.load(receive_buffer + handshake + peer, volatile=True)
             polls += 1
             if polls % _STOP_CHECK == 0:
                 refused = (tl.load(flags + peer, volatile=True) & _LOW) == REFUSED_OFFSET
@@ -185,13 +188,25 @@ def _multiply(
 
 @triton.jit
 def _add_splits(
-    partial, splits, places, slot_words, inbox, inside, tag, state, control, poll_limit, epoch, rank, SPLITS: tl.constexpr
+    partial,
+    splits,
+    places,
+    slot_words,
+    receive_buffer,
+    inside,
+    tag,
+    state,
+    control,
+    poll_limit,
+    epoch,
+    rank,
+    SPLITS: tl.constexpr,
 ):
-    """The sum over the splits of K, whose other programs have left their parts in this rank's own inbox."""
+    """The sum over the splits of K, whose other programs have left their parts in this rank's own receive_buffer."""
     total = tl.zeros_like(partial)
     here = rank + tl.zeros((), tl.int64)
     for split in tl.static_range(SPLITS - 1):
-        slot = inbox + splits + split * slot_words + places
+        slot = receive_buffer + splits + split * slot_words + places
         total += _unpack(_receive(slot, inside, tag, state, control, poll_limit, epoch, here, rank))
     return total + partial
 
@@ -219,7 +234,7 @@ def _send_partial(
 
 @triton.jit
 def _add_up(
-    partial, parts, places, slot_words, inbox, inside, tag, first_flag, tiles, state, control, poll_limit, epoch,
+    partial, parts, places, slot_words, receive_buffer, inside, tag, first_flag, tiles, state, control, poll_limit, epoch,
     rank, WORLD: tl.constexpr, FLAGGED: tl.constexpr,
 ):  # fmt: skip
     """The sum over ranks, in their order on every rank."""
@@ -229,11 +244,11 @@ def _add_up(
         if source == rank:
             total += partial
         elif FLAGGED:
-            slot = (inbox + parts).to(tl.pointer_type(tl.float32)) + places + source * slot_words
-            flag = inbox + first_flag + source * tiles
+            slot = (receive_buffer + parts).to(tl.pointer_type(tl.float32)) + places + source * slot_words
+            flag = receive_buffer + first_flag + source * tiles
             total += _receive_tile(flag, slot, inside, tag, state, control, poll_limit, epoch, peer, rank)
         else:
-            slot = inbox + parts + places + source * slot_words
+            slot = receive_buffer + parts + places + source * slot_words
             total += _unpack(_receive(slot, inside, tag, state, control, poll_limit, epoch, peer, rank))
     return total
 
@@ -287,7 +302,7 @@ def gemv_all_reduce_kernel(
     out,
     normed,
     squares,
-    inbox,
+    receive_buffer,
     inbox_addresses,
     flags,
     state,
@@ -326,10 +341,11 @@ def gemv_all_reduce_kernel(
 
     Args:
         fingerprint: 31 bits.
-        inbox: int64, this rank's; ``inbox_addresses`` those of all. In a half, counted in words: at ``parts_at`` a slot of
+        receive_buffer: int64, this rank's; ``inbox_addresses`` those of all. In a half, counted in words: at ``parts_at`` a
+        slot of
             m * n partial results for each rank, at ``sums_at`` the sums of others (TWO_SHOT), at ``flags_at`` the flags of
             tiles (FLAGGED; of partial results by rank, then of sums), at ``splits_at`` slots for the splits but the last,
-            in the last WORLD words the greetings.
+            in the last WORLD words the handshake.
             What is tagged and what is not lie at different places: a value could look like a tag.
         squares: fp32 [tiles, ROWS], scratch.
         ROWS: power of two, at least m.
@@ -340,9 +356,9 @@ def gemv_all_reduce_kernel(
     epoch = tl.load(state + EPOCH) + 1
     tag = _tag(epoch)
     half = (epoch % 2) * half_words
-    greetings = half + half_words - WORLD
+    handshake = half + half_words - WORLD
     if tl.program_id(0) == 0:
-        _greet(fingerprint, greetings, inbox_addresses, tag, rank, WORLD)
+        _greet(fingerprint, handshake, inbox_addresses, tag, rank, WORLD)
 
     product = _multiply(x, weight, m, n, k, x_stride, weight_stride, tile, split, ROWS, COLUMNS, DEPTH, SPLITS, EVEN)
     partial = tl.trans(product)
@@ -355,10 +371,10 @@ def gemv_all_reduce_kernel(
     splits = half + splits_at
 
     if split < SPLITS - 1:
-        tl.store(inbox + splits + split * slot_words + places, _pack(partial, tag), mask=inside)
+        tl.store(receive_buffer + splits + split * slot_words + places, _pack(partial, tag), mask=inside)
     else:
         partial = _add_splits(
-            partial, splits, places, slot_words, inbox, inside, tag, state, control, poll_limit, epoch, rank, SPLITS
+            partial, splits, places, slot_words, receive_buffer, inside, tag, state, control, poll_limit, epoch, rank, SPLITS
         )  # fmt: skip
         _send_partial(
             partial, parts, places + rank * slot_words, inside, tag, tile, first_flag + rank * tiles, inbox_addresses,
@@ -366,14 +382,14 @@ def gemv_all_reduce_kernel(
         )  # fmt: skip
         if tile == 0:
             _check_greetings(
-                fingerprint, inbox, greetings, flags, tag, state, control, poll_limit, epoch, rank, WORLD
+                fingerprint, receive_buffer, handshake, flags, tag, state, control, poll_limit, epoch, rank, WORLD
             )  # fmt: skip
         result = tl.zeros((ROWS, COLUMNS), out.dtype.element_ty)
         adds_up = (not TWO_SHOT) or (tile % WORLD == rank)
         if adds_up:
             total = _add_up(
-                partial, parts, places, slot_words, inbox, inside, tag, first_flag, tiles, state, control, poll_limit, epoch,
-                rank, WORLD, FLAGGED,
+                partial, parts, places, slot_words, receive_buffer, inside, tag, first_flag, tiles, state, control, poll_limit,
+                epoch, rank, WORLD, FLAGGED,
             )  # fmt: skip
             if HAS_BIAS:
                 total += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
@@ -382,7 +398,7 @@ def gemv_all_reduce_kernel(
             result = total.to(out.dtype.element_ty)
         if TWO_SHOT:
             result = _spread(
-                result, row, tile, half + sums_at, first_flag + WORLD * tiles, n, inbox, inbox_addresses, tag,
+                result, row, tile, half + sums_at, first_flag + WORLD * tiles, n, receive_buffer, inbox_addresses, tag,
                 state, control, poll_limit, epoch, m, ROWS, COLUMNS, FLAGGED, rank, WORLD,
             )  # fmt: skip
         tl.store(out + row[:, None] * n + column[None, :], result, mask=inside)
@@ -396,7 +412,7 @@ def gemv_all_reduce_kernel(
 
 @triton.jit
 def _spread(
-    result, row, tile, sums, flag, n, inbox, inbox_addresses, tag, state, control, poll_limit, epoch,
+    result, row, tile, sums, flag, n, receive_buffer, inbox_addresses, tag, state, control, poll_limit, epoch,
     m, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FLAGGED: tl.constexpr,
     rank, WORLD: tl.constexpr,
 ):  # fmt: skip
@@ -423,10 +439,10 @@ def _spread(
     else:
         sender = owner + tl.zeros((), tl.int64)
         if FLAGGED:
-            own = (inbox + sums).to(tl.pointer_type(result.dtype)) + places
-            result = _receive_tile(inbox + flag, own, inside, tag, state, control, poll_limit, epoch, sender, rank)
+            own = (receive_buffer + sums).to(tl.pointer_type(result.dtype)) + places
+            result = _receive_tile(receive_buffer + flag, own, inside, tag, state, control, poll_limit, epoch, sender, rank)
         else:
-            words = _receive(inbox + sums + places, inside, tag, state, control, poll_limit, epoch, sender, rank)
+            words = _receive(receive_buffer + sums + places, inside, tag, state, control, poll_limit, epoch, sender, rank)
             if PAIRS:
                 result = _unpack_pairs(words, result.dtype, ROWS, COLUMNS)
             else:

@@ -1,6 +1,6 @@
 """A product whose inner dimension is cut over ranks, and the sum over ranks, as one operator.
 
-``torch.ops.dlrm_fused.gemv_all_reduce(x, weight, bias, residual, norm_weight, norm_eps, exchange)``: every rank has some
+``torch.ops.dlrm_fused.gemv_all_reduce(x, weight, bias, residual, norm_weight, norm_eps, workspace)``: every rank has some
 columns of x and weight, and gets the sum over ranks of x times weight transposed, plus bias and residual, and if wanted the
 RMSNorm of that. This is the row-parallel layer of tensor parallelism (Shoeybi et al., *Megatron-LM*, arXiv 1909.08053) with
 what follows it in a pre-norm Transformer.
@@ -33,13 +33,13 @@ from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.workspace import Handles, agree_on_settings, check_dtype, fingerprint_of
 from dlrm_fused.ops.gemv_all_reduce.chunks import ChunkedSum
 from dlrm_fused.ops.gemv_all_reduce.kernel import gemv_all_reduce_kernel, polls_per_second
-from dlrm_fused.ops.gemv_all_reduce.tuning import LEAST_COLUMNS, MOST_ROWS, SPLIT_SLOTS, Blocks, choose_blocks
+from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_ROWS, MIN_COLUMNS, SPLIT_SLOTS, Blocks, choose_blocks
 from dlrm_fused.symmetric import Channel, SymmetricGroup
 from dlrm_fused.symmetric.device import uses_kernels
 
 
 def gemv_all_reduce(
-    exchange: GemvExchange,
+    workspace: GemvWorkspace,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -53,23 +53,23 @@ def gemv_all_reduce(
     and weight are of this rank's part.
 
     Args:
-        x: [m, K / ranks], m at most ``exchange.max_rows``; rows contiguous. In the exchange's dtype, as all tensors here.
-        weight: [N, K / ranks], N at most ``exchange.max_columns``; rows contiguous.
+        x: [m, K / ranks], m at most ``workspace.max_rows``; rows contiguous. In the workspace's dtype, as all tensors here.
+        weight: [N, K / ranks], N at most ``workspace.max_columns``; rows contiguous.
         bias: [N]; equal on all ranks, as what follows.
         residual: [m, N], contiguous.
         norm_weight: [N], or None for no norm.
         norm_eps: added to the mean of squares.
 
     Returns:
-        [m, N] in the exchange's dtype, the same bits on all ranks, rounded once from fp32; and of the same shape its RMSNorm
+        [m, N] in the workspace's dtype, the same bits on all ranks, rounded once from fp32; and of the same shape its RMSNorm
         (Zhang and Sennrich, arXiv 1910.07467) times ``norm_weight``, or None.
 
     Raises:
         UsageError: for other shapes, dtypes or devices; the other ranks raise CommunicationError, with the name of this one.
         CommunicationError: if a peer is lost, was waited for too long, or makes another call. On GPUs, where kernels run
-            behind the host, from a later call or ``exchange.raise_fault()``.
+            behind the host, from a later call or ``workspace.raise_fault()``.
     """
-    out, normed = torch.ops.dlrm_fused.gemv_all_reduce(x, weight, bias, residual, norm_weight, norm_eps, exchange.handle)
+    out, normed = torch.ops.dlrm_fused.gemv_all_reduce(x, weight, bias, residual, norm_weight, norm_eps, workspace.handle)
     return out, None if norm_weight is None else normed
 
 
@@ -112,7 +112,7 @@ class _AllReduce(torch.autograd.Function):
         return gradients[0], None
 
 
-class GemvExchange:
+class GemvWorkspace:
     """The symmetric memory through which partial results are summed. Making one is collective; calls may share it.
 
     Attributes:
@@ -126,14 +126,14 @@ class GemvExchange:
         name: str,
         max_columns: int,
         dtype: torch.dtype,
-        max_rows: int = MOST_ROWS,
+        max_rows: int = MAX_ROWS,
         timeout_seconds: float = 600.0,
     ) -> None:
         """Collective.
 
         Args:
             group: the ranks that take part.
-            name: for messages; equal on all ranks, and not used by another exchange of the group.
+            name: for messages; equal on all ranks, and not used by another workspace of the group.
             max_columns: the largest N.
             dtype: float32, bfloat16 or float16.
             max_rows: the largest m. The memory for it is allocated here: for up to 64 rows on GPUs about
@@ -147,22 +147,22 @@ class GemvExchange:
         self.group, self.name = group, name
         self.max_columns, self.max_rows, self.dtype = max_columns, max_rows, dtype
         self.channel = Channel(group, name, timeout_seconds)
-        ranks, few = group.world_size, min(max_rows, MOST_ROWS)
+        ranks, few = group.world_size, min(max_rows, MAX_ROWS)
         if uses_kernels(group.device):
             # Slots of words for each rank and for finished sums, the same for values of at most half a word, flags of the
-            # narrowest tiles, slots for splits, and greetings.
+            # narrowest tiles, slots for splits, and handshake.
             self.slot_words = few * max_columns
             self.flags_at = (ranks + 1) * (self.slot_words + triton.cdiv(self.slot_words, 2))
-            self.splits_at = self.flags_at + (ranks + 1) * triton.cdiv(max_columns, LEAST_COLUMNS)
+            self.splits_at = self.flags_at + (ranks + 1) * triton.cdiv(max_columns, MIN_COLUMNS)
             self.half_words = self.splits_at + SPLIT_SLOTS * self.slot_words + ranks
-            self.inbox = group.allocate(f"{name}.inbox", 2 * self.half_words * 8)
+            self.receive_buffer = group.allocate(f"{name}.receive_buffer", 2 * self.half_words * 8)
             self.poll_limit = math.ceil(timeout_seconds * _polls_per_second(group.device))
-            self.squares = torch.empty(MOST_ROWS * max_columns, dtype=torch.float32, device=group.device)
-            self.chunks = ChunkedSum(group, self.channel, name, max_rows * max_columns, dtype) if max_rows > MOST_ROWS else None
+            self.squares = torch.empty(MAX_ROWS * max_columns, dtype=torch.float32, device=group.device)
+            self.chunks = ChunkedSum(group, self.channel, name, max_rows * max_columns, dtype) if max_rows > MAX_ROWS else None
         else:
             self.half_words = max_rows * max_columns
-            self.inbox = group.allocate(f"{name}.inbox", 2 * self.half_words * 4)
-        self.handle = _exchanges.add(self)
+            self.receive_buffer = group.allocate(f"{name}.receive_buffer", 2 * self.half_words * 4)
+        self.handle = _workspaces.add(self)
 
     def raise_fault(self) -> None:
         """Raise CommunicationError if a call that was started has failed since. Does not wait for the device."""
@@ -185,11 +185,11 @@ def _check_settings(group: SymmetricGroup, name: str, max_columns: int, dtype: t
     agree_on_settings(group, name, check)
 
 
-_exchanges: Handles[GemvExchange] = Handles("GemvExchange")
+_workspaces: Handles[GemvWorkspace] = Handles("GemvWorkspace")
 
 torch.library.define(
     "dlrm_fused::gemv_all_reduce",
-    "(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? norm_weight, float norm_eps, int exchange) "
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? norm_weight, float norm_eps, int handle) "
     "-> (Tensor, Tensor)",
 )
 
@@ -202,56 +202,57 @@ def _forward(
     residual: Tensor | None,
     norm_weight: Tensor | None,
     norm_eps: float,
-    exchange: int,
+    handle: int,
 ) -> tuple[Tensor, Tensor]:
-    owner = _exchanges.get(exchange)
-    owner.raise_fault()
+    workspace = _workspaces.get(handle)
+    workspace.raise_fault()
     try:
-        _check_inputs(owner, x, weight, {"bias": bias, "norm_weight": norm_weight}, residual)
+        _check_inputs(workspace, x, weight, {"bias": bias, "norm_weight": norm_weight}, residual)
     except UsageError:
-        owner.channel.refuse()
+        workspace.channel.refuse()
         raise
     fingerprint = _fingerprint(x, weight, (bias, residual, norm_weight), norm_eps)
-    if not uses_kernels(owner.group.device):
-        out = _sum_by_host(owner, x, weight, bias, residual, fingerprint)
-    elif x.shape[0] <= MOST_ROWS:
-        return _run_kernel(owner, x, weight, bias, residual, norm_weight, norm_eps)
+    if not uses_kernels(workspace.group.device):
+        out = _sum_by_host(workspace, x, weight, bias, residual, fingerprint)
+    elif x.shape[0] <= MAX_ROWS:
+        return _run_kernel(workspace, x, weight, bias, residual, norm_weight, norm_eps)
     else:
-        assert owner.chunks is not None
-        out = owner.chunks.product(x, weight, bias, residual, fingerprint)
+        assert workspace.chunks is not None
+        out = workspace.chunks.product(x, weight, bias, residual, fingerprint)
     if norm_weight is None:
         return out, out.new_empty(0)
     return out, torch.nn.functional.rms_norm(out, (out.shape[1],), norm_weight, norm_eps)
 
 
 def _check_inputs(
-    owner: GemvExchange, x: Tensor, weight: Tensor, vectors: dict[str, Tensor | None], residual: Tensor | None
+    workspace: GemvWorkspace, x: Tensor, weight: Tensor, vectors: dict[str, Tensor | None], residual: Tensor | None
 ) -> None:
     for key, matrix in (("x", x), ("weight", weight)):
         if matrix.dim() != 2 or 0 in matrix.shape or matrix.stride(1) != 1:
             raise UsageError(
-                f"{owner.name}: {key} has shape {list(matrix.shape)}, strides {matrix.stride()}; needed: 2-D, not empty, "
+                f"{workspace.name}: {key} has shape {list(matrix.shape)}, strides {matrix.stride()}; needed: 2-D, not empty, "
                 "rows contiguous"
             )
     (rows, depth), columns = x.shape, weight.shape[0]
     if weight.shape[1] != depth:
-        raise UsageError(f"{owner.name}: x is [m, {depth}], weight [N, {weight.shape[1]}]; their K must be equal")
-    for key, value, limit in (("max_rows", rows, owner.max_rows), ("max_columns", columns, owner.max_columns)):
+        raise UsageError(f"{workspace.name}: x is [m, {depth}], weight [N, {weight.shape[1]}]; their K must be equal")
+    for key, value, limit in (("max_rows", rows, workspace.max_rows), ("max_columns", columns, workspace.max_columns)):
         if value > limit:
             what = "m" if key == "max_rows" else "N"
-            raise UsageError(f"{owner.name}: {what}={value} is above {key}={limit} of the exchange; make it with more")
+            raise UsageError(f"{workspace.name}: {what}={value} is above {key}={limit} of the workspace; make it with more")
     tensors = {"x": x, "weight": weight, **vectors, "residual": residual}
     expected = {**{key: [columns] for key in vectors}, "residual": [rows, columns]}
     for key, tensor in tensors.items():
         if tensor is None:
             continue
-        if tensor.dtype != owner.dtype or tensor.device != owner.group.device:
+        if tensor.dtype != workspace.dtype or tensor.device != workspace.group.device:
             raise UsageError(
-                f"{owner.name}: {key} is {tensor.dtype} on {tensor.device}; needed: {owner.dtype} on {owner.group.device}"
+                f"{workspace.name}: {key} is {tensor.dtype} on {tensor.device}; needed: {workspace.dtype} on "
+                f"{workspace.group.device}"
             )
         if key in expected and (list(tensor.shape) != expected[key] or not tensor.is_contiguous()):
             raise UsageError(
-                f"{owner.name}: {key} has shape {list(tensor.shape)}, strides {tensor.stride()}; needed: {expected[key]}, "
+                f"{workspace.name}: {key} has shape {list(tensor.shape)}, strides {tensor.stride()}; needed: {expected[key]}, "
                 "contiguous"
             )
 
@@ -265,7 +266,7 @@ def _fingerprint(
 
 
 def _run_kernel(
-    owner: GemvExchange,
+    workspace: GemvWorkspace,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -273,12 +274,12 @@ def _run_kernel(
     norm_weight: Tensor | None,
     norm_eps: float,
 ) -> tuple[Tensor, Tensor]:
-    (rows, depth), columns, ranks = x.shape, weight.shape[0], owner.group.world_size
+    (rows, depth), columns, ranks = x.shape, weight.shape[0], workspace.group.world_size
     has_norm = norm_weight is not None
     blocks = choose_blocks(rows, columns, depth, ranks, x.element_size(), with_norm=has_norm)
-    blocks = replace(blocks, splits=min(blocks.splits, 1 + SPLIT_SLOTS * owner.slot_words // (rows * columns)))
+    blocks = replace(blocks, splits=min(blocks.splits, 1 + SPLIT_SLOTS * workspace.slot_words // (rows * columns)))
     tiles = triton.cdiv(columns, blocks.columns)
-    parts_at, slot_words = 0, owner.slot_words
+    parts_at, slot_words = 0, workspace.slot_words
     if blocks.flagged:
         parts_at, slot_words = (ranks + 1) * slot_words, triton.cdiv(slot_words, 2)
     out = x.new_empty(rows, columns)
@@ -291,19 +292,19 @@ def _run_kernel(
         norm_weight if has_norm else out,
         out,
         normed,
-        owner.squares,
-        owner.inbox.local.view(torch.int64),
-        owner.inbox.addresses,
-        owner.channel.words[0],
-        *owner.channel.words[2:4],
-        owner.poll_limit,
+        workspace.squares,
+        workspace.receive_buffer.local.view(torch.int64),
+        workspace.receive_buffer.addresses,
+        workspace.channel.words[0],
+        *workspace.channel.words[2:4],
+        workspace.poll_limit,
         _fingerprint(x, weight, (bias, residual, norm_weight), norm_eps, blocks),
-        owner.group.rank,
-        owner.half_words,
+        workspace.group.rank,
+        workspace.half_words,
         parts_at,
         parts_at + ranks * slot_words,
-        owner.flags_at,
-        owner.splits_at,
+        workspace.flags_at,
+        workspace.splits_at,
         rows,
         columns,
         depth,
@@ -329,17 +330,17 @@ def _run_kernel(
 
 
 def _sum_by_host(
-    owner: GemvExchange, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, fingerprint: int
+    workspace: GemvWorkspace, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, fingerprint: int
 ) -> Tensor:
     """The sum through memory that CPU processes share: every rank writes its part and reads all."""
-    channel, group = owner.channel, owner.group
+    channel, group = workspace.channel, workspace.group
     partial = torch.nn.functional.linear(x.float(), weight.float())
     channel.announce(0, fingerprint)
     # Two halves in turn: who writes one again has seen everybody begin the epoch after, done with reading it.
-    first = int(channel.state[0]) % 2 * owner.half_words
+    first = int(channel.state[0]) % 2 * workspace.half_words
     parts = [
         group_memory.view(torch.float32)[first : first + partial.numel()].view_as(partial)
-        for group_memory in (owner.inbox.peer(rank) for rank in range(group.world_size))
+        for group_memory in (workspace.receive_buffer.peer(rank) for rank in range(group.world_size))
     ]
     parts[group.rank].copy_(partial)
     for peer in range(group.world_size):
@@ -364,7 +365,7 @@ def _fake_forward(
     residual: Tensor | None,
     norm_weight: Tensor | None,
     norm_eps: float,
-    exchange: int,
+    handle: int,
 ) -> tuple[Tensor, Tensor]:
     out = x.new_empty(x.shape[0], weight.shape[0])
     return out, torch.empty_like(out) if norm_weight is not None else x.new_empty(0)

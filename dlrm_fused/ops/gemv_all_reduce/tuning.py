@@ -11,17 +11,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 # Rows of x that the kernel for few rows takes.
-MOST_ROWS = 64
+MAX_ROWS = 64
 # Columns of a tile at least.
-LEAST_COLUMNS = 16
-# Parts of splits that the inbox has room for, in results of the largest product.
+MIN_COLUMNS = 16
+# Parts of splits that the receive_buffer has room for, in results of the largest product.
 SPLIT_SLOTS = 3
 # Programs of a launch at most where all of them wait for each other: one for each multiprocessor of an H100 or H200.
 RESIDENT_PROGRAMS = 132
 # Partial results, rows * columns, above which they are added up at one rank instead of at every rank.
 _ONE_SHOT_WORDS = 32_768
 _STAGE_BYTES = 96 * 1024
-_LEAST_DEPTH_OF_SPLIT = 256
+_MIN_DEPTH_OF_SPLIT = 256
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,14 @@ def candidates(rows: int, columns: int, depth: int) -> Iterator[Blocks]:
     for tile, step, splits, warps in itertools.product((16, 32, 64, 128), (64, 128, 256), (1, 2, 3, 4, 8), (4, 8)):
         programs = -(-columns // tile) * splits
         stages = min(6, _STAGE_BYTES // (2 * step * (tile + _padded(rows))))
-        fits = stages >= 2 and depth // splits >= max(step, _LEAST_DEPTH_OF_SPLIT)
+        fits = stages >= 2 and depth // splits >= max(step, _MIN_DEPTH_OF_SPLIT)
         is_spread = RESIDENT_PROGRAMS // 2 < programs <= 3 * RESIDENT_PROGRAMS
         if fits and is_spread and 2048 <= tile * step <= 16384 and (warps == 4 or tile * step >= 8192):
-            for two_shot, flagged in _exchanges(rows * columns):
+            for two_shot, flagged in _protocols(rows * columns):
                 yield Blocks(tile, step, splits, warps, stages, two_shot, flagged)
 
 
-def _exchanges(results: int) -> Iterator[tuple[bool, bool]]:
+def _protocols(results: int) -> Iterator[tuple[bool, bool]]:
     """Values of two_shot and flagged."""
     if results <= 4 * _ONE_SHOT_WORDS:
         yield False, False
@@ -109,11 +109,11 @@ def _measured(rows: int, columns: int, depth: int) -> Blocks | None:
 def _by_rule(rows: int, columns: int, depth: int, element_size: int) -> Blocks:
     # Every tile reads all of x: with many rows, wide tiles and more splits read less.
     if rows > 16:
-        tile = min(128, max(LEAST_COLUMNS, 1 << (columns // 32).bit_length() - 1))
+        tile = min(128, max(MIN_COLUMNS, 1 << (columns // 32).bit_length() - 1))
     else:
-        tile = next((width for width in (128, 64, 32) if columns // width >= 96), LEAST_COLUMNS)
+        tile = next((width for width in (128, 64, 32) if columns // width >= 96), MIN_COLUMNS)
     tiles = -(-columns // tile)
-    splits = max(1, min(8, round(RESIDENT_PROGRAMS / tiles), depth // _LEAST_DEPTH_OF_SPLIT))
+    splits = max(1, min(8, round(RESIDENT_PROGRAMS / tiles), depth // _MIN_DEPTH_OF_SPLIT))
     step = 128 if tile <= 64 else 64
     stages = max(2, min(5, _STAGE_BYTES // (element_size * step * (tile + _padded(rows)))))
     two_shot = rows * columns > _ONE_SHOT_WORDS

@@ -242,24 +242,24 @@ def place_experts_kernel(
     LANES: tl.constexpr,
 ):
     """:func:`place_experts`, program p for the experts of rank p. LANES: power of two, at least experts / WORLD."""
-    owner = tl.program_id(0)
+    workspace = tl.program_id(0)
     local = experts // WORLD
     lane = tl.arange(0, LANES)
     exists = lane < local
-    of_owner = owner * local + lane
-    own_turn = (RANK - owner - 1 + WORLD) % WORLD
+    of_owner = workspace * local + lane
+    own_turn = (RANK - workspace - 1 + WORLD) % WORLD
     total = tl.zeros((LANES,), tl.int32)
     before = tl.zeros((LANES,), tl.int32)
     remote = tl.zeros((LANES,), tl.int32)
     for source in tl.static_range(WORLD):
         count = tl.load(counts + source * experts + of_owner, mask=exists, other=0)
         total += count
-        before += tl.where((source - owner - 1 + WORLD) % WORLD < own_turn, count, 0)
-        remote += tl.where(source == owner, 0, count)
+        before += tl.where((source - workspace - 1 + WORLD) % WORLD < own_turn, count, 0)
+        remote += tl.where(source == workspace, 0, count)
     tiles = tl.cdiv(total, tile_rows)
     end = tl.cumsum(tiles, axis=0)
     tl.store(first_rows + of_owner, (end - tiles) * tile_rows + before, mask=exists)
-    if owner == RANK:
+    if workspace == RANK:
         tl.store(bounds, 0)
         tl.store(bounds + 1 + lane, end, mask=exists)
         tl.store(local_from + lane, end - tiles + tl.cdiv(remote, tile_rows), mask=exists)
@@ -336,12 +336,12 @@ def place_experts(counts: Tensor, rank: int, tile_rows: int) -> tuple[Tensor, Gr
         this rank.
     """
     ranks, experts = counts.shape
-    by_owner = counts.long().view(ranks, ranks, experts // ranks)  # source, owner, expert
+    by_owner = counts.long().view(ranks, ranks, experts // ranks)  # source, workspace, expert
     totals = by_owner.sum(0)
     tiles = _ceil_div(totals, tile_rows)
     first_tiles = tiles.cumsum(1) - tiles
     numbers = torch.arange(ranks, device=counts.device)
-    turn = (numbers[:, None] - numbers - 1) % ranks  # of a source (row) at an owner (column)
+    turn = (numbers[:, None] - numbers - 1) % ranks  # of a source (row) at a workspace (column)
     is_earlier = turn < turn[rank]
     first_rows = first_tiles * tile_rows + (by_owner * is_earlier[:, :, None]).sum(0)
     bounds = torch.cat([first_tiles[rank], tiles[rank].sum()[None]])

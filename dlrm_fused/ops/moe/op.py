@@ -1,6 +1,7 @@
 """The experts of a Mixture-of-Experts layer, spread over ranks, as one differentiable operator.
 
-``torch.ops.dlrm_fused.expert_layer(x, experts, gates, w_in, w_out, gradient_scale, exchange)``: every rank has tokens, and some
+``torch.ops.dlrm_fused.expert_layer(x, experts, gates, w_in, w_out, gradient_scale, workspace)``: every rank has tokens, and
+some
 of the experts, each a two-layer perceptron with SiLU between its layers. A token goes to k experts, and gets the sum of their
 results, each times its gate. Nothing is dropped: memory is for the worst case.
 
@@ -10,7 +11,7 @@ How it runs (Punniyamurthy et al., arXiv 2305.06942, "GEMM + All-to-All"):
 2. every token's row is stored straight into its place at its experts' ranks, grouped by expert
    (:mod:`~dlrm_fused.ops.common.scatter_rows`);
 3. all experts' first products with SiLU are one kernel, the second products another, which stores each finished row
-   straight into its slot at the token's home;
+   straight into its slot at the token's combined;
 4. there the k rows of a token are added, in their order.
 
 The backward pass goes the same ways. Counts never pass through the host of a GPU: every size is that of the worst case, and
@@ -30,9 +31,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.common.scatter_rows import put_rows
+from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.common.workspace import Handles, agree_on_settings, check_dtype, fingerprint_of
-from dlrm_fused.ops.embedding_all_to_all.pooled import refusal_is_told
+from dlrm_fused.ops.embedding_all_to_all.pooled import abort_peers_on_error
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups
 from dlrm_fused.ops.moe.dispatch import most_rows, route
 from dlrm_fused.ops.moe.steps import ExpertSteps, HostSteps, KernelSteps
@@ -50,11 +51,11 @@ _HELD_CALLS = 1
 # Rows of a tile on GPUs: many for experts that have many.
 _TILE_ROWS, _FEW_TILE_ROWS = 128, 64
 
-_exchanges: Handles[ExpertExchange] = Handles("ExpertExchange")
+_workspaces: Handles[ExpertWorkspace] = Handles("ExpertWorkspace")
 
 
 def expert_layer(
-    exchange: ExpertExchange,
+    workspace: ExpertWorkspace,
     x: Tensor,
     experts: Tensor,
     gates: Tensor,
@@ -65,10 +66,10 @@ def expert_layer(
     """``out[t] = sum over j of gates[t, j] * (silu(x[t] @ w_in[e].T) @ w_out[e].T)``, e = experts[t, j]. Collective.
 
     Differentiable in x, gates, w_in and w_out. The backward pass is collective too: all ranks must run it, in the same order
-    as other calls of this exchange, also a rank without tokens, whose result is empty.
+    as other calls of this workspace, also a rank without tokens, whose result is empty.
 
     Args:
-        x: [T, d] in the exchange's dtype, contiguous. T may differ between ranks; at most ``max_tokens``, and may be 0.
+        x: [T, d] in the workspace's dtype, contiguous. T may differ between ranks; at most ``max_tokens``, and may be 0.
         experts: int64 [T, k]: ids from 0 to experts - 1, distinct in a row, or -1: none. On GPUs, where to look would be to
             wait for the device, other ids count as none, and so do repeated ones.
         gates: fp32 [T, k].
@@ -77,14 +78,14 @@ def expert_layer(
         gradient_scale: factor of the gradients of w_in and w_out, which are sums over the tokens of all ranks.
 
     Returns:
-        [T, d] in the exchange's dtype: added in fp32 in the order of j, and rounded. Zeros for a token without experts.
+        [T, d] in the workspace's dtype: added in fp32 in the order of j, and rounded. Zeros for a token without experts.
 
     Raises:
         UsageError: for other shapes, dtypes or devices; the other ranks raise CommunicationError, with the name of this one.
         CommunicationError: if a peer is lost, was waited for too long, or makes another call. On GPUs, where kernels run
-            behind the host, from a later call or ``exchange.raise_fault()``.
+            behind the host, from a later call or ``workspace.raise_fault()``.
     """
-    return torch.ops.dlrm_fused.expert_layer(x, experts, gates, w_in, w_out, gradient_scale, exchange.handle)[0]
+    return torch.ops.dlrm_fused.expert_layer(x, experts, gates, w_in, w_out, gradient_scale, workspace.handle)[0]
 
 
 def reference(
@@ -199,15 +200,15 @@ def _grouped_product(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Ten
 
 @dataclass(frozen=True)
 class ExpertMemory:
-    """What an exchange needs on each rank; all of it follows from its settings.
+    """What a workspace needs on each rank; all of it follows from its settings.
 
     Attributes:
         tile_rows: to which each expert's rows are padded.
         rows: of a receive block, in the worst case; a multiple of ``tile_rows``.
-        slots: of results at home.
-        received_bytes: of a receive block: rows, then homes.
-        homes_at: byte of it at which the homes begin.
-        home_bytes: of a block of results.
+        slots: of results at combined.
+        received_bytes: of a receive block: rows, then destinations.
+        destinations_at: byte of it at which the destinations begin.
+        combined_bytes: of a block of results.
         symmetric_bytes: of symmetric memory, all in all.
         element_bytes: of an element of a row.
     """
@@ -216,8 +217,8 @@ class ExpertMemory:
     rows: int
     slots: int
     received_bytes: int
-    homes_at: int
-    home_bytes: int
+    destinations_at: int
+    combined_bytes: int
     symmetric_bytes: int
     element_bytes: int
 
@@ -229,7 +230,7 @@ class ExpertMemory:
 def expert_memory(
     ranks: int, experts: int, top_k: int, max_tokens: int, width: int, dtype: torch.dtype, *, with_kernels: bool
 ) -> ExpertMemory:
-    """The memory of an :class:`ExpertExchange` with these settings.
+    """The memory of an :class:`ExpertWorkspace` with these settings.
 
     Args:
         with_kernels: whether kernels run, which want rows in tiles: on GPUs.
@@ -238,18 +239,18 @@ def expert_memory(
     if with_kernels:
         tile_rows = _TILE_ROWS if ranks * max_tokens * top_k >= 2 * _TILE_ROWS * experts else _FEW_TILE_ROWS
     rows, slots = most_rows(ranks, experts, top_k, max_tokens, tile_rows), max_tokens * top_k
-    homes_at = rows * width * dtype.itemsize
-    received_bytes, home_bytes = homes_at + rows * 4, slots * width * dtype.itemsize
+    destinations_at = rows * width * dtype.itemsize
+    received_bytes, combined_bytes = destinations_at + rows * 4, slots * width * dtype.itemsize
     counts_bytes, flags_bytes = ranks * experts * 4, 3 * ranks * 8
     # Of each kind those that calls may hold until their backward passes, and a spare one.
-    blocks = (_HELD_CALLS + 1) * (_round_up(received_bytes, OFFSET_UNIT) + _round_up(home_bytes, OFFSET_UNIT))
+    blocks = (_HELD_CALLS + 1) * (_round_up(received_bytes, OFFSET_UNIT) + _round_up(combined_bytes, OFFSET_UNIT))
     return ExpertMemory(
         tile_rows=tile_rows,
         rows=rows,
         slots=slots,
         received_bytes=received_bytes,
-        homes_at=homes_at,
-        home_bytes=home_bytes,
+        destinations_at=destinations_at,
+        combined_bytes=combined_bytes,
         symmetric_bytes=counts_bytes + flags_bytes + blocks,
         element_bytes=dtype.itemsize,
     )
@@ -259,10 +260,10 @@ def _round_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-class ExpertExchange:
+class ExpertWorkspace:
     """The symmetric memory through which tokens and results travel. Making one is collective; keep it as long as it is used.
 
-    Results of calls whose backward pass is still to come hold memory of the exchange. It has room for one such call; those
+    Results of calls whose backward pass is still to come hold memory of the workspace. It has room for one such call; those
     of more are copied to ordinary memory.
 
     Attributes:
@@ -286,7 +287,7 @@ class ExpertExchange:
 
         Args:
             group: the ranks that take part.
-            name: for messages; equal on all ranks, and not used by another exchange of the group.
+            name: for messages; equal on all ranks, and not used by another workspace of the group.
             experts: of all ranks together; a multiple of the number of ranks.
             top_k: experts of a token.
             max_tokens: of one rank and call.
@@ -312,9 +313,9 @@ class ExpertExchange:
         self.channel = Channel(group, name, timeout_seconds)
         self.counts = group.allocate(f"{name}.counts", group.world_size * experts * 4)
         self.received = EqualBlocks(group, f"{name}.received", self.memory.received_bytes, _HELD_CALLS)
-        self.home = EqualBlocks(group, f"{name}.home", self.memory.home_bytes, _HELD_CALLS)
+        self.combined = EqualBlocks(group, f"{name}.combined", self.memory.combined_bytes, _HELD_CALLS)
         self.steps: ExpertSteps = (KernelSteps if with_kernels else HostSteps)(self.channel, self.memory.slots)
-        self.handle = _exchanges.add(self)
+        self.handle = _workspaces.add(self)
 
     @property
     def local_experts(self) -> int:
@@ -325,22 +326,22 @@ class ExpertExchange:
         self.channel.raise_fault()
 
     def release(self) -> None:
-        """Let go of the memory for tokens and results, of an exchange that is not used any more: once this rank has completed
+        """Let go of the memory for tokens and results, of a workspace that is not used any more: once this rank has completed
         its last call, forward and backward."""
-        for blocks in (self.received, self.home):
+        for blocks in (self.received, self.combined):
             self.group.release(blocks.memory)
 
     def rows_of(self, received: Tensor) -> Tensor:
         """[R, d]: the rows in a receive block."""
-        return received[: self.memory.homes_at].view(self.dtype).view(self.memory.rows, self.width)
+        return received[: self.memory.destinations_at].view(self.dtype).view(self.memory.rows, self.width)
 
-    def homes_of(self, received: Tensor) -> Tensor:
-        """int32 [R]: the homes in a receive block."""
-        return received[self.memory.homes_at : self.memory.received_bytes].view(torch.int32)
+    def destinations_of(self, received: Tensor) -> Tensor:
+        """int32 [R]: the destinations in a receive block."""
+        return received[self.memory.destinations_at : self.memory.received_bytes].view(torch.int32)
 
-    def slots_of(self, home: Tensor) -> Tensor:
+    def slots_of(self, combined: Tensor) -> Tensor:
         """[slots, d]: the rows in a block of results."""
-        return home.view(self.dtype).view(self.memory.slots, self.width)
+        return combined.view(self.dtype).view(self.memory.slots, self.width)
 
     def _check_settings(self) -> Mapping[str, object]:
         """Raises UsageError; returns what must be equal on all ranks."""
@@ -366,69 +367,71 @@ def _check_row(name: str, key: str, elements: int, dtype: torch.dtype) -> None:
         raise UsageError(f"{name}: {key}={elements}; needed: a multiple of {_ROW_UNIT // dtype.itemsize}, 16 bytes")
 
 
-# Beside the result, what the backward pass needs: received rows with their homes, the hidden layer before and after SiLU, the
-# experts' results at home, and the routes.
+# Beside the result, what the backward pass needs: received rows with their destinations, the hidden layer before and after
+# SiLU, the
+# experts' results at combined, and the routes.
 torch.library.define(
     "dlrm_fused::expert_layer",
-    "(Tensor x, Tensor experts, Tensor gates, Tensor w_in, Tensor w_out, float gradient_scale, int exchange) "
+    "(Tensor x, Tensor experts, Tensor gates, Tensor w_in, Tensor w_out, float gradient_scale, int handle) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 torch.library.define(
     "dlrm_fused::expert_layer_backward",
-    "(Tensor gradient, Tensor gates, Tensor w_in, Tensor w_out, Tensor received, Tensor hidden, Tensor activated, Tensor home, "
-    "Tensor targets, Tensor bounds, Tensor local_from, float gradient_scale, int exchange) -> (Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor gradient, Tensor gates, Tensor w_in, Tensor w_out, Tensor received, Tensor hidden, Tensor activated, Tensor "
+    "combined, "
+    "Tensor targets, Tensor bounds, Tensor local_from, float gradient_scale, int handle) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 
 
 @torch.library.impl("dlrm_fused::expert_layer", ["cpu", "cuda"])
 def _forward(
-    x: Tensor, experts: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, gradient_scale: float, exchange: int
+    x: Tensor, experts: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, gradient_scale: float, handle: int
 ) -> tuple[Tensor, ...]:
-    owner = _exchanges.get(exchange)
-    owner.raise_fault()
-    with refusal_is_told(owner.channel):
-        _check_inputs(owner, x, experts, gates, w_in, w_out)
-    steps = owner.steps
+    workspace = _workspaces.get(handle)
+    workspace.raise_fault()
+    with abort_peers_on_error(workspace.channel):
+        _check_inputs(workspace, x, experts, gates, w_in, w_out)
+    steps = workspace.steps
 
     routes = route(
         experts,
-        owner.counts,
-        owner.channel,
-        count=owner.experts,
-        tile_rows=owner.memory.tile_rows,
-        rows_per_rank=owner.memory.rows,
+        workspace.counts,
+        workspace.channel,
+        count=workspace.experts,
+        tile_rows=workspace.memory.tile_rows,
+        rows_per_rank=workspace.memory.rows,
         fingerprint=fingerprint_of("routes", w_in.shape, gradient_scale),
     )
-    received = owner.received.take()
-    rows, homes = owner.rows_of(received), owner.homes_of(received)
-    homes.fill_(-1)
-    put_rows(
+    received = workspace.received.take()
+    rows, destinations = workspace.rows_of(received), workspace.destinations_of(received)
+    destinations.fill_(-1)
+    scatter_rows(
         x,
         routes.targets,
-        owner.received.memory,
-        owner.channel,
-        rows_per_rank=owner.memory.rows,
-        receive_offset=owner.received.offset_of(received),
+        workspace.received.memory,
+        workspace.channel,
+        rows_per_rank=workspace.memory.rows,
+        receive_offset=workspace.received.offset_of(received),
         fingerprint=fingerprint_of("tokens"),
-        copies=owner.top_k,
-        homes_at=owner.memory.homes_at,
-        first_home=owner.group.rank * owner.memory.slots,
+        copies=workspace.top_k,
+        destinations_at=workspace.memory.destinations_at,
+        first_destination=workspace.group.rank * workspace.memory.slots,
     )
-    steps.zero_pads(rows, homes, routes.groups)
+    steps.zero_pads(rows, destinations, routes.groups)
     hidden, activated = steps.hidden(rows, w_in, routes.groups)
-    home = owner.home.take()
+    combined = workspace.combined.take()
     steps.send_home(
         activated,
         w_out,
-        homes,
+        destinations,
         routes.groups,
-        owner.home.memory,
+        workspace.combined.memory,
         weight_is_transposed=False,
-        receive_offset=owner.home.offset_of(home),
+        receive_offset=workspace.combined.offset_of(combined),
         fingerprint=fingerprint_of("results"),
     )
-    out = steps.sum_slots(owner.slots_of(home), routes.targets, gates, x.shape[0], owner.top_k)
-    held = owner.received.to_hold(received), hidden, activated, owner.home.to_hold(home)
+    out = steps.sum_slots(workspace.slots_of(combined), routes.targets, gates, x.shape[0], workspace.top_k)
+    held = workspace.received.to_hold(received), hidden, activated, workspace.combined.to_hold(combined)
     return out, *held, routes.targets, routes.groups.bounds, routes.groups.local_from
 
 
@@ -441,108 +444,109 @@ def _backward(
     received: Tensor,
     hidden: Tensor,
     activated: Tensor,
-    home: Tensor,
+    combined: Tensor,
     targets: Tensor,
     bounds: Tensor,
     local_from: Tensor,
     gradient_scale: float,
-    exchange: int,
+    handle: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    owner = _exchanges.get(exchange)
-    owner.raise_fault()
-    steps, groups = owner.steps, Groups(owner.memory.tile_rows, bounds, local_from)
+    workspace = _workspaces.get(handle)
+    workspace.raise_fault()
+    steps, groups = workspace.steps, Groups(workspace.memory.tile_rows, bounds, local_from)
     gradient = gradient.contiguous()
 
     # What is received here is used up before the next epoch: spare blocks serve.
-    gradient_rows, homes = owner.rows_of(owner.received.spare), owner.homes_of(received)
-    put_rows(
+    gradient_rows, destinations = workspace.rows_of(workspace.received.spare), workspace.destinations_of(received)
+    scatter_rows(
         gradient,
         targets,
-        owner.received.memory,
-        owner.channel,
-        rows_per_rank=owner.memory.rows,
-        receive_offset=owner.received.offset_of(owner.received.spare),
+        workspace.received.memory,
+        workspace.channel,
+        rows_per_rank=workspace.memory.rows,
+        receive_offset=workspace.received.offset_of(workspace.received.spare),
         fingerprint=fingerprint_of("gradients of results"),
-        copies=owner.top_k,
+        copies=workspace.top_k,
         scale=gates.flatten(),
     )
-    steps.zero_pads(gradient_rows, homes, groups)
+    steps.zero_pads(gradient_rows, destinations, groups)
     hidden_gradient = steps.hidden_gradient(gradient_rows, w_out, hidden, groups)
     steps.send_home(
         hidden_gradient,
         w_in,
-        homes,
+        destinations,
         groups,
-        owner.home.memory,
+        workspace.combined.memory,
         weight_is_transposed=True,
-        receive_offset=owner.home.offset_of(owner.home.spare),
+        receive_offset=workspace.combined.offset_of(workspace.combined.spare),
         fingerprint=fingerprint_of("gradients of tokens"),
     )
     return (
-        steps.sum_slots(owner.slots_of(owner.home.spare), targets, None, gradient.shape[0], owner.top_k),
-        steps.gates_gradient(gradient, owner.slots_of(home), targets, owner.top_k),
-        steps.weight_gradient(hidden_gradient, owner.rows_of(received), groups, gradient_scale),
+        steps.sum_slots(workspace.slots_of(workspace.combined.spare), targets, None, gradient.shape[0], workspace.top_k),
+        steps.gates_gradient(gradient, workspace.slots_of(combined), targets, workspace.top_k),
+        steps.weight_gradient(hidden_gradient, workspace.rows_of(received), groups, gradient_scale),
         steps.weight_gradient(gradient_rows, activated, groups, gradient_scale),
     )
 
 
-def _check_inputs(owner: ExpertExchange, x: Tensor, experts: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor) -> None:
-    local = owner.local_experts
+def _check_inputs(workspace: ExpertWorkspace, x: Tensor, experts: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor) -> None:
+    local = workspace.local_experts
     for key, tensor, dims in (("x", x, 2), ("w_in", w_in, 3)):
         if tensor.dim() != dims:
-            raise UsageError(f"{owner.name}: {key} has shape {list(tensor.shape)}; needed: {dims} dimensions")
+            raise UsageError(f"{workspace.name}: {key} has shape {list(tensor.shape)}; needed: {dims} dimensions")
     tokens, hidden = x.shape[0], w_in.shape[1]
     expected = {
-        "x": (x, owner.dtype, [tokens, owner.width]),
-        "experts": (experts, torch.int64, [tokens, owner.top_k]),
-        "gates": (gates, torch.float32, [tokens, owner.top_k]),
-        "w_in": (w_in, owner.dtype, [local, hidden, owner.width]),
-        "w_out": (w_out, owner.dtype, [local, owner.width, hidden]),
+        "x": (x, workspace.dtype, [tokens, workspace.width]),
+        "experts": (experts, torch.int64, [tokens, workspace.top_k]),
+        "gates": (gates, torch.float32, [tokens, workspace.top_k]),
+        "w_in": (w_in, workspace.dtype, [local, hidden, workspace.width]),
+        "w_out": (w_out, workspace.dtype, [local, workspace.width, hidden]),
     }
     for key, (tensor, dtype, shape) in expected.items():
-        if tensor.dtype != dtype or tensor.device != owner.group.device:
+        if tensor.dtype != dtype or tensor.device != workspace.group.device:
             raise UsageError(
-                f"{owner.name}: {key} is {tensor.dtype} on {tensor.device}; needed: {dtype} on {owner.group.device}"
+                f"{workspace.name}: {key} is {tensor.dtype} on {tensor.device}; needed: {dtype} on {workspace.group.device}"
             )
         if list(tensor.shape) != shape or not tensor.is_contiguous():
             raise UsageError(
-                f"{owner.name}: {key} has shape {list(tensor.shape)}, strides {tensor.stride()}; needed: {shape}, contiguous"
+                f"{workspace.name}: {key} has shape {list(tensor.shape)}, strides {tensor.stride()}; needed: {shape}, "
+                f"contiguous"
             )
-    if tokens > owner.max_tokens:
+    if tokens > workspace.max_tokens:
         raise UsageError(
-            f"{owner.name}: {tokens} tokens are above max_tokens={owner.max_tokens} of the exchange; make it with more"
+            f"{workspace.name}: {tokens} tokens are above max_tokens={workspace.max_tokens} of the workspace; make it with more"
         )
-    _check_row(owner.name, "hidden width", hidden, owner.dtype)
-    if not uses_kernels(owner.group.device):
-        _check_ids(owner, experts)
+    _check_row(workspace.name, "hidden width", hidden, workspace.dtype)
+    if not uses_kernels(workspace.group.device):
+        _check_ids(workspace, experts)
 
 
-def _check_ids(owner: ExpertExchange, experts: Tensor) -> None:
-    wrong = (experts < -1) | (experts >= owner.experts)
+def _check_ids(workspace: ExpertWorkspace, experts: Tensor) -> None:
+    wrong = (experts < -1) | (experts >= workspace.experts)
     if wrong.any():
         raise UsageError(
-            f"{owner.name}: experts holds {int(experts[wrong][0])}; needed: -1 for none, or 0 to {owner.experts - 1}"
+            f"{workspace.name}: experts holds {int(experts[wrong][0])}; needed: -1 for none, or 0 to {workspace.experts - 1}"
         )
     in_order = experts.sort(dim=1).values
     repeated = (in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] >= 0)
     if repeated.any():
         token = int(repeated.any(dim=1).nonzero()[0])
-        raise UsageError(f"{owner.name}: experts[{token}] holds {int(in_order[:, 1:][repeated][0])} twice")
+        raise UsageError(f"{workspace.name}: experts[{token}] holds {int(in_order[:, 1:][repeated][0])} twice")
 
 
 @torch.library.register_fake("dlrm_fused::expert_layer")
 def _fake_forward(
-    x: Tensor, experts: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, gradient_scale: float, exchange: int
+    x: Tensor, experts: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, gradient_scale: float, handle: int
 ) -> tuple[Tensor, ...]:
-    owner = _exchanges.get(exchange)
-    memory, local = owner.memory, owner.local_experts
+    workspace = _workspaces.get(handle)
+    memory, local = workspace.memory, workspace.local_experts
     hidden = x.new_empty(memory.rows, w_in.shape[1])
     return (
         torch.empty_like(x),
         x.new_empty(memory.received_bytes, dtype=torch.uint8),
         hidden,
         torch.empty_like(hidden),
-        x.new_empty(memory.home_bytes, dtype=torch.uint8),
+        x.new_empty(memory.combined_bytes, dtype=torch.uint8),
         experts.new_empty(experts.numel(), dtype=torch.int32),
         experts.new_empty(local + 1, dtype=torch.int32),
         experts.new_empty(local, dtype=torch.int32),
@@ -557,7 +561,7 @@ def _fake_backward(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, _, gates, w_in, w_out, ctx.gradient_scale, ctx.exchange = inputs
+    _, _, gates, w_in, w_out, ctx.gradient_scale, ctx.handle = inputs
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(gates, w_in, w_out, *output[1:])
@@ -565,7 +569,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 def _differentiate(ctx: Any, gradient: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     assert gradient is not None, "what else the operator returns has no gradient"
-    gradients = torch.ops.dlrm_fused.expert_layer_backward(gradient, *ctx.saved_tensors, ctx.gradient_scale, ctx.exchange)
+    gradients = torch.ops.dlrm_fused.expert_layer_backward(gradient, *ctx.saved_tensors, ctx.gradient_scale, ctx.handle)
     x_gradient, gates_gradient, w_in_gradient, w_out_gradient = gradients
     return x_gradient, None, gates_gradient, w_in_gradient, w_out_gradient, None, None
 

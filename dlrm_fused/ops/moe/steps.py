@@ -1,4 +1,4 @@
-"""The steps of the expert layer between its exchanges: in plain torch for the CPU, and as kernels.
+"""The steps of the expert layer between its transfers: in plain torch for the CPU, and as kernels.
 
 Rows lie as :mod:`~dlrm_fused.ops.moe.dispatch` says. R is the number of rows of a receive block, L that of this rank's
 experts, d the width of a token, f that of the hidden layer, k the number of experts of a token.
@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dlrm_fused.ops.common.scatter_rows import put_rows
+from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.embedding_all_to_all.scatter import TRITON_DTYPES
-from dlrm_fused.ops.gemm_all_to_all.kernel import Groups, grouped_gemm, grouped_gemm_home, grouped_weight_gradient
+from dlrm_fused.ops.gemm_all_to_all.kernel import Groups, grouped_gemm, grouped_gemm_combine, grouped_weight_gradient
 from dlrm_fused.symmetric import Channel, SymmetricMemory
 
 # Columns of a program's row, at most.
@@ -39,8 +39,8 @@ class ExpertSteps(ABC):
         self._channel, self._slots = channel, slots
 
     @abstractmethod
-    def zero_pads(self, rows: Tensor, homes: Tensor, groups: Groups) -> None:
-        """Zero those rows [R, d] of the groups whose home, int32 [R], is negative."""
+    def zero_pads(self, rows: Tensor, destinations: Tensor, groups: Groups) -> None:
+        """Zero those rows [R, d] of the groups whose combined, int32 [R], is negative."""
 
     @abstractmethod
     def hidden(self, rows: Tensor, w_in: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
@@ -59,7 +59,7 @@ class ExpertSteps(ABC):
         self,
         rows: Tensor,
         weight: Tensor,
-        homes: Tensor,
+        destinations: Tensor,
         groups: Groups,
         memory: SymmetricMemory,
         *,
@@ -67,11 +67,11 @@ class ExpertSteps(ABC):
         receive_offset: int,
         fingerprint: int,
     ) -> None:
-        """Multiply rows by their expert's weight, and store each in its slot at its home. Collective.
+        """Multiply rows by their expert's weight, and store each in its slot at its combined. Collective.
 
         Args:
             weight: [L, N, K], K the width of ``rows``; if transposed [L, K, N].
-            homes: int32 [R]: rank * slots + slot, or -1.
+            destinations: int32 [R]: rank * slots + slot, or -1.
             memory: in which ranks receive [slots, N] at an offset of their own, ``receive_offset`` this one.
             fingerprint: must be equal on all ranks.
         """
@@ -91,8 +91,8 @@ class ExpertSteps(ABC):
 class HostSteps(ExpertSteps):
     """Between processes on the CPU. Tiles have one row there, so that nothing is padded."""
 
-    def zero_pads(self, rows: Tensor, homes: Tensor, groups: Groups) -> None:
-        rows[homes < 0] = 0
+    def zero_pads(self, rows: Tensor, destinations: Tensor, groups: Groups) -> None:
+        rows[destinations < 0] = 0
 
     def hidden(self, rows: Tensor, w_in: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
         h = rows.new_zeros(rows.shape[0], w_in.shape[1])
@@ -114,7 +114,7 @@ class HostSteps(ExpertSteps):
         self,
         rows: Tensor,
         weight: Tensor,
-        homes: Tensor,
+        destinations: Tensor,
         groups: Groups,
         memory: SymmetricMemory,
         *,
@@ -124,9 +124,9 @@ class HostSteps(ExpertSteps):
     ) -> None:
         by_expert = weight if weight_is_transposed else weight.transpose(1, 2)
         results = torch.cat([rows[part] @ by_expert[expert] for expert, part in enumerate(_parts(groups))])
-        put_rows(
+        scatter_rows(
             results,
-            homes[: results.shape[0]],
+            destinations[: results.shape[0]],
             memory,
             self._channel,
             rows_per_rank=self._slots,
@@ -148,10 +148,10 @@ class HostSteps(ExpertSteps):
 class KernelSteps(ExpertSteps):
     """On GPUs, and under Triton's interpreter. Nothing waits for the device."""
 
-    def zero_pads(self, rows: Tensor, homes: Tensor, groups: Groups) -> None:
+    def zero_pads(self, rows: Tensor, destinations: Tensor, groups: Groups) -> None:
         zero_pads_kernel[(groups.local_from.numel(), triton.cdiv(groups.tile_rows, _PAD_ROWS))](
             rows,
-            homes,
+            destinations,
             groups.bounds,
             groups.tile_rows,
             rows.shape[1],
@@ -180,7 +180,7 @@ class KernelSteps(ExpertSteps):
         self,
         rows: Tensor,
         weight: Tensor,
-        homes: Tensor,
+        destinations: Tensor,
         groups: Groups,
         memory: SymmetricMemory,
         *,
@@ -188,11 +188,11 @@ class KernelSteps(ExpertSteps):
         receive_offset: int,
         fingerprint: int,
     ) -> None:
-        grouped_gemm_home(
+        grouped_gemm_combine(
             rows,
             weight,
             groups,
-            homes,
+            destinations,
             memory,
             self._channel,
             slots=self._slots,
@@ -235,14 +235,14 @@ def _columns(rows: Tensor) -> int:
 
 
 @triton.jit
-def zero_pads_kernel(rows, homes, bounds, tile_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def zero_pads_kernel(rows, destinations, bounds, tile_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """See :meth:`ExpertSteps.zero_pads`. Only the last tile of a group, program p's on the first axis, has pads."""
     group = tl.program_id(0)
     end = tl.load(bounds + group + 1)
     if end > tl.load(bounds + group):
         in_tile = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         row = (end - 1) * tile_rows + in_tile
-        is_pad = (tl.load(homes + row, mask=in_tile < tile_rows, other=0) < 0) & (in_tile < tile_rows)
+        is_pad = (tl.load(destinations + row, mask=in_tile < tile_rows, other=0) < 0) & (in_tile < tile_rows)
         for first in range(0, width, COLUMNS):
             column = first + tl.arange(0, COLUMNS)
             places = rows + row.to(tl.int64)[:, None] * tl.multiple_of(width, 4) + column[None, :]

@@ -59,8 +59,8 @@ def run_world(
     with process_group(rank, torch.device("cpu")):
         group = symmetric_group()
         world = World(make_world(rank.world_size), traffic, seed=rank.world_size)
-        exchange = world.exchange(group, "world", timeout_seconds=60.0)
-        result = run_epochs(world, exchange, epochs, straggler(rank.index, late_rank=0), backward_every=backward_every)
+        workspace = world.workspace(group, "world", timeout_seconds=60.0)
+        result = run_epochs(world, workspace, epochs, straggler(rank.index, late_rank=0), backward_every=backward_every)
         group.close()
         return result
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all, reference
 from dlrm_fused.ops.embedding_all_to_all.pooled import pooled_all_to_all
-from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingExchange
+from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import run_ranks
@@ -25,29 +25,33 @@ def in_world(work: Any) -> Any:
         group = symmetric_group()
         ranks = [[Features((7, 5), (8, 4), (0, 1), weighted=True)] for _ in range(rank.world_size)]
         world = World(ranks, Traffic(held_outputs=8), seed=1)
-        exchange = world.exchange(group, "world", timeout_seconds=60.0)
+        workspace = world.workspace(group, "world", timeout_seconds=60.0)
         batches = BATCHES[rank.world_size]
         batch = world.draw_batches(batches)[rank.index][0]
-        result = work(exchange, batch.indices, batch.offsets, batch.weights, batches)
+        result = work(workspace, batch.indices, batch.offsets, batch.weights, batches)
         group.close()
         return result
 
 
-def without_optimizer(exchange: EmbeddingExchange) -> None:
+def without_optimizer(workspace: EmbeddingWorkspace) -> None:
     """The checks run an operator several times, and expect the same each time."""
-    exchange.attach_tables([replace(tables, optimizer=None) for tables in exchange.tables])
+    workspace.attach_tables([replace(tables, optimizer=None) for tables in workspace.tables])
 
 
-def opcheck_lookup(exchange: EmbeddingExchange, indices: Tensor, offsets: Tensor, weights: Tensor, batches: list[int]) -> None:
-    without_optimizer(exchange)
-    tables = [exchange.tables[0].weights]
-    arguments = (exchange.anchor, tables, [indices], [offsets], [weights.requires_grad_()], batches, exchange.handle)
+def opcheck_lookup(
+    workspace: EmbeddingWorkspace, indices: Tensor, offsets: Tensor, weights: Tensor, batches: list[int]
+) -> None:
+    without_optimizer(workspace)
+    tables = [workspace.tables[0].weights]
+    arguments = (workspace.anchor, tables, [indices], [offsets], [weights.requires_grad_()], batches, workspace.handle)
     torch.library.opcheck(torch.ops.dlrm_fused.embedding_all_to_all.default, arguments)
 
 
-def opcheck_pooled(exchange: EmbeddingExchange, indices: Tensor, offsets: Tensor, weights: Tensor, batches: list[int]) -> None:
-    pooled = torch.randn(sum(batches), 12, device=exchange.device, requires_grad=True)
-    arguments = (exchange.anchor, [pooled], batches, exchange.handle)
+def opcheck_pooled(
+    workspace: EmbeddingWorkspace, indices: Tensor, offsets: Tensor, weights: Tensor, batches: list[int]
+) -> None:
+    pooled = torch.randn(sum(batches), 12, device=workspace.device, requires_grad=True)
+    arguments = (workspace.anchor, [pooled], batches, workspace.handle)
     torch.library.opcheck(torch.ops.dlrm_fused.pooled_all_to_all.default, arguments)
 
 
@@ -61,13 +65,13 @@ def test_opcheck_of_the_exchange() -> None:
         run_ranks(ranks, in_world, opcheck_pooled)
 
 
-def step(exchange: EmbeddingExchange, indices: Tensor, offsets: Tensor, weights: Tensor, batches: list[int]) -> Tensor:
-    pooled = embedding_all_to_all(exchange, [indices], [offsets], [weights], batches)
+def step(workspace: EmbeddingWorkspace, indices: Tensor, offsets: Tensor, weights: Tensor, batches: list[int]) -> Tensor:
+    pooled = embedding_all_to_all(workspace, [indices], [offsets], [weights], batches)
     return torch.sin(pooled).sum()
 
 
 def compiled_and_eager(
-    exchange: EmbeddingExchange,
+    workspace: EmbeddingWorkspace,
     indices: Tensor,
     offsets: Tensor,
     weights: Tensor,
@@ -75,13 +79,13 @@ def compiled_and_eager(
     backend: str = "aot_eager",
 ) -> list[list[float]]:
     losses = []
-    start = exchange.tables[0].weights.clone()
+    start = workspace.tables[0].weights.clone()
     for run in (step, torch.compile(step, backend=backend, fullgraph=True)):
-        exchange.tables[0].weights.copy_(start)
-        exchange.tables[0].optimizer.momentum.zero_()  # type: ignore[union-attr]
+        workspace.tables[0].weights.copy_(start)
+        workspace.tables[0].optimizer.momentum.zero_()  # type: ignore[union-attr]
         losses.append([])
         for _ in range(4):
-            loss = run(exchange, indices, offsets, weights, batches)
+            loss = run(workspace, indices, offsets, weights, batches)
             loss.backward()
             losses[-1].append(float(loss.detach()))
     return losses
@@ -94,11 +98,11 @@ def test_compiled_training_steps_equal_eager_ones() -> None:
 
 
 def differences_to_the_reference(
-    exchange: EmbeddingExchange, indices: Tensor, offsets: Tensor, weights: Tensor, batches: list[int]
+    workspace: EmbeddingWorkspace, indices: Tensor, offsets: Tensor, weights: Tensor, batches: list[int]
 ) -> float:
     arguments = ([indices], [offsets], [weights], batches)
-    fused = embedding_all_to_all(exchange, *arguments)
-    return float((fused.detach() - reference(exchange, *arguments)).abs().max())
+    fused = embedding_all_to_all(workspace, *arguments)
+    return float((fused.detach() - reference(workspace, *arguments)).abs().max())
 
 
 def test_the_reference_is_the_same_computation() -> None:
@@ -106,12 +110,14 @@ def test_the_reference_is_the_same_computation() -> None:
 
 
 def gradient_of_pooled(
-    exchange: EmbeddingExchange, indices: Tensor, offsets: Tensor, weights: Tensor, batches: list[int]
+    workspace: EmbeddingWorkspace, indices: Tensor, offsets: Tensor, weights: Tensor, batches: list[int]
 ) -> bool:
-    pooled = torch.randn(sum(batches), 12, device=exchange.device, requires_grad=True)
-    columns = exchange.layout.columns
-    pooled_all_to_all(exchange, [pooled], batches).backward(torch.ones(batches[exchange.rank], columns, device=exchange.device))
-    return torch.equal(pooled.grad, torch.full_like(pooled, 1 / exchange.world_size))  # type: ignore[arg-type]
+    pooled = torch.randn(sum(batches), 12, device=workspace.device, requires_grad=True)
+    columns = workspace.layout.columns
+    pooled_all_to_all(workspace, [pooled], batches).backward(
+        torch.ones(batches[workspace.rank], columns, device=workspace.device)
+    )
+    return torch.equal(pooled.grad, torch.full_like(pooled, 1 / workspace.world_size))  # type: ignore[arg-type]
 
 
 def test_gradients_are_divided_by_the_number_of_ranks() -> None:

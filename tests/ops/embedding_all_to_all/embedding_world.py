@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables, RowwiseAdagrad, Sgd
-from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingExchange, ExchangeLayout, LookupLayout
+from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace, ExchangeLayout, LookupLayout
 from dlrm_fused.symmetric import SymmetricGroup
 
 EPS = 1e-3
@@ -36,7 +36,7 @@ class Features:
 
 @dataclass(frozen=True)
 class Traffic:
-    """How exchanges are made."""
+    """How workspaces are made."""
 
     forward_wire: torch.dtype = torch.float32
     backward_wire: torch.dtype = torch.float32
@@ -128,10 +128,10 @@ class World:
         ]
         return _Shard(features, tables, [np.zeros(rows) for rows in features.rows])
 
-    def exchange(self, group: SymmetricGroup, name: str, **settings: object) -> EmbeddingExchange:
-        """An exchange over this rank's tables."""
+    def workspace(self, group: SymmetricGroup, name: str, **settings: object) -> EmbeddingWorkspace:
+        """A workspace over this rank's tables."""
         traffic = self._traffic
-        exchange = EmbeddingExchange(
+        workspace = EmbeddingWorkspace(
             group,
             self.layout,
             name=name,
@@ -141,8 +141,8 @@ class World:
             held_outputs=traffic.held_outputs,
             **settings,  # type: ignore[arg-type]
         )
-        exchange.attach_tables([self.local_tables(shard, group.device) for shard in self._shards[group.rank]])
-        return exchange
+        workspace.attach_tables([self.local_tables(shard, group.device) for shard in self._shards[group.rank]])
+        return workspace
 
     def local_tables(self, shard: _Shard, device: torch.device) -> LocalTables:
         """A shard as FBGEMM keeps it."""
@@ -203,7 +203,7 @@ class World:
         """Let the optimizer change all tables; returns the gradients of this rank's per-sample weights, by lookup."""
         upstream = torch.cat(gradients).double().numpy()
         weight_gradients = []
-        for owner, (lookups, own, shards) in enumerate(zip(self.layout.lookups, batches, self._shards, strict=True)):
+        for workspace, (lookups, own, shards) in enumerate(zip(self.layout.lookups, batches, self._shards, strict=True)):
             for lookup, batch, shard in zip(lookups, own, shards, strict=True):
                 sums = [np.zeros_like(table) for table in shard.tables]
                 of_weights = np.zeros(len(batch.indices))
@@ -214,9 +214,9 @@ class World:
                     sums[table][index] += factor * gradient
                     length = _length(batch, feature, bag, len(upstream)) if shard.features.mean else 1
                     of_weights[position] = gradient @ shard.tables[table][index] / length
-                if owner == rank and shard.features.weighted:
+                if workspace == rank and shard.features.weighted:
                     weight_gradients.append(torch.from_numpy(of_weights))
-                elif owner == rank:
+                elif workspace == rank:
                     weight_gradients.append(torch.zeros(0))
                 for table, momentum, total in zip(shard.tables, shard.momentum, sums, strict=True):
                     if self._traffic.optimizer == "rowwise_adagrad":
@@ -226,10 +226,10 @@ class World:
                         table -= 0.1 * total
         return weight_gradients
 
-    def table_errors(self, exchange: EmbeddingExchange) -> tuple[float, float]:
+    def table_errors(self, workspace: EmbeddingWorkspace) -> tuple[float, float]:
         """Largest differences of this rank's weights and momenta from what they must be."""
         tables = momentum = 0.0
-        for shard, local in zip(self._shards[exchange.rank], exchange.tables, strict=True):
+        for shard, local in zip(self._shards[workspace.rank], workspace.tables, strict=True):
             expected = np.concatenate([table.reshape(-1) for table in shard.tables])
             tables = max(tables, float(np.abs(local.weights.detach().double().cpu().numpy() - expected).max()))
             if isinstance(local.optimizer, RowwiseAdagrad):
@@ -257,7 +257,7 @@ def _length(batch: _Batch, feature: int, bag: int, bags: int) -> int:
 
 def run_epochs(
     world: World,
-    exchange: EmbeddingExchange,
+    workspace: EmbeddingWorkspace,
     epochs: int,
     delay: Callable[[int], None] = lambda epoch: None,
     hold: int = 3,
@@ -271,13 +271,13 @@ def run_epochs(
     for epoch in range(epochs):
         batch_sizes = world.draw_batch_sizes()
         batches = world.draw_batches(batch_sizes)
-        expected = world.output(batches, batch_sizes, exchange.rank)
-        own = batches[exchange.rank]
-        device = exchange.device
+        expected = world.output(batches, batch_sizes, workspace.rank)
+        own = batches[workspace.rank]
+        device = workspace.device
         weights = [batch.weights.to(device).requires_grad_(batch.weights.numel() > 0) for batch in own]
         delay(epoch)
         output = embedding_all_to_all(
-            exchange,
+            workspace,
             [batch.indices.to(device) for batch in own],
             [batch.offsets.to(device) for batch in own],
             weights,
@@ -292,14 +292,14 @@ def run_epochs(
         if epoch % backward_every:
             continue
         gradients = world.draw_gradients(batch_sizes)
-        expected_weight_gradients = world.update(batches, gradients, exchange.rank)
+        expected_weight_gradients = world.update(batches, gradients, workspace.rank)
         delay(epoch)
-        output.backward(gradients[exchange.rank].to(device))
+        output.backward(gradients[workspace.rank].to(device))
         for found, right in zip(weights, expected_weight_gradients, strict=True):
             if right.numel():
                 assert found.grad is not None
                 result.weight_gradients = max(result.weight_gradients, _difference(found.grad, right))
-    result.tables, result.momentum = world.table_errors(exchange)
+    result.tables, result.momentum = world.table_errors(workspace)
     return result
 
 

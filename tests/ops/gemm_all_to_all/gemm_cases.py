@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dlrm_fused.ops.gemm_all_to_all import tuning as gemm_tuning
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups
-from dlrm_fused.ops.gemm_all_to_all.op import FP8, GemmExchange, Routes, gemm_all_to_all, routed_gemm_all_to_all
+from dlrm_fused.ops.gemm_all_to_all.op import FP8, GemmWorkspace, Routes, gemm_all_to_all, routed_gemm_all_to_all
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import run_ranks
@@ -45,14 +45,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Those of one rank; ``homes`` holds rank * SLOTS + slot, or -1."""
+    """Those of one rank; ``destinations`` holds rank * SLOTS + slot, or -1."""
 
     x: Tensor
     weight: Tensor
     scale: Tensor | None
     bounds: list[int]
     local_from: list[int]
-    homes: Tensor
+    destinations: Tensor
 
     def product(self) -> Tensor:
         """In fp64."""
@@ -73,23 +73,23 @@ def draw(case: Case, ranks: int, seed: int, dtype: torch.dtype) -> list[Inputs]:
     chance.shuffle(slots)
     inputs = []
     for rank in range(ranks):
-        bounds, local_from, homes = [0], [], []
+        bounds, local_from, destinations = [0], [], []
         for _ in range(GROUPS if case.is_routed else 0):
             remote, local = chance.choice([0, 3, 20]), chance.choice([0, 5])
-            own = [home for home in slots if home // SLOTS == rank][:local]
-            others = [home for home in slots if home // SLOTS != rank][:remote]
-            slots = [home for home in slots if home not in own and home not in others]
+            own = [destination for destination in slots if destination // SLOTS == rank][:local]
+            others = [destination for destination in slots if destination // SLOTS != rank][:remote]
+            slots = [destination for destination in slots if destination not in own and destination not in others]
             pads = -(len(own) + len(others)) % TILE_ROWS
-            homes += others + own + [-1] * pads
+            destinations += others + own + [-1] * pads
             local_from.append(bounds[-1] + -(-len(others) // TILE_ROWS))
-            bounds.append(len(homes) // TILE_ROWS)
-        homes += [-1] * TILE_ROWS  # rows of no group
-        rows = case.rows or len(homes)
+            bounds.append(len(destinations) // TILE_ROWS)
+        destinations += [-1] * TILE_ROWS  # rows of no group
+        rows = case.rows or len(destinations)
         shape = (GROUPS, case.columns, case.depth) if case.is_routed else (case.columns, case.depth)
         x = torch.randn(rows, case.depth, generator=generator).to(dtype)
         weight = torch.randn(shape, generator=generator).to(FP8 if case.fp8 else dtype)
         scale = torch.rand(shape[:-1], generator=generator) if case.fp8 else None
-        inputs.append(Inputs(x, weight, scale, bounds, local_from, torch.tensor(homes, dtype=torch.int32)))
+        inputs.append(Inputs(x, weight, scale, bounds, local_from, torch.tensor(destinations, dtype=torch.int32)))
     return inputs
 
 
@@ -100,8 +100,8 @@ def expected(case: Case, inputs: list[Inputs], rank: int) -> Tensor:
         return torch.cat([product.chunk(len(inputs))[rank] for product in products])
     result = torch.full((SLOTS, case.columns), torch.nan, dtype=torch.float64)
     for own, product in zip(inputs, products, strict=True):
-        here = torch.div(own.homes, SLOTS, rounding_mode="floor") == rank
-        result[own.homes[here].long() % SLOTS] = product[: len(own.homes)][here]
+        here = torch.div(own.destinations, SLOTS, rounding_mode="floor") == rank
+        result[own.destinations[here].long() % SLOTS] = product[: len(own.destinations)][here]
     return result
 
 
@@ -113,7 +113,7 @@ def expected_gradients(case: Case, inputs: list[Inputs], rank: int, gradients: l
         weight *= own.scale.double()[..., None]
     if case.is_routed:
         flat = torch.cat([gradient.double() for gradient in gradients])
-        of_product = torch.where((own.homes >= 0)[:, None], flat[own.homes.clamp(min=0).long()], 0.0)
+        of_product = torch.where((own.destinations >= 0)[:, None], flat[own.destinations.clamp(min=0).long()], 0.0)
         x_gradient, weight_gradient = torch.zeros_like(own.x.double()), torch.zeros_like(weight)
         for group, (first, end) in enumerate(zip(own.bounds, own.bounds[1:], strict=False)):
             rows = slice(first * TILE_ROWS, end * TILE_ROWS)
@@ -124,11 +124,11 @@ def expected_gradients(case: Case, inputs: list[Inputs], rank: int, gradients: l
     return of_product @ weight, of_product.T @ own.x.detach().double()
 
 
-def call(exchange: GemmExchange, case: Case, own: Inputs) -> Tensor:
+def call(workspace: GemmWorkspace, case: Case, own: Inputs) -> Tensor:
     if not case.is_routed:
-        return gemm_all_to_all(exchange, own.x, own.weight, own.scale, schedule=case.schedule)
+        return gemm_all_to_all(workspace, own.x, own.weight, own.scale, schedule=case.schedule)
     groups = Groups(TILE_ROWS, torch.tensor(own.bounds, dtype=torch.int32), torch.tensor(own.local_from, dtype=torch.int32))
-    return routed_gemm_all_to_all(exchange, own.x, own.weight, Routes(groups, own.homes, SLOTS), own.scale)
+    return routed_gemm_all_to_all(workspace, own.x, own.weight, Routes(groups, own.destinations, SLOTS), own.scale)
 
 
 def run_calls(
@@ -140,7 +140,7 @@ def run_calls(
     delay_seconds: float,
     mutate: Callable[[], None] | None,
 ) -> list[str]:
-    """Calls of all cases in turn through one exchange; the last three results are held, and looked at later. Returns what
+    """Calls of all cases in turn through one workspace; the last three results are held, and looked at later. Returns what
     was wrong."""
     if mutate is not None:
         mutate()
@@ -150,7 +150,7 @@ def run_calls(
     held: list[tuple[int, Tensor, Tensor]] = []
     with process_group(rank, torch.device("cpu")):
         group = symmetric_group()
-        exchange = GemmExchange(
+        workspace = GemmWorkspace(
             group, name="products", max_rows=MAX_ROWS, max_columns=MAX_COLUMNS, dtype=dtype, timeout_seconds=20.0
         )
         for number in range(calls):
@@ -162,14 +162,14 @@ def run_calls(
             if with_gradients:
                 own.x.requires_grad_()
                 own.weight.requires_grad_(not case.fp8)
-            result = call(exchange, case, own)
+            result = call(workspace, case, own)
             held = [*held[-2:], (number, result.detach(), expected(case, inputs, rank.index))]
             for earlier, given, right in held:
                 if difference := _difference(given, right, dtype):
                     wrong.append(f"call {earlier}: {difference}")
             if with_gradients:
                 wrong += _wrong_gradients(case, inputs, rank.index, result, number, dtype)
-        exchange.raise_fault()
+        workspace.raise_fault()
         group.close()
     return wrong
 

@@ -1,4 +1,4 @@
-"""Wrong uses of GEMM + All-to-All: of its exchange, and of the operator. Part of the table in wrong_uses.py."""
+"""Wrong uses of GEMM + All-to-All: of its workspace, and of the operator. Part of the table in wrong_uses.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dlrm_fused.errors import CommunicationError, UserError
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups
-from dlrm_fused.ops.gemm_all_to_all.op import FP8, GemmExchange, Routes, gemm_all_to_all, reference, routed_gemm_all_to_all
+from dlrm_fused.ops.gemm_all_to_all.op import FP8, GemmWorkspace, Routes, gemm_all_to_all, reference, routed_gemm_all_to_all
 from dlrm_fused.symmetric import symmetric_group
 from tests.distributed.wrong_use import SECOND, TIMEOUT_SECONDS, Scene, WrongUse
 
@@ -23,7 +23,7 @@ TILE_ROWS, GROUPS = 16, 2
 
 
 class BlocksAndRoutes(Scene):
-    """Equal blocks, and rows of two groups that all stay where they are, over an exchange that is in use."""
+    """Equal blocks, and rows of two groups that all stay where they are, over a workspace that is in use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,12 +37,12 @@ class BlocksAndRoutes(Scene):
             "weight": torch.randn(GROUPS, COLUMNS, DEPTH, generator=generator),
             "bounds": torch.arange(GROUPS + 1, dtype=torch.int32),
             "local_from": torch.arange(GROUPS, dtype=torch.int32),
-            "homes": torch.arange(self.rank * rows, (self.rank + 1) * rows, dtype=torch.int32),
+            "destinations": torch.arange(self.rank * rows, (self.rank + 1) * rows, dtype=torch.int32),
         }
         self.correct = self.make()
         self.held = self.results(self.correct)
 
-    def make(self, **settings: Any) -> GemmExchange:
+    def make(self, **settings: Any) -> GemmWorkspace:
         defaults = {
             "name": NAME,
             "max_rows": MAX_ROWS,
@@ -50,27 +50,27 @@ class BlocksAndRoutes(Scene):
             "dtype": torch.float32,
             "timeout_seconds": TIMEOUT_SECONDS,
         }
-        return GemmExchange(self.group, **{**defaults, **settings})
+        return GemmWorkspace(self.group, **{**defaults, **settings})
 
     def begin(self) -> None:
-        self.exchange = self.make()
-        self.held[2:] = self.results(self.exchange)
+        self.workspace = self.make()
+        self.held[2:] = self.results(self.workspace)
 
     def tables(self) -> Sequence[Tensor]:
         return [*self.inputs.values(), *self.routed.values()]
 
-    def results(self, exchange: GemmExchange) -> list[Tensor]:
-        return [self.blocks(exchange), self.route(exchange)]
+    def results(self, workspace: GemmWorkspace) -> list[Tensor]:
+        return [self.blocks(workspace), self.route(workspace)]
 
-    def blocks(self, exchange: GemmExchange, schedule: str = "auto", **changes: Tensor | None) -> Tensor:
-        return gemm_all_to_all(exchange, **{**self.inputs, **changes}, schedule=schedule)  # type: ignore[arg-type]
+    def blocks(self, workspace: GemmWorkspace, schedule: str = "auto", **changes: Tensor | None) -> Tensor:
+        return gemm_all_to_all(workspace, **{**self.inputs, **changes}, schedule=schedule)  # type: ignore[arg-type]
 
     def route(
-        self, exchange: GemmExchange, tile_rows: int = TILE_ROWS, slots: int = GROUPS * TILE_ROWS, **changes: Tensor
+        self, workspace: GemmWorkspace, tile_rows: int = TILE_ROWS, slots: int = GROUPS * TILE_ROWS, **changes: Tensor
     ) -> Tensor:
         given = {**self.routed, **changes}
         groups = Groups(tile_rows, given["bounds"], given["local_from"])
-        return routed_gemm_all_to_all(exchange, given["x"], given["weight"], Routes(groups, given["homes"], slots))
+        return routed_gemm_all_to_all(workspace, given["x"], given["weight"], Routes(groups, given["destinations"], slots))
 
     def difference(self) -> float:
         seen = []
@@ -85,53 +85,53 @@ class BlocksAndRoutes(Scene):
 
 
 def settings(**wrong: Any) -> Callable[[BlocksAndRoutes, bool], object]:
-    """Make an exchange with other settings."""
+    """Make a workspace with other settings."""
     return lambda scene, is_wrong: scene.make(**(wrong if is_wrong else {}))
 
 
 def given(key: str, change: Callable[[Tensor], Tensor]) -> Callable[[BlocksAndRoutes, bool], object]:
     """Give another tensor, for equal blocks."""
-    return lambda scene, is_wrong: scene.blocks(scene.exchange, **({key: change(scene.inputs[key])} if is_wrong else {}))
+    return lambda scene, is_wrong: scene.blocks(scene.workspace, **({key: change(scene.inputs[key])} if is_wrong else {}))
 
 
 def routed(key: str, change: Callable[[Tensor], Tensor]) -> Callable[[BlocksAndRoutes, bool], object]:
     """Give another tensor, for routed rows."""
-    return lambda scene, is_wrong: scene.route(scene.exchange, **({key: change(scene.routed[key])} if is_wrong else {}))
+    return lambda scene, is_wrong: scene.route(scene.workspace, **({key: change(scene.routed[key])} if is_wrong else {}))
 
 
 def more_columns(scene: BlocksAndRoutes, is_wrong: bool) -> None:
-    scene.blocks(scene.exchange, weight=torch.ones(MAX_COLUMNS + 4 if is_wrong else COLUMNS, DEPTH))
+    scene.blocks(scene.workspace, weight=torch.ones(MAX_COLUMNS + 4 if is_wrong else COLUMNS, DEPTH))
 
 
 def eight_bits_by_chunks(scene: BlocksAndRoutes, is_wrong: bool) -> None:
     eight_bits = {"weight": scene.inputs["weight"].to(FP8), "scale": torch.ones(COLUMNS)}
-    scene.blocks(scene.exchange, **({"schedule": "chunks", **eight_bits} if is_wrong else {}))  # type: ignore[arg-type]
+    scene.blocks(scene.workspace, **({"schedule": "chunks", **eight_bits} if is_wrong else {}))  # type: ignore[arg-type]
 
 
 def use_a_closed_group(scene: BlocksAndRoutes, is_wrong: bool) -> None:
     group = symmetric_group(dist.new_group())
     group.close()
-    GemmExchange(group, name=NAME, max_rows=MAX_ROWS, max_columns=MAX_COLUMNS, dtype=torch.float32)
+    GemmWorkspace(group, name=NAME, max_rows=MAX_ROWS, max_columns=MAX_COLUMNS, dtype=torch.float32)
 
 
 def use_a_dropped_exchange(scene: BlocksAndRoutes, is_wrong: bool) -> None:
-    handle, scene.exchange = scene.exchange.handle, None  # type: ignore[assignment]
+    handle, scene.workspace = scene.workspace.handle, None  # type: ignore[assignment]
     torch.ops.dlrm_fused.gemm_all_to_all(*scene.inputs.values(), None, None, None, None, 0, 0, "auto", handle)
 
 
 def come_too_late(scene: BlocksAndRoutes, is_wrong: bool) -> None:
-    scene.exchange = scene.make(timeout_seconds=0.3)
-    scene.blocks(scene.exchange)
+    scene.workspace = scene.make(timeout_seconds=0.3)
+    scene.blocks(scene.workspace)
     if is_wrong:
         time.sleep(1.0)
-    scene.blocks(scene.exchange)
+    scene.blocks(scene.workspace)
 
 
 def go_on_after_an_error(scene: BlocksAndRoutes, is_wrong: bool) -> None:
     try:
         given("x", Tensor.half)(scene, is_wrong)
     except UserError:
-        scene.blocks(scene.exchange)
+        scene.blocks(scene.workspace)
 
 
 _CREATION = [
@@ -151,7 +151,7 @@ _CALLS = [
     WrongUse("fp8 by chunks", eight_bits_by_chunks, "schedule=chunks", SECOND),
     WrongUse(
         '`schedule="fast"`',
-        lambda scene, wrong: scene.blocks(scene.exchange, "fast" if wrong else "auto"),
+        lambda scene, wrong: scene.blocks(scene.workspace, "fast" if wrong else "auto"),
         "schedule=fast",
         SECOND,
     ),
@@ -163,16 +163,16 @@ _CALLS = [
     WrongUse("N above `max_columns`", more_columns, "columns=20 is above max_columns=16", SECOND),
     WrongUse("M that differs between ranks", given("x", lambda x: x.repeat(2, 1)), _DIFFER, SECOND, error=CommunicationError),
     WrongUse("rows that fill no whole tiles", routed("x", lambda x: x[:20]), "positive number of whole tiles", SECOND),
-    WrongUse("homes in int64", routed("homes", Tensor.long), "homes is torch.int64", SECOND),
+    WrongUse("destinations in int64", routed("destinations", Tensor.long), "destinations is torch.int64", SECOND),
     WrongUse("bounds without an end", routed("bounds", lambda bounds: bounds[:-1]), "bounds is torch.int32 [2]", SECOND),
     WrongUse("one weight for all groups", routed("weight", lambda weight: weight[0]), "needed: 3-D", SECOND),
     WrongUse(
         "`slots` above `max_rows`",
-        lambda scene, wrong: scene.route(scene.exchange, slots=33 if wrong else 32),
+        lambda scene, wrong: scene.route(scene.workspace, slots=33 if wrong else 32),
         "slots=33; allowed: 1 to max_rows=32",
         SECOND,
     ),
-    WrongUse("an exchange that is no longer", use_a_dropped_exchange, "no such GemmExchange"),
+    WrongUse("a workspace that is no longer", use_a_dropped_exchange, "no such GemmWorkspace"),
     WrongUse("a call later than `timeout_seconds`", come_too_late, "longer than 0.3 s", SECOND, error=CommunicationError),
     WrongUse("calls after one that failed", go_on_after_an_error, "did not take part", SECOND, error=CommunicationError),
 ]

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_fused.ops.gemm_all_to_all.op import GemmExchange, gemm_all_to_all, reference
+from dlrm_fused.ops.gemm_all_to_all.op import GemmWorkspace, gemm_all_to_all, reference
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import run_ranks
@@ -38,8 +38,8 @@ def results_and_gradients(fused: bool) -> list[Tensor]:
         x, weight = own.x.requires_grad_(), own.weight.requires_grad_()
         if fused:
             group = symmetric_group()
-            exchange = GemmExchange(group, name="products", max_rows=24, max_columns=72, dtype=torch.float32)
-            result = gemm_all_to_all(exchange, x, weight)
+            workspace = GemmWorkspace(group, name="products", max_rows=24, max_columns=72, dtype=torch.float32)
+            result = gemm_all_to_all(workspace, x, weight)
         else:
             result = reference(dist.group.WORLD, x, weight)
         result.sin().sum().backward()
@@ -59,18 +59,18 @@ def opcheck() -> None:
     rank = Rank.from_environment()
     with process_group(rank, torch.device("cpu")):
         group = symmetric_group()
-        exchange = GemmExchange(group, name="products", max_rows=MAX_ROWS, max_columns=MAX_COLUMNS, dtype=torch.float32)
+        workspace = GemmWorkspace(group, name="products", max_rows=MAX_ROWS, max_columns=MAX_COLUMNS, dtype=torch.float32)
         operator = torch.ops.dlrm_fused.gemm_all_to_all.default
         own = draw(EQUAL, rank.world_size, 1, torch.float32)[rank.index]
         inputs = own.x.requires_grad_(), own.weight.requires_grad_(), None
-        torch.library.opcheck(operator, (*inputs, None, None, None, 0, 0, "auto", exchange.handle))
+        torch.library.opcheck(operator, (*inputs, None, None, None, 0, 0, "auto", workspace.handle))
         own = draw(ROUTED, rank.world_size, 1, torch.float32)[rank.index]
         tiles = [torch.tensor(numbers, dtype=torch.int32) for numbers in (own.bounds, own.local_from)]
         assert len(own.local_from) == GROUPS
         # Slots where nothing belongs are not initialized, and so differ from call to call.
         utilities = ["test_schema", "test_autograd_registration", "test_faketensor"]
         inputs = own.x.requires_grad_(), own.weight.requires_grad_(), None
-        arguments = (*inputs, *tiles, own.homes, TILE_ROWS, SLOTS, "auto", exchange.handle)
+        arguments = (*inputs, *tiles, own.destinations, TILE_ROWS, SLOTS, "auto", workspace.handle)
         torch.library.opcheck(operator, arguments, test_utils=utilities)
         group.close()
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.ops.gemv_all_reduce import kernel as gemv_kernel
 from dlrm_fused.ops.gemv_all_reduce import tuning as gemv_tuning
-from dlrm_fused.ops.gemv_all_reduce.op import GemvExchange, gemv_all_reduce
+from dlrm_fused.ops.gemv_all_reduce.op import GemvWorkspace, gemv_all_reduce
 from dlrm_fused.ops.gemv_all_reduce.tuning import Blocks
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
@@ -77,14 +77,14 @@ Results = list[tuple[Tensor, Tensor | None]]
 def run_calls(
     cases: list[Case], calls: int, dtype: torch.dtype, straggler: int | None, mutate: Callable[[], None] | None
 ) -> Results:
-    """Calls of all cases in turn through one exchange, with delays of its own on each rank."""
+    """Calls of all cases in turn through one workspace, with delays of its own on each rank."""
     if mutate is not None:
         mutate()
     rank = Rank.from_environment()
     with process_group(rank, torch.device("cpu")):
         group = symmetric_group()
         most_rows, most_columns = max(case.m for case in cases), max(case.n for case in cases)
-        exchange = GemvExchange(
+        workspace = GemvWorkspace(
             group, name="sum", max_columns=most_columns, max_rows=most_rows, dtype=dtype, timeout_seconds=20.0
         )
         delays = random.Random(rank.index)
@@ -95,8 +95,8 @@ def run_calls(
             if delays.random() < 0.3 or rank.index == straggler:
                 time.sleep(delays.uniform(0, 0.02))
             gemv_tuning.override(case.blocks)
-            results.append(gemv_all_reduce(exchange, xs[rank.index], weights[rank.index], bias, residual, norm_weight))
-        exchange.raise_fault()
+            results.append(gemv_all_reduce(workspace, xs[rank.index], weights[rank.index], bias, residual, norm_weight))
+        workspace.raise_fault()
         group.close()
         return results
 
@@ -199,7 +199,7 @@ def differing_calls(which: str) -> str:
     rank = Rank.from_environment()
     with process_group(rank, torch.device("cpu")):
         group = symmetric_group()
-        exchange = GemvExchange(group, name="sum", max_columns=64, dtype=torch.float32, timeout_seconds=20.0)
+        workspace = GemvWorkspace(group, name="sum", max_columns=64, dtype=torch.float32, timeout_seconds=20.0)
         rows = 2 + (which == "m" and rank.index == 1)
         x, weight = torch.ones(rows, 32), torch.ones(64, 32)
         if which == "refused" and rank.index == 1:
@@ -207,8 +207,8 @@ def differing_calls(which: str) -> str:
         gemv_tuning.override(ONE_SHOT)
         answer = "no error"
         try:
-            gemv_all_reduce(exchange, x, weight)
-            exchange.raise_fault()
+            gemv_all_reduce(workspace, x, weight)
+            workspace.raise_fault()
         except (UsageError, CommunicationError) as error:
             answer = f"{type(error).__name__}: {error}"
         dist.barrier()  # who ends earlier is taken for lost

@@ -1,4 +1,4 @@
-"""Wrong uses of GEMV + AllReduce: of its exchange, and of the operator. Part of the table in wrong_uses.py."""
+"""Wrong uses of GEMV + AllReduce: of its workspace, and of the operator. Part of the table in wrong_uses.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.errors import CommunicationError, UserError
-from dlrm_fused.ops.gemv_all_reduce.op import GemvExchange, gemv_all_reduce, reference
+from dlrm_fused.ops.gemv_all_reduce.op import GemvWorkspace, gemv_all_reduce, reference
 from dlrm_fused.symmetric import symmetric_group
 from tests.distributed.wrong_use import SECOND, TIMEOUT_SECONDS, Scene, WrongUse
 
@@ -21,7 +21,7 @@ MAX_ROWS, MAX_COLUMNS = 4, 10
 
 
 class Product(Scene):
-    """A product with everything that may follow it, over an exchange that is in use."""
+    """A product with everything that may follow it, over a workspace that is in use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Product(Scene):
         self.correct = self.make()
         self.held = self.results(self.correct)
 
-    def make(self, **settings: Any) -> GemvExchange:
+    def make(self, **settings: Any) -> GemvWorkspace:
         defaults = {
             "name": NAME,
             "max_columns": MAX_COLUMNS,
@@ -43,19 +43,19 @@ class Product(Scene):
             "dtype": torch.float32,
             "timeout_seconds": TIMEOUT_SECONDS,
         }
-        return GemvExchange(self.group, **{**defaults, **settings})
+        return GemvWorkspace(self.group, **{**defaults, **settings})
 
     def begin(self) -> None:
-        self.exchange = self.make()
-        self.held[2:] = self.results(self.exchange)
+        self.workspace = self.make()
+        self.held[2:] = self.results(self.workspace)
 
     def tables(self) -> Sequence[Tensor]:
         return list(self.inputs.values())
 
-    def results(self, exchange: GemvExchange, **changes: Tensor | None) -> list[Tensor]:
+    def results(self, workspace: GemvWorkspace, **changes: Tensor | None) -> list[Tensor]:
         """The sum and its norm."""
         given: dict[str, Any] = {**self.inputs, **changes}
-        return [result for result in gemv_all_reduce(exchange, **given) if result is not None]
+        return [result for result in gemv_all_reduce(workspace, **given) if result is not None]
 
     def difference(self) -> float:
         seen = []
@@ -70,7 +70,7 @@ class Product(Scene):
 
 
 def settings(**wrong: Any) -> Callable[[Product, bool], object]:
-    """Make an exchange with other settings."""
+    """Make a workspace with other settings."""
     return lambda scene, is_wrong: scene.make(**(wrong if is_wrong else {}))
 
 
@@ -78,45 +78,45 @@ def given(key: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[Prod
     """Give another tensor."""
 
     def attempt(scene: Product, is_wrong: bool) -> None:
-        scene.results(scene.exchange, **({key: change(scene.inputs[key])} if is_wrong else {}))
+        scene.results(scene.workspace, **({key: change(scene.inputs[key])} if is_wrong else {}))
 
     return attempt
 
 
 def more_columns(scene: Product, is_wrong: bool) -> None:
     count = MAX_COLUMNS + 1 if is_wrong else COLUMNS
-    scene.results(scene.exchange, weight=torch.ones(count, DEPTH), bias=None, residual=None, norm_weight=None)
+    scene.results(scene.workspace, weight=torch.ones(count, DEPTH), bias=None, residual=None, norm_weight=None)
 
 
 def fewer_rows(scene: Product, is_wrong: bool) -> None:
     rows = ROWS - 1 if is_wrong else ROWS
-    scene.results(scene.exchange, x=scene.inputs["x"][:rows], residual=scene.inputs["residual"][:rows])
+    scene.results(scene.workspace, x=scene.inputs["x"][:rows], residual=scene.inputs["residual"][:rows])
 
 
 def use_a_closed_group(scene: Product, is_wrong: bool) -> None:
     group = symmetric_group(dist.new_group())
     group.close()
-    GemvExchange(group, name=NAME, max_columns=MAX_COLUMNS, dtype=torch.float32)
+    GemvWorkspace(group, name=NAME, max_columns=MAX_COLUMNS, dtype=torch.float32)
 
 
 def use_a_dropped_exchange(scene: Product, is_wrong: bool) -> None:
-    handle, scene.exchange = scene.exchange.handle, None  # type: ignore[assignment]
+    handle, scene.workspace = scene.workspace.handle, None  # type: ignore[assignment]
     torch.ops.dlrm_fused.gemv_all_reduce(*scene.inputs.values(), 1e-6, handle)
 
 
 def come_too_late(scene: Product, is_wrong: bool) -> None:
-    scene.exchange = scene.make(timeout_seconds=0.3)
-    scene.results(scene.exchange)
+    scene.workspace = scene.make(timeout_seconds=0.3)
+    scene.results(scene.workspace)
     if is_wrong:
         time.sleep(1.0)
-    scene.results(scene.exchange)
+    scene.results(scene.workspace)
 
 
 def go_on_after_an_error(scene: Product, is_wrong: bool) -> None:
     try:
         given("x", Tensor.half)(scene, is_wrong)
     except UserError:
-        scene.results(scene.exchange)
+        scene.results(scene.workspace)
 
 
 _CREATION = [
@@ -159,7 +159,7 @@ _CALLS = [
     WrongUse("a norm's weight in bf16", given("norm_weight", Tensor.bfloat16), "norm_weight is torch.bfloat16", SECOND),
     WrongUse("m that differs between ranks", fewer_rows, _DIFFER, SECOND, error=CommunicationError),
     WrongUse("a bias on one rank only", given("bias", lambda _: None), _DIFFER, SECOND, error=CommunicationError),
-    WrongUse("an exchange that is no longer", use_a_dropped_exchange, "no such GemvExchange"),
+    WrongUse("a workspace that is no longer", use_a_dropped_exchange, "no such GemvWorkspace"),
     WrongUse("a call later than `timeout_seconds`", come_too_late, "longer than 0.3 s", SECOND, error=CommunicationError),
     WrongUse("calls after one that failed", go_on_after_an_error, "did not take part", SECOND, error=CommunicationError),
 ]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_fused.ops.gemv_all_reduce.op import GemvExchange, gemv_all_reduce, reference
+from dlrm_fused.ops.gemv_all_reduce.op import GemvWorkspace, gemv_all_reduce, reference
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import run_ranks
@@ -43,8 +43,8 @@ def results_and_gradients(fused: bool) -> dict[str, Tensor]:
         arguments = draw(rank.index, seed=1)
         if fused:
             group = symmetric_group()
-            exchange = GemvExchange(group, name="sum", max_columns=COLUMNS, max_rows=ROWS, dtype=torch.float32)
-            out, normed = gemv_all_reduce(exchange, **arguments)
+            workspace = GemvWorkspace(group, name="sum", max_columns=COLUMNS, max_rows=ROWS, dtype=torch.float32)
+            out, normed = gemv_all_reduce(workspace, **arguments)
         else:
             out, normed = reference(dist.group.WORLD, **arguments)
         assert normed is not None
@@ -71,14 +71,14 @@ def many_calls(calls: int) -> list[Tensor]:
     rank = Rank.from_environment()
     with process_group(rank, torch.device("cpu")):
         group = symmetric_group()
-        exchange = GemvExchange(group, name="sum", max_columns=COLUMNS, dtype=torch.float32)
+        workspace = GemvWorkspace(group, name="sum", max_columns=COLUMNS, dtype=torch.float32)
         delays = random.Random(rank.index)
         sums = []
         for call in range(calls):
             time.sleep(delays.choice([0, 0, 0.005]))
             rows, columns = 1 + call % 5, COLUMNS - call % 3
             x = torch.full((rows, 2), float(call + rank.index))
-            sums.append(gemv_all_reduce(exchange, x, torch.ones(columns, 2))[0])
+            sums.append(gemv_all_reduce(workspace, x, torch.ones(columns, 2))[0])
         group.close()
         return sums
 
@@ -94,9 +94,9 @@ def opcheck() -> None:
     rank = Rank.from_environment()
     with process_group(rank, torch.device("cpu")):
         group = symmetric_group()
-        exchange = GemvExchange(group, name="sum", max_columns=COLUMNS, max_rows=ROWS, dtype=torch.float32)
+        workspace = GemvWorkspace(group, name="sum", max_columns=COLUMNS, max_rows=ROWS, dtype=torch.float32)
         arguments = draw(rank.index, seed=1).values()
-        torch.library.opcheck(torch.ops.dlrm_fused.gemv_all_reduce.default, (*arguments, 1e-6, exchange.handle))
+        torch.library.opcheck(torch.ops.dlrm_fused.gemv_all_reduce.default, (*arguments, 1e-6, workspace.handle))
         group.close()
 
 

@@ -127,10 +127,10 @@ def test_sums_and_gradients_of_gates_leave_out_slots_without_target(both_steps: 
 
 def test_pads_become_zeros_and_nothing_else(both_steps: tuple[KernelSteps, HostSteps]) -> None:
     groups = Groups(16, torch.tensor([0, 2, 2, 3], dtype=torch.int32), torch.zeros(3, dtype=torch.int32))
-    rows, homes = torch.full((64, 12), torch.nan), torch.full((64,), -1, dtype=torch.int32)
+    rows, destinations = torch.full((64, 12), torch.nan), torch.full((64,), -1, dtype=torch.int32)
     is_used = torch.cat([torch.arange(19), torch.arange(32, 33)])
-    homes[is_used] = 5
-    both_steps[0].zero_pads(rows, homes, groups)
+    destinations[is_used] = 5
+    both_steps[0].zero_pads(rows, destinations, groups)
     is_zero = torch.ones(64, dtype=torch.bool)
     is_zero[is_used] = is_zero[48:] = False
     assert (rows[is_zero] == 0).all()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_fused.ops.moe.op import ExpertExchange, expert_layer, reference
+from dlrm_fused.ops.moe.op import ExpertWorkspace, expert_layer, reference
 from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 
@@ -120,7 +120,7 @@ def results(out: Tensor, inputs: Inputs) -> Results:
 
 
 def expected(case: Case, seed: int) -> list[Results]:
-    """Of all ranks, by a loop over tokens and choices, without any exchange."""
+    """Of all ranks, by a loop over tokens and choices, without any workspace."""
     by_rank = draw(case, seed)
     local = case.experts // case.ranks
     outs = []
@@ -130,9 +130,9 @@ def expected(case: Case, seed: int) -> list[Results]:
             row = torch.zeros(case.width)
             for choice, expert in enumerate(inputs.experts[token].tolist()):
                 if expert >= 0:
-                    owner = by_rank[expert // local]
-                    hidden = torch.nn.functional.silu(owner.w_in[expert % local] @ inputs.x[token])
-                    row = row + inputs.gates[token, choice] * (owner.w_out[expert % local] @ hidden)
+                    workspace = by_rank[expert // local]
+                    hidden = torch.nn.functional.silu(workspace.w_in[expert % local] @ inputs.x[token])
+                    row = row + inputs.gates[token, choice] * (workspace.w_out[expert % local] @ hidden)
             rows.append(row)
         outs.append(torch.stack(rows) if rows else torch.zeros(0, case.width))
     used = [(out, inputs.out_gradient) for out, inputs in zip(outs, by_rank, strict=True) if out.requires_grad]
@@ -155,8 +155,8 @@ def expected(case: Case, seed: int) -> list[Results]:
     ]
 
 
-def make_exchange(group: SymmetricGroup, case: Case, **settings: Any) -> ExpertExchange:
-    """An exchange for the case; settings may differ from its own."""
+def make_workspace(group: SymmetricGroup, case: Case, **settings: Any) -> ExpertWorkspace:
+    """A workspace for the case; settings may differ from its own."""
     defaults = {
         "name": "experts",
         "experts": case.experts,
@@ -166,11 +166,11 @@ def make_exchange(group: SymmetricGroup, case: Case, **settings: Any) -> ExpertE
         "dtype": torch.float32,
         "timeout_seconds": 60.0,
     }
-    return ExpertExchange(group, **{**defaults, **settings})  # type: ignore[arg-type]
+    return ExpertWorkspace(group, **{**defaults, **settings})  # type: ignore[arg-type]
 
 
-def run_fused(exchange: ExpertExchange, inputs: Inputs) -> Results:
-    return results(expert_layer(exchange, inputs.x, inputs.experts, inputs.gates, inputs.w_in, inputs.w_out, SCALE), inputs)
+def run_fused(workspace: ExpertWorkspace, inputs: Inputs) -> Results:
+    return results(expert_layer(workspace, inputs.x, inputs.experts, inputs.gates, inputs.w_in, inputs.w_out, SCALE), inputs)
 
 
 def run_reference(inputs: Inputs) -> Results:
@@ -185,9 +185,9 @@ def run_cases(cases: list[Case], dtype: torch.dtype = torch.float32) -> list[tup
         group = symmetric_group()
         seen = []
         for number, case in enumerate(cases):
-            exchange = make_exchange(group, case, name=f"experts of case {number}", dtype=dtype)
-            fused = run_fused(exchange, draw(case, number, dtype)[rank.index])
-            exchange.raise_fault()
+            workspace = make_workspace(group, case, name=f"experts of case {number}", dtype=dtype)
+            fused = run_fused(workspace, draw(case, number, dtype)[rank.index])
+            workspace.raise_fault()
             seen.append((fused, run_reference(draw(case, number, dtype)[rank.index])))
         group.close()
         return seen
@@ -207,7 +207,7 @@ def run_steps(case: Case, steps: int) -> list[Results]:
     rank = Rank.from_environment()
     with process_group(rank, torch.device("cpu")):
         group = symmetric_group()
-        exchange = make_exchange(group, case)
+        workspace = make_workspace(group, case)
         delays = random.Random(rank.index)
         first: dict[int, Results] = {}
         in_flight: deque[tuple[int, Tensor, Inputs]] = deque()
@@ -215,7 +215,7 @@ def run_steps(case: Case, steps: int) -> list[Results]:
             inputs = draw(case, step % SEEDS)[rank.index]
             if rank.index == 1 or delays.random() < 0.2:
                 time.sleep(delays.uniform(0, 0.005))
-            in_flight.append((step % SEEDS, expert_layer(exchange, *inputs.arguments(), SCALE), inputs))
+            in_flight.append((step % SEEDS, expert_layer(workspace, *inputs.arguments(), SCALE), inputs))
             while len(in_flight) > (step // 4) % 3:
                 seed, out, its_inputs = in_flight.popleft()
                 own = results(out, its_inputs)
@@ -223,7 +223,7 @@ def run_steps(case: Case, steps: int) -> list[Results]:
                 for key, value in own.items():
                     assert torch.equal(value, wanted[key]), f"step {step}: {key} differs from that of the same inputs before"
         in_flight.clear()
-        exchange.raise_fault()
+        workspace.raise_fault()
         group.close()
         return [first[seed] for seed in range(SEEDS)]
 

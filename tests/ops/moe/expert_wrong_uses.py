@@ -1,4 +1,4 @@
-"""Wrong uses of the expert layer: of its exchange, and of the operator. Part of the table in wrong_uses.py."""
+"""Wrong uses of the expert layer: of its workspace, and of the operator. Part of the table in wrong_uses.py."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.errors import CommunicationError, UserError
-from dlrm_fused.ops.moe.op import ExpertExchange, expert_layer
+from dlrm_fused.ops.moe.op import ExpertWorkspace, expert_layer
 from dlrm_fused.symmetric import symmetric_group
 from tests.distributed.wrong_use import SECOND, TIMEOUT_SECONDS, Scene, WrongUse
-from tests.ops.moe.expert_world import SCALE, Case, draw, evenly, make_exchange, run_fused, run_reference
+from tests.ops.moe.expert_world import SCALE, Case, draw, evenly, make_workspace, run_fused, run_reference
 
 CASE = Case("wrong uses", tokens=(5, 4), experts=4, top_k=2, choose=evenly, width=8, hidden=16)
 MAX_TOKENS = 6
 
 
 class Layer(Scene):
-    """A layer of four experts on two ranks, over an exchange that is in use."""
+    """A layer of four experts on two ranks, over a workspace that is in use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,19 +29,19 @@ class Layer(Scene):
         self.correct = self.make()
         self.held = [self.call(self.correct)]
 
-    def make(self, **settings: Any) -> ExpertExchange:
-        return make_exchange(self.group, CASE, **{"max_tokens": MAX_TOKENS, "timeout_seconds": TIMEOUT_SECONDS, **settings})
+    def make(self, **settings: Any) -> ExpertWorkspace:
+        return make_workspace(self.group, CASE, **{"max_tokens": MAX_TOKENS, "timeout_seconds": TIMEOUT_SECONDS, **settings})
 
     def begin(self) -> None:
-        self.exchange = self.make()
-        self.held[1:] = [self.call(self.exchange)]
+        self.workspace = self.make()
+        self.held[1:] = [self.call(self.workspace)]
 
     def tables(self) -> Sequence[Tensor]:
         return self.inputs.arguments()
 
-    def call(self, exchange: ExpertExchange, gradient_scale: float = SCALE, **changes: Tensor) -> Tensor:
+    def call(self, workspace: ExpertWorkspace, gradient_scale: float = SCALE, **changes: Tensor) -> Tensor:
         given = dict(zip(("x", "experts", "gates", "w_in", "w_out"), self.inputs.arguments(), strict=True))
-        return expert_layer(exchange, **{**given, **changes}, gradient_scale=gradient_scale)
+        return expert_layer(workspace, **{**given, **changes}, gradient_scale=gradient_scale)
 
     def difference(self) -> float:
         fresh = (draw(CASE, seed=1)[self.rank] for _ in range(2))
@@ -50,7 +50,7 @@ class Layer(Scene):
 
 
 def settings(**wrong: Any) -> Callable[[Layer, bool], object]:
-    """Make an exchange with other settings."""
+    """Make a workspace with other settings."""
     return lambda scene, is_wrong: scene.make(**(wrong if is_wrong else {}))
 
 
@@ -59,7 +59,7 @@ def given(key: str, change: Callable[[Tensor], Tensor]) -> Callable[[Layer, bool
 
     def attempt(scene: Layer, is_wrong: bool) -> None:
         right = getattr(scene.inputs, key)
-        scene.call(scene.exchange, **({key: change(right.detach().clone())} if is_wrong else {}))
+        scene.call(scene.workspace, **({key: change(right.detach().clone())} if is_wrong else {}))
 
     return attempt
 
@@ -82,7 +82,7 @@ def twice_the_same(experts: Tensor) -> Tensor:
 def other_hidden(hidden: int) -> Callable[[Layer, bool], object]:
     def attempt(scene: Layer, is_wrong: bool) -> None:
         size = hidden if is_wrong else CASE.hidden
-        scene.call(scene.exchange, w_in=torch.ones(2, size, CASE.width), w_out=torch.ones(2, CASE.width, size))
+        scene.call(scene.workspace, w_in=torch.ones(2, size, CASE.width), w_out=torch.ones(2, CASE.width, size))
 
     return attempt
 
@@ -91,17 +91,17 @@ def too_many_tokens(scene: Layer, is_wrong: bool) -> None:
     tokens = MAX_TOKENS + 1 if is_wrong else 1
     ids = torch.zeros(tokens, CASE.top_k, dtype=torch.int64)
     ids[:, 1] = 1
-    scene.call(scene.exchange, x=torch.ones(tokens, CASE.width), experts=ids, gates=torch.ones(tokens, CASE.top_k))
+    scene.call(scene.workspace, x=torch.ones(tokens, CASE.width), experts=ids, gates=torch.ones(tokens, CASE.top_k))
 
 
 def other_scale(scene: Layer, is_wrong: bool) -> None:
-    scene.call(scene.exchange, gradient_scale=1.0 if is_wrong else SCALE)
+    scene.call(scene.workspace, gradient_scale=1.0 if is_wrong else SCALE)
 
 
 def no_backward(scene: Layer, is_wrong: bool) -> None:
-    out = scene.call(scene.exchange)
+    out = scene.call(scene.workspace)
     if is_wrong:
-        scene.call(scene.exchange)
+        scene.call(scene.workspace)
     else:
         torch.autograd.grad(out, scene.inputs.leaves(), torch.ones_like(out))
 
@@ -109,27 +109,27 @@ def no_backward(scene: Layer, is_wrong: bool) -> None:
 def use_a_closed_group(scene: Layer, is_wrong: bool) -> None:
     group = symmetric_group(dist.new_group())
     group.close()
-    make_exchange(group, CASE)
+    make_workspace(group, CASE)
 
 
 def use_a_dropped_exchange(scene: Layer, is_wrong: bool) -> None:
-    handle, scene.exchange = scene.exchange.handle, None  # type: ignore[assignment]
+    handle, scene.workspace = scene.workspace.handle, None  # type: ignore[assignment]
     torch.ops.dlrm_fused.expert_layer(*scene.inputs.arguments(), SCALE, handle)
 
 
 def come_too_late(scene: Layer, is_wrong: bool) -> None:
-    scene.exchange = scene.make(timeout_seconds=0.3)
-    scene.call(scene.exchange)
+    scene.workspace = scene.make(timeout_seconds=0.3)
+    scene.call(scene.workspace)
     if is_wrong:
         time.sleep(1.0)
-    scene.call(scene.exchange)
+    scene.call(scene.workspace)
 
 
 def go_on_after_an_error(scene: Layer, is_wrong: bool) -> None:
     try:
         given("x", Tensor.half)(scene, is_wrong)
     except UserError:
-        scene.call(scene.exchange)
+        scene.call(scene.workspace)
 
 
 _CREATION = [
@@ -189,7 +189,7 @@ _CALLS = [
     WrongUse("a hidden width that differs between ranks", other_hidden(8), _DIFFER, SECOND, error=CommunicationError),
     WrongUse("`gradient_scale` that differs between ranks", other_scale, _DIFFER, SECOND, error=CommunicationError),
     WrongUse("a forward pass where others run the backward pass", no_backward, _DIFFER, SECOND, error=CommunicationError),
-    WrongUse("an exchange that is no longer", use_a_dropped_exchange, "no such ExpertExchange"),
+    WrongUse("a workspace that is no longer", use_a_dropped_exchange, "no such ExpertWorkspace"),
     WrongUse("a call later than `timeout_seconds`", come_too_late, "longer than 0.3 s", SECOND, error=CommunicationError),
     WrongUse("calls after one that failed", go_on_after_an_error, "did not take part", SECOND, error=CommunicationError),
 ]

@@ -17,7 +17,7 @@ from tests.ops.moe.expert_world import (
     all_to_one,
     draw,
     expected,
-    make_exchange,
+    make_workspace,
     run_cases,
     run_steps,
 )
@@ -61,9 +61,9 @@ def opcheck() -> None:
     with process_group(rank, torch.device("cpu")):
         group = symmetric_group()
         case = CASES[rank.world_size][1]
-        exchange = make_exchange(group, case)
+        workspace = make_workspace(group, case)
         arguments = draw(case, seed=1)[rank.index].arguments()
-        torch.library.opcheck(torch.ops.dlrm_fused.expert_layer.default, (*arguments, SCALE, exchange.handle))
+        torch.library.opcheck(torch.ops.dlrm_fused.expert_layer.default, (*arguments, SCALE, workspace.handle))
         group.close()
 
 
@@ -79,14 +79,14 @@ def memory_of_the_worst_case() -> tuple[int, int, int, list[int]]:
     with process_group(rank, torch.device("cpu")):
         group = symmetric_group()
         before = len(group._memories)
-        exchange = make_exchange(group, WORST, max_tokens=5)
+        workspace = make_workspace(group, WORST, max_tokens=5)
         allocated = sum(memory.size for memory in group._memories[before:])
-        held = torch.ops.dlrm_fused.expert_layer(*draw(WORST, 1)[rank.index].arguments(), 1.0, exchange.handle)
-        _, received, hidden, activated, home, _, bounds, _ = held
-        rows_bytes, home_bytes = received.numel(), home.numel()
-        assert hidden.nbytes + activated.nbytes == exchange.memory.hidden_bytes(WORST.hidden)
+        held = torch.ops.dlrm_fused.expert_layer(*draw(WORST, 1)[rank.index].arguments(), 1.0, workspace.handle)
+        _, received, hidden, activated, combined, _, bounds, _ = held
+        rows_bytes, combined_bytes = received.numel(), combined.numel()
+        assert hidden.nbytes + activated.nbytes == workspace.memory.hidden_bytes(WORST.hidden)
         group.close()
-        return allocated, rows_bytes, home_bytes, bounds.tolist()
+        return allocated, rows_bytes, combined_bytes, bounds.tolist()
 
 
 def test_memory_is_as_predicted_and_the_worst_case_fills_it() -> None:
@@ -94,10 +94,10 @@ def test_memory_is_as_predicted_and_the_worst_case_fills_it() -> None:
         WORST.ranks, WORST.experts, WORST.top_k, max_tokens=5, width=WORST.width, dtype=torch.float32, with_kernels=False
     )
     by_rank = run_ranks(2, memory_of_the_worst_case)
-    for allocated, received_bytes, home_bytes, _ in by_rank:
+    for allocated, received_bytes, combined_bytes, _ in by_rank:
         assert allocated == predicted.symmetric_bytes
         assert received_bytes == predicted.received_bytes
-        assert home_bytes == predicted.home_bytes
+        assert combined_bytes == predicted.combined_bytes
     assert predicted.rows == 2 * 5 * 2
     assert by_rank[0][3][-1] == predicted.rows
     assert by_rank[1][3] == [0, 10, 10]
