@@ -7,10 +7,8 @@ run on the CPU too, without CUDA graphs.
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,9 +128,8 @@ def routed(group: SymmetricGroup, dtype: torch.dtype, tile_rows: int) -> None:
 
 def every_tile_shape(group: SymmetricGroup) -> None:
     """Whatever is tried when they are tuned, the product is right."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-    from gemm_cells import Product
-    from tune_gemm import candidates
+    from benchmarks.gemm_all_to_all.cells import Product
+    from benchmarks.gemm_all_to_all.tune import candidates
 
     products = Products(group, HALF)
     given = products.draw(*SHAPES[0])

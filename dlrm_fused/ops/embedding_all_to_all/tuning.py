@@ -1,4 +1,7 @@
-"""How much work a program of the fused lookup does, by shape: measured, not derived (benchmarks/tune_lookup.py)."""
+"""How much work a program of the fused lookup does, by shape: measured, not derived.
+
+The source is benchmarks/embedding_all_to_all/tune.py.
+"""
 
 from __future__ import annotations
 

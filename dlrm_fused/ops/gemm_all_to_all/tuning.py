@@ -40,8 +40,8 @@ class Choice:
     tiles: Tiles
 
 
-# By rows, columns and K of one rank, and bytes of an element, as benchmarks/tune_gemm.py --table prints it. Nothing has been
-# measured yet.
+# By rows, columns and K of one rank, and bytes of an element, as benchmarks/gemm_all_to_all/tune.py --table prints it. Nothing
+# has been measured yet.
 _MEASURED: dict[tuple[int, int, int, int], Choice] = {}
 _override: Tiles | None = None
 

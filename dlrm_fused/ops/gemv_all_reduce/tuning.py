@@ -47,7 +47,8 @@ class Blocks:
     flagged: bool
 
 
-# By rows, columns, and K of one rank, as benchmarks/tune_gemv.py --table prints it. Nothing has been measured yet.
+# By rows, columns, and K of one rank, as benchmarks/gemv_all_reduce/tune.py --table prints it. Nothing has been measured
+# yet.
 _MEASURED: dict[tuple[int, int, int], Blocks] = {}
 _override: Blocks | None = None
 

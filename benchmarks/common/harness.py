@@ -1,0 +1,510 @@
+"""What the benchmarks of fused computation and communication share: processes, timing across ranks, ceilings, report.
+
+How time is taken on GPUs: before each burst of calls all ranks are put to sleep on the device, long enough for the host to
+enqueue the whole burst, and then meet at a barrier. So the events around the burst see the device's time, not that of
+launches, and all ranks begin together. Candidates take turns, round by round; of each rank the median over rounds counts, and
+of the ranks the slowest.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import itertools
+import json
+import logging
+import math
+import multiprocessing
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import triton
+from torch import Tensor
+from triton.compiler import ASTSource
+
+from dlrm_fused.symmetric import SymmetricGroup, SymmetricMemory, symmetric_group
+
+T = TypeVar("T")
+
+_ROOT = Path(__file__).resolve().parents[2]
+# A rank may compile kernels while the others wait.
+_COLLECTIVE_LIMIT = timedelta(minutes=2)
+_SLEEP_CYCLES_PER_SECOND = 2e9  # no GPU of today runs faster by more than its sleep's margin
+_LONGEST_SLEEP_SECONDS = 0.02
+_SHORTEST_BURST_SECONDS = 2e-4
+_MAX_CALLS_IN_A_BURST = 8
+
+
+@dataclass
+class World:
+    """The ranks of a run, and what they talk through."""
+
+    rank: int
+    size: int
+    device: torch.device
+    symmetric: SymmetricGroup
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """NCCL for CUDA tensors, gloo for those on the CPU."""
+        group = dist.group.WORLD
+        assert group is not None
+        return group
+
+    def gather(self, value: T) -> list[T]:
+        """The value of each rank. Collective."""
+        values: list[T | None] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values  # type: ignore[return-value]
+
+    def free_symmetric_memory(self) -> None:
+        """Close :attr:`symmetric`, which frees what its memory is not needed for any more, and make it anew. Collective."""
+        synchronize(self.device)
+        dist.barrier()  # no rank stores there any more
+        self.symmetric.close()
+        self.symmetric = symmetric_group(self.group, self.device)
+
+    def log(self, line: str) -> None:
+        """Print on rank 0."""
+        if self.rank == 0:
+            print(line, flush=True)
+
+
+@contextmanager
+def open_world() -> Iterator[World]:
+    """The ranks that torchrun has started, each with its GPU, or all on the CPU of a machine without."""
+    rank, size, local_rank = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=_COLLECTIVE_LIMIT)
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", timeout=_COLLECTIVE_LIMIT)
+    world = World(rank, size, device, symmetric_group(dist.group.WORLD, device))
+    try:
+        yield world
+    finally:
+        world.symmetric.close()
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Time of one call.
+
+    Attributes:
+        microseconds: of the slowest rank.
+        by_rank: the median over rounds of each rank, in microseconds.
+        spread: interquartile range over median, on the slowest rank.
+    """
+
+    microseconds: float
+    by_rank: tuple[float, ...]
+    spread: float
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class _Clock:
+    """Times bursts of calls that begin on all ranks together."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._on_gpu = world.device.type == "cuda"
+        self._token = torch.zeros(1, device=world.device)
+
+    def seconds(self, call: Callable[[], object], calls: int, host_seconds: float = 0.0) -> float:
+        """Time of so many calls, which the host enqueues in about ``host_seconds``. Collective."""
+        if not self._on_gpu:
+            dist.barrier()
+            began = time.perf_counter()
+            for _ in range(calls):
+                call()
+            return time.perf_counter() - began
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        sleep = min(1.5 * host_seconds + 2e-4, _LONGEST_SLEEP_SECONDS)
+        torch.cuda._sleep(int(sleep * _SLEEP_CYCLES_PER_SECOND))
+        dist.all_reduce(self._token)
+        start.record()
+        for _ in range(calls):
+            call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    def host_seconds(self, call: Callable[[], object]) -> float:
+        """Time that the host needs to enqueue a call."""
+        synchronize(self._world.device)
+        began = time.perf_counter()
+        call()
+        seconds = time.perf_counter() - began
+        synchronize(self._world.device)
+        return seconds
+
+
+def time_interleaved(
+    world: World, candidates: Mapping[str, Callable[[], object]], seconds: float, rounds: tuple[int, int] = (8, 30)
+) -> dict[str, Timing]:
+    """Time each candidate's call on all ranks at once, in turns. Collective.
+
+    Args:
+        candidates: by name; equal names on all ranks, in one order. Each call is made several times before it is timed.
+        seconds: to spend, about.
+        rounds: the fewest and the most rounds, whatever the seconds.
+    """
+    clock = _Clock(world)
+    for call in candidates.values():
+        for _ in range(2):
+            call()
+    hosts = {name: clock.host_seconds(call) for name, call in candidates.items()}
+    # All ranks must make the same calls: their own measurements would not tell them the same.
+    estimates = world.gather({name: clock.seconds(call, 1, hosts[name]) for name, call in candidates.items()})
+    longest = {name: max(estimate[name] for estimate in estimates) for name in candidates}
+    slowest_host = {name: max(world.gather(hosts[name])) for name in candidates}
+    calls = {name: min(_MAX_CALLS_IN_A_BURST, max(1, round(_SHORTEST_BURST_SECONDS / longest[name]))) for name in candidates}
+    a_round = sum(calls[name] * (longest[name] + 2 * slowest_host[name]) for name in candidates)
+    count = max(rounds[0], min(rounds[1], int(seconds / a_round)))
+
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    order = list(candidates)
+    for _ in range(count):
+        for name in order:
+            burst = clock.seconds(candidates[name], calls[name], calls[name] * slowest_host[name])
+            times[name].append(burst / calls[name] * 1e6)
+        order.append(order.pop(0))
+    return {name: _over_ranks(world.gather(times[name])) for name in candidates}
+
+
+def time_finalists(
+    world: World, candidates: Mapping[str, Callable[[], object]], finalists: int, seconds: float = 0.1
+) -> dict[str, float]:
+    """Microseconds of each candidate's call, the fastest first; so many of the fastest are timed twice. Collective."""
+    first = time_interleaved(world, candidates, seconds=0.0, rounds=(3, 3))
+    order = sorted(candidates, key=lambda name: first[name].microseconds)
+    last = time_interleaved(world, {name: candidates[name] for name in order[:finalists]}, seconds, rounds=(8, 20))
+    times = {name: (last.get(name) or first[name]).microseconds for name in order}
+    return dict(sorted(times.items(), key=lambda entry: entry[1]))
+
+
+def _over_ranks(times: Sequence[Sequence[float]]) -> Timing:
+    medians = tuple(statistics.median(own) for own in times)
+    slowest = max(range(len(medians)), key=lambda rank: medians[rank])
+    low, _, high = statistics.quantiles(times[slowest], n=4, method="inclusive")
+    return Timing(medians[slowest], medians, (high - low) / medians[slowest])
+
+
+def captured(world: World, call: Callable[[], object]) -> tuple[Callable[[], None] | None, str]:
+    """A CUDA graph that replays the call, or None and the reason, on all ranks alike. Collective."""
+    error = ""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            call()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        # Other threads (NCCL's watchdog) may use CUDA meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            call()
+    except Exception as raised:
+        error = f"rank {world.rank}: {type(raised).__name__}: {str(raised).splitlines()[0] if str(raised) else ''}"
+    errors = [other for other in world.gather(error) if other]
+    return (None, errors[0]) if errors else (graph.replay, "")
+
+
+def compile_ahead(world: World, calls: Sequence[Callable[[], object]]) -> None:
+    """Compile the Triton kernels that the calls would launch, in parallel, without launching any. Collective.
+
+    They end in Triton's cache on disk. A kernel that all ranks need is compiled by one of them. One that cannot be compiled is
+    left out; its launch will say why. Without GPUs there is nothing to compile.
+
+    Args:
+        calls: the same on all ranks; not made before.
+    """
+    if world.device.type == "cuda":
+        kernels = _kernels_of(calls)
+        needed_by: dict[str, list[int]] = {}
+        for rank, keys in enumerate(world.gather(list(kernels))):
+            for key in keys:
+                needed_by.setdefault(key, []).append(rank)
+        own = [kernels[key] for i, (key, ranks) in enumerate(needed_by.items()) if ranks[i % len(ranks)] == world.rank]
+        if own:
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(sorted({kernel.module for kernel in own}))
+            with ProcessPoolExecutor(min(len(own), max(1, (os.cpu_count() or 1) // world.size)), context) as pool:
+                list(pool.map(_compile, own))
+    dist.barrier()
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """A Triton kernel as it is to be compiled: what :class:`triton.compiler.ASTSource` wants to know, and how."""
+
+    module: str
+    name: str
+    source: tuple[Any, ...]  # signature, constants, attributes
+    options: dict[str, Any]
+    target: Any
+
+
+def _kernels_of(calls: Sequence[Callable[[], object]]) -> dict[str, _Kernel]:
+    """The kernels that the calls would launch, by all that they are compiled from."""
+    kernels: dict[str, _Kernel] = {}
+    run, do_compile = triton.JITFunction.run, triton.JITFunction._do_compile
+
+    def run_without_launch(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return run(self, *args, grid=grid, warmup=True, **options)
+
+    def collect(
+        self: Any, key: Any, signature: Any, device: Any, constants: Any, options: Any, attributes: Any, *_: Any
+    ) -> None:
+        target = self.device_caches[device][2]
+        kernel = _Kernel(self.module, self.__name__, (signature, constants, attributes), options.__dict__, target)
+        kernels[repr(kernel)] = kernel
+
+    triton.JITFunction.run, triton.JITFunction._do_compile = run_without_launch, collect  # type: ignore[method-assign, assignment]
+    try:
+        for call in calls:
+            call()
+    finally:
+        triton.JITFunction.run, triton.JITFunction._do_compile = run, do_compile  # type: ignore[method-assign]
+    return kernels
+
+
+def _compile(kernel: _Kernel) -> None:
+    """In a process that has nothing to do with the GPU."""
+    function = getattr(importlib.import_module(kernel.module), kernel.name)
+    with suppress(Exception):
+        triton.compile(ASTSource(function, *kernel.source), target=kernel.target, options=kernel.options)
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the machine can do at best, measured; GB/s (1e9 bytes) of one rank, the slowest.
+
+    Attributes:
+        copy: within a GPU, bytes read plus bytes written.
+        peer_stores: to all peers at once, sent by stores of a kernel.
+        peer_copies: the same by the copy engines.
+    """
+
+    copy: float
+    peer_stores: float
+    peer_copies: float
+
+    @property
+    def peer(self) -> float:
+        """The better of the two ways to the peers."""
+        return max(self.peer_stores, self.peer_copies)
+
+    def transfer_microseconds(self, memory_bytes: float, link_bytes: float) -> float:
+        """The least time in which a rank can move so many bytes of its memory, and send so many to its peers meanwhile."""
+        return max(memory_bytes / self.copy, link_bytes / self.peer) / 1e3
+
+
+def measure_ceilings(world: World) -> Ceilings:
+    """Collective; allocates symmetric memory."""
+    on_gpu = world.device.type == "cuda"
+    size = 1 << (30 if on_gpu else 22)
+    source, target = (torch.empty(size // 4, device=world.device).normal_() for _ in range(2))
+    copy = time_interleaved(world, {"copy": lambda: target.copy_(source)}, seconds=0.1)["copy"]
+    part = size // 8
+    memory = world.symmetric.allocate("benchmark: bandwidth to the peers", part * world.size)
+    peers = [(world.rank + 1 + i) % world.size for i in range(world.size - 1)]
+    pieces = [_floats(memory, peer, world.rank * part, part) for peer in peers]
+    own = source[: part // 4]
+    streams = [torch.cuda.Stream() for _ in peers] if on_gpu else []
+
+    def to_all(send: Callable[[Tensor], object]) -> Callable[[], None]:
+        def call() -> None:
+            for piece, stream in itertools.zip_longest(pieces, streams):
+                if stream is None:
+                    send(piece)
+                    continue
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    send(piece)
+            for stream in streams:
+                torch.cuda.current_stream().wait_stream(stream)
+
+        return call
+
+    stores, copies = (lambda piece: torch.add(own, 1.0, out=piece)), (lambda piece: piece.copy_(own))
+    sent = time_interleaved(world, {"stores": to_all(stores), "copies": to_all(copies)}, seconds=0.2)
+    sent_kilobytes = part * len(peers) / 1e3
+    return Ceilings(
+        copy=2 * size / 1e3 / copy.microseconds,
+        peer_stores=sent_kilobytes / sent["stores"].microseconds,
+        peer_copies=sent_kilobytes / sent["copies"].microseconds,
+    )
+
+
+def _floats(memory: SymmetricMemory, rank: int, begin: int, size: int) -> Tensor:
+    return memory.peer(rank)[begin : begin + size].view(torch.float32)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank has to do at least.
+
+    Attributes:
+        flops: multiplications and additions.
+        memory_bytes: that its memory carries.
+        link_bytes: that it sends to its peers.
+    """
+
+    flops: float
+    memory_bytes: float
+    link_bytes: float
+
+    def least_microseconds(self, ceilings: Ceilings, teraflops: float) -> float:
+        """If all of it goes on at once, each at its best speed."""
+        return max(self.flops / teraflops / 1e6, ceilings.transfer_microseconds(self.memory_bytes, self.link_bytes))
+
+
+def measure_teraflops(world: World, dtype: torch.dtype) -> float:
+    """10^12 flops a second of the library's product of two large matrices, on the slowest rank. Collective."""
+    size = 8192 if world.device.type == "cuda" else 256
+    x, weight = (torch.empty(size, size, dtype=dtype, device=world.device).normal_() for _ in range(2))
+    timing = time_interleaved(world, {"product": lambda: x @ weight.t()}, seconds=0.1)["product"]
+    return 2 * size**3 / timing.microseconds / 1e6
+
+
+class Report:
+    """The JSON of a benchmark of many cells, written anew after each. The methods are collective.
+
+    Attributes:
+        content: what is written: the head, ``cells``, ``not_run``, ``seconds`` and ``summary``.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        output: Path,
+        head: Mapping[str, Any],
+        *,
+        summarize: Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]],
+        line: Callable[[Mapping[str, Any]], str],
+        seconds_budget: float | None = None,
+    ) -> None:
+        """Args:
+        summarize: makes the summary of the cells.
+        line: of the log, about a cell.
+        seconds_budget: after so many seconds no cell is begun; None for no limit.
+        """
+        self.content: dict[str, Any] = {**head, "cells": [], "not_run": []}
+        self._world, self._output = world, output
+        self._summarize, self._line, self._budget = summarize, line, seconds_budget
+        self._began = time.monotonic()
+
+    def has_time(self, name: str) -> bool:
+        """Whether a cell may begin; if the time is up on any rank, it is listed as not run."""
+        if self._budget is None or max(self._world.gather(time.monotonic() - self._began)) <= self._budget:
+            return True
+        self.content["not_run"].append(name)
+        return False
+
+    def attempt(self, cell: Mapping[str, Any], work: Callable[[], T]) -> T | None:
+        """What ``work()`` returns; if it raises on some rank, the cell is reported as failed and this is None.
+
+        Args:
+            cell: its name, and whatever else its entry begins with.
+        """
+        result, error = None, ""
+        try:
+            result = work()
+        except Exception as raised:
+            logging.exception("rank %d: %s", self._world.rank, cell["name"])
+            error = f"rank {self._world.rank}: {type(raised).__name__}: {raised}"
+        errors = [other for other in self._world.gather(error) if other]
+        if errors:
+            self.add({**cell, "passed": False, "error": errors[0]})
+            return None
+        return result
+
+    def add(self, cell: Mapping[str, Any]) -> None:
+        """Report a cell."""
+        self.content["cells"].append(cell)
+        self.write()
+        self._world.log(f"{time.monotonic() - self._began:5.0f} s {self._line(cell)}")
+
+    def write(self) -> None:
+        """Whole or not at all, so that no reader sees a part."""
+        if self._world.rank:
+            return
+        self.content["seconds"] = time.monotonic() - self._began
+        self.content["summary"] = self._summarize(self.content["cells"])
+        unfinished = self._output.with_name(self._output.name + ".part")
+        unfinished.write_text(json.dumps(self.content, indent=2) + "\n")
+        unfinished.replace(self._output)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Largest |actual - expected| / (|expected| + typical |expected|), the latter the median over a sample; NaN is infinite."""
+    if expected.numel() == 0:
+        return 0.0
+    actual, expected = actual.flatten().float(), expected.flatten().float()
+    typical = expected[:: max(1, expected.numel() >> 20)].abs().median().clamp(min=1e-30)
+    error = ((actual - expected).abs() / (expected.abs() + typical)).max().item()
+    return error if math.isfinite(error) else math.inf
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Of at least one value, all positive."""
+    return math.exp(statistics.fmean(math.log(value) for value in values))
+
+
+def describe_run(world: World, commit: str | None) -> dict[str, Any]:
+    """Machine, versions, commit and command, for the head of a report. Collective."""
+    names = world.gather(torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU")
+    versions = {"python": platform.python_version()}
+    for package in ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "triton"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if world.device.type == "cuda":
+        versions["cuda"] = str(torch.version.cuda)
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return {
+        "machine": {"ranks": names, "cpu_cores": os.cpu_count(), "kernel": platform.release()},
+        "versions": versions,
+        "commit": commit or _commit(),
+        "command": command_line(),
+    }
+
+
+def command_line() -> str:
+    """The command that started this process, with the name of its module in place of the file's path."""
+    spec = sys.modules["__main__"].__spec__
+    program = f"python -m {spec.name}" if spec else Path(sys.argv[0]).name
+    return " ".join([program, *sys.argv[1:]])
+
+
+def _commit() -> str:
+    try:
+        return subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=_ROOT, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

@@ -1,0 +1,198 @@
+"""What the stress tests of products share: the same work again and again, after random delays, must give the same bits.
+
+Some pieces of work, all collective, are done once and checked. Then they are repeated in random order, the same on all ranks,
+with random delays on the device before each, other ones on each rank, and compared with the first time, bit for bit. On GPUs
+a piece is a CUDA graph if it can be one; the host reads the number of elements that differ at the end.
+"""
+
+from __future__ import annotations
+
+import abc
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.common import killed_rank
+from benchmarks.common.harness import World, captured, compile_ahead, describe_run, synchronize
+
+CYCLES_PER_MICROSECOND = 1_900
+# The longest delays are rare.
+LONG_DELAY_EVERY, LONG_DELAY = 200, 50
+# Between two looks at what the kernels have reported.
+REPLAYS_OF_A_LOOK = 1_000
+
+
+class Exchange(Protocol):
+    """Of any operator."""
+
+    def raise_fault(self) -> None: ...
+
+
+class Work(abc.ABC):
+    """A piece of work with always the same results, and what it gave the first time. Collective.
+
+    Attributes:
+        name: for messages.
+        in_graph: whether it is to be a CUDA graph.
+        differing: int64 on the device: elements whose bits differed later.
+    """
+
+    in_graph = True
+
+    def __init__(self, world: World, workspace: Exchange, name: str) -> None:
+        self.world, self.workspace, self.name = world, workspace, name
+        self.differing = torch.zeros((), dtype=torch.int64, device=world.device)
+        self.first: list[Tensor] = []
+
+    @abc.abstractmethod
+    def compute(self) -> Sequence[Tensor]:
+        """The results."""
+
+    @abc.abstractmethod
+    def check(self) -> float:
+        """The largest relative error of the first results on any rank. Raises SystemExit if they are wrong."""
+
+    @abc.abstractmethod
+    def describe(self) -> Mapping[str, Any]:
+        """For the report."""
+
+    def begin(self) -> float:
+        """The first time; what :meth:`check` says of it."""
+        self.first = [result.clone() for result in self.compute()]
+        synchronize(self.world.device)
+        self.workspace.raise_fault()
+        return self.check()
+
+    def again(self) -> None:
+        """Once more, compared with the first time; the host does not wait for the device."""
+        for pair in zip(self.compute(), self.first, strict=True):
+            self.differing += count_differing(*pair)
+
+
+def count_differing(found: Tensor, expected: Tensor) -> Tensor:
+    """Number of elements whose bits differ."""
+    bits = torch.int16 if found.element_size() == 2 else torch.int32
+    return (found.view(bits) != expected.view(bits)).sum()
+
+
+class Replays:
+    """All pieces of work, ready to be repeated. Collective."""
+
+    def __init__(self, world: World, works: Sequence[Work], delay: float, seed: int) -> None:
+        """Args:
+        delay: the longest usual one, in microseconds.
+        """
+        self.world, self.works, self.delay = world, works, delay
+        compile_ahead(world, [work.compute for work in works])
+        self.errors = [work.begin() for work in works]
+        self.repeats = [self._repeated(work) for work in works]
+        self.order, self.delays = random.Random(seed), random.Random(seed + 1 + world.rank)
+
+    def _repeated(self, work: Work) -> Callable[[], None]:
+        if self.world.device.type != "cuda" or not work.in_graph:
+            return work.again
+        replay, problem = captured(self.world, work.again)
+        if replay is None:
+            raise SystemExit(f"{work.name} cannot be captured in a CUDA graph: {problem}")
+        return replay
+
+    def repeat(self) -> None:
+        """A delay, then one of the pieces. The host does not wait for the device."""
+        microseconds = self.delays.uniform(0, self.delay)
+        if self.delays.randrange(LONG_DELAY_EVERY) == 0:
+            microseconds *= LONG_DELAY
+        if self.world.device.type == "cuda":
+            torch.cuda._sleep(int(microseconds * CYCLES_PER_MICROSECOND))
+        else:
+            time.sleep(microseconds / 1e6)
+        self.repeats[self.order.randrange(len(self.repeats))]()
+
+    def raise_fault(self) -> None:
+        """What has gone wrong on the device since."""
+        for workspace in {id(work.workspace): work.workspace for work in self.works}.values():
+            workspace.raise_fault()
+
+    def run(self, count: int) -> float:
+        """So many repetitions; the seconds that they took."""
+        dist.barrier()
+        began = time.perf_counter()
+        for number in range(count):
+            self.repeat()
+            if number % REPLAYS_OF_A_LOOK == 0:
+                self.raise_fault()
+        synchronize(self.world.device)
+        seconds = time.perf_counter() - began
+        self.raise_fault()
+        return seconds
+
+
+MakeReplays = Callable[[World, argparse.Namespace], Replays]
+
+
+def stress(make: MakeReplays, world: World, options: argparse.Namespace) -> bool:
+    """All repetitions, and the report; whether no element differed. Collective."""
+    replays = make(world, options)
+    works = replays.works
+    world.log(f"{len(works)} pieces of work are right; largest relative error {max(replays.errors):.1e}")
+    seconds = replays.run(options.replays)
+    by_rank = world.gather([int(work.differing) for work in works])
+    differing = [sum(own) for own in zip(*by_rank, strict=True)]
+    passed = not any(differing)
+    report = {
+        **describe_run(world, options.commit),
+        "replays": options.replays,
+        "seconds": round(seconds, 2),
+        "mean_microseconds": round(1e6 * seconds / max(1, options.replays), 1),
+        "longest_delay_microseconds": replays.delay * LONG_DELAY,
+        "works": [
+            {**work.describe(), "relative_error": error, "elements_that_differ": count}
+            for work, error, count in zip(works, replays.errors, differing, strict=True)
+        ],
+        "passed": passed,
+    }
+    if world.rank == 0:
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
+    world.log(f"{options.replays} replays in {seconds:.1f} s, elements that differ: {sum(differing)}; passed: {passed}")
+    return passed
+
+
+def step(make: MakeReplays, world: World, options: argparse.Namespace) -> Callable[[int], None]:
+    """What is done again and again until a rank is lost. Collective."""
+    replays = make(world, options)
+
+    def repeat(_: int) -> None:
+        replays.repeat()
+        replays.raise_fault()
+
+    return repeat
+
+
+def main(description: str | None, make: MakeReplays, *, replays: int, arguments: Sequence[str] | None) -> int:
+    """The command line of a stress test; its exit status.
+
+    Args:
+        make: prepares the work; ``options.tiny`` says whether it must be small.
+        replays: so many, unless the command line says otherwise.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replays", type=int, default=replays)
+    parser.add_argument("--output", type=Path, required=True, help="JSON")
+    parser.add_argument("--tiny", action="store_true", help="small enough for compute-sanitizer and the CPU")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--commit", help="for the report, where there is no git")
+    killed_rank.add_options(parser)
+    options = parser.parse_args(arguments)
+    options.output = options.output.absolute()
+    return killed_rank.run(
+        options,
+        lambda world, options: stress(make, world, options),
+        lambda world, options: step(make, world, options),
+    )

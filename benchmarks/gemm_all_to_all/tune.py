@@ -1,0 +1,181 @@
+"""Which tiles and which schedule make GEMM + All-to-All fastest.
+
+    torchrun --standalone --nproc-per-node=4 -m benchmarks.gemm_all_to_all.tune --output tuning.json
+        [--cells tiny|full] [--match REGEX] [--most 24] [--seconds-budget 150]
+    python -m benchmarks.gemm_all_to_all.tune --table tuning.json
+
+The figures behind dlrm_fused/ops/gemm_all_to_all/tuning.py, for the products of gemm_all_to_all.py. All ranks take part in
+every call,
+with the same tiles; the schedule of chunks, which has no tiles, is one of the candidates. The fastest are timed again, longer.
+With ``--table`` it prints the fastest of each cell as source of the tuning table. Without GPUs there is one schedule, whatever
+the tiles: that tests this script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, astuple
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.common.harness import Report, World, compile_ahead, describe_run, geometric_mean, time_finalists
+from benchmarks.common.tune_command import run_tuner, tuner_parser
+from benchmarks.gemm_all_to_all.cells import DTYPE, PRODUCT_CELLS, Product
+from benchmarks.gemm_all_to_all.products import new_exchange
+from dlrm_fused.ops.gemm_all_to_all import tuning as gemm_tuning
+from dlrm_fused.ops.gemm_all_to_all.op import gemm_all_to_all
+from dlrm_fused.ops.gemm_all_to_all.tuning import Choice, Tiles
+
+# Choices that are timed again.
+FINALISTS = 4
+SEED = 4
+# Of a multiprocessor of an H100 or H200: memory that programs share, and elements of results that its registers have room for.
+_SHARED_BYTES = 227 * 1024
+_ACCUMULATED_ELEMENTS = 32 * 1024
+_MAX_ELEMENTS_OF_THREAD = 128
+
+
+def chosen_tiles(cell: Product) -> Tiles:
+    """What the kernel takes today."""
+    return gemm_tuning.choose_tiles(cell.m, cell.n, cell.k, DTYPE.itemsize)
+
+
+def fits(tiles: Tiles) -> bool:
+    """Whether a multiprocessor has memory and registers for so many programs."""
+    steps = tiles.stages * (tiles.rows + tiles.columns) * tiles.depth * DTYPE.itemsize
+    half_of_result = tiles.rows * tiles.columns // 2 * DTYPE.itemsize
+    elements = tiles.rows * tiles.columns
+    return (
+        tiles.programs * (steps + half_of_result) <= _SHARED_BYTES
+        and tiles.programs * elements <= _ACCUMULATED_ELEMENTS
+        and elements <= 32 * tiles.warps * _MAX_ELEMENTS_OF_THREAD
+    )
+
+
+def candidates(cell: Product, most: int | None) -> list[Choice]:
+    """To be timed: chunks, the tiles of today, then others, in an order of chance but always the same."""
+    today = chosen_tiles(cell)
+    shapes = itertools.product((64, 128, 256), (64, 128, 256), (64, 128), (4, 8, 16), (4, 8), (3, 4, 5), (1, 2))
+    others = [tiles for shape in shapes if fits(tiles := Tiles(*shape)) and tiles != today]
+    random.Random(SEED).shuffle(others)
+    return [Choice("chunks", today), Choice("kernel", today), *(Choice("kernel", tiles) for tiles in others)][:most]
+
+
+class Tuning:
+    """All cells. Everything is collective."""
+
+    def __init__(self, world: World, options: argparse.Namespace) -> None:
+        self.world, self.options = world, options
+        self.cells = [cell for cell in PRODUCT_CELLS[options.cells]() if re.search(options.match, cell.name)]
+        most_rows, most_columns = (max(size) for size in zip(*((cell.m, cell.n) for cell in self.cells), strict=True))
+        self.workspace = new_exchange(world, "tuning", most_rows, most_columns)
+        head = describe_run(world, options.commit)
+        self.report = Report(world, options.output, head, summarize=summarize, line=line, seconds_budget=options.seconds_budget)
+
+    @torch.no_grad()
+    def work(self) -> None:
+        choices = {cell: candidates(cell, self.options.most) for cell in self.cells}
+        if self.world.device.type == "cuda":
+            compile_ahead(self.world, [partial(self.compile, cell, choice) for cell in choices for choice in choices[cell]])
+        for cell, own in choices.items():
+            if self.report.has_time(cell.name):
+                times = self.times(cell, own)
+                chosen = Choice(gemm_tuning.choose_schedule(cell.m, cell.n, cell.k, DTYPE.itemsize), chosen_tiles(cell))
+                self.report.add(
+                    {
+                        "name": cell.name,
+                        **asdict(cell),
+                        "element_size": DTYPE.itemsize,
+                        "times": [{"us": us, **asdict(choice)} for choice, us in list(times.items())[:10]],
+                        "chosen_us": times.get(chosen),
+                        "timed": len(times),
+                    }
+                )
+            if self.world.device.type == "cuda":
+                torch.cuda.empty_cache()
+        self.report.write()
+
+    def compile(self, cell: Product, choice: Choice) -> None:
+        x, weight = (torch.empty(rows, cell.k, dtype=DTYPE, device=self.world.device) for rows in (cell.m, cell.n))
+        self.multiply(choice, x, weight)
+
+    def multiply(self, choice: Choice, x: Tensor, weight: Tensor) -> None:
+        gemm_tuning.override(choice.tiles)
+        try:
+            gemm_all_to_all(self.workspace, x, weight, schedule=choice.schedule)
+        finally:
+            gemm_tuning.override(None)
+
+    def times(self, cell: Product, choices: Sequence[Choice]) -> dict[Choice, float]:
+        """Microseconds of a call, the fastest first. What cannot be launched on some rank is left out."""
+        operands = cell.draw(self.world.rank, self.world.size, self.world.device, count=cell.operands)
+
+        def run(choice: Choice) -> None:
+            for x, weight in operands:
+                self.multiply(choice, x, weight)
+
+        calls: dict[str, Callable[[], object]] = {}
+        for choice in choices:
+            problem = self.problem_of(partial(run, choice))
+            if problem:
+                self.world.log(f"{cell.name}: {choice}: {problem}")
+            else:
+                calls[str(choice)] = partial(run, choice)
+        times = time_finalists(self.world, calls, FINALISTS)
+        self.workspace.raise_fault()
+        by_name = {str(choice): choice for choice in choices}
+        return {by_name[name]: us / len(operands) for name, us in times.items()}
+
+    def problem_of(self, call: Callable[[], object]) -> str:
+        """Why the call cannot be made on some rank, or nothing: too little shared memory is seen before the launch."""
+        error = ""
+        try:
+            call()
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        return next((other for other in self.world.gather(error) if other), "")
+
+
+def line(cell: Mapping[str, Any]) -> str:
+    best = "  ".join(
+        f"{own['us']:.1f} {own['schedule']} " + "/".join(map(str, own["tiles"].values())) for own in cell["times"][:4]
+    )
+    chosen = "-" if cell["chosen_us"] is None else f"{cell['chosen_us']:.1f}"
+    return f"{cell['name']:<18} chosen {chosen:>7} | best of {cell['timed']:>3}: {best}"
+
+
+def summarize(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    gains = [cell["times"][0]["us"] / cell["chosen_us"] for cell in cells if cell["chosen_us"]]
+    return {"best_over_chosen": geometric_mean(gains) if gains else None}
+
+
+def print_table(files: Sequence[Path]) -> None:
+    """The fastest of each cell as source of gemm_tuning.py, by M, N, K and bytes of an element.
+
+    Tiles are those of the fastest kernel, also where chunks are faster: float8 weights have no chunks.
+    """
+    print("_MEASURED = {")
+    for cell in [cell for file in files for cell in json.loads(file.read_text())["cells"]]:
+        kernel = next(own for own in cell["times"] if own["schedule"] == "kernel")
+        values = ", ".join(map(str, astuple(Tiles(**kernel["tiles"]))))
+        shape = ", ".join(str(cell[key]) for key in ("m", "n", "k", "element_size"))
+        print(f'    ({shape}): Choice("{cell["times"][0]["schedule"]}", Tiles({values})),')
+    print("}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = tuner_parser(__doc__, list(PRODUCT_CELLS), "full")
+    run_tuner(parser, arguments, lambda world, options: Tuning(world, options).work(), print_table)
+
+
+if __name__ == "__main__":
+    main()

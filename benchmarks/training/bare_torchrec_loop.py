@@ -1,0 +1,156 @@
+"""The least code that trains a model of a config with TorchRec: what our trainer's throughput is compared with.
+
+    torchrun --standalone --nproc-per-node=4 -m benchmarks.training.bare_torchrec_loop --config configs/X.yaml [key=value ...]
+
+No logging, evaluation, checkpoints or schedule: TorchRec's model, planner, DistributedModelParallel and
+TrainPipelineSparseDist, with the tables, layers, optimizers and precision of the config. ``--data generated`` makes each batch
+as the trainer does; ``--data resident`` repeats a few batches that already lie on the GPU, which no trainer can do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.types import ShardingEnv
+from torchrec.models.dlrm import DLRM, DLRM_DCN
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+
+from dlrm_fused.config import (
+    Config,
+    DenseOptimizerKind,
+    EmbeddingOptimizerKind,
+    ModelKind,
+    Precision,
+    load_config,
+)
+from dlrm_fused.datasets import open_dataset
+from dlrm_fused.datasets.batch import Batch
+from dlrm_fused.datasets.loader import TrainLoader
+from dlrm_fused.datasets.schema import DatasetSchema
+
+_RESIDENT_BATCHES = 8
+_EMBEDDING_OPTIMIZERS = {
+    EmbeddingOptimizerKind.rowwise_adagrad: EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    EmbeddingOptimizerKind.adagrad: EmbOptimType.EXACT_ADAGRAD,
+}
+
+
+class _Task(torch.nn.Module):
+    def __init__(self, model: torch.nn.Module, bf16: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.bf16 = bf16
+        self.loss = torch.nn.BCEWithLogitsLoss()
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=self.bf16):
+            logits = self.model(batch.dense, batch.sparse).squeeze(-1)
+        loss = self.loss(logits.float(), batch.labels)
+        return loss, loss.detach()
+
+
+def build(config: Config, schema: DatasetSchema, device: torch.device) -> tuple[DistributedModelParallel, CombinedOptimizer]:
+    tables = EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(name=f.name, feature_names=[f.name], num_embeddings=f.rows, embedding_dim=config.embedding.dim)
+            for f in schema.sparse_features
+        ],
+        device=torch.device("meta"),
+    )
+    shape, dense_features = config.model, len(schema.dense_features)
+    if shape.kind is ModelKind.dcnv2:
+        model: torch.nn.Module = DLRM_DCN(
+            tables, dense_features, shape.bottom_mlp, shape.top_mlp, shape.cross_layers, shape.cross_rank
+        )
+    else:
+        model = DLRM(tables, dense_features, shape.bottom_mlp, shape.top_mlp)
+    optimizer = config.embedding.optimizer
+    sharder = EmbeddingBagCollectionSharder(
+        fused_params={
+            "optimizer": _EMBEDDING_OPTIMIZERS[optimizer.kind],
+            "learning_rate": optimizer.learning_rate,
+            "eps": optimizer.eps,
+        }
+    )
+    task = _Task(model, config.training.precision is Precision.bf16)
+    world_size = dist.get_world_size()
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(world_size=world_size, compute_device="cuda", local_world_size=int(os.environ["LOCAL_WORLD_SIZE"])),
+        batch_size=config.training.global_batch_size // world_size,
+        constraints={f.name: ParameterConstraints(pooling_factors=[f.pooling_factor]) for f in schema.sparse_features},
+        debug=False,
+    )
+    plan = planner.collective_plan(task, [sharder], dist.GroupMember.WORLD)
+    dmp = DistributedModelParallel(
+        task,
+        env=ShardingEnv.from_process_group(dist.GroupMember.WORLD),
+        device=device,
+        plan=plan,
+        sharders=[sharder],
+    )
+    dense = {name: p for name, p in dmp.named_parameters() if ".embedding_bags." not in name}
+    adagrad = config.training.dense_optimizer
+    wrapped = KeyedOptimizerWrapper(dense, lambda p: torch.optim.Adagrad(p, lr=adagrad.learning_rate, eps=adagrad.eps))
+    return dmp, CombinedOptimizer([dmp.fused_optimizer, wrapped])
+
+
+def batches(config: Config, kind: str, device: torch.device) -> tuple[DatasetSchema, Iterator[Batch]]:
+    dataset = open_dataset(config, device)
+    loader = TrainLoader(dataset, config, dist.get_rank(), dist.get_world_size(), device)
+    if kind == "generated":
+        return dataset.schema, loader
+    resident = [batch.to(device) for batch in itertools.islice(loader, _RESIDENT_BATCHES)]
+    return dataset.schema, itertools.cycle(resident)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--data", choices=["generated", "resident"], default="generated")
+    parser.add_argument("--warmup", type=int, default=200, help="steps that are not timed")
+    parser.add_argument("--steps", type=int, default=1000, help="timed steps")
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_args()
+    config = load_config(arguments.config, arguments.overrides)
+    kinds = config.embedding.optimizer.kind, config.training.dense_optimizer.kind
+    if kinds[0] not in _EMBEDDING_OPTIMIZERS or kinds[1] is not DenseOptimizerKind.adagrad:
+        parser.error(f"optimizers {kinds[0].name} and {kinds[1].name}: this loop has rowwise_adagrad or adagrad, and adagrad")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    torch.manual_seed(config.seed)
+    torch.set_float32_matmul_precision("highest" if config.training.precision is Precision.fp32 else "high")
+    schema, stream = batches(config, arguments.data, device)
+    model, optimizer = build(config, schema, device)
+    pipeline = TrainPipelineSparseDist(model, optimizer, device)
+    for _ in range(arguments.warmup):
+        pipeline.progress(stream)
+    torch.cuda.synchronize()
+    dist.barrier()
+    began = time.monotonic()
+    for _ in range(arguments.steps):
+        loss = pipeline.progress(stream)
+    torch.cuda.synchronize()
+    dist.barrier()
+    seconds = time.monotonic() - began
+    if dist.get_rank() == 0:
+        rate = arguments.steps * config.training.global_batch_size / seconds
+        print(json.dumps({"data": arguments.data, "samples_per_second": rate, "steps": arguments.steps, "loss": loss.item()}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

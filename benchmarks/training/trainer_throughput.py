@@ -1,0 +1,114 @@
+"""Samples/s of the trainer, logging and checkpointing on, against a bare TorchRec loop on the same GPUs.
+
+    python -m benchmarks.training.trainer_throughput --config configs/criteo_1tb_dcnv2_synthetic.yaml --gpus 4 \
+        --output results.json
+
+The two take turns, ``--rounds`` times. The trainer's rate is taken from the lines of its metrics.jsonl after the warm-up: steps
+over the seconds in which they were made, so that the time a checkpoint holds training up counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlrm_fused.config import load_config
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def launch(gpus: int, script: list[str], arguments: list[str]) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
+    process = subprocess.run([*command, *script, *arguments], cwd=_ROOT, capture_output=True, text=True)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(script)} failed:\n{process.stdout[-2000:]}\n{process.stderr[-6000:]}")
+    return process.stdout
+
+
+def bare_rate(options: argparse.Namespace, data: str) -> float:
+    arguments = ["--config", options.config, "--data", data, "--warmup", str(options.warmup), "--steps", str(options.steps)]
+    output = launch(options.gpus, ["-m", "benchmarks.training.bare_torchrec_loop"], [*arguments, *options.overrides])
+    return float(json.loads(output.strip().splitlines()[-1])["samples_per_second"])
+
+
+def trainer_run(options: argparse.Namespace, folder: str) -> dict[str, Any]:
+    steps = options.warmup + options.steps
+    arguments = [
+        "--config",
+        options.config,
+        f"output_dir={folder}",
+        "name=throughput",
+        f"training.max_steps={steps}",
+        f"checkpoint.every_steps={options.warmup + options.steps // 2}",
+        "data.synthetic.test_samples=65536",
+        "checkpoint.resume=false",
+    ]
+    launch(options.gpus, ["train.py"], [*arguments, *options.overrides])
+    lines = [json.loads(line) for line in (Path(folder) / "throughput" / "metrics.jsonl").read_text().splitlines()]
+    timed = [line for line in lines if line["kind"] == "train" and line["step"] > options.warmup]
+    batch = load_config(options.config, options.overrides).training.global_batch_size
+    samples = [(b["step"] - a["step"]) * batch for a, b in itertools.pairwise(timed)]
+    seconds = [n / line["samples_per_second"] for n, line in zip(samples, timed[1:], strict=True)]
+    parts = {key: statistics.median(line[key] for line in timed if key in line) for key in timed[-1] if key.endswith("_ms")}
+    return {
+        "samples_per_second": sum(samples) / sum(seconds),
+        "intervals": [[line["step"], round(line["samples_per_second"])] for line in timed],
+        "median_parts": parts,
+        "checkpoints": sorted(p.name for p in (Path(folder) / "throughput" / "checkpoints").iterdir()),
+        "plan": (Path(folder) / "throughput" / "plan.txt").read_text(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--gpus", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--warmup", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--scratch", help="folder for the runs; a temporary one by default")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("overrides", nargs="*", help="settings of both, such as training.precision=bf16")
+    options = parser.parse_args()
+    rounds = []
+    for _ in range(options.rounds):
+        with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
+            rounds.append(
+                {
+                    "bare_generated": bare_rate(options, "generated"),
+                    "trainer": trainer_run(options, folder),
+                    "bare_resident": bare_rate(options, "resident"),
+                }
+            )
+        print(json.dumps(rounds[-1]["trainer"]["median_parts"]), flush=True)
+    medians = {key: statistics.median(r[key] for r in rounds) for key in ("bare_generated", "bare_resident")}
+    trainer = statistics.median(r["trainer"]["samples_per_second"] for r in rounds)
+    result = {
+        "config": options.config,
+        "overrides": options.overrides,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(options.gpus)],
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "samples_per_second": {"trainer": trainer, **medians},
+        "trainer_over_bare_generated": trainer / medians["bare_generated"],
+        "trainer_over_bare_resident": trainer / medians["bare_resident"],
+        "rounds": rounds,
+    }
+    options.output.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"{'':<34}{'M samples/s':>12}{'trainer / it':>14}")
+    print(f"{'trainer, logging + checkpoint':<34}{trainer / 1e6:>12.3f}{'':>14}")
+    for key, rate in medians.items():
+        print(f"{key.replace('_', ' loop, ') + ' batches':<34}{rate / 1e6:>12.3f}{trainer / rate:>14.3f}")
+
+
+if __name__ == "__main__":
+    main()
