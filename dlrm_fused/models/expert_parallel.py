@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dlrm_fused.config import Comm, Config
-from dlrm_fused.models.choice import compute_dtype, is_faster, reachable_memory
+from dlrm_fused.models.choice import compute_dtype, reachable_memory
 from dlrm_fused.models.tensor_parallel import group_size
+from dlrm_fused.ops.common.auto_choice import fused_is_faster
 from dlrm_fused.ops.moe.op import ExpertWorkspace, expert_layer, reference
 
 
@@ -94,12 +95,12 @@ def choose_computations(
         )
 
     first = workspace(0)
-    if config.comm is Comm.auto and not is_faster(
+    if config.comm is Comm.auto and not fused_is_faster(
         _step_of_a_layer(ExpertComputation(group, first), config, width, most, device),
         _step_of_a_layer(baseline, config, width, most, device),
         group,
         device,
-        layers=f"experts of {most} tokens",
+        work=f"experts of {most} tokens",
         unfused_name="All-to-Alls and products",
     ):
         first.release()

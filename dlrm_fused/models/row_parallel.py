@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from dlrm_fused.config import Comm, Config
-from dlrm_fused.models.choice import compute_dtype, is_faster, reachable_memory
+from dlrm_fused.models.choice import compute_dtype, reachable_memory
 from dlrm_fused.models.tensor_parallel import RowParallelProduct
+from dlrm_fused.ops.common.auto_choice import fused_is_faster
 from dlrm_fused.ops.gemv_all_reduce.op import GemvWorkspace
 
 # A block's feed-forward layer is so many times as wide as d_model.
@@ -42,15 +43,15 @@ def choose_product(config: Config, group: dist.ProcessGroup | None, tokens: int,
     if fused.workspace is None or config.comm is Comm.fused:
         return fused
     baseline = RowParallelProduct(group)
-    fused_is_faster = is_faster(
+    is_faster = fused_is_faster(
         _products_of_a_block(fused, config, rows[0], device),
         _products_of_a_block(baseline, config, rows[0], device),
         group,
         device,
-        layers=f"row-parallel layers of {rows[0]} rows",
+        work=f"row-parallel layers of {rows[0]} rows",
         unfused_name="product and all-reduce",
     )
-    return fused if fused_is_faster else baseline
+    return fused if is_faster else baseline
 
 
 def fused_product(

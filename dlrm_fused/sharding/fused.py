@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -56,6 +55,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_fused.errors import CommunicationError, UsageError
+from dlrm_fused.ops.common.auto_choice import fused_is_faster
 from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all
 from dlrm_fused.ops.embedding_all_to_all.pooled import pooled_all_to_all
 from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables, RowwiseAdagrad, Sgd
@@ -70,7 +70,6 @@ Mode = Literal["fused", "auto"]
 FUSED: Final = "fused"
 AUTO: Final = "auto"
 
-_WARMUP_RUNS, _MEASURED_RUNS = 2, 5
 # Names of exchanges must be unique within a group and equal on its ranks, which make the same modules in the same order.
 _exchange_numbers: weakref.WeakKeyDictionary[SymmetricGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
 
@@ -393,46 +392,21 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         chosen = []
         for candidate in candidates:
             (sharding,) = candidate.shardings
-            own, fused = self._slowest_rank(
-                self._seconds(lambda i=sharding: self._output_dist_of(i, ctx, input).wait()),  # type: ignore[misc]
-                self._seconds(lambda lookups=candidate: lookups(ctx, input)),  # type: ignore[misc]
-            )
-            if fused < own:
-                chosen.append(candidate)
-            if self._env.rank == 0:
-                logger.info(
-                    "comm=auto, %s: %s tables: fused %.3f ms, TorchRec %.3f ms: %s",
-                    self._module_fqn,
-                    self._sharding_types[sharding],
-                    fused * 1e3,
-                    own * 1e3,
-                    "fused" if fused < own else "TorchRec",
+            with torch.no_grad():
+                is_faster = fused_is_faster(
+                    partial(candidate, ctx, input),
+                    lambda i=sharding: self._output_dist_of(i, ctx, input).wait(),  # type: ignore[misc]
+                    cast(dist.ProcessGroup, self._env.process_group),
+                    self._group.device,
+                    work=f"{self._module_fqn}: {self._sharding_types[sharding]} tables",
+                    unfused_name="TorchRec",
                 )
+            if is_faster:
+                chosen.append(candidate)
         if len(chosen) == 1:
             self._fused = chosen[0]
         elif chosen:
             self._fused = FusedLookups(self, self._group, [i for candidate in chosen for i in candidate.shardings])
-
-    def _seconds(self, run: Callable[[], object]) -> float:
-        """Mean time of a forward pass of one path. Collective."""
-        with torch.no_grad():
-            for _ in range(_WARMUP_RUNS):
-                run()
-            self._synchronize()
-            begin = time.perf_counter()
-            for _ in range(_MEASURED_RUNS):
-                run()
-            self._synchronize()
-        return (time.perf_counter() - begin) / _MEASURED_RUNS
-
-    def _synchronize(self) -> None:
-        if self._device is not None and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-    def _slowest_rank(self, *seconds: float) -> list[float]:
-        times = torch.tensor(seconds, dtype=torch.float64, device=self._device)
-        dist.all_reduce(times, dist.ReduceOp.MAX, group=self._env.process_group)
-        return cast(list[float], times.tolist())
 
     def update_shards(self, *args: Any, **kwargs: Any) -> None:
         """Move tables to other ranks, as DistributedModelParallel.reshard asks for. Collective."""

@@ -126,7 +126,7 @@ def computations_without_shared_memory(config: Config) -> tuple[bool, str]:
         computations = choose_computations(config, group, 2, 16, 1, device)
         with pytest.raises(UsageError) as refused:
             choose_computations(replace(config, comm_strict=True), group, 2, 16, 1, device)
-    return [(c.group is group, c.exchange) for c in computations] == [(True, None)] * 2, str(refused.value)
+    return [(c.group is group, c.workspace) for c in computations] == [(True, None)] * 2, str(refused.value)
 
 
 def test_experts_of_ranks_without_shared_memory_run_as_with_baseline_unless_strict(tmp_path):
@@ -144,14 +144,14 @@ def computations_of_auto(config: Config, fused_is_faster: bool) -> tuple[list[bo
         unfused()
         return fused_is_faster
 
-    expert_parallel.is_faster = measured
+    expert_parallel.fused_is_faster = measured
     device = torch.device("cpu")
     with process_group(Rank.from_environment(), device):
         group = dist.group.WORLD
         computations = choose_computations(config, group, 2, 16, 1, device)
         memories = {memory.name for memory in symmetric_group(group, device)._memories}
-    left = {name.removesuffix(".received") for name in memories if name.endswith((".received", ".home"))}
-    return [c.exchange is not None for c in computations], {name.removesuffix(".home") for name in left}
+    left = {name.removesuffix(".received") for name in memories if name.endswith((".received", ".combined"))}
+    return [c.workspace is not None for c in computations], {name.removesuffix(".combined") for name in left}
 
 
 @pytest.mark.parametrize("fused_is_faster", [True, False])

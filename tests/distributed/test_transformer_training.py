@@ -107,7 +107,7 @@ def product_without_shared_memory(config: Config) -> tuple[bool, str]:
         product = choose_product(config, group, 7, device)
         with pytest.raises(UsageError) as refused:
             choose_product(replace(config, comm_strict=True), group, 7, device)
-    return product.group is group and product.exchange is None, str(refused.value)
+    return product.group is group and product.workspace is None, str(refused.value)
 
 
 def test_layers_of_ranks_without_shared_memory_run_as_with_baseline_unless_strict(tmp_path):

@@ -1,0 +1,64 @@
+"""The measurement behind ``comm=auto``: whether fused communication is the faster way to do some work."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+logger = logging.getLogger("dlrm_fused")
+
+_WARMUP_RUNS, _MEASURED_RUNS = 3, 10
+
+
+def fused_is_faster(
+    fused: Callable[[], object],
+    unfused: Callable[[], object],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    work: str,
+    unfused_name: str,
+) -> bool:
+    """Whether ``fused`` takes less time than ``unfused``, each on its slowest rank, so that all ranks choose the same.
+
+    The first rank logs both times. Collective over the group.
+
+    Args:
+        fused, unfused: the same work in two ways; collective.
+        work, unfused_name: for the log.
+    """
+    seconds = torch.tensor([_mean_seconds(run, device) for run in (fused, unfused)], dtype=torch.float64, device=device)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
+    of_fused, of_unfused = seconds.tolist()
+    is_faster: bool = of_fused < of_unfused
+    if group.rank() == 0:
+        logger.info(
+            "comm=auto, %s: fused %.3f ms, %s %.3f ms: %s",
+            work,
+            of_fused * 1e3,
+            unfused_name,
+            of_unfused * 1e3,
+            "fused" if is_faster else unfused_name,
+        )
+    return is_faster
+
+
+def _mean_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Of one run, after some that warm up. Collective if the run is."""
+    for _ in range(_WARMUP_RUNS):
+        run()
+    _synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(_MEASURED_RUNS):
+        run()
+    _synchronize(device)
+    return (time.perf_counter() - begin) / _MEASURED_RUNS
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
