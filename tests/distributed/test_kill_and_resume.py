@@ -15,8 +15,7 @@ from typing import Protocol
 import psutil
 import pytest
 
-from dlrm_fused.training.checkpoint import CheckpointFolder
-from dlrm_fused.training.checkpoint_storage import RawReader
+from dlrm_fused.training.checkpoint import CheckpointFolder, RawReader
 from tests.distributed.launch import SMALL, losses, metrics, small_config, start_training, summary, train
 
 ROOT = Path(__file__).parents[2]

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
@@ -147,3 +148,10 @@ class _MetadataUnpickler(pickle.Unpickler):
         if is_dtype or (module, name) in self._ALLOWED:
             return super().find_class(module, name)
         raise CheckpointError(f"its metadata asks for {module}.{name}, which no checkpoint of ours contains")
+
+
+def reason_of(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):
+        rank, (cause, _) = next(iter(error.failures.items()))
+        return f"rank {rank}: {' '.join(str(cause).split())[:300]}"
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,123 @@
+"""Checkpoints loaded into a model, on any number of ranks and any plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import load
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from dlrm_fused.errors import CheckpointError
+from dlrm_fused.sharding.parallel import ShardedModel, set_optimizer_step
+from dlrm_fused.training.checkpoint.folder import Progress
+from dlrm_fused.training.checkpoint.local_shards import LocalShards, State, tensors_of
+from dlrm_fused.training.checkpoint.state import model_state, optimizer_state, random_state
+from dlrm_fused.training.checkpoint.storage import RawReader, reason_of
+
+
+def restore(path: Path, sharded: ShardedModel, progress: Progress, device: torch.device) -> None:
+    """Load model, optimizers and random states from a checkpoint, in place. Collective.
+
+    Raises:
+        CheckpointError: if the checkpoint is damaged or does not fit the model; nothing of it is used then.
+    """
+    for _, optimizer in sharded.optimizer.optimizers:
+        if optimizer is not sharded.model.fused_optimizer and not optimizer.state:
+            optimizer.init_state()  # Adam, and SGD with momentum, make theirs in the first step
+    restore_tensors(path, {**model_state(sharded), **optimizer_state(sharded)})
+    set_optimizer_step(sharded.model, progress.step)
+    _restore_random_state(path, device)
+
+
+def restore_model(path: Path, sharded: ShardedModel) -> None:
+    """Load the model alone, for evaluation. Collective. Raises like :func:`restore`."""
+    restore_tensors(path, model_state(sharded))
+
+
+def restore_tensors(path: Path, state: State) -> None:
+    """Fill the tensors of ``state`` from the checkpoint. Collective.
+
+    Raises:
+        CheckpointError: if a tensor is missing, has another shape, or cannot be read.
+    """
+    stored = RawReader(path).read_metadata().state_dict_metadata
+    request: State = {}
+    averaged: list[tuple[LocalShards, LocalShards]] = []
+    # Tables first: another data set changes the shapes of dense layers too.
+    for key, value in sorted(state.items(), key=lambda item: not item[0].startswith("table.")):
+        entry = stored.get(key)
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(f"{path}: has no {key}; it belongs to a model or optimizer of other settings")
+        saved, wanted = tuple(entry.size), tuple(value.shape)
+        if saved == wanted:
+            request[key] = value
+        elif isinstance(value, LocalShards) and saved[0] == wanted[0] and _is_rowwise_state(key, wanted, stored):
+            all_columns = _all_columns(value, saved[1])
+            request[key] = all_columns
+            averaged.append((value, all_columns))
+        else:
+            raise CheckpointError(
+                f"{path}: {key} has shape {list(saved)}, the model's has {list(wanted)}: it belongs to other settings"
+            )
+    _read(path, request)
+    for target, source in averaged:
+        for mean_of, into in zip(tensors_of(source), tensors_of(target), strict=True):
+            into.copy_(mean_of.mean(dim=1, keepdim=True))
+
+
+def _is_rowwise_state(key: str, wanted: tuple[int, ...], stored: dict[str, Any]) -> bool:
+    weight = stored.get(f"{key.rsplit('.', 1)[0]}.weight")
+    return not key.endswith(".weight") and weight is not None and wanted[1] != weight.size[1]
+
+
+def _all_columns(value: LocalShards, columns: int) -> LocalShards:
+    return LocalShards(
+        (value.shape[0], columns), [((at[0], 0), tensor.new_empty(len(tensor), columns)) for at, tensor in value.pieces]
+    )
+
+
+def _restore_random_state(path: Path, device: torch.device) -> None:
+    state = random_state(dist.get_rank(), device)
+    stored = RawReader(path).read_metadata().state_dict_metadata
+    found = {key: value for key, value in state.items() if key in stored}  # none on a rank that did not exist then
+    _read(path, found)
+    for key, value in found.items():
+        if key.endswith("cuda"):
+            torch.cuda.set_rng_state(cast(Tensor, value), device)
+        else:
+            torch.set_rng_state(cast(Tensor, value))
+
+
+def _read(path: Path, request: State) -> None:
+    try:
+        load(
+            cast(dict[str, Any], request),
+            storage_reader=RawReader(path),
+            planner=_LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+        )
+    except CheckpointException as error:
+        raise CheckpointError(f"{path}: cannot be read: {reason_of(error)}") from None
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        # The default one replaces values whose types it does not know.
+        self.state_dict = self.original_state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        value = self.state_dict[index.fqn]
+        return value.piece(index) if isinstance(value, LocalShards) else cast(Tensor, value)

@@ -1,0 +1,87 @@
+"""The live tensors of a model and its optimizers, by their keys in a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlrm_fused.sharding.groups import ModelParallelGroups
+from dlrm_fused.sharding.parallel import ShardedModel, data_parallel_tables, is_table, table_name
+from dlrm_fused.training.checkpoint.local_shards import LocalShards, State
+
+# torch.optim's names of the states that FBGEMM calls momentum1 and momentum2.
+_STATE_NAMES = {"sum": "momentum1", "exp_avg": "momentum1", "exp_avg_sq": "momentum2"}
+
+
+def model_state(sharded: ShardedModel) -> State:
+    """The live tensors of the model, by their keys in a checkpoint."""
+    state: State = {}
+    parameters = dict(sharded.model.named_parameters())
+    for name, value in sharded.model.state_dict().items():
+        if not is_table(name):
+            state[f"dense.{name}"] = of_dense(value.detach(), parameters.get(name), sharded.groups)
+    for name, parameter in data_parallel_tables(sharded.model):
+        state[f"table.{table_name(name)}.weight"] = _whole(parameter.detach())
+    for name, weight in sharded.model.fused_optimizer.params.items():
+        pieces = [(tuple(p.metadata.shard_offsets), p.tensor.detach()) for p in weight.local_shards()]
+        state[f"table.{table_name(name)}.weight"] = LocalShards(tuple(weight.size()), pieces)
+    return state
+
+
+def optimizer_state(sharded: ShardedModel) -> State:
+    """The live tensors of all optimizers, by their keys in a checkpoint."""
+    state: State = {}
+    fused = sharded.model.fused_optimizer.params
+    parameters = dict(sharded.model.named_parameters())
+    for name, values in sharded.optimizer.state_dict()["state"].items():
+        for state_name, value in values.items():
+            if name in fused:
+                key = f"table.{table_name(name)}.{state_name.rsplit('.', 1)[-1]}"
+                state[key] = _pieces_like(fused[name], value)
+            elif not is_table(name):
+                key = f"dense_optimizer.{name}.{state_name}"
+                state[key] = of_dense(value.detach(), parameters[name], sharded.groups)
+            elif state_name in _STATE_NAMES:  # the others, counts of steps, follow from the step of the checkpoint
+                state[f"table.{table_name(name)}.{_STATE_NAMES[state_name]}"] = _whole(value.detach())
+    return state
+
+
+def of_dense(value: Tensor, parameter: Tensor | None, groups: ModelParallelGroups | None) -> Tensor | LocalShards:
+    """A dense parameter, or a state of its optimizer: this rank's piece of it if the parameter is cut."""
+    dim = getattr(parameter, "shard_dim", None)
+    if dim is None or parameter is None or groups is None or value.shape != parameter.shape:
+        return value
+    shape, begin = list(value.shape), [0] * value.dim()
+    shape[dim] *= groups.model_parallel.size()
+    begin[dim] = groups.model_parallel.rank() * value.shape[dim]
+    return LocalShards(tuple(shape), [(tuple(begin), value)], is_written=groups.is_first)
+
+
+def _whole(tensor: Tensor) -> LocalShards:
+    return LocalShards(tuple(tensor.shape), [((0, 0), tensor)], is_written=dist.get_rank() == 0)
+
+
+def _pieces_like(weight: Any, value: Any) -> LocalShards:
+    """The optimizer state ``value`` of a sharded table, laid out as the module docstring says."""
+    pieces = list(zip(weight.local_shards(), value.local_shards(), strict=True))
+    if value.dim() == 2:
+        return LocalShards(tuple(weight.size()), [(tuple(w.metadata.shard_offsets), s.tensor.detach()) for w, s in pieces])
+    columns = sorted({shard.shard_offsets[1] for shard in weight.metadata().shards_metadata})
+    return LocalShards(
+        (weight.size(0), len(columns)),
+        [
+            ((w.metadata.shard_offsets[0], columns.index(w.metadata.shard_offsets[1])), s.tensor.detach().unsqueeze(1))
+            for w, s in pieces
+        ],
+    )
+
+
+def random_state(rank: int, device: torch.device) -> State:
+    """States of this rank's random generators."""
+    state: State = {f"random.{rank}.cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state[f"random.{rank}.cuda"] = torch.cuda.get_rng_state(device)
+    return state

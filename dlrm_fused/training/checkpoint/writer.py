@@ -1,0 +1,139 @@
+"""Checkpoints written in the background."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import save
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from dlrm_fused.config import CheckpointConfig
+from dlrm_fused.errors import CheckpointError
+from dlrm_fused.sharding.parallel import ShardedModel
+from dlrm_fused.training.checkpoint.folder import PROGRESS_FILE, UNFINISHED_PREFIX, CheckpointFolder, Progress
+from dlrm_fused.training.checkpoint.local_shards import LocalShards, State, map_tensors, tensors_of
+from dlrm_fused.training.checkpoint.state import model_state, optimizer_state, random_state
+from dlrm_fused.training.checkpoint.storage import RawWriter, reason_of
+
+
+class CheckpointWriter:
+    """Writes checkpoints in the background, one at a time.
+
+    :meth:`save` copies the state to host memory (pinned when it comes from a GPU, and kept for the next time) and returns;
+    a thread writes it. Collective, also the construction: it makes a process group of its own, since the thread's
+    collectives must not mix with those of training.
+    """
+
+    def __init__(self, folder: CheckpointFolder, settings: CheckpointConfig, device: torch.device) -> None:
+        self._folder = folder
+        self._settings = settings
+        self._device = device
+        self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+        self._staging: State = {}
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        if dist.get_rank() == 0:
+            folder.path.mkdir(parents=True, exist_ok=True)
+            folder.remove_unfinished()
+
+    def save(self, sharded: ShardedModel, progress: Progress) -> None:
+        """Start writing a checkpoint, after the one before it is complete. Collective.
+
+        Raises:
+            CheckpointError: if the one before it could not be written.
+        """
+        self.wait()
+        self._stage(self._state(sharded))
+        self._thread = threading.Thread(target=self._write, args=(progress,), name="checkpoint")
+        self._thread.start()
+
+    def allocate(self, sharded: ShardedModel) -> None:
+        """Take the host memory now that :meth:`save` would take the first time, while training waits for it."""
+        for key, value in self._state(sharded).items():
+            self._staging[key] = map_tensors(value, self._host_buffer)
+
+    def wait(self) -> None:
+        """Return when the checkpoint being written is complete.
+
+        Raises:
+            CheckpointError: if it could not be written.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise CheckpointError(f"{self._folder.path}: a checkpoint could not be written: {reason_of(error)}") from error
+
+    def _state(self, sharded: ShardedModel) -> State:
+        rank = dist.get_rank()
+        state = {**model_state(sharded), **optimizer_state(sharded), **random_state(rank, self._device)}
+        # What several ranks hold alike is written once.
+        return {key: value for key, value in state.items() if _is_written(key, value, rank)}
+
+    def _stage(self, state: State) -> None:
+        for key, value in state.items():
+            if key not in self._staging:  # an optimizer's state that its first step made
+                self._staging[key] = map_tensors(value, self._host_buffer)
+            for source, target in zip(tensors_of(value), tensors_of(self._staging[key]), strict=True):
+                target.copy_(source, non_blocking=True)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _host_buffer(self, like: Tensor) -> Tensor:
+        return torch.empty_like(like, device="cpu", pin_memory=like.is_cuda, memory_format=torch.contiguous_format)
+
+    def _write(self, progress: Progress) -> None:
+        try:
+            unfinished = self._folder.path / f"{UNFINISHED_PREFIX}{progress.step}"
+            save(
+                cast(dict[str, Any], self._staging),
+                storage_writer=RawWriter(unfinished),
+                planner=_SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                process_group=self._group,
+            )
+            if dist.get_rank() == 0:
+                self._complete(unfinished, progress)
+        except BaseException as error:
+            self._error = error
+
+    def _complete(self, unfinished: Path, progress: Progress) -> None:
+        with (unfinished / PROGRESS_FILE).open("w") as file:
+            json.dump(asdict(progress), file, indent=2)
+            file.flush()
+            os.fsync(file.fileno())
+        target = self._folder.of(progress.step)
+        if target.exists():  # the same step, of a run that was resumed from an earlier one
+            shutil.rmtree(target)
+        _sync_folder(unfinished)
+        unfinished.rename(target)
+        _sync_folder(self._folder.path)
+        self._folder.prune(self._settings.keep_last, self._settings.keep_best)
+
+
+def _is_written(key: str, value: Tensor | LocalShards, rank: int) -> bool:
+    return value.is_written if isinstance(value, LocalShards) else rank == 0 or key.startswith("random.")
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        value = self.state_dict[index.fqn]
+        return value.piece(index) if isinstance(value, LocalShards) else value

@@ -1,0 +1,29 @@
+"""What surrounds the work of one process: its rank and device, process groups, log lines, and failing together.
+
+A run ends on all ranks when it ends on one. Every rank reports a failure to a key-value store that all ranks can reach
+(that of torchrun's rendezvous), and a thread of each rank, the :class:`Watchdog`, looks there once a second; it also gives
+signs of life, and watches those of the next rank, so that a host that has vanished is noticed. The main thread may be blocked
+in a collective that will never complete; hence the watchdog ends the process itself.
+"""
+
+from dlrm_fused.training.runtime.agreement import raise_together
+from dlrm_fused.training.runtime.environment import apply_numerics, choose_device, configure_logging, logger
+from dlrm_fused.training.runtime.error_reporting import ArgumentParser, run_with_error_reporting
+from dlrm_fused.training.runtime.error_store import ErrorStore
+from dlrm_fused.training.runtime.rank import Rank
+from dlrm_fused.training.runtime.rendezvous import process_group
+from dlrm_fused.training.runtime.watchdog import Watchdog
+
+__all__ = [
+    "ArgumentParser",
+    "ErrorStore",
+    "Rank",
+    "Watchdog",
+    "apply_numerics",
+    "choose_device",
+    "configure_logging",
+    "logger",
+    "process_group",
+    "raise_together",
+    "run_with_error_reporting",
+]

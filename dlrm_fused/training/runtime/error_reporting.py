@@ -1,0 +1,89 @@
+"""Runs the work of a rank: an error is told to the user once, and to the other ranks, which then end too."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import logging
+import os
+import threading
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+from dlrm_fused.errors import ConfigError, UserError
+from dlrm_fused.training.runtime.environment import configure_logging
+from dlrm_fused.training.runtime.error_store import ErrorStore
+from dlrm_fused.training.runtime.rank import Rank
+from dlrm_fused.training.runtime.watchdog import flush
+
+logger = logging.getLogger("dlrm_fused")
+_LONGEST_MESSAGE = 2000
+# Failures of the operating system that a user can mend: the message names the file.
+_MENDABLE = {
+    errno.EACCES,
+    errno.EDQUOT,
+    errno.EEXIST,
+    errno.EISDIR,
+    errno.ENOENT,
+    errno.ENOSPC,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+}
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """Of a program whose work is run by :func:`run_with_error_reporting`, so that one rank tells the user what is wrong, not
+    each."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; {' '.join(self.format_usage().split())}")
+
+
+def run_with_error_reporting(work: Callable[[Rank, ErrorStore], None]) -> None:
+    """Run ``work`` on this rank; if it fails, tell all ranks and end with status 1.
+
+    The first rank that fails tells the user: a :class:`UserError` as one line, anything else with its traceback.
+    """
+    rank = Rank.from_environment()
+    configure_logging(rank)
+    threading.excepthook = _thread_failed
+    board = ErrorStore(rank)
+    try:
+        work(rank, board)
+    except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:
+            raise
+        _report(_as_user_error(error), rank, board)
+        # Not sys.exit: threads of collectives that will never complete would keep the process.
+        flush()
+        os._exit(1)
+
+
+def _as_user_error(error: BaseException) -> BaseException:
+    if isinstance(error, OSError) and error.errno in _MENDABLE:
+        return UserError(f"{error.filename or 'a file'}: {error.strerror}")
+    return error
+
+
+def _thread_failed(failure: threading.ExceptHookArgs) -> None:
+    """TensorBoard's thread tells the main one of a full disk, which tells the user."""
+    if not (isinstance(failure.exc_value, OSError) and failure.exc_value.errno in _MENDABLE):
+        threading.__excepthook__(failure)
+
+
+def _report(error: BaseException, rank: Rank, board: ErrorStore) -> None:
+    is_first = board.announce(f"{rank} failed: {_one_line(error) or type(error).__name__}")
+    if isinstance(error, KeyboardInterrupt):
+        return
+    if not is_first and isinstance(error, UserError):
+        return
+    if isinstance(error, UserError):
+        logger.error(_one_line(error))
+    elif is_first:
+        logger.error("%s", "".join(traceback.format_exception(error)).rstrip())
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:_LONGEST_MESSAGE]

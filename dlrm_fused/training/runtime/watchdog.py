@@ -1,0 +1,132 @@
+"""Ends the process of a rank when another rank has failed or vanished."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+
+from dlrm_fused.training.runtime.error_store import STORE_TIMEOUT, ErrorStore
+from dlrm_fused.training.runtime.rank import Rank
+
+logger = logging.getLogger("dlrm_fused")
+_HEARTBEAT_SECONDS = 1.0
+
+
+class Watchdog:
+    """Ends this process when another rank has failed or vanished.
+
+    Use as a context around all that other ranks take part in, and call :meth:`peers_have_joined` when the process group is up:
+    before that, a rank may be silent because it still starts.
+
+    One thread talks to the store; a call of it may hang as long as the network does. A second one ends the process when the
+    first has heard nothing for too long. Both count their own beats, not the time of day: a pause of the whole run (Ctrl-Z, a
+    frozen container) is no silence.
+
+    Args:
+        peer_timeout_seconds: how long a rank may give no sign of life.
+        end: called with the reason, None if another rank tells it; the default logs it and ends the process.
+    """
+
+    def __init__(
+        self, rank: Rank, board: ErrorStore, peer_timeout_seconds: float, end: Callable[[str | None], None] | None = None
+    ) -> None:
+        self._rank = rank
+        self._board = board
+        self._timeout = peer_timeout_seconds
+        self._end = end or _end_process
+        self._stop = threading.Event()
+        self._contacts = 0
+        self._expects_signs = False
+        self._threads = [
+            threading.Thread(target=work, name=f"watchdog-{work.__name__.strip('_')}", daemon=True)
+            for work in (self._exchange_signs, self._watch_contact)
+        ]
+
+    def __enter__(self) -> Watchdog:
+        self._start()
+        return self
+
+    def peers_have_joined(self) -> None:
+        """From now on a rank that gives no sign of life is taken for lost."""
+        self._expects_signs = True
+        self._start()  # now, where the store began with the process group
+
+    def _start(self) -> None:
+        if self._rank.world_size > 1 and self._board.store() is not None and not self._threads[0].is_alive():
+            for thread in self._threads:
+                thread.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None:
+            return  # the process is about to end, and must, even if the store cannot be told
+        self._stop.set()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(timeout=STORE_TIMEOUT.total_seconds())
+
+    def _exchange_signs(self) -> None:
+        store = self._board.store()
+        assert store is not None
+        own, watched = f"alive/{self._rank.index}", f"alive/{(self._rank.index + 1) % self._rank.world_size}"
+        sign, silence = "", 0.0
+        for beat in itertools.count():
+            if self._stop.wait(_HEARTBEAT_SECONDS):
+                # The rank that watches this one must not take its end for a loss.
+                with suppress(RuntimeError, OSError):  # unless it has ended already, and the store with it
+                    store.set(own, f"done {self._rank.host}")
+                return
+            try:
+                store.set(own, f"{beat} {self._rank.host}")
+                failure = self._board.failure_of_another()
+                new_sign = store.get(watched).decode() if store.check([watched]) else ""
+            except (RuntimeError, OSError):
+                continue  # the other thread counts how long this goes on
+            self._contacts += 1
+            if failure is not None:
+                # A warning: that rank itself has told the user what is wrong.
+                logger.warning("stopping, because %s", failure)
+                return self._end(None)
+            if new_sign != sign or new_sign.startswith("done") or not self._expects_signs:
+                sign, silence = new_sign, 0.0
+                continue
+            silence += _HEARTBEAT_SECONDS
+            if silence > self._timeout:
+                message = self._silence_of(watched, sign)
+                self._board.announce(message)
+                return self._end(message)
+
+    def _silence_of(self, watched: str, last_sign: str) -> str:
+        host = last_sign.split(" ", 1)[1] if last_sign else "an unknown host"
+        return (
+            f"rank {watched.removeprefix('alive/')} on {host} has given no sign of life for {self._timeout:.0f} s "
+            "(runtime.peer_timeout_seconds): its host or the network is down"
+        )
+
+    def _watch_contact(self) -> None:
+        contacts, silence = self._contacts, 0.0
+        while not self._stop.wait(_HEARTBEAT_SECONDS):
+            silence = silence + _HEARTBEAT_SECONDS if contacts == self._contacts else 0.0
+            contacts = self._contacts
+            if silence > self._timeout:
+                return self._end(
+                    f"the rendezvous store at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} has not answered "
+                    f"for {self._timeout:.0f} s (runtime.peer_timeout_seconds): its host or the network is down"
+                )
+
+
+def _end_process(reason: str | None) -> None:
+    if reason is not None:
+        logger.error(reason)
+    flush()
+    os._exit(1)
+
+
+def flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
