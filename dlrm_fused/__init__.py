@@ -1,3 +1,86 @@
-"""End-to-end training of deep learning recommendation models (DLRM) on TorchRec."""
+"""End-to-end training of deep learning recommendation models (DLRM) on TorchRec, with communication fused into kernels.
+
+The names below are the public API. Each is imported when it is first used, so that ``import dlrm_fused`` costs nothing, and
+the operators need torch and Triton alone. docs/reference/api.md says what each is.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dlrm_fused.application import evaluate as evaluate
+    from dlrm_fused.application import train as train
+    from dlrm_fused.errors import CommunicationError as CommunicationError
+    from dlrm_fused.errors import UsageError as UsageError
+    from dlrm_fused.errors import UserError as UserError
+    from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all as embedding_all_to_all
+    from dlrm_fused.ops.embedding_all_to_all.pooled import pooled_all_to_all as pooled_all_to_all
+    from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables as LocalTables
+    from dlrm_fused.ops.embedding_all_to_all.tables import RowwiseAdagrad as RowwiseAdagrad
+    from dlrm_fused.ops.embedding_all_to_all.tables import Sgd as Sgd
+    from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace as EmbeddingWorkspace
+    from dlrm_fused.ops.embedding_all_to_all.workspace import ExchangeLayout as ExchangeLayout
+    from dlrm_fused.ops.embedding_all_to_all.workspace import LookupLayout as LookupLayout
+    from dlrm_fused.ops.gemm_all_to_all.op import GemmWorkspace as GemmWorkspace
+    from dlrm_fused.ops.gemm_all_to_all.op import gemm_all_to_all as gemm_all_to_all
+    from dlrm_fused.ops.gemv_all_reduce.op import GemvWorkspace as GemvWorkspace
+    from dlrm_fused.ops.gemv_all_reduce.op import gemv_all_reduce as gemv_all_reduce
+    from dlrm_fused.ops.moe.op import ExpertWorkspace as ExpertWorkspace
+    from dlrm_fused.ops.moe.op import expert_layer as expert_layer
+    from dlrm_fused.ops.moe.op import expert_memory as expert_memory
+    from dlrm_fused.serving.online import Candidates as Candidates
+    from dlrm_fused.serving.online import OnlineScorer as OnlineScorer
+    from dlrm_fused.sharding.estimates import fused_enumerator as fused_enumerator
+    from dlrm_fused.sharding.fused import FusedEmbeddingBagCollectionSharder as FusedEmbeddingBagCollectionSharder
+    from dlrm_fused.symmetric.memory import symmetric_group as symmetric_group
+    from dlrm_fused.training.online_evaluation import OnlineModel as OnlineModel
 
 __version__ = "0.1.0"
+
+# By name, the module that defines it.
+_DEFINED_IN = {
+    # Training with this trainer.
+    "train": "dlrm_fused.application",
+    "evaluate": "dlrm_fused.application",
+    # Its communication in a TorchRec trainer of one's own.
+    "FusedEmbeddingBagCollectionSharder": "dlrm_fused.sharding.fused",
+    "fused_enumerator": "dlrm_fused.sharding.estimates",
+    # Operators.
+    "symmetric_group": "dlrm_fused.symmetric.memory",
+    "embedding_all_to_all": "dlrm_fused.ops.embedding_all_to_all.op",
+    "pooled_all_to_all": "dlrm_fused.ops.embedding_all_to_all.pooled",
+    "EmbeddingWorkspace": "dlrm_fused.ops.embedding_all_to_all.workspace",
+    "ExchangeLayout": "dlrm_fused.ops.embedding_all_to_all.workspace",
+    "LookupLayout": "dlrm_fused.ops.embedding_all_to_all.workspace",
+    "LocalTables": "dlrm_fused.ops.embedding_all_to_all.tables",
+    "RowwiseAdagrad": "dlrm_fused.ops.embedding_all_to_all.tables",
+    "Sgd": "dlrm_fused.ops.embedding_all_to_all.tables",
+    "gemv_all_reduce": "dlrm_fused.ops.gemv_all_reduce.op",
+    "GemvWorkspace": "dlrm_fused.ops.gemv_all_reduce.op",
+    "gemm_all_to_all": "dlrm_fused.ops.gemm_all_to_all.op",
+    "GemmWorkspace": "dlrm_fused.ops.gemm_all_to_all.op",
+    "expert_layer": "dlrm_fused.ops.moe.op",
+    "ExpertWorkspace": "dlrm_fused.ops.moe.op",
+    "expert_memory": "dlrm_fused.ops.moe.op",
+    # Online scoring.
+    "OnlineModel": "dlrm_fused.training.online_evaluation",
+    "OnlineScorer": "dlrm_fused.serving.online",
+    "Candidates": "dlrm_fused.serving.online",
+    # Errors.
+    "UserError": "dlrm_fused.errors",
+    "UsageError": "dlrm_fused.errors",
+    "CommunicationError": "dlrm_fused.errors",
+}
+
+__all__ = list(_DEFINED_IN)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _DEFINED_IN:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_DEFINED_IN[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

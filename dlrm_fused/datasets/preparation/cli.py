@@ -1,4 +1,4 @@
-"""The command line of data/prepare.py."""
+"""The command line of data/prepare.py and of ``dlrm-fused prepare``."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from dlrm_fused.datasets.schema import PreparedInfo
 from dlrm_fused.errors import UserError
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, program: str = "data/prepare.py") -> int:
     """Run one preparation; returns the exit code, 1 for an error, whose message it prints."""
-    args = _parser().parse_args(arguments)
+    args = _parser(program).parse_args(arguments)
     try:
         info: PreparedInfo = args.prepare(args)
     except UserError as error:
@@ -40,8 +40,8 @@ def _fail(message: str) -> int:
     return 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="data/prepare.py", description="Prepare a data set for training.")
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=program, description="Prepare a data set for training.")
     commands = parser.add_subparsers(required=True, metavar="{movielens,criteo,synthetic}")
     _add_movielens(commands)
     _add_criteo(commands)

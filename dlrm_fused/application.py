@@ -1,0 +1,83 @@
+"""Training and evaluating runs: what the commands and train.py and eval.py do, as functions.
+
+Each is called on all ranks of a run, that is in every process that torchrun has started, or in one process without torchrun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dlrm_fused.config import Split, load_config
+from dlrm_fused.versions import check_versions
+
+if TYPE_CHECKING:
+    from dlrm_fused.training.runtime import ErrorStore, Rank
+
+# The trainer is imported inside of functions, after the check of versions: of packages that do not belong together, the
+# import may fail already.
+
+
+def train(config: str | Path, overrides: Sequence[str] = ()) -> None:
+    """Train the run that a YAML file describes, or continue it; the results lie in its folder. Collective.
+
+    An error ends this process with status 1, and those of all other ranks, after one of them has said what is wrong.
+
+    Args:
+        config: the file; see configs/.
+        overrides: ``key=value`` settings that replace those of the file.
+    """
+    from dlrm_fused.training.runtime import run_with_error_reporting
+
+    run_with_error_reporting(lambda rank, board: train_on(rank, board, config, overrides))
+
+
+def evaluate(
+    run: str | Path,
+    *,
+    checkpoint: str = "last",
+    split: str = "test",
+    overrides: Sequence[str] = (),
+    predictions: str | Path | None = None,
+) -> None:
+    """Evaluate a checkpoint of a run, print its metrics and write them to ``eval.json`` in the run's folder. Collective.
+
+    Any number of ranks will do, whatever the run was trained with. An error ends the processes as in :func:`train`.
+
+    Args:
+        run: folder of the run, such as ``runs/quickstart``.
+        checkpoint: ``best``, ``last`` or a step.
+        split: ``train``, ``validation`` or ``test``.
+        overrides: ``key=value`` settings that replace those of the run.
+        predictions: a Parquet file to write the prediction and label of every sample to.
+    """
+    from dlrm_fused.training.runtime import run_with_error_reporting
+
+    path = None if predictions is None else Path(predictions)
+    run_with_error_reporting(lambda rank, board: evaluate_on(rank, board, Path(run), checkpoint, Split[split], overrides, path))
+
+
+def train_on(rank: Rank, board: ErrorStore, config: str | Path, overrides: Sequence[str]) -> None:
+    """:func:`train` on this rank, where errors are raised."""
+    checked = load_config(config, overrides)
+    check_versions()
+    from dlrm_fused.training.trainer import train
+
+    train(checked, rank, board)
+
+
+def evaluate_on(
+    rank: Rank,
+    board: ErrorStore,
+    run: Path,
+    checkpoint: str,
+    split: Split,
+    overrides: Sequence[str],
+    predictions: Path | None,
+) -> None:
+    """:func:`evaluate` on this rank, where errors are raised."""
+    check_versions()
+    from dlrm_fused.training.offline_evaluation import evaluate_run
+
+    evaluate_run(run, checkpoint, split, overrides, predictions, rank, board)

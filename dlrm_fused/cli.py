@@ -1,0 +1,106 @@
+"""The commands: ``dlrm-fused train``, ``eval`` and ``prepare``; train.py and eval.py are the first two."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dlrm_fused.config import Split
+
+if TYPE_CHECKING:
+    from dlrm_fused.training.runtime import ErrorStore, Rank
+
+# What needs torch is imported inside of functions: `prepare` does without, and so do its many processes.
+
+TRAIN = "Train a model: ``torchrun --standalone --nproc-per-node=2 train.py --config configs/quickstart.yaml [key=value ...]``."
+
+EVALUATE = """\
+Evaluate a run: ``python eval.py --run runs/quickstart [--checkpoint best|last|STEP] [--split test]``.
+
+Prints a table and writes ``eval.json`` into the run's folder. Any number of processes will do, whatever the run was trained
+with: ``torchrun --standalone --nproc-per-node=2 -- eval.py --run ...`` (without ``--``, torchrun takes ``--run`` for one of its
+own options). ``key=value`` overrides such as ``embedding.sharding=row_wise`` change how the run is evaluated.
+
+``--online`` scores requests of one user and 1 to 64 candidates instead, against kept histories (``model.kind=transformer``); it
+prints latencies and writes ``online.json``.
+"""
+
+COMMANDS = """\
+usage: dlrm-fused {train,eval,prepare} ...
+
+  train     train a model on this rank; on several: torchrun --nproc-per-node=2 --no-python dlrm-fused train ...
+  eval      evaluate a run, or time online scoring with it
+  prepare   prepare a data set
+
+`dlrm-fused COMMAND --help` lists the arguments of each.\
+"""
+
+
+def main() -> int:
+    """The command ``dlrm-fused``; returns the exit code."""
+    name, arguments = (sys.argv[1:2] or [""])[0], sys.argv[2:]
+    if name == "prepare":
+        from dlrm_fused.datasets.preparation.cli import main as prepare
+
+        return prepare(arguments, "dlrm-fused prepare")
+    if name in ("train", "eval"):
+        (train if name == "train" else evaluate)(arguments, f"dlrm-fused {name}")
+        return 0
+    asks_for_help = name in ("-h", "--help")
+    print(COMMANDS, file=sys.stdout if asks_for_help else sys.stderr)
+    return 0 if asks_for_help else 2
+
+
+def train(arguments: Sequence[str] | None = None, program: str | None = None) -> None:
+    """Train as ``arguments`` say, by default those of this process; an error ends all ranks with one message."""
+    from dlrm_fused.training.runtime import run_with_error_reporting
+
+    run_with_error_reporting(lambda rank, board: _train(rank, board, arguments, program))
+
+
+def _train(rank: Rank, board: ErrorStore, arguments: Sequence[str] | None, program: str | None) -> None:
+    from dlrm_fused.application import train_on
+    from dlrm_fused.training.runtime import ArgumentParser
+
+    parser = ArgumentParser(program, description=TRAIN)
+    parser.add_argument("--config", required=True, help="YAML file, see configs/")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
+    parsed = parser.parse_args(arguments)
+    train_on(rank, board, parsed.config, parsed.overrides)
+
+
+def evaluate(arguments: Sequence[str] | None = None, program: str | None = None) -> None:
+    """Evaluate as ``arguments`` say, by default those of this process; an error ends all ranks with one message."""
+    from dlrm_fused.training.runtime import run_with_error_reporting
+
+    run_with_error_reporting(lambda rank, board: _evaluate(rank, board, arguments, program))
+
+
+def _evaluate(rank: Rank, board: ErrorStore, arguments: Sequence[str] | None, program: str | None) -> None:
+    from dlrm_fused.application import evaluate_on
+    from dlrm_fused.training.runtime import ArgumentParser
+
+    parser = ArgumentParser(program, description=EVALUATE, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", required=True, type=Path, help="folder of the run, such as runs/quickstart")
+    parser.add_argument("--checkpoint", default="last", help="best, last or a step (default: last)")
+    parser.add_argument("--split", default="test", choices=[split.name for split in Split])
+    parser.add_argument("--predictions", type=Path, help="also write the predictions to this Parquet file")
+    parser.add_argument("--online", action="store_true", help="score requests online, and time them")
+    parser.add_argument("--requests", type=int, default=200, help="with --online: of each number of candidates (default: 200)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the run")
+    parsed = parser.parse_args(arguments)
+    run, checkpoint, split, overrides = parsed.run, parsed.checkpoint, Split[parsed.split], parsed.overrides
+    if not parsed.online:
+        evaluate_on(rank, board, run, checkpoint, split, overrides, parsed.predictions)
+        return
+    if parsed.predictions or parsed.requests < 1:
+        parser.error("--online takes no --predictions, and --requests of 1 or more")
+    from dlrm_fused.versions import check_versions
+
+    check_versions()
+    from dlrm_fused.training.online_evaluation import score_run_online
+
+    score_run_online(run, checkpoint, split, overrides, parsed.requests, rank, board)

@@ -1,0 +1,52 @@
+"""Names of release 0.1 that have another place now: they work until release 0.2, with a warning that says where they are.
+
+A module that users may import from gives its old names by ``__getattr__ = moved_names(__name__)``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+# By old module, by old name, the new place.
+MOVED = {
+    "dlrm_fused.online": {
+        "CutTables": "dlrm_fused.serving.online.ShardedTables",
+        "Candidates": "dlrm_fused.Candidates",
+        "History": "dlrm_fused.serving.online.History",
+        "OnlineScorer": "dlrm_fused.OnlineScorer",
+    },
+    "dlrm_fused.ops.exchange": {
+        "EmbeddingExchange": "dlrm_fused.EmbeddingWorkspace",
+        "ExchangeLayout": "dlrm_fused.ExchangeLayout",
+        "LookupLayout": "dlrm_fused.LookupLayout",
+    },
+    "dlrm_fused.ops.tables": {
+        "LocalTables": "dlrm_fused.LocalTables",
+        "RowwiseAdagrad": "dlrm_fused.RowwiseAdagrad",
+        "Sgd": "dlrm_fused.Sgd",
+    },
+    "dlrm_fused.ops.pooled_all_to_all": {"pooled_all_to_all": "dlrm_fused.pooled_all_to_all"},
+    "dlrm_fused.ops.expert_layer": {
+        "expert_layer": "dlrm_fused.expert_layer",
+        "expert_memory": "dlrm_fused.expert_memory",
+        "reference": "dlrm_fused.ops.moe.op.reference",
+        "ExpertExchange": "dlrm_fused.ExpertWorkspace",
+    },
+}
+
+
+def moved_names(module: str) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a module some of whose names have moved, as :data:`MOVED` says."""
+
+    def get(name: str) -> Any:
+        if name not in MOVED[module]:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        place = MOVED[module][name]
+        warnings.warn(f"{module}.{name} is {place} now; the old name goes with release 0.2", DeprecationWarning, stacklevel=2)
+        new_module, _, new_name = place.rpartition(".")
+        return getattr(importlib.import_module(new_module), new_name)
+
+    return get
