@@ -6,7 +6,7 @@ release of PyTorch: a set that does not belong together fails late, with a missi
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from collections.abc import Mapping
 from importlib import metadata
 
@@ -22,6 +22,12 @@ VERSION_SETS = (
 _DISTRIBUTIONS = {"fbgemm-gpu": ("fbgemm-gpu", "fbgemm-gpu-cpu")}
 _MODULES = {"fbgemm-gpu": "fbgemm_gpu"}
 
+# `[cpu]` cannot bring TorchRec, whose metadata asks for fbgemm-gpu, the CUDA package, in place of fbgemm-gpu-cpu.
+_INSTALL = (
+    "`make setup` installs all that is needed, and so does `pip install .[cuda]`, or `pip install .[cpu]` followed by "
+    "`pip install --no-deps 'torchrec>=1.8,<1.9'`"
+)
+
 
 class VersionError(UserError):
     """The installed packages do not belong together."""
@@ -31,8 +37,11 @@ def check_versions() -> None:
     """Check that the installed torch, torchrec, fbgemm-gpu and triton belong together.
 
     Raises:
-        VersionError: see :func:`check_version_set`.
+        VersionError: one of them is missing; or see :func:`check_version_set`.
     """
+    missing = [package for package in VERSION_SETS[0] if importlib.util.find_spec(_MODULES.get(package, package)) is None]
+    if missing:
+        raise VersionError(f"not installed: {', '.join(missing)}; {_INSTALL}")
     check_version_set({package: installed_version(package) for package in VERSION_SETS[0]})
 
 

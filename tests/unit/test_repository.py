@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import tomllib
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,21 @@ def read_project() -> dict[str, Any]:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_make_installs_is_within_the_ranges_of_the_package(device: str) -> None:
-    pins = {pin.name.removesuffix("-cpu"): pin for pin in read_requirements("base", device, "torchrec")}
-    for dependency in map(Requirement, read_project()["dependencies"]):
+    pins = {pin.name: pin for pin in read_requirements("base", device, "torchrec")}
+    project = read_project()
+    for dependency in map(Requirement, [*project["dependencies"], *project["optional-dependencies"][device]]):
         (pin,) = pins[dependency.name].specifier
         assert pin.operator == "=="
         assert dependency.specifier.contains(pin.version), f"{pins[dependency.name]} is outside {dependency}"
+
+
+def test_the_cpu_extra_has_what_torchrec_needs_but_fbgemm_gpu() -> None:
+    """TorchRec is installed beside it without its dependencies: see dlrm_fused/versions.py."""
+    project = read_project()
+    there = {Requirement(line).name for line in [*project["dependencies"], *project["optional-dependencies"]["cpu"]]}
+    needed = {Requirement(line).name for line in metadata.requires("torchrec") or [] if "extra ==" not in line}
+    assert needed - there == {"fbgemm-gpu"}
+    assert "fbgemm-gpu-cpu" in there
 
 
 def test_everything_is_pinned() -> None:

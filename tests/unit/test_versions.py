@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,15 @@ def test_sets_that_belong_together_pass(installed: dict[str, str | None]) -> Non
 
 def test_the_packages_of_this_environment_belong_together() -> None:
     check_versions()
+
+
+@pytest.mark.parametrize(("package", "module"), [("torchrec", "torchrec"), ("fbgemm-gpu", "fbgemm_gpu")])
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
+    package: str, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(VersionError, match=rf"^not installed: {package}; .*`pip install --no-deps 'torchrec>=1.8,<1.9'`$"):
+        check_versions()
 
 
 @pytest.mark.parametrize(
