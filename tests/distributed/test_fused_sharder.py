@@ -1,6 +1,6 @@
 """FusedEmbeddingBagCollectionSharder in anyone's DistributedModelParallel: equal to TorchRec's own sharder.
 
-On the CPU to the bit; test_fused_kernels.py runs some of these tests with the kernels of GPUs, which add in another order.
+On the CPU to the bit; those marked ``also_interpreted`` run with the kernels of GPUs too, which add in another order.
 """
 
 from __future__ import annotations
@@ -280,16 +280,22 @@ WITHOUT_ROW_WISE = tuple(table for table in EVERY_KIND if table.sharding != "row
 ONE_OF_EACH = EVERY_KIND[1:4]
 
 
+def with_kernels_too(value: object) -> object:
+    """A parameter for which a test runs under Triton's interpreter as well, which is slow."""
+    return pytest.param(value, marks=pytest.mark.also_interpreted)
+
+
 class TestOneStepAfterTheOther:
-    @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+    @pytest.mark.parametrize("ranks", [1, with_kernels_too(2), 3, 4])
     def test_every_covered_kind_in_one_module(self, ranks):
         tables = EVERY_KIND if ranks > 1 else WITHOUT_ROW_WISE
         assert_equal(run_both(World((tables,), batch_sizes=(6,) * ranks), step_by_step), exactly=ranks <= 2)
 
-    @pytest.mark.parametrize("sizes", [(7, 2), (1, 9, 4), (3, 3, 5, 8)])
+    @pytest.mark.parametrize("sizes", [(7, 2), with_kernels_too((1, 9, 4)), (3, 3, 5, 8)])
     def test_uneven_batches(self, sizes):
         assert_equal(run_both(World((WITHOUT_ROW_WISE,), batch_sizes=sizes), step_by_step))
 
+    @pytest.mark.also_interpreted
     def test_features_that_read_several_tables_and_tables_that_several_features_read(self):
         tables = (
             Table("table_wise", 8, ("feature_0", "feature_1")),
@@ -299,23 +305,26 @@ class TestOneStepAfterTheOther:
         )
         assert_equal(run_both(World((tables,)), step_by_step))
 
+    @pytest.mark.also_interpreted
     def test_ranks_without_tables(self):
         assert_equal(run_both(World(((Table("table_wise", rank=1),),), batch_sizes=(3, 3, 3)), step_by_step))
 
+    @pytest.mark.also_interpreted
     def test_mean_pooling_of_row_wise_tables(self):
         tables = (Table("row_wise", 8, pooling=MEAN), Table("row_wise", 4))
         assert_equal(run_both(World((tables,)), step_by_step))
 
-    @pytest.mark.parametrize("ranks", [2, 3])
+    @pytest.mark.parametrize("ranks", [with_kernels_too(2), 3])
     def test_weighted_features(self, ranks):
         world = World((WEIGHTED,), weighted=True, batch_sizes=(4,) * ranks)
         assert_equal(run_both(world, step_by_step), exactly=ranks == 2)
 
-    @pytest.mark.parametrize("ranks", [2, 3])
+    @pytest.mark.parametrize("ranks", [with_kernels_too(2), 3])
     def test_gradients_of_the_weights(self, ranks):
         world = World((WEIGHTED,), weighted=True, batch_sizes=(4,) * ranks)
         assert_equal(run_both(world, with_gradients_of_weights), exactly=ranks == 2)
 
+    @pytest.mark.also_interpreted
     def test_beside_tables_that_stay_on_torchrecs_path(self):
         tables = (Table("table_wise"), Table("data_parallel", 4), Table("row_wise"), Table("column_wise"))
         assert_equal(run_both(World((tables,)), step_by_step))
@@ -336,11 +345,17 @@ class TestHeldTensors:
 
     @pytest.mark.parametrize(
         "course",
-        ["many_forwards_before_any_backward", "backwards_in_the_order_of_forwards", "accumulation", "evaluation_in_between"],
+        [
+            "many_forwards_before_any_backward",
+            "backwards_in_the_order_of_forwards",
+            with_kernels_too("accumulation"),
+            with_kernels_too("evaluation_in_between"),
+        ],
     )
     def test_equals_torchrec(self, course):
         assert_equal(run_both(World((ONE_OF_EACH,), batch_sizes=(4, 4)), globals()[course]))
 
+    @pytest.mark.also_interpreted
     @pytest.mark.parametrize("course", ["step_by_step", "many_forwards_before_any_backward"])
     def test_two_sharded_modules(self, course):
         assert_equal(run_both(World((ONE_OF_EACH, ONE_OF_EACH[::-1]), batch_sizes=(4, 4)), globals()[course]))

@@ -1,76 +1,88 @@
 """Wrong uses of operators and sharder: an error on every rank, nothing written, and all goes on.
 
-What is tried stands in wrong_uses.py and gemv_wrong_uses.py. What is raised must be, to the letter, what
-docs/reference/wrong_uses.md shows; ``UPDATE_DOCS=1 pytest tests/distributed/test_wrong_uses.py`` writes its tables anew.
+What is tried stands beside the tests of each operator, in wrong_uses.py. What is raised must be, to the letter, what
+docs/reference/wrong_uses.md shows. With ``UPDATE_DOCS=1`` these tests write their rows of its tables anew: those of kernels
+with ``TRITON_INTERPRET=1``, the others without it.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-import pickle
 import re
-import subprocess
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.distributed.wrong_use import RANKS, TOLERANCE, Outcome, WrongUse
-from tests.distributed.wrong_uses import WITH_KERNELS, WITHOUT_KERNELS, WRONG_USES
+from dlrm_fused.symmetric import symmetric_group
+from dlrm_fused.training.runtime import Rank, process_group
+from tests.distributed import sharder_wrong_uses as sharder
+from tests.distributed.launch import run_ranks
+from tests.ops.embedding_all_to_all import wrong_uses as embeddings
+from tests.ops.gemm_all_to_all import wrong_uses as gemm
+from tests.ops.gemv_all_reduce import wrong_uses as gemv
+from tests.ops.moe import wrong_uses as experts
+from tests.ops.wrong_use import RANKS, TOLERANCE, Outcome, Scene, WrongUse, try_out
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs/reference/wrong_uses.md"
+# By title in the document: on what they are tried.
+WITHOUT_KERNELS: dict[str, tuple[Callable[[], Scene], list[WrongUse]]] = {
+    "Symmetric memory and workspaces": (embeddings.Pooled, embeddings.EXCHANGES),
+    "`pooled_all_to_all`": (embeddings.Pooled, embeddings.POOLED),
+    "The sharder": (sharder.Sharded, sharder.SHARDER),
+    "`gemv_all_reduce`": (gemv.Product, gemv.USES),
+    "`gemm_all_to_all`": (gemm.BlocksAndRoutes, gemm.USES),
+    "`expert_layer`": (experts.Layer, experts.USES),
+}
+WITH_KERNELS: dict[str, tuple[Callable[[], Scene], list[WrongUse]]] = {
+    "Tables": (embeddings.Fused, embeddings.TABLES),
+    "`embedding_all_to_all`": (embeddings.Fused, embeddings.FUSED),
+    "The sharder on GPUs": (sharder.Sharded, sharder.SHARDER_WITH_KERNELS),
+}
+WRONG_USES = {**WITHOUT_KERNELS, **WITH_KERNELS}
 ALL = [(title, use) for title, (_, uses) in WRONG_USES.items() for use in uses]
 # Of the whole: a rank that waits for its time limit is told nothing, but waits.
 LIMIT_SECONDS = 5.0
 HEAD = "| what is done wrongly | by | error | error of the other ranks |\n|---|---|---|---|\n"
 
-Outcomes = dict[tuple[str, str], list[Outcome]]
+
+def as_parameter(title: str, use: WrongUse) -> object:
+    # All uses under a title are tried in one start of ranks.
+    marks = [pytest.mark.xdist_group(title), *([pytest.mark.interpreted] if title in WITH_KERNELS else [])]
+    return pytest.param(title, use, marks=marks, id=f"{title}: {use.what}")
 
 
-@pytest.fixture(scope="module")
-def outcomes_beside(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcomes]:
-    """What each rank has seen, by title and use: of a title and all others with kernels, or without, as it is."""
-    folder = tmp_path_factory.mktemp("wrong_uses")
-
-    @functools.cache
-    def outcomes(with_kernels: bool) -> Outcomes:
-        if with_kernels:
-            return try_out(WITH_KERNELS, "1", folder / "kernels")
-        return try_out(WITHOUT_KERNELS, "0", folder / "host")
-
-    return lambda title: outcomes(title in WITH_KERNELS)
+@functools.cache
+def outcomes_of(title: str) -> dict[str, list[Outcome]]:
+    """What each rank has seen, by wrong use."""
+    by_rank = run_ranks(RANKS, try_all, title)
+    return {what: [own[what] for own in by_rank] for what in by_rank[0]}
 
 
-def try_out(titles: Iterable[str], interpret: str, path: Path) -> Outcomes:
-    program = "from tests.distributed.wrong_uses import write_outcomes; write_outcomes()"
-    ended = subprocess.run(
-        [sys.executable, "-c", program, path, *titles],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-5_000:]
-    by_rank = pickle.loads(path.read_bytes())
-    return {key: [own[key] for own in by_rank] for key in by_rank[0]}
+def try_all(title: str) -> dict[str, Outcome]:
+    """On a rank: the outcomes of all wrong uses under a title, by what is done wrongly."""
+    with process_group(Rank.from_environment(), torch.device("cpu")):
+        make_scene, uses = WRONG_USES[title]
+        scene = make_scene()
+        outcomes = {use.what: try_out(scene, use) for use in uses}
+        symmetric_group().close()
+    return outcomes
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def shown() -> Iterator[dict[tuple[str, str], str]]:
     """Rows of docs/reference/wrong_uses.md by title and use; to be filled anew where UPDATE_DOCS is set."""
-    if "UPDATE_DOCS" not in os.environ:
-        yield rows_of_document()
-        return
-    rows: dict[tuple[str, str], str] = {}
+    rows = rows_of_document()
     yield rows
-    tables = [
-        f"## {title}\n\n{HEAD}" + "".join(rows[title, use.what] for use in uses) for title, (_, uses) in WRONG_USES.items()
-    ]
-    DOCUMENT.write_text("\n".join([DOCUMENT.read_text().split("## ")[0].rstrip() + "\n", *tables]))
+    if "UPDATE_DOCS" in os.environ:
+        tables = [
+            f"## {title}\n\n{HEAD}" + "".join(rows.get((title, use.what), "") for use in uses)
+            for title, (_, uses) in WRONG_USES.items()
+        ]
+        DOCUMENT.write_text("\n".join([DOCUMENT.read_text().split("## ")[0].rstrip() + "\n", *tables]))
 
 
 def rows_of_document() -> dict[tuple[str, str], str]:
@@ -98,12 +110,11 @@ def settled(message: str) -> str:
     return re.sub(r"workspace=\d+", "workspace=N", message).replace("|", "\\|").replace("<", "&lt;")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("title", "use"), ALL, ids=[f"{title}: {use.what}" for title, use in ALL])
+@pytest.mark.parametrize(("title", "use"), [as_parameter(title, use) for title, use in ALL])
 def test_a_wrong_use_is_a_clear_error_on_every_rank_and_changes_nothing(
-    title: str, use: WrongUse, outcomes_beside: Callable[[str], Outcomes], shown: dict[tuple[str, str], str]
+    title: str, use: WrongUse, shown: dict[tuple[str, str], str]
 ) -> None:
-    seen = outcomes_beside(title)[title, use.what]
+    seen = outcomes_of(title)[use.what]
     assert len(seen) == RANKS
     for rank, outcome in enumerate(seen):
         if rank in use.ranks:

@@ -24,8 +24,8 @@ from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
 from dlrm_fused.symmetric import SymmetricGroup
 from tests.distributed.launch import run_ranks
 from tests.gpu.all_ranks import MARKS, ON_GPU, RANKS, captured, delay, failures_of
-from tests.ops.embedding_all_to_all import check_operator
-from tests.ops.embedding_all_to_all.embedding_world import Features, Result, Traffic, World, _Batch, _difference, run_epochs
+from tests.ops.embedding_all_to_all import test_op
+from tests.ops.embedding_all_to_all.world import Features, Result, Traffic, World, _Batch, _difference, run_epochs
 
 pytestmark = MARKS
 TIMEOUT_SECONDS = 20.0
@@ -143,7 +143,7 @@ def replays_of_a_graph(group: SymmetricGroup, training: bool) -> None:
 
 
 def as_operator(group: SymmetricGroup, work: Callable[..., Any], *arguments: Any) -> Any:
-    """Checks of check_operator.py, on this device."""
+    """Checks of test_op.py, on this device."""
     world = World([[Features((7, 5), (8, 4), (0, 1), weighted=True)]] * group.world_size, Traffic(held_outputs=8), seed=1)
     name = getattr(work, "__name__", "operator")
     workspace = world.workspace(group, name, timeout_seconds=TIMEOUT_SECONDS)
@@ -154,22 +154,22 @@ def as_operator(group: SymmetricGroup, work: Callable[..., Any], *arguments: Any
 
 
 def opcheck(group: SymmetricGroup) -> None:
-    as_operator(group, check_operator.opcheck_lookup)
-    as_operator(group, check_operator.opcheck_pooled)
+    as_operator(group, test_op.opcheck_lookup)
+    as_operator(group, test_op.opcheck_pooled)
 
 
 def compiled_steps(group: SymmetricGroup) -> None:
-    eager, compiled = as_operator(group, check_operator.compiled_and_eager, "inductor" if ON_GPU else "aot_eager")
+    eager, compiled = as_operator(group, test_op.compiled_and_eager, "inductor" if ON_GPU else "aot_eager")
     torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
     assert len(set(eager)) == 4, "the tables are trained"
 
 
 def reference_in_plain_torch(group: SymmetricGroup) -> None:
-    assert as_operator(group, check_operator.differences_to_the_reference) < 1e-5
+    assert as_operator(group, test_op.differences_to_the_reference) < 1e-5
 
 
 def pooled_gradients(group: SymmetricGroup) -> None:
-    assert as_operator(group, check_operator.gradient_of_pooled)
+    assert as_operator(group, test_op.gradient_of_pooled)
 
 
 def refused(group: SymmetricGroup, in_backward: bool) -> None:

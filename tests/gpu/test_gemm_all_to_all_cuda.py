@@ -23,7 +23,7 @@ from dlrm_fused.ops.gemm_all_to_all.op import FP8, GemmWorkspace, Routes, gemm_a
 from dlrm_fused.symmetric import SymmetricGroup
 from tests.distributed.launch import run_ranks
 from tests.gpu.all_ranks import HALF, MARKS, ON_GPU, RANKS, captured, delay, failures_of, synchronize
-from tests.ops.gemm_all_to_all.gemm_cases import SMALL_TILES
+from tests.ops.gemm_all_to_all.cases import SMALL_TILES
 
 pytestmark = MARKS
 TIMEOUT_SECONDS = 20.0

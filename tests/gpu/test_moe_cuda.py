@@ -26,7 +26,7 @@ from dlrm_fused.ops.moe.op import ExpertWorkspace, expert_layer, reference
 from dlrm_fused.symmetric import SymmetricGroup
 from tests.distributed.launch import run_ranks
 from tests.gpu.all_ranks import HALF, MARKS, ON_GPU, RANKS, delay, failures_of, synchronize
-from tests.ops.gemm_all_to_all.gemm_cases import SMALL_TILES
+from tests.ops.gemm_all_to_all.cases import SMALL_TILES
 
 pytestmark = MARKS
 TIMEOUT_SECONDS = 20.0

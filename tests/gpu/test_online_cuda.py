@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dlrm_fused.serving.online import OnlineScorer
 from tests.distributed.launch import run_ranks
-from tests.serving.check_cached_attention import test_equals_the_reference  # noqa: F401 - on a GPU here
+from tests.serving.test_cached_attention import test_equals_the_reference  # noqa: F401 - on a GPU here
 from tests.serving.test_online import HISTORY, Requests, scores, with_scorer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -27,7 +27,6 @@ from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.online_evaluation import score_run_online
 from dlrm_fused.training.runtime import ErrorStore, Rank, choose_device, process_group
 from tests.distributed.launch import RankFailed, run_ranks, train
-from tests.ops.interpreter import run_interpreted
 
 HISTORY, DIM, DENSE, MAX_IDS = 70, 4, 3, 3
 SPARSE = {"user": 11, "item": 7}
@@ -154,10 +153,6 @@ def test_kept_histories_give_the_probabilities_of_the_full_model(ranks: int, fus
     assert expected.std() > 0.01
     for result in run_ranks(ranks, with_scorer, fused, torch.float32, scores, requests, [1, 64, 7]):
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_with_the_kernels_of_gpus() -> None:
-    assert run_interpreted(["tests/serving/check_cached_attention.py"]) > 1
 
 
 def wrong_uses(scorer: OnlineScorer) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """The fused lookup and its backward pass in real processes, under Triton's interpreter.
 
-Run by tests/ops/embedding_all_to_all/test_embedding_all_to_all.py with TRITON_INTERPRET=1. The mutants are kernels with one
-rule of the protocol broken; that these tests see them says that they look where it hurts.
+The mutants are kernels with one rule of the protocol broken; that these tests see them says that they look where it hurts.
 """
 
 # Kernels follow Triton's ways: constants in capitals, no types but theirs.
@@ -27,7 +26,9 @@ from dlrm_fused.symmetric import Arena, symmetric_group
 from dlrm_fused.symmetric import device as protocol
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import RankFailed, run_ranks
-from tests.ops.embedding_all_to_all.embedding_world import Features, Result, Traffic, World, mixed_world, run_epochs
+from tests.ops.embedding_all_to_all.world import Features, Result, Traffic, World, mixed_world, run_epochs
+
+pytestmark = pytest.mark.interpreted
 
 TOLERANCE = 1e-5
 EPOCHS = 100

@@ -24,6 +24,8 @@ from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import run_ranks
 
+pytestmark = pytest.mark.interpreted
+
 ONE_SHOT = Blocks(columns=16, depth=16, splits=1, warps=1, stages=2, two_shot=False, flagged=False)
 SPLIT = replace(ONE_SHOT, splits=2)
 TWO_SHOT = replace(ONE_SHOT, two_shot=True)

@@ -1,4 +1,4 @@
-"""Wrong uses of GEMV + AllReduce: of its workspace, and of the operator. Part of the table in wrong_uses.py."""
+"""Wrong uses of GEMV + AllReduce: of its workspace, and of the operator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from dlrm_fused.errors import CommunicationError, UserError
 from dlrm_fused.ops.gemv_all_reduce.op import GemvWorkspace, gemv_all_reduce, reference
 from dlrm_fused.symmetric import symmetric_group
-from tests.distributed.wrong_use import SECOND, TIMEOUT_SECONDS, Scene, WrongUse
+from tests.ops.wrong_use import SECOND, TIMEOUT_SECONDS, Scene, WrongUse
 
 NAME = "products"
 ROWS, DEPTH, COLUMNS = 3, 8, 6

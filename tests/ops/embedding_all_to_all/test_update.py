@@ -1,5 +1,4 @@
-"""The kernels of the update, under Triton's interpreter; run by tests/ops/embedding_all_to_all/test_embedding_update.py with
-TRITON_INTERPRET=1."""
+"""The kernels of the update, under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -14,6 +13,8 @@ from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables, RowwiseAdagrad
 from dlrm_fused.ops.embedding_all_to_all.update import apply_gradients, per_sample_weight_gradients, sort_lookup
 from tests.ops.embedding_all_to_all.lookups import Lookup, expected_products, expected_update, make_lookup, make_tables
+
+pytestmark = pytest.mark.interpreted
 
 TABLES: dict[str, dict[str, Any]] = {
     "one": {"rows": [13], "dims": [8], "feature_tables": [0]},

@@ -14,14 +14,8 @@ from dlrm_fused.ops.gemv_all_reduce.op import GemvWorkspace, gemv_all_reduce, re
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import run_ranks
-from tests.ops.interpreter import run_interpreted
 
 ROWS, COLUMNS, DEPTH = 70, 24, 8
-
-
-@pytest.mark.slow
-def test_kernels_under_the_interpreter() -> None:
-    assert run_interpreted(["tests/ops/gemv_all_reduce/check_gemv_all_reduce.py"]) > 1
 
 
 def draw(rank: int, seed: int) -> dict[str, Tensor]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from dlrm_fused.symmetric import Channel, symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from docs.examples.normalize_all_gather import normalize_all_gather
 from tests.distributed.launch import run_ranks
+
+pytestmark = pytest.mark.interpreted
 
 ROWS, WIDTH = 3, 12
 

@@ -17,7 +17,9 @@ from dlrm_fused.ops.gemm_all_to_all.kernel import Groups, gemm, grouped_gemm, gr
 from dlrm_fused.ops.gemm_all_to_all.tuning import override
 from dlrm_fused.symmetric import device
 from tests.distributed.launch import RankFailed
-from tests.ops.gemm_all_to_all.gemm_cases import SMALL_TILES, Case, check
+from tests.ops.gemm_all_to_all.cases import SMALL_TILES, Case, check
+
+pytestmark = pytest.mark.interpreted
 
 EQUAL, NARROW, CHUNKS = Case(72, 40, rows=24), Case(8, 24, rows=12), Case(72, 40, rows=24, schedule="chunks")
 ROUTED, WIDE = Case(40, 24), Case(80, 48)

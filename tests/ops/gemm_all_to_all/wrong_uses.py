@@ -1,4 +1,4 @@
-"""Wrong uses of GEMM + All-to-All: of its workspace, and of the operator. Part of the table in wrong_uses.py."""
+"""Wrong uses of GEMM + All-to-All: of its workspace, and of the operator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dlrm_fused.errors import CommunicationError, UserError
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups
 from dlrm_fused.ops.gemm_all_to_all.op import FP8, GemmWorkspace, Routes, gemm_all_to_all, reference, routed_gemm_all_to_all
 from dlrm_fused.symmetric import symmetric_group
-from tests.distributed.wrong_use import SECOND, TIMEOUT_SECONDS, Scene, WrongUse
+from tests.ops.wrong_use import SECOND, TIMEOUT_SECONDS, Scene, WrongUse
 
 NAME = "products"
 ROWS, DEPTH, COLUMNS = 4, 16, 12

@@ -14,7 +14,9 @@ from dlrm_fused.ops.moe.steps import HostSteps, KernelSteps
 from dlrm_fused.symmetric import Channel, symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import run_ranks
-from tests.ops.moe.expert_world import CASES, Case, all_to_one, expected, run_cases, run_steps, with_gaps
+from tests.ops.moe.cases import CASES, Case, all_to_one, expected, run_cases, run_steps, with_gaps
+
+pytestmark = pytest.mark.interpreted
 
 # 70 rows of an expert are more than a tile of 64.
 LONG = Case("two tiles of two experts, and none of the others", (40, 30), 4, 2, all_to_one)

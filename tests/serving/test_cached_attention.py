@@ -9,6 +9,8 @@ from dlrm_fused.serving.cached_attention import cached_attention, reference
 from tests.distributed.launch import run_ranks
 from tests.serving.test_online import Requests, scores, with_scorer
 
+pytestmark = pytest.mark.interpreted
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LAYERS, HEADS, MAX_KEYS = 2, 3, 300
 # The interpreter has no product of bf16.

@@ -1,4 +1,4 @@
-"""Wrong uses of the expert layer: of its workspace, and of the operator. Part of the table in wrong_uses.py."""
+"""Wrong uses of the expert layer: of its workspace, and of the operator."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 from dlrm_fused.errors import CommunicationError, UserError
 from dlrm_fused.ops.moe.op import ExpertWorkspace, expert_layer
 from dlrm_fused.symmetric import symmetric_group
-from tests.distributed.wrong_use import SECOND, TIMEOUT_SECONDS, Scene, WrongUse
-from tests.ops.moe.expert_world import SCALE, Case, draw, evenly, make_workspace, run_fused, run_reference
+from tests.ops.moe.cases import SCALE, Case, draw, evenly, make_workspace, run_fused, run_reference
+from tests.ops.wrong_use import SECOND, TIMEOUT_SECONDS, Scene, WrongUse
 
 CASE = Case("wrong uses", tokens=(5, 4), experts=4, top_k=2, choose=evenly, width=8, hidden=16)
 MAX_TOKENS = 6

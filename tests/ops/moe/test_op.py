@@ -9,8 +9,7 @@ from dlrm_fused.ops.moe.op import expert_memory
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import run_ranks
-from tests.ops.interpreter import run_interpreted
-from tests.ops.moe.expert_world import (
+from tests.ops.moe.cases import (
     CASES,
     SCALE,
     Case,
@@ -21,11 +20,6 @@ from tests.ops.moe.expert_world import (
     run_cases,
     run_steps,
 )
-
-
-@pytest.mark.slow
-def test_kernels_under_the_interpreter() -> None:
-    assert run_interpreted(["tests/ops/moe/check_routing.py"]) > 1
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

@@ -1,4 +1,4 @@
-"""What a wrong use is, and how it is tried: the terms in which wrong_uses.py and gemv_wrong_uses.py speak."""
+"""What a wrong use is, and how it is tried: the terms in which wrong_uses.py of each operator speaks."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -14,7 +15,9 @@ from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import run_ranks
-from tests.ops.embedding_all_to_all.embedding_world import Features, Traffic, World
+from tests.ops.embedding_all_to_all.world import Features, Traffic, World
+
+pytestmark = pytest.mark.interpreted
 
 BATCHES = {1: [3], 2: [3, 2]}
 

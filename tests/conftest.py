@@ -1,0 +1,40 @@
+"""What all tests share: whether they run with Triton's interpreter, and on which worker of xdist."""
+
+from __future__ import annotations
+
+import os
+
+# Workers and ranks share the cores. Before the first import of torch.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def reason_to_skip(marks: set[str], is_interpreted: bool) -> str | None:
+    """Why a test with these marks does not run with Triton's interpreter, or without it; Triton decides at its import."""
+    if is_interpreted and not marks & {"interpreted", "also_interpreted", "gpu"}:
+        return "runs without TRITON_INTERPRET=1"
+    if not is_interpreted and "interpreted" in marks:
+        return "runs kernels on the CPU: needs TRITON_INTERPRET=1"
+    return None
+
+
+# Before xdist reads the groups.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        reason = reason_to_skip(marks, IS_INTERPRETED)
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
+        if "xdist_group" not in marks and _shares_a_fixture(item):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.split("::")[0]))
+
+
+def _shares_a_fixture(item: pytest.Item) -> bool:
+    """Whether a fixture of the whole module takes part: it should be made once, so by one worker."""
+    info = getattr(item, "_fixtureinfo", None)
+    definitions = [found for several in info.name2fixturedefs.values() for found in several] if info else []
+    return any(definition.scope == "module" for definition in definitions)
