@@ -24,7 +24,7 @@ from tests.ops.embedding_all_to_all import wrong_uses as embeddings
 from tests.ops.gemm_all_to_all import wrong_uses as gemm
 from tests.ops.gemv_all_reduce import wrong_uses as gemv
 from tests.ops.moe import wrong_uses as experts
-from tests.ops.wrong_use import RANKS, TOLERANCE, Outcome, Scene, WrongUse, try_out
+from tests.ops.wrong_use import RANKS, TIMEOUT_SECONDS, TOLERANCE, Outcome, Scene, WrongUse, try_out
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs/reference/wrong_uses.md"
@@ -44,8 +44,8 @@ WITH_KERNELS: dict[str, tuple[Callable[[], Scene], list[WrongUse]]] = {
 }
 WRONG_USES = {**WITHOUT_KERNELS, **WITH_KERNELS}
 ALL = [(title, use) for title, (_, uses) in WRONG_USES.items() for use in uses]
-# Of the whole: a rank that waits for its time limit is told nothing, but waits.
-LIMIT_SECONDS = 5.0
+# A rank that waits for its time limit is told nothing, but waits.
+LIMIT_SECONDS = TIMEOUT_SECONDS / 2
 HEAD = "| what is done wrongly | by | error | error of the other ranks |\n|---|---|---|---|\n"
 
 
