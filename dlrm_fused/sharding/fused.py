@@ -18,7 +18,6 @@ import itertools
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Final, Literal, cast
@@ -62,6 +61,7 @@ from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables, RowwiseAdagr
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace, ExchangeLayout, LookupLayout
 from dlrm_fused.sharding.support import TableSettings, by_table, reason_against_wire
 from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
+from dlrm_fused.symmetric.collective_errors import gather_or_raise
 from dlrm_fused.symmetric.device import uses_kernels
 
 logger = logging.getLogger("dlrm_fused")
@@ -230,11 +230,7 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         group = self._env.process_group
         if group is None or dist.get_backend(group) == "fake":
             return
-        options: list[FusedOptions] = [self.options] * group.size()
-        on_gpu = self._device is not None and self._device.type == "cuda"
-        # Object collectives of NCCL use the current device.
-        with torch.cuda.device(self._device) if on_gpu else nullcontext():
-            dist.all_gather_object(options, self.options, group=group)
+        options = gather_or_raise(lambda: self.options, group, self._device)
         first = asdict(options[0])
         for rank, other in enumerate(options):
             for key, value in asdict(other).items():

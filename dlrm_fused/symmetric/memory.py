@@ -13,7 +13,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_fused.errors import CommunicationError, UsageError, UserError
+from dlrm_fused.errors import CommunicationError, UsageError
+from dlrm_fused.symmetric.collective_errors import gather_or_raise
 from dlrm_fused.symmetric.peer_monitor import PeerMonitor
 
 logger = logging.getLogger("dlrm_fused")
@@ -160,34 +161,8 @@ class SymmetricGroup(abc.ABC):
         self._memories.remove(memory)
 
     def gather(self, work: Callable[[], T]) -> list[T]:
-        """What ``work()`` returned on each rank, by rank. Collective.
-
-        Raises:
-            UserError: if ``work`` raised on some rank: all ranks raise the error of the lowest such rank, so none waits for
-                a rank that has given up.
-            CommunicationError: a rank has ended, or makes no such call within the time limit of the process group.
-        """
-        failure: BaseException | None = None
-        answer: tuple[T | None, type[UserError] | None, str] = (None, None, "")
-        try:
-            answer = (work(), None, "")
-        except UserError as error:
-            failure, answer = error, (None, type(error), str(error))
-        except Exception as error:
-            failure, answer = error, (None, CommunicationError, f"rank {self.rank}: {type(error).__name__}: {error}")
-        answers = [answer]
-        if self.world_size > 1:
-            answers = [answer] * self.world_size
-            # Object collectives of NCCL use the current device.
-            with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-                try:
-                    dist.all_gather_object(answers, answer, group=self.process_group)
-                except RuntimeError as error:
-                    raise CommunicationError(f"rank {self.rank}: a rank gave no answer, it may have ended: {error}") from error
-        for _, kind, message in answers:
-            if kind is not None:
-                raise kind(message) from failure
-        return [value for value, _, _ in answers]  # type: ignore[misc]  # only a failure has no value
+        """What ``work()`` returned on each rank; see :func:`~dlrm_fused.symmetric.collective_errors.gather_or_raise`."""
+        return gather_or_raise(work, self.process_group, self.device)
 
     def close(self) -> None:
         """Leave the group: tell the peers, so that they take it for no loss, and let go of the memory.

@@ -8,23 +8,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dlrm_fused.config import Split, load_config
+from dlrm_fused.config import Split
 from dlrm_fused.datasets import open_dataset
-from dlrm_fused.errors import CheckpointError, ConfigError, UserError
+from dlrm_fused.errors import ConfigError
 from dlrm_fused.training.build import build
 from dlrm_fused.training.checkpoint import restore_model
 from dlrm_fused.training.evaluation import PredictionCollector, evaluate
 from dlrm_fused.training.metrics import BinaryMetricValues
-from dlrm_fused.training.run_folder import RunFolder
-from dlrm_fused.training.runtime import (
-    ErrorStore,
-    Rank,
-    Watchdog,
-    apply_numerics,
-    choose_device,
-    process_group,
-    raise_together,
-)
+from dlrm_fused.training.runtime import ErrorStore, Rank, join_run
+from dlrm_fused.training.saved_run import SavedRun, write_on_rank_0
 from dlrm_fused.training.telemetry import write_json
 
 
@@ -35,7 +27,7 @@ def evaluate_run(
     overrides: Sequence[str],
     predictions: Path | None,
     rank: Rank,
-    board: ErrorStore,
+    error_store: ErrorStore,
 ) -> None:
     """Evaluate a checkpoint of a run, print a table and write ``eval.json`` into the run's folder. Collective.
 
@@ -47,35 +39,20 @@ def evaluate_run(
     Raises:
         CheckpointError: if the run or the checkpoint does not exist, or does not fit.
     """
-    if not (run / "config.yaml").is_file():
-        raise CheckpointError(f"--run {run}: no run there (config.yaml is missing)")
     if predictions and predictions.is_dir():
         raise ConfigError(f"--predictions {predictions}: allowed: a file, this is a folder")
-    config = load_config(run / "config.yaml", overrides)
-    folder = RunFolder(run)
-    step = folder.checkpoints.select(checkpoint)
-    device = choose_device(config.runtime.device, rank)
-    apply_numerics(config)
-    with Watchdog(rank, board, config.runtime.peer_timeout_seconds) as watchdog, process_group(rank, device):
-        watchdog.peers_have_joined()
-        dataset = open_dataset(config, device)
-        sharded = build(config, dataset.schema, device)
-        restore_model(folder.checkpoints.of(step), sharded)
+    saved = SavedRun.open(run, checkpoint, overrides)
+    with join_run(saved.config, rank, error_store) as device:
+        dataset = open_dataset(saved.config, device)
+        sharded = build(saved.config, dataset.schema, device)
+        restore_model(saved.checkpoint, sharded)
         sharded.model.eval()
         collector = PredictionCollector() if predictions else None
-        values = evaluate(sharded.model, dataset, split, config, device, observe=collector)
-        shares = _gather_predictions(collector, rank) if collector else None
-        error: UserError | None = None
-        try:
-            if predictions and shares is not None:
-                _write_predictions(predictions, shares)
-            if rank.index == 0:
-                _report(folder.path, step, split, values)
-        except OSError as failure:
-            error = CheckpointError(
-                f"{failure.filename or predictions or run} cannot be written: {failure.strerror or failure}"
-            )
-        raise_together(error)
+        values = evaluate(sharded.model, dataset, split, saved.config, device, observe=collector)
+        if predictions and collector:
+            shares = _gather_predictions(collector, rank)
+            write_on_rank_0(lambda: _write_predictions(predictions, shares), predictions, rank)
+        write_on_rank_0(lambda: _report(run, saved.step, split, values), run, rank)
 
 
 def _report(run: Path, step: int, split: Split, values: BinaryMetricValues) -> None:
@@ -94,12 +71,12 @@ def _report(run: Path, step: int, split: Split, values: BinaryMetricValues) -> N
         print(f"{name:<20} {value:.6f}" if isinstance(value, float) else f"{name:<20} {value}")
 
 
-def _gather_predictions(collector: PredictionCollector, rank: Rank) -> list[tuple[Any, Any]] | None:
-    """(predictions, labels) of all ranks on rank 0, in the order of the split; None on the others. Collective."""
+def _gather_predictions(collector: PredictionCollector, rank: Rank) -> list[tuple[Any, Any]]:
+    """(predictions, labels) of all ranks on rank 0, in the order of the split; none on the others. Collective."""
     gathered: list[Any] | None = [None] * rank.world_size if rank.index == 0 else None
     dist.gather_object([(p.numpy(), y.numpy()) for p, y in collector.batches()], gathered)
     # Batch k of the split consists of the shares of ranks 0, 1, ... in this order.
-    return None if gathered is None else [share for batch in zip(*gathered, strict=True) for share in batch]
+    return [share for batch in zip(*gathered or (), strict=True) for share in batch]
 
 
 def _write_predictions(path: Path, shares: Sequence[tuple[Any, Any]]) -> None:

@@ -16,27 +16,19 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_fused.config import Comm, Config, ModelKind, Precision, Split, load_config
+from dlrm_fused.config import Comm, Config, ModelKind, Precision, Split
 from dlrm_fused.datasets import Dataset, open_dataset
 from dlrm_fused.datasets.batch import Batch, Samples
 from dlrm_fused.datasets.schema import DatasetSchema
-from dlrm_fused.errors import CheckpointError, ConfigError, UserError
+from dlrm_fused.errors import ConfigError
 from dlrm_fused.models.dlrm import build_transformer
 from dlrm_fused.models.row_parallel import fused_product
 from dlrm_fused.serving.online import MAX_CANDIDATES, Candidates, OnlineScorer, ShardedTables
 from dlrm_fused.sharding.groups import ModelParallelGroups, tensor_parallel_groups
 from dlrm_fused.training.build import build
 from dlrm_fused.training.checkpoint import LocalShards, State, of_dense, restore_model, restore_tensors
-from dlrm_fused.training.run_folder import RunFolder
-from dlrm_fused.training.runtime import (
-    ErrorStore,
-    Rank,
-    Watchdog,
-    apply_numerics,
-    choose_device,
-    process_group,
-    raise_together,
-)
+from dlrm_fused.training.runtime import ErrorStore, Rank, join_run
+from dlrm_fused.training.saved_run import SavedRun, write_on_rank_0
 from dlrm_fused.training.telemetry import write_json
 
 NUMBERS_OF_CANDIDATES = (1, 2, 4, 8, 16, 32, 64)
@@ -132,7 +124,7 @@ def score_run_online(
     overrides: Sequence[str],
     requests: int,
     rank: Rank,
-    board: ErrorStore,
+    error_store: ErrorStore,
 ) -> None:
     """Score requests of a split with a checkpoint of a run, print latencies, and write ``online.json``. Collective.
 
@@ -148,34 +140,27 @@ def score_run_online(
         ConfigError: if the model is no Transformer, or the split has too few samples.
         RuntimeError: if scores differ from those of the full model.
     """
-    if not (run / "config.yaml").is_file():
-        raise CheckpointError(f"--run {run}: no run there (config.yaml is missing)")
-    config = load_config(run / "config.yaml", overrides)
+    saved = SavedRun.open(run, checkpoint, overrides)
+    config = saved.config
     if config.model.kind is not ModelKind.transformer:
         raise ConfigError(f"--online: the run has model.kind={config.model.kind.name}; it is for model.kind=transformer")
-    folder = RunFolder(run)
-    step = folder.checkpoints.select(checkpoint)
-    device = choose_device(config.runtime.device, rank)
-    apply_numerics(config)
-    with Watchdog(rank, board, config.runtime.peer_timeout_seconds) as watchdog, process_group(rank, device):
-        watchdog.peers_have_joined()
+    with join_run(config, rank, error_store) as device:
         dataset = open_dataset(config, device)
         samples = _read(dataset, split, requests)
         model = OnlineModel.build(config, dataset.schema, device, samples.longest_bag())
-        model.restore(folder.checkpoints.of(step))
-        expected = _full_model(config, dataset.schema, device, folder.checkpoints.of(step), samples)
+        model.restore(saved.checkpoint)
+        expected = _full_model(config, dataset.schema, device, saved.checkpoint, samples)
         difference = _difference(model.scorer, samples, expected)
         if not difference <= _MAX_DIFFERENCE.get(config.training.precision, _MAX_DIFFERENCE_OTHERWISE):
             raise RuntimeError(f"scores differ from those of the full model by up to {difference:.2g}")
-        report = {"requests": requests, "difference_from_full_model": difference, **_replay(model.scorer, samples, requests)}
-        error: UserError | None = None
-        try:
-            if rank.index == 0:
-                write_json(folder.path / "online.json", {**report, "split": split.name, "step": step})
-                _print(report)
-        except OSError as failure:
-            error = CheckpointError(f"{failure.filename or run} cannot be written: {failure.strerror or failure}")
-        raise_together(error)
+        latencies = _replay(model.scorer, samples, requests)
+        report = {"requests": requests, "difference_from_full_model": difference, **latencies}
+
+        def write() -> None:
+            write_json(run / "online.json", {**report, "split": split.name, "step": saved.step})
+            _print(report)
+
+        write_on_rank_0(write, run, rank)
 
 
 class RequestSamples:

@@ -77,12 +77,12 @@ class RunFolder:
         Raises:
             ConfigError: if the run in the folder has other settings, or the folder cannot be written.
         """
-        if not config.checkpoint.resume:
-            self._put_aside()
-        step = self.checkpoints.last() or 0
-        if step:
-            self._check_same_settings(config, step)
         try:
+            if not config.checkpoint.resume:
+                self._put_aside()
+            step = self.checkpoints.last() or 0
+            if step:
+                self._check_same_settings(config, step)
             self.path.mkdir(parents=True, exist_ok=True)
             self.checkpoints.path.mkdir(exist_ok=True)
             (self.path / "summary.json").unlink(missing_ok=True)

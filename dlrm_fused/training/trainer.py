@@ -16,10 +16,11 @@ from dlrm_fused.config import Config, Split, flatten
 from dlrm_fused.datasets import Dataset, open_dataset
 from dlrm_fused.datasets.loader import TrainLoader
 from dlrm_fused.datasets.synthetic import SyntheticDataset
-from dlrm_fused.errors import CheckpointError, ConfigError, TrainingError, UserError
+from dlrm_fused.errors import CheckpointError, ConfigError, TrainingError
 from dlrm_fused.models import Output, RankingTask
 from dlrm_fused.sharding.parallel import ShardedModel
 from dlrm_fused.sharding.planning import describe_plan
+from dlrm_fused.symmetric.collective_errors import gather_or_raise
 from dlrm_fused.training.build import build
 from dlrm_fused.training.checkpoint import CheckpointWriter, Progress, restore
 from dlrm_fused.training.evaluation import evaluate
@@ -27,15 +28,7 @@ from dlrm_fused.training.expert_load import load_values, read_expert_loads
 from dlrm_fused.training.metrics import BinaryMetricValues, LossTracker
 from dlrm_fused.training.pipeline import TrainingPipeline
 from dlrm_fused.training.run_folder import RunFolder, reaches_target
-from dlrm_fused.training.runtime import (
-    ErrorStore,
-    Rank,
-    Watchdog,
-    apply_numerics,
-    choose_device,
-    process_group,
-    raise_together,
-)
+from dlrm_fused.training.runtime import ErrorStore, Rank, join_run
 from dlrm_fused.training.schedule import LearningRates
 from dlrm_fused.training.step_timer import StepTimer
 from dlrm_fused.training.telemetry import Profiler, RunWriter, gpu_memory_gib
@@ -45,18 +38,15 @@ logger = logging.getLogger("dlrm_fused")
 _TIMED_STEPS_APART = 8
 
 
-def train(config: Config, rank: Rank, board: ErrorStore) -> None:
+def train(config: Config, rank: Rank, error_store: ErrorStore) -> None:
     """Train as the config says, on this rank of the run; continues a run of the same name.
 
     Raises:
         UserError: what is wrong, and what to do.
     """
     folder = RunFolder(config.run_dir)
-    device = choose_device(config.runtime.device, rank)
-    apply_numerics(config)
-    with Watchdog(rank, board, config.runtime.peer_timeout_seconds) as watchdog, process_group(rank, device):
-        watchdog.peers_have_joined()
-        if _agree(folder.is_finished(config) if config.checkpoint.resume else False):
+    with join_run(config, rank, error_store) as device:
+        if gather_or_raise(lambda: config.checkpoint.resume and folder.is_finished(config))[0]:
             logger.info("%s is finished: %s", folder.path, folder.summary())
             return
         if config.training.global_batch_size < rank.world_size:
@@ -70,32 +60,19 @@ def train(config: Config, rank: Rank, board: ErrorStore) -> None:
         Trainer(config, rank, device, folder, dataset, sharded, step).run()
 
 
-def _agree(decision: bool) -> bool:
-    """Rank 0's decision, on all ranks. Collective."""
-    decisions = [decision]
-    dist.broadcast_object_list(decisions, src=0)
-    return decisions[0]
-
-
 def _prepare_folder(folder: RunFolder, config: Config, rank: Rank) -> int:
     """Prepare the folder on rank 0; all ranks agree on the step to continue from. Collective."""
-    error: UserError | None = None
-    steps = [0]
-    if rank.index == 0:
-        try:
-            steps = [folder.prepare(config)]
-        except UserError as caught:
-            error = caught
-    raise_together(error)
-    dist.broadcast_object_list(steps, src=0)
-    step = steps[0]
+    step = gather_or_raise(lambda: folder.prepare(config) if rank.index == 0 else 0)[0]
+    gather_or_raise(lambda: _check_visible(folder, step, config, rank))
+    return step
+
+
+def _check_visible(folder: RunFolder, step: int, config: Config, rank: Rank) -> None:
     if step and not folder.checkpoints.of(step).is_dir():
-        error = CheckpointError(
+        raise CheckpointError(
             f"output_dir={config.output_dir}: host {rank.host} does not see {folder.checkpoints.of(step)}; "
             "it must be on a file system that all hosts share"
         )
-    raise_together(error)
-    return step
 
 
 class Trainer:

@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 from dlrm_fused.errors import ConfigError, DataError
+from dlrm_fused.symmetric.collective_errors import gather_or_raise
 from dlrm_fused.training.runtime import (
     ErrorStore,
     Rank,
     Watchdog,
     logger,
     process_group,
-    raise_together,
     run_with_error_reporting,
 )
 from tests.distributed.launch import Ended, run_program, run_ranks
@@ -35,8 +36,8 @@ def run(folder: Path, work: Work, ranks: int = 2) -> Ended:
 
 
 def together(work: Work) -> None:
-    def in_group(rank: Rank, board: ErrorStore) -> None:
-        with Watchdog(rank, board, PEER_TIMEOUT_SECONDS) as watchdog, process_group(rank, CPU):
+    def in_group(rank: Rank, error_store: ErrorStore) -> None:
+        with Watchdog(rank, error_store, PEER_TIMEOUT_SECONDS) as watchdog, process_group(rank, CPU):
             watchdog.peers_have_joined()
             work(rank)
 
@@ -167,19 +168,24 @@ def test_a_rank_that_is_done_is_not_missed(tmp_path):
     assert ended.output == ""
 
 
-def raise_together_with_rank_1() -> str:
+def fail_above_rank_0(rank: Rank) -> None:
+    if rank.index:
+        raise DataError(f"file.txt: rank {rank.index} finds it empty")
+
+
+def raise_the_error_of_rank_1() -> str:
     rank = Rank.from_environment()
     with process_group(rank, CPU):
-        raise_together(None)
+        assert gather_or_raise(lambda: rank.index) == [0, 1, 2]
         try:
-            raise_together(DataError(f"file.txt: rank {rank.index} finds it empty") if rank.index else None)
+            gather_or_raise(partial(fail_above_rank_0, rank))
         except DataError as error:
             return str(error)
     raise AssertionError
 
 
 def test_all_ranks_raise_the_error_of_the_first_rank_that_has_one():
-    assert run_ranks(3, raise_together_with_rank_1) == ["file.txt: rank 1 finds it empty"] * 3
+    assert run_ranks(3, raise_the_error_of_rank_1) == ["file.txt: rank 1 finds it empty"] * 3
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

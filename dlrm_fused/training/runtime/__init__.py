@@ -6,10 +6,10 @@ signs of life, and watches those of the next rank, so that a host that has vanis
 in a collective that will never complete; hence the watchdog ends the process itself.
 """
 
-from dlrm_fused.training.runtime.agreement import raise_together
 from dlrm_fused.training.runtime.environment import apply_numerics, choose_device, configure_logging, logger
 from dlrm_fused.training.runtime.error_reporting import ArgumentParser, run_with_error_reporting
 from dlrm_fused.training.runtime.error_store import ErrorStore
+from dlrm_fused.training.runtime.join import join_run
 from dlrm_fused.training.runtime.rank import Rank
 from dlrm_fused.training.runtime.rendezvous import process_group
 from dlrm_fused.training.runtime.watchdog import Watchdog
@@ -22,8 +22,8 @@ __all__ = [
     "apply_numerics",
     "choose_device",
     "configure_logging",
+    "join_run",
     "logger",
     "process_group",
-    "raise_together",
     "run_with_error_reporting",
 ]

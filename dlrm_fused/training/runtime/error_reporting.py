@@ -49,13 +49,13 @@ def run_with_error_reporting(work: Callable[[Rank, ErrorStore], None]) -> None:
     rank = Rank.from_environment()
     configure_logging(rank)
     threading.excepthook = _thread_failed
-    board = ErrorStore(rank)
+    error_store = ErrorStore(rank)
     try:
-        work(rank, board)
+        work(rank, error_store)
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             raise
-        _report(_as_user_error(error), rank, board)
+        _report(_as_user_error(error), rank, error_store)
         # Not sys.exit: threads of collectives that will never complete would keep the process.
         flush()
         os._exit(1)
@@ -73,8 +73,8 @@ def _thread_failed(failure: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(failure)
 
 
-def _report(error: BaseException, rank: Rank, board: ErrorStore) -> None:
-    is_first = board.announce(f"{rank} failed: {_one_line(error) or type(error).__name__}")
+def _report(error: BaseException, rank: Rank, error_store: ErrorStore) -> None:
+    is_first = error_store.announce(f"{rank} failed: {_one_line(error) or type(error).__name__}")
     if isinstance(error, KeyboardInterrupt):
         return
     if not is_first and isinstance(error, UserError):

@@ -34,10 +34,10 @@ class Watchdog:
     """
 
     def __init__(
-        self, rank: Rank, board: ErrorStore, peer_timeout_seconds: float, end: Callable[[str | None], None] | None = None
+        self, rank: Rank, error_store: ErrorStore, peer_timeout_seconds: float, end: Callable[[str | None], None] | None = None
     ) -> None:
         self._rank = rank
-        self._board = board
+        self._error_store = error_store
         self._timeout = peer_timeout_seconds
         self._end = end or _end_process
         self._stop = threading.Event()
@@ -58,7 +58,7 @@ class Watchdog:
         self._start()  # now, where the store began with the process group
 
     def _start(self) -> None:
-        if self._rank.world_size > 1 and self._board.store() is not None and not self._threads[0].is_alive():
+        if self._rank.world_size > 1 and self._error_store.store() is not None and not self._threads[0].is_alive():
             for thread in self._threads:
                 thread.start()
 
@@ -71,7 +71,7 @@ class Watchdog:
                 thread.join(timeout=STORE_TIMEOUT.total_seconds())
 
     def _exchange_signs(self) -> None:
-        store = self._board.store()
+        store = self._error_store.store()
         assert store is not None
         own, watched = f"alive/{self._rank.index}", f"alive/{(self._rank.index + 1) % self._rank.world_size}"
         sign, silence = "", 0.0
@@ -83,7 +83,7 @@ class Watchdog:
                 return
             try:
                 store.set(own, f"{beat} {self._rank.host}")
-                failure = self._board.failure_of_another()
+                failure = self._error_store.failure_of_another()
                 new_sign = store.get(watched).decode() if store.check([watched]) else ""
             except (RuntimeError, OSError):
                 continue  # the other thread counts how long this goes on
@@ -98,7 +98,7 @@ class Watchdog:
             silence += _HEARTBEAT_SECONDS
             if silence > self._timeout:
                 message = self._silence_of(watched, sign)
-                self._board.announce(message)
+                self._error_store.announce(message)
                 return self._end(message)
 
     def _silence_of(self, watched: str, last_sign: str) -> str:
