@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dlrm_fused.serving.online import Candidates as Candidates
     from dlrm_fused.serving.online import OnlineScorer as OnlineScorer
     from dlrm_fused.sharding.estimates import fused_enumerator as fused_enumerator
-    from dlrm_fused.sharding.fused import FusedEmbeddingBagCollectionSharder as FusedEmbeddingBagCollectionSharder
+    from dlrm_fused.sharding.sharder import FusedEmbeddingBagCollectionSharder as FusedEmbeddingBagCollectionSharder
     from dlrm_fused.symmetric.memory import symmetric_group as symmetric_group
     from dlrm_fused.training.online_evaluation import OnlineModel as OnlineModel
 
@@ -43,7 +43,7 @@ _DEFINED_IN = {
     "train": "dlrm_fused.application",
     "evaluate": "dlrm_fused.application",
     # Its communication in a TorchRec trainer of one's own.
-    "FusedEmbeddingBagCollectionSharder": "dlrm_fused.sharding.fused",
+    "FusedEmbeddingBagCollectionSharder": "dlrm_fused.sharding.sharder",
     "fused_enumerator": "dlrm_fused.sharding.estimates",
     # Operators.
     "symmetric_group": "dlrm_fused.symmetric.memory",

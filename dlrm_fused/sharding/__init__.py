@@ -1,5 +1,5 @@
 """Embedding tables spread over ranks."""
 
-from dlrm_fused.sharding.fused import FusedEmbeddingBagCollectionSharder
+from dlrm_fused.sharding.sharder import FusedEmbeddingBagCollectionSharder
 
 __all__ = ["FusedEmbeddingBagCollectionSharder"]

@@ -34,20 +34,16 @@ from dlrm_fused.config import (
 )
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError
-from dlrm_fused.sharding.fused import (
-    AUTO,
-    FUSED,
-    FusedEmbeddingBagCollectionSharder,
-    FusedShardedEmbeddingBagCollection,
-    Mode,
-)
 from dlrm_fused.sharding.groups import (
     ModelParallelGroups,
     average_gradients,
     data_parallel_wrapper,
     sharded_parameters,
 )
+from dlrm_fused.sharding.options import AUTO, FUSED, Mode
 from dlrm_fused.sharding.planning import make_plan
+from dlrm_fused.sharding.sharded_module import FusedShardedEmbeddingBagCollection
+from dlrm_fused.sharding.sharder import FusedEmbeddingBagCollectionSharder
 
 _FUSED_KINDS = {
     EmbeddingOptimizerKind.rowwise_adagrad: EmbOptimType.EXACT_ROWWISE_ADAGRAD,

@@ -12,16 +12,17 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
+from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.optim.keyed import CombinedOptimizer
 
+from dlrm_fused.compat.torchrec import SparseDistPipeline
 from dlrm_fused.datasets.batch import Batch
 from dlrm_fused.models import Output, RankingTask
 from dlrm_fused.training.step_timer import StepTimer
 
 
-class TrainingPipeline(TrainPipelineSparseDist[Batch, Output]):
+class TrainingPipeline(SparseDistPipeline[Batch, Output]):
     """``progress(batches)`` makes one step and returns its :class:`Output`.
 
     Args:
@@ -54,9 +55,9 @@ class TrainingPipeline(TrainPipelineSparseDist[Batch, Output]):
         model.train()
         self.attach(model)
 
-    def _next_batch(self, dataloader_iter: Iterator[Batch]) -> Batch | None:
+    def next_batch(self, batches: Iterator[Batch]) -> Batch | None:
         with self._timer.part("data_wait"):
-            return super()._next_batch(dataloader_iter)
+            return super().next_batch(batches)
 
     def start_sparse_data_dist(self, batch: Batch | None, context: Any) -> None:
         with self._on_data_dist_stream():
@@ -72,23 +73,23 @@ class TrainingPipeline(TrainPipelineSparseDist[Batch, Output]):
         if not self._timer.is_measuring:
             yield
             return
-        with self._stream_context(self._data_dist_stream):
+        with self.data_dist_stream():
             self._timer.start("input_dist")
         yield
-        with self._stream_context(self._data_dist_stream):
+        with self.data_dist_stream():
             self._timer.stop("input_dist")
 
     def _forward(self, batch: Batch | None) -> tuple[Tensor, Output]:
         self._in_forward = True
         self._timer.start("dense_forward")
-        result: tuple[Tensor, Output] = self._model(batch)
+        result: tuple[Tensor, Output] = self.sharded_model(batch)
         self._timer.stop("dense_forward")
         self._in_forward = False
         return result
 
-    def _backward(self, losses: Tensor) -> None:
+    def run_backward(self, losses: Tensor) -> None:
         with self._timer.part("backward"):
-            super()._backward(losses)
+            super().run_backward(losses)
 
     # TorchRec also calls the embedding stage when it traces the model, and an evaluation does: neither is timed.
     def _embedding_begins(self, *_: object) -> None:

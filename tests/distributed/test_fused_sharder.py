@@ -36,7 +36,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.sharding import FusedEmbeddingBagCollectionSharder
-from dlrm_fused.sharding.fused import FusedLookups
+from dlrm_fused.sharding.fused_lookups import FusedLookups
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import RankFailed, run_ranks
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from dlrm_fused.compat.torch import storage_info
 from dlrm_fused.errors import CheckpointError
 
 
@@ -38,7 +38,7 @@ class RawWriter(FileSystemWriter):
                 content = _bytes(planner.resolve_data(item))
                 begin = file.tell()
                 _write_all(file, content.numpy().data)
-                results.append(WriteResult(item.index, content.numel(), _StorageInfo(name, begin, content.numel())))
+                results.append(WriteResult(item.index, content.numel(), storage_info(name, begin, content.numel())))
             os.fsync(file.fileno())
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -99,7 +99,7 @@ class RawReader(FileSystemReader):
         return future
 
     def _stored_piece(self, item: ReadItem) -> Tensor:
-        info: _StorageInfo = self.storage_data[item.storage_index]
+        info = self.storage_data[item.storage_index]
         path = Path(self.path) / Path(info.relative_path).name
         dtype, shape = self._stored_type(item.storage_index)
         expected = torch.Size(shape).numel() * dtype.itemsize

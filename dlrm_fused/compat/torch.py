@@ -1,0 +1,54 @@
+"""Private names of PyTorch, 2.11 and 2.13."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def storage_info(file: str, offset: int, length: int) -> Any:
+    """Where in a checkpoint's files a tensor lies, as torch.distributed.checkpoint (DCP) keeps it in its metadata.
+
+    The class has no public name; metadata of another class could not be read by DCP's own reader.
+
+    Args:
+        offset, length: in bytes.
+    """
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # takes long to import, and operators do without
+
+    return _StorageInfo(file, offset, length)
+
+
+def is_alive(process_group: dist.ProcessGroup) -> bool:
+    """Whether a process group has not been destroyed; there is no public way to ask."""
+    return process_group in dist.distributed_c10d._world.pg_map
+
+
+def symmetric_memory_backend(device: torch.device) -> str | None:
+    """The backend of torch's symmetric memory on a device; None if it has none, as on CPUs.
+
+    The module has an underscore; what it offers is documented and has no other name.
+    """
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory.get_backend(device)
+
+
+def empty_symmetric(size: int, device: torch.device) -> Tensor:
+    """uint8 [size] that :func:`rendezvous` can map, an allocation of its own.
+
+    The public ``empty`` may return a part of a larger allocation, from a pool; a handle's addresses are then those of that.
+    """
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    return _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
+
+
+def rendezvous(block: Tensor, process_group: dist.ProcessGroup) -> Any:
+    """Map the blocks of all ranks; the handle gives their addresses. Collective."""
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory.rendezvous(block, process_group)

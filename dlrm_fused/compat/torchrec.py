@@ -1,0 +1,155 @@
+"""Private names of TorchRec, 1.6 and 1.8: what its sharded modules, their lookups and its pipeline keep to themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed import TrainPipelineSparseDist
+from torchrec.distributed.embedding_lookup import CommOpGradientScaling
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.embeddingbag import (
+    EmbeddingBagCollectionAwaitable,
+    EmbeddingBagCollectionContext,
+    EmbeddingBagCollectionSharder,
+    ShardedEmbeddingBagCollection,
+    _apply_mean_pooling,
+)
+from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardingEnv
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+# A sharder.
+
+
+def sharded_module_order(sharder: EmbeddingBagCollectionSharder) -> list[str] | None:
+    """The sharder's argument ``sharded_module_order_overwrite``, which a sharder that replaces ``shard`` passes on."""
+    return sharder._sharded_module_order_overwrite
+
+
+# A sharded module. Its sharding types have numbers: table_wise may be 0, row_wise 1.
+
+
+def environment(module: ShardedEmbeddingBagCollection) -> ShardingEnv:
+    """The ranks that a module is sharded over."""
+    return module._env
+
+
+def process_group(module: ShardedEmbeddingBagCollection) -> dist.ProcessGroup | None:
+    """The process group of those ranks."""
+    return module._env.process_group
+
+
+def device(module: ShardedEmbeddingBagCollection) -> torch.device:
+    """Where a module's tables are."""
+    return module._device or torch.device("cpu")
+
+
+def path(module: ShardedEmbeddingBagCollection) -> str:
+    """The name of a module within its model."""
+    return module._module_fqn or "embeddings"
+
+
+def sharding_types(module: ShardedEmbeddingBagCollection) -> list[str]:
+    """A module's sharding types, by number."""
+    return module._sharding_types
+
+
+def shardings(module: ShardedEmbeddingBagCollection) -> list[Any]:
+    """TorchRec's EmbeddingSharding of each sharding type."""
+    return module._embedding_shardings
+
+
+def lookups(module: ShardedEmbeddingBagCollection) -> list[Any]:
+    """The lookup of each sharding type: a group of embedding modules, each of them an operator of FBGEMM."""
+    return cast(list[Any], module._lookups)
+
+
+def grouped_configs_per_rank(sharding: Any) -> list[list[Any]]:
+    """By rank, the tables of each of its embedding modules."""
+    return sharding._grouped_embedding_configs_per_rank
+
+
+def look_up_and_deliver(
+    module: ShardedEmbeddingBagCollection, number: int, context: EmbeddingBagCollectionContext, features: KJTList
+) -> Awaitable[Tensor]:
+    """TorchRec's own lookup and output dist of one sharding type."""
+    embeddings = lookups(module)[number](features[number])
+    return cast(Awaitable[Tensor], module._output_dists[number](embeddings, context.sharding_contexts[number]))
+
+
+def output_of(
+    module: ShardedEmbeddingBagCollection, parts: Mapping[int, Awaitable[Tensor]], context: EmbeddingBagCollectionContext
+) -> LazyAwaitable[KeyedTensor]:
+    """The output of a module, from the columns of its sharding types.
+
+    Args:
+        parts: by number of a sharding type; one that is missing has its columns in the part before.
+    """
+    order = sorted(parts)
+    awaitable = EmbeddingBagCollectionAwaitable(
+        awaitables=[parts[i] for i in order],
+        embedding_dims=module._embedding_dims,
+        embedding_names=module._embedding_names,
+        module_fqn=module._module_fqn,
+        sharding_types=[module._sharding_types[i] for i in order],
+    )
+    if module._has_mean_pooling_callback:
+        awaitable.callbacks.append(partial(_apply_mean_pooling, divisor=context.divisor))
+    return awaitable
+
+
+# The lookup of one sharding type.
+
+
+def embedding_modules(lookup: Any) -> list[Any]:
+    """The embedding modules of a lookup; none on a rank without tables of its sharding type."""
+    return list(lookup._emb_modules)
+
+
+def split_features(lookup: Any, features: KeyedJaggedTensor) -> list[KeyedJaggedTensor]:
+    """The features of each embedding module."""
+    return features.split(lookup._feature_splits)
+
+
+def pooled_by_module(lookup: Any, features: KeyedJaggedTensor) -> list[Tensor]:
+    """What each embedding module looks up, before TorchRec concatenates the results."""
+    return list(lookup._forward(split_features(lookup, features))) if embedding_modules(lookup) else []
+
+
+def undivided_gradient(lookup: Any, weights: Tensor) -> Tensor:
+    """Weights of samples whose gradient is not divided by the number of ranks, as TorchRec's lookup has it."""
+    return cast(Tensor, CommOpGradientScaling.apply(weights, lookup._scale_gradient_factor))
+
+
+class SparseDistPipeline(TrainPipelineSparseDist[In, Out], Generic[In, Out]):
+    """TrainPipelineSparseDist, with public names for the parts of a step that a subclass may time."""
+
+    @property
+    def sharded_model(self) -> nn.Module:
+        return self._model
+
+    def data_dist_stream(self) -> AbstractContextManager[Any]:
+        """The stream on which sparse features are exchanged is the current one, on GPUs."""
+        return self._stream_context(self._data_dist_stream)
+
+    def next_batch(self, batches: Iterator[In]) -> In | None:
+        """Take the next batch from the reader; None at the end."""
+        return super()._next_batch(batches)
+
+    def run_backward(self, losses: Tensor) -> None:
+        """The backward pass of a step."""
+        super()._backward(losses)
+
+    def _next_batch(self, dataloader_iter: Iterator[In]) -> In | None:
+        return self.next_batch(dataloader_iter)
+
+    def _backward(self, losses: Tensor) -> None:
+        self.run_backward(losses)

@@ -1,0 +1,197 @@
+"""Lookup and delivery of a module's pooled embeddings in one operator, from TorchRec's lookups and FBGEMM's tables.
+
+The operator writes the output [local batch, columns] in the order of the module's keys, so that nothing is permuted or
+concatenated afterwards. On GPUs its kernels read and update FBGEMM's tables in place; on the CPU FBGEMM looks up and updates.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from torch import Tensor
+from torchrec.distributed.comm_ops import get_gradient_division
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.embeddingbag import (
+    EmbeddingBagCollectionContext,
+    ShardedEmbeddingBagCollection,
+)
+from torchrec.distributed.types import (
+    ShardingType,
+)
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_fused.compat.fbgemm import kernel_inputs, storage
+from dlrm_fused.compat.torchrec import (
+    embedding_modules,
+    grouped_configs_per_rank,
+    lookups,
+    path,
+    pooled_by_module,
+    sharding_types,
+    split_features,
+    undivided_gradient,
+)
+from dlrm_fused.compat.torchrec import shardings as embedding_shardings
+from dlrm_fused.errors import UsageError
+from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all
+from dlrm_fused.ops.embedding_all_to_all.pooled import pooled_all_to_all
+from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables, RowwiseAdagrad, Sgd
+from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace, ExchangeLayout, LookupLayout
+from dlrm_fused.sharding.options import FusedOptions
+from dlrm_fused.symmetric import SymmetricGroup
+from dlrm_fused.symmetric.device import uses_kernels
+
+# Names of exchanges must be unique within a group and equal on its ranks, which make the same modules in the same order.
+_exchange_numbers: weakref.WeakKeyDictionary[SymmetricGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
+
+
+class FusedLookups:
+    """Lookup and delivery of some sharding types of a module, in one exchange. Making one is collective.
+
+    Args:
+        shardings: numbers of the sharding types in the module, ascending.
+    """
+
+    def __init__(
+        self,
+        module: ShardedEmbeddingBagCollection,
+        options: FusedOptions,
+        group: SymmetricGroup,
+        shardings: Sequence[int],
+    ) -> None:
+        self.shardings = tuple(shardings)
+        self._lookups = [lookups(module)[i] for i in shardings]
+        self._widths = [sum(embedding_shardings(module)[i].embedding_dims()) for i in shardings]
+        self._uses_kernels = uses_kernels(group.device)
+        number = next(_exchange_numbers.setdefault(group, itertools.count()))
+        self._workspace = EmbeddingWorkspace(
+            group,
+            _layout(module, shardings, group.world_size),
+            name=f"{path(module)} ({number})",
+            forward_wire=options.forward_wire,
+            backward_wire=options.backward_wire,
+            timeout_seconds=options.timeout_seconds,
+            check_indices=options.check_indices,
+        )
+        if self._uses_kernels:
+            modules = [module for lookup in self._lookups for module in embedding_modules(lookup)]
+            self._workspace.attach_tables([_local_tables(module.emb_module) for module in modules])
+        self._check_indices = options.check_indices
+
+    def __call__(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> dict[int, Tensor]:
+        """Pooled embeddings of the local batch, by the number of the first of neighbouring sharding types. Collective."""
+        # TorchRec divides by what is set when the collective runs.
+        self._workspace.gradient_scale = 1 / self._workspace.world_size if get_gradient_division() else 1.0
+        features = [input[i] for i in self.shardings]
+        batch_sizes = self._batch_sizes(ctx, features[0].stride())
+        output = self._in_kernels(features, batch_sizes) if self._uses_kernels else self._on_host(features, batch_sizes)
+        return self._split(output)
+
+    def _batch_sizes(self, ctx: EmbeddingBagCollectionContext, global_batch: int) -> list[int]:
+        sizes = list(cast(Any, ctx.sharding_contexts[self.shardings[0]]).batch_size_per_rank)
+        if not sizes:
+            # After TrainPipelineSparseDist.attach they are missing; TorchRec then takes them for equal, too.
+            world_size = self._workspace.world_size
+            if global_batch % world_size:
+                raise UsageError(
+                    f"a batch of {global_batch} samples from {world_size} ranks without their sizes, which "
+                    "TrainPipelineSparseDist.attach loses; give all ranks batches of one size, or do not attach in between"
+                )
+            sizes = [global_batch // world_size] * world_size
+        return sizes
+
+    def _on_host(self, features: Sequence[KeyedJaggedTensor], batch_sizes: Sequence[int]) -> Tensor:
+        pooled = [
+            result
+            for lookup, of_sharding in zip(self._lookups, features, strict=True)
+            for result in pooled_by_module(lookup, of_sharding)
+        ]
+        return pooled_all_to_all(self._workspace, pooled, batch_sizes)
+
+    def _in_kernels(self, features: Sequence[KeyedJaggedTensor], batch_sizes: Sequence[int]) -> Tensor:
+        inputs = [
+            _kernel_inputs(lookup, module, of_lookup, self._check_indices)
+            for lookup, of_sharding in zip(self._lookups, features, strict=True)
+            if embedding_modules(lookup)
+            for module, of_lookup in zip(embedding_modules(lookup), split_features(lookup, of_sharding), strict=True)
+        ]
+        indices, offsets, weights = zip(*inputs, strict=True) if inputs else ((), (), ())
+        is_weighted = any(weight.numel() for weight in weights)
+        return embedding_all_to_all(self._workspace, indices, offsets, weights if is_weighted else (), batch_sizes)
+
+    def _split(self, output: Tensor) -> dict[int, Tensor]:
+        runs: dict[int, int] = {}
+        begin = previous = -2
+        for sharding, width in zip(self.shardings, self._widths, strict=True):
+            if sharding != previous + 1:
+                begin = sharding
+            runs[begin] = runs.get(begin, 0) + width
+            previous = sharding
+        return {begin: output} if len(runs) == 1 else dict(zip(runs, output.split(list(runs.values()), dim=1), strict=True))
+
+
+def _layout(module: ShardedEmbeddingBagCollection, shardings: Sequence[int], world_size: int) -> ExchangeLayout:
+    """Where the lookups of all ranks put their features: in the order of the module's keys, shards of columns side by side."""
+    by_rank: list[list[LookupLayout]] = [[] for _ in range(world_size)]
+    begin = 0
+    for i in shardings:
+        sharding = embedding_shardings(module)[i]
+        names, dims = sharding.embedding_names(), sharding.embedding_dims()
+        columns = dict(zip(names, itertools.accumulate(dims[:-1], initial=begin), strict=True))
+        for rank, groups in enumerate(grouped_configs_per_rank(sharding)):
+            for group in groups:
+                features = [
+                    (columns[name] + table.local_metadata.shard_offsets[1], table.local_cols)
+                    for table in group.embedding_tables
+                    for name in table.embedding_names
+                ]
+                by_rank[rank].append(
+                    LookupLayout(
+                        columns=tuple(column for column, _ in features),
+                        dims=tuple(dim for _, dim in features),
+                        row_wise=sharding_types(module)[i] == ShardingType.ROW_WISE.value,
+                    )
+                )
+        begin += sum(dims)
+    return ExchangeLayout(tuple(tuple(lookups) for lookups in by_rank), begin)
+
+
+def _local_tables(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> LocalTables:
+    """FBGEMM's tables, in place."""
+    stored, rate = storage(tbe), tbe.learning_rate_tensor
+    uses_adagrad = tbe.optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD
+    return LocalTables(
+        weights=stored.weights,
+        offsets=stored.offsets,
+        rows=stored.rows,
+        dims=stored.dims,
+        feature_tables=tuple(tbe.feature_table_map),
+        mean=tbe.pooling_mode == PoolingMode.MEAN,
+        optimizer=RowwiseAdagrad(cast(Tensor, stored.momentum), rate, tbe.optimizer_args.eps) if uses_adagrad else Sgd(rate),
+        stochastic_rounding=tbe.stochastic_rounding,
+    )
+
+
+def _kernel_inputs(lookup: Any, module: Any, features: KeyedJaggedTensor, check_indices: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Indices, offsets and per-sample weights (empty if there are none).
+
+    Args:
+        check_indices: wrong indices are kept for our own check, where FBGEMM replaces them by 0.
+    """
+    weights = features.weights_or_none()
+    if weights is not None and not weights.is_floating_point():
+        weights = None  # TorchRec's lookups ignore them as well
+    if weights is not None and module.config.is_weighted:
+        # The weights' gradients are averaged over ranks by whoever owns them: they must not be divided here.
+        weights = undivided_gradient(lookup, weights)
+    indices, offsets, weights = kernel_inputs(
+        module.emb_module, features.values(), features.offsets(), weights, checks_bounds=not check_indices
+    )
+    return indices, offsets, indices.new_empty(0, dtype=torch.float32) if weights is None else weights

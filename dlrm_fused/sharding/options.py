@@ -1,0 +1,25 @@
+"""How a sharder's modules communicate, as its arguments say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+
+Mode = Literal["fused", "auto"]
+FUSED: Final = "fused"
+AUTO: Final = "auto"
+
+
+@dataclass(frozen=True)
+class FusedOptions:
+    """What :class:`FusedEmbeddingBagCollectionSharder` tells the modules that it shards; its arguments of these names."""
+
+    mode: Mode
+    strict: bool
+    forward_wire: torch.dtype
+    backward_wire: torch.dtype
+    reason_against_wire: str | None
+    timeout_seconds: float
+    check_indices: bool

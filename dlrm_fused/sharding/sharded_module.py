@@ -1,0 +1,253 @@
+"""TorchRec's sharded EmbeddingBagCollection, with the lookup and the All-to-All of pooled embeddings in one operator.
+
+All table-, column- and row-wise tables of a module are looked up and delivered together
+(:mod:`~dlrm_fused.sharding.fused_lookups`). Tables and batches that this does not cover
+(:mod:`~dlrm_fused.sharding.support`) take TorchRec's own path, in the same module and step.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.embeddingbag import (
+    EmbeddingBagCollectionContext,
+    ShardedEmbeddingBagCollection,
+)
+from torchrec.distributed.memory_stashing import MemoryStashingManager
+from torchrec.distributed.types import (
+    Awaitable,
+    LazyAwaitable,
+    NoWait,
+    ShardingEnv2D,
+)
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from dlrm_fused.compat import torchrec as compat
+from dlrm_fused.errors import CommunicationError, UsageError
+from dlrm_fused.ops.common.auto_choice import fused_is_faster
+from dlrm_fused.sharding.fused_lookups import FusedLookups
+from dlrm_fused.sharding.options import AUTO, FUSED, FusedOptions
+from dlrm_fused.sharding.support import TableSettings, by_table
+from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
+from dlrm_fused.symmetric.collective_errors import gather_or_raise
+from dlrm_fused.symmetric.device import uses_kernels
+
+logger = logging.getLogger("dlrm_fused")
+
+
+class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
+    """What :class:`FusedEmbeddingBagCollectionSharder` makes of an EmbeddingBagCollection.
+
+    Attributes:
+        reasons: by table, why it runs on TorchRec's path; None for the others.
+    """
+
+    def __init__(self, *args: Any, options: FusedOptions, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.options = options
+        self._features_read = {
+            name
+            for infos in self.sharding_type_to_sharding_infos.values()
+            for info in infos
+            for name in info.embedding_config.feature_names
+        }
+        self._set_up_paths()
+
+    def _set_up_paths(self) -> None:
+        """Decide which tables take the fused path, say so, and prepare it. Collective."""
+        self._said: set[str] = set()
+        self._undecided = False
+        self._fused: FusedLookups | None = None
+        self._check_options()
+        self.reasons, self._group = self._coverage()
+        self._announce_coverage()
+        covered = [i for i, kind in enumerate(compat.sharding_types(self)) if self._is_covered(kind)]
+        if covered and self._group is not None:
+            if self.options.mode == AUTO:
+                self._undecided = True
+            else:
+                self._fused = FusedLookups(self, self.options, self._group, covered)
+
+    def _check_options(self) -> None:
+        """Ranks with other options would make other collective calls, and wait for each other."""
+        group = compat.process_group(self)
+        if group is None or dist.get_backend(group) == "fake":
+            return
+        options = gather_or_raise(lambda: self.options, group, compat.device(self))
+        first = asdict(options[0])
+        for rank, other in enumerate(options):
+            for key, value in asdict(other).items():
+                if value != first[key]:
+                    raise UsageError(
+                        f"FusedEmbeddingBagCollectionSharder: {key} differs between ranks: {first[key]} on rank 0, {value} on "
+                        f"rank {rank}; all ranks must give the same"
+                    )
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """By table: ``fused``, ``auto`` before it is measured, or ``torchrec: <why>``."""
+        taken = set() if self._fused is None else {compat.sharding_types(self)[i] for i in self._fused.shardings}
+        paths = {}
+        for kind, infos in self.sharding_type_to_sharding_infos.items():
+            for name in [info.embedding_config.name for info in infos]:
+                covered = AUTO if self._undecided else FUSED if kind in taken else "torchrec: measured faster"
+                reason = self.reasons[name]
+                paths[name] = f"torchrec: {reason}" if reason else covered
+        return paths
+
+    def _coverage(self) -> tuple[dict[str, str | None], SymmetricGroup | None]:
+        groups = {
+            kind: [
+                TableSettings(
+                    name=info.embedding_config.name,
+                    sharding_type=kind,
+                    compute_kernel=info.param_sharding.compute_kernel,
+                    data_type=info.embedding_config.data_type,
+                    fused_params=info.fused_params or {},
+                    has_feature_processor=info.embedding_config.has_feature_processor,
+                    is_virtual=bool(info.embedding_config.use_virtual_table),
+                )
+                for info in infos
+            ]
+            for kind, infos in self.sharding_type_to_sharding_infos.items()
+        }
+        device = compat.device(self)
+        reasons = by_table(groups, uses_kernels(device))
+        of_module, group = self._reason_against_module(device), None
+        if of_module is None and None in reasons.values():
+            try:
+                group = symmetric_group(compat.process_group(self), device)
+            except CommunicationError as error:  # raised by all ranks
+                of_module = str(error)
+        return {name: reason or of_module for name, reason in reasons.items()}, group
+
+    def _reason_against_module(self, device: torch.device) -> str | None:
+        if isinstance(compat.environment(self), ShardingEnv2D):
+            return "2D parallelism"
+        if compat.process_group(self) is None or dist.get_backend(compat.process_group(self)) == "fake":
+            return "there is no process group"
+        if device.type not in ("cpu", "cuda"):
+            return f"device {device}"
+        return self.options.reason_against_wire
+
+    def _is_covered(self, kind: str) -> bool:
+        return all(self.reasons[info.embedding_config.name] is None for info in self.sharding_type_to_sharding_infos[kind])
+
+    def _announce_coverage(self) -> None:
+        uncovered = {name: reason for name, reason in self.reasons.items() if reason}
+        if uncovered and self.options.strict:
+            listed = "; ".join(f"{name}: {reason}" for name, reason in uncovered.items())
+            raise UsageError(
+                f"strict fused communication (strict=True, comm_strict=true) does not cover all tables: {listed}; change their "
+                "plan, or let them run on TorchRec's own path with strict=False, comm_strict=false"
+            )
+        for name, reason in uncovered.items():
+            self.warn_once(f"table {name} runs on TorchRec's own path, without fused communication: {reason}")
+
+    def warn_once(self, message: str) -> None:
+        if message not in self._said and compat.environment(self).rank == 0:
+            logger.warning(message)
+        self._said.add(message)
+
+    def input_dist(self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
+        """Send the features to the ranks of their tables. Collective.
+
+        Raises:
+            UsageError: if the features of some table are missing.
+        """
+        missing = self._features_read - set(features.keys())
+        if missing:
+            raise UsageError(
+                f"{compat.path(self)}: the batch has no feature {', '.join(sorted(missing))}; "
+                f"it has {', '.join(features.keys())}"
+            )
+        return cast(Awaitable[Awaitable[KJTList]], super().input_dist(ctx, features))
+
+    def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
+        """Look up and deliver the pooled embeddings of a batch whose features have been distributed. Collective.
+
+        Raises:
+            UsageError: with ``strict``, if this batch is not covered.
+            CommunicationError: if a peer is lost, or was waited for too long.
+        """
+        if self._undecided and self.training and torch.is_grad_enabled() and self._reason_against_batch(ctx) is None:
+            self._choose_faster(ctx, input)
+        if self._fused is None:
+            return super().compute_and_output_dist(ctx, input)
+        reason = self._reason_against_batch(ctx)
+        if reason:
+            if self.options.strict:
+                raise UsageError(
+                    f"strict fused communication (strict=True, comm_strict=true) does not cover {reason}; let such batches run "
+                    "on TorchRec's own path with strict=False, comm_strict=false"
+                )
+            self.warn_once(f"batches with {reason} run on TorchRec's own path, without fused communication")
+            return super().compute_and_output_dist(ctx, input)
+        return self._compute_and_output_dist(self._fused, ctx, input)
+
+    def _reason_against_batch(self, ctx: EmbeddingBagCollectionContext) -> str | None:
+        if ctx.variable_batch_per_feature:
+            return "a batch size of its own for each feature"
+        if self.post_lookup_tracker_fn is not None or self.post_odist_tracker_fn is not None:
+            return "a tracker of lookups or outputs"
+        if any(getattr(lookup, "optim_state_tracker_fn", None) is not None for lookup in compat.lookups(self)):
+            return "a tracker of optimizer states"
+        if MemoryStashingManager.is_enabled():
+            return "memory stashing"
+        return None
+
+    def _compute_and_output_dist(
+        self, fused: FusedLookups, ctx: EmbeddingBagCollectionContext, input: KJTList
+    ) -> LazyAwaitable[KeyedTensor]:
+        # TorchRec's collectives first: they run beside the fused ones.
+        parts: dict[int, Awaitable[Tensor]] = {
+            i: self._output_dist_of(i, ctx, input) for i in range(len(compat.lookups(self))) if i not in fused.shardings
+        }
+        parts.update({i: NoWait(part) for i, part in fused(ctx, input).items()})
+        return compat.output_of(self, parts, ctx)
+
+    def _output_dist_of(self, sharding: int, ctx: EmbeddingBagCollectionContext, input: KJTList) -> Awaitable[Tensor]:
+        """TorchRec's own path of one sharding type."""
+        return compat.look_up_and_deliver(self, sharding, ctx, input)
+
+    def _choose_faster(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> None:
+        """Measure both paths of every covered sharding type on this batch, and keep the faster ones. Collective."""
+        assert self._group is not None
+        self._undecided = False
+        candidates = [
+            FusedLookups(self, self.options, self._group, [i])
+            for i, kind in enumerate(compat.sharding_types(self))
+            if self._is_covered(kind)
+        ]
+        chosen = []
+        for candidate in candidates:
+            (sharding,) = candidate.shardings
+            with torch.no_grad():
+                is_faster = fused_is_faster(
+                    partial(candidate, ctx, input),
+                    lambda i=sharding: self._output_dist_of(i, ctx, input).wait(),  # type: ignore[misc]
+                    cast(dist.ProcessGroup, compat.process_group(self)),
+                    self._group.device,
+                    work=f"{compat.path(self)}: {compat.sharding_types(self)[sharding]} tables",
+                    unfused_name="TorchRec",
+                )
+            if is_faster:
+                chosen.append(candidate)
+        if len(chosen) == 1:
+            self._fused = chosen[0]
+        elif chosen:
+            self._fused = FusedLookups(
+                self, self.options, self._group, [i for candidate in chosen for i in candidate.shardings]
+            )
+
+    def update_shards(self, *args: Any, **kwargs: Any) -> None:
+        """Move tables to other ranks, as DistributedModelParallel.reshard asks for. Collective."""
+        super().update_shards(*args, **kwargs)
+        self._set_up_paths()

@@ -1,0 +1,138 @@
+"""The sharder that users hand to TorchRec: its arguments, and the options that they become.
+
+::
+
+    model = DistributedModelParallel(model, sharders=[FusedEmbeddingBagCollectionSharder()])
+
+TorchRec's plan, input dist, lookups, state dict and fused optimizer stay as they are: only what happens between the lookup and
+the output changes, in :mod:`~dlrm_fused.sharding.sharded_module`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torchrec.distributed.embeddingbag import (
+    EmbeddingBagCollectionSharder,
+    ShardedEmbeddingBagCollection,
+)
+from torchrec.distributed.types import (
+    CommOp,
+    ParameterSharding,
+    QuantizedCommCodecs,
+    ShardingEnv,
+)
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from dlrm_fused.compat.torchrec import sharded_module_order
+from dlrm_fused.errors import UsageError
+from dlrm_fused.sharding.options import AUTO, FUSED, FusedOptions, Mode
+from dlrm_fused.sharding.sharded_module import FusedShardedEmbeddingBagCollection
+from dlrm_fused.sharding.support import reason_against_wire
+
+
+class FusedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
+    """TorchRec's sharder of EmbeddingBagCollection, with fused lookup and communication where the plan allows it.
+
+    The same sharder goes to the planner and to DistributedModelParallel. All ranks must lie on one host and reach each
+    other's memory; otherwise everything runs on TorchRec's path.
+
+    Args:
+        fused_params: as in TorchRec: arguments of FBGEMM's lookup, such as the optimizer.
+        qcomm_codecs_registry: as in TorchRec. Decides the number formats on the wire unless they are given.
+        sharded_module_order_overwrite: as in TorchRec.
+        mode: ``fused``, or ``auto``: for each sharding type of a module the faster of fused and TorchRec's path, measured
+            forward on the first training batch.
+        strict: refuse what the fused path does not cover, instead of running it on TorchRec's.
+        forward_wire: float32, bfloat16 or float16: in which pooled embeddings travel. The output is float32.
+        backward_wire: the same for their gradients.
+        timeout_seconds: how long a rank waits for another one.
+        check_indices: compare every index with its table's rows before the lookup; slow, for debugging. GPUs only.
+
+    Raises:
+        UsageError: for a wrong argument.
+    """
+
+    def __init__(
+        self,
+        fused_params: dict[str, Any] | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        sharded_module_order_overwrite: list[str] | None = None,
+        *,
+        mode: Mode = FUSED,
+        strict: bool = False,
+        forward_wire: torch.dtype | None = None,
+        backward_wire: torch.dtype | None = None,
+        timeout_seconds: float = 600.0,
+        check_indices: bool = False,
+    ) -> None:
+        super().__init__(fused_params, qcomm_codecs_registry, sharded_module_order_overwrite)
+        if mode not in (FUSED, AUTO):
+            raise UsageError(f"mode={mode!r}: allowed: {FUSED!r}, {AUTO!r}")
+        if not timeout_seconds > 0:
+            raise UsageError(f"timeout_seconds={timeout_seconds}: allowed: a positive number")
+        for key, dtype in (("forward_wire", forward_wire), ("backward_wire", backward_wire)):
+            if dtype is not None and reason_against_wire(key, dtype):
+                raise UsageError(f"{key}={dtype}: allowed: torch.float32, torch.bfloat16, torch.float16")
+        codec_forward, codec_backward, reason = _wires_of_codecs(qcomm_codecs_registry)
+        self.options = FusedOptions(
+            mode=mode,
+            strict=strict,
+            forward_wire=forward_wire or codec_forward,
+            backward_wire=backward_wire or codec_backward,
+            reason_against_wire=reason if forward_wire is None or backward_wire is None else None,
+            timeout_seconds=timeout_seconds,
+            check_indices=check_indices,
+        )
+
+    def shard(
+        self,
+        module: EmbeddingBagCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> FusedShardedEmbeddingBagCollection:
+        """Called by DistributedModelParallel. Collective.
+
+        Raises:
+            UsageError: with ``strict``, on all ranks, if the fused path does not cover all of the module.
+        """
+        return FusedShardedEmbeddingBagCollection(
+            module=module,
+            table_name_to_parameter_sharding=params,
+            env=env,
+            fused_params=self.fused_params,
+            device=device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            module_fqn=module_fqn,
+            sharded_module_order_overwrite=sharded_module_order(self),
+            options=self.options,
+        )
+
+    @property
+    def sharded_module_type(self) -> type[ShardedEmbeddingBagCollection]:
+        return FusedShardedEmbeddingBagCollection
+
+
+def _wires_of_codecs(registry: Mapping[str, QuantizedCommCodecs] | None) -> tuple[torch.dtype, torch.dtype, str | None]:
+    """Number formats of TorchRec's quantized communication, forward and backward, and why they are not covered."""
+    wires = {"forward": torch.float32, "backward": torch.float32}
+    for operation in (CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER):
+        codecs = (registry or {}).get(operation.name)
+        for direction in wires:
+            codec = getattr(codecs, direction, None)
+            dtype = getattr(codec, "quantized_dtype", torch.float32)
+            dtype = dtype() if callable(dtype) else dtype  # a method in TorchRec's codec that does nothing
+            if operation is CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL:
+                wires[direction] = dtype
+            reason = reason_against_wire(f"{direction}_wire", dtype)
+            if dtype != wires[direction]:
+                reason = f"{direction} communication in {wires[direction]} for All-to-All, but {dtype} for ReduceScatter"
+            if getattr(codec, "_loss_scale", None) is not None:
+                reason = f"{direction} communication with a loss scale"
+            if reason:
+                return torch.float32, torch.float32, reason
+    return wires["forward"], wires["backward"], None
