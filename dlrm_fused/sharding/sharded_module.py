@@ -34,7 +34,7 @@ from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.ops.common.auto_choice import fused_is_faster
 from dlrm_fused.sharding.fused_lookups import FusedLookups
 from dlrm_fused.sharding.options import AUTO, FUSED, FusedOptions
-from dlrm_fused.sharding.support import TableSettings, by_table
+from dlrm_fused.sharding.support import TableSettings, by_table, summary
 from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
 from dlrm_fused.symmetric.collective_errors import gather_or_raise
 from dlrm_fused.symmetric.device import uses_kernels
@@ -148,12 +148,13 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 f"strict fused communication (strict=True, comm_strict=true) does not cover all tables: {listed}; change their "
                 "plan, or let them run on TorchRec's own path with strict=False, comm_strict=false"
             )
+        self._say_once(logging.WARNING if uncovered else logging.INFO, f"{compat.path(self)}: {summary(self.reasons)}")
         for name, reason in uncovered.items():
-            self.warn_once(f"table {name} runs on TorchRec's own path, without fused communication: {reason}")
+            self._say_once(logging.DEBUG, f"table {name} runs on TorchRec's own path, without fused communication: {reason}")
 
-    def warn_once(self, message: str) -> None:
+    def _say_once(self, level: int, message: str) -> None:
         if message not in self._said and compat.environment(self).rank == 0:
-            logger.warning(message)
+            logger.log(level, message)
         self._said.add(message)
 
     def input_dist(self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
@@ -188,7 +189,7 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                     f"strict fused communication (strict=True, comm_strict=true) does not cover {reason}; let such batches run "
                     "on TorchRec's own path with strict=False, comm_strict=false"
                 )
-            self.warn_once(f"batches with {reason} run on TorchRec's own path, without fused communication")
+            self._say_once(logging.WARNING, f"batches with {reason} run on TorchRec's own path, without fused communication")
             return super().compute_and_output_dist(ctx, input)
         return self._compute_and_output_dist(self._fused, ctx, input)
 

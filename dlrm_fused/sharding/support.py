@@ -5,6 +5,7 @@ All rules are here. A table that breaks one runs on TorchRec's own lookup and ou
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +33,17 @@ _OF_STATISTICS = ("record_cache_metrics", "gather_uvm_cache_stats", "stats_repor
 _OF_TORCHREC = ("use_one_tbe_per_table", "_batch_key")
 # Known ones that must be off: what they switch on is not in our kernels.
 _ARGUMENTS_OFF = ("weight_decay", "max_norm", "gradient_clipping", "optimizer_state_dtypes", "enable_raw_embedding_streaming")
+# What to do about the reasons that users meet most.
+_ADVICE = {
+    f"sharding type {ShardingType.DATA_PARALLEL.value}": (
+        "the planner replicates small tables; to shard them, give it ParameterConstraints(sharding_types=['table_wise']) for "
+        "each, or this trainer embedding.sharding=table_wise"
+    ),
+    f"compute kernel {EmbeddingComputeKernel.DENSE.value}": (
+        "their optimizer does not run in backward; call torchrec.optim.apply_optimizer_in_backward before the plan is made, or "
+        "plan them with compute_kernel='fused'"
+    ),
+}
 _KNOWN_ARGUMENTS = frozenset(
     _FOLLOWED
     + _FOLLOWED_INPUTS
@@ -115,6 +127,21 @@ def by_table(groups: Mapping[str, list[TableSettings]], uses_kernels: bool) -> d
             shared = f"it shares the {sharding_type} lookups with table {first} ({own[first]})" if first else None
             reasons[name] = reason or shared
     return reasons
+
+
+def summary(reasons: Mapping[str, str | None]) -> str:
+    """One line: how many tables the fused path covers, the commonest reason against the others, and what to do about it.
+
+    Args:
+        reasons: by table, as :func:`by_table` gives them.
+    """
+    counts = Counter(reason for reason in reasons.values() if reason)
+    line = f"fused communication for {len(reasons) - counts.total()} of {len(reasons)} embedding tables"
+    if not counts:
+        return line
+    reason, count = counts.most_common(1)[0]
+    advice = _ADVICE.get(reason)
+    return f"{line}; not for {count}: {reason}" + (f" ({advice})" if advice else "")
 
 
 def _shown(value: object) -> str:

@@ -50,13 +50,14 @@ ADAGRAD = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1
 
 @dataclass(frozen=True)
 class Table:
-    """How a table is sharded, its dimension, the features that read it."""
+    """How a table is sharded, its dimension, the features that read it; ``kernel=None`` is what TorchRec takes by itself."""
 
     sharding: str
     dim: int = 8
     features: tuple[str, ...] = ()
     pooling: PoolingType = PoolingType.SUM
     rank: int = 0
+    kernel: str | None = FUSED
 
 
 @dataclass(frozen=True)
@@ -110,10 +111,10 @@ def _config(module: int, number: int, table: Table) -> EmbeddingBagConfig:
 
 def _sharding(table: Table, ranks: int) -> Callable[..., Any]:
     if table.sharding == "column_wise":
-        return column_wise(ranks=[rank % ranks for rank in range(table.dim // 4)], compute_kernel=FUSED)
+        return column_wise(ranks=[rank % ranks for rank in range(table.dim // 4)], compute_kernel=table.kernel)
     if table.sharding == "table_wise":
-        return table_wise(rank=table.rank % ranks, compute_kernel=FUSED)
-    return row_wise(compute_kernel=FUSED) if table.sharding == "row_wise" else data_parallel()
+        return table_wise(rank=table.rank % ranks, compute_kernel=table.kernel)
+    return row_wise(compute_kernel=table.kernel) if table.sharding == "row_wise" else data_parallel()
 
 
 def build(world: World, sharder: EmbeddingBagCollectionSharder) -> DistributedModelParallel:
@@ -495,7 +496,7 @@ def recorded_messages() -> list[str]:
 
     logging.disable(logging.NOTSET)
     logger = logging.getLogger("dlrm_fused")
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.DEBUG)
     logger.addHandler(Recorder())
     return messages
 
@@ -510,6 +511,17 @@ class TestWhatIsNotCovered:
             for name in ("table_0_1", "table_0_2")
         ]
         assert others == []
+
+    def test_one_line_counts_the_tables_and_says_what_to_do(self):
+        line = _summary_line(self.UNCOVERED)
+        assert line.startswith("fused communication for 1 of 3 embedding tables; not for 2: sharding type data_parallel")
+        assert "sharding_types=['table_wise']" in line
+
+    def test_a_plan_made_before_an_optimizer_was_applied_in_backward_fuses_nothing(self):
+        """Although the sharder has fused_params."""
+        line = _summary_line(World(((Table("table_wise", kernel=None), Table("row_wise", 4, kernel=None)),)))
+        assert line.startswith("fused communication for 0 of 2 embedding tables; not for 2: compute kernel dense")
+        assert "torchrec.optim.apply_optimizer_in_backward" in line
 
     def test_is_an_error_with_strict(self):
         world = World(self.UNCOVERED.modules, options={"strict": True})
@@ -528,6 +540,15 @@ class TestWhatIsNotCovered:
         assert said == [
             "batches with a batch size of its own for each feature run on TorchRec's own path, without fused communication"
         ]
+
+
+def _summary_line(world: World) -> str:
+    """What is said of the first module; once, on rank 0."""
+    messages, others = run_ranks(2, _messages, world, step_by_step)
+    assert others == []
+    (line,) = [message for message in messages if "fused communication for" in message]
+    assert line.startswith("collections.0: ")
+    return line.removeprefix("collections.0: ")
 
 
 def _messages(world: World, course: Course) -> list[str]:

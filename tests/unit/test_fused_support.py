@@ -12,7 +12,7 @@ from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_
 from torchrec.modules.embedding_configs import DataType
 
 from dlrm_fused.sharding import FusedEmbeddingBagCollectionSharder
-from dlrm_fused.sharding.support import TableSettings, by_table, reason_against
+from dlrm_fused.sharding.support import TableSettings, by_table, reason_against, summary
 
 TABLE = TableSettings("user", "table_wise", "fused")
 
@@ -118,3 +118,25 @@ class TestNumberFormatsOfQuantizedCommunication:
     def test_ours_come_first(self):
         sharder = FusedEmbeddingBagCollectionSharder(forward_wire=torch.bfloat16, backward_wire=torch.float16)
         assert (sharder.options.forward_wire, sharder.options.backward_wire) == (torch.bfloat16, torch.float16)
+
+
+class TestSummary:
+    def test_of_a_module_all_of_whose_tables_are_fused(self):
+        assert summary({"city": None, "user": None}) == "fused communication for 2 of 2 embedding tables"
+
+    def test_small_tables_that_the_planner_replicates(self):
+        reasons = {"city": "sharding type data_parallel", "day": "sharding type data_parallel", "user": None, "item": "2D"}
+        assert summary(reasons).startswith(
+            "fused communication for 1 of 4 embedding tables; not for 2: sharding type data_parallel"
+        )
+        assert "ParameterConstraints(sharding_types=['table_wise'])" in summary(reasons)
+        assert "embedding.sharding=table_wise" in summary(reasons)
+
+    def test_tables_without_an_optimizer_in_backward(self):
+        reasons = by_table({"table_wise": [replace(TABLE, compute_kernel="dense")]}, uses_kernels=False)
+        assert summary(reasons).startswith("fused communication for 0 of 1 embedding tables; not for 1: compute kernel dense")
+        assert "torchrec.optim.apply_optimizer_in_backward" in summary(reasons)
+        assert "compute_kernel='fused'" in summary(reasons)
+
+    def test_another_reason_stands_for_itself(self):
+        assert summary({"user": "device meta"}) == "fused communication for 0 of 1 embedding tables; not for 1: device meta"
