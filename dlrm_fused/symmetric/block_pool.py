@@ -27,21 +27,24 @@ Streams = frozenset[torch.cuda.Stream]
 
 @dataclass(frozen=True, order=True)
 class _Block:
-    """Bytes of the arena, and the streams whose work of today may still use them."""
+    """Bytes of the pool, and the streams whose work of today may still use them."""
 
     offset: int
     size: int
     streams: Streams = field(default=frozenset(), compare=False)
 
 
-class Arena:
+class BlockPool:
     """Symmetric memory that is lent out in blocks. Every rank takes and frees on its own; only making it is collective.
 
     Safe to use from several threads: the last reference to a tensor may be dropped in any of them.
+
+    A pool may keep a *spare* block, at offset 0 on all ranks, that is never lent out: a rank whose callers hold everything
+    else receives there, and gives its caller a copy.
     """
 
     def __init__(self, group: SymmetricGroup, name: str, size: int) -> None:
-        """Collective.
+        """Collective. Without a spare block.
 
         Args:
             size: bytes on each rank, rounded up to a whole number of 4096.
@@ -49,7 +52,9 @@ class Arena:
         Raises:
             UsageError, CommunicationError: as :meth:`SymmetricGroup.allocate`.
         """
+        self._group = group
         self.memory: SymmetricMemory = group.allocate(name, _round_up(size))
+        self._spare: Tensor | None = None
         self._device = group.device
         self._free = [_Block(0, self.memory.size)]  # by offset, no two of them adjacent
         self._lock = threading.Lock()
@@ -80,16 +85,45 @@ class Arena:
         # Not a view of the bytes, but a tensor in its own right, as from an allocator.
         return torch.empty(0, dtype=dtype, device=self._device).set_(bytes_.untyped_storage(), 0, tuple(shape), ())
 
+    @classmethod
+    def with_spare(cls, group: SymmetricGroup, name: str, block_size: int, held: int) -> BlockPool:
+        """Collective: room for ``held`` blocks of ``block_size`` bytes that callers may hold without a copy, and the spare."""
+        size = _round_up(max(1, block_size))
+        pool = cls(group, name, (held + 1) * size)
+        pool._spare = pool.take((size,), torch.uint8)
+        return pool
+
+    @property
+    def spare(self) -> Tensor:
+        """uint8 [block_size]: the block that is never lent out."""
+        assert self._spare is not None, f"pool {self.memory.name} was made without a spare block"
+        return self._spare
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """As :meth:`take`, but in the spare block if no other is free."""
+        block = self.take(shape, dtype)
+        if block is None:
+            block = self.spare[: math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
+        return block
+
+    def to_hold(self, received: Tensor) -> Tensor:
+        """What a caller may hold as long as it likes: the tensor of :meth:`receive`, or a copy if it is in the spare block."""
+        return received.clone() if received.untyped_storage().data_ptr() == self.spare.data_ptr() else received
+
+    def release(self) -> None:
+        """Let go of the memory, as :meth:`SymmetricGroup.release`; blocks that callers hold stay."""
+        self._group.release(self.memory)
+
     def offset_of(self, tensor: Tensor) -> int:
-        """Bytes from the beginning of the arena to the tensor's first element.
+        """Bytes from the beginning of the pool to the tensor's first element.
 
         Raises:
-            UsageError: the tensor is not in this arena.
+            UsageError: the tensor is not in this pool.
         """
         address = tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
         offset = int(address) - self.memory.local.data_ptr()
         if tensor.device != self._device or not 0 <= offset < self.memory.size:
-            raise UsageError(f"arena {self.memory.name}: a tensor of shape {tuple(tensor.shape)} is not in it")
+            raise UsageError(f"pool {self.memory.name}: a tensor of shape {tuple(tensor.shape)} is not in it")
         return offset
 
     def free_bytes(self) -> int:
@@ -121,10 +155,10 @@ class Arena:
 
 
 class _Lease:
-    """Memory of one block as NumPy and torch take it over; when they drop it, the block goes back to the arena."""
+    """Memory of one block as NumPy and torch take it over; when they drop it, the block goes back to the pool."""
 
-    def __init__(self, arena: Arena, block: _Block) -> None:
-        self._arena = arena
+    def __init__(self, pool: BlockPool, block: _Block) -> None:
+        self._pool = pool
         self._block = block
         self._stream: torch.cuda.Stream | None = None
         self._of_a_graph = False
@@ -132,13 +166,13 @@ class _Lease:
             "version": 3,
             "shape": (block.size,),
             "typestr": "|u1",
-            "data": (arena.memory.local.data_ptr() + block.offset, False),
+            "data": (pool.memory.local.data_ptr() + block.offset, False),
         }
-        if arena._device.type == "cpu":
+        if pool._device.type == "cpu":
             self.__array_interface__ = interface
             return
         self.__cuda_array_interface__ = interface
-        self._stream = torch.cuda.current_stream(arena._device)
+        self._stream = torch.cuda.current_stream(pool._device)
         self._of_a_graph = torch.cuda.is_current_stream_capturing()
         # A capture begins with a synchronization, so nothing that was returned before is in use any more; to wait for a
         # stream that is not captured would be an error.
@@ -152,39 +186,8 @@ class _Lease:
         streams: Streams = frozenset()
         if self._stream is not None:
             # Used by the stream that took it, and freed after its last use in the one that is current now.
-            streams = frozenset({self._stream, torch.cuda.current_stream(self._arena._device)})
-        self._arena._returned.append(_Block(self._block.offset, self._block.size, streams))
-
-
-class EqualBlocks:
-    """An arena of blocks of one size. Callers may hold some of them; one more is always there to receive in."""
-
-    def __init__(self, group: SymmetricGroup, name: str, size: int, held: int) -> None:
-        """Collective.
-
-        Args:
-            size: bytes of a block.
-            held: blocks that callers may hold without a copy.
-        """
-        self._size = size
-        self._arena = Arena(group, name, (held + 1) * _round_up(max(1, size)))
-        self.memory = self._arena.memory
-        spare = self._arena.take((size,), torch.uint8)
-        assert spare is not None, "a new arena has room for each of its blocks"
-        self.spare = spare
-
-    def take(self) -> Tensor:
-        """uint8 [size]: a block to receive in; the spare one if all others are held."""
-        block = self._arena.take((self._size,), torch.uint8)
-        return self.spare if block is None else block
-
-    def offset_of(self, block: Tensor) -> int:
-        """Bytes from the beginning of the arena; that of the spare block is 0 on all ranks."""
-        return self._arena.offset_of(block)
-
-    def to_hold(self, block: Tensor) -> Tensor:
-        """What a caller may hold as long as it likes: the block, or a copy if it is the spare one."""
-        return block.clone() if block is self.spare else block
+            streams = frozenset({self._stream, torch.cuda.current_stream(self._pool._device)})
+        self._pool._returned.append(_Block(self._block.offset, self._block.size, streams))
 
 
 def _touch(left: _Block, right: _Block) -> bool:

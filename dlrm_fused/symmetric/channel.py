@@ -12,8 +12,8 @@ Epochs are numbered from 1, flags hold the number of an epoch and are never rese
 large. A rank announces an epoch only after it completed the one before, and only memory that it reads no more, so nothing is
 overwritten too early however far ahead another rank is.
 
-Kernels take part with the functions of :mod:`~dlrm_fused.symmetric.device`, host code on the CPU with the methods
-:meth:`Channel.announce` to :meth:`Channel.wait_arrivals`; epochs of both kinds may follow each other on one channel.
+Kernels take part with the functions of :mod:`~dlrm_fused.symmetric.device`, host code on the CPU with
+:meth:`Channel.run_epoch`, or its steps one by one; epochs of both kinds may follow each other on one channel.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 import numpy as np
@@ -31,6 +32,7 @@ from torch import Tensor
 from triton._C.libtriton import interpreter as _host_atomics
 
 from dlrm_fused.errors import CommunicationError, UsageError
+from dlrm_fused.symmetric.device import channel_args, polls_per_second
 from dlrm_fused.symmetric.memory import SymmetricGroup
 
 # The words and values below are those of device.py.
@@ -66,9 +68,7 @@ class Channel:
         control: int64 [8] in host memory that the device can write: [0] kind of the first fault (0 none, 1 limit exceeded,
             2 aborted, 3 refused, 4 mismatch), [1] the waiting rank, [2] the peer waited for, [3] epoch, [4] what was
             awaited (0 ready, 1 arrival); [7] rank + 1 of a peer that is gone, written by the host.
-        control_address: of ``control``.
-        poll_limit: how many looks at a flag a kernel takes in ``timeout_seconds``; 0 where no kernels run.
-        words: (flags, flag_addresses, state, control, poll_limit), as the functions of device.py want them.
+        args: what a kernel is given of the channel, and hands on to the functions of device.py.
     """
 
     def __init__(self, group: SymmetricGroup, name: str, timeout_seconds: float = 600.0) -> None:
@@ -91,12 +91,14 @@ class Channel:
         self.fault = self.state[_FAULT : _FAULT + 1]
         on_gpu = group.device.type == "cuda"
         self.control = torch.zeros(8, dtype=torch.int64, pin_memory=on_gpu)
-        self.control_address = self.control.data_ptr()
-        self.poll_limit = 0
+        # How many looks at a flag a kernel takes in that time; 0 where no kernels run.
+        poll_limit = 0
         if on_gpu or os.environ.get("TRITON_INTERPRET") == "1":
-            self.poll_limit = math.ceil(timeout_seconds * _polls_per_second(group.device))
+            poll_limit = math.ceil(timeout_seconds * _polls_per_second(group.device))
         flags = self.flags.local.view(torch.int64)
-        self.words = (flags, self.flags.addresses, self.state, self.control_address, self.poll_limit)
+        self.args = channel_args(
+            flags, self.flags.addresses, self.state, self.control.data_ptr(), poll_limit, group.rank, group.world_size
+        )
         self._control = self.control.numpy()
         self._fingerprint = 0
         if not on_gpu:
@@ -143,11 +145,29 @@ class Channel:
             "that rank is stuck, slower than the limit allows, or makes other calls than this one"
         )
 
+    def run_epoch(self, store: Callable[[int, int], object], *, offset: int = 0, fingerprint: int = 0) -> None:
+        """One epoch, steps 1 to 5, with the next rank first and this one last. Host code on the CPU.
+
+        Args:
+            store: ``store(peer, offset)`` writes what belongs to a peer into its memory, where ``offset`` is the byte at which
+                that peer receives.
+            offset, fingerprint: as in :meth:`announce`.
+
+        Raises:
+            UsageError, CommunicationError: as the steps do.
+        """
+        self.announce(offset, fingerprint)
+        for shift in range(self.group.world_size):
+            peer = (self.group.rank + 1 + shift) % self.group.world_size
+            store(peer, self.wait_ready(peer))
+            self.signal(peer)
+        self.wait_arrivals()
+
     def announce(self, offset: int = 0, fingerprint: int = 0) -> None:
         """Step 1: begin the next epoch, and tell all ranks where this one receives. Host code on the CPU.
 
         Args:
-            offset: bytes, a multiple of 4096; of what is up to the exchange, such as an arena.
+            offset: bytes from the beginning of the memory in which this rank receives; a multiple of 4096.
             fingerprint: must be equal on all ranks, such as a hash of the shapes; :meth:`wait_ready` compares.
 
         Raises:
@@ -255,6 +275,16 @@ class Channel:
         raise AssertionError("unreachable: a fault is recorded")
 
 
+@contextmanager
+def abort_peers_on_error(channel: Channel) -> Iterator[None]:
+    """Around the checks of a call: a rank whose inputs are wrong tells the others, which would wait for it."""
+    try:
+        yield
+    except UsageError:
+        channel.refuse()
+        raise
+
+
 def _check_timeout(name: str, timeout_seconds: float) -> None:
     if not timeout_seconds > 0:
         raise UsageError(f"channel {name}: timeout_seconds={timeout_seconds}: must be positive")
@@ -276,8 +306,6 @@ def _abort(state: Tensor, control: Tensor) -> Callable[[int], None]:
 
 @functools.cache
 def _polls_per_second(device: torch.device) -> float:
-    from dlrm_fused.symmetric.device import polls_per_second
-
     return polls_per_second(device)
 
 

@@ -1,12 +1,12 @@
 """Triton functions with which a kernel talks to other ranks: a public extension to write one's own fused kernels with.
 
-A kernel is given tables of addresses (:class:`~dlrm_fused.symmetric.memory.SymmetricMemory`) and the words of a
-:class:`~dlrm_fused.symmetric.channel.Channel`, and takes part in one epoch of an exchange::
+A kernel is given tables of addresses (:class:`~dlrm_fused.symmetric.memory.SymmetricMemory`) and the
+:class:`ChannelArgs` of a :class:`~dlrm_fused.symmetric.channel.Channel`, and takes part in one epoch::
 
-    epoch = begin(...)                      # program 0 tells all peers: ready to receive, at this offset
-    offset = wait_until_ready(peer, ...)    # before the first store into a peer's memory
-    tl.store(peer_pointer(...), values)     # data, straight into its place
-    finish(...)                             # the last program tells all peers that everything is there, and waits for theirs
+    epoch = begin(channel, offset, fingerprint)                          # program 0 tells all peers: ready to receive there
+    offset = wait_until_ready(channel, peer, epoch, fingerprint)         # before the first store into a peer's memory
+    tl.store(peer_pointer(addresses, peer, offset, dtype), values)       # data, straight into its place
+    finish(channel, epoch)      # the last program tells all peers that everything is there, and waits for theirs
 
 The same source runs on GPUs and, under ``TRITON_INTERPRET=1``, in processes on the CPU. There the programs of a grid run one
 after the other, hence none may wait for a later one of its own grid.
@@ -16,13 +16,13 @@ signal (``release``, system scope); who sees the signal (``acquire``, system sco
 """
 
 # Kernels follow Triton's ways: constants in capitals, no types but theirs.
-# ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
+import operator
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -48,6 +48,60 @@ ARRIVAL = tl.constexpr(1)
 REFUSED_OFFSET = tl.constexpr(0xFFFFFFFF)
 OFFSET_UNIT = tl.constexpr(4096)
 _ABORT_CHECK = tl.constexpr(64)  # polls between two looks at the abort word
+
+
+class ChannelArgs(NamedTuple):
+    """What every kernel of a channel carries, as one argument; the attributes of a Channel say more of each.
+
+    Triton passes a tuple field by field, so it costs a launch no more than the fields would.
+    """
+
+    flags: Any  # int64 tensor, this rank's flags
+    flag_addresses: Any  # int64 tensor [world], of the flags of all ranks
+    state: Any  # int64 tensor [8]
+    control: Any  # address of int64 [8] in host memory
+    poll_limit: Any  # looks at a flag before a wait is given up
+    rank: Any  # tl.constexpr, as the rest
+    world: Any
+    lanes: Any  # power of two, at least world
+
+
+class _InterpretedConstant(tl.constexpr):
+    """A constant inside a tuple, for the interpreter, which unwraps constants only where they are arguments of their own.
+
+    Combined with a tensor it gives a tensor, where ``tl.constexpr`` would give a constant that holds one.
+    """
+
+
+def _combine(name: str) -> Any:
+    operation = getattr(operator, name)
+
+    def forward(self: _InterpretedConstant, other: Any) -> Any:
+        return operation(self.value, getattr(other, "value", other))
+
+    def reflected(self: _InterpretedConstant, other: Any) -> Any:
+        return operation(getattr(other, "value", other), self.value)
+
+    return forward, reflected
+
+
+for _name in ("add", "sub", "mul", "mod", "floordiv"):
+    for _method, _function in zip((f"__{_name}__", f"__r{_name}__"), _combine(_name), strict=True):
+        setattr(_InterpretedConstant, _method, _function)
+
+
+def channel_args(
+    flags: torch.Tensor, flag_addresses: torch.Tensor, state: torch.Tensor, control: int, poll_limit: int, rank: int, world: int
+) -> ChannelArgs:
+    """The fields as kernels want them; what does not change while a channel lives is a constant to the compiler."""
+    constant = _InterpretedConstant if triton.knobs.runtime.interpret else tl.constexpr
+    lanes = triton.next_power_of_2(world)
+    return ChannelArgs(flags, flag_addresses, state, control, poll_limit, constant(rank), constant(world), constant(lanes))
+
+
+def no_channel(tensor: torch.Tensor) -> ChannelArgs:
+    """For a launch of a kernel that does not communicate, where any tensor stands for what is not read."""
+    return channel_args(tensor, tensor, tensor, 0, 0, 0, 1)
 
 
 @triton.jit
@@ -77,7 +131,7 @@ def signal(word, value):
 
 
 @triton.jit
-def wait(word, value, state, poll_limit):
+def wait(channel, word, value):
     """Wait until the int64 at ``word`` (own memory) is at least ``value``: acquire, system scope.
 
     Returns:
@@ -85,28 +139,28 @@ def wait(word, value, state, poll_limit):
     """
     seen = tl.atomic_add(word, 0, sem="acquire", scope="sys")
     polls = tl.zeros((), tl.int64)
-    while (seen < value) & (polls < poll_limit):
+    while (seen < value) & (polls < channel.poll_limit):
         seen = tl.atomic_add(word, 0, sem="acquire", scope="sys")
         polls += 1
         if polls % _ABORT_CHECK == 0:
-            polls = tl.where(must_stop(state), poll_limit, polls)
+            polls = tl.where(must_stop(channel), channel.poll_limit, polls)
     return seen
 
 
 @triton.jit
-def must_stop(state):
-    """Whether the host has aborted the exchange, or another program has met a fault."""
-    aborted = tl.atomic_add(state + ABORT, 0, sem="relaxed", scope="sys")
-    return (aborted != 0) | (tl.atomic_add(state + FAULT, 0, sem="relaxed", scope="gpu") != 0)
+def must_stop(channel):
+    """Whether the host has aborted the epoch, or another program has met a fault."""
+    aborted = tl.atomic_add(channel.state + ABORT, 0, sem="relaxed", scope="sys")
+    return (aborted != 0) | (tl.atomic_add(channel.state + FAULT, 0, sem="relaxed", scope="gpu") != 0)
 
 
 @triton.jit
-def report_fault(state, control, kind, rank, peer, epoch, awaited):
+def report_fault(channel, kind, peer, epoch, awaited):
     """Record the first fault of a channel where the host reads it, and stop all later kernels of the channel."""
-    first = tl.atomic_cas(state + FAULT, tl.zeros((), tl.int64), tl.full((), 1, tl.int64), sem="relaxed", scope="gpu")
+    first = tl.atomic_cas(channel.state + FAULT, tl.zeros((), tl.int64), tl.full((), 1, tl.int64), sem="relaxed", scope="gpu")
     if first == 0:
-        record = control.to(tl.pointer_type(tl.int64))
-        tl.store(record + 1, rank)
+        record = channel.control.to(tl.pointer_type(tl.int64))
+        tl.store(record + 1, tl.full((), channel.rank, tl.int64))
         tl.store(record + 2, peer + tl.zeros((), tl.int64))
         tl.store(record + 3, epoch)
         tl.store(record + 4, awaited)
@@ -115,151 +169,147 @@ def report_fault(state, control, kind, rank, peer, epoch, awaited):
 
 
 @triton.jit
-def fault_kind(state):
-    aborted = tl.atomic_add(state + ABORT, 0, sem="relaxed", scope="sys")
+def fault_kind(channel):
+    aborted = tl.atomic_add(channel.state + ABORT, 0, sem="relaxed", scope="sys")
     return tl.where(aborted != 0, ABORTED, LIMIT_EXCEEDED).to(tl.int64)
 
 
 @triton.jit
-def begin(offset, fingerprint, flag_addresses, state, RANK: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr):
+def begin(channel, offset, fingerprint):
     """Begin the next epoch: tell every rank that this one is ready to receive at ``offset``. Program 0 tells, all may call.
 
     Args:
+        channel: :class:`ChannelArgs`.
         offset: int64, bytes, a multiple of 4096, where peers shall store.
         fingerprint: int64 that must be equal on all ranks, such as a hash of the shapes.
-        flag_addresses: ``Channel.flags.addresses``.
-        LANES: power of two, at least WORLD.
 
     Returns:
         The epoch, int64.
     """
-    epoch = tl.load(state + EPOCH) + 1
-    if (tl.program_id(0) == 0) & (tl.load(state + FAULT) == 0):
-        peers = tl.arange(0, LANES)
-        there = peers < WORLD
-        words = tl.load(flag_addresses + peers, mask=there, other=0).to(tl.pointer_type(tl.int64))
-        tl.store(words + 2 * WORLD + RANK, fingerprint + tl.zeros((LANES,), tl.int64), mask=there)
+    epoch = tl.load(channel.state + EPOCH) + 1
+    if (tl.program_id(0) == 0) & (tl.load(channel.state + FAULT) == 0):
+        lanes: tl.constexpr = channel.lanes
+        peers = tl.arange(0, lanes)
+        there = peers < channel.world
+        words = tl.load(channel.flag_addresses + peers, mask=there, other=0).to(tl.pointer_type(tl.int64))
+        tl.store(words + 2 * channel.world + channel.rank, fingerprint + tl.zeros((lanes,), tl.int64), mask=there)
         value = (epoch << 32) + offset // OFFSET_UNIT
         tl.debug_barrier()
-        tl.atomic_xchg(words + RANK, value + tl.zeros((LANES,), tl.int64), mask=there, sem="release", scope="sys")
+        ready = words + channel.rank
+        tl.atomic_xchg(ready, value + tl.zeros((lanes,), tl.int64), mask=there, sem="release", scope="sys")
     return epoch
 
 
 @triton.jit
-def wait_until_ready(peer, epoch, fingerprint, flags, state, control, poll_limit, RANK: tl.constexpr, WORLD: tl.constexpr):
+def wait_until_ready(channel, peer, epoch, fingerprint):
     """Wait until ``peer`` is ready to receive in this epoch.
-
-    Args:
-        flags: int64 pointer to this rank's flags, ``Channel.flags.local``.
 
     Returns:
         The offset at which it receives, in bytes; negative after a fault, in which case nothing may be stored.
     """
     offset = tl.full((), -1, tl.int64)
-    seen = wait(flags + peer, epoch << 32, state, poll_limit)
+    seen = wait(channel, channel.flags + peer, epoch << 32)
     unit = seen & 0xFFFFFFFF
     if seen < (epoch << 32):
-        report_fault(state, control, fault_kind(state), tl.full((), RANK, tl.int64), peer, epoch, READY)
+        report_fault(channel, fault_kind(channel), peer, epoch, READY)
     elif unit == REFUSED_OFFSET:
-        report_fault(state, control, REFUSED, tl.full((), RANK, tl.int64), peer, epoch, READY)
-    elif tl.load(flags + 2 * WORLD + peer, volatile=True) != fingerprint:
-        report_fault(state, control, MISMATCH, tl.full((), RANK, tl.int64), peer, epoch, READY)
+        report_fault(channel, REFUSED, peer, epoch, READY)
+    elif tl.load(channel.flags + 2 * channel.world + peer, volatile=True) != fingerprint:
+        report_fault(channel, MISMATCH, peer, epoch, READY)
     else:
         offset = unit * OFFSET_UNIT
     return offset
 
 
 @triton.jit
-def wait_until_all_ready(
-    epoch, fingerprint, flags, state, control, poll_limit, RANK: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr
-):
+def wait_until_all_ready(channel, epoch, fingerprint):
     """:func:`wait_until_ready` for all ranks at once, for kernels that store to every one of them.
 
     Returns:
         Whether all are ready; false after a fault, in which case nothing may be stored. :func:`announced_offset` tells
         where a rank receives.
     """
-    peers = tl.arange(0, LANES)
-    there = peers < WORLD
-    seen = tl.zeros((LANES,), tl.int64)
-    missing = tl.full((), 1, tl.int32)
-    polls = tl.zeros((), tl.int64)
-    while (missing > 0) & (polls < poll_limit):
-        seen = tl.atomic_add(flags + peers, tl.zeros((LANES,), tl.int64), mask=there, sem="acquire", scope="sys")
-        missing = tl.sum(tl.where(there & (seen < (epoch << 32)), 1, 0), axis=0)
-        polls += 1
-        if polls % _ABORT_CHECK == 0:
-            polls = tl.where(must_stop(state), poll_limit, polls)
+    lanes: tl.constexpr = channel.lanes
+    peers = tl.arange(0, lanes)
+    there = peers < channel.world
+    seen = _wait_for_all(channel, channel.flags + peers, epoch << 32)
     late = there & (seen < (epoch << 32))
     refused = there & (seen >= (epoch << 32)) & ((seen & 0xFFFFFFFF) == REFUSED_OFFSET)
-    theirs = tl.load(flags + 2 * WORLD + peers, mask=there, other=0, volatile=True)
+    theirs = tl.load(channel.flags + 2 * channel.world + peers, mask=there, other=0, volatile=True)
     differs = there & (theirs != fingerprint)
-    faulty = tl.min(tl.where(late, peers, LANES), axis=0)
-    kind = fault_kind(state)
-    if faulty == LANES:
-        faulty = tl.min(tl.where(refused, peers, LANES), axis=0)
+    faulty = tl.min(tl.where(late, peers, lanes), axis=0)
+    kind = fault_kind(channel)
+    if faulty == lanes:
+        faulty = tl.min(tl.where(refused, peers, lanes), axis=0)
         kind = tl.full((), REFUSED, tl.int64)
-    if faulty == LANES:
-        faulty = tl.min(tl.where(differs, peers, LANES), axis=0)
+    if faulty == lanes:
+        faulty = tl.min(tl.where(differs, peers, lanes), axis=0)
         kind = tl.full((), MISMATCH, tl.int64)
-    if faulty < LANES:
-        report_fault(state, control, kind, tl.full((), RANK, tl.int64), faulty, epoch, READY)
-    return faulty == LANES
+    if faulty < lanes:
+        report_fault(channel, kind, faulty, epoch, READY)
+    return faulty == lanes
 
 
 @triton.jit
-def announced_offset(peer, flags):
+def _wait_for_all(channel, words, value):
+    """:func:`wait` for one word of each rank; returns what was seen, [lanes]."""
+    lanes: tl.constexpr = channel.lanes
+    there = tl.arange(0, lanes) < channel.world
+    nothing = tl.zeros((lanes,), tl.int64)
+    seen = tl.zeros((lanes,), tl.int64)
+    missing = tl.full((), 1, tl.int32)
+    polls = tl.zeros((), tl.int64)
+    while (missing > 0) & (polls < channel.poll_limit):
+        seen = tl.atomic_add(words, nothing, mask=there, sem="acquire", scope="sys")
+        missing = tl.sum(tl.where(there & (seen < value), 1, 0), axis=0)
+        polls += 1
+        if polls % _ABORT_CHECK == 0:
+            polls = tl.where(must_stop(channel), channel.poll_limit, polls)
+    return seen
+
+
+@triton.jit
+def announced_offset(channel, peer):
     """Where ``peer`` receives in this epoch, in bytes; only after :func:`wait_until_ready` for it in the same program."""
-    return (tl.load(flags + peer) & 0xFFFFFFFF) * OFFSET_UNIT
+    return (tl.load(channel.flags + peer) & 0xFFFFFFFF) * OFFSET_UNIT
 
 
 @triton.jit
-def finish(
-    epoch, flags, flag_addresses, state, control, poll_limit, RANK: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr
-):
+def finish(channel, epoch):
     """End the epoch; every program of the launch calls it after its last store.
 
     The last program to arrive signals all ranks, waits for the signals of all, and completes the epoch: when the kernel has
     ended, everything that peers sent is in this rank's memory.
     """
     tl.debug_barrier()
-    done = tl.atomic_add(state + PROGRAMS_DONE, 1, sem="acq_rel", scope="gpu")
+    done = tl.atomic_add(channel.state + PROGRAMS_DONE, 1, sem="acq_rel", scope="gpu")
     if done == tl.num_programs(0) - 1:
-        tl.atomic_xchg(state + PROGRAMS_DONE, tl.zeros((), tl.int64), sem="relaxed", scope="gpu")
-        if tl.atomic_add(state + FAULT, 0, sem="relaxed", scope="gpu") == 0:
-            peers = tl.arange(0, LANES)
-            there = peers < WORLD
-            words = tl.load(flag_addresses + peers, mask=there, other=0).to(tl.pointer_type(tl.int64))
-            values = epoch + tl.zeros((LANES,), tl.int64)
-            tl.atomic_xchg(words + WORLD + RANK, values, mask=there, sem="release", scope="sys")
-            _wait_for_arrivals(epoch, flags, state, control, poll_limit, RANK, WORLD, LANES)
+        tl.atomic_xchg(channel.state + PROGRAMS_DONE, tl.zeros((), tl.int64), sem="relaxed", scope="gpu")
+        if tl.atomic_add(channel.state + FAULT, 0, sem="relaxed", scope="gpu") == 0:
+            lanes: tl.constexpr = channel.lanes
+            peers = tl.arange(0, lanes)
+            there = peers < channel.world
+            words = tl.load(channel.flag_addresses + peers, mask=there, other=0).to(tl.pointer_type(tl.int64))
+            arrival = words + channel.world + channel.rank
+            tl.atomic_xchg(arrival, epoch + tl.zeros((lanes,), tl.int64), mask=there, sem="release", scope="sys")
+            _wait_for_arrivals(channel, epoch)
 
 
 @triton.jit
-def _wait_for_arrivals(epoch, flags, state, control, poll_limit, RANK: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr):
-    peers = tl.arange(0, LANES)
-    there = peers < WORLD
-    nothing = tl.zeros((LANES,), tl.int64)
-    missing = tl.full((), 1, tl.int32)
-    polls = tl.zeros((), tl.int64)
-    late = tl.zeros((LANES,), tl.int32)
-    while (missing > 0) & (polls < poll_limit):
-        seen = tl.atomic_add(flags + WORLD + peers, nothing, mask=there, sem="acquire", scope="sys")
-        late = tl.where(there & (seen < epoch), 1, 0)
-        missing = tl.sum(late, axis=0)
-        polls += 1
-        if polls % _ABORT_CHECK == 0:
-            polls = tl.where(must_stop(state), poll_limit, polls)
-    if missing == 0:
-        tl.atomic_xchg(state + EPOCH, epoch, sem="relaxed", scope="gpu")
+def _wait_for_arrivals(channel, epoch):
+    lanes: tl.constexpr = channel.lanes
+    peers = tl.arange(0, lanes)
+    seen = _wait_for_all(channel, channel.flags + channel.world + peers, epoch)
+    first_late = tl.min(tl.where((peers < channel.world) & (seen < epoch), peers, lanes), axis=0)
+    if first_late == lanes:
+        tl.atomic_xchg(channel.state + EPOCH, epoch, sem="relaxed", scope="gpu")
     else:
-        first_late = tl.min(tl.where(late == 1, peers, LANES), axis=0)
-        report_fault(state, control, fault_kind(state), tl.full((), RANK, tl.int64), first_late, epoch, ARRIVAL)
+        report_fault(channel, fault_kind(channel), first_late, epoch, ARRIVAL)
 
 
 @triton.jit
-def _poll(word, state, polls):
-    wait(word, 1, state, polls)
+def _poll(channel, word):
+    wait(channel, word, 1)
 
 
 def uses_kernels(device: torch.device) -> bool:
@@ -273,14 +323,18 @@ def polls_per_second(device: torch.device) -> float:
 
 
 def measured_polls_per_second(poll: Any, device: torch.device) -> float:
-    """Looks per second of a kernel ``poll(word, state, looks)`` that waits in vain for the int64 at ``word`` to be 1."""
+    """Looks per second of a kernel ``poll(channel, word)`` that waits in vain for the int64 at ``word`` to be 1."""
     words = torch.zeros(8, dtype=torch.int64, device=device)
     looks = 100 if device.type == "cpu" else 20_000
-    poll[(1,)](words, words, 1, num_warps=1)
+
+    def wait_in_vain(looks: int) -> None:
+        poll[(1,)](channel_args(words, words, words, 0, looks, 0, 1), words, num_warps=1)
+
+    wait_in_vain(1)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     begin_time = time.perf_counter()
-    poll[(1,)](words, words, looks, num_warps=1)
+    wait_in_vain(looks)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return looks / (time.perf_counter() - begin_time)

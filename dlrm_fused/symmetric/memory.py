@@ -152,8 +152,8 @@ class SymmetricGroup(abc.ABC):
         return memory
 
     def release(self, memory: SymmetricMemory) -> None:
-        """Let go of memory before the group is closed; it is freed when no :class:`~dlrm_fused.symmetric.block_pool.Arena` and
-        no tensor of one refers to it any more.
+        """Let go of memory before the group is closed; it is freed when no
+        :class:`~dlrm_fused.symmetric.block_pool.BlockPool` and no tensor of one refers to it any more.
 
         Every rank may do so on its own, once no epoch that stores there can still be running on any rank, that is, after this
         rank has completed the last one; and not while a captured CUDA graph uses it.

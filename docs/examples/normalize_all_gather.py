@@ -15,29 +15,24 @@ from dlrm_fused.symmetric.device import begin, finish, peer_pointer, wait_until_
 
 
 @triton.jit
-def normalize_all_gather_kernel(
-    x, width, addresses, flags, flag_addresses, state, control, poll_limit,
-    RANK: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    epoch = begin(0, width, flag_addresses, state, RANK, WORLD, LANES)  # ready to receive at offset 0; width must be equal
+def normalize_all_gather_kernel(x, width, addresses, channel, COLUMNS: tl.constexpr):
+    epoch = begin(channel, 0, width)  # ready to receive at offset 0; width must be equal
     row, column = tl.program_id(0), tl.arange(0, COLUMNS)
     values = tl.load(x + row * width + column, mask=column < width, other=0.0)
     values *= tl.rsqrt(tl.sum(values * values, axis=0) / width + 1e-6)
-    place = (RANK * tl.num_programs(0) + row).to(tl.int64) * width * 4
-    for turn in tl.static_range(WORLD):  # the next rank first, this one last: all links are busy from the start
-        peer = (RANK + 1 + turn) % WORLD
-        ready = wait_until_ready(peer, epoch, width, flags, state, control, poll_limit, RANK, WORLD)
+    place = (channel.rank * tl.num_programs(0) + row).to(tl.int64) * width * 4
+    for turn in tl.static_range(channel.world):  # the next rank first, this one last: all links are busy from the start
+        peer = (channel.rank + 1 + turn) % channel.world
+        ready = wait_until_ready(channel, peer, epoch, width)
         output = peer_pointer(addresses, peer, place, tl.float32)
         tl.store(output + column, values, mask=(column < width) & (ready >= 0))
-    finish(epoch, flags, flag_addresses, state, control, poll_limit, RANK, WORLD, LANES)  # all rows of all ranks are here
+    finish(channel, epoch)  # all rows of all ranks are here
 
 
 def normalize_all_gather(x: Tensor, memory: SymmetricMemory, channel: Channel) -> Tensor:
     """fp32 [rows, width] on each rank to [ranks * rows, width]; it lies in ``memory`` and is overwritten by the next call."""
     (rows, width), ranks = x.shape, channel.group.world_size
     channel.raise_fault()
-    normalize_all_gather_kernel[(rows,)](
-        x, width, memory.addresses, *channel.words,
-        RANK=channel.group.rank, WORLD=ranks, LANES=triton.next_power_of_2(ranks), COLUMNS=triton.next_power_of_2(width),
-    )  # fmt: skip
+    columns = triton.next_power_of_2(width)
+    normalize_all_gather_kernel[(rows,)](x, width, memory.addresses, channel.args, COLUMNS=columns)
     return memory.local.view(torch.float32)[: ranks * rows * width].view(ranks * rows, width)

@@ -18,9 +18,9 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 MUTANT = """
 import runpy, sys
 sys.path.insert(0, "")
-from dlrm_fused.symmetric import Arena
+from dlrm_fused.symmetric import BlockPool
 
-take = Arena.take
+take = BlockPool.take
 
 def take_and_forget(self, shape, dtype):
     block = take(self, shape, dtype)
@@ -28,7 +28,7 @@ def take_and_forget(self, shape, dtype):
         return None
     return self.memory.local[self.offset_of(block) :][: block.nbytes].view(dtype).view(tuple(shape))
 
-Arena.take = take_and_forget
+BlockPool.take = take_and_forget
 runpy.run_module("benchmarks.embedding_all_to_all.stress", run_name="__main__")
 """
 

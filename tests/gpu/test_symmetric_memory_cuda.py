@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_fused.errors import CommunicationError, UsageError
-from dlrm_fused.symmetric import Arena, Channel, SymmetricGroup, symmetric_group
+from dlrm_fused.symmetric import BlockPool, Channel, SymmetricGroup, symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import Ranks, run_ranks
 
@@ -43,9 +43,9 @@ def run(work: Callable[[SymmetricGroup], Any]) -> list[Any]:
 
 
 @pytest.fixture
-def arena() -> Iterator[Arena]:
+def pool() -> Iterator[BlockPool]:
     group = symmetric_group(device="cuda")
-    yield Arena(group, "arena", 4 * UNIT)
+    yield BlockPool(group, "pool", 4 * UNIT)
     group.close()
 
 
@@ -136,25 +136,25 @@ def share_a_gpu() -> str:
     return str(raised.value)
 
 
-def test_a_block_is_lent_as_long_as_its_storage_lives(arena: Arena) -> None:
+def test_a_block_is_lent_as_long_as_its_storage_lives(pool: BlockPool) -> None:
     weight = torch.ones(UNIT // 4, device="cuda", requires_grad=True)
-    taken = arena.take((UNIT // 4,), torch.float32)
+    taken = pool.take((UNIT // 4,), torch.float32)
     assert taken is not None
     assert taken.device == weight.device
-    assert arena.offset_of(taken) == 0
+    assert pool.offset_of(taken) == 0
     loss = (weight * taken.fill_(3.0)).sum()
     del taken
-    assert arena.free_bytes() == 3 * UNIT
+    assert pool.free_bytes() == 3 * UNIT
     loss.backward()
-    assert arena.free_bytes() == 4 * UNIT
+    assert pool.free_bytes() == 4 * UNIT
     assert weight.grad is not None
     assert weight.grad.eq(3.0).all()
 
 
-def test_another_stream_waits_for_the_last_use_of_a_block(arena: Arena) -> None:
+def test_another_stream_waits_for_the_last_use_of_a_block(pool: BlockPool) -> None:
     source = torch.ones(UNIT, device="cuda")
     copies = torch.zeros(UNIT, device="cuda")
-    first = arena.take((UNIT,), torch.float32)
+    first = pool.take((UNIT,), torch.float32)
     assert first is not None
     first.copy_(source)
     torch.cuda._sleep(1 << 28)
@@ -162,24 +162,24 @@ def test_another_stream_waits_for_the_last_use_of_a_block(arena: Arena) -> None:
     del first
     other = torch.cuda.Stream()
     with torch.cuda.stream(other):
-        second = arena.take((UNIT,), torch.float32)
+        second = pool.take((UNIT,), torch.float32)
         assert second is not None
         second.fill_(7.0)
     torch.cuda.synchronize()
     assert copies.eq(1.0).all()
 
 
-def test_a_block_taken_while_a_graph_is_captured_stays_the_graphs(arena: Arena) -> None:
+def test_a_block_taken_while_a_graph_is_captured_stays_the_graphs(pool: BlockPool) -> None:
     result = torch.zeros(UNIT // 4, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        taken = arena.take((UNIT // 4,), torch.float32)
+        taken = pool.take((UNIT // 4,), torch.float32)
         assert taken is not None
         taken.fill_(3.0)
         result.copy_(taken)
         del taken
-    assert arena.free_bytes() == 3 * UNIT
-    others = [arena.take((UNIT // 4,), torch.float32) for _ in range(3)]
+    assert pool.free_bytes() == 3 * UNIT
+    others = [pool.take((UNIT // 4,), torch.float32) for _ in range(3)]
     for other in others:
         assert other is not None
         other.fill_(1.0)
@@ -189,7 +189,7 @@ def test_a_block_taken_while_a_graph_is_captured_stays_the_graphs(arena: Arena) 
     assert all(other is not None and other.eq(1.0).all() for other in others)
 
 
-def test_memory_cannot_be_allocated_while_a_graph_is_captured(arena: Arena) -> None:
+def test_memory_cannot_be_allocated_while_a_graph_is_captured(pool: BlockPool) -> None:
     group = symmetric_group(device="cuda")
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         torch.zeros(1, device="cuda")
@@ -197,7 +197,7 @@ def test_memory_cannot_be_allocated_while_a_graph_is_captured(arena: Arena) -> N
             group.allocate("late", UNIT)
 
 
-def test_too_little_memory_is_an_error_with_the_sizes(arena: Arena) -> None:
+def test_too_little_memory_is_an_error_with_the_sizes(pool: BlockPool) -> None:
     group = symmetric_group(device="cuda")
     with pytest.raises(CommunicationError, match=r"symmetric memory huge: 1.0 PB needed, but cuda:0 of rank 0 has .* free"):
         group.allocate("huge", 10**15)

@@ -1,4 +1,4 @@
-"""An arena lends a block for exactly as long as the tensor's storage lives. One process, without torch.distributed."""
+"""An pool lends a block for exactly as long as the tensor's storage lives. One process, without torch.distributed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.symmetric import Arena, SymmetricGroup, symmetric_group
+from dlrm_fused.symmetric import BlockPool, SymmetricGroup, symmetric_group
 
 UNIT = 4096
 UNITS = 16
@@ -26,108 +26,108 @@ def group() -> Iterator[SymmetricGroup]:
 
 
 @pytest.fixture
-def arena(group: SymmetricGroup) -> Arena:
-    return Arena(group, "arena", UNITS * UNIT)
+def pool(group: SymmetricGroup) -> BlockPool:
+    return BlockPool(group, "pool", UNITS * UNIT)
 
 
-def floats(arena: Arena, units: int) -> Tensor | None:
-    return arena.take((units, UNIT // 4), torch.float32)
+def floats(pool: BlockPool, units: int) -> Tensor | None:
+    return pool.take((units, UNIT // 4), torch.float32)
 
 
-def taken(arena: Arena, units: int) -> Tensor:
-    tensor = floats(arena, units)
+def taken(pool: BlockPool, units: int) -> Tensor:
+    tensor = floats(pool, units)
     assert tensor is not None
     return tensor
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8])
-def test_a_tensor_lies_in_the_memory_of_the_arena(arena: Arena, dtype: torch.dtype) -> None:
-    first, tensor = arena.take((1,), torch.uint8), arena.take((3, 5), dtype)
+def test_a_tensor_lies_in_the_memory_of_the_pool(pool: BlockPool, dtype: torch.dtype) -> None:
+    first, tensor = pool.take((1,), torch.uint8), pool.take((3, 5), dtype)
     assert first is not None
     assert tensor is not None
     assert (tensor.shape, tensor.dtype, tensor.device) == ((3, 5), dtype, torch.device("cpu"))
     assert tensor.is_contiguous()
     assert not tensor._is_view()
-    offset = arena.offset_of(tensor)
+    offset = pool.offset_of(tensor)
     assert offset == UNIT
-    assert arena.offset_of(tensor[1]) == offset + 5 * dtype.itemsize
+    assert pool.offset_of(tensor[1]) == offset + 5 * dtype.itemsize
     tensor.copy_(torch.arange(15).view(3, 5))
-    stored = arena.memory.local[offset : offset + 15 * dtype.itemsize].view(dtype)
+    stored = pool.memory.local[offset : offset + 15 * dtype.itemsize].view(dtype)
     assert stored.tolist() == list(range(15))
 
 
-def test_a_tensor_without_elements_has_a_place_too(arena: Arena) -> None:
-    tensor = arena.take((0, 7), torch.float32)
+def test_a_tensor_without_elements_has_a_place_too(pool: BlockPool) -> None:
+    tensor = pool.take((0, 7), torch.float32)
     assert tensor is not None
     assert tensor.shape == (0, 7)
-    assert arena.offset_of(tensor) == 0
+    assert pool.offset_of(tensor) == 0
 
 
-def test_there_is_none_when_no_free_block_is_large_enough(arena: Arena) -> None:
-    assert floats(arena, UNITS + 1) is None
-    held = [taken(arena, 1) for _ in range(UNITS)]
-    assert floats(arena, 1) is None
+def test_there_is_none_when_no_free_block_is_large_enough(pool: BlockPool) -> None:
+    assert floats(pool, UNITS + 1) is None
+    held = [taken(pool, 1) for _ in range(UNITS)]
+    assert floats(pool, 1) is None
     del held[3], held[7]  # two free blocks, not adjacent
-    assert floats(arena, 2) is None
-    assert arena.offset_of(taken(arena, 1)) == 3 * UNIT
+    assert floats(pool, 2) is None
+    assert pool.offset_of(taken(pool, 1)) == 3 * UNIT
 
 
-def test_adjacent_free_blocks_become_one_in_whatever_order_they_are_freed(arena: Arena) -> None:
+def test_adjacent_free_blocks_become_one_in_whatever_order_they_are_freed(pool: BlockPool) -> None:
     for seed in range(20):
-        held = [taken(arena, 1) for _ in range(UNITS)]
+        held = [taken(pool, 1) for _ in range(UNITS)]
         random.Random(seed).shuffle(held)
         while held:
             held.pop()
-        whole = taken(arena, UNITS)
-        assert arena.offset_of(whole) == 0
+        whole = taken(pool, UNITS)
+        assert pool.offset_of(whole) == 0
         del whole
 
 
-def test_a_block_is_lent_as_long_as_a_view_lives(arena: Arena) -> None:
-    view = taken(arena, 4)[1, 3:5]
-    assert arena.free_bytes() == (UNITS - 4) * UNIT
+def test_a_block_is_lent_as_long_as_a_view_lives(pool: BlockPool) -> None:
+    view = taken(pool, 4)[1, 3:5]
+    assert pool.free_bytes() == (UNITS - 4) * UNIT
     del view
-    assert arena.free_bytes() == UNITS * UNIT
+    assert pool.free_bytes() == UNITS * UNIT
 
 
-def test_a_block_is_lent_as_long_as_its_storage_lives(arena: Arena) -> None:
-    storage = taken(arena, 4).untyped_storage()
-    assert arena.free_bytes() == (UNITS - 4) * UNIT
+def test_a_block_is_lent_as_long_as_its_storage_lives(pool: BlockPool) -> None:
+    storage = taken(pool, 4).untyped_storage()
+    assert pool.free_bytes() == (UNITS - 4) * UNIT
     del storage
-    assert arena.free_bytes() == UNITS * UNIT
+    assert pool.free_bytes() == UNITS * UNIT
 
 
-def test_a_block_is_lent_as_long_as_an_autograd_graph_holds_it(arena: Arena) -> None:
+def test_a_block_is_lent_as_long_as_an_autograd_graph_holds_it(pool: BlockPool) -> None:
     weight = torch.ones(4, UNIT // 4, requires_grad=True)
-    loss = (weight * taken(arena, 4).fill_(3.0)).sum()
-    assert arena.free_bytes() == (UNITS - 4) * UNIT
+    loss = (weight * taken(pool, 4).fill_(3.0)).sum()
+    assert pool.free_bytes() == (UNITS - 4) * UNIT
     loss.backward()
     # backward has freed what the graph had saved, in a thread of autograd
-    assert arena.free_bytes() == UNITS * UNIT
+    assert pool.free_bytes() == UNITS * UNIT
     assert weight.grad is not None
     assert weight.grad.eq(3.0).all()
 
 
-def test_a_block_is_lent_as_long_as_a_reference_cycle_holds_it(arena: Arena) -> None:
+def test_a_block_is_lent_as_long_as_a_reference_cycle_holds_it(pool: BlockPool) -> None:
     gc.collect()
     gc.disable()
     try:
-        cycle: list[object] = [taken(arena, 1)]
+        cycle: list[object] = [taken(pool, 1)]
         cycle.append(cycle)
         del cycle
-        assert arena.free_bytes() == (UNITS - 1) * UNIT
+        assert pool.free_bytes() == (UNITS - 1) * UNIT
         gc.collect()
-        assert arena.free_bytes() == UNITS * UNIT
+        assert pool.free_bytes() == UNITS * UNIT
     finally:
         gc.enable()
 
 
 def test_a_tensor_outlives_arena_and_group() -> None:
     group = symmetric_group(device="cpu")
-    arena = Arena(group, "arena", UNITS * UNIT)
-    tensor = taken(arena, 2).fill_(5.0)
+    pool = BlockPool(group, "pool", UNITS * UNIT)
+    tensor = taken(pool, 2).fill_(5.0)
     group.close()
-    del arena, group
+    del pool, group
     gc.collect()
     assert tensor.eq(5.0).all()
 
@@ -137,17 +137,17 @@ def test_memory_that_was_released_is_freed_with_its_last_tensor(group: Symmetric
         with open("/proc/self/maps") as maps:
             return sum("dlrm_fused outgrown" in line for line in maps)
 
-    arena = Arena(group, "outgrown", UNIT)
-    tensor = taken(arena, 1)
-    group.release(arena.memory)
-    del arena
+    pool = BlockPool(group, "outgrown", UNIT)
+    tensor = taken(pool, 1)
+    group.release(pool.memory)
+    del pool
     assert mappings() == 1
     del tensor
     assert mappings() == 0
 
 
 def test_several_threads_never_share_a_block(group: SymmetricGroup) -> None:
-    arena = Arena(group, "arena", 64 * UNIT)
+    pool = BlockPool(group, "pool", 64 * UNIT)
     wrong: list[int] = []
     droppers: list[threading.Thread] = []
 
@@ -155,7 +155,7 @@ def test_several_threads_never_share_a_block(group: SymmetricGroup) -> None:
         chance = random.Random(number)
         held: list[Tensor] = []
         for _ in range(300):
-            tensor = floats(arena, chance.randint(1, 5))
+            tensor = floats(pool, chance.randint(1, 5))
             if tensor is not None:
                 held.append(tensor.fill_(number))
             while len(held) > 4:
@@ -176,9 +176,9 @@ def test_several_threads_never_share_a_block(group: SymmetricGroup) -> None:
     for dropper in droppers:
         dropper.join()
     assert wrong == []
-    assert arena.free_bytes() == 64 * UNIT
+    assert pool.free_bytes() == 64 * UNIT
 
 
-def test_a_foreign_tensor_has_no_offset(arena: Arena) -> None:
-    with pytest.raises(UsageError, match=r"arena arena: a tensor of shape \(2, 3\) is not in it"):
-        arena.offset_of(torch.zeros(2, 3))
+def test_a_foreign_tensor_has_no_offset(pool: BlockPool) -> None:
+    with pytest.raises(UsageError, match=r"pool pool: a tensor of shape \(2, 3\) is not in it"):
+        pool.offset_of(torch.zeros(2, 3))

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.errors import CommunicationError, UsageError, UserError
-from dlrm_fused.symmetric import Arena, Channel, SymmetricGroup, memory, shared, symmetric_group
+from dlrm_fused.symmetric import BlockPool, Channel, SymmetricGroup, memory, shared, symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import Ranks, run_ranks
 from tests.distributed.network import TwoHosts, needs_two_hosts
@@ -145,7 +145,7 @@ def allocate_too_much(group: SymmetricGroup) -> list[str]:
     if group.rank == 1:  # one rank alone meets the end of the memory
         shared._available_memory = lambda: 10**6
     messages.append(message_of(CommunicationError, lambda: group.allocate("tables", 10**6)))
-    messages.append(message_of(CommunicationError, lambda: Arena(group, "arena", 2**60)))
+    messages.append(message_of(CommunicationError, lambda: BlockPool(group, "pool", 2**60)))
     assert sorted(os.listdir("/proc/self/fd")) == before
     return messages
 
@@ -162,7 +162,7 @@ def test_too_little_memory_is_the_same_error_on_all_ranks_with_the_sizes() -> No
         "symmetric memory tables: 1.0 MB on each of 2 ranks are 2.0 MB, but this host has 1.0 MB available; "
         "use fewer ranks or a smaller batch"
     )
-    assert first[2].startswith("symmetric memory arena: 1152.9 PB on each of 2 ranks are 2305.8 PB, ")
+    assert first[2].startswith("symmetric memory pool: 1152.9 PB on each of 2 ranks are 2305.8 PB, ")
 
 
 def reserve_in_vain(group: SymmetricGroup) -> str:
@@ -252,10 +252,10 @@ def use_subgroups() -> list[int]:
         everyone, pair = symmetric_group(), symmetric_group(own)
         sums = []
         channels = [Channel(everyone, "all", 60.0), Channel(pair, "pair", 60.0)]
-        arenas = [Arena(everyone, "all", 4 * 4096), Arena(pair, "pair", 4 * 4096)]
-        pairs = list(zip(channels, arenas, strict=True))
+        pools = [BlockPool(everyone, "all", 4 * 4096), BlockPool(pair, "pair", 4 * 4096)]
+        pairs = list(zip(channels, pools, strict=True))
         for epoch in range(20):
-            received = [exchange(channel, arena, 100 * dist.get_rank() + epoch) for channel, arena in pairs]
+            received = [exchange(channel, pool, 100 * dist.get_rank() + epoch) for channel, pool in pairs]
             sums = [int(tensor.sum()) for tensor in received]
         stranger = dist.new_group([0, 1])
         if dist.get_rank() > 1:
@@ -265,16 +265,16 @@ def use_subgroups() -> list[int]:
         return sums
 
 
-def exchange(channel: Channel, arena: Arena, value: int) -> Tensor:
+def exchange(channel: Channel, pool: BlockPool, value: int) -> Tensor:
     """One epoch in which each rank tells all a number; int64 [world_size], by rank."""
     group = channel.group
-    received = arena.take((group.world_size,), torch.int64)
+    received = pool.take((group.world_size,), torch.int64)
     assert received is not None, "too many outputs are held"
-    channel.announce(arena.offset_of(received))
+    channel.announce(pool.offset_of(received))
     for shift in range(group.world_size):
         peer = (group.rank + 1 + shift) % group.world_size
         offset = channel.wait_ready(peer)
-        arena.memory.peer(peer)[offset:].view(torch.int64)[group.rank] = value
+        pool.memory.peer(peer)[offset:].view(torch.int64)[group.rank] = value
         channel.signal(peer)
     channel.wait_arrivals()
     return received
@@ -303,11 +303,11 @@ def test_the_group_of_a_destroyed_process_group_gives_way_to_that_of_the_next() 
 def exchange_many_times(group: SymmetricGroup, epochs: int, delays: Sequence[float], held_outputs: int) -> None:
     chance = random.Random(group.rank)
     channels = [Channel(group, name, 60.0) for name in ("first", "second")]
-    arenas = [Arena(group, name, (held_outputs + 1) * 4096) for name in ("first", "second")]
+    pools = [BlockPool(group, name, (held_outputs + 1) * 4096) for name in ("first", "second")]
     held: list[tuple[int, int, Tensor]] = []
     for epoch in range(epochs):
-        for number, (channel, arena) in enumerate(zip(channels, arenas, strict=True)):
-            received = exchange(channel, arena, 1000 * epoch + 10 * number + group.rank)
+        for number, (channel, pool) in enumerate(zip(channels, pools, strict=True)):
+            received = exchange(channel, pool, 1000 * epoch + 10 * number + group.rank)
             held.append((epoch, number, received))
             if chance.random() < 0.2:
                 time.sleep(delays[group.rank] * chance.random())
@@ -325,10 +325,10 @@ def test_held_outputs_keep_their_values_however_ranks_differ_in_speed(ranks: int
 
 
 def count_epochs(group: SymmetricGroup) -> list[int]:
-    channel, arena = Channel(group, "counted", 60.0), Arena(group, "counted", 4096)
+    channel, pool = Channel(group, "counted", 60.0), BlockPool(group, "counted", 4096)
     for epoch in range(5):
         assert channel.state[0] == epoch
-        exchange(channel, arena, 0)
+        exchange(channel, pool, 0)
     channel.raise_fault()
     return [*channel.state.tolist(), *channel.control.tolist()]
 
@@ -352,8 +352,8 @@ def test_an_offset_that_a_ready_word_cannot_hold_is_an_error() -> None:
 
 def wait_too_long(group: SymmetricGroup, awaited: str) -> str | None:
     channel = Channel(group, "embedding.forward", timeout_seconds=0.5)
-    arena = Arena(group, "embedding.forward", 4096)
-    exchange(channel, arena, 0)
+    pool = BlockPool(group, "embedding.forward", 4096)
+    exchange(channel, pool, 0)
     if group.rank == 1:
         if awaited == "arrival":
             channel.announce()
@@ -389,7 +389,7 @@ def test_a_wait_ends_at_its_limit_with_an_error_that_says_who_waited_for_whom(aw
 
 def refuse(group: SymmetricGroup) -> str:
     channel = Channel(group, "channel", 60.0)
-    exchange(channel, Arena(group, "arena", 4096), 0)
+    exchange(channel, BlockPool(group, "pool", 4096), 0)
     if group.rank == 1:
         channel.refuse()
         message = message_of(CommunicationError, channel.raise_fault)
@@ -434,8 +434,8 @@ def outlive(how: str) -> tuple[float, str, str]:
     rank = Rank.from_environment()
     dist.init_process_group("gloo", rank=rank.index, world_size=rank.world_size)
     group = symmetric_group()
-    channel, arena = Channel(group, "step", 60.0), Arena(group, "arena", 4 * 4096)
-    exchange(channel, arena, 0)
+    channel, pool = Channel(group, "step", 60.0), BlockPool(group, "pool", 4 * 4096)
+    exchange(channel, pool, 0)
     told: list[int] = []
     group.peer_monitor.on_loss(told.append)
     if rank.index == 2:
@@ -448,11 +448,11 @@ def outlive(how: str) -> tuple[float, str, str]:
         within(5, lambda: group.peer_monitor.lost_peer() == 2)
         message = message_of(CommunicationError, channel.raise_fault)
     else:
-        message = message_of(CommunicationError, lambda: exchange(channel, arena, 1))
+        message = message_of(CommunicationError, lambda: exchange(channel, pool, 1))
     seconds = time.monotonic() - began
     within(2, lambda: told == [2])
     within(2, lambda: channel.control[7] == 3 and channel.state[3] == 3)
-    assert message_of(CommunicationError, lambda: exchange(channel, arena, 1)).startswith("channel step")
+    assert message_of(CommunicationError, lambda: exchange(channel, pool, 1)).startswith("channel step")
     late: list[int] = []
     group.peer_monitor.on_loss(late.append)
     assert late == [2]
@@ -479,8 +479,8 @@ def test_a_killed_process_is_noticed_at_once_and_named(how: str) -> None:
 
 
 def leave_early(group: SymmetricGroup) -> str | None:
-    channel, arena = Channel(group, "step", 60.0), Arena(group, "arena", 4096)
-    exchange(channel, arena, 0)
+    channel, pool = Channel(group, "step", 60.0), BlockPool(group, "pool", 4096)
+    exchange(channel, pool, 0)
     if group.rank == 1:
         group.close()
         dist.barrier()
@@ -490,7 +490,7 @@ def leave_early(group: SymmetricGroup) -> str | None:
     channel.raise_fault()
     # Who then still waits for that rank would wait in vain.
     began = time.monotonic()
-    message = message_of(CommunicationError, lambda: exchange(channel, arena, 1))
+    message = message_of(CommunicationError, lambda: exchange(channel, pool, 1))
     assert time.monotonic() - began < 2
     dist.barrier()
     return message
@@ -568,29 +568,27 @@ import torch
 import torch.distributed as dist
 import triton
 from dlrm_fused.errors import CommunicationError
-from dlrm_fused.symmetric import Arena, Channel, symmetric_group
+from dlrm_fused.symmetric import BlockPool, Channel, symmetric_group
 from dlrm_fused.symmetric.device import begin, finish, wait_until_ready
 from tests.symmetric.test_symmetric_memory import exchange
 
 @triton.jit
-def epoch_without_data(flags, flag_addresses, state, control, poll_limit):
-    epoch = begin(0, 5, flag_addresses, state, RANK, 2, 2)
+def epoch_without_data(channel):
+    epoch = begin(channel, 0, 5)
     for number in range(2):
-        wait_until_ready(triton.language.program_id(0) + number, epoch, 5, flags, state, control, poll_limit, RANK, 2)
-    finish(epoch, flags, flag_addresses, state, control, poll_limit, RANK, 2, 2)
+        wait_until_ready(channel, triton.language.program_id(0) + number, epoch, 5)
+    finish(channel, epoch)
 
 def by_kernel(channel):
-    flags = channel.flags.local.view(torch.int64)
-    epoch_without_data[(1,)](flags, channel.flags.addresses, channel.state, channel.control_address, channel.poll_limit)
+    epoch_without_data[(1,)](channel.args)
 
 dist.init_process_group("gloo")
 group = symmetric_group()
-RANK = triton.language.constexpr(group.rank)
-channel, arena = Channel(group, "both", 60.0), Arena(group, "arena", 4096)
-assert channel.poll_limit > 0
+channel, pool = Channel(group, "both", 60.0), BlockPool(group, "pool", 4096)
+assert channel.args.poll_limit > 0
 for epoch in range(10):
     by_kernel(channel)
-    received = exchange(channel, arena, 10 * epoch + group.rank)
+    received = exchange(channel, pool, 10 * epoch + group.rank)
     assert received.tolist() == [10 * epoch, 10 * epoch + 1]
     del received
 channel.raise_fault()

@@ -79,7 +79,7 @@ def _start_worker() -> None:
     threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
 
 
-def _end_with(watchdog: int) -> None:
+def _end_with(sentinel: int) -> None:
     """End this process when its parent does, however that ends."""
-    connection.wait([watchdog])
+    connection.wait([sentinel])
     os._exit(1)

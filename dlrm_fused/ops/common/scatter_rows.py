@@ -29,7 +29,6 @@ _PROGRAMS = 528
         "first_destination",
         "receive_offset",
         "fingerprint",
-        "poll_limit",
     ]
 )
 def scatter_rows_kernel(
@@ -44,32 +43,25 @@ def scatter_rows_kernel(
     first_destination,
     addresses,
     receive_offset,
-    flags,
-    flag_addresses,
-    state,
-    control,
-    poll_limit,
+    channel,
     fingerprint,
     COPIES: tl.constexpr,
     SCALED: tl.constexpr,
     TELLS_DESTINATION: tl.constexpr,
     DTYPE: tl.constexpr,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    LANES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """See :func:`scatter_rows`. Program p stores rows p * ROWS ..., then those ROWS * programs further on."""
-    epoch = begin(receive_offset, fingerprint, flag_addresses, state, RANK, WORLD, LANES)
-    are_ready = wait_until_all_ready(epoch, fingerprint, flags, state, control, poll_limit, RANK, WORLD, LANES)
+    epoch = begin(channel, receive_offset, fingerprint)
+    are_ready = wait_until_all_ready(channel, epoch, fingerprint)
     for first in range(tl.program_id(0) * ROWS, items, tl.num_programs(0) * ROWS):
         item = first + tl.arange(0, ROWS)
         target = tl.load(targets + item, mask=(item < items) & are_ready, other=-1)
         is_sent = target >= 0
         peer = tl.where(is_sent, target // rows_per_rank, 0)
         row = (tl.where(is_sent, target, 0) % rows_per_rank).to(tl.int64)
-        block = tl.load(addresses + peer) + announced_offset(peer, flags)
+        block = tl.load(addresses + peer) + announced_offset(channel, peer)
         places = (block + row * (width * (DTYPE.primitive_bitwidth // 8))).to(tl.pointer_type(DTYPE))
         # Rows begin at multiples of 16 bytes, and so the compiler makes wide loads and stores.
         places = tl.multiple_of(places, 16)
@@ -87,7 +79,7 @@ def scatter_rows_kernel(
         if TELLS_DESTINATION:
             destinations = (block + destinations_at).to(tl.pointer_type(tl.int32))
             tl.store(destinations + row, first_destination + item, mask=is_sent)
-    finish(epoch, flags, flag_addresses, state, control, poll_limit, RANK, WORLD, LANES)
+    finish(channel, epoch)
 
 
 def scatter_rows(
@@ -147,15 +139,12 @@ def scatter_rows(
         first_destination,
         memory.addresses,
         receive_offset,
-        *channel.words,
+        channel.args,
         fingerprint,
         COPIES=copies,
         SCALED=scale is not None,
         TELLS_DESTINATION=destinations_at is not None,
         DTYPE=TRITON_DTYPES[source.dtype],
-        RANK=channel.group.rank,
-        WORLD=channel.group.world_size,
-        LANES=triton.next_power_of_2(channel.group.world_size),
         ROWS=_ROWS,
         COLUMNS=min(triton.next_power_of_2(width), _ROW_BYTES // source.element_size()),
         num_warps=8,
@@ -175,11 +164,10 @@ def _scatter_rows_by_host(
     destinations_at: int | None,
     first_destination: int,
 ) -> None:
-    channel.announce(receive_offset, fingerprint)
     row_bytes = source.shape[1] * source.element_size()
-    for shift in range(channel.group.world_size):
-        peer = (channel.group.rank + 1 + shift) % channel.group.world_size
-        block = memory.peer(peer)[channel.wait_ready(peer) :]
+
+    def store(peer: int, offset: int) -> None:
+        block = memory.peer(peer)[offset:]
         items = torch.nonzero((targets >= 0) & (targets // rows_per_rank == peer)).flatten()
         rows = targets[items].long() % rows_per_rank
         values = source[items // copies]
@@ -190,5 +178,5 @@ def _scatter_rows_by_host(
         if destinations_at is not None:
             destinations = block[destinations_at : destinations_at + 4 * rows_per_rank].view(torch.int32)
             destinations[rows] = (first_destination + items).int()
-        channel.signal(peer)
-    channel.wait_arrivals()
+
+    channel.run_epoch(store, offset=receive_offset, fingerprint=fingerprint)

@@ -1,44 +1,80 @@
-"""What the workspaces of all operators have in common: numbers that name them, and settings that must be equal on all ranks."""
+"""What the workspaces of all operators have in common: channels, a handle, and settings that must be equal on all ranks."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
 import zlib
-from collections.abc import Callable, Mapping
-from typing import Generic, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Self
 
 import torch
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.symmetric import SymmetricGroup
-
-T = TypeVar("T")
+from dlrm_fused.symmetric import Channel, SymmetricGroup
 
 # Of matrices that operators multiply.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_numbers = itertools.count()
+
+# Operators of PyTorch take numbers, not objects.
+_handles = itertools.count()
+_workspaces: weakref.WeakValueDictionary[int, Workspace] = weakref.WeakValueDictionary()
 
 
-class Handles(Generic[T]):
-    """The living workspaces of one kind by their handles: operators of PyTorch take numbers, not objects."""
+class Workspace:
+    """The symmetric memory and the channels of one operator; made once, collectively, and shared by its calls.
 
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
-        self._workspaces: weakref.WeakValueDictionary[int, T] = weakref.WeakValueDictionary()
+    Attributes:
+        group: the ranks that take part; ``rank``, ``world_size`` and ``device`` are the group's.
+        name: as given.
+        channel: of the operator's epochs; the first of ``channels``.
+        handle: a number, unique in this process, by which the operator names the workspace.
+    """
 
-    def add(self, workspace: T) -> int:
-        """Returns the workspace's handle, unique in this process."""
-        handle = next(_numbers)
-        self._workspaces[handle] = workspace
-        return handle
+    def __init__(
+        self,
+        group: SymmetricGroup,
+        name: str,
+        check: Callable[[], Mapping[str, object]],
+        *,
+        timeout_seconds: float,
+        channels: Sequence[str] = ("",),
+    ) -> None:
+        """Collective.
 
-    def get(self, handle: int) -> T:
-        """Raises UsageError if there is no such workspace, or no more."""
-        workspace = self._workspaces.get(handle)
-        if workspace is None:
-            raise UsageError(f"workspace={handle}: no such {self._kind} in this process; keep it alive as long as it is used")
+        Args:
+            name: for messages; equal on all ranks, and not used by another workspace of the group.
+            check: validates this rank's settings, and returns those that must be equal on all ranks.
+            timeout_seconds: how long a rank waits for another.
+            channels: what to add to ``name`` for each channel.
+
+        Raises:
+            UsageError: on all ranks, if ``check`` raises it on one of them, or a setting differs.
+        """
+        _agree_on_settings(group, name, check)
+        self.group, self.name = group, name
+        self.rank, self.world_size, self.device = group.rank, group.world_size, group.device
+        self.channels = tuple(Channel(group, f"{name} {purpose}".rstrip(), timeout_seconds) for purpose in channels)
+        self.channel = self.channels[0]
+        self.handle = next(_handles)
+        _workspaces[self.handle] = self
+
+    @classmethod
+    def of(cls, handle: int) -> Self:
+        """The living workspace of this kind with that handle.
+
+        Raises:
+            UsageError: there is none, or no more.
+        """
+        workspace = _workspaces.get(handle)
+        if not isinstance(workspace, cls):
+            raise UsageError(f"workspace={handle}: no such {cls.__name__} in this process; keep it alive as long as it is used")
         return workspace
+
+    def raise_fault(self) -> None:
+        """Raise CommunicationError if a call that was started has failed since. Does not wait for the device."""
+        for channel in self.channels:
+            channel.raise_fault()
 
 
 def fingerprint_of(*what: object) -> int:
@@ -52,13 +88,14 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
         raise UsageError(f"{name}: dtype={dtype}; allowed: float32, bfloat16, float16")
 
 
-def agree_on_settings(group: SymmetricGroup, name: str, check: Callable[[], Mapping[str, object]]) -> None:
-    """Collective: ``check`` validates this rank's settings and returns those that must be equal on all ranks.
+def check_counts(name: str, **counts: int) -> None:
+    """Raises UsageError, for the workspace ``name``, unless all are whole numbers of at least 1."""
+    for key, value in counts.items():
+        if not isinstance(value, int) or value < 1:
+            raise UsageError(f"{name}: {key}={value}; needed: a whole number, at least 1")
 
-    Raises:
-        UsageError: on all ranks, if ``check`` raises it on one of them, or a setting differs.
-    """
 
+def _agree_on_settings(group: SymmetricGroup, name: str, check: Callable[[], Mapping[str, object]]) -> None:
     def checked() -> dict[str, str]:
         if group.process_group is None and group.world_size > 1:
             raise UsageError(f"{name}: its group is closed")

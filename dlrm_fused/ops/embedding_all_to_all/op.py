@@ -39,7 +39,7 @@ from dlrm_fused.ops.embedding_all_to_all.scatter import TRITON_DTYPES, scatter_t
 from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables
 from dlrm_fused.ops.embedding_all_to_all.tuning import LookupShape, choose_blocks
 from dlrm_fused.ops.embedding_all_to_all.update import apply_gradients, per_sample_weight_gradients
-from dlrm_fused.ops.embedding_all_to_all.workspace import PRESENCE_UNIT, BatchPlan, EmbeddingWorkspace, FeatureTable, workspaces
+from dlrm_fused.ops.embedding_all_to_all.workspace import PRESENCE_UNIT, BatchPlan, EmbeddingWorkspace, FeatureTable
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, peer_pointer, uses_kernels, wait_until_ready
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
@@ -175,9 +175,7 @@ def _add_rows(
     return pooled
 
 
-@triton.jit(
-    do_not_specialize=["feature_count", "blocks", "global_batch", "items", "receive_offset", "fingerprint", "poll_limit"]
-)
+@triton.jit(do_not_specialize=["feature_count", "blocks", "global_batch", "items", "receive_offset", "fingerprint"])
 def lookup_and_scatter_kernel(
     weights,
     indices,
@@ -192,11 +190,7 @@ def lookup_and_scatter_kernel(
     stride,
     addresses,
     receive_offset,
-    flags,
-    flag_addresses,
-    state,
-    control,
-    poll_limit,
+    channel,
     fingerprint,
     WEIGHTED: tl.constexpr,
     MEAN: tl.constexpr,
@@ -206,9 +200,6 @@ def lookup_and_scatter_kernel(
     LAST: tl.constexpr,
     WIRE: tl.constexpr,
     VECTOR: tl.constexpr,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    LANES: tl.constexpr,
     BAGS: tl.constexpr,
     ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -222,25 +213,25 @@ def lookup_and_scatter_kernel(
 
     Args:
         features: int64 [feature_count, 4]: number in the lookup, first element of its table, dim, column at the destination.
-        bags: int64 [3 * WORLD + 1], see :meth:`~dlrm_fused.ops.embedding_all_to_all.workspace.BatchPlan.bag_table`.
+        bags: int64 [3 * ranks + 1], see :meth:`~dlrm_fused.ops.embedding_all_to_all.workspace.BatchPlan.bag_table`.
         blocks: items of one feature and destination, enough for the largest batch.
         stride: elements between rows at the destination.
         VECTOR: divides dims, columns and table offsets.
         PARTIAL: the results are partial sums. Those of empty bags are not sent: a byte for each bag tells which are.
     """
     if FIRST:
-        epoch = begin(receive_offset, fingerprint, flag_addresses, state, RANK, WORLD, LANES)
+        epoch = begin(channel, receive_offset, fingerprint)
     else:
-        epoch = tl.load(state) + 1
+        epoch = tl.load(channel.state) + 1
     share = tl.arange(0, BAGS * SPLIT)
     lane = tl.arange(0, DIM)
     ready_peers = tl.zeros((), tl.int64)  # a bit for each
     may_send = tl.full((), 1, tl.int1)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         # One feature after the other: a few tables at a time stay in the caches.
-        feature = item // (WORLD * blocks)
-        turn = item // blocks % WORLD
-        peer = (RANK + 1 + turn) % WORLD
+        feature = item // (channel.world * blocks)
+        turn = item // blocks % channel.world
+        peer = (channel.rank + 1 + turn) % channel.world
         fields = features + feature * _FEATURE_FIELDS
         first_bag = tl.load(bags + peer) + item % blocks * BAGS
         end_bag = tl.load(bags + peer + 1)
@@ -264,18 +255,18 @@ def lookup_and_scatter_kernel(
             pooled = pooled / tl.maximum(length, 1).to(tl.float32)[:, None]
 
         if (ready_peers >> peer) & 1 == 0:
-            may_send &= wait_until_ready(peer, epoch, fingerprint, flags, state, control, poll_limit, RANK, WORLD) >= 0
+            may_send &= wait_until_ready(channel, peer, epoch, fingerprint) >= 0
             ready_peers |= tl.full((), 1, tl.int64) << peer
-        offset = tl.load(bags + WORLD + 1 + peer)
+        offset = tl.load(bags + channel.world + 1 + peer)
         if RELATIVE:
-            offset += announced_offset(peer, flags)
+            offset += announced_offset(channel, peer)
         destination = peer_pointer(addresses, peer, offset, WIRE)
         at_row = (bag - tl.load(bags + peer)).to(tl.int64)
         column = tl.multiple_of(tl.load(fields + 3), VECTOR)
         places = destination + at_row[:, None] * tl.multiple_of(stride, 4) + (column + lane)[None, :]
         sent = exists & may_send
         if PARTIAL:
-            presence = peer_pointer(addresses, peer, tl.load(bags + 2 * WORLD + 1 + peer), tl.uint8)
+            presence = peer_pointer(addresses, peer, tl.load(bags + 2 * channel.world + 1 + peer), tl.uint8)
             bag_count = end_bag - tl.load(bags + peer)
             of_bags = presence + tl.load(fields) * ((bag_count + _PRESENCE_UNIT - 1) // _PRESENCE_UNIT * _PRESENCE_UNIT)
             tl.store(of_bags + at_row, (length > 0).to(tl.uint8), mask=sent)
@@ -285,7 +276,7 @@ def lookup_and_scatter_kernel(
             stored = stored & (lane < dim)[None, :]
         tl.store(places, to_wire(pooled, WIRE), mask=stored)
     if LAST:
-        finish(epoch, flags, flag_addresses, state, control, poll_limit, RANK, WORLD, LANES)
+        finish(channel, epoch)
 
 
 torch.library.define(
@@ -311,7 +302,7 @@ def _forward(
     batch_sizes: list[int],
     handle: int,
 ) -> Tensor:
-    workspace = workspaces.get(handle)
+    workspace = EmbeddingWorkspace.of(handle)
     workspace.forward_channel.raise_fault()
 
     def check(plan: BatchPlan) -> None:
@@ -379,7 +370,7 @@ def _launch(
         plan.destination(number, workspace.rank)[1],
         memory.addresses,
         output.offset,
-        *channel.words,
+        channel.args,
         plan.fingerprint,
         WEIGHTED=is_weighted,
         MEAN=tables.mean,
@@ -389,9 +380,6 @@ def _launch(
         LAST=last,
         WIRE=TRITON_DTYPES[workspace.forward_wire],
         VECTOR=features.vector,
-        RANK=workspace.rank,
-        WORLD=workspace.world_size,
-        LANES=triton.next_power_of_2(workspace.world_size),
         BAGS=blocks.bags,
         ROWS=blocks.rows,
         SPLIT=blocks.split,
@@ -496,7 +484,7 @@ def _backward(
     batch_sizes: list[int],
     handle: int,
 ) -> list[Tensor]:
-    workspace = workspaces.get(handle)
+    workspace = EmbeddingWorkspace.of(handle)
     ordered = [workspace.sorted_lookups.take(workspace.tables[i], indices[i], offsets[i]) for i in range(len(indices))]
     received = send_gradient(workspace, workspace.plan(batch_sizes), gradient)
     weight_gradients = []
@@ -527,7 +515,7 @@ def _fake_forward(
     batch_sizes: list[int],
     handle: int,
 ) -> Tensor:
-    workspace = workspaces.get(handle)
+    workspace = EmbeddingWorkspace.of(handle)
     return anchor.new_empty((batch_sizes[workspace.rank], workspace.layout.columns))
 
 
@@ -549,7 +537,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
     ctx.save_for_backward(*indices, *offsets, *per_sample_weights)
     # A compiler traces with tensors without memory.
     if type(output) is Tensor:
-        workspaces.get(ctx.handle).prefetch_sort(indices, offsets)
+        EmbeddingWorkspace.of(ctx.handle).prefetch_sort(indices, offsets)
 
 
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:

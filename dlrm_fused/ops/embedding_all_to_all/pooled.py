@@ -12,8 +12,7 @@ gradients are bit-identical to those of TorchRec's table- and column-wise paths.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +20,8 @@ from torch import Tensor
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.embedding_all_to_all.reduce import Output, finish_staged
-from dlrm_fused.ops.embedding_all_to_all.workspace import BatchPlan, EmbeddingWorkspace, Tile, workspaces
-from dlrm_fused.symmetric import Channel, SymmetricMemory
+from dlrm_fused.ops.embedding_all_to_all.workspace import BatchPlan, EmbeddingWorkspace, Tile
+from dlrm_fused.symmetric import SymmetricMemory, abort_peers_on_error
 from dlrm_fused.symmetric.device import uses_kernels
 
 _LARGEST_FP16 = 65504.0
@@ -49,16 +48,6 @@ torch.library.define(
     "dlrm_fused::pooled_all_to_all", "(Tensor anchor, Tensor[] pooled, int[] batch_sizes, int handle) -> Tensor"
 )
 torch.library.define("dlrm_fused::pooled_all_to_all_backward", "(Tensor gradient, int[] batch_sizes, int handle) -> Tensor[]")
-
-
-@contextmanager
-def abort_peers_on_error(channel: Channel) -> Iterator[None]:
-    """A rank that cannot take part in an epoch tells the others, which would wait for it."""
-    try:
-        yield
-    except UsageError:
-        channel.refuse()
-        raise
 
 
 def checked_plan(
@@ -94,7 +83,7 @@ def checked_plan(
 
 @torch.library.impl("dlrm_fused::pooled_all_to_all", ["cpu", "cuda"])
 def _forward(anchor: Tensor, pooled: list[Tensor], batch_sizes: list[int], handle: int) -> Tensor:
-    workspace = workspaces.get(handle)
+    workspace = EmbeddingWorkspace.of(handle)
     workspace.forward_channel.raise_fault()
     plan = checked_plan(workspace, batch_sizes, lambda plan: _check_pooled(workspace, plan, pooled))
     output = Output(workspace, plan)
@@ -124,18 +113,15 @@ def _check_pooled(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[T
 
 
 def _send_by_host(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[Tensor], output: Output) -> None:
-    channel = workspace.forward_channel
-    channel.announce(output.offset, plan.fingerprint)
     by_lookup = [plan.pooled_tiles(number) for number in range(len(pooled))]
-    for peer in plan.rotation:
-        ready_at = channel.wait_ready(peer)
+
+    def store(peer: int, offset: int) -> None:
         for number, tiles in enumerate(by_lookup):
             is_staged = plan.goes_to_staging(number)
             memory = output.buffers.staging_memory() if is_staged else output.buffers.outputs.memory
-            base = 0 if is_staged else ready_at
-            _copy_tiles(pooled[number], tiles, peer, memory, base, workspace.forward_wire)
-        channel.signal(peer)
-    channel.wait_arrivals()
+            _copy_tiles(pooled[number], tiles, peer, memory, 0 if is_staged else offset, workspace.forward_wire)
+
+    workspace.forward_channel.run_epoch(store, offset=output.offset, fingerprint=plan.fingerprint)
 
 
 def _copy_tiles(
@@ -206,13 +192,10 @@ def send_gradient(workspace: EmbeddingWorkspace, plan: BatchPlan, gradient: Tens
             relative=False,
         )
     else:
-        channel.announce(0, plan.fingerprint)
         tiles = plan.gradient_tiles()
-        for peer in plan.rotation:
-            channel.wait_ready(peer)
-            _copy_tiles(gradient, tiles, peer, memory, 0, workspace.backward_wire)
-            channel.signal(peer)
-        channel.wait_arrivals()
+        channel.run_epoch(
+            lambda peer, _: _copy_tiles(gradient, tiles, peer, memory, 0, workspace.backward_wire), fingerprint=plan.fingerprint
+        )
     return [plan.gradients_view(memory, number) for number in range(len(workspace.own_lookups))]
 
 
@@ -226,7 +209,7 @@ def _check_gradient(workspace: EmbeddingWorkspace, plan: BatchPlan, gradient: Te
 
 @torch.library.impl("dlrm_fused::pooled_all_to_all_backward", ["cpu", "cuda"])
 def _backward(gradient: Tensor, batch_sizes: list[int], handle: int) -> list[Tensor]:
-    workspace = workspaces.get(handle)
+    workspace = EmbeddingWorkspace.of(handle)
     received = send_gradient(workspace, workspace.plan(batch_sizes), gradient)
     # A division, as TorchRec's, so that the bits are the same for three ranks too.
     divisor = 1 / workspace.gradient_scale
@@ -235,13 +218,13 @@ def _backward(gradient: Tensor, batch_sizes: list[int], handle: int) -> list[Ten
 
 @torch.library.register_fake("dlrm_fused::pooled_all_to_all")
 def _fake_forward(anchor: Tensor, pooled: list[Tensor], batch_sizes: list[int], handle: int) -> Tensor:
-    workspace = workspaces.get(handle)
+    workspace = EmbeddingWorkspace.of(handle)
     return anchor.new_empty((batch_sizes[workspace.rank], workspace.layout.columns))
 
 
 @torch.library.register_fake("dlrm_fused::pooled_all_to_all_backward")
 def _fake_backward(gradient: Tensor, batch_sizes: list[int], handle: int) -> list[Tensor]:
-    return [gradient.new_empty((sum(batch_sizes), lookup.width)) for lookup in workspaces.get(handle).own_lookups]
+    return [gradient.new_empty((sum(batch_sizes), lookup.width)) for lookup in EmbeddingWorkspace.of(handle).own_lookups]
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -31,21 +31,16 @@ class Output:
     def __init__(self, workspace: EmbeddingWorkspace, plan: BatchPlan) -> None:
         self.buffers = workspace.buffers(plan)
         shape = (plan.local_batch, workspace.layout.columns)
-        self._must_be_copied = False
         if plan.is_staged:
             self.received = torch.empty(shape, device=workspace.device)
             self.offset = 0
             return
-        block = self.buffers.outputs.take(shape, torch.float32)
-        if block is None:
-            self._must_be_copied = True
-            block = self.buffers.spare[: shape[0] * shape[1]].view(shape)
-        self.received = block
-        self.offset = self.buffers.outputs.offset_of(block)
+        self.received = self.buffers.outputs.receive(shape, torch.float32)
+        self.offset = self.buffers.outputs.offset_of(self.received)
 
     def tensor(self) -> Tensor:
         """The tensor for the caller: its own as long as it likes."""
-        return self.received.clone() if self._must_be_copied else self.received
+        return self.buffers.outputs.to_hold(self.received)
 
 
 def finish_staged(workspace: EmbeddingWorkspace, plan: BatchPlan, output: Tensor, *, are_empty_bags_sent: bool) -> None:

@@ -30,7 +30,7 @@ def to_wire(values, dtype: tl.constexpr):
     return values.to(dtype)
 
 
-@triton.jit(do_not_specialize=["items", "row_blocks", "receive_offset", "fingerprint", "poll_limit"])
+@triton.jit(do_not_specialize=["items", "row_blocks", "receive_offset", "fingerprint"])
 def scatter_tiles_kernel(
     source,
     source_stride,
@@ -39,35 +39,28 @@ def scatter_tiles_kernel(
     row_blocks,
     addresses,
     receive_offset,
-    flags,
-    flag_addresses,
-    state,
-    control,
-    poll_limit,
+    channel,
     fingerprint,
     RELATIVE: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
     WIRE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    LANES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Copy tiles of ``source`` to where they belong at the peers. See :func:`scatter_tiles`."""
     if FIRST:
-        epoch = begin(receive_offset, fingerprint, flag_addresses, state, RANK, WORLD, LANES)
+        epoch = begin(channel, receive_offset, fingerprint)
     else:
-        epoch = tl.load(state) + 1
+        epoch = tl.load(channel.state) + 1
     known_peer = tl.full((), -1, tl.int64)
     ready_at = tl.full((), -1, tl.int64)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         fields = tiles + (item // row_blocks) * _FIELDS
         peer = tl.load(fields)
         if peer != known_peer:
-            ready_at = wait_until_ready(peer, epoch, fingerprint, flags, state, control, poll_limit, RANK, WORLD)
+            ready_at = wait_until_ready(channel, peer, epoch, fingerprint)
             known_peer = peer
         offset = tl.load(fields + 3)
         if RELATIVE:
@@ -86,7 +79,7 @@ def scatter_tiles_kernel(
         places = destination + row[:, None].to(tl.int64) * stride + column[None, :]
         tl.store(places, to_wire(values.to(tl.float32), WIRE), mask=inside & (ready_at >= 0))
     if LAST:
-        finish(epoch, flags, flag_addresses, state, control, poll_limit, RANK, WORLD, LANES)
+        finish(channel, epoch)
 
 
 def scatter_tiles(
@@ -124,16 +117,13 @@ def scatter_tiles(
         max(row_blocks, 1),
         memory.addresses,
         receive_offset,
-        *channel.words,
+        channel.args,
         fingerprint,
         RELATIVE=relative,
         FIRST=first,
         LAST=last,
         WIRE=TRITON_DTYPES[wire],
         ALIGNMENT=4 * wire.itemsize,
-        RANK=channel.group.rank,
-        WORLD=channel.group.world_size,
-        LANES=triton.next_power_of_2(channel.group.world_size),
         ROWS=_ROWS,
         COLUMNS=TILE_COLUMNS,
         num_warps=4,

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.common.workspace import Handles, agree_on_settings
+from dlrm_fused.ops.common.workspace import Workspace
 from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables
-from dlrm_fused.symmetric import Arena, Channel, SymmetricGroup, SymmetricMemory
+from dlrm_fused.symmetric import BlockPool, SymmetricGroup, SymmetricMemory
 
 if TYPE_CHECKING:
     from dlrm_fused.ops.embedding_all_to_all.prefetch_sort import PrefetchedSorts
@@ -211,7 +211,7 @@ def _view(memory: SymmetricMemory, offset: int, shape: tuple[int, ...], dtype: t
     return memory.local[offset : offset + size].view(dtype).view(shape)
 
 
-class EmbeddingWorkspace:
+class EmbeddingWorkspace(Workspace):
     """Where pooled embeddings and their gradients go, and the memory they are received in. Making one is collective.
 
     Args:
@@ -250,16 +250,20 @@ class EmbeddingWorkspace:
             "held_outputs": held_outputs,
             "check_indices": check_indices,
         }
-        _check_settings(group, name, settings)
-        self.group, self.layout, self.name = group, layout, name
-        self.rank, self.world_size, self.device = group.rank, group.world_size, group.device
+        super().__init__(
+            group,
+            name,
+            lambda: _checked(settings, name, group.world_size),
+            timeout_seconds=timeout_seconds,
+            channels=("forward", "backward"),
+        )
+        self.forward_channel, self.backward_channel = self.channels
+        self.layout = layout
         self.forward_wire, self.backward_wire = forward_wire, backward_wire
         self.gradient_scale = gradient_scale
         self.held_outputs = held_outputs
         self.check_indices = check_indices
         self.own_lookups = layout.lookups[self.rank]
-        self.forward_channel = Channel(group, f"{name} forward", timeout_seconds)
-        self.backward_channel = Channel(group, f"{name} backward", timeout_seconds)
         # Gives the operators something to differentiate, also on a rank without tables.
         self.anchor = torch.empty(0, device=self.device, requires_grad=True)
         self.tables: tuple[LocalTables, ...] = ()
@@ -268,7 +272,6 @@ class EmbeddingWorkspace:
         # Graphs hold the addresses of buffers for ever.
         self._is_captured = False
         self._plans: dict[tuple[int, ...], BatchPlan] = {}
-        self.handle = workspaces.add(self)
 
     def attach_tables(self, tables: Sequence[LocalTables]) -> None:
         """Name the tables of this rank's lookups, in their order.
@@ -324,11 +327,6 @@ class EmbeddingWorkspace:
             if tables.optimizer is not None:
                 self.sorted_lookups.start(tables, own_indices, own_offsets)
 
-    def raise_fault(self) -> None:
-        """Raise CommunicationError if a workspace that was started has failed since. Does not wait for the device."""
-        self.forward_channel.raise_fault()
-        self.backward_channel.raise_fault()
-
     def plan(self, batch_sizes: Sequence[int]) -> BatchPlan:
         """What depends on the batch sizes of all ranks.
 
@@ -379,33 +377,26 @@ class EmbeddingWorkspace:
         return self._buffers
 
 
-workspaces: Handles[EmbeddingWorkspace] = Handles("EmbeddingWorkspace")
-
-
-def _check_settings(group: SymmetricGroup, name: str, settings: Mapping[str, Any]) -> None:
-    """Raise UsageError everywhere if an argument is wrong on one rank, or differs between ranks."""
-
-    def check() -> dict[str, object]:
-        layout = settings["layout"]
-        if not isinstance(layout, ExchangeLayout):
-            raise UsageError(f"{name}: layout={layout!r}; needed: an ExchangeLayout")
-        layout.check(group.world_size)
-        for key in ("forward_wire", "backward_wire"):
-            if settings[key] not in WIRE_DTYPES:
-                raise UsageError(f"{name}: {key}={settings[key]}; allowed: float32, bfloat16, float16")
-        if not 0 < settings["gradient_scale"] < math.inf:
-            raise UsageError(f"{name}: gradient_scale={settings['gradient_scale']}; needed: a positive number")
-        held_outputs = settings["held_outputs"]
-        if not isinstance(held_outputs, int) or held_outputs < 1:
-            raise UsageError(f"{name}: held_outputs={held_outputs}; needed: at least 1")
-        lookups = {
-            f"layout.lookups[{rank}][{number}]": lookup
-            for rank, lookups in enumerate(layout.lookups)
-            for number, lookup in enumerate(lookups)
-        }
-        return {**settings, "layout": f"{layout.columns} columns", **lookups}
-
-    agree_on_settings(group, name, check)
+def _checked(settings: Mapping[str, Any], name: str, world_size: int) -> dict[str, object]:
+    """What must be equal on all ranks. Raises UsageError if a setting is wrong."""
+    layout = settings["layout"]
+    if not isinstance(layout, ExchangeLayout):
+        raise UsageError(f"{name}: layout={layout!r}; needed: an ExchangeLayout")
+    layout.check(world_size)
+    for key in ("forward_wire", "backward_wire"):
+        if settings[key] not in WIRE_DTYPES:
+            raise UsageError(f"{name}: {key}={settings[key]}; allowed: float32, bfloat16, float16")
+    if not 0 < settings["gradient_scale"] < math.inf:
+        raise UsageError(f"{name}: gradient_scale={settings['gradient_scale']}; needed: a positive number")
+    held_outputs = settings["held_outputs"]
+    if not isinstance(held_outputs, int) or held_outputs < 1:
+        raise UsageError(f"{name}: held_outputs={held_outputs}; needed: at least 1")
+    lookups = {
+        f"layout.lookups[{rank}][{number}]": lookup
+        for rank, lookups in enumerate(layout.lookups)
+        for number, lookup in enumerate(lookups)
+    }
+    return {**settings, "layout": f"{layout.columns} columns", **lookups}
 
 
 def _aligned(size: int) -> int:
@@ -595,11 +586,9 @@ class Buffers:
         largest = BatchPlan(workspace, (max(self._local, 1),) * workspace.world_size)
         group, name = workspace.group, workspace.name
         block = _aligned(max(largest.output_size(rank) for rank in ranks))
-        self.outputs = Arena(group, f"{name}: {workspace.held_outputs + 1} outputs", block * (workspace.held_outputs + 1))
-        # Always there to receive in when all other blocks are held.
-        spare = self.outputs.take((block // 4,), torch.float32)
-        assert spare is not None, "a new arena has room for each of its blocks"
-        self.spare = spare
+        self.outputs = BlockPool.with_spare(
+            group, f"{name}: {workspace.held_outputs + 1} outputs", block, workspace.held_outputs
+        )
         staging = max(largest.staging_size(rank) for rank in ranks)
         self.staging = group.allocate(f"{name}: partial sums and other dtypes", staging) if staging else None
         gradients = max(plan.gradients_size(rank) for rank in ranks)

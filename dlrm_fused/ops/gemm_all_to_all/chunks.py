@@ -5,7 +5,6 @@ another rank's result will lie; so the chunks are received in blocks that lie at
 """
 
 # Kernels follow Triton's ways: constants in capitals, no types but theirs.
-# ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
@@ -17,37 +16,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dlrm_fused.symmetric import Channel, EqualBlocks
+from dlrm_fused.symmetric import BlockPool, Channel
 from dlrm_fused.symmetric.device import EPOCH, begin, finish, wait_until_all_ready
 
 
-@triton.jit(do_not_specialize=["fingerprint", "poll_limit"])
+@triton.jit(do_not_specialize=["fingerprint"])
 def begin_kernel(
-    flags,
-    flag_addresses,
-    state,
-    control,
-    poll_limit,
+    channel,
     fingerprint,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    LANES: tl.constexpr,
 ):
     """Begin an epoch whose data a copy engine sends, and wait until all ranks are ready for it. One program."""
-    epoch = begin(tl.zeros((), tl.int64), fingerprint, flag_addresses, state, RANK, WORLD, LANES)
-    wait_until_all_ready(epoch, fingerprint, flags, state, control, poll_limit, RANK, WORLD, LANES)
+    epoch = begin(channel, tl.zeros((), tl.int64), fingerprint)
+    wait_until_all_ready(channel, epoch, fingerprint)
 
 
-@triton.jit(do_not_specialize=["poll_limit"])
-def finish_kernel(
-    flags, flag_addresses, state, control, poll_limit, RANK: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr
-):
+@triton.jit
+def finish_kernel(channel):
     """End the epoch of :func:`begin_kernel`, behind the copies in the stream. One program."""
-    finish(tl.load(state + EPOCH) + 1, flags, flag_addresses, state, control, poll_limit, RANK, WORLD, LANES)
+    finish(channel, tl.load(channel.state + EPOCH) + 1)
 
 
 def multiply_and_send_chunks(
-    x: Tensor, weight: Tensor, blocks: EqualBlocks, channel: Channel, stream: torch.cuda.Stream | None, fingerprint: int
+    x: Tensor, weight: Tensor, blocks: BlockPool, channel: Channel, stream: torch.cuda.Stream | None, fingerprint: int
 ) -> Tensor:
     """Row block s of the result is this rank's block of rank s's x @ weight.T. One epoch: collective.
 
@@ -65,7 +55,6 @@ def multiply_and_send_chunks(
     others = [(rank + shift) % ranks for shift in range(1, ranks)]
     result, sent = x.new_empty(x.shape[0], weight.shape[0]), x.new_empty(x.shape[0], weight.shape[0])
     rows_of, sent_to, result_from = (matrix.chunk(ranks) for matrix in (x, sent, result))
-    geometry = {"RANK": rank, "WORLD": ranks, "LANES": triton.next_power_of_2(ranks), "num_warps": 1}
     main = torch.cuda.current_stream(x.device) if stream else None
 
     def received_at(peer: int) -> tuple[Tensor, ...]:
@@ -81,14 +70,14 @@ def multiply_and_send_chunks(
         return torch.cuda.stream(stream)
 
     with catch_up():
-        begin_kernel[(1,)](*channel.words, fingerprint, **geometry)
+        begin_kernel[(1,)](channel.args, fingerprint, num_warps=1)
     for peer in others:
         torch.mm(rows_of[peer], weight.T, out=sent_to[peer])
         with catch_up():
             received_at(peer)[rank].copy_(sent_to[peer], non_blocking=True)
     torch.mm(rows_of[rank], weight.T, out=result_from[rank])
     with catch_up():
-        finish_kernel[(1,)](*channel.words, **geometry)
+        finish_kernel[(1,)](channel.args, num_warps=1)
     if stream and main:
         main.wait_stream(stream)
     for peer in others:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import triton
@@ -31,7 +30,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dlrm_fused.ops.embedding_all_to_all.scatter import TRITON_DTYPES
 from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles, choose_tiles
 from dlrm_fused.symmetric import Channel, SymmetricMemory
-from dlrm_fused.symmetric.device import announced_offset, begin, finish, wait_until_all_ready
+from dlrm_fused.symmetric.device import announced_offset, begin, finish, no_channel, wait_until_all_ready
 
 # Activations of the epilogue.
 NONE, SILU, SILU_BACKWARD = 0, 1, 2
@@ -139,7 +138,7 @@ def _store_half(
         tl.store(rows_of_other + column[None, :], (pre * tl.sigmoid(pre)).to(DTYPE), mask=inside)
 
 
-@triton.jit(do_not_specialize=["slots", "origins_at", "first_origin", "receive_offset", "fingerprint", "poll_limit"])
+@triton.jit(do_not_specialize=["slots", "origins_at", "first_origin", "receive_offset", "fingerprint"])
 def gemm_kernel(
     x,
     weight,
@@ -159,11 +158,7 @@ def gemm_kernel(
     depth,
     addresses,
     receive_offset,
-    flags,
-    flag_addresses,
-    state,
-    control,
-    poll_limit,
+    channel,
     fingerprint,
     GROUPED: tl.constexpr,
     SENDS: tl.constexpr,
@@ -173,9 +168,6 @@ def gemm_kernel(
     ACTIVATION: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    LANES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -191,15 +183,15 @@ def gemm_kernel(
         bounds, order: of :class:`Groups`, with GROUPED; ``order_tiles`` is the length of a row of ``order``.
         destinations: int32 [R], rank * slots + slot or -1, with GROUPED and SENDS.
         origins_at: byte of the blocks from where an int32 for each slot gets ``first_origin`` + row of x; with TELLS_ORIGIN.
-        block_rows: rows for each of the WORLD ranks, without GROUPED.
+        block_rows: rows for each of the ranks, without GROUPED.
     """
     epoch = tl.zeros((), tl.int64)
     may_store = tl.full((), 1, tl.int1)
     if SENDS:
-        epoch = begin(receive_offset, fingerprint, flag_addresses, state, RANK, WORLD, LANES)
-        may_store = wait_until_all_ready(epoch, fingerprint, flags, state, control, poll_limit, RANK, WORLD, LANES)
+        epoch = begin(channel, receive_offset, fingerprint)
+        may_store = wait_until_all_ready(channel, epoch, fingerprint)
     tiles_of_block = tl.cdiv(block_rows, ROWS)
-    row_tiles = tiles_of_block * WORLD
+    row_tiles = tiles_of_block * channel.world
     if GROUPED:
         row_tiles = tl.load(bounds + groups)
     column_tiles = tl.cdiv(columns, COLUMNS)
@@ -215,7 +207,7 @@ def gemm_kernel(
             first_row = tl.load(order + place) * ROWS
             group = tl.load(order + order_tiles + place)
         else:
-            peer = (RANK + 1 + place // tiles_of_block) % WORLD
+            peer = (channel.rank + 1 + place // tiles_of_block) % channel.world
             first_row = peer * block_rows + place % tiles_of_block * ROWS
             group = 0
 
@@ -237,14 +229,14 @@ def gemm_kernel(
                 row_is_in = (destination >= 0) & may_store
                 destination = tl.maximum(destination, 0)
                 slot = (destination % slots).to(tl.int64)
-                blocks = tl.load(addresses + destination // slots) + announced_offset(destination // slots, flags)
+                blocks = tl.load(addresses + destination // slots) + announced_offset(channel, destination // slots)
                 if TELLS_ORIGIN:
                     origins = (blocks + origins_at).to(tl.pointer_type(tl.int32)) + slot
                     tl.store(origins, first_origin + row, mask=row_is_in & (column_tile == 0))
             else:
                 row_is_in = (row < (peer + 1) * block_rows) & may_store
-                slot = (row - peer * block_rows + RANK * block_rows).to(tl.int64)
-                blocks = tl.load(addresses + peer) + announced_offset(peer, flags)
+                slot = (row - peer * block_rows + channel.rank * block_rows).to(tl.int64)
+                blocks = tl.load(addresses + peer) + announced_offset(channel, peer)
             rows_of_out = (blocks + slot * row_bytes).to(tl.pointer_type(DTYPE))
             rows_of_other = rows_of_out
         else:
@@ -276,7 +268,7 @@ def gemm_kernel(
             DTYPE, half,
         )  # fmt: skip
     if SENDS:
-        finish(epoch, flags, flag_addresses, state, control, poll_limit, RANK, WORLD, LANES)
+        finish(channel, epoch)
 
 
 @triton.jit
@@ -440,7 +432,6 @@ def _launch(
     ranks = channel.group.world_size if channel else 1
     row_tiles = rows // tiles.rows if groups else ranks * triton.cdiv(rows // ranks, tiles.rows)
     block = [1, tiles.depth, tiles.columns] if is_transposed else [1, tiles.columns, tiles.depth]
-    words: tuple[Any, ...] = channel.words if channel else (x, x, x, 0, 0)
     gemm_kernel[(_programs(x.device, row_tiles * triton.cdiv(columns, tiles.columns), tiles),)](
         TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]),
         TensorDescriptor.from_tensor(weight, block),
@@ -460,7 +451,7 @@ def _launch(
         depth,
         memory.addresses if memory else x,
         receive_offset,
-        *words,
+        channel.args if channel else no_channel(x),
         fingerprint,
         GROUPED=groups is not None,
         SENDS=channel is not None,
@@ -470,9 +461,6 @@ def _launch(
         ACTIVATION=activation,
         DTYPE=TRITON_DTYPES[x.dtype],
         PRECISION=_precision(x.dtype),
-        RANK=channel.group.rank if channel else 0,
-        WORLD=ranks,
-        LANES=triton.next_power_of_2(ranks),
         ROWS=tiles.rows,
         COLUMNS=tiles.columns,
         DEPTH=tiles.depth,

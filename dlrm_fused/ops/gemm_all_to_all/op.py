@@ -28,8 +28,7 @@ from torch import Tensor
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
-from dlrm_fused.ops.common.workspace import Handles, agree_on_settings, check_dtype, fingerprint_of
-from dlrm_fused.ops.embedding_all_to_all.pooled import abort_peers_on_error
+from dlrm_fused.ops.common.workspace import Workspace, check_counts, check_dtype, fingerprint_of
 from dlrm_fused.ops.gemm_all_to_all.chunks import multiply_and_send_chunks
 from dlrm_fused.ops.gemm_all_to_all.kernel import (
     Groups,
@@ -39,7 +38,7 @@ from dlrm_fused.ops.gemm_all_to_all.kernel import (
     grouped_weight_gradient,
 )
 from dlrm_fused.ops.gemm_all_to_all.tuning import choose_schedule
-from dlrm_fused.symmetric import Channel, EqualBlocks, SymmetricGroup
+from dlrm_fused.symmetric import BlockPool, SymmetricGroup, abort_peers_on_error
 from dlrm_fused.symmetric.device import uses_kernels
 
 logger = logging.getLogger("dlrm_fused")
@@ -156,12 +155,8 @@ def schedule_of(workspace: GemmWorkspace, rows: int, columns: int, depth: int) -
     return choose_schedule(rows, columns, depth, workspace.dtype.itemsize)
 
 
-class GemmWorkspace:
-    """The symmetric memory through which products travel. Making one is collective; calls may share it.
-
-    Attributes:
-        handle: how the operator names it.
-    """
+class GemmWorkspace(Workspace):
+    """The symmetric memory through which products travel. Making one is collective; calls may share it."""
 
     def __init__(
         self,
@@ -190,29 +185,21 @@ class GemmWorkspace:
 
         def check() -> dict[str, object]:
             check_dtype(name, dtype)
-            for key, value in (("max_rows", max_rows), ("max_columns", max_columns)):
-                if not isinstance(value, int) or value < 1:
-                    raise UsageError(f"{name}: {key}={value}; needed: a whole number, at least 1")
+            check_counts(name, max_rows=max_rows, max_columns=max_columns)
             most = _MAX_ROWS_OF_ALL_RANKS // group.world_size
             if max_rows > most:
                 raise UsageError(f"{name}: max_rows={max_rows}; allowed with {group.world_size} ranks: at most {most}")
             return {"name": name, "max_rows": max_rows, "max_columns": max_columns, "dtype": dtype}
 
-        agree_on_settings(group, name, check)
-        self.group, self.name = group, name
+        super().__init__(group, name, check, timeout_seconds=timeout_seconds)
         self.max_rows, self.max_columns, self.dtype = max_rows, max_columns, dtype
-        self.channel = Channel(group, name, timeout_seconds)
         # A result, and for each row of it where it came from.
         self.origins_at = -(-max_rows * max_columns * dtype.itemsize // _ROW_UNIT) * _ROW_UNIT
-        self.results = EqualBlocks(group, f"{name}.results", self.origins_at + 4 * max_rows, _HELD_RESULTS)
+        self.result_bytes = self.origins_at + 4 * max_rows
+        self.results = BlockPool.with_spare(group, f"{name}.results", self.result_bytes, _HELD_RESULTS)
         # Beside the stream of the products.
         self.stream = torch.cuda.Stream(group.device, priority=-1) if group.device.type == "cuda" else None
         self._said: set[tuple[int, int, int]] = set()
-        self.handle = _workspaces.add(self)
-
-    def raise_fault(self) -> None:
-        """Raise CommunicationError if a call that was started has failed since. Does not wait for the device."""
-        self.channel.raise_fault()
 
     def say_schedule(self, schedule: str, rows: int, columns: int, depth: int) -> None:
         """Log what ``auto`` takes, once for each shape, on rank 0."""
@@ -228,8 +215,6 @@ class GemmWorkspace:
         """int32 [rows]: where the rows of a result came from, rank * max_rows + row of x; -1 for nowhere."""
         return block[self.origins_at : self.origins_at + 4 * rows].view(torch.int32)
 
-
-_workspaces: Handles[GemmWorkspace] = Handles("GemmWorkspace")
 
 torch.library.define(
     "dlrm_fused::gemm_all_to_all",
@@ -258,7 +243,7 @@ def _forward(
     handle: int,
 ) -> tuple[Tensor, Tensor]:
     """The result, and for routed rows int32 [slots]: where each came from, :meth:`GemmWorkspace.origins_of`."""
-    workspace = _workspaces.get(handle)
+    workspace = GemmWorkspace.of(handle)
     workspace.raise_fault()
     if bounds is None or local_from is None or destinations is None:
         with abort_peers_on_error(workspace.channel):
@@ -347,7 +332,7 @@ def _send_equal_blocks(workspace: GemmWorkspace, x: Tensor, weight: Tensor, scal
     fingerprint = fingerprint_of(rows, columns, scale is None, schedule)
     if schedule == "chunks" and uses_kernels(workspace.group.device):
         return multiply_and_send_chunks(x, weight, blocks, workspace.channel, workspace.stream, fingerprint)
-    block = blocks.take()
+    block = blocks.receive((workspace.result_bytes,), torch.uint8)
     if uses_kernels(workspace.group.device):
         gemm_combine(
             x,
@@ -368,7 +353,7 @@ def _send_home(
 ) -> tuple[Tensor, Tensor]:
     groups, destinations, slots = routes
     columns, blocks = weight.shape[1], workspace.results
-    block = blocks.take()
+    block = blocks.receive((workspace.result_bytes,), torch.uint8)
     workspace.origins_of(block, slots).fill_(-1)
     fingerprint = fingerprint_of(slots, columns)
     if uses_kernels(workspace.group.device):
@@ -486,7 +471,7 @@ def _backward(
     handle: int,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x, and of the weight unless it is float8."""
-    workspace = _workspaces.get(handle)
+    workspace = GemmWorkspace.of(handle)
     workspace.raise_fault()
     factors = weight if scale is None else (weight.float() * scale[..., None]).to(workspace.dtype)
     if bounds is None or local_from is None or destinations is None:

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dlrm_fused.symmetric import Arena, Channel, SymmetricGroup
+from dlrm_fused.symmetric import BlockPool, Channel, SymmetricGroup
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, peer_pointer, wait_until_all_ready
 
 # Elements of a chunk's result at least, and chunks at most: smaller products do not fill a GPU.
@@ -31,7 +31,7 @@ _PROGRAMS = 128
 _HELD_RESULTS = 2
 
 
-@triton.jit(do_not_specialize=["chunk_offset", "elements", "receive_offset", "fingerprint", "poll_limit"])
+@triton.jit(do_not_specialize=["chunk_offset", "elements", "receive_offset", "fingerprint"])
 def sum_chunk_kernel(
     part_addresses,
     result_addresses,
@@ -41,40 +41,33 @@ def sum_chunk_kernel(
     elements,
     n,
     receive_offset,
-    flags,
-    flag_addresses,
-    state,
-    control,
-    poll_limit,
+    channel,
     fingerprint,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     DTYPE: tl.constexpr,
     VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    LANES: tl.constexpr,
 ):
     """Sum elements ``chunk_offset`` to ``chunk_offset + elements`` over the ranks; blocks are dealt out to the ranks in turn.
 
     Args:
-        part_addresses: int64 [WORLD], of the partial products, at the same place on every rank.
-        result_addresses: int64 [WORLD], of the arena in which each rank receives at an offset of its own.
+        part_addresses: int64 [ranks], of the partial products, at the same place on every rank.
+        result_addresses: int64 [ranks], of the pool in which each rank receives at an offset of its own.
         VECTOR: divides n, ``chunk_offset`` and ``elements``.
     """
-    epoch = begin(receive_offset, fingerprint, flag_addresses, state, RANK, WORLD, LANES)
-    all_ready = wait_until_all_ready(epoch, fingerprint, flags, state, control, poll_limit, RANK, WORLD, LANES)
+    epoch = begin(channel, receive_offset, fingerprint)
+    all_ready = wait_until_all_ready(channel, epoch, fingerprint)
     # The compiler makes wide loads of what it knows to be a multiple.
     chunk_offset = chunk_offset // VECTOR * VECTOR
     elements = elements // VECTOR * VECTOR
     blocks = tl.cdiv(elements, BLOCK)
-    for block in range(tl.program_id(0) * WORLD + RANK, blocks, tl.num_programs(0) * WORLD):
+    for block in range(tl.program_id(0) * channel.world + channel.rank, blocks, tl.num_programs(0) * channel.world):
         element = block * BLOCK + tl.arange(0, BLOCK)
         inside = (element < elements) & all_ready
         at = chunk_offset + element.to(tl.int64)
         total = tl.zeros((BLOCK,), tl.float32)
-        for rank in tl.static_range(0, WORLD):
+        for rank in tl.static_range(0, channel.world):
             part = peer_pointer(part_addresses, rank, 0, DTYPE) + at
             total += tl.load(part, mask=inside, other=0.0).to(tl.float32)
         if HAS_BIAS:
@@ -82,10 +75,11 @@ def sum_chunk_kernel(
         if HAS_RESIDUAL:
             total += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
         result = total.to(DTYPE)
-        for i in tl.static_range(1, WORLD + 1):
-            receives_at = announced_offset((RANK + i) % WORLD, flags)
-            tl.store(peer_pointer(result_addresses, (RANK + i) % WORLD, receives_at, DTYPE) + at, result, mask=inside)
-    finish(epoch, flags, flag_addresses, state, control, poll_limit, RANK, WORLD, LANES)
+        for i in tl.static_range(1, channel.world + 1):
+            peer = (channel.rank + i) % channel.world
+            result_of_peer = peer_pointer(result_addresses, peer, announced_offset(channel, peer), DTYPE)
+            tl.store(result_of_peer + at, result, mask=inside)
+    finish(channel, epoch)
 
 
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -98,19 +92,14 @@ class ChunkedSum:
         """Collective."""
         self._group, self._channel, self._dtype = group, channel, dtype
         self._parts = group.allocate(f"{name}.parts", elements * dtype.itemsize)
-        # Blocks are rounded up to 4096 bytes.
-        self._results = Arena(group, f"{name}.results", (_HELD_RESULTS + 1) * (elements * dtype.itemsize + 4096))
-        spare = self._results.take((elements,), dtype)
-        assert spare is not None
-        self._spare = spare
+        self._results = BlockPool.with_spare(group, f"{name}.results", elements * dtype.itemsize, _HELD_RESULTS)
         self._stream = torch.cuda.Stream(group.device, priority=-1) if group.device.type == "cuda" else None
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, fingerprint: int) -> Tensor:
         """[m, N], as :func:`~dlrm_fused.ops.gemv_all_reduce.op.gemv_all_reduce` returns it; it lies in symmetric memory."""
         rows, columns = x.shape[0], weight.shape[0]
         parts = self._parts.local.view(self._dtype)[: rows * columns].view(rows, columns)
-        block = self._results.take((rows, columns), self._dtype)
-        result = self._spare[: rows * columns].view(rows, columns) if block is None else block
+        result = self._results.receive((rows, columns), self._dtype)
         main = torch.cuda.current_stream(self._group.device) if self._stream else None
         for first, last in _chunks(rows, columns):
             torch.mm(x[first:last], weight.T, out=parts[first:last])
@@ -120,7 +109,7 @@ class ChunkedSum:
                 self._sum(first * columns, (last - first) * columns, columns, result, bias, residual, fingerprint)
         if self._stream and main:
             main.wait_stream(self._stream)
-        return result.clone() if block is None else result
+        return self._results.to_hold(result)
 
     def _sum(
         self,
@@ -143,16 +132,13 @@ class ChunkedSum:
             elements,
             columns,
             self._results.offset_of(result),
-            *self._channel.words,
+            self._channel.args,
             fingerprint,
             HAS_BIAS=bias is not None,
             HAS_RESIDUAL=residual is not None,
             DTYPE=_TRITON_DTYPES[self._dtype],
             VECTOR=8 if columns % 8 == 0 else 1,
             BLOCK=_BLOCK,
-            RANK=self._group.rank,
-            WORLD=ranks,
-            LANES=triton.next_power_of_2(ranks),
             num_warps=8,
         )
 

@@ -4,10 +4,9 @@ A word of 64 bits carries a value and the number of the call, so that a reader s
 no fence between data and flag is paid, nor a flag at all (as in the LL protocol of NCCL). Stores and loads of aligned 64 bits
 are not torn. Where the bytes matter more than the fence (FLAGGED), tiles travel as they are, with a flag each.
 
-Words lie in an *receive_buffer*, two halves that calls use in turn. A rank writes a half again two calls later; to complete
-the call in
-between it needed words of that call from every rank, which each sends after it has completed the one before. So nothing that
-is still to be read is overwritten, without any credit.
+Words lie in a *receive buffer*, two halves that calls use in turn. A rank writes a half again two calls later; to complete the
+call in between it needed words of that call from every rank, which each sends after it has completed the one before. So
+nothing that is still to be read is overwritten, without any credit.
 """
 
 # Kernels follow Triton's ways: constants in capitals, no types but theirs.
@@ -75,15 +74,15 @@ def _unpack_pairs(words, dtype: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.co
 
 
 @triton.jit
-def _poll(word, state, polls):
+def _poll(channel, word):
     """Look at a word that never becomes 1 as often as :func:`_receive` would: the fastest of the waits here."""
     seen = tl.load(word, volatile=True)
     done = tl.zeros((), tl.int64)
-    while (seen != 1) & (done < polls):
+    while (seen != 1) & (done < channel.poll_limit):
         seen = tl.load(word, volatile=True)
         done += 1
         if done % _STOP_CHECK == 0:
-            done = tl.where(must_stop(state), polls, done)
+            done = tl.where(must_stop(channel), channel.poll_limit, done)
 
 
 def polls_per_second(device: torch.device) -> float:
@@ -92,68 +91,66 @@ def polls_per_second(device: torch.device) -> float:
 
 
 @triton.jit
-def _receive(places, inside, tag, state, control, poll_limit, epoch, peer, rank):
+def _receive(channel, places, inside, tag, epoch, peer):
     """The words at ``places``, as soon as all of them are of this call."""
     words = tl.load(places, mask=inside, other=0, volatile=True)
     missing = tl.max(tl.where(inside & (((words >> 32) & _LOW) != tag), 1, 0))
     polls = tl.zeros((), tl.int64)
-    while (missing > 0) & (polls < poll_limit):
+    while (missing > 0) & (polls < channel.poll_limit):
         words = tl.load(places, mask=inside, other=0, volatile=True)
         missing = tl.max(tl.where(inside & (((words >> 32) & _LOW) != tag), 1, 0))
         polls += 1
         if polls % _STOP_CHECK == 0:
-            polls = tl.where(must_stop(state), poll_limit, polls)
+            polls = tl.where(must_stop(channel), channel.poll_limit, polls)
     if missing > 0:
-        report_fault(state, control, fault_kind(state), rank + tl.zeros((), tl.int64), peer, epoch, ARRIVAL)
+        report_fault(channel, fault_kind(channel), peer, epoch, ARRIVAL)
     return words
 
 
 @triton.jit
-def _receive_tile(flag, places, inside, tag, state, control, poll_limit, epoch, peer, rank):
+def _receive_tile(channel, flag, places, inside, tag, epoch, peer):
     """The values at ``places``, as soon as their flag is of this call: data that a fence precedes."""
     seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
     polls = tl.zeros((), tl.int64)
-    while (seen != tag) & (polls < poll_limit):
+    while (seen != tag) & (polls < channel.poll_limit):
         seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
         polls += 1
         if polls % _STOP_CHECK == 0:
-            polls = tl.where(must_stop(state), poll_limit, polls)
+            polls = tl.where(must_stop(channel), channel.poll_limit, polls)
     if seen != tag:
-        report_fault(state, control, fault_kind(state), rank + tl.zeros((), tl.int64), peer, epoch, ARRIVAL)
+        report_fault(channel, fault_kind(channel), peer, epoch, ARRIVAL)
     tl.debug_barrier()
     return tl.load(places, mask=inside, other=0.0, volatile=True)
 
 
 @triton.jit
-def _greet(fingerprint, handshake, inbox_addresses, tag, rank, WORLD: tl.constexpr):
+def _greet(channel, fingerprint, handshake, receive_addresses, tag):
     """Tell every rank what this one takes the call to be."""
-    for i in tl.static_range(1, WORLD):
-        place = peer_pointer(inbox_addresses, (rank + i) % WORLD, (handshake + rank) * 8, tl.int64, 8)
+    for i in tl.static_range(1, channel.world):
+        place = peer_pointer(receive_addresses, (channel.rank + i) % channel.world, (handshake + channel.rank) * 8, tl.int64, 8)
         tl.store(place, (tag << 32) | fingerprint)
 
 
 @triton.jit
-def _check_greetings(
-    fingerprint, receive_buffer, handshake, flags, tag, state, control, poll_limit, epoch, rank, WORLD: tl.constexpr
-):
+def _check_handshake(channel, fingerprint, receive_buffer, handshake, tag, epoch):
     """Compare with what the others take the call to be: with other shapes their words would never come."""
-    for i in tl.static_range(1, WORLD):
-        peer = (rank + i) % WORLD + tl.zeros((), tl.int64)
+    for i in tl.static_range(1, channel.world):
+        peer = (channel.rank + i) % channel.world + tl.zeros((), tl.int64)
         word = tl.load(receive_buffer + handshake + peer, volatile=True)
         refused = tl.zeros((), tl.int1)
         polls = tl.zeros((), tl.int64)
-        while (((word >> 32) & _LOW) != tag) & (polls < poll_limit):
+        while (((word >> 32) & _LOW) != tag) & (polls < channel.poll_limit):
             word = tl.load(receive_buffer + handshake + peer, volatile=True)
             polls += 1
             if polls % _STOP_CHECK == 0:
-                refused = (tl.load(flags + peer, volatile=True) & _LOW) == REFUSED_OFFSET
-                polls = tl.where(must_stop(state) | refused, poll_limit, polls)
+                refused = (tl.load(channel.flags + peer, volatile=True) & _LOW) == REFUSED_OFFSET
+                polls = tl.where(must_stop(channel) | refused, channel.poll_limit, polls)
         if refused:
-            report_fault(state, control, REFUSED, rank + tl.zeros((), tl.int64), peer, epoch, READY)
+            report_fault(channel, REFUSED, peer, epoch, READY)
         elif ((word >> 32) & _LOW) != tag:
-            report_fault(state, control, fault_kind(state), rank + tl.zeros((), tl.int64), peer, epoch, READY)
+            report_fault(channel, fault_kind(channel), peer, epoch, READY)
         elif (word & _LOW) != fingerprint:
-            report_fault(state, control, MISMATCH, rank + tl.zeros((), tl.int64), peer, epoch, READY)
+            report_fault(channel, MISMATCH, peer, epoch, READY)
 
 
 @triton.jit
@@ -187,88 +184,74 @@ def _multiply(
 
 
 @triton.jit
-def _add_splits(
-    partial,
-    splits,
-    places,
-    slot_words,
-    receive_buffer,
-    inside,
-    tag,
-    state,
-    control,
-    poll_limit,
-    epoch,
-    rank,
-    SPLITS: tl.constexpr,
-):
-    """The sum over the splits of K, whose other programs have left their parts in this rank's own receive_buffer."""
+def _add_splits(channel, partial, splits, places, slot_words, receive_buffer, inside, tag, epoch, SPLITS: tl.constexpr):
+    """The sum over the splits of K, whose other programs have left their parts in this rank's own receive buffer."""
     total = tl.zeros_like(partial)
-    here = rank + tl.zeros((), tl.int64)
+    here = tl.full((), channel.rank, tl.int64)
     for split in tl.static_range(SPLITS - 1):
         slot = receive_buffer + splits + split * slot_words + places
-        total += _unpack(_receive(slot, inside, tag, state, control, poll_limit, epoch, here, rank))
+        total += _unpack(_receive(channel, slot, inside, tag, epoch, here))
     return total + partial
 
 
 @triton.jit
 def _send_partial(
-    partial, parts, places, inside, tag, tile, own_flag, inbox_addresses,
-    rank, WORLD: tl.constexpr, TWO_SHOT: tl.constexpr, FLAGGED: tl.constexpr,
+    channel, partial, parts, places, inside, tag, tile, own_flag, receive_addresses,
+    TWO_SHOT: tl.constexpr, FLAGGED: tl.constexpr,
 ):  # fmt: skip
-    """Store partial results in the inboxes of the peers who add them up."""
-    owner = tile % WORLD
+    """Store partial results in the receive buffers of the peers who add them up."""
+    owner = tile % channel.world
     if FLAGGED:
-        if owner != rank:
-            tl.store(peer_pointer(inbox_addresses, owner, parts * 8, tl.float32) + places, partial, mask=inside)
-            signal(peer_pointer(inbox_addresses, owner, own_flag * 8, tl.int64, 8), tag)
+        if owner != channel.rank:
+            tl.store(peer_pointer(receive_addresses, owner, parts * 8, tl.float32) + places, partial, mask=inside)
+            signal(peer_pointer(receive_addresses, owner, own_flag * 8, tl.int64, 8), tag)
     elif TWO_SHOT:
-        if owner != rank:
-            tl.store(peer_pointer(inbox_addresses, owner, parts * 8, tl.int64, 8) + places, _pack(partial, tag), mask=inside)
+        if owner != channel.rank:
+            tl.store(peer_pointer(receive_addresses, owner, parts * 8, tl.int64, 8) + places, _pack(partial, tag), mask=inside)
     else:
         words = _pack(partial, tag)
-        for i in tl.static_range(1, WORLD):
-            peer = (rank + i) % WORLD
-            tl.store(peer_pointer(inbox_addresses, peer, parts * 8, tl.int64, 8) + places, words, mask=inside)
+        for i in tl.static_range(1, channel.world):
+            peer = (channel.rank + i) % channel.world
+            tl.store(peer_pointer(receive_addresses, peer, parts * 8, tl.int64, 8) + places, words, mask=inside)
 
 
 @triton.jit
 def _add_up(
-    partial, parts, places, slot_words, receive_buffer, inside, tag, first_flag, tiles, state, control, poll_limit, epoch,
-    rank, WORLD: tl.constexpr, FLAGGED: tl.constexpr,
+    channel, partial, parts, places, slot_words, receive_buffer, inside, tag, first_flag, tiles, epoch,
+    FLAGGED: tl.constexpr,
 ):  # fmt: skip
     """The sum over ranks, in their order on every rank."""
     total = tl.zeros_like(partial)
-    for source in tl.static_range(WORLD):
+    for source in tl.static_range(channel.world):
         peer = tl.full((), source, tl.int64)
-        if source == rank:
+        if source == channel.rank:
             total += partial
         elif FLAGGED:
             slot = (receive_buffer + parts).to(tl.pointer_type(tl.float32)) + places + source * slot_words
             flag = receive_buffer + first_flag + source * tiles
-            total += _receive_tile(flag, slot, inside, tag, state, control, poll_limit, epoch, peer, rank)
+            total += _receive_tile(channel, flag, slot, inside, tag, epoch, peer)
         else:
             slot = receive_buffer + parts + places + source * slot_words
-            total += _unpack(_receive(slot, inside, tag, state, control, poll_limit, epoch, peer, rank))
+            total += _unpack(_receive(channel, slot, inside, tag, epoch, peer))
     return total
 
 
 @triton.jit
 def _normalize(
-    result, inside, row, column, tile, tiles, squares, norm_weight, n, norm_eps, normed, state, poll_limit,
-    m, ROWS: tl.constexpr, TILES: tl.constexpr,
+    channel, result, inside, row, column, tile, tiles, squares, norm_weight, n, norm_eps, normed,
+    ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """RMSNorm of the result's rows, of which this program has one tile; waits for the programs of the other tiles."""
     value = tl.where(inside, result.to(tl.float32), 0.0)
     tl.store(squares + tile * ROWS + row, tl.sum(value * value, axis=1))
     tl.debug_barrier()
-    done = tl.atomic_add(state + TILES_DONE, 1, sem="acq_rel", scope="gpu") + 1
+    done = tl.atomic_add(channel.state + TILES_DONE, 1, sem="acq_rel", scope="gpu") + 1
     polls = tl.zeros((), tl.int64)
-    while (done < tiles) & (polls < poll_limit):
-        done = tl.atomic_add(state + TILES_DONE, 0, sem="acquire", scope="gpu")
+    while (done < tiles) & (polls < channel.poll_limit):
+        done = tl.atomic_add(channel.state + TILES_DONE, 0, sem="acquire", scope="gpu")
         polls += 1
         if polls % _STOP_CHECK == 0:
-            polls = tl.where(must_stop(state), poll_limit, polls)
+            polls = tl.where(must_stop(channel), channel.poll_limit, polls)
     tl.debug_barrier()
     other = tl.arange(0, TILES)
     of_tiles = tl.load(squares + other[:, None] * ROWS + row[None, :], mask=(other < tiles)[:, None], other=0.0, volatile=True)
@@ -280,19 +263,19 @@ def _normalize(
 
 
 @triton.jit
-def _complete(epoch, state):
+def _complete(channel, epoch):
     """The last program of the launch ends the call."""
     tl.debug_barrier()
-    done = tl.atomic_add(state + PROGRAMS_DONE, 1, sem="acq_rel", scope="gpu")
+    done = tl.atomic_add(channel.state + PROGRAMS_DONE, 1, sem="acq_rel", scope="gpu")
     if done == tl.num_programs(0) - 1:
         nothing = tl.zeros((), tl.int64)
-        tl.atomic_xchg(state + PROGRAMS_DONE, nothing, sem="relaxed", scope="gpu")
-        tl.atomic_xchg(state + TILES_DONE, nothing, sem="relaxed", scope="gpu")
-        if tl.atomic_add(state + FAULT, 0, sem="relaxed", scope="gpu") == 0:
-            tl.atomic_xchg(state + EPOCH, epoch, sem="relaxed", scope="gpu")
+        tl.atomic_xchg(channel.state + PROGRAMS_DONE, nothing, sem="relaxed", scope="gpu")
+        tl.atomic_xchg(channel.state + TILES_DONE, nothing, sem="relaxed", scope="gpu")
+        if tl.atomic_add(channel.state + FAULT, 0, sem="relaxed", scope="gpu") == 0:
+            tl.atomic_xchg(channel.state + EPOCH, epoch, sem="relaxed", scope="gpu")
 
 
-@triton.jit(do_not_specialize=["fingerprint", "poll_limit", "rank", "m"])
+@triton.jit(do_not_specialize=["fingerprint", "m"])
 def gemv_all_reduce_kernel(
     x,
     weight,
@@ -303,13 +286,9 @@ def gemv_all_reduce_kernel(
     normed,
     squares,
     receive_buffer,
-    inbox_addresses,
-    flags,
-    state,
-    control,
-    poll_limit,
+    receive_addresses,
+    channel,
     fingerprint,
-    rank,
     half_words,
     parts_at,
     sums_at,
@@ -332,7 +311,6 @@ def gemv_all_reduce_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_NORM: tl.constexpr,
-    WORLD: tl.constexpr,
 ):
     """out [m, n] = sum over ranks of x [m, k] times weight [n, k] transposed, + bias + residual; its RMSNorm in ``normed``.
 
@@ -341,11 +319,10 @@ def gemv_all_reduce_kernel(
 
     Args:
         fingerprint: 31 bits.
-        receive_buffer: int64, this rank's; ``inbox_addresses`` those of all. In a half, counted in words: at ``parts_at`` a
-        slot of
-            m * n partial results for each rank, at ``sums_at`` the sums of others (TWO_SHOT), at ``flags_at`` the flags of
+        receive_buffer: int64, this rank's; ``receive_addresses`` those of all. In a half, counted in words: at ``parts_at``
+            m * n partial results of each rank, at ``sums_at`` the sums of others (TWO_SHOT), at ``flags_at`` the flags of
             tiles (FLAGGED; of partial results by rank, then of sums), at ``splits_at`` slots for the splits but the last,
-            in the last WORLD words the handshake.
+            in the last words, one for each rank, the handshake.
             What is tagged and what is not lie at different places: a value could look like a tag.
         squares: fp32 [tiles, ROWS], scratch.
         ROWS: power of two, at least m.
@@ -353,12 +330,12 @@ def gemv_all_reduce_kernel(
     """
     tile, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
     tiles = tl.num_programs(0) // SPLITS
-    epoch = tl.load(state + EPOCH) + 1
+    epoch = tl.load(channel.state + EPOCH) + 1
     tag = _tag(epoch)
     half = (epoch % 2) * half_words
-    handshake = half + half_words - WORLD
+    handshake = half + half_words - channel.world
     if tl.program_id(0) == 0:
-        _greet(fingerprint, handshake, inbox_addresses, tag, rank, WORLD)
+        _greet(channel, fingerprint, handshake, receive_addresses, tag)
 
     product = _multiply(x, weight, m, n, k, x_stride, weight_stride, tile, split, ROWS, COLUMNS, DEPTH, SPLITS, EVEN)
     partial = tl.trans(product)
@@ -373,23 +350,18 @@ def gemv_all_reduce_kernel(
     if split < SPLITS - 1:
         tl.store(receive_buffer + splits + split * slot_words + places, _pack(partial, tag), mask=inside)
     else:
-        partial = _add_splits(
-            partial, splits, places, slot_words, receive_buffer, inside, tag, state, control, poll_limit, epoch, rank, SPLITS
-        )  # fmt: skip
+        partial = _add_splits(channel, partial, splits, places, slot_words, receive_buffer, inside, tag, epoch, SPLITS)
         _send_partial(
-            partial, parts, places + rank * slot_words, inside, tag, tile, first_flag + rank * tiles, inbox_addresses,
-            rank, WORLD, TWO_SHOT, FLAGGED,
+            channel, partial, parts, places + channel.rank * slot_words, inside, tag, tile,
+            first_flag + channel.rank * tiles, receive_addresses, TWO_SHOT, FLAGGED,
         )  # fmt: skip
         if tile == 0:
-            _check_greetings(
-                fingerprint, receive_buffer, handshake, flags, tag, state, control, poll_limit, epoch, rank, WORLD
-            )  # fmt: skip
+            _check_handshake(channel, fingerprint, receive_buffer, handshake, tag, epoch)
         result = tl.zeros((ROWS, COLUMNS), out.dtype.element_ty)
-        adds_up = (not TWO_SHOT) or (tile % WORLD == rank)
+        adds_up = (not TWO_SHOT) or (tile % channel.world == channel.rank)
         if adds_up:
             total = _add_up(
-                partial, parts, places, slot_words, receive_buffer, inside, tag, first_flag, tiles, state, control, poll_limit,
-                epoch, rank, WORLD, FLAGGED,
+                channel, partial, parts, places, slot_words, receive_buffer, inside, tag, first_flag, tiles, epoch, FLAGGED
             )  # fmt: skip
             if HAS_BIAS:
                 total += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
@@ -398,23 +370,21 @@ def gemv_all_reduce_kernel(
             result = total.to(out.dtype.element_ty)
         if TWO_SHOT:
             result = _spread(
-                result, row, tile, half + sums_at, first_flag + WORLD * tiles, n, receive_buffer, inbox_addresses, tag,
-                state, control, poll_limit, epoch, m, ROWS, COLUMNS, FLAGGED, rank, WORLD,
+                channel, result, row, tile, half + sums_at, first_flag + channel.world * tiles, m, n, receive_buffer,
+                receive_addresses, tag, epoch, ROWS, COLUMNS, FLAGGED,
             )  # fmt: skip
         tl.store(out + row[:, None] * n + column[None, :], result, mask=inside)
         if HAS_NORM:
             _normalize(
-                result, inside, row, column, tile, tiles, squares, norm_weight, n, norm_eps, normed, state, poll_limit,
-                m, ROWS, TILES,
+                channel, result, inside, row, column, tile, tiles, squares, norm_weight, n, norm_eps, normed, ROWS, TILES
             )  # fmt: skip
-    _complete(epoch, state)
+    _complete(channel, epoch)
 
 
 @triton.jit
 def _spread(
-    result, row, tile, sums, flag, n, receive_buffer, inbox_addresses, tag, state, control, poll_limit, epoch,
-    m, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FLAGGED: tl.constexpr,
-    rank, WORLD: tl.constexpr,
+    channel, result, row, tile, sums, flag, m, n, receive_buffer, receive_addresses, tag, epoch,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, FLAGGED: tl.constexpr,
 ):  # fmt: skip
     """The finished tile, on every rank: its owner sends it, the others receive it."""
     PAIRS: tl.constexpr = (result.dtype.primitive_bitwidth == 16) and not FLAGGED
@@ -423,26 +393,26 @@ def _spread(
     item = tile * WIDTH + tl.arange(0, WIDTH)
     inside = (row < m)[:, None] & (item < row_length)[None, :]
     places = row[:, None].to(tl.int64) * row_length + item[None, :]
-    owner = tile % WORLD
-    if owner == rank:
-        for i in tl.static_range(1, WORLD):
-            peer = (rank + i) % WORLD
+    owner = tile % channel.world
+    if owner == channel.rank:
+        for i in tl.static_range(1, channel.world):
+            peer = (channel.rank + i) % channel.world
             if FLAGGED:
-                theirs = peer_pointer(inbox_addresses, peer, sums * 8, result.dtype)
+                theirs = peer_pointer(receive_addresses, peer, sums * 8, result.dtype)
                 tl.store(theirs + places, result, mask=inside)
             else:
                 words = _pack_pairs(result, tag, ROWS, COLUMNS) if PAIRS else _pack(result, tag)
-                tl.store(peer_pointer(inbox_addresses, peer, sums * 8, tl.int64, 8) + places, words, mask=inside)
+                tl.store(peer_pointer(receive_addresses, peer, sums * 8, tl.int64, 8) + places, words, mask=inside)
         if FLAGGED:
-            for i in tl.static_range(1, WORLD):
-                signal(peer_pointer(inbox_addresses, (rank + i) % WORLD, flag * 8, tl.int64, 8), tag)
+            for i in tl.static_range(1, channel.world):
+                signal(peer_pointer(receive_addresses, (channel.rank + i) % channel.world, flag * 8, tl.int64, 8), tag)
     else:
         sender = owner + tl.zeros((), tl.int64)
         if FLAGGED:
             own = (receive_buffer + sums).to(tl.pointer_type(result.dtype)) + places
-            result = _receive_tile(receive_buffer + flag, own, inside, tag, state, control, poll_limit, epoch, sender, rank)
+            result = _receive_tile(channel, receive_buffer + flag, own, inside, tag, epoch, sender)
         else:
-            words = _receive(receive_buffer + sums + places, inside, tag, state, control, poll_limit, epoch, sender, rank)
+            words = _receive(channel, receive_buffer + sums + places, inside, tag, epoch, sender)
             if PAIRS:
                 result = _unpack_pairs(words, result.dtype, ROWS, COLUMNS)
             else:

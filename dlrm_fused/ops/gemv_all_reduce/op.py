@@ -30,11 +30,11 @@ import triton
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.common.workspace import Handles, agree_on_settings, check_dtype, fingerprint_of
+from dlrm_fused.ops.common.workspace import Workspace, check_counts, check_dtype, fingerprint_of
 from dlrm_fused.ops.gemv_all_reduce.chunks import ChunkedSum
 from dlrm_fused.ops.gemv_all_reduce.kernel import gemv_all_reduce_kernel, polls_per_second
 from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_ROWS, MIN_COLUMNS, SPLIT_SLOTS, Blocks, choose_blocks
-from dlrm_fused.symmetric import Channel, SymmetricGroup
+from dlrm_fused.symmetric import SymmetricGroup, abort_peers_on_error
 from dlrm_fused.symmetric.device import uses_kernels
 
 
@@ -112,12 +112,8 @@ class _AllReduce(torch.autograd.Function):
         return gradients[0], None
 
 
-class GemvWorkspace:
-    """The symmetric memory through which partial results are summed. Making one is collective; calls may share it.
-
-    Attributes:
-        handle: how the operator names it.
-    """
+class GemvWorkspace(Workspace):
+    """The symmetric memory through which partial results are summed. Making one is collective; calls may share it."""
 
     def __init__(
         self,
@@ -143,10 +139,14 @@ class GemvWorkspace:
         Raises:
             UsageError: on all ranks, if an argument is wrong on one of them, or they differ.
         """
-        _check_settings(group, name, max_columns, dtype, max_rows)
-        self.group, self.name = group, name
+
+        def check() -> dict[str, object]:
+            check_dtype(name, dtype)
+            check_counts(name, max_columns=max_columns, max_rows=max_rows)
+            return {"name": name, "max_columns": max_columns, "dtype": dtype, "max_rows": max_rows}
+
+        super().__init__(group, name, check, timeout_seconds=timeout_seconds)
         self.max_columns, self.max_rows, self.dtype = max_columns, max_rows, dtype
-        self.channel = Channel(group, name, timeout_seconds)
         ranks, few = group.world_size, min(max_rows, MAX_ROWS)
         if uses_kernels(group.device):
             # Slots of words for each rank and for finished sums, the same for values of at most half a word, flags of the
@@ -156,36 +156,19 @@ class GemvWorkspace:
             self.splits_at = self.flags_at + (ranks + 1) * triton.cdiv(max_columns, MIN_COLUMNS)
             self.half_words = self.splits_at + SPLIT_SLOTS * self.slot_words + ranks
             self.receive_buffer = group.allocate(f"{name}.receive_buffer", 2 * self.half_words * 8)
-            self.poll_limit = math.ceil(timeout_seconds * _polls_per_second(group.device))
+            poll_limit = math.ceil(timeout_seconds * _polls_per_second(group.device))
+            self.kernel_args = self.channel.args._replace(poll_limit=poll_limit)
             self.squares = torch.empty(MAX_ROWS * max_columns, dtype=torch.float32, device=group.device)
             self.chunks = ChunkedSum(group, self.channel, name, max_rows * max_columns, dtype) if max_rows > MAX_ROWS else None
         else:
             self.half_words = max_rows * max_columns
             self.receive_buffer = group.allocate(f"{name}.receive_buffer", 2 * self.half_words * 4)
-        self.handle = _workspaces.add(self)
-
-    def raise_fault(self) -> None:
-        """Raise CommunicationError if a call that was started has failed since. Does not wait for the device."""
-        self.channel.raise_fault()
 
 
 @functools.cache
 def _polls_per_second(device: torch.device) -> float:
     return polls_per_second(device)
 
-
-def _check_settings(group: SymmetricGroup, name: str, max_columns: int, dtype: torch.dtype, max_rows: int) -> None:
-    def check() -> dict[str, object]:
-        check_dtype(name, dtype)
-        for key, value in (("max_columns", max_columns), ("max_rows", max_rows)):
-            if not isinstance(value, int) or value < 1:
-                raise UsageError(f"{name}: {key}={value}; needed: a whole number, at least 1")
-        return {"name": name, "max_columns": max_columns, "dtype": dtype, "max_rows": max_rows}
-
-    agree_on_settings(group, name, check)
-
-
-_workspaces: Handles[GemvWorkspace] = Handles("GemvWorkspace")
 
 torch.library.define(
     "dlrm_fused::gemv_all_reduce",
@@ -204,13 +187,10 @@ def _forward(
     norm_eps: float,
     handle: int,
 ) -> tuple[Tensor, Tensor]:
-    workspace = _workspaces.get(handle)
+    workspace = GemvWorkspace.of(handle)
     workspace.raise_fault()
-    try:
+    with abort_peers_on_error(workspace.channel):
         _check_inputs(workspace, x, weight, {"bias": bias, "norm_weight": norm_weight}, residual)
-    except UsageError:
-        workspace.channel.refuse()
-        raise
     fingerprint = _fingerprint(x, weight, (bias, residual, norm_weight), norm_eps)
     if not uses_kernels(workspace.group.device):
         out = _sum_by_host(workspace, x, weight, bias, residual, fingerprint)
@@ -295,11 +275,8 @@ def _run_kernel(
         workspace.squares,
         workspace.receive_buffer.local.view(torch.int64),
         workspace.receive_buffer.addresses,
-        workspace.channel.words[0],
-        *workspace.channel.words[2:4],
-        workspace.poll_limit,
+        workspace.kernel_args,
         _fingerprint(x, weight, (bias, residual, norm_weight), norm_eps, blocks),
-        workspace.group.rank,
         workspace.half_words,
         parts_at,
         parts_at + ranks * slot_words,
@@ -322,7 +299,6 @@ def _run_kernel(
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         HAS_NORM=has_norm,
-        WORLD=ranks,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
     )
@@ -335,18 +311,14 @@ def _sum_by_host(
     """The sum through memory that CPU processes share: every rank writes its part and reads all."""
     channel, group = workspace.channel, workspace.group
     partial = torch.nn.functional.linear(x.float(), weight.float())
-    channel.announce(0, fingerprint)
     # Two halves in turn: who writes one again has seen everybody begin the epoch after, done with reading it.
     first = int(channel.state[0]) % 2 * workspace.half_words
     parts = [
-        group_memory.view(torch.float32)[first : first + partial.numel()].view_as(partial)
-        for group_memory in (workspace.receive_buffer.peer(rank) for rank in range(group.world_size))
+        workspace.receive_buffer.peer(rank).view(torch.float32)[first : first + partial.numel()].view_as(partial)
+        for rank in range(group.world_size)
     ]
     parts[group.rank].copy_(partial)
-    for peer in range(group.world_size):
-        channel.wait_ready(peer)
-        channel.signal(peer)
-    channel.wait_arrivals()
+    channel.run_epoch(lambda *_: None, fingerprint=fingerprint)
     total = parts[0].clone()
     for part in parts[1:]:
         total += part

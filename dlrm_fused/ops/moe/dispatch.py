@@ -103,11 +103,8 @@ def route(
         chunks,
         count,
         memory.addresses,
-        *channel.words,
+        channel.args,
         fingerprint,
-        RANK=channel.group.rank,
-        WORLD=ranks,
-        LANES=triton.next_power_of_2(ranks),
         CHUNKS=_SCAN_CHUNKS,
         EXPERTS=of_scan,
         num_warps=4,
@@ -187,21 +184,14 @@ def count_kernel(
     tl.store(positions + slot, tl.where(id_ >= 0, position, -1), mask=there)
 
 
-@triton.jit(do_not_specialize=["chunks", "fingerprint", "poll_limit"])
+@triton.jit(do_not_specialize=["chunks", "fingerprint"])
 def exchange_counts_kernel(
     counts,
     chunks,
     experts,
     addresses,
-    flags,
-    flag_addresses,
-    state,
-    control,
-    poll_limit,
+    channel,
     fingerprint,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    LANES: tl.constexpr,
     CHUNKS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
@@ -209,9 +199,9 @@ def exchange_counts_kernel(
 
     Args:
         counts: int32 [chunks, experts]; of :func:`count_kernel`, and overwritten.
-        addresses: int64 [WORLD], of memory for int32 [WORLD, experts].
+        addresses: int64 [ranks], of memory for int32 [ranks, experts].
     """
-    epoch = begin(0, fingerprint, flag_addresses, state, RANK, WORLD, LANES)
+    epoch = begin(channel, 0, fingerprint)
     expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     exists = expert < experts
     total = tl.zeros((EXPERTS,), tl.int32)
@@ -222,11 +212,11 @@ def exchange_counts_kernel(
         count = tl.load(places, mask=inside, other=0)
         tl.store(places, tl.cumsum(count, axis=0) - count + total[None, :], mask=inside)
         total += tl.sum(count, axis=0)
-    are_ready = wait_until_all_ready(epoch, fingerprint, flags, state, control, poll_limit, RANK, WORLD, LANES)
-    for i in tl.static_range(1, WORLD + 1):
-        of_ranks = peer_pointer(addresses, (RANK + i) % WORLD, 0, tl.int32)
-        tl.store(of_ranks + RANK * experts + expert, total, mask=exists & are_ready)
-    finish(epoch, flags, flag_addresses, state, control, poll_limit, RANK, WORLD, LANES)
+    are_ready = wait_until_all_ready(channel, epoch, fingerprint)
+    for i in tl.static_range(1, channel.world + 1):
+        of_ranks = peer_pointer(addresses, (channel.rank + i) % channel.world, 0, tl.int32)
+        tl.store(of_ranks + channel.rank * experts + expert, total, mask=exists & are_ready)
+    finish(channel, epoch)
 
 
 @triton.jit
@@ -242,24 +232,24 @@ def place_experts_kernel(
     LANES: tl.constexpr,
 ):
     """:func:`place_experts`, program p for the experts of rank p. LANES: power of two, at least experts / WORLD."""
-    workspace = tl.program_id(0)
+    owner = tl.program_id(0)
     local = experts // WORLD
     lane = tl.arange(0, LANES)
     exists = lane < local
-    of_owner = workspace * local + lane
-    own_turn = (RANK - workspace - 1 + WORLD) % WORLD
+    of_owner = owner * local + lane
+    own_turn = (RANK - owner - 1 + WORLD) % WORLD
     total = tl.zeros((LANES,), tl.int32)
     before = tl.zeros((LANES,), tl.int32)
     remote = tl.zeros((LANES,), tl.int32)
     for source in tl.static_range(WORLD):
         count = tl.load(counts + source * experts + of_owner, mask=exists, other=0)
         total += count
-        before += tl.where((source - workspace - 1 + WORLD) % WORLD < own_turn, count, 0)
-        remote += tl.where(source == workspace, 0, count)
+        before += tl.where((source - owner - 1 + WORLD) % WORLD < own_turn, count, 0)
+        remote += tl.where(source == owner, 0, count)
     tiles = tl.cdiv(total, tile_rows)
     end = tl.cumsum(tiles, axis=0)
     tl.store(first_rows + of_owner, (end - tiles) * tile_rows + before, mask=exists)
-    if workspace == RANK:
+    if owner == RANK:
         tl.store(bounds, 0)
         tl.store(bounds + 1 + lane, end, mask=exists)
         tl.store(local_from + lane, end - tiles + tl.cdiv(remote, tile_rows), mask=exists)
@@ -297,14 +287,12 @@ def _route_by_host(
 ) -> Routes:
     group, slots = channel.group, experts.flatten()
     own, positions = count_slots(slots, count)
-    channel.announce(0, fingerprint)
-    for shift in range(group.world_size):
-        peer = (group.rank + 1 + shift) % group.world_size
-        channel.wait_ready(peer)
-        memory.peer(peer).view(torch.int32).view(group.world_size, count)[group.rank] = own
-        channel.signal(peer)
-    channel.wait_arrivals()
-    counts = memory.local.view(torch.int32).view(group.world_size, count)
+
+    def counts_at(peer: int) -> Tensor:
+        return memory.peer(peer).view(torch.int32).view(group.world_size, count)
+
+    channel.run_epoch(lambda peer, _: counts_at(peer)[group.rank].copy_(own), fingerprint=fingerprint)
+    counts = counts_at(group.rank)
     first_rows, groups = place_experts(counts, group.rank, tile_rows)
     owners = slots // (count // group.world_size)
     targets = torch.where(slots >= 0, owners * rows_per_rank + first_rows[slots] + positions, -1)

@@ -32,12 +32,11 @@ from torch import Tensor
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
-from dlrm_fused.ops.common.workspace import Handles, agree_on_settings, check_dtype, fingerprint_of
-from dlrm_fused.ops.embedding_all_to_all.pooled import abort_peers_on_error
+from dlrm_fused.ops.common.workspace import Workspace, check_counts, check_dtype, fingerprint_of
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups
 from dlrm_fused.ops.moe.dispatch import most_rows, route
 from dlrm_fused.ops.moe.steps import ExpertSteps, HostSteps, KernelSteps
-from dlrm_fused.symmetric import Channel, EqualBlocks, SymmetricGroup
+from dlrm_fused.symmetric import BlockPool, SymmetricGroup, abort_peers_on_error
 from dlrm_fused.symmetric.channel import OFFSET_UNIT
 from dlrm_fused.symmetric.device import uses_kernels
 from dlrm_fused.symmetric.memory import readable
@@ -50,8 +49,6 @@ _ROW_UNIT = 16
 _HELD_CALLS = 1
 # Rows of a tile on GPUs: many for experts that have many.
 _TILE_ROWS, _FEW_TILE_ROWS = 128, 64
-
-_workspaces: Handles[ExpertWorkspace] = Handles("ExpertWorkspace")
 
 
 def expert_layer(
@@ -260,14 +257,13 @@ def _round_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-class ExpertWorkspace:
+class ExpertWorkspace(Workspace):
     """The symmetric memory through which tokens and results travel. Making one is collective; keep it as long as it is used.
 
     Results of calls whose backward pass is still to come hold memory of the workspace. It has room for one such call; those
     of more are copied to ordinary memory.
 
     Attributes:
-        handle: how the operator names it.
         memory: how much of it there is.
     """
 
@@ -298,9 +294,8 @@ class ExpertWorkspace:
         Raises:
             UsageError: on all ranks, if an argument is wrong on one of them, or they differ.
         """
-        self.group, self.name = group, name
         self.experts, self.top_k, self.max_tokens, self.width, self.dtype = experts, top_k, max_tokens, width, dtype
-        agree_on_settings(group, name, self._check_settings)
+        super().__init__(group, name, lambda: self._check_settings(group, name), timeout_seconds=timeout_seconds)
         with_kernels = uses_kernels(group.device)
         self.memory = expert_memory(group.world_size, experts, top_k, max_tokens, width, dtype, with_kernels=with_kernels)
         if group.rank == 0:
@@ -310,26 +305,20 @@ class ExpertWorkspace:
                 readable(self.memory.symmetric_bytes),
                 self.memory.rows,
             )
-        self.channel = Channel(group, name, timeout_seconds)
         self.counts = group.allocate(f"{name}.counts", group.world_size * experts * 4)
-        self.received = EqualBlocks(group, f"{name}.received", self.memory.received_bytes, _HELD_CALLS)
-        self.combined = EqualBlocks(group, f"{name}.combined", self.memory.combined_bytes, _HELD_CALLS)
+        self.received = BlockPool.with_spare(group, f"{name}.received", self.memory.received_bytes, _HELD_CALLS)
+        self.combined = BlockPool.with_spare(group, f"{name}.combined", self.memory.combined_bytes, _HELD_CALLS)
         self.steps: ExpertSteps = (KernelSteps if with_kernels else HostSteps)(self.channel, self.memory.slots)
-        self.handle = _workspaces.add(self)
 
     @property
     def local_experts(self) -> int:
         return self.experts // self.group.world_size
 
-    def raise_fault(self) -> None:
-        """Raise CommunicationError if a call that was started has failed since. Does not wait for the device."""
-        self.channel.raise_fault()
-
     def release(self) -> None:
         """Let go of the memory for tokens and results, of a workspace that is not used any more: once this rank has completed
         its last call, forward and backward."""
         for blocks in (self.received, self.combined):
-            self.group.release(blocks.memory)
+            blocks.release()
 
     def rows_of(self, received: Tensor) -> Tensor:
         """[R, d]: the rows in a receive block."""
@@ -341,25 +330,23 @@ class ExpertWorkspace:
 
     def slots_of(self, combined: Tensor) -> Tensor:
         """[slots, d]: the rows in a block of results."""
-        return combined.view(self.dtype).view(self.memory.slots, self.width)
+        return combined[: self.memory.combined_bytes].view(self.dtype).view(self.memory.slots, self.width)
 
-    def _check_settings(self) -> Mapping[str, object]:
+    def _check_settings(self, group: SymmetricGroup, name: str) -> Mapping[str, object]:
         """Raises UsageError; returns what must be equal on all ranks."""
-        check_dtype(self.name, self.dtype)
+        check_dtype(name, self.dtype)
         settings = {key: getattr(self, key) for key in ("experts", "top_k", "max_tokens", "width")}
-        for key, value in settings.items():
-            if not isinstance(value, int) or value < 1:
-                raise UsageError(f"{self.name}: {key}={value}; needed: a whole number, at least 1")
-        ranks = self.group.world_size
+        check_counts(name, **settings)
+        ranks = group.world_size
         if self.experts % ranks:
-            raise UsageError(f"{self.name}: experts={self.experts}; needed: a multiple of the {ranks} ranks")
+            raise UsageError(f"{name}: experts={self.experts}; needed: a multiple of the {ranks} ranks")
         if self.top_k > self.experts:
-            raise UsageError(f"{self.name}: top_k={self.top_k}; needed: at most experts={self.experts}")
-        _check_row(self.name, "width", self.width, self.dtype)
+            raise UsageError(f"{name}: top_k={self.top_k}; needed: at most experts={self.experts}")
+        _check_row(name, "width", self.width, self.dtype)
         rows = ranks * most_rows(ranks, self.experts, self.top_k, self.max_tokens, _TILE_ROWS)
         if max(rows, ranks * self.max_tokens * self.top_k) >= 2**31:
-            raise UsageError(f"{self.name}: max_tokens={self.max_tokens}: {rows} rows of all ranks; needed: less than 2**31")
-        return {"name": self.name, "dtype": self.dtype, **settings}
+            raise UsageError(f"{name}: max_tokens={self.max_tokens}: {rows} rows of all ranks; needed: less than 2**31")
+        return {"name": name, "dtype": self.dtype, **settings}
 
 
 def _check_row(name: str, key: str, elements: int, dtype: torch.dtype) -> None:
@@ -387,7 +374,7 @@ torch.library.define(
 def _forward(
     x: Tensor, experts: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, gradient_scale: float, handle: int
 ) -> tuple[Tensor, ...]:
-    workspace = _workspaces.get(handle)
+    workspace = ExpertWorkspace.of(handle)
     workspace.raise_fault()
     with abort_peers_on_error(workspace.channel):
         _check_inputs(workspace, x, experts, gates, w_in, w_out)
@@ -402,7 +389,7 @@ def _forward(
         rows_per_rank=workspace.memory.rows,
         fingerprint=fingerprint_of("routes", w_in.shape, gradient_scale),
     )
-    received = workspace.received.take()
+    received = workspace.received.receive((workspace.memory.received_bytes,), torch.uint8)
     rows, destinations = workspace.rows_of(received), workspace.destinations_of(received)
     destinations.fill_(-1)
     scatter_rows(
@@ -419,7 +406,7 @@ def _forward(
     )
     steps.zero_pads(rows, destinations, routes.groups)
     hidden, activated = steps.hidden(rows, w_in, routes.groups)
-    combined = workspace.combined.take()
+    combined = workspace.combined.receive((workspace.memory.combined_bytes,), torch.uint8)
     steps.send_home(
         activated,
         w_out,
@@ -451,7 +438,7 @@ def _backward(
     gradient_scale: float,
     handle: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    workspace = _workspaces.get(handle)
+    workspace = ExpertWorkspace.of(handle)
     workspace.raise_fault()
     steps, groups = workspace.steps, Groups(workspace.memory.tile_rows, bounds, local_from)
     gradient = gradient.contiguous()
@@ -538,7 +525,7 @@ def _check_ids(workspace: ExpertWorkspace, experts: Tensor) -> None:
 def _fake_forward(
     x: Tensor, experts: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, gradient_scale: float, handle: int
 ) -> tuple[Tensor, ...]:
-    workspace = _workspaces.get(handle)
+    workspace = ExpertWorkspace.of(handle)
     memory, local = workspace.memory, workspace.local_experts
     hidden = x.new_empty(memory.rows, w_in.shape[1])
     return (

@@ -4,7 +4,6 @@ The mutants are kernels with one rule of the protocol broken; that these tests s
 """
 
 # Kernels follow Triton's ways: constants in capitals, no types but theirs.
-# ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from dlrm_fused.errors import CommunicationError
 from dlrm_fused.ops.embedding_all_to_all import op as fused
 from dlrm_fused.ops.embedding_all_to_all import scatter as put
 from dlrm_fused.ops.embedding_all_to_all import tuning as lookup_tuning
-from dlrm_fused.symmetric import Arena, symmetric_group
+from dlrm_fused.symmetric import BlockPool, symmetric_group
 from dlrm_fused.symmetric import device as protocol
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import RankFailed, run_ranks
@@ -108,36 +107,35 @@ def test_outputs_are_held_with_and_without_copies(held_outputs: int) -> None:
 
 
 @triton.jit
-def begin_and_signal_at_once(
-    offset, fingerprint, flag_addresses, state, RANK: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr
-):
-    epoch = protocol.begin(offset, fingerprint, flag_addresses, state, RANK, WORLD, LANES)
-    peers = tl.arange(0, LANES)
-    there = (peers < WORLD) & (tl.program_id(0) == 0)
-    words = tl.load(flag_addresses + peers, mask=there, other=0).to(tl.pointer_type(tl.int64))
-    tl.atomic_xchg(words + WORLD + RANK, epoch + tl.zeros((LANES,), tl.int64), mask=there, sem="release", scope="sys")
+def signal_all(channel, epoch, is_done):
+    lanes: tl.constexpr = channel.lanes
+    peers = tl.arange(0, lanes)
+    there = (peers < channel.world) & is_done
+    words = tl.load(channel.flag_addresses + peers, mask=there, other=0).to(tl.pointer_type(tl.int64))
+    arrival = words + channel.world + channel.rank
+    tl.atomic_xchg(arrival, epoch + tl.zeros((lanes,), tl.int64), mask=there, sem="release", scope="sys")
+
+
+@triton.jit
+def begin_and_signal_at_once(channel, offset, fingerprint):
+    epoch = protocol.begin(channel, offset, fingerprint)
+    signal_all(channel, epoch, tl.program_id(0) == 0)
     return epoch
 
 
 @triton.jit
-def finish_without_waiting(
-    epoch, flags, flag_addresses, state, control, poll_limit, RANK: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr
-):
+def finish_without_waiting(channel, epoch):
+    state = channel.state
     done = tl.atomic_add(state + protocol.PROGRAMS_DONE, 1, sem="acq_rel", scope="gpu")
     if done == tl.num_programs(0) - 1:
         tl.atomic_xchg(state + protocol.PROGRAMS_DONE, tl.zeros((), tl.int64), sem="relaxed", scope="gpu")
-        peers = tl.arange(0, LANES)
-        there = peers < WORLD
-        words = tl.load(flag_addresses + peers, mask=there, other=0).to(tl.pointer_type(tl.int64))
-        tl.atomic_xchg(words + WORLD + RANK, epoch + tl.zeros((LANES,), tl.int64), mask=there, sem="release", scope="sys")
+        signal_all(channel, epoch, done >= 0)
         tl.atomic_xchg(state + protocol.EPOCH, epoch, sem="relaxed", scope="gpu")
 
 
 @triton.jit
-def store_where_the_peer_received_last(
-    peer, epoch, fingerprint, flags, state, control, poll_limit, RANK: tl.constexpr, WORLD: tl.constexpr
-):
-    return (tl.load(flags + peer) & 0xFFFFFFFF) * protocol.OFFSET_UNIT
+def store_where_the_peer_received_last(channel, peer, epoch, fingerprint):
+    return (tl.load(channel.flags + peer) & 0xFFFFFFFF) * protocol.OFFSET_UNIT
 
 
 def use_in_kernels(name: str, function: object) -> None:
@@ -146,9 +144,9 @@ def use_in_kernels(name: str, function: object) -> None:
 
 
 def reuse_blocks_that_are_held() -> None:
-    take = Arena.take
+    take = BlockPool.take
 
-    def take_and_forget(self: Arena, shape, dtype):  # type: ignore[no-untyped-def]
+    def take_and_forget(self: BlockPool, shape, dtype):  # type: ignore[no-untyped-def]
         block = take(self, shape, dtype)
         if block is None:
             return None
@@ -156,7 +154,7 @@ def reuse_blocks_that_are_held() -> None:
         memory = self.memory.local[self.offset_of(block) :]
         return memory[: block.numel() * block.element_size()].view(dtype).view(tuple(shape))
 
-    Arena.take = take_and_forget  # type: ignore[method-assign]
+    BlockPool.take = take_and_forget  # type: ignore[method-assign]
 
 
 MUTANTS: dict[str, Callable[[], None]] = {

@@ -1,6 +1,5 @@
 """GEMM + All-to-All: the kernels themselves, in real processes under Triton's interpreter."""
 
-# ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ def test_sixteen_and_eight_bits() -> None:
 
 
 @triton.jit
-def _do_not_wait(epoch, fingerprint, flags, state, control, poll_limit, RANK, WORLD, LANES):
+def _do_not_wait(channel, epoch, fingerprint):
     return tl.full((), 1, tl.int1)
 
 
@@ -95,8 +94,8 @@ def store_before_peers_are_ready() -> None:
 
 
 @triton.jit
-def _complete_at_once(epoch, flags, state, control, poll_limit, RANK, WORLD, LANES):
-    tl.atomic_xchg(state, epoch, sem="relaxed", scope="gpu")
+def _complete_at_once(channel, epoch):
+    tl.atomic_xchg(channel.state, epoch, sem="relaxed", scope="gpu")
 
 
 def do_not_wait_for_arrivals() -> None:

@@ -174,7 +174,7 @@ def test_chunks_of_one_call_follow_each_other() -> None:
 
 
 @triton.jit
-def _take_what_is_there(places, inside, tag, state, control, poll_limit, epoch, peer, rank):
+def _take_what_is_there(channel, places, inside, tag, epoch, peer):
     return tl.load(places, mask=inside, other=0, volatile=True)
 
 
