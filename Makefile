@@ -1,6 +1,8 @@
 # make setup   .venv with everything that training needs, for a CPU or a CUDA machine
 # make train   setup, MovieLens-100K, and a training run on it
-# make test    setup, linters, type checks and all tests (no GPU needed)
+# make test    setup, linters, type checks and tests of every feature (no GPU needed)
+# make test-all    the same with the tests marked `slow`: long soaks and exhaustive cases; what .ci/run does
+# make test-fast   unit tests alone, for work in progress
 # make lint    linters and type checks alone; `make format` mends what can be mended
 #
 # Variables: PYTHON (3.11 or 3.12), DEVICE (cpu or cuda; found by nvidia-smi), NPROC (ranks of `make train`).
@@ -21,7 +23,15 @@ CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 # Ranks of one machine share its cores.
 export OMP_NUM_THREADS ?= $(shell n=$$(( $$(nproc) / $(NPROC) )); echo $$(( n > 1 ? n : 1 )))
 
-.PHONY: packages setup setup-dev train test lint format clean
+# Where it forbids to write bytecode, every process compiles torch anew: three times as long as an import of it.
+unexport PYTHONDONTWRITEBYTECODE
+
+# Many tests wait more than they compute, hence more workers than two cores.
+PYTEST = $(BIN)/python -m pytest -n 4 --dist loadgroup --no-loadscope-reorder
+WITHOUT_KERNELS = $(PYTEST) -m "not interpreted$(1)"
+WITH_KERNELS = TRITON_INTERPRET=1 $(PYTEST) -m "(interpreted or also_interpreted)$(1)"
+
+.PHONY: packages setup setup-dev train test test-all test-fast lint format clean
 
 packages: $(VENV)/packages-$(DEVICE)
 setup: $(VENV)/setup-$(DEVICE)
@@ -30,9 +40,16 @@ setup-dev: setup $(VENV)/dev
 train: setup | data/movielens-100k/dataset.json
 	$(BIN)/torchrun --standalone --nproc-per-node=$(NPROC) train.py --config configs/quickstart.yaml
 
-# Many tests wait more than they compute. Files keep their order: the short ones in tests/unit/ fill up the end.
 test: lint
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(call WITHOUT_KERNELS, and not slow)
+	$(call WITH_KERNELS, and not slow)
+
+test-all: lint
+	$(call WITHOUT_KERNELS)
+	$(call WITH_KERNELS)
+
+test-fast: setup-dev
+	$(call WITHOUT_KERNELS, and not slow) tests/unit
 
 lint: setup-dev
 	$(BIN)/ruff check

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -16,6 +17,7 @@ from packaging.requirements import Requirement
 
 import dlrm_fused
 from dlrm_fused.config import load_config
+from tests.conftest import reason_to_skip
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("data/*.md")])
@@ -62,10 +64,32 @@ def test_make_train_runs_the_quickstart_on_two_ranks() -> None:
     assert commands[-2].endswith("data/prepare.py movielens --source recbole --output data/movielens-100k")
 
 
-def test_continuous_integration_runs_make_test() -> None:
+def test_continuous_integration_runs_make_test_all() -> None:
     script = ROOT / ".ci/run"
     assert os.access(script, os.X_OK)
-    assert script.read_text().rstrip().endswith("\nmake test")
+    assert script.read_text().rstrip().endswith("\nmake test-all")
+
+
+MARKS = ["slow", "interpreted", "also_interpreted", "gpu"]
+
+
+@pytest.mark.parametrize("target", ["test", "test-all"])
+def test_whatever_its_marks_each_test_is_run_in_the_modes_that_they_name(target: str) -> None:
+    dry_run = ["make", "--no-print-directory", "--dry-run", target, "DEVICE=cpu"]
+    commands = subprocess.run(dry_run, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    runs = re.findall(r"^(TRITON_INTERPRET=1 )?\S+ -m pytest .*-m \"(.*)\"$", commands, re.MULTILINE)
+    assert [bool(interpreted) for interpreted, _ in runs] == [False, True]
+    for count in range(len(MARKS) + 1):
+        for marks in itertools.combinations(MARKS, count):
+            modes = [
+                bool(interpreted)
+                for interpreted, expression in runs
+                if eval(expression, {mark: mark in marks for mark in MARKS})
+            ]
+            assert not any(reason_to_skip(set(marks), mode) for mode in modes)
+            without, within = "interpreted" not in marks, bool({"interpreted", "also_interpreted"} & set(marks))
+            is_left_out = target == "test" and "slow" in marks
+            assert modes == ([] if is_left_out else [False] * without + [True] * within), marks
 
 
 @pytest.mark.parametrize("config", sorted(ROOT.glob("configs/*.yaml")), ids=lambda path: path.name)
