@@ -26,6 +26,7 @@ from dlrm_fused.training.checkpoint import CheckpointWriter, Progress, restore
 from dlrm_fused.training.evaluation import evaluate
 from dlrm_fused.training.expert_load import load_values, read_expert_loads
 from dlrm_fused.training.metrics import BinaryMetricValues, LossTracker
+from dlrm_fused.training.next_steps import next_steps
 from dlrm_fused.training.pipeline import TrainingPipeline
 from dlrm_fused.training.run_folder import RunFolder, reaches_target
 from dlrm_fused.training.runtime import ErrorStore, Rank, join_run
@@ -155,6 +156,7 @@ class Trainer:
         )
         self._writer.close()
         logger.info("done after %d steps: test AUC %.4f, results in %s", self._step, test.auc, self._folder.path)
+        logger.info("what to do next:\n%s", next_steps(self._config, self._rank.world_size))
 
     def _attainable_auc(self) -> dict[str, float]:
         """What a model that knows the planted signal of synthetic data would reach on the test split; else nothing."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from dlrm_fused.config import Config, Split
+from dlrm_fused.config import Comm, Config, Split, load_config
 from dlrm_fused.datasets.batch import Batch
 from dlrm_fused.datasets.loader import TrainLoader
 from dlrm_fused.errors import ConfigError, TrainingError
@@ -23,11 +24,13 @@ from tests.distributed.launch import (
     losses,
     metrics,
     run_ranks,
+    run_script,
     sharded_model,
     small_config,
     train,
 )
 
+ROOT = Path(__file__).parents[2]
 WEIGHTS = [f"table.table_{table}.weight" for table in range(4)]
 
 
@@ -147,6 +150,29 @@ class TestFailures:
         error = failure(tmp_path, 1)
         assert isinstance(error, ConfigError)
         assert f"output_dir={tmp_path}: {tmp_path / 'run'} cannot be written: File exists" in str(error)
+
+
+def test_the_end_of_a_run_says_what_to_do_next(tmp_path):
+    """And it can be done as it is printed: the evaluation, and the same run with fused communication."""
+    small_config(tmp_path)
+    settings = ["--config", str(tmp_path / "small.yaml"), f"output_dir={tmp_path}", "training.max_steps=3"]
+    said = _end_of_script("train.py", settings, tmp_path)
+    steps = said.split("what to do next:\n")[1].splitlines()[:3]
+    assert [step.split(": ")[0].strip() for step in steps] == ["see it", "evaluate it", "compare with comm=fused"]
+    see, evaluate_it, compare = [shlex.split(step.split(": ", 1)[1]) for step in steps]
+    assert see[1:] == ["--logdir", str(tmp_path)]
+    assert Path(see[0]).name == "tensorboard"
+    assert [Path(word).name for word in evaluate_it[:2]] == ["python", "eval.py"]
+    assert "auc" in _end_of_script("eval.py", evaluate_it[2:], tmp_path)
+    assert (Path(compare[0]).name, *compare[1:3]) == ("torchrun", "--standalone", "--nproc-per-node=1")
+    assert "compare with comm=baseline" in _end_of_script("train.py", compare[4:], tmp_path)
+    assert load_config(tmp_path / "run_fused/config.yaml", []).comm is Comm.fused
+
+
+def _end_of_script(script: str, arguments: list[str], folder: Path) -> str:
+    ended = run_script(1, ROOT / script, arguments, folder, timeout=200)
+    assert ended.statuses == [0], ended.output
+    return ended.output
 
 
 def test_the_run_ends_at_the_target(tmp_path):
