@@ -48,12 +48,12 @@ from dlrm_fused.sharding.options import FusedOptions
 from dlrm_fused.symmetric import SymmetricGroup
 from dlrm_fused.symmetric.device import uses_kernels
 
-# Names of exchanges must be unique within a group and equal on its ranks, which make the same modules in the same order.
-_exchange_numbers: weakref.WeakKeyDictionary[SymmetricGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
+# Names of workspaces must be unique within a group and equal on its ranks, which make the same modules in the same order.
+_workspace_numbers: weakref.WeakKeyDictionary[SymmetricGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
 
 
 class FusedLookups:
-    """Lookup and delivery of some sharding types of a module, in one exchange. Making one is collective.
+    """Lookup and delivery of some sharding types of a module, in one operator. Construction is collective.
 
     Args:
         shardings: numbers of the sharding types in the module, ascending.
@@ -70,7 +70,7 @@ class FusedLookups:
         self._lookups = [lookups(module)[i] for i in shardings]
         self._widths = [sum(embedding_shardings(module)[i].embedding_dims()) for i in shardings]
         self._uses_kernels = uses_kernels(group.device)
-        number = next(_exchange_numbers.setdefault(group, itertools.count()))
+        number = next(_workspace_numbers.setdefault(group, itertools.count()))
         self._workspace = EmbeddingWorkspace(
             group,
             _layout(module, shardings, group.world_size),

@@ -1,10 +1,10 @@
 """Which ranks share the weights of a layer, and data parallelism across those groups.
 
-A parameter whose attribute ``shard_dim`` is set is cut along that dimension: rank r of a group of n holds the r-th of n equal
-pieces. Other groups hold the same pieces. A group is consecutive ranks:
+A parameter whose attribute ``shard_dim`` is set is sharded along that dimension: rank r of a group of n holds the r-th of n
+equal shards. Other groups hold the same shards. A group is consecutive ranks:
 
 * tensor-parallel (TP) ones share the weights of the Transformer's blocks, and lie on one host;
-* expert-parallel (EP) ones share the experts of a Mixture of Experts: pieces are whole experts.
+* expert-parallel (EP) ones share the experts of a Mixture of Experts: shards are whole experts.
 
 A model has groups of one kind.
 """
@@ -30,7 +30,7 @@ class ModelParallelGroups:
 
     Attributes:
         model_parallel: the ranks that share the weights of layers, this one included.
-        data_parallel: the ranks that hold the same pieces as this one, one of each group.
+        data_parallel: the ranks that hold the same shards as this one, one of each group.
     """
 
     model_parallel: dist.ProcessGroup
@@ -117,7 +117,7 @@ def _groups_of(size: int) -> ModelParallelGroups:
     world_size = dist.get_world_size()
     return ModelParallelGroups(
         model_parallel=_group_of_this_rank([range(first, first + size) for first in range(0, world_size, size)]),
-        data_parallel=_group_of_this_rank([range(piece, world_size, size) for piece in range(size)]),
+        data_parallel=_group_of_this_rank([range(shard, world_size, size) for shard in range(size)]),
     )
 
 
@@ -130,17 +130,17 @@ def _group_of_this_rank(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
 
 
 def sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are cut, by their names."""
+    """The parameters that are sharded over model-parallel groups, by their names."""
     return {name: p for name, p in model.named_parameters() if getattr(p, "shard_dim", None) is not None}
 
 
 def data_parallel_wrapper(model: nn.Module) -> DefaultDataParallelWrapper:
-    """For DistributedModelParallel: averages over all ranks the gradients of what is neither sharded nor cut."""
+    """For DistributedModelParallel: averages over all ranks the gradients of what is not sharded."""
     return DefaultDataParallelWrapper(params_to_ignore=list(sharded_parameters(model)))
 
 
 def average_gradients(parameters: Sequence[Tensor], data_parallel: dist.ProcessGroup) -> None:
-    """Replace each gradient by its mean over the ranks that hold the same piece. Collective."""
+    """Replace each gradient by its mean over the ranks that hold the same shard. Collective."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     for gradient in gradients:
         gradient.div_(data_parallel.size())

@@ -185,8 +185,8 @@ def make_optimizer(
     def of_dense(parameters: list[Tensor]) -> torch.optim.Optimizer:
         optimizer = _dense_optimizer(parameters, config.training.dense_optimizer)
         if groups is not None and groups.data_parallel.size() > 1:
-            cut, copies = list(sharded_parameters(model).values()), groups.data_parallel
-            optimizer.register_step_pre_hook(lambda *_: average_gradients(cut, copies))
+            sharded, data_parallel = list(sharded_parameters(model).values()), groups.data_parallel
+            optimizer.register_step_pre_hook(lambda *_: average_gradients(sharded, data_parallel))
         return optimizer
 
     optimizers = [model.fused_optimizer, KeyedOptimizerWrapper(dense, of_dense)]
@@ -258,17 +258,17 @@ def initialize_tables(model: DistributedModelParallel, config: Config, schema: D
 
 
 def local_table_shards(model: DistributedModelParallel) -> Iterator[tuple[str, tuple[int, int], Tensor]]:
-    """Yield (table, (first row, first column), weight) of every piece of a table on this rank; weights are the live ones."""
+    """Yield (table, (first row, first column), weight) of every shard of a table on this rank; weights are the live ones."""
     for name, sharded in model.fused_optimizer.params.items():
-        for piece in sharded.local_shards():
-            row, column = piece.metadata.shard_offsets
-            yield table_name(name), (row, column), piece.tensor.detach()
+        for local in sharded.local_shards():
+            row, column = local.metadata.shard_offsets
+            yield table_name(name), (row, column), local.tensor.detach()
     for name, parameter in data_parallel_tables(model):
         yield table_name(name), (0, 0), parameter.detach()
 
 
 def fill_uniform(weight: Tensor, offsets: tuple[int, int], shape: tuple[int, int], bound: float, seed: int) -> None:
-    """Fill ``weight``, the piece at ``offsets`` of a table of ``shape``, with its part of a uniform(-bound, bound) draw.
+    """Fill ``weight``, the shard at ``offsets`` of a table of ``shape``, with its part of a uniform(-bound, bound) draw.
 
     The draw of the whole table depends on its shape and the seed alone, on a given kind of device: it is made in blocks of
     rows with a seed each, always as a whole, since a CUDA generator's numbers depend on the size of the draw.

@@ -66,8 +66,8 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self._undecided = False
         self._fused: FusedLookups | None = None
         self._check_options()
-        self.reasons, self._group = self._coverage()
-        self._announce_coverage()
+        self.reasons, self._group = self._find_support()
+        self._announce_support()
         covered = [i for i, kind in enumerate(compat.sharding_types(self)) if self._is_covered(kind)]
         if covered and self._group is not None:
             if self.options.mode == AUTO:
@@ -102,7 +102,8 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 paths[name] = f"torchrec: {reason}" if reason else covered
         return paths
 
-    def _coverage(self) -> tuple[dict[str, str | None], SymmetricGroup | None]:
+    def _find_support(self) -> tuple[dict[str, str | None], SymmetricGroup | None]:
+        """The reason against each table, None if it is fused, and the ranks' memory if any is. Collective."""
         groups = {
             kind: [
                 TableSettings(
@@ -140,7 +141,7 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     def _is_covered(self, kind: str) -> bool:
         return all(self.reasons[info.embedding_config.name] is None for info in self.sharding_type_to_sharding_infos[kind])
 
-    def _announce_coverage(self) -> None:
+    def _announce_support(self) -> None:
         uncovered = {name: reason for name, reason in self.reasons.items() if reason}
         if uncovered and self.options.strict:
             listed = "; ".join(f"{name}: {reason}" for name, reason in uncovered.items())

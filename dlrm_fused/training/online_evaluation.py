@@ -55,9 +55,8 @@ class OnlineModel:
     def build(config: Config, schema: DatasetSchema, device: torch.device, ids_per_bag: int) -> OnlineModel:
         """Build the model with random weights. Collective.
 
-        Its layers are cut over tensor-parallel ranks as in training, its tables over the same ranks. With ``comm=baseline``,
-        a product is followed by an all-reduce; otherwise they are one operator. ``training.precision=bf16`` makes all weights
-        bf16, and fp32 otherwise.
+        Layers and tables are sharded over tensor-parallel ranks. With ``comm=baseline``, a product is followed by an
+        all-reduce; otherwise they are one operator. With ``training.precision=bf16`` all weights are bf16, otherwise fp32.
 
         Args:
             ids_per_bag: the most ids of a bag.
@@ -81,8 +80,8 @@ class OnlineModel:
             torch.manual_seed(config.seed)  # on all ranks alike
             model = build_transformer(config, schema, product)
         tables = ShardedTables({feature.name: feature.rows for feature in schema.tables}, dim, group, dtype, device)
-        for _, piece in tables.pieces().values():
-            piece.uniform_(-1, 1)
+        for _, rows in tables.pieces().values():
+            rows.uniform_(-1, 1)
         # Not the model itself: the tables in it are on the meta device.
         parts = {"transformer": model.transformer, "dense_arch": model.dense_arch, "over_arch": model.over_arch}
         for part in parts.values():
@@ -112,8 +111,8 @@ def _state(parts: dict[str, torch.nn.Module], tables: ShardedTables, groups: Mod
     for part, module in parts.items():
         for name, parameter in module.named_parameters():
             state[f"dense.model.{part}.{name}"] = of_dense(parameter.detach(), parameter, groups)
-    for table, (first, piece) in tables.pieces().items():
-        state[f"table.{table}.weight"] = LocalShards((tables.features[table], tables.dim), [((first, 0), piece)])
+    for table, (first, rows) in tables.pieces().items():
+        state[f"table.{table}.weight"] = LocalShards((tables.features[table], tables.dim), [((first, 0), rows)])
     return state
 
 

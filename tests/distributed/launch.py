@@ -221,7 +221,7 @@ def _load_tables(config: Config, step: int | None) -> Pieces:
         if step is not None:
             restore(folder.of(step), sharded, folder.progress(step), device)
         state = {**model_state(sharded), **optimizer_state(sharded)}
-        return {key: value.pieces for key, value in state.items() if isinstance(value, LocalShards)}
+        return {key: value.shards for key, value in state.items() if isinstance(value, LocalShards)}
 
 
 @contextmanager

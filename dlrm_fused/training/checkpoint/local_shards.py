@@ -1,4 +1,4 @@
-"""Tensors of which a rank holds parts, as torch.distributed.checkpoint (DCP) writes and reads them."""
+"""A sharded tensor, as torch.distributed.checkpoint (DCP) writes and reads it on each rank."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 
 class LocalShards:
-    """The parts of a tensor of which this rank holds some; DCP reads and writes it like a sharded tensor.
+    """A tensor that is sharded over ranks, with the shards of this one; DCP reads and writes it like its own sharded tensors.
 
     Attributes:
         shape: of the whole tensor.
-        pieces: (index of the first element, such as (row, column), and tensor) of each part.
-        is_written: whether this rank writes its parts; false where another rank holds the same ones and does.
+        shards: (index of the first element, such as (row, column), and tensor) of each shard on this rank.
+        is_written: whether this rank writes its shards; false where another rank holds the same ones and does.
     """
 
     def __init__(
-        self, shape: tuple[int, ...], pieces: Sequence[tuple[tuple[int, ...], Tensor]], is_written: bool = True
+        self, shape: tuple[int, ...], shards: Sequence[tuple[tuple[int, ...], Tensor]], is_written: bool = True
     ) -> None:
         self.shape = shape
-        self.pieces = list(pieces)
+        self.shards = list(shards)
         self.is_written = is_written
 
     def map(self, function: Callable[[Tensor], Tensor]) -> LocalShards:
-        return LocalShards(self.shape, [(at, function(tensor)) for at, tensor in self.pieces], self.is_written)
+        return LocalShards(self.shape, [(at, function(tensor)) for at, tensor in self.shards], self.is_written)
 
-    def piece(self, index: MetadataIndex) -> Tensor:
-        return next(tensor for at, tensor in self.pieces if torch.Size(at) == index.offset)
+    def shard(self, index: MetadataIndex) -> Tensor:
+        return next(tensor for at, tensor in self.shards if torch.Size(at) == index.offset)
 
-    # The protocol by which DCP asks an object for its parts (torch.distributed._checkpointable).
+    # The protocol by which DCP asks an object for its shards (torch.distributed._checkpointable).
     def __create_write_items__(self, key: str, _: object) -> list[WriteItem]:
         return [
             WriteItem(
@@ -48,11 +48,11 @@ class LocalShards:
                     size=torch.Size(self.shape),
                 ),
             )
-            for chunk, (_, tensor) in zip(self.__create_chunk_list__(), self.pieces, strict=True)
+            for chunk, (_, tensor) in zip(self.__create_chunk_list__(), self.shards, strict=True)
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(at), tensor.size()) for at, tensor in self.pieces]
+        return [ChunkStorageMetadata(torch.Size(at), tensor.size()) for at, tensor in self.shards]
 
 
 State = dict[str, Tensor | LocalShards]
@@ -64,6 +64,6 @@ def map_tensors(value: Tensor | LocalShards, function: Callable[[Tensor], Tensor
 
 def tensors_of(value: Tensor | LocalShards) -> Iterator[Tensor]:
     if isinstance(value, LocalShards):
-        yield from (tensor for _, tensor in value.pieces)
+        yield from (tensor for _, tensor in value.shards)
     else:
         yield value

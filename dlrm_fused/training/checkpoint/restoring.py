@@ -82,7 +82,7 @@ def _is_rowwise_state(key: str, wanted: tuple[int, ...], stored: dict[str, Any])
 
 def _all_columns(value: LocalShards, columns: int) -> LocalShards:
     return LocalShards(
-        (value.shape[0], columns), [((at[0], 0), tensor.new_empty(len(tensor), columns)) for at, tensor in value.pieces]
+        (value.shape[0], columns), [((at[0], 0), tensor.new_empty(len(tensor), columns)) for at, tensor in value.shards]
     )
 
 
@@ -120,4 +120,4 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         value = self.state_dict[index.fqn]
-        return value.piece(index) if isinstance(value, LocalShards) else cast(Tensor, value)
+        return value.shard(index) if isinstance(value, LocalShards) else cast(Tensor, value)

@@ -26,8 +26,8 @@ def model_state(sharded: ShardedModel) -> State:
     for name, parameter in data_parallel_tables(sharded.model):
         state[f"table.{table_name(name)}.weight"] = _whole(parameter.detach())
     for name, weight in sharded.model.fused_optimizer.params.items():
-        pieces = [(tuple(p.metadata.shard_offsets), p.tensor.detach()) for p in weight.local_shards()]
-        state[f"table.{table_name(name)}.weight"] = LocalShards(tuple(weight.size()), pieces)
+        shards = [(tuple(s.metadata.shard_offsets), s.tensor.detach()) for s in weight.local_shards()]
+        state[f"table.{table_name(name)}.weight"] = LocalShards(tuple(weight.size()), shards)
     return state
 
 
@@ -40,7 +40,7 @@ def optimizer_state(sharded: ShardedModel) -> State:
         for state_name, value in values.items():
             if name in fused:
                 key = f"table.{table_name(name)}.{state_name.rsplit('.', 1)[-1]}"
-                state[key] = _pieces_like(fused[name], value)
+                state[key] = _shards_like(fused[name], value)
             elif not is_table(name):
                 key = f"dense_optimizer.{name}.{state_name}"
                 state[key] = of_dense(value.detach(), parameters[name], sharded.groups)
@@ -50,7 +50,7 @@ def optimizer_state(sharded: ShardedModel) -> State:
 
 
 def of_dense(value: Tensor, parameter: Tensor | None, groups: ModelParallelGroups | None) -> Tensor | LocalShards:
-    """A dense parameter, or a state of its optimizer: this rank's piece of it if the parameter is cut."""
+    """A dense parameter, or a state of its optimizer: this rank's shard of it if the parameter is sharded."""
     dim = getattr(parameter, "shard_dim", None)
     if dim is None or parameter is None or groups is None or value.shape != parameter.shape:
         return value
@@ -64,17 +64,17 @@ def _whole(tensor: Tensor) -> LocalShards:
     return LocalShards(tuple(tensor.shape), [((0, 0), tensor)], is_written=dist.get_rank() == 0)
 
 
-def _pieces_like(weight: Any, value: Any) -> LocalShards:
-    """The optimizer state ``value`` of a sharded table, laid out as the module docstring says."""
-    pieces = list(zip(weight.local_shards(), value.local_shards(), strict=True))
+def _shards_like(weight: Any, value: Any) -> LocalShards:
+    """The state ``value`` of the optimizer of a sharded table, laid out as :mod:`dlrm_fused.training.checkpoint` says."""
+    pairs = list(zip(weight.local_shards(), value.local_shards(), strict=True))
     if value.dim() == 2:
-        return LocalShards(tuple(weight.size()), [(tuple(w.metadata.shard_offsets), s.tensor.detach()) for w, s in pieces])
+        return LocalShards(tuple(weight.size()), [(tuple(w.metadata.shard_offsets), s.tensor.detach()) for w, s in pairs])
     columns = sorted({shard.shard_offsets[1] for shard in weight.metadata().shards_metadata})
     return LocalShards(
         (weight.size(0), len(columns)),
         [
             ((w.metadata.shard_offsets[0], columns.index(w.metadata.shard_offsets[1])), s.tensor.detach().unsqueeze(1))
-            for w, s in pieces
+            for w, s in pairs
         ],
     )
 

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: raw tensors of each rank, and DCP's metadata that says where in them each piece lies.
+"""The files of a checkpoint: raw tensors of each rank, and DCP's metadata that says where in them each shard lies.
 
 DCP itself writes tensors with ``torch.save``, which holds Python's interpreter lock while it copies, so that a checkpoint
 in the background would slow training down; and reads them with ``torch.load``. Raw bytes are written straight from the
@@ -88,17 +88,17 @@ class RawReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
-            piece = self._stored_piece(item)
+            stored = self._stored_tensor(item)
             for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                piece = piece.narrow(dimension, start, length)
+                stored = stored.narrow(dimension, start, length)
             target = planner.resolve_tensor(item).detach()
-            target.copy_(piece)
+            target.copy_(stored)
             planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _stored_piece(self, item: ReadItem) -> Tensor:
+    def _stored_tensor(self, item: ReadItem) -> Tensor:
         info = self.storage_data[item.storage_index]
         path = Path(self.path) / Path(info.relative_path).name
         dtype, shape = self._stored_type(item.storage_index)

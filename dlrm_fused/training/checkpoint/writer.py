@@ -136,4 +136,4 @@ def _sync_folder(path: Path) -> None:
 class _SavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         value = self.state_dict[index.fqn]
-        return value.piece(index) if isinstance(value, LocalShards) else value
+        return value.shard(index) if isinstance(value, LocalShards) else value
