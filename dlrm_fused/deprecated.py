@@ -5,35 +5,40 @@ A module that users may import from gives its old names by ``__getattr__ = moved
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import warnings
 from collections.abc import Callable
 from typing import Any
 
-# By old module, by old name, the new place.
+# By old module, by old name, the new place, as module:name.
 MOVED = {
     "dlrm_fused.online": {
-        "CutTables": "dlrm_fused.serving.online.ShardedTables",
-        "Candidates": "dlrm_fused.Candidates",
-        "History": "dlrm_fused.serving.online.History",
-        "OnlineScorer": "dlrm_fused.OnlineScorer",
+        "CutTables": "dlrm_fused.serving.online:ShardedTables",
+        "Candidates": "dlrm_fused:Candidates",
+        "History": "dlrm_fused.serving.online:History",
+        "OnlineScorer": "dlrm_fused:OnlineScorer",
     },
     "dlrm_fused.ops.exchange": {
-        "EmbeddingExchange": "dlrm_fused.EmbeddingWorkspace",
-        "ExchangeLayout": "dlrm_fused.ExchangeLayout",
-        "LookupLayout": "dlrm_fused.LookupLayout",
+        "EmbeddingExchange": "dlrm_fused:EmbeddingWorkspace",
+        "ExchangeLayout": "dlrm_fused:ExchangeLayout",
+        "LookupLayout": "dlrm_fused:LookupLayout",
     },
     "dlrm_fused.ops.tables": {
-        "LocalTables": "dlrm_fused.LocalTables",
-        "RowwiseAdagrad": "dlrm_fused.RowwiseAdagrad",
-        "Sgd": "dlrm_fused.Sgd",
+        "LocalTables": "dlrm_fused:LocalTables",
+        "RowwiseAdagrad": "dlrm_fused:RowwiseAdagrad",
+        "Sgd": "dlrm_fused:Sgd",
     },
-    "dlrm_fused.ops.pooled_all_to_all": {"pooled_all_to_all": "dlrm_fused.pooled_all_to_all"},
+    "dlrm_fused.ops.pooled_all_to_all": {"pooled_all_to_all": "dlrm_fused:pooled_all_to_all"},
+    "dlrm_fused.symmetric": {
+        "Arena": "dlrm_fused.symmetric:BlockPool",
+        "EqualBlocks": "dlrm_fused.symmetric:BlockPool.with_spare",
+        "PeerWatch": "dlrm_fused.symmetric:PeerMonitor",
+    },
     "dlrm_fused.ops.expert_layer": {
-        "expert_layer": "dlrm_fused.expert_layer",
-        "expert_memory": "dlrm_fused.expert_memory",
-        "reference": "dlrm_fused.ops.moe.op.reference",
-        "ExpertExchange": "dlrm_fused.ExpertWorkspace",
+        "expert_layer": "dlrm_fused:expert_layer",
+        "expert_memory": "dlrm_fused:expert_memory",
+        "reference": "dlrm_fused.ops.moe.op:reference",
+        "ExpertExchange": "dlrm_fused:ExpertWorkspace",
     },
 }
 
@@ -45,8 +50,8 @@ def moved_names(module: str) -> Callable[[str], Any]:
         if name not in MOVED[module]:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         place = MOVED[module][name]
-        warnings.warn(f"{module}.{name} is {place} now; the old name goes with release 0.2", DeprecationWarning, stacklevel=2)
-        new_module, _, new_name = place.rpartition(".")
-        return getattr(importlib.import_module(new_module), new_name)
+        shown = f"{module}.{name} is {place.replace(':', '.')} now; the old name goes with release 0.2"
+        warnings.warn(shown, DeprecationWarning, stacklevel=2)
+        return pkgutil.resolve_name(place)
 
     return get

@@ -1,5 +1,6 @@
 """Memory that all ranks can write, and what exchanges through it need. See docs/symmetric.md."""
 
+from dlrm_fused.deprecated import moved_names
 from dlrm_fused.symmetric.block_pool import BlockPool
 from dlrm_fused.symmetric.channel import Channel, abort_peers_on_error
 from dlrm_fused.symmetric.memory import SymmetricGroup, SymmetricMemory, symmetric_group
@@ -14,3 +15,5 @@ __all__ = [
     "abort_peers_on_error",
     "symmetric_group",
 ]
+
+__getattr__ = moved_names(__name__)
