@@ -1,11 +1,15 @@
 """RMS normalization and All-Gather as one kernel: every rank's normalized rows, on every rank.
 
-A program normalizes one row and stores it straight into the output of each rank, while others still compute.
+A program normalizes one row and stores it straight into the output of each rank, while others still compute. This is the
+example of docs/extending.md: a kernel, its launch, the reference that it is tested with, and its gradient.
 """
 # Kernels follow Triton's ways: constants in capitals.
 # ruff: noqa: N803
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -36,3 +40,37 @@ def normalize_all_gather(x: Tensor, memory: SymmetricMemory, channel: Channel) -
     columns = triton.next_power_of_2(width)
     normalize_all_gather_kernel[(rows,)](x, width, memory.addresses, channel.args, COLUMNS=columns)
     return memory.local.view(torch.float32)[: ranks * rows * width].view(ranks * rows, width)
+
+
+def normalize(x: Tensor) -> Tensor:
+    """Rows over the root of their mean square (Zhang and Sennrich, arXiv 1910.07467)."""
+    return x * torch.rsqrt(x.square().mean(dim=1, keepdim=True) + 1e-6)
+
+
+def reference(process_group: dist.ProcessGroup | None, x: Tensor) -> Tensor:
+    """What :func:`normalize_all_gather` computes, unfused: what tests compare with."""
+    rows = normalize(x)
+    blocks = [torch.empty_like(rows) for _ in range(dist.get_world_size(process_group))]
+    dist.all_gather(blocks, rows, group=process_group)
+    return torch.cat(blocks)
+
+
+class NormalizeAllGather(torch.autograd.Function):
+    """:func:`normalize_all_gather` with gradients: ``NormalizeAllGather.apply(x, memory, channel)``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, memory: SymmetricMemory, channel: Channel) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.group = channel.group
+        return normalize_all_gather(x, memory, channel)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """Every rank has used these rows: their gradient is the sum over ranks. Collective."""
+        summed = gradient.contiguous().clone()
+        dist.all_reduce(summed, group=ctx.group.process_group)
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            rows = normalize(x)
+        (of_x,) = torch.autograd.grad(rows, x, summed.chunk(ctx.group.world_size)[ctx.group.rank])
+        return of_x, None, None

@@ -8,7 +8,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from torchrec.distributed import DistributedModelParallel
 from torchrec.models.dlrm import DLRM
 
-from dlrm_fused.sharding import FusedEmbeddingBagCollectionSharder
+from dlrm_fused import FusedEmbeddingBagCollectionSharder
 
 KEYS, ROWS, DIM, DENSE, BATCH = [f"feature_{i}" for i in range(8)], 1_000, 16, 4, 256
 

@@ -1,4 +1,4 @@
-"""The user's own TorchRec script of docs/sharder.md: it trains alike with our sharder and with TorchRec's."""
+"""What docs/ shows of trainers of one's own: the script of sharder.md trains alike with our sharder and with TorchRec's."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_fused.ops.embedding_all_to_all.pooled import pooled_all_to_all
-from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace, ExchangeLayout, LookupLayout
-from dlrm_fused.symmetric import symmetric_group
+from dlrm_fused import EmbeddingWorkspace, ExchangeLayout, LookupLayout, pooled_all_to_all, symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import run_ranks
 
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 SCRIPT = DOCS / "examples/own_trainer.py"
 OURS = "sharders=[FusedEmbeddingBagCollectionSharder("
 THEIRS = "sharders=[EmbeddingBagCollectionSharder("
@@ -54,10 +51,10 @@ def test_the_page_shows_the_script_and_it_is_as_short_as_it_says():
     assert len([line for line in shown.splitlines() if line]) <= 42
 
 
-def test_the_readmes_use_of_an_operator():
+def test_the_use_of_an_operator_in_docs_operators():
     batch_sizes = [3, 2]
     pooled = [torch.randn(5, 8) for _ in batch_sizes]
-    (output_0, gradient_0), (output_1, gradient_1) = run_ranks(2, _run_the_readme, pooled, batch_sizes)
+    (output_0, gradient_0), (output_1, gradient_1) = run_ranks(2, _run_the_page, pooled, batch_sizes)
     whole = torch.cat(pooled, dim=1)
     assert output_0.equal(whole[:3])
     assert output_1.equal(whole[3:])
@@ -65,8 +62,8 @@ def test_the_readmes_use_of_an_operator():
     assert gradient_1.equal(2 * pooled[1])
 
 
-def _run_the_readme(of_ranks: list[Tensor], batch_sizes: list[int]) -> tuple[Tensor, Tensor]:
-    (code,) = re.findall(r"```python\n([^`]*pooled_all_to_all\(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def _run_the_page(of_ranks: list[Tensor], batch_sizes: list[int]) -> tuple[Tensor, Tensor]:
+    (code,) = re.findall(r"```python\n([^`]*pooled_all_to_all\(.*?)```", (DOCS / "operators.md").read_text(), re.DOTALL)
     rank, device = Rank.from_environment(), torch.device("cpu")
     with process_group(rank, device):
         pooled = of_ranks[rank.index].clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""The kernel of docs/symmetric.md, under Triton's interpreter."""
+"""The operator of docs/extending.md, whose kernel docs/symmetric.md shows, under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from dlrm_fused.symmetric import Channel, symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
-from docs.examples.normalize_all_gather import normalize_all_gather
+from docs.examples.normalize_all_gather import NormalizeAllGather, normalize, normalize_all_gather, reference
 from tests.distributed.launch import run_ranks
 
 pytestmark = pytest.mark.interpreted
@@ -33,6 +33,31 @@ def largest_difference() -> float:
             difference = max(difference, float((output - expected).abs().max()))
         group.close()
         return difference
+
+
+def compare_with_reference() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Outputs of both, the gradient of x, and the gradient that this rank gives for the output."""
+    rank = Rank.from_environment()
+    with process_group(rank, torch.device("cpu")):
+        group = symmetric_group()
+        memory = group.allocate("rows", group.world_size * ROWS * WIDTH * 4)
+        x = rows_of(rank.index, 0).requires_grad_()
+        output = NormalizeAllGather.apply(x, memory, Channel(group, "normalize"))
+        gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(rank.index))
+        output.backward(gradient)
+        assert x.grad is not None
+        compared = output.detach().clone(), reference(group.process_group, x.detach()), x.grad, gradient
+        group.close()
+        return compared
+
+
+def test_results_and_gradients_are_those_of_the_reference() -> None:
+    outputs, references, gradients, given = zip(*run_ranks(3, compare_with_reference), strict=True)
+    for rank, gradient in enumerate(gradients):
+        torch.testing.assert_close(outputs[rank], references[rank])
+        x = rows_of(rank, 0).requires_grad_()
+        normalize(x).backward(torch.stack(given).sum(dim=0)[rank * ROWS : (rank + 1) * ROWS])
+        torch.testing.assert_close(gradient, x.grad)
 
 
 def test_every_rank_has_the_normalized_rows_of_all() -> None:

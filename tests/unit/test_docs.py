@@ -102,3 +102,13 @@ def test_links_to_sections_lead_somewhere(page: Path) -> None:
     for target, anchor in re.findall(r"\]\(([\w.]*\.md)?#([\w-]+)\)", page.read_text()):
         headings = re.findall(r"^#+ (.+)$", (page.parent / (target or page.name)).read_text(), re.MULTILINE)
         assert anchor in [re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings]
+
+
+@pytest.mark.parametrize("page", sorted([*DOCS.glob("**/*.md"), DOCS.parent / "README.md"]), ids=lambda path: path.name)
+def test_code_that_a_link_names_is_in_the_file_it_leads_to(page: Path) -> None:
+    for name, target in re.findall(r"\[`([\w.]+)`\]\(([^)#]+\.py)\)", page.read_text()):
+        path = page.parent / target
+        if not target.endswith(name):  # a path for a text
+            definitions = path.read_text()
+            for part in name.split("."):
+                assert re.search(rf"^\s*(def|class) {part}\b", definitions, re.MULTILINE), f"{name}: not in {target}"
