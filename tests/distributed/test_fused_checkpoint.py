@@ -22,7 +22,7 @@ def train(folder: Path, steps: int, comm: str) -> Path:
     """Run train.py on two ranks; a run that is there continues."""
     run = small_config(folder).run_dir
     overrides = [f"output_dir={folder}", f"training.max_steps={steps}", f"comm={comm}", *SETTINGS]
-    ended = run_script(2, TRAIN, ["--config", str(folder / "small.yaml"), *overrides], folder, timeout=120)
+    ended = run_script(2, TRAIN, ["--config", str(folder / "small.yaml"), *overrides], folder, timeout=240)
     assert ended.statuses == [0, 0], ended.output
     return run
 

@@ -21,7 +21,7 @@ from tests.distributed.launch import SMALL, losses, metrics, small_config, start
 ROOT = Path(__file__).parents[2]
 STEPS = 120
 SETTINGS = (f"training.max_steps={STEPS}", "checkpoint.every_steps=10", "evaluation.every_steps=25")
-DEADLINE_SECONDS = 120
+DEADLINE_SECONDS = 240
 # What depends on the clock.
 TIMES = ("samples_per_second", "wall_seconds")
 

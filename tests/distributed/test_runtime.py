@@ -32,7 +32,7 @@ Work = Callable[[Rank], None]
 
 
 def run(folder: Path, work: Work, ranks: int = 2) -> Ended:
-    return run_program(ranks, folder, 60, together, work)
+    return run_program(ranks, folder, 120, together, work)
 
 
 def together(work: Work) -> None:
@@ -89,7 +89,7 @@ def test_an_error_of_one_rank_ends_a_rank_that_waits_for_it(tmp_path):
     assert ended.statuses == [1, 1]
     assert "rank 1 ERROR file.txt: line 3 is malformed" in errors(ended)
     assert "Traceback" not in ended.output
-    assert ended.seconds < 10
+    assert ended.seconds < 60
 
 
 def fail_unexpectedly_on_rank_1(rank: Rank) -> None:
@@ -115,7 +115,7 @@ def end_by_sigkill_on_rank_1(rank: Rank) -> None:
 def test_a_killed_rank_ends_a_rank_that_waits_for_it(tmp_path):
     ended = run(tmp_path, end_by_sigkill_on_rank_1)
     assert ended.statuses == [1, -signal.SIGKILL]
-    assert ended.seconds < 10
+    assert ended.seconds < 60
 
 
 def hang_on_rank_1(rank: Rank) -> None:
@@ -123,7 +123,9 @@ def hang_on_rank_1(rank: Rank) -> None:
         time.sleep(2)  # gives a sign of life
         process = os.getpid()
         if os.fork() == 0:
-            time.sleep(8)
+            deadline = time.monotonic() + 60
+            while "no sign of life" not in Path("output_of_rank_0").read_text() and time.monotonic() < deadline:
+                time.sleep(0.1)
             os.kill(process, signal.SIGKILL)
             os._exit(0)
         os.kill(process, signal.SIGSTOP)

@@ -50,9 +50,9 @@ def arguments(folder: Path, *overrides: str) -> list[str]:
 
 def test_losses_are_those_of_one_host_with_four_ranks(hosts: TwoHosts, tmp_path: Path) -> None:
     steps = "training.max_steps=50"
-    assert wait(start(hosts, arguments(tmp_path / "two", steps), tmp_path / "log"), 120) == [0, 0]
+    assert wait(start(hosts, arguments(tmp_path / "two", steps), tmp_path / "log"), 240) == [0, 0]
     one = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "train.py"]
-    subprocess.run([*one, *arguments(tmp_path / "one", steps)], check=True, capture_output=True, timeout=120)
+    subprocess.run([*one, *arguments(tmp_path / "one", steps)], check=True, capture_output=True, timeout=240)
     on_two_hosts, on_one_host = losses(tmp_path / "two/run"), losses(tmp_path / "one/run")
     assert len(on_two_hosts) == 50
     assert on_two_hosts == pytest.approx(on_one_host, rel=1e-6)
@@ -64,7 +64,7 @@ def test_what_only_one_host_lacks_ends_both_with_one_message(hosts: TwoHosts, tm
         start_on(hosts, 0, there, tmp_path / "log"),
         start_on(hosts, 1, ["--config", str(tmp_path / "missing.yaml"), *there[2:]], tmp_path / "log"),
     ]
-    assert all(code != 0 for code in wait(agents, 60))
+    assert all(code != 0 for code in wait(agents, 240))
     told = [(tmp_path / f"log{host}").read_text() for host in range(2)]
     assert "missing.yaml: no such file" in told[1]
     assert "stopping, because rank" in told[0]
@@ -75,20 +75,20 @@ def test_a_host_that_is_cut_off_ends_the_rest_with_a_clear_error_and_a_restart_r
     long = arguments(tmp_path, "training.max_steps=20000", "checkpoint.every_steps=50")
     agents = start(hosts, long, tmp_path / "log")
     checkpoints = tmp_path / "run/checkpoints"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while not list(checkpoints.glob("step_*")):
         assert time.monotonic() < deadline
         assert all(agent.poll() is None for agent in agents), (tmp_path / "log0").read_text()
         time.sleep(0.1)
 
     hosts.cut(1)
-    codes = wait(agents[:1], seconds=60)
+    codes = wait(agents[:1], seconds=120)
     assert codes[0] != 0
     told = (tmp_path / "log0").read_text()
     assert f"on {hosts.names[1]} has given no sign of life" in told
     assert "runtime.peer_timeout_seconds" in told
     # On the host that was cut off the ranks end likewise; its torchrun gives up its store only after a minute or two.
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while "has not answered" not in (tmp_path / "log1").read_text():
         assert time.monotonic() < deadline, (tmp_path / "log1").read_text()
         time.sleep(0.1)
@@ -97,7 +97,7 @@ def test_a_host_that_is_cut_off_ends_the_rest_with_a_clear_error_and_a_restart_r
     hosts.restore(1)
     reached = max(int(path.name.removeprefix("step_")) for path in checkpoints.glob("step_*"))
     shorter = [*long, f"training.max_steps={reached + 100}"]
-    assert wait(start(hosts, shorter, tmp_path / "again"), 120) == [0, 0]
+    assert wait(start(hosts, shorter, tmp_path / "again"), 240) == [0, 0]
     assert f"from step {reached}" in (tmp_path / "again0").read_text()
     assert summary(tmp_path / "run")["steps"] == reached + 100
     assert sorted(losses(tmp_path / "run")) == list(range(1, reached + 101))

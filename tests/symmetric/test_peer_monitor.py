@@ -59,7 +59,7 @@ def close(*those: PeerMonitor) -> None:
         one.close()
 
 
-def until(condition: Callable[[], bool], seconds: float = 2.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

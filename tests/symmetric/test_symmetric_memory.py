@@ -50,6 +50,10 @@ def message_of(error: type[UserError], work: Callable[[], Any]) -> str:
     return str(raised.value)
 
 
+# Of what happens at once: far less than the limit of 60 s for waits, and enough for a busy machine.
+SOON_SECONDS = 15.0
+
+
 def within(seconds: float, condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -363,7 +367,7 @@ def wait_too_long(group: SymmetricGroup, awaited: str) -> str | None:
     channel.wait_ready(0)
     began = time.monotonic()
     message = message_of(CommunicationError, lambda: channel.wait_ready(1) if awaited == "ready" else end(channel))
-    assert 0.4 < time.monotonic() - began < 2
+    assert 0.4 < time.monotonic() - began < 20
     assert message_of(CommunicationError, channel.raise_fault) == message
     assert message_of(CommunicationError, channel.announce) == message
     assert channel.control.tolist() == [1, 0, 1, 2, int(awaited == "arrival"), 0, 0, 0]
@@ -440,18 +444,18 @@ def outlive(how: str) -> tuple[float, str, str]:
     group.peer_monitor.on_loss(told.append)
     if rank.index == 2:
         if how == "killed with a living child" and os.fork() == 0:
-            time.sleep(5)
+            time.sleep(2 * SOON_SECONDS)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
     if how == "killed while others compute":
-        within(5, lambda: group.peer_monitor.lost_peer() == 2)
+        within(SOON_SECONDS, lambda: group.peer_monitor.lost_peer() == 2)
         message = message_of(CommunicationError, channel.raise_fault)
     else:
         message = message_of(CommunicationError, lambda: exchange(channel, pool, 1))
     seconds = time.monotonic() - began
-    within(2, lambda: told == [2])
-    within(2, lambda: channel.control[7] == 3 and channel.state[3] == 3)
+    within(SOON_SECONDS, lambda: told == [2])
+    within(SOON_SECONDS, lambda: channel.control[7] == 3 and channel.state[3] == 3)
     assert message_of(CommunicationError, lambda: exchange(channel, pool, 1)).startswith("channel step")
     late: list[int] = []
     group.peer_monitor.on_loss(late.append)
@@ -470,7 +474,7 @@ def test_a_killed_process_is_noticed_at_once_and_named(how: str) -> None:
         result, failure = pickle.loads(answer)
         assert failure is None, failure
         seconds, message, lost = result
-        assert seconds < 2
+        assert seconds < SOON_SECONDS
         assert re.fullmatch(
             rf"channel step(, epoch 2)?: {re.escape(lost)} is lost, its process ended or its host cannot be reached; "
             r"rank \d on \S+ \(pid \d+\) cannot go on without it",
@@ -485,13 +489,13 @@ def leave_early(group: SymmetricGroup) -> str | None:
         group.close()
         dist.barrier()
         return None
-    within(2, lambda: group.peer_monitor.has_left(1))
+    within(SOON_SECONDS, lambda: group.peer_monitor.has_left(1))
     assert group.peer_monitor.lost_peer() is None
     channel.raise_fault()
     # Who then still waits for that rank would wait in vain.
     began = time.monotonic()
     message = message_of(CommunicationError, lambda: exchange(channel, pool, 1))
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < SOON_SECONDS
     dist.barrier()
     return message
 
@@ -528,7 +532,7 @@ group = symmetric_group()
 if group.rank == 1:
     dist.destroy_process_group()
     sys.exit()  # without close()
-deadline = time.monotonic() + 30
+deadline = time.monotonic() + 100
 while not group.peer_monitor.has_left(1):
     assert group.peer_monitor.lost_peer() is None
     assert time.monotonic() < deadline
@@ -597,7 +601,7 @@ if group.rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 began = time.monotonic()
 by_kernel(channel)
-assert time.monotonic() - began < 10, "the kernel waited on"
+assert time.monotonic() - began < 30, "the kernel waited on"
 try:
     channel.raise_fault()
 except CommunicationError as error:
@@ -633,7 +637,7 @@ def programs(command: list[str], **settings: str) -> list[subprocess.Popen[str]]
 
 def test_a_program_that_ends_without_closing_its_group_is_not_lost() -> None:
     ranks = programs([sys.executable, "-c", END_EARLY])
-    outputs = [program.communicate(timeout=60)[0] for program in ranks]
+    outputs = [program.communicate(timeout=200)[0] for program in ranks]
     assert [program.returncode for program in ranks] == [0, 0]
     assert outputs == ["left in good order\n", ""]
 
@@ -643,8 +647,8 @@ def test_kernels_and_host_code_share_a_channel_and_a_killed_rank_ends_the_wait_o
     script = tmp_path / "both.py"
     script.write_text(KERNELS_AND_HOST)
     survivor, killed = programs([sys.executable, str(script)], TRITON_INTERPRET="1")
-    output = survivor.communicate(timeout=120)[0]
-    killed.communicate(timeout=10)
+    output = survivor.communicate(timeout=240)[0]
+    killed.communicate(timeout=60)
     assert (survivor.returncode, killed.returncode) == (0, -signal.SIGKILL)
     assert re.fullmatch(
         r"channel both, epoch 21: rank 1 on \S+ \(pid \d+\) is lost, its process ended or its host cannot be reached; "

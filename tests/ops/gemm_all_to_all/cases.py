@@ -151,7 +151,7 @@ def run_calls(
     with process_group(rank, torch.device("cpu")):
         group = symmetric_group()
         workspace = GemmWorkspace(
-            group, name="products", max_rows=MAX_ROWS, max_columns=MAX_COLUMNS, dtype=dtype, timeout_seconds=20.0
+            group, name="products", max_rows=MAX_ROWS, max_columns=MAX_COLUMNS, dtype=dtype, timeout_seconds=100.0
         )
         for number in range(calls):
             case = cases[number % len(cases)]

@@ -87,7 +87,7 @@ def run_calls(
         group = symmetric_group()
         most_rows, most_columns = max(case.m for case in cases), max(case.n for case in cases)
         workspace = GemvWorkspace(
-            group, name="sum", max_columns=most_columns, max_rows=most_rows, dtype=dtype, timeout_seconds=20.0
+            group, name="sum", max_columns=most_columns, max_rows=most_rows, dtype=dtype, timeout_seconds=100.0
         )
         delays = random.Random(rank.index)
         results: Results = []
@@ -201,7 +201,7 @@ def differing_calls(which: str) -> str:
     rank = Rank.from_environment()
     with process_group(rank, torch.device("cpu")):
         group = symmetric_group()
-        workspace = GemvWorkspace(group, name="sum", max_columns=64, dtype=torch.float32, timeout_seconds=20.0)
+        workspace = GemvWorkspace(group, name="sum", max_columns=64, dtype=torch.float32, timeout_seconds=100.0)
         rows = 2 + (which == "m" and rank.index == 1)
         x, weight = torch.ones(rows, 32), torch.ones(64, 32)
         if which == "refused" and rank.index == 1:
@@ -221,7 +221,7 @@ def differing_calls(which: str) -> str:
 def test_ranks_that_differ_are_told_at_once(which: str) -> None:
     began = time.monotonic()
     first, second = run_ranks(2, differing_calls, which)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 60
     assert CommunicationError.__name__ in first
     assert "rank 1" in first
     assert ("differ" in second) if which == "m" else ("UsageError" in second and "float64" in second)
