@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dlrm_fused.serving.online import OnlineScorer as OnlineScorer
     from dlrm_fused.sharding.estimates import fused_enumerator as fused_enumerator
     from dlrm_fused.sharding.sharder import FusedEmbeddingBagCollectionSharder as FusedEmbeddingBagCollectionSharder
-    from dlrm_fused.symmetric.memory import symmetric_group as symmetric_group
+    from dlrm_fused.symmetric.factory import symmetric_group as symmetric_group
     from dlrm_fused.training.online_evaluation import OnlineModel as OnlineModel
 
 __version__ = "0.1.0"
@@ -46,7 +46,7 @@ _DEFINED_IN = {
     "FusedEmbeddingBagCollectionSharder": "dlrm_fused.sharding.sharder",
     "fused_enumerator": "dlrm_fused.sharding.estimates",
     # Operators.
-    "symmetric_group": "dlrm_fused.symmetric.memory",
+    "symmetric_group": "dlrm_fused.symmetric.factory",
     "embedding_all_to_all": "dlrm_fused.ops.embedding_all_to_all.op",
     "pooled_all_to_all": "dlrm_fused.ops.embedding_all_to_all.pooled",
     "EmbeddingWorkspace": "dlrm_fused.ops.embedding_all_to_all.workspace",

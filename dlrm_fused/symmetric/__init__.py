@@ -3,7 +3,8 @@
 from dlrm_fused.deprecated import moved_names
 from dlrm_fused.symmetric.block_pool import BlockPool
 from dlrm_fused.symmetric.channel import Channel, abort_peers_on_error
-from dlrm_fused.symmetric.memory import SymmetricGroup, SymmetricMemory, symmetric_group
+from dlrm_fused.symmetric.factory import symmetric_group
+from dlrm_fused.symmetric.memory import SymmetricGroup, SymmetricMemory
 from dlrm_fused.symmetric.peer_monitor import PeerMonitor
 
 __all__ = [

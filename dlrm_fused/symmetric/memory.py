@@ -1,19 +1,17 @@
 """The one interface to memory that all ranks of a process group can write.
 
-:func:`symmetric_group` gives the group, :meth:`SymmetricGroup.allocate` a block of one size on every rank, whose
-``addresses`` kernels store through. Where the memory comes from is the business of a transport:
-:mod:`~dlrm_fused.symmetric.shared` for processes on a CPU machine, :mod:`~dlrm_fused.symmetric.cuda` for GPUs.
+:meth:`SymmetricGroup.allocate` gives a block of one size on every rank, through whose ``addresses`` kernels store. Transports
+implement it: :mod:`~dlrm_fused.symmetric.shared` for processes on a CPU machine, :mod:`~dlrm_fused.symmetric.cuda` for GPUs;
+:mod:`~dlrm_fused.symmetric.factory` chooses one.
 """
 
 from __future__ import annotations
 
 import abc
-import atexit
 import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -81,12 +79,14 @@ class Host:
 
 
 class SymmetricGroup(abc.ABC):
-    """The ranks of a process group, all of whose memory is reachable. Made by :func:`symmetric_group`.
+    """The ranks of a process group, all of whose memory is reachable. Made by
+    :func:`~dlrm_fused.symmetric.factory.symmetric_group`.
 
     Attributes:
         process_group: None in a single process without torch.distributed, and after ``close``.
         rank: within the process group, as all ranks here.
         device: of this rank's memory; a CUDA device has an index.
+        is_closed: whether this rank has called ``close``.
         peer_monitor: notices when the process of another rank is gone.
     """
 
@@ -95,6 +95,7 @@ class SymmetricGroup(abc.ABC):
         self.rank = 0 if process_group is None else process_group.rank()
         self.world_size = 1 if process_group is None else process_group.size()
         self.device = device
+        self.is_closed = False
         self._memories: list[SymmetricMemory] = []
         self._check_hosts()
         self._check_peers()
@@ -170,9 +171,7 @@ class SymmetricGroup(abc.ABC):
         To be called by all ranks when none of them needs the memory any more; waits for none of them. A process that ends
         without having called it says goodbye all the same, unless it was killed or ended by ``os._exit``.
         """
-        for key, group in list(_groups.items()):
-            if group is self:
-                del _groups[key]
+        self.is_closed = True
         try:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
@@ -180,65 +179,6 @@ class SymmetricGroup(abc.ABC):
             self.peer_monitor.close()
             self._memories.clear()
             self.process_group = None  # for its destruction, when torch's own reference goes
-
-
-_groups: dict[tuple[dist.ProcessGroup | None, torch.device], SymmetricGroup] = {}
-
-
-@atexit.register
-def _close_all() -> None:
-    # A gloo group that lives on into the end of the process can abort it.
-    for group in list(_groups.values()):
-        with suppress(RuntimeError):  # of a GPU; said where it happened
-            group.close()
-
-
-def symmetric_group(process_group: dist.ProcessGroup | None = None, device: torch.device | str | None = None) -> SymmetricGroup:
-    """The symmetric group of a process group on a device; made at the first call, which is collective, and kept.
-
-    Args:
-        process_group: default: all ranks; without torch.distributed, this process alone.
-        device: of this rank's memory: ``cpu`` or a CUDA device. Default: the current CUDA device if the process group has
-            NCCL, else ``cpu``.
-
-    Raises:
-        UsageError: this rank is not in the process group; or, on all ranks, their types of device differ.
-        CommunicationError: on all ranks, if some of them cannot reach each other's memory (other hosts, no peer access).
-    """
-    if process_group is None and dist.is_initialized():
-        process_group = dist.group.WORLD
-    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
-        raise UsageError(f"process_group={process_group}: this process is not a member of it")
-    device = _device(process_group, device)
-    key = (process_group, device)
-    if key not in _groups:
-        for group in list(_groups.values()):
-            if group.process_group is not None and group.process_group not in dist.distributed_c10d._world.pg_map:
-                group.close()  # its process group has been destroyed
-        _groups[key] = _transport(device)(process_group, device)
-    return _groups[key]
-
-
-def _device(process_group: dist.ProcessGroup | None, device: torch.device | str | None) -> torch.device:
-    if device is None:
-        with_cuda = torch.cuda.is_available() if process_group is None else "nccl" in dist.get_backend_config(process_group)
-        device = "cuda" if with_cuda else "cpu"
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-def _transport(device: torch.device) -> type[SymmetricGroup]:
-    if device.type == "cpu":
-        from dlrm_fused.symmetric.shared import SharedGroup
-
-        return SharedGroup
-    if device.type == "cuda":
-        from dlrm_fused.symmetric.cuda import CudaGroup
-
-        return CudaGroup
-    raise UsageError(f"device={device}: symmetric memory exists for cpu and cuda")
 
 
 def readable(size: float) -> str:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.errors import CommunicationError, UsageError, UserError
-from dlrm_fused.symmetric import BlockPool, Channel, SymmetricGroup, memory, shared, symmetric_group
+from dlrm_fused.symmetric import BlockPool, Channel, SymmetricGroup, factory, memory, shared, symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import Ranks, run_ranks
 from tests.distributed.network import TwoHosts, needs_two_hosts
@@ -294,7 +294,7 @@ def begin_again() -> None:
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
         with process_group(Rank.from_environment(), CPU):
             write_to_all(symmetric_group())  # and is not closed
-    assert len(memory._groups) == 1
+    assert len(factory._groups) == 1
 
 
 def test_the_group_of_a_destroyed_process_group_gives_way_to_that_of_the_next() -> None:

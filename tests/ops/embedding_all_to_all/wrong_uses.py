@@ -17,7 +17,7 @@ from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all
 from dlrm_fused.ops.embedding_all_to_all.pooled import pooled_all_to_all
 from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables, RowwiseAdagrad
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace, ExchangeLayout, LookupLayout
-from dlrm_fused.symmetric import memory, symmetric_group
+from dlrm_fused.symmetric import factory, memory, symmetric_group
 from tests.ops.embedding_all_to_all.world import Features, Traffic, World, run_epochs
 from tests.ops.wrong_use import RANKS, SECOND, TIMEOUT_SECONDS, Scene, WrongUse
 
@@ -123,14 +123,14 @@ def allocate(name: str, sizes: Sequence[int]) -> Callable[[Scene, bool], object]
 @contextmanager
 def ranks_on_other_hosts() -> Iterator[None]:
     """Groups that are made within find their ranks on hosts of their own."""
-    here, groups = memory.Host.here(), memory._groups
+    here, groups = memory.Host.here(), factory._groups
     find = memory.Host.here
     memory.Host.here = staticmethod(lambda: memory.Host(f"node{dist.get_rank()}", here.boot, here.processes))
-    memory._groups = {}
+    factory._groups = {}
     try:
         yield
     finally:
-        memory.Host.here, memory._groups = staticmethod(find), groups
+        memory.Host.here, factory._groups = staticmethod(find), groups
 
 
 def reach_other_hosts(scene: Scene, is_wrong: bool) -> None:

@@ -1,0 +1,76 @@
+"""Which transport a process group gets: the one place that knows them all."""
+
+from __future__ import annotations
+
+import atexit
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+
+from dlrm_fused.compat.torch import is_alive
+from dlrm_fused.errors import UsageError
+from dlrm_fused.symmetric.cuda import CudaGroup
+from dlrm_fused.symmetric.memory import SymmetricGroup
+from dlrm_fused.symmetric.shared import SharedGroup
+
+_TRANSPORTS: dict[str, type[SymmetricGroup]] = {"cpu": SharedGroup, "cuda": CudaGroup}
+
+_groups: dict[tuple[dist.ProcessGroup | None, torch.device], SymmetricGroup] = {}
+
+
+@atexit.register
+def _close_all() -> None:
+    # A gloo group that lives on into the end of the process can abort it.
+    for group in _groups.values():
+        with suppress(RuntimeError):  # of a GPU; said where it happened
+            group.close()
+
+
+def symmetric_group(process_group: dist.ProcessGroup | None = None, device: torch.device | str | None = None) -> SymmetricGroup:
+    """The symmetric group of a process group on a device; made at the first call, which is collective, and kept.
+
+    Args:
+        process_group: default: all ranks; without torch.distributed, this process alone.
+        device: of this rank's memory: ``cpu`` or a CUDA device. Default: the current CUDA device if the process group has
+            NCCL, else ``cpu``.
+
+    Raises:
+        UsageError: this rank is not in the process group; or, on all ranks, their types of device differ.
+        CommunicationError: on all ranks, if some of them cannot reach each other's memory (other hosts, no peer access).
+    """
+    if process_group is None and dist.is_initialized():
+        process_group = dist.group.WORLD
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        raise UsageError(f"process_group={process_group}: this process is not a member of it")
+    device = _device(process_group, device)
+    key = (process_group, device)
+    _forget_closed_groups()
+    if key not in _groups:
+        _groups[key] = _transport(device)(process_group, device)
+    return _groups[key]
+
+
+def _forget_closed_groups() -> None:
+    """Let go of groups that are closed, and close those whose process group has been destroyed."""
+    for key, group in list(_groups.items()):
+        if group.process_group is not None and not is_alive(group.process_group):
+            group.close()
+        if group.is_closed:
+            del _groups[key]
+
+
+def _device(process_group: dist.ProcessGroup | None, device: torch.device | str | None) -> torch.device:
+    if device is None:
+        with_cuda = torch.cuda.is_available() if process_group is None else "nccl" in dist.get_backend_config(process_group)
+        device = "cuda" if with_cuda else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _transport(device: torch.device) -> type[SymmetricGroup]:
+    if device.type in _TRANSPORTS:
+        return _TRANSPORTS[device.type]
+    raise UsageError(f"device={device}: symmetric memory exists for cpu and cuda")
