@@ -110,7 +110,7 @@ def _measured(rows: int, columns: int, depth: int) -> Blocks | None:
 def _by_rule(rows: int, columns: int, depth: int, element_size: int) -> Blocks:
     # Every tile reads all of x: with many rows, wide tiles and more splits read less.
     if rows > 16:
-        tile = min(128, max(MIN_COLUMNS, 1 << (columns // 32).bit_length() - 1))
+        tile = min(128, max(MIN_COLUMNS, 1 << max(1, columns // 32).bit_length() - 1))
     else:
         tile = next((width for width in (128, 64, 32) if columns // width >= 96), MIN_COLUMNS)
     tiles = -(-columns // tile)

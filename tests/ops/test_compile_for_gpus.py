@@ -1,0 +1,170 @@
+"""Every kernel of the matrix operators compiles for sm_90, launched as on a GPU; needs no GPU, since nothing runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver
+
+from dlrm_fused.ops.common import scatter_rows as scatter
+from dlrm_fused.ops.gemm_all_to_all import chunks as gemm_chunks
+from dlrm_fused.ops.gemm_all_to_all import kernel as gemm
+from dlrm_fused.ops.gemv_all_reduce import chunks as gemv_chunks
+from dlrm_fused.ops.gemv_all_reduce import op as gemv
+from dlrm_fused.ops.gemv_all_reduce.tuning import Blocks, override
+from dlrm_fused.ops.moe import dispatch, steps
+from dlrm_fused.symmetric.device import channel_args
+
+WORLD, RANK = 2, 1
+EXPERTS, TOP_K, WIDTH, TILE_ROWS = 8, 2, 64, 64
+
+
+class NoGpu:
+    """What Triton asks of a driver before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """By name, the kernels that the test has launched: compiled, not run."""
+    kernels: dict[str, Any] = {}
+    run = JITFunction.run
+
+    def compile_only(kernel: JITFunction[Any], *args: Any, warmup: bool, **options: Any) -> None:
+        kernels[kernel.__name__] = run(kernel, *args, warmup=True, **options)
+
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    monkeypatch.setattr(driver, "_active", NoGpu())
+    for module in (scatter, dispatch):
+        monkeypatch.setattr(module, "uses_kernels", lambda device: True)
+    yield kernels
+    override(None)
+
+
+def channel() -> Any:
+    words = torch.zeros(8, dtype=torch.int64)
+    args = channel_args(words, words, words, words.data_ptr(), 10**10, RANK, WORLD)
+    return SimpleNamespace(args=args, group=SimpleNamespace(rank=RANK, world_size=WORLD))
+
+
+def memory() -> Any:
+    return SimpleNamespace(local=torch.zeros(4096, dtype=torch.uint8), addresses=torch.zeros(WORLD, dtype=torch.int64))
+
+
+def groups() -> gemm.Groups:
+    return gemm.Groups(TILE_ROWS, torch.zeros(EXPERTS // WORLD + 1).int(), torch.zeros(EXPERTS // WORLD).int())
+
+
+def rows(dtype: torch.dtype = torch.bfloat16, count: int = 2 * TILE_ROWS, width: int = WIDTH) -> Tensor:
+    return torch.zeros(count, width, dtype=dtype)
+
+
+def launch_scatter_rows(dtype: torch.dtype, scale: Tensor | None, destinations_at: int | None) -> None:
+    scatter.scatter_rows(
+        rows(dtype), torch.zeros(4 * TILE_ROWS).int(), memory(), channel(), rows_per_rank=99, receive_offset=4096,
+        fingerprint=1, copies=2, scale=scale, destinations_at=destinations_at,
+    )  # fmt: skip
+
+
+def launch_route() -> None:
+    ids = torch.zeros(64, TOP_K, dtype=torch.int64)
+    dispatch.route(ids, memory(), channel(), count=EXPERTS, tile_rows=TILE_ROWS, rows_per_rank=256, fingerprint=1)
+
+
+def launch_steps(dtype: torch.dtype) -> None:
+    of_experts, tokens = steps.KernelSteps(channel(), 64), rows(dtype)
+    of_experts.zero_pads(tokens, torch.zeros(len(tokens)).int(), groups())
+    targets = torch.zeros(len(tokens)).int()
+    of_experts.sum_slots(tokens, targets, torch.zeros(64, TOP_K), 64, TOP_K)
+    of_experts.sum_slots(tokens, targets, None, 64, TOP_K)
+    of_experts.gates_gradient(rows(dtype, 64), tokens, targets, TOP_K)
+
+
+def launch_gemm(dtype: torch.dtype) -> None:
+    x, weight, out = rows(dtype), torch.zeros(EXPERTS // WORLD, WIDTH, WIDTH, dtype=dtype), rows(dtype)
+    gemm.gemm(x, weight[0], out)
+    gemm.grouped_gemm(x, weight, groups(), out, silu_out=out)
+    gemm.grouped_gemm(x, weight, groups(), out, weight_is_transposed=True, silu_of=out)
+    gemm.grouped_weight_gradient(x, x, groups(), weight)
+
+
+def launch_gemm_combine(dtype: torch.dtype, fp8: bool) -> None:
+    weight, scale = torch.zeros(EXPERTS // WORLD, WIDTH, WIDTH, dtype=dtype), None
+    if fp8:
+        weight, scale = weight.to(torch.float8_e4m3fn), torch.zeros(EXPERTS // WORLD, WIDTH)
+    call = {"receive_offset": 4096, "fingerprint": 1}
+    gemm.gemm_combine(rows(dtype), weight[0], memory(), channel(), scale=None if scale is None else scale[0], **call)
+    destinations = torch.zeros(2 * TILE_ROWS).int()
+    gemm.grouped_gemm_combine(
+        rows(dtype), weight, groups(), destinations, memory(), channel(), slots=99, scale=scale, origins_at=8192, **call
+    )  # fmt: skip
+
+
+def launch_copied_chunks() -> None:
+    gemm_chunks.begin_kernel[(1,)](channel().args, 1, num_warps=1)
+    gemm_chunks.finish_kernel[(1,)](channel().args, num_warps=1)
+
+
+def launch_gemv(dtype: torch.dtype, blocks: Blocks, with_norm: bool = False) -> None:
+    override(blocks)
+    words = SimpleNamespace(slot_words=4096, half_words=65536, flags_at=30000, splits_at=31000)
+    workspace: Any = SimpleNamespace(
+        group=channel().group, squares=torch.zeros(4096), receive_buffer=memory(), kernel_args=channel().args, **vars(words)
+    )
+    residual, vector = rows(dtype, 5), torch.zeros(WIDTH, dtype=dtype)
+    gemv._run_kernel(
+        workspace, rows(dtype, 5, 96), rows(dtype, WIDTH, 96), vector, residual, vector if with_norm else None, 1e-6
+    )
+
+
+def launch_chunk_sum(dtype: torch.dtype) -> None:
+    results = SimpleNamespace(memory=memory(), offset_of=lambda _: 4096)
+    chunked: Any = SimpleNamespace(_group=channel().group, _parts=memory(), _results=results, _channel=channel(), _dtype=dtype)
+    gemv_chunks.ChunkedSum._sum(chunked, 0, 70 * WIDTH, WIDTH, rows(dtype, 70), None, rows(dtype, 70), 1)
+
+
+HALF, SINGLE = torch.bfloat16, torch.float32
+ONE_SHOT = Blocks(columns=16, depth=64, splits=3, warps=4, stages=3, two_shot=False, flagged=False)
+TWO_SHOT = Blocks(columns=16, depth=64, splits=1, warps=4, stages=3, two_shot=True, flagged=False)
+FLAGGED = Blocks(columns=16, depth=64, splits=1, warps=4, stages=3, two_shot=True, flagged=True)
+OF_GEMM = {"gemm_kernel", "tile_order_kernel"}
+# What is launched, and the kernels that it compiles.
+LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
+    "scatter_rows": (lambda: launch_scatter_rows(HALF, torch.zeros(4 * TILE_ROWS), None), {"scatter_rows_kernel"}),
+    "scatter_rows_fp32": (lambda: launch_scatter_rows(SINGLE, None, 8192), {"scatter_rows_kernel"}),
+    "route": (launch_route, {"count_kernel", "exchange_counts_kernel", "place_experts_kernel", "place_slots_kernel"}),
+    "steps": (lambda: launch_steps(HALF), {"zero_pads_kernel", "sum_slots_kernel", "gates_gradient_kernel"}),
+    "gemm": (lambda: launch_gemm(HALF), {*OF_GEMM, "weight_gradient_kernel"}),
+    "gemm_fp32": (lambda: launch_gemm(SINGLE), {*OF_GEMM, "weight_gradient_kernel"}),
+    "gemm_combine": (lambda: launch_gemm_combine(HALF, fp8=False), OF_GEMM),
+    "gemm_combine_fp8": (lambda: launch_gemm_combine(HALF, fp8=True), OF_GEMM),
+    "copied_chunks": (launch_copied_chunks, {"begin_kernel", "finish_kernel"}),
+    "gemv_one_shot": (lambda: launch_gemv(HALF, ONE_SHOT), {"gemv_all_reduce_kernel"}),
+    "gemv_two_shot_with_norm": (lambda: launch_gemv(HALF, TWO_SHOT, with_norm=True), {"gemv_all_reduce_kernel"}),
+    "gemv_flagged_fp32": (lambda: launch_gemv(SINGLE, FLAGGED), {"gemv_all_reduce_kernel"}),
+    "gemv_chunks": (lambda: launch_chunk_sum(HALF), {"sum_chunk_kernel"}),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_kernels_compile_for_sm_90(name: str, compiled: dict[str, Any]) -> None:
+    launch, kernels = LAUNCHES[name]
+    launch()
+    assert compiled.keys() == kernels
+    for kernel in compiled.values():
+        assert ".target sm_90" in kernel.asm["ptx"]
+        assert kernel.asm["cubin"]
