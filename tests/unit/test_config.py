@@ -13,6 +13,10 @@ from dlrm_fused.errors import ConfigError
 Load = Callable[..., Config]
 TRANSFORMER = ["model.kind=transformer", "data.synthetic.history_length=10"]
 
+# Settings that are lists of int, and values that are none.
+LISTS = ("model.bottom_mlp", "data.synthetic.pooling", "embedding.rows", "telemetry.profile_steps")
+NO_LISTS = ("[[1]]", "[[[]]]", "[{a: 1}]", "{a: 1}", "{}", "${seed}", "${name}", "${runtime}", "abc ${seed}", "7", "[null]")
+
 
 @pytest.fixture
 def load(tmp_path) -> Load:
@@ -86,12 +90,29 @@ class TestUnknownKeys:
             ("embeding.sharding=auto", "embedding."),
             ("embedding.optimizer.lr=1", "embedding.optimizer."),
             ("data.synthetic.row=[1]", "data.synthetic.rows"),
+            ("training.zense_optimizer.beta2=0.5", "training.dense_optimizer.beta2"),
+            ("embeding.tables.table_3.sharding=row_wise", "embedding.tables.table_3.sharding"),
         ],
     )
     def test_the_nearest_one_is_named(self, load, override, nearest):
         found = message(load, override)
         assert "unknown setting" in found
         assert f"the nearest existing one is {nearest}" in found
+
+    def test_all_of_a_path_is_compared_and_shown(self, load):
+        """The misspelt part may stand before the last one."""
+        assert message(load, "training.zense_optimizer.beta2=0.5") == (
+            "training.zense_optimizer.beta2: unknown setting (from the command line); "
+            "the nearest existing one is training.dense_optimizer.beta2"
+        )
+
+    def test_in_a_file_a_path_is_written_as_groups(self, load, tmp_path):
+        found = message(load, yaml="training.max_steps: 3")
+        assert found.startswith(f"training.max_steps: unknown setting (from {tmp_path / 'config.yaml'}); ")
+        assert found.endswith("in a file, write it as {training: {max_steps: 3}}")
+
+    def test_that_are_numbers(self, load):
+        assert message(load, yaml="training: {1: 2}").startswith("training.1: unknown setting")
 
     def test_in_the_file_too(self, load, tmp_path):
         found = message(load, yaml="training:\n  max_stepz: 3")
@@ -123,6 +144,44 @@ class TestWrongTypes:
         found = message(load, override)
         for part in parts:
             assert part in found
+
+    # A class cannot use its own names in a comprehension.
+    @pytest.mark.parametrize(
+        ("key", "value"), [*((LISTS[0], value) for value in NO_LISTS), *((key, "[[1]]") for key in LISTS[1:])]
+    )
+    def test_of_lists(self, load, key, value):
+        found = message(load, f"{key}={value}")
+        assert found.startswith(key)
+        assert "allowed: a list of whole numbers, such as [64,32]" in found
+
+    @pytest.mark.parametrize("value", ["[1]", "row_wise", "${seed}", "${model}", "???"])
+    @pytest.mark.parametrize("key", ["model", "model.experts", "embedding.tables", "embedding.tables.table_3"])
+    def test_of_groups(self, load, key, value):
+        found = message(load, f"{key}={value}")
+        assert found.startswith(f"{key}=")
+        assert "allowed: a group of settings" in found
+
+    @pytest.mark.parametrize("value", ["[1]", "{a: 1}", "${data}", "${embedding.rows}"])
+    @pytest.mark.parametrize(
+        "key", ["seed", "embedding.init_std", "comm_strict", "name", "comm", "embedding.tables.t.sharding"]
+    )
+    def test_of_single_values(self, load, key, value):
+        found = message(load, f"{key}={value}")
+        assert found.startswith(key)
+        assert "omegaconf" not in found
+
+    @pytest.mark.parametrize(
+        "override", ["seed=${nothing}", """model.top_mlp=["${nothing}"]""", "embedding.tables.t.sharding=${nothing}"]
+    )
+    def test_of_references_that_lead_nowhere(self, load, override):
+        found = message(load, override)
+        assert found.startswith(override.partition("=")[0])
+        assert found.endswith("Interpolation key 'nothing' not found")
+
+    def test_references_that_lead_to_the_right_type_are_followed(self, load):
+        config = load("data.synthetic.pooling=${data.synthetic.rows}", "training.max_steps=${training.global_batch_size}")
+        assert config.data.synthetic.pooling == config.data.synthetic.rows
+        assert config.training.max_steps == config.training.global_batch_size
 
     @pytest.mark.parametrize("override", ["training.max_steps", "=3", "training max_steps=3", "--resume=1"])
     def test_what_is_no_override(self, load, override):

@@ -1,0 +1,73 @@
+"""The settings of a run.
+
+A run is described by a YAML file in ``configs/`` and ``key=value`` overrides on the command line; both are checked against
+:class:`Config`.
+"""
+
+from dlrm_fused.config.checks import check_consistency, most_segments
+from dlrm_fused.config.keys import known_keys
+from dlrm_fused.config.loading import flatten, load_config, to_yaml
+from dlrm_fused.config.registry import DataSource, ModelKind
+from dlrm_fused.config.schema import (
+    CheckpointConfig,
+    Comm,
+    ComputeKernel,
+    Config,
+    DataConfig,
+    DenseOptimizerConfig,
+    DenseOptimizerKind,
+    EmbeddingConfig,
+    EmbeddingOptimizerConfig,
+    EmbeddingOptimizerKind,
+    EvaluationConfig,
+    ExpertsConfig,
+    Gate,
+    ModelConfig,
+    Precision,
+    RuntimeConfig,
+    ScheduleConfig,
+    Sharding,
+    Split,
+    SyntheticConfig,
+    TableConfig,
+    TableDtype,
+    TelemetryConfig,
+    TrainingConfig,
+    WireDtype,
+)
+
+__all__ = [
+    "CheckpointConfig",
+    "Comm",
+    "ComputeKernel",
+    "Config",
+    "DataConfig",
+    "DataSource",
+    "DenseOptimizerConfig",
+    "DenseOptimizerKind",
+    "EmbeddingConfig",
+    "EmbeddingOptimizerConfig",
+    "EmbeddingOptimizerKind",
+    "EvaluationConfig",
+    "ExpertsConfig",
+    "Gate",
+    "ModelConfig",
+    "ModelKind",
+    "Precision",
+    "RuntimeConfig",
+    "ScheduleConfig",
+    "Sharding",
+    "Split",
+    "SyntheticConfig",
+    "TableConfig",
+    "TableDtype",
+    "TelemetryConfig",
+    "TrainingConfig",
+    "WireDtype",
+    "check_consistency",
+    "flatten",
+    "known_keys",
+    "load_config",
+    "most_segments",
+    "to_yaml",
+]

@@ -1,0 +1,71 @@
+"""The dotted names of settings, their types, and in words what those allow."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any, get_type_hints
+
+from dlrm_fused.config.schema import Config, TableConfig
+
+TABLES = "embedding.tables"
+
+_IN_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    list[int]: "a list of whole numbers, such as [64,32]",
+    dict[str, TableConfig]: "a group of settings for each table, by its name",
+}
+
+
+def known_keys() -> list[str]:
+    """Dotted names of all settings, in the order of the schema."""
+    return list(_keys_of(Config, ""))
+
+
+def _keys_of(schema: Any, prefix: str) -> Iterator[str]:
+    for name, kind in get_type_hints(schema).items():
+        if is_dataclass(kind):
+            yield from _keys_of(kind, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def member_type(group: Any, name: str) -> Any:
+    """The type of a setting of a group; None for a name that the group does not have."""
+    return get_type_hints(group).get(name) if is_dataclass(group) else TableConfig
+
+
+def type_of(key: str) -> Any:
+    """The type of a known setting; ``key`` may name a member of a list."""
+    kind: Any = Config
+    for part in key.partition("[")[0].split("."):
+        kind = member_type(kind, part)
+    return kind
+
+
+def is_group(kind: Any) -> bool:
+    """Whether a setting of this type has settings of its own."""
+    return is_dataclass(kind) or kind == dict[str, TableConfig]
+
+
+def allowed(kind: Any) -> str:
+    """What a setting of this type may be."""
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return ", ".join(member.name for member in kind)
+    if is_dataclass(kind):
+        return "a group of settings: " + ", ".join(each.name for each in fields(kind))
+    return _IN_WORDS[kind]
+
+
+def nearest(unknown: str) -> str:
+    """The setting that an unknown name may have been meant for, by its whole path; those of single tables included."""
+    parts = unknown.split(".")
+    candidates = [] if unknown.startswith(f"{TABLES}.") else known_keys()
+    if len(parts) >= 4:
+        candidates += [f"{TABLES}.{parts[2]}.{each.name}" for each in fields(TableConfig)]
+    return difflib.get_close_matches(unknown, candidates, n=1, cutoff=0.0)[0]

@@ -1,0 +1,335 @@
+"""Every setting of a run: its name, type, unit, default and what is allowed.
+
+Enumerations are written by their names: ``embedding.sharding=row_wise``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from dlrm_fused.config.registry import DataSource, ModelKind
+from dlrm_fused.config.setting import (
+    BELOW_ONE,
+    POSITIVE,
+    at_least,
+    between,
+    each_positive,
+    matching,
+    multiple_of,
+    one_of,
+    setting,
+)
+
+MAX_INT32 = 2**31 - 1
+
+
+class Comm(Enum):
+    """How the collectives of the embedding stage, of tensor-parallel layers and of experts run."""
+
+    baseline = "baseline"  # TorchRec's own sharding; products and collectives in turn
+    fused = "fused"  # computation and communication in one operator, where the plan allows it
+    auto = "auto"  # the faster of the two for each sharding type and for the layers, measured at the start
+
+
+class Gate(Enum):
+    """What the weights of a token's experts are: their probabilities or scores, divided by their sum."""
+
+    softmax = "softmax"
+    sigmoid = "sigmoid"
+
+
+class Sharding(Enum):
+    """How embedding tables are spread over ranks; ``auto`` lets the planner choose for each table."""
+
+    auto = "auto"
+    data_parallel = "data_parallel"
+    table_wise = "table_wise"
+    column_wise = "column_wise"
+    row_wise = "row_wise"
+    table_row_wise = "table_row_wise"
+    table_column_wise = "table_column_wise"
+    grid_shard = "grid_shard"
+
+
+class ComputeKernel(Enum):
+    """Where embedding weights live.
+
+    ``fused``, which ``auto`` stands for: in the memory of the device. The others: in host memory that the GPU reads, with or
+    without a cache in its own.
+    """
+
+    auto = "auto"
+    fused = "fused"
+    fused_uvm = "fused_uvm"
+    fused_uvm_caching = "fused_uvm_caching"
+
+
+class TableDtype(Enum):
+    fp32 = "fp32"
+    fp16 = "fp16"
+
+
+class WireDtype(Enum):
+    """The number format in which pooled embeddings, or their gradients, cross the network."""
+
+    fp32 = "fp32"
+    fp16 = "fp16"
+    bf16 = "bf16"
+
+
+class Precision(Enum):
+    """Arithmetic of the dense layers: ``tf32`` and ``bf16`` (autocast) keep fp32 master weights."""
+
+    fp32 = "fp32"
+    tf32 = "tf32"
+    bf16 = "bf16"
+
+
+class EmbeddingOptimizerKind(Enum):
+    rowwise_adagrad = "rowwise_adagrad"
+    adagrad = "adagrad"
+    sgd = "sgd"
+    adam = "adam"
+
+
+class DenseOptimizerKind(Enum):
+    adagrad = "adagrad"
+    sgd = "sgd"
+    adam = "adam"
+
+
+class Split(Enum):
+    train = "train"
+    validation = "validation"
+    test = "test"
+
+
+def _is_dcnv2(config: Config) -> bool:
+    return config.model.kind is ModelKind.dcnv2
+
+
+def _is_transformer(config: Config) -> bool:
+    return config.model.kind is ModelKind.transformer
+
+
+def _has_experts(config: Config) -> bool:
+    return config.model.experts.count > 0
+
+
+_WIDTHS = each_positive("one or more positive widths", minimum_length=1)
+
+
+@dataclass
+class SyntheticConfig:
+    """Generated data with a planted signal; used with ``data.source=synthetic``."""
+
+    dense_features: int = setting(13, at_least(1))
+    # One entry per table, or a single entry that holds for all `tables`.
+    tables: int = setting(26, at_least(1))
+    rows: list[int] = setting([100_000])
+    # Ids per sample and table: fixed, or uniform in [1, pooling] when jagged.
+    pooling: list[int] = setting([1])
+    jagged: bool = False
+    # Popularity of ids: probability of the k-th most popular ~ 1 / k^zipf_exponent; 0 is uniform.
+    zipf_exponent: float = setting(1.05, at_least(0))
+    train_samples: int = setting(1_000_000, at_least(1))
+    validation_samples: int = setting(100_000, at_least(1))
+    test_samples: int = setting(100_000, at_least(1))
+    # Standard deviation of the planted logit: larger is easier to predict.
+    signal: float = setting(2.0, at_least(0))
+    # Groups of samples, told by their dense features, whose labels follow different rules; 1 for one rule.
+    segments: int = 1
+    # Past interactions of each sample: exactly so many, or uniform in [0, history_length] when jagged; 0 for no tokens.
+    history_length: int = setting(0, at_least(0))
+    # Rows of the table of their items.
+    history_items: int = setting(100_000, between(1, MAX_INT32))
+
+
+@dataclass
+class DataConfig:
+    source: DataSource = DataSource.prepared
+    # Folder of the data set (prepared, criteo_npy).
+    path: str = ""
+    # Rows that are shuffled together; 0 keeps the order of the files.
+    shuffle_window_rows: int = setting(16_777_216, at_least(0))
+    # Threads that assemble batches, and batches each rank holds ready.
+    workers: int = setting(2, at_least(1))
+    prefetch_batches: int = setting(4, at_least(1))
+    synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
+
+
+@dataclass
+class ExpertsConfig:
+    """A Mixture of Experts: in the top of dlrm and dcnv2, or for the feed-forward layers of the Transformer's blocks."""
+
+    # 0: none.
+    count: int = setting(0, at_least(0))
+    # Experts of a token.
+    top_k: int = 2
+    # Width of an expert's hidden layer, and of that of an expert that all tokens have; 0: no such expert.
+    hidden: int = setting(256, multiple_of(8), used=_has_experts)
+    shared_hidden: int = setting(0, at_least(0), used=_has_experts)
+    gate: Gate = Gate.softmax
+    # Weights of the auxiliary losses.
+    balance_loss: float = setting(0.01, at_least(0), used=_has_experts)
+    z_loss: float = setting(0.001, at_least(0), used=_has_experts)
+    # Consecutive ranks that the experts are spread over; 0 takes all ranks.
+    parallel: int = 0
+
+
+@dataclass
+class ModelConfig:
+    kind: ModelKind = ModelKind.dlrm
+    # Widths of the layers; the bottom one must end with embedding.dim, the top one with 1.
+    bottom_mlp: list[int] = setting([512, 256, 64], _WIDTHS)
+    top_mlp: list[int] = setting([512, 256, 1], _WIDTHS)
+    # DCNv2 only: number of low-rank cross layers and their rank.
+    cross_layers: int = setting(3, at_least(1), used=_is_dcnv2)
+    cross_rank: int = setting(512, at_least(1), used=_is_dcnv2)
+    # Transformer only: its width, its blocks, and the attention heads of a block.
+    d_model: int = 64
+    layers: int = setting(2, at_least(1), used=_is_transformer)
+    heads: int = setting(4, at_least(1), used=_is_transformer)
+    # Transformer only: consecutive ranks of a host that share the weights of its blocks; 0 takes all ranks of the host.
+    tensor_parallel: int = 0
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+
+
+@dataclass
+class EmbeddingOptimizerConfig:
+    """The optimizer that updates embedding rows inside the backward pass."""
+
+    kind: EmbeddingOptimizerKind = EmbeddingOptimizerKind.rowwise_adagrad
+    learning_rate: float = setting(0.01, POSITIVE)
+    weight_decay: float = setting(0.0, at_least(0))
+    eps: float = setting(1e-8, POSITIVE)
+    beta1: float = setting(0.9, BELOW_ONE)  # adam
+    beta2: float = setting(0.999, BELOW_ONE)  # adam
+
+
+@dataclass
+class TableConfig:
+    """What the planner is told about one table, by its name; overrides the settings of the group."""
+
+    sharding: Sharding = Sharding.auto
+    compute_kernel: ComputeKernel = ComputeKernel.auto
+    # Average number of ids per sample; 0 takes what the data set states.
+    pooling_factor: float = setting(0.0, at_least(0))
+
+
+@dataclass
+class EmbeddingConfig:
+    dim: int = setting(64, multiple_of(4))
+    dtype: TableDtype = TableDtype.fp32
+    # Caps the rows of every table (ids are taken modulo the cap); 0 keeps the rows of the data set.
+    max_rows: int = setting(0, at_least(0))
+    # Rows of every table in order of the features; required for criteo_npy, which does not state them.
+    rows: list[int] = setting([], each_positive("positive numbers"))
+    # Standard deviation of the initial weights; 0 means uniform in +-sqrt(1 / rows), as in the DLRM paper.
+    init_std: float = setting(0.0, at_least(0))
+    sharding: Sharding = Sharding.auto
+    compute_kernel: ComputeKernel = ComputeKernel.auto
+    # Columns of a shard for column_wise, table_column_wise and grid_shard; 0 splits over all ranks.
+    shard_columns: int = 0
+    optimizer: EmbeddingOptimizerConfig = field(default_factory=EmbeddingOptimizerConfig)
+    # Number format on the wire (quantized communication), forward and backward.
+    forward_wire: WireDtype = WireDtype.fp32
+    backward_wire: WireDtype = WireDtype.fp32
+    tables: dict[str, TableConfig] = field(default_factory=dict)
+
+
+@dataclass
+class DenseOptimizerConfig:
+    kind: DenseOptimizerKind = DenseOptimizerKind.adagrad
+    learning_rate: float = setting(0.01, POSITIVE)
+    weight_decay: float = setting(0.0, at_least(0))
+    eps: float = setting(1e-8, POSITIVE)
+    momentum: float = setting(0.0, BELOW_ONE)  # sgd
+    beta1: float = setting(0.9, BELOW_ONE)  # adam
+    beta2: float = setting(0.999, BELOW_ONE)  # adam
+
+
+@dataclass
+class ScheduleConfig:
+    """A factor on both learning rates: linear warm-up, then constant, then polynomial decay, then the floor."""
+
+    warmup_steps: int = setting(0, at_least(0))
+    decay_start_step: int = setting(0, at_least(0))
+    decay_steps: int = setting(0, at_least(0))  # 0: no decay
+    decay_power: float = setting(2.0, POSITIVE)
+    floor: float = setting(0.0, between(0, 1))  # the factor after the decay
+
+
+@dataclass
+class TrainingConfig:
+    # Training ends after this many steps.
+    max_steps: int = setting(1000, at_least(1))
+    # Samples of one step over all ranks.
+    global_batch_size: int = setting(8192, at_least(1))
+    precision: Precision = Precision.fp32
+    dense_optimizer: DenseOptimizerConfig = field(default_factory=DenseOptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    # Ends training as soon as an evaluation reaches this AUC; 0 never does.
+    target_auc: float = setting(0.0, between(0, 1))
+
+
+@dataclass
+class EvaluationConfig:
+    # Steps between evaluations during training; 0 evaluates only at the end.
+    every_steps: int = setting(0, at_least(0))
+    split: Split = Split.validation
+    global_batch_size: int = setting(65_536, at_least(1))
+    # Samples of an evaluation during training; 0 takes the whole split.
+    max_samples: int = setting(0, at_least(0))
+
+
+@dataclass
+class CheckpointConfig:
+    # Steps between checkpoints; 0 writes one at the end only.
+    every_steps: int = setting(0, at_least(0))
+    keep_last: int = setting(2, at_least(1))
+    # Also write a checkpoint whenever an evaluation gives a new best AUC, and keep the best one.
+    keep_best: bool = True
+    # Continue the run of the same name from its last checkpoint; false puts the old run aside and starts anew.
+    resume: bool = True
+
+
+@dataclass
+class TelemetryConfig:
+    # Steps between lines of metrics.jsonl and TensorBoard.
+    log_every_steps: int = setting(50, at_least(1))
+    # First and last step (inclusive) of a torch.profiler trace; empty takes none.
+    profile_steps: list[int] = setting([])
+
+
+@dataclass
+class RuntimeConfig:
+    # cpu, cuda, or auto: cuda where there is one.
+    device: str = setting("auto", one_of("auto", "cpu", "cuda"))
+    # A rank that has given no sign of life for this many seconds ends the run on all others.
+    peer_timeout_seconds: float = setting(30.0, at_least(1, "second"))
+
+
+@dataclass
+class Config:
+    # Results go to output_dir/name.
+    name: str = setting("dlrm", matching(r"(?!\.\.?$)[\w.\-]+", "letters, digits, '.', '_' and '-'"))
+    output_dir: str = "runs"
+    seed: int = setting(1, between(0, MAX_INT32))
+    comm: Comm = Comm.baseline
+    # Refuse tables that comm=fused or auto does not cover, instead of running them as comm=baseline does.
+    comm_strict: bool = False
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.output_dir) / self.name
