@@ -11,15 +11,11 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import itertools
-import json
 import logging
 import math
 import multiprocessing
 import os
-import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -35,11 +31,12 @@ import triton
 from torch import Tensor
 from triton.compiler import ASTSource
 
+from benchmarks.common.environment import describe_environment, device_name
+from benchmarks.common.results import write_results
 from dlrm_fused.symmetric import SymmetricGroup, SymmetricMemory, symmetric_group
 
 T = TypeVar("T")
 
-_ROOT = Path(__file__).resolve().parents[2]
 # A rank may compile kernels while the others wait.
 _COLLECTIVE_LIMIT = timedelta(minutes=2)
 _SLEEP_CYCLES_PER_SECOND = 2e9  # no GPU of today runs faster by more than its sleep's margin
@@ -449,14 +446,12 @@ class Report:
         self._world.log(f"{time.monotonic() - self._began:5.0f} s {self._line(cell)}")
 
     def write(self) -> None:
-        """Whole or not at all, so that no reader sees a part."""
+        """On rank 0."""
         if self._world.rank:
             return
         self.content["seconds"] = time.monotonic() - self._began
         self.content["summary"] = self._summarize(self.content["cells"])
-        unfinished = self._output.with_name(self._output.name + ".part")
-        unfinished.write_text(json.dumps(self.content, indent=2) + "\n")
-        unfinished.replace(self._output)
+        write_results(self._output, self.content)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -476,35 +471,4 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 def describe_run(world: World, commit: str | None) -> dict[str, Any]:
     """Machine, versions, commit and command, for the head of a report. Collective."""
-    names = world.gather(torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU")
-    versions = {"python": platform.python_version()}
-    for package in ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "triton"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    if world.device.type == "cuda":
-        versions["cuda"] = str(torch.version.cuda)
-        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return {
-        "machine": {"ranks": names, "cpu_cores": os.cpu_count(), "kernel": platform.release()},
-        "versions": versions,
-        "commit": commit or _commit(),
-        "command": command_line(),
-    }
-
-
-def command_line() -> str:
-    """The command that started this process, with the name of its module in place of the file's path."""
-    spec = sys.modules["__main__"].__spec__
-    program = f"python -m {spec.name}" if spec else Path(sys.argv[0]).name
-    return " ".join([program, *sys.argv[1:]])
-
-
-def _commit() -> str:
-    try:
-        return subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=_ROOT, capture_output=True, text=True, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+    return describe_environment(world.gather(device_name(world.device)), commit)

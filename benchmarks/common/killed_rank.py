@@ -22,7 +22,10 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from benchmarks.common.harness import World, command_line, open_world, synchronize
+from benchmarks.common.environment import command_line
+from benchmarks.common.harness import World, open_world, synchronize
+from benchmarks.common.results import write_results
+from benchmarks.common.start_ranks import start_ranks
 from dlrm_fused.errors import CommunicationError
 
 ERROR_LIMIT_SECONDS = 30.0
@@ -85,7 +88,7 @@ def _survive(world: World, options: argparse.Namespace, step: Callable[[int], No
         "seconds_from_kill_to_error": seconds,
         "device_works_on": _works_on(world.device),
     }
-    _of_rank(options.output, world.rank).write_text(json.dumps(seen, indent=1) + "\n")
+    write_results(_of_rank(options.output, world.rank), seen)
     sys.stdout.flush()
     os._exit(0)  # the process group would wait for the rank that is gone
 
@@ -118,21 +121,7 @@ def _kill_and_judge(options: argparse.Namespace) -> bool:
     for path in options.output.parent.glob(f"{options.output.stem}.rank*"):
         path.unlink()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *sys.orig_argv[1:]],
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(options.ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is this process's, and outlives any rank
-            },
-        )
-        for rank in range(options.ranks)
-    ]
+    processes = start_ranks([sys.executable, *sys.orig_argv[1:]], options.ranks, store)
     deadline = time.monotonic() + _START_LIMIT_SECONDS + options.kill_after
     try:
         for process in processes:
@@ -152,7 +141,7 @@ def _kill_and_judge(options: argparse.Namespace) -> bool:
         "limit_seconds": ERROR_LIMIT_SECONDS,
         "passed": passed,
     }
-    options.output.write_text(json.dumps(verdict, indent=1) + "\n")
+    write_results(options.output, verdict)
     for own in seen:
         print(f"rank {own['rank']}: {own['seconds_from_kill_to_error']} s after the kill: {own['kind']}: {own['error']}")
     print(f"rank {options.kill_rank} was killed; every other rank has named it within {ERROR_LIMIT_SECONDS:.0f} s: {passed}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import abc
 import argparse
-import json
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from benchmarks.common import killed_rank
 from benchmarks.common.harness import World, captured, compile_ahead, describe_run, synchronize
+from benchmarks.common.results import write_results
 
 CYCLES_PER_MICROSECOND = 1_900
 # The longest delays are rare.
@@ -159,7 +159,7 @@ def stress(make: MakeReplays, world: World, options: argparse.Namespace) -> bool
         "passed": passed,
     }
     if world.rank == 0:
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+        write_results(options.output, report)
     world.log(f"{options.replays} replays in {seconds:.1f} s, elements that differ: {sum(differing)}; passed: {passed}")
     return passed
 

@@ -28,8 +28,10 @@ import numpy as np
 import polars as pl
 import psutil
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-RESULT = REPOSITORY / "benchmarks/results/prepare_criteo.json"
+from benchmarks.common.environment import ROOT
+from benchmarks.common.results import write_results
+
+RESULT = ROOT / "benchmarks/results/prepare_criteo.json"
 # Distinct ids of each column of the Kaggle set.
 CARDINALITIES = [
     *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
@@ -58,7 +60,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--prepare", type=Path, default=REPOSITORY / "data/prepare.py", help="the script to measure")
+    parser.add_argument("--prepare", type=Path, default=ROOT / "data/prepare.py", help="the script to measure")
     args = parser.parse_args()
     measurements = []
     with tempfile.TemporaryDirectory() as folder:
@@ -80,8 +82,7 @@ def main() -> None:
         "medians": _medians(measurements),
         "measurements": [asdict(m) for m in measurements],
     }
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps(report, indent=2) + "\n")
+    write_results(RESULT, report)
     print(json.dumps(report["medians"], indent=2))
 
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import random
 import sys
 import time
@@ -37,6 +36,7 @@ from torch import Tensor
 
 from benchmarks.common import killed_rank
 from benchmarks.common.harness import World, describe_run, relative_error, synchronize
+from benchmarks.common.results import write_results
 from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all, reference
 from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables, RowwiseAdagrad
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace, ExchangeLayout, LookupLayout
@@ -333,7 +333,7 @@ def run_epochs(world: World, options: argparse.Namespace) -> bool:
         "passed": not any(mismatches.values()) and set(completed) == {options.epochs + size.batches},
     }
     if world.rank == 0:
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+        write_results(options.output, report)
     world.log(f"{options.epochs} epochs in {seconds:.1f} s, elements that differ: {mismatches}; passed: {report['passed']}")
     return bool(report["passed"])
 

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common.harness import command_line
+from benchmarks.common.environment import command_line
+from benchmarks.common.results import write_results
 from dlrm_fused.ops.embedding_all_to_all import tuning as lookup_tuning
 from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all
 from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables
@@ -198,7 +199,7 @@ def main() -> None:
             theirs = f"{us['default']:7.1f} {us['experimental']:7.1f}"
             print(f"dim {dim:3} pooling {pooling:3}: fbgemm {theirs}  {rate:.2f} TB/s | {shown}", flush=True)
             head = {"gpu": torch.cuda.get_device_name(), "command": command_line(), "commit": arguments.commit}
-            arguments.output.write_text(json.dumps({**head, "size": arguments.size, "cells": cells}))
+            write_results(arguments.output, {**head, "size": arguments.size, "cells": cells})
         del case, baseline
         torch.cuda.empty_cache()
     return None

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +30,9 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor
 
-from benchmarks.common.harness import command_line, geometric_mean
+from benchmarks.common.environment import command_line
+from benchmarks.common.harness import geometric_mean
+from benchmarks.common.results import write_results
 from benchmarks.embedding_all_to_all.cells import Cell, Lookup, LookupDrawer, table_rows
 from dlrm_fused.ops.embedding_all_to_all import update as embedding_update
 from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables, RowwiseAdagrad
@@ -274,7 +275,6 @@ def main() -> None:
     units = ["forward", "backward", "sort", "sort", "update", "update", "floor", "backward", "/floor", "diff."]
     for line in (heads, units):
         print(f"{'':<52} " + " ".join(f"{word:>8}" for word in line))
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     summary = {
         "device": torch.cuda.get_device_name(),
@@ -288,7 +288,7 @@ def main() -> None:
             continue
         rows.append(measure(case, arguments.sweep, bandwidth, arguments.calls))
         print("\n".join(report(rows[-1])), flush=True)
-        arguments.output.write_text(json.dumps(summary, indent=1) + "\n")
+        write_results(arguments.output, summary)
         torch.cuda.empty_cache()
     ratios = [row["sort_and_update_us"] / row["fbgemm_backward_us"] for row in rows]
     print(f"{len(rows)} cases, geometric mean of (sort + update) / FBGEMM's backward: {geometric_mean(ratios):.3f}")

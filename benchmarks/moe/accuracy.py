@@ -19,13 +19,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.training.loss_parity import as_json, describe, lines_of, train
+from benchmarks.common.environment import ROOT
+from benchmarks.common.results import write_results
+from benchmarks.training.loss_parity import describe, lines_of, train
 from dlrm_fused.config import load_config
 from dlrm_fused.datasets import open_dataset
 from dlrm_fused.models.dlrm import build_model
 from dlrm_fused.models.moe import MixtureOfExperts
 
-_CONFIG = Path(__file__).resolve().parents[2] / "configs/moe_planted.yaml"
+_CONFIG = ROOT / "configs/moe_planted.yaml"
 _MODELS = {
     "experts": [],
     "deep": ["model.experts.count=0", "model.top_mlp=[32,64,32,16,1]"],
@@ -97,8 +99,7 @@ def main() -> None:
         **summarize(runs),
         "runs": runs,
     }
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(as_json(result))
+    write_results(arguments.output, result)
     print(json.dumps(summarize(runs), indent=1))
 
 

@@ -13,7 +13,6 @@ this script.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections import Counter
@@ -27,6 +26,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.common.harness import World, describe_run, open_world, synchronize
+from benchmarks.common.results import write_results
 from benchmarks.gemm_all_to_all.cells import DTYPE
 from dlrm_fused.config import Comm, ExpertsConfig
 from dlrm_fused.models.expert_parallel import ExpertComputation
@@ -137,7 +137,7 @@ def profiled(world: World, options: argparse.Namespace) -> bool:
         "passed": passed,
     }
     if world.rank == 0:
-        options.output.write_text(json.dumps(content, indent=1) + "\n")
+        write_results(options.output, content)
     world.log(f"{options.steps} steps, comm={options.comm}: waits of the host by rank: {every_rank}; passed: {passed}")
     return passed
 

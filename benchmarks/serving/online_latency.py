@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ import numpy as np
 import torch
 
 from benchmarks.common.harness import World, describe_run, open_world
+from benchmarks.common.results import write_results
 from dlrm_fused.config import Comm, Config, Split, load_config
 from dlrm_fused.datasets import open_dataset
 from dlrm_fused.serving.online import MAX_CANDIDATES, OnlineScorer
@@ -123,7 +123,7 @@ def run(world: World, options: argparse.Namespace) -> bool:
         report["scoring"].append(result)
         report["passed"] = all(own["difference"] <= MAX_DIFFERENCE for own in report["scoring"])
         if world.rank == 0:
-            options.output.write_text(json.dumps(report, indent=1) + "\n")
+            write_results(options.output, report)
     return bool(report["passed"])
 
 

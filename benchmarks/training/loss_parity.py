@@ -37,12 +37,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.harness import command_line
+from benchmarks.common.environment import ROOT, command_line, current_commit
+from benchmarks.common.results import write_results
 from dlrm_fused.config import Config, DataSource, load_config
 from dlrm_fused.sharding.planning import shard_columns
 from dlrm_fused.versions import installed_version
 
-_ROOT = Path(__file__).resolve().parents[2]
 _KINDS = ("table_wise", "row_wise", "column_wise")
 _YARDSTICKS = ("again", "other_ranks")
 _STRETCHES = 10
@@ -54,7 +54,7 @@ def train(name: str, config: Path, ranks: int, folder: Path, settings: list[str]
     own = [f"output_dir={folder}", f"name={name}", "telemetry.log_every_steps=1"]
     without_checkpoints = ["checkpoint.every_steps=0", "checkpoint.keep_best=false", "checkpoint.resume=false"]
     command = [*launcher, "train.py", "--config", str(config.resolve()), *own, *without_checkpoints, *settings]
-    ended = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if ended.returncode:
         raise SystemExit(f"{' '.join(command)}\nfailed:\n{ended.stdout[-2000:]}\n{ended.stderr[-6000:]}")
     print(f"{name}: {(folder / name / 'summary.json').read_text()}", flush=True)
@@ -131,7 +131,6 @@ def compare(run: Path, baseline: Path) -> dict[str, Any]:
 
 def describe(arguments: argparse.Namespace, settings: list[str]) -> dict[str, Any]:
     on_gpus = torch.cuda.is_available()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=_ROOT, capture_output=True, text=True).stdout.strip()
     versions: dict[str, str | None] = {"python": platform.python_version(), "torch": torch.__version__}
     for package in ("torchrec", "fbgemm-gpu", "triton"):
         versions[package] = installed_version(package)
@@ -140,7 +139,7 @@ def describe(arguments: argparse.Namespace, settings: list[str]) -> dict[str, An
         if on_gpus
         else f"{os.cpu_count()} CPU cores",
         "versions": versions,
-        "commit": arguments.commit or commit,
+        "commit": arguments.commit or current_commit(),
         "command": " ".join(_without_paths(command_line().split())),
         "settings_of_all_runs": _without_paths(settings),
     }
@@ -159,12 +158,6 @@ def show(result: dict[str, Any]) -> str:
         for name, c in result["compared_with_baseline"].items()
     ]
     return "\n".join([head, *rows])
-
-
-def as_json(result: dict[str, Any]) -> str:
-    """Indented, but lists of numbers on one line."""
-    text = json.dumps(result, indent=2)
-    return re.sub(r"\[[^\[\]{}\"]*\]", lambda numbers: " ".join(numbers.group().split()), text) + "\n"
 
 
 def main() -> None:
@@ -199,7 +192,7 @@ def main() -> None:
             },
             "losses_of_baseline": losses_of(runs["baseline"]),
         }
-    arguments.output.write_text(as_json(result))
+    write_results(arguments.output, result)
     print(show(result))
 
 

@@ -16,7 +16,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-_ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.common.environment import ROOT
+from benchmarks.common.results import write_results
+
 _ROWWISE = "embedding.optimizer.kind=rowwise_adagrad embedding.optimizer.learning_rate=0.05"
 VARIANTS = [
     "",
@@ -40,7 +42,7 @@ def run(folder: Path, split: int, seed: int, overrides: str) -> dict[str, Any]:
     name = f"{split}-{seed}-{abs(hash(overrides))}"
     settings = [f"data.path={folder}/data-{split}", f"output_dir={folder}", f"name={name}", f"seed={seed}", *overrides.split()]
     command = [sys.executable, "train.py", "--config", "configs/quickstart.yaml", *settings]
-    subprocess.run(command, cwd=_ROOT, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     validation = [line["auc"] for line in lines if line["kind"] == "evaluation"]
     summary = json.loads((folder / name / "summary.json").read_text())
@@ -65,11 +67,11 @@ def main() -> None:
         for split in (1, 2, 3):
             prepare = ["data/prepare.py", "movielens", "--source", "recbole", "--seed", str(split)]
             command = [sys.executable, *prepare, "--output", f"{folder}/data-{split}"]
-            subprocess.run(command, cwd=_ROOT, check=True, capture_output=True)
+            subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
         cases = [(split, seed, "") for split, seed in product((1, 2, 3), repeat=2)]
         cases += [(number, number, variant) for variant in VARIANTS[1:] for number in (1, 2, 3)]
         runs = list(pool.map(lambda case: run(folder, *case), cases))
-    options.output.write_text(json.dumps(runs, indent=1) + "\n")
+    write_results(options.output, runs)
 
 
 if __name__ == "__main__":

@@ -22,14 +22,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.environment import ROOT
+from benchmarks.common.results import write_results
 from dlrm_fused.config import load_config
-
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 def launch(gpus: int, script: list[str], arguments: list[str]) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
-    process = subprocess.run([*command, *script, *arguments], cwd=_ROOT, capture_output=True, text=True)
+    process = subprocess.run([*command, *script, *arguments], cwd=ROOT, capture_output=True, text=True)
     if process.returncode:
         raise SystemExit(f"{' '.join(script)} failed:\n{process.stdout[-2000:]}\n{process.stderr[-6000:]}")
     return process.stdout
@@ -103,7 +103,7 @@ def main() -> None:
         "trainer_over_bare_resident": trainer / medians["bare_resident"],
         "rounds": rounds,
     }
-    options.output.write_text(json.dumps(result, indent=2) + "\n")
+    write_results(options.output, result)
     print(f"{'':<34}{'M samples/s':>12}{'trainer / it':>14}")
     print(f"{'trainer, logging + checkpoint':<34}{trainer / 1e6:>12.3f}{'':>14}")
     for key, rate in medians.items():
