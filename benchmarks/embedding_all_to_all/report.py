@@ -1,7 +1,4 @@
-"""Table and picture of the embedding benchmark.
-
-python -m benchmarks.embedding_all_to_all.report results.json --plot plot.png
-"""
+"""Table and picture of the embedding benchmark: benchmarks/common/report.py shows it."""
 
 from __future__ import annotations
 
@@ -10,10 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.harness import geometric_mean
-from benchmarks.common.report_command import show_report
-
-Result = Mapping[str, Any]
+from benchmarks.common.report import Result, draw_mean, figure, mean, picture, summarize_groups, worst
 
 STAGES = {
     "forward": "forward",
@@ -23,7 +17,6 @@ STAGES = {
 }
 # The overlap is judged in cells whose fused time exceeds this.
 _LONG_CELL_MICROSECONDS = 100.0
-_WORST_CELLS = 3
 _COLOURS = {"faster": "tab:blue", "slower": "tab:red", "failed": "black"}
 
 
@@ -33,36 +26,21 @@ def of_stage(cells: Sequence[Result], stage: str) -> list[Result]:
 
 def summarize(cells: Sequence[Result]) -> dict[str, dict[str, Any]]:
     """By stage: geometric means (None of no cells) and worst cells of those that passed, and the names of those that failed."""
-    summary: dict[str, dict[str, Any]] = {}
-    for stage in STAGES:
-        own = of_stage(cells, stage)
-        passed = [cell for cell in own if cell["passed"]]
+
+    def figures(_: str, passed: Sequence[Result]) -> dict[str, Any]:
         long_cells = [cell for cell in passed if cell["fused_us"] > _LONG_CELL_MICROSECONDS]
-        if own:
-            worst = sorted(passed, key=lambda cell: cell["ratio"], reverse=True)[:_WORST_CELLS]
-            summary[stage] = {
-                "cells": len(own),
-                "failed": [cell["name"] for cell in own if not cell["passed"]],
-                "ratio": _mean(passed, "ratio"),
-                "ratio_to_defaults": _mean(passed, "ratio_to_defaults"),
-                "ratio_to_copy": _mean(passed, "ratio_to_copy"),
-                "slower_than_baseline": sum(cell["ratio"] >= 1 for cell in passed),
-                "worst": [{"name": cell["name"], "ratio": cell["ratio"]} for cell in worst],
-                "fused_over_floor": _mean(passed, "fused_over_floor"),
-                "overlap": _mean(long_cells, "overlap"),
-                "overlap_of_stores": _mean(long_cells, "overlap_of_stores"),
-                "overlap_cells": len(long_cells),
-            }
-    return summary
+        return {
+            "ratio_to_defaults": mean(passed, "ratio_to_defaults"),
+            "ratio_to_copy": mean(passed, "ratio_to_copy"),
+            "slower_than_baseline": sum(cell["ratio"] >= 1 for cell in passed),
+            "worst": worst(passed),
+            "fused_over_floor": mean(passed, "fused_over_floor"),
+            "overlap": mean(long_cells, "overlap"),
+            "overlap_of_stores": mean(long_cells, "overlap_of_stores"),
+            "overlap_cells": len(long_cells),
+        }
 
-
-def _mean(cells: Sequence[Result], key: str) -> float | None:
-    values = [cell[key] for cell in cells if cell[key] is not None]
-    return geometric_mean(values) if values else None
-
-
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+    return summarize_groups(cells, "stage", list(STAGES), figures)
 
 
 _HEADER = (
@@ -90,10 +68,10 @@ def table(report: Mapping[str, Any]) -> str:
         lines += ["", f"{STAGES[stage]} (us)", _HEADER, *(line(cell) for cell in of_stage(cells, stage))]
         lines += [
             f"geometric means of {figures['cells'] - len(figures['failed'])} cells: "
-            f"fused / baseline {_figure(figures['ratio'])}, fused / baseline of TorchRec's defaults "
-            f"{_figure(figures['ratio_to_defaults'])}, fused / TBE+copy {_figure(figures['ratio_to_copy'])}, "
-            f"fused / floor {_figure(figures['fused_over_floor'])}",
-            f"overlap {_figure(figures['overlap'])} (against the speed of stores {_figure(figures['overlap_of_stores'])}): "
+            f"fused / baseline {figure(figures['ratio'])}, fused / baseline of TorchRec's defaults "
+            f"{figure(figures['ratio_to_defaults'])}, fused / TBE+copy {figure(figures['ratio_to_copy'])}, "
+            f"fused / floor {figure(figures['fused_over_floor'])}",
+            f"overlap {figure(figures['overlap'])} (against the speed of stores {figure(figures['overlap_of_stores'])}): "
             f"geometric mean of the {figures['overlap_cells']} cells above {_LONG_CELL_MICROSECONDS:.0f} us",
         ]
         lines += [f"worst: {cell['ratio']:.3f} {cell['name']}" for cell in figures["worst"]]
@@ -105,11 +83,6 @@ def table(report: Mapping[str, Any]) -> str:
 
 def plot(report: Mapping[str, Any], output: Path) -> None:
     """Fused / baseline of every cell, by stage, worst on top; cells that lose are red, failed ones black."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # no display is needed
-    import matplotlib.pyplot as plt
-
     cells = report["cells"]
     summary = summarize(cells)
     stages = list(summary)
@@ -117,35 +90,20 @@ def plot(report: Mapping[str, Any], output: Path) -> None:
         1.2 + 0.17 * max(summary[stage]["cells"] for stage in pair)
         for pair in (stages[i : i + 2] for i in range(0, len(stages), 2))
     ]
-    figure, axes = plt.subplots(
-        len(heights),
-        min(2, len(stages)),
-        figsize=(7 * min(2, len(stages)), 0.5 + sum(heights)),
-        height_ratios=heights,
-        layout="constrained",
-        squeeze=False,
-    )
-    for unused in axes.flat[len(stages) :]:
-        unused.set_visible(False)
-    for axis, (stage, figures) in zip(axes.flat, summary.items(), strict=False):
-        own = sorted(of_stage(cells, stage), key=lambda cell: cell["ratio"] if cell["passed"] else math.inf)
-        ratios = [cell["ratio"] if cell["passed"] else 1.0 for cell in own]
-        kinds = ["failed" if not cell["passed"] else "slower" if cell["ratio"] >= 1 else "faster" for cell in own]
-        places = range(len(own))
-        axis.barh(places, ratios, color=[_COLOURS[kind] for kind in kinds], height=0.7)
-        axis.set_yticks(places, [cell["name"].removeprefix("row-wise ") for cell in own], fontsize=6, family="monospace")
-        axis.set_ylim(-0.6, len(own) - 0.4)
-        axis.axvline(1.0, color="black", linewidth=1)
-        if figures["ratio"] is not None:
-            axis.axvline(figures["ratio"], color="tab:green", linestyle="--", label=f"geometric mean {figures['ratio']:.2f}")
-            axis.legend(loc="lower right", fontsize=8)
-        axis.set_xlabel("time of fused / time of FBGEMM + NCCL (TorchRec)")
-        axis.set_title(STAGES[stage], fontsize=10)
-        axis.grid(axis="x", alpha=0.3)
-    ranks = report["machine"]["ranks"]
-    figure.suptitle(f"{len(ranks)} x {ranks[0]}, commit {report['commit']}", fontsize=10)
-    figure.savefig(output, dpi=110)
-
-
-if __name__ == "__main__":
-    show_report(__doc__, table, plot)
+    columns = min(2, len(stages))
+    size = (7 * columns, 0.5 + sum(heights))
+    with picture(report, output, len(heights), columns, figsize=size, height_ratios=heights) as axes:
+        for unused in axes.flat[len(stages) :]:
+            unused.set_visible(False)
+        for axis, (stage, figures) in zip(axes.flat, summary.items(), strict=False):
+            own = sorted(of_stage(cells, stage), key=lambda cell: cell["ratio"] if cell["passed"] else math.inf)
+            ratios = [cell["ratio"] if cell["passed"] else 1.0 for cell in own]
+            kinds = ["failed" if not cell["passed"] else "slower" if cell["ratio"] >= 1 else "faster" for cell in own]
+            places = range(len(own))
+            axis.barh(places, ratios, color=[_COLOURS[kind] for kind in kinds], height=0.7)
+            axis.set_yticks(places, [cell["name"].removeprefix("row-wise ") for cell in own], fontsize=6, family="monospace")
+            axis.set_ylim(-0.6, len(own) - 0.4)
+            draw_mean(axis, figures["ratio"])
+            axis.set_xlabel("time of fused / time of FBGEMM + NCCL (TorchRec)")
+            axis.set_title(STAGES[stage], fontsize=10)
+            axis.grid(axis="x", alpha=0.3)

@@ -1,7 +1,4 @@
-"""Table and picture of the GEMM + All-to-All benchmark.
-
-python -m benchmarks.gemm_all_to_all.report results.json --plot plot.png
-"""
+"""Table and picture of the GEMM + All-to-All benchmark: benchmarks/common/report.py shows it."""
 
 from __future__ import annotations
 
@@ -10,10 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.harness import geometric_mean
-from benchmarks.common.report_command import show_report
-
-Result = Mapping[str, Any]
+from benchmarks.common.report import Result, draw_mean, figure, mean, picture, summarize_groups, worst
 
 
 @dataclass(frozen=True)
@@ -37,7 +31,6 @@ STAGES = {
     "layer_forward": Stage("expert layer, forward", "fused / unfused", ("fused", "baseline")),
     "layer_training": Stage("expert layer, forward + backward", "fused / unfused", ("fused", "baseline")),
 }
-_WORST_CELLS = 3
 _NAME_WIDTH = 38
 
 
@@ -47,31 +40,17 @@ def of_stage(cells: Sequence[Result], stage: str) -> list[Result]:
 
 def summarize(cells: Sequence[Result]) -> dict[str, dict[str, Any]]:
     """By stage: geometric means (None of no cells) and worst cells of those that passed, and the names of those that failed."""
-    summary: dict[str, dict[str, Any]] = {}
-    for stage in STAGES:
-        own = of_stage(cells, stage)
-        passed = [cell for cell in own if cell["passed"]]
-        if own:
-            worst = sorted(passed, key=lambda cell: cell["ratio"], reverse=True)[:_WORST_CELLS]
-            summary[stage] = {
-                "cells": len(own),
-                "failed": [cell["name"] for cell in own if not cell["passed"]],
-                "ratio": _mean(passed, "ratio"),
-                "slower": sum(cell["ratio"] >= 1 for cell in passed),
-                "worst": [{"name": cell["name"], "ratio": cell["ratio"]} for cell in worst],
-                "over_floor": _mean(passed, "over_floor"),
-            }
-            if stage == "op":
-                summary[stage]["overlap"] = _mean(passed, "overlap")
-    return summary
 
+    def figures(stage: str, passed: Sequence[Result]) -> dict[str, Any]:
+        overlap = {"overlap": mean(passed, "overlap")} if stage == "op" else {}
+        return {
+            "slower": sum(cell["ratio"] >= 1 for cell in passed),
+            "worst": worst(passed),
+            "over_floor": mean(passed, "over_floor"),
+            **overlap,
+        }
 
-def _mean(cells: Sequence[Result], key: str) -> float | None:
-    return geometric_mean([cell[key] for cell in cells]) if cells else None
-
-
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+    return summarize_groups(cells, "stage", list(STAGES), figures)
 
 
 def header(stage: str) -> str:
@@ -98,9 +77,9 @@ def table(report: Mapping[str, Any]) -> str:
     cells, lines = report["cells"], []
     for stage, figures in summarize(cells).items():
         lines += ["", f"{STAGES[stage].title} (us)", header(stage), *(line(cell) for cell in of_stage(cells, stage))]
-        means = f"{STAGES[stage].ratio} {_figure(figures['ratio'])}, over floor {_figure(figures['over_floor'])}"
+        means = f"{STAGES[stage].ratio} {figure(figures['ratio'])}, over floor {figure(figures['over_floor'])}"
         if stage == "op":
-            means += f", over the longer of cuBLAS and links {_figure(figures['overlap'])}"
+            means += f", over the longer of cuBLAS and links {figure(figures['overlap'])}"
         lines.append(f"geometric means of {figures['cells'] - len(figures['failed'])} cells: {means}")
         lines += [f"worst: {cell['ratio']:.3f} {cell['name']}" for cell in figures["worst"]]
         lines.append(f"slower: {figures['slower']}; failed: {len(figures['failed'])}")
@@ -111,32 +90,15 @@ def table(report: Mapping[str, Any]) -> str:
 
 def plot(report: Mapping[str, Any], output: Path) -> None:
     """The ratio of every cell, by stage, in the order of the cells; cells that failed are left out."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # no display is needed
-    import matplotlib.pyplot as plt
-
     summary = summarize(report["cells"])
     rows = max(len(of_stage(report["cells"], stage)) for stage in summary)
-    figure, axes = plt.subplots(
-        1, len(summary), figsize=(6.5 * len(summary), 1.5 + 0.2 * rows), layout="constrained", squeeze=False
-    )
-    for axis, (stage, figures) in zip(axes.flat, summary.items(), strict=True):
-        passed = [cell for cell in of_stage(report["cells"], stage) if cell["passed"]][::-1]
-        colours = ["tab:red" if cell["ratio"] >= 1 else "tab:blue" for cell in passed]
-        axis.barh(range(len(passed)), [cell["ratio"] for cell in passed], color=colours, height=0.7)
-        axis.set_yticks(range(len(passed)), [cell["name"] for cell in passed], fontsize=7, family="monospace")
-        axis.axvline(1.0, color="black", linewidth=1)
-        if figures["ratio"] is not None:
-            axis.axvline(figures["ratio"], color="tab:green", linestyle="--", label=f"geometric mean {figures['ratio']:.2f}")
-            axis.legend(loc="lower right", fontsize=8)
-        axis.set_xlabel(f"time of {STAGES[stage].ratio}")
-        axis.set_title(STAGES[stage].title, fontsize=10)
-        axis.grid(axis="x", alpha=0.3)
-    ranks = report["machine"]["ranks"]
-    figure.suptitle(f"{len(ranks)} x {ranks[0]}, {report['dtype']}, commit {report['commit']}", fontsize=10)
-    figure.savefig(output, dpi=110)
-
-
-if __name__ == "__main__":
-    show_report(__doc__, table, plot)
+    with picture(report, output, 1, len(summary), figsize=(6.5 * len(summary), 1.5 + 0.2 * rows)) as axes:
+        for axis, (stage, figures) in zip(axes.flat, summary.items(), strict=True):
+            passed = [cell for cell in of_stage(report["cells"], stage) if cell["passed"]][::-1]
+            colours = ["tab:red" if cell["ratio"] >= 1 else "tab:blue" for cell in passed]
+            axis.barh(range(len(passed)), [cell["ratio"] for cell in passed], color=colours, height=0.7)
+            axis.set_yticks(range(len(passed)), [cell["name"] for cell in passed], fontsize=7, family="monospace")
+            draw_mean(axis, figures["ratio"])
+            axis.set_xlabel(f"time of {STAGES[stage].ratio}")
+            axis.set_title(STAGES[stage].title, fontsize=10)
+            axis.grid(axis="x", alpha=0.3)

@@ -1,7 +1,4 @@
-"""Table and picture of the GEMV + AllReduce benchmark.
-
-python -m benchmarks.gemv_all_reduce.report results.json --plot plot.png
-"""
+"""Table and picture of the GEMV + AllReduce benchmark: benchmarks/common/report.py shows it."""
 
 from __future__ import annotations
 
@@ -9,57 +6,31 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.harness import geometric_mean
-from benchmarks.common.report_command import show_report
-
-Result = Mapping[str, Any]
+from benchmarks.common.report import Result, figure, mean, picture, summarize_groups, worst
 
 SIZES = {"small": "GEMV + AllReduce, CUDA graphs", "large": "GEMM + AllReduce"}
 # The all-reduces over torch's symmetric memory.
 RIVALS = ("one_shot", "two_shot")
 # As in the scoring of few candidates.
 FEW_ROWS = 16
-_WORST_CELLS = 3
 _COLUMNS = ("fused", "nccl", *RIVALS, "gemm")
 _HEADER = f"{'cell':<18}" + "".join(f"{name:>10}" for name in _COLUMNS) + f"{'floor':>9}{'/nccl':>8}{'/symm':>8}{'/floor':>8}"
 
 
 def summarize(cells: Sequence[Result]) -> dict[str, dict[str, Any]]:
     """By size: geometric means (None of no cells) and worst cells of those that passed, and the names of those that failed."""
-    summary: dict[str, dict[str, Any]] = {}
-    for size in SIZES:
-        own = [cell for cell in cells if cell["size"] == size]
-        passed = [cell for cell in own if cell["passed"]]
-        if own:
-            summary[size] = {
-                "cells": len(own),
-                "failed": [cell["name"] for cell in own if not cell["passed"]],
-                "ratio": _mean(passed, "ratio"),
-                "ratio_of_few_rows": _mean([cell for cell in passed if cell["m"] <= FEW_ROWS], "ratio"),
-                "ratio_to_symmetric": _mean(passed, "ratio_to_symmetric"),
-                "fused_over_floor": _mean(passed, "fused_over_floor"),
-                "slower_than_nccl": sum(cell["ratio"] >= 1 for cell in passed),
-                "worst": _worst(passed, "ratio"),
-                "worst_to_symmetric": _worst(passed, "ratio_to_symmetric"),
-            }
-    return summary
 
+    def figures(_: str, passed: Sequence[Result]) -> dict[str, Any]:
+        return {
+            "ratio_of_few_rows": mean([cell for cell in passed if cell["m"] <= FEW_ROWS], "ratio"),
+            "ratio_to_symmetric": mean(passed, "ratio_to_symmetric"),
+            "fused_over_floor": mean(passed, "fused_over_floor"),
+            "slower_than_nccl": sum(cell["ratio"] >= 1 for cell in passed),
+            "worst": worst(passed),
+            "worst_to_symmetric": worst(passed, "ratio_to_symmetric"),
+        }
 
-def _mean(cells: Sequence[Result], key: str) -> float | None:
-    values = [cell[key] for cell in cells if cell[key] is not None]
-    return geometric_mean(values) if values else None
-
-
-def _worst(cells: Sequence[Result], key: str) -> list[dict[str, Any]]:
-    known = [cell for cell in cells if cell[key] is not None]
-    return [
-        {"name": cell["name"], key: cell[key]}
-        for cell in sorted(known, key=lambda cell: cell[key], reverse=True)[:_WORST_CELLS]
-    ]
-
-
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+    return summarize_groups(cells, "size", list(SIZES), figures)
 
 
 def line(cell: Result) -> str:
@@ -67,7 +38,7 @@ def line(cell: Result) -> str:
     if "error" in cell:
         return f"{cell['name']:<18}FAILED {cell['error']}"
     times = "".join(f"{cell['us'][name]:>10.1f}" if name in cell["us"] else f"{'-':>10}" for name in _COLUMNS)
-    ratios = f"{cell['ratio']:>8.3f}{_figure(cell['ratio_to_symmetric']):>8}{cell['fused_over_floor']:>8.2f}"
+    ratios = f"{cell['ratio']:>8.3f}{figure(cell['ratio_to_symmetric']):>8}{cell['fused_over_floor']:>8.2f}"
     text = f"{cell['name']:<18}{times}{cell['floor_us']:>9.1f}{ratios}"
     if cell["passed"]:
         return text
@@ -80,11 +51,11 @@ def table(report: Mapping[str, Any]) -> str:
     cells, lines = report["cells"], []
     for size, figures in summarize(cells).items():
         lines += ["", f"{SIZES[size]} (us)", _HEADER, *(line(cell) for cell in cells if cell["size"] == size)]
-        few_rows = f"{_figure(figures['ratio_of_few_rows'])} for m <= {FEW_ROWS}, " if size == "small" else ""
+        few_rows = f"{figure(figures['ratio_of_few_rows'])} for m <= {FEW_ROWS}, " if size == "small" else ""
         lines += [
             f"geometric means of {figures['cells'] - len(figures['failed'])} cells: fused / (cuBLAS + NCCL) {few_rows}"
-            f"{_figure(figures['ratio'])} of all; fused / best of {' and '.join(RIVALS)} "
-            f"{_figure(figures['ratio_to_symmetric'])}; fused / floor {_figure(figures['fused_over_floor'])}",
+            f"{figure(figures['ratio'])} of all; fused / best of {' and '.join(RIVALS)} "
+            f"{figure(figures['ratio_to_symmetric'])}; fused / floor {figure(figures['fused_over_floor'])}",
         ]
         for key, rival in (("ratio", "cuBLAS + NCCL"), ("ratio_to_symmetric", "symmetric memory")):
             worst = figures["worst" if key == "ratio" else f"worst_{key.removeprefix('ratio_')}"]
@@ -98,34 +69,22 @@ def table(report: Mapping[str, Any]) -> str:
 
 def plot(report: Mapping[str, Any], output: Path) -> None:
     """Fused / (cuBLAS + NCCL) over m, a line for each (N, K); failed cells are left out."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # no display is needed
-    import matplotlib.pyplot as plt
-
     summary = summarize(report["cells"])
-    figure, axes = plt.subplots(1, len(summary), figsize=(6.5 * len(summary), 5), layout="constrained", squeeze=False)
-    for axis, (size, figures) in zip(axes.flat, summary.items(), strict=True):
-        passed = [cell for cell in report["cells"] if cell["size"] == size and cell["passed"]]
-        for n, k in dict.fromkeys((cell["n"], cell["k"]) for cell in passed):
-            own = [cell for cell in passed if (cell["n"], cell["k"]) == (n, k)]
-            axis.plot([cell["m"] for cell in own], [cell["ratio"] for cell in own], marker="o", label=f"{n} x {k}")
-        axis.axhline(1.0, color="black", linewidth=1)
-        if figures["ratio"] is not None:
-            axis.axhline(figures["ratio"], color="gray", linestyle="--", label=f"geometric mean {figures['ratio']:.2f}")
-            axis.legend(title="N x K", fontsize=8)
-        rows = sorted({cell["m"] for cell in passed})
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(rows, [str(m) for m in rows])
-        axis.set_ylim(bottom=0)
-        axis.set_xlabel("m, rows of x")
-        axis.set_ylabel("time of fused / time of cuBLAS + NCCL")
-        axis.set_title(SIZES[size], fontsize=10)
-        axis.grid(alpha=0.3)
-    ranks = report["machine"]["ranks"]
-    figure.suptitle(f"{len(ranks)} x {ranks[0]}, {report['dtype']}, commit {report['commit']}", fontsize=10)
-    figure.savefig(output, dpi=110)
-
-
-if __name__ == "__main__":
-    show_report(__doc__, table, plot)
+    with picture(report, output, 1, len(summary), figsize=(6.5 * len(summary), 5)) as axes:
+        for axis, (size, figures) in zip(axes.flat, summary.items(), strict=True):
+            passed = [cell for cell in report["cells"] if cell["size"] == size and cell["passed"]]
+            for n, k in dict.fromkeys((cell["n"], cell["k"]) for cell in passed):
+                own = [cell for cell in passed if (cell["n"], cell["k"]) == (n, k)]
+                axis.plot([cell["m"] for cell in own], [cell["ratio"] for cell in own], marker="o", label=f"{n} x {k}")
+            axis.axhline(1.0, color="black", linewidth=1)
+            if figures["ratio"] is not None:
+                axis.axhline(figures["ratio"], color="gray", linestyle="--", label=f"geometric mean {figures['ratio']:.2f}")
+                axis.legend(title="N x K", fontsize=8)
+            rows = sorted({cell["m"] for cell in passed})
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(rows, [str(m) for m in rows])
+            axis.set_ylim(bottom=0)
+            axis.set_xlabel("m, rows of x")
+            axis.set_ylabel("time of fused / time of cuBLAS + NCCL")
+            axis.set_title(SIZES[size], fontsize=10)
+            axis.grid(alpha=0.3)
