@@ -34,6 +34,7 @@ from torch import Tensor
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.embedding_all_to_all.pooled import checked_plan, send_gradient
+from dlrm_fused.ops.embedding_all_to_all.prefetch_sort import sorted_lookups
 from dlrm_fused.ops.embedding_all_to_all.reduce import Output, finish_staged
 from dlrm_fused.ops.embedding_all_to_all.scatter import TRITON_DTYPES, scatter_tiles, to_wire
 from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables
@@ -284,11 +285,12 @@ torch.library.define(
     "(Tensor anchor, Tensor[] weights, Tensor[] indices, Tensor[] offsets, Tensor[] per_sample_weights, int[] batch_sizes, "
     "int handle) -> Tensor",
 )
-# Returns the gradients of the anchor and of the per-sample weights; updates the tables of the workspace.
+# Returns the gradients of the anchor and of the per-sample weights; updates the tables of the workspace. `prefetched_sort` is a
+# PrefetchedSort.handle, or 0.
 torch.library.define(
     "dlrm_fused::embedding_all_to_all_backward",
-    "(Tensor gradient, Tensor[] indices, Tensor[] offsets, Tensor[] per_sample_weights, int[] batch_sizes, int handle) "
-    "-> Tensor[]",
+    "(Tensor gradient, Tensor[] indices, Tensor[] offsets, Tensor[] per_sample_weights, int[] batch_sizes, int handle, "
+    "int prefetched_sort=0) -> Tensor[]",
 )
 
 
@@ -483,9 +485,10 @@ def _backward(
     per_sample_weights: list[Tensor],
     batch_sizes: list[int],
     handle: int,
+    prefetched_sort: int = 0,
 ) -> list[Tensor]:
     workspace = EmbeddingWorkspace.of(handle)
-    ordered = [workspace.sorted_lookups.take(workspace.tables[i], indices[i], offsets[i]) for i in range(len(indices))]
+    ordered = sorted_lookups(prefetched_sort, workspace.tables, indices, offsets)
     received = send_gradient(workspace, workspace.plan(batch_sizes), gradient)
     weight_gradients = []
     for i, tables in enumerate(workspace.tables):
@@ -496,10 +499,11 @@ def _backward(
             )
         elif per_sample_weights:
             weight_gradients.append(torch.empty(0, device=workspace.device))
-        if tables.optimizer is not None:
+        order = ordered[i]
+        if order is not None:
             # Gradients that a peer has failed to send must not reach the tables.
             apply_gradients(
-                tables, ordered[i], received[i], indices[i], offsets[i], weights, workspace.gradient_scale,
+                tables, order, received[i], indices[i], offsets[i], weights, workspace.gradient_scale,
                 cancelled=workspace.backward_channel.fault,
             )  # fmt: skip
     return [torch.empty(0, device=workspace.device), *weight_gradients]
@@ -527,25 +531,28 @@ def _fake_backward(
     per_sample_weights: list[Tensor],
     batch_sizes: list[int],
     handle: int,
+    prefetched_sort: int = 0,
 ) -> list[Tensor]:
     return [gradient.new_empty(0), *(torch.empty_like(weights) for weights in per_sample_weights)]
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, _, indices, offsets, per_sample_weights, ctx.batch_sizes, ctx.handle = inputs
-    ctx.lookups, ctx.is_weighted = len(indices), bool(per_sample_weights)
+    ctx.lookups = len(indices)
     ctx.save_for_backward(*indices, *offsets, *per_sample_weights)
     # A compiler traces with tensors without memory.
-    if type(output) is Tensor:
-        EmbeddingWorkspace.of(ctx.handle).prefetch_sort(indices, offsets)
+    is_traced = type(output) is not Tensor
+    ctx.prefetched_sort = None if is_traced else EmbeddingWorkspace.of(ctx.handle).prefetch_sort(indices, offsets)
 
 
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     count = ctx.lookups
     saved = list(ctx.saved_tensors)
     indices, offsets, per_sample_weights = saved[:count], saved[count : 2 * count], saved[2 * count :]
+    # Its memory is needed no longer than for one backward pass.
+    prefetched, ctx.prefetched_sort = ctx.prefetched_sort, None
     anchor, *weight_gradients = torch.ops.dlrm_fused.embedding_all_to_all_backward(
-        gradient, indices, offsets, per_sample_weights, ctx.batch_sizes, ctx.handle
+        gradient, indices, offsets, per_sample_weights, ctx.batch_sizes, ctx.handle, prefetched.handle if prefetched else 0
     )
     nothing = [None] * count
     return anchor, nothing, nothing, nothing, weight_gradients, None, None

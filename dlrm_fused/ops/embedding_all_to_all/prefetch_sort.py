@@ -1,8 +1,10 @@
-"""Sorting a lookup's indices beside the forward pass, since the update of the tables needs the order but no gradient."""
+"""Sorting lookups beside the forward pass: the update of the tables needs the order of their rows, but no gradient for it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,53 +12,63 @@ from torch import Tensor
 from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables
 from dlrm_fused.ops.embedding_all_to_all.update import SortedLookup, sort_lookup
 
-# Forward passes whose backward pass is still to come; sorts beyond them are made when they are needed.
-_KEPT = 16
+# Operators of PyTorch take numbers, not objects.
+_handles = itertools.count(1)
+_prefetched: weakref.WeakValueDictionary[int, PrefetchedSort] = weakref.WeakValueDictionary()
 
 
-@dataclass(frozen=True)
-class _Pending:
-    order: SortedLookup
-    done: torch.cuda.Event | None
+class PrefetchedSort:
+    """The sorted lookups of one forward pass. Its autograd graph owns them, so they cannot be taken for those of another.
 
+    Attributes:
+        handle: a number, at least 1, by which the backward operator names them.
+        tables: as given.
+    """
 
-class PrefetchedSorts:
-    """Sorted lookups that a backward pass will ask for."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._pending: dict[tuple[int, int, int], _Pending] = {}
-
-    def start(self, tables: LocalTables, indices: Tensor, offsets: Tensor) -> None:
-        """Sort on a stream of its own, after what the current stream has been given."""
-        while len(self._pending) >= _KEPT:
-            self._pending.pop(next(iter(self._pending)))
-        key = _key(indices, offsets)
-        if self._stream is None:
-            self._pending[key] = _Pending(sort_lookup(tables, indices, offsets), None)
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(indices.device))
-        with torch.cuda.stream(self._stream):
-            order = sort_lookup(tables, indices, offsets)
-            done = torch.cuda.Event()
-            done.record()
-        for tensor in (indices, offsets):
-            tensor.record_stream(self._stream)
-        self._pending[key] = _Pending(order, done)
-
-    def take(self, tables: LocalTables, indices: Tensor, offsets: Tensor) -> SortedLookup:
-        """The order of these indices, from :meth:`start` or made now, for the current stream."""
-        pending = self._pending.pop(_key(indices, offsets), None)
-        if pending is None:
-            return sort_lookup(tables, indices, offsets)
-        if pending.done is not None:
-            stream = torch.cuda.current_stream(indices.device)
-            stream.wait_event(pending.done)
-            for tensor in pending.order.tensors():
+    def __init__(
+        self,
+        tables: Sequence[LocalTables],
+        indices: Sequence[Tensor],
+        offsets: Sequence[Tensor],
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        """Sort on ``stream`` (None: on the CPU), after what the current stream has been given."""
+        self.tables = tables
+        self._stream = stream
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            self._lookups = _sort(tables, indices, offsets)
+        if stream is not None:
+            self._done = stream.record_event()
+            for tensor in (*indices, *offsets):
                 tensor.record_stream(stream)
-        return pending.order
+        self.handle = next(_handles)
+        _prefetched[self.handle] = self
+
+    def wait(self) -> list[SortedLookup | None]:
+        """The sorted lookups, for the current stream; None for tables without optimizer."""
+        if self._stream is not None:
+            stream = torch.cuda.current_stream(self._stream.device)
+            stream.wait_event(self._done)
+            for lookup in self._lookups:
+                for tensor in lookup.tensors() if lookup is not None else ():
+                    tensor.record_stream(stream)
+        return self._lookups
 
 
-def _key(indices: Tensor, offsets: Tensor) -> tuple[int, int, int]:
-    # The backward pass holds the tensors, so that no other has their address meanwhile.
-    return indices.data_ptr(), offsets.data_ptr(), indices.numel()
+def sorted_lookups(
+    handle: int, tables: Sequence[LocalTables], indices: Sequence[Tensor], offsets: Sequence[Tensor]
+) -> list[SortedLookup | None]:
+    """Those prefetched under this handle for these tables, or made now; None for tables without optimizer."""
+    prefetched = _prefetched.get(handle)
+    if prefetched is None or prefetched.tables is not tables:
+        return _sort(tables, indices, offsets)
+    return prefetched.wait()
+
+
+def _sort(tables: Sequence[LocalTables], indices: Sequence[Tensor], offsets: Sequence[Tensor]) -> list[SortedLookup | None]:
+    return [
+        sort_lookup(own, own_indices, own_offsets) if own.optimizer is not None else None
+        for own, own_indices, own_offsets in zip(tables, indices, offsets, strict=True)
+    ]

@@ -13,18 +13,16 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.workspace import Workspace
+from dlrm_fused.ops.embedding_all_to_all.prefetch_sort import PrefetchedSort
 from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables
 from dlrm_fused.symmetric import BlockPool, SymmetricGroup, SymmetricMemory
-
-if TYPE_CHECKING:
-    from dlrm_fused.ops.embedding_all_to_all.prefetch_sort import PrefetchedSorts
 
 WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT = 4096  # bytes: what a ready word can express
@@ -315,17 +313,12 @@ class EmbeddingWorkspace(Workspace):
         return feature_tables(tuple(itertools.accumulate(dims, initial=0))[:-1], dims, columns, self.device)
 
     @cached_property
-    def sorted_lookups(self) -> PrefetchedSorts:
-        """What :meth:`prefetch_sort` has begun."""
-        from dlrm_fused.ops.embedding_all_to_all.prefetch_sort import PrefetchedSorts
+    def _sort_stream(self) -> torch.cuda.Stream | None:
+        return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
-        return PrefetchedSorts(self.device)
-
-    def prefetch_sort(self, indices: Sequence[Tensor], offsets: Sequence[Tensor]) -> None:
+    def prefetch_sort(self, indices: Sequence[Tensor], offsets: Sequence[Tensor]) -> PrefetchedSort:
         """Begin to sort the indices of this rank's lookups, for the backward pass."""
-        for tables, own_indices, own_offsets in zip(self.tables, indices, offsets, strict=True):
-            if tables.optimizer is not None:
-                self.sorted_lookups.start(tables, own_indices, own_offsets)
+        return PrefetchedSort(self.tables, indices, offsets, self._sort_stream)
 
     def plan(self, batch_sizes: Sequence[int]) -> BatchPlan:
         """What depends on the batch sizes of all ranks.

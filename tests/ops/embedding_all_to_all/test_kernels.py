@@ -144,17 +144,17 @@ def use_in_kernels(name: str, function: object) -> None:
 
 
 def reuse_blocks_that_are_held() -> None:
-    take = BlockPool.take
+    receive = BlockPool.receive
 
-    def take_and_forget(self: BlockPool, shape, dtype):  # type: ignore[no-untyped-def]
-        block = take(self, shape, dtype)
-        if block is None:
-            return None
-        # The tensor for the caller does not hold the lease, as with double buffering.
-        memory = self.memory.local[self.offset_of(block) :]
-        return memory[: block.numel() * block.element_size()].view(dtype).view(tuple(shape))
+    def receive_and_forget(self: BlockPool, shape, dtype):  # type: ignore[no-untyped-def]
+        block = receive(self, shape, dtype)
+        if not block.numel():
+            return block
+        # The same memory in a tensor that does not hold the lease, as with double buffering.
+        memory = self.memory.local[self.offset_of(block) :][: block.numel() * block.element_size()]
+        return torch.from_numpy(memory.numpy()).view(dtype).view(tuple(shape))
 
-    BlockPool.take = take_and_forget  # type: ignore[method-assign]
+    BlockPool.receive = receive_and_forget  # type: ignore[method-assign]
 
 
 MUTANTS: dict[str, Callable[[], None]] = {
