@@ -13,7 +13,7 @@ from typing import Any
 # By old module, by old name, the new place, as module:name.
 MOVED = {
     "dlrm_fused.online": {
-        "CutTables": "dlrm_fused.serving.online:ShardedTables",
+        "CutTables": "dlrm_fused.serving.tables:ShardedTables",
         "Candidates": "dlrm_fused:Candidates",
         "History": "dlrm_fused.serving.online:History",
         "OnlineScorer": "dlrm_fused:OnlineScorer",

@@ -1,0 +1,1 @@
+"""Online scoring: candidates against histories that are kept. See docs/online.md."""

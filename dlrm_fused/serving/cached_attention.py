@@ -47,7 +47,7 @@ def reference(projected: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return torch.einsum("mhn,hnd->mhd", shares[..., :-1], values) + shares[..., -1:] * own_values
 
 
-def cached_attention(projected: Tensor, cache: Tensor, layer: int, most_keys: int) -> Tensor:
+def cached_attention(projected: Tensor, cache: Tensor, layer: int, max_keys: int) -> Tensor:
     """Like :func:`reference`, by kernels that read on the device where the history's keys and values are.
 
     Args:
@@ -55,13 +55,13 @@ def cached_attention(projected: Tensor, cache: Tensor, layer: int, most_keys: in
         cache: int64 [2] on the device: the address of a contiguous tensor [layers, 2, heads, n, d_head] of keys and values,
             of ``projected``'s dtype and device, and n, which may be 0.
         layer: whose keys and values are taken.
-        most_keys: the largest n there will be; it decides how many programs share a head.
+        max_keys: the largest n there will be; it decides how many programs share a head.
 
     Returns:
         [m, heads, d_head].
     """
     rows, heads, _, d_head = projected.shape
-    splits = min(triton.next_power_of_2(triton.cdiv(most_keys, _KEYS)), max(1, triton.next_power_of_2(_PROGRAMS // heads)))
+    splits = min(triton.next_power_of_2(triton.cdiv(max_keys, _KEYS)), max(1, triton.next_power_of_2(_PROGRAMS // heads)))
     parts = torch.empty(splits, heads, rows, d_head, dtype=torch.float32, device=projected.device)
     weights = torch.empty(splits, heads, rows, dtype=torch.float32, device=projected.device)
     result = torch.empty(rows, heads, d_head, dtype=projected.dtype, device=projected.device)

@@ -4,8 +4,8 @@
     history = scorer.encode(interactions)  # keep it for as long as the user has no new interaction
     probabilities = scorer.score(history, candidates)
 
-The Transformer's weights are cut over tensor-parallel ranks, the embedding tables by rows. All ranks must make the same calls
-with the same inputs, and get the same results; a server may take requests at rank 0 and broadcast them.
+The Transformer's weights are sharded over tensor-parallel ranks, the embedding tables by rows. All ranks must make the same
+calls with the same inputs, and get the same results; a server may take requests at rank 0 and broadcast them.
 
 Of a candidate, only what depends on it is computed: m rows go through the layers, each attends to the history's kept keys and
 values and to its own. Every layer has two row-parallel products, and so has the input: the ranks look up the rows that they
@@ -16,17 +16,14 @@ that of its probabilities back; there is one for each number of candidates that 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 from torchrec.models.dlrm import DenseArch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -36,130 +33,10 @@ from dlrm_fused.models.tensor_parallel import group_size
 from dlrm_fused.models.transformer import HistoryTransformer, TransformerOverArch
 from dlrm_fused.ops.gemv_all_reduce.op import gemv_all_reduce
 from dlrm_fused.serving.cached_attention import cached_attention, reference
+from dlrm_fused.serving.tables import ShardedTables
 from dlrm_fused.symmetric.device import uses_kernels
 
 MAX_CANDIDATES = 64
-
-
-class ShardedTables:
-    """All embedding tables, one below the other, cut by rows over the ranks of a group.
-
-    Args:
-        features: rows of each feature's table, by the feature's name.
-        dim: D, of all tables.
-        group: the ranks; None for this rank alone.
-
-    Attributes:
-        rows: [local rows + 1, D], this rank's rows; the last is zero, for ids whose rows others hold.
-    """
-
-    def __init__(
-        self, features: Mapping[str, int], dim: int, group: ProcessGroup | None, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        ranks, rank = group_size(group), 0 if group is None else group.rank()
-        total = sum(features.values())
-        self._first, end = total * rank // ranks, total * (rank + 1) // ranks
-        self.features, self.dim = dict(features), dim
-        self.rows = torch.zeros(end - self._first + 1, dim, dtype=dtype, device=device)
-        starts = np.cumsum([0, *features.values()])[:-1]
-        self._starts = dict(zip(features, starts.tolist(), strict=True))
-        self._layouts: dict[tuple[tuple[str, ...], tuple[str, ...]], _Layout] = {}
-
-    def pieces(self) -> dict[str, tuple[int, Tensor]]:
-        """By feature, the first row of its table that this rank holds, and a view [n, D] of the rows, to be filled."""
-        pieces = {}
-        last = self._first + len(self.rows) - 1
-        for feature, rows in self.features.items():
-            start = self._starts[feature]
-            begin, end = max(self._first, start), min(last, start + rows)
-            if begin < end:
-                pieces[feature] = (begin - start, self.rows[begin - self._first : end - self._first])
-        return pieces
-
-    def load(self, tables: Mapping[str, Tensor]) -> None:
-        """Take this rank's rows of some whole tables, [rows, D] by feature."""
-        pieces = self.pieces()
-        for feature in tables.keys() & pieces.keys():
-            first, piece = pieces[feature]
-            piece.copy_(tables[feature][first : first + len(piece)])
-
-    def local_rows(self, ids: KeyedJaggedTensor, features: Sequence[str], width: int) -> NDArray[np.int64]:
-        """Where in :attr:`rows` the rows of the ids are.
-
-        Args:
-            ids: on the CPU.
-            features: its keys, in the order of the result.
-            width: the most ids of a bag.
-
-        Returns:
-            [bags of a key, features, width]; unused places point to the zero row.
-
-        Raises:
-            UsageError: for other features, ids outside their tables, bags too long, or if they are not on the CPU.
-        """
-        if ids.values().device.type != "cpu":
-            raise UsageError(
-                f"the request's ids are on {ids.values().device}; needed: on the CPU, from where they are looked up"
-            )
-        layout = self._layout(tuple(ids.keys()), tuple(features))
-        lengths = ids.lengths().numpy().reshape(len(layout.sizes), -1)
-        values, zero_row = ids.values().numpy().astype(np.int64), len(self.rows) - 1
-        # Arrays over all keys: a request is to take microseconds.
-        if len(values) == lengths.size and lengths.min(initial=1) == 1:
-            values = values.reshape(lengths.shape)
-            starts, sizes = layout.starts[:, None], layout.sizes[:, None]
-        else:
-            if lengths.max(initial=0) > width:
-                raise UsageError(f"a bag of {lengths.max()} ids; the scorer was made for ids_per_bag={width} at most")
-            ids_of_key = lengths.sum(axis=1)
-            starts, sizes = np.repeat(layout.starts, ids_of_key), np.repeat(layout.sizes, ids_of_key)
-        outside = values.view(np.uint64) >= sizes  # as negative ones are
-        if outside.any():
-            raise UsageError(self._outside(ids))
-        local = values + starts
-        local[local.view(np.uint64) > zero_row] = zero_row  # another rank's
-        if local.ndim == 2 and width == 1:
-            return local[layout.order].T[:, :, None]
-        result = np.full((*lengths.shape, width), zero_row, dtype=np.int64)
-        result[np.arange(width) < lengths[:, :, None]] = local.reshape(-1)
-        return result[layout.order].swapaxes(0, 1)
-
-    def _layout(self, keys: tuple[str, ...], features: tuple[str, ...]) -> _Layout:
-        """What requests with such keys have in common."""
-        if (keys, features) not in self._layouts:
-            if sorted(keys) != sorted(features):
-                raise UsageError(f"the request has features {', '.join(keys) or 'none'}; the model takes {', '.join(features)}")
-            starts = [self._starts[key] - self._first for key in keys]
-            sizes = [self.features[key] for key in keys]
-            order = [keys.index(feature) for feature in features]
-            self._layouts[keys, features] = _Layout(
-                np.array(starts, np.int64), np.array(sizes, np.uint64), np.array(order, np.int64)
-            )
-        return self._layouts[keys, features]
-
-    def _outside(self, ids: KeyedJaggedTensor) -> str:
-        """What is wrong about ids of which one is outside its table."""
-        for feature in ids.keys():  # noqa: SIM118 - no dictionary
-            of_feature = ids[feature].values()
-            if len(of_feature):
-                low, high = int(of_feature.min()), int(of_feature.max())
-                if low < 0 or high >= self.features[feature]:
-                    return f"feature {feature}: ids from {low} to {high}; its table has rows 0 to {self.features[feature] - 1}"
-        raise AssertionError("no id is outside its table")
-
-
-class _Layout(NamedTuple):
-    """Of the keys of a request.
-
-    Attributes:
-        starts: int64, by key, where its table begins, counted from the first row of this rank.
-        sizes: uint64, by key, rows of its table.
-        order: int64, by feature, its key.
-    """
-
-    starts: NDArray[np.int64]
-    sizes: NDArray[np.uint64]
-    order: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -211,7 +88,7 @@ class OnlineScorer:
 
     Args:
         transformer: with all other modules and the tables on one device, in one dtype. The workspace of its product, if there
-        is one, must have room for 64 rows, and for as many columns as all sample features have together.
+            is one, must have room for 64 rows, and for as many columns as all sample features have together.
         tables: of all token and sample features.
         token_features, sparse_features: their names, in the order in which the model was trained on them.
         ids_per_bag: the most ids of a bag.

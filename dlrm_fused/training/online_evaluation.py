@@ -23,7 +23,8 @@ from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.models.dlrm import build_transformer
 from dlrm_fused.models.row_parallel import fused_product
-from dlrm_fused.serving.online import MAX_CANDIDATES, Candidates, OnlineScorer, ShardedTables
+from dlrm_fused.serving.online import MAX_CANDIDATES, Candidates, OnlineScorer
+from dlrm_fused.serving.tables import ShardedTables
 from dlrm_fused.sharding.groups import ModelParallelGroups, tensor_parallel_groups
 from dlrm_fused.training.build import build
 from dlrm_fused.training.checkpoint import LocalShards, State, of_dense, restore_model, restore_tensors

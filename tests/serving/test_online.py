@@ -22,7 +22,8 @@ from dlrm_fused.errors import ConfigError, UsageError
 from dlrm_fused.models.tensor_parallel import RowParallelProduct
 from dlrm_fused.models.transformer import HistoryTransformer, TransformerDLRM
 from dlrm_fused.ops.gemv_all_reduce.op import GemvWorkspace
-from dlrm_fused.serving.online import MAX_CANDIDATES, Candidates, History, OnlineScorer, ShardedTables
+from dlrm_fused.serving.online import MAX_CANDIDATES, Candidates, History, OnlineScorer
+from dlrm_fused.serving.tables import ShardedTables
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.online_evaluation import score_run_online
 from dlrm_fused.training.runtime import ErrorStore, Rank, choose_device, process_group
@@ -108,11 +109,11 @@ def make_scorer(
     dtype: torch.dtype = torch.float32,
     max_rows: int = MAX_CANDIDATES,
 ) -> OnlineScorer:
-    exchange = None
+    workspace = None
     if fused:
         memory = symmetric_group(group, device)
-        exchange = GemvWorkspace(memory, name="online", max_columns=16, dtype=dtype, max_rows=max_rows)
-    model = full_model(RowParallelProduct(group, exchange))
+        workspace = GemvWorkspace(memory, name="online", max_columns=16, dtype=dtype, max_rows=max_rows)
+    model = full_model(RowParallelProduct(group, workspace))
     sparse = model.sparse_arch
     cut = ShardedTables(ROWS, DIM, group, dtype, device)
     for collection in (sparse.embedding_bag_collection, sparse.token_embedding_bag_collection):
@@ -197,15 +198,15 @@ def test_wrong_uses_are_refused_on_every_rank() -> None:
     assert run_ranks(2, with_scorer, False, torch.float32, wrong_uses) == [expected, expected]
 
 
-def small_exchange() -> str:
+def small_workspace() -> str:
     with process_group(Rank.from_environment(), torch.device("cpu")), pytest.raises(UsageError) as raised:
         make_scorer(dist.group.WORLD, True, torch.device("cpu"), max_rows=MAX_CANDIDATES - 1)
     return str(raised.value)
 
 
-def test_an_exchange_without_room_for_64_candidates_is_refused() -> None:
-    message = "exchange online: max_rows=63; online scoring needs 64"
-    assert run_ranks(2, small_exchange) == [message, message]
+def test_a_workspace_without_room_for_64_candidates_is_refused() -> None:
+    message = "workspace online: max_rows=63; online scoring needs 64"
+    assert run_ranks(2, small_workspace) == [message, message]
 
 
 # eval.py --online
