@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from dlrm_fused.config import Config
-from dlrm_fused.errors import CommunicationError, UsageError
-from dlrm_fused.models import choice, expert_parallel
-from dlrm_fused.models.expert_parallel import choose_computations
+from dlrm_fused.models import expert_parallel
+from dlrm_fused.models.expert_parallel import ExpertComputation, choose_computations
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import evaluate, losses, metrics, run_ranks, small_config, summary, train
+from tests.distributed.without_symmetric_memory import choose_without_symmetric_memory
 
 HALF, STEPS = 20, 40
 SETTINGS = [
@@ -113,25 +111,13 @@ def test_a_run_of_two_ranks_is_evaluated_on_one_and_goes_on_with_four(tmp_path, 
     assert_same_run(run, alone["transformer"])
 
 
-def refuse_memory(*_: object) -> NoReturn:
-    raise CommunicationError("no peer access")
-
-
-def computations_without_shared_memory(config: Config) -> tuple[bool, str]:
-    """Whether the computations are those of comm=baseline, and what is said with comm_strict=true."""
-    choice.symmetric_group = refuse_memory
-    device = torch.device("cpu")
-    with process_group(Rank.from_environment(), device):
-        group = dist.group.WORLD
-        computations = choose_computations(config, group, 2, 16, 1, device)
-        with pytest.raises(UsageError) as refused:
-            choose_computations(replace(config, comm_strict=True), group, 2, 16, 1, device)
-    return [(c.group is group, c.workspace) for c in computations] == [(True, None)] * 2, str(refused.value)
+def computations(config: Config, group: dist.ProcessGroup, device: torch.device) -> list[ExpertComputation]:
+    return choose_computations(config, group, 2, 16, 1, device)
 
 
 def test_experts_of_ranks_without_shared_memory_run_as_with_baseline_unless_strict(tmp_path):
     config = small_config(tmp_path, *SETTINGS, "comm=fused")
-    for is_baseline, message in run_ranks(2, computations_without_shared_memory, config):
+    for is_baseline, message in run_ranks(2, choose_without_symmetric_memory, computations, config):
         assert is_baseline
         assert message == "comm_strict=true: experts without fused communication: no peer access"
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from dlrm_fused.config import Config
-from dlrm_fused.errors import CommunicationError, UsageError
-from dlrm_fused.models import choice
 from dlrm_fused.models.row_parallel import choose_product
-from dlrm_fused.training.runtime import Rank, process_group
+from dlrm_fused.models.tensor_parallel import RowParallelProduct
 from tests.distributed.launch import evaluate, losses, run_ranks, small_config, summary, train
+from tests.distributed.without_symmetric_memory import choose_without_symmetric_memory
 
 HALF, STEPS = 20, 40
 # Rounding is not amplified: SGD has no division by small sums. Its momentum is a state with the shape of the parameter.
@@ -94,24 +91,12 @@ def test_a_run_goes_on_with_another_tensor_parallel_size(tmp_path, alone, before
     assert_same_run(run, alone)
 
 
-def refuse_memory(*_: object) -> NoReturn:
-    raise CommunicationError("no peer access")
-
-
-def product_without_shared_memory(config: Config) -> tuple[bool, str]:
-    """Whether the product is that of comm=baseline, and what is said with comm_strict=true."""
-    choice.symmetric_group = refuse_memory
-    device = torch.device("cpu")
-    with process_group(Rank.from_environment(), device):
-        group = dist.group.WORLD
-        product = choose_product(config, group, 7, device)
-        with pytest.raises(UsageError) as refused:
-            choose_product(replace(config, comm_strict=True), group, 7, device)
-    return product.group is group and product.workspace is None, str(refused.value)
+def product(config: Config, group: dist.ProcessGroup, device: torch.device) -> RowParallelProduct:
+    return choose_product(config, group, 7, device)
 
 
 def test_layers_of_ranks_without_shared_memory_run_as_with_baseline_unless_strict(tmp_path):
     config = small_config(tmp_path, *SETTINGS, "comm=fused")
-    for is_baseline, message in run_ranks(2, product_without_shared_memory, config):
+    for is_baseline, message in run_ranks(2, choose_without_symmetric_memory, product, config):
         assert is_baseline
         assert message == "comm_strict=true: tensor-parallel layers without fused communication: no peer access"

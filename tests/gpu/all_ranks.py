@@ -16,8 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dlrm_fused.ops.gemm_all_to_all import tuning as gemm_tuning
 from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
+from tests.distributed.launch import run_ranks
+from tests.ops.gemm_all_to_all.cases import SMALL_TILES
 
 T = TypeVar("T")
 Check = Callable[[SymmetricGroup], Any]
@@ -34,8 +37,37 @@ MARKS = [
 ]
 
 
-def failures_of(checks: Mapping[str, Check]) -> dict[str, str]:
+def checked_on_all_ranks(
+    checks: Mapping[str, Check], prepare: Callable[[], None] | None = None
+) -> tuple[Callable[..., Any], Callable[..., None]]:
+    """What a file of checks consists of: a fixture ``failures`` that runs them all, and a test for each.
+
+    Args:
+        prepare: runs first, on every rank.
+    """
+
+    @pytest.fixture(scope="module")
+    def failures() -> list[dict[str, str]]:
+        """By rank."""
+        return run_ranks(RANKS, failures_of, checks, prepare)
+
+    @pytest.mark.parametrize("name", checks)
+    def test_on_all_ranks(name: str, failures: list[dict[str, str]]) -> None:
+        assert [own.get(name, "") for own in failures] == [""] * RANKS
+
+    return failures, test_on_all_ranks
+
+
+def small_tiles_without_gpus() -> None:
+    """Several tiles also of the small matrices with which the interpreter is patient."""
+    if not ON_GPU:
+        gemm_tuning.override(SMALL_TILES)
+
+
+def failures_of(checks: Mapping[str, Check], prepare: Callable[[], None] | None = None) -> dict[str, str]:
     """On a rank: what went wrong, by check; nothing if all is well."""
+    if prepare is not None:
+        prepare()
     rank = Rank.from_environment()
     device = torch.device("cuda", rank.index) if ON_GPU else torch.device("cpu")
     if ON_GPU:

@@ -22,8 +22,7 @@ from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
 from dlrm_fused.symmetric import SymmetricGroup
-from tests.distributed.launch import run_ranks
-from tests.gpu.all_ranks import MARKS, ON_GPU, RANKS, captured, delay, failures_of
+from tests.gpu.all_ranks import MARKS, ON_GPU, captured, checked_on_all_ranks, delay
 from tests.ops.embedding_all_to_all import test_op
 from tests.ops.embedding_all_to_all.world import Features, Result, Traffic, World, _Batch, _difference, run_epochs
 
@@ -231,12 +230,4 @@ CHECKS: dict[str, Callable[[SymmetricGroup], Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def failures() -> list[dict[str, str]]:
-    """By rank."""
-    return run_ranks(RANKS, failures_of, CHECKS)
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_all_ranks(name: str, failures: list[dict[str, str]]) -> None:
-    assert [own.get(name, "") for own in failures] == [""] * RANKS
+failures, test_on_all_ranks = checked_on_all_ranks(CHECKS)

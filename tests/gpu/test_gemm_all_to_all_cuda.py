@@ -21,9 +21,16 @@ from dlrm_fused.ops.gemm_all_to_all import tuning as gemm_tuning
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups
 from dlrm_fused.ops.gemm_all_to_all.op import FP8, GemmWorkspace, Routes, gemm_all_to_all, reference, routed_gemm_all_to_all
 from dlrm_fused.symmetric import SymmetricGroup
-from tests.distributed.launch import run_ranks
-from tests.gpu.all_ranks import HALF, MARKS, ON_GPU, RANKS, captured, delay, failures_of, synchronize
-from tests.ops.gemm_all_to_all.cases import SMALL_TILES
+from tests.gpu.all_ranks import (
+    HALF,
+    MARKS,
+    ON_GPU,
+    captured,
+    checked_on_all_ranks,
+    delay,
+    small_tiles_without_gpus,
+    synchronize,
+)
 
 pytestmark = MARKS
 TIMEOUT_SECONDS = 20.0
@@ -251,18 +258,4 @@ if ON_GPU:
     }
 
 
-def run_checks() -> dict[str, str]:
-    if not ON_GPU:
-        gemm_tuning.override(SMALL_TILES)
-    return failures_of(CHECKS)
-
-
-@pytest.fixture(scope="module")
-def failures() -> list[dict[str, str]]:
-    """By rank."""
-    return run_ranks(RANKS, run_checks)
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_all_ranks(name: str, failures: list[dict[str, str]]) -> None:
-    assert [own.get(name, "") for own in failures] == [""] * RANKS
+failures, test_on_all_ranks = checked_on_all_ranks(CHECKS, small_tiles_without_gpus)

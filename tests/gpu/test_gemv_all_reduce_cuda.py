@@ -21,8 +21,7 @@ from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.ops.gemv_all_reduce import tuning as gemv_tuning
 from dlrm_fused.ops.gemv_all_reduce.op import GemvWorkspace, gemv_all_reduce, reference
 from dlrm_fused.symmetric import SymmetricGroup
-from tests.distributed.launch import run_ranks
-from tests.gpu.all_ranks import HALF, MARKS, ON_GPU, RANKS, captured, delay, failures_of, synchronize
+from tests.gpu.all_ranks import HALF, MARKS, ON_GPU, RANKS, captured, checked_on_all_ranks, delay, synchronize
 
 pytestmark = MARKS
 TIMEOUT_SECONDS = 20.0
@@ -215,16 +214,4 @@ if ON_GPU:
     CHECKS["another device is refused"] = partial(refused, change=Tensor.cpu, culprit="on cpu")
 
 
-def run_checks() -> dict[str, str]:
-    return failures_of(CHECKS)
-
-
-@pytest.fixture(scope="module")
-def failures() -> list[dict[str, str]]:
-    """By rank."""
-    return run_ranks(RANKS, run_checks)
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_all_ranks(name: str, failures: list[dict[str, str]]) -> None:
-    assert [own.get(name, "") for own in failures] == [""] * RANKS
+failures, test_on_all_ranks = checked_on_all_ranks(CHECKS)

@@ -14,37 +14,25 @@ from dlrm_fused.config import Config, ExpertsConfig
 from dlrm_fused.models.expert_parallel import choose_computations
 from dlrm_fused.models.moe import MixtureOfExperts
 from dlrm_fused.training.runtime import Rank, choose_device, process_group
-from tests.distributed.launch import losses, run_ranks, small_config
-from tests.gpu.test_training_cuda import gpu_counts, train
+from tests.distributed.launch import run_ranks, small_config
+from tests.gpu.training_runs import WITHOUT_AMPLIFIED_ROUNDING, check_losses_of_groups, gpu_counts
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
 
-# As in tests/distributed/test_moe_training.py: rounding is not amplified.
 SETTINGS = [
     "model.kind=dcnv2",
     "model.top_mlp=[128,64,1]",
     "model.experts.count=16",
     "model.experts.hidden=256",
-    "embedding.optimizer.kind=sgd",
-    "embedding.optimizer.learning_rate=1.0",
-    "training.dense_optimizer.kind=sgd",
-    "training.dense_optimizer.learning_rate=0.1",
-    "training.global_batch_size=256",
-    "training.max_steps=50",
-    "evaluation.global_batch_size=512",
+    *WITHOUT_AMPLIFIED_ROUNDING,
 ]
 
 
 def test_losses_do_not_depend_on_expert_parallelism_and_comm(tmp_path: Path) -> None:
-    reference = losses(train(tmp_path / "one", 1, *SETTINGS))
-    gpus = gpu_counts()[-1]
-    for size in gpu_counts():
-        for comm in ("baseline", "fused"):
-            run = train(tmp_path / f"{comm}_{size}", gpus, *SETTINGS, f"model.experts.parallel={size}", f"comm={comm}")
-            assert losses(run) == pytest.approx(reference, rel=1e-4), (size, comm)
+    check_losses_of_groups(tmp_path, SETTINGS, "model.experts.parallel")
 
 
 @contextmanager

@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.distributed.launch import losses, summary
+from tests.gpu.training_runs import gpu_counts, train
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-
-SETTINGS = [
-    "checkpoint.every_steps=0",
-    "evaluation.every_steps=0",
-    "telemetry.log_every_steps=1",
-    "embedding.sharding=table_wise",
-    "data.synthetic.test_samples=8192",
-    "training.max_steps=100",
-]
-
-
-def gpu_counts() -> list[int]:
-    return [count for count in (1, 2, 4) if count <= torch.cuda.device_count()]
-
-
-def train(folder: Path, gpus: int, *overrides: str) -> Path:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}", "train.py"]
-    arguments = ["--config", "configs/synthetic.yaml", f"output_dir={folder}", *SETTINGS, *overrides]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return folder / "synthetic"
 
 
 def test_the_first_losses_are_the_same_on_any_number_of_gpus_and_with_any_plan(tmp_path: Path) -> None:

@@ -8,37 +8,25 @@ import pytest
 import torch
 
 from tests.distributed.launch import losses
-from tests.gpu.test_training_cuda import gpu_counts, train
+from tests.gpu.training_runs import WITHOUT_AMPLIFIED_ROUNDING, check_losses_of_groups, gpu_counts, train
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
 
-# As in tests/distributed/test_transformer_training.py: rounding is not amplified.
 SETTINGS = [
     "model.kind=transformer",
     "model.d_model=256",
     "model.heads=4",
     "data.synthetic.history_length=30",
     "data.synthetic.history_items=2000",
-    "embedding.optimizer.kind=sgd",
-    "embedding.optimizer.learning_rate=1.0",
-    "training.dense_optimizer.kind=sgd",
-    "training.dense_optimizer.learning_rate=0.1",
-    "training.global_batch_size=256",
-    "training.max_steps=50",
-    "evaluation.global_batch_size=512",
+    *WITHOUT_AMPLIFIED_ROUNDING,
 ]
 
 
 def test_losses_do_not_depend_on_tensor_parallelism_and_comm(tmp_path: Path) -> None:
-    reference = losses(train(tmp_path / "one", 1, *SETTINGS))
-    gpus = gpu_counts()[-1]
-    for size in gpu_counts():
-        for comm in ("baseline", "fused"):
-            run = train(tmp_path / f"{comm}_{size}", gpus, *SETTINGS, f"model.tensor_parallel={size}", f"comm={comm}")
-            assert losses(run) == pytest.approx(reference, rel=1e-4), (size, comm)
+    check_losses_of_groups(tmp_path, SETTINGS, "model.tensor_parallel")
 
 
 def test_a_run_goes_on_with_another_tensor_parallel_size(tmp_path: Path) -> None:
