@@ -30,7 +30,7 @@ LONG_DELAY_EVERY, LONG_DELAY = 200, 50
 REPLAYS_OF_A_LOOK = 1_000
 
 
-class Exchange(Protocol):
+class Workspace(Protocol):
     """Of any operator."""
 
     def raise_fault(self) -> None: ...
@@ -47,7 +47,7 @@ class Work(abc.ABC):
 
     in_graph = True
 
-    def __init__(self, world: World, workspace: Exchange, name: str) -> None:
+    def __init__(self, world: World, workspace: Workspace, name: str) -> None:
         self.world, self.workspace, self.name = world, workspace, name
         self.differing = torch.zeros((), dtype=torch.int64, device=world.device)
         self.first: list[Tensor] = []

@@ -28,7 +28,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +38,7 @@ from torch import Tensor
 from torchrec.distributed.comm_ops import get_gradient_division, set_use_sync_collectives
 from torchrec.distributed.dist_data import PooledEmbeddingsAllToAll, PooledEmbeddingsReduceScatter
 
+from benchmarks.common.benchmark_command import benchmark_parser
 from benchmarks.common.harness import (
     Ceilings,
     Report,
@@ -64,7 +64,7 @@ LEARNING_RATE, EPSILON = 0.01, 1e-8
 SEED = 20
 # Lookups that take turns, so that the L2 cache does not hold what is looked up.
 LOOKUPS = 3
-EXCHANGE_TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 60.0
 # Outputs of a captured pass are never given back: memory for those of two graphs is kept for cells with small outputs only.
 GRAPH_MICROSECONDS, GRAPH_OUTPUT_BYTES = 50.0, 16e6
 SAMPLED_ROWS, UNTOUCHED_ROWS = 1 << 20, 1 << 16
@@ -161,7 +161,7 @@ def baseline(world: World, cell: Cell, tables: Tables) -> Forward:
 _numbers = itertools.count()
 
 
-def new_exchange(world: World, cell: Cell, *, held_outputs: int) -> EmbeddingWorkspace:
+def new_workspace(world: World, cell: Cell, *, held_outputs: int) -> EmbeddingWorkspace:
     """Collective."""
     dims = (cell.dim,) * cell.tables
     lookups = []
@@ -174,7 +174,7 @@ def new_exchange(world: World, cell: Cell, *, held_outputs: int) -> EmbeddingWor
         ExchangeLayout(tuple(lookups), cell.columns(world.size)),
         name=f"benchmark {next(_numbers)}",
         gradient_scale=1 / world.size if get_gradient_division() else 1.0,
-        timeout_seconds=EXCHANGE_TIMEOUT_SECONDS,
+        timeout_seconds=TIMEOUT_SECONDS,
         held_outputs=held_outputs,
     )
 
@@ -210,7 +210,7 @@ class CellRun:
         # A machine without kernels has one way only.
         other = {"copy": copied, "fused": fused} if uses_kernels(world.device) else {"fused": copied}
         for name, candidate in other.items():
-            self.forwards[name] = candidate(world, cell, tables, new_exchange(world, cell, held_outputs=held_outputs))
+            self.forwards[name] = candidate(world, cell, tables, new_workspace(world, cell, held_outputs=held_outputs))
         self.forwards["lookup"] = lambda lookup: tables.tbe(lookup.indices, lookup.offsets)
 
     def pass_of(self, name: str, training: bool) -> Callable[[], None]:
@@ -455,13 +455,8 @@ def entry(cell: Cell, training: bool) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="JSON, written anew after every cell")
-    parser.add_argument("--cells", choices=list(CELLS), default="full")
+    parser = benchmark_parser(__doc__, CELLS, "full", 0.5)
     parser.add_argument("--stage", choices=["forward", "training", "row_wise", "all"], default="all")
-    parser.add_argument("--match", default="", help="only cells in whose name this regular expression is found")
-    parser.add_argument("--seconds-budget", type=float, help="no cell is begun later; the others are listed as not run")
-    parser.add_argument("--seconds-per-cell", type=float, default=0.5, help="of timing, for each stage of a cell")
     parser.add_argument(
         "--graphs", action="store_true", help=f"time cells below {GRAPH_MICROSECONDS:.0f} us as CUDA graphs, all candidates"
     )
@@ -471,7 +466,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=True,
         help="try FBGEMM's use_experimental_tbe for the baseline",
     )
-    parser.add_argument("--commit", help="for the report, where there is no git repository")
     options = parser.parse_args(arguments)
     with open_world() as world:
         if world.size not in (2, 4, 8):

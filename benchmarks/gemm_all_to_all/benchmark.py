@@ -27,12 +27,12 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.common.benchmark_command import benchmark_parser
 from benchmarks.common.harness import (
     Report,
     World,
@@ -43,7 +43,7 @@ from benchmarks.common.harness import (
     open_world,
 )
 from benchmarks.gemm_all_to_all.cells import DTYPE, LAYER_CELLS, LAYER_TOLERANCE, PRODUCT_CELLS, TOLERANCE, Layer, Product
-from benchmarks.gemm_all_to_all.products import SCHEDULES, FusedProduct, ProductAlone, ProductRun, new_exchange
+from benchmarks.gemm_all_to_all.products import SCHEDULES, FusedProduct, ProductAlone, ProductRun, new_workspace
 from benchmarks.gemm_all_to_all.report import line, summarize, table
 from benchmarks.moe.layers import LayerRun
 from dlrm_fused.ops.gemm_all_to_all.kernel import gemm
@@ -99,7 +99,7 @@ class Run:
 
     def compile_op(self, cells: Sequence[Product]) -> None:
         """The kernels of all cells, before the first is timed."""
-        workspace = new_exchange(self.world, "compilation", max(cell.m for cell in cells), max(cell.n for cell in cells))
+        workspace = new_workspace(self.world, "compilation", max(cell.m for cell in cells), max(cell.n for cell in cells))
 
         def call(cell: Product, schedule: str) -> None:
             gemm_all_to_all(workspace, *self.empty_operands(cell), schedule=schedule)
@@ -152,14 +152,8 @@ class Run:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="JSON, written anew after every cell")
-    parser.add_argument("--cells", choices=list(PRODUCT_CELLS), default="full")
+    parser = benchmark_parser(__doc__, PRODUCT_CELLS, "full", 0.3)
     parser.add_argument("--stage", choices=["op", "gemm", "layer", "all"], default="all")
-    parser.add_argument("--match", default="", help="only cells in whose name this regular expression is found")
-    parser.add_argument("--seconds-budget", type=float, help="no cell is begun later; the others are listed as not run")
-    parser.add_argument("--seconds-per-cell", type=float, default=0.3, help="of timing")
-    parser.add_argument("--commit", help="for the report, where there is no git repository")
     options = parser.parse_args(arguments)
     with open_world() as world:
         Run(world, options).work()

@@ -15,7 +15,7 @@ from benchmarks.gemm_all_to_all.cells import DTYPE, TOLERANCE, Product
 from dlrm_fused.ops.gemm_all_to_all.kernel import gemm
 from dlrm_fused.ops.gemm_all_to_all.op import GemmWorkspace, gemm_all_to_all, schedule_of
 
-EXCHANGE_TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 60.0
 SCHEDULES = ("kernel", "chunks")
 # Shorter calls are timed in CUDA graphs, so that launches do not count.
 GRAPH_MICROSECONDS = 50.0
@@ -111,7 +111,7 @@ class FusedProduct(ProductRun):
     def choose_contestants(self) -> dict[str, Multiply]:
         received = self.new_result()
         self.workspaces = [
-            new_exchange(self.world, f"benchmark {number}", self.cell.m, self.cell.n)
+            new_workspace(self.world, f"benchmark {number}", self.cell.m, self.cell.n)
             for number in range(-(-len(self.operands) // _HELD_RESULTS))
         ]
         self.schedule = schedule_of(self.workspaces[0], self.cell.m, self.cell.n, self.cell.k)
@@ -156,7 +156,7 @@ class FusedProduct(ProductRun):
         }
 
 
-def new_exchange(world: World, name: str, max_rows: int, max_columns: int) -> GemmWorkspace:
+def new_workspace(world: World, name: str, max_rows: int, max_columns: int) -> GemmWorkspace:
     """Collective."""
     return GemmWorkspace(
         world.symmetric,
@@ -164,7 +164,7 @@ def new_exchange(world: World, name: str, max_rows: int, max_columns: int) -> Ge
         max_rows=max_rows,
         max_columns=max_columns,
         dtype=DTYPE,
-        timeout_seconds=EXCHANGE_TIMEOUT_SECONDS,
+        timeout_seconds=TIMEOUT_SECONDS,
     )
 
 

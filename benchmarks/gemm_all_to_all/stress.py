@@ -27,9 +27,9 @@ from benchmarks.common import replays
 from benchmarks.common.harness import World, relative_error
 from benchmarks.common.replays import Replays, Work
 from benchmarks.gemm_all_to_all.cells import TOLERANCE, Layer, Product
-from benchmarks.gemm_all_to_all.products import SCHEDULES, new_exchange
+from benchmarks.gemm_all_to_all.products import SCHEDULES, new_workspace
 from benchmarks.moe.layers import LayerData, compared_with_baseline
-from benchmarks.moe.layers import new_exchange as new_expert_exchange
+from benchmarks.moe.layers import new_workspace as new_expert_workspace
 from dlrm_fused.models.expert_parallel import ExpertComputation
 from dlrm_fused.ops.gemm_all_to_all.op import GemmWorkspace, gemm_all_to_all
 from dlrm_fused.ops.moe.op import ExpertWorkspace
@@ -135,12 +135,12 @@ def make_replays(world: World, options: argparse.Namespace) -> Replays:
     size = TINY if options.tiny else FULL
     products = [replace(cell, m=cell.m * world.size) for cell in size.products]
     layers = [replace(cell, experts=cell.experts * world.size) for cell in size.layers]
-    workspace = new_exchange(world, "stress", max(cell.m for cell in products), max(cell.n for cell in products))
+    workspace = new_workspace(world, "stress", max(cell.m for cell in products), max(cell.n for cell in products))
     works: list[Work] = [
         ProductWork(world, workspace, cell, i + j) for i, cell in enumerate(products) for j in range(size.operands)
     ]
     for cell in layers:
-        expert_exchange = new_expert_exchange(world, cell, f"stress {cell.name}")
+        expert_exchange = new_expert_workspace(world, cell, f"stress {cell.name}")
         is_idle = cell is layers[-1] and world.rank == 1
         works += [LayerWork(world, expert_exchange, cell, j, 0 if is_idle else cell.tokens) for j in range(size.operands)]
     return Replays(world, works, size.delay, options.seed)

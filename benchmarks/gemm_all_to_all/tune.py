@@ -30,7 +30,7 @@ from torch import Tensor
 from benchmarks.common.harness import Report, World, compile_ahead, describe_run, geometric_mean, time_finalists
 from benchmarks.common.tune_command import run_tuner, tuner_parser
 from benchmarks.gemm_all_to_all.cells import DTYPE, PRODUCT_CELLS, Product
-from benchmarks.gemm_all_to_all.products import new_exchange
+from benchmarks.gemm_all_to_all.products import new_workspace
 from dlrm_fused.ops.gemm_all_to_all import tuning as gemm_tuning
 from dlrm_fused.ops.gemm_all_to_all.op import gemm_all_to_all
 from dlrm_fused.ops.gemm_all_to_all.tuning import Choice, Tiles
@@ -77,7 +77,7 @@ class Tuning:
         self.world, self.options = world, options
         self.cells = [cell for cell in PRODUCT_CELLS[options.cells]() if re.search(options.match, cell.name)]
         most_rows, most_columns = (max(size) for size in zip(*((cell.m, cell.n) for cell in self.cells), strict=True))
-        self.workspace = new_exchange(world, "tuning", most_rows, most_columns)
+        self.workspace = new_workspace(world, "tuning", most_rows, most_columns)
         head = describe_run(world, options.commit)
         self.report = Report(world, options.output, head, summarize=summarize, line=line, seconds_budget=options.seconds_budget)
 

@@ -26,7 +26,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 from torch.nn.functional import linear
 
+from benchmarks.common.benchmark_command import benchmark_parser
 from benchmarks.common.harness import (
     Ceilings,
     Report,
@@ -62,7 +62,7 @@ from benchmarks.gemv_all_reduce.cells import (
 from benchmarks.gemv_all_reduce.report import RIVALS, line, summarize, table
 from dlrm_fused.ops.gemv_all_reduce.op import GemvWorkspace, gemv_all_reduce
 
-EXCHANGE_TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 60.0
 # A graph makes at least so many calls, so that its launch does not count.
 CALLS_OF_A_GRAPH = 48
 
@@ -233,7 +233,7 @@ class Run:
             max_columns=max(cell.n for cell in cells),
             max_rows=max(cell.m for cell in cells),
             dtype=DTYPE,
-            timeout_seconds=EXCHANGE_TIMEOUT_SECONDS,
+            timeout_seconds=TIMEOUT_SECONDS,
         )
 
     def symmetric_buffer(self) -> Tensor:
@@ -285,14 +285,8 @@ class Run:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="JSON, written anew after every cell")
-    parser.add_argument("--cells", choices=list(CELLS), default="all")
+    parser = benchmark_parser(__doc__, CELLS, "all", 0.3)
     parser.add_argument("--m", type=int, nargs="+", help="only these numbers of rows")
-    parser.add_argument("--match", default="", help="only cells in whose name this regular expression is found")
-    parser.add_argument("--seconds-budget", type=float, help="no cell is begun later; the others are listed as not run")
-    parser.add_argument("--seconds-per-cell", type=float, default=0.3, help="of timing")
-    parser.add_argument("--commit", help="for the report, where there is no git repository")
     options = parser.parse_args(arguments)
     with open_world() as world:
         Run(world, options).work()

@@ -16,7 +16,7 @@ from dlrm_fused.models.expert_parallel import ExpertComputation
 from dlrm_fused.models.moe import Router
 from dlrm_fused.ops.moe.op import ExpertWorkspace
 
-EXCHANGE_TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 60.0
 # Where much cancels out, the errors of the baseline are a yardstick: it rounds in the same places.
 _ERROR_OVER_BASELINE = 2.0
 
@@ -78,7 +78,7 @@ def compared_with_baseline(world: World, data: LayerData, found: Mapping[str, Te
     return {"passed": passed, "errors": errors, "errors_of_baseline": of_baseline}
 
 
-def new_exchange(world: World, cell: Layer, name: str) -> ExpertWorkspace:
+def new_workspace(world: World, cell: Layer, name: str) -> ExpertWorkspace:
     """Collective."""
     return ExpertWorkspace(
         world.symmetric,
@@ -88,7 +88,7 @@ def new_exchange(world: World, cell: Layer, name: str) -> ExpertWorkspace:
         max_tokens=cell.tokens,
         width=cell.width,
         dtype=DTYPE,
-        timeout_seconds=EXCHANGE_TIMEOUT_SECONDS,
+        timeout_seconds=TIMEOUT_SECONDS,
     )
 
 
@@ -101,7 +101,7 @@ class LayerRun:
         """
         self.world, self.cell, self.seconds = world, cell, seconds
         self.data = LayerData(world, cell)
-        self.workspace = new_exchange(world, cell, cell.name)
+        self.workspace = new_workspace(world, cell, cell.name)
         self.fused, self.baseline = ExpertComputation(world.group, self.workspace), ExpertComputation(world.group)
 
     def compute(self, by: ExpertComputation, training: bool) -> None:
