@@ -1,4 +1,4 @@
-"""What a plan costs when pooled embeddings travel while others are still looked up: an estimator for TorchRec's planner.
+"""An estimator for TorchRec's planner: the cost of a plan whose pooled embeddings travel while others are still looked up.
 
 TorchRec adds the time of the lookup and that of its communication. On the fused path a shard's results leave as soon as they
 are pooled, so the longer of the two counts, forward as well as backward::
@@ -21,9 +21,9 @@ from dlrm_fused.sharding.support import TableSettings, reason_against
 
 
 class FusedPerfEstimator(EmbeddingPerfEstimator):
-    """TorchRec's estimate, with the communication of covered shards beside their lookup.
+    """TorchRec's estimate, with the communication of fused tables at the same time as their lookup.
 
-    On the CPU, where the fused path looks up first and delivers then, it is TorchRec's estimate.
+    On the CPU the fused path delivers when all lookups are done, so the estimate is TorchRec's there.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class FusedPerfEstimator(EmbeddingPerfEstimator):
         """Set ``perf`` of every shard of the options; further arguments are those of the TorchRec version."""
         super().estimate(sharding_options, *args, **kwargs)
         for option in sharding_options:
-            if self._overlaps and _is_covered(option):
+            if self._overlaps and _is_fused(option):
                 for shard in option.shards:
                     shard.perf = shard.perf and overlapped(shard.perf)
 
@@ -53,7 +53,7 @@ def overlapped(perf: Perf) -> Perf:
 def fused_enumerator(
     topology: Topology, batch_size: int, constraints: dict[str, ParameterConstraints] | None = None
 ) -> EmbeddingEnumerator:
-    """What TorchRec's planner takes as ``enumerator`` to plan for the fused path.
+    """The argument ``enumerator`` of TorchRec's planner, to plan for the fused path.
 
     Args:
         batch_size: samples of one rank.
@@ -66,6 +66,6 @@ def fused_enumerator(
     )
 
 
-def _is_covered(option: ShardingOption) -> bool:
+def _is_fused(option: ShardingOption) -> bool:
     # What the planner decides; the settings of the lookup are the same for all of its options.
     return reason_against(TableSettings(option.name, option.sharding_type, option.compute_kernel), uses_kernels=True) is None

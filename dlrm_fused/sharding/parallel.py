@@ -112,18 +112,18 @@ def table_paths(model: nn.Module) -> dict[str, str]:
 
 
 class _RowWiseOnCpu(EmbeddingBagCollectionSharder):
-    """On the CPU, too, offers the row-wise plans that TorchRec keeps for GPUs; they work."""
+    """Offers row-wise plans on the CPU, too: TorchRec keeps them for GPUs, but they work there."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         return list(super().sharding_types("cuda" if compute_device_type == "cpu" else compute_device_type))
 
 
 class Sharder(_RowWiseOnCpu):
-    """TorchRec's sharder."""
+    """TorchRec's sharder, for ``comm=baseline``."""
 
 
 class FusedSharder(_RowWiseOnCpu, FusedEmbeddingBagCollectionSharder):
-    """Ours."""
+    """The sharder of this package, for ``comm=fused`` and ``comm=auto``."""
 
 
 def make_sharder(

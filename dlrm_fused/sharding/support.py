@@ -31,7 +31,7 @@ _OF_OTHER_MEMORY = ("enforce_hbm", "prefetch_pipeline", "multipass_prefetch_conf
 _OF_CACHES = ("cache_algorithm", "cache_load_factor", "cache_sets", "cache_reserved_memory", "cache_precision")
 _OF_STATISTICS = ("record_cache_metrics", "gather_uvm_cache_stats", "stats_reporter_config")
 _OF_TORCHREC = ("use_one_tbe_per_table", "_batch_key")
-# Known ones that must be off: what they switch on is not in our kernels.
+# Known ones that must be off: our kernels have no such feature.
 _ARGUMENTS_OFF = ("weight_decay", "max_norm", "gradient_clipping", "optimizer_state_dtypes", "enable_raw_embedding_streaming")
 # What to do about the reasons that users meet most.
 _ADVICE = {
@@ -58,7 +58,7 @@ _KNOWN_ARGUMENTS = frozenset(
 
 @dataclass(frozen=True)
 class TableSettings:
-    """What the rules look at.
+    """The settings of a table that decide whether it can be fused.
 
     Attributes:
         sharding_type: TorchRec's name, such as ``row_wise``.

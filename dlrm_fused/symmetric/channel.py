@@ -29,8 +29,8 @@ from typing import NoReturn
 import numpy as np
 import torch
 from torch import Tensor
-from triton._C.libtriton import interpreter as _host_atomics
 
+from dlrm_fused.compat.triton import host_atomics
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.symmetric.device import channel_args, polls_per_second
 from dlrm_fused.symmetric.memory import SymmetricGroup
@@ -315,21 +315,21 @@ _ONE = np.ones(1, dtype=bool)
 
 
 def _store_release(address: int, value: int) -> None:
-    _host_atomics.atomic_rmw(
-        _host_atomics.RMW_OP.XCHG,
+    host_atomics.atomic_rmw(
+        host_atomics.RMW_OP.XCHG,
         np.array([address], dtype=np.uint64),
         np.array([value], dtype=np.int64),
         _ONE,
-        _host_atomics.MEM_SEMANTIC.RELEASE,
+        host_atomics.MEM_SEMANTIC.RELEASE,
     )
 
 
 def _load_acquire(address: int) -> int:
-    before = _host_atomics.atomic_rmw(
-        _host_atomics.RMW_OP.ADD,
+    before = host_atomics.atomic_rmw(
+        host_atomics.RMW_OP.ADD,
         np.array([address], dtype=np.uint64),
         np.zeros(1, dtype=np.int64),
         _ONE,
-        _host_atomics.MEM_SEMANTIC.ACQUIRE,
+        host_atomics.MEM_SEMANTIC.ACQUIRE,
     )
     return int(before[0])

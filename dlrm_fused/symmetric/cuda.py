@@ -6,11 +6,12 @@ flags are ours (torch's signal pads must return to zero and collide between grou
 
 from __future__ import annotations
 
-import torch
-import torch.distributed._symmetric_memory as symm_mem
-from torch import Tensor
-from torch._C._distributed_c10d import _SymmetricMemory
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from dlrm_fused.compat.torch import empty_symmetric, rendezvous, symmetric_memory_backend
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.symmetric.memory import SymmetricGroup, SymmetricMemory, readable
 
@@ -33,7 +34,7 @@ class CudaGroup(SymmetricGroup):
                     f"ranks {gpus.index(gpu)} and {rank} use the same GPU ({gpu}); give each rank one of its own: "
                     'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'
                 )
-        backend = symm_mem.get_backend(self.device)
+        backend = symmetric_memory_backend(self.device)
         if backend not in (None, "CUDA"):
             raise UsageError(
                 f"torch's symmetric memory is set to the backend {backend}; set TORCH_SYMMMEM=CUDA, or leave it unset"
@@ -64,9 +65,9 @@ class CudaGroup(SymmetricGroup):
             (local,) = allocated
             group = self.process_group
             assert group is not None
-            handles: list[_SymmetricMemory] = []
+            handles: list[Any] = []
             # Ends when all ranks have mapped all, and all memory is zero.
-            self.gather(lambda: handles.append(symm_mem.rendezvous(local, group)))
+            self.gather(lambda: handles.append(rendezvous(local, group)))
             (handle,) = handles
             blocks = [
                 local if rank == self.rank else handle.get_buffer(rank, (size,), torch.uint8) for rank in range(self.world_size)
@@ -77,9 +78,7 @@ class CudaGroup(SymmetricGroup):
         return SymmetricMemory(name, blocks, self.rank, resources=handle)
 
     def _zeros(self, size: int) -> Tensor:
-        # Not symm_mem.empty: it may return a part of a larger allocation, from a pool, and the handle's addresses are those of
-        # the allocation.
-        block = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, self.device)
+        block = empty_symmetric(size, self.device)
         block.zero_()
         torch.cuda.synchronize(self.device)
         return block

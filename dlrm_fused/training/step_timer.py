@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 PARTS = ("data_wait", "input_dist", "embedding", "dense_forward", "backward", "optimizer")
-# Parts in which the host waits and the device has nothing to do with it.
+# Parts timed by the host's clock: the host waits for data, and the device takes no part in that.
 _HOST_PARTS = frozenset({"data_wait"})
 
 

@@ -19,7 +19,7 @@ from dlrm_fused.training.runtime.watchdog import flush
 
 logger = logging.getLogger("dlrm_fused")
 _LONGEST_MESSAGE = 2000
-# Failures of the operating system that a user can mend: the message names the file.
+# Errors of the operating system that a user can mend; they are reported in one line with the name of the file.
 _MENDABLE = {
     errno.EACCES,
     errno.EDQUOT,
@@ -34,8 +34,7 @@ _MENDABLE = {
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Of a program whose work is run by :func:`run_with_error_reporting`, so that one rank tells the user what is wrong, not
-    each."""
+    """Raises ConfigError for wrong arguments, so that :func:`run_with_error_reporting` tells the user on one rank only."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; {' '.join(self.format_usage().split())}")
@@ -68,7 +67,7 @@ def _as_user_error(error: BaseException) -> BaseException:
 
 
 def _thread_failed(failure: threading.ExceptHookArgs) -> None:
-    """TensorBoard's thread tells the main one of a full disk, which tells the user."""
+    """Leave out the traceback of a full disk in TensorBoard's thread: the main thread meets that error too, and reports it."""
     if not (isinstance(failure.exc_value, OSError) and failure.exc_value.errno in _MENDABLE):
         threading.__excepthook__(failure)
 
