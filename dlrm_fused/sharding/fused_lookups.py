@@ -18,13 +18,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 from torch import Tensor
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.embedding_types import KJTList
-from torchrec.distributed.embeddingbag import (
-    EmbeddingBagCollectionContext,
-    ShardedEmbeddingBagCollection,
-)
-from torchrec.distributed.types import (
-    ShardingType,
-)
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
+from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.compat.fbgemm import kernel_inputs, storage

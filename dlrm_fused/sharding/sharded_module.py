@@ -16,17 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed.embedding_types import KJTList
-from torchrec.distributed.embeddingbag import (
-    EmbeddingBagCollectionContext,
-    ShardedEmbeddingBagCollection,
-)
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
 from torchrec.distributed.memory_stashing import MemoryStashingManager
-from torchrec.distributed.types import (
-    Awaitable,
-    LazyAwaitable,
-    NoWait,
-    ShardingEnv2D,
-)
+from torchrec.distributed.types import Awaitable, LazyAwaitable, NoWait, ShardingEnv2D
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_fused.compat import torchrec as compat

@@ -14,16 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torchrec.distributed.embeddingbag import (
-    EmbeddingBagCollectionSharder,
-    ShardedEmbeddingBagCollection,
-)
-from torchrec.distributed.types import (
-    CommOp,
-    ParameterSharding,
-    QuantizedCommCodecs,
-    ShardingEnv,
-)
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
+from torchrec.distributed.types import CommOp, ParameterSharding, QuantizedCommCodecs, ShardingEnv
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dlrm_fused.compat.torchrec import sharded_module_order

@@ -11,14 +11,11 @@ from torch import Tensor
 from torch.distributed.checkpoint import load
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from dlrm_fused.errors import CheckpointError
-from dlrm_fused.sharding.parallel import ShardedModel, set_optimizer_step
+from dlrm_fused.sharding.optimizers import set_optimizer_step
+from dlrm_fused.sharding.parallel import ShardedModel
 from dlrm_fused.training.checkpoint.folder import Progress
 from dlrm_fused.training.checkpoint.local_shards import LocalShards, State, tensors_of
 from dlrm_fused.training.checkpoint.state import model_state, optimizer_state, random_state

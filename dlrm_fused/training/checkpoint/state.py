@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.sharding.groups import ModelParallelGroups
-from dlrm_fused.sharding.parallel import ShardedModel, data_parallel_tables, is_table, table_name
+from dlrm_fused.sharding.parallel import ShardedModel
+from dlrm_fused.sharding.tables import data_parallel_tables, is_table, table_name
 from dlrm_fused.training.checkpoint.local_shards import LocalShards, State
 
 # torch.optim's names of the states that FBGEMM calls momentum1 and momentum2.

@@ -1,0 +1,65 @@
+"""The optimizers of a sharded model, as one: for dense layers, for data-parallel tables, and those fused into backward."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from torch import Tensor, nn
+from torchrec.distributed import DistributedModelParallel
+from torchrec.optim import RowWiseAdagrad
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+
+from dlrm_fused.config import Config, DenseOptimizerConfig, DenseOptimizerKind, EmbeddingOptimizerConfig, EmbeddingOptimizerKind
+from dlrm_fused.sharding.groups import ModelParallelGroups, average_gradients, sharded_parameters
+from dlrm_fused.sharding.tables import data_parallel_tables, is_table
+
+
+def make_optimizer(
+    model: DistributedModelParallel, config: Config, groups: ModelParallelGroups | None = None
+) -> CombinedOptimizer:
+    """All optimizers as one; a data-parallel table is updated like a dense layer, by the embedding's own optimizer."""
+    dense = {name: p for name, p in model.named_parameters() if not is_table(name)}
+
+    def of_dense(parameters: list[Tensor]) -> torch.optim.Optimizer:
+        optimizer = _dense_optimizer(parameters, config.training.dense_optimizer)
+        if groups is not None and groups.data_parallel.size() > 1:
+            sharded, data_parallel = list(sharded_parameters(model).values()), groups.data_parallel
+            optimizer.register_step_pre_hook(lambda *_: average_gradients(sharded, data_parallel))
+        return optimizer
+
+    optimizers = [model.fused_optimizer, KeyedOptimizerWrapper(dense, of_dense)]
+    tables = dict(data_parallel_tables(model))
+    if tables:
+        optimizers.append(KeyedOptimizerWrapper(tables, lambda p: _table_optimizer(p, config.embedding.optimizer)))
+    return CombinedOptimizer(optimizers)
+
+
+def _dense_optimizer(parameters: list[Tensor], settings: DenseOptimizerConfig) -> torch.optim.Optimizer:
+    rate, decay, eps = settings.learning_rate, settings.weight_decay, settings.eps
+    if settings.kind is DenseOptimizerKind.adagrad:
+        return torch.optim.Adagrad(parameters, lr=rate, weight_decay=decay, eps=eps)
+    if settings.kind is DenseOptimizerKind.adam:
+        betas = (settings.beta1, settings.beta2)
+        return torch.optim.Adam(parameters, lr=rate, weight_decay=decay, eps=eps, betas=betas)
+    return torch.optim.SGD(parameters, lr=rate, weight_decay=decay, momentum=settings.momentum)
+
+
+def _table_optimizer(parameters: list[Tensor], settings: EmbeddingOptimizerConfig) -> torch.optim.Optimizer:
+    rate, decay, eps = settings.learning_rate, settings.weight_decay, settings.eps
+    if settings.kind is EmbeddingOptimizerKind.rowwise_adagrad:
+        return cast(torch.optim.Optimizer, RowWiseAdagrad(parameters, lr=rate, weight_decay=decay, eps=eps))
+    if settings.kind is EmbeddingOptimizerKind.adagrad:
+        return torch.optim.Adagrad(parameters, lr=rate, weight_decay=decay, eps=eps)
+    if settings.kind is EmbeddingOptimizerKind.adam:
+        betas = (settings.beta1, settings.beta2)
+        return torch.optim.Adam(parameters, lr=rate, weight_decay=decay, eps=eps, betas=betas)
+    return torch.optim.SGD(parameters, lr=rate, weight_decay=decay)
+
+
+def set_optimizer_step(model: nn.Module, step: int) -> None:
+    """Tell the fused optimizers how many steps they have made (Adam's bias correction), after loading a checkpoint."""
+    for module in model.modules():
+        if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen):
+            module.set_optimizer_step(step)
