@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from dlrm_fused.sharding.estimates import fused_enumerator as fused_enumerator
     from dlrm_fused.sharding.sharder import FusedEmbeddingBagCollectionSharder as FusedEmbeddingBagCollectionSharder
     from dlrm_fused.symmetric.factory import symmetric_group as symmetric_group
-    from dlrm_fused.training.online_evaluation import OnlineModel as OnlineModel
+    from dlrm_fused.training.online_model import OnlineModel as OnlineModel
 
 __version__ = "0.1.0"
 
@@ -63,7 +63,7 @@ _DEFINED_IN = {
     "ExpertWorkspace": "dlrm_fused.ops.moe.op",
     "expert_memory": "dlrm_fused.ops.moe.op",
     # Online scoring.
-    "OnlineModel": "dlrm_fused.training.online_evaluation",
+    "OnlineModel": "dlrm_fused.training.online_model",
     "OnlineScorer": "dlrm_fused.serving.online",
     "Candidates": "dlrm_fused.serving.online",
     # Errors.

@@ -27,7 +27,8 @@ from benchmarks.common.results import write_results
 from dlrm_fused.config import Comm, Config, Split, load_config
 from dlrm_fused.datasets import open_dataset
 from dlrm_fused.serving.online import MAX_CANDIDATES, OnlineScorer
-from dlrm_fused.training.online_evaluation import OnlineModel, RequestSamples
+from dlrm_fused.training.online_model import OnlineModel
+from dlrm_fused.training.online_requests import RequestSamples
 from dlrm_fused.training.runtime import apply_numerics
 
 KINDS = (Comm.baseline, Comm.fused)
