@@ -54,7 +54,7 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     def _set_up_paths(self) -> None:
         """Decide which tables take the fused path, say so, and prepare it. Collective."""
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self._undecided = False
         self._fused: FusedLookups | None = None
         self._check_options()
@@ -141,14 +141,14 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 f"strict fused communication (strict=True, comm_strict=true) does not cover all tables: {listed}; change their "
                 "plan, or let them run on TorchRec's own path with strict=False, comm_strict=false"
             )
-        self._say_once(logging.WARNING if uncovered else logging.INFO, f"{compat.path(self)}: {summary(self.reasons)}")
+        self._log_once(logging.WARNING if uncovered else logging.INFO, f"{compat.path(self)}: {summary(self.reasons)}")
         for name, reason in uncovered.items():
-            self._say_once(logging.DEBUG, f"table {name} runs on TorchRec's own path, without fused communication: {reason}")
+            self._log_once(logging.DEBUG, f"table {name} runs on TorchRec's own path, without fused communication: {reason}")
 
-    def _say_once(self, level: int, message: str) -> None:
-        if message not in self._said and compat.environment(self).rank == 0:
+    def _log_once(self, level: int, message: str) -> None:
+        if message not in self._logged and compat.environment(self).rank == 0:
             logger.log(level, message)
-        self._said.add(message)
+        self._logged.add(message)
 
     def input_dist(self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
         """Send the features to the ranks of their tables. Collective.
@@ -182,7 +182,7 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                     f"strict fused communication (strict=True, comm_strict=true) does not cover {reason}; let such batches run "
                     "on TorchRec's own path with strict=False, comm_strict=false"
                 )
-            self._say_once(logging.WARNING, f"batches with {reason} run on TorchRec's own path, without fused communication")
+            self._log_once(logging.WARNING, f"batches with {reason} run on TorchRec's own path, without fused communication")
             return super().compute_and_output_dist(ctx, input)
         return self._compute_and_output_dist(self._fused, ctx, input)
 
