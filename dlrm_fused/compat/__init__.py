@@ -1,4 +1,4 @@
-"""All private names of PyTorch, TorchRec, FBGEMM, Triton and OmegaConf that the package uses, a module for each.
+"""The private names of PyTorch, TorchRec, FBGEMM and Triton that the package uses, a module for each; OmegaConf needs none.
 
 A release of one of them may change these without notice: what breaks after an update is mended here. Each has been used with
 both sets of :data:`dlrm_fused.versions.VERSION_SETS` unless it says otherwise. tests/unit/test_compat.py finds private names

@@ -11,7 +11,6 @@ import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,13 +21,6 @@ LIBRARIES = {"torch", "torchrec", "fbgemm_gpu", "triton", "omegaconf"}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent.name != "compat")
 # Methods of named tuples have an underscore so as not to collide with fields; they are public.
 NAMED_TUPLE = {"_replace", "_asdict", "_make", "_fields"}
-
-
-def _case(path: Path) -> Any:
-    """dlrm_fused/config.py still asks OmegaConf for a node; the mark goes when that does."""
-    name = str(path.relative_to(PACKAGE))
-    reason = "OmegaConf's DictConfig._get_node"
-    return pytest.param(path, id=name, marks=[pytest.mark.xfail(strict=True, reason=reason)] if name == "config.py" else [])
 
 
 def is_private(name: str) -> bool:
@@ -121,7 +113,7 @@ def _overridden_methods(tree: ast.Module) -> Iterator[str]:
                         yield f"{node.name}.{method.name}"
 
 
-@pytest.mark.parametrize("path", [_case(path) for path in FILES])
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_private_names_of_libraries_are_used_in_compat_alone(path):
     assert private_names(path.read_text()) == []
 
