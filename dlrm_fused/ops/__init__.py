@@ -1,1 +1,1 @@
-"""Operators: one file each, in torch and Triton alone."""
+"""Operators: a package each, in torch and Triton alone. See docs/operators.md."""

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from setuptools import find_packages
 
 import dlrm_fused
 from dlrm_fused.config import load_config
@@ -49,6 +50,12 @@ def test_the_cpu_extra_has_what_torchrec_needs_but_fbgemm_gpu() -> None:
     needed = {Requirement(line).name for line in metadata.requires("torchrec") or [] if "extra ==" not in line}
     assert needed - there == {"fbgemm-gpu"}
     assert "fbgemm-gpu-cpu" in there
+
+
+def test_every_folder_of_the_package_is_installed() -> None:
+    include = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "dlrm_fused").rglob("*.py")}
+    assert set(find_packages(str(ROOT), include=include)) == {".".join(folder.parts) for folder in folders}
 
 
 def test_everything_is_pinned() -> None:
