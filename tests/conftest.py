@@ -9,6 +9,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
+from tests.interpreter import quicken
+
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -19,6 +21,10 @@ def reason_to_skip(marks: set[str], is_interpreted: bool) -> str | None:
     if not is_interpreted and "interpreted" in marks:
         return "runs kernels on the CPU: needs TRITON_INTERPRET=1"
     return None
+
+
+if IS_INTERPRETED:
+    quicken()
 
 
 # Before xdist reads the groups.

@@ -38,6 +38,7 @@ from dlrm_fused.training.build import build
 from dlrm_fused.training.checkpoint import CheckpointFolder, LocalShards, model_state, optimizer_state, restore
 from dlrm_fused.training.offline_evaluation import evaluate_run
 from dlrm_fused.training.runtime import ErrorStore, Rank, process_group
+from tests.interpreter import quicken
 
 _RANK_TIMEOUT_SECONDS = 240.0
 # Once CUDA is initialized, as some imports do, a process cannot be forked.
@@ -158,6 +159,8 @@ def _be_rank(
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",  # the store is the caller's
     )
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        quicken()
     try:
         result = function(*arguments), None
     except BaseException as error:
