@@ -24,7 +24,7 @@ from benchmarks.common.results import write_results
 from benchmarks.training.loss_parity import describe, lines_of, train
 from dlrm_fused.config import load_config
 from dlrm_fused.datasets import open_dataset
-from dlrm_fused.models.dlrm import build_model
+from dlrm_fused.models import build_model
 from dlrm_fused.models.moe import MixtureOfExperts
 
 _CONFIG = ROOT / "configs/moe_planted.yaml"

@@ -1,19 +1,26 @@
-"""The models and the sources of samples that a config can name."""
+"""The models and the sources of samples that a config can name: one line for each, its name and the function that makes it.
+
+Functions are named as ``module:function`` and imported when they are called for. docs/extending.md shows how to add one.
+"""
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import Enum, unique
 
 
+@unique
 class ModelKind(Enum):
-    dlrm = "dlrm"
-    dcnv2 = "dcnv2"
-    transformer = "transformer"  # DLRM with a Transformer over the user's history
+    """Models, by their :data:`dlrm_fused.models.BuildModel`."""
+
+    dlrm = "dlrm_fused.models.dlrm:build_dlrm"
+    dcnv2 = "dlrm_fused.models.dlrm:build_dcnv2"
+    transformer = "dlrm_fused.models.transformer:build"  # DLRM with a Transformer over the user's history
 
 
+@unique
 class DataSource(Enum):
-    """Where samples come from."""
+    """Where samples come from, by their :data:`dlrm_fused.datasets.OpenDataset`."""
 
-    prepared = "prepared"  # a folder that data/prepare.py wrote
-    criteo_npy = "criteo_npy"  # day_*_{dense,sparse,labels}.npy of TorchRec's or MLPerf's scripts
-    synthetic = "synthetic"  # generated on the fly
+    prepared = "dlrm_fused.datasets.prepared:open_prepared"  # a folder that data/prepare.py wrote
+    criteo_npy = "dlrm_fused.datasets.criteo_npy:open_criteo_npy"  # the files of TorchRec's or MLPerf's scripts
+    synthetic = "dlrm_fused.datasets.synthetic:open_synthetic"  # generated on the fly

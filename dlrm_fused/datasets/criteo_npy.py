@@ -29,8 +29,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlrm_fused.config import Split
+from dlrm_fused.config import Config, Split
 from dlrm_fused.datasets.batch import Samples, sparse_from_features
+from dlrm_fused.datasets.opening import folder_of, rows_of_tables
 from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
 from dlrm_fused.datasets.storage import check_array, check_finite, check_labels, map_array
 from dlrm_fused.errors import ConfigError, DataError
@@ -244,3 +245,8 @@ class _SplitOfDays:
         dense = part.day.dense.take(rows, axis=0)
         check_finite(dense, DENSE_NAMES, f"{part.day.name}_dense.npy, {self._where}")
         return dense, part.day.read_ids(rows), labels.astype(np.float32)
+
+
+def open_criteo_npy(config: Config, device: torch.device) -> CriteoNpyDataset:
+    """The set of ``data.source=criteo_npy``; an :data:`~dlrm_fused.datasets.OpenDataset`."""
+    return CriteoNpyDataset(folder_of(config), rows_of_tables(config, config.embedding.rows))

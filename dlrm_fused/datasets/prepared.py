@@ -10,9 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlrm_fused.config import Split
+from dlrm_fused.config import Config, Split
 from dlrm_fused.datasets.batch import Samples, sparse_from_features
 from dlrm_fused.datasets.interactions import HistoryWindows, Interactions
+from dlrm_fused.datasets.opening import folder_of, rows_of_tables
 from dlrm_fused.datasets.schema import SCHEMA_FILE, PreparedInfo, SparseFeature
 from dlrm_fused.datasets.storage import IdColumns, check_finite, check_labels, map_array
 from dlrm_fused.errors import DataError
@@ -98,3 +99,10 @@ class _SplitFiles:
         labels = self._labels.take(rows)
         check_labels(labels, self._where)
         return labels.astype(np.float32)
+
+
+def open_prepared(config: Config, device: torch.device) -> PreparedDataset:
+    """The set of ``data.source=prepared``; an :data:`~dlrm_fused.datasets.OpenDataset`."""
+    folder = folder_of(config)
+    schema = PreparedInfo.load(folder).schema
+    return PreparedDataset(folder, rows_of_tables(config, [feature.rows for feature in schema.tables]))

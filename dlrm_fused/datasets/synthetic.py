@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_fused.config import Split, SyntheticConfig
+from dlrm_fused.config import Config, Split, SyntheticConfig
 from dlrm_fused.datasets.batch import Samples
 from dlrm_fused.datasets.hashing import combine, derive_key, shift_right, split_mix
+from dlrm_fused.datasets.opening import rows_of_tables
 from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
 
 # Ids follow an inverse distribution function that is interpolated between 4,096 quantiles, kept in units of 1 / 256 row.
@@ -500,3 +501,9 @@ def _roughly_normal(bits: Tensor) -> Tensor:
     """Sum of four uniform 16-bit numbers less its mean, from 64 random bits; its standard deviation is ``_NORMAL_STD``."""
     mask = 2**16 - 1
     return (bits & mask) + ((bits >> 16) & mask) + ((bits >> 32) & mask) + ((bits >> 48) & mask) - 2 * mask
+
+
+def open_synthetic(config: Config, device: torch.device) -> SyntheticDataset:
+    """The set of ``data.source=synthetic``; an :data:`~dlrm_fused.datasets.OpenDataset`."""
+    settings = config.data.synthetic
+    return SyntheticDataset(settings, config.seed, device, rows_of_tables(config, table_rows(settings)))

@@ -1,5 +1,5 @@
 """Models that a config can name."""
 
-from dlrm_fused.models.dlrm import Output, RankingTask, build_model
+from dlrm_fused.models.task import BuildModel, Output, RankingTask, build_model
 
-__all__ = ["Output", "RankingTask", "build_model"]
+__all__ = ["BuildModel", "Output", "RankingTask", "build_model"]

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from dlrm_fused.config import ExpertsConfig, Gate
+from dlrm_fused.config import Config, ExpertsConfig, Gate
 from dlrm_fused.errors import UsageError
-from dlrm_fused.models.expert_parallel import ExpertComputation
-from dlrm_fused.models.tensor_parallel import cut_parameter, group_size
+from dlrm_fused.models.expert_parallel import ExpertComputation, choose_computations
+from dlrm_fused.models.tensor_parallel import group_size, sharded_parameter
 
 
 class Routing(NamedTuple):
@@ -128,7 +128,7 @@ class MixtureOfExperts(nn.Module):
     def take_auxiliary_loss(self) -> Tensor | None:
         """What the last forward pass adds to the loss of this rank; None if it was not in training, or this was asked before.
 
-        Like the loss of :class:`~dlrm_fused.models.dlrm.RankingTask`, it is this rank's share: the mean over ranks is that of
+        Like the loss of :class:`~dlrm_fused.models.RankingTask`, it is this rank's share: the mean over ranks is that of
         the global batch.
         """
         loss, self._auxiliary_loss = self._auxiliary_loss, None
@@ -146,6 +146,14 @@ class MixtureOfExperts(nn.Module):
             squares, probabilities = squares * mask, probabilities * mask[:, None]
         balance = balance_loss(probabilities.sum(0) * per_token, slots)
         return settings.balance_loss * balance + settings.z_loss * squares.sum() * per_token
+
+
+def build_experts(
+    config: Config, group: ProcessGroup | None, *, layers: int, width: int, tokens: int, device: torch.device
+) -> list[MixtureOfExperts]:
+    """Layers of experts; arguments and errors are those of :func:`~dlrm_fused.models.expert_parallel.choose_computations`."""
+    computations = choose_computations(config, group, layers, width, tokens, device)
+    return [MixtureOfExperts(width, config.model.experts, computation) for computation in computations]
 
 
 class _SharedExpert(nn.Module):
@@ -185,7 +193,7 @@ def _expert_weights(experts: int, out_features: int, in_features: int, group: Pr
     piece = torch.empty(own, out_features, in_features)
     for index, weight in enumerate(piece):
         weight.uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed + rank * own + index))
-    return cut_parameter(piece, 0, group)
+    return sharded_parameter(piece, 0, group)
 
 
 def _check_shape(width: int, experts: ExpertsConfig, ranks: int) -> None:

@@ -1,11 +1,11 @@
-"""Tensor parallelism: linear layers whose weights are cut over the ranks of a group, and the way into and out of it.
+"""Tensor parallelism: linear layers whose weights are sharded over the ranks of a group, and the way into and out of it.
 
 A column-parallel layer holds some of the output features and gives its part of the result; a row-parallel layer takes such a
 part, holds the weights of these input features, and sums the products over the ranks. Between :func:`gather_samples` and
-:func:`own_samples` the ranks of a group work on the samples of all of them, and their activations outside the cut layers are
-equal. Gradients there are those of the mean of the ranks' losses, as DDP's average is elsewhere, whether a parameter is cut
-or not. The parameters of cut layers carry ``shard_dim``, the dimension that is cut: rank r of n holds the r-th of n equal
-pieces of it.
+:func:`own_samples` the ranks of a group work on the samples of all of them, and their activations outside sharded layers are
+equal. Gradients there are those of the mean of the ranks' losses, as DDP's average is elsewhere, whether a parameter is sharded
+or not. The parameters of sharded layers carry ``shard_dim``, the dimension that is sharded: rank r of n holds the r-th of n
+equal pieces of it.
 
 Source: Shoeybi et al., *Megatron-LM*, arXiv 1909.08053.
 """
@@ -50,7 +50,7 @@ def own_samples(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def copy_to_ranks(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """x, equal on all ranks, into layers that are cut: backward, the gradients of the pieces are summed (Megatron's f)."""
+    """x, equal on all ranks, into sharded layers: backward, the gradients of the pieces are summed (Megatron's f)."""
     return x if group_size(group) == 1 else cast(Tensor, _CopyToRanks.apply(x, group))
 
 
@@ -157,7 +157,7 @@ class ColumnParallelLinear(nn.Module):
     def __init__(self, in_features: int, out_features: int, group: ProcessGroup | None) -> None:
         super().__init__()
         self._group = group
-        self.weight = _piece(in_features, out_features, 0, group)
+        self.weight = _shard_of_weight(in_features, out_features, 0, group)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features], equal on all ranks, to [..., out_features / ranks]."""
@@ -174,15 +174,15 @@ class RowParallelLinear(nn.Module):
     def __init__(self, in_features: int, out_features: int, product: RowParallelProduct) -> None:
         super().__init__()
         self._product = product
-        self.weight = _piece(in_features, out_features, 1, product.group)
+        self.weight = _shard_of_weight(in_features, out_features, 1, product.group)
 
     def forward(self, x: Tensor, residual: Tensor, norm_weight: Tensor) -> tuple[Tensor, Tensor]:
         """Like :class:`RowParallelProduct`, which it calls."""
         return self._product(x, self.weight, residual, norm_weight)
 
 
-def _piece(in_features: int, out_features: int, dim: int, group: ProcessGroup | None) -> nn.Parameter:
-    """This rank's piece of a weight [out_features, in_features], cut along ``dim``.
+def _shard_of_weight(in_features: int, out_features: int, dim: int, group: ProcessGroup | None) -> nn.Parameter:
+    """This rank's piece of a weight [out_features, in_features], sharded along ``dim``.
 
     The whole is drawn on the CPU, as nn.Linear draws it, so that neither the piece nor what is drawn after it depends on how
     many ranks there are.
@@ -196,10 +196,10 @@ def _piece(in_features: int, out_features: int, dim: int, group: ProcessGroup | 
     piece = torch.empty(out_features, in_features).uniform_(-bound, bound)
     if group is not None:
         piece = piece.chunk(ranks, dim)[group.rank()].clone(memory_format=torch.contiguous_format)
-    return cut_parameter(piece, dim, group)
+    return sharded_parameter(piece, dim, group)
 
 
-def cut_parameter(piece: Tensor, dim: int, group: ProcessGroup | None) -> nn.Parameter:
+def sharded_parameter(piece: Tensor, dim: int, group: ProcessGroup | None) -> nn.Parameter:
     """This rank's piece as a parameter; one rank alone has the whole, an ordinary parameter."""
     parameter = nn.Parameter(piece)
     if group_size(group) > 1:

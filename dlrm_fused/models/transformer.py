@@ -15,14 +15,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchrec import EmbeddingBagCollection
 from torchrec.models.dlrm import DenseArch, InteractionArch, OverArch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from dlrm_fused.errors import UsageError
-from dlrm_fused.models.moe import MixtureOfExperts
+from dlrm_fused.config import Config
+from dlrm_fused.datasets.schema import DatasetSchema
+from dlrm_fused.errors import ConfigError, UsageError
+from dlrm_fused.models.moe import MixtureOfExperts, build_experts
+from dlrm_fused.models.row_parallel import FEED_FORWARD_FACTOR, choose_product
+from dlrm_fused.models.tables import embedding_tables
 from dlrm_fused.models.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -93,7 +98,7 @@ class HistoryTransformer(nn.Module):
         d_model: of the blocks; a multiple of ``heads``.
         d_ff: of the blocks' feed-forward layers.
         history_length: past interactions of a sample, at most.
-        product: how row-parallel layers multiply, and the ranks that the blocks are cut over. These must divide ``heads``
+        product: how row-parallel layers multiply, and the ranks that the blocks are sharded over. These must divide ``heads``
             and ``d_ff``.
         experts: of each block, in place of its feed-forward layer; then ``product`` is of one rank.
 
@@ -241,6 +246,8 @@ class TransformerDLRM(nn.Module):
         top_mlp: widths of the layers that end in the logit; the last is 1.
     """
 
+    reads_histories = True
+
     def __init__(
         self,
         tables: EmbeddingBagCollection,
@@ -280,3 +287,49 @@ class TransformerDLRM(nn.Module):
         encoded = self.transformer(token_vectors, history_lengths, real)
         logits: Tensor = self.over_arch(self.dense_arch(dense), pooled, encoded)
         return logits
+
+
+def build(config: Config, schema: DatasetSchema, device: torch.device, group: dist.ProcessGroup | None) -> nn.Module:
+    """The model of ``model.kind=transformer``, a :data:`~dlrm_fused.models.BuildModel`.
+
+    The ranks of the group share the weights of its blocks: those of experts, or all.
+    """
+    shape, tokens = config.model, schema.history_length + 1
+    if not shape.experts.count:
+        return build_transformer(config, schema, choose_product(config, group, tokens, device))
+    experts = build_experts(config, group, layers=shape.layers, width=shape.d_model, tokens=tokens, device=device)
+    return build_transformer(config, schema, RowParallelProduct(), experts)
+
+
+def build_transformer(
+    config: Config, schema: DatasetSchema, product: RowParallelProduct, experts: Sequence[MixtureOfExperts] = ()
+) -> TransformerDLRM:
+    """The model of ``model.kind=transformer``, whose layers are sharded over the ranks of ``product``.
+
+    Args:
+        experts: of each block; none for a model without experts.
+
+    Raises:
+        ConfigError: if the data set has no histories.
+    """
+    shape = config.model
+    if not schema.token_features:
+        raise ConfigError("model.kind=transformer: the data set has no histories of interactions; allowed with it: dlrm, dcnv2")
+    transformer = HistoryTransformer(
+        token_width=len(schema.token_features) * config.embedding.dim,
+        d_model=shape.d_model,
+        heads=shape.heads,
+        layers=shape.layers,
+        d_ff=FEED_FORWARD_FACTOR * shape.d_model,
+        history_length=schema.history_length,
+        product=product,
+        experts=experts,
+    )
+    return TransformerDLRM(
+        embedding_tables(config.embedding, schema.sparse_features),
+        embedding_tables(config.embedding, schema.token_features),
+        transformer,
+        len(schema.dense_features),
+        shape.bottom_mlp,
+        shape.top_mlp,
+    )

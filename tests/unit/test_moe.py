@@ -16,7 +16,7 @@ from dlrm_fused.config import Config, ExpertsConfig, Gate, ModelConfig, ModelKin
 from dlrm_fused.datasets.batch import Batch
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError, UsageError
-from dlrm_fused.models.dlrm import RankingTask
+from dlrm_fused.models import RankingTask
 from dlrm_fused.models.moe import MixtureOfExperts, Router, balance_loss
 from dlrm_fused.models.transformer import HistoryTransformer
 from dlrm_fused.training.expert_load import load_values

@@ -1,0 +1,105 @@
+"""What is trained: a model of a config with the loss of click prediction on top."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pkgutil import resolve_name
+from typing import NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from dlrm_fused.config import Config, Precision
+from dlrm_fused.datasets.batch import Batch
+from dlrm_fused.datasets.schema import DatasetSchema
+from dlrm_fused.models.moe import MixtureOfExperts
+
+# Builds a model of a config for a data set: dense layers on the CPU, tables on the meta device. The other two arguments are the
+# device that it will run on, and the ranks that share weights of its layers; None is this rank alone. The model maps
+# (dense [b, features], sparse features of stride b) to logits [b, 1]. Its attribute `sparse_arch` is the part that looks up
+# embeddings. A model whose attribute `reads_histories` is true is also called with tokens and history lengths, one with layers
+# of experts with [b] bool, false for padding.
+BuildModel = Callable[[Config, DatasetSchema, torch.device, dist.ProcessGroup | None], nn.Module]
+
+
+class Output(NamedTuple):
+    """What a forward pass leaves for the metrics; all are detached.
+
+    Attributes:
+        loss: [] this rank's share of the cross-entropy, such that the mean over ranks is the mean over the global batch.
+        logits, labels, weights: [b] float32; weight 0 marks padding.
+    """
+
+    loss: Tensor
+    logits: Tensor
+    labels: Tensor
+    weights: Tensor
+
+
+class RankingTask(nn.Module):
+    """A model that maps (dense features, sparse features, and histories if it reads them) to logits, and its cross-entropy.
+
+    The loss is the sum over this rank's samples times ranks / samples of the global batch. TorchRec and DDP average
+    gradients over ranks, so the gradient is that of the mean over the global batch however its samples are spread.
+
+    In training, the auxiliary losses of layers of experts are added to what gradients are taken of. They are no part of the
+    :class:`Output`, so losses of models with and without experts compare.
+
+    Attributes:
+        expert_layers: the model's layers of experts, in their order.
+    """
+
+    def __init__(self, model: nn.Module, precision: Precision, world_size: int, device: torch.device) -> None:
+        super().__init__()
+        self.model = model
+        self.expert_layers = tuple(layer for layer in model.modules() if isinstance(layer, MixtureOfExperts))
+        self._reads_histories = getattr(model, "reads_histories", False)
+        self._autocast = precision is Precision.bf16
+        self._world_size = world_size
+        self._device_type = device.type
+
+    @property
+    def embedding_stage(self) -> nn.Module:
+        """The part of the model that looks up and exchanges pooled embeddings."""
+        return cast(nn.Module, self.model.sparse_arch)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Output]:
+        """Return the loss, [], to call backward on, and the detached :class:`Output`."""
+        with torch.autocast(self._device_type, dtype=torch.bfloat16, enabled=self._autocast):
+            # Not by what the batch has: TorchRec's pipeline traces this with a placeholder, which has everything.
+            histories = (batch.tokens, batch.history_lengths) if self._reads_histories else ()
+            real = (batch.weights > 0,) if self.expert_layers else ()
+            logits = self.model(batch.dense, batch.sparse, *histories, *real).squeeze(-1)
+        logits = logits.float()
+        losses = binary_cross_entropy_with_logits(logits, batch.labels, weight=batch.weights, reduction="sum")
+        loss = losses * (self._world_size / batch.global_size)
+        output = Output(loss.detach(), logits.detach(), batch.labels, batch.weights)
+        for layer in self.expert_layers:
+            auxiliary = layer.take_auxiliary_loss()
+            if auxiliary is not None:
+                loss = loss + auxiliary
+        return loss, output
+
+
+def build_model(
+    config: Config,
+    schema: DatasetSchema,
+    world_size: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> RankingTask:
+    """Build the model of the config: dense layers on the CPU (so that their initial weights are the same for every
+    device), embedding tables on the meta device until they are sharded.
+
+    Args:
+        group: the ranks that share experts, or the layers of ``model.kind=transformer``; then this is collective over them.
+            None for this rank alone.
+
+    Raises:
+        ConfigError: if the model reads histories, and the data set has none.
+        UsageError, CommunicationError: as of the choices for layers that ranks share.
+    """
+    build = cast(BuildModel, resolve_name(config.model.kind.value))
+    return RankingTask(build(config, schema, device, group), config.training.precision, world_size, device)
