@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dlrm_fused.symmetric import Channel, SymmetricMemory
+from dlrm_fused.errors import UsageError
+from dlrm_fused.symmetric import Channel, SymmetricMemory, abort_peers_on_error
 from dlrm_fused.symmetric.device import begin, finish, peer_pointer, wait_until_ready
 
 
@@ -34,9 +35,18 @@ def normalize_all_gather_kernel(x, width, addresses, channel, COLUMNS: tl.conste
 
 
 def normalize_all_gather(x: Tensor, memory: SymmetricMemory, channel: Channel) -> Tensor:
-    """fp32 [rows, width] on each rank to [ranks * rows, width]; it lies in ``memory`` and is overwritten by the next call."""
+    """fp32 [rows, width] on each rank to [ranks * rows, width]; it lies in ``memory`` and is overwritten by the next call.
+
+    Raises:
+        UsageError: x has another dtype, or ``memory`` no room; the other ranks raise CommunicationError, with this one's name.
+        CommunicationError: a peer is lost, was waited for too long, or failed. On a GPU, from a later call.
+    """
     (rows, width), ranks = x.shape, channel.group.world_size
     channel.raise_fault()
+    with abort_peers_on_error(channel):
+        if x.dtype != torch.float32 or not x.is_contiguous() or ranks * x.nbytes > memory.size:
+            shape = [ranks * rows, width]
+            raise UsageError(f"x is {x.dtype} {list(x.shape)}; needed: contiguous fp32, {shape} within {memory.size} bytes")
     columns = triton.next_power_of_2(width)
     normalize_all_gather_kernel[(rows,)](x, width, memory.addresses, channel.args, COLUMNS=columns)
     return memory.local.view(torch.float32)[: ranks * rows * width].view(ranks * rows, width)
