@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from dlrm_fused.errors import CommunicationError as CommunicationError
     from dlrm_fused.errors import UsageError as UsageError
     from dlrm_fused.errors import UserError as UserError
+    from dlrm_fused.ops.embedding_all_to_all.layout import ExchangeLayout as ExchangeLayout
+    from dlrm_fused.ops.embedding_all_to_all.layout import LookupLayout as LookupLayout
     from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all as embedding_all_to_all
     from dlrm_fused.ops.embedding_all_to_all.pooled import pooled_all_to_all as pooled_all_to_all
     from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables as LocalTables
     from dlrm_fused.ops.embedding_all_to_all.tables import RowwiseAdagrad as RowwiseAdagrad
     from dlrm_fused.ops.embedding_all_to_all.tables import Sgd as Sgd
     from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace as EmbeddingWorkspace
-    from dlrm_fused.ops.embedding_all_to_all.workspace import ExchangeLayout as ExchangeLayout
-    from dlrm_fused.ops.embedding_all_to_all.workspace import LookupLayout as LookupLayout
     from dlrm_fused.ops.gemm_all_to_all.op import GemmWorkspace as GemmWorkspace
     from dlrm_fused.ops.gemm_all_to_all.op import gemm_all_to_all as gemm_all_to_all
     from dlrm_fused.ops.gemv_all_reduce.op import GemvWorkspace as GemvWorkspace
@@ -50,8 +50,8 @@ _DEFINED_IN = {
     "embedding_all_to_all": "dlrm_fused.ops.embedding_all_to_all.op",
     "pooled_all_to_all": "dlrm_fused.ops.embedding_all_to_all.pooled",
     "EmbeddingWorkspace": "dlrm_fused.ops.embedding_all_to_all.workspace",
-    "ExchangeLayout": "dlrm_fused.ops.embedding_all_to_all.workspace",
-    "LookupLayout": "dlrm_fused.ops.embedding_all_to_all.workspace",
+    "ExchangeLayout": "dlrm_fused.ops.embedding_all_to_all.layout",
+    "LookupLayout": "dlrm_fused.ops.embedding_all_to_all.layout",
     "LocalTables": "dlrm_fused.ops.embedding_all_to_all.tables",
     "RowwiseAdagrad": "dlrm_fused.ops.embedding_all_to_all.tables",
     "Sgd": "dlrm_fused.ops.embedding_all_to_all.tables",

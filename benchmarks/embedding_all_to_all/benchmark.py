@@ -54,10 +54,15 @@ from benchmarks.common.harness import (
 )
 from benchmarks.embedding_all_to_all.cells import CELLS, Cell, Lookup, LookupDrawer, row_wise_cells, table_rows
 from benchmarks.embedding_all_to_all.report import line, summarize, table
-from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all
-from dlrm_fused.ops.embedding_all_to_all.pooled import pooled_all_to_all
-from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables, RowwiseAdagrad
-from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace, ExchangeLayout, LookupLayout
+from dlrm_fused.ops.embedding_all_to_all import (
+    EmbeddingWorkspace,
+    ExchangeLayout,
+    LocalTables,
+    LookupLayout,
+    RowwiseAdagrad,
+    embedding_all_to_all,
+    pooled_all_to_all,
+)
 from dlrm_fused.symmetric.device import uses_kernels
 
 LEARNING_RATE, EPSILON = 0.01, 1e-8

@@ -37,9 +37,15 @@ from torch import Tensor
 from benchmarks.common import killed_rank
 from benchmarks.common.harness import World, describe_run, relative_error, synchronize
 from benchmarks.common.results import write_results
-from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all, reference
-from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables, RowwiseAdagrad
-from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace, ExchangeLayout, LookupLayout
+from dlrm_fused.ops.embedding_all_to_all import (
+    EmbeddingWorkspace,
+    ExchangeLayout,
+    LocalTables,
+    LookupLayout,
+    RowwiseAdagrad,
+    embedding_all_to_all,
+    reference,
+)
 from dlrm_fused.symmetric.device import uses_kernels
 
 LEARNING_RATE, EPSILON = 0.1, 1e-6
@@ -204,7 +210,9 @@ class Stress:
         gradients = [torch.randn(batch, columns, generator=self._generator(number, r, 1)) for r, batch in enumerate(sizes)]
         gradient = gradients[world.rank].to(world.device)
 
-        expected_output = reference(self.workspace, indices, offsets, weights, sizes)
+        group, layout = self.workspace.group.process_group, self.workspace.layout
+        with torch.no_grad():
+            expected_output = reference(group, layout, self.tables, indices, offsets, weights, sizes, world.device)
         expected_tables = [
             self._updated(i, torch.cat(gradients).to(world.device), indices[i], offsets[i], weights[i])
             for i in range(len(self.features))

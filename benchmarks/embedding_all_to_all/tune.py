@@ -26,11 +26,15 @@ from torch import Tensor
 
 from benchmarks.common.environment import command_line
 from benchmarks.common.results import write_results
+from dlrm_fused.ops.embedding_all_to_all import (
+    EmbeddingWorkspace,
+    ExchangeLayout,
+    LocalTables,
+    LookupLayout,
+    embedding_all_to_all,
+)
 from dlrm_fused.ops.embedding_all_to_all import tuning as lookup_tuning
-from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all
-from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables
 from dlrm_fused.ops.embedding_all_to_all.tuning import ALL, Blocks
-from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace, ExchangeLayout, LookupLayout
 from dlrm_fused.symmetric import symmetric_group
 
 # Tables and bags of each.

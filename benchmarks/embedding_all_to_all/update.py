@@ -34,8 +34,8 @@ from benchmarks.common.environment import command_line
 from benchmarks.common.harness import geometric_mean
 from benchmarks.common.results import write_results
 from benchmarks.embedding_all_to_all.cells import Cell, Lookup, LookupDrawer, table_rows
+from dlrm_fused.ops.embedding_all_to_all import LocalTables, RowwiseAdagrad
 from dlrm_fused.ops.embedding_all_to_all import update as embedding_update
-from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables, RowwiseAdagrad
 from dlrm_fused.ops.embedding_all_to_all.update import SortedLookup, apply_gradients, sort_lookup
 
 DEVICE = torch.device("cuda")

@@ -35,10 +35,16 @@ from dlrm_fused.compat.torchrec import (
 )
 from dlrm_fused.compat.torchrec import shardings as embedding_shardings
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all
-from dlrm_fused.ops.embedding_all_to_all.pooled import pooled_all_to_all
-from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables, RowwiseAdagrad, Sgd
-from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace, ExchangeLayout, LookupLayout
+from dlrm_fused.ops.embedding_all_to_all import (
+    EmbeddingWorkspace,
+    ExchangeLayout,
+    LocalTables,
+    LookupLayout,
+    RowwiseAdagrad,
+    Sgd,
+    embedding_all_to_all,
+    pooled_all_to_all,
+)
 from dlrm_fused.sharding.options import FusedOptions
 from dlrm_fused.symmetric import SymmetricGroup
 from dlrm_fused.symmetric.device import uses_kernels

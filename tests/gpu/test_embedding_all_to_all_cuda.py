@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.errors import CommunicationError, UsageError
-from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all
-from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
+from dlrm_fused.ops.embedding_all_to_all import EmbeddingWorkspace, embedding_all_to_all
 from dlrm_fused.symmetric import SymmetricGroup
 from tests.gpu.all_ranks import MARKS, ON_GPU, captured, checked_on_all_ranks, delay
 from tests.ops.embedding_all_to_all import test_op

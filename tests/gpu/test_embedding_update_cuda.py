@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables, RowwiseAdagrad
+from dlrm_fused.ops.embedding_all_to_all import LocalTables, RowwiseAdagrad
 from dlrm_fused.ops.embedding_all_to_all.update import apply_gradients, per_sample_weight_gradients, sort_lookup
 from tests.ops.embedding_all_to_all.lookups import Lookup, expected_products, expected_update, make_lookup, make_tables
 

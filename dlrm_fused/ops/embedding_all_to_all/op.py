@@ -17,35 +17,25 @@ are those of FBGEMM's table-batched embedding, used in place.
 Kernels need a GPU, or Triton's interpreter (``TRITON_INTERPRET=1``) on the CPU.
 """
 
-# Kernels follow Triton's ways: constants in capitals, no types but theirs.
-# ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.embedding_all_to_all.pooled import checked_plan, send_gradient
+from dlrm_fused.ops.embedding_all_to_all.kernel import lookup_and_scatter
+from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
+from dlrm_fused.ops.embedding_all_to_all.pooled import checked_plan, send_gradient, send_nothing
 from dlrm_fused.ops.embedding_all_to_all.prefetch_sort import sorted_lookups
-from dlrm_fused.ops.embedding_all_to_all.reduce import Output, finish_staged
-from dlrm_fused.ops.embedding_all_to_all.scatter import TRITON_DTYPES, scatter_tiles, to_wire
-from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables
-from dlrm_fused.ops.embedding_all_to_all.tuning import LookupShape, choose_blocks
+from dlrm_fused.ops.embedding_all_to_all.reduce import receive_output
 from dlrm_fused.ops.embedding_all_to_all.update import apply_gradients, per_sample_weight_gradients
-from dlrm_fused.ops.embedding_all_to_all.workspace import PRESENCE_UNIT, BatchPlan, EmbeddingWorkspace, FeatureTable
-from dlrm_fused.symmetric.device import announced_offset, begin, finish, peer_pointer, uses_kernels, wait_until_ready
+from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
+from dlrm_fused.symmetric.device import uses_kernels
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
-_FEATURE_FIELDS = tl.constexpr(4)
-_PRESENCE_UNIT = tl.constexpr(PRESENCE_UNIT)
 
 
 def embedding_all_to_all(
@@ -79,205 +69,6 @@ def embedding_all_to_all(
     return torch.ops.dlrm_fused.embedding_all_to_all(
         workspace.anchor, weights, list(indices), list(offsets), list(per_sample_weights), list(batch_sizes), workspace.handle
     )
-
-
-def reference(
-    workspace: EmbeddingWorkspace,
-    indices: Sequence[Tensor],
-    offsets: Sequence[Tensor],
-    per_sample_weights: Sequence[Tensor],
-    batch_sizes: Sequence[int],
-) -> Tensor:
-    """The forward pass of :func:`embedding_all_to_all` in plain torch and torch.distributed, without gradients."""
-    plan = workspace.plan(batch_sizes)
-    output = torch.zeros(plan.local_batch, workspace.layout.columns, device=workspace.device)
-    results = [
-        _pool(tables, indices[i], offsets[i], per_sample_weights[i] if per_sample_weights else None, plan.global_batch)
-        for i, tables in enumerate(workspace.tables)
-    ]
-    own = torch.cat(results, dim=1) if results else torch.zeros(plan.global_batch, 0, device=workspace.device)
-    for rank, lookups in enumerate(workspace.layout.lookups):
-        received = torch.empty(plan.global_batch, workspace.layout.width(rank), device=workspace.device)
-        if rank == workspace.rank:
-            received.copy_(own)
-        group = workspace.group.process_group
-        if group is not None:
-            dist.broadcast(received, dist.get_global_rank(group, rank), group)
-        mine = received[plan.starts[workspace.rank] : plan.starts[workspace.rank + 1]]
-        source = 0
-        for lookup in lookups:
-            for column, dim in zip(lookup.columns, lookup.dims, strict=True):
-                output[:, column : column + dim] += mine[:, source : source + dim]
-                source += dim
-    return output
-
-
-def _pool(tables: LocalTables, indices: Tensor, offsets: Tensor, weights: Tensor | None, batch: int) -> Tensor:
-    pooled = []
-    for feature, table in enumerate(tables.feature_tables):
-        rows, dim, first = tables.rows[table], tables.dims[table], tables.offsets[table]
-        matrix = tables.weights.detach()[first : first + rows * dim].view(rows, dim).float()
-        bags = offsets[feature * batch : (feature + 1) * batch + 1].long()
-        begin_row, end_row = int(bags[0]), int(bags[-1])
-        pooled.append(
-            torch.nn.functional.embedding_bag(
-                indices[begin_row:end_row].long(),
-                matrix,
-                bags - begin_row,
-                mode="sum",
-                per_sample_weights=weights[begin_row:end_row] if weights is not None and weights.numel() else None,
-                include_last_offset=True,
-            )
-            / ((bags[1:] - bags[:-1]).clamp(min=1)[:, None] if tables.mean else 1)
-        )
-    return torch.cat(pooled, dim=1)
-
-
-@triton.jit
-def _bags(of_feature, first_bag, end_bag, number):
-    """Bags of a feature from ``first_bag`` on: which they are, whether they exist, their first index and their length."""
-    bag = first_bag + number
-    exists = bag < end_bag
-    begin_row = tl.load(of_feature + bag, mask=exists, other=0)
-    length = (tl.load(of_feature + bag + 1, mask=exists, other=0) - begin_row).to(tl.int32)
-    return bag, exists, begin_row, length
-
-
-@triton.jit
-def _add_rows(
-    pooled,
-    table,
-    indices,
-    factors,
-    length,
-    step,
-    dim,
-    lane,
-    ROWS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    EXACT_DIM: tl.constexpr,
-):
-    """Add rows ``step`` to ``step + ROWS`` of each share: all of them are on their way before the first is added."""
-    numbers: tl.tuple = ()
-    for r in tl.static_range(ROWS):
-        numbers += (tl.load(indices + (step + r) * SPLIT, mask=step + r < length, other=0).to(tl.int64),)
-    rows: tl.tuple = ()
-    for r in tl.static_range(ROWS):
-        inside = (step + r < length)[:, None]
-        if not EXACT_DIM:
-            inside = inside & (lane < dim)[None, :]
-        rows += (tl.load(table + numbers[r][:, None] * dim + lane[None, :], mask=inside, other=0.0),)
-    for r in tl.static_range(ROWS):
-        row = rows[r].to(tl.float32)
-        if WEIGHTED:
-            row *= tl.load(factors + (step + r) * SPLIT, mask=step + r < length, other=0.0)[:, None]
-        pooled += row
-    return pooled
-
-
-@triton.jit(do_not_specialize=["feature_count", "blocks", "global_batch", "items", "receive_offset", "fingerprint"])
-def lookup_and_scatter_kernel(
-    weights,
-    indices,
-    offsets,
-    sample_weights,
-    features,
-    feature_count,
-    bags,
-    blocks,
-    global_batch,
-    items,
-    stride,
-    addresses,
-    receive_offset,
-    channel,
-    fingerprint,
-    WEIGHTED: tl.constexpr,
-    MEAN: tl.constexpr,
-    RELATIVE: tl.constexpr,
-    PARTIAL: tl.constexpr,
-    FIRST: tl.constexpr,
-    LAST: tl.constexpr,
-    WIRE: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BAGS: tl.constexpr,
-    ROWS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    DIM: tl.constexpr,
-    EXACT_DIM: tl.constexpr,
-):
-    """Pool bags and store them at the ranks they belong to.
-
-    An item of work is BAGS bags of one feature and one destination. Rows of a bag are dealt out to SPLIT shares, whose threads
-    then read neighbouring indices; BAGS * SPLIT * ROWS rows of a table are on their way at once.
-
-    Args:
-        features: int64 [feature_count, 4]: number in the lookup, first element of its table, dim, column at the destination.
-        bags: int64 [3 * ranks + 1], see :meth:`~dlrm_fused.ops.embedding_all_to_all.workspace.BatchPlan.bag_table`.
-        blocks: items of one feature and destination, enough for the largest batch.
-        stride: elements between rows at the destination.
-        VECTOR: divides dims, columns and table offsets.
-        PARTIAL: the results are partial sums. Those of empty bags are not sent: a byte for each bag tells which are.
-    """
-    if FIRST:
-        epoch = begin(channel, receive_offset, fingerprint)
-    else:
-        epoch = tl.load(channel.state) + 1
-    share = tl.arange(0, BAGS * SPLIT)
-    lane = tl.arange(0, DIM)
-    ready_peers = tl.zeros((), tl.int64)  # a bit for each
-    may_send = tl.full((), 1, tl.int1)
-    for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        # One feature after the other: a few tables at a time stay in the caches.
-        feature = item // (channel.world * blocks)
-        turn = item // blocks % channel.world
-        peer = (channel.rank + 1 + turn) % channel.world
-        fields = features + feature * _FEATURE_FIELDS
-        first_bag = tl.load(bags + peer) + item % blocks * BAGS
-        end_bag = tl.load(bags + peer + 1)
-        table = weights + tl.multiple_of(tl.load(fields + 1), VECTOR)
-        dim = DIM if EXACT_DIM else tl.multiple_of(tl.load(fields + 2), VECTOR)
-        of_feature = offsets + tl.load(fields) * global_batch
-
-        bag, exists, begin_row, length = _bags(of_feature, first_bag, end_bag, share // SPLIT)
-        begin_share = begin_row + share % SPLIT
-        share_length = (length - share % SPLIT + SPLIT - 1) // SPLIT
-        pooled = tl.zeros((BAGS * SPLIT, DIM), tl.float32)
-        for step in range(0, tl.max(share_length, axis=0), ROWS):
-            pooled = _add_rows(
-                pooled, table, indices + begin_share, sample_weights + begin_share, share_length, step, dim, lane,
-                ROWS, SPLIT, WEIGHTED, EXACT_DIM,
-            )  # fmt: skip
-        if SPLIT > 1:
-            pooled = tl.sum(tl.reshape(pooled, (BAGS, SPLIT, DIM)), axis=1)
-            bag, exists, begin_row, length = _bags(of_feature, first_bag, end_bag, tl.arange(0, BAGS))
-        if MEAN:
-            pooled = pooled / tl.maximum(length, 1).to(tl.float32)[:, None]
-
-        if (ready_peers >> peer) & 1 == 0:
-            may_send &= wait_until_ready(channel, peer, epoch, fingerprint) >= 0
-            ready_peers |= tl.full((), 1, tl.int64) << peer
-        offset = tl.load(bags + channel.world + 1 + peer)
-        if RELATIVE:
-            offset += announced_offset(channel, peer)
-        destination = peer_pointer(addresses, peer, offset, WIRE)
-        at_row = (bag - tl.load(bags + peer)).to(tl.int64)
-        column = tl.multiple_of(tl.load(fields + 3), VECTOR)
-        places = destination + at_row[:, None] * tl.multiple_of(stride, 4) + (column + lane)[None, :]
-        sent = exists & may_send
-        if PARTIAL:
-            presence = peer_pointer(addresses, peer, tl.load(bags + 2 * channel.world + 1 + peer), tl.uint8)
-            bag_count = end_bag - tl.load(bags + peer)
-            of_bags = presence + tl.load(fields) * ((bag_count + _PRESENCE_UNIT - 1) // _PRESENCE_UNIT * _PRESENCE_UNIT)
-            tl.store(of_bags + at_row, (length > 0).to(tl.uint8), mask=sent)
-            sent = sent & (length > 0)
-        stored = sent[:, None]
-        if not EXACT_DIM:
-            stored = stored & (lane < dim)[None, :]
-        tl.store(places, to_wire(pooled, WIRE), mask=stored)
-    if LAST:
-        finish(channel, epoch)
 
 
 torch.library.define(
@@ -314,95 +105,24 @@ def _forward(
                 _check_indices(workspace, plan, number, indices[number], offsets[number])
 
     plan = checked_plan(workspace, batch_sizes, check, with_all=workspace.check_indices)
-    output = Output(workspace, plan)
-    launches = [
-        (number, features)
-        for number in range(len(workspace.tables))
-        for features in workspace.feature_tables(number)
-        if plan.global_batch
-    ]
-    for i, (number, features) in enumerate(launches):
-        sample_weights = per_sample_weights[number] if per_sample_weights else None
-        _launch(
-            workspace, plan, number, features, weights[number], indices[number], offsets[number], sample_weights, output,
-            first=i == 0, last=i == len(launches) - 1,
-        )  # fmt: skip
-    if not launches:
-        _take_part_with_nothing(workspace, plan, output)
-    finish_staged(workspace, plan, output.received, are_empty_bags_sent=False)
-    return output.tensor()
 
+    def send(receive_offset: int) -> None:
+        launches = [
+            (number, features)
+            for number in range(len(workspace.tables))
+            for features in workspace.feature_tables(number)
+            if plan.global_batch
+        ]
+        for i, (number, features) in enumerate(launches):
+            sample_weights = per_sample_weights[number] if per_sample_weights else None
+            lookup_and_scatter(
+                workspace, plan, number, features, weights[number], indices[number], offsets[number], sample_weights,
+                receive_offset=receive_offset, first=i == 0, last=i == len(launches) - 1,
+            )  # fmt: skip
+        if not launches:
+            send_nothing(workspace, plan, receive_offset)
 
-def _launch(
-    workspace: EmbeddingWorkspace,
-    plan: BatchPlan,
-    number: int,
-    features: FeatureTable,
-    weights: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    output: Output,
-    *,
-    first: bool,
-    last: bool,
-) -> None:
-    tables, channel = workspace.tables[number], workspace.forward_channel
-    is_weighted = sample_weights is not None and sample_weights.numel() > 0
-    is_staged = plan.goes_to_staging(number)
-    memory = output.buffers.staging_memory() if is_staged else output.buffers.outputs.memory
-    mean_length = indices.numel() / max(1, offsets.numel() - 1)
-    most_bags = max(plan.batch_sizes)
-    blocks = choose_blocks(
-        LookupShape(features.block_dim, tables.weights.dtype, mean_length, features.count * plan.global_batch), workspace.device
-    )
-    per_feature = triton.cdiv(most_bags, blocks.bags)
-    items = workspace.world_size * features.count * per_feature
-    lookup_and_scatter_kernel[(min(items, blocks.programs),)](
-        weights,
-        indices,
-        offsets,
-        sample_weights if is_weighted else weights,
-        features.table,
-        features.count,
-        plan.bag_table(number),
-        per_feature,
-        plan.global_batch,
-        items,
-        plan.destination(number, workspace.rank)[1],
-        memory.addresses,
-        output.offset,
-        channel.args,
-        plan.fingerprint,
-        WEIGHTED=is_weighted,
-        MEAN=tables.mean,
-        RELATIVE=not is_staged,
-        PARTIAL=workspace.own_lookups[number].row_wise,
-        FIRST=first,
-        LAST=last,
-        WIRE=TRITON_DTYPES[workspace.forward_wire],
-        VECTOR=features.vector,
-        BAGS=blocks.bags,
-        ROWS=blocks.rows,
-        SPLIT=blocks.split,
-        DIM=features.block_dim,
-        EXACT_DIM=features.is_exact,
-        num_warps=blocks.warps,
-    )
-
-
-def _take_part_with_nothing(workspace: EmbeddingWorkspace, plan: BatchPlan, output: Output) -> None:
-    scatter_tiles(
-        torch.empty(0, 4, device=workspace.device),
-        plan.empty_table,
-        0,
-        output.buffers.outputs.memory,
-        workspace.forward_channel,
-        wire=workspace.forward_wire,
-        fingerprint=plan.fingerprint,
-        receive_offset=output.offset,
-        relative=True,
-    )
+    return receive_output(workspace, plan, send, are_empty_bags_sent=False)
 
 
 def _check_inputs(
@@ -510,28 +230,15 @@ def _backward(
 
 
 @torch.library.register_fake("dlrm_fused::embedding_all_to_all")
-def _fake_forward(
-    anchor: Tensor,
-    weights: list[Tensor],
-    indices: list[Tensor],
-    offsets: list[Tensor],
-    per_sample_weights: list[Tensor],
-    batch_sizes: list[int],
-    handle: int,
-) -> Tensor:
+def _fake_forward(anchor: Tensor, *inputs: Any) -> Tensor:
+    *_, batch_sizes, handle = inputs
     workspace = EmbeddingWorkspace.of(handle)
     return anchor.new_empty((batch_sizes[workspace.rank], workspace.layout.columns))
 
 
 @torch.library.register_fake("dlrm_fused::embedding_all_to_all_backward")
 def _fake_backward(
-    gradient: Tensor,
-    indices: list[Tensor],
-    offsets: list[Tensor],
-    per_sample_weights: list[Tensor],
-    batch_sizes: list[int],
-    handle: int,
-    prefetched_sort: int = 0,
+    gradient: Tensor, indices: list[Tensor], offsets: list[Tensor], per_sample_weights: list[Tensor], *_: Any
 ) -> list[Tensor]:
     return [gradient.new_empty(0), *(torch.empty_like(weights) for weights in per_sample_weights)]
 

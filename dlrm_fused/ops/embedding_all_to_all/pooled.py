@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.embedding_all_to_all.reduce import Output, finish_staged
-from dlrm_fused.ops.embedding_all_to_all.workspace import BatchPlan, EmbeddingWorkspace, Tile
+from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan, Tile
+from dlrm_fused.ops.embedding_all_to_all.reduce import receive_output
+from dlrm_fused.ops.embedding_all_to_all.scatter import scatter_tiles
+from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
 from dlrm_fused.symmetric import SymmetricMemory, abort_peers_on_error
 from dlrm_fused.symmetric.device import uses_kernels
 
@@ -86,13 +88,8 @@ def _forward(anchor: Tensor, pooled: list[Tensor], batch_sizes: list[int], handl
     workspace = EmbeddingWorkspace.of(handle)
     workspace.forward_channel.raise_fault()
     plan = checked_plan(workspace, batch_sizes, lambda plan: _check_pooled(workspace, plan, pooled))
-    output = Output(workspace, plan)
-    if uses_kernels(workspace.device):
-        _send_by_kernel(workspace, plan, pooled, output)
-    else:
-        _send_by_host(workspace, plan, pooled, output)
-    finish_staged(workspace, plan, output.received, are_empty_bags_sent=True)
-    return output.tensor()
+    send = _send_by_kernel if uses_kernels(workspace.device) else _send_by_host
+    return receive_output(workspace, plan, lambda offset: send(workspace, plan, pooled, offset), are_empty_bags_sent=True)
 
 
 def _check_pooled(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[Tensor]) -> None:
@@ -105,23 +102,21 @@ def _check_pooled(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[T
         if tuple(tensor.shape) != expected or tensor.dtype != torch.float32 or tensor.device.type != workspace.device.type:
             raise UsageError(
                 f"{workspace.name}: pooled[{number}] is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; needed: "
-                f"float32 "
-                f"{list(expected)} on {workspace.device}"
+                f"float32 {list(expected)} on {workspace.device}"
             )
         if tensor.stride(-1) != 1:
             raise UsageError(f"{workspace.name}: pooled[{number}] has strides {tensor.stride()}; its rows must be contiguous")
 
 
-def _send_by_host(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[Tensor], output: Output) -> None:
+def _send_by_host(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[Tensor], receive_offset: int) -> None:
     by_lookup = [plan.pooled_tiles(number) for number in range(len(pooled))]
 
     def store(peer: int, offset: int) -> None:
         for number, tiles in enumerate(by_lookup):
-            is_staged = plan.goes_to_staging(number)
-            memory = output.buffers.staging_memory() if is_staged else output.buffers.outputs.memory
-            _copy_tiles(pooled[number], tiles, peer, memory, 0 if is_staged else offset, workspace.forward_wire)
+            memory, base = workspace.destination_memory(plan, number), 0 if plan.goes_to_staging(number) else offset
+            _copy_tiles(pooled[number], tiles, peer, memory, base, workspace.forward_wire)
 
-    workspace.forward_channel.run_epoch(store, offset=output.offset, fingerprint=plan.fingerprint)
+    workspace.forward_channel.run_epoch(store, offset=receive_offset, fingerprint=plan.fingerprint)
 
 
 def _copy_tiles(
@@ -139,26 +134,38 @@ def _copy_tiles(
             place.copy_(values.clamp(-_LARGEST_FP16, _LARGEST_FP16) if wire == torch.float16 else values)
 
 
-def _send_by_kernel(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[Tensor], output: Output) -> None:
-    from dlrm_fused.ops.embedding_all_to_all.scatter import scatter_tiles
-
-    # A rank without tables takes part with nothing to send.
-    sources = pooled or [torch.empty(0, 4, device=workspace.device)]
-    for number, source in enumerate(sources):
-        is_staged = bool(pooled) and plan.goes_to_staging(number)
+def _send_by_kernel(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[Tensor], receive_offset: int) -> None:
+    for number, source in enumerate(pooled):
         scatter_tiles(
             source,
-            plan.pooled_table(number) if pooled else plan.empty_table,
+            plan.pooled_tables[number],
             max(plan.batch_sizes),
-            output.buffers.staging_memory() if is_staged else output.buffers.outputs.memory,
+            workspace.destination_memory(plan, number),
             workspace.forward_channel,
             wire=workspace.forward_wire,
             fingerprint=plan.fingerprint,
-            receive_offset=output.offset,
-            relative=not is_staged,
+            receive_offset=receive_offset,
+            relative=not plan.goes_to_staging(number),
             first=number == 0,
-            last=number == len(sources) - 1,
+            last=number == len(pooled) - 1,
         )
+    if not pooled:
+        send_nothing(workspace, plan, receive_offset)
+
+
+def send_nothing(workspace: EmbeddingWorkspace, plan: BatchPlan, receive_offset: int) -> None:
+    """The epoch of a rank that has nothing to send, such as one without tables: it only receives."""
+    scatter_tiles(
+        torch.empty(0, 4, device=workspace.device),
+        plan.empty_table,
+        0,
+        workspace.outputs.memory,
+        workspace.forward_channel,
+        wire=workspace.forward_wire,
+        fingerprint=plan.fingerprint,
+        receive_offset=receive_offset,
+        relative=True,
+    )
 
 
 def send_gradient(workspace: EmbeddingWorkspace, plan: BatchPlan, gradient: Tensor) -> list[Tensor]:
@@ -176,10 +183,9 @@ def send_gradient(workspace: EmbeddingWorkspace, plan: BatchPlan, gradient: Tens
     with abort_peers_on_error(channel):
         _check_gradient(workspace, plan, gradient)
     gradient = gradient.contiguous()
-    memory = workspace.buffers(plan).gradients
+    workspace.reserve(plan.batch_sizes)
+    memory = workspace.gradients
     if uses_kernels(workspace.device):
-        from dlrm_fused.ops.embedding_all_to_all.scatter import scatter_tiles
-
         scatter_tiles(
             gradient,
             plan.gradient_table,

@@ -1,4 +1,4 @@
-"""The receiving side of a workspace: the output tensor, and what turns partial sums and other dtypes into it."""
+"""The receiving side of a forward pass: the output, and the kernels that turn partial sums and other dtypes into it."""
 
 # Kernels follow Triton's ways: constants in capitals, no types but theirs.
 # ruff: noqa: N803
@@ -6,12 +6,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dlrm_fused.ops.embedding_all_to_all.workspace import BatchPlan, EmbeddingWorkspace
+from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
+from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
 from dlrm_fused.symmetric.device import uses_kernels
 
 # Of a program's tile.
@@ -19,40 +22,41 @@ _ROWS, _COLUMNS = 4, 256
 _ELEMENTS = 1024
 
 
-class Output:
-    """Where this rank receives in one epoch.
+def receive_output(
+    workspace: EmbeddingWorkspace, plan: BatchPlan, send: Callable[[int], object], *, are_empty_bags_sent: bool
+) -> Tensor:
+    """One epoch of the forward channel, from the side of the receiver.
 
-    Attributes:
-        received: fp32 [local batch, columns]: a block of symmetric memory that peers store into, or, where everything is
-            received in another dtype, an ordinary tensor.
-        offset: byte of the block in the symmetric memory.
+    Args:
+        send: ``send(offset)`` runs the epoch, in which this rank receives at byte ``offset`` of ``workspace.outputs``.
+        are_empty_bags_sent: whether all partial sums arrive, also those of empty bags.
+
+    Returns:
+        fp32 [local batch, columns], the caller's as long as it likes: a block of symmetric memory, or, where everything is
+        received in another dtype, an ordinary tensor.
     """
-
-    def __init__(self, workspace: EmbeddingWorkspace, plan: BatchPlan) -> None:
-        self.buffers = workspace.buffers(plan)
-        shape = (plan.local_batch, workspace.layout.columns)
-        if plan.is_staged:
-            self.received = torch.empty(shape, device=workspace.device)
-            self.offset = 0
-            return
-        self.received = self.buffers.outputs.receive(shape, torch.float32)
-        self.offset = self.buffers.outputs.offset_of(self.received)
-
-    def tensor(self) -> Tensor:
-        """The tensor for the caller: its own as long as it likes."""
-        return self.buffers.outputs.to_hold(self.received)
+    workspace.reserve(plan.batch_sizes)
+    shape, pool = (plan.local_batch, workspace.layout.columns), workspace.outputs
+    if plan.is_staged:
+        output, offset = torch.empty(shape, device=workspace.device), 0
+    else:
+        output = pool.receive(shape, torch.float32)
+        offset = pool.offset_of(output)
+    send(offset)
+    _finish_staged(workspace, plan, output, are_empty_bags_sent)
+    return pool.to_hold(output)
 
 
-def finish_staged(workspace: EmbeddingWorkspace, plan: BatchPlan, output: Tensor, *, are_empty_bags_sent: bool) -> None:
+def _finish_staged(workspace: EmbeddingWorkspace, plan: BatchPlan, output: Tensor, are_empty_bags_sent: bool) -> None:
     """Turn what was received in staging memory into columns of the output; nothing to do where all came straight there."""
     if workspace.layout.row_wise_columns and not are_empty_bags_sent:
         _add_up_present(workspace, plan, output)
     elif workspace.layout.row_wise_columns:
-        partial_sums = plan.partial_sums_view(workspace.buffers(plan).staging_memory())
+        partial_sums = plan.partial_sums_view(workspace.staging())
         for source, column, width in plan.row_wise_runs():
             _add_up(partial_sums[:, :, source : source + width], output[:, column : column + width], workspace)
     if plan.is_staged:
-        staged = plan.staged_view(workspace.buffers(plan).staging_memory())
+        staged = plan.staged_view(workspace.staging())
         for column, width in plan.direct_runs():
             _add_up(staged[None, :, column : column + width], output[:, column : column + width], workspace)
 
@@ -83,8 +87,7 @@ def _add_up(sources: Tensor, output: Tensor, workspace: EmbeddingWorkspace) -> N
 
 def _add_up_present(workspace: EmbeddingWorkspace, plan: BatchPlan, output: Tensor) -> None:
     """The row-wise columns of ``output`` from the partial sums that were sent."""
-    staging = workspace.buffers(plan).staging_memory()
-    partial_sums, presence = plan.partial_sums_view(staging), plan.presence_view(staging)
+    partial_sums, presence = plan.partial_sums_view(workspace.staging()), plan.presence_view(workspace.staging())
     for features in workspace.partial_sum_tables if plan.local_batch else ():
         rows = max(1, _ELEMENTS // features.block_dim)
         add_up_present_kernel[(triton.cdiv(plan.local_batch, rows), features.count)](
@@ -125,7 +128,7 @@ def add_up_present_kernel(
 
     Args:
         presence: uint8 [SOURCES, features, rows]: 1 where there is a partial result.
-        features: int64 [n, 4], :class:`~dlrm_fused.ops.embedding_all_to_all.workspace.FeatureTable`, one for each program of
+        features: int64 [n, 4], :class:`~dlrm_fused.ops.embedding_all_to_all.layout.FeatureTable`, one for each program of
         the second axis.
     """
     fields = features + tl.program_id(1) * 4

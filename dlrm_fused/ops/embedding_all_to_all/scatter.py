@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dlrm_fused.ops.embedding_all_to_all.workspace import TILE_COLUMNS
+from dlrm_fused.ops.embedding_all_to_all.plan import TILE_COLUMNS
 from dlrm_fused.symmetric import Channel, SymmetricMemory
 from dlrm_fused.symmetric.device import begin, finish, peer_pointer, wait_until_ready
 
@@ -100,7 +100,7 @@ def scatter_tiles(
 
     Args:
         source: fp32, bf16 or fp16, 2-D with unit column stride; rows and columns that start at multiples of 4 elements.
-        table: of :func:`~dlrm_fused.ops.embedding_all_to_all.workspace.tile_table`.
+        table: of :func:`~dlrm_fused.ops.embedding_all_to_all.plan.tile_table`.
         most_rows: of any tile.
         wire: dtype in which the values are stored.
         receive_offset: where this rank receives in this epoch.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables, RowwiseAdagrad, Sgd
+from dlrm_fused.ops.embedding_all_to_all import LocalTables, RowwiseAdagrad, Sgd
 
 
 @dataclass

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from dlrm_fused.errors import CommunicationError
-from dlrm_fused.ops.embedding_all_to_all import op as fused
+from dlrm_fused.ops.embedding_all_to_all import kernel as fused
 from dlrm_fused.ops.embedding_all_to_all import scatter as put
 from dlrm_fused.ops.embedding_all_to_all import tuning as lookup_tuning
 from dlrm_fused.symmetric import BlockPool, symmetric_group

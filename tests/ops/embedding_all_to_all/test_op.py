@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all, reference
-from dlrm_fused.ops.embedding_all_to_all.pooled import pooled_all_to_all
-from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
+from dlrm_fused.ops.embedding_all_to_all import EmbeddingWorkspace, Sgd, embedding_all_to_all, pooled_all_to_all, reference
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import run_ranks
@@ -103,9 +101,23 @@ def test_compiled_training_steps_equal_eager_ones() -> None:
 def differences_to_the_reference(
     workspace: EmbeddingWorkspace, indices: Tensor, offsets: Tensor, weights: Tensor, batches: list[int]
 ) -> float:
-    arguments = ([indices], [offsets], [weights], batches)
-    fused = embedding_all_to_all(workspace, *arguments)
-    return float((fused.detach() - reference(workspace, *arguments)).abs().max())
+    """Of outputs, of gradients of per-sample weights, and of what SGD subtracts from the tables at a learning rate of 1."""
+    tables, start = workspace.tables[0], workspace.tables[0].weights.clone()
+    workspace.attach_tables([replace(tables, optimizer=Sgd(torch.tensor(1.0)))])
+    leaves = replace(tables, weights=start.clone().requires_grad_(), optimizer=None)
+    factors, expected_factors = weights.clone().requires_grad_(), weights.clone().requires_grad_()
+    group, layout = workspace.group.process_group, workspace.layout
+    expected = reference(group, layout, [leaves], [indices], [offsets], [expected_factors], batches)
+    fused = embedding_all_to_all(workspace, [indices], [offsets], [factors], batches)
+    gradient = torch.randn_like(expected)
+    for output in (expected, fused):
+        output.backward(gradient)
+    pairs = [
+        (fused, expected),
+        (factors.grad, workspace.gradient_scale * expected_factors.grad),  # type: ignore[operator]
+        (start - tables.weights, workspace.gradient_scale * leaves.weights.grad),  # type: ignore[operator]
+    ]
+    return max(float((found - right).detach().abs().max()) for found, right in pairs)  # type: ignore[operator]
 
 
 def test_the_reference_is_the_same_computation() -> None:

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all
-from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace, ExchangeLayout, LookupLayout
+from dlrm_fused.ops.embedding_all_to_all import EmbeddingWorkspace, ExchangeLayout, LookupLayout, embedding_all_to_all
 from dlrm_fused.symmetric import symmetric_group
 from tests.ops.embedding_all_to_all.lookups import make_tables
 

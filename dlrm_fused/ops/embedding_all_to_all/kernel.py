@@ -1,0 +1,230 @@
+"""The kernel of the fused lookup: bags are pooled and stored straight into the output of the rank they belong to."""
+
+# Kernels follow Triton's ways: constants in capitals, no types but theirs.
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dlrm_fused.ops.embedding_all_to_all.layout import FeatureTable
+from dlrm_fused.ops.embedding_all_to_all.plan import PRESENCE_UNIT, BatchPlan
+from dlrm_fused.ops.embedding_all_to_all.scatter import TRITON_DTYPES, to_wire
+from dlrm_fused.ops.embedding_all_to_all.tuning import LookupShape, choose_blocks
+from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
+from dlrm_fused.symmetric.device import announced_offset, begin, finish, peer_pointer, wait_until_ready
+
+_FEATURE_FIELDS = tl.constexpr(4)
+_PRESENCE_UNIT = tl.constexpr(PRESENCE_UNIT)
+
+
+def lookup_and_scatter(
+    workspace: EmbeddingWorkspace,
+    plan: BatchPlan,
+    number: int,
+    features: FeatureTable,
+    weights: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    sample_weights: Tensor | None,
+    *,
+    receive_offset: int,
+    first: bool,
+    last: bool,
+) -> None:
+    """Look up some features of a lookup of this rank, and store what belongs to each rank there.
+
+    Args:
+        number: of the lookup.
+        features: some of its features, one of ``workspace.feature_tables(number)``.
+        weights, indices, offsets, sample_weights: the lookup's.
+        receive_offset: where this rank receives in this epoch.
+        first, last: whether this launch begins or ends the epoch; between them others may send more.
+    """
+    tables = workspace.tables[number]
+    is_weighted = sample_weights is not None and sample_weights.numel() > 0
+    mean_length = indices.numel() / max(1, offsets.numel() - 1)
+    blocks = choose_blocks(
+        LookupShape(features.block_dim, tables.weights.dtype, mean_length, features.count * plan.global_batch), workspace.device
+    )
+    per_feature = triton.cdiv(max(plan.batch_sizes), blocks.bags)
+    items = workspace.world_size * features.count * per_feature
+    lookup_and_scatter_kernel[(min(items, blocks.programs),)](
+        weights,
+        indices,
+        offsets,
+        sample_weights if is_weighted else weights,
+        features.table,
+        plan.bag_tables[number],
+        per_feature,
+        plan.global_batch,
+        items,
+        plan.destination(number, workspace.rank)[1],
+        workspace.destination_memory(plan, number).addresses,
+        receive_offset,
+        workspace.forward_channel.args,
+        plan.fingerprint,
+        WEIGHTED=is_weighted,
+        MEAN=tables.mean,
+        RELATIVE=not plan.goes_to_staging(number),
+        PARTIAL=workspace.own_lookups[number].row_wise,
+        FIRST=first,
+        LAST=last,
+        WIRE=TRITON_DTYPES[workspace.forward_wire],
+        VECTOR=features.vector,
+        BAGS=blocks.bags,
+        ROWS=blocks.rows,
+        SPLIT=blocks.split,
+        DIM=features.block_dim,
+        EXACT_DIM=features.is_exact,
+        num_warps=blocks.warps,
+    )
+
+
+@triton.jit
+def _bags(of_feature, first_bag, end_bag, number):
+    """Bags of a feature from ``first_bag`` on: which they are, whether they exist, their first index and their length."""
+    bag = first_bag + number
+    exists = bag < end_bag
+    begin_row = tl.load(of_feature + bag, mask=exists, other=0)
+    length = (tl.load(of_feature + bag + 1, mask=exists, other=0) - begin_row).to(tl.int32)
+    return bag, exists, begin_row, length
+
+
+@triton.jit
+def _add_rows(
+    pooled,
+    table,
+    indices,
+    factors,
+    length,
+    step,
+    dim,
+    lane,
+    ROWS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    EXACT_DIM: tl.constexpr,
+):
+    """Add rows ``step`` to ``step + ROWS`` of each share: all of them are on their way before the first is added."""
+    numbers: tl.tuple = ()
+    for r in tl.static_range(ROWS):
+        numbers += (tl.load(indices + (step + r) * SPLIT, mask=step + r < length, other=0).to(tl.int64),)
+    rows: tl.tuple = ()
+    for r in tl.static_range(ROWS):
+        inside = (step + r < length)[:, None]
+        if not EXACT_DIM:
+            inside = inside & (lane < dim)[None, :]
+        rows += (tl.load(table + numbers[r][:, None] * dim + lane[None, :], mask=inside, other=0.0),)
+    for r in tl.static_range(ROWS):
+        row = rows[r].to(tl.float32)
+        if WEIGHTED:
+            row *= tl.load(factors + (step + r) * SPLIT, mask=step + r < length, other=0.0)[:, None]
+        pooled += row
+    return pooled
+
+
+@triton.jit(do_not_specialize=["blocks", "global_batch", "items", "receive_offset", "fingerprint"])
+def lookup_and_scatter_kernel(
+    weights,
+    indices,
+    offsets,
+    sample_weights,
+    features,
+    bags,
+    blocks,
+    global_batch,
+    items,
+    stride,
+    addresses,
+    receive_offset,
+    channel,
+    fingerprint,
+    WEIGHTED: tl.constexpr,
+    MEAN: tl.constexpr,
+    RELATIVE: tl.constexpr,
+    PARTIAL: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    WIRE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BAGS: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    DIM: tl.constexpr,
+    EXACT_DIM: tl.constexpr,
+):
+    """Pool bags and store them at the ranks they belong to.
+
+    An item of work is BAGS bags of one feature and one destination. Rows of a bag are dealt out to SPLIT shares, whose threads
+    then read neighbouring indices; BAGS * SPLIT * ROWS rows of a table are on their way at once.
+
+    Args:
+        features: int64 [n, 4], :class:`~dlrm_fused.ops.embedding_all_to_all.layout.FeatureTable`.
+        bags: int64 [3 * ranks + 1], :attr:`~dlrm_fused.ops.embedding_all_to_all.plan.BatchPlan.bag_tables`.
+        blocks: items of one feature and destination, enough for the largest batch.
+        stride: elements between rows at the destination.
+        VECTOR: divides dims, columns and table offsets.
+        PARTIAL: the results are partial sums. Those of empty bags are not sent: a byte for each bag tells which are.
+    """
+    if FIRST:
+        epoch = begin(channel, receive_offset, fingerprint)
+    else:
+        epoch = tl.load(channel.state) + 1
+    share = tl.arange(0, BAGS * SPLIT)
+    lane = tl.arange(0, DIM)
+    ready_peers = tl.zeros((), tl.int64)  # a bit for each
+    may_send = tl.full((), 1, tl.int1)
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        # One feature after the other: a few tables at a time stay in the caches.
+        feature = item // (channel.world * blocks)
+        turn = item // blocks % channel.world
+        peer = (channel.rank + 1 + turn) % channel.world
+        fields = features + feature * _FEATURE_FIELDS
+        first_bag = tl.load(bags + peer) + item % blocks * BAGS
+        end_bag = tl.load(bags + peer + 1)
+        table = weights + tl.multiple_of(tl.load(fields + 1), VECTOR)
+        dim = DIM if EXACT_DIM else tl.multiple_of(tl.load(fields + 2), VECTOR)
+        of_feature = offsets + tl.load(fields) * global_batch
+
+        bag, exists, begin_row, length = _bags(of_feature, first_bag, end_bag, share // SPLIT)
+        begin_share = begin_row + share % SPLIT
+        share_length = (length - share % SPLIT + SPLIT - 1) // SPLIT
+        pooled = tl.zeros((BAGS * SPLIT, DIM), tl.float32)
+        for step in range(0, tl.max(share_length, axis=0), ROWS):
+            pooled = _add_rows(
+                pooled, table, indices + begin_share, sample_weights + begin_share, share_length, step, dim, lane,
+                ROWS, SPLIT, WEIGHTED, EXACT_DIM,
+            )  # fmt: skip
+        if SPLIT > 1:
+            pooled = tl.sum(tl.reshape(pooled, (BAGS, SPLIT, DIM)), axis=1)
+            bag, exists, begin_row, length = _bags(of_feature, first_bag, end_bag, tl.arange(0, BAGS))
+        if MEAN:
+            pooled = pooled / tl.maximum(length, 1).to(tl.float32)[:, None]
+
+        if (ready_peers >> peer) & 1 == 0:
+            may_send &= wait_until_ready(channel, peer, epoch, fingerprint) >= 0
+            ready_peers |= tl.full((), 1, tl.int64) << peer
+        offset = tl.load(bags + channel.world + 1 + peer)
+        if RELATIVE:
+            offset += announced_offset(channel, peer)
+        destination = peer_pointer(addresses, peer, offset, WIRE)
+        at_row = (bag - tl.load(bags + peer)).to(tl.int64)
+        column = tl.multiple_of(tl.load(fields + 3), VECTOR)
+        places = destination + at_row[:, None] * tl.multiple_of(stride, 4) + (column + lane)[None, :]
+        sent = exists & may_send
+        if PARTIAL:
+            presence = peer_pointer(addresses, peer, tl.load(bags + 2 * channel.world + 1 + peer), tl.uint8)
+            bag_count = end_bag - tl.load(bags + peer)
+            of_bags = presence + tl.load(fields) * ((bag_count + _PRESENCE_UNIT - 1) // _PRESENCE_UNIT * _PRESENCE_UNIT)
+            tl.store(of_bags + at_row, (length > 0).to(tl.uint8), mask=sent)
+            sent = sent & (length > 0)
+        stored = sent[:, None]
+        if not EXACT_DIM:
+            stored = stored & (lane < dim)[None, :]
+        tl.store(places, to_wire(pooled, WIRE), mask=stored)
+    if LAST:
+        finish(channel, epoch)
