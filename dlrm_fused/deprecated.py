@@ -34,6 +34,8 @@ MOVED = {
         "EqualBlocks": "dlrm_fused.symmetric:BlockPool.with_spare",
         "PeerWatch": "dlrm_fused.symmetric:PeerMonitor",
     },
+    "dlrm_fused.ops.gemv_all_reduce": {"GemvExchange": "dlrm_fused:GemvWorkspace"},
+    "dlrm_fused.ops.gemm_all_to_all": {"GemmExchange": "dlrm_fused:GemmWorkspace"},
     "dlrm_fused.ops.expert_layer": {
         "expert_layer": "dlrm_fused:expert_layer",
         "expert_memory": "dlrm_fused:expert_memory",

@@ -76,6 +76,13 @@ def test_a_name_of_the_release_before_works_and_says_where_it_is_now(module: str
     assert value == pkgutil.resolve_name(place)
 
 
+@pytest.mark.parametrize("operator", ["embedding_all_to_all", "gemv_all_reduce", "gemm_all_to_all"])
+def test_what_was_an_operators_module_is_its_package(operator: str) -> None:
+    package = importlib.import_module(f"dlrm_fused.ops.{operator}")
+    assert getattr(package, operator) is getattr(dlrm_fused, operator)
+    assert callable(package.reference)
+
+
 def test_an_unknown_name_of_an_old_module_is_an_import_error() -> None:
     with pytest.raises(ImportError, match="cannot import name 'EmbeddingExchanges'"):
         exec("from dlrm_fused.ops.exchange import EmbeddingExchanges")
