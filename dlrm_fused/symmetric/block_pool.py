@@ -90,7 +90,9 @@ class BlockPool:
         """Collective: room for ``held`` blocks of ``block_size`` bytes that callers may hold without a copy, and the spare."""
         size = _round_up(max(1, block_size))
         pool = cls(group, name, (held + 1) * size)
-        pool._spare = pool.take((size,), torch.uint8)
+        # Not lent out: a lease would keep the pool alive, and the pool the lease.
+        pool._spare = pool.memory.local[:size]
+        pool._free = [_Block(size, pool.memory.size - size)]
         return pool
 
     @property
@@ -108,7 +110,8 @@ class BlockPool:
 
     def to_hold(self, received: Tensor) -> Tensor:
         """What a caller may hold as long as it likes: the tensor of :meth:`receive`, or a copy if it is in the spare block."""
-        return received.clone() if received.untyped_storage().data_ptr() == self.spare.data_ptr() else received
+        is_spare = received.untyped_storage().data_ptr() == self.memory.local.untyped_storage().data_ptr()
+        return received.clone() if is_spare else received
 
     def release(self) -> None:
         """Let go of the memory, as :meth:`SymmetricGroup.release`; blocks that callers hold stay."""

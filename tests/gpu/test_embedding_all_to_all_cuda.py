@@ -229,4 +229,4 @@ CHECKS: dict[str, Callable[[SymmetricGroup], Any]] = {
 }
 
 
-failures, test_on_all_ranks = checked_on_all_ranks(CHECKS)
+failures, test_on_all_ranks = checked_on_all_ranks(__name__, CHECKS)

@@ -214,4 +214,4 @@ if ON_GPU:
     CHECKS["another device is refused"] = partial(refused, change=Tensor.cpu, culprit="on cpu")
 
 
-failures, test_on_all_ranks = checked_on_all_ranks(CHECKS)
+failures, test_on_all_ranks = checked_on_all_ranks(__name__, CHECKS)

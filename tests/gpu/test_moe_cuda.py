@@ -263,4 +263,4 @@ if ON_GPU:
     }
 
 
-failures, test_on_all_ranks = checked_on_all_ranks(CHECKS, small_tiles_without_gpus)
+failures, test_on_all_ranks = checked_on_all_ranks(__name__, CHECKS, small_tiles_without_gpus)

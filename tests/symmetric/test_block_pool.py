@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -182,3 +183,29 @@ def test_several_threads_never_share_a_block(group: SymmetricGroup) -> None:
 def test_a_foreign_tensor_has_no_offset(pool: BlockPool) -> None:
     with pytest.raises(UsageError, match=r"pool pool: a tensor of shape \(2, 3\) is not in it"):
         pool.offset_of(torch.zeros(2, 3))
+
+
+def test_who_holds_more_than_there_is_receives_in_the_spare_block_and_gets_copies(group: SymmetricGroup) -> None:
+    pool = BlockPool.with_spare(group, "pool", 2 * UNIT, held=2)
+    whole = (2 * UNIT // 4,)
+    received = [pool.receive(whole, torch.float32) for _ in range(4)]
+    assert [pool.offset_of(tensor) for tensor in received[2:]] == [0, 0]
+    assert len({pool.offset_of(tensor) for tensor in received}) == 3
+    assert [pool.to_hold(tensor) is tensor for tensor in received] == [True, True, False, False]
+    received[3].fill_(7.0)
+    assert pool.to_hold(received[3]).unique().tolist() == [7.0]
+    del received[0]
+    assert pool.offset_of(pool.receive(whole, torch.float32)) > 0
+
+
+def test_a_pool_with_a_spare_block_is_freed_when_nobody_refers_to_it(group: SymmetricGroup) -> None:
+    pool = BlockPool.with_spare(group, "pool", UNIT, held=1)
+    held = pool.to_hold(pool.receive((3,), torch.float32))
+    memory = weakref.ref(pool.memory)
+    pool.release()
+    del pool
+    gc.collect()
+    assert memory() is not None, "a tensor in it is held"
+    del held
+    gc.collect()
+    assert memory() is None

@@ -34,7 +34,7 @@ class PrefetchedSort:
     ) -> None:
         """Sort on ``stream`` (None: on the CPU), after what the current stream has been given."""
         self.tables = tables
-        self._stream = stream
+        self._stream = stream = stream if any(own.optimizer is not None for own in tables) else None
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
