@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from dlrm_fused.ops.embedding_all_to_all.tables import RowwiseAdagrad as RowwiseAdagrad
     from dlrm_fused.ops.embedding_all_to_all.tables import Sgd as Sgd
     from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace as EmbeddingWorkspace
-    from dlrm_fused.ops.gemm_all_to_all.op import GemmWorkspace as GemmWorkspace
     from dlrm_fused.ops.gemm_all_to_all.op import gemm_all_to_all as gemm_all_to_all
-    from dlrm_fused.ops.gemv_all_reduce.op import GemvWorkspace as GemvWorkspace
+    from dlrm_fused.ops.gemm_all_to_all.workspace import GemmWorkspace as GemmWorkspace
     from dlrm_fused.ops.gemv_all_reduce.op import gemv_all_reduce as gemv_all_reduce
-    from dlrm_fused.ops.moe.op import ExpertWorkspace as ExpertWorkspace
+    from dlrm_fused.ops.gemv_all_reduce.workspace import GemvWorkspace as GemvWorkspace
     from dlrm_fused.ops.moe.op import expert_layer as expert_layer
-    from dlrm_fused.ops.moe.op import expert_memory as expert_memory
+    from dlrm_fused.ops.moe.workspace import ExpertWorkspace as ExpertWorkspace
+    from dlrm_fused.ops.moe.workspace import expert_memory as expert_memory
     from dlrm_fused.serving.online import Candidates as Candidates
     from dlrm_fused.serving.online import OnlineScorer as OnlineScorer
     from dlrm_fused.sharding.estimates import fused_enumerator as fused_enumerator
@@ -56,12 +56,12 @@ _DEFINED_IN = {
     "RowwiseAdagrad": "dlrm_fused.ops.embedding_all_to_all.tables",
     "Sgd": "dlrm_fused.ops.embedding_all_to_all.tables",
     "gemv_all_reduce": "dlrm_fused.ops.gemv_all_reduce.op",
-    "GemvWorkspace": "dlrm_fused.ops.gemv_all_reduce.op",
+    "GemvWorkspace": "dlrm_fused.ops.gemv_all_reduce.workspace",
     "gemm_all_to_all": "dlrm_fused.ops.gemm_all_to_all.op",
-    "GemmWorkspace": "dlrm_fused.ops.gemm_all_to_all.op",
+    "GemmWorkspace": "dlrm_fused.ops.gemm_all_to_all.workspace",
     "expert_layer": "dlrm_fused.ops.moe.op",
-    "ExpertWorkspace": "dlrm_fused.ops.moe.op",
-    "expert_memory": "dlrm_fused.ops.moe.op",
+    "ExpertWorkspace": "dlrm_fused.ops.moe.workspace",
+    "expert_memory": "dlrm_fused.ops.moe.workspace",
     # Online scoring.
     "OnlineModel": "dlrm_fused.training.online_model",
     "OnlineScorer": "dlrm_fused.serving.online",

@@ -39,7 +39,7 @@ MOVED = {
     "dlrm_fused.ops.expert_layer": {
         "expert_layer": "dlrm_fused:expert_layer",
         "expert_memory": "dlrm_fused:expert_memory",
-        "reference": "dlrm_fused.ops.moe.op:reference",
+        "reference": "dlrm_fused.ops.moe.reference:reference",
         "ExpertExchange": "dlrm_fused:ExpertWorkspace",
     },
 }

@@ -9,7 +9,7 @@ bf16. In each stage the contestants take turns, with the same operands:
   all_to_all_single, both into memory that is allocated before; and cuBLAS alone. What lasts less than 50 us is timed in CUDA
   graphs. Different operands take turns, so that the L2 cache does not hold them. Results are compared with fp64.
 * gemm: the operator's kernel without communication against cuBLAS. GPUs only.
-* layer: a router and experts that all ranks share, forward, and forward with backward: ``dlrm_fused.ops.moe.op`` against
+* layer: a router and experts that all ranks share, forward, and forward with backward: ``dlrm_fused.ops.moe`` against
   its reference: counts through the host, all_to_all_single, torch's grouped GEMM. The same router. Outputs and gradients
   are compared with the reference in fp32.
 
@@ -46,8 +46,8 @@ from benchmarks.gemm_all_to_all.cells import DTYPE, LAYER_CELLS, LAYER_TOLERANCE
 from benchmarks.gemm_all_to_all.products import SCHEDULES, FusedProduct, ProductAlone, ProductRun, new_workspace
 from benchmarks.gemm_all_to_all.report import line, summarize, table
 from benchmarks.moe.layers import LayerRun
+from dlrm_fused.ops.gemm_all_to_all import gemm_all_to_all
 from dlrm_fused.ops.gemm_all_to_all.kernel import gemm
-from dlrm_fused.ops.gemm_all_to_all.op import gemm_all_to_all
 
 
 class Run:

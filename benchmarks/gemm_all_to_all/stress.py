@@ -31,8 +31,8 @@ from benchmarks.gemm_all_to_all.products import SCHEDULES, new_workspace
 from benchmarks.moe.layers import LayerData, compared_with_baseline
 from benchmarks.moe.layers import new_workspace as new_expert_workspace
 from dlrm_fused.models.expert_parallel import ExpertComputation
-from dlrm_fused.ops.gemm_all_to_all.op import GemmWorkspace, gemm_all_to_all
-from dlrm_fused.ops.moe.op import ExpertWorkspace
+from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, gemm_all_to_all
+from dlrm_fused.ops.moe import ExpertWorkspace
 
 
 @dataclass(frozen=True)

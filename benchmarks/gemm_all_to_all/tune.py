@@ -31,8 +31,8 @@ from benchmarks.common.harness import Report, World, compile_ahead, describe_run
 from benchmarks.common.tune_command import run_tuner, tuner_parser
 from benchmarks.gemm_all_to_all.cells import DTYPE, PRODUCT_CELLS, Product
 from benchmarks.gemm_all_to_all.products import new_workspace
+from dlrm_fused.ops.gemm_all_to_all import gemm_all_to_all
 from dlrm_fused.ops.gemm_all_to_all import tuning as gemm_tuning
-from dlrm_fused.ops.gemm_all_to_all.op import gemm_all_to_all
 from dlrm_fused.ops.gemm_all_to_all.tuning import Choice, Tiles
 
 # Choices that are timed again.

@@ -60,7 +60,7 @@ from benchmarks.gemv_all_reduce.cells import (
     weight_copies,
 )
 from benchmarks.gemv_all_reduce.report import RIVALS, line, summarize, table
-from dlrm_fused.ops.gemv_all_reduce.op import GemvWorkspace, gemv_all_reduce
+from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace, gemv_all_reduce
 
 TIMEOUT_SECONDS = 60.0
 # A graph makes at least so many calls, so that its launch does not count.

@@ -27,7 +27,7 @@ from benchmarks.common import replays
 from benchmarks.common.harness import World, relative_error
 from benchmarks.common.replays import Replays, Work, count_differing
 from benchmarks.gemv_all_reduce.cells import DTYPE, TOLERANCE, Cell, draw_inputs, draw_weights
-from dlrm_fused.ops.gemv_all_reduce.op import GemvWorkspace, gemv_all_reduce
+from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace, gemv_all_reduce
 
 NORM_EPS = 1e-6
 

@@ -29,8 +29,8 @@ from torch import Tensor
 from benchmarks.common.harness import Report, World, captured, compile_ahead, describe_run, geometric_mean, time_finalists
 from benchmarks.common.tune_command import run_tuner, tuner_parser
 from benchmarks.gemv_all_reduce.cells import CELLS, DTYPE, Cell, by_shape, draw_inputs, draw_weights, weight_copies
+from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace, gemv_all_reduce
 from dlrm_fused.ops.gemv_all_reduce import tuning as gemv_tuning
-from dlrm_fused.ops.gemv_all_reduce.op import GemvWorkspace, gemv_all_reduce
 from dlrm_fused.ops.gemv_all_reduce.tuning import Blocks
 
 CALLS_OF_A_GRAPH = 24

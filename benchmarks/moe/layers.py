@@ -14,7 +14,7 @@ from benchmarks.gemm_all_to_all.cells import DTYPE, LAYER_TOLERANCE, Layer
 from dlrm_fused.config import Gate
 from dlrm_fused.models.expert_parallel import ExpertComputation
 from dlrm_fused.models.moe import Router
-from dlrm_fused.ops.moe.op import ExpertWorkspace
+from dlrm_fused.ops.moe import ExpertWorkspace
 
 TIMEOUT_SECONDS = 60.0
 # Where much cancels out, the errors of the baseline are a yardstick: it rounds in the same places.

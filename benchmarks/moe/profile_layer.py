@@ -31,7 +31,7 @@ from benchmarks.gemm_all_to_all.cells import DTYPE
 from dlrm_fused.config import Comm, ExpertsConfig
 from dlrm_fused.models.expert_parallel import ExpertComputation
 from dlrm_fused.models.moe import MixtureOfExperts
-from dlrm_fused.ops.moe.op import ExpertWorkspace
+from dlrm_fused.ops.moe import ExpertWorkspace
 
 STEP = "step of the layer"
 # Calls of CUDA in which the host waits, besides those with "Synchronize" in their name.

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.gemv_all_reduce.op import GemvWorkspace, gemv_all_reduce, reference
+from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace, gemv_all_reduce, reference
 
 NORM_EPS = 1e-6  # of all RMS norms
 

@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.symmetric.device import peer_pointer
 
-_TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # Keys of a step; programs of a launch, about as many as a GPU has multiprocessors.
 _KEYS = 64
 _PROGRAMS = 128
@@ -80,7 +80,7 @@ def cached_attention(projected: Tensor, cache: Tensor, layer: int, max_keys: int
         COLUMNS=columns,
         ROWS=max(16, triton.next_power_of_2(rows)),
         KEYS=_KEYS,
-        DTYPE=_TRITON_DTYPES[projected.dtype],
+        DTYPE=TRITON_DTYPES[projected.dtype],
         num_warps=4,
         num_stages=2,
     )

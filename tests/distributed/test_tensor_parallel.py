@@ -11,7 +11,7 @@ from dlrm_fused.config import ModelConfig
 from dlrm_fused.errors import UsageError
 from dlrm_fused.models.tensor_parallel import RowParallelProduct
 from dlrm_fused.models.transformer import HistoryTransformer
-from dlrm_fused.ops.gemv_all_reduce.op import GemvWorkspace
+from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace
 from dlrm_fused.sharding.groups import tensor_parallel_groups
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group

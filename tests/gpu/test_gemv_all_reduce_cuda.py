@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from dlrm_fused.errors import CommunicationError, UsageError
+from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace, gemv_all_reduce, reference
 from dlrm_fused.ops.gemv_all_reduce import tuning as gemv_tuning
-from dlrm_fused.ops.gemv_all_reduce.op import GemvWorkspace, gemv_all_reduce, reference
 from dlrm_fused.symmetric import SymmetricGroup
 from tests.gpu.all_ranks import HALF, MARKS, ON_GPU, RANKS, captured, checked_on_all_ranks, delay, synchronize
 

@@ -21,7 +21,7 @@ from torch.nn.functional import silu
 from dlrm_fused.config import ExpertsConfig
 from dlrm_fused.models.expert_parallel import ExpertComputation
 from dlrm_fused.models.moe import MixtureOfExperts
-from dlrm_fused.ops.moe.op import ExpertWorkspace, expert_layer, reference
+from dlrm_fused.ops.moe import ExpertWorkspace, expert_layer, reference
 from dlrm_fused.symmetric import SymmetricGroup
 from tests.gpu.all_ranks import HALF, MARKS, ON_GPU, RANKS, checked_on_all_ranks, delay, small_tiles_without_gpus, synchronize
 

@@ -17,6 +17,7 @@ from dlrm_fused.ops.gemm_all_to_all import chunks as gemm_chunks
 from dlrm_fused.ops.gemm_all_to_all import kernel as gemm
 from dlrm_fused.ops.gemv_all_reduce import chunks as gemv_chunks
 from dlrm_fused.ops.gemv_all_reduce import op as gemv
+from dlrm_fused.ops.gemv_all_reduce.kernel import ReceiveBuffer
 from dlrm_fused.ops.gemv_all_reduce.tuning import Blocks, override
 from dlrm_fused.ops.moe import dispatch, steps
 from dlrm_fused.symmetric.device import channel_args
@@ -76,7 +77,7 @@ def rows(dtype: torch.dtype = torch.bfloat16, count: int = 2 * TILE_ROWS, width:
 def launch_scatter_rows(dtype: torch.dtype, scale: Tensor | None, destinations_at: int | None) -> None:
     scatter.scatter_rows(
         rows(dtype), torch.zeros(4 * TILE_ROWS).int(), memory(), channel(), rows_per_rank=99, receive_offset=4096,
-        fingerprint=1, copies=2, scale=scale, destinations_at=destinations_at,
+        fingerprint=1, repeats=2, scale=scale, destinations_at=destinations_at,
     )  # fmt: skip
 
 
@@ -121,14 +122,12 @@ def launch_copied_chunks() -> None:
 
 def launch_gemv(dtype: torch.dtype, blocks: Blocks, with_norm: bool = False) -> None:
     override(blocks)
-    words = SimpleNamespace(slot_words=4096, half_words=65536, flags_at=30000, splits_at=31000)
-    workspace: Any = SimpleNamespace(
-        group=channel().group, squares=torch.zeros(4096), receive_buffer=memory(), kernel_args=channel().args, **vars(words)
+    workspace: Any = SimpleNamespace(world_size=WORLD, squares=torch.zeros(4096), slot_words=4096, kernel_args=channel().args)
+    workspace.buffer_args = lambda flagged: ReceiveBuffer(
+        torch.zeros(8, dtype=torch.int64), memory().addresses, 65536, 0, 8192, 30000, 31000
     )
-    residual, vector = rows(dtype, 5), torch.zeros(WIDTH, dtype=dtype)
-    gemv._run_kernel(
-        workspace, rows(dtype, 5, 96), rows(dtype, WIDTH, 96), vector, residual, vector if with_norm else None, 1e-6
-    )
+    x, weight, residual, bias = rows(dtype, 5, 96), rows(dtype, WIDTH, 96), rows(dtype, 5), torch.zeros(WIDTH, dtype=dtype)
+    gemv._run_kernel(workspace, gemv._Inputs(x, weight, bias, residual, bias if with_norm else None, 1e-6))
 
 
 def launch_chunk_sum(dtype: torch.dtype) -> None:

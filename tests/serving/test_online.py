@@ -21,7 +21,7 @@ from dlrm_fused.config import Split
 from dlrm_fused.errors import ConfigError, UsageError
 from dlrm_fused.models.tensor_parallel import RowParallelProduct
 from dlrm_fused.models.transformer import HistoryTransformer, TransformerDLRM
-from dlrm_fused.ops.gemv_all_reduce.op import GemvWorkspace
+from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace
 from dlrm_fused.serving.online import MAX_CANDIDATES, Candidates, History, OnlineScorer
 from dlrm_fused.serving.tables import ShardedTables
 from dlrm_fused.symmetric import symmetric_group

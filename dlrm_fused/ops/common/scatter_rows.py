@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dlrm_fused.ops.embedding_all_to_all.scatter import TRITON_DTYPES
+from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.symmetric import Channel, SymmetricMemory
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, uses_kernels, wait_until_all_ready
 
@@ -21,16 +23,10 @@ _ROW_BYTES, _ROWS = 2048, 8
 _PROGRAMS = 528
 
 
-@triton.jit(
-    do_not_specialize=[
-        "items",
-        "rows_per_rank",
-        "destinations_at",
-        "first_destination",
-        "receive_offset",
-        "fingerprint",
-    ]
-)
+_CHANGING = ["items", "rows_per_rank", "destinations_at", "first_destination", "receive_offset", "fingerprint"]
+
+
+@triton.jit(do_not_specialize=_CHANGING)
 def scatter_rows_kernel(
     source,
     source_stride,
@@ -45,7 +41,7 @@ def scatter_rows_kernel(
     receive_offset,
     channel,
     fingerprint,
-    COPIES: tl.constexpr,
+    REPEATS: tl.constexpr,
     SCALED: tl.constexpr,
     TELLS_DESTINATION: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -65,7 +61,7 @@ def scatter_rows_kernel(
         places = (block + row * (width * (DTYPE.primitive_bitwidth // 8))).to(tl.pointer_type(DTYPE))
         # Rows begin at multiples of 16 bytes, and so the compiler makes wide loads and stores.
         places = tl.multiple_of(places, 16)
-        rows_of_source = tl.multiple_of(source + (item // COPIES).to(tl.int64) * source_stride, 16)
+        rows_of_source = tl.multiple_of(source + (item // REPEATS).to(tl.int64) * source_stride, 16)
         factor = tl.full((ROWS,), 1.0, tl.float32)
         if SCALED:
             factor = tl.load(scale + item, mask=is_sent, other=0.0)
@@ -91,40 +87,31 @@ def scatter_rows(
     rows_per_rank: int,
     receive_offset: int,
     fingerprint: int,
-    copies: int = 1,
+    repeats: int = 1,
     scale: Tensor | None = None,
     destinations_at: int | None = None,
     first_destination: int = 0,
 ) -> None:
-    """Store row i // copies of ``source``, times scale[i], where targets[i] says, for all i. One epoch: collective.
+    """Store row i // repeats of ``source``, times scale[i], where targets[i] says, for all i. One epoch: collective.
 
     Args:
         source: [m, width], rows contiguous, each a multiple of 16 bytes that begins at one.
-        targets: int32 [m * copies]: rank * rows_per_rank + row of the block in which that rank receives, or -1: nowhere. No
+        targets: int32 [m * repeats]: rank * rows_per_rank + row of the block in which that rank receives, or -1: nowhere. No
             two of all ranks may be equal.
         memory: in which the ranks receive rows of ``width`` elements of the source's dtype, each at an offset of its own.
         receive_offset: where this rank receives in this epoch: bytes, a multiple of 4096.
         fingerprint: must be equal on all ranks.
-        scale: fp32 [m * copies].
+        scale: fp32 [m * repeats].
         destinations_at: byte of the blocks from where an int32 for each row says what was stored there: first_destination + i.
 
     Raises:
         CommunicationError: on the CPU, if a peer is lost or makes another call; on GPUs a later call raises it.
     """
     if not uses_kernels(memory.local.device):
-        _scatter_rows_by_host(
-            source,
-            targets,
-            memory,
-            channel,
-            rows_per_rank,
-            receive_offset,
-            fingerprint,
-            copies,
-            scale,
-            destinations_at,
-            first_destination,
+        store = functools.partial(
+            _store_rows_of_peer, source, targets, memory, rows_per_rank, repeats, scale, destinations_at, first_destination
         )
+        channel.run_epoch(store, offset=receive_offset, fingerprint=fingerprint)
         return
     items, width = targets.numel(), source.shape[1]
     scatter_rows_kernel[(max(1, min(triton.cdiv(items, _ROWS), _PROGRAMS)),)](
@@ -141,7 +128,7 @@ def scatter_rows(
         receive_offset,
         channel.args,
         fingerprint,
-        COPIES=copies,
+        REPEATS=repeats,
         SCALED=scale is not None,
         TELLS_DESTINATION=destinations_at is not None,
         DTYPE=TRITON_DTYPES[source.dtype],
@@ -151,32 +138,25 @@ def scatter_rows(
     )
 
 
-def _scatter_rows_by_host(
+def _store_rows_of_peer(
     source: Tensor,
     targets: Tensor,
     memory: SymmetricMemory,
-    channel: Channel,
     rows_per_rank: int,
-    receive_offset: int,
-    fingerprint: int,
-    copies: int,
+    repeats: int,
     scale: Tensor | None,
     destinations_at: int | None,
     first_destination: int,
+    peer: int,
+    offset: int,
 ) -> None:
-    row_bytes = source.shape[1] * source.element_size()
-
-    def store(peer: int, offset: int) -> None:
-        block = memory.peer(peer)[offset:]
-        items = torch.nonzero((targets >= 0) & (targets // rows_per_rank == peer)).flatten()
-        rows = targets[items].long() % rows_per_rank
-        values = source[items // copies]
-        if scale is not None:
-            values = (values.float() * scale[items, None]).to(source.dtype)
-        received = block[: rows_per_rank * row_bytes].view(source.dtype).view(rows_per_rank, source.shape[1])
-        received[rows] = values
-        if destinations_at is not None:
-            destinations = block[destinations_at : destinations_at + 4 * rows_per_rank].view(torch.int32)
-            destinations[rows] = (first_destination + items).int()
-
-    channel.run_epoch(store, offset=receive_offset, fingerprint=fingerprint)
+    """What the kernel does for one rank, which receives at ``offset``."""
+    block, row_bytes = memory.peer(peer)[offset:], source.shape[1] * source.element_size()
+    items = torch.nonzero((targets >= 0) & (targets // rows_per_rank == peer)).flatten()
+    rows, values = targets[items].long() % rows_per_rank, source[items // repeats]
+    if scale is not None:
+        values = (values.float() * scale[items, None]).to(source.dtype)
+    block[: rows_per_rank * row_bytes].view(source.dtype).view(rows_per_rank, source.shape[1])[rows] = values
+    if destinations_at is not None:
+        destinations = block[destinations_at : destinations_at + 4 * rows_per_rank].view(torch.int32)
+        destinations[rows] = (first_destination + items).int()

@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.embedding_all_to_all.layout import FeatureTable
 from dlrm_fused.ops.embedding_all_to_all.plan import PRESENCE_UNIT, BatchPlan
-from dlrm_fused.ops.embedding_all_to_all.scatter import TRITON_DTYPES, to_wire
+from dlrm_fused.ops.embedding_all_to_all.scatter import to_wire
 from dlrm_fused.ops.embedding_all_to_all.tuning import LookupShape, choose_blocks
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, peer_pointer, wait_until_ready

@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.embedding_all_to_all.plan import TILE_COLUMNS
 from dlrm_fused.symmetric import Channel, SymmetricMemory
 from dlrm_fused.symmetric.device import begin, finish, peer_pointer, wait_until_ready
 
-TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _ROWS = 8  # of a program's tile
 # Enough stores in flight for the links of one GPU; more programs only take multiprocessors from others.
 _PROGRAMS = 528

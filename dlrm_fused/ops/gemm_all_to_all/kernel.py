@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dlrm_fused.ops.embedding_all_to_all.scatter import TRITON_DTYPES
+from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles, choose_tiles
 from dlrm_fused.symmetric import Channel, SymmetricMemory
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, no_channel, wait_until_all_ready
@@ -72,6 +73,25 @@ class Groups:
             self._orders[tiles] = order
         return self._orders[tiles]
 
+    def args(self, tiles: int) -> GroupArgs:
+        """For a kernel that computes so many rows of tiles."""
+        return GroupArgs(self.bounds, self.order(tiles), tiles, self.local_from.numel())
+
+
+class Routes(NamedTuple):
+    """Where the rows of x belong.
+
+    Attributes:
+        groups: which rows belong together.
+        destinations: int32 [R]: rank * slots + slot, or -1 for rows that belong nowhere, such as those that fill up tiles. No
+            two of all ranks may be equal, and none may be outside: to check that would be to wait for the device.
+        slots: rows of every rank's result.
+    """
+
+    groups: Groups
+    destinations: Tensor
+    slots: int
+
 
 @triton.jit(do_not_specialize=["tiles", "groups"])
 def tile_order_kernel(bounds, local_from, order, tiles, groups, LANES: tl.constexpr, TILES: tl.constexpr):
@@ -93,6 +113,23 @@ def tile_order_kernel(bounds, local_from, order, tiles, groups, LANES: tl.conste
     tl.store(order + tiles + i, of_group, mask=i < tiles)
 
 
+class GroupArgs(NamedTuple):
+    """:class:`Groups`, as one argument of the kernel."""
+
+    bounds: Any  # int32 [G + 1]
+    order: Any  # int32 [2, order_tiles]
+    order_tiles: Any
+    count: Any  # G
+
+
+class Epilogue(NamedTuple):
+    """What is read and written beside the product, as one argument of the kernel; any tensor stands for what is not used."""
+
+    scale: Any  # fp32 [G, N], with SCALED
+    out: Any  # [R, N], without SENDS, as ``other``: see :func:`grouped_gemm`
+    other: Any
+
+
 @triton.jit
 def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The left and the right half of a tile: stored one after the other, they need half as much shared memory."""
@@ -107,18 +144,9 @@ def _silu_slope(pre):
 
 @triton.jit
 def _store_half(
-    product,
-    scale,
-    rows_of_out,
-    rows_of_other,
-    row_is_in,
-    first_column,
-    columns,
-    SCALED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    DTYPE: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    product, scale, rows_of_out, rows_of_other, row_is_in, first_column, columns,
+    SCALED: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """The epilogue of half a tile.
 
     Args:
@@ -142,12 +170,7 @@ def _store_half(
 def gemm_kernel(
     x,
     weight,
-    scale,
-    out,
-    other,
-    bounds,
-    order,
-    order_tiles,
+    epilogue,
     groups,
     destinations,
     slots,
@@ -178,9 +201,8 @@ def gemm_kernel(
     Args:
         x: descriptor [R, K], blocks [ROWS, DEPTH].
         weight: descriptor [G, N, K], blocks [1, COLUMNS, DEPTH]; with TRANSPOSED [G, K, N], [1, DEPTH, COLUMNS].
-        scale: fp32 [G, N], with SCALED.
-        out, other: [R, N], without SENDS: see :func:`grouped_gemm`.
-        bounds, order: of :class:`Groups`, with GROUPED; ``order_tiles`` is the length of a row of ``order``.
+        epilogue: :class:`Epilogue`.
+        groups: :class:`GroupArgs`, with GROUPED.
         destinations: int32 [R], rank * slots + slot or -1, with GROUPED and SENDS.
         origins_at: byte of the blocks from where an int32 for each slot gets ``first_origin`` + row of x; with TELLS_ORIGIN.
         block_rows: rows for each of the ranks, without GROUPED.
@@ -193,7 +215,7 @@ def gemm_kernel(
     tiles_of_block = tl.cdiv(block_rows, ROWS)
     row_tiles = tiles_of_block * channel.world
     if GROUPED:
-        row_tiles = tl.load(bounds + groups)
+        row_tiles = tl.load(groups.bounds + groups.count)
     column_tiles = tl.cdiv(columns, COLUMNS)
     band_tiles = BAND * column_tiles
     element_bytes: tl.constexpr = DTYPE.primitive_bitwidth // 8
@@ -204,8 +226,8 @@ def gemm_kernel(
         place = first_of_band + tile % band_tiles % band
         column_tile = tile % band_tiles // band
         if GROUPED:
-            first_row = tl.load(order + place) * ROWS
-            group = tl.load(order + order_tiles + place)
+            first_row = tl.load(groups.order + place) * ROWS
+            group = tl.load(groups.order + groups.order_tiles + place)
         else:
             peer = (channel.rank + 1 + place // tiles_of_block) % channel.world
             first_row = peer * block_rows + place % tiles_of_block * ROWS
@@ -241,28 +263,19 @@ def gemm_kernel(
             rows_of_other = rows_of_out
         else:
             row_is_in = row < block_rows
-            rows_of_out = out + row.to(tl.int64) * columns
-            rows_of_other = other + row.to(tl.int64) * columns
+            rows_of_out = epilogue.out + row.to(tl.int64) * columns
+            rows_of_other = epilogue.other + row.to(tl.int64) * columns
         # Rows begin at multiples of 16 bytes, and so the compiler makes wide stores.
         rows_of_out = tl.multiple_of(rows_of_out, 16)[:, None]
         rows_of_other = tl.multiple_of(rows_of_other, 16)[:, None]
         half: tl.constexpr = COLUMNS // 2
         left_half, right_half = _halves(product, ROWS, COLUMNS)
         first_column = column_tile * COLUMNS
-        scale_of_group = scale + group * columns
+        scale_of_group = epilogue.scale + group * columns
         _store_half(
-            left_half,
-            scale_of_group,
-            rows_of_out,
-            rows_of_other,
-            row_is_in,
-            first_column,
-            columns,
-            SCALED,
-            ACTIVATION,
-            DTYPE,
+            left_half, scale_of_group, rows_of_out, rows_of_other, row_is_in, first_column, columns, SCALED, ACTIVATION, DTYPE,
             half,
-        )
+        )  # fmt: skip
         _store_half(
             right_half, scale_of_group, rows_of_out, rows_of_other, row_is_in, first_column + half, columns, SCALED, ACTIVATION,
             DTYPE, half,
@@ -435,13 +448,8 @@ def _launch(
     gemm_kernel[(_programs(x.device, row_tiles * triton.cdiv(columns, tiles.columns), tiles),)](
         TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]),
         TensorDescriptor.from_tensor(weight, block),
-        x if scale is None else scale,
-        x if out is None else out,
-        x if other is None else other,
-        groups.bounds if groups else x,
-        groups.order(row_tiles) if groups else x,
-        row_tiles,
-        groups.local_from.numel() if groups else 1,
+        Epilogue(*(x if tensor is None else tensor for tensor in (scale, out, other))),
+        groups.args(row_tiles) if groups else GroupArgs(x, x, row_tiles, 1),
         x if destinations is None else destinations,
         slots,
         origins_at or 0,

@@ -1,70 +1,31 @@
-"""A matrix product whose rows belong to different ranks, and the All-to-All that takes them there, as one operator.
-
-``torch.ops.dlrm_fused.gemm_all_to_all`` has two forms:
-
-* equal blocks: x [M, K] is multiplied by weight [N, K] transposed; the p-th of as many equal blocks of rows as there are ranks
-  goes to rank p, whose result has the blocks of all ranks in their order;
-* routed: rows are in groups with a weight each, such as the experts of a Mixture-of-Experts layer, and every row has a
-  destination: a rank, and a slot of its result.
-
-How it runs (Punniyamurthy et al., arXiv 2305.06942, "GEMM + All-to-All"):
-
-* ``kernel``, on GPUs: a persistent GEMM, :mod:`~dlrm_fused.ops.gemm_all_to_all.kernel`, that stores every finished tile
-  straight into the memory of its ranks;
-* ``chunks``, on GPUs, for equal blocks: the library's GEMM by chunks, which a copy engine sends,
-  :mod:`~dlrm_fused.ops.gemm_all_to_all.chunks`;
-* on the CPU: torch's product, stored in the other process's memory.
-"""
+"""GEMM + All-to-All as an operator of PyTorch, ``torch.ops.dlrm_fused.gemm_all_to_all``, with its gradient."""
 
 from __future__ import annotations
 
-import logging
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
-from dlrm_fused.ops.common.workspace import Workspace, check_counts, check_dtype, fingerprint_of
+from dlrm_fused.ops.common.workspace import fingerprint_of
 from dlrm_fused.ops.gemm_all_to_all.chunks import multiply_and_send_chunks
 from dlrm_fused.ops.gemm_all_to_all.kernel import (
     Groups,
+    Routes,
     gemm_combine,
     grouped_gemm,
     grouped_gemm_combine,
     grouped_weight_gradient,
 )
-from dlrm_fused.ops.gemm_all_to_all.tuning import choose_schedule
-from dlrm_fused.symmetric import BlockPool, SymmetricGroup, abort_peers_on_error
+from dlrm_fused.ops.gemm_all_to_all.workspace import ROW_BYTES, GemmWorkspace, schedule_of
+from dlrm_fused.symmetric import abort_peers_on_error
 from dlrm_fused.symmetric.device import uses_kernels
-
-logger = logging.getLogger("dlrm_fused")
 
 FP8 = torch.float8_e4m3fn
 SCHEDULES = ("auto", "kernel", "chunks")
-_ROW_UNIT = 16  # bytes
-_HELD_RESULTS = 2
-# Homes and origins count rows of all ranks in 31 bits.
-_MAX_ROWS_OF_ALL_RANKS = 2**31 - 1
-
-
-class Routes(NamedTuple):
-    """Where the rows of x belong.
-
-    Attributes:
-        groups: which rows belong together.
-        destinations: int32 [R]: rank * slots + slot, or -1 for rows that belong nowhere, such as those that fill up tiles. No
-        two of
-            all ranks may be equal, and none may be outside: that is not checked, since it would mean to wait for the device.
-        slots: rows of every rank's result.
-    """
-
-    groups: Groups
-    destinations: Tensor
-    slots: int
 
 
 def gemm_all_to_all(
@@ -112,115 +73,14 @@ def routed_gemm_all_to_all(
         UsageError, CommunicationError: as :func:`gemm_all_to_all`.
     """
     groups = routes.groups
-    return torch.ops.dlrm_fused.gemm_all_to_all(
-        x,
-        weight,
-        scale,
-        groups.bounds,
-        groups.local_from,
-        routes.destinations,
-        groups.tile_rows,
-        routes.slots,
-        "auto",
-        workspace.handle,
-    )[0]
-
-
-def reference(process_group: dist.ProcessGroup | None, x: Tensor, weight: Tensor) -> Tensor:
-    """:func:`gemm_all_to_all` in plain torch and torch.distributed. Without a process group there is one rank."""
-    product = torch.nn.functional.linear(x, weight)
-    if process_group is None or process_group.size() == 1:
-        return product
-    result: Tensor = _AllToAll.apply(product, process_group)
-    return result
-
-
-class _AllToAll(torch.autograd.Function):
-    """Equal blocks: its own inverse, hence its own gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, process_group: dist.ProcessGroup) -> Tensor:
-        ctx.process_group = process_group
-        received = torch.empty_like(rows)
-        dist.all_to_all_single(received, rows.contiguous(), group=process_group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _AllToAll.apply(gradients[0].contiguous(), ctx.process_group), None
-
-
-def schedule_of(workspace: GemmWorkspace, rows: int, columns: int, depth: int) -> str:
-    """What ``auto`` takes for x [rows, depth] and weight [columns, depth]: ``kernel`` or ``chunks``."""
-    return choose_schedule(rows, columns, depth, workspace.dtype.itemsize)
-
-
-class GemmWorkspace(Workspace):
-    """The symmetric memory through which products travel. Making one is collective; calls may share it."""
-
-    def __init__(
-        self,
-        group: SymmetricGroup,
-        *,
-        name: str,
-        max_rows: int,
-        max_columns: int,
-        dtype: torch.dtype,
-        timeout_seconds: float = 600.0,
-    ) -> None:
-        """Collective.
-
-        Args:
-            group: the ranks that take part.
-            name: for messages; equal on all ranks, and not used by another workspace of the group.
-            max_rows: of x, and of a result.
-            max_columns: the largest N. Memory for three results is allocated here: two that callers may hold, and one more;
-                a caller who holds more than two gets copies.
-            dtype: float32, bfloat16 or float16.
-            timeout_seconds: how long a rank waits for another.
-
-        Raises:
-            UsageError: on all ranks, if an argument is wrong on one of them, or they differ.
-        """
-
-        def check() -> dict[str, object]:
-            check_dtype(name, dtype)
-            check_counts(name, max_rows=max_rows, max_columns=max_columns)
-            most = _MAX_ROWS_OF_ALL_RANKS // group.world_size
-            if max_rows > most:
-                raise UsageError(f"{name}: max_rows={max_rows}; allowed with {group.world_size} ranks: at most {most}")
-            return {"name": name, "max_rows": max_rows, "max_columns": max_columns, "dtype": dtype}
-
-        super().__init__(group, name, check, timeout_seconds=timeout_seconds)
-        self.max_rows, self.max_columns, self.dtype = max_rows, max_columns, dtype
-        # A result, and for each row of it where it came from.
-        self.origins_at = -(-max_rows * max_columns * dtype.itemsize // _ROW_UNIT) * _ROW_UNIT
-        self.result_bytes = self.origins_at + 4 * max_rows
-        self.results = BlockPool.with_spare(group, f"{name}.results", self.result_bytes, _HELD_RESULTS)
-        # Beside the stream of the products.
-        self.stream = torch.cuda.Stream(group.device, priority=-1) if group.device.type == "cuda" else None
-        self._said: set[tuple[int, int, int]] = set()
-
-    def say_schedule(self, schedule: str, rows: int, columns: int, depth: int) -> None:
-        """Log what ``auto`` takes, once for each shape, on rank 0."""
-        if self.group.rank == 0 and (rows, columns, depth) not in self._said:
-            self._said.add((rows, columns, depth))
-            logger.info("%s: schedule %s for x [%d, %d] and weight [%d, %d]", self.name, schedule, rows, depth, columns, depth)
-
-    def rows_of(self, block: Tensor, rows: int, columns: int) -> Tensor:
-        """[rows, columns]: the result in a block."""
-        return block[: rows * columns * self.dtype.itemsize].view(self.dtype).view(rows, columns)
-
-    def origins_of(self, block: Tensor, rows: int) -> Tensor:
-        """int32 [rows]: where the rows of a result came from, rank * max_rows + row of x; -1 for nowhere."""
-        return block[self.origins_at : self.origins_at + 4 * rows].view(torch.int32)
+    route = groups.bounds, groups.local_from, routes.destinations, groups.tile_rows, routes.slots
+    return torch.ops.dlrm_fused.gemm_all_to_all(x, weight, scale, *route, "auto", workspace.handle)[0]
 
 
 torch.library.define(
     "dlrm_fused::gemm_all_to_all",
-    "(Tensor x, Tensor weight, Tensor? scale, Tensor? bounds, Tensor? local_from, Tensor? destinations, int tile_rows, int "
-    "slots, "
-    "str schedule, int handle) -> (Tensor, Tensor)",
+    "(Tensor x, Tensor weight, Tensor? scale, Tensor? bounds, Tensor? local_from, Tensor? destinations, int tile_rows, "
+    "int slots, str schedule, int handle) -> (Tensor, Tensor)",
 )
 torch.library.define(
     "dlrm_fused::gemm_all_to_all_backward",
@@ -230,29 +90,20 @@ torch.library.define(
 
 
 @torch.library.impl("dlrm_fused::gemm_all_to_all", ["cpu", "cuda"])
-def _forward(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor | None,
-    bounds: Tensor | None,
-    local_from: Tensor | None,
-    destinations: Tensor | None,
-    tile_rows: int,
-    slots: int,
-    schedule: str,
-    handle: int,
-) -> tuple[Tensor, Tensor]:
+def _forward(x: Tensor, weight: Tensor, scale: Tensor | None, *route_schedule_handle: Any) -> tuple[Tensor, Tensor]:
     """The result, and for routed rows int32 [slots]: where each came from, :meth:`GemmWorkspace.origins_of`."""
+    *route, schedule, handle = route_schedule_handle
+    bounds, local_from, destinations, tile_rows, slots = route
     workspace = GemmWorkspace.of(handle)
     workspace.raise_fault()
-    if bounds is None or local_from is None or destinations is None:
+    if destinations is None:
         with abort_peers_on_error(workspace.channel):
             _check_equal_blocks(workspace, x, weight, scale, schedule)
         return _send_equal_blocks(workspace, x, weight, scale, schedule), x.new_empty(0, dtype=torch.int32)
     routes = Routes(Groups(tile_rows, bounds, local_from), destinations, slots)
     with abort_peers_on_error(workspace.channel):
         _check_routed(workspace, x, weight, scale, routes)
-    return _send_home(workspace, x, weight, scale, routes)
+    return _send_routed(workspace, x, weight, scale, routes)
 
 
 def _check_equal_blocks(workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: Tensor | None, schedule: str) -> None:
@@ -287,8 +138,7 @@ def _check_routed(workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: Te
         if tensor.dtype != torch.int32 or tensor.shape != (length,) or tensor.device != workspace.group.device:
             raise UsageError(
                 f"{workspace.name}: {key} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; needed: int32 [{length}] "
-                f"on "
-                f"{workspace.group.device}"
+                f"on {workspace.group.device}"
             )
 
 
@@ -305,16 +155,16 @@ def _check_matrices(workspace: GemmWorkspace, x: Tensor, weight: Tensor, weight_
             raise UsageError(
                 f"{name}: {key} is {tensor.dtype} on {tensor.device}; needed{with_scale} scale: {dtype} on {device}"
             )
-        if tensor.shape[-1] * tensor.element_size() % _ROW_UNIT:
+        if tensor.shape[-1] * tensor.element_size() % ROW_BYTES:
             raise UsageError(
                 f"{name}: rows of {key} have {tensor.shape[-1]} elements of {tensor.element_size()} bytes; "
-                f"needed: a multiple of {_ROW_UNIT} bytes"
+                f"needed: a multiple of {ROW_BYTES} bytes"
             )
     columns, depth = weight.shape[-2:]
     if x.shape[1] != depth:
         raise UsageError(f"{name}: x is [rows, {x.shape[1]}], weight [..., N, {depth}]; their K must be equal")
-    if columns * workspace.dtype.itemsize % _ROW_UNIT:
-        raise UsageError(f"{name}: N={columns} elements of {workspace.dtype}; needed: a multiple of {_ROW_UNIT} bytes")
+    if columns * workspace.dtype.itemsize % ROW_BYTES:
+        raise UsageError(f"{name}: N={columns} elements of {workspace.dtype}; needed: a multiple of {ROW_BYTES} bytes")
     for key, value, limit in (("rows", x.shape[0], workspace.max_rows), ("columns", columns, workspace.max_columns)):
         if value > limit:
             raise UsageError(f"{name}: {key}={value} is above max_{key}={limit} of the workspace; make it with more")
@@ -334,21 +184,14 @@ def _send_equal_blocks(workspace: GemmWorkspace, x: Tensor, weight: Tensor, scal
         return multiply_and_send_chunks(x, weight, blocks, workspace.channel, workspace.stream, fingerprint)
     block = blocks.receive((workspace.result_bytes,), torch.uint8)
     if uses_kernels(workspace.group.device):
-        gemm_combine(
-            x,
-            weight,
-            blocks.memory,
-            workspace.channel,
-            receive_offset=blocks.offset_of(block),
-            fingerprint=fingerprint,
-            scale=scale,
-        )
+        offset = blocks.offset_of(block)
+        gemm_combine(x, weight, blocks.memory, workspace.channel, receive_offset=offset, fingerprint=fingerprint, scale=scale)
     else:
-        _put(workspace, _product(x, weight, scale), _homes_of_equal_blocks(workspace, rows), rows, block, fingerprint)
+        _send_rows(workspace, _product(x, weight, scale), _destinations(workspace, rows), rows, block, fingerprint)
     return workspace.rows_of(blocks.to_hold(block), rows, columns)
 
 
-def _send_home(
+def _send_routed(
     workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: Tensor | None, routes: Routes
 ) -> tuple[Tensor, Tensor]:
     groups, destinations, slots = routes
@@ -375,7 +218,7 @@ def _send_home(
         product = x.new_zeros(x.shape[0], columns)
         for group, own in _rows_of_groups(groups):
             product[own] = _product(x[own], weight[group], None if scale is None else scale[group])
-        _put(workspace, product, destinations, slots, block, fingerprint, tells_origin=True)
+        _send_rows(workspace, product, destinations, slots, block, fingerprint, tells_origin=True)
     held = blocks.to_hold(block)
     return workspace.rows_of(held, slots, columns), workspace.origins_of(held, slots).clone()
 
@@ -391,59 +234,48 @@ def _rows_of_groups(groups: Groups) -> list[tuple[int, slice]]:
     return [(g, slice(*bounds[g : g + 2])) for g in range(len(bounds) - 1) if bounds[g] < bounds[g + 1]]
 
 
-def _homes_of_equal_blocks(workspace: GemmWorkspace, rows: int) -> Tensor:
+def _destinations(workspace: GemmWorkspace, rows: int) -> Tensor:
     """int32 [rows]: rank * rows + row, where each row of a matrix of equal blocks belongs."""
-    ranks, rank = workspace.group.world_size, workspace.group.rank
-    own_block = torch.arange(
-        rank * (rows // ranks), (rank + 1) * (rows // ranks), dtype=torch.int32, device=workspace.group.device
-    )
-    first = torch.arange(0, ranks * rows, rows, dtype=torch.int32, device=workspace.group.device)
-    return (first[:, None] + own_block).flatten()
+    ranks, rank, device = workspace.world_size, workspace.rank, workspace.device
+    first, end = rank * (rows // ranks), (rank + 1) * (rows // ranks)
+    first_of_rank = torch.arange(0, ranks * rows, rows, dtype=torch.int32, device=device)
+    return (first_of_rank[:, None] + torch.arange(first, end, dtype=torch.int32, device=device)).flatten()
 
 
-def _put(
+def _send_rows(
     workspace: GemmWorkspace,
     rows: Tensor,
-    targets: Tensor,
-    rows_per_rank: int,
+    destinations: Tensor,
+    slots: int,
     block: Tensor,
     fingerprint: int,
     *,
     tells_origin: bool = False,
 ) -> None:
+    """Store each row in its slot of the rank that it belongs to, while this rank receives in ``block``."""
     scatter_rows(
         rows,
-        targets,
+        destinations,
         workspace.results.memory,
         workspace.channel,
-        rows_per_rank=rows_per_rank,
+        rows_per_rank=slots,
         receive_offset=workspace.results.offset_of(block),
         fingerprint=fingerprint,
         destinations_at=workspace.origins_at if tells_origin else None,
-        first_destination=workspace.group.rank * workspace.max_rows,
+        first_destination=workspace.rank * workspace.max_rows,
     )
 
 
 @torch.library.register_fake("dlrm_fused::gemm_all_to_all")
-def _fake_forward(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor | None,
-    bounds: Tensor | None,
-    local_from: Tensor | None,
-    destinations: Tensor | None,
-    tile_rows: int,
-    slots: int,
-    schedule: str,
-    handle: int,
-) -> tuple[Tensor, Tensor]:
-    rows = x.shape[0] if destinations is None else slots
-    return x.new_empty(rows, weight.shape[-2]), x.new_empty(0 if destinations is None else slots, dtype=torch.int32)
+def _fake_forward(x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    *_, destinations, _, slots, _, _ = others
+    rows, origins = (len(x), 0) if destinations is None else (slots, slots)
+    return x.new_empty(rows, weight.shape[-2]), x.new_empty(origins, dtype=torch.int32)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, scale, bounds, local_from, destinations, ctx.tile_rows, _, _, ctx.handle = inputs
-    ctx.save_for_backward(x, weight, scale, bounds, local_from, destinations, output[1])
+    *tensors, ctx.tile_rows, _, _, ctx.handle = inputs
+    ctx.save_for_backward(*tensors, output[1])
 
 
 def _differentiate(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
@@ -458,34 +290,17 @@ torch.library.register_autograd("dlrm_fused::gemm_all_to_all", _differentiate, s
 
 
 @torch.library.impl("dlrm_fused::gemm_all_to_all_backward", ["cpu", "cuda"])
-def _backward(
-    gradient: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor | None,
-    bounds: Tensor | None,
-    local_from: Tensor | None,
-    destinations: Tensor | None,
-    origins: Tensor,
-    tile_rows: int,
-    handle: int,
-) -> tuple[Tensor, Tensor]:
+def _backward(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor | None, *route: Any) -> tuple[Tensor, Tensor]:
     """The gradients of x, and of the weight unless it is float8."""
+    bounds, local_from, destinations, origins, tile_rows, handle = route
     workspace = GemmWorkspace.of(handle)
     workspace.raise_fault()
+    gradient, with_weight = gradient.contiguous(), scale is None
     factors = weight if scale is None else (weight.float() * scale[..., None]).to(workspace.dtype)
-    if bounds is None or local_from is None or destinations is None:
-        return _fetch_equal_blocks(workspace, gradient.contiguous(), x, factors, scale is None)
-    return _fetch_routed(
-        workspace,
-        gradient.contiguous(),
-        x,
-        factors,
-        Groups(tile_rows, bounds, local_from),
-        destinations,
-        origins,
-        scale is None,
-    )
+    if destinations is None:
+        return _fetch_equal_blocks(workspace, gradient, x, factors, with_weight)
+    groups = Groups(tile_rows, bounds, local_from)
+    return _fetch_routed(workspace, gradient, x, factors, groups, destinations, origins, with_weight)
 
 
 def _fetch_equal_blocks(
@@ -500,7 +315,7 @@ def _fetch_equal_blocks(
     main = torch.cuda.current_stream(group.device) if workspace.stream else None
     received = workspace.rows_of(workspace.results.spare, rows, columns)
     received_from, sent_to = received.chunk(ranks), gradient.chunk(ranks)
-    destinations = _homes_of_equal_blocks(workspace, rows).chunk(ranks)
+    destinations = _destinations(workspace, rows).chunk(ranks)
     x_gradient = torch.empty_like(x)
     gradient_of = x_gradient.chunk(ranks)
     if workspace.stream and main:
@@ -509,14 +324,8 @@ def _fetch_equal_blocks(
     with torch.cuda.stream(workspace.stream) if workspace.stream else nullcontext():
         for shift in range(1, ranks):
             to = (rank + shift) % ranks
-            _put(
-                workspace,
-                sent_to[to],
-                destinations[to],
-                rows,
-                workspace.results.spare,
-                fingerprint_of(rows, columns, "backward", shift),
-            )
+            fingerprint = fingerprint_of(rows, columns, "backward", shift)
+            _send_rows(workspace, sent_to[to], destinations[to], rows, workspace.results.spare, fingerprint)
             arrivals.append(workspace.stream.record_event() if workspace.stream else None)
     torch.mm(sent_to[rank], weight, out=gradient_of[rank])
     received_from[rank].copy_(sent_to[rank])
@@ -539,7 +348,8 @@ def _fetch_routed(
     with_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     columns, blocks = gradient.shape[1], workspace.results
-    _put(workspace, gradient, origins, workspace.max_rows, blocks.spare, fingerprint_of(columns, "routed backward"))
+    fingerprint = fingerprint_of(columns, "routed backward")
+    _send_rows(workspace, gradient, origins, workspace.max_rows, blocks.spare, fingerprint)
     received = workspace.rows_of(blocks.spare, x.shape[0], columns)
     received.masked_fill_((destinations < 0)[:, None], 0)
     x_gradient = torch.zeros_like(x)
@@ -557,16 +367,5 @@ def _fetch_routed(
 
 
 @torch.library.register_fake("dlrm_fused::gemm_all_to_all_backward")
-def _fake_backward(
-    gradient: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor | None,
-    bounds: Tensor | None,
-    local_from: Tensor | None,
-    destinations: Tensor | None,
-    origins: Tensor,
-    tile_rows: int,
-    handle: int,
-) -> tuple[Tensor, Tensor]:
+def _fake_backward(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(weight) if scale is None else x.new_empty(0)

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.symmetric import BlockPool, Channel, SymmetricGroup
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, peer_pointer, wait_until_all_ready
 
@@ -82,9 +83,6 @@ def sum_chunk_kernel(
     finish(channel, epoch)
 
 
-_TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
 class ChunkedSum:
     """Symmetric memory for products of up to ``elements`` elements, and the stream on which they are summed."""
 
@@ -136,7 +134,7 @@ class ChunkedSum:
             fingerprint,
             HAS_BIAS=bias is not None,
             HAS_RESIDUAL=residual is not None,
-            DTYPE=_TRITON_DTYPES[self._dtype],
+            DTYPE=TRITON_DTYPES[self._dtype],
             VECTOR=8 if columns % 8 == 0 else 1,
             BLOCK=_BLOCK,
             num_warps=8,

@@ -15,6 +15,8 @@ nothing that is still to be read is overwritten, without any credit.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -40,6 +42,27 @@ from dlrm_fused.symmetric.device import (
 TILES_DONE = tl.constexpr(4)
 _STOP_CHECK = tl.constexpr(64)  # polls between two looks at whether to give up
 _LOW = tl.constexpr(0xFFFFFFFF)
+
+
+class ReceiveBuffer(NamedTuple):
+    """The receive buffer of a rank, as one argument of the kernel. A half, counted in words, holds at
+
+    * ``parts_at`` m * n partial results of each rank;
+    * ``sums_at`` the sums of others (TWO_SHOT);
+    * ``flags_at`` the flags of tiles (FLAGGED): of partial results by rank, then of sums;
+    * ``splits_at`` slots for the splits of K but the last;
+    * the end the handshake, a word for each rank.
+
+    What is tagged and what is not lie at different places: a value could look like a tag.
+    """
+
+    words: Any  # int64 tensor, this rank's
+    addresses: Any  # int64 tensor [world], of the buffers of all ranks
+    half_words: Any
+    parts_at: Any
+    sums_at: Any
+    flags_at: Any
+    splits_at: Any
 
 
 @triton.jit
@@ -285,15 +308,9 @@ def gemv_all_reduce_kernel(
     out,
     normed,
     squares,
-    receive_buffer,
-    receive_addresses,
+    buffer,
     channel,
     fingerprint,
-    half_words,
-    parts_at,
-    sums_at,
-    flags_at,
-    splits_at,
     m,
     n,
     k,
@@ -319,11 +336,7 @@ def gemv_all_reduce_kernel(
 
     Args:
         fingerprint: 31 bits.
-        receive_buffer: int64, this rank's; ``receive_addresses`` those of all. In a half, counted in words: at ``parts_at``
-            m * n partial results of each rank, at ``sums_at`` the sums of others (TWO_SHOT), at ``flags_at`` the flags of
-            tiles (FLAGGED; of partial results by rank, then of sums), at ``splits_at`` slots for the splits but the last,
-            in the last words, one for each rank, the handshake.
-            What is tagged and what is not lie at different places: a value could look like a tag.
+        buffer: :class:`ReceiveBuffer`.
         squares: fp32 [tiles, ROWS], scratch.
         ROWS: power of two, at least m.
         TILES: power of two, at least the number of tiles; with a norm only.
@@ -332,8 +345,9 @@ def gemv_all_reduce_kernel(
     tiles = tl.num_programs(0) // SPLITS
     epoch = tl.load(channel.state + EPOCH) + 1
     tag = _tag(epoch)
-    half = (epoch % 2) * half_words
-    handshake = half + half_words - channel.world
+    receive_buffer, receive_addresses = buffer.words, buffer.addresses
+    half = (epoch % 2) * buffer.half_words
+    handshake = half + buffer.half_words - channel.world
     if tl.program_id(0) == 0:
         _greet(channel, fingerprint, handshake, receive_addresses, tag)
 
@@ -343,9 +357,9 @@ def gemv_all_reduce_kernel(
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < m)[:, None] & (column < n)[None, :]
     places = row[:, None].to(tl.int64) * n + column[None, :]
-    parts, first_flag = half + parts_at, half + flags_at + tile
+    parts, first_flag = half + buffer.parts_at, half + buffer.flags_at + tile
     slot_words = n.to(tl.int64) * m
-    splits = half + splits_at
+    splits = half + buffer.splits_at
 
     if split < SPLITS - 1:
         tl.store(receive_buffer + splits + split * slot_words + places, _pack(partial, tag), mask=inside)
@@ -370,7 +384,7 @@ def gemv_all_reduce_kernel(
             result = total.to(out.dtype.element_ty)
         if TWO_SHOT:
             result = _spread(
-                channel, result, row, tile, half + sums_at, first_flag + channel.world * tiles, m, n, receive_buffer,
+                channel, result, row, tile, half + buffer.sums_at, first_flag + channel.world * tiles, m, n, receive_buffer,
                 receive_addresses, tag, epoch, ROWS, COLUMNS, FLAGGED,
             )  # fmt: skip
         tl.store(out + row[:, None] * n + column[None, :], result, mask=inside)

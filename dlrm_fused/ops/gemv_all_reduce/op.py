@@ -1,40 +1,20 @@
-"""A product whose inner dimension is cut over ranks, and the sum over ranks, as one operator.
-
-``torch.ops.dlrm_fused.gemv_all_reduce(x, weight, bias, residual, norm_weight, norm_eps, workspace)``: every rank has some
-columns of x and weight, and gets the sum over ranks of x times weight transposed, plus bias and residual, and if wanted the
-RMSNorm of that. This is the row-parallel layer of tensor parallelism (Shoeybi et al., *Megatron-LM*, arXiv 1909.08053) with
-what follows it in a pre-norm Transformer.
-
-How it runs:
-
-* up to 64 rows on GPUs: one kernel (:mod:`~dlrm_fused.ops.gemv_all_reduce.kernel`), as in Punniyamurthy et al., arXiv
-  2305.06942;
-* more rows on GPUs: cuBLAS by chunks of rows, the sum of each beside the product of the next
-  (:mod:`~dlrm_fused.ops.gemv_all_reduce.chunks`);
-* on the CPU: torch's product, and a sum through shared memory.
-
-The order of addition is that of ranks, everywhere: all ranks get the same bits.
-"""
+"""GEMV + AllReduce as an operator of PyTorch, ``torch.ops.dlrm_fused.gemv_all_reduce``, with its gradient."""
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import triton
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.common.workspace import Workspace, check_counts, check_dtype, fingerprint_of
-from dlrm_fused.ops.gemv_all_reduce.chunks import ChunkedSum
-from dlrm_fused.ops.gemv_all_reduce.kernel import gemv_all_reduce_kernel, polls_per_second
-from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_ROWS, MIN_COLUMNS, SPLIT_SLOTS, Blocks, choose_blocks
-from dlrm_fused.symmetric import SymmetricGroup, abort_peers_on_error
+from dlrm_fused.ops.common.workspace import fingerprint_of
+from dlrm_fused.ops.gemv_all_reduce.kernel import gemv_all_reduce_kernel
+from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_ROWS, SPLIT_SLOTS, Blocks, choose_blocks
+from dlrm_fused.ops.gemv_all_reduce.workspace import GemvWorkspace
+from dlrm_fused.symmetric import abort_peers_on_error
 from dlrm_fused.symmetric.device import uses_kernels
 
 
@@ -73,103 +53,6 @@ def gemv_all_reduce(
     return out, None if norm_weight is None else normed
 
 
-def reference(
-    process_group: dist.ProcessGroup | None,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 1e-6,
-) -> tuple[Tensor, Tensor | None]:
-    """The same in plain torch and torch.distributed: what ``comm=baseline`` runs. Without a process group there is one rank.
-
-    The product is rounded to the dtype of x on every rank before it is summed.
-    """
-    out = torch.nn.functional.linear(x, weight)
-    if process_group is not None and process_group.size() > 1:
-        out = _AllReduce.apply(out, process_group)
-    if bias is not None:
-        out = out + bias
-    if residual is not None:
-        out = out + residual
-    normed = None
-    if norm_weight is not None:
-        normed = torch.nn.functional.rms_norm(out, (out.shape[-1],), norm_weight, norm_eps)
-    return out, normed
-
-
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, process_group: dist.ProcessGroup) -> Tensor:
-        # In place: nobody else sees the product.
-        ctx.mark_dirty(partial)
-        dist.all_reduce(partial, group=process_group)
-        return partial
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
-class GemvWorkspace(Workspace):
-    """The symmetric memory through which partial results are summed. Making one is collective; calls may share it."""
-
-    def __init__(
-        self,
-        group: SymmetricGroup,
-        *,
-        name: str,
-        max_columns: int,
-        dtype: torch.dtype,
-        max_rows: int = MAX_ROWS,
-        timeout_seconds: float = 600.0,
-    ) -> None:
-        """Collective.
-
-        Args:
-            group: the ranks that take part.
-            name: for messages; equal on all ranks, and not used by another workspace of the group.
-            max_columns: the largest N.
-            dtype: float32, bfloat16 or float16.
-            max_rows: the largest m. The memory for it is allocated here: for up to 64 rows on GPUs about
-                1.5 kB * (ranks + 3) * max_columns, for more of them three times the result besides.
-            timeout_seconds: how long a rank waits for another.
-
-        Raises:
-            UsageError: on all ranks, if an argument is wrong on one of them, or they differ.
-        """
-
-        def check() -> dict[str, object]:
-            check_dtype(name, dtype)
-            check_counts(name, max_columns=max_columns, max_rows=max_rows)
-            return {"name": name, "max_columns": max_columns, "dtype": dtype, "max_rows": max_rows}
-
-        super().__init__(group, name, check, timeout_seconds=timeout_seconds)
-        self.max_columns, self.max_rows, self.dtype = max_columns, max_rows, dtype
-        ranks, few = group.world_size, min(max_rows, MAX_ROWS)
-        if uses_kernels(group.device):
-            # Slots of words for each rank and for finished sums, the same for values of at most half a word, flags of the
-            # narrowest tiles, slots for splits, and handshake.
-            self.slot_words = few * max_columns
-            self.flags_at = (ranks + 1) * (self.slot_words + triton.cdiv(self.slot_words, 2))
-            self.splits_at = self.flags_at + (ranks + 1) * triton.cdiv(max_columns, MIN_COLUMNS)
-            self.half_words = self.splits_at + SPLIT_SLOTS * self.slot_words + ranks
-            self.receive_buffer = group.allocate(f"{name}.receive_buffer", 2 * self.half_words * 8)
-            poll_limit = math.ceil(timeout_seconds * _polls_per_second(group.device))
-            self.kernel_args = self.channel.args._replace(poll_limit=poll_limit)
-            self.squares = torch.empty(MAX_ROWS * max_columns, dtype=torch.float32, device=group.device)
-            self.chunks = ChunkedSum(group, self.channel, name, max_rows * max_columns, dtype) if max_rows > MAX_ROWS else None
-        else:
-            self.half_words = max_rows * max_columns
-            self.receive_buffer = group.allocate(f"{name}.receive_buffer", 2 * self.half_words * 4)
-
-
-@functools.cache
-def _polls_per_second(device: torch.device) -> float:
-    return polls_per_second(device)
-
-
 torch.library.define(
     "dlrm_fused::gemv_all_reduce",
     "(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? norm_weight, float norm_eps, int handle) "
@@ -177,91 +60,78 @@ torch.library.define(
 )
 
 
+class _Inputs(NamedTuple):
+    """As :func:`gemv_all_reduce` takes them."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    residual: Tensor | None
+    norm_weight: Tensor | None
+    norm_eps: float
+
+    def fingerprint(self, blocks: Blocks | None = None) -> int:
+        """What must be equal on all ranks, as 31 bits."""
+        given = [tensor is not None for tensor in (self.bias, self.residual, self.norm_weight)]
+        return fingerprint_of(tuple(self.x.shape), tuple(self.weight.shape), self.x.dtype, given, self.norm_eps, blocks)
+
+
 @torch.library.impl("dlrm_fused::gemv_all_reduce", ["cpu", "cuda"])
-def _forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_eps: float,
-    handle: int,
-) -> tuple[Tensor, Tensor]:
-    workspace = GemvWorkspace.of(handle)
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    inputs, workspace = _Inputs(*arguments[:-1]), GemvWorkspace.of(arguments[-1])
     workspace.raise_fault()
     with abort_peers_on_error(workspace.channel):
-        _check_inputs(workspace, x, weight, {"bias": bias, "norm_weight": norm_weight}, residual)
-    fingerprint = _fingerprint(x, weight, (bias, residual, norm_weight), norm_eps)
+        _check_inputs(workspace, inputs)
     if not uses_kernels(workspace.group.device):
-        out = _sum_by_host(workspace, x, weight, bias, residual, fingerprint)
-    elif x.shape[0] <= MAX_ROWS:
-        return _run_kernel(workspace, x, weight, bias, residual, norm_weight, norm_eps)
+        out = _sum_by_host(workspace, inputs)
+    elif len(inputs.x) <= MAX_ROWS:
+        return _run_kernel(workspace, inputs)
     else:
         assert workspace.chunks is not None
-        out = workspace.chunks.product(x, weight, bias, residual, fingerprint)
-    if norm_weight is None:
+        out = workspace.chunks.product(inputs.x, inputs.weight, inputs.bias, inputs.residual, inputs.fingerprint())
+    if inputs.norm_weight is None:
         return out, out.new_empty(0)
-    return out, torch.nn.functional.rms_norm(out, (out.shape[1],), norm_weight, norm_eps)
+    return out, torch.nn.functional.rms_norm(out, (out.shape[1],), inputs.norm_weight, inputs.norm_eps)
 
 
-def _check_inputs(
-    workspace: GemvWorkspace, x: Tensor, weight: Tensor, vectors: dict[str, Tensor | None], residual: Tensor | None
-) -> None:
+def _check_inputs(workspace: GemvWorkspace, inputs: _Inputs) -> None:
+    x, weight, name = inputs.x, inputs.weight, workspace.name
     for key, matrix in (("x", x), ("weight", weight)):
         if matrix.dim() != 2 or 0 in matrix.shape or matrix.stride(1) != 1:
             raise UsageError(
-                f"{workspace.name}: {key} has shape {list(matrix.shape)}, strides {matrix.stride()}; needed: 2-D, not empty, "
+                f"{name}: {key} has shape {list(matrix.shape)}, strides {matrix.stride()}; needed: 2-D, not empty, "
                 "rows contiguous"
             )
     (rows, depth), columns = x.shape, weight.shape[0]
     if weight.shape[1] != depth:
-        raise UsageError(f"{workspace.name}: x is [m, {depth}], weight [N, {weight.shape[1]}]; their K must be equal")
-    for key, value, limit in (("max_rows", rows, workspace.max_rows), ("max_columns", columns, workspace.max_columns)):
+        raise UsageError(f"{name}: x is [m, {depth}], weight [N, {weight.shape[1]}]; their K must be equal")
+    for key, what, value, limit in (
+        ("max_rows", "m", rows, workspace.max_rows),
+        ("max_columns", "N", columns, workspace.max_columns),
+    ):
         if value > limit:
-            what = "m" if key == "max_rows" else "N"
-            raise UsageError(f"{workspace.name}: {what}={value} is above {key}={limit} of the workspace; make it with more")
-    tensors = {"x": x, "weight": weight, **vectors, "residual": residual}
-    expected = {**{key: [columns] for key in vectors}, "residual": [rows, columns]}
-    for key, tensor in tensors.items():
+            raise UsageError(f"{name}: {what}={value} is above {key}={limit} of the workspace; make it with more")
+    expected = {"bias": [columns], "norm_weight": [columns], "residual": [rows, columns]}
+    for key in ("x", "weight", *expected):
+        tensor = getattr(inputs, key)
         if tensor is None:
             continue
-        if tensor.dtype != workspace.dtype or tensor.device != workspace.group.device:
+        if tensor.dtype != workspace.dtype or tensor.device != workspace.device:
             raise UsageError(
-                f"{workspace.name}: {key} is {tensor.dtype} on {tensor.device}; needed: {workspace.dtype} on "
-                f"{workspace.group.device}"
+                f"{name}: {key} is {tensor.dtype} on {tensor.device}; needed: {workspace.dtype} on {workspace.device}"
             )
         if key in expected and (list(tensor.shape) != expected[key] or not tensor.is_contiguous()):
             raise UsageError(
-                f"{workspace.name}: {key} has shape {list(tensor.shape)}, strides {tensor.stride()}; needed: {expected[key]}, "
-                "contiguous"
+                f"{name}: {key} has shape {list(tensor.shape)}, strides {tensor.stride()}; needed: {expected[key]}, contiguous"
             )
 
 
-def _fingerprint(
-    x: Tensor, weight: Tensor, optional: Sequence[Tensor | None], norm_eps: float, blocks: Blocks | None = None
-) -> int:
-    """What must be equal on all ranks, as 31 bits."""
-    given = [tensor is not None for tensor in optional]
-    return fingerprint_of(tuple(x.shape), tuple(weight.shape), x.dtype, given, norm_eps, blocks)
-
-
-def _run_kernel(
-    workspace: GemvWorkspace,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_eps: float,
-) -> tuple[Tensor, Tensor]:
-    (rows, depth), columns, ranks = x.shape, weight.shape[0], workspace.group.world_size
-    has_norm = norm_weight is not None
-    blocks = choose_blocks(rows, columns, depth, ranks, x.element_size(), with_norm=has_norm)
+def _run_kernel(workspace: GemvWorkspace, inputs: _Inputs) -> tuple[Tensor, Tensor]:
+    x, weight, bias, residual, norm_weight, norm_eps = inputs
+    (rows, depth), columns, has_norm = x.shape, weight.shape[0], norm_weight is not None
+    blocks = choose_blocks(rows, columns, depth, workspace.world_size, x.element_size(), with_norm=has_norm)
     blocks = replace(blocks, splits=min(blocks.splits, 1 + SPLIT_SLOTS * workspace.slot_words // (rows * columns)))
     tiles = triton.cdiv(columns, blocks.columns)
-    parts_at, slot_words = 0, workspace.slot_words
-    if blocks.flagged:
-        parts_at, slot_words = (ranks + 1) * slot_words, triton.cdiv(slot_words, 2)
     out = x.new_empty(rows, columns)
     normed = torch.empty_like(out) if has_norm else out.new_empty(0)
     gemv_all_reduce_kernel[(tiles * blocks.splits,)](
@@ -273,15 +143,9 @@ def _run_kernel(
         out,
         normed,
         workspace.squares,
-        workspace.receive_buffer.local.view(torch.int64),
-        workspace.receive_buffer.addresses,
+        workspace.buffer_args(flagged=blocks.flagged),
         workspace.kernel_args,
-        _fingerprint(x, weight, (bias, residual, norm_weight), norm_eps, blocks),
-        workspace.half_words,
-        parts_at,
-        parts_at + ranks * slot_words,
-        workspace.flags_at,
-        workspace.splits_at,
+        inputs.fingerprint(blocks),
         rows,
         columns,
         depth,
@@ -305,42 +169,29 @@ def _run_kernel(
     return out, normed
 
 
-def _sum_by_host(
-    workspace: GemvWorkspace, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, fingerprint: int
-) -> Tensor:
+def _sum_by_host(workspace: GemvWorkspace, inputs: _Inputs) -> Tensor:
     """The sum through memory that CPU processes share: every rank writes its part and reads all."""
-    channel, group = workspace.channel, workspace.group
-    partial = torch.nn.functional.linear(x.float(), weight.float())
+    channel = workspace.channel
+    partial = torch.nn.functional.linear(inputs.x.float(), inputs.weight.float())
     # Two halves in turn: who writes one again has seen everybody begin the epoch after, done with reading it.
     first = int(channel.state[0]) % 2 * workspace.half_words
     parts = [
         workspace.receive_buffer.peer(rank).view(torch.float32)[first : first + partial.numel()].view_as(partial)
-        for rank in range(group.world_size)
+        for rank in range(workspace.world_size)
     ]
-    parts[group.rank].copy_(partial)
-    channel.run_epoch(lambda *_: None, fingerprint=fingerprint)
+    parts[workspace.rank].copy_(partial)
+    channel.run_epoch(lambda *_: None, fingerprint=inputs.fingerprint())
     total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    if bias is not None:
-        total += bias.float()
-    if residual is not None:
-        total += residual.float()
-    return total.to(x.dtype)
+    for part in (*parts[1:], inputs.bias, inputs.residual):
+        if part is not None:
+            total += part.float()
+    return total.to(inputs.x.dtype)
 
 
 @torch.library.register_fake("dlrm_fused::gemv_all_reduce")
-def _fake_forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_eps: float,
-    handle: int,
-) -> tuple[Tensor, Tensor]:
+def _fake_forward(x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     out = x.new_empty(x.shape[0], weight.shape[0])
-    return out, torch.empty_like(out) if norm_weight is not None else x.new_empty(0)
+    return out, x.new_empty(0) if _Inputs(x, weight, *others[:-1]).norm_weight is None else torch.empty_like(out)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

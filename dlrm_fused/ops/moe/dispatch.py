@@ -44,7 +44,7 @@ class Routes:
     groups: Groups
 
 
-def most_rows(ranks: int, experts: int, top_k: int, max_tokens: int, tile_rows: int) -> int:
+def max_rows_of_rank(ranks: int, experts: int, top_k: int, max_tokens: int, tile_rows: int) -> int:
     """The most rows that a rank can receive, pads included: a multiple of ``tile_rows``."""
     local = experts // ranks
     rows = ranks * max_tokens * min(top_k, local)

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
-from dlrm_fused.ops.embedding_all_to_all.scatter import TRITON_DTYPES
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups, grouped_gemm, grouped_gemm_combine, grouped_weight_gradient
 from dlrm_fused.symmetric import Channel, SymmetricMemory
 
@@ -29,7 +30,7 @@ _PAD_ROWS = 16
 
 
 class ExpertSteps(ABC):
-    """All but :meth:`send_home`, an epoch of the channel, are local.
+    """All but :meth:`combine`, an epoch of the channel, are local.
 
     Args:
         slots: of each rank, at most.
@@ -40,7 +41,7 @@ class ExpertSteps(ABC):
 
     @abstractmethod
     def zero_pads(self, rows: Tensor, destinations: Tensor, groups: Groups) -> None:
-        """Zero those rows [R, d] of the groups whose combined, int32 [R], is negative."""
+        """Zero those rows [R, d] of the groups whose destination, int32 [R], is negative."""
 
     @abstractmethod
     def hidden(self, rows: Tensor, w_in: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
@@ -55,7 +56,7 @@ class ExpertSteps(ABC):
         """``scale * gradient[rows of e].T @ rows[rows of e]`` for each expert: [L, N, K] from [R, N] and [R, K]."""
 
     @abstractmethod
-    def send_home(
+    def combine(
         self,
         rows: Tensor,
         weight: Tensor,
@@ -67,7 +68,7 @@ class ExpertSteps(ABC):
         receive_offset: int,
         fingerprint: int,
     ) -> None:
-        """Multiply rows by their expert's weight, and store each in its slot at its combined. Collective.
+        """Multiply rows by their expert's weight, and store each in its slot at its token's rank. Collective.
 
         Args:
             weight: [L, N, K], K the width of ``rows``; if transposed [L, K, N].
@@ -110,29 +111,12 @@ class HostSteps(ExpertSteps):
     def weight_gradient(self, gradient: Tensor, rows: Tensor, groups: Groups, scale: float) -> Tensor:
         return torch.stack([scale * (gradient[part].T @ rows[part]) for part in _parts(groups)])
 
-    def send_home(
-        self,
-        rows: Tensor,
-        weight: Tensor,
-        destinations: Tensor,
-        groups: Groups,
-        memory: SymmetricMemory,
-        *,
-        weight_is_transposed: bool,
-        receive_offset: int,
-        fingerprint: int,
+    def combine(
+        self, rows: Tensor, weight: Tensor, destinations: Tensor, groups: Groups, memory: SymmetricMemory, **epoch: Any
     ) -> None:
-        by_expert = weight if weight_is_transposed else weight.transpose(1, 2)
+        by_expert = weight if epoch.pop("weight_is_transposed") else weight.transpose(1, 2)
         results = torch.cat([rows[part] @ by_expert[expert] for expert, part in enumerate(_parts(groups))])
-        scatter_rows(
-            results,
-            destinations[: results.shape[0]],
-            memory,
-            self._channel,
-            rows_per_rank=self._slots,
-            receive_offset=receive_offset,
-            fingerprint=fingerprint,
-        )
+        scatter_rows(results, destinations[: len(results)], memory, self._channel, rows_per_rank=self._slots, **epoch)
 
     def sum_slots(self, slots: Tensor, targets: Tensor, gates: Tensor | None, tokens: int, top_k: int) -> Tensor:
         rows = _rows_of_slots(slots, targets, top_k)
@@ -176,30 +160,10 @@ class KernelSteps(ExpertSteps):
         grouped_weight_gradient(gradient, rows, groups, result, scale)
         return result
 
-    def send_home(
-        self,
-        rows: Tensor,
-        weight: Tensor,
-        destinations: Tensor,
-        groups: Groups,
-        memory: SymmetricMemory,
-        *,
-        weight_is_transposed: bool,
-        receive_offset: int,
-        fingerprint: int,
+    def combine(
+        self, rows: Tensor, weight: Tensor, destinations: Tensor, groups: Groups, memory: SymmetricMemory, **epoch: Any
     ) -> None:
-        grouped_gemm_combine(
-            rows,
-            weight,
-            groups,
-            destinations,
-            memory,
-            self._channel,
-            slots=self._slots,
-            receive_offset=receive_offset,
-            fingerprint=fingerprint,
-            weight_is_transposed=weight_is_transposed,
-        )
+        grouped_gemm_combine(rows, weight, groups, destinations, memory, self._channel, slots=self._slots, **epoch)
 
     def sum_slots(self, slots: Tensor, targets: Tensor, gates: Tensor | None, tokens: int, top_k: int) -> Tensor:
         width = slots.shape[1]

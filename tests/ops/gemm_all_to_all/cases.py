@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlrm_fused.ops.gemm_all_to_all import FP8, GemmWorkspace, Routes, gemm_all_to_all, routed_gemm_all_to_all
 from dlrm_fused.ops.gemm_all_to_all import tuning as gemm_tuning
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups
-from dlrm_fused.ops.gemm_all_to_all.op import FP8, GemmWorkspace, Routes, gemm_all_to_all, routed_gemm_all_to_all
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import run_ranks
@@ -124,11 +124,15 @@ def expected_gradients(case: Case, inputs: list[Inputs], rank: int, gradients: l
     return of_product @ weight, of_product.T @ own.x.detach().double()
 
 
+def routes_of(own: Inputs) -> Routes:
+    groups = Groups(TILE_ROWS, torch.tensor(own.bounds, dtype=torch.int32), torch.tensor(own.local_from, dtype=torch.int32))
+    return Routes(groups, own.destinations, SLOTS)
+
+
 def call(workspace: GemmWorkspace, case: Case, own: Inputs) -> Tensor:
     if not case.is_routed:
         return gemm_all_to_all(workspace, own.x, own.weight, own.scale, schedule=case.schedule)
-    groups = Groups(TILE_ROWS, torch.tensor(own.bounds, dtype=torch.int32), torch.tensor(own.local_from, dtype=torch.int32))
-    return routed_gemm_all_to_all(workspace, own.x, own.weight, Routes(groups, own.destinations, SLOTS), own.scale)
+    return routed_gemm_all_to_all(workspace, own.x, own.weight, routes_of(own), own.scale)
 
 
 def run_calls(

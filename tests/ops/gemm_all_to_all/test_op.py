@@ -7,11 +7,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_fused.ops.gemm_all_to_all.op import GemmWorkspace, gemm_all_to_all, reference
+from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, reference, routed_reference
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import run_ranks
-from tests.ops.gemm_all_to_all.cases import GROUPS, MAX_COLUMNS, MAX_ROWS, SLOTS, TILE_ROWS, Case, check, draw
+from tests.ops.gemm_all_to_all.cases import (
+    GROUPS,
+    MAX_COLUMNS,
+    MAX_ROWS,
+    SLOTS,
+    TILE_ROWS,
+    Case,
+    call,
+    check,
+    draw,
+    expected,
+    routes_of,
+)
 
 EQUAL, ROUTED = Case(72, 40, rows=24), Case(40, 24)
 
@@ -25,17 +37,22 @@ def test_sixteen_bits() -> None:
     check([EQUAL, ROUTED], ranks=2, calls=6, dtype=torch.bfloat16, with_gradients=True)
 
 
-def results_and_gradients(fused: bool) -> list[Tensor]:
+def results_and_gradients(fused: bool, case: Case) -> list[Tensor]:
     rank = Rank.from_environment()
     with process_group(rank, torch.device("cpu")):
-        own = draw(EQUAL, rank.world_size, 1, torch.float32)[rank.index]
+        inputs = draw(case, rank.world_size, 1, torch.float32)
+        own = inputs[rank.index]
         x, weight = own.x.requires_grad_(), own.weight.requires_grad_()
         if fused:
             group = symmetric_group()
-            workspace = GemmWorkspace(group, name="products", max_rows=24, max_columns=72, dtype=torch.float32)
-            result = gemm_all_to_all(workspace, x, weight)
+            workspace = GemmWorkspace(group, name="products", max_rows=MAX_ROWS, max_columns=MAX_COLUMNS, dtype=torch.float32)
+            result = call(workspace, case, own)
+        elif case.is_routed:
+            result = routed_reference(dist.group.WORLD, x, weight, routes_of(own))
         else:
             result = reference(dist.group.WORLD, x, weight)
+        # Slots where nothing belongs are zeros in the reference, and not initialized otherwise.
+        result = result.masked_fill(expected(case, inputs, rank.index).isnan(), 0)
         result.sin().sum().backward()
         if fused:
             group.close()
@@ -44,8 +61,9 @@ def results_and_gradients(fused: bool) -> list[Tensor]:
         return [result.detach(), x.grad, weight.grad]
 
 
-def test_the_reference_is_the_same() -> None:
-    fused, unfused = run_ranks(2, results_and_gradients, True), run_ranks(2, results_and_gradients, False)
+@pytest.mark.parametrize("case", [EQUAL, ROUTED], ids=["equal blocks", "routed"])
+def test_the_reference_is_the_same(case: Case) -> None:
+    fused, unfused = (run_ranks(2, results_and_gradients, is_fused, case) for is_fused in (True, False))
     torch.testing.assert_close(fused, unfused, rtol=1e-5, atol=1e-5)
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.errors import CommunicationError, UserError
-from dlrm_fused.ops.gemv_all_reduce.op import GemvWorkspace, gemv_all_reduce, reference
+from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace, gemv_all_reduce, reference
 from dlrm_fused.symmetric import symmetric_group
 from tests.ops.wrong_use import SECOND, TIMEOUT_SECONDS, Scene, WrongUse
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_fused.ops.moe.op import ExpertWorkspace, expert_layer, reference
+from dlrm_fused.ops.moe import ExpertWorkspace, expert_layer, reference
 from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 

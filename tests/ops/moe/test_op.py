@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dlrm_fused.ops.moe.op import expert_memory
+from dlrm_fused.ops.moe import expert_memory
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import run_ranks

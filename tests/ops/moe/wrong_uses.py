@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.errors import CommunicationError, UserError
-from dlrm_fused.ops.moe.op import ExpertWorkspace, expert_layer
+from dlrm_fused.ops.moe import ExpertWorkspace, expert_layer
 from dlrm_fused.symmetric import symmetric_group
 from tests.ops.moe.cases import SCALE, Case, draw, evenly, make_workspace, run_fused, run_reference
 from tests.ops.wrong_use import SECOND, TIMEOUT_SECONDS, Scene, WrongUse

@@ -1,0 +1,86 @@
+"""The symmetric memory of GEMM + All-to-All."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from dlrm_fused.errors import UsageError
+from dlrm_fused.ops.common.workspace import Workspace, check_counts, check_dtype
+from dlrm_fused.ops.gemm_all_to_all.tuning import choose_schedule
+from dlrm_fused.symmetric import BlockPool, SymmetricGroup
+
+logger = logging.getLogger("dlrm_fused")
+
+ROW_BYTES = 16  # rows of all matrices have a multiple of so many bytes
+_HELD_RESULTS = 2
+# Destinations and origins count the rows of all ranks in 31 bits.
+_MAX_ROWS_OF_ALL_RANKS = 2**31 - 1
+
+
+class GemmWorkspace(Workspace):
+    """The symmetric memory through which products travel. Making one is collective; calls may share it."""
+
+    def __init__(
+        self,
+        group: SymmetricGroup,
+        *,
+        name: str,
+        max_rows: int,
+        max_columns: int,
+        dtype: torch.dtype,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        """Collective.
+
+        Args:
+            group: the ranks that take part.
+            name: for messages; equal on all ranks, and not used by another workspace of the group.
+            max_rows: of x, and of a result.
+            max_columns: the largest N. Memory for three results is allocated here: two that callers may hold, and one more;
+                a caller who holds more than two gets copies.
+            dtype: float32, bfloat16 or float16.
+            timeout_seconds: how long a rank waits for another.
+
+        Raises:
+            UsageError: on all ranks, if an argument is wrong on one of them, or they differ.
+        """
+
+        def check() -> dict[str, object]:
+            check_dtype(name, dtype)
+            check_counts(name, max_rows=max_rows, max_columns=max_columns)
+            most = _MAX_ROWS_OF_ALL_RANKS // group.world_size
+            if max_rows > most:
+                raise UsageError(f"{name}: max_rows={max_rows}; allowed with {group.world_size} ranks: at most {most}")
+            return {"name": name, "max_rows": max_rows, "max_columns": max_columns, "dtype": dtype}
+
+        super().__init__(group, name, check, timeout_seconds=timeout_seconds)
+        self.max_rows, self.max_columns, self.dtype = max_rows, max_columns, dtype
+        # A result, and for each row of it where it came from.
+        self.origins_at = -(-max_rows * max_columns * dtype.itemsize // ROW_BYTES) * ROW_BYTES
+        self.result_bytes = self.origins_at + 4 * max_rows
+        self.results = BlockPool.with_spare(group, f"{name}.results", self.result_bytes, _HELD_RESULTS)
+        # Beside the stream of the products.
+        self.stream = torch.cuda.Stream(group.device, priority=-1) if group.device.type == "cuda" else None
+        self._said: set[tuple[int, int, int]] = set()
+
+    def say_schedule(self, schedule: str, rows: int, columns: int, depth: int) -> None:
+        """Log what ``auto`` takes, once for each shape, on rank 0."""
+        if self.group.rank == 0 and (rows, columns, depth) not in self._said:
+            self._said.add((rows, columns, depth))
+            logger.info("%s: schedule %s for x [%d, %d] and weight [%d, %d]", self.name, schedule, rows, depth, columns, depth)
+
+    def rows_of(self, block: Tensor, rows: int, columns: int) -> Tensor:
+        """[rows, columns]: the result in a block."""
+        return block[: rows * columns * self.dtype.itemsize].view(self.dtype).view(rows, columns)
+
+    def origins_of(self, block: Tensor, rows: int) -> Tensor:
+        """int32 [rows]: where the rows of a result came from, rank * max_rows + row of x; -1 for nowhere."""
+        return block[self.origins_at : self.origins_at + 4 * rows].view(torch.int32)
+
+
+def schedule_of(workspace: GemmWorkspace, rows: int, columns: int, depth: int) -> str:
+    """What ``auto`` takes for x [rows, depth] and weight [columns, depth]: ``kernel`` or ``chunks``."""
+    return choose_schedule(rows, columns, depth, workspace.dtype.itemsize)

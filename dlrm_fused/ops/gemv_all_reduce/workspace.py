@@ -1,0 +1,89 @@
+"""The symmetric memory of GEMV + AllReduce."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import triton
+
+from dlrm_fused.ops.common.workspace import Workspace, check_counts, check_dtype
+from dlrm_fused.ops.gemv_all_reduce.chunks import ChunkedSum
+from dlrm_fused.ops.gemv_all_reduce.kernel import ReceiveBuffer, polls_per_second
+from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_ROWS, MIN_COLUMNS, SPLIT_SLOTS
+from dlrm_fused.symmetric import SymmetricGroup
+from dlrm_fused.symmetric.device import uses_kernels
+
+
+class GemvWorkspace(Workspace):
+    """The symmetric memory through which partial results are summed. Making one is collective; calls may share it."""
+
+    def __init__(
+        self,
+        group: SymmetricGroup,
+        *,
+        name: str,
+        max_columns: int,
+        dtype: torch.dtype,
+        max_rows: int = MAX_ROWS,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        """Collective.
+
+        Args:
+            group: the ranks that take part.
+            name: for messages; equal on all ranks, and not used by another workspace of the group.
+            max_columns: the largest N.
+            dtype: float32, bfloat16 or float16.
+            max_rows: the largest m. The memory for it is allocated here: for up to 64 rows on GPUs about
+                1.5 kB * (ranks + 3) * max_columns, for more of them three times the result besides.
+            timeout_seconds: how long a rank waits for another.
+
+        Raises:
+            UsageError: on all ranks, if an argument is wrong on one of them, or they differ.
+        """
+
+        def check() -> dict[str, object]:
+            check_dtype(name, dtype)
+            check_counts(name, max_columns=max_columns, max_rows=max_rows)
+            return {"name": name, "max_columns": max_columns, "dtype": dtype, "max_rows": max_rows}
+
+        super().__init__(group, name, check, timeout_seconds=timeout_seconds)
+        self.max_columns, self.max_rows, self.dtype = max_columns, max_rows, dtype
+        ranks, few = group.world_size, min(max_rows, MAX_ROWS)
+        if uses_kernels(group.device):
+            # Slots of words for each rank and for finished sums, the same for values of at most half a word, flags of the
+            # narrowest tiles, slots for splits, and handshake.
+            self.slot_words = few * max_columns
+            self.flags_at = (ranks + 1) * (self.slot_words + triton.cdiv(self.slot_words, 2))
+            self.splits_at = self.flags_at + (ranks + 1) * triton.cdiv(max_columns, MIN_COLUMNS)
+            self.half_words = self.splits_at + SPLIT_SLOTS * self.slot_words + ranks
+            self.receive_buffer = group.allocate(f"{name}.receive_buffer", 2 * self.half_words * 8)
+            poll_limit = math.ceil(timeout_seconds * _polls_per_second(group.device))
+            self.kernel_args = self.channel.args._replace(poll_limit=poll_limit)
+            self.squares = torch.empty(MAX_ROWS * max_columns, dtype=torch.float32, device=group.device)
+            self.chunks = ChunkedSum(group, self.channel, name, max_rows * max_columns, dtype) if max_rows > MAX_ROWS else None
+        else:
+            self.half_words = max_rows * max_columns
+            self.receive_buffer = group.allocate(f"{name}.receive_buffer", 2 * self.half_words * 4)
+
+    def buffer_args(self, *, flagged: bool) -> ReceiveBuffer:
+        """The layout of the receive buffer for the kernel; ``flagged`` values have a place of their own."""
+        parts_at, slot_words = 0, self.slot_words
+        if flagged:
+            parts_at, slot_words = (self.world_size + 1) * slot_words, triton.cdiv(slot_words, 2)
+        return ReceiveBuffer(
+            self.receive_buffer.local.view(torch.int64),
+            self.receive_buffer.addresses,
+            self.half_words,
+            parts_at,
+            parts_at + self.world_size * slot_words,
+            self.flags_at,
+            self.splits_at,
+        )
+
+
+@functools.cache
+def _polls_per_second(device: torch.device) -> float:
+    return polls_per_second(device)

@@ -1,0 +1,100 @@
+"""The expert layer in plain torch and torch.distributed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlrm_fused.ops.common.all_to_all import all_to_all
+
+
+def reference(
+    process_group: dist.ProcessGroup | None,
+    x: Tensor,
+    experts: Tensor,
+    gates: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    gradient_scale: float = 1.0,
+) -> Tensor:
+    """The same in plain torch and torch.distributed: what ``comm=baseline`` runs. Without a process group there is one rank.
+
+    Counts pass through the host: All-to-All needs them there.
+    """
+    ranks = 1 if process_group is None else process_group.size()
+    (tokens, top_k), local = experts.shape, w_in.shape[0]
+    slots = experts.flatten()
+    counts = slots.new_zeros(1 + ranks * local).scatter_add_(0, slots + 1, torch.ones_like(slots))
+    to_receive = all_to_all(counts[1:], process_group).view(ranks, local)
+    to_send = counts[1:].view(ranks, local).sum(1)
+    unrouted, *numbers = torch.cat([counts[:1], to_send, to_receive.flatten()]).tolist()
+    sent = numbers[:ranks]
+    received = [sum(numbers[ranks + rank * local : ranks + (rank + 1) * local]) for rank in range(ranks)]
+    per_expert = [sum(numbers[ranks + expert :: local]) for expert in range(local)]
+
+    # Slots by expert, those without one left out; what arrives is by source, and then by expert.
+    order = torch.argsort(slots, stable=True)[unrouted:]
+    rows = all_to_all(_Take.apply(x, order, top_k), process_group, received, sent)
+    of_expert = torch.arange(local, device=x.device).repeat(ranks)
+    by_expert = torch.argsort(of_expert.repeat_interleave(to_receive.flatten(), output_size=sum(received)), stable=True)
+    rows = _Take.apply(rows, by_expert, 1)
+    hidden = torch.nn.functional.silu(_grouped_product(rows, _ScaledGradient.apply(w_in, gradient_scale), per_expert))
+    rows = _grouped_product(hidden, _ScaledGradient.apply(w_out, gradient_scale), per_expert)
+    rows = all_to_all(_Put.apply(rows, by_expert, sum(received)), process_group, sent, received)
+    by_token = _Put.apply(rows, order, tokens * top_k).view(tokens, top_k, x.shape[1])
+    return torch.bmm(gates[:, None], by_token.float())[:, 0].to(x.dtype)
+
+
+class _Take(torch.autograd.Function):
+    """Rows ``index // repeats``; no two indices are equal, so that the gradient needs no atomic additions."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor, repeats: int) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.count, ctx.repeats = rows.shape[0], repeats
+        return rows.index_select(0, index if repeats == 1 else index // repeats)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (index,), (gradient,) = ctx.saved_tensors, gradients
+        by_index = gradient.new_zeros(ctx.count * ctx.repeats, gradient.shape[1]).index_copy_(0, index, gradient)
+        return by_index.view(ctx.count, ctx.repeats, gradient.shape[1]).sum(1), None, None
+
+
+class _Put(torch.autograd.Function):
+    """``count`` rows: those given where ``index`` says, zeros elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor, count: int) -> Tensor:
+        ctx.save_for_backward(index)
+        return rows.new_zeros(count, rows.shape[1]).index_copy_(0, index, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0].index_select(0, ctx.saved_tensors[0]), None, None
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] if ctx.scale == 1 else gradients[0] * ctx.scale, None
+
+
+def _grouped_product(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+    """[rows, N]: the first counts[0] rows times ``weight[0].T`` of weight [L, N, K], and so on."""
+    has_kernel = rows.is_cuda and rows.dtype == torch.bfloat16 and torch.cuda.get_device_capability(rows.device) >= (9, 0)
+    if has_kernel and len(rows):
+        ends = torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32).to(rows.device, non_blocking=True)
+        return torch.nn.functional.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+    parts = rows.split(list(counts))
+    return torch.cat([part @ matrix.T for part, matrix in zip(parts, weight, strict=True)])

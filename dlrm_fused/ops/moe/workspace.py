@@ -1,0 +1,187 @@
+"""The symmetric memory of the expert layer, and how much of it there is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dlrm_fused.errors import UsageError
+from dlrm_fused.ops.common.workspace import Workspace, check_counts, check_dtype
+from dlrm_fused.ops.moe.dispatch import max_rows_of_rank
+from dlrm_fused.ops.moe.steps import ExpertSteps, HostSteps, KernelSteps
+from dlrm_fused.symmetric import BlockPool, SymmetricGroup
+from dlrm_fused.symmetric.channel import OFFSET_UNIT
+from dlrm_fused.symmetric.device import uses_kernels
+from dlrm_fused.symmetric.memory import readable
+
+logger = logging.getLogger("dlrm_fused")
+
+# Kernels load and store 16 bytes at a time.
+_ROW_BYTES = 16
+# Calls whose backward pass is still to come that need no copy of what they received.
+_HELD_CALLS = 1
+# Rows of a tile on GPUs: many for experts that have many.
+_TILE_ROWS, _FEW_TILE_ROWS = 128, 64
+
+
+@dataclass(frozen=True)
+class ExpertMemory:
+    """What a workspace needs on each rank; all of it follows from its settings.
+
+    Attributes:
+        tile_rows: to which each expert's rows are padded.
+        rows: of a receive block, in the worst case; a multiple of ``tile_rows``.
+        slots: (token, expert) pairs of a rank, at most; each has a row of a block of results.
+        received_bytes: of a receive block: rows, then destinations.
+        destinations_at: byte of it at which the destinations begin.
+        combined_bytes: of a block of results.
+        symmetric_bytes: of symmetric memory, all in all.
+        element_bytes: of an element of a row.
+    """
+
+    tile_rows: int
+    rows: int
+    slots: int
+    received_bytes: int
+    destinations_at: int
+    combined_bytes: int
+    symmetric_bytes: int
+    element_bytes: int
+
+    def hidden_bytes(self, hidden: int) -> int:
+        """Of ordinary memory that a call holds until its backward pass, for hidden layers of so many elements."""
+        return 2 * self.rows * hidden * self.element_bytes
+
+
+def expert_memory(
+    ranks: int, experts: int, top_k: int, max_tokens: int, width: int, dtype: torch.dtype, *, with_kernels: bool
+) -> ExpertMemory:
+    """The memory of an :class:`ExpertWorkspace` with these settings.
+
+    Args:
+        with_kernels: whether kernels run, which want rows in tiles: on GPUs.
+    """
+    tile_rows = 1
+    if with_kernels:
+        tile_rows = _TILE_ROWS if ranks * max_tokens * top_k >= 2 * _TILE_ROWS * experts else _FEW_TILE_ROWS
+    rows, slots = max_rows_of_rank(ranks, experts, top_k, max_tokens, tile_rows), max_tokens * top_k
+    destinations_at = rows * width * dtype.itemsize
+    received_bytes, combined_bytes = destinations_at + rows * 4, slots * width * dtype.itemsize
+    counts_bytes, flags_bytes = ranks * experts * 4, 3 * ranks * 8
+    # Of each kind those that calls may hold until their backward passes, and a spare one.
+    blocks = (_HELD_CALLS + 1) * (_round_up(received_bytes, OFFSET_UNIT) + _round_up(combined_bytes, OFFSET_UNIT))
+    return ExpertMemory(
+        tile_rows=tile_rows,
+        rows=rows,
+        slots=slots,
+        received_bytes=received_bytes,
+        destinations_at=destinations_at,
+        combined_bytes=combined_bytes,
+        symmetric_bytes=counts_bytes + flags_bytes + blocks,
+        element_bytes=dtype.itemsize,
+    )
+
+
+def _round_up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+class ExpertWorkspace(Workspace):
+    """The symmetric memory through which tokens and results travel. Making one is collective; keep it as long as it is used.
+
+    Results of calls whose backward pass is still to come hold memory of the workspace. It has room for one such call; those
+    of more are copied to ordinary memory.
+
+    Attributes:
+        memory: how much of it there is.
+    """
+
+    def __init__(
+        self,
+        group: SymmetricGroup,
+        *,
+        name: str,
+        experts: int,
+        top_k: int,
+        max_tokens: int,
+        width: int,
+        dtype: torch.dtype,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        """Collective.
+
+        Args:
+            group: the ranks that take part.
+            name: for messages; equal on all ranks, and not used by another workspace of the group.
+            experts: of all ranks together; a multiple of the number of ranks.
+            top_k: experts of a token.
+            max_tokens: of one rank and call.
+            width: elements of a token; their bytes must be a multiple of 16.
+            dtype: float32, bfloat16 or float16: of tokens, weights and results.
+            timeout_seconds: how long a rank waits for another.
+
+        Raises:
+            UsageError: on all ranks, if an argument is wrong on one of them, or they differ.
+        """
+        self.experts, self.top_k, self.max_tokens, self.width, self.dtype = experts, top_k, max_tokens, width, dtype
+        super().__init__(group, name, lambda: self._check_settings(group, name), timeout_seconds=timeout_seconds)
+        with_kernels = uses_kernels(group.device)
+        self.memory = expert_memory(group.world_size, experts, top_k, max_tokens, width, dtype, with_kernels=with_kernels)
+        if group.rank == 0:
+            logger.info(
+                "expert layer %s: %s of symmetric memory on each rank, for %d rows in the worst case",
+                name,
+                readable(self.memory.symmetric_bytes),
+                self.memory.rows,
+            )
+        self.counts = group.allocate(f"{name}.counts", group.world_size * experts * 4)
+        self.received = BlockPool.with_spare(group, f"{name}.received", self.memory.received_bytes, _HELD_CALLS)
+        self.combined = BlockPool.with_spare(group, f"{name}.combined", self.memory.combined_bytes, _HELD_CALLS)
+        self.steps: ExpertSteps = (KernelSteps if with_kernels else HostSteps)(self.channel, self.memory.slots)
+
+    @property
+    def local_experts(self) -> int:
+        return self.experts // self.group.world_size
+
+    def release(self) -> None:
+        """Let go of the memory for tokens and results, of a workspace that is not used any more: once this rank has completed
+        its last call, forward and backward."""
+        for blocks in (self.received, self.combined):
+            blocks.release()
+
+    def rows_of(self, received: Tensor) -> Tensor:
+        """[R, d]: the rows in a receive block."""
+        return received[: self.memory.destinations_at].view(self.dtype).view(self.memory.rows, self.width)
+
+    def destinations_of(self, received: Tensor) -> Tensor:
+        """int32 [R]: the destinations in a receive block."""
+        return received[self.memory.destinations_at : self.memory.received_bytes].view(torch.int32)
+
+    def slots_of(self, combined: Tensor) -> Tensor:
+        """[slots, d]: the rows in a block of results."""
+        return combined[: self.memory.combined_bytes].view(self.dtype).view(self.memory.slots, self.width)
+
+    def _check_settings(self, group: SymmetricGroup, name: str) -> Mapping[str, object]:
+        """Raises UsageError; returns what must be equal on all ranks."""
+        check_dtype(name, self.dtype)
+        settings = {key: getattr(self, key) for key in ("experts", "top_k", "max_tokens", "width")}
+        check_counts(name, **settings)
+        ranks = group.world_size
+        if self.experts % ranks:
+            raise UsageError(f"{name}: experts={self.experts}; needed: a multiple of the {ranks} ranks")
+        if self.top_k > self.experts:
+            raise UsageError(f"{name}: top_k={self.top_k}; needed: at most experts={self.experts}")
+        check_row(name, "width", self.width, self.dtype)
+        rows = ranks * max_rows_of_rank(ranks, self.experts, self.top_k, self.max_tokens, _TILE_ROWS)
+        if max(rows, ranks * self.max_tokens * self.top_k) >= 2**31:
+            raise UsageError(f"{name}: max_tokens={self.max_tokens}: {rows} rows of all ranks; needed: less than 2**31")
+        return {"name": name, "dtype": self.dtype, **settings}
+
+
+def check_row(name: str, key: str, elements: int, dtype: torch.dtype) -> None:
+    if elements < 1 or elements * dtype.itemsize % _ROW_BYTES:
+        raise UsageError(f"{name}: {key}={elements}; needed: a multiple of {_ROW_BYTES // dtype.itemsize}, 16 bytes")
