@@ -1,4 +1,4 @@
-"""Every kernel of the matrix operators compiles for sm_90, launched as on a GPU; needs no GPU, since nothing runs."""
+"""Every kernel of the operators compiles for sm_90, launched as on a GPU; needs no GPU, since nothing runs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 from dlrm_fused.ops.common import scatter_rows as scatter
+from dlrm_fused.ops.embedding_all_to_all import ExchangeLayout, LookupLayout, reduce, update
+from dlrm_fused.ops.embedding_all_to_all.kernel import lookup_and_scatter
+from dlrm_fused.ops.embedding_all_to_all.layout import feature_tables
+from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
+from dlrm_fused.ops.embedding_all_to_all.scatter import scatter_tiles
 from dlrm_fused.ops.gemm_all_to_all import chunks as gemm_chunks
 from dlrm_fused.ops.gemm_all_to_all import kernel as gemm
 from dlrm_fused.ops.gemv_all_reduce import chunks as gemv_chunks
@@ -21,6 +26,7 @@ from dlrm_fused.ops.gemv_all_reduce.kernel import ReceiveBuffer
 from dlrm_fused.ops.gemv_all_reduce.tuning import Blocks, override
 from dlrm_fused.ops.moe import dispatch, steps
 from dlrm_fused.symmetric.device import channel_args
+from tests.ops.embedding_all_to_all.lookups import make_lookup, make_tables
 
 WORLD, RANK = 2, 1
 EXPERTS, TOP_K, WIDTH, TILE_ROWS = 8, 2, 64, 64
@@ -50,8 +56,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
     monkeypatch.setattr(JITFunction, "run", compile_only)
     monkeypatch.setattr(driver, "_active", NoGpu())
-    for module in (scatter, dispatch):
+    for module in (scatter, dispatch, reduce):
         monkeypatch.setattr(module, "uses_kernels", lambda device: True)
+    monkeypatch.setattr(update, "_check_lookup", lambda tables, indices, offsets: tables.batch_size(offsets))
     yield kernels
     override(None)
 
@@ -136,10 +143,53 @@ def launch_chunk_sum(dtype: torch.dtype) -> None:
     gemv_chunks.ChunkedSum._sum(chunked, 0, 70 * WIDTH, WIDTH, rows(dtype, 70), None, rows(dtype, 70), 1)
 
 
+def launch_update(dtype: torch.dtype, adagrad: bool, features: list[int], weighted: bool) -> None:
+    tables = make_tables(
+        [9, 6], [64, 20], features, dtype=dtype, mean=weighted, adagrad=adagrad, stochastic_rounding=dtype != SINGLE
+    )
+    lookup = make_lookup(tables, 4, 3, weighted=weighted)
+    order = update.sort_lookup(tables, lookup.indices, lookup.offsets)
+    inputs = (lookup.indices, lookup.offsets)
+    cancelled = torch.zeros(1, dtype=torch.int64)
+    update.apply_gradients(tables, order, lookup.gradients, *inputs, lookup.per_sample_weights, cancelled=cancelled)
+    update.per_sample_weight_gradients(tables, lookup.gradients, *inputs)
+
+
+def launch_lookup(wire: torch.dtype, row_wise: bool) -> None:
+    """The lookup of a feature of each of two block dims, and what its receiver does."""
+    tables, lookup = make_tables([9, 6], [64, 20], [0, 1]), LookupLayout((0, 64), (64, 20), row_wise)
+    plan = BatchPlan(ExchangeLayout(((lookup,),) * WORLD, 84), RANK, (4, 4), wire, wire, torch.device("cpu"))
+    features = feature_tables(tables.offsets, lookup.dims, lookup.columns, torch.device("cpu"))
+    staging = SimpleNamespace(local=torch.zeros(1 << 16, dtype=torch.uint8), addresses=torch.zeros(WORLD, dtype=torch.int64))
+    workspace: Any = SimpleNamespace(
+        tables=[tables], own_lookups=[lookup], layout=plan._layout, partial_sum_tables=features, forward_wire=wire,
+        forward_channel=channel(), device=torch.device("cpu"), rank=RANK, world_size=WORLD, staging=lambda: staging,
+        destination_memory=lambda plan, lookup: staging,
+    )  # fmt: skip
+    batch = make_lookup(tables, 8, 3, weighted=row_wise)
+    for own in features:
+        lookup_and_scatter(
+            workspace, plan, 0, own, tables.weights, batch.indices, batch.offsets, batch.per_sample_weights,
+            receive_offset=4096, first=True, last=True,
+        )  # fmt: skip
+    reduce._finish_staged(workspace, plan, torch.zeros(4, 84), are_empty_bags_sent=not row_wise)
+
+
+def launch_scatter_tiles(wire: torch.dtype) -> None:
+    layout = ExchangeLayout(((LookupLayout((0,), (WIDTH,)),), (LookupLayout((WIDTH,), (WIDTH,)),)), WORLD * WIDTH)
+    plan = BatchPlan(layout, RANK, (4, 4), wire, wire, torch.device("cpu"))
+    for relative in (True, False):
+        scatter_tiles(
+            rows(SINGLE), plan.pooled_tables[0], 4, memory(), channel(), wire=wire, fingerprint=1, receive_offset=4096,
+            relative=relative,
+        )  # fmt: skip
+
+
 HALF, SINGLE = torch.bfloat16, torch.float32
 ONE_SHOT = Blocks(columns=16, depth=64, splits=3, warps=4, stages=3, two_shot=False, flagged=False)
 TWO_SHOT = Blocks(columns=16, depth=64, splits=1, warps=4, stages=3, two_shot=True, flagged=False)
 FLAGGED = Blocks(columns=16, depth=64, splits=1, warps=4, stages=3, two_shot=True, flagged=True)
+OF_UPDATE = {f"{name}_kernel" for name in ("label", "order", "count", "plan", "update", "merge", "product")}
 OF_GEMM = {"gemm_kernel", "tile_order_kernel"}
 # What is launched, and the kernels that it compiles.
 LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
@@ -152,6 +202,12 @@ LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
     "gemm_combine": (lambda: launch_gemm_combine(HALF, fp8=False), OF_GEMM),
     "gemm_combine_fp8": (lambda: launch_gemm_combine(HALF, fp8=True), OF_GEMM),
     "copied_chunks": (launch_copied_chunks, {"begin_kernel", "finish_kernel"}),
+    "update_adagrad": (lambda: launch_update(SINGLE, True, [0, 1], weighted=False), OF_UPDATE),
+    "update_sgd_shared_weighted_16_bits": (lambda: launch_update(HALF, False, [1, 0, 1], weighted=True), OF_UPDATE),
+    "lookup": (lambda: launch_lookup(SINGLE, row_wise=False), {"lookup_and_scatter_kernel"}),
+    "lookup_16_bits": (lambda: launch_lookup(HALF, row_wise=False), {"lookup_and_scatter_kernel", "add_up_kernel"}),
+    "lookup_row_wise": (lambda: launch_lookup(SINGLE, row_wise=True), {"lookup_and_scatter_kernel", "add_up_present_kernel"}),
+    "scatter_tiles": (lambda: launch_scatter_tiles(torch.float16), {"scatter_tiles_kernel"}),
     "gemv_one_shot": (lambda: launch_gemv(HALF, ONE_SHOT), {"gemv_all_reduce_kernel"}),
     "gemv_two_shot_with_norm": (lambda: launch_gemv(HALF, TWO_SHOT, with_norm=True), {"gemv_all_reduce_kernel"}),
     "gemv_flagged_fp32": (lambda: launch_gemv(SINGLE, FLAGGED), {"gemv_all_reduce_kernel"}),

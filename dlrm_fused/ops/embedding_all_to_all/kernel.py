@@ -54,35 +54,15 @@ def lookup_and_scatter(
     per_feature = triton.cdiv(max(plan.batch_sizes), blocks.bags)
     items = workspace.world_size * features.count * per_feature
     lookup_and_scatter_kernel[(min(items, blocks.programs),)](
-        weights,
-        indices,
-        offsets,
-        sample_weights if is_weighted else weights,
-        features.table,
-        plan.bag_tables[number],
-        per_feature,
-        plan.global_batch,
-        items,
-        plan.destination(number, workspace.rank)[1],
-        workspace.destination_memory(plan, number).addresses,
-        receive_offset,
-        workspace.forward_channel.args,
+        weights, indices, offsets, sample_weights if is_weighted else weights, features.table, plan.bag_tables[number],
+        per_feature, plan.global_batch, items, plan.destination(number, workspace.rank)[1],
+        workspace.destination_memory(plan, number).addresses, receive_offset, workspace.forward_channel.args,
         plan.fingerprint,
-        WEIGHTED=is_weighted,
-        MEAN=tables.mean,
-        RELATIVE=not plan.goes_to_staging(number),
-        PARTIAL=workspace.own_lookups[number].row_wise,
-        FIRST=first,
-        LAST=last,
-        WIRE=TRITON_DTYPES[workspace.forward_wire],
-        VECTOR=features.vector,
-        BAGS=blocks.bags,
-        ROWS=blocks.rows,
-        SPLIT=blocks.split,
-        DIM=features.block_dim,
-        EXACT_DIM=features.is_exact,
-        num_warps=blocks.warps,
-    )
+        WEIGHTED=is_weighted, MEAN=tables.mean, RELATIVE=not plan.goes_to_staging(number),
+        PARTIAL=workspace.own_lookups[number].row_wise, FIRST=first, LAST=last,
+        WIRE=TRITON_DTYPES[workspace.forward_wire], VECTOR=features.vector, BAGS=blocks.bags, ROWS=blocks.rows,
+        SPLIT=blocks.split, DIM=features.block_dim, EXACT_DIM=features.is_exact, num_warps=blocks.warps,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -97,19 +77,9 @@ def _bags(of_feature, first_bag, end_bag, number):
 
 @triton.jit
 def _add_rows(
-    pooled,
-    table,
-    indices,
-    factors,
-    length,
-    step,
-    dim,
-    lane,
-    ROWS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    EXACT_DIM: tl.constexpr,
-):
+    pooled, table, indices, factors, length, step, dim, lane,
+    ROWS: tl.constexpr, SPLIT: tl.constexpr, WEIGHTED: tl.constexpr, EXACT_DIM: tl.constexpr,
+):  # fmt: skip
     """Add rows ``step`` to ``step + ROWS`` of each share: all of them are on their way before the first is added."""
     numbers: tl.tuple = ()
     for r in tl.static_range(ROWS):
@@ -130,34 +100,12 @@ def _add_rows(
 
 @triton.jit(do_not_specialize=["blocks", "global_batch", "items", "receive_offset", "fingerprint"])
 def lookup_and_scatter_kernel(
-    weights,
-    indices,
-    offsets,
-    sample_weights,
-    features,
-    bags,
-    blocks,
-    global_batch,
-    items,
-    stride,
-    addresses,
-    receive_offset,
-    channel,
-    fingerprint,
-    WEIGHTED: tl.constexpr,
-    MEAN: tl.constexpr,
-    RELATIVE: tl.constexpr,
-    PARTIAL: tl.constexpr,
-    FIRST: tl.constexpr,
-    LAST: tl.constexpr,
-    WIRE: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BAGS: tl.constexpr,
-    ROWS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    DIM: tl.constexpr,
-    EXACT_DIM: tl.constexpr,
-):
+    weights, indices, offsets, sample_weights, features, bags, blocks, global_batch, items, stride, addresses,
+    receive_offset, channel, fingerprint,
+    WEIGHTED: tl.constexpr, MEAN: tl.constexpr, RELATIVE: tl.constexpr, PARTIAL: tl.constexpr, FIRST: tl.constexpr,
+    LAST: tl.constexpr, WIRE: tl.constexpr, VECTOR: tl.constexpr, BAGS: tl.constexpr, ROWS: tl.constexpr,
+    SPLIT: tl.constexpr, DIM: tl.constexpr, EXACT_DIM: tl.constexpr,
+):  # fmt: skip
     """Pool bags and store them at the ranks they belong to.
 
     An item of work is BAGS bags of one feature and one destination. Rows of a bag are dealt out to SPLIT shares, whose threads

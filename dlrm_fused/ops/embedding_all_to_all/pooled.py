@@ -137,18 +137,11 @@ def _copy_tiles(
 def _send_by_kernel(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[Tensor], receive_offset: int) -> None:
     for number, source in enumerate(pooled):
         scatter_tiles(
-            source,
-            plan.pooled_tables[number],
-            max(plan.batch_sizes),
-            workspace.destination_memory(plan, number),
-            workspace.forward_channel,
-            wire=workspace.forward_wire,
-            fingerprint=plan.fingerprint,
-            receive_offset=receive_offset,
-            relative=not plan.goes_to_staging(number),
-            first=number == 0,
+            source, plan.pooled_tables[number], max(plan.batch_sizes), workspace.destination_memory(plan, number),
+            workspace.forward_channel, wire=workspace.forward_wire, fingerprint=plan.fingerprint,
+            receive_offset=receive_offset, relative=not plan.goes_to_staging(number), first=number == 0,
             last=number == len(pooled) - 1,
-        )
+        )  # fmt: skip
     if not pooled:
         send_nothing(workspace, plan, receive_offset)
 
@@ -156,16 +149,10 @@ def _send_by_kernel(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list
 def send_nothing(workspace: EmbeddingWorkspace, plan: BatchPlan, receive_offset: int) -> None:
     """The epoch of a rank that has nothing to send, such as one without tables: it only receives."""
     scatter_tiles(
-        torch.empty(0, 4, device=workspace.device),
-        plan.empty_table,
-        0,
-        workspace.outputs.memory,
-        workspace.forward_channel,
-        wire=workspace.forward_wire,
-        fingerprint=plan.fingerprint,
-        receive_offset=receive_offset,
-        relative=True,
-    )
+        torch.empty(0, 4, device=workspace.device), plan.empty_table, 0, workspace.outputs.memory,
+        workspace.forward_channel, wire=workspace.forward_wire, fingerprint=plan.fingerprint,
+        receive_offset=receive_offset, relative=True,
+    )  # fmt: skip
 
 
 def send_gradient(workspace: EmbeddingWorkspace, plan: BatchPlan, gradient: Tensor) -> list[Tensor]:
@@ -187,16 +174,9 @@ def send_gradient(workspace: EmbeddingWorkspace, plan: BatchPlan, gradient: Tens
     memory = workspace.gradients
     if uses_kernels(workspace.device):
         scatter_tiles(
-            gradient,
-            plan.gradient_table,
-            plan.local_batch,
-            memory,
-            channel,
-            wire=workspace.backward_wire,
-            fingerprint=plan.fingerprint,
-            receive_offset=0,
-            relative=False,
-        )
+            gradient, plan.gradient_table, plan.local_batch, memory, channel, wire=workspace.backward_wire,
+            fingerprint=plan.fingerprint, receive_offset=0, relative=False,
+        )  # fmt: skip
     else:
         tiles = plan.gradient_tiles()
         channel.run_epoch(

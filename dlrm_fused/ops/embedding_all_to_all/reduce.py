@@ -71,18 +71,9 @@ def _add_up(sources: Tensor, output: Tensor, workspace: EmbeddingWorkspace) -> N
     rows, width = output.shape
     if rows:
         add_up_kernel[(triton.cdiv(rows, _ROWS), triton.cdiv(width, _COLUMNS))](
-            sources,
-            output,
-            rows,
-            width,
-            sources.stride(0),
-            sources.stride(1),
-            output.stride(0),
-            SOURCES=sources.shape[0],
-            ROWS=_ROWS,
-            COLUMNS=_COLUMNS,
-            num_warps=4,
-        )
+            sources, output, rows, width, sources.stride(0), sources.stride(1), output.stride(0),
+            SOURCES=sources.shape[0], ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4,
+        )  # fmt: skip
 
 
 def _add_up_present(workspace: EmbeddingWorkspace, plan: BatchPlan, output: Tensor) -> None:
@@ -91,39 +82,18 @@ def _add_up_present(workspace: EmbeddingWorkspace, plan: BatchPlan, output: Tens
     for features in workspace.partial_sum_tables if plan.local_batch else ():
         rows = max(1, _ELEMENTS // features.block_dim)
         add_up_present_kernel[(triton.cdiv(plan.local_batch, rows), features.count)](
-            partial_sums,
-            presence,
-            output,
-            features.table,
-            plan.local_batch,
-            partial_sums.stride(0),
-            partial_sums.stride(1),
-            presence.stride(0),
-            presence.stride(1),
-            output.stride(0),
-            SOURCES=workspace.world_size,
-            ROWS=rows,
-            DIM=features.block_dim,
-            num_warps=4,
-        )
+            partial_sums, presence, output, features.table, plan.local_batch, partial_sums.stride(0),
+            partial_sums.stride(1), presence.stride(0), presence.stride(1), output.stride(0),
+            SOURCES=workspace.world_size, ROWS=rows, DIM=features.block_dim, num_warps=4,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
 def add_up_present_kernel(
-    sources,
-    presence,
-    output,
-    features,
-    rows,
-    source_stride,
-    row_stride,
-    presence_source_stride,
-    presence_feature_stride,
-    output_stride,
-    SOURCES: tl.constexpr,
-    ROWS: tl.constexpr,
-    DIM: tl.constexpr,
-):
+    sources, presence, output, features, rows, source_stride, row_stride, presence_source_stride,
+    presence_feature_stride, output_stride,
+    SOURCES: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
     """Sum of the partial results that are not empty, always in the order of ranks.
 
     Args:
@@ -149,17 +119,9 @@ def add_up_present_kernel(
 
 @triton.jit(do_not_specialize=["rows", "width"])
 def add_up_kernel(
-    sources,
-    output,
-    rows,
-    width,
-    source_stride,
-    row_stride,
-    output_stride,
-    SOURCES: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    sources, output, rows, width, source_stride, row_stride, output_stride,
+    SOURCES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Sum of partial results, always in the order of ranks, so that it is the same in every run."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

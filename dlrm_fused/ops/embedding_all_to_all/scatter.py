@@ -32,23 +32,10 @@ def to_wire(values, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize=["items", "row_blocks", "receive_offset", "fingerprint"])
 def scatter_tiles_kernel(
-    source,
-    source_stride,
-    tiles,
-    items,
-    row_blocks,
-    addresses,
-    receive_offset,
-    channel,
-    fingerprint,
-    RELATIVE: tl.constexpr,
-    FIRST: tl.constexpr,
-    LAST: tl.constexpr,
-    WIRE: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    source, source_stride, tiles, items, row_blocks, addresses, receive_offset, channel, fingerprint,
+    RELATIVE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, WIRE: tl.constexpr, ALIGNMENT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Copy tiles of ``source`` to where they belong at the peers. See :func:`scatter_tiles`."""
     if FIRST:
         epoch = begin(channel, receive_offset, fingerprint)
@@ -110,21 +97,8 @@ def scatter_tiles(
     row_blocks = triton.cdiv(most_rows, _ROWS)
     items = table.shape[0] * row_blocks
     scatter_tiles_kernel[(max(1, min(items, _PROGRAMS)),)](
-        source,
-        source.stride(0),
-        table,
-        items,
-        max(row_blocks, 1),
-        memory.addresses,
-        receive_offset,
-        channel.args,
+        source, source.stride(0), table, items, max(row_blocks, 1), memory.addresses, receive_offset, channel.args,
         fingerprint,
-        RELATIVE=relative,
-        FIRST=first,
-        LAST=last,
-        WIRE=TRITON_DTYPES[wire],
-        ALIGNMENT=4 * wire.itemsize,
-        ROWS=_ROWS,
-        COLUMNS=TILE_COLUMNS,
-        num_warps=4,
-    )
+        RELATIVE=relative, FIRST=first, LAST=last, WIRE=TRITON_DTYPES[wire], ALIGNMENT=4 * wire.itemsize, ROWS=_ROWS,
+        COLUMNS=TILE_COLUMNS, num_warps=4,
+    )  # fmt: skip

@@ -45,6 +45,23 @@ class Sgd:
 
 
 @dataclass(frozen=True, eq=False)
+class DeviceTables:
+    """What the kernels of the update need to know of tables; tensors are on the device of the weights."""
+
+    tables: (
+        Tensor  # int64 [T, 3]: weights of row k, counted over all tables, begin at k * dim + this; dim; column, if one feature
+    )
+    bounds: Tensor  # int64 [T + 1]: first row of each table, and the number of all rows
+    # int64 [T + 1], if features stand in the order of tables: first feature that reads each table.
+    first_features: Tensor | None
+    feature_tables: Tensor  # int32 [F]
+    feature_first_rows: Tensor  # int64 [F]: first row of the feature's table
+    columns: Tensor  # int64 [F]
+    is_shared: bool  # some features read the same table
+    blocks: dict[int, int]  # powers of two that hold the dims of tables: the dim, if it is one, else 0
+
+
+@dataclass(frozen=True, eq=False)
 class LocalTables:
     """Tables that one lookup reads. What does not fit together is a :class:`UsageError`."""
 
@@ -79,6 +96,11 @@ class LocalTables:
     def feature_columns(self) -> tuple[int, ...]:
         """First column of each feature in the pooled embeddings, [B, sum of feature_dims]."""
         return tuple(accumulate(self.feature_dims[:-1], initial=0)) if self.feature_tables else ()
+
+    @cached_property
+    def on_device(self) -> DeviceTables:
+        """What kernels need to know; made at the first use, since a copy to the device waits for it."""
+        return _copy_to_device(self)
 
     def batch_size(self, offsets: Tensor) -> int:
         """B, from the shape of the offsets; UsageError where they do not fit the features."""
@@ -129,3 +151,34 @@ def _check_optimizer(tables: LocalTables, optimizer: RowwiseAdagrad | Sgd) -> No
             raise UsageError(f"momentum is {momentum.dtype} {list(momentum.shape)}: give contiguous fp32 [{tables.total_rows}]")
         if momentum.device != tables.weights.device:
             raise UsageError(f"momentum is on {momentum.device}: the weights are on {tables.weights.device}")
+
+
+def _copy_to_device(tables: LocalTables) -> DeviceTables:
+    def tensor(values: list, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(tables.weights.device)
+
+    feature_tables, count = tables.feature_tables, len(tables.rows)
+    columns = dict(zip(feature_tables, tables.feature_columns, strict=True))
+    is_ordered = list(feature_tables) == sorted(feature_tables)
+    blocks: dict[int, set[int]] = {}
+    for dim in tables.dims:
+        blocks.setdefault(1 << (dim - 1).bit_length(), set()).add(dim)
+    return DeviceTables(
+        tables=tensor(
+            [
+                (offset - first_row * dim, dim, columns.get(table, 0))
+                for table, (offset, first_row, dim) in enumerate(
+                    zip(tables.offsets, tables.first_rows, tables.dims, strict=True)
+                )
+            ]
+        ),
+        bounds=tensor([*tables.first_rows, tables.total_rows]),
+        first_features=tensor([sum(own < table for own in feature_tables) for table in range(count + 1)])
+        if is_ordered
+        else None,
+        feature_tables=tensor(list(feature_tables), torch.int32),
+        feature_first_rows=tensor([tables.first_rows[table] for table in feature_tables]),
+        columns=tensor(list(tables.feature_columns)),
+        is_shared=len(set(feature_tables)) < len(feature_tables),
+        blocks={block: dims.copy().pop() if len(dims) == 1 else 0 for block, dims in blocks.items()},
+    )
