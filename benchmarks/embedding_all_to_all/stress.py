@@ -40,12 +40,11 @@ from benchmarks.common.results import write_results
 from dlrm_fused.ops.embedding_all_to_all import (
     EmbeddingWorkspace,
     ExchangeLayout,
-    LocalTables,
     LookupLayout,
-    RowwiseAdagrad,
     embedding_all_to_all,
     reference,
 )
+from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables, RowwiseAdagrad
 from dlrm_fused.symmetric.device import uses_kernels
 
 LEARNING_RATE, EPSILON = 0.1, 1e-6

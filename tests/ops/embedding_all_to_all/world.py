@@ -13,14 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dlrm_fused.ops.embedding_all_to_all import (
-    EmbeddingWorkspace,
-    ExchangeLayout,
-    LocalTables,
-    LookupLayout,
-    RowwiseAdagrad,
-    Sgd,
-)
+from dlrm_fused.ops.embedding_all_to_all import EmbeddingWorkspace, ExchangeLayout, LookupLayout
+from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables, RowwiseAdagrad, Sgd
 from dlrm_fused.symmetric import SymmetricGroup
 
 EPS = 1e-3

@@ -16,12 +16,11 @@ from dlrm_fused.errors import CommunicationError, UserError
 from dlrm_fused.ops.embedding_all_to_all import (
     EmbeddingWorkspace,
     ExchangeLayout,
-    LocalTables,
     LookupLayout,
-    RowwiseAdagrad,
     embedding_all_to_all,
     pooled_all_to_all,
 )
+from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables, RowwiseAdagrad
 from dlrm_fused.symmetric import factory, memory, symmetric_group
 from tests.ops.embedding_all_to_all.world import Features, Traffic, World, run_epochs
 from tests.ops.wrong_use import RANKS, SECOND, TIMEOUT_SECONDS, Scene, WrongUse
