@@ -93,9 +93,13 @@ for _name in ("add", "sub", "mul", "mod", "floordiv"):
 def channel_args(
     flags: torch.Tensor, flag_addresses: torch.Tensor, state: torch.Tensor, control: int, poll_limit: int, rank: int, world: int
 ) -> ChannelArgs:
-    """The fields as kernels want them; what does not change while a channel lives is a constant to the compiler."""
+    """The fields as kernels want them; what does not change while a channel lives is a constant to the compiler.
+
+    The limit is rounded up to a multiple of 16: Triton compiles a kernel anew for a 1, and for what 16 does not divide.
+    """
     constant = _InterpretedConstant if triton.knobs.runtime.interpret else tl.constexpr
     lanes = triton.next_power_of_2(world)
+    poll_limit = -(-poll_limit // 16) * 16
     return ChannelArgs(flags, flag_addresses, state, control, poll_limit, constant(rank), constant(world), constant(lanes))
 
 
@@ -330,7 +334,7 @@ def measured_polls_per_second(poll: Any, device: torch.device) -> float:
     def wait_in_vain(looks: int) -> None:
         poll[(1,)](channel_args(words, words, words, 0, looks, 0, 1), words, num_warps=1)
 
-    wait_in_vain(1)
+    wait_in_vain(looks)  # compiles
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     begin_time = time.perf_counter()

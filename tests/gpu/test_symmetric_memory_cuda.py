@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.symmetric import BlockPool, Channel, SymmetricGroup, symmetric_group
+from dlrm_fused.symmetric.device import polls_per_second
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import Ranks, run_ranks
 
@@ -201,3 +202,13 @@ def test_too_little_memory_is_an_error_with_the_sizes(pool: BlockPool) -> None:
     group = symmetric_group(device="cuda")
     with pytest.raises(CommunicationError, match=r"symmetric memory huge: 1.0 PB needed, but cuda:0 of rank 0 has .* free"):
         group.allocate("huge", 10**15)
+
+
+def first_and_second_measurement() -> tuple[float, float]:
+    device = torch.device("cuda", 0)
+    return polls_per_second(device), polls_per_second(device)
+
+
+def test_compiling_the_wait_is_not_part_of_its_measured_speed() -> None:
+    ((first, second),) = run_ranks(1, first_and_second_measurement)  # in a new process, which has to load the kernel
+    assert first == pytest.approx(second, rel=0.5)
