@@ -142,8 +142,7 @@ def apply_gradients(
         tables: what the lookup read, with its optimizer.
         sorted_lookup: of these indices and offsets, from :func:`sort_lookup`.
         gradients: fp32, bf16 or fp16 [B, sum of the features' dims], features in order; rows may lie apart (any ``stride(0)``).
-        indices: as in :func:`sort_lookup`.
-        offsets: as in :func:`sort_lookup`.
+        indices, offsets: as in :func:`sort_lookup`.
         per_sample_weights: fp32 [N], those of the lookup, or None.
         scale: the gradients are multiplied by it.
         tables_range: (first, last): update the tables ``first <= table < last`` only, reading no gradients but theirs: some can
@@ -217,19 +216,14 @@ def _update_block(
 
 
 def per_sample_weight_gradients(
-    tables: LocalTables,
-    gradients: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    scale: float = 1.0,
+    tables: LocalTables, gradients: Tensor, indices: Tensor, offsets: Tensor, scale: float = 1.0
 ) -> Tensor:
     """Gradients of per-sample weights: each looked-up row times the gradient of its bag. Call it before the update.
 
     Args:
         tables: what the lookup read.
         gradients: as in :func:`apply_gradients`.
-        indices: as in :func:`sort_lookup`.
-        offsets: as in :func:`sort_lookup`.
+        indices, offsets: as in :func:`sort_lookup`.
         scale: the gradients are multiplied by it.
 
     Returns:

@@ -91,9 +91,9 @@ class EmbeddingWorkspace(Workspace):
         self.tables: tuple[LocalTables, ...] = ()
         self._feature_tables: list[list[FeatureTable]] = []
         self._plans: dict[tuple[int, ...], BatchPlan] = {}
-        # Graphs hold the addresses of tables and of memory for ever.
+        # A captured graph uses the addresses of a plan's tables, and of the memory, as long as it lives.
         self._captured_plans: set[BatchPlan] = set()
-        # The largest batch of one rank, and that of all, for which there is memory: nothing before the first.
+        # The largest batch of one rank, and of all ranks together, for which there is memory; None: no memory yet.
         self._room: tuple[int, int] | None = None
         self.outputs: BlockPool
         self.gradients: SymmetricMemory
@@ -187,7 +187,7 @@ class EmbeddingWorkspace(Workspace):
             self._captured_plans.add(plan)
 
     def has_room(self, batch_sizes: Sequence[int]) -> bool:
-        """Whether batches of these sizes need no more memory, which is true of wrong sizes unless there is none yet."""
+        """Whether there is memory for batches of these sizes; sizes that are wrong need none, once there is any."""
         if self._is_capturing():
             return True  # or an error, when the memory is asked for
         try:
