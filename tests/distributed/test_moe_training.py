@@ -14,7 +14,16 @@ from dlrm_fused.models import expert_parallel
 from dlrm_fused.models.expert_parallel import ExpertComputation, choose_computations
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
-from tests.distributed.launch import evaluate, losses, metrics, run_ranks, small_config, summary, train
+from tests.distributed.launch import (
+    WITHOUT_AMPLIFIED_ROUNDING,
+    evaluate,
+    losses,
+    metrics,
+    run_ranks,
+    small_config,
+    summary,
+    train,
+)
 from tests.distributed.without_symmetric_memory import choose_without_symmetric_memory
 
 HALF, STEPS = 20, 40
@@ -23,15 +32,7 @@ SETTINGS = [
     "model.experts.count=8",
     "model.experts.hidden=16",
     "model.experts.balance_loss=0.1",
-    # As in test_transformer_training.py: rounding is not amplified, and some ranks are given padding.
-    "embedding.optimizer.kind=sgd",
-    "embedding.optimizer.learning_rate=20",
-    "embedding.init_std=0.3",
-    "data.synthetic.signal=4",
-    "training.dense_optimizer.kind=sgd",
-    "training.dense_optimizer.learning_rate=0.1",
-    "training.dense_optimizer.momentum=0.9",
-    "training.global_batch_size=255",
+    *WITHOUT_AMPLIFIED_ROUNDING,
 ]
 MODELS = {
     "dlrm": ["model.experts.top_k=3", "model.experts.shared_hidden=16"],

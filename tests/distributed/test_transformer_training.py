@@ -11,26 +11,17 @@ import torch.distributed as dist
 from dlrm_fused.config import Config
 from dlrm_fused.models.row_parallel import choose_product
 from dlrm_fused.models.tensor_parallel import RowParallelProduct
-from tests.distributed.launch import evaluate, losses, run_ranks, small_config, summary, train
+from tests.distributed.launch import WITHOUT_AMPLIFIED_ROUNDING, evaluate, losses, run_ranks, small_config, summary, train
 from tests.distributed.without_symmetric_memory import choose_without_symmetric_memory
 
 HALF, STEPS = 20, 40
-# Rounding is not amplified: SGD has no division by small sums. Its momentum is a state with the shape of the parameter.
 SETTINGS = [
     "model.kind=transformer",
     "model.d_model=16",
     "model.heads=4",
     "data.synthetic.history_length=6",
     "data.synthetic.history_items=200",
-    "embedding.optimizer.kind=sgd",
-    "embedding.optimizer.learning_rate=20",
-    "embedding.init_std=0.3",
-    "data.synthetic.signal=4",
-    "training.dense_optimizer.kind=sgd",
-    "training.dense_optimizer.learning_rate=0.1",
-    "training.dense_optimizer.momentum=0.9",
-    # Divides by no number of ranks, so that some are given padding.
-    "training.global_batch_size=255",
+    *WITHOUT_AMPLIFIED_ROUNDING,
     # Sample and token tables under plans of each kind.
     "embedding.sharding=row_wise",
     "embedding.tables.table_0.sharding=table_wise",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,6 +23,7 @@ from dlrm_fused.models.moe import MixtureOfExperts
 from dlrm_fused.ops.moe import ExpertWorkspace, expert_layer, reference
 from dlrm_fused.symmetric import SymmetricGroup
 from tests.gpu.all_ranks import HALF, MARKS, ON_GPU, RANKS, checked_on_all_ranks, delay, small_tiles_without_gpus, synchronize
+from tests.ops.moe.cases import Inputs
 
 pytestmark = MARKS
 TIMEOUT_SECONDS = 20.0
@@ -56,21 +56,10 @@ def all_to_one(tokens: int, generator: torch.Generator) -> Tensor:
     return torch.arange(TOP_K).expand(tokens, TOP_K)
 
 
-@dataclass
-class Inputs:
-    """Of this rank."""
-
-    x: Tensor
-    experts: Tensor
-    gates: Tensor
-    w_in: Tensor
-    w_out: Tensor
-    out_gradient: Tensor
-
-    def leaves(self, dtype: torch.dtype) -> list[Tensor]:
-        """x, gates, w_in and w_out, to be differentiated; gates stay in fp32."""
-        values = (self.x.to(dtype), self.gates.clone(), self.w_in.to(dtype), self.w_out.to(dtype))
-        return [value.detach().clone().requires_grad_() for value in values]
+def leaves_of(given: Inputs, dtype: torch.dtype) -> list[Tensor]:
+    """x, gates, w_in and w_out, to be differentiated; gates stay in fp32."""
+    values = (given.x.to(dtype), given.gates.clone(), given.w_in.to(dtype), given.w_out.to(dtype))
+    return [value.detach().clone().requires_grad_() for value in values]
 
 
 def draw(group: SymmetricGroup, tokens: int, choose: Choose, dtype: torch.dtype, seed: int = 0) -> Inputs:
@@ -105,14 +94,14 @@ def make_workspace(group: SymmetricGroup, dtype: torch.dtype) -> ExpertWorkspace
 
 def fused(workspace: ExpertWorkspace, given: Inputs) -> list[Tensor]:
     """The result, and the gradients of x, gates, w_in and w_out."""
-    x, gates, w_in, w_out = leaves = given.leaves(workspace.dtype)
+    x, gates, w_in, w_out = leaves = leaves_of(given, workspace.dtype)
     out = expert_layer(workspace, x, given.experts, gates, w_in, w_out, SCALE)
     return [out.detach(), *torch.autograd.grad(out, leaves, given.out_gradient)]
 
 
 def dense(given: Inputs) -> list[Tensor]:
     """The same in fp32, with all experts on every rank, and for all tokens."""
-    x, gates, w_in, w_out = given.leaves(torch.float32)
+    x, gates, w_in, w_out = leaves_of(given, torch.float32)
     ranks, local = dist.get_world_size(), len(w_in)
     whole = []
     for weight in (w_in, w_out):
@@ -145,7 +134,7 @@ def equal_to_dense(group: SymmetricGroup, dtype: torch.dtype, choose: Choose) ->
         right = dense(given)
         assert_close(fused(workspace, given), right, TOLERANCE[dtype])
         workspace.raise_fault()
-        x, gates, w_in, w_out = leaves = given.leaves(dtype)
+        x, gates, w_in, w_out = leaves = leaves_of(given, dtype)
         out = reference(group.process_group, x, given.experts, gates, w_in, w_out, SCALE)
         gradients = torch.autograd.grad(out, leaves, given.out_gradient)
         assert_close([out.detach(), *gradients], right, TOLERANCE[dtype])
