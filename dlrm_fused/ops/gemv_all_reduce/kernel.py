@@ -147,7 +147,7 @@ def _receive_tile(channel, flag, places, inside, tag, epoch, peer):
 
 
 @triton.jit
-def _greet(channel, fingerprint, handshake, receive_addresses, tag):
+def _send_handshake(channel, fingerprint, handshake, receive_addresses, tag):
     """Tell every rank what this one takes the call to be."""
     for i in tl.static_range(1, channel.world):
         place = peer_pointer(receive_addresses, (channel.rank + i) % channel.world, (handshake + channel.rank) * 8, tl.int64, 8)
@@ -223,14 +223,14 @@ def _send_partial(
     TWO_SHOT: tl.constexpr, FLAGGED: tl.constexpr,
 ):  # fmt: skip
     """Store partial results in the receive buffers of the peers who add them up."""
-    owner = tile % channel.world
+    root = tile % channel.world
     if FLAGGED:
-        if owner != channel.rank:
-            tl.store(peer_pointer(receive_addresses, owner, parts * 8, tl.float32) + places, partial, mask=inside)
-            signal(peer_pointer(receive_addresses, owner, own_flag * 8, tl.int64, 8), tag)
+        if root != channel.rank:
+            tl.store(peer_pointer(receive_addresses, root, parts * 8, tl.float32) + places, partial, mask=inside)
+            signal(peer_pointer(receive_addresses, root, own_flag * 8, tl.int64, 8), tag)
     elif TWO_SHOT:
-        if owner != channel.rank:
-            tl.store(peer_pointer(receive_addresses, owner, parts * 8, tl.int64, 8) + places, _pack(partial, tag), mask=inside)
+        if root != channel.rank:
+            tl.store(peer_pointer(receive_addresses, root, parts * 8, tl.int64, 8) + places, _pack(partial, tag), mask=inside)
     else:
         words = _pack(partial, tag)
         for i in tl.static_range(1, channel.world):
@@ -349,7 +349,7 @@ def gemv_all_reduce_kernel(
     half = (epoch % 2) * buffer.half_words
     handshake = half + buffer.half_words - channel.world
     if tl.program_id(0) == 0:
-        _greet(channel, fingerprint, handshake, receive_addresses, tag)
+        _send_handshake(channel, fingerprint, handshake, receive_addresses, tag)
 
     product = _multiply(x, weight, m, n, k, x_stride, weight_stride, tile, split, ROWS, COLUMNS, DEPTH, SPLITS, EVEN)
     partial = tl.trans(product)
@@ -400,15 +400,15 @@ def _spread(
     channel, result, row, tile, sums, flag, m, n, receive_buffer, receive_addresses, tag, epoch,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, FLAGGED: tl.constexpr,
 ):  # fmt: skip
-    """The finished tile, on every rank: its owner sends it, the others receive it."""
+    """The finished tile, on every rank: the root, which has added it up, sends it; the others receive it."""
     PAIRS: tl.constexpr = (result.dtype.primitive_bitwidth == 16) and not FLAGGED
     WIDTH: tl.constexpr = COLUMNS // 2 if PAIRS else COLUMNS
     row_length = n // 2 if PAIRS else n
     item = tile * WIDTH + tl.arange(0, WIDTH)
     inside = (row < m)[:, None] & (item < row_length)[None, :]
     places = row[:, None].to(tl.int64) * row_length + item[None, :]
-    owner = tile % channel.world
-    if owner == channel.rank:
+    root = tile % channel.world
+    if root == channel.rank:
         for i in tl.static_range(1, channel.world):
             peer = (channel.rank + i) % channel.world
             if FLAGGED:
@@ -421,7 +421,7 @@ def _spread(
             for i in tl.static_range(1, channel.world):
                 signal(peer_pointer(receive_addresses, (channel.rank + i) % channel.world, flag * 8, tl.int64, 8), tag)
     else:
-        sender = owner + tl.zeros((), tl.int64)
+        sender = root + tl.zeros((), tl.int64)
         if FLAGGED:
             own = (receive_buffer + sums).to(tl.pointer_type(result.dtype)) + places
             result = _receive_tile(channel, receive_buffer + flag, own, inside, tag, epoch, sender)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 MAX_ROWS = 64
 # Columns of a tile at least.
 MIN_COLUMNS = 16
-# Parts of splits that the receive_buffer has room for, in results of the largest product.
+# Parts of splits that the receive buffer has room for, in results of the largest product.
 SPLIT_SLOTS = 3
 # Programs of a launch at most where all of them wait for each other: one for each multiprocessor of an H100 or H200.
 RESIDENT_PROGRAMS = 132

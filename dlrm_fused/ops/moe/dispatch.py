@@ -77,70 +77,45 @@ def route(
     """
     if not uses_kernels(memory.local.device):
         return _route_by_host(experts, memory, channel, count, tile_rows, rows_per_rank, fingerprint)
-    slots, top_k, device = experts.numel(), experts.shape[1], experts.device
+    slots, top_k = experts.numel(), experts.shape[1]
     lanes = max(_LANES, triton.next_power_of_2(top_k))
     chunk = lanes // top_k * top_k
     chunks = triton.cdiv(slots, chunk)
-    starts = torch.empty(max(chunks, 1), count, dtype=torch.int32, device=device)
-    positions = torch.empty(slots, dtype=torch.int32, device=device)
+    starts = torch.empty(max(chunks, 1), count, dtype=torch.int32, device=experts.device)
+    positions = torch.empty(slots, dtype=torch.int32, device=experts.device)
     if slots:
         count_kernel[(chunks,)](
-            experts,
-            slots,
-            starts,
-            positions,
-            count,
-            TOP_K=top_k,
-            CHUNK=chunk,
-            LANES=lanes,
-            EXPERTS=triton.next_power_of_2(count),
-            num_warps=8,
-        )
-    ranks = channel.group.world_size
-    of_scan = min(_SCAN_EXPERTS, triton.next_power_of_2(count))
-    exchange_counts_kernel[(triton.cdiv(count, of_scan),)](
-        starts,
-        chunks,
-        count,
-        memory.addresses,
-        channel.args,
-        fingerprint,
-        CHUNKS=_SCAN_CHUNKS,
-        EXPERTS=of_scan,
-        num_warps=4,
-    )
-    local = count // ranks
-    first_rows = torch.empty(count, dtype=torch.int32, device=device)
-    groups = Groups(tile_rows, first_rows.new_empty(local + 1), first_rows.new_empty(local))
-    place_experts_kernel[(ranks,)](
-        memory.local.view(torch.int32),
-        first_rows,
-        groups.bounds,
-        groups.local_from,
-        count,
-        tile_rows,
-        RANK=channel.group.rank,
-        WORLD=ranks,
-        LANES=triton.next_power_of_2(local),
-        num_warps=1,
-    )
+            experts, slots, starts, positions, count,
+            TOP_K=top_k, CHUNK=chunk, LANES=lanes, EXPERTS=triton.next_power_of_2(count), num_warps=8,
+        )  # fmt: skip
+    first_rows, groups = _exchange_counts(starts, chunks, memory, channel, count, tile_rows, fingerprint)
     targets = torch.empty_like(positions)
     if slots:
+        local = count // channel.group.world_size
         place_slots_kernel[(triton.cdiv(slots, _SLOTS_OF_PROGRAM),)](
-            experts,
-            positions,
-            starts,
-            first_rows,
-            targets,
-            slots,
-            count,
-            local,
-            rows_per_rank,
-            CHUNK=chunk,
-            SLOTS=_SLOTS_OF_PROGRAM,
-            num_warps=4,
-        )
+            experts, positions, starts, first_rows, targets, slots, count, local, rows_per_rank,
+            CHUNK=chunk, SLOTS=_SLOTS_OF_PROGRAM, num_warps=4,
+        )  # fmt: skip
     return Routes(targets, groups)
+
+
+def _exchange_counts(
+    counts: Tensor, chunks: int, memory: SymmetricMemory, channel: Channel, experts: int, tile_rows: int, fingerprint: int
+) -> tuple[Tensor, Groups]:
+    """Turn the counts of chunks into sums over the chunks before, and tell all ranks the totals; as :func:`place_experts`."""
+    ranks = channel.group.world_size
+    at_a_time, local = min(_SCAN_EXPERTS, triton.next_power_of_2(experts)), experts // ranks
+    exchange_counts_kernel[(triton.cdiv(experts, at_a_time),)](
+        counts, chunks, experts, memory.addresses, channel.args, fingerprint,
+        CHUNKS=_SCAN_CHUNKS, EXPERTS=at_a_time, num_warps=4,
+    )  # fmt: skip
+    first_rows = torch.empty(experts, dtype=torch.int32, device=counts.device)
+    groups = Groups(tile_rows, first_rows.new_empty(local + 1), first_rows.new_empty(local))
+    place_experts_kernel[(ranks,)](
+        memory.local.view(torch.int32), first_rows, groups.bounds, groups.local_from, experts, tile_rows,
+        RANK=channel.group.rank, WORLD=ranks, LANES=triton.next_power_of_2(local), num_warps=1,
+    )  # fmt: skip
+    return first_rows, groups
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -232,24 +207,24 @@ def place_experts_kernel(
     LANES: tl.constexpr,
 ):
     """:func:`place_experts`, program p for the experts of rank p. LANES: power of two, at least experts / WORLD."""
-    owner = tl.program_id(0)
+    receiver = tl.program_id(0)
     local = experts // WORLD
     lane = tl.arange(0, LANES)
     exists = lane < local
-    of_owner = owner * local + lane
-    own_turn = (RANK - owner - 1 + WORLD) % WORLD
+    of_receiver = receiver * local + lane
+    own_turn = (RANK - receiver - 1 + WORLD) % WORLD
     total = tl.zeros((LANES,), tl.int32)
     before = tl.zeros((LANES,), tl.int32)
     remote = tl.zeros((LANES,), tl.int32)
     for source in tl.static_range(WORLD):
-        count = tl.load(counts + source * experts + of_owner, mask=exists, other=0)
+        count = tl.load(counts + source * experts + of_receiver, mask=exists, other=0)
         total += count
-        before += tl.where((source - owner - 1 + WORLD) % WORLD < own_turn, count, 0)
-        remote += tl.where(source == owner, 0, count)
+        before += tl.where((source - receiver - 1 + WORLD) % WORLD < own_turn, count, 0)
+        remote += tl.where(source == receiver, 0, count)
     tiles = tl.cdiv(total, tile_rows)
     end = tl.cumsum(tiles, axis=0)
-    tl.store(first_rows + of_owner, (end - tiles) * tile_rows + before, mask=exists)
-    if owner == RANK:
+    tl.store(first_rows + of_receiver, (end - tiles) * tile_rows + before, mask=exists)
+    if receiver == RANK:
         tl.store(bounds, 0)
         tl.store(bounds + 1 + lane, end, mask=exists)
         tl.store(local_from + lane, end - tiles + tl.cdiv(remote, tile_rows), mask=exists)
@@ -294,8 +269,8 @@ def _route_by_host(
     channel.run_epoch(lambda peer, _: counts_at(peer)[group.rank].copy_(own), fingerprint=fingerprint)
     counts = counts_at(group.rank)
     first_rows, groups = place_experts(counts, group.rank, tile_rows)
-    owners = slots // (count // group.world_size)
-    targets = torch.where(slots >= 0, owners * rows_per_rank + first_rows[slots] + positions, -1)
+    receivers = slots // (count // group.world_size)
+    targets = torch.where(slots >= 0, receivers * rows_per_rank + first_rows[slots] + positions, -1)
     return Routes(targets.int(), groups)
 
 
@@ -324,16 +299,16 @@ def place_experts(counts: Tensor, rank: int, tile_rows: int) -> tuple[Tensor, Gr
         this rank.
     """
     ranks, experts = counts.shape
-    by_owner = counts.long().view(ranks, ranks, experts // ranks)  # source, workspace, expert
-    totals = by_owner.sum(0)
+    by_receiver = counts.long().view(ranks, ranks, experts // ranks)  # source, receiver, expert
+    totals = by_receiver.sum(0)
     tiles = _ceil_div(totals, tile_rows)
     first_tiles = tiles.cumsum(1) - tiles
     numbers = torch.arange(ranks, device=counts.device)
-    turn = (numbers[:, None] - numbers - 1) % ranks  # of a source (row) at a workspace (column)
+    turn = (numbers[:, None] - numbers - 1) % ranks  # of a source (row) at a receiver (column)
     is_earlier = turn < turn[rank]
-    first_rows = first_tiles * tile_rows + (by_owner * is_earlier[:, :, None]).sum(0)
+    first_rows = first_tiles * tile_rows + (by_receiver * is_earlier[:, :, None]).sum(0)
     bounds = torch.cat([first_tiles[rank], tiles[rank].sum()[None]])
-    local_from = first_tiles[rank] + _ceil_div(totals[rank] - by_owner[rank, rank], tile_rows)
+    local_from = first_tiles[rank] + _ceil_div(totals[rank] - by_receiver[rank, rank], tile_rows)
     return first_rows.flatten(), Groups(tile_rows, bounds.int(), local_from.int())
 
 
