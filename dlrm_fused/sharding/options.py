@@ -1,4 +1,4 @@
-"""How a sharder's modules communicate, as its arguments say."""
+"""The arguments of FusedEmbeddingBagCollectionSharder, as the modules that it shards get them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flow control of one exchange that is repeated: who may store where, and when everything is there.
+"""A channel: flags by which ranks agree who may store where, and when everything has arrived, in an exchange that is repeated.
 
 One repetition is an epoch; all ranks take part in all epochs, in the same order. In an epoch, each rank
 

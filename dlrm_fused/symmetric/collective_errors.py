@@ -1,4 +1,4 @@
-"""The error of one rank raised by all, where ranks meet: none goes on alone, to wait for a rank that has given up.
+"""Raises an error of one rank on all ranks at a collective call, so that none goes on and waits for it.
 
 For errors anywhere else in a run, see :mod:`dlrm_fused.training.runtime`.
 """

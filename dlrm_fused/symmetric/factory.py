@@ -1,4 +1,4 @@
-"""Which transport a process group gets: the one place that knows them all."""
+"""Chooses the transport of a process group, shared memory or CUDA; the only module that knows them all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long the parts of a training step take, measured in every step without stalling it."""
+"""How long the parts of a training step take, measured without stalling it: every step on the CPU, one of eight on GPUs."""
 
 from __future__ import annotations
 

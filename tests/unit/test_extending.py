@@ -47,7 +47,7 @@ def test_an_added_one_trains(title: str, tmp_path: Path) -> None:
     command = [sys.executable, "train.py", "--config", "small.yaml", "training.max_steps=30", *overrides]
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=200)
     assert ended.returncode == 0, ended.stderr
-    (found,) = tmp_path.glob("runs/run/metrics.jsonl")
+    (found,) = tmp_path.glob("runs/*/metrics.jsonl")
     losses = [line["loss"] for line in map(json.loads, found.read_text().splitlines()) if "loss" in line]
     assert len(losses) == 30
     assert sum(losses[-5:]) < sum(losses[:5])

@@ -1,0 +1,1 @@
+"""What operators share: workspaces, rows sent to other ranks, the measurement behind ``comm=auto``."""

@@ -1,4 +1,4 @@
-"""The dtypes that kernels take, by those of torch."""
+"""Triton's dtype for each torch dtype that kernels take."""
 
 from __future__ import annotations
 

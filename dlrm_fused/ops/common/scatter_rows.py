@@ -1,4 +1,4 @@
-"""Storing rows of a local tensor into chosen rows of peers' memory, as one epoch of a channel."""
+"""Stores rows of a local tensor into chosen rows of other ranks' memory. A call is one epoch of a channel."""
 
 # Kernels follow Triton's ways: constants in capitals, no types but theirs.
 # ruff: noqa: N803

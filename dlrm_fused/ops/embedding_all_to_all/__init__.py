@@ -3,7 +3,8 @@
 What it computes: ``reference.py``. The operators: ``op.py`` (lookup and All-to-All), ``pooled.py`` (the All-to-All of what
 another library has looked up). Where things lie: ``tables.py`` (rows), ``layout.py`` (columns), ``plan.py`` (a batch),
 ``workspace.py`` (symmetric memory). Kernels: ``kernel.py`` (lookup), ``scatter.py`` (tiles to peers), ``reduce.py`` (what was
-received), ``update.py`` (optimizer), with ``prefetch_sort.py`` ahead of it. ``tuning.py`` has the lookup's block shapes.
+received), ``update.py`` and ``update_kernels.py`` (optimizer), with ``prefetch_sort.py`` ahead of
+it. ``tuning.py`` has the lookup's block shapes.
 """
 
 from dlrm_fused.ops.embedding_all_to_all.layout import ExchangeLayout, LookupLayout

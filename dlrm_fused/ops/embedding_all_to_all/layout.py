@@ -1,4 +1,4 @@
-"""Which columns of the output every rank's lookups produce, and the tables of features that kernels read."""
+"""Which columns of the output each rank's lookups produce; also as tensors that kernels read."""
 
 from __future__ import annotations
 

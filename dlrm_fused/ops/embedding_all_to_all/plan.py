@@ -1,4 +1,4 @@
-"""Where everything lies for given batch sizes, and the tables that tell kernels so."""
+"""Which rows and columns go to which rank, at which byte, for given batch sizes; also as tensors that kernels read."""
 
 from __future__ import annotations
 

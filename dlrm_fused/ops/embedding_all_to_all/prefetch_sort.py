@@ -1,4 +1,4 @@
-"""Sorting lookups beside the forward pass: the update of the tables needs the order of their rows, but no gradient for it."""
+"""Sorts looked-up indices on another stream during the forward pass: the update needs their order, but no gradient for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The receiving side of a forward pass: the output, and the kernels that turn partial sums and other dtypes into it."""
+"""What a rank does with embeddings it has received: adds up row-wise parts, converts 16-bit values, returns fp32."""
 
 # Kernels follow Triton's ways: constants in capitals, no types but theirs.
 # ruff: noqa: N803

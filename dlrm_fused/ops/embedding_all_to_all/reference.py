@@ -23,7 +23,9 @@ def reference(
     batch_sizes: Sequence[int],
     device: torch.device | None = None,
 ) -> Tensor:
-    """:func:`~dlrm_fused.ops.embedding_all_to_all.op.embedding_all_to_all` unfused. Without a process group there is one rank.
+    """Pool this rank's features for all ranks' samples, exchange them by All-to-All, and put them side by side.
+
+    Parts of row-wise tables are added in the order of ranks. Without a process group there is one rank.
 
     Collective, also in the backward pass. It is differentiable in the tables' weights and in the per-sample weights, whose
     gradients are those of the sum over all ranks; no optimizer is applied.

@@ -13,12 +13,12 @@ from dlrm_fused.ops.gemm_all_to_all.kernel import Routes
 
 
 def reference(process_group: dist.ProcessGroup | None, x: Tensor, weight: Tensor) -> Tensor:
-    """:func:`~dlrm_fused.ops.gemm_all_to_all.op.gemm_all_to_all`. Without a process group there is one rank."""
+    """Row block s is this rank's block of rank s's ``x @ weight.T``: a product, then an All-to-All."""
     return all_to_all(torch.nn.functional.linear(x, weight), process_group)
 
 
 def routed_reference(process_group: dist.ProcessGroup | None, x: Tensor, weight: Tensor, routes: Routes) -> Tensor:
-    """:func:`~dlrm_fused.ops.gemm_all_to_all.op.routed_gemm_all_to_all`; zeros in slots that are no row's destination.
+    """Each row of x times its group's weight, in the slot of its destination; zeros in slots that are no row's destination.
 
     Counts pass through the host: All-to-All needs them there.
     """

@@ -6,7 +6,7 @@ are not torn. Where the bytes matter more than the fence (FLAGGED), tiles travel
 
 Words lie in a *receive buffer*, two halves that calls use in turn. A rank writes a half again two calls later; to complete the
 call in between it needed words of that call from every rank, which each sends after it has completed the one before. So
-nothing that is still to be read is overwritten, without any credit.
+nothing that is still to be read is overwritten, though no rank announces that it is ready.
 """
 
 # Kernels follow Triton's ways: constants in capitals, no types but theirs.

@@ -18,7 +18,9 @@ def reference(
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor | None]:
-    """The same in plain torch and torch.distributed: what ``comm=baseline`` runs. Without a process group there is one rank.
+    """out = (sum over ranks of ``x @ weight.T``) + bias + residual, and the RMSNorm of out: what ``comm=baseline`` runs.
+
+    Without a process group there is one rank.
 
     The product is rounded to the dtype of x on every rank before it is summed.
     """

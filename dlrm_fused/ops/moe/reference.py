@@ -22,7 +22,10 @@ def reference(
     w_out: Tensor,
     gradient_scale: float = 1.0,
 ) -> Tensor:
-    """The same in plain torch and torch.distributed: what ``comm=baseline`` runs. Without a process group there is one rank.
+    """out[t] = sum over j of ``gates[t, j] * (silu(x[t] @ w_in[e].T) @ w_out[e].T)``, e = experts[t, j].
+
+    This is what ``comm=baseline`` runs: All-to-All of tokens, products, All-to-All of results. Without a process group there is
+    one rank.
 
     Counts pass through the host: All-to-All needs them there.
     """

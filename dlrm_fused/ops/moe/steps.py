@@ -1,4 +1,4 @@
-"""The steps of the expert layer between its transfers: in plain torch for the CPU, and as kernels.
+"""What the expert layer computes on one rank between its transfers: both products of the experts, padding, the weighted sum.
 
 Rows lie as :mod:`~dlrm_fused.ops.moe.dispatch` says. R is the number of rows of a receive block, L that of this rank's
 experts, d the width of a token, f that of the hidden layer, k the number of experts of a token.
