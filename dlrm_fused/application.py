@@ -30,7 +30,7 @@ def train(config: str | Path, overrides: Sequence[str] = ()) -> None:
     """
     from dlrm_fused.training.runtime import run_with_error_reporting
 
-    run_with_error_reporting(lambda rank, board: train_on(rank, board, config, overrides))
+    run_with_error_reporting(lambda rank, error_store: train_on(rank, error_store, config, overrides))
 
 
 def evaluate(
@@ -55,21 +55,23 @@ def evaluate(
     from dlrm_fused.training.runtime import run_with_error_reporting
 
     path = None if predictions is None else Path(predictions)
-    run_with_error_reporting(lambda rank, board: evaluate_on(rank, board, Path(run), checkpoint, Split[split], overrides, path))
+    run_with_error_reporting(
+        lambda rank, error_store: evaluate_on(rank, error_store, Path(run), checkpoint, Split[split], overrides, path)
+    )
 
 
-def train_on(rank: Rank, board: ErrorStore, config: str | Path, overrides: Sequence[str]) -> None:
+def train_on(rank: Rank, error_store: ErrorStore, config: str | Path, overrides: Sequence[str]) -> None:
     """:func:`train` on this rank, where errors are raised."""
     checked = load_config(config, overrides)
     check_versions()
     from dlrm_fused.training.trainer import train
 
-    train(checked, rank, board)
+    train(checked, rank, error_store)
 
 
 def evaluate_on(
     rank: Rank,
-    board: ErrorStore,
+    error_store: ErrorStore,
     run: Path,
     checkpoint: str,
     split: Split,
@@ -80,4 +82,4 @@ def evaluate_on(
     check_versions()
     from dlrm_fused.training.offline_evaluation import evaluate_run
 
-    evaluate_run(run, checkpoint, split, overrides, predictions, rank, board)
+    evaluate_run(run, checkpoint, split, overrides, predictions, rank, error_store)

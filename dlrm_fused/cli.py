@@ -58,10 +58,10 @@ def train(arguments: Sequence[str] | None = None, program: str | None = None) ->
     """Train as ``arguments`` say, by default those of this process; an error ends all ranks with one message."""
     from dlrm_fused.training.runtime import run_with_error_reporting
 
-    run_with_error_reporting(lambda rank, board: _train(rank, board, arguments, program))
+    run_with_error_reporting(lambda rank, error_store: _train(rank, error_store, arguments, program))
 
 
-def _train(rank: Rank, board: ErrorStore, arguments: Sequence[str] | None, program: str | None) -> None:
+def _train(rank: Rank, error_store: ErrorStore, arguments: Sequence[str] | None, program: str | None) -> None:
     from dlrm_fused.application import train_on
     from dlrm_fused.training.runtime import ArgumentParser
 
@@ -69,17 +69,17 @@ def _train(rank: Rank, board: ErrorStore, arguments: Sequence[str] | None, progr
     parser.add_argument("--config", required=True, help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
     parsed = parser.parse_args(arguments)
-    train_on(rank, board, parsed.config, parsed.overrides)
+    train_on(rank, error_store, parsed.config, parsed.overrides)
 
 
 def evaluate(arguments: Sequence[str] | None = None, program: str | None = None) -> None:
     """Evaluate as ``arguments`` say, by default those of this process; an error ends all ranks with one message."""
     from dlrm_fused.training.runtime import run_with_error_reporting
 
-    run_with_error_reporting(lambda rank, board: _evaluate(rank, board, arguments, program))
+    run_with_error_reporting(lambda rank, error_store: _evaluate(rank, error_store, arguments, program))
 
 
-def _evaluate(rank: Rank, board: ErrorStore, arguments: Sequence[str] | None, program: str | None) -> None:
+def _evaluate(rank: Rank, error_store: ErrorStore, arguments: Sequence[str] | None, program: str | None) -> None:
     from dlrm_fused.application import evaluate_on
     from dlrm_fused.training.runtime import ArgumentParser
 
@@ -94,7 +94,7 @@ def _evaluate(rank: Rank, board: ErrorStore, arguments: Sequence[str] | None, pr
     parsed = parser.parse_args(arguments)
     run, checkpoint, split, overrides = parsed.run, parsed.checkpoint, Split[parsed.split], parsed.overrides
     if not parsed.online:
-        evaluate_on(rank, board, run, checkpoint, split, overrides, parsed.predictions)
+        evaluate_on(rank, error_store, run, checkpoint, split, overrides, parsed.predictions)
         return
     if parsed.predictions or parsed.requests < 1:
         parser.error("--online takes no --predictions, and --requests of 1 or more")
@@ -103,4 +103,4 @@ def _evaluate(rank: Rank, board: ErrorStore, arguments: Sequence[str] | None, pr
     check_versions()
     from dlrm_fused.training.online_evaluation import score_run_online
 
-    score_run_online(run, checkpoint, split, overrides, parsed.requests, rank, board)
+    score_run_online(run, checkpoint, split, overrides, parsed.requests, rank, error_store)
