@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 MODULE = ["-m", "benchmarks.embedding_all_to_all.stress"]
 ENVIRONMENT = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -29,6 +31,7 @@ def take_and_forget(self, shape, dtype):
     return self.memory.local[self.offset_of(block) :][: block.nbytes].view(dtype).view(tuple(shape))
 
 BlockPool.take = take_and_forget
+BlockPool.to_hold = lambda self, received: received
 runpy.run_module("benchmarks.embedding_all_to_all.stress", run_name="__main__")
 """
 
@@ -41,6 +44,7 @@ def run(command: list[object], output: Path) -> tuple[subprocess.CompletedProces
     return ended, json.loads(output.read_text())
 
 
+@pytest.mark.slow
 def test_epochs_with_random_delays_give_the_same_bits(tmp_path: Path) -> None:
     ended, report = run([*TORCHRUN, *MODULE, "--epochs", 20], tmp_path / "stress.json")
     assert ended.returncode == 0
@@ -60,6 +64,7 @@ def test_a_mutant_that_overwrites_held_outputs_is_seen(tmp_path: Path) -> None:
     assert report["epochs_with_a_mismatch"]
 
 
+@pytest.mark.slow
 def test_every_other_rank_names_a_rank_that_is_killed(tmp_path: Path) -> None:
     ended, verdict = run(
         [sys.executable, *MODULE, "--ranks", 3, "--kill-rank", 1, "--kill-after", 0.5], tmp_path / "killed.json"

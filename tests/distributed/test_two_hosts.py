@@ -71,6 +71,7 @@ def test_what_only_one_host_lacks_ends_both_with_one_message(hosts: TwoHosts, tm
     assert "missing.yaml" in told[0]
 
 
+@pytest.mark.slow
 def test_a_host_that_is_cut_off_ends_the_rest_with_a_clear_error_and_a_restart_resumes(hosts: TwoHosts, tmp_path: Path) -> None:
     long = arguments(tmp_path, "training.max_steps=20000", "checkpoint.every_steps=50")
     agents = start(hosts, long, tmp_path / "log")
