@@ -1,7 +1,7 @@
 # make setup   .venv with everything that training needs, for a CPU or a CUDA machine
 # make train   setup, MovieLens-100K, and a training run on it
-# make test    setup, linters, type checks and tests of every feature (no GPU needed)
-# make test-all    the same with the tests marked `slow`: long soaks and exhaustive cases; what .ci/run does
+# make test    setup, linters, type checks and tests of every feature (no GPU needed); what .ci/run does
+# make test-all    the same with the tests marked `slow`: long soaks and exhaustive cases; the sharder with interpreted kernels
 # make test-fast   unit tests alone, for work in progress
 # make lint    linters and type checks alone; `make format` mends what can be mended
 #
@@ -29,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Many tests wait more than they compute, hence more workers than two cores.
 PYTEST = $(BIN)/python -m pytest -n 4 --dist loadgroup --no-loadscope-reorder
 WITHOUT_KERNELS = $(PYTEST) -m "not interpreted$(1)"
-WITH_KERNELS = TRITON_INTERPRET=1 $(PYTEST) -m "(interpreted or also_interpreted)$(1)"
+WITH_KERNELS = TRITON_INTERPRET=1 $(PYTEST) -m "$(1)"
 
 .PHONY: packages setup setup-dev train test test-all test-fast lint format clean
 
@@ -42,11 +42,11 @@ train: setup | data/movielens-100k/dataset.json
 
 test: lint
 	$(call WITHOUT_KERNELS, and not slow)
-	$(call WITH_KERNELS, and not slow)
+	$(call WITH_KERNELS,interpreted and not slow)
 
 test-all: lint
 	$(call WITHOUT_KERNELS)
-	$(call WITH_KERNELS)
+	$(call WITH_KERNELS,interpreted or also_interpreted)
 
 test-fast: setup-dev
 	$(call WITHOUT_KERNELS, and not slow) tests/unit
