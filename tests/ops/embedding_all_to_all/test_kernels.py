@@ -69,6 +69,7 @@ def largest_difference(results: list[Result]) -> float:
     return max(result.largest() for result in results)
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_epochs_with_uneven_batches_and_a_straggler(ranks: int) -> None:
     results = run_ranks(ranks, run_world, small_world, Traffic(longest_bag=3, largest_batch=2), EPOCHS, 10, None)
