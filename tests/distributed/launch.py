@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import pickle
 import runpy
+import socket
 import sys
 import time
 import traceback
@@ -183,6 +184,11 @@ def _be_rank(
     answer.send_bytes(pickle.dumps(result))
     # No exit handlers: they belong to the server that this process was forked from.
     os._exit(0)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 def small_config(folder: Path, *overrides: str) -> Config:

@@ -7,7 +7,6 @@ import pickle
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,7 +23,7 @@ from torch import Tensor
 from dlrm_fused.errors import CommunicationError, UsageError, UserError
 from dlrm_fused.symmetric import BlockPool, Channel, SymmetricGroup, factory, memory, shared, symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
-from tests.distributed.launch import Ranks, run_ranks
+from tests.distributed.launch import Ranks, free_port, run_ranks
 from tests.distributed.network import TwoHosts, needs_two_hosts
 
 CPU = torch.device("cpu")
@@ -622,8 +621,7 @@ def environment(rank: int, address: str, port: int = 29411) -> dict[str, str]:
 
 def programs(command: list[str], **settings: str) -> list[subprocess.Popen[str]]:
     """Start two ranks."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     return [
         subprocess.Popen(
             command,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,8 +17,14 @@ from dlrm_fused.training.runtime.rank import Rank
 _COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
+# What rank 0 serves where torchrun's agent does not, by port. Held as long as the process lives: another rank may still read
+# from it, or begin its next process group, when rank 0 has left this one.
+_servers: dict[int, dist.TCPStore] = {}
+_groups_before = itertools.count()
+
+
 def rendezvous_store(timeout: timedelta) -> dist.Store:
-    """A connection of its own to torchrun's store, where nothing is left of an attempt before this one."""
+    """A connection of its own to the store of the rendezvous, where nothing is left of an attempt before this one."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
     if not is_agents_store():
@@ -34,13 +40,18 @@ def is_agents_store() -> bool:
 
 @contextmanager
 def process_group(rank: Rank, device: torch.device) -> Iterator[None]:
-    """The default process group: gloo for CPU tensors, NCCL for those on GPUs."""
+    """The default process group: gloo for CPU tensors, NCCL for those on GPUs.
+
+    A program may have one after the other, as one that trains and then evaluates: as many on each rank.
+    """
     if "MASTER_ADDR" not in os.environ:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()), LOCAL_WORLD_SIZE="1")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", LOCAL_WORLD_SIZE="1")
+    if rank.index == 0 and not is_agents_store():
+        _serve()
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-        # torch itself would meet the addresses of an earlier attempt in an agent's store, and wait for them.
-        store=rendezvous_store(_COLLECTIVE_TIMEOUT) if is_agents_store() else None,
+        # Keys of its own: of an earlier group, it would meet the addresses, and wait for them.
+        store=dist.PrefixStore(f"group_{next(_groups_before)}", rendezvous_store(_COLLECTIVE_TIMEOUT)),
         rank=rank.index,
         world_size=rank.world_size,
         timeout=_COLLECTIVE_TIMEOUT,
@@ -51,7 +62,10 @@ def process_group(rank: Rank, device: torch.device) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _serve() -> None:
+    """Serve the store at MASTER_PORT, unless this process does so already; port 0 becomes one that is free."""
+    port = int(os.environ["MASTER_PORT"])
+    if port not in _servers:
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=True, wait_for_workers=False, multi_tenant=True)
+        os.environ["MASTER_PORT"] = str(store.port)
+        _servers[store.port] = store
