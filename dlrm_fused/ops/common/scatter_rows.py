@@ -28,26 +28,11 @@ _CHANGING = ["items", "rows_per_rank", "destinations_at", "first_destination", "
 
 @triton.jit(do_not_specialize=_CHANGING)
 def scatter_rows_kernel(
-    source,
-    source_stride,
-    scale,
-    targets,
-    items,
-    width,
-    rows_per_rank,
-    destinations_at,
-    first_destination,
-    addresses,
-    receive_offset,
-    channel,
-    fingerprint,
-    REPEATS: tl.constexpr,
-    SCALED: tl.constexpr,
-    TELLS_DESTINATION: tl.constexpr,
-    DTYPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    source, source_stride, scale, targets, items, width, rows_per_rank, destinations_at, first_destination, addresses,
+    receive_offset, channel, fingerprint,
+    REPEATS: tl.constexpr, SCALED: tl.constexpr, TELLS_DESTINATION: tl.constexpr, DTYPE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """See :func:`scatter_rows`. Program p stores rows p * ROWS ..., then those ROWS * programs further on."""
     epoch = begin(channel, receive_offset, fingerprint)
     are_ready = wait_until_all_ready(channel, epoch, fingerprint)
@@ -115,27 +100,12 @@ def scatter_rows(
         return
     items, width = targets.numel(), source.shape[1]
     scatter_rows_kernel[(max(1, min(triton.cdiv(items, _ROWS), _PROGRAMS)),)](
-        source,
-        source.stride(0),
-        targets if scale is None else scale,
-        targets,
-        items,
-        width,
-        rows_per_rank,
-        destinations_at or 0,
-        first_destination,
-        memory.addresses,
-        receive_offset,
-        channel.args,
-        fingerprint,
-        REPEATS=repeats,
-        SCALED=scale is not None,
-        TELLS_DESTINATION=destinations_at is not None,
-        DTYPE=TRITON_DTYPES[source.dtype],
-        ROWS=_ROWS,
-        COLUMNS=min(triton.next_power_of_2(width), _ROW_BYTES // source.element_size()),
-        num_warps=8,
-    )
+        source, source.stride(0), targets if scale is None else scale, targets, items, width, rows_per_rank,
+        destinations_at or 0, first_destination, memory.addresses, receive_offset, channel.args, fingerprint,
+        REPEATS=repeats, SCALED=scale is not None, TELLS_DESTINATION=destinations_at is not None,
+        DTYPE=TRITON_DTYPES[source.dtype], ROWS=_ROWS,
+        COLUMNS=min(triton.next_power_of_2(width), _ROW_BYTES // source.element_size()), num_warps=8,
+    )  # fmt: skip
 
 
 def _store_rows_of_peer(

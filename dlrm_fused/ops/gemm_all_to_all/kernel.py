@@ -62,14 +62,9 @@ class Groups:
             order = torch.empty(2, tiles, dtype=torch.int32, device=self.bounds.device)
             groups = self.local_from.numel()
             tile_order_kernel[(triton.cdiv(tiles, _TILES_OF_PROGRAM),)](
-                self.bounds,
-                self.local_from,
-                order,
-                tiles,
-                groups,
-                LANES=triton.next_power_of_2(groups),
-                TILES=_TILES_OF_PROGRAM,
-            )
+                self.bounds, self.local_from, order, tiles, groups,
+                LANES=triton.next_power_of_2(groups), TILES=_TILES_OF_PROGRAM,
+            )  # fmt: skip
             self._orders[tiles] = order
         return self._orders[tiles]
 
@@ -168,34 +163,12 @@ def _store_half(
 
 @triton.jit(do_not_specialize=["slots", "origins_at", "first_origin", "receive_offset", "fingerprint"])
 def gemm_kernel(
-    x,
-    weight,
-    epilogue,
-    groups,
-    destinations,
-    slots,
-    origins_at,
-    first_origin,
-    block_rows,
-    columns,
-    depth,
-    addresses,
-    receive_offset,
-    channel,
-    fingerprint,
-    GROUPED: tl.constexpr,
-    SENDS: tl.constexpr,
-    TELLS_ORIGIN: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    SCALED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    BAND: tl.constexpr,
-):
+    x, weight, epilogue, groups, destinations, slots, origins_at, first_origin, block_rows, columns, depth, addresses,
+    receive_offset, channel, fingerprint,
+    GROUPED: tl.constexpr, SENDS: tl.constexpr, TELLS_ORIGIN: tl.constexpr, TRANSPOSED: tl.constexpr,
+    SCALED: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
     """x times weight transposed, each row stored locally or, with SENDS, where it belongs, as one epoch of a channel.
 
     Args:
@@ -286,21 +259,9 @@ def gemm_kernel(
 
 @triton.jit
 def weight_gradient_kernel(
-    a,
-    b,
-    out,
-    bounds,
-    factor,
-    tile_rows,
-    groups,
-    a_columns,
-    b_columns,
-    DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
+    a, b, out, bounds, factor, tile_rows, groups, a_columns, b_columns,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
     """See :func:`grouped_weight_gradient`; descriptors with blocks [DEPTH, ROWS] and [DEPTH, COLUMNS]."""
     row_tiles, column_tiles = tl.cdiv(a_columns, ROWS), tl.cdiv(b_columns, COLUMNS)
     tiles_of_group = row_tiles * column_tiles
@@ -446,36 +407,17 @@ def _launch(
     row_tiles = rows // tiles.rows if groups else ranks * triton.cdiv(rows // ranks, tiles.rows)
     block = [1, tiles.depth, tiles.columns] if is_transposed else [1, tiles.columns, tiles.depth]
     gemm_kernel[(_programs(x.device, row_tiles * triton.cdiv(columns, tiles.columns), tiles),)](
-        TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]),
-        TensorDescriptor.from_tensor(weight, block),
+        TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]), TensorDescriptor.from_tensor(weight, block),
         Epilogue(*(x if tensor is None else tensor for tensor in (scale, out, other))),
         groups.args(row_tiles) if groups else GroupArgs(x, x, row_tiles, 1),
-        x if destinations is None else destinations,
-        slots,
-        origins_at or 0,
-        first_origin,
-        rows if groups else rows // ranks,
-        columns,
-        depth,
-        memory.addresses if memory else x,
-        receive_offset,
-        channel.args if channel else no_channel(x),
-        fingerprint,
-        GROUPED=groups is not None,
-        SENDS=channel is not None,
-        TELLS_ORIGIN=origins_at is not None,
-        TRANSPOSED=is_transposed,
-        SCALED=scale is not None,
-        ACTIVATION=activation,
-        DTYPE=TRITON_DTYPES[x.dtype],
-        PRECISION=_precision(x.dtype),
-        ROWS=tiles.rows,
-        COLUMNS=tiles.columns,
-        DEPTH=tiles.depth,
-        BAND=tiles.band,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-    )
+        x if destinations is None else destinations, slots, origins_at or 0, first_origin,
+        rows if groups else rows // ranks, columns, depth, memory.addresses if memory else x, receive_offset,
+        channel.args if channel else no_channel(x), fingerprint,
+        GROUPED=groups is not None, SENDS=channel is not None, TELLS_ORIGIN=origins_at is not None,
+        TRANSPOSED=is_transposed, SCALED=scale is not None, ACTIVATION=activation, DTYPE=TRITON_DTYPES[x.dtype],
+        PRECISION=_precision(x.dtype), ROWS=tiles.rows, COLUMNS=tiles.columns, DEPTH=tiles.depth, BAND=tiles.band,
+        num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
 
 
 def grouped_weight_gradient(a: Tensor, b: Tensor, groups: Groups, out: Tensor, factor: float = 1.0) -> None:
@@ -491,23 +433,11 @@ def grouped_weight_gradient(a: Tensor, b: Tensor, groups: Groups, out: Tensor, f
     depth = min(tiles.depth, groups.tile_rows)
     programs = _programs(a.device, count * triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns), tiles)
     weight_gradient_kernel[(programs,)](
-        TensorDescriptor.from_tensor(a, [depth, tiles.rows]),
-        TensorDescriptor.from_tensor(b, [depth, tiles.columns]),
-        out,
-        groups.bounds,
-        factor,
-        groups.tile_rows,
-        count,
-        rows,
-        columns,
-        DTYPE=TRITON_DTYPES[out.dtype],
-        PRECISION=_precision(a.dtype),
-        ROWS=tiles.rows,
-        COLUMNS=tiles.columns,
-        DEPTH=depth,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-    )
+        TensorDescriptor.from_tensor(a, [depth, tiles.rows]), TensorDescriptor.from_tensor(b, [depth, tiles.columns]),
+        out, groups.bounds, factor, groups.tile_rows, count, rows, columns,
+        DTYPE=TRITON_DTYPES[out.dtype], PRECISION=_precision(a.dtype), ROWS=tiles.rows, COLUMNS=tiles.columns,
+        DEPTH=depth, num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
 
 
 def _precision(dtype: torch.dtype) -> str:

@@ -34,22 +34,9 @@ _HELD_RESULTS = 2
 
 @triton.jit(do_not_specialize=["chunk_offset", "elements", "receive_offset", "fingerprint"])
 def sum_chunk_kernel(
-    part_addresses,
-    result_addresses,
-    bias,
-    residual,
-    chunk_offset,
-    elements,
-    n,
-    receive_offset,
-    channel,
-    fingerprint,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    DTYPE: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    part_addresses, result_addresses, bias, residual, chunk_offset, elements, n, receive_offset, channel, fingerprint,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DTYPE: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Sum elements ``chunk_offset`` to ``chunk_offset + elements`` over the ranks; blocks are dealt out to the ranks in turn.
 
     Args:
@@ -122,23 +109,12 @@ class ChunkedSum:
         ranks = self._group.world_size
         blocks_of_rank = triton.cdiv(elements, _BLOCK * ranks)
         sum_chunk_kernel[(min(blocks_of_rank, _PROGRAMS),)](
-            self._parts.addresses,
-            self._results.memory.addresses,
-            result if bias is None else bias,
-            result if residual is None else residual,
-            chunk_offset,
-            elements,
-            columns,
-            self._results.offset_of(result),
-            self._channel.args,
-            fingerprint,
-            HAS_BIAS=bias is not None,
-            HAS_RESIDUAL=residual is not None,
-            DTYPE=TRITON_DTYPES[self._dtype],
-            VECTOR=8 if columns % 8 == 0 else 1,
-            BLOCK=_BLOCK,
-            num_warps=8,
-        )
+            self._parts.addresses, self._results.memory.addresses, result if bias is None else bias,
+            result if residual is None else residual, chunk_offset, elements, columns, self._results.offset_of(result),
+            self._channel.args, fingerprint,
+            HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, DTYPE=TRITON_DTYPES[self._dtype],
+            VECTOR=8 if columns % 8 == 0 else 1, BLOCK=_BLOCK, num_warps=8,
+        )  # fmt: skip
 
 
 def _chunks(rows: int, columns: int) -> list[tuple[int, int]]:

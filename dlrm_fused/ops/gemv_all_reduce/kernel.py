@@ -300,35 +300,12 @@ def _complete(channel, epoch):
 
 @triton.jit(do_not_specialize=["fingerprint", "m"])
 def gemv_all_reduce_kernel(
-    x,
-    weight,
-    bias,
-    residual,
-    norm_weight,
-    out,
-    normed,
-    squares,
-    buffer,
-    channel,
-    fingerprint,
-    m,
-    n,
-    k,
-    x_stride,
-    weight_stride,
-    norm_eps,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    SPLITS: tl.constexpr,
-    TILES: tl.constexpr,
-    EVEN: tl.constexpr,
-    TWO_SHOT: tl.constexpr,
-    FLAGGED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-):
+    x, weight, bias, residual, norm_weight, out, normed, squares, buffer, channel, fingerprint, m, n, k, x_stride,
+    weight_stride, norm_eps,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr, TILES: tl.constexpr,
+    EVEN: tl.constexpr, TWO_SHOT: tl.constexpr, FLAGGED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
     """out [m, n] = sum over ranks of x [m, k] times weight [n, k] transposed, + bias + residual; its RMSNorm in ``normed``.
 
     A program has one tile of columns and one split of K; the last split of a tile adds the others' parts to its own and deals

@@ -135,37 +135,15 @@ def _run_kernel(workspace: GemvWorkspace, inputs: _Inputs) -> tuple[Tensor, Tens
     out = x.new_empty(rows, columns)
     normed = torch.empty_like(out) if has_norm else out.new_empty(0)
     gemv_all_reduce_kernel[(tiles * blocks.splits,)](
-        x,
-        weight,
-        out if bias is None else bias,
-        out if residual is None else residual,
-        norm_weight if has_norm else out,
-        out,
-        normed,
-        workspace.squares,
-        workspace.buffer_args(flagged=blocks.flagged),
-        workspace.kernel_args,
-        inputs.fingerprint(blocks),
-        rows,
-        columns,
-        depth,
-        x.stride(0),
-        weight.stride(0),
+        x, weight, out if bias is None else bias, out if residual is None else residual,
+        norm_weight if has_norm else out, out, normed, workspace.squares, workspace.buffer_args(flagged=blocks.flagged),
+        workspace.kernel_args, inputs.fingerprint(blocks), rows, columns, depth, x.stride(0), weight.stride(0),
         norm_eps,
-        ROWS=max(16, triton.next_power_of_2(rows)),
-        COLUMNS=blocks.columns,
-        DEPTH=blocks.depth,
-        SPLITS=blocks.splits,
-        TILES=triton.next_power_of_2(tiles) if has_norm else 1,
-        EVEN=depth % (blocks.depth * blocks.splits) == 0,
-        TWO_SHOT=blocks.two_shot,
-        FLAGGED=blocks.flagged,
-        HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None,
-        HAS_NORM=has_norm,
-        num_warps=blocks.warps,
-        num_stages=blocks.stages,
-    )
+        ROWS=max(16, triton.next_power_of_2(rows)), COLUMNS=blocks.columns, DEPTH=blocks.depth, SPLITS=blocks.splits,
+        TILES=triton.next_power_of_2(tiles) if has_norm else 1, EVEN=depth % (blocks.depth * blocks.splits) == 0,
+        TWO_SHOT=blocks.two_shot, FLAGGED=blocks.flagged, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+        HAS_NORM=has_norm, num_warps=blocks.warps, num_stages=blocks.stages,
+    )  # fmt: skip
     return out, normed
 
 

@@ -120,16 +120,9 @@ def _exchange_counts(
 
 @triton.jit(do_not_specialize=["slots"])
 def count_kernel(
-    ids,
-    slots,
-    counts,
-    positions,
-    experts,
-    TOP_K: tl.constexpr,
-    CHUNK: tl.constexpr,
-    LANES: tl.constexpr,
-    EXPERTS: tl.constexpr,
-):
+    ids, slots, counts, positions, experts,
+    TOP_K: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
     """How many slots of each chunk go to each expert, and how many earlier slots of its chunk go where a slot goes.
 
     Args:
@@ -161,15 +154,9 @@ def count_kernel(
 
 @triton.jit(do_not_specialize=["chunks", "fingerprint"])
 def exchange_counts_kernel(
-    counts,
-    chunks,
-    experts,
-    addresses,
-    channel,
-    fingerprint,
-    CHUNKS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-):
+    counts, chunks, experts, addresses, channel, fingerprint,
+    CHUNKS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
     """Turn counts of chunks into sums over the chunks before, and tell all ranks the sums over all chunks.
 
     Args:
@@ -196,16 +183,9 @@ def exchange_counts_kernel(
 
 @triton.jit
 def place_experts_kernel(
-    counts,
-    first_rows,
-    bounds,
-    local_from,
-    experts,
-    tile_rows,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    counts, first_rows, bounds, local_from, experts, tile_rows,
+    RANK: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     """:func:`place_experts`, program p for the experts of rank p. LANES: power of two, at least experts / WORLD."""
     receiver = tl.program_id(0)
     local = experts // WORLD

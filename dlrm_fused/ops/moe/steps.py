@@ -134,15 +134,9 @@ class KernelSteps(ExpertSteps):
 
     def zero_pads(self, rows: Tensor, destinations: Tensor, groups: Groups) -> None:
         zero_pads_kernel[(groups.local_from.numel(), triton.cdiv(groups.tile_rows, _PAD_ROWS))](
-            rows,
-            destinations,
-            groups.bounds,
-            groups.tile_rows,
-            rows.shape[1],
-            ROWS=_PAD_ROWS,
-            COLUMNS=_columns(rows),
-            num_warps=4,
-        )
+            rows, destinations, groups.bounds, groups.tile_rows, rows.shape[1],
+            ROWS=_PAD_ROWS, COLUMNS=_columns(rows), num_warps=4,
+        )  # fmt: skip
 
     def hidden(self, rows: Tensor, w_in: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
         h = rows.new_empty(rows.shape[0], w_in.shape[1])
@@ -171,17 +165,9 @@ class KernelSteps(ExpertSteps):
         if tokens:
             columns = _columns(slots)
             sum_slots_kernel[(tokens, triton.cdiv(width, columns))](
-                slots,
-                targets,
-                slots if gates is None else gates,
-                out,
-                width,
-                TOP_K=top_k,
-                WEIGHTED=gates is not None,
-                DTYPE=TRITON_DTYPES[slots.dtype],
-                COLUMNS=columns,
-                num_warps=4,
-            )
+                slots, targets, slots if gates is None else gates, out, width,
+                TOP_K=top_k, WEIGHTED=gates is not None, DTYPE=TRITON_DTYPES[slots.dtype], COLUMNS=columns, num_warps=4,
+            )  # fmt: skip
         return out
 
     def gates_gradient(self, gradient: Tensor, slots: Tensor, targets: Tensor, top_k: int) -> Tensor:
@@ -216,16 +202,9 @@ def zero_pads_kernel(rows, destinations, bounds, tile_rows, width, ROWS: tl.cons
 
 @triton.jit
 def sum_slots_kernel(
-    slots,
-    targets,
-    gates,
-    out,
-    width,
-    TOP_K: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    DTYPE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    slots, targets, gates, out, width,
+    TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, DTYPE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """See :meth:`ExpertSteps.sum_slots`. One token a program of the first axis."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
