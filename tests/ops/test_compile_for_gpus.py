@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 from dlrm_fused.ops.common import scatter_rows as scatter
+from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.embedding_all_to_all import ExchangeLayout, LookupLayout, reduce, update
 from dlrm_fused.ops.embedding_all_to_all.kernel import lookup_and_scatter
 from dlrm_fused.ops.embedding_all_to_all.layout import feature_tables
@@ -73,6 +74,10 @@ def memory() -> Any:
     return SimpleNamespace(local=torch.zeros(4096, dtype=torch.uint8), addresses=torch.zeros(WORLD, dtype=torch.int64))
 
 
+def window() -> ReceiveWindow:
+    return ReceiveWindow(memory(), channel(), offset=4096, fingerprint=1)
+
+
 def groups() -> gemm.Groups:
     return gemm.Groups(TILE_ROWS, torch.zeros(EXPERTS // WORLD + 1).int(), torch.zeros(EXPERTS // WORLD).int())
 
@@ -83,18 +88,18 @@ def rows(dtype: torch.dtype = torch.bfloat16, count: int = 2 * TILE_ROWS, width:
 
 def launch_scatter_rows(dtype: torch.dtype, scale: Tensor | None, destinations_at: int | None) -> None:
     scatter.scatter_rows(
-        rows(dtype), torch.zeros(4 * TILE_ROWS).int(), memory(), channel(), rows_per_rank=99, receive_offset=4096,
-        fingerprint=1, repeats=2, scale=scale, destinations_at=destinations_at,
+        rows(dtype), torch.zeros(4 * TILE_ROWS).int(), window(), rows_per_rank=99, repeats=2, scale=scale,
+        destinations_at=destinations_at,
     )  # fmt: skip
 
 
 def launch_route() -> None:
     ids = torch.zeros(64, TOP_K, dtype=torch.int64)
-    dispatch.route(ids, memory(), channel(), count=EXPERTS, tile_rows=TILE_ROWS, rows_per_rank=256, fingerprint=1)
+    dispatch.route(ids, window(), count=EXPERTS, tile_rows=TILE_ROWS, rows_per_rank=256)
 
 
 def launch_steps(dtype: torch.dtype) -> None:
-    of_experts, tokens = steps.KernelSteps(channel(), 64), rows(dtype)
+    of_experts, tokens = steps.KernelSteps(), rows(dtype)
     of_experts.zero_pads(tokens, torch.zeros(len(tokens)).int(), groups())
     targets = torch.zeros(len(tokens)).int()
     of_experts.sum_slots(tokens, targets, torch.zeros(64, TOP_K), 64, TOP_K)
@@ -114,12 +119,9 @@ def launch_gemm_combine(dtype: torch.dtype, fp8: bool) -> None:
     weight, scale = torch.zeros(EXPERTS // WORLD, WIDTH, WIDTH, dtype=dtype), None
     if fp8:
         weight, scale = weight.to(torch.float8_e4m3fn), torch.zeros(EXPERTS // WORLD, WIDTH)
-    call = {"receive_offset": 4096, "fingerprint": 1}
-    gemm.gemm_combine(rows(dtype), weight[0], memory(), channel(), scale=None if scale is None else scale[0], **call)
-    destinations = torch.zeros(2 * TILE_ROWS).int()
-    gemm.grouped_gemm_combine(
-        rows(dtype), weight, groups(), destinations, memory(), channel(), slots=99, scale=scale, origins_at=8192, **call
-    )  # fmt: skip
+    gemm.gemm_combine(rows(dtype), weight[0], window(), None if scale is None else scale[0])
+    routes = gemm.Routes(groups(), torch.zeros(2 * TILE_ROWS).int(), slots=99)
+    gemm.grouped_gemm_combine(rows(dtype), weight, routes, window(), scale=scale, origins_at=8192)
 
 
 def launch_copied_chunks() -> None:

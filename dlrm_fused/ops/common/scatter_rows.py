@@ -6,15 +6,13 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
-from dlrm_fused.symmetric import Channel, SymmetricMemory
+from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, uses_kernels, wait_until_all_ready
 
 # Of a program's tile: bytes of a row at a time, and rows, whose loads and stores are in flight together.
@@ -66,12 +64,9 @@ def scatter_rows_kernel(
 def scatter_rows(
     source: Tensor,
     targets: Tensor,
-    memory: SymmetricMemory,
-    channel: Channel,
+    window: ReceiveWindow,
     *,
     rows_per_rank: int,
-    receive_offset: int,
-    fingerprint: int,
     repeats: int = 1,
     scale: Tensor | None = None,
     destinations_at: int | None = None,
@@ -83,22 +78,31 @@ def scatter_rows(
         source: [m, width], rows contiguous, each a multiple of 16 bytes that begins at one.
         targets: int32 [m * repeats]: rank * rows_per_rank + row of the block in which that rank receives, or -1: nowhere. No
             two of all ranks may be equal.
-        memory: in which the ranks receive rows of ``width`` elements of the source's dtype, each at an offset of its own.
-        receive_offset: where this rank receives in this epoch: bytes, a multiple of 4096.
-        fingerprint: must be equal on all ranks.
+        window: in which the ranks receive rows of ``width`` elements of the source's dtype.
         scale: fp32 [m * repeats].
         destinations_at: byte of the blocks from where an int32 for each row says what was stored there: first_destination + i.
 
     Raises:
         CommunicationError: on the CPU, if a peer is lost or makes another call; on GPUs a later call raises it.
     """
+    memory, channel, receive_offset, fingerprint = window
+    items, width = targets.numel(), source.shape[1]
+
+    def store(peer: int, offset: int) -> None:
+        """What the kernel does for one rank, on the CPU."""
+        sent = torch.nonzero((targets >= 0) & (targets // rows_per_rank == peer)).flatten()
+        rows, values = targets[sent].long() % rows_per_rank, source[sent // repeats]
+        if scale is not None:
+            values = (values.float() * scale[sent, None]).to(source.dtype)
+        block, size = memory.peer(peer)[offset:], rows_per_rank * width * source.element_size()
+        block[:size].view(source.dtype).view(rows_per_rank, width)[rows] = values
+        if destinations_at is not None:
+            destinations = block[destinations_at : destinations_at + 4 * rows_per_rank].view(torch.int32)
+            destinations[rows] = (first_destination + sent).int()
+
     if not uses_kernels(memory.local.device):
-        store = functools.partial(
-            _store_rows_of_peer, source, targets, memory, rows_per_rank, repeats, scale, destinations_at, first_destination
-        )
         channel.run_epoch(store, offset=receive_offset, fingerprint=fingerprint)
         return
-    items, width = targets.numel(), source.shape[1]
     scatter_rows_kernel[(max(1, min(triton.cdiv(items, _ROWS), _PROGRAMS)),)](
         source, source.stride(0), targets if scale is None else scale, targets, items, width, rows_per_rank,
         destinations_at or 0, first_destination, memory.addresses, receive_offset, channel.args, fingerprint,
@@ -106,27 +110,3 @@ def scatter_rows(
         DTYPE=TRITON_DTYPES[source.dtype], ROWS=_ROWS,
         COLUMNS=min(triton.next_power_of_2(width), _ROW_BYTES // source.element_size()), num_warps=8,
     )  # fmt: skip
-
-
-def _store_rows_of_peer(
-    source: Tensor,
-    targets: Tensor,
-    memory: SymmetricMemory,
-    rows_per_rank: int,
-    repeats: int,
-    scale: Tensor | None,
-    destinations_at: int | None,
-    first_destination: int,
-    peer: int,
-    offset: int,
-) -> None:
-    """What the kernel does for one rank, which receives at ``offset``."""
-    block, row_bytes = memory.peer(peer)[offset:], source.shape[1] * source.element_size()
-    items = torch.nonzero((targets >= 0) & (targets // rows_per_rank == peer)).flatten()
-    rows, values = targets[items].long() % rows_per_rank, source[items // repeats]
-    if scale is not None:
-        values = (values.float() * scale[items, None]).to(source.dtype)
-    block[: rows_per_rank * row_bytes].view(source.dtype).view(rows_per_rank, source.shape[1])[rows] = values
-    if destinations_at is not None:
-        destinations = block[destinations_at : destinations_at + 4 * rows_per_rank].view(torch.int32)
-        destinations[rows] = (first_destination + items).int()

@@ -6,12 +6,13 @@ import itertools
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
+from torch import Tensor
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.symmetric import Channel, SymmetricGroup
+from dlrm_fused.symmetric import BlockPool, Channel, SymmetricGroup, SymmetricMemory
 
 # Of matrices that operators multiply.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -19,6 +20,22 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Operators of PyTorch take numbers, not objects.
 _handles = itertools.count()
 _workspaces: weakref.WeakValueDictionary[int, Workspace] = weakref.WeakValueDictionary()
+
+
+class ReceiveWindow(NamedTuple):
+    """Where the ranks receive in one epoch of a channel; what kernels that store at other ranks need to know of it.
+
+    Attributes:
+        memory: in which every rank receives, at an offset of its own.
+        channel: whose epoch it is.
+        offset: where this rank receives: bytes, a multiple of 4096.
+        fingerprint: must be equal on all ranks.
+    """
+
+    memory: SymmetricMemory
+    channel: Channel
+    offset: int
+    fingerprint: int
 
 
 class Workspace:
@@ -70,6 +87,10 @@ class Workspace:
         if not isinstance(workspace, cls):
             raise UsageError(f"workspace={handle}: no such {cls.__name__} in this process; keep it alive as long as it is used")
         return workspace
+
+    def window(self, pool: BlockPool, block: Tensor, *what: object) -> ReceiveWindow:
+        """For one epoch of the channel, in which this rank receives in a block of a pool; ``what`` is the same on all ranks."""
+        return ReceiveWindow(pool.memory, self.channel, pool.offset_of(block), fingerprint_of(*what))
 
     def raise_fault(self) -> None:
         """Raise CommunicationError if a call that was started has failed since. Does not wait for the device."""

@@ -29,8 +29,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
+from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles, choose_tiles
-from dlrm_fused.symmetric import Channel, SymmetricMemory
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, no_channel, wait_until_all_ready
 
 # Activations of the epilogue.
@@ -311,14 +311,9 @@ def grouped_gemm(
 def grouped_gemm_combine(
     x: Tensor,
     weight: Tensor,
-    groups: Groups,
-    destinations: Tensor,
-    memory: SymmetricMemory,
-    channel: Channel,
+    routes: Routes,
+    window: ReceiveWindow,
     *,
-    slots: int,
-    receive_offset: int,
-    fingerprint: int,
     scale: Tensor | None = None,
     origins_at: int | None = None,
     first_origin: int = 0,
@@ -328,53 +323,22 @@ def grouped_gemm_combine(
 
     Args:
         weight: of the dtype of x, or float8_e4m3fn.
-        destinations: int32 [R]: rank * slots + slot, or -1 for rows that belong nowhere. No two of all ranks may be equal.
-        memory: in which the ranks receive [slots, N], each at an offset of its own.
-        receive_offset: where this rank receives: bytes, a multiple of 4096.
-        fingerprint: must be equal on all ranks.
+        window: in which the ranks receive [slots, N].
         scale: fp32 [G, N], of the weight's output features.
         origins_at: byte of the blocks from where an int32 for each slot says what came there: first_origin + row of x.
     """
     _launch(
-        x,
-        weight,
-        groups=groups,
-        scale=scale,
-        destinations=destinations,
-        slots=slots,
-        origins_at=origins_at,
-        first_origin=first_origin,
-        is_transposed=weight_is_transposed,
-        memory=memory,
-        channel=channel,
-        receive_offset=receive_offset,
-        fingerprint=fingerprint,
-    )
+        x, weight, groups=routes.groups, scale=scale, destinations=routes.destinations, slots=routes.slots, window=window,
+        origins_at=origins_at, first_origin=first_origin, is_transposed=weight_is_transposed,
+    )  # fmt: skip
 
 
-def gemm_combine(
-    x: Tensor,
-    weight: Tensor,
-    memory: SymmetricMemory,
-    channel: Channel,
-    *,
-    receive_offset: int,
-    fingerprint: int,
-    scale: Tensor | None = None,
-) -> None:
+def gemm_combine(x: Tensor, weight: Tensor, window: ReceiveWindow, scale: Tensor | None = None) -> None:
     """x [M, K] @ weight [N, K].T; rows p * M / ranks ... are stored at rank p as block ``own rank``. One epoch: collective.
 
     Args: as in :func:`grouped_gemm_combine`; scale: fp32 [N].
     """
-    _launch(
-        x,
-        weight[None],
-        scale=scale,
-        memory=memory,
-        channel=channel,
-        receive_offset=receive_offset,
-        fingerprint=fingerprint,
-    )
+    _launch(x, weight[None], scale=scale, window=window)
 
 
 def gemm(x: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -396,14 +360,11 @@ def _launch(
     first_origin: int = 0,
     is_transposed: bool = False,
     activation: int = NONE,
-    memory: SymmetricMemory | None = None,
-    channel: Channel | None = None,
-    receive_offset: int = 0,
-    fingerprint: int = 0,
+    window: ReceiveWindow | None = None,
 ) -> None:
     (rows, depth), columns = x.shape, weight.shape[2 if is_transposed else 1]
     tiles = choose_tiles(rows, columns, depth, x.element_size(), groups.tile_rows if groups else None)
-    ranks = channel.group.world_size if channel else 1
+    ranks = window.channel.group.world_size if window else 1
     row_tiles = rows // tiles.rows if groups else ranks * triton.cdiv(rows // ranks, tiles.rows)
     block = [1, tiles.depth, tiles.columns] if is_transposed else [1, tiles.columns, tiles.depth]
     gemm_kernel[(_programs(x.device, row_tiles * triton.cdiv(columns, tiles.columns), tiles),)](
@@ -411,9 +372,9 @@ def _launch(
         Epilogue(*(x if tensor is None else tensor for tensor in (scale, out, other))),
         groups.args(row_tiles) if groups else GroupArgs(x, x, row_tiles, 1),
         x if destinations is None else destinations, slots, origins_at or 0, first_origin,
-        rows if groups else rows // ranks, columns, depth, memory.addresses if memory else x, receive_offset,
-        channel.args if channel else no_channel(x), fingerprint,
-        GROUPED=groups is not None, SENDS=channel is not None, TELLS_ORIGIN=origins_at is not None,
+        rows if groups else rows // ranks, columns, depth, window.memory.addresses if window else x,
+        window.offset if window else 0, window.channel.args if window else no_channel(x), window.fingerprint if window else 0,
+        GROUPED=groups is not None, SENDS=window is not None, TELLS_ORIGIN=origins_at is not None,
         TRANSPOSED=is_transposed, SCALED=scale is not None, ACTIVATION=activation, DTYPE=TRITON_DTYPES[x.dtype],
         PRECISION=_precision(x.dtype), ROWS=tiles.rows, COLUMNS=tiles.columns, DEPTH=tiles.depth, BAND=tiles.band,
         num_warps=tiles.warps, num_stages=tiles.stages,

@@ -179,46 +179,40 @@ def _send_equal_blocks(workspace: GemmWorkspace, x: Tensor, weight: Tensor, scal
     if schedule == "auto":
         schedule = "kernel" if scale is not None else schedule_of(workspace, rows, columns, depth)
         workspace.say_schedule(schedule, rows, columns, depth)
-    fingerprint = fingerprint_of(rows, columns, scale is None, schedule)
-    if schedule == "chunks" and uses_kernels(workspace.group.device):
-        return multiply_and_send_chunks(x, weight, blocks, workspace.channel, workspace.stream, fingerprint)
+    call, with_kernels = (rows, columns, scale is None, schedule), uses_kernels(workspace.device)
+    if schedule == "chunks" and with_kernels:
+        return multiply_and_send_chunks(x, weight, blocks, workspace.channel, workspace.stream, fingerprint_of(*call))
     block = blocks.receive((workspace.result_bytes,), torch.uint8)
-    if uses_kernels(workspace.group.device):
-        offset = blocks.offset_of(block)
-        gemm_combine(x, weight, blocks.memory, workspace.channel, receive_offset=offset, fingerprint=fingerprint, scale=scale)
+    window = workspace.window(blocks, block, *call)
+    if with_kernels:
+        gemm_combine(x, weight, window, scale)
     else:
-        _send_rows(workspace, _product(x, weight, scale), _destinations(workspace, rows), rows, block, fingerprint)
+        scatter_rows(_product(x, weight, scale), _destinations(workspace, rows), window, rows_per_rank=rows)
     return workspace.rows_of(blocks.to_hold(block), rows, columns)
 
 
 def _send_routed(
     workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: Tensor | None, routes: Routes
 ) -> tuple[Tensor, Tensor]:
-    groups, destinations, slots = routes
-    columns, blocks = weight.shape[1], workspace.results
+    columns, slots, blocks = weight.shape[1], routes.slots, workspace.results
     block = blocks.receive((workspace.result_bytes,), torch.uint8)
     workspace.origins_of(block, slots).fill_(-1)
-    fingerprint = fingerprint_of(slots, columns)
-    if uses_kernels(workspace.group.device):
-        grouped_gemm_combine(
-            x,
-            weight,
-            groups,
-            destinations,
-            blocks.memory,
-            workspace.channel,
-            slots=slots,
-            receive_offset=blocks.offset_of(block),
-            fingerprint=fingerprint,
-            scale=scale,
-            origins_at=workspace.origins_at,
-            first_origin=workspace.group.rank * workspace.max_rows,
-        )
+    window = workspace.window(blocks, block, slots, columns)
+    origins_at, first_origin = workspace.origins_at, workspace.rank * workspace.max_rows
+    if uses_kernels(workspace.device):
+        grouped_gemm_combine(x, weight, routes, window, scale=scale, origins_at=origins_at, first_origin=first_origin)
     else:
         product = x.new_zeros(x.shape[0], columns)
-        for group, own in _rows_of_groups(groups):
+        for group, own in _rows_of_groups(routes.groups):
             product[own] = _product(x[own], weight[group], None if scale is None else scale[group])
-        _send_rows(workspace, product, destinations, slots, block, fingerprint, tells_origin=True)
+        scatter_rows(
+            product,
+            routes.destinations,
+            window,
+            rows_per_rank=slots,
+            destinations_at=origins_at,
+            first_destination=first_origin,
+        )
     held = blocks.to_hold(block)
     return workspace.rows_of(held, slots, columns), workspace.origins_of(held, slots).clone()
 
@@ -240,30 +234,6 @@ def _destinations(workspace: GemmWorkspace, rows: int) -> Tensor:
     first, end = rank * (rows // ranks), (rank + 1) * (rows // ranks)
     first_of_rank = torch.arange(0, ranks * rows, rows, dtype=torch.int32, device=device)
     return (first_of_rank[:, None] + torch.arange(first, end, dtype=torch.int32, device=device)).flatten()
-
-
-def _send_rows(
-    workspace: GemmWorkspace,
-    rows: Tensor,
-    destinations: Tensor,
-    slots: int,
-    block: Tensor,
-    fingerprint: int,
-    *,
-    tells_origin: bool = False,
-) -> None:
-    """Store each row in its slot of the rank that it belongs to, while this rank receives in ``block``."""
-    scatter_rows(
-        rows,
-        destinations,
-        workspace.results.memory,
-        workspace.channel,
-        rows_per_rank=slots,
-        receive_offset=workspace.results.offset_of(block),
-        fingerprint=fingerprint,
-        destinations_at=workspace.origins_at if tells_origin else None,
-        first_destination=workspace.rank * workspace.max_rows,
-    )
 
 
 @torch.library.register_fake("dlrm_fused::gemm_all_to_all")
@@ -324,8 +294,8 @@ def _fetch_equal_blocks(
     with torch.cuda.stream(workspace.stream) if workspace.stream else nullcontext():
         for shift in range(1, ranks):
             to = (rank + shift) % ranks
-            fingerprint = fingerprint_of(rows, columns, "backward", shift)
-            _send_rows(workspace, sent_to[to], destinations[to], rows, workspace.results.spare, fingerprint)
+            window = workspace.window(workspace.results, workspace.results.spare, rows, columns, "backward", shift)
+            scatter_rows(sent_to[to], destinations[to], window, rows_per_rank=rows)
             arrivals.append(workspace.stream.record_event() if workspace.stream else None)
     torch.mm(sent_to[rank], weight, out=gradient_of[rank])
     received_from[rank].copy_(sent_to[rank])
@@ -348,8 +318,8 @@ def _fetch_routed(
     with_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     columns, blocks = gradient.shape[1], workspace.results
-    fingerprint = fingerprint_of(columns, "routed backward")
-    _send_rows(workspace, gradient, origins, workspace.max_rows, blocks.spare, fingerprint)
+    window = workspace.window(blocks, blocks.spare, columns, "routed backward")
+    scatter_rows(gradient, origins, window, rows_per_rank=workspace.max_rows)
     received = workspace.rows_of(blocks.spare, x.shape[0], columns)
     received.masked_fill_((destinations < 0)[:, None], 0)
     x_gradient = torch.zeros_like(x)

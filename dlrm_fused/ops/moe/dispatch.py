@@ -13,15 +13,13 @@ counts of all ranks alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups
-from dlrm_fused.symmetric import Channel, SymmetricMemory
 from dlrm_fused.symmetric.device import begin, finish, peer_pointer, uses_kernels, wait_until_all_ready
 
 # Slots that a program compares with each other; a chunk is as many whole tokens as fit.
@@ -31,19 +29,6 @@ _SCAN_CHUNKS, _SCAN_EXPERTS = 256, 16
 _SLOTS_OF_PROGRAM = 1024
 
 
-@dataclass(frozen=True)
-class Routes:
-    """Of one call, on the device.
-
-    Attributes:
-        targets: int32 [slots]: rank * rows_per_rank + row in the receive block of that rank; -1 for a slot without expert.
-        groups: the rows of each of this rank's experts in its own receive block.
-    """
-
-    targets: Tensor
-    groups: Groups
-
-
 def max_rows_of_rank(ranks: int, experts: int, top_k: int, max_tokens: int, tile_rows: int) -> int:
     """The most rows that a rank can receive, pads included: a multiple of ``tile_rows``."""
     local = experts // ranks
@@ -51,32 +36,26 @@ def max_rows_of_rank(ranks: int, experts: int, top_k: int, max_tokens: int, tile
     return (rows + min(rows, local) * (tile_rows - 1)) // tile_rows * tile_rows
 
 
-def route(
-    experts: Tensor,
-    memory: SymmetricMemory,
-    channel: Channel,
-    *,
-    count: int,
-    tile_rows: int,
-    rows_per_rank: int,
-    fingerprint: int,
-) -> Routes:
+def route(experts: Tensor, window: ReceiveWindow, *, count: int, tile_rows: int, rows_per_rank: int) -> tuple[Tensor, Groups]:
     """Routes of this rank's slots. One epoch: collective. On GPUs nothing waits for the device.
 
     Args:
         experts: int64 [tokens, k], contiguous: ids below ``count``, or -1. Kernels take any other id for -1, and so every
             repetition of an id in a row.
-        memory: int32 [ranks, count] on each rank, for the counts of all ranks.
+        window: int32 [ranks, count] on each rank, for the counts of all ranks.
         count: experts of all ranks.
         tile_rows: rows of a tile.
         rows_per_rank: of a receive block.
-        fingerprint: must be equal on all ranks.
+
+    Returns:
+        int32 [slots]: rank * rows_per_rank + row in the receive block of that rank; -1 for a slot without expert. And the rows
+        of each of this rank's experts in its own receive block.
 
     Raises:
         CommunicationError: on the CPU, if a peer is lost or makes another call; on GPUs a later call raises it.
     """
-    if not uses_kernels(memory.local.device):
-        return _route_by_host(experts, memory, channel, count, tile_rows, rows_per_rank, fingerprint)
+    if not uses_kernels(window.memory.local.device):
+        return _route_by_host(experts, window, count, tile_rows, rows_per_rank)
     slots, top_k = experts.numel(), experts.shape[1]
     lanes = max(_LANES, triton.next_power_of_2(top_k))
     chunk = lanes // top_k * top_k
@@ -88,21 +67,20 @@ def route(
             experts, slots, starts, positions, count,
             TOP_K=top_k, CHUNK=chunk, LANES=lanes, EXPERTS=triton.next_power_of_2(count), num_warps=8,
         )  # fmt: skip
-    first_rows, groups = _exchange_counts(starts, chunks, memory, channel, count, tile_rows, fingerprint)
+    first_rows, groups = _exchange_counts(starts, chunks, window, count, tile_rows)
     targets = torch.empty_like(positions)
     if slots:
-        local = count // channel.group.world_size
+        local = count // window.channel.group.world_size
         place_slots_kernel[(triton.cdiv(slots, _SLOTS_OF_PROGRAM),)](
             experts, positions, starts, first_rows, targets, slots, count, local, rows_per_rank,
             CHUNK=chunk, SLOTS=_SLOTS_OF_PROGRAM, num_warps=4,
         )  # fmt: skip
-    return Routes(targets, groups)
+    return targets, groups
 
 
-def _exchange_counts(
-    counts: Tensor, chunks: int, memory: SymmetricMemory, channel: Channel, experts: int, tile_rows: int, fingerprint: int
-) -> tuple[Tensor, Groups]:
+def _exchange_counts(counts: Tensor, chunks: int, window: ReceiveWindow, experts: int, tile_rows: int) -> tuple[Tensor, Groups]:
     """Turn the counts of chunks into sums over the chunks before, and tell all ranks the totals; as :func:`place_experts`."""
+    memory, channel, _, fingerprint = window
     ranks = channel.group.world_size
     at_a_time, local = min(_SCAN_EXPERTS, triton.next_power_of_2(experts)), experts // ranks
     exchange_counts_kernel[(triton.cdiv(experts, at_a_time),)](
@@ -232,14 +210,9 @@ def place_slots_kernel(
 
 
 def _route_by_host(
-    experts: Tensor,
-    memory: SymmetricMemory,
-    channel: Channel,
-    count: int,
-    tile_rows: int,
-    rows_per_rank: int,
-    fingerprint: int,
-) -> Routes:
+    experts: Tensor, window: ReceiveWindow, count: int, tile_rows: int, rows_per_rank: int
+) -> tuple[Tensor, Groups]:
+    memory, channel, _, fingerprint = window
     group, slots = channel.group, experts.flatten()
     own, positions = count_slots(slots, count)
 
@@ -251,7 +224,7 @@ def _route_by_host(
     first_rows, groups = place_experts(counts, group.rank, tile_rows)
     receivers = slots // (count // group.world_size)
     targets = torch.where(slots >= 0, receivers * rows_per_rank + first_rows[slots] + positions, -1)
-    return Routes(targets.int(), groups)
+    return targets.int(), groups
 
 
 def count_slots(slots: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
-from dlrm_fused.ops.common.workspace import fingerprint_of
+from dlrm_fused.ops.common.workspace import ReceiveWindow, fingerprint_of
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups
 from dlrm_fused.ops.moe.dispatch import route
 from dlrm_fused.ops.moe.workspace import ExpertWorkspace, check_row
@@ -76,46 +76,34 @@ def _forward(
         _check_inputs(workspace, x, experts, gates, w_in, w_out)
     steps = workspace.steps
 
-    routes = route(
+    counting = ReceiveWindow(workspace.counts, workspace.channel, 0, fingerprint_of("routes", w_in.shape, gradient_scale))
+    targets, groups = route(
         experts,
-        workspace.counts,
-        workspace.channel,
+        counting,
         count=workspace.experts,
         tile_rows=workspace.memory.tile_rows,
         rows_per_rank=workspace.memory.rows,
-        fingerprint=fingerprint_of("routes", w_in.shape, gradient_scale),
     )
     received = workspace.received.receive((workspace.memory.received_bytes,), torch.uint8)
     rows, destinations = workspace.rows_of(received), workspace.destinations_of(received)
     destinations.fill_(-1)
     scatter_rows(
         x,
-        routes.targets,
-        workspace.received.memory,
-        workspace.channel,
+        targets,
+        workspace.window(workspace.received, received, "tokens"),
         rows_per_rank=workspace.memory.rows,
-        receive_offset=workspace.received.offset_of(received),
-        fingerprint=fingerprint_of("tokens"),
         repeats=workspace.top_k,
         destinations_at=workspace.memory.destinations_at,
-        first_destination=workspace.group.rank * workspace.memory.slots,
+        first_destination=workspace.rank * workspace.memory.slots,
     )
-    steps.zero_pads(rows, destinations, routes.groups)
-    hidden, activated = steps.hidden(rows, w_in, routes.groups)
+    steps.zero_pads(rows, destinations, groups)
+    hidden, activated = steps.hidden(rows, w_in, groups)
     combined = workspace.combined.receive((workspace.memory.combined_bytes,), torch.uint8)
-    steps.combine(
-        activated,
-        w_out,
-        destinations,
-        routes.groups,
-        workspace.combined.memory,
-        weight_is_transposed=False,
-        receive_offset=workspace.combined.offset_of(combined),
-        fingerprint=fingerprint_of("results"),
-    )
-    out = steps.sum_slots(workspace.slots_of(combined), routes.targets, gates, x.shape[0], workspace.top_k)
+    to_tokens, window = workspace.to_tokens(received, groups), workspace.window(workspace.combined, combined, "results")
+    steps.combine(activated, w_out, to_tokens, window, transposed=False)
+    out = steps.sum_slots(workspace.slots_of(combined), targets, gates, x.shape[0], workspace.top_k)
     held = workspace.received.to_hold(received), hidden, activated, workspace.combined.to_hold(combined)
-    return out, *held, routes.targets, routes.groups.bounds, routes.groups.local_from
+    return out, *held, targets, groups.bounds, groups.local_from
 
 
 @torch.library.impl("dlrm_fused::expert_layer_backward", ["cpu", "cuda"])
@@ -127,32 +115,22 @@ def _backward(gradient: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, *hel
     gradient = gradient.contiguous()
 
     # What is received here is used up before the next epoch: spare blocks serve.
-    gradient_rows, destinations = workspace.rows_of(workspace.received.spare), workspace.destinations_of(received)
+    receiving, combining = workspace.received.spare, workspace.combined.spare
+    gradient_rows, to_tokens = workspace.rows_of(receiving), workspace.to_tokens(received, groups)
     scatter_rows(
         gradient,
         targets,
-        workspace.received.memory,
-        workspace.channel,
+        workspace.window(workspace.received, receiving, "gradients of results"),
         rows_per_rank=workspace.memory.rows,
-        receive_offset=workspace.received.offset_of(workspace.received.spare),
-        fingerprint=fingerprint_of("gradients of results"),
         repeats=workspace.top_k,
         scale=gates.flatten(),
     )
-    steps.zero_pads(gradient_rows, destinations, groups)
+    steps.zero_pads(gradient_rows, to_tokens.destinations, groups)
     hidden_gradient = steps.hidden_gradient(gradient_rows, w_out, hidden, groups)
-    steps.combine(
-        hidden_gradient,
-        w_in,
-        destinations,
-        groups,
-        workspace.combined.memory,
-        weight_is_transposed=True,
-        receive_offset=workspace.combined.offset_of(workspace.combined.spare),
-        fingerprint=fingerprint_of("gradients of tokens"),
-    )
+    window = workspace.window(workspace.combined, combining, "gradients of tokens")
+    steps.combine(hidden_gradient, w_in, to_tokens, window, transposed=True)
     return (
-        steps.sum_slots(workspace.slots_of(workspace.combined.spare), targets, None, gradient.shape[0], workspace.top_k),
+        steps.sum_slots(workspace.slots_of(combining), targets, None, gradient.shape[0], workspace.top_k),
         steps.gates_gradient(gradient, workspace.slots_of(combined), targets, workspace.top_k),
         steps.weight_gradient(hidden_gradient, workspace.rows_of(received), groups, gradient_scale),
         steps.weight_gradient(gradient_rows, activated, groups, gradient_scale),

@@ -11,8 +11,6 @@ experts, d the width of a token, f that of the hidden layer, k the number of exp
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
-from typing import Any
 
 import torch
 import triton
@@ -21,87 +19,33 @@ from torch import Tensor
 
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
-from dlrm_fused.ops.gemm_all_to_all.kernel import Groups, grouped_gemm, grouped_gemm_combine, grouped_weight_gradient
-from dlrm_fused.symmetric import Channel, SymmetricMemory
+from dlrm_fused.ops.common.workspace import ReceiveWindow
+from dlrm_fused.ops.gemm_all_to_all.kernel import Groups, Routes, grouped_gemm, grouped_gemm_combine, grouped_weight_gradient
 
 # Columns of a program's row, at most.
 _COLUMNS = 2048
 _PAD_ROWS = 16
 
 
-class ExpertSteps(ABC):
-    """All but :meth:`combine`, an epoch of the channel, are local.
+class HostSteps:
+    """Between processes on the CPU: what is computed, in plain torch. Tiles have one row there, so that nothing is padded.
 
-    Args:
-        slots: of each rank, at most.
+    All but :meth:`combine`, an epoch of a channel, are local.
     """
 
-    def __init__(self, channel: Channel, slots: int) -> None:
-        self._channel, self._slots = channel, slots
-
-    @abstractmethod
     def zero_pads(self, rows: Tensor, destinations: Tensor, groups: Groups) -> None:
         """Zero those rows [R, d] of the groups whose destination, int32 [R], is negative."""
-
-    @abstractmethod
-    def hidden(self, rows: Tensor, w_in: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
-        """``h = rows @ w_in[e].T`` and ``silu(h)``, both [R, f]."""
-
-    @abstractmethod
-    def hidden_gradient(self, gradient: Tensor, w_out: Tensor, h: Tensor, groups: Groups) -> Tensor:
-        """The gradient [R, f] of h from that of the results [R, d]: ``(gradient @ w_out[e]) * silu'(h)``."""
-
-    @abstractmethod
-    def weight_gradient(self, gradient: Tensor, rows: Tensor, groups: Groups, scale: float) -> Tensor:
-        """``scale * gradient[rows of e].T @ rows[rows of e]`` for each expert: [L, N, K] from [R, N] and [R, K]."""
-
-    @abstractmethod
-    def combine(
-        self,
-        rows: Tensor,
-        weight: Tensor,
-        destinations: Tensor,
-        groups: Groups,
-        memory: SymmetricMemory,
-        *,
-        weight_is_transposed: bool,
-        receive_offset: int,
-        fingerprint: int,
-    ) -> None:
-        """Multiply rows by their expert's weight, and store each in its slot at its token's rank. Collective.
-
-        Args:
-            weight: [L, N, K], K the width of ``rows``; if transposed [L, K, N].
-            destinations: int32 [R]: rank * slots + slot, or -1.
-            memory: in which ranks receive [slots, N] at an offset of their own, ``receive_offset`` this one.
-            fingerprint: must be equal on all ranks.
-        """
-
-    @abstractmethod
-    def sum_slots(self, slots: Tensor, targets: Tensor, gates: Tensor | None, tokens: int, top_k: int) -> Tensor:
-        """``sum over j of gates[t, j] * slots[t * k + j]``, j ascending, in fp32; [T, d]. Without gates, they are 1.
-
-        Slots whose target is negative are left out.
-        """
-
-    @abstractmethod
-    def gates_gradient(self, gradient: Tensor, slots: Tensor, targets: Tensor, top_k: int) -> Tensor:
-        """fp32 [T, k]: the products of each token's row of ``gradient`` with the rows of its slots; 0 without target."""
-
-
-class HostSteps(ExpertSteps):
-    """Between processes on the CPU. Tiles have one row there, so that nothing is padded."""
-
-    def zero_pads(self, rows: Tensor, destinations: Tensor, groups: Groups) -> None:
         rows[destinations < 0] = 0
 
     def hidden(self, rows: Tensor, w_in: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+        """``h = rows @ w_in[e].T`` and ``silu(h)``, both [R, f]."""
         h = rows.new_zeros(rows.shape[0], w_in.shape[1])
         for expert, part in enumerate(_parts(groups)):
             h[part] = rows[part] @ w_in[expert].T
         return h, torch.nn.functional.silu(h)
 
     def hidden_gradient(self, gradient: Tensor, w_out: Tensor, h: Tensor, groups: Groups) -> Tensor:
+        """The gradient [R, f] of h from that of the results [R, d]: ``(gradient @ w_out[e]) * silu'(h)``."""
         h_gradient = torch.zeros_like(h)
         for expert, part in enumerate(_parts(groups)):
             rate = torch.sigmoid(h[part])
@@ -109,16 +53,25 @@ class HostSteps(ExpertSteps):
         return h_gradient
 
     def weight_gradient(self, gradient: Tensor, rows: Tensor, groups: Groups, scale: float) -> Tensor:
+        """``scale * gradient[rows of e].T @ rows[rows of e]`` for each expert: [L, N, K] from [R, N] and [R, K]."""
         return torch.stack([scale * (gradient[part].T @ rows[part]) for part in _parts(groups)])
 
-    def combine(
-        self, rows: Tensor, weight: Tensor, destinations: Tensor, groups: Groups, memory: SymmetricMemory, **epoch: Any
-    ) -> None:
-        by_expert = weight if epoch.pop("weight_is_transposed") else weight.transpose(1, 2)
-        results = torch.cat([rows[part] @ by_expert[expert] for expert, part in enumerate(_parts(groups))])
-        scatter_rows(results, destinations[: len(results)], memory, self._channel, rows_per_rank=self._slots, **epoch)
+    def combine(self, rows: Tensor, weight: Tensor, routes: Routes, window: ReceiveWindow, *, transposed: bool) -> None:
+        """Multiply rows by their expert's weight, and store each in its slot at its token's rank. Collective.
+
+        Args:
+            weight: [L, N, K], K the width of ``rows``; if transposed [L, K, N].
+            window: in which ranks receive [slots, N].
+        """
+        by_expert = weight if transposed else weight.transpose(1, 2)
+        results = torch.cat([rows[part] @ by_expert[expert] for expert, part in enumerate(_parts(routes.groups))])
+        scatter_rows(results, routes.destinations[: len(results)], window, rows_per_rank=routes.slots)
 
     def sum_slots(self, slots: Tensor, targets: Tensor, gates: Tensor | None, tokens: int, top_k: int) -> Tensor:
+        """``sum over j of gates[t, j] * slots[t * k + j]``, j ascending, in fp32; [T, d]. Without gates, they are 1.
+
+        Slots whose target is negative are left out.
+        """
         rows = _rows_of_slots(slots, targets, top_k)
         total = torch.zeros(tokens, slots.shape[1])
         for choice in range(top_k):
@@ -126,11 +79,12 @@ class HostSteps(ExpertSteps):
         return total.to(slots.dtype)
 
     def gates_gradient(self, gradient: Tensor, slots: Tensor, targets: Tensor, top_k: int) -> Tensor:
+        """fp32 [T, k]: the products of each token's row of ``gradient`` with the rows of its slots; 0 without target."""
         return (gradient.float()[:, None] * _rows_of_slots(slots, targets, top_k)).sum(-1)
 
 
-class KernelSteps(ExpertSteps):
-    """On GPUs, and under Triton's interpreter. Nothing waits for the device."""
+class KernelSteps(HostSteps):
+    """The same on GPUs, and under Triton's interpreter. Nothing waits for the device."""
 
     def zero_pads(self, rows: Tensor, destinations: Tensor, groups: Groups) -> None:
         zero_pads_kernel[(groups.local_from.numel(), triton.cdiv(groups.tile_rows, _PAD_ROWS))](
@@ -154,10 +108,8 @@ class KernelSteps(ExpertSteps):
         grouped_weight_gradient(gradient, rows, groups, result, scale)
         return result
 
-    def combine(
-        self, rows: Tensor, weight: Tensor, destinations: Tensor, groups: Groups, memory: SymmetricMemory, **epoch: Any
-    ) -> None:
-        grouped_gemm_combine(rows, weight, groups, destinations, memory, self._channel, slots=self._slots, **epoch)
+    def combine(self, rows: Tensor, weight: Tensor, routes: Routes, window: ReceiveWindow, *, transposed: bool) -> None:
+        grouped_gemm_combine(rows, weight, routes, window, weight_is_transposed=transposed)
 
     def sum_slots(self, slots: Tensor, targets: Tensor, gates: Tensor | None, tokens: int, top_k: int) -> Tensor:
         width = slots.shape[1]
@@ -186,7 +138,7 @@ def _columns(rows: Tensor) -> int:
 
 @triton.jit
 def zero_pads_kernel(rows, destinations, bounds, tile_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """See :meth:`ExpertSteps.zero_pads`. Only the last tile of a group, program p's on the first axis, has pads."""
+    """See :meth:`HostSteps.zero_pads`. Only the last tile of a group, program p's on the first axis, has pads."""
     group = tl.program_id(0)
     end = tl.load(bounds + group + 1)
     if end > tl.load(bounds + group):
@@ -205,7 +157,7 @@ def sum_slots_kernel(
     slots, targets, gates, out, width,
     TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, DTYPE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """See :meth:`ExpertSteps.sum_slots`. One token a program of the first axis."""
+    """See :meth:`HostSteps.sum_slots`. One token a program of the first axis."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
@@ -222,7 +174,7 @@ def sum_slots_kernel(
 
 @triton.jit
 def gates_gradient_kernel(gradient, slots, targets, result, width, TOP_K: tl.constexpr, COLUMNS: tl.constexpr):
-    """See :meth:`ExpertSteps.gates_gradient`. One token a program."""
+    """See :meth:`HostSteps.gates_gradient`. One token a program."""
     token = tl.program_id(0).to(tl.int64)
     width = tl.multiple_of(width, 4)
     for choice in tl.static_range(TOP_K):

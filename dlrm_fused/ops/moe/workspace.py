@@ -11,8 +11,9 @@ from torch import Tensor
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.workspace import Workspace, check_counts, check_dtype
+from dlrm_fused.ops.gemm_all_to_all.kernel import Groups, Routes
 from dlrm_fused.ops.moe.dispatch import max_rows_of_rank
-from dlrm_fused.ops.moe.steps import ExpertSteps, HostSteps, KernelSteps
+from dlrm_fused.ops.moe.steps import HostSteps, KernelSteps
 from dlrm_fused.symmetric import BlockPool, SymmetricGroup
 from dlrm_fused.symmetric.channel import OFFSET_UNIT
 from dlrm_fused.symmetric.device import uses_kernels
@@ -141,7 +142,7 @@ class ExpertWorkspace(Workspace):
         self.counts = group.allocate(f"{name}.counts", group.world_size * experts * 4)
         self.received = BlockPool.with_spare(group, f"{name}.received", self.memory.received_bytes, _HELD_CALLS)
         self.combined = BlockPool.with_spare(group, f"{name}.combined", self.memory.combined_bytes, _HELD_CALLS)
-        self.steps: ExpertSteps = (KernelSteps if with_kernels else HostSteps)(self.channel, self.memory.slots)
+        self.steps = KernelSteps() if with_kernels else HostSteps()
 
     @property
     def local_experts(self) -> int:
@@ -160,6 +161,10 @@ class ExpertWorkspace(Workspace):
     def destinations_of(self, received: Tensor) -> Tensor:
         """int32 [R]: the destinations in a receive block."""
         return received[self.memory.destinations_at : self.memory.received_bytes].view(torch.int32)
+
+    def to_tokens(self, received: Tensor, groups: Groups) -> Routes:
+        """Where the results of the rows in a receive block belong."""
+        return Routes(groups, self.destinations_of(received), self.memory.slots)
 
     def slots_of(self, combined: Tensor) -> Tensor:
         """[slots, d]: the rows in a block of results."""

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups
 from dlrm_fused.ops.moe import dispatch as routing
 from dlrm_fused.ops.moe.dispatch import count_slots, place_experts, route
@@ -65,12 +66,12 @@ def routes_of_calls(tokens: list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
     with process_group(rank, torch.device("cpu")):
         group = symmetric_group()
         channel = Channel(group, "routes", 60.0)
-        memory = group.allocate("counts", rank.world_size * EXPERTS * 4)
+        window = ReceiveWindow(group.allocate("counts", rank.world_size * EXPERTS * 4), channel, offset=0, fingerprint=1)
         chosen = choose(tokens[rank.index], rank.index)
         seen = []
         for experts in (chosen, with_wrong_ids(chosen)):
-            routes = route(experts, memory, channel, count=EXPERTS, tile_rows=TILE_ROWS, rows_per_rank=10_000, fingerprint=1)
-            seen.append((routes.targets, routes.groups.bounds, routes.groups.local_from))
+            targets, groups = route(experts, window, count=EXPERTS, tile_rows=TILE_ROWS, rows_per_rank=10_000)
+            seen.append((targets, groups.bounds, groups.local_from))
         dist.barrier()
         channel.raise_fault()
         group.close()
@@ -102,19 +103,13 @@ def test_rows_of_a_rank_are_those_after_it_first_and_its_own_last() -> None:
     assert groups.local_from.tolist() == [2]
 
 
-@pytest.fixture(scope="module")
-def both_steps() -> tuple[KernelSteps, HostSteps]:
-    channel = Channel(symmetric_group(device="cpu"), "steps")
-    return KernelSteps(channel, 12), HostSteps(channel, 12)
-
-
-def test_sums_and_gradients_of_gates_leave_out_slots_without_target(both_steps: tuple[KernelSteps, HostSteps]) -> None:
+def test_sums_and_gradients_of_gates_leave_out_slots_without_target() -> None:
     generator = torch.Generator().manual_seed(0)
     slots, gates = torch.randn(12, 2052, generator=generator), torch.randn(4, 3, generator=generator)
     gradient = torch.randn(4, 2052, generator=generator)
     targets = torch.tensor([3, -1, 4, -1, -1, -1, 0, 1, 2, 7, 8, -1], dtype=torch.int32)
     slots[targets < 0] = torch.nan
-    kernels, host = both_steps
+    kernels, host = KernelSteps(), HostSteps()
     for weights in (gates, None):
         torch.testing.assert_close(
             kernels.sum_slots(slots, targets, weights, 4, 3), host.sum_slots(slots, targets, weights, 4, 3)
@@ -127,12 +122,12 @@ def test_sums_and_gradients_of_gates_leave_out_slots_without_target(both_steps: 
     )
 
 
-def test_pads_become_zeros_and_nothing_else(both_steps: tuple[KernelSteps, HostSteps]) -> None:
+def test_pads_become_zeros_and_nothing_else() -> None:
     groups = Groups(16, torch.tensor([0, 2, 2, 3], dtype=torch.int32), torch.zeros(3, dtype=torch.int32))
     rows, destinations = torch.full((64, 12), torch.nan), torch.full((64,), -1, dtype=torch.int32)
     is_used = torch.cat([torch.arange(19), torch.arange(32, 33)])
     destinations[is_used] = 5
-    both_steps[0].zero_pads(rows, destinations, groups)
+    KernelSteps().zero_pads(rows, destinations, groups)
     is_zero = torch.ones(64, dtype=torch.bool)
     is_zero[is_used] = is_zero[48:] = False
     assert (rows[is_zero] == 0).all()
