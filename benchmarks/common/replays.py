@@ -21,9 +21,9 @@ from torch import Tensor
 
 from benchmarks.common import killed_rank
 from benchmarks.common.harness import World, captured, compile_ahead, describe_run, synchronize
+from benchmarks.common.random_delays import RandomDelays
 from benchmarks.common.results import write_results
 
-CYCLES_PER_MICROSECOND = 1_900
 # The longest delays are rare.
 LONG_DELAY_EVERY, LONG_DELAY = 200, 50
 # Between two looks at what the kernels have reported.
@@ -90,11 +90,14 @@ class Replays:
         """Args:
         delay: the longest usual one, in microseconds.
         """
-        self.world, self.works, self.delay = world, works, delay
+        self.world, self.works = world, works
         compile_ahead(world, [work.compute for work in works])
         self.errors = [work.begin() for work in works]
         self.repeats = [self._repeated(work) for work in works]
-        self.order, self.delays = random.Random(seed), random.Random(seed + 1 + world.rank)
+        self.order = random.Random(seed)
+        self.delays = RandomDelays(
+            world.device, seed + 1 + world.rank, delay, long_every=LONG_DELAY_EVERY, long_factor=LONG_DELAY
+        )
 
     def _repeated(self, work: Work) -> Callable[[], None]:
         if self.world.device.type != "cuda" or not work.in_graph:
@@ -106,13 +109,7 @@ class Replays:
 
     def repeat(self) -> None:
         """A delay, then one of the pieces. The host does not wait for the device."""
-        microseconds = self.delays.uniform(0, self.delay)
-        if self.delays.randrange(LONG_DELAY_EVERY) == 0:
-            microseconds *= LONG_DELAY
-        if self.world.device.type == "cuda":
-            torch.cuda._sleep(int(microseconds * CYCLES_PER_MICROSECOND))
-        else:
-            time.sleep(microseconds / 1e6)
+        self.delays.delay()
         self.repeats[self.order.randrange(len(self.repeats))]()
 
     def raise_fault(self) -> None:
@@ -151,7 +148,7 @@ def stress(make: MakeReplays, world: World, options: argparse.Namespace) -> bool
         "replays": options.replays,
         "seconds": round(seconds, 2),
         "mean_microseconds": round(1e6 * seconds / max(1, options.replays), 1),
-        "longest_delay_microseconds": replays.delay * LONG_DELAY,
+        "longest_delay_microseconds": replays.delays.longest,
         "works": [
             {**work.describe(), "relative_error": error, "elements_that_differ": count}
             for work, error, count in zip(works, replays.errors, differing, strict=True)

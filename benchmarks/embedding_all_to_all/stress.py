@@ -36,6 +36,7 @@ from torch import Tensor
 
 from benchmarks.common import killed_rank
 from benchmarks.common.harness import World, describe_run, relative_error, synchronize
+from benchmarks.common.random_delays import RandomDelays
 from benchmarks.common.results import write_results
 from dlrm_fused.ops.embedding_all_to_all import (
     EmbeddingWorkspace,
@@ -53,7 +54,6 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 2**-9}
 HELD_EPOCHS = 3
 EVALUATION_EVERY = 5
 CHECKS = ("output", "output_held", "tables", "weight_gradients")
-CYCLES_PER_MICROSECOND = 1_900
 # The longest delays are rare.
 LONG_DELAY_EVERY, LONG_DELAY = 100, 20
 _ALIGNMENT = 256  # bytes between tensors of the state
@@ -151,7 +151,9 @@ class Stress:
         )
         self.workspace.attach_tables(self.tables)
         self.mismatches = torch.zeros(epochs, len(CHECKS), dtype=torch.int64, device=world.device)
-        self.delays = random.Random(seed + 1 + world.rank)
+        self.delays = RandomDelays(
+            world.device, seed + 1 + world.rank, size.delay, long_every=LONG_DELAY_EVERY, long_factor=LONG_DELAY
+        )
         self.held: deque[tuple[Tensor, Batch]] = deque()
         self.largest_error = 0.0
         self.batches = [self._make_batch(number) for number in range(size.batches)]
@@ -266,14 +268,14 @@ class Stress:
         found = self.mismatches[number % len(self.mismatches)]
         is_evaluation = number % EVALUATION_EVERY == EVALUATION_EVERY - 1
         leaves = [weights.clone().requires_grad_(weights.numel() > 0) for weights in batch.weights]
-        self._delay()
+        self.delays.delay()
         with torch.set_grad_enabled(not is_evaluation):
             output = embedding_all_to_all(self.workspace, batch.indices, batch.offsets, leaves, batch.sizes)
         found[0] += _differing(output, batch.output)
-        self._delay()
+        self.delays.delay()
         if not is_evaluation:
             output.backward(batch.gradient)
-            self._delay()
+            self.delays.delay()
             found[2] += _differing(self.state, batch.state)
             found[3] += _differing(_gradients(leaves), batch.weight_gradients)
             self.state.copy_(self.start)
@@ -281,15 +283,6 @@ class Stress:
         if len(self.held) > HELD_EPOCHS:
             held, of_batch = self.held.popleft()
             found[1] += _differing(held, of_batch.output)
-
-    def _delay(self) -> None:
-        microseconds = self.delays.uniform(0, self.size.delay)
-        if self.delays.randrange(LONG_DELAY_EVERY) == 0:
-            microseconds *= LONG_DELAY
-        if self.world.device.type == "cuda":
-            torch.cuda._sleep(int(microseconds * CYCLES_PER_MICROSECOND))
-        else:
-            time.sleep(microseconds / 1e6)
 
 
 def _gradients(leaves: Sequence[Tensor]) -> Tensor:

@@ -68,54 +68,23 @@ def cached_attention(projected: Tensor, cache: Tensor, layer: int, max_keys: int
     columns = max(16, triton.next_power_of_2(d_head))
     scale = d_head**-0.5 * 1.4426950408889634  # so that the exponential is of base 2
     _part_kernel[(heads, splits)](
-        projected,
-        cache,
-        parts,
-        weights,
-        rows,
-        layer,
-        scale,
-        HEADS=heads,
-        D_HEAD=d_head,
-        COLUMNS=columns,
-        ROWS=max(16, triton.next_power_of_2(rows)),
-        KEYS=_KEYS,
-        DTYPE=TRITON_DTYPES[projected.dtype],
-        num_warps=4,
-        num_stages=2,
-    )
+        projected, cache, parts, weights, rows, layer, scale,
+        HEADS=heads, D_HEAD=d_head, COLUMNS=columns, ROWS=max(16, triton.next_power_of_2(rows)), KEYS=_KEYS,
+        DTYPE=TRITON_DTYPES[projected.dtype], num_warps=4, num_stages=2,
+    )  # fmt: skip
     _merge_kernel[(heads, rows)](
-        projected,
-        parts,
-        weights,
-        result,
-        rows,
-        scale,
-        HEADS=heads,
-        D_HEAD=d_head,
-        COLUMNS=columns,
-        SPLITS=splits,
-        num_warps=2,
-    )
+        projected, parts, weights, result, rows, scale,
+        HEADS=heads, D_HEAD=d_head, COLUMNS=columns, SPLITS=splits, num_warps=2,
+    )  # fmt: skip
     return result
 
 
 @triton.jit(do_not_specialize=["rows", "layer"])
 def _part_kernel(
-    projected,
-    cache,
-    parts,
-    weights,
-    rows,
-    layer,
-    scale,
-    HEADS: tl.constexpr,
-    D_HEAD: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
+    projected, cache, parts, weights, rows, layer, scale,
+    HEADS: tl.constexpr, D_HEAD: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     DTYPE: tl.constexpr,
-):
+):  # fmt: skip
     """All rows' attention to one split of one head's keys, and the base-2 logarithm of its sum of exponentials."""
     head, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
@@ -154,17 +123,9 @@ def _part_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def _merge_kernel(
-    projected,
-    parts,
-    weights,
-    result,
-    rows,
-    scale,
-    HEADS: tl.constexpr,
-    D_HEAD: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
+    projected, parts, weights, result, rows, scale,
+    HEADS: tl.constexpr, D_HEAD: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
     """One row of one head: the parts, and its own key and value, in proportion to their sums of exponentials."""
     head, row = tl.program_id(0), tl.program_id(1)
     split, column = tl.arange(0, SPLITS), tl.arange(0, COLUMNS)

@@ -172,6 +172,13 @@ def criteo(described: str, culprit: str, spoil: Prepare, *overrides: str) -> Bad
     return BadInput(described, culprit, [*arguments, *(overrides or [f"embedding.rows={[10] * 26}"])], prepare)
 
 
+def preparing(described: str, culprit: str, arguments: list[str], prepare: Prepare) -> BadInput:
+    """A preparation of a data set."""
+    return BadInput(
+        f"data/prepare.py: {described}", culprit, [*arguments, "--output", "set"], prepare, script="data/prepare.py", ranks=1
+    )
+
+
 def edit(change: Callable[[dict], object]) -> Prepare:
     """Change dataset.json."""
 
@@ -256,28 +263,13 @@ DATA_SETS = [
     criteo("a compressed `npz`", "np.savez_compressed", compress),
     criteo("`embedding.rows` missing", "embedding.rows=[]", nothing, "training.max_steps=5"),
     criteo("`embedding.rows` of another length", "embedding.rows=[10, 10]", nothing, "embedding.rows=[10,10]"),
-    BadInput(
-        "data/prepare.py: a source that does not exist",
-        "nowhere",
-        ["movielens", "--source", "nowhere", "--output", "set"],
-        script="data/prepare.py",
-        ranks=1,
-    ),
-    BadInput(
-        "data/prepare.py: an empty folder as input",
-        "empty",
-        ["criteo", "--input", "empty", "--output", "set"],
-        lambda folder: (folder / "empty").mkdir(),
-        script="data/prepare.py",
-        ranks=1,
-    ),
-    BadInput(
-        "data/prepare.py: malformed lines",
+    preparing("a source that does not exist", "nowhere", ["movielens", "--source", "nowhere"], nothing),
+    preparing("an empty folder as input", "empty", ["criteo", "--input", "empty"], lambda folder: (folder / "empty").mkdir()),
+    preparing(
+        "malformed lines",
         "train.txt",
-        ["criteo", "--input", "train.txt", "--output", "set"],
+        ["criteo", "--input", "train.txt"],
         lambda folder: folder.joinpath("train.txt").write_text("1\t2\t3\n" * 100) and None,
-        script="data/prepare.py",
-        ranks=1,
     ),
 ]
 

@@ -175,6 +175,14 @@ def _history_settings(**changes: object) -> SyntheticConfig:
     return _settings(**{"history_length": 12, "history_items": 8, "zipf_exponent": 0.5, **changes})
 
 
+def _histories(split: Split, count: int, jagged: bool) -> tuple[SyntheticDataset, Samples, Tensor]:
+    """A data set with histories, the first samples of a split, and the lengths of their histories."""
+    dataset = SyntheticDataset(_history_settings(jagged=jagged), 1, CPU)
+    samples = dataset.read(split, torch.arange(count))
+    assert samples.history_lengths is not None
+    return dataset, samples, samples.history_lengths
+
+
 def _tokens(samples: Samples, feature: str) -> list[list[int]]:
     assert samples.tokens is not None
     return [bag.int().tolist() for bag in samples.tokens[feature].to_dense()]
@@ -193,11 +201,7 @@ def test_tokens_of_a_sample_are_the_same_in_any_batch(jagged: bool) -> None:
 
 @pytest.mark.parametrize("jagged", [False, True])
 def test_a_history_is_followed_by_the_candidate_without_a_response(jagged: bool) -> None:
-    dataset = SyntheticDataset(_history_settings(jagged=jagged), 1, CPU)
-    samples = dataset.read(Split.train, torch.arange(2000))
-    assert samples.tokens is not None
-    assert samples.history_lengths is not None
-    lengths = samples.history_lengths
+    dataset, samples, lengths = _histories(Split.train, 2000, jagged)
     assert lengths.unique().tolist() == (list(range(13)) if jagged else [12])
     position = torch.arange(13)
     for feature in dataset.schema.token_features:
@@ -211,13 +215,10 @@ def test_a_history_is_followed_by_the_candidate_without_a_response(jagged: bool)
 
 @pytest.mark.parametrize("jagged", [False, True])
 def test_responses_to_the_items_of_the_candidates_group_foretell_the_label(jagged: bool) -> None:
-    dataset = SyntheticDataset(_history_settings(jagged=jagged), 1, CPU)
-    samples = dataset.read(Split.test, torch.arange(4000))
-    assert samples.tokens is not None
-    assert samples.history_lengths is not None
+    dataset, samples, lengths = _histories(Split.test, 4000, jagged)
     items, responses = (samples.tokens[name].to_padded_dense(1).view(4000, 13) for name in ("token_item", "token_response"))
-    candidate = items.gather(1, samples.history_lengths.long()[:, None])
-    alike = (items == candidate) & (torch.arange(13) < samples.history_lengths[:, None])
+    candidate = items.gather(1, lengths.long()[:, None])
+    alike = (items == candidate) & (torch.arange(13) < lengths[:, None])
     mean = ((2 * responses - 1) * alike).sum(1) / alike.sum(1).clamp(min=1)
     auc, error = auc_with_error(mean, samples.labels)
     assert auc > 0.65 + 3 * error

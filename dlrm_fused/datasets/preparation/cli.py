@@ -159,22 +159,11 @@ def _add_synthetic(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     }.items():
         parser.add_argument(f"--{name}", type=int, nargs="+", default=getattr(defaults, name), metavar="N", help=help_text)
     parser.add_argument("--jagged", action="store_true", help="1 to POOLING ids for each sample instead of exactly POOLING")
-    counts = (
-        "tables",
-        "dense_features",
-        "train_samples",
-        "validation_samples",
-        "test_samples",
-        "segments",
-        "history_length",
-        "history_items",
-    )
-    for name in counts:
-        default = getattr(defaults, name)
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, metavar="N", help=f"default {default}")
-    for name in ("zipf_exponent", "signal"):
-        default = getattr(defaults, name)
-        parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=default, metavar="X", help=f"default {default}")
+    for field in fields(SyntheticConfig):
+        if field.type in ("int", "float"):
+            default, of_type = getattr(defaults, field.name), {"int": int, "float": float}[field.type]
+            name = f"--{field.name.replace('_', '-')}"
+            parser.add_argument(name, type=of_type, default=default, metavar="N", help=f"default {default}")
     parser.add_argument("--seed", type=int, default=1, help="decides every sample (default 1)")
     parser.set_defaults(prepare=_prepare_synthetic)
 

@@ -65,16 +65,7 @@ def prepare_synthetic(options: SyntheticOptions) -> PreparedInfo:
 
 
 def _check(settings: SyntheticConfig) -> None:
-    at_least_one = (
-        "tables",
-        "dense_features",
-        "train_samples",
-        "validation_samples",
-        "test_samples",
-        "segments",
-        "history_items",
-    )
-    for name in at_least_one:
+    for name in ("tables", "dense_features", *(f"{split.name}_samples" for split in Split), "segments", "history_items"):
         if getattr(settings, name) < 1:
             raise DataError(f"--{name.replace('_', '-')}={getattr(settings, name)}: allowed: 1 or more")
     most = most_segments(settings.dense_features)

@@ -60,6 +60,7 @@ class Workspace:
         """Collective.
 
         Args:
+            group: the ranks that take part.
             name: for messages; equal on all ranks, and not used by another workspace of the group.
             check: validates this rank's settings, and returns those that must be equal on all ranks.
             timeout_seconds: how long a rank waits for another.

@@ -36,13 +36,11 @@ class GemmWorkspace(Workspace):
         """Collective.
 
         Args:
-            group: the ranks that take part.
-            name: for messages; equal on all ranks, and not used by another workspace of the group.
+            group, name, timeout_seconds: as for :class:`~dlrm_fused.ops.common.workspace.Workspace`.
             max_rows: of x, and of a result.
             max_columns: the largest N. Memory for three results is allocated here: two that callers may hold, and one more;
                 a caller who holds more than two gets copies.
             dtype: float32, bfloat16 or float16.
-            timeout_seconds: how long a rank waits for another.
 
         Raises:
             UsageError: on all ranks, if an argument is wrong on one of them, or they differ.

@@ -32,13 +32,11 @@ class GemvWorkspace(Workspace):
         """Collective.
 
         Args:
-            group: the ranks that take part.
-            name: for messages; equal on all ranks, and not used by another workspace of the group.
+            group, name, timeout_seconds: as for :class:`~dlrm_fused.ops.common.workspace.Workspace`.
             max_columns: the largest N.
             dtype: float32, bfloat16 or float16.
             max_rows: the largest m. The memory for it is allocated here: for up to 64 rows on GPUs about
                 1.5 kB * (ranks + 3) * max_columns, for more of them three times the result besides.
-            timeout_seconds: how long a rank waits for another.
 
         Raises:
             UsageError: on all ranks, if an argument is wrong on one of them, or they differ.

@@ -75,15 +75,9 @@ def expert_memory(
     counts_bytes, flags_bytes = ranks * experts * 4, 3 * ranks * 8
     # Of each kind those that calls may hold until their backward passes, and a spare one.
     blocks = (_HELD_CALLS + 1) * (_round_up(received_bytes, OFFSET_UNIT) + _round_up(combined_bytes, OFFSET_UNIT))
+    symmetric_bytes = counts_bytes + flags_bytes + blocks
     return ExpertMemory(
-        tile_rows=tile_rows,
-        rows=rows,
-        slots=slots,
-        received_bytes=received_bytes,
-        destinations_at=destinations_at,
-        combined_bytes=combined_bytes,
-        symmetric_bytes=counts_bytes + flags_bytes + blocks,
-        element_bytes=dtype.itemsize,
+        tile_rows, rows, slots, received_bytes, destinations_at, combined_bytes, symmetric_bytes, dtype.itemsize
     )
 
 
@@ -116,14 +110,12 @@ class ExpertWorkspace(Workspace):
         """Collective.
 
         Args:
-            group: the ranks that take part.
-            name: for messages; equal on all ranks, and not used by another workspace of the group.
+            group, name, timeout_seconds: as for :class:`~dlrm_fused.ops.common.workspace.Workspace`.
             experts: of all ranks together; a multiple of the number of ranks.
             top_k: experts of a token.
             max_tokens: of one rank and call.
             width: elements of a token; their bytes must be a multiple of 16.
             dtype: float32, bfloat16 or float16: of tokens, weights and results.
-            timeout_seconds: how long a rank waits for another.
 
         Raises:
             UsageError: on all ranks, if an argument is wrong on one of them, or they differ.
