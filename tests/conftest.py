@@ -39,6 +39,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.split("::")[0]))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Refuse versions of pytest and pytest-xdist that do not go together: every worker would make shared fixtures anew."""
+    if getattr(session.config.option, "loadgroup", False):
+        for item in session.items:
+            if item.get_closest_marker("xdist_group") and "@" not in item.nodeid:
+                raise pytest.UsageError(
+                    f"pytest {pytest.__version__}: pytest-xdist does not group {item.nodeid}; install requirements/dev.txt"
+                )
+
+
 def _shares_a_fixture(item: pytest.Item) -> bool:
     """Whether a fixture of the whole module takes part: it should be made once, so by one worker."""
     info = getattr(item, "_fixtureinfo", None)

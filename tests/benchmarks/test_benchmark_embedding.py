@@ -233,6 +233,7 @@ def _main_with_wrong_results(arguments: list[str]) -> None:
     embedding_all_to_all.main(arguments)
 
 
+@pytest.mark.slow
 def test_a_candidate_with_wrong_results_fails_its_cells_visibly(tmp_path):
     report = _run(tmp_path, "--cells", "tiny", "--stage", "training", main=_main_with_wrong_results)
     for cell in report["cells"]:

@@ -81,6 +81,7 @@ def test_wrong_results_fail_a_cell_on_several_ranks(tmp_path: Path, monkeypatch:
     assert report["geometric_means"] == {}
 
 
+@pytest.mark.slow
 def test_cells_for_which_no_time_is_left_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, report = _compare(ROOT, tmp_path / "out.json", monkeypatch, "--ranks", "1", "--seconds-budget", "-1")
     assert report["not_run"] == [TINY.name, f"row-wise {TINY.name}"]
@@ -92,6 +93,7 @@ def test_a_ratio_is_the_median_over_rounds() -> None:
     assert summary == {"today_us": 3.0, "then_us": 2.0, "ratio": 1.5, "spread": spread}
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match=f"rank 0 of the checkout {tmp_path} ended"):
         _compare(tmp_path, tmp_path / "out.json", monkeypatch, "--ranks", "1")

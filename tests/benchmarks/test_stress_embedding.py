@@ -55,6 +55,7 @@ def test_epochs_with_random_delays_give_the_same_bits(tmp_path: Path) -> None:
     assert 0 < report["largest_relative_error_against_plain_torch"] < 1e-4
 
 
+@pytest.mark.slow
 def test_a_mutant_that_overwrites_held_outputs_is_seen(tmp_path: Path) -> None:
     (tmp_path / "mutant.py").write_text(MUTANT)
     ended, report = run([*TORCHRUN, tmp_path / "mutant.py", "--epochs", 8], tmp_path / "mutant.json")

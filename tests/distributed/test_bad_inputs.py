@@ -484,7 +484,11 @@ UNDER_TORCHRUN = [
 ]
 
 
-@pytest.mark.parametrize("bad", UNDER_TORCHRUN, ids=lambda bad: bad.input)
+@pytest.mark.parametrize(
+    "bad",
+    [UNDER_TORCHRUN[0], *(pytest.param(bad, marks=pytest.mark.slow) for bad in UNDER_TORCHRUN[1:])],
+    ids=lambda bad: bad.input,
+)
 def test_the_same_under_torchrun(bad: BadInput, folder: Path) -> None:
     bad.prepare(folder)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={bad.ranks}"]

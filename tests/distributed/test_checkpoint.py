@@ -106,13 +106,13 @@ class TestResume:
         ("optimizer", "before", "after"),
         [
             (ROWWISE_ADAGRAD, (2, "table_wise"), (3, "row_wise")),
-            (ROWWISE_ADAGRAD, (3, "row_wise"), (1, "table_wise")),
-            (ROWWISE_ADAGRAD, (2, "data_parallel"), (2, "row_wise")),
+            pytest.param(ROWWISE_ADAGRAD, (3, "row_wise"), (1, "table_wise"), marks=pytest.mark.slow),
+            pytest.param(ROWWISE_ADAGRAD, (2, "data_parallel"), (2, "row_wise"), marks=pytest.mark.slow),
             (ROWWISE_ADAGRAD, (2, "table_wise"), (2, "data_parallel")),
             (ADAGRAD, (2, "column_wise"), (3, "table_wise")),
-            (ADAGRAD, (2, "row_wise"), (2, "column_wise")),
+            pytest.param(ADAGRAD, (2, "row_wise"), (2, "column_wise"), marks=pytest.mark.slow),
             (ADAGRAD, (2, "data_parallel"), (2, "column_wise")),
-            (ADAGRAD, (2, "column_wise"), (1, "data_parallel")),
+            pytest.param(ADAGRAD, (2, "column_wise"), (1, "data_parallel"), marks=pytest.mark.slow),
         ],
     )
     def test_losses_go_on_on_other_ranks_and_plans(self, tmp_path, straight, optimizer, before, after):

@@ -154,7 +154,7 @@ def test_the_last_checkpoints_and_the_best_are_kept(uninterrupted):
 
 
 @pytest.mark.parametrize(
-    "number", [number if number in (2, 3) else pytest.param(number, marks=pytest.mark.slow) for number in range(10)]
+    "number", [number if number == 2 else pytest.param(number, marks=pytest.mark.slow) for number in range(10)]
 )
 def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path, uninterrupted, number):
     """Each run is killed up to three times: at a random step, and, if its number is even, in a random checkpoint.
@@ -184,6 +184,7 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path, uninterrupted, nu
     assert_same_outcome(run, uninterrupted)
 
 
+@pytest.mark.slow
 def test_a_run_killed_after_its_last_step_only_evaluates(tmp_path, uninterrupted):
     """Killed after its last line of metrics.jsonl, and before its summary."""
     run = train(tmp_path, 2, *SETTINGS)
@@ -209,6 +210,7 @@ def test_a_finished_run_is_left_alone(tmp_path, uninterrupted):
     assert {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*") if path.is_file()} == files
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_a_run_whose_worker_was_killed(tmp_path, uninterrupted):
     run = tmp_path / "run"
     attempt = Torchrun(tmp_path, "--max-restarts=1")

@@ -10,6 +10,8 @@ import pytest
 from tests.distributed.launch import losses, metrics, summary, train
 
 STEPS = 200
+# Of runs that are quick to compare; all are compared over STEPS in `make test-all`.
+FEW_STEPS = 50
 RELATIVE_TOLERANCE = 1e-5
 
 ROWWISE_ADAGRAD = "embedding.optimizer.kind=rowwise_adagrad"
@@ -60,26 +62,27 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return run
 
 
-def assert_same_losses(run: Path, reference: Path) -> None:
-    assert list(losses(run)) == list(range(1, STEPS + 1))
+def assert_same_losses(run: Path, reference: Path, steps: int = STEPS) -> None:
+    assert list(losses(run)) == list(range(1, steps + 1))
     assert losses(run) == pytest.approx(losses(reference), rel=RELATIVE_TOLERANCE, abs=0)
     assert summary(run)["test_auc"] == pytest.approx(summary(reference)["test_auc"], abs=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "sharding", "model", "optimizer"),
+    ("ranks", "sharding", "model", "optimizer", "steps"),
     [
-        pytest.param(*spread, id="-".join(str(part).rsplit("=", 1)[-1] for part in spread), marks=marks)
-        for spreads, marks in ((SPREADS, ()), (MORE_SPREADS, pytest.mark.slow))
+        pytest.param(*spread, steps, id="-".join(str(part).rsplit("=", 1)[-1] for part in (*spread, steps)), marks=marks)
+        for spreads, steps, marks in ((SPREADS, FEW_STEPS, ()), (SPREADS + MORE_SPREADS, STEPS, pytest.mark.slow))
         for spread in spreads
     ],
 )
-def test_losses_do_not_depend_on_ranks_and_plan(tmp_path, alone, ranks, sharding, model, optimizer):
-    run = train(tmp_path, ranks, model, optimizer, f"embedding.sharding={sharding}")
+def test_losses_do_not_depend_on_ranks_and_plan(tmp_path, alone, ranks, sharding, model, optimizer, steps):
+    length = f"training.max_steps={steps}"
+    run = train(tmp_path, ranks, model, optimizer, length, f"embedding.sharding={sharding}")
     plan = (run / "plan.txt").read_text()
     assert sharding == "auto" or f" {sharding} " in plan
     assert sharding == "data_parallel" or all(f"rank {rank}: " in plan for rank in range(ranks))
-    assert_same_losses(run, alone(model, optimizer))
+    assert_same_losses(run, alone(model, optimizer, length), steps)
 
 
 def test_each_table_may_have_a_plan_of_its_own(tmp_path, alone):
@@ -98,10 +101,12 @@ def test_training_learns(alone):
     assert summary(alone(DLRM, ROWWISE_ADAGRAD))["test_auc"] > 0.75
 
 
-def test_evaluations_in_between_leave_no_trace_in_training(tmp_path):
-    quiet = train(tmp_path / "quiet", 2)
-    evaluated = train(tmp_path / "evaluated", 2, "evaluation.every_steps=7")
-    assert len(metrics(evaluated, "evaluation")) == STEPS // 7
+@pytest.mark.parametrize("steps", [FEW_STEPS, pytest.param(STEPS, marks=pytest.mark.slow)])
+def test_evaluations_in_between_leave_no_trace_in_training(tmp_path, steps):
+    length = f"training.max_steps={steps}"
+    quiet = train(tmp_path / "quiet", 2, length)
+    evaluated = train(tmp_path / "evaluated", 2, length, "evaluation.every_steps=7")
+    assert len(metrics(evaluated, "evaluation")) == steps // 7
     assert losses(evaluated) == losses(quiet)
     assert summary(evaluated)["test_auc"] == summary(quiet)["test_auc"]
 

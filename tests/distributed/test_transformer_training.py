@@ -58,7 +58,13 @@ def test_training_learns(alone):
 
 @pytest.mark.parametrize(
     ("ranks", "tensor_parallel", "comm"),
-    [(2, 1, "fused"), (2, 2, "baseline"), (2, 0, "auto"), (4, 2, "baseline"), (4, 4, "fused")],
+    [
+        (2, 1, "fused"),
+        (2, 2, "baseline"),
+        (2, 0, "auto"),
+        pytest.param(4, 2, "baseline", marks=pytest.mark.slow),
+        (4, 4, "fused"),
+    ],
 )
 def test_losses_do_not_depend_on_ranks_tensor_parallelism_and_comm(tmp_path, alone, ranks, tensor_parallel, comm):
     run = spread(tmp_path, ranks, tensor_parallel, comm)
@@ -70,7 +76,10 @@ def test_losses_do_not_depend_on_ranks_tensor_parallelism_and_comm(tmp_path, alo
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((4, 2, "fused"), (1, 1, "baseline")), ((1, 1, "baseline"), (2, 2, "fused"))],
+    [
+        pytest.param((4, 2, "fused"), (1, 1, "baseline"), marks=pytest.mark.slow),
+        ((1, 1, "baseline"), (2, 2, "fused")),
+    ],
 )
 def test_a_run_goes_on_with_another_tensor_parallel_size(tmp_path, alone, before, after):
     run = spread(tmp_path, *before, steps=HALF)

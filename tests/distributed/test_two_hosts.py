@@ -48,6 +48,7 @@ def arguments(folder: Path, *overrides: str) -> list[str]:
     return ["--config", str(config), f"output_dir={folder}", "embedding.sharding=table_wise", *overrides]
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_one_host_with_four_ranks(hosts: TwoHosts, tmp_path: Path) -> None:
     steps = "training.max_steps=50"
     assert wait(start(hosts, arguments(tmp_path / "two", steps), tmp_path / "log"), 240) == [0, 0]
@@ -58,6 +59,7 @@ def test_losses_are_those_of_one_host_with_four_ranks(hosts: TwoHosts, tmp_path:
     assert on_two_hosts == pytest.approx(on_one_host, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_what_only_one_host_lacks_ends_both_with_one_message(hosts: TwoHosts, tmp_path: Path) -> None:
     there = arguments(tmp_path)
     agents = [

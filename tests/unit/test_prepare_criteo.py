@@ -170,7 +170,7 @@ def test_hashed_tensors_equal_those_of_torchrec(tmp_path: Path, small_blocks: No
 
 
 @pytest.mark.parametrize("source", ["generated", "sample"])
-@pytest.mark.parametrize("threshold", [1, 3])
+@pytest.mark.parametrize("threshold", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_frequency_thresholded_ids_equal_those_of_torchrec(
     tmp_path: Path, small_blocks: None, torchrec_utils: type, source: str, threshold: int
 ) -> None:
