@@ -57,6 +57,8 @@ def process_group(rank: Rank, device: torch.device) -> Iterator[None]:
         timeout=_COLLECTIVE_TIMEOUT,
         device_id=None if device.type == "cpu" else device,
     )
+    # Where one rank is done at once, others may still be connecting to it.
+    dist.all_reduce(torch.zeros(1))
     yield
     # Not in a finally: after a failure other ranks may never join, and the process is about to end anyway.
     dist.destroy_process_group()
