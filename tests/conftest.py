@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 # Workers and ranks share the cores. Before the first import of torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -25,6 +26,14 @@ def reason_to_skip(marks: set[str], is_interpreted: bool) -> str | None:
 
 if IS_INTERPRETED:
     quicken()
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """With Triton's interpreter, leave out files that name no test for it: to import all would take half a minute."""
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    if IS_INTERPRETED and is_test and collection_path.parent.name != "gpu":
+        return True if "interpreted" not in collection_path.read_text() else None
+    return None
 
 
 # Before xdist reads the groups.

@@ -186,6 +186,7 @@ def test_what_is_tuned_begins_with_chunks_and_what_is_used_today() -> None:
     assert not tune_gemm.fits(Tiles(rows=256, columns=256, depth=64, band=8, warps=8, stages=3, programs=1))
 
 
+@pytest.mark.slow
 def test_the_fastest_tiles_are_printed_as_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _run(tmp_path, "--cells", "tiny", "--most", "3", main=tune_gemm.main)
     tune_gemm.main(["--table", str(tmp_path / "results.json")])
@@ -235,6 +236,7 @@ def test_repeated_products_and_layers_with_random_delays_have_the_same_bits(tmp_
     assert all(work["relative_error"] > 0 and work["elements_that_differ"] == 0 for work in report["works"])
 
 
+@pytest.mark.slow
 def test_one_element_that_differs_once_is_seen(tmp_path: Path) -> None:
     ended, report = _run_stress(tmp_path, _stress_with_rare_mistakes)
     assert ended.statuses == [1, 1], ended.output

@@ -25,8 +25,15 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("store_of", ["torchrun", "rank 0"])
-@pytest.mark.parametrize("late_rank", [0, 1])
+@pytest.mark.parametrize(
+    ("late_rank", "store_of"),
+    [
+        (0, "rank 0"),
+        (1, "torchrun"),
+        pytest.param(1, "rank 0", marks=pytest.mark.slow),
+        pytest.param(0, "torchrun", marks=pytest.mark.slow),
+    ],
+)
 def test_a_program_trains_and_evaluates(late_rank: int, store_of: str, tmp_path: Path) -> None:
     """Two process groups, one after the other: a rank must not take what is left of the first for the second."""
     script = tmp_path / "program.py"

@@ -122,8 +122,12 @@ class TestResume:
 
     @pytest.mark.parametrize(
         "dense_optimizer",
-        [("adagrad", 0.0), ("adam", 0.0), ("sgd", 0.0), ("sgd", 0.9)],
-        ids=["adagrad", "adam", "sgd", "sgd with momentum"],
+        [
+            pytest.param(("adagrad", 0.0), id="adagrad", marks=pytest.mark.slow),
+            pytest.param(("adam", 0.0), id="adam"),
+            pytest.param(("sgd", 0.0), id="sgd", marks=pytest.mark.slow),
+            pytest.param(("sgd", 0.9), id="sgd with momentum"),
+        ],
     )
     def test_the_dense_optimizer_goes_on_bit_by_bit(self, tmp_path, straight, dense_optimizer):
         kind, momentum = dense_optimizer

@@ -17,7 +17,8 @@ from dlrm_fused.training import trainer
 from dlrm_fused.training.runtime import ErrorStore, Rank
 from tests.distributed.launch import losses, metrics, run_ranks, small_config, summary, train
 
-STEPS = "training.max_steps=60"
+# All are compared over STEPS in `make test-all`.
+STEPS, FEW_STEPS = 60, 20
 SLOW_SECONDS = 0.4
 ROWWISE_ADAGRAD, ADAGRAD, SGD = (f"embedding.optimizer.kind={kind}" for kind in ("rowwise_adagrad", "adagrad", "sgd"))
 MIXED = [f"embedding.tables.table_{i}.sharding={kind}" for i, kind in enumerate(("row_wise", "column_wise", "table_wise"))]
@@ -47,6 +48,8 @@ EQUAL_BUT_FOR_THE_ORDER_OF_ADDITION = [
     (4, [*MIXED, "embedding.tables.table_3.sharding=row_wise", SGD]),
 ]
 
+WITH_STEPS = pytest.mark.parametrize("steps", [FEW_STEPS, pytest.param(STEPS, marks=pytest.mark.slow)])
+
 
 def name_of(case: object) -> str:
     if isinstance(case, list):
@@ -58,26 +61,28 @@ def name_of(case: object) -> str:
 def both(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
     """The same run with comm=fused and comm=baseline."""
 
-    def run(ranks: int, overrides: list[str]) -> tuple[Path, Path]:
-        settings = [STEPS, "evaluation.every_steps=25", *overrides]
+    def run(ranks: int, overrides: list[str], steps: int = FEW_STEPS) -> tuple[Path, Path]:
+        settings = [f"training.max_steps={steps}", f"evaluation.every_steps={2 * steps // 5}", *overrides]
         fused = train(tmp_path / "fused", ranks, "comm=fused", *settings)
         return fused, train(tmp_path / "baseline", ranks, *settings)
 
     return run
 
 
+@WITH_STEPS
 @pytest.mark.parametrize(("ranks", "overrides"), BIT_IDENTICAL, ids=name_of)
-def test_losses_and_metrics_are_the_same_bits(both, ranks, overrides):
-    fused, baseline = both(ranks, overrides)
+def test_losses_and_metrics_are_the_same_bits(both, ranks, overrides, steps):
+    fused, baseline = both(ranks, overrides, steps)
     assert " fused" in (fused / "plan.txt").read_text()
     assert losses(fused) == losses(baseline)
     assert [line["auc"] for line in metrics(fused, "evaluation")] == [line["auc"] for line in metrics(baseline, "evaluation")]
     assert summary(fused)["test_auc"] == summary(baseline)["test_auc"]
 
 
+@WITH_STEPS
 @pytest.mark.parametrize(("ranks", "overrides"), EQUAL_BUT_FOR_THE_ORDER_OF_ADDITION, ids=name_of)
-def test_losses_are_the_same_up_to_the_order_of_addition(both, ranks, overrides):
-    fused, baseline = both(ranks, overrides)
+def test_losses_are_the_same_up_to_the_order_of_addition(both, ranks, overrides, steps):
+    fused, baseline = both(ranks, overrides, steps)
     assert losses(fused) == pytest.approx(losses(baseline), rel=1e-6, abs=0)
     assert summary(fused)["test_auc"] == pytest.approx(summary(baseline)["test_auc"], abs=1e-5)
 
@@ -95,7 +100,7 @@ def test_the_plan_names_the_path_of_each_table_and_why(both):
 
 
 def test_auto_measures_and_gives_the_same_losses(tmp_path):
-    overrides = [STEPS, *BESIDE_DATA_PARALLEL]
+    overrides = [f"training.max_steps={FEW_STEPS}", *BESIDE_DATA_PARALLEL]
     auto = train(tmp_path / "auto", 2, "comm=auto", *overrides)
     baseline = train(tmp_path / "baseline", 2, *overrides)
     assert losses(auto) == losses(baseline)

@@ -102,6 +102,7 @@ def test_loads_of_each_layer_are_reported_relative_to_their_mean(alone):
                 assert 0 <= load[f"experts_{layer}_idlest"] <= 1 <= load[f"experts_{layer}_busiest"] <= 8
 
 
+@pytest.mark.slow
 def test_a_run_of_two_ranks_is_evaluated_on_one_and_goes_on_with_four(tmp_path, alone):
     run = spread(tmp_path, "transformer", 2, 2, "fused", steps=HALF)
     of_half = summary(run)

@@ -47,6 +47,7 @@ def hosts() -> Iterator[TwoHosts]:
         yield hosts
 
 
+@pytest.mark.slow
 def test_gloo_reduces_over_two_hosts_with_two_ranks_each(hosts: TwoHosts, tmp_path: Path) -> None:
     script = tmp_path / "all_reduce.py"
     script.write_text(ALL_REDUCE)

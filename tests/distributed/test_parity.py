@@ -11,7 +11,7 @@ from tests.distributed.launch import losses, metrics, summary, train
 
 STEPS = 200
 # Of runs that are quick to compare; all are compared over STEPS in `make test-all`.
-FEW_STEPS = 50
+FEW_STEPS = 28
 RELATIVE_TOLERANCE = 1e-5
 
 ROWWISE_ADAGRAD = "embedding.optimizer.kind=rowwise_adagrad"
@@ -47,6 +47,8 @@ MORE_SPREADS = [
     (4, "row_wise", DCNV2, ADAGRAD),
     (3, "row_wise", DLRM, ROWWISE_ADAGRAD),
 ]
+
+WITH_STEPS = pytest.mark.parametrize("steps", [FEW_STEPS, pytest.param(STEPS, marks=pytest.mark.slow)])
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +90,11 @@ def test_losses_do_not_depend_on_ranks_and_plan(tmp_path, alone, ranks, sharding
 def test_each_table_may_have_a_plan_of_its_own(tmp_path, alone):
     plans = ("row_wise", "column_wise", "data_parallel", "table_wise")
     settings = [f"embedding.tables.table_{table}.sharding={plan}" for table, plan in enumerate(plans)]
-    run = train(tmp_path, 2, DLRM, ADAGRAD, *settings)
+    length = f"training.max_steps={FEW_STEPS}"
+    run = train(tmp_path, 2, DLRM, ADAGRAD, length, *settings)
     lines = (run / "plan.txt").read_text().splitlines()
     assert [line.split()[4] for line in lines[1:5]] == list(plans)
-    assert_same_losses(run, alone(DLRM, ADAGRAD))
+    assert_same_losses(run, alone(DLRM, ADAGRAD, length), FEW_STEPS)
 
 
 def test_training_learns(alone):
@@ -101,7 +104,7 @@ def test_training_learns(alone):
     assert summary(alone(DLRM, ROWWISE_ADAGRAD))["test_auc"] > 0.75
 
 
-@pytest.mark.parametrize("steps", [FEW_STEPS, pytest.param(STEPS, marks=pytest.mark.slow)])
+@WITH_STEPS
 def test_evaluations_in_between_leave_no_trace_in_training(tmp_path, steps):
     length = f"training.max_steps={steps}"
     quiet = train(tmp_path / "quiet", 2, length)
@@ -111,10 +114,12 @@ def test_evaluations_in_between_leave_no_trace_in_training(tmp_path, steps):
     assert summary(evaluated)["test_auc"] == summary(quiet)["test_auc"]
 
 
+@WITH_STEPS
 @pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
-def test_half_precision_on_the_wire_changes_little_but_something(tmp_path, alone, sharding):
+def test_half_precision_on_the_wire_changes_little_but_something(tmp_path, alone, sharding, steps):
     wire = ("embedding.forward_wire=fp16", "embedding.backward_wire=fp16")
-    half = losses(train(tmp_path, 2, *wire, f"embedding.sharding={sharding}"))
-    full = losses(alone(DLRM, ROWWISE_ADAGRAD))
+    length = f"training.max_steps={steps}"
+    half = losses(train(tmp_path, 2, length, *wire, f"embedding.sharding={sharding}"))
+    full = losses(alone(DLRM, ROWWISE_ADAGRAD, length))
     assert half == pytest.approx(full, rel=5e-3)
     assert half != pytest.approx(full, rel=1e-5)

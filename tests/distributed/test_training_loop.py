@@ -44,7 +44,12 @@ class TestLearningRates:
 
     @pytest.mark.parametrize(
         ("optimizer", "sharding"),
-        [("rowwise_adagrad", "table_wise"), ("adagrad", "row_wise"), ("sgd", "column_wise"), ("adagrad", "data_parallel")],
+        [
+            ("rowwise_adagrad", "table_wise"),
+            ("adagrad", "data_parallel"),
+            pytest.param("adagrad", "row_wise", marks=pytest.mark.slow),
+            pytest.param("sgd", "column_wise", marks=pytest.mark.slow),
+        ],
     )
     def test_rows_stand_still_when_the_rate_has_decayed_to_zero(self, tmp_path, optimizer, sharding):
         kind = f"embedding.optimizer.kind={optimizer}"

@@ -63,7 +63,7 @@ def test_training_learns(alone):
         (2, 2, "baseline"),
         (2, 0, "auto"),
         pytest.param(4, 2, "baseline", marks=pytest.mark.slow),
-        (4, 4, "fused"),
+        pytest.param(4, 4, "fused", marks=pytest.mark.slow),
     ],
 )
 def test_losses_do_not_depend_on_ranks_tensor_parallelism_and_comm(tmp_path, alone, ranks, tensor_parallel, comm):

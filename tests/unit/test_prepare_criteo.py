@@ -169,7 +169,7 @@ def test_hashed_tensors_equal_those_of_torchrec(tmp_path: Path, small_blocks: No
     np.testing.assert_array_equal(joined(splits, "labels"), labels[:, 0])
 
 
-@pytest.mark.parametrize("source", ["generated", "sample"])
+@pytest.mark.parametrize("source", ["generated", pytest.param("sample", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("threshold", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_frequency_thresholded_ids_equal_those_of_torchrec(
     tmp_path: Path, small_blocks: None, torchrec_utils: type, source: str, threshold: int
