@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from enum import Enum
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,10 +30,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: one line that names the key, its value, what is allowed and, for an unknown key, the nearest one.
     """
-    config = cast(DictConfig, OmegaConf.structured(Config))
-    config = _merge(config, _read_yaml(Path(path)), origin=str(path))
-    for override in overrides:
-        config = _merge(config, _parse_override(override), origin="the command line")
+    updates = [
+        (_read_yaml(Path(path)), str(path)),
+        *((_parse_override(override), "the command line") for override in overrides),
+    ]
+    for update, origin in updates:
+        _check_tree(cast(dict[Any, Any], OmegaConf.to_container(update, resolve=False)), Config, "", origin)
+    config = _merge(updates)
     _check_references(config, Config, "")
     typed = cast(Config, OmegaConf.to_object(config))
     check_consistency(typed)
@@ -45,8 +50,7 @@ def to_yaml(config: Config) -> str:
 
 def flatten(config: Config) -> dict[str, object]:
     """Every setting by its dotted key, enumerations by name; for comparing two configs."""
-    container = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
-    return dict(_flatten(cast(dict[str, Any], container), ""))
+    return dict(_flatten(asdict(config), ""))
 
 
 def _flatten(tree: dict[str, Any], prefix: str) -> Iterable[tuple[str, object]]:
@@ -54,7 +58,7 @@ def _flatten(tree: dict[str, Any], prefix: str) -> Iterable[tuple[str, object]]:
         if isinstance(value, dict):
             yield from _flatten(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", value
+            yield f"{prefix}{key}", value.name if isinstance(value, Enum) else value
 
 
 def _read_yaml(path: Path) -> DictConfig:
@@ -88,13 +92,20 @@ def _parse_override(override: str) -> DictConfig:
         raise ConfigError(f"override {override!r}: {_first_line(error)}") from None
 
 
-def _merge(config: DictConfig, update: DictConfig, origin: str) -> DictConfig:
-    _check_tree(cast(dict[Any, Any], OmegaConf.to_container(update, resolve=False)), Config, "", origin)
+def _merge(updates: Sequence[tuple[DictConfig, str]]) -> DictConfig:
+    """The defaults with the settings of all updates, each from an origin."""
+    config = cast(DictConfig, OmegaConf.structured(Config))
     try:
-        return cast(DictConfig, OmegaConf.merge(config, update))
-    except OmegaConfBaseException as error:
-        key = str(error.full_key)
-        raise _not_allowed(key, OmegaConf.select(update, key), type_of(key), origin) from None
+        # At once: OmegaConf copies everything whenever it merges.
+        return cast(DictConfig, OmegaConf.merge(config, *(update for update, _ in updates)))
+    except OmegaConfBaseException:
+        for update, origin in updates:
+            try:
+                config = cast(DictConfig, OmegaConf.merge(config, update))
+            except OmegaConfBaseException as error:
+                key = str(error.full_key)
+                raise _not_allowed(key, OmegaConf.select(update, key), type_of(key), origin) from None
+        raise
 
 
 def _check_tree(tree: Mapping[Any, Any], group: Any, prefix: str, origin: str) -> None:
