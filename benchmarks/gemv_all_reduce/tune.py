@@ -5,9 +5,8 @@
     python -m benchmarks.gemv_all_reduce.tune --table tuning.json
 
 The figures behind dlrm_fused/ops/gemv_all_reduce/tuning.py, for the cells of gemv_all_reduce.py. All ranks take part in every
-call, with
-the same block shape. Calls are timed in CUDA graphs, as there, over weights that the L2 cache does not hold; the fastest are
-timed again, longer. With ``--table`` it prints the fastest of each cell as source of the tuning table.
+call, with the same block shape. Calls are timed in CUDA graphs, as there, over weights that the L2 cache does not hold; the
+fastest are timed again, longer. With ``--table`` it prints the fastest of each cell as source of the tuning table.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,14 @@ from benchmarks.common.tune_command import run_tuner, tuner_parser
 from benchmarks.gemv_all_reduce.cells import CELLS, DTYPE, Cell, by_shape, draw_inputs, draw_weights, weight_copies
 from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace, gemv_all_reduce
 from dlrm_fused.ops.gemv_all_reduce import tuning as gemv_tuning
-from dlrm_fused.ops.gemv_all_reduce.tuning import Blocks
+from dlrm_fused.ops.gemv_all_reduce.tuning import (
+    MIN_DEPTH_OF_SPLIT,
+    ONE_SHOT_WORDS,
+    RESIDENT_PROGRAMS,
+    STAGE_BYTES,
+    Blocks,
+    padded,
+)
 
 CALLS_OF_A_GRAPH = 24
 # Block shapes that are timed again.
@@ -46,9 +52,31 @@ def chosen_blocks(cell: Cell, ranks: int) -> Blocks:
 
 def candidates(cell: Cell, ranks: int, most: int | None) -> list[Blocks]:
     """Block shapes to be timed: what the operator takes today first, then others, in an order of chance but always the same."""
-    others = list(dict.fromkeys(gemv_tuning.candidates(cell.m, cell.n, cell.depth(ranks))))
+    others = list(dict.fromkeys(all_blocks(cell.m, cell.n, cell.depth(ranks))))
     random.Random(SEED).shuffle(others)
     return list(dict.fromkeys([chosen_blocks(cell, ranks), *others]))[:most]
+
+
+def all_blocks(rows: int, columns: int, depth: int) -> Iterator[Blocks]:
+    """Blocks worth a measurement: half a program to three for each multiprocessor, whose steps load 4 to 32 kB of weights."""
+    for tile, step, splits, warps in itertools.product((16, 32, 64, 128), (64, 128, 256), (1, 2, 3, 4, 8), (4, 8)):
+        programs = -(-columns // tile) * splits
+        stages = min(6, STAGE_BYTES // (2 * step * (tile + padded(rows))))
+        fits = stages >= 2 and depth // splits >= max(step, MIN_DEPTH_OF_SPLIT)
+        is_spread = RESIDENT_PROGRAMS // 2 < programs <= 3 * RESIDENT_PROGRAMS
+        if fits and is_spread and 2048 <= tile * step <= 16384 and (warps == 4 or tile * step >= 8192):
+            for two_shot, flagged in _protocols(rows * columns):
+                yield Blocks(tile, step, splits, warps, stages, two_shot, flagged)
+
+
+def _protocols(results: int) -> Iterator[tuple[bool, bool]]:
+    """Values of two_shot and flagged."""
+    if results <= 4 * ONE_SHOT_WORDS:
+        yield False, False
+    if results > ONE_SHOT_WORDS // 2:
+        yield True, False
+    if results >= 2 * ONE_SHOT_WORDS:
+        yield True, True
 
 
 class Tuning:

@@ -10,10 +10,6 @@ Where the cache lies and how long it is, the kernels read on the device: one CUD
 Source: Dao, Haziza, Massa, Sizov, *Flash-Decoding for long-context inference*, pytorch.org/blog/flash-decoding, 2023.
 """
 
-# Kernels follow Triton's ways: constants in capitals, no types but theirs.
-# ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import torch

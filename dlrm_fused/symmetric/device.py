@@ -15,9 +15,6 @@ Memory order: the stores of a program precede its barrier, the barrier its count
 signal (``release``, system scope); who sees the signal (``acquire``, system scope) sees all of them.
 """
 
-# Kernels follow Triton's ways: constants in capitals, no types but theirs.
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import operator

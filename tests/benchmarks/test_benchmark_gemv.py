@@ -23,7 +23,7 @@ from benchmarks.gemv_all_reduce import stress as stress_gemv
 from benchmarks.gemv_all_reduce import tune as tune_gemv
 from benchmarks.gemv_all_reduce.cells import LARGE_ROWS, ROWS, SHAPES, Cell, large_cells, small_cells, tiny_cells, weight_copies
 from benchmarks.gemv_all_reduce.report import plot, summarize, table
-from dlrm_fused.ops.gemv_all_reduce.tuning import Blocks, candidates
+from dlrm_fused.ops.gemv_all_reduce.tuning import Blocks
 from tests.distributed.launch import Ended, run_program
 
 
@@ -149,7 +149,7 @@ def test_what_is_tuned_begins_with_what_is_used_today() -> None:
     cell = Cell(16, 2048, 8192)
     shapes = tune_gemv.candidates(cell, 4, None)
     assert shapes[0] == tune_gemv.chosen_blocks(cell, 4)
-    assert set(shapes) >= set(candidates(cell.m, cell.n, cell.depth(4)))
+    assert set(shapes) >= set(tune_gemv.all_blocks(cell.m, cell.n, cell.depth(4)))
     assert len(set(shapes)) == len(shapes)
     assert tune_gemv.candidates(cell, 4, 5) == shapes[:5]
 

@@ -181,10 +181,7 @@ def launch_scatter_tiles(wire: torch.dtype) -> None:
     layout = ExchangeLayout(((LookupLayout((0,), (WIDTH,)),), (LookupLayout((WIDTH,), (WIDTH,)),)), WORLD * WIDTH)
     plan = BatchPlan(layout, RANK, (4, 4), wire, wire, torch.device("cpu"))
     for relative in (True, False):
-        scatter_tiles(
-            rows(SINGLE), plan.pooled_tables[0], 4, memory(), channel(), wire=wire, fingerprint=1, receive_offset=4096,
-            relative=relative,
-        )  # fmt: skip
+        scatter_tiles(rows(SINGLE), plan.pooled_tables[0], 4, window(), wire=wire, relative=relative)
 
 
 HALF, SINGLE = torch.bfloat16, torch.float32

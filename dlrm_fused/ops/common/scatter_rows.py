@@ -1,9 +1,5 @@
 """Stores rows of a local tensor into chosen rows of other ranks' memory. A call is one epoch of a channel."""
 
-# Kernels follow Triton's ways: constants in capitals, no types but theirs.
-# ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import torch

@@ -3,25 +3,16 @@
 What it computes: ``reference.py``. The operators: ``op.py`` (lookup and All-to-All), ``pooled.py`` (the All-to-All of what
 another library has looked up). Where things lie: ``tables.py`` (rows), ``layout.py`` (columns), ``plan.py`` (a batch),
 ``workspace.py`` (symmetric memory). Kernels: ``kernel.py`` (lookup), ``scatter.py`` (tiles to peers), ``reduce.py`` (what was
-received), ``update.py`` and ``update_kernels.py`` (optimizer), with ``prefetch_sort.py`` ahead of
-it. ``tuning.py`` has the lookup's block shapes.
+received), ``update.py`` and ``update_kernels.py`` (optimizer), with ``prefetch_sort.py`` ahead of it. ``tuning.py`` has the
+lookup's block shapes.
 """
 
-from dlrm_fused.ops.embedding_all_to_all.layout import ExchangeLayout, LookupLayout
-from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all
-from dlrm_fused.ops.embedding_all_to_all.pooled import pooled_all_to_all
-from dlrm_fused.ops.embedding_all_to_all.reference import reference
-from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables, RowwiseAdagrad, Sgd
-from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
-
-__all__ = [
-    "EmbeddingWorkspace",
-    "ExchangeLayout",
-    "LocalTables",
-    "LookupLayout",
-    "RowwiseAdagrad",
-    "Sgd",
-    "embedding_all_to_all",
-    "pooled_all_to_all",
-    "reference",
-]
+from dlrm_fused.ops.embedding_all_to_all.layout import ExchangeLayout as ExchangeLayout
+from dlrm_fused.ops.embedding_all_to_all.layout import LookupLayout as LookupLayout
+from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all as embedding_all_to_all
+from dlrm_fused.ops.embedding_all_to_all.pooled import pooled_all_to_all as pooled_all_to_all
+from dlrm_fused.ops.embedding_all_to_all.reference import reference as reference
+from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables as LocalTables
+from dlrm_fused.ops.embedding_all_to_all.tables import RowwiseAdagrad as RowwiseAdagrad
+from dlrm_fused.ops.embedding_all_to_all.tables import Sgd as Sgd
+from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace as EmbeddingWorkspace

@@ -1,9 +1,5 @@
 """The kernel of the fused lookup: bags are pooled and stored straight into the output of the rank they belong to."""
 
-# Kernels follow Triton's ways: constants in capitals, no types but theirs.
-# ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import triton

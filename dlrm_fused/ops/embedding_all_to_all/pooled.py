@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
+from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan, Tile
 from dlrm_fused.ops.embedding_all_to_all.reduce import receive_output
 from dlrm_fused.ops.embedding_all_to_all.scatter import scatter_tiles
@@ -135,12 +136,14 @@ def _copy_tiles(
 
 
 def _send_by_kernel(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[Tensor], receive_offset: int) -> None:
+    wire, last = workspace.forward_wire, len(pooled) - 1
     for number, source in enumerate(pooled):
+        window = ReceiveWindow(
+            workspace.destination_memory(plan, number), workspace.forward_channel, receive_offset, plan.fingerprint
+        )
         scatter_tiles(
-            source, plan.pooled_tables[number], max(plan.batch_sizes), workspace.destination_memory(plan, number),
-            workspace.forward_channel, wire=workspace.forward_wire, fingerprint=plan.fingerprint,
-            receive_offset=receive_offset, relative=not plan.goes_to_staging(number), first=number == 0,
-            last=number == len(pooled) - 1,
+            source, plan.pooled_tables[number], max(plan.batch_sizes), window, wire=wire,
+            relative=not plan.goes_to_staging(number), first=number == 0, last=number == last,
         )  # fmt: skip
     if not pooled:
         send_nothing(workspace, plan, receive_offset)
@@ -148,11 +151,9 @@ def _send_by_kernel(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list
 
 def send_nothing(workspace: EmbeddingWorkspace, plan: BatchPlan, receive_offset: int) -> None:
     """The epoch of a rank that has nothing to send, such as one without tables: it only receives."""
-    scatter_tiles(
-        torch.empty(0, 4, device=workspace.device), plan.empty_table, 0, workspace.outputs.memory,
-        workspace.forward_channel, wire=workspace.forward_wire, fingerprint=plan.fingerprint,
-        receive_offset=receive_offset, relative=True,
-    )  # fmt: skip
+    window = ReceiveWindow(workspace.outputs.memory, workspace.forward_channel, receive_offset, plan.fingerprint)
+    nothing = torch.empty(0, 4, device=workspace.device)
+    scatter_tiles(nothing, plan.empty_table, 0, window, wire=workspace.forward_wire, relative=True)
 
 
 def send_gradient(workspace: EmbeddingWorkspace, plan: BatchPlan, gradient: Tensor) -> list[Tensor]:
@@ -173,10 +174,8 @@ def send_gradient(workspace: EmbeddingWorkspace, plan: BatchPlan, gradient: Tens
     workspace.reserve(plan.batch_sizes)
     memory = workspace.gradients
     if uses_kernels(workspace.device):
-        scatter_tiles(
-            gradient, plan.gradient_table, plan.local_batch, memory, channel, wire=workspace.backward_wire,
-            fingerprint=plan.fingerprint, receive_offset=0, relative=False,
-        )  # fmt: skip
+        window = ReceiveWindow(memory, channel, 0, plan.fingerprint)
+        scatter_tiles(gradient, plan.gradient_table, plan.local_batch, window, wire=workspace.backward_wire, relative=False)
     else:
         tiles = plan.gradient_tiles()
         channel.run_epoch(

@@ -1,9 +1,5 @@
 """What a rank does with embeddings it has received: adds up row-wise parts, converts 16-bit values, returns fp32."""
 
-# Kernels follow Triton's ways: constants in capitals, no types but theirs.
-# ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,9 +1,5 @@
 """Storing tiles of a local tensor into peers' memory, as one epoch of a channel; with the dtype changed on the way."""
 
-# Kernels follow Triton's ways: constants in capitals, no types but theirs.
-# ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import torch
@@ -12,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
+from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.embedding_all_to_all.plan import TILE_COLUMNS
-from dlrm_fused.symmetric import Channel, SymmetricMemory
 from dlrm_fused.symmetric.device import begin, finish, peer_pointer, wait_until_ready
 
 _ROWS = 8  # of a program's tile
@@ -73,32 +69,28 @@ def scatter_tiles(
     source: Tensor,
     table: Tensor,
     most_rows: int,
-    memory: SymmetricMemory,
-    channel: Channel,
+    window: ReceiveWindow,
     *,
     wire: torch.dtype,
-    fingerprint: int,
-    receive_offset: int,
     relative: bool,
     first: bool = True,
     last: bool = True,
 ) -> None:
-    """Store tiles of ``source`` in the peers' ``memory``.
+    """Store tiles of ``source`` at the peers.
 
     Args:
         source: fp32, bf16 or fp16, 2-D with unit column stride; rows and columns that start at multiples of 4 elements.
         table: of :func:`~dlrm_fused.ops.embedding_all_to_all.plan.tile_table`.
         most_rows: of any tile.
         wire: dtype in which the values are stored.
-        receive_offset: where this rank receives in this epoch.
         relative: whether the tiles' offsets count from where their peer receives.
         first, last: whether this launch begins or ends the epoch; between them others may send more.
     """
     row_blocks = triton.cdiv(most_rows, _ROWS)
     items = table.shape[0] * row_blocks
     scatter_tiles_kernel[(max(1, min(items, _PROGRAMS)),)](
-        source, source.stride(0), table, items, max(row_blocks, 1), memory.addresses, receive_offset, channel.args,
-        fingerprint,
+        source, source.stride(0), table, items, max(row_blocks, 1), window.memory.addresses, window.offset,
+        window.channel.args, window.fingerprint,
         RELATIVE=relative, FIRST=first, LAST=last, WIRE=TRITON_DTYPES[wire], ALIGNMENT=4 * wire.itemsize, ROWS=_ROWS,
         COLUMNS=TILE_COLUMNS, num_warps=4,
     )  # fmt: skip

@@ -153,66 +153,36 @@ def apply_gradients(
     Raises:
         UsageError: inputs of wrong shape, dtype or device, or tables without optimizer.
     """
-    batch_size = _check_lookup(tables, indices, offsets)
-    _check_gradients(tables, gradients, batch_size)
-    _check_per_sample_weights(per_sample_weights, indices)
-    optimizer = tables.optimizer
-    if optimizer is None:
-        raise UsageError("these tables have no optimizer: give LocalTables.optimizer, or do not update them")
-    if sorted_lookup.batch_size != batch_size or sorted_lookup.keys.numel() != indices.numel():
-        raise UsageError(
-            f"sorted_lookup is of {sorted_lookup.keys.numel()} indices and batch size {sorted_lookup.batch_size}, these are "
-            f"{indices.numel()} and {batch_size}: give the result of sort_lookup for the same inputs"
-        )
     first, last = tables_range if tables_range is not None else (0, len(tables.rows))
-    if not 0 <= first <= last <= len(tables.rows):
-        raise UsageError(f"tables_range is {tables_range}: there are {len(tables.rows)} tables")
+    optimizer = _check_update(tables, sorted_lookup, gradients, indices, offsets, per_sample_weights, first, last)
     if indices.numel() == 0 or first == last:
         return
-
+    known, device, order, programs = tables.on_device, gradients.device, sorted_lookup, len(sorted_lookup.chunks)
     is_stochastic = tables.stochastic_rounding and tables.weights.dtype != torch.float32
     # From torch's own generator: reproducible by its seed, and new numbers in every replay of a CUDA graph.
-    seed = torch.randint(_MAX_INT32, (1,), device=indices.device, dtype=torch.int32) if is_stochastic else None
-    for block in tables.on_device.blocks:
-        if any(triton.next_power_of_2(dim) == block for dim in tables.dims[first:last]):
-            _update_block(
-                tables, optimizer, sorted_lookup, gradients, per_sample_weights, scale, first, last, cancelled, seed, block
-            )
-
-
-def _update_block(
-    tables: LocalTables,
-    optimizer: RowwiseAdagrad | Sgd,
-    order: SortedLookup,
-    gradients: Tensor,
-    per_sample_weights: Tensor | None,
-    scale: float,
-    first: int,
-    last: int,
-    cancelled: Tensor | None,
-    seed: Tensor | None,
-    block: int,
-) -> None:
-    """:func:`apply_gradients` for the tables first <= table < last whose dims have ``block`` as next power of two."""
-    known, device, programs = tables.on_device, gradients.device, len(order.chunks)
+    seed = torch.randint(_MAX_INT32, (1,), device=device, dtype=torch.int32) if is_stochastic else None
     momentum, eps = (optimizer.momentum, optimizer.eps) if isinstance(optimizer, RowwiseAdagrad) else (None, 0.0)
     rate = optimizer.learning_rate
     is_rate_on_device = rate.device == device
-    partials = torch.empty((programs, 2, block), dtype=torch.float32, device=device)
-    args = UpdateArgs(
-        tables.weights, momentum, rate if is_rate_on_device else rate.item(), eps, seed, order.keys, order.samples,
-        order.chunks, partials, known.tables, cancelled,
-    )  # fmt: skip
-    shapes = {"DIM": known.blocks[block], "BLOCK_D": block, "RATE_ON_DEVICE": is_rate_on_device}
-    update_kernel[(programs,)](
-        args, first, last, gradients, gradients.stride(0), scale, order.features, known.columns, order.coefficients,
-        order.positions, per_sample_weights,
-        **shapes, ROWS=_tile_rows(block, device), GRADIENT_VECTOR=4 if gradients.stride(0) % 4 == 0 else 1,
-        num_warps=max(block // 256, 1), maxnreg=_REGISTERS,
-    )  # fmt: skip
-    merge_kernel[(min(programs, _merge_programs(device)),)](
-        args, first, last, order.crossings, **shapes, ROWS=max(_MERGE_ELEMENTS // block, 4), num_warps=4
-    )
+    # Those of the tables whose dims have `block` as next power of two, for each.
+    for block in known.blocks:
+        if not any(triton.next_power_of_2(dim) == block for dim in tables.dims[first:last]):
+            continue
+        partials = torch.empty((programs, 2, block), dtype=torch.float32, device=device)
+        args = UpdateArgs(
+            tables.weights, momentum, rate if is_rate_on_device else rate.item(), eps, seed, order.keys, order.samples,
+            order.chunks, partials, known.tables, cancelled,
+        )  # fmt: skip
+        shapes = {"DIM": known.blocks[block], "BLOCK_D": block, "RATE_ON_DEVICE": is_rate_on_device}
+        update_kernel[(programs,)](
+            args, first, last, gradients, gradients.stride(0), scale, order.features, known.columns, order.coefficients,
+            order.positions, per_sample_weights,
+            **shapes, ROWS=_tile_rows(block, device), GRADIENT_VECTOR=4 if gradients.stride(0) % 4 == 0 else 1,
+            num_warps=max(block // 256, 1), maxnreg=_REGISTERS,
+        )  # fmt: skip
+        merge_kernel[(min(programs, _merge_programs(device)),)](
+            args, first, last, order.crossings, **shapes, ROWS=max(_MERGE_ELEMENTS // block, 4), num_warps=4
+        )
 
 
 def per_sample_weight_gradients(
@@ -323,12 +293,32 @@ def _check_gradients(tables: LocalTables, gradients: Tensor, batch_size: int) ->
         raise UsageError(f"gradients are on {gradients.device}: the weights are on {tables.weights.device}")
 
 
-def _check_per_sample_weights(weights: Tensor | None, indices: Tensor) -> None:
-    if weights is None:
-        return
-    if weights.dtype != torch.float32 or weights.shape != indices.shape or not weights.is_contiguous():
+def _check_update(
+    tables: LocalTables,
+    sorted_lookup: SortedLookup,
+    gradients: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    first: int,
+    last: int,
+) -> RowwiseAdagrad | Sgd:
+    batch_size = _check_lookup(tables, indices, offsets)
+    _check_gradients(tables, gradients, batch_size)
+    if weights is not None:
+        if weights.dtype != torch.float32 or weights.shape != indices.shape or not weights.is_contiguous():
+            raise UsageError(
+                f"per_sample_weights are {weights.dtype} {list(weights.shape)}: give contiguous fp32 {list(indices.shape)}"
+            )
+        if weights.device != indices.device:
+            raise UsageError(f"per_sample_weights are on {weights.device}: the indices are on {indices.device}")
+    if tables.optimizer is None:
+        raise UsageError("these tables have no optimizer: give LocalTables.optimizer, or do not update them")
+    if sorted_lookup.batch_size != batch_size or sorted_lookup.keys.numel() != indices.numel():
         raise UsageError(
-            f"per_sample_weights are {weights.dtype} {list(weights.shape)}: give contiguous fp32 {list(indices.shape)}"
+            f"sorted_lookup is of {sorted_lookup.keys.numel()} indices and batch size {sorted_lookup.batch_size}, these are "
+            f"{indices.numel()} and {batch_size}: give the result of sort_lookup for the same inputs"
         )
-    if weights.device != indices.device:
-        raise UsageError(f"per_sample_weights are on {weights.device}: the indices are on {indices.device}")
+    if not 0 <= first <= last <= len(tables.rows):
+        raise UsageError(f"tables_range is {(first, last)}: there are {len(tables.rows)} tables")
+    return tables.optimizer

@@ -1,9 +1,5 @@
 """The kernels of the update of embedding tables; see :mod:`dlrm_fused.ops.embedding_all_to_all.update`."""
 
-# Kernels follow Triton's ways: constants in capitals, no types but theirs.
-# ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 from typing import Any, NamedTuple

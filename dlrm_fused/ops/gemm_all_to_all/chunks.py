@@ -4,9 +4,6 @@ The products are the library's, this rank's own last. A copy engine is told addr
 another rank's result will lie; so the chunks are received in blocks that lie at the same place on all ranks, and copied out.
 """
 
-# Kernels follow Triton's ways: constants in capitals, no types but theirs.
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 from contextlib import nullcontext

@@ -12,10 +12,6 @@ The rows of x belong together in one of two ways:
   How many rows there are is known on the device alone.
 """
 
-# Kernels follow Triton's ways: constants in capitals, no types but theirs.
-# ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import functools

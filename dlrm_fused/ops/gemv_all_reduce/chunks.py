@@ -5,10 +5,6 @@ the chunk from all ranks, adds it up in their order, and stores the result at al
 reduce-scatter and an all-gather, without a pass through memory in between.
 """
 
-# Kernels follow Triton's ways: constants in capitals, no types but theirs.
-# ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import itertools

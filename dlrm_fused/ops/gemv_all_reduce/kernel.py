@@ -9,10 +9,6 @@ call in between it needed words of that call from every rank, which each sends a
 nothing that is still to be read is overwritten, though no rank announces that it is ready.
 """
 
-# Kernels follow Triton's ways: constants in capitals, no types but theirs.
-# ruff: noqa: N803, N806
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -6,8 +6,6 @@ led to them.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 # Rows of x that the kernel for few rows takes.
@@ -19,9 +17,9 @@ SPLIT_SLOTS = 3
 # Programs of a launch at most where all of them wait for each other: one for each multiprocessor of an H100 or H200.
 RESIDENT_PROGRAMS = 132
 # Partial results, rows * columns, above which they are added up at one rank instead of at every rank.
-_ONE_SHOT_WORDS = 32_768
-_STAGE_BYTES = 96 * 1024
-_MIN_DEPTH_OF_SPLIT = 256
+ONE_SHOT_WORDS = 32_768
+STAGE_BYTES = 96 * 1024
+MIN_DEPTH_OF_SPLIT = 256
 
 
 @dataclass(frozen=True)
@@ -79,28 +77,6 @@ def can_be_two_shot(blocks: Blocks, columns: int, world_size: int) -> bool:
     return columns % 2 == 0 and -(-columns // blocks.columns) >= world_size
 
 
-def candidates(rows: int, columns: int, depth: int) -> Iterator[Blocks]:
-    """Blocks worth a measurement: half a program to three for each multiprocessor, whose steps load 4 to 32 kB of weights."""
-    for tile, step, splits, warps in itertools.product((16, 32, 64, 128), (64, 128, 256), (1, 2, 3, 4, 8), (4, 8)):
-        programs = -(-columns // tile) * splits
-        stages = min(6, _STAGE_BYTES // (2 * step * (tile + _padded(rows))))
-        fits = stages >= 2 and depth // splits >= max(step, _MIN_DEPTH_OF_SPLIT)
-        is_spread = RESIDENT_PROGRAMS // 2 < programs <= 3 * RESIDENT_PROGRAMS
-        if fits and is_spread and 2048 <= tile * step <= 16384 and (warps == 4 or tile * step >= 8192):
-            for two_shot, flagged in _protocols(rows * columns):
-                yield Blocks(tile, step, splits, warps, stages, two_shot, flagged)
-
-
-def _protocols(results: int) -> Iterator[tuple[bool, bool]]:
-    """Values of two_shot and flagged."""
-    if results <= 4 * _ONE_SHOT_WORDS:
-        yield False, False
-    if results > _ONE_SHOT_WORDS // 2:
-        yield True, False
-    if results >= 2 * _ONE_SHOT_WORDS:
-        yield True, True
-
-
 def _measured(rows: int, columns: int, depth: int) -> Blocks | None:
     """What was fastest for this weight and as many rows or the next more that were measured."""
     shapes = {m: blocks for (m, n, k), blocks in _MEASURED.items() if (n, k) == (columns, depth) and m >= rows}
@@ -114,11 +90,11 @@ def _by_rule(rows: int, columns: int, depth: int, element_size: int) -> Blocks:
     else:
         tile = next((width for width in (128, 64, 32) if columns // width >= 96), MIN_COLUMNS)
     tiles = -(-columns // tile)
-    splits = max(1, min(8, round(RESIDENT_PROGRAMS / tiles), depth // _MIN_DEPTH_OF_SPLIT))
+    splits = max(1, min(8, round(RESIDENT_PROGRAMS / tiles), depth // MIN_DEPTH_OF_SPLIT))
     step = 128 if tile <= 64 else 64
-    stages = max(2, min(5, _STAGE_BYTES // (element_size * step * (tile + _padded(rows)))))
-    two_shot = rows * columns > _ONE_SHOT_WORDS
-    warps = 8 if tile * _padded(rows) >= 8192 else 4
+    stages = max(2, min(5, STAGE_BYTES // (element_size * step * (tile + padded(rows)))))
+    two_shot = rows * columns > ONE_SHOT_WORDS
+    warps = 8 if tile * padded(rows) >= 8192 else 4
     return Blocks(tile, step, splits, warps, stages, two_shot, flagged=two_shot and rows > 16)
 
 
@@ -132,5 +108,5 @@ def _resident(blocks: Blocks, columns: int) -> Blocks:
     return replace(blocks, splits=splits, columns=tile, depth=step)
 
 
-def _padded(rows: int) -> int:
+def padded(rows: int) -> int:
     return max(16, 1 << (rows - 1).bit_length())

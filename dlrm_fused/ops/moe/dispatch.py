@@ -7,10 +7,6 @@ the order of their slots. So the tiles whose results have to travel come first, 
 counts of all ranks alone.
 """
 
-# Kernels follow Triton's ways: constants in capitals, no types but theirs.
-# ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import torch

@@ -4,10 +4,6 @@ Rows lie as :mod:`~dlrm_fused.ops.moe.dispatch` says. R is the number of rows of
 experts, d the width of a token, f that of the hidden layer, k the number of experts of a token.
 """
 
-# Kernels follow Triton's ways: constants in capitals, no types but theirs.
-# ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def"
-
 from __future__ import annotations
 
 import itertools
