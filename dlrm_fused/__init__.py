@@ -7,6 +7,8 @@ the operators need torch and Triton alone. docs/reference/api.md says what each 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dlrm_fused.deprecated import provide_gone_modules
+
 if TYPE_CHECKING:
     from dlrm_fused.application import evaluate as evaluate
     from dlrm_fused.application import train as train
@@ -84,3 +86,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+provide_gone_modules(__name__)

@@ -1,13 +1,16 @@
 """Names of release 0.1 that have another place now: they work until release 0.2, with a warning that says where they are.
 
-A module that users may import from gives its old names by ``__getattr__ = moved_names(__name__)``.
+A module that users may import from gives its old names by ``__getattr__ = moved_names(__name__)``; one that is gone is there as
+long as its package calls :func:`provide_gone_modules`.
 """
 
 from __future__ import annotations
 
 import pkgutil
+import sys
 import warnings
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 # By old module, by old name, the new place, as module:name.
@@ -43,6 +46,22 @@ MOVED = {
         "ExpertExchange": "dlrm_fused:ExpertWorkspace",
     },
 }
+
+# Modules of MOVED that have no file any more.
+_GONE = (
+    "dlrm_fused.online",
+    *(f"dlrm_fused.ops.{name}" for name in ("exchange", "expert_layer", "pooled_all_to_all", "tables")),
+)
+
+
+def provide_gone_modules(package: str) -> None:
+    """Make the modules of a package that are gone importable; they hold nothing but names that have moved."""
+    for gone in _GONE:
+        if gone.rpartition(".")[0] == package:
+            module = ModuleType(gone, "Names that have moved: see dlrm_fused/deprecated.py.")
+            module.__dict__["__getattr__"] = moved_names(gone)
+            sys.modules[gone] = module
+            setattr(sys.modules[package], gone.rpartition(".")[2], module)
 
 
 def moved_names(module: str) -> Callable[[str], Any]:

@@ -17,7 +17,7 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import DataType
 
-from dlrm_fused.ops.embedding_all_to_all.workspace import WIRE_DTYPES
+from dlrm_fused.ops.common.dtypes import DTYPES
 
 SHARDINGS = (ShardingType.TABLE_WISE, ShardingType.COLUMN_WISE, ShardingType.TABLE_COLUMN_WISE, ShardingType.ROW_WISE)
 _DTYPES = (DataType.FP32, DataType.FP16, DataType.BF16)
@@ -108,7 +108,7 @@ def reason_against(table: TableSettings, uses_kernels: bool) -> str | None:
 
 def reason_against_wire(key: str, dtype: torch.dtype | None) -> str | None:
     """Why a number format of communication is not covered; None if it is."""
-    return None if dtype in WIRE_DTYPES else f"{key}={dtype}"
+    return None if dtype in DTYPES else f"{key}={dtype}"
 
 
 def by_table(groups: Mapping[str, list[TableSettings]], uses_kernels: bool) -> dict[str, str | None]:

@@ -36,14 +36,8 @@ def fused_is_faster(
     of_fused, of_unfused = seconds.tolist()
     is_faster: bool = of_fused < of_unfused
     if group.rank() == 0:
-        logger.info(
-            "comm=auto, %s: fused %.3f ms, %s %.3f ms: %s",
-            work,
-            of_fused * 1e3,
-            unfused_name,
-            of_unfused * 1e3,
-            "fused" if is_faster else unfused_name,
-        )
+        of_both, chosen = (of_fused * 1e3, unfused_name, of_unfused * 1e3), "fused" if is_faster else unfused_name
+        logger.info("comm=auto, %s: fused %.3f ms, %s %.3f ms: %s", work, *of_both, chosen)
     return is_faster
 
 

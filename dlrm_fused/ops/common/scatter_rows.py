@@ -15,8 +15,6 @@ from dlrm_fused.symmetric.device import announced_offset, begin, finish, uses_ke
 _ROW_BYTES, _ROWS = 2048, 8
 # Enough stores in flight for the links of one GPU, also where other kernels hold some multiprocessors.
 _PROGRAMS = 528
-
-
 _CHANGING = ["items", "rows_per_rank", "destinations_at", "first_destination", "receive_offset", "fingerprint"]
 
 

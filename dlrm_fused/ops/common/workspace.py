@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
+from dlrm_fused.ops.common.dtypes import DTYPES
 from dlrm_fused.symmetric import BlockPool, Channel, SymmetricGroup, SymmetricMemory
-
-# Of matrices that operators multiply.
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Operators of PyTorch take numbers, not objects.
 _handles = itertools.count()
@@ -115,6 +113,17 @@ def check_counts(name: str, **counts: int) -> None:
     for key, value in counts.items():
         if not isinstance(value, int) or value < 1:
             raise UsageError(f"{name}: {key}={value}; needed: a whole number, at least 1")
+
+
+def check_tensor(workspace: Workspace, key: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> None:
+    """Raises UsageError unless the tensor is contiguous, of this dtype and shape, and on the workspace's device."""
+    name, device = workspace.name, workspace.device
+    if tensor.dtype != dtype or tensor.device != device:
+        raise UsageError(f"{name}: {key} is {tensor.dtype} on {tensor.device}; needed: {dtype} on {device}")
+    if list(tensor.shape) != list(shape) or not tensor.is_contiguous():
+        raise UsageError(
+            f"{name}: {key} has shape {list(tensor.shape)}, strides {tensor.stride()}; needed: {list(shape)}, contiguous"
+        )
 
 
 def _agree_on_settings(group: SymmetricGroup, name: str, check: Callable[[], Mapping[str, object]]) -> None:

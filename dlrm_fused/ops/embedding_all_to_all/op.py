@@ -141,13 +141,12 @@ def _check_inputs(
         )
     if len(workspace.tables) != count:
         raise UsageError(f"{name}: no tables for its {count} lookups; call attach_tables first")
-    for key, tensors in (("weights", weights), ("indices", indices), ("offsets", offsets)):
+    given = {"weights": weights, "indices": indices, "offsets": offsets}
+    if per_sample_weights:
+        given["per_sample_weights"] = per_sample_weights
+    for key, tensors in given.items():
         if len(tensors) != count:
             raise UsageError(f"{name}: {len(tensors)} {key} for {count} lookups of rank {workspace.rank}")
-    if per_sample_weights and len(per_sample_weights) != count:
-        raise UsageError(
-            f"{name}: {len(per_sample_weights)} per_sample_weights for {count} lookups; give none, or one for each"
-        )
     for number in range(count):
         attached = workspace.tables[number].weights
         if weights[number].dtype != attached.dtype or weights[number].shape != attached.shape:
@@ -210,22 +209,19 @@ def _backward(
     workspace = EmbeddingWorkspace.of(handle)
     ordered = sorted_lookups(prefetched_sort, workspace.tables, indices, offsets)
     received = send_gradient(workspace, workspace.plan(batch_sizes), gradient)
-    weight_gradients = []
+    weight_gradients, scale = [], workspace.gradient_scale
     for i, tables in enumerate(workspace.tables):
         weights = per_sample_weights[i] if per_sample_weights and per_sample_weights[i].numel() else None
         if weights is not None:
-            weight_gradients.append(
-                per_sample_weight_gradients(tables, received[i], indices[i], offsets[i], workspace.gradient_scale)
-            )
+            weight_gradients.append(per_sample_weight_gradients(tables, received[i], indices[i], offsets[i], scale))
         elif per_sample_weights:
             weight_gradients.append(torch.empty(0, device=workspace.device))
         order = ordered[i]
         if order is not None:
             # Gradients that a peer has failed to send must not reach the tables.
             apply_gradients(
-                tables, order, received[i], indices[i], offsets[i], weights, workspace.gradient_scale,
-                cancelled=workspace.backward_channel.fault,
-            )  # fmt: skip
+                tables, order, received[i], indices[i], offsets[i], weights, scale, cancelled=workspace.backward_channel.fault
+            )
     return [torch.empty(0, device=workspace.device), *weight_gradients]
 
 

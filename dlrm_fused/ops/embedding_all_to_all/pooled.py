@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.common.workspace import ReceiveWindow
+from dlrm_fused.ops.common.workspace import ReceiveWindow, check_tensor
 from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan, Tile
 from dlrm_fused.ops.embedding_all_to_all.reduce import receive_output
 from dlrm_fused.ops.embedding_all_to_all.scatter import scatter_tiles
@@ -128,10 +128,7 @@ def _copy_tiles(
         if tile.peer == peer and tile.rows:
             first = (base + tile.offset) // wire.itemsize
             place = elements.as_strided((tile.rows, tile.width), (tile.stride, 1), first)
-            values = source[
-                tile.source_row : tile.source_row + tile.rows,
-                tile.source_column : tile.source_column + tile.width,
-            ]
+            values = source[tile.source_row : tile.source_row + tile.rows, tile.source_column : tile.source_column + tile.width]
             place.copy_(values.clamp(-_LARGEST_FP16, _LARGEST_FP16) if wire == torch.float16 else values)
 
 
@@ -168,9 +165,9 @@ def send_gradient(workspace: EmbeddingWorkspace, plan: BatchPlan, gradient: Tens
     """
     channel = workspace.backward_channel
     workspace.raise_fault()
-    with abort_peers_on_error(channel):
-        _check_gradient(workspace, plan, gradient)
     gradient = gradient.contiguous()
+    with abort_peers_on_error(channel):
+        check_tensor(workspace, "the gradient", gradient, torch.float32, (plan.local_batch, workspace.layout.columns))
     workspace.reserve(plan.batch_sizes)
     memory = workspace.gradients
     if uses_kernels(workspace.device):
@@ -182,14 +179,6 @@ def send_gradient(workspace: EmbeddingWorkspace, plan: BatchPlan, gradient: Tens
             lambda peer, _: _copy_tiles(gradient, tiles, peer, memory, 0, workspace.backward_wire), fingerprint=plan.fingerprint
         )
     return [plan.gradients_view(memory, number) for number in range(len(workspace.own_lookups))]
-
-
-def _check_gradient(workspace: EmbeddingWorkspace, plan: BatchPlan, gradient: Tensor) -> None:
-    expected = (plan.local_batch, workspace.layout.columns)
-    if tuple(gradient.shape) != expected or gradient.dtype != torch.float32:
-        raise UsageError(
-            f"{workspace.name}: the gradient is {gradient.dtype} {list(gradient.shape)}; needed: float32 {list(expected)}"
-        )
 
 
 @torch.library.impl("dlrm_fused::pooled_all_to_all_backward", ["cpu", "cuda"])

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
-
-WEIGHT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+from dlrm_fused.ops.common.dtypes import DTYPES
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,8 +112,8 @@ class LocalTables:
 
 def _check_tables(tables: LocalTables) -> None:
     weights, count = tables.weights, len(tables.rows)
-    if weights.dtype not in WEIGHT_TYPES:
-        raise UsageError(f"weights are {weights.dtype}: tables of {', '.join(map(str, WEIGHT_TYPES))} are supported")
+    if weights.dtype not in DTYPES:
+        raise UsageError(f"weights are {weights.dtype}: tables of {', '.join(map(str, DTYPES))} are supported")
     if weights.dim() != 1 or not weights.is_contiguous():
         raise UsageError(
             f"weights have shape {list(weights.shape)}, strides {weights.stride()}: give one flat, contiguous tensor"
@@ -159,18 +158,14 @@ def _copy_to_device(tables: LocalTables) -> DeviceTables:
 
     feature_tables, count = tables.feature_tables, len(tables.rows)
     columns = dict(zip(feature_tables, tables.feature_columns, strict=True))
+    places = tables.offsets, tables.first_rows, tables.dims
     is_ordered = list(feature_tables) == sorted(feature_tables)
     blocks: dict[int, set[int]] = {}
     for dim in tables.dims:
         blocks.setdefault(1 << (dim - 1).bit_length(), set()).add(dim)
     return DeviceTables(
         tables=tensor(
-            [
-                (offset - first_row * dim, dim, columns.get(table, 0))
-                for table, (offset, first_row, dim) in enumerate(
-                    zip(tables.offsets, tables.first_rows, tables.dims, strict=True)
-                )
-            ]
+            [(offset - first * dim, dim, columns.get(i, 0)) for i, (offset, first, dim) in enumerate(zip(*places, strict=True))]
         ),
         bounds=tensor([*tables.first_rows, tables.total_rows]),
         first_features=tensor([sum(own < table for own in feature_tables) for table in range(count + 1)])

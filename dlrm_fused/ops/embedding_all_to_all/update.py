@@ -33,19 +33,9 @@ import triton
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
+from dlrm_fused.ops.common.dtypes import DTYPES
+from dlrm_fused.ops.embedding_all_to_all import update_kernels as kernels
 from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables, RowwiseAdagrad, Sgd
-from dlrm_fused.ops.embedding_all_to_all.update_kernels import (
-    UpdateArgs,
-    count_kernel,
-    label_kernel,
-    merge_kernel,
-    order_kernel,
-    plan_kernel,
-    product_kernel,
-    update_kernel,
-)
-
-GRADIENT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _BLOCK = 1024  # positions of a program in the elementwise kernels
 _PLAN_BLOCK = 128  # chunks of a program when they are cut
@@ -101,7 +91,7 @@ def sort_lookup(tables: LocalTables, indices: Tensor, offsets: Tensor) -> Sorted
     samples = torch.empty(count, dtype=torch.int32, device=device)
     features = torch.empty(count, dtype=torch.int32, device=device) if known.is_shared else None
     coefficients = torch.empty(count, dtype=torch.float32, device=device) if tables.mean else None
-    order_kernel[(triton.cdiv(count, _BLOCK),)](
+    kernels.order_kernel[(triton.cdiv(count, _BLOCK),)](
         keys, positions, bags, offsets, samples, features, coefficients, count, batch_size,
         BLOCK=_BLOCK,
     )  # fmt: skip
@@ -112,12 +102,12 @@ def sort_lookup(tables: LocalTables, indices: Tensor, offsets: Tensor) -> Sorted
     crossings = torch.empty(1 + 2 * len(chunks), dtype=torch.int32, device=device)
     tables_begin = torch.empty((2, table_count + 1), dtype=torch.int64, device=device)
     is_ordered = known.first_features is not None
-    count_kernel[(1,)](
+    kernels.count_kernel[(1,)](
         offsets if is_ordered else torch.searchsorted(keys, known.bounds.to(keys.dtype)), known.first_features,
         tables_begin, crossings, batch_size, length, table_count,
         ORDERED=is_ordered, BLOCK=triton.next_power_of_2(table_count),
     )  # fmt: skip
-    plan_kernel[(triton.cdiv(len(chunks), _PLAN_BLOCK),)](
+    kernels.plan_kernel[(triton.cdiv(len(chunks), _PLAN_BLOCK),)](
         tables_begin, keys, samples, chunks, crossings, len(chunks), length, table_count, table_count.bit_length(),
         len(chunks).bit_length(),
         BLOCK=_PLAN_BLOCK,
@@ -154,7 +144,9 @@ def apply_gradients(
         UsageError: inputs of wrong shape, dtype or device, or tables without optimizer.
     """
     first, last = tables_range if tables_range is not None else (0, len(tables.rows))
-    optimizer = _check_update(tables, sorted_lookup, gradients, indices, offsets, per_sample_weights, first, last)
+    optimizer = _check_update(tables, sorted_lookup, gradients, indices, offsets, per_sample_weights)
+    if not 0 <= first <= last <= len(tables.rows):
+        raise UsageError(f"tables_range is {tables_range}: there are {len(tables.rows)} tables")
     if indices.numel() == 0 or first == last:
         return
     known, device, order, programs = tables.on_device, gradients.device, sorted_lookup, len(sorted_lookup.chunks)
@@ -169,18 +161,18 @@ def apply_gradients(
         if not any(triton.next_power_of_2(dim) == block for dim in tables.dims[first:last]):
             continue
         partials = torch.empty((programs, 2, block), dtype=torch.float32, device=device)
-        args = UpdateArgs(
+        args = kernels.UpdateArgs(
             tables.weights, momentum, rate if is_rate_on_device else rate.item(), eps, seed, order.keys, order.samples,
             order.chunks, partials, known.tables, cancelled,
         )  # fmt: skip
         shapes = {"DIM": known.blocks[block], "BLOCK_D": block, "RATE_ON_DEVICE": is_rate_on_device}
-        update_kernel[(programs,)](
+        kernels.update_kernel[(programs,)](
             args, first, last, gradients, gradients.stride(0), scale, order.features, known.columns, order.coefficients,
             order.positions, per_sample_weights,
             **shapes, ROWS=_tile_rows(block, device), GRADIENT_VECTOR=4 if gradients.stride(0) % 4 == 0 else 1,
             num_warps=max(block // 256, 1), maxnreg=_REGISTERS,
         )  # fmt: skip
-        merge_kernel[(min(programs, _merge_programs(device)),)](
+        kernels.merge_kernel[(min(programs, _merge_programs(device)),)](
             args, first, last, order.crossings, **shapes, ROWS=max(_MERGE_ELEMENTS // block, 4), num_warps=4
         )
 
@@ -211,7 +203,7 @@ def per_sample_weight_gradients(
     keys, bags = _label(tables, indices, offsets, batch_size)
     block = min(triton.next_power_of_2(max(tables.feature_dims)), 128)
     rows = max(_TILE_ELEMENTS // block, 1)
-    product_kernel[(triton.cdiv(indices.numel(), rows),)](
+    kernels.product_kernel[(triton.cdiv(indices.numel(), rows),)](
         tables.weights, gradients, gradients.stride(0), scale, keys, bags, offsets, known.tables, known.feature_tables,
         known.columns, products, indices.numel(), batch_size, max(tables.feature_dims),
         ROWS=rows, BLOCK_D=block, GRADIENT_VECTOR=4 if gradients.stride(0) % 4 == 0 else 1, MEAN=tables.mean,
@@ -250,7 +242,7 @@ def _label(tables: LocalTables, indices: Tensor, offsets: Tensor, batch_size: in
     bags_each = min(triton.next_power_of_2(triton.cdiv(2 * _BLOCK * bag_count, count)), _BLOCK)
     keys = torch.empty_like(indices, dtype=torch.int32 if tables.total_rows <= _MAX_INT32 else torch.int64)
     bags = torch.empty_like(indices, dtype=torch.int32 if bag_count <= _MAX_INT32 else torch.int64)
-    label_kernel[(triton.cdiv(bag_count, bags_each),)](
+    kernels.label_kernel[(triton.cdiv(bag_count, bags_each),)](
         indices, offsets, tables.on_device.feature_first_rows, keys, bags, bag_count, batch_size, bags_each,
         bags_each.bit_length() - 1,
         BLOCK=_BLOCK,
@@ -284,8 +276,8 @@ def _check_lookup(tables: LocalTables, indices: Tensor, offsets: Tensor) -> int:
 
 def _check_gradients(tables: LocalTables, gradients: Tensor, batch_size: int) -> None:
     expected = (batch_size, sum(tables.feature_dims))
-    if gradients.dtype not in GRADIENT_TYPES:
-        raise UsageError(f"gradients are {gradients.dtype}: give one of {', '.join(map(str, GRADIENT_TYPES))}")
+    if gradients.dtype not in DTYPES:
+        raise UsageError(f"gradients are {gradients.dtype}: give one of {', '.join(map(str, DTYPES))}")
     if gradients.shape != expected or (gradients.numel() and gradients.stride(1) != 1):
         shape, strides = list(gradients.shape), gradients.stride()
         raise UsageError(f"gradients have shape {shape}, strides {strides}: give {list(expected)} with contiguous rows")
@@ -294,14 +286,7 @@ def _check_gradients(tables: LocalTables, gradients: Tensor, batch_size: int) ->
 
 
 def _check_update(
-    tables: LocalTables,
-    sorted_lookup: SortedLookup,
-    gradients: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    weights: Tensor | None,
-    first: int,
-    last: int,
+    tables: LocalTables, order: SortedLookup, gradients: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor | None
 ) -> RowwiseAdagrad | Sgd:
     batch_size = _check_lookup(tables, indices, offsets)
     _check_gradients(tables, gradients, batch_size)
@@ -314,11 +299,9 @@ def _check_update(
             raise UsageError(f"per_sample_weights are on {weights.device}: the indices are on {indices.device}")
     if tables.optimizer is None:
         raise UsageError("these tables have no optimizer: give LocalTables.optimizer, or do not update them")
-    if sorted_lookup.batch_size != batch_size or sorted_lookup.keys.numel() != indices.numel():
+    if order.batch_size != batch_size or order.keys.numel() != indices.numel():
         raise UsageError(
-            f"sorted_lookup is of {sorted_lookup.keys.numel()} indices and batch size {sorted_lookup.batch_size}, these are "
+            f"sorted_lookup is of {order.keys.numel()} indices and batch size {order.batch_size}, these are "
             f"{indices.numel()} and {batch_size}: give the result of sort_lookup for the same inputs"
         )
-    if not 0 <= first <= last <= len(tables.rows):
-        raise UsageError(f"tables_range is {(first, last)}: there are {len(tables.rows)} tables")
     return tables.optimizer

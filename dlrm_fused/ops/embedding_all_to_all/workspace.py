@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
+from dlrm_fused.ops.common.dtypes import DTYPES
 from dlrm_fused.ops.common.workspace import Workspace
 from dlrm_fused.ops.embedding_all_to_all.layout import ExchangeLayout, FeatureTable, feature_tables
 from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
@@ -23,7 +24,6 @@ from dlrm_fused.ops.embedding_all_to_all.prefetch_sort import PrefetchedSort
 from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables
 from dlrm_fused.symmetric import BlockPool, SymmetricGroup, SymmetricMemory
 
-WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Batch sizes whose tables are kept: a training and an evaluation batch and their uneven last ones.
 _KEPT_BATCH_PLANS = 64
 
@@ -240,7 +240,7 @@ def _checked(settings: Mapping[str, Any], name: str, world_size: int) -> dict[st
         raise UsageError(f"{name}: layout={layout!r}; needed: an ExchangeLayout")
     layout.check(world_size)
     for key in ("forward_wire", "backward_wire"):
-        if settings[key] not in WIRE_DTYPES:
+        if settings[key] not in DTYPES:
             raise UsageError(f"{name}: {key}={settings[key]}; allowed: float32, bfloat16, float16")
     if not 0 < settings["gradient_scale"] < math.inf:
         raise UsageError(f"{name}: gradient_scale={settings['gradient_scale']}; needed: a positive number")

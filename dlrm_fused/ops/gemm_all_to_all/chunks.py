@@ -18,10 +18,7 @@ from dlrm_fused.symmetric.device import EPOCH, begin, finish, wait_until_all_rea
 
 
 @triton.jit(do_not_specialize=["fingerprint"])
-def begin_kernel(
-    channel,
-    fingerprint,
-):
+def begin_kernel(channel, fingerprint):
     """Begin an epoch whose data a copy engine sends, and wait until all ranks are ready for it. One program."""
     epoch = begin(channel, tl.zeros((), tl.int64), fingerprint)
     wait_until_all_ready(channel, epoch, fingerprint)

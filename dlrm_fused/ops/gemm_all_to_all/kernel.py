@@ -15,6 +15,7 @@ The rows of x belong together in one of two ways:
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -63,6 +64,11 @@ class Groups:
             )  # fmt: skip
             self._orders[tiles] = order
         return self._orders[tiles]
+
+    def slices(self) -> list[slice]:
+        """The rows of each group. Waits for the device."""
+        bounds = [tile * self.tile_rows for tile in self.bounds.tolist()]
+        return [slice(first, end) for first, end in itertools.pairwise(bounds)]
 
     def args(self, tiles: int) -> GroupArgs:
         """For a kernel that computes so many rows of tiles."""

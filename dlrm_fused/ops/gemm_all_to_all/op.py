@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
-from dlrm_fused.ops.common.workspace import fingerprint_of
+from dlrm_fused.ops.common.workspace import check_tensor, fingerprint_of
 from dlrm_fused.ops.gemm_all_to_all.chunks import multiply_and_send_chunks
 from dlrm_fused.ops.gemm_all_to_all.kernel import (
     Groups,
@@ -107,16 +107,14 @@ def _forward(x: Tensor, weight: Tensor, scale: Tensor | None, *route_schedule_ha
 
 
 def _check_equal_blocks(workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: Tensor | None, schedule: str) -> None:
-    ranks = workspace.group.world_size
+    name, ranks = workspace.name, workspace.world_size
     if schedule not in SCHEDULES:
-        raise UsageError(f"{workspace.name}: schedule={schedule}; allowed: {', '.join(SCHEDULES)}")
+        raise UsageError(f"{name}: schedule={schedule}; allowed: {', '.join(SCHEDULES)}")
     if schedule == "chunks" and scale is not None:
-        raise UsageError(
-            f"{workspace.name}: schedule=chunks: the library has no product with float8 weights and scales; allowed: kernel"
-        )
+        raise UsageError(f"{name}: schedule=chunks: the library has no product with float8 weights and scales; allowed: kernel")
     _check_matrices(workspace, x, weight, 2, scale)
     if x.shape[0] % ranks or not x.shape[0]:
-        raise UsageError(f"{workspace.name}: x has {x.shape[0]} rows; needed: a positive multiple of the {ranks} ranks")
+        raise UsageError(f"{name}: x has {x.shape[0]} rows; needed: a positive multiple of the {ranks} ranks")
 
 
 def _check_routed(workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: Tensor | None, routes: Routes) -> None:
@@ -135,11 +133,7 @@ def _check_routed(workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: Te
         "destinations": (destinations, x.shape[0]),
     }
     for key, (tensor, length) in expected.items():
-        if tensor.dtype != torch.int32 or tensor.shape != (length,) or tensor.device != workspace.group.device:
-            raise UsageError(
-                f"{workspace.name}: {key} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; needed: int32 [{length}] "
-                f"on {workspace.group.device}"
-            )
+        check_tensor(workspace, key, tensor, torch.int32, [length])
 
 
 def _check_matrices(workspace: GemmWorkspace, x: Tensor, weight: Tensor, weight_dims: int, scale: Tensor | None) -> None:
@@ -168,10 +162,8 @@ def _check_matrices(workspace: GemmWorkspace, x: Tensor, weight: Tensor, weight_
     for key, value, limit in (("rows", x.shape[0], workspace.max_rows), ("columns", columns, workspace.max_columns)):
         if value > limit:
             raise UsageError(f"{name}: {key}={value} is above max_{key}={limit} of the workspace; make it with more")
-    if scale is not None and (scale.dtype != torch.float32 or scale.shape != weight.shape[:-1] or not scale.is_contiguous()):
-        raise UsageError(
-            f"{name}: scale is {scale.dtype} {list(scale.shape)}; needed: float32 {list(weight.shape[:-1])}, contiguous"
-        )
+    if scale is not None:
+        check_tensor(workspace, "scale", scale, torch.float32, weight.shape[:-1])
 
 
 def _send_equal_blocks(workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: Tensor | None, schedule: str) -> Tensor:
@@ -198,20 +190,15 @@ def _send_routed(
     block = blocks.receive((workspace.result_bytes,), torch.uint8)
     workspace.origins_of(block, slots).fill_(-1)
     window = workspace.window(blocks, block, slots, columns)
-    origins_at, first_origin = workspace.origins_at, workspace.rank * workspace.max_rows
+    origins_at, first = workspace.origins_at, workspace.rank * workspace.max_rows
     if uses_kernels(workspace.device):
-        grouped_gemm_combine(x, weight, routes, window, scale=scale, origins_at=origins_at, first_origin=first_origin)
+        grouped_gemm_combine(x, weight, routes, window, scale=scale, origins_at=origins_at, first_origin=first)
     else:
         product = x.new_zeros(x.shape[0], columns)
-        for group, own in _rows_of_groups(routes.groups):
+        for group, own in enumerate(routes.groups.slices()):
             product[own] = _product(x[own], weight[group], None if scale is None else scale[group])
         scatter_rows(
-            product,
-            routes.destinations,
-            window,
-            rows_per_rank=slots,
-            destinations_at=origins_at,
-            first_destination=first_origin,
+            product, routes.destinations, window, rows_per_rank=slots, destinations_at=origins_at, first_destination=first
         )
     held = blocks.to_hold(block)
     return workspace.rows_of(held, slots, columns), workspace.origins_of(held, slots).clone()
@@ -220,12 +207,6 @@ def _send_routed(
 def _product(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
     product = torch.nn.functional.linear(x.float(), weight.float())
     return (product if scale is None else product * scale).to(x.dtype)
-
-
-def _rows_of_groups(groups: Groups) -> list[tuple[int, slice]]:
-    """On the CPU: the groups that have rows, and these."""
-    bounds = [tile * groups.tile_rows for tile in groups.bounds.tolist()]
-    return [(g, slice(*bounds[g : g + 2])) for g in range(len(bounds) - 1) if bounds[g] < bounds[g + 1]]
 
 
 def _destinations(workspace: GemmWorkspace, rows: int) -> Tensor:
@@ -249,11 +230,9 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _differentiate(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    weight = ctx.saved_tensors[1]
-    x_gradient, weight_gradient = torch.ops.dlrm_fused.gemm_all_to_all_backward(
-        gradient, *ctx.saved_tensors, ctx.tile_rows, ctx.handle
-    )
-    return (x_gradient, None if weight.dtype == FP8 else weight_gradient, *[None] * 8)
+    backward = torch.ops.dlrm_fused.gemm_all_to_all_backward
+    x_gradient, weight_gradient = backward(gradient, *ctx.saved_tensors, ctx.tile_rows, ctx.handle)
+    return (x_gradient, None if ctx.saved_tensors[1].dtype == FP8 else weight_gradient, *[None] * 8)
 
 
 torch.library.register_autograd("dlrm_fused::gemm_all_to_all", _differentiate, setup_context=_save_for_backward)
@@ -329,7 +308,7 @@ def _fetch_routed(
         if with_weight:
             grouped_weight_gradient(received, x, groups, weight_gradient)
         return x_gradient, weight_gradient
-    for group, own in _rows_of_groups(groups):
+    for group, own in enumerate(groups.slices()):
         x_gradient[own] = received[own] @ weight[group]
         if with_weight:
             weight_gradient[group] = received[own].T @ x[own]

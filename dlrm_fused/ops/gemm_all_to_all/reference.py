@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,13 +21,12 @@ def routed_reference(process_group: dist.ProcessGroup | None, x: Tensor, weight:
     Counts pass through the host: All-to-All needs them there.
     """
     ranks = 1 if process_group is None else process_group.size()
-    bounds = [tile * routes.groups.tile_rows for tile in routes.groups.bounds.tolist()]
-    products = [x[first:end] @ matrix.T for (first, end), matrix in zip(itertools.pairwise(bounds), weight, strict=True)]
-    destinations = routes.destinations[: bounds[-1]].long()
+    products = torch.cat([x[own] @ matrix.T for own, matrix in zip(routes.groups.slices(), weight, strict=True)])
+    destinations = routes.destinations[: len(products)].long()
     # Rows by their destination; those that belong nowhere come first, and are left out.
     order = torch.argsort(destinations)[int((destinations < 0).sum()) :]
     counts = torch.bincount(destinations[order] // routes.slots, minlength=ranks)
     sent, received = counts.tolist(), all_to_all(counts, process_group).tolist()
-    rows = all_to_all(torch.cat(products)[order], process_group, received, sent)
+    rows = all_to_all(products[order], process_group, received, sent)
     slots = all_to_all(destinations[order] % routes.slots, process_group, received, sent)
     return rows.new_zeros(routes.slots, rows.shape[1]).index_copy(0, slots, rows)

@@ -5,7 +5,7 @@ Shapes that are not in the table of measurements get what the rules below say.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Multiprocessors of an H100 or H200.
 _MULTIPROCESSORS = 132
@@ -65,8 +65,8 @@ def choose_tiles(rows: int, columns: int, depth: int, element_size: int, tile_ro
         tiles = measured.tiles if measured else _by_rule(rows, columns, element_size)
     if tile_rows is None or tile_rows == tiles.rows:
         return tiles
-    columns_, warps, programs = (tiles.columns, 4, tiles.programs) if tile_rows < 128 else (tiles.columns, 8, 1)
-    return Tiles(tile_rows, columns_, tiles.depth, tiles.band, warps, tiles.stages, programs)
+    warps, programs = (4, tiles.programs) if tile_rows < 128 else (8, 1)
+    return replace(tiles, rows=tile_rows, warps=warps, programs=programs)
 
 
 def choose_schedule(rows: int, columns: int, depth: int, element_size: int) -> str:

@@ -87,30 +87,17 @@ class ChunkedSum:
             if self._stream and main:
                 self._stream.wait_stream(main)
             with torch.cuda.stream(self._stream) if self._stream else nullcontext():
-                self._sum(first * columns, (last - first) * columns, columns, result, bias, residual, fingerprint)
+                elements = (last - first) * columns
+                sum_chunk_kernel[(min(triton.cdiv(elements, _BLOCK * self._group.world_size), _PROGRAMS),)](
+                    self._parts.addresses, self._results.memory.addresses, result if bias is None else bias,
+                    result if residual is None else residual, first * columns, elements, columns,
+                    self._results.offset_of(result), self._channel.args, fingerprint,
+                    HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, DTYPE=TRITON_DTYPES[self._dtype],
+                    VECTOR=8 if columns % 8 == 0 else 1, BLOCK=_BLOCK, num_warps=8,
+                )  # fmt: skip
         if self._stream and main:
             main.wait_stream(self._stream)
         return self._results.to_hold(result)
-
-    def _sum(
-        self,
-        chunk_offset: int,
-        elements: int,
-        columns: int,
-        result: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        fingerprint: int,
-    ) -> None:
-        ranks = self._group.world_size
-        blocks_of_rank = triton.cdiv(elements, _BLOCK * ranks)
-        sum_chunk_kernel[(min(blocks_of_rank, _PROGRAMS),)](
-            self._parts.addresses, self._results.memory.addresses, result if bias is None else bias,
-            result if residual is None else residual, chunk_offset, elements, columns, self._results.offset_of(result),
-            self._channel.args, fingerprint,
-            HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, DTYPE=TRITON_DTYPES[self._dtype],
-            VECTOR=8 if columns % 8 == 0 else 1, BLOCK=_BLOCK, num_warps=8,
-        )  # fmt: skip
 
 
 def _chunks(rows: int, columns: int) -> list[tuple[int, int]]:

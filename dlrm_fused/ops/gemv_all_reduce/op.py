@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.common.workspace import fingerprint_of
+from dlrm_fused.ops.common.workspace import check_tensor, fingerprint_of
 from dlrm_fused.ops.gemv_all_reduce.kernel import gemv_all_reduce_kernel
 from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_ROWS, SPLIT_SLOTS, Blocks, choose_blocks
 from dlrm_fused.ops.gemv_all_reduce.workspace import GemvWorkspace
@@ -105,25 +105,15 @@ def _check_inputs(workspace: GemvWorkspace, inputs: _Inputs) -> None:
     (rows, depth), columns = x.shape, weight.shape[0]
     if weight.shape[1] != depth:
         raise UsageError(f"{name}: x is [m, {depth}], weight [N, {weight.shape[1]}]; their K must be equal")
-    for key, what, value, limit in (
-        ("max_rows", "m", rows, workspace.max_rows),
-        ("max_columns", "N", columns, workspace.max_columns),
-    ):
-        if value > limit:
+    for key, what, value in (("max_rows", "m", rows), ("max_columns", "N", columns)):
+        if value > (limit := getattr(workspace, key)):
             raise UsageError(f"{name}: {what}={value} is above {key}={limit} of the workspace; make it with more")
-    expected = {"bias": [columns], "norm_weight": [columns], "residual": [rows, columns]}
-    for key in ("x", "weight", *expected):
-        tensor = getattr(inputs, key)
-        if tensor is None:
-            continue
-        if tensor.dtype != workspace.dtype or tensor.device != workspace.device:
-            raise UsageError(
-                f"{name}: {key} is {tensor.dtype} on {tensor.device}; needed: {workspace.dtype} on {workspace.device}"
-            )
-        if key in expected and (list(tensor.shape) != expected[key] or not tensor.is_contiguous()):
-            raise UsageError(
-                f"{name}: {key} has shape {list(tensor.shape)}, strides {tensor.stride()}; needed: {expected[key]}, contiguous"
-            )
+    # Rows of x and weight may lie apart.
+    check_tensor(workspace, "x", x[:0], workspace.dtype, [0, depth])
+    check_tensor(workspace, "weight", weight[:0], workspace.dtype, [0, depth])
+    for key, shape in {"bias": [columns], "norm_weight": [columns], "residual": [rows, columns]}.items():
+        if (tensor := getattr(inputs, key)) is not None:
+            check_tensor(workspace, key, tensor, workspace.dtype, shape)
 
 
 def _run_kernel(workspace: GemvWorkspace, inputs: _Inputs) -> tuple[Tensor, Tensor]:

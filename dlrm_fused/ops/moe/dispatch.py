@@ -52,6 +52,7 @@ def route(experts: Tensor, window: ReceiveWindow, *, count: int, tile_rows: int,
     """
     if not uses_kernels(window.memory.local.device):
         return _route_by_host(experts, window, count, tile_rows, rows_per_rank)
+    memory, channel, _, fingerprint = window
     slots, top_k = experts.numel(), experts.shape[1]
     lanes = max(_LANES, triton.next_power_of_2(top_k))
     chunk = lanes // top_k * top_k
@@ -63,33 +64,26 @@ def route(experts: Tensor, window: ReceiveWindow, *, count: int, tile_rows: int,
             experts, slots, starts, positions, count,
             TOP_K=top_k, CHUNK=chunk, LANES=lanes, EXPERTS=triton.next_power_of_2(count), num_warps=8,
         )  # fmt: skip
-    first_rows, groups = _exchange_counts(starts, chunks, window, count, tile_rows)
+    # Counts of chunks become sums over the chunks before, and all ranks are told the totals; then as in `place_experts`.
+    at_a_time = min(_SCAN_EXPERTS, triton.next_power_of_2(count))
+    exchange_counts_kernel[(triton.cdiv(count, at_a_time),)](
+        starts, chunks, count, memory.addresses, channel.args, fingerprint,
+        CHUNKS=_SCAN_CHUNKS, EXPERTS=at_a_time, num_warps=4,
+    )  # fmt: skip
+    ranks, local = channel.group.world_size, count // channel.group.world_size
+    first_rows = torch.empty(count, dtype=torch.int32, device=experts.device)
+    groups = Groups(tile_rows, first_rows.new_empty(local + 1), first_rows.new_empty(local))
+    place_experts_kernel[(ranks,)](
+        memory.local.view(torch.int32), first_rows, groups.bounds, groups.local_from, count, tile_rows,
+        RANK=channel.group.rank, WORLD=ranks, LANES=triton.next_power_of_2(local), num_warps=1,
+    )  # fmt: skip
     targets = torch.empty_like(positions)
     if slots:
-        local = count // window.channel.group.world_size
         place_slots_kernel[(triton.cdiv(slots, _SLOTS_OF_PROGRAM),)](
             experts, positions, starts, first_rows, targets, slots, count, local, rows_per_rank,
             CHUNK=chunk, SLOTS=_SLOTS_OF_PROGRAM, num_warps=4,
         )  # fmt: skip
     return targets, groups
-
-
-def _exchange_counts(counts: Tensor, chunks: int, window: ReceiveWindow, experts: int, tile_rows: int) -> tuple[Tensor, Groups]:
-    """Turn the counts of chunks into sums over the chunks before, and tell all ranks the totals; as :func:`place_experts`."""
-    memory, channel, _, fingerprint = window
-    ranks = channel.group.world_size
-    at_a_time, local = min(_SCAN_EXPERTS, triton.next_power_of_2(experts)), experts // ranks
-    exchange_counts_kernel[(triton.cdiv(experts, at_a_time),)](
-        counts, chunks, experts, memory.addresses, channel.args, fingerprint,
-        CHUNKS=_SCAN_CHUNKS, EXPERTS=at_a_time, num_warps=4,
-    )  # fmt: skip
-    first_rows = torch.empty(experts, dtype=torch.int32, device=counts.device)
-    groups = Groups(tile_rows, first_rows.new_empty(local + 1), first_rows.new_empty(local))
-    place_experts_kernel[(ranks,)](
-        memory.local.view(torch.int32), first_rows, groups.bounds, groups.local_from, experts, tile_rows,
-        RANK=channel.group.rank, WORLD=ranks, LANES=triton.next_power_of_2(local), num_warps=1,
-    )  # fmt: skip
-    return first_rows, groups
 
 
 @triton.jit(do_not_specialize=["slots"])

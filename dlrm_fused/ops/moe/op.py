@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
-from dlrm_fused.ops.common.workspace import ReceiveWindow, fingerprint_of
+from dlrm_fused.ops.common.workspace import ReceiveWindow, check_tensor, fingerprint_of
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups
 from dlrm_fused.ops.moe.dispatch import route
 from dlrm_fused.ops.moe.workspace import ExpertWorkspace, check_row
@@ -78,11 +78,7 @@ def _forward(
 
     counting = ReceiveWindow(workspace.counts, workspace.channel, 0, fingerprint_of("routes", w_in.shape, gradient_scale))
     targets, groups = route(
-        experts,
-        counting,
-        count=workspace.experts,
-        tile_rows=workspace.memory.tile_rows,
-        rows_per_rank=workspace.memory.rows,
+        experts, counting, count=workspace.experts, tile_rows=workspace.memory.tile_rows, rows_per_rank=workspace.memory.rows
     )
     received = workspace.received.receive((workspace.memory.received_bytes,), torch.uint8)
     rows, destinations = workspace.rows_of(received), workspace.destinations_of(received)
@@ -151,15 +147,7 @@ def _check_inputs(workspace: ExpertWorkspace, x: Tensor, experts: Tensor, gates:
         "w_out": (w_out, workspace.dtype, [local, workspace.width, hidden]),
     }
     for key, (tensor, dtype, shape) in expected.items():
-        if tensor.dtype != dtype or tensor.device != workspace.group.device:
-            raise UsageError(
-                f"{workspace.name}: {key} is {tensor.dtype} on {tensor.device}; needed: {dtype} on {workspace.group.device}"
-            )
-        if list(tensor.shape) != shape or not tensor.is_contiguous():
-            raise UsageError(
-                f"{workspace.name}: {key} has shape {list(tensor.shape)}, strides {tensor.stride()}; needed: {shape}, "
-                "contiguous"
-            )
+        check_tensor(workspace, key, tensor, dtype, shape)
     if tokens > workspace.max_tokens:
         raise UsageError(
             f"{workspace.name}: {tokens} tokens are above max_tokens={workspace.max_tokens} of the workspace; make it with more"

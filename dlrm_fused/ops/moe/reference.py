@@ -46,10 +46,10 @@ def reference(
     of_expert = torch.arange(local, device=x.device).repeat(ranks)
     by_expert = torch.argsort(of_expert.repeat_interleave(to_receive.flatten(), output_size=sum(received)), stable=True)
     rows = _Take.apply(rows, by_expert, 1)
-    hidden = torch.nn.functional.silu(_grouped_product(rows, _ScaledGradient.apply(w_in, gradient_scale), per_expert))
-    rows = _grouped_product(hidden, _ScaledGradient.apply(w_out, gradient_scale), per_expert)
-    rows = all_to_all(_Put.apply(rows, by_expert, sum(received)), process_group, sent, received)
-    by_token = _Put.apply(rows, order, tokens * top_k).view(tokens, top_k, x.shape[1])
+    hidden = torch.nn.functional.silu(_grouped_product(rows, _with_scaled_gradient(w_in, gradient_scale), per_expert))
+    rows = _grouped_product(hidden, _with_scaled_gradient(w_out, gradient_scale), per_expert)
+    rows = all_to_all(_put(rows, by_expert, sum(received)), process_group, sent, received)
+    by_token = _put(rows, order, tokens * top_k).view(tokens, top_k, x.shape[1])
     return torch.bmm(gates[:, None], by_token.float())[:, 0].to(x.dtype)
 
 
@@ -69,28 +69,17 @@ class _Take(torch.autograd.Function):
         return by_index.view(ctx.count, ctx.repeats, gradient.shape[1]).sum(1), None, None
 
 
-class _Put(torch.autograd.Function):
+def _put(rows: Tensor, index: Tensor, count: int) -> Tensor:
     """``count`` rows: those given where ``index`` says, zeros elsewhere."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor, count: int) -> Tensor:
-        ctx.save_for_backward(index)
-        return rows.new_zeros(count, rows.shape[1]).index_copy_(0, index, rows)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return gradients[0].index_select(0, ctx.saved_tensors[0]), None, None
+    return rows.new_zeros(count, rows.shape[1]).index_copy_(0, index, rows)
 
 
-class _ScaledGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, scale: float) -> Tensor:
-        ctx.scale = scale
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0] if ctx.scale == 1 else gradients[0] * ctx.scale, None
+def _with_scaled_gradient(weight: Tensor, scale: float) -> Tensor:
+    if scale == 1 or not weight.requires_grad:
+        return weight
+    view = weight.view_as(weight)
+    view.register_hook(lambda gradient: gradient * scale)
+    return view
 
 
 def _grouped_product(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:

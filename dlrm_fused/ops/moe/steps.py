@@ -6,8 +6,6 @@ experts, d the width of a token, f that of the hidden layer, k the number of exp
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 import triton
 import triton.language as tl
@@ -36,21 +34,21 @@ class HostSteps:
     def hidden(self, rows: Tensor, w_in: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
         """``h = rows @ w_in[e].T`` and ``silu(h)``, both [R, f]."""
         h = rows.new_zeros(rows.shape[0], w_in.shape[1])
-        for expert, part in enumerate(_parts(groups)):
+        for expert, part in enumerate(groups.slices()):
             h[part] = rows[part] @ w_in[expert].T
         return h, torch.nn.functional.silu(h)
 
     def hidden_gradient(self, gradient: Tensor, w_out: Tensor, h: Tensor, groups: Groups) -> Tensor:
         """The gradient [R, f] of h from that of the results [R, d]: ``(gradient @ w_out[e]) * silu'(h)``."""
         h_gradient = torch.zeros_like(h)
-        for expert, part in enumerate(_parts(groups)):
+        for expert, part in enumerate(groups.slices()):
             rate = torch.sigmoid(h[part])
             h_gradient[part] = (gradient[part] @ w_out[expert]) * (rate * (1 + h[part] * (1 - rate)))
         return h_gradient
 
     def weight_gradient(self, gradient: Tensor, rows: Tensor, groups: Groups, scale: float) -> Tensor:
         """``scale * gradient[rows of e].T @ rows[rows of e]`` for each expert: [L, N, K] from [R, N] and [R, K]."""
-        return torch.stack([scale * (gradient[part].T @ rows[part]) for part in _parts(groups)])
+        return torch.stack([scale * (gradient[part].T @ rows[part]) for part in groups.slices()])
 
     def combine(self, rows: Tensor, weight: Tensor, routes: Routes, window: ReceiveWindow, *, transposed: bool) -> None:
         """Multiply rows by their expert's weight, and store each in its slot at its token's rank. Collective.
@@ -60,7 +58,7 @@ class HostSteps:
             window: in which ranks receive [slots, N].
         """
         by_expert = weight if transposed else weight.transpose(1, 2)
-        results = torch.cat([rows[part] @ by_expert[expert] for expert, part in enumerate(_parts(routes.groups))])
+        results = torch.cat([rows[part] @ by_expert[expert] for expert, part in enumerate(routes.groups.slices())])
         scatter_rows(results, routes.destinations[: len(results)], window, rows_per_rank=routes.slots)
 
     def sum_slots(self, slots: Tensor, targets: Tensor, gates: Tensor | None, tokens: int, top_k: int) -> Tensor:
@@ -183,11 +181,6 @@ def gates_gradient_kernel(gradient, slots, targets, result, width, TOP_K: tl.con
             row = tl.load(slots + slot * width + column, mask=inside, other=0.0).to(tl.float32)
             products += row * tl.load(gradient + token * width + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(result + slot, tl.sum(products, axis=0))
-
-
-def _parts(groups: Groups) -> list[slice]:
-    """The rows of each expert, where tiles have one row."""
-    return [slice(first, end) for first, end in itertools.pairwise(groups.bounds.tolist())]
 
 
 def _rows_of_slots(slots: Tensor, targets: Tensor, top_k: int) -> Tensor:
