@@ -262,9 +262,7 @@ POOLED = [
     ),
     WrongUse("a workspace that is no longer", use_a_dropped_exchange, "no such EmbeddingWorkspace in this process"),
     WrongUse("backward: a gradient in fp64", gradient(Tensor.double), "the gradient is torch.float64", SECOND),
-    WrongUse(
-        "backward: a gradient of another batch", gradient(lambda g: g[:1]), "the gradient is torch.float32 [1, 28]", SECOND
-    ),
+    WrongUse("backward: a gradient of another batch", gradient(lambda g: g[:1]), "the gradient has shape [1, 28]", SECOND),
     WrongUse(
         "a call later than `timeout_seconds`",
         come_too_late,
@@ -494,7 +492,5 @@ FUSED = [
         "indices[0]",
     ),
     WrongUse("backward: a gradient in fp64", gradient(Tensor.double), "the gradient is torch.float64", SECOND),
-    WrongUse(
-        "backward: a gradient of another batch", gradient(lambda own: own[:1]), "the gradient is torch.float32 [1, 28]", SECOND
-    ),
+    WrongUse("backward: a gradient of another batch", gradient(lambda own: own[:1]), "the gradient has shape [1, 28]", SECOND),
 ]

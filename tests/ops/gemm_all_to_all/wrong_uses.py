@@ -164,7 +164,7 @@ _CALLS = [
     WrongUse("M that differs between ranks", given("x", lambda x: x.repeat(2, 1)), _DIFFER, SECOND, error=CommunicationError),
     WrongUse("rows that fill no whole tiles", routed("x", lambda x: x[:20]), "positive number of whole tiles", SECOND),
     WrongUse("destinations in int64", routed("destinations", Tensor.long), "destinations is torch.int64", SECOND),
-    WrongUse("bounds without an end", routed("bounds", lambda bounds: bounds[:-1]), "bounds is torch.int32 [2]", SECOND),
+    WrongUse("bounds without an end", routed("bounds", lambda bounds: bounds[:-1]), "bounds has shape [2]", SECOND),
     WrongUse("one weight for all groups", routed("weight", lambda weight: weight[0]), "needed: 3-D", SECOND),
     WrongUse(
         "`slots` above `max_rows`",
