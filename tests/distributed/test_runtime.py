@@ -78,32 +78,26 @@ def test_an_error_that_all_ranks_meet_is_told_once_as_one_line(tmp_path):
     assert "Traceback" not in ended.output
 
 
-def fail_on_rank_1(rank: Rank) -> None:
+def fail_on_rank_1(error: Exception, rank: Rank) -> None:
     if rank.index == 1:
-        raise DataError("file.txt: line 3 is malformed")
+        raise error
     dist.barrier()
 
 
 def test_an_error_of_one_rank_ends_a_rank_that_waits_for_it(tmp_path):
-    ended = run(tmp_path, fail_on_rank_1)
+    ended = run(tmp_path, partial(fail_on_rank_1, DataError("file.txt: line 3 is malformed")))
     assert ended.statuses == [1, 1]
     assert "rank 1 ERROR file.txt: line 3 is malformed" in errors(ended)
     assert "Traceback" not in ended.output
     assert ended.seconds < 60
 
 
-def fail_unexpectedly_on_rank_1(rank: Rank) -> None:
-    if rank.index == 1:
-        raise ZeroDivisionError("a mistake of ours")
-    dist.barrier()
-
-
 def test_an_error_that_is_nobodys_input_comes_with_its_traceback_once(tmp_path):
-    ended = run(tmp_path, fail_unexpectedly_on_rank_1)
+    ended = run(tmp_path, partial(fail_on_rank_1, ZeroDivisionError("a mistake of ours")))
     assert ended.statuses == [1, 1]
     assert ended.output.count("Traceback") == 1
     assert "ZeroDivisionError: a mistake of ours" in ended.output
-    assert "fail_unexpectedly_on_rank_1" in ended.output
+    assert "in fail_on_rank_1" in ended.output
 
 
 def end_by_sigkill_on_rank_1(rank: Rank) -> None:

@@ -116,6 +116,12 @@ def test_nothing_is_left_of_memory_and_group() -> None:
     run(3, leave_nothing)
 
 
+def same_on_both_ranks(work: Callable[[SymmetricGroup], Any]) -> Any:
+    first, second = run(2, work)
+    assert first == second
+    return first
+
+
 def allocate_differently(group: SymmetricGroup) -> list[str]:
     rank = group.rank
     messages = [
@@ -130,10 +136,9 @@ def allocate_differently(group: SymmetricGroup) -> list[str]:
 
 
 def test_what_differs_between_ranks_is_the_same_error_on_all() -> None:
-    first, second = run(2, allocate_differently)
-    assert first == second
+    told = same_on_both_ranks(allocate_differently)
     must = "symmetric memory must be allocated with the same name and size on all ranks, in the same order; got "
-    assert first == [
+    assert told == [
         f"{must}rank 0: gradients with 100 bytes, rank 1: gradients with 101 bytes",
         f"{must}rank 0: memory_0 with 100 bytes, rank 1: memory_1 with 100 bytes",
         "symmetric memory nothing: size=0: must be positive",
@@ -154,18 +159,17 @@ def allocate_too_much(group: SymmetricGroup) -> list[str]:
 
 
 def test_too_little_memory_is_the_same_error_on_all_ranks_with_the_sizes() -> None:
-    first, second = run(2, allocate_too_much)
-    assert first == second
+    told = same_on_both_ranks(allocate_too_much)
     assert re.fullmatch(
         r"symmetric memory huge: 1.0 PB on each of 2 ranks are 2.0 PB, but this host has [\d.]+ [MGT]B available; "
         "use fewer ranks or a smaller batch",
-        first[0],
+        told[0],
     )
-    assert first[1] == (
+    assert told[1] == (
         "symmetric memory tables: 1.0 MB on each of 2 ranks are 2.0 MB, but this host has 1.0 MB available; "
         "use fewer ranks or a smaller batch"
     )
-    assert first[2].startswith("symmetric memory pool: 1152.9 PB on each of 2 ranks are 2305.8 PB, ")
+    assert told[2].startswith("symmetric memory pool: 1152.9 PB on each of 2 ranks are 2305.8 PB, ")
 
 
 def reserve_in_vain(group: SymmetricGroup) -> str:
@@ -194,12 +198,11 @@ def fail_to_open(group: SymmetricGroup) -> str:
 
 
 def test_memory_of_a_peer_that_may_not_be_opened_is_an_error_on_all_ranks() -> None:
-    first, second = run(2, fail_to_open)
-    assert first == second
+    told = same_on_both_ranks(fail_to_open)
     assert re.fullmatch(
         r"symmetric memory tables: process \d+ may not open the memory of process \d+ \(/proc/\d+/fd/\d+: Permission denied\); "
         "run all ranks as one user, in one container",
-        first,
+        told,
     )
 
 
