@@ -65,7 +65,8 @@ SMALL = {
         },
     },
     "model": {"bottom_mlp": [16, 8], "top_mlp": [16, 1], "cross_layers": 2, "cross_rank": 4},
-    "embedding": {"dim": 8, "optimizer": {"learning_rate": 0.05}},
+    # Not auto, for which the planner compares hundreds of plans.
+    "embedding": {"dim": 8, "sharding": "table_wise", "optimizer": {"learning_rate": 0.05}},
     "training": {"max_steps": 200, "global_batch_size": 64, "dense_optimizer": {"learning_rate": 0.02}},
     "evaluation": {"global_batch_size": 512},
     "telemetry": {"log_every_steps": 1},
