@@ -40,23 +40,23 @@ class ShardedTables:
         self._starts = dict(zip(features, starts.tolist(), strict=True))
         self._layouts: dict[tuple[tuple[str, ...], tuple[str, ...]], _Layout] = {}
 
-    def pieces(self) -> dict[str, tuple[int, Tensor]]:
+    def local_shards(self) -> dict[str, tuple[int, Tensor]]:
         """By feature, the first row of its table that this rank holds, and a view [n, D] of the rows, to be filled."""
-        pieces = {}
+        shards = {}
         last = self._first + len(self.rows) - 1
         for feature, rows in self.features.items():
             start = self._starts[feature]
             begin, end = max(self._first, start), min(last, start + rows)
             if begin < end:
-                pieces[feature] = (begin - start, self.rows[begin - self._first : end - self._first])
-        return pieces
+                shards[feature] = (begin - start, self.rows[begin - self._first : end - self._first])
+        return shards
 
     def load(self, tables: Mapping[str, Tensor]) -> None:
         """Take this rank's rows of some whole tables, [rows, D] by feature."""
-        pieces = self.pieces()
-        for feature in tables.keys() & pieces.keys():
-            first, piece = pieces[feature]
-            piece.copy_(tables[feature][first : first + len(piece)])
+        shards = self.local_shards()
+        for feature in tables.keys() & shards.keys():
+            first, shard = shards[feature]
+            shard.copy_(tables[feature][first : first + len(shard)])
 
     def local_rows(self, ids: KeyedJaggedTensor, features: Sequence[str], width: int) -> NDArray[np.int64]:
         """Where in :attr:`rows` the rows of the ids are.

@@ -58,7 +58,7 @@ class OnlineModel:
             torch.manual_seed(config.seed)  # on all ranks alike
             model = build_transformer(config, schema, product)
         tables = ShardedTables({feature.name: feature.rows for feature in schema.tables}, dim, group, dtype, device)
-        for _, rows in tables.pieces().values():
+        for _, rows in tables.local_shards().values():
             rows.uniform_(-1, 1)
         # Not the model itself: the tables in it are on the meta device.
         parts = {"transformer": model.transformer, "dense_arch": model.dense_arch, "over_arch": model.over_arch}
@@ -89,6 +89,6 @@ def _state(parts: dict[str, torch.nn.Module], tables: ShardedTables, groups: Mod
     for part, module in parts.items():
         for name, parameter in module.named_parameters():
             state[f"dense.model.{part}.{name}"] = of_dense(parameter.detach(), parameter, groups)
-    for table, (first, rows) in tables.pieces().items():
+    for table, (first, rows) in tables.local_shards().items():
         state[f"table.{table}.weight"] = LocalShards((tables.features[table], tables.dim), [((first, 0), rows)])
     return state

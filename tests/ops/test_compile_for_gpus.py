@@ -140,9 +140,14 @@ def launch_gemv(dtype: torch.dtype, blocks: Blocks, with_norm: bool = False) -> 
 
 
 def launch_chunk_sum(dtype: torch.dtype) -> None:
-    results = SimpleNamespace(memory=memory(), offset_of=lambda _: 4096)
-    chunked: Any = SimpleNamespace(_group=channel().group, _parts=memory(), _results=results, _channel=channel(), _dtype=dtype)
-    gemv_chunks.ChunkedSum._sum(chunked, 0, 70 * WIDTH, WIDTH, rows(dtype, 70), None, rows(dtype, 70), 1)
+    given, ours = channel(), memory()
+    ours.local = torch.zeros(70 * WIDTH * dtype.itemsize, dtype=torch.uint8)
+    pool = {"receive": lambda shape, dtype: torch.zeros(shape, dtype=dtype), "to_hold": lambda result: result}
+    results = SimpleNamespace(memory=memory(), offset_of=lambda _: 4096, **pool)
+    chunked: Any = SimpleNamespace(
+        _group=given.group, _parts=ours, _results=results, _channel=given, _dtype=dtype, _stream=None
+    )
+    gemv_chunks.ChunkedSum.product(chunked, rows(dtype, 70), rows(dtype, WIDTH), None, rows(dtype, 70), 1)
 
 
 def launch_update(dtype: torch.dtype, adagrad: bool, features: list[int], weighted: bool) -> None:

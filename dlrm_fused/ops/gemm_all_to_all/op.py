@@ -170,7 +170,7 @@ def _send_equal_blocks(workspace: GemmWorkspace, x: Tensor, weight: Tensor, scal
     (rows, depth), columns, blocks = x.shape, weight.shape[0], workspace.results
     if schedule == "auto":
         schedule = "kernel" if scale is not None else schedule_of(workspace, rows, columns, depth)
-        workspace.say_schedule(schedule, rows, columns, depth)
+        workspace.log_schedule(schedule, rows, columns, depth)
     call, with_kernels = (rows, columns, scale is None, schedule), uses_kernels(workspace.device)
     if schedule == "chunks" and with_kernels:
         return multiply_and_send_chunks(x, weight, blocks, workspace.channel, workspace.stream, fingerprint_of(*call))

@@ -62,12 +62,12 @@ class GemmWorkspace(Workspace):
         self.results = BlockPool.with_spare(group, f"{name}.results", self.result_bytes, _HELD_RESULTS)
         # Beside the stream of the products.
         self.stream = torch.cuda.Stream(group.device, priority=-1) if group.device.type == "cuda" else None
-        self._said: set[tuple[int, int, int]] = set()
+        self._logged_shapes: set[tuple[int, int, int]] = set()
 
-    def say_schedule(self, schedule: str, rows: int, columns: int, depth: int) -> None:
+    def log_schedule(self, schedule: str, rows: int, columns: int, depth: int) -> None:
         """Log what ``auto`` takes, once for each shape, on rank 0."""
-        if self.group.rank == 0 and (rows, columns, depth) not in self._said:
-            self._said.add((rows, columns, depth))
+        if self.group.rank == 0 and (rows, columns, depth) not in self._logged_shapes:
+            self._logged_shapes.add((rows, columns, depth))
             logger.info("%s: schedule %s for x [%d, %d] and weight [%d, %d]", self.name, schedule, rows, depth, columns, depth)
 
     def rows_of(self, block: Tensor, rows: int, columns: int) -> Tensor:
