@@ -50,7 +50,7 @@ test-all: lint
 	$(call WITH_KERNELS,interpreted or also_interpreted)
 
 test-fast: setup-dev
-	$(call WITHOUT_KERNELS, and not slow) tests/unit
+	$(PYTEST) -n 2 -m "not interpreted and not slow" tests/unit
 
 lint: setup-dev
 	$(BIN)/ruff check
