@@ -160,9 +160,9 @@ def _add_synthetic(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         parser.add_argument(f"--{name}", type=int, nargs="+", default=getattr(defaults, name), metavar="N", help=help_text)
     parser.add_argument("--jagged", action="store_true", help="1 to POOLING ids for each sample instead of exactly POOLING")
     for field in fields(SyntheticConfig):
-        if field.type in ("int", "float"):
-            default, of_type = getattr(defaults, field.name), {"int": int, "float": float}[field.type]
-            name = f"--{field.name.replace('_', '-')}"
+        of_type = {"int": int, "float": float}.get(str(field.type))
+        if of_type is not None:
+            default, name = getattr(defaults, field.name), f"--{field.name.replace('_', '-')}"
             parser.add_argument(name, type=of_type, default=default, metavar="N", help=f"default {default}")
     parser.add_argument("--seed", type=int, default=1, help="decides every sample (default 1)")
     parser.set_defaults(prepare=_prepare_synthetic)

@@ -146,7 +146,7 @@ def _check_inputs(
         given["per_sample_weights"] = per_sample_weights
     for key, tensors in given.items():
         if len(tensors) != count:
-            raise UsageError(f"{name}: {len(tensors)} {key} for {count} lookups of rank {workspace.rank}")
+            raise UsageError(f"{name}: {len(tensors)} {key} for {count} lookups of rank {workspace.rank}; give one for each")
     for number in range(count):
         attached = workspace.tables[number].weights
         if weights[number].dtype != attached.dtype or weights[number].shape != attached.shape:

@@ -156,7 +156,7 @@ def apply_gradients(
     momentum, eps = (optimizer.momentum, optimizer.eps) if isinstance(optimizer, RowwiseAdagrad) else (None, 0.0)
     rate = optimizer.learning_rate
     is_rate_on_device = rate.device == device
-    # Those of the tables whose dims have `block` as next power of two, for each.
+    # One launch for the tables whose dims have the same next power of two.
     for block in known.blocks:
         if not any(triton.next_power_of_2(dim) == block for dim in tables.dims[first:last]):
             continue

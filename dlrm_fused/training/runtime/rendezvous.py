@@ -58,7 +58,7 @@ def process_group(rank: Rank, device: torch.device) -> Iterator[None]:
         device_id=None if device.type == "cpu" else device,
     )
     # Where one rank is done at once, others may still be connecting to it.
-    dist.all_reduce(torch.zeros(1))
+    dist.all_reduce(torch.zeros(1, device="cpu"))
     yield
     # Not in a finally: after a failure other ranks may never join, and the process is about to end anyway.
     dist.destroy_process_group()
