@@ -1,28 +1,47 @@
-"""Triton's interpreter, made faster for tests."""
+"""Triton's interpreter, made faster for tests: kernels of tests are small, so its bookkeeping is nearly all of their time."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
+import numpy as np
+from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 # What a wait of a kernel calls now and then. A rank that waits shares the cores with those that it waits for.
 _CALLED_BY_WAITS = "must_stop"
 _WAIT_SECONDS = 0.001
 _SEEN: set[interpreter.InterpretedFunction] = set()
+_check_operands = TritonSemantic.binary_op_type_checking_impl
+_find_np_dtype = interpreter._get_np_dtype
 
 
 def quicken() -> None:
-    """Replace Triton's language at the first call of each device function only, not at all: it took a sixth of the time.
+    """Replace the interpreter's slowest functions by equal ones that compute once what never changes.
+
+    One check is left out: that no int32 overflows, for which each sum is computed in int64 once more.
+    """
+    interpreter.InterpretedFunction.__call__ = _call
+    interpreter._patch_attr = _patch_attr
+    interpreter._get_np_dtype = _np_dtype
+    interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    TritonSemantic.binary_op_type_checking_impl = _operands
+    core.tensor.__init__ = _init_tensor
+    core.block_type.__init__ = _init_block_type
+    core.block_type.name = property(lambda block: f"<{block.shape}, {block.element_ty}>")
+
+
+def _call(function: interpreter.InterpretedFunction, *arguments: Any, **keywords: Any) -> Any:
+    """Replaces the language at the first call of each device function only.
 
     The launch of a kernel has replaced ``triton.language`` already. The device functions of Triton itself look into
     ``triton.language.core``, which the interpreter does not put back.
     """
-    interpreter.InterpretedFunction.__call__ = _call
-
-
-def _call(function: interpreter.InterpretedFunction, *arguments: Any, **keywords: Any) -> Any:
     if function.fn.__name__ == _CALLED_BY_WAITS:
         time.sleep(_WAIT_SECONDS)
     if function not in _SEEN:
@@ -32,3 +51,64 @@ def _call(function: interpreter.InterpretedFunction, *arguments: Any, **keywords
         return function.rewrite()(*arguments, **keywords)
     except Exception as error:
         raise interpreter.InterpreterError(repr(error)) from error
+
+
+def _patch_attr(holder: Any, name: str, member: Callable[..., Any], _builder: Any, scope: Any) -> None:
+    """Calls what ``@builtin`` has wrapped: the wrapper only checks that ``_semantic`` is there."""
+    wrapped = getattr(member, "__wrapped__", member)
+
+    def with_semantic(*arguments: Any, **keywords: Any) -> Any:
+        keywords["_semantic"] = interpreter.interpreter_semantic
+        return wrapped(*arguments, **keywords)
+
+    scope.set_attr(holder, name, with_semantic)
+
+
+def _np_dtype(dtype: core.dtype) -> np.dtype[Any]:
+    element = dtype.element_ty if isinstance(dtype, core.block_type) else dtype
+    return _np_dtype_of_name(element.name) if not element.is_ptr() else np.dtype(np.uint64)
+
+
+@cache
+def _np_dtype_of_name(name: str) -> np.dtype[Any]:
+    return _find_np_dtype(next(value for value in vars(core).values() if isinstance(value, core.dtype) and value.name == name))
+
+
+def _operands(
+    semantic: TritonSemantic,
+    left: Any,
+    right: Any,
+    allow_lhs_ptr: bool = False,
+    allow_rhs_ptr: bool = False,
+    arithmetic_check: bool = True,
+    div_or_mod: bool = False,
+) -> tuple[Any, Any]:
+    """Operands of one type stay as they are, except in a division, which may convert."""
+    if type(left) is type(right) is core.tensor and not div_or_mod and not left.dtype.is_ptr() and left.type == right.type:
+        return left, right
+    return _check_operands(semantic, left, right, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+
+def _init_tensor(tensor: core.tensor, handle: Any, type: core.dtype) -> None:
+    tensor.handle = handle
+    tensor.type = type
+    tensor.dtype = type.scalar
+    tensor.shape, tensor.numel = _shape(tuple(type.shape.values) if type.is_block() else ())
+
+
+@cache
+def _shape(sizes: tuple[int, ...]) -> tuple[core.tuple, core.constexpr]:
+    return core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(int(np.prod(sizes)))
+
+
+def _init_block_type(block: core.block_type, element: core.dtype, shape: Sequence[Any]) -> None:
+    sizes = shape.values if isinstance(shape, core.tuple) else shape
+    block.element_ty = element
+    block.shape, block.numel = _block_shape(tuple([getattr(size, "value", size) for size in sizes]))
+
+
+@cache
+def _block_shape(sizes: tuple[int, ...]) -> tuple[core.tuple, int]:
+    if not sizes:
+        raise TypeError("0d block_type is forbidden")
+    return core.tuple(sizes), core.validate_block_shape(sizes)

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from functools import cache
 from typing import Any, get_type_hints
 
 from dlrm_fused.config.schema import Config, TableConfig
@@ -28,7 +29,7 @@ def known_keys() -> list[str]:
 
 
 def _keys_of(schema: Any, prefix: str) -> Iterator[str]:
-    for name, kind in get_type_hints(schema).items():
+    for name, kind in _types(schema).items():
         if is_dataclass(kind):
             yield from _keys_of(kind, f"{prefix}{name}.")
         else:
@@ -37,7 +38,12 @@ def _keys_of(schema: Any, prefix: str) -> Iterator[str]:
 
 def member_type(group: Any, name: str) -> Any:
     """The type of a setting of a group; None for a name that the group does not have."""
-    return get_type_hints(group).get(name) if is_dataclass(group) else TableConfig
+    return _types(group).get(name) if is_dataclass(group) else TableConfig
+
+
+@cache
+def _types(group: Any) -> dict[str, Any]:
+    return get_type_hints(group)
 
 
 def type_of(key: str) -> Any:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,12 +46,21 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def to_yaml(config: Config) -> str:
     """The resolved config, every setting included, as YAML that :func:`load_config` reads back."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    return OmegaConf.to_yaml(OmegaConf.create(_settings(config)))
 
 
 def flatten(config: Config) -> dict[str, object]:
     """Every setting by its dotted key, enumerations by name; for comparing two configs."""
-    return dict(_flatten(asdict(config), ""))
+    return dict(_flatten(_settings(config), ""))
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """Enumerations by name."""
+    return asdict(config, dict_factory=_with_names_of_enumerations)
+
+
+def _with_names_of_enumerations(settings: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value.name if isinstance(value, Enum) else value for name, value in settings}
 
 
 def _flatten(tree: dict[str, Any], prefix: str) -> Iterable[tuple[str, object]]:
@@ -58,7 +68,7 @@ def _flatten(tree: dict[str, Any], prefix: str) -> Iterable[tuple[str, object]]:
         if isinstance(value, dict):
             yield from _flatten(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", value.name if isinstance(value, Enum) else value
+            yield f"{prefix}{key}", value
 
 
 def _read_yaml(path: Path) -> DictConfig:
@@ -94,7 +104,7 @@ def _parse_override(override: str) -> DictConfig:
 
 def _merge(updates: Sequence[tuple[DictConfig, str]]) -> DictConfig:
     """The defaults with the settings of all updates, each from an origin."""
-    config = cast(DictConfig, OmegaConf.structured(Config))
+    config = _defaults()
     try:
         # At once: OmegaConf copies everything whenever it merges.
         return cast(DictConfig, OmegaConf.merge(config, *(update for update, _ in updates)))
@@ -106,6 +116,12 @@ def _merge(updates: Sequence[tuple[DictConfig, str]]) -> DictConfig:
                 key = str(error.full_key)
                 raise _not_allowed(key, OmegaConf.select(update, key), type_of(key), origin) from None
         raise
+
+
+@cache
+def _defaults() -> DictConfig:
+    """Of all settings, with their types; not to be changed."""
+    return cast(DictConfig, OmegaConf.structured(Config))
 
 
 def _check_tree(tree: Mapping[Any, Any], group: Any, prefix: str, origin: str) -> None:

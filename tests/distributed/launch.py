@@ -44,7 +44,10 @@ from tests.interpreter import quicken
 _RANK_TIMEOUT_SECONDS = 240.0
 # Once CUDA is initialized, as some imports do, a process cannot be forked.
 _context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-_context.set_forkserver_preload(["dlrm_fused.training.trainer", "dlrm_fused.training.offline_evaluation"])
+_context.set_forkserver_preload(["tests.distributed.preloaded"])
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    quicken()
 
 # Small enough for 200 steps in a few seconds. Samples of an epoch are not a multiple of the batch.
 SMALL = {
@@ -175,8 +178,6 @@ def _be_rank(
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",  # the store is the caller's
     )
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        quicken()
     try:
         result = function(*arguments), None
     except BaseException as error:

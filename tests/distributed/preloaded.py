@@ -1,0 +1,23 @@
+"""What the server that ranks are forked from has done already at its import, so that no rank does it anew."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import fx, nn
+
+from dlrm_fused.models import dlrm, moe, transformer  # noqa: F401
+from dlrm_fused.ops.gemv_all_reduce import workspace as gemv_workspace
+from dlrm_fused.symmetric import channel
+from dlrm_fused.training import offline_evaluation, trainer  # noqa: F401
+from tests.distributed.launch import small_config
+
+with tempfile.TemporaryDirectory() as folder:
+    small_config(Path(folder))  # OmegaConf's schema
+fx.symbolic_trace(nn.Identity())  # the list of torch's functions
+if os.environ.get("TRITON_INTERPRET") == "1":
+    for polls_per_second in (channel._polls_per_second, gemv_workspace._polls_per_second):
+        polls_per_second(torch.device("cpu"))
