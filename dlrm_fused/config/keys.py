@@ -38,7 +38,7 @@ def _keys_of(schema: Any, prefix: str) -> Iterator[str]:
 
 def member_type(group: Any, name: str) -> Any:
     """The type of a setting of a group; None for a name that the group does not have."""
-    return _types(group).get(name) if is_dataclass(group) else TableConfig
+    return TableConfig if group == dict[str, TableConfig] else _types(group).get(name)
 
 
 @cache

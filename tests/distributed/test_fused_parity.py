@@ -18,7 +18,7 @@ from dlrm_fused.training.runtime import ErrorStore, Rank
 from tests.distributed.launch import losses, metrics, run_ranks, small_config, summary, train
 
 # All are compared over STEPS in `make test-all`.
-STEPS, FEW_STEPS = 60, 20
+STEPS, FEW_STEPS = 60, 12
 SLOW_SECONDS = 0.4
 ROWWISE_ADAGRAD, ADAGRAD, SGD = (f"embedding.optimizer.kind={kind}" for kind in ("rowwise_adagrad", "adagrad", "sgd"))
 MIXED = [f"embedding.tables.table_{i}.sharding={kind}" for i, kind in enumerate(("row_wise", "column_wise", "table_wise"))]

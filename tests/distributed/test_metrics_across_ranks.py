@@ -2,14 +2,15 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, multiprocessing
+from torch import Tensor
 
 from dlrm_fused.training.metrics import BinaryMetrics, BinaryMetricValues, LossSummary, LossTracker
+from dlrm_fused.training.runtime import Rank, process_group
+from tests.distributed.launch import run_ranks
 
 CPU = torch.device("cpu")
 SAMPLES = 3000
@@ -39,28 +40,25 @@ def track(rank: int) -> list[LossSummary]:
     return [healthy, tracker.read()]
 
 
-def work(rank: int, shares: list[slice], folder: Path) -> None:
-    """Every rank stores what it found for its own share."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=len(shares))
-    found = {
-        "exact": measure(shares[rank], SAMPLES),
-        "bounded": measure(shares[rank], 500),
-        "nan on one rank": measure(shares[rank], SAMPLES, shift=math.nan if rank == 1 else 0.0),
-        "losses": track(rank),
-    }
-    torch.save(found, folder / f"rank{rank}")
-    dist.destroy_process_group()
+def work(shares: list[slice]) -> dict[str, Any]:
+    """What a rank finds with its own share."""
+    rank = Rank.from_environment()
+    with process_group(rank, CPU):
+        return {
+            "exact": measure(shares[rank.index], SAMPLES),
+            "bounded": measure(shares[rank.index], 500),
+            "nan on one rank": measure(shares[rank.index], SAMPLES, shift=math.nan if rank.index == 1 else 0.0),
+            "losses": track(rank.index),
+        }
 
 
 @pytest.fixture(scope="module", params=["uneven", "one empty"])
-def found_by_rank(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
+def found_by_rank(request):
     shares = {
         "uneven": [slice(0, 700), slice(700, 2900), slice(2900, SAMPLES)],
         "one empty": [slice(0, 0), slice(0, SAMPLES)],
     }[request.param]
-    multiprocessing.spawn(work, (shares, folder), nprocs=len(shares))
-    return [torch.load(folder / f"rank{rank}", weights_only=False) for rank in range(len(shares))]
+    return run_ranks(len(shares), work, shares)
 
 
 @pytest.mark.parametrize("case", ["exact", "bounded", "losses"])
