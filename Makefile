@@ -32,7 +32,8 @@ PYTEST = $(BIN)/python -m pytest --dist loadgroup --no-loadscope-reorder
 WITHOUT_KERNELS = $(PYTEST) -n 3 -m "not interpreted$(1)"
 WITH_KERNELS = TRITON_INTERPRET=1 $(PYTEST) -n 2 -m "$(1)"
 
-.PHONY: packages setup setup-dev train test test-all test-fast lint format clean
+.PHONY: packages setup setup-dev train test test-all test-fast lint format clean $(addsuffix -without-kernels,test test-all) \
+    $(addsuffix -with-kernels,test test-all)
 
 packages: $(VENV)/packages-$(DEVICE)
 setup: $(VENV)/setup-$(DEVICE)
@@ -41,12 +42,21 @@ setup-dev: setup $(VENV)/dev
 train: setup | data/movielens-100k/dataset.json
 	$(BIN)/torchrun --standalone --nproc-per-node=$(NPROC) train.py --config configs/quickstart.yaml
 
-test: lint
+# Linters and type checks run beside tests, since they use one core.
+test test-all: setup-dev
+	$(MAKE) --no-print-directory --jobs=2 lint $@-without-kernels
+	$(MAKE) --no-print-directory $@-with-kernels
+
+test-without-kernels:
 	$(call WITHOUT_KERNELS, and not slow)
+
+test-with-kernels:
 	$(call WITH_KERNELS,interpreted and not slow)
 
-test-all: lint
+test-all-without-kernels:
 	$(call WITHOUT_KERNELS)
+
+test-all-with-kernels:
 	$(call WITH_KERNELS,interpreted or also_interpreted)
 
 test-fast: setup-dev
@@ -84,6 +94,7 @@ $(VENV)/packages-cuda: requirements/base.txt requirements/cuda.txt requirements/
 
 $(VENV)/setup-$(DEVICE): pyproject.toml $(VENV)/packages-$(DEVICE)
 	$(INSTALL) --no-deps --editable .
+	$(BIN)/python -c 'import dlrm_fused.training.trainer'  # writes bytecode once, not in every rank of the first run
 	touch $@
 
 $(VENV)/dev: requirements/dev.txt | $(BIN)/python

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import pkgutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -9,9 +12,12 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from triton import language
 from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+
+import dlrm_fused
 
 # What a wait of a kernel calls now and then. A rank that waits shares the cores with those that it waits for.
 _CALLED_BY_WAITS = "must_stop"
@@ -27,13 +33,23 @@ def quicken() -> None:
     One check is left out: that no int32 overflows, for which each sum is computed in int64 once more.
     """
     interpreter.InterpretedFunction.__call__ = _call
-    interpreter._patch_attr = _patch_attr
+    interpreter._patch_builtin = _patch_builtin
+    for holder in (language, language.math, core, core.tensor, core.tensor_descriptor_base):
+        _builtins(holder)
     interpreter._get_np_dtype = _np_dtype
     interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     TritonSemantic.binary_op_type_checking_impl = _operands
     core.tensor.__init__ = _init_tensor
     core.block_type.__init__ = _init_block_type
     core.block_type.name = property(lambda block: f"<{block.shape}, {block.element_ty}>")
+
+
+def rewrite_all() -> None:
+    """Parse all kernels of the package once: ranks that are forked later need not."""
+    for module in pkgutil.walk_packages(dlrm_fused.__path__, "dlrm_fused."):
+        for value in list(vars(importlib.import_module(module.name)).values()):
+            if isinstance(value, interpreter.InterpretedFunction):
+                value.rewrite()
 
 
 def _call(function: interpreter.InterpretedFunction, *arguments: Any, **keywords: Any) -> Any:
@@ -53,15 +69,25 @@ def _call(function: interpreter.InterpretedFunction, *arguments: Any, **keywords
         raise interpreter.InterpreterError(repr(error)) from error
 
 
-def _patch_attr(holder: Any, name: str, member: Callable[..., Any], _builder: Any, scope: Any) -> None:
-    """Calls what ``@builtin`` has wrapped: the wrapper only checks that ``_semantic`` is there."""
-    wrapped = getattr(member, "__wrapped__", member)
+def _patch_builtin(holder: Any, _builder: Any, scope: Any) -> None:
+    for name, with_semantic in _builtins(holder):
+        scope.set_attr(holder, name, with_semantic)
 
-    def with_semantic(*arguments: Any, **keywords: Any) -> Any:
+
+@cache
+def _builtins(holder: Any) -> list[tuple[str, Callable[..., Any]]]:
+    """The functions of a module or class, as the interpreter calls them. Not to be asked first while they are replaced."""
+    members = ((name, member) for name, member in inspect.getmembers(holder) if core.is_builtin(member))
+    # What `@builtin` has wrapped: the wrapper only checks that `_semantic` is there.
+    return [(name, _with_semantic(getattr(member, "__wrapped__", member))) for name, member in members]
+
+
+def _with_semantic(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any, **keywords: Any) -> Any:
         keywords["_semantic"] = interpreter.interpreter_semantic
-        return wrapped(*arguments, **keywords)
+        return function(*arguments, **keywords)
 
-    scope.set_attr(holder, name, with_semantic)
+    return call
 
 
 def _np_dtype(dtype: core.dtype) -> np.dtype[Any]:

@@ -244,6 +244,7 @@ def test_a_candidate_with_wrong_results_fails_its_cells_visibly(tmp_path):
     assert len(report["summary"]["training"]["failed"]) == 2
 
 
+@pytest.mark.slow
 def test_cells_for_which_no_time_is_left_are_named(tmp_path):
     report = _run(tmp_path, "--cells", "tiny", "--stage", "forward", "--seconds-budget", "0")
     assert report["cells"] == []

@@ -16,11 +16,13 @@ from dlrm_fused.ops.gemv_all_reduce import workspace as gemv_workspace
 from dlrm_fused.symmetric import channel
 from dlrm_fused.training import offline_evaluation, trainer  # noqa: F401
 from tests.distributed.launch import small_config
+from tests.interpreter import rewrite_all
 
 with tempfile.TemporaryDirectory() as folder:
     small_config(Path(folder))  # OmegaConf's schema
 overrides.is_tensor_method_or_property(torch.add)  # the list of all functions of torch, for tracing a model
 if os.environ.get("TRITON_INTERPRET") == "1":
+    rewrite_all()
     for polls_per_second in (channel._polls_per_second, gemv_workspace._polls_per_second):
         polls_per_second(torch.device("cpu"))
 # Ranks neither search nor copy what is there already.

@@ -23,7 +23,6 @@ DLRM, DCNV2 = "model.kind=dlrm", "model.kind=dcnv2"
 # columns are compared with optimizers that treat every weight alike.
 SPREADS = [
     (2, "table_wise", DLRM, ROWWISE_ADAGRAD),
-    (2, "row_wise", DLRM, ROWWISE_ADAGRAD),
     (2, "column_wise", DLRM, ADAGRAD),
     (4, "row_wise", DLRM, ROWWISE_ADAGRAD),
     (2, "auto", DLRM, ROWWISE_ADAGRAD),
@@ -31,7 +30,6 @@ SPREADS = [
     (2, "table_row_wise", DLRM, ROWWISE_ADAGRAD),
     (2, "table_column_wise", DLRM, ADAGRAD),
     (2, "grid_shard", DLRM, ADAGRAD),
-    (1, "column_wise", DLRM, ADAGRAD),
     (2, "column_wise", DCNV2, ADAGRAD),
     # A global batch of 64 does not divide by 3.
     (3, "table_wise", DLRM, ROWWISE_ADAGRAD),
@@ -39,6 +37,8 @@ SPREADS = [
 ]
 # Other numbers of ranks, or optimizers, for what is above.
 MORE_SPREADS = [
+    (1, "column_wise", DLRM, ADAGRAD),
+    (2, "row_wise", DLRM, ROWWISE_ADAGRAD),
     (4, "table_wise", DLRM, ROWWISE_ADAGRAD),
     (4, "column_wise", DLRM, ADAGRAD),
     (2, "column_wise", DLRM, SGD),

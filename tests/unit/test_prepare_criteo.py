@@ -80,7 +80,9 @@ def test_days_follow_their_numbers_not_their_names(tmp_path: Path) -> None:
     assert [path.name for path in criteo.find_files(tmp_path)] == ["day_9", "day_10"]
 
 
-@pytest.mark.parametrize("mode", [{"hash_rows": 50}, {"min_frequency": 2}, {"torchrec": True}])
+@pytest.mark.parametrize(
+    "mode", [{"hash_rows": 50}, pytest.param({"min_frequency": 2}, marks=pytest.mark.slow), {"torchrec": True}]
+)
 def test_processes_gzip_line_ends_and_blocks_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: dict[str, object]
 ) -> None:

@@ -94,6 +94,6 @@ def opcheck() -> None:
         group.close()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_opcheck(ranks: int) -> None:
     run_ranks(ranks, opcheck)
