@@ -61,7 +61,7 @@ def test_training_learns(alone):
     [
         (2, 1, "fused"),
         (2, 2, "baseline"),
-        (2, 0, "auto"),
+        pytest.param(2, 0, "auto", marks=pytest.mark.slow),
         pytest.param(4, 2, "baseline", marks=pytest.mark.slow),
         pytest.param(4, 4, "fused", marks=pytest.mark.slow),
     ],

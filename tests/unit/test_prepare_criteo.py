@@ -161,7 +161,7 @@ def joined(splits: dict[str, dict[str, np.ndarray]], name: str) -> np.ndarray:
     return np.concatenate([splits[split][name] for split in SPLITS])
 
 
-@pytest.mark.parametrize("source", ["generated", "sample"])
+@pytest.mark.parametrize("source", ["generated", pytest.param("sample", marks=pytest.mark.slow)])
 def test_hashed_tensors_equal_those_of_torchrec(tmp_path: Path, small_blocks: None, torchrec_utils: type, source: str) -> None:
     file = kaggle_file(tmp_path, source)
     splits = prepare(file, tmp_path / "out", hash_rows=1000, torchrec=True)
