@@ -564,7 +564,7 @@ peer_monitor = PeerMonitor(dist.get_rank(), 2, gather)
 print("watching", peer_monitor.describe(1 - dist.get_rank()), flush=True)
 while peer_monitor.lost_peer() is None:
     time.sleep(0.01)
-print("lost", peer_monitor.lost_peer(), flush=True)
+print("lost", peer_monitor.lost_peer(), "at", time.monotonic(), flush=True)
 """
 
 
@@ -682,13 +682,19 @@ def watch_over(hosts: TwoHosts) -> list[subprocess.Popen[str]]:
     return programs
 
 
+def noticed(watcher: subprocess.Popen[str], lost: int) -> float:
+    """When it noticed the loss of that rank, by the clock that the hosts share. Its own end may take long under load."""
+    match = re.fullmatch(rf"lost {lost} at ([\d.]+)\n", watcher.communicate(timeout=120)[0])
+    assert match
+    return float(match[1])
+
+
 @needs_two_hosts
 def test_a_killed_process_on_another_host_is_noticed_at_once(hosts: TwoHosts) -> None:
     survivor, other = watch_over(hosts)
     began = time.monotonic()
     other.kill()
-    assert survivor.communicate(timeout=30)[0] == "lost 1\n"
-    assert time.monotonic() - began < 4
+    assert noticed(survivor, 1) - began < 4
 
 
 @needs_two_hosts
@@ -698,5 +704,4 @@ def test_a_host_that_is_cut_off_is_noticed(hosts: TwoHosts) -> None:
     began = time.monotonic()
     hosts.cut(1)
     for rank, program in enumerate(programs):
-        assert program.communicate(timeout=60)[0] == f"lost {1 - rank}\n"
-    assert time.monotonic() - began < 30
+        assert noticed(program, 1 - rank) - began < 30
