@@ -1,7 +1,7 @@
 """Fused GEMV + AllReduce against cuBLAS with NCCL, and with the all-reduces of torch's symmetric memory.
 
     torchrun --standalone --nproc-per-node=4 -m benchmarks.gemv_all_reduce.benchmark --output results.json
-        [--cells tiny|small|large|all] [--m 1 2 4] [--match REGEX] [--seconds-budget 120]
+        [--cells tiny|small|large|all] [--rows 1 2 4] [--match REGEX] [--seconds-budget 120]
 
 [m, K] x [N, K]^T in bf16, K split over the ranks. The contestants of a cell multiply the same operands:
 
@@ -219,7 +219,7 @@ class Run:
         self.cells = [
             cell
             for cell in CELLS[options.cells]()
-            if re.search(options.match, cell.name) and (not options.m or cell.m in options.m)
+            if re.search(options.match, cell.name) and (not options.rows or cell.m in options.rows)
         ]
         self.workspaces = {size: self.workspace(size) for size in dict.fromkeys(cell.size for cell in self.cells)}
         self.buffer = self.symmetric_buffer() if world.device.type == "cuda" else None
@@ -286,7 +286,8 @@ class Run:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = benchmark_parser(__doc__, CELLS, "all", 0.3)
-    parser.add_argument("--m", type=int, nargs="+", help="only these numbers of rows")
+    # Not --m: torchrun takes that for the beginning of several options of its own.
+    parser.add_argument("--rows", type=int, nargs="+", help="only cells of these numbers of rows, m")
     options = parser.parse_args(arguments)
     with open_world() as world:
         Run(world, options).work()

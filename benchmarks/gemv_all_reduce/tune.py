@@ -1,7 +1,7 @@
 """Which block shapes make the fused GEMV + AllReduce fastest.
 
     torchrun --standalone --nproc-per-node=4 -m benchmarks.gemv_all_reduce.tune --output tuning.json
-        [--m 1 16 64] [--match REGEX] [--most 24] [--seconds-budget 150]
+        [--rows 1 16 64] [--match REGEX] [--most 24] [--seconds-budget 150]
     python -m benchmarks.gemv_all_reduce.tune --table tuning.json
 
 The figures behind dlrm_fused/ops/gemv_all_reduce/tuning.py, for the cells of gemv_all_reduce.py. All ranks take part in every
@@ -87,7 +87,7 @@ class Tuning:
         self.cells = [
             cell
             for cell in CELLS[options.cells]()
-            if not cell.is_large and re.search(options.match, cell.name) and (not options.m or cell.m in options.m)
+            if not cell.is_large and re.search(options.match, cell.name) and (not options.rows or cell.m in options.rows)
         ]
         self.workspace = GemvWorkspace(
             world.symmetric,
@@ -180,7 +180,8 @@ def print_table(files: Sequence[Path]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = tuner_parser(__doc__, ["tiny", "small"], "small")
-    parser.add_argument("--m", type=int, nargs="+", help="only these numbers of rows")
+    # Not --m: torchrun takes that for the beginning of several options of its own.
+    parser.add_argument("--rows", type=int, nargs="+", help="only cells of these numbers of rows, m")
     run_tuner(parser, arguments, lambda world, options: Tuning(world, options).work(), print_table)
 
 

@@ -130,7 +130,7 @@ def _main_with_wrong_bits(arguments: list[str]) -> None:
 
 
 def test_results_that_differ_between_ranks_or_are_wrong_fail_their_cells(tmp_path: Path) -> None:
-    report = _run(tmp_path, "--cells", "tiny", "--m", "1", "3", "--seconds-per-cell", "0.01", main=_main_with_wrong_bits)
+    report = _run(tmp_path, "--cells", "tiny", "--rows", "1", "3", "--seconds-per-cell", "0.01", main=_main_with_wrong_bits)
     first, second = report["cells"]
     assert not first["passed"]
     assert not second["passed"]
