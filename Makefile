@@ -56,6 +56,7 @@ test-with-kernels:
 test-all-without-kernels:
 	$(call WITHOUT_KERNELS)
 
+test-all-with-kernels: export CHECK_OVERFLOW = 1
 test-all-with-kernels:
 	$(call WITH_KERNELS,interpreted or also_interpreted)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import pkgutil
 import time
 from collections.abc import Callable, Sequence
@@ -30,14 +31,16 @@ _find_np_dtype = interpreter._get_np_dtype
 def quicken() -> None:
     """Replace the interpreter's slowest functions by equal ones that compute once what never changes.
 
-    One check is left out: that no int32 overflows, for which each sum is computed in int64 once more.
+    That no int32 overflows, for which the interpreter computes each sum in int64 once more, is checked where CHECK_OVERFLOW=1.
     """
     interpreter.InterpretedFunction.__call__ = _call
     interpreter._patch_builtin = _patch_builtin
     for holder in (language, language.math, core, core.tensor, core.tensor_descriptor_base):
         _builtins(holder)
     interpreter._get_np_dtype = _np_dtype
-    interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    checks_overflow = os.environ.get("CHECK_OVERFLOW") == "1"
+    options = interpreter.interpreter_builder.options
+    interpreter.interpreter_builder.options = replace(options, sanitize_overflow=checks_overflow)
     TritonSemantic.binary_op_type_checking_impl = _operands
     core.tensor.__init__ = _init_tensor
     core.block_type.__init__ = _init_block_type

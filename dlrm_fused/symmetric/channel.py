@@ -51,7 +51,7 @@ _READY, _ARRIVAL = 0, 1
 OFFSET_UNIT = 4096
 _REFUSED_OFFSET = 0xFFFFFFFF
 
-_YIELDS = 20  # looks at a flag before the waiting process begins to sleep
+_YIELDS = 100  # looks at a flag before the waiting process begins to sleep
 _SHORTEST_SLEEP_SECONDS = 20e-6
 _LONGEST_SLEEP_SECONDS = 1e-3
 
