@@ -27,9 +27,8 @@ export OMP_NUM_THREADS ?= $(shell n=$$(( $$(nproc) / $(NPROC) )); echo $$(( n > 
 unexport PYTHONDONTWRITEBYTECODE
 
 PYTEST = $(BIN)/python -m pytest --dist loadgroup --no-loadscope-reorder
-# Many tests wait now and then, hence more workers than two cores; but every worker imports all tests. Ranks that run kernels
-# wait by polling, hence fewer of them at a time.
-WITHOUT_KERNELS = $(PYTEST) -n 3 -m "not interpreted$(1)"
+# `make test` saves time by keeping the ranks of a worker on one core; in `make test-all` they truly run at once.
+WITHOUT_KERNELS = $(PYTEST) $(1) -m "not interpreted$(2)"
 WITH_KERNELS = TRITON_INTERPRET=1 $(PYTEST) -n 2 -m "$(1)"
 
 .PHONY: packages setup setup-dev train test test-all test-fast lint format clean $(addsuffix -without-kernels,test test-all) \
@@ -48,13 +47,13 @@ test test-all: setup-dev
 	$(MAKE) --no-print-directory $@-with-kernels
 
 test-without-kernels:
-	$(call WITHOUT_KERNELS, and not slow)
+	$(call WITHOUT_KERNELS,-n 2 --core-per-worker, and not slow)
 
 test-with-kernels:
 	$(call WITH_KERNELS,interpreted and not slow)
 
 test-all-without-kernels:
-	$(call WITHOUT_KERNELS)
+	$(call WITHOUT_KERNELS,-n 3)
 
 test-all-with-kernels: export CHECK_OVERFLOW = 1
 test-all-with-kernels:

@@ -6,9 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from dlrm_fused.config import Split
+from dlrm_fused.errors import ConfigError
 
 if TYPE_CHECKING:
     from dlrm_fused.training.runtime import ErrorStore, Rank
@@ -54,36 +55,40 @@ def main() -> int:
     return 0 if asks_for_help else 2
 
 
+class _Parser(argparse.ArgumentParser):
+    """Raises ConfigError for wrong arguments, so that ``run_with_error_reporting`` tells the user on one rank only."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; {' '.join(self.format_usage().split())}")
+
+    def help_if_wanted(self, arguments: Sequence[str] | None) -> None:
+        """End with the help if ``arguments`` ask for it, before torch is imported, which takes seconds."""
+        if {"-h", "--help"} & set(sys.argv[1:] if arguments is None else arguments):
+            self.print_help()
+            self.exit()
+
+
 def train(arguments: Sequence[str] | None = None, program: str | None = None) -> None:
     """Train as ``arguments`` say, by default those of this process; an error ends all ranks with one message."""
-    from dlrm_fused.training.runtime import run_with_error_reporting
-
-    run_with_error_reporting(lambda rank, error_store: _train(rank, error_store, arguments, program))
-
-
-def _train(rank: Rank, error_store: ErrorStore, arguments: Sequence[str] | None, program: str | None) -> None:
-    from dlrm_fused.application import train_on
-    from dlrm_fused.training.runtime import ArgumentParser
-
-    parser = ArgumentParser(program, description=TRAIN)
+    parser = _Parser(program, description=TRAIN)
     parser.add_argument("--config", required=True, help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
+    parser.help_if_wanted(arguments)
+    from dlrm_fused.training.runtime import run_with_error_reporting
+
+    run_with_error_reporting(lambda rank, error_store: _train(rank, error_store, parser, arguments))
+
+
+def _train(rank: Rank, error_store: ErrorStore, parser: _Parser, arguments: Sequence[str] | None) -> None:
+    from dlrm_fused.application import train_on
+
     parsed = parser.parse_args(arguments)
     train_on(rank, error_store, parsed.config, parsed.overrides)
 
 
 def evaluate(arguments: Sequence[str] | None = None, program: str | None = None) -> None:
     """Evaluate as ``arguments`` say, by default those of this process; an error ends all ranks with one message."""
-    from dlrm_fused.training.runtime import run_with_error_reporting
-
-    run_with_error_reporting(lambda rank, error_store: _evaluate(rank, error_store, arguments, program))
-
-
-def _evaluate(rank: Rank, error_store: ErrorStore, arguments: Sequence[str] | None, program: str | None) -> None:
-    from dlrm_fused.application import evaluate_on
-    from dlrm_fused.training.runtime import ArgumentParser
-
-    parser = ArgumentParser(program, description=EVALUATE, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _Parser(program, description=EVALUATE, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", required=True, type=Path, help="folder of the run, such as runs/quickstart")
     parser.add_argument("--checkpoint", default="last", help="best, last or a step (default: last)")
     parser.add_argument("--split", default="test", choices=[split.name for split in Split])
@@ -91,6 +96,15 @@ def _evaluate(rank: Rank, error_store: ErrorStore, arguments: Sequence[str] | No
     parser.add_argument("--online", action="store_true", help="score requests online, and time them")
     parser.add_argument("--requests", type=int, default=200, help="with --online: of each number of candidates (default: 200)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the run")
+    parser.help_if_wanted(arguments)
+    from dlrm_fused.training.runtime import run_with_error_reporting
+
+    run_with_error_reporting(lambda rank, error_store: _evaluate(rank, error_store, parser, arguments))
+
+
+def _evaluate(rank: Rank, error_store: ErrorStore, parser: _Parser, arguments: Sequence[str] | None) -> None:
+    from dlrm_fused.application import evaluate_on
+
     parsed = parser.parse_args(arguments)
     run, checkpoint, split, overrides = parsed.run, parsed.checkpoint, Split[parsed.split], parsed.overrides
     if not parsed.online:

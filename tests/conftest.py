@@ -28,6 +28,21 @@ if IS_INTERPRETED:
     quicken()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--core-per-worker",
+        action="store_true",
+        help="each worker keeps its ranks on cores of its own: faster, but ranks of one core do not truly run at once",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    worker = getattr(config, "workerinput", None)
+    if worker and config.option.core_per_worker:
+        cores, index = sorted(os.sched_getaffinity(0)), int(worker["workerid"].removeprefix("gw"))
+        os.sched_setaffinity(0, cores[index % len(cores) :: worker["workercount"]])
+
+
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """With Triton's interpreter, leave out files that name no test for it: to import all would take half a minute."""
     is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"

@@ -14,7 +14,7 @@ import math
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -42,6 +42,8 @@ _GAPS = 32
 _RULE_TABLES = 6
 _SEGMENT_MEAN = 3.0
 _CALIBRATION_SAMPLES = 16_384
+# Mean and deviation of the scores by what decides them: a program that trains and evaluates opens the same set twice.
+_score_statistics: dict[str, tuple[float, float]] = {}
 
 
 @dataclass(frozen=True)
@@ -452,10 +454,14 @@ def _token_features(settings: SyntheticConfig, rows: Sequence[int]) -> tuple[Spa
 def _calibrate(settings: SyntheticConfig, rows: Sequence[int], seed: int) -> tuple[float, float]:
     """Shift and factor that give the logit mean 0 and the wanted deviation; from samples of their own, computed on the CPU so
     that they are the same everywhere."""
-    columns = _Columns(settings, rows, seed, torch.device("cpu"))
-    samples = torch.arange(_samples_at_once(settings.history_length))
-    scores = columns.draw(torch.tensor(derive_key(seed, 14)), samples).score.double()
-    return float(scores.mean()), settings.signal / max(float(scores.std()), 1.0)
+    decided_by = repr((replace(settings, signal=0.0), rows, seed))
+    if decided_by not in _score_statistics:
+        columns = _Columns(settings, rows, seed, torch.device("cpu"))
+        samples = torch.arange(_samples_at_once(settings.history_length))
+        scores = columns.draw(torch.tensor(derive_key(seed, 14)), samples).score.double()
+        _score_statistics[decided_by] = float(scores.mean()), float(scores.std())
+    mean, deviation = _score_statistics[decided_by]
+    return mean, settings.signal / max(deviation, 1.0)
 
 
 def _samples_at_once(history_length: int) -> int:

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest  # noqa: F401
 import torch
+import torch._inductor.pattern_matcher  # what torch.library.opcheck imports when it runs
 from torch import overrides
 
+from dlrm_fused.datasets import open_dataset
 from dlrm_fused.models import dlrm, moe, transformer  # noqa: F401
 from dlrm_fused.ops.gemv_all_reduce import workspace as gemv_workspace
 from dlrm_fused.symmetric import channel
@@ -19,7 +21,8 @@ from tests.distributed.launch import small_config
 from tests.interpreter import rewrite_all
 
 with tempfile.TemporaryDirectory() as folder:
-    small_config(Path(folder))  # OmegaConf's schema
+    small = small_config(Path(folder))  # OmegaConf's schema
+open_dataset(small, torch.device("cpu"))  # the mean of generated labels
 overrides.is_tensor_method_or_property(torch.add)  # the list of all functions of torch, for tracing a model
 if os.environ.get("TRITON_INTERPRET") == "1":
     rewrite_all()

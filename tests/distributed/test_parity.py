@@ -22,8 +22,6 @@ DLRM, DCNV2 = "model.kind=dlrm", "model.kind=dcnv2"
 # Rowwise Adagrad keeps one moment for the columns of a shard, so cutting columns makes it another optimizer: plans that cut
 # columns are compared with optimizers that treat every weight alike.
 SPREADS = [
-    (2, "table_wise", DLRM, ROWWISE_ADAGRAD),
-    (2, "column_wise", DLRM, ADAGRAD),
     (4, "row_wise", DLRM, ROWWISE_ADAGRAD),
     (2, "auto", DLRM, ROWWISE_ADAGRAD),
     (2, "data_parallel", DLRM, ROWWISE_ADAGRAD),
@@ -38,6 +36,8 @@ SPREADS = [
 # Other numbers of ranks, or optimizers, for what is above.
 MORE_SPREADS = [
     (1, "column_wise", DLRM, ADAGRAD),
+    (2, "column_wise", DLRM, ADAGRAD),
+    (2, "table_wise", DLRM, ROWWISE_ADAGRAD),
     (2, "row_wise", DLRM, ROWWISE_ADAGRAD),
     (4, "table_wise", DLRM, ROWWISE_ADAGRAD),
     (4, "column_wise", DLRM, ADAGRAD),

@@ -568,49 +568,6 @@ print("lost", peer_monitor.lost_peer(), "at", time.monotonic(), flush=True)
 """
 
 
-KERNELS_AND_HOST = """
-import os, signal, sys, time
-import torch
-import torch.distributed as dist
-import triton
-from dlrm_fused.errors import CommunicationError
-from dlrm_fused.symmetric import BlockPool, Channel, symmetric_group
-from dlrm_fused.symmetric.device import begin, finish, wait_until_ready
-from tests.symmetric.test_symmetric_memory import exchange
-
-@triton.jit
-def epoch_without_data(channel):
-    epoch = begin(channel, 0, 5)
-    for number in range(2):
-        wait_until_ready(channel, triton.language.program_id(0) + number, epoch, 5)
-    finish(channel, epoch)
-
-def by_kernel(channel):
-    epoch_without_data[(1,)](channel.args)
-
-dist.init_process_group("gloo")
-group = symmetric_group()
-channel, pool = Channel(group, "both", 60.0), BlockPool(group, "pool", 4096)
-assert channel.args.poll_limit > 0
-for epoch in range(10):
-    by_kernel(channel)
-    received = exchange(channel, pool, 10 * epoch + group.rank)
-    assert received.tolist() == [10 * epoch, 10 * epoch + 1]
-    del received
-channel.raise_fault()
-assert channel.state[0] == 20
-if group.rank == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
-began = time.monotonic()
-by_kernel(channel)
-assert time.monotonic() - began < 30, "the kernel waited on"
-try:
-    channel.raise_fault()
-except CommunicationError as error:
-    print(error)
-"""
-
-
 def environment(rank: int, address: str, port: int = 29411) -> dict[str, str]:
     return {
         "RANK": str(rank),
@@ -641,21 +598,6 @@ def test_a_program_that_ends_without_closing_its_group_is_not_lost() -> None:
     outputs = [program.communicate(timeout=200)[0] for program in ranks]
     assert [program.returncode for program in ranks] == [0, 0]
     assert outputs == ["left in good order\n", ""]
-
-
-# The script and its kernel in a file: Triton reads the source of a kernel.
-def test_kernels_and_host_code_share_a_channel_and_a_killed_rank_ends_the_wait_of_a_kernel(tmp_path: Path) -> None:
-    script = tmp_path / "both.py"
-    script.write_text(KERNELS_AND_HOST)
-    survivor, killed = programs([sys.executable, str(script)], TRITON_INTERPRET="1")
-    output = survivor.communicate(timeout=240)[0]
-    killed.communicate(timeout=60)
-    assert (survivor.returncode, killed.returncode) == (0, -signal.SIGKILL)
-    assert re.fullmatch(
-        r"channel both, epoch 21: rank 1 on \S+ \(pid \d+\) is lost, its process ended or its host cannot be reached; "
-        r"rank 0 on \S+ \(pid \d+\) cannot go on without it\n",
-        output,
-    )
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ in a collective that will never complete; hence the watchdog ends the process it
 """
 
 from dlrm_fused.training.runtime.environment import apply_numerics, choose_device, configure_logging, logger
-from dlrm_fused.training.runtime.error_reporting import ArgumentParser, run_with_error_reporting
+from dlrm_fused.training.runtime.error_reporting import run_with_error_reporting
 from dlrm_fused.training.runtime.error_store import ErrorStore
 from dlrm_fused.training.runtime.join import join_run
 from dlrm_fused.training.runtime.rank import Rank
@@ -15,7 +15,6 @@ from dlrm_fused.training.runtime.rendezvous import process_group
 from dlrm_fused.training.runtime.watchdog import Watchdog
 
 __all__ = [
-    "ArgumentParser",
     "ErrorStore",
     "Rank",
     "Watchdog",

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import errno
 import logging
 import os
 import threading
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
 
-from dlrm_fused.errors import ConfigError, UserError
+from dlrm_fused.errors import UserError
 from dlrm_fused.training.runtime.environment import configure_logging
 from dlrm_fused.training.runtime.error_store import ErrorStore
 from dlrm_fused.training.runtime.rank import Rank
@@ -31,13 +29,6 @@ _MENDABLE = {
     errno.EPERM,
     errno.EROFS,
 }
-
-
-class ArgumentParser(argparse.ArgumentParser):
-    """Raises ConfigError for wrong arguments, so that :func:`run_with_error_reporting` tells the user on one rank only."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; {' '.join(self.format_usage().split())}")
 
 
 def run_with_error_reporting(work: Callable[[Rank, ErrorStore], None]) -> None:
