@@ -1,7 +1,8 @@
 # make setup   .venv with everything that training needs, for a CPU or a CUDA machine
 # make train   setup, MovieLens-100K, and a training run on it
-# make test    setup, linters, type checks and tests of every feature (no GPU needed); what .ci/run does
-# make test-all    the same with the tests marked `slow`: long soaks and exhaustive cases; the sharder with interpreted kernels
+# make test    setup, linters, type checks and tests of every feature (no GPU needed)
+# make test-all    the same with the tests marked `slow`: long soaks, exhaustive cases; the sharder with interpreted kernels;
+#                  what .ci/run does
 # make test-fast   unit tests alone, for work in progress
 # make lint    linters and type checks alone; `make format` mends what can be mended
 #

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
@@ -21,6 +21,7 @@ from torchrec.distributed.embeddingbag import (
     _apply_mean_pooling,
 )
 from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardingEnv
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 In = TypeVar("In")
@@ -85,21 +86,36 @@ def look_up_and_deliver(
     return cast(Awaitable[Tensor], module._output_dists[number](embeddings, context.sharding_contexts[number]))
 
 
+def feature_order(module: ShardedEmbeddingBagCollection) -> list[str]:
+    """The features of a module in the order of its tables, which is that of the module before it was sharded."""
+    return [name for names in get_embedding_names_by_table(module._embedding_bag_configs) for name in names]
+
+
+def divides_after_output(module: ShardedEmbeddingBagCollection) -> bool:
+    """Whether the output's columns are divided for mean pooling, in the order of TorchRec's sharding types."""
+    return module._has_mean_pooling_callback
+
+
 def output_of(
-    module: ShardedEmbeddingBagCollection, parts: Mapping[int, Awaitable[Tensor]], context: EmbeddingBagCollectionContext
+    module: ShardedEmbeddingBagCollection,
+    parts: Mapping[int, Awaitable[Tensor]],
+    context: EmbeddingBagCollectionContext,
+    order: Sequence[str] = (),
 ) -> LazyAwaitable[KeyedTensor]:
     """The output of a module, from the columns of its sharding types.
 
     Args:
         parts: by number of a sharding type; one that is missing has its columns in the part before.
+        order: of the columns' features, where it is not that of the sharding types.
     """
-    order = sorted(parts)
+    dims = dict(zip(module._embedding_names, module._embedding_dims, strict=True)) if order else {}
+    numbers = sorted(parts)
     awaitable = EmbeddingBagCollectionAwaitable(
-        awaitables=[parts[i] for i in order],
-        embedding_dims=module._embedding_dims,
-        embedding_names=module._embedding_names,
+        awaitables=[parts[i] for i in numbers],
+        embedding_dims=[dims[name] for name in order] if order else module._embedding_dims,
+        embedding_names=list(order) or module._embedding_names,
         module_fqn=module._module_fqn,
-        sharding_types=[module._sharding_types[i] for i in order],
+        sharding_types=[module._sharding_types[i] for i in numbers],
     )
     if module._has_mean_pooling_callback:
         awaitable.callbacks.append(partial(_apply_mean_pooling, divisor=context.divisor))

@@ -11,6 +11,7 @@ from dlrm_fused.config.registry import DataSource, ModelKind
 from dlrm_fused.config.schema import (
     CheckpointConfig,
     Comm,
+    Compile,
     ComputeKernel,
     Config,
     DataConfig,
@@ -39,6 +40,7 @@ from dlrm_fused.config.schema import (
 __all__ = [
     "CheckpointConfig",
     "Comm",
+    "Compile",
     "ComputeKernel",
     "Config",
     "DataConfig",

@@ -33,6 +33,14 @@ class Comm(Enum):
     auto = "auto"  # the faster of the two for each sharding type and for the layers, measured at the start
 
 
+class Compile(Enum):
+    """Whether the dense part of a training step, loss included, is compiled by ``torch.compile``."""
+
+    auto = "auto"  # on GPUs, where a C compiler is found
+    always = "always"
+    never = "never"
+
+
 class Gate(Enum):
     """What the weights of a token's experts are: their probabilities or scores, divided by their sum."""
 
@@ -269,6 +277,8 @@ class TrainingConfig:
     # Samples of one step over all ranks.
     global_batch_size: int = setting(8192, at_least(1))
     precision: Precision = Precision.fp32
+    # For model.kind=dlrm and dcnv2 without experts; takes up to a minute at the first step.
+    compile: Compile = Compile.auto
     dense_optimizer: DenseOptimizerConfig = field(default_factory=DenseOptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     # Ends training as soon as an evaluation reaches this AUC; 0 never does.

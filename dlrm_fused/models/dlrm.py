@@ -5,9 +5,12 @@ Sources: Naumov et al., *Deep Learning Recommendation Model*, arXiv 1906.00091; 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.modules.mlp import MLP
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -15,7 +18,28 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_fused.config import Config
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.models.moe import MixtureOfExperts, build_experts
-from dlrm_fused.models.tables import embedding_tables
+from dlrm_fused.models.tables import SparseArch, embedding_tables
+
+
+class _InTwoParts(DLRM):
+    """The tables, and all that follows: :meth:`logits_of` makes a :class:`~dlrm_fused.models.dense_part.DensePart`."""
+
+    def __init__(self, tables: EmbeddingBagCollection, *arguments: Any) -> None:
+        super().__init__(tables, *arguments)
+        self.sparse_arch = SparseArch(tables)
+
+    def logits_of(self, dense: Tensor, pooled: Tensor) -> Tensor:
+        """[b, dense features] and pooled embeddings [b, F, D] to logits [b, 1]."""
+        logits: Tensor = self.over_arch(self.inter_arch(self.dense_arch(dense), pooled))
+        return logits
+
+
+class Dlrm(_InTwoParts):
+    """TorchRec's DLRM; arguments are the same."""
+
+
+class Dcnv2(_InTwoParts, DLRM_DCN):
+    """TorchRec's DLRM_DCN; arguments are the same."""
 
 
 class ExpertTop(nn.Module):
@@ -62,14 +86,14 @@ class ExpertDLRM(nn.Module):
 def build_dlrm(config: Config, schema: DatasetSchema, device: torch.device, group: dist.ProcessGroup | None) -> nn.Module:
     """The model of ``model.kind=dlrm``; a :data:`~dlrm_fused.models.BuildModel`."""
     shape, tables = config.model, embedding_tables(config.embedding, schema.sparse_features)
-    return _with_experts(DLRM(tables, len(schema.dense_features), shape.bottom_mlp, shape.top_mlp), config, device, group)
+    return _with_experts(Dlrm(tables, len(schema.dense_features), shape.bottom_mlp, shape.top_mlp), config, device, group)
 
 
 def build_dcnv2(config: Config, schema: DatasetSchema, device: torch.device, group: dist.ProcessGroup | None) -> nn.Module:
     """The model of ``model.kind=dcnv2``; a :data:`~dlrm_fused.models.BuildModel`."""
     shape, tables = config.model, embedding_tables(config.embedding, schema.sparse_features)
     dense_features = len(schema.dense_features)
-    model = DLRM_DCN(tables, dense_features, shape.bottom_mlp, shape.top_mlp, shape.cross_layers, shape.cross_rank)
+    model = Dcnv2(tables, dense_features, shape.bottom_mlp, shape.top_mlp, shape.cross_layers, shape.cross_rank)
     return _with_experts(model, config, device, group)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.modules.embedding_configs import DataType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_fused.config import EmbeddingConfig, TableDtype
 from dlrm_fused.datasets.schema import SparseFeature
@@ -29,3 +31,40 @@ def embedding_tables(embedding: EmbeddingConfig, features: Sequence[SparseFeatur
         ],
         device=torch.device("meta"),
     )
+
+
+class InFeatureOrder(nn.Module):
+    """Pooled embeddings by the order of the tables' features; a sharded collection has an order of its own, by its plan.
+
+    A module of its own, since TorchRec's pipeline traces what calls tables, where keys cannot be compared.
+
+    Attributes:
+        features: in their order.
+    """
+
+    def __init__(self, tables: EmbeddingBagCollection) -> None:
+        super().__init__()
+        self.features = [feature for config in tables.embedding_bag_configs() for feature in config.feature_names]
+
+    def forward(self, pooled: KeyedTensor) -> Tensor:
+        """[b, sum of dimensions]; a view of the collection's result if that has this order."""
+        if pooled.keys() == self.features:
+            values: Tensor = pooled.values()
+            return values
+        by_key = pooled.to_dict()
+        return torch.cat([by_key[feature] for feature in self.features], dim=1)
+
+
+class SparseArch(nn.Module):
+    """The lookup of a model whose tables have one dimension d. Its tables have the names of TorchRec's ``SparseArch``."""
+
+    def __init__(self, tables: EmbeddingBagCollection) -> None:
+        super().__init__()
+        self.embedding_bag_collection = tables
+        self.in_feature_order = InFeatureOrder(tables)
+        self._dim: int = tables.embedding_bag_configs()[0].embedding_dim
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        """Features of stride b to [b, F, d], in the order of the tables' features."""
+        pooled: Tensor = self.in_feature_order(self.embedding_bag_collection(features))
+        return pooled.unflatten(1, (-1, self._dim))

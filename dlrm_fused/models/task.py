@@ -9,18 +9,20 @@ from typing import NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits
 
-from dlrm_fused.config import Config, Precision
+from dlrm_fused.config import Compile, Config, Precision
 from dlrm_fused.datasets.batch import Batch
 from dlrm_fused.datasets.schema import DatasetSchema
+from dlrm_fused.errors import ConfigError
+from dlrm_fused.models.dense_part import DensePart, cross_entropy, is_compiled
 from dlrm_fused.models.moe import MixtureOfExperts
 
 # Builds a model of a config for a data set: dense layers on the CPU, tables on the meta device. The other two arguments are the
 # device that it will run on, and the ranks that share weights of its layers; None is this rank alone. The model maps
 # (dense [b, features], sparse features of stride b) to logits [b, 1]. Its attribute `sparse_arch` is the part that looks up
 # embeddings. A model whose attribute `reads_histories` is true is also called with tokens and history lengths, one with layers
-# of experts with [b] bool, false for padding.
+# of experts with [b] bool, false for padding. One with a method `logits_of`, a LogitsOf, is called in two parts, and the second
+# may be compiled.
 BuildModel = Callable[[Config, DatasetSchema, torch.device, dist.ProcessGroup | None], nn.Module]
 
 
@@ -51,7 +53,14 @@ class RankingTask(nn.Module):
         expert_layers: the model's layers of experts, in their order.
     """
 
-    def __init__(self, model: nn.Module, precision: Precision, world_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        precision: Precision,
+        world_size: int,
+        device: torch.device,
+        compile: Compile = Compile.never,
+    ) -> None:
         super().__init__()
         self.model = model
         self.expert_layers = tuple(layer for layer in model.modules() if isinstance(layer, MixtureOfExperts))
@@ -59,6 +68,8 @@ class RankingTask(nn.Module):
         self._autocast = precision is Precision.bf16
         self._world_size = world_size
         self._device_type = device.type
+        logits_of = getattr(model, "logits_of", None)
+        self._dense_part = logits_of and DensePart(logits_of, device.type, self._autocast, is_compiled(compile, device))
 
     @property
     def embedding_stage(self) -> nn.Module:
@@ -67,13 +78,11 @@ class RankingTask(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[Tensor, Output]:
         """Return the loss, [], to call backward on, and the detached :class:`Output`."""
-        with torch.autocast(self._device_type, dtype=torch.bfloat16, enabled=self._autocast):
-            # Not by what the batch has: TorchRec's pipeline traces this with a placeholder, which has everything.
-            histories = (batch.tokens, batch.history_lengths) if self._reads_histories else ()
-            real = (batch.weights > 0,) if self.expert_layers else ()
-            logits = self.model(batch.dense, batch.sparse, *histories, *real).squeeze(-1)
-        logits = logits.float()
-        losses = binary_cross_entropy_with_logits(logits, batch.labels, weight=batch.weights, reduction="sum")
+        if self._dense_part is not None:
+            pooled = self.embedding_stage(batch.sparse)
+            losses, logits = self._dense_part(batch.dense, pooled, batch.labels, batch.weights)
+        else:
+            losses, logits = cross_entropy(self._logits(batch), batch.labels, batch.weights)
         loss = losses * (self._world_size / batch.global_size)
         output = Output(loss.detach(), logits.detach(), batch.labels, batch.weights)
         for layer in self.expert_layers:
@@ -81,6 +90,15 @@ class RankingTask(nn.Module):
             if auxiliary is not None:
                 loss = loss + auxiliary
         return loss, output
+
+    def _logits(self, batch: Batch) -> Tensor:
+        """[b, 1]."""
+        with torch.autocast(self._device_type, dtype=torch.bfloat16, enabled=self._autocast):
+            # Not by what the batch has: TorchRec's pipeline traces this with a placeholder, which has everything.
+            histories = (batch.tokens, batch.history_lengths) if self._reads_histories else ()
+            real = (batch.weights > 0,) if self.expert_layers else ()
+            logits: Tensor = self.model(batch.dense, batch.sparse, *histories, *real)
+        return logits
 
 
 def build_model(
@@ -98,8 +116,14 @@ def build_model(
             None for this rank alone.
 
     Raises:
-        ConfigError: if the model reads histories, and the data set has none.
+        ConfigError: if the model reads histories, and the data set has none, or it cannot be compiled, and must be.
         UsageError, CommunicationError: as of the choices for layers that ranks share.
     """
     build = cast(BuildModel, resolve_name(config.model.kind.value))
-    return RankingTask(build(config, schema, device, group), config.training.precision, world_size, device)
+    model, training = build(config, schema, device, group), config.training
+    if training.compile is Compile.always and not hasattr(model, "logits_of"):
+        raise ConfigError(
+            f"training.compile=always: model.kind={config.model.kind.name} with model.experts.count="
+            f"{config.model.experts.count} is not compiled; allowed with it: auto, never"
+        )
+    return RankingTask(model, training.precision, world_size, device, training.compile)

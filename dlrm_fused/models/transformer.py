@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchrec import EmbeddingBagCollection
 from torchrec.models.dlrm import DenseArch, InteractionArch, OverArch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.config import Config
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError, UsageError
 from dlrm_fused.models.moe import MixtureOfExperts, build_experts
 from dlrm_fused.models.row_parallel import FEED_FORWARD_FACTOR, choose_product
-from dlrm_fused.models.tables import embedding_tables
+from dlrm_fused.models.tables import InFeatureOrder, embedding_tables
 from dlrm_fused.models.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -197,8 +197,10 @@ class TransformerSparseArch(nn.Module):
         super().__init__()
         self.embedding_bag_collection = tables
         self.token_embedding_bag_collection = token_tables
-        self.features = _features(tables)
-        self.token_features = _features(token_tables)
+        self.in_feature_order = InFeatureOrder(tables)
+        self.tokens_in_feature_order = InFeatureOrder(token_tables)
+        self.features = self.in_feature_order.features
+        self.token_features = self.tokens_in_feature_order.features
         self.dim: int = tables.embedding_bag_configs()[0].embedding_dim
 
     def forward(self, sparse: KeyedJaggedTensor, tokens: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
@@ -206,18 +208,9 @@ class TransformerSparseArch(nn.Module):
 
         Columns are in the order of the collections' features: sharded collections have one of their own.
         """
-        pooled = _in_order(self.embedding_bag_collection(sparse), self.features)
-        pooled_tokens = _in_order(self.token_embedding_bag_collection(tokens), self.token_features)
-        return pooled.reshape(-1, len(self.features), self.dim), pooled_tokens
-
-
-def _features(tables: EmbeddingBagCollection) -> list[str]:
-    return [feature for config in tables.embedding_bag_configs() for feature in config.feature_names]
-
-
-def _in_order(pooled: KeyedTensor, features: list[str]) -> Tensor:
-    by_key = pooled.to_dict()
-    return torch.cat([by_key[feature] for feature in features], dim=1)
+        pooled = self.in_feature_order(self.embedding_bag_collection(sparse))
+        pooled_tokens = self.tokens_in_feature_order(self.token_embedding_bag_collection(tokens))
+        return pooled.unflatten(1, (-1, self.dim)), pooled_tokens
 
 
 class TransformerOverArch(nn.Module):

@@ -24,7 +24,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.compat.fbgemm import kernel_inputs, storage
 from dlrm_fused.compat.torchrec import (
+    divides_after_output,
     embedding_modules,
+    feature_order,
     grouped_configs_per_rank,
     lookups,
     path,
@@ -58,6 +60,10 @@ class FusedLookups:
 
     Args:
         shardings: numbers of the sharding types in the module, ascending.
+
+    Attributes:
+        order: of the output's features, those of all sharding types: as before the module was sharded, so that who reads them
+            in that order need not copy. Empty for the order of the sharding types.
     """
 
     def __init__(
@@ -71,10 +77,11 @@ class FusedLookups:
         self._lookups = [lookups(module)[i] for i in shardings]
         self._widths = [sum(embedding_shardings(module)[i].embedding_dims()) for i in shardings]
         self._uses_kernels = uses_kernels(group.device)
+        self.order = _order(module, shardings)
         number = next(_workspace_numbers.setdefault(group, itertools.count()))
         self._workspace = EmbeddingWorkspace(
             group,
-            _layout(module, shardings, group.world_size),
+            _layout(module, shardings, group.world_size, self.order),
             name=f"{path(module)} ({number})",
             forward_wire=options.forward_wire,
             backward_wire=options.backward_wire,
@@ -138,14 +145,31 @@ class FusedLookups:
         return {begin: output} if len(runs) == 1 else dict(zip(runs, output.split(list(runs.values()), dim=1), strict=True))
 
 
-def _layout(module: ShardedEmbeddingBagCollection, shardings: Sequence[int], world_size: int) -> ExchangeLayout:
-    """Where the lookups of all ranks put their features: in the order of the module's keys, shards of columns side by side."""
+def _order(module: ShardedEmbeddingBagCollection, shardings: Sequence[int]) -> list[str]:
+    order, names = feature_order(module), [name for i in shardings for name in embedding_shardings(module)[i].embedding_names()]
+    is_whole = len(shardings) == len(sharding_types(module)) and sorted(order) == sorted(names)
+    return order if is_whole and not divides_after_output(module) else []
+
+
+def _layout(
+    module: ShardedEmbeddingBagCollection, shardings: Sequence[int], world_size: int, order: Sequence[str]
+) -> ExchangeLayout:
+    """Where the lookups of all ranks put their features: in this order, or else that of the sharding types; shards of columns
+    side by side."""
     by_rank: list[list[LookupLayout]] = [[] for _ in range(world_size)]
-    begin = 0
+    dims = {
+        name: dim
+        for i in shardings
+        for name, dim in zip(
+            embedding_shardings(module)[i].embedding_names(), embedding_shardings(module)[i].embedding_dims(), strict=True
+        )
+    }
+    columns, begin = {}, 0
+    for name in order or dims:
+        columns[name] = begin
+        begin += dims[name]
     for i in shardings:
         sharding = embedding_shardings(module)[i]
-        names, dims = sharding.embedding_names(), sharding.embedding_dims()
-        columns = dict(zip(names, itertools.accumulate(dims[:-1], initial=begin), strict=True))
         for rank, groups in enumerate(grouped_configs_per_rank(sharding)):
             for group in groups:
                 features = [
@@ -160,7 +184,6 @@ def _layout(module: ShardedEmbeddingBagCollection, shardings: Sequence[int], wor
                         row_wise=sharding_types(module)[i] == ShardingType.ROW_WISE.value,
                     )
                 )
-        begin += sum(dims)
     return ExchangeLayout(tuple(tuple(lookups) for lookups in by_rank), begin)
 
 

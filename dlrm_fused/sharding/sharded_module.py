@@ -205,7 +205,7 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             i: self._output_dist_of(i, ctx, input) for i in range(len(compat.lookups(self))) if i not in fused.shardings
         }
         parts.update({i: NoWait(part) for i, part in fused(ctx, input).items()})
-        return compat.output_of(self, parts, ctx)
+        return compat.output_of(self, parts, ctx, fused.order)
 
     def _output_dist_of(self, sharding: int, ctx: EmbeddingBagCollectionContext, input: KJTList) -> Awaitable[Tensor]:
         """TorchRec's own path of one sharding type."""

@@ -74,7 +74,7 @@ def test_make_train_runs_the_quickstart_on_two_ranks() -> None:
 def test_continuous_integration_runs_make_test() -> None:
     script = ROOT / ".ci/run"
     assert os.access(script, os.X_OK)
-    assert script.read_text().rstrip().endswith("\nmake test")
+    assert script.read_text().rstrip().endswith("\nmake test-all")
 
 
 MARKS = ["slow", "interpreted", "also_interpreted", "gpu"]

@@ -115,7 +115,13 @@ class TestTransformerDLRM:
 
     def test_the_pipeline_finds_both_lookups_and_their_inputs(self) -> None:
         model = self.model()
-        leaves = ["dense_arch", "transformer", "over_arch"]
+        leaves = [
+            "dense_arch",
+            "transformer",
+            "over_arch",
+            "sparse_arch.in_feature_order",
+            "sparse_arch.tokens_in_feature_order",
+        ]
         lookups = ["sparse_arch.embedding_bag_collection", "sparse_arch.token_embedding_bag_collection"]
         graph = Tracer(leaf_modules=[*leaves, *lookups]).trace(model)
         inputs = {node.target: [argument.op for argument in node.args] for node in graph.nodes if node.target in lookups}

@@ -1,0 +1,48 @@
+"""training.compile=always gives the losses of eager mode, with evaluations in between."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from dlrm_fused.config import Config
+from dlrm_fused.training import trainer
+from dlrm_fused.training.runtime import ErrorStore, Rank
+from tests.distributed.launch import WITHOUT_AMPLIFIED_ROUNDING, RankFailed, losses, metrics, run_ranks, small_config, train
+
+
+def _train(config: Config, backend: str) -> tuple[int, int]:
+    """Numbers of graphs and of graph breaks. The backend aot_eager runs what is traced without generating code for it."""
+    torch.compile = partial(torch.compile, backend=backend)  # type: ignore[assignment]
+    rank = Rank.from_environment()
+    trainer.train(config, rank, ErrorStore(rank))
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("ranks", "model", "comm"), [(2, "dcnv2", "fused"), (1, "dlrm", "baseline")])
+def test_losses_are_those_of_eager_mode(tmp_path: Path, ranks: int, model: str, comm: str, backend: str) -> None:
+    settings = [
+        *WITHOUT_AMPLIFIED_ROUNDING,
+        "training.max_steps=30",
+        f"model.kind={model}",
+        f"comm={comm}",
+        "evaluation.every_steps=12",
+    ]
+    config = small_config(tmp_path / "compiled", *settings, "training.compile=always")
+    assert run_ranks(ranks, _train, config, backend) == [(1, 0)] * ranks
+    eager = train(tmp_path / "eager", ranks, *settings, "training.compile=never")
+    assert losses(config.run_dir) == pytest.approx(losses(eager), rel=1e-5)
+    of_evaluations = [[line["auc"] for line in metrics(run, "evaluation")] for run in (config.run_dir, eager)]
+    assert of_evaluations[0] == pytest.approx(of_evaluations[1], abs=1e-5)
+
+
+def test_a_model_that_cannot_be_compiled_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        RankFailed, match=r"training\.compile=always: model\.kind=dlrm with model\.experts\.count=4 is not compiled"
+    ):
+        train(tmp_path, 1, "training.compile=always", "model.kind=dlrm", "model.top_mlp=[16,16,1]", "model.experts.count=4")
