@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,14 @@ def storage_info(file: str, offset: int, length: int) -> Any:
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # takes long to import, and operators do without
 
     return _StorageInfo(file, offset, length)
+
+
+def one_graph_in_ddp() -> AbstractContextManager[None]:
+    """Calls of compiled functions inside compile one graph; otherwise torch cuts what runs in DistributedDataParallel at the
+    borders of its buckets, and nothing is fused across."""
+    import torch._dynamo.config  # takes long to import
+
+    return cast(AbstractContextManager[None], torch._dynamo.config.patch(optimize_ddp=False))
 
 
 def is_alive(process_group: dist.ProcessGroup) -> bool:

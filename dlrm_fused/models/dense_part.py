@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from dlrm_fused.compat.torch import one_graph_in_ddp
 from dlrm_fused.config import Compile
 
 # Maps dense features [b, D] and pooled embeddings [b, F, d] to logits [b, 1].
@@ -38,7 +39,7 @@ class DensePart(nn.Module):
         self._logits_of = logits_of
         self._device_type = device_type
         self._uses_bf16 = uses_bf16
-        self._in_training = torch.compile(self._compute, fullgraph=True, dynamic=False) if is_compiled else self._compute
+        self._compiled = torch.compile(self._compute, fullgraph=True, dynamic=False) if is_compiled else None
 
     def forward(self, dense: Tensor, pooled: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weighted sum of cross-entropies, [], and the logits, [b]; both float32.
@@ -48,8 +49,10 @@ class DensePart(nn.Module):
             pooled: [b, F, d].
             labels, weights: [b].
         """
-        compute = self._in_training if self.training else self._compute
-        return compute(dense, pooled, labels, weights)
+        if self._compiled is None or not self.training:
+            return self._compute(dense, pooled, labels, weights)
+        with one_graph_in_ddp():
+            return self._compiled(dense, pooled, labels, weights)
 
     def _compute(self, dense: Tensor, pooled: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast(self._device_type, dtype=torch.bfloat16, enabled=self._uses_bf16):
