@@ -199,7 +199,7 @@ def test_summary_has_geometric_means_worst_cells_and_failures():
 
 
 def _run(folder: Path, *arguments: str, main=embedding_all_to_all.main) -> dict:
-    ended = run_program(2, folder, 60.0, main, ["--output", "results.json", "--seconds-per-cell", "0.01", *arguments])
+    ended = run_program(2, folder, 240.0, main, ["--output", "results.json", "--seconds-per-cell", "0.01", *arguments])
     assert ended.statuses == [0, 0], ended.output
     return json.loads((folder / "results.json").read_text())
 

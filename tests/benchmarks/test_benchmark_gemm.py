@@ -121,7 +121,7 @@ def test_summary_has_geometric_means_worst_cells_and_failures() -> None:
 
 
 def _run(folder: Path, *arguments: str, main: Any = gemm_all_to_all.main) -> dict[str, Any]:
-    ended = run_program(2, folder, 60.0, main, ["--output", "results.json", *arguments])
+    ended = run_program(2, folder, 240.0, main, ["--output", "results.json", *arguments])
     assert ended.statuses == [0, 0], ended.output
     return dict(json.loads((folder / "results.json").read_text()))
 
@@ -220,7 +220,7 @@ def _stress_with_rare_mistakes(arguments: list[str]) -> None:
 
 
 def _run_stress(folder: Path, main: Any) -> tuple[Ended, dict[str, Any]]:
-    ended = run_program(2, folder, 60.0, main, ["--tiny", "--replays", "120", "--seed", "3", "--output", "stress.json"])
+    ended = run_program(2, folder, 240.0, main, ["--tiny", "--replays", "120", "--seed", "3", "--output", "stress.json"])
     return ended, json.loads((folder / "stress.json").read_text())
 
 
@@ -249,7 +249,7 @@ def test_one_element_that_differs_once_is_seen(tmp_path: Path) -> None:
 
 def test_every_other_rank_names_a_rank_that_is_killed(tmp_path: Path) -> None:
     arguments = ["--tiny", "--kill-rank", "1", "--kill-after", "0.3", "--output", "killed.json"]
-    ended = run_program(3, tmp_path, 60.0, _stress, arguments)
+    ended = run_program(3, tmp_path, 240.0, _stress, arguments)
     assert ended.statuses == [0, -signal.SIGKILL, 0], ended.output
     for rank in (0, 2):
         seen = json.loads((tmp_path / f"killed.rank{rank}.json").read_text())

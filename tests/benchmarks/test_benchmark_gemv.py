@@ -94,7 +94,7 @@ def test_summary_has_geometric_means_worst_cells_and_failures() -> None:
 
 
 def _run(folder: Path, *arguments: str, main: Any = gemv_all_reduce.main) -> dict[str, Any]:
-    ended = run_program(2, folder, 60.0, main, ["--output", "results.json", *arguments])
+    ended = run_program(2, folder, 240.0, main, ["--output", "results.json", *arguments])
     assert ended.statuses == [0, 0], ended.output
     return dict(json.loads((folder / "results.json").read_text()))
 
@@ -224,7 +224,7 @@ def _stress_with_a_rare_mistake(arguments: list[str]) -> None:
 
 
 def _run_stress(folder: Path, main: Any) -> tuple[Ended, dict[str, Any]]:
-    ended = run_program(2, folder, 60.0, main, ["--tiny", "--replays", "60", "--output", "stress.json"])
+    ended = run_program(2, folder, 240.0, main, ["--tiny", "--replays", "60", "--output", "stress.json"])
     return ended, json.loads((folder / "stress.json").read_text())
 
 

@@ -51,7 +51,7 @@ def _latency_of_other_weights(arguments: list[str]) -> None:
 def _run(folder: Path, main: Any) -> tuple[Ended, dict[str, Any]]:
     arguments = ["--config", str(CONFIG), "--output", "online.json"]
     arguments += ["--candidates", "1", "5", "--requests", "8", *SMALL]
-    ended = run_program(2, folder, 100.0, main, arguments)
+    ended = run_program(2, folder, 240.0, main, arguments)
     return ended, json.loads((folder / "online.json").read_text())
 
 
