@@ -1,0 +1,27 @@
+"""training.compile=auto, the default on GPUs, gives the losses of eager mode."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.launch import losses, metrics
+from tests.gpu.training_runs import WITHOUT_AMPLIFIED_ROUNDING, gpu_counts, train
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("comm", ["fused", "baseline"])
+def test_losses_are_those_of_eager_mode(tmp_path: Path, comm: str) -> None:
+    settings = [*WITHOUT_AMPLIFIED_ROUNDING, "model.kind=dcnv2", f"comm={comm}", "evaluation.every_steps=20"]
+    compiled = train(tmp_path / "compiled", gpu_counts()[-1], *settings)
+    eager = train(tmp_path / "eager", gpu_counts()[-1], *settings, "training.compile=never")
+    assert losses(compiled) == pytest.approx(losses(eager), rel=1e-4)
+    assert losses(compiled) != losses(eager), "nothing was compiled: no sum has another order"
+    of_evaluations = [[line["auc"] for line in metrics(run, "evaluation")] for run in (compiled, eager)]
+    assert of_evaluations[0] == pytest.approx(of_evaluations[1], abs=1e-4)
