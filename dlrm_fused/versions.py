@@ -1,4 +1,4 @@
-"""The releases that belong together, and a check of those that are installed.
+"""The releases that belong together, and what of them, and of compilers, is installed.
 
 TorchRec and FBGEMM-GPU call private functions of PyTorch and of each other, and FBGEMM-GPU is compiled against one
 release of PyTorch: a set that does not belong together fails late, with a missing operator or a changed signature.
@@ -7,6 +7,8 @@ release of PyTorch: a set that does not belong together fails late, with a missi
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
 from collections.abc import Mapping
 from importlib import metadata
 
@@ -87,3 +89,8 @@ def installed_version(package: str) -> str | None:
 def _release(version: str) -> str:
     """``2.13.0+cpu`` -> ``2.13``"""
     return ".".join(version.split("+")[0].split(".")[:2])
+
+
+def has_c_compiler() -> bool:
+    """Whether Triton, and so torch.compile on GPUs, finds a compiler for the launchers of its kernels."""
+    return "CC" in os.environ or any(shutil.which(name) for name in ("gcc", "clang", "cc"))

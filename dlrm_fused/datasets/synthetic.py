@@ -11,8 +11,6 @@ D dense features, T tokens of a sample.
 from __future__ import annotations
 
 import math
-import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -26,6 +24,7 @@ from dlrm_fused.datasets.batch import Samples
 from dlrm_fused.datasets.hashing import combine, derive_key, shift_right, split_mix
 from dlrm_fused.datasets.opening import rows_of_tables
 from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
+from dlrm_fused.versions import has_c_compiler
 
 # Ids follow an inverse distribution function that is interpolated between 4,096 quantiles, kept in units of 1 / 256 row.
 _QUANTILE_BITS = 12
@@ -238,7 +237,7 @@ class _Columns:
         self._history = _History(settings, rows[tables:], seed, device) if settings.history_length else None
 
         # 60 elementwise kernels fused into a few: six times faster, at the cost of seconds at the first batch.
-        self.draw = torch.compile(self._draw) if device.type == "cuda" and _has_c_compiler() else self._draw
+        self.draw = torch.compile(self._draw) if device.type == "cuda" and has_c_compiler() else self._draw
 
     def _draw(self, key: Tensor, rows: Tensor) -> _Drawn:
         """Samples ``rows`` ([b] int64) of the split that has this key ([] int64)."""
@@ -467,11 +466,6 @@ def _calibrate(settings: SyntheticConfig, rows: Sequence[int], seed: int) -> tup
 def _samples_at_once(history_length: int) -> int:
     """So few that long histories neither take seconds nor gigabytes."""
     return min(_CALIBRATION_SAMPLES, max(1024, 2**21 // (history_length + 1)))
-
-
-def _has_c_compiler() -> bool:
-    """Whether Triton finds a compiler for the launchers of its kernels."""
-    return "CC" in os.environ or any(shutil.which(name) for name in ("gcc", "clang", "cc"))
 
 
 def _per_table(values: list[int], tables: int) -> list[int]:

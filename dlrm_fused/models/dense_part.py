@@ -7,8 +7,6 @@ float32, as autocast has it.
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable
 
 import torch
@@ -17,6 +15,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from dlrm_fused.compat.torch import one_graph_in_ddp
 from dlrm_fused.config import Compile
+from dlrm_fused.versions import has_c_compiler
 
 # Maps dense features [b, D] and pooled embeddings [b, F, d] to logits [b, 1].
 LogitsOf = Callable[[Tensor, Tensor], Tensor]
@@ -67,7 +66,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tens
 
 
 def is_compiled(setting: Compile, device: torch.device) -> bool:
-    """Whether ``training.compile`` means so on this device: by default where Triton finds a compiler for its launchers."""
+    """Whether ``training.compile`` means so on this device: by default on GPUs, where code can be made for them."""
     if setting is not Compile.auto:
         return setting is Compile.always
-    return device.type == "cuda" and ("CC" in os.environ or any(shutil.which(name) for name in ("gcc", "clang", "cc")))
+    return device.type == "cuda" and has_c_compiler()
