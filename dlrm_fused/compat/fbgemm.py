@@ -47,11 +47,13 @@ def kernel_inputs(
     Args:
         checks_bounds: FBGEMM replaces wrong indices by 0, as the lookup's ``bounds_check_mode`` says; false keeps them.
     """
-    mode = lookup.bounds_check_mode_int
+    mode, version = lookup.bounds_check_mode_int, lookup.bounds_check_version
     if not checks_bounds:
         lookup.bounds_check_mode_int = BoundsCheckMode.NONE.value
+    # Of FBGEMM's two kernels for the same check, the faster one: see docs/performance/training.md.
+    lookup.bounds_check_version = 2
     try:
         indices, offsets, weights, _ = lookup.prepare_inputs(indices, offsets, weights)
     finally:
-        lookup.bounds_check_mode_int = mode
+        lookup.bounds_check_mode_int, lookup.bounds_check_version = mode, version
     return indices, offsets, cast(Tensor | None, weights)

@@ -87,6 +87,16 @@ class WireDtype(Enum):
     bf16 = "bf16"
 
 
+class OutputDtype(Enum):
+    """The number format of pooled embeddings, and of their gradients, as the dense part gets and gives them."""
+
+    # bf16 with training.precision=bf16 on GPUs, unless a format on the wire is set; else fp32.
+    auto = "auto"
+    fp32 = "fp32"
+    fp16 = "fp16"
+    bf16 = "bf16"
+
+
 class Precision(Enum):
     """Arithmetic of the dense layers: ``tf32`` and ``bf16`` (autocast) keep fp32 master weights."""
 
@@ -242,6 +252,8 @@ class EmbeddingConfig:
     # Columns of a shard for column_wise, table_column_wise and grid_shard; 0 splits over all ranks.
     shard_columns: int = 0
     optimizer: EmbeddingOptimizerConfig = field(default_factory=EmbeddingOptimizerConfig)
+    # Number format of pooled embeddings; what is looked up in 16 bits is sent so, too.
+    output_dtype: OutputDtype = OutputDtype.auto
     # Number format on the wire (quantized communication), forward and backward.
     forward_wire: WireDtype = WireDtype.fp32
     backward_wire: WireDtype = WireDtype.fp32

@@ -60,6 +60,7 @@ class FusedLookups:
 
     Args:
         shardings: numbers of the sharding types in the module, ascending.
+        output_dtype: of the pooled embeddings. What has 16 bits is sent so, too.
 
     Attributes:
         order: of the output's features, those of all sharding types: as before the module was sharded, so that who reads them
@@ -72,6 +73,7 @@ class FusedLookups:
         options: FusedOptions,
         group: SymmetricGroup,
         shardings: Sequence[int],
+        output_dtype: torch.dtype,
     ) -> None:
         self.shardings = tuple(shardings)
         self._lookups = [lookups(module)[i] for i in shardings]
@@ -83,8 +85,9 @@ class FusedLookups:
             group,
             _layout(module, shardings, group.world_size, self.order),
             name=f"{path(module)} ({number})",
-            forward_wire=options.forward_wire,
-            backward_wire=options.backward_wire,
+            output_dtype=output_dtype,
+            forward_wire=_no_wider(options.forward_wire, output_dtype),
+            backward_wire=_no_wider(options.backward_wire, output_dtype),
             timeout_seconds=options.timeout_seconds,
             check_indices=options.check_indices,
         )
@@ -143,6 +146,10 @@ class FusedLookups:
             runs[begin] = runs.get(begin, 0) + width
             previous = sharding
         return {begin: output} if len(runs) == 1 else dict(zip(runs, output.split(list(runs.values()), dim=1), strict=True))
+
+
+def _no_wider(wire: torch.dtype, output: torch.dtype) -> torch.dtype:
+    return output if wire.itemsize > output.itemsize else wire
 
 
 def _order(module: ShardedEmbeddingBagCollection, shardings: Sequence[int]) -> list[str]:

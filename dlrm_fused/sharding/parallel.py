@@ -8,16 +8,25 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torch import nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
-from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
+from torchrec.distributed.types import ModuleSharder, QuantizedCommCodecs, ShardingEnv, ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer
 
-from dlrm_fused.config import Comm, ComputeKernel, Config, EmbeddingConfig, EmbeddingOptimizerKind, WireDtype
+from dlrm_fused.config import (
+    Comm,
+    ComputeKernel,
+    Config,
+    EmbeddingConfig,
+    EmbeddingOptimizerKind,
+    OutputDtype,
+    Precision,
+    WireDtype,
+)
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.sharding.groups import ModelParallelGroups, data_parallel_wrapper
@@ -34,6 +43,7 @@ _FUSED_KINDS = {
     EmbeddingOptimizerKind.sgd: EmbOptimType.EXACT_SGD,
     EmbeddingOptimizerKind.adam: EmbOptimType.ADAM,
 }
+_OUTPUT_TYPES = {OutputDtype.fp32: SparseType.FP32, OutputDtype.fp16: SparseType.FP16, OutputDtype.bf16: SparseType.BF16}
 _WIRE_TYPES = {WireDtype.fp32: CommType.FP32, WireDtype.fp16: CommType.FP16, WireDtype.bf16: CommType.BF16}
 
 
@@ -72,7 +82,10 @@ def shard(
         ConfigError: if no plan satisfies the config, or the device lacks the embedding optimizer or wire format.
         UsageError: with ``comm_strict``, if ``comm=fused`` does not cover some table.
     """
-    sharders: list[ModuleSharder[nn.Module]] = [make_sharder(config.embedding, device, config.comm, config.comm_strict)]
+    output_dtype = pooled_dtype(config, device)
+    sharders: list[ModuleSharder[nn.Module]] = [
+        make_sharder(config.embedding, device, config.comm, config.comm_strict, output_dtype)
+    ]
     plan = make_plan(config, schema, task, sharders, device)
     model = DistributedModelParallel(
         module=task,
@@ -107,13 +120,39 @@ class FusedSharder(_RowWiseOnCpu, FusedEmbeddingBagCollectionSharder):
     """The sharder of this package, for ``comm=fused`` and ``comm=auto``."""
 
 
+def pooled_dtype(config: Config, device: torch.device) -> OutputDtype:
+    """What ``embedding.output_dtype`` means on this device; never ``auto``.
+
+    Raises:
+        ConfigError: if the device lacks it, or it contradicts the format on the wire.
+    """
+    embedding = config.embedding
+    chosen, wires = embedding.output_dtype, (embedding.forward_wire, embedding.backward_wire)
+    if chosen is OutputDtype.auto:
+        is_half = config.training.precision is Precision.bf16 and device.type == "cuda" and set(wires) == {WireDtype.fp32}
+        return OutputDtype.bf16 if is_half else OutputDtype.fp32
+    if device.type == "cpu" and chosen is OutputDtype.bf16:
+        raise ConfigError("embedding.output_dtype=bf16: FBGEMM has it on GPUs only; on the CPU: auto, fp32, fp16")
+    for key, wire in zip(("forward_wire", "backward_wire"), wires, strict=True):
+        if chosen is not OutputDtype.fp32 and wire is not WireDtype.fp32:
+            raise ConfigError(
+                f"embedding.{key}={wire.name}: allowed: fp32 with embedding.output_dtype={chosen.name}, in which they are sent"
+            )
+    return chosen
+
+
 def make_sharder(
-    embedding: EmbeddingConfig, device: torch.device, comm: Comm = Comm.baseline, strict: bool = False
+    embedding: EmbeddingConfig,
+    device: torch.device,
+    comm: Comm = Comm.baseline,
+    strict: bool = False,
+    output_dtype: OutputDtype = OutputDtype.fp32,
 ) -> Sharder | FusedSharder:
     """A sharder with the config's fused optimizer and wire formats.
 
     Args:
         strict: as ``comm_strict``.
+        output_dtype: of pooled embeddings; not ``auto``.
 
     Raises:
         ConfigError: if the device lacks one of them.
@@ -142,14 +181,22 @@ def make_sharder(
     }
     if optimizer.weight_decay and optimizer.kind is EmbeddingOptimizerKind.rowwise_adagrad:
         fused_params["weight_decay_mode"] = WeightDecayMode.DECOUPLE
-    wire = QCommsConfig(
-        forward_precision=_WIRE_TYPES[embedding.forward_wire], backward_precision=_WIRE_TYPES[embedding.backward_wire]
-    )
-    codecs = get_qcomm_codecs_registry(wire, device=device)
+    if output_dtype is not OutputDtype.fp32:
+        fused_params["output_dtype"] = _OUTPUT_TYPES[output_dtype]
+    codecs = _codecs(embedding, device)
     if comm is Comm.baseline:
         return Sharder(fused_params, codecs)
     mode: Mode = AUTO if comm is Comm.auto else FUSED
     return FusedSharder(fused_params, codecs, mode=mode, strict=strict)
+
+
+def _codecs(embedding: EmbeddingConfig, device: torch.device) -> dict[str, QuantizedCommCodecs] | None:
+    """What changes the number format on the wire; None where that stays as it is."""
+    wires = (embedding.forward_wire, embedding.backward_wire)
+    if set(wires) == {WireDtype.fp32}:
+        return None
+    forward, backward = (_WIRE_TYPES[wire] for wire in wires)
+    return get_qcomm_codecs_registry(QCommsConfig(forward_precision=forward, backward_precision=backward), device=device)
 
 
 def _refuse_managed_memory(key: str, kernel: ComputeKernel) -> None:

@@ -8,6 +8,7 @@ All table-, column- and row-wise tables of a module are looked up and delivered 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, cast
@@ -26,7 +27,7 @@ from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.ops.common.auto_choice import fused_is_faster
 from dlrm_fused.sharding.fused_lookups import FusedLookups
 from dlrm_fused.sharding.options import AUTO, FUSED, FusedOptions
-from dlrm_fused.sharding.support import TableSettings, by_table, summary
+from dlrm_fused.sharding.support import TableSettings, by_table, output_type, summary
 from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
 from dlrm_fused.symmetric.collective_errors import gather_or_raise
 from dlrm_fused.symmetric.device import uses_kernels
@@ -65,7 +66,15 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             if self.options.mode == AUTO:
                 self._undecided = True
             else:
-                self._fused = FusedLookups(self, self.options, self._group, covered)
+                self._fused = self._fuse(covered)
+
+    def _fuse(self, shardings: Sequence[int]) -> FusedLookups:
+        """Collective."""
+        assert self._group is not None
+        infos = next(iter(self.sharding_type_to_sharding_infos.values()))
+        output_dtype = output_type(infos[0].fused_params or {})
+        assert output_dtype is not None
+        return FusedLookups(self, self.options, self._group, shardings, output_dtype)
 
     def _check_options(self) -> None:
         """Ranks with other options would make other collective calls, and wait for each other."""
@@ -215,11 +224,7 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         """Measure both paths of every covered sharding type on this batch, and keep the faster ones. Collective."""
         assert self._group is not None
         self._undecided = False
-        candidates = [
-            FusedLookups(self, self.options, self._group, [i])
-            for i, kind in enumerate(compat.sharding_types(self))
-            if self._is_covered(kind)
-        ]
+        candidates = [self._fuse([i]) for i, kind in enumerate(compat.sharding_types(self)) if self._is_covered(kind)]
         chosen = []
         for candidate in candidates:
             (sharding,) = candidate.shardings
@@ -237,9 +242,7 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         if len(chosen) == 1:
             self._fused = chosen[0]
         elif chosen:
-            self._fused = FusedLookups(
-                self, self.options, self._group, [i for candidate in chosen for i in candidate.shardings]
-            )
+            self._fused = self._fuse([i for candidate in chosen for i in candidate.shardings])
 
     def update_shards(self, *args: Any, **kwargs: Any) -> None:
         """Move tables to other ranks, as DistributedModelParallel.reshard asks for. Collective."""

@@ -21,6 +21,8 @@ from dlrm_fused.ops.common.dtypes import DTYPES
 
 SHARDINGS = (ShardingType.TABLE_WISE, ShardingType.COLUMN_WISE, ShardingType.TABLE_COLUMN_WISE, ShardingType.ROW_WISE)
 _DTYPES = (DataType.FP32, DataType.FP16, DataType.BF16)
+# By the name of FBGEMM's SparseType, or TorchRec's DataType.
+_OUTPUT_DTYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
 _OPTIMIZERS = (EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.EXACT_SGD)
 _PLAIN_DECAY_MODES = (WeightDecayMode.NONE, WeightDecayMode.L2, WeightDecayMode.DECOUPLE)
 # Arguments of FBGEMM's lookup that our kernels follow, or that mean nothing for tables in device memory with these optimizers.
@@ -84,14 +86,13 @@ def reason_against(table: TableSettings, uses_kernels: bool) -> str | None:
         uses_kernels: our kernels look up and update the tables (GPUs); else FBGEMM does, with whatever optimizer.
     """
     given = table.fused_params
-    output_dtype = given.get("output_dtype", SparseType.FP32)
     rules: list[tuple[bool, str]] = [
         (table.sharding_type in [s.value for s in SHARDINGS], f"sharding type {table.sharding_type}"),
         (table.compute_kernel == EmbeddingComputeKernel.FUSED.value, f"compute kernel {table.compute_kernel}"),
         (not table.has_feature_processor, "it has a feature processor"),
         (not table.is_virtual, "it is a virtual table"),
         (table.data_type in _DTYPES, f"weights of type {table.data_type.name}"),
-        (output_dtype in (SparseType.FP32, DataType.FP32), f"output_dtype={_shown(output_dtype)}"),
+        (output_type(given) is not None, f"output_dtype={_shown(given.get('output_dtype'))}"),
     ]
     if uses_kernels:
         optimizer = given.get("optimizer", EmbOptimType.EXACT_SGD)
@@ -106,6 +107,11 @@ def reason_against(table: TableSettings, uses_kernels: bool) -> str | None:
     return next((reason for holds, reason in rules if not holds), None)
 
 
+def output_type(fused_params: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype of pooled embeddings, by the arguments of FBGEMM's lookup; None if the fused path does not cover it."""
+    return _OUTPUT_DTYPES.get(_shown(fused_params.get("output_dtype", SparseType.FP32)))
+
+
 def reason_against_wire(key: str, dtype: torch.dtype | None) -> str | None:
     """Why a number format of communication is not covered; None if it is."""
     return None if dtype in DTYPES else f"{key}={dtype}"
@@ -114,11 +120,15 @@ def reason_against_wire(key: str, dtype: torch.dtype | None) -> str | None:
 def by_table(groups: Mapping[str, list[TableSettings]], uses_kernels: bool) -> dict[str, str | None]:
     """The reason against each table, by name; None for those that are covered.
 
-    Tables of one sharding type share their lookups and output dist, so all of them are covered, or none.
+    Tables of one sharding type share their lookups and output dist, so all of them are covered, or none. All tables of a module
+    share its output.
 
     Args:
         groups: the tables of each sharding type of a module.
     """
+    outputs = {output_type(table.fused_params) for tables in groups.values() for table in tables}
+    if len(outputs) > 1:
+        return {table.name: "tables of one module differ in output_dtype" for tables in groups.values() for table in tables}
     reasons: dict[str, str | None] = {}
     for sharding_type, tables in groups.items():
         own = {table.name: reason_against(table, uses_kernels) for table in tables}

@@ -115,6 +115,8 @@ SETTINGS = [
     setting("training.target_auc=0.8", "evaluation.every_steps=0"),
     setting("embedding.optimizer.weight_decay=0.1", "embedding.optimizer.weight_decay=0.1", "embedding.optimizer.kind=adagrad"),
     setting("embedding.optimizer.kind=adam", "embedding.optimizer.kind=adam"),
+    setting("embedding.output_dtype=bf16", "embedding.output_dtype=bf16"),
+    setting("embedding.forward_wire=fp16", "embedding.forward_wire=fp16", "embedding.output_dtype=fp16"),
     setting("embedding.forward_wire=bf16", "embedding.forward_wire=bf16"),
     setting("embedding.compute_kernel=fused_uvm_caching", "embedding.compute_kernel=fused_uvm_caching"),
     setting("embedding.rows=[10,20]", "embedding.rows=[10, 20]"),

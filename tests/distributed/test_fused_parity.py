@@ -34,6 +34,7 @@ BIT_IDENTICAL = [
     (2, [*MIXED, "embedding.tables.table_3.sharding=table_column_wise", SGD]),
     (2, ["embedding.sharding=table_wise", "embedding.forward_wire=fp16", "embedding.backward_wire=fp16"]),
     (2, ["embedding.sharding=table_wise", "embedding.dtype=fp16", ROWWISE_ADAGRAD]),
+    (2, [*MIXED, "embedding.output_dtype=fp16", ROWWISE_ADAGRAD]),
     # Three ranks have four tables of unequal sizes.
     (3, ["embedding.sharding=table_wise", ROWWISE_ADAGRAD]),
 ]

@@ -69,17 +69,26 @@ def epochs_in_fp32(group: SymmetricGroup, index_dtype: torch.dtype, optimizer: s
     expect(run_epochs(world, workspace, EPOCHS, delays(group.rank), hold=5), output=1e-4, tables=1e-4)
 
 
-def one_epoch(group: SymmetricGroup, dtype: torch.dtype, forward_wire: torch.dtype, backward_wire: torch.dtype) -> None:
-    traffic = Traffic(forward_wire=forward_wire, backward_wire=backward_wire, largest_batch=BATCH)
+def one_epoch(
+    group: SymmetricGroup,
+    dtype: torch.dtype,
+    forward_wire: torch.dtype,
+    backward_wire: torch.dtype,
+    output_dtype: torch.dtype = FP32,
+) -> None:
+    traffic = Traffic(output_dtype, forward_wire, backward_wire, largest_batch=BATCH)
     world = world_of(group.world_size, traffic, dtype)
-    workspace = world.workspace(group, f"{dtype} {forward_wire} {backward_wire}", timeout_seconds=TIMEOUT_SECONDS)
+    workspace = world.workspace(
+        group, f"{dtype} {forward_wire} {backward_wire} {output_dtype}", timeout_seconds=TIMEOUT_SECONDS
+    )
     # Values and gradients of some units, rounded once on the wire; partial sums of every rank. Updated tables once more.
-    output, gradient, rounding = (0 if kind == FP32 else torch.finfo(kind).eps for kind in (forward_wire, backward_wire, dtype))
+    wires = [output_dtype if wire == FP32 else wire for wire in (forward_wire, backward_wire)]
+    output, gradient, rounding = (0 if kind == FP32 else torch.finfo(kind).eps for kind in (*wires, dtype))
     result = run_epochs(world, workspace, 1)
     of_ranks = [0.0] * group.world_size
     dist.all_gather_object(of_ranks, result.output)
     expect(result, output=1e-4 + 8 * max(output, gradient), tables=1e-4 + 8 * gradient + rounding)
-    assert (max(of_ranks) > 1e-5) == (forward_wire != FP32)
+    assert (max(of_ranks) > 1e-5) == (wires[0] != FP32)
 
 
 def many_batch_sizes(group: SymmetricGroup) -> None:
@@ -215,6 +224,8 @@ CHECKS: dict[str, Callable[[SymmetricGroup], Any]] = {
     "epochs with delays, int32, SGD": partial(epochs_in_fp32, index_dtype=torch.int32, optimizer="sgd"),
     "fp16 tables": partial(one_epoch, dtype=FP16, forward_wire=FP32, backward_wire=FP32),
     "bf16 tables, fp16 on the wire": partial(one_epoch, dtype=BF16, forward_wire=FP16, backward_wire=FP16),
+    "bf16 outputs": partial(one_epoch, dtype=FP32, forward_wire=BF16, backward_wire=BF16, output_dtype=BF16),
+    "bf16 outputs, fp32 on the wire": partial(one_epoch, dtype=FP32, forward_wire=FP32, backward_wire=FP32, output_dtype=BF16),
     "fp32 tables, bf16 on the wire": partial(one_epoch, dtype=FP32, forward_wire=BF16, backward_wire=BF16),
     "batches that grow": many_batch_sizes,
     "equals plain torch": reference_in_plain_torch,

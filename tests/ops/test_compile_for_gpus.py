@@ -162,10 +162,10 @@ def launch_update(dtype: torch.dtype, adagrad: bool, features: list[int], weight
     update.per_sample_weight_gradients(tables, lookup.gradients, *inputs)
 
 
-def launch_lookup(wire: torch.dtype, row_wise: bool) -> None:
+def launch_lookup(wire: torch.dtype, row_wise: bool, output: torch.dtype = torch.float32) -> None:
     """The lookup of a feature of each of two block dims, and what its receiver does."""
     tables, lookup = make_tables([9, 6], [64, 20], [0, 1]), LookupLayout((0, 64), (64, 20), row_wise)
-    plan = BatchPlan(ExchangeLayout(((lookup,),) * WORLD, 84), RANK, (4, 4), wire, wire, torch.device("cpu"))
+    plan = BatchPlan(ExchangeLayout(((lookup,),) * WORLD, 84), RANK, (4, 4), output, wire, wire, torch.device("cpu"))
     features = feature_tables(tables.offsets, lookup.dims, lookup.columns, torch.device("cpu"))
     staging = SimpleNamespace(local=torch.zeros(1 << 16, dtype=torch.uint8), addresses=torch.zeros(WORLD, dtype=torch.int64))
     workspace: Any = SimpleNamespace(
@@ -179,12 +179,12 @@ def launch_lookup(wire: torch.dtype, row_wise: bool) -> None:
             workspace, plan, 0, own, tables.weights, batch.indices, batch.offsets, batch.per_sample_weights,
             receive_offset=4096, first=True, last=True,
         )  # fmt: skip
-    reduce._finish_staged(workspace, plan, torch.zeros(4, 84), are_empty_bags_sent=not row_wise)
+    reduce._finish_staged(workspace, plan, torch.zeros(4, 84, dtype=output), are_empty_bags_sent=not row_wise)
 
 
 def launch_scatter_tiles(wire: torch.dtype) -> None:
     layout = ExchangeLayout(((LookupLayout((0,), (WIDTH,)),), (LookupLayout((WIDTH,), (WIDTH,)),)), WORLD * WIDTH)
-    plan = BatchPlan(layout, RANK, (4, 4), wire, wire, torch.device("cpu"))
+    plan = BatchPlan(layout, RANK, (4, 4), SINGLE, wire, wire, torch.device("cpu"))
     for relative in (True, False):
         scatter_tiles(rows(SINGLE), plan.pooled_tables[0], 4, window(), wire=wire, relative=relative)
 
@@ -210,6 +210,11 @@ LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
     "update_sgd_shared_weighted_16_bits": (lambda: launch_update(HALF, False, [1, 0, 1], weighted=True), OF_UPDATE),
     "lookup": (lambda: launch_lookup(SINGLE, row_wise=False), {"lookup_and_scatter_kernel"}),
     "lookup_16_bits": (lambda: launch_lookup(HALF, row_wise=False), {"lookup_and_scatter_kernel", "add_up_kernel"}),
+    "lookup_all_16_bits": (lambda: launch_lookup(HALF, row_wise=False, output=HALF), {"lookup_and_scatter_kernel"}),
+    "lookup_row_wise_16_bits": (
+        lambda: launch_lookup(SINGLE, row_wise=True, output=HALF),
+        {"lookup_and_scatter_kernel", "add_up_present_kernel"},
+    ),
     "lookup_row_wise": (lambda: launch_lookup(SINGLE, row_wise=True), {"lookup_and_scatter_kernel", "add_up_present_kernel"}),
     "scatter_tiles": (lambda: launch_scatter_tiles(torch.float16), {"scatter_tiles_kernel"}),
     "gemv_one_shot": (lambda: launch_gemv(HALF, ONE_SHOT), {"gemv_all_reduce_kernel"}),

@@ -28,6 +28,7 @@ def with_arguments(**arguments: object) -> TableSettings:
         *(replace(TABLE, sharding_type=kind) for kind in ("table_wise", "column_wise", "table_column_wise", "row_wise")),
         *(replace(TABLE, data_type=data_type) for data_type in (DataType.FP32, DataType.FP16, DataType.BF16)),
         with_arguments(optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD, learning_rate=0.1, eps=1e-6, beta1=0.9, weight_decay=0.0),
+        *(with_arguments(output_dtype=dtype) for dtype in (SparseType.FP16, SparseType.BF16, DataType.BF16)),
         with_arguments(
             optimizer=EmbOptimType.EXACT_SGD, weight_decay_mode=WeightDecayMode.DECOUPLE, output_dtype=SparseType.FP32
         ),
@@ -53,7 +54,7 @@ def test_covered(table, uses_kernels):
         (replace(TABLE, has_feature_processor=True), "it has a feature processor"),
         (replace(TABLE, is_virtual=True), "it is a virtual table"),
         (replace(TABLE, data_type=DataType.INT8), "weights of type INT8"),
-        (with_arguments(output_dtype=SparseType.FP16), "output_dtype=FP16"),
+        (with_arguments(output_dtype=SparseType.INT8), "output_dtype=INT8"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -118,6 +119,13 @@ class TestNumberFormatsOfQuantizedCommunication:
     def test_ours_come_first(self):
         sharder = FusedEmbeddingBagCollectionSharder(forward_wire=torch.bfloat16, backward_wire=torch.float16)
         assert (sharder.options.forward_wire, sharder.options.backward_wire) == (torch.bfloat16, torch.float16)
+
+
+def test_tables_of_one_module_have_one_output_dtype():
+    half = replace(TABLE, name="half", fused_params={"output_dtype": SparseType.FP16})
+    reasons = by_table({"table_wise": [TABLE], "row_wise": [half]}, uses_kernels=True)
+    assert reasons == dict.fromkeys([TABLE.name, "half"], "tables of one module differ in output_dtype")
+    assert by_table({"table_wise": [half]}, uses_kernels=True) == {"half": None}
 
 
 class TestSummary:

@@ -18,6 +18,8 @@ from dlrm_fused.config import (
     Config,
     EmbeddingConfig,
     EmbeddingOptimizerKind,
+    OutputDtype,
+    Precision,
     Sharding,
     TableConfig,
     TableDtype,
@@ -26,7 +28,7 @@ from dlrm_fused.config import (
 from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.models import build_model
-from dlrm_fused.sharding.parallel import make_sharder
+from dlrm_fused.sharding.parallel import make_sharder, pooled_dtype
 from dlrm_fused.sharding.planning import describe_plan, make_plan, shard_columns, table_constraints
 from dlrm_fused.sharding.tables import fill_uniform
 
@@ -188,6 +190,20 @@ class TestSharder:
         embedding = EmbeddingConfig(**{key: WireDtype.bf16})
         with pytest.raises(ConfigError, match=rf"embedding.{key}=bf16: .*fp32, fp16"):
             make_sharder(embedding, CPU)
+
+    @pytest.mark.parametrize(
+        ("precision", "wire", "device", "chosen"),
+        [
+            (Precision.bf16, WireDtype.fp32, "cuda", OutputDtype.bf16),
+            (Precision.bf16, WireDtype.fp32, "cpu", OutputDtype.fp32),
+            (Precision.bf16, WireDtype.fp16, "cuda", OutputDtype.fp32),
+            (Precision.fp32, WireDtype.fp32, "cuda", OutputDtype.fp32),
+        ],
+    )
+    def test_embeddings_have_by_default_the_dtype_in_which_the_dense_part_computes(self, precision, wire, device, chosen):
+        config = Config(embedding=EmbeddingConfig(backward_wire=wire))
+        config.training.precision = precision
+        assert pooled_dtype(config, torch.device(device)) is chosen
 
 
 class TestInitialWeights:

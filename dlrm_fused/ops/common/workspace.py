@@ -115,14 +115,19 @@ def check_counts(name: str, **counts: int) -> None:
             raise UsageError(f"{name}: {key}={value}; needed: a whole number, at least 1")
 
 
-def check_tensor(workspace: Workspace, key: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> None:
-    """Raises UsageError unless the tensor is contiguous, of this dtype and shape, and on the workspace's device."""
+def check_tensor(
+    workspace: Workspace, key: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int], *, rows: bool = False
+) -> None:
+    """Raises UsageError unless the tensor is contiguous (with ``rows`` each row is enough), of this dtype and shape, and on the
+    workspace's device."""
     name, device = workspace.name, workspace.device
+    is_contiguous = tensor.is_contiguous() or (rows and tensor.stride()[-1:] == (1,))
     if tensor.dtype != dtype or tensor.device != device:
         raise UsageError(f"{name}: {key} is {tensor.dtype} on {tensor.device}; needed: {dtype} on {device}")
-    if list(tensor.shape) != list(shape) or not tensor.is_contiguous():
+    if list(tensor.shape) != list(shape) or not is_contiguous:
         raise UsageError(
             f"{name}: {key} has shape {list(tensor.shape)}, strides {tensor.stride()}; needed: {list(shape)}, contiguous"
+            + " rows" * rows
         )
 
 

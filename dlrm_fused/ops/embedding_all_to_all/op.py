@@ -57,7 +57,8 @@ def embedding_all_to_all(
         batch_sizes: bags of each rank; equal on all ranks.
 
     Returns:
-        fp32 [batch_sizes[rank], layout.columns], in symmetric memory, which is free again when no tensor uses it.
+        [batch_sizes[rank], layout.columns] of the workspace's output dtype, in symmetric memory, which is free again when no
+        tensor uses it.
 
     Raises:
         UsageError: for other shapes, dtypes or devices, or, with ``check_indices``, for an index beyond its table. The other
@@ -229,7 +230,7 @@ def _backward(
 def _fake_forward(anchor: Tensor, *inputs: Any) -> Tensor:
     *_, batch_sizes, handle = inputs
     workspace = EmbeddingWorkspace.of(handle)
-    return anchor.new_empty((batch_sizes[workspace.rank], workspace.layout.columns))
+    return anchor.new_empty((batch_sizes[workspace.rank], workspace.layout.columns), dtype=workspace.output_dtype)
 
 
 @torch.library.register_fake("dlrm_fused::embedding_all_to_all_backward")

@@ -69,6 +69,7 @@ class BatchPlan:
         layout: ExchangeLayout,
         rank: int,
         batch_sizes: tuple[int, ...],
+        output_dtype: torch.dtype,
         forward_wire: torch.dtype,
         backward_wire: torch.dtype,
         device: torch.device,
@@ -83,7 +84,8 @@ class BatchPlan:
         self.fingerprint = zlib.crc32(repr(batch_sizes).encode()) >> 2
         self._forward_dtype, self._backward_dtype = forward_wire, backward_wire
         self._wire, self._gradient_wire = forward_wire.itemsize, backward_wire.itemsize
-        self.is_staged = forward_wire != torch.float32
+        self._output_item = output_dtype.itemsize
+        self.is_staged = forward_wire != output_dtype
 
     @cached_property
     def rotation(self) -> tuple[int, ...]:
@@ -93,7 +95,7 @@ class BatchPlan:
 
     def output_size(self, rank: int) -> int:
         """Bytes of a rank's output."""
-        return self.batch_sizes[rank] * self._layout.columns * 4
+        return self.batch_sizes[rank] * self._layout.columns * self._output_item
 
     def partial_sums_offset(self, rank: int) -> int:
         """Byte in a rank's staging memory where the partial sums of rank 0 begin."""

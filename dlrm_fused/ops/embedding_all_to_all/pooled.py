@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
+from dlrm_fused.ops.common.dtypes import within_range
 from dlrm_fused.ops.common.workspace import ReceiveWindow, check_tensor
 from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan, Tile
 from dlrm_fused.ops.embedding_all_to_all.reduce import receive_output
@@ -27,18 +28,18 @@ from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
 from dlrm_fused.symmetric import SymmetricMemory, abort_peers_on_error
 from dlrm_fused.symmetric.device import uses_kernels
 
-_LARGEST_FP16 = 65504.0
-
 
 def pooled_all_to_all(workspace: EmbeddingWorkspace, pooled: Sequence[Tensor], batch_sizes: Sequence[int]) -> Tensor:
     """Exchange pooled embeddings; differentiable. Collective.
 
     Args:
-        pooled: one fp32 tensor [sum(batch_sizes), width of the lookup] for each lookup of this rank, bags of rank 0 first.
+        pooled: one tensor [sum(batch_sizes), width of the lookup] of the workspace's output dtype for each lookup of this
+            rank, bags of rank 0 first.
         batch_sizes: bags of each rank; equal on all ranks.
 
     Returns:
-        fp32 [batch_sizes[rank], layout.columns]. It lies in symmetric memory, which is free again when no tensor uses it.
+        The same dtype [batch_sizes[rank], layout.columns]. It lies in symmetric memory, which is free again when no tensor uses
+        it.
 
     Raises:
         UsageError: for other shapes or dtypes; the other ranks raise too, with the name of this one.
@@ -99,14 +100,8 @@ def _check_pooled(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[T
             f"{workspace.name}: {len(pooled)} pooled tensors for {len(workspace.own_lookups)} lookups of rank {workspace.rank}"
         )
     for number, (tensor, lookup) in enumerate(zip(pooled, workspace.own_lookups, strict=True)):
-        expected = (plan.global_batch, lookup.width)
-        if tuple(tensor.shape) != expected or tensor.dtype != torch.float32 or tensor.device.type != workspace.device.type:
-            raise UsageError(
-                f"{workspace.name}: pooled[{number}] is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; needed: "
-                f"float32 {list(expected)} on {workspace.device}"
-            )
-        if tensor.stride(-1) != 1:
-            raise UsageError(f"{workspace.name}: pooled[{number}] has strides {tensor.stride()}; its rows must be contiguous")
+        shape = (plan.global_batch, lookup.width)
+        check_tensor(workspace, f"pooled[{number}]", tensor, workspace.output_dtype, shape, rows=True)
 
 
 def _send_by_host(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[Tensor], receive_offset: int) -> None:
@@ -129,7 +124,7 @@ def _copy_tiles(
             first = (base + tile.offset) // wire.itemsize
             place = elements.as_strided((tile.rows, tile.width), (tile.stride, 1), first)
             values = source[tile.source_row : tile.source_row + tile.rows, tile.source_column : tile.source_column + tile.width]
-            place.copy_(values.clamp(-_LARGEST_FP16, _LARGEST_FP16) if wire == torch.float16 else values)
+            place.copy_(within_range(values, wire))
 
 
 def _send_by_kernel(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[Tensor], receive_offset: int) -> None:
@@ -157,7 +152,7 @@ def send_gradient(workspace: EmbeddingWorkspace, plan: BatchPlan, gradient: Tens
     """Bring the output's gradient to the owners of the tables. Collective.
 
     Args:
-        gradient: fp32 [batch_sizes[rank], layout.columns].
+        gradient: [batch_sizes[rank], layout.columns] of the output's dtype.
 
     Returns:
         For each lookup of this rank the gradient [global batch, width] of its result, unscaled, in the wire's dtype: views of
@@ -165,9 +160,11 @@ def send_gradient(workspace: EmbeddingWorkspace, plan: BatchPlan, gradient: Tens
     """
     channel = workspace.backward_channel
     workspace.raise_fault()
-    gradient = gradient.contiguous()
+    if not _can_be_read_in_tiles(gradient):
+        gradient = gradient.contiguous()
     with abort_peers_on_error(channel):
-        check_tensor(workspace, "the gradient", gradient, torch.float32, (plan.local_batch, workspace.layout.columns))
+        shape = (plan.local_batch, workspace.layout.columns)
+        check_tensor(workspace, "the gradient", gradient, workspace.output_dtype, shape, rows=True)
     workspace.reserve(plan.batch_sizes)
     memory = workspace.gradients
     if uses_kernels(workspace.device):
@@ -181,19 +178,25 @@ def send_gradient(workspace: EmbeddingWorkspace, plan: BatchPlan, gradient: Tens
     return [plan.gradients_view(memory, number) for number in range(len(workspace.own_lookups))]
 
 
+def _can_be_read_in_tiles(gradient: Tensor) -> bool:
+    """Whether it need not be copied: some columns of a wider tensor, as the dense part leaves them, will do."""
+    alignment = 4 * gradient.element_size()
+    return gradient.stride()[1:] == (1,) and gradient.stride(0) % 4 == 0 and gradient.data_ptr() % alignment == 0
+
+
 @torch.library.impl("dlrm_fused::pooled_all_to_all_backward", ["cpu", "cuda"])
 def _backward(gradient: Tensor, batch_sizes: list[int], handle: int) -> list[Tensor]:
     workspace = EmbeddingWorkspace.of(handle)
     received = send_gradient(workspace, workspace.plan(batch_sizes), gradient)
     # A division, as TorchRec's, so that the bits are the same for three ranks too.
     divisor = 1 / workspace.gradient_scale
-    return [view.to(torch.float32, copy=True).div_(divisor) for view in received]
+    return [view.to(workspace.output_dtype, copy=True).div_(divisor) for view in received]
 
 
 @torch.library.register_fake("dlrm_fused::pooled_all_to_all")
 def _fake_forward(anchor: Tensor, pooled: list[Tensor], batch_sizes: list[int], handle: int) -> Tensor:
     workspace = EmbeddingWorkspace.of(handle)
-    return anchor.new_empty((batch_sizes[workspace.rank], workspace.layout.columns))
+    return anchor.new_empty((batch_sizes[workspace.rank], workspace.layout.columns), dtype=workspace.output_dtype)
 
 
 @torch.library.register_fake("dlrm_fused::pooled_all_to_all_backward")

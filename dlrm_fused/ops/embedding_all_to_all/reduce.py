@@ -1,4 +1,4 @@
-"""What a rank does with embeddings it has received: adds up row-wise parts, converts 16-bit values, returns fp32."""
+"""What a rank does with embeddings it has received: adds up row-wise parts, and converts what came in another dtype."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dlrm_fused.ops.common.dtypes import within_range
 from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
+from dlrm_fused.ops.embedding_all_to_all.scatter import to_wire
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
 from dlrm_fused.symmetric.device import uses_kernels
 
@@ -28,15 +30,15 @@ def receive_output(
         are_empty_bags_sent: whether all partial sums arrive, also those of empty bags.
 
     Returns:
-        fp32 [local batch, columns], the caller's as long as it likes: a block of symmetric memory, or, where everything is
-        received in another dtype, an ordinary tensor.
+        [local batch, columns] of the workspace's output dtype, the caller's as long as it likes: a block of symmetric memory,
+        or, where everything is received in another dtype, an ordinary tensor.
     """
     workspace.reserve(plan.batch_sizes)
     shape, pool = (plan.local_batch, workspace.layout.columns), workspace.outputs
     if plan.is_staged:
-        output, offset = torch.empty(shape, device=workspace.device), 0
+        output, offset = torch.empty(shape, dtype=workspace.output_dtype, device=workspace.device), 0
     else:
-        output = pool.receive(shape, torch.float32)
+        output = pool.receive(shape, workspace.output_dtype)
         offset = pool.offset_of(output)
     send(offset)
     _finish_staged(workspace, plan, output, are_empty_bags_sent)
@@ -58,11 +60,14 @@ def _finish_staged(workspace: EmbeddingWorkspace, plan: BatchPlan, output: Tenso
 
 
 def _add_up(sources: Tensor, output: Tensor, workspace: EmbeddingWorkspace) -> None:
-    """output [rows, width] fp32 = sum over the first dimension of sources [n, rows, width], in its order."""
+    """output [rows, width] = sum in fp32 over the first dimension of sources [n, rows, width], in its order."""
     if not uses_kernels(workspace.device):
-        output.copy_(sources[0])
+        total = output if output.dtype == torch.float32 else torch.empty_like(output, dtype=torch.float32)
+        total.copy_(sources[0])
         for source in sources[1:]:
-            output += source
+            total += source
+        if total is not output:
+            output.copy_(within_range(total, output.dtype))
         return
     rows, width = output.shape
     if rows:
@@ -110,7 +115,7 @@ def add_up_present_kernel(
         partial = tl.load(sources + source * source_stride + places, mask=is_there[:, None] & of_dim, other=0.0)
         total += partial.to(tl.float32)
     at_output = row[:, None] * output_stride + (tl.multiple_of(tl.load(fields + 3), 4) + lane)[None, :]
-    tl.store(output + at_output, total, mask=exists[:, None] & of_dim)
+    tl.store(output + at_output, to_wire(total, output.dtype.element_ty), mask=exists[:, None] & of_dim)
 
 
 @triton.jit(do_not_specialize=["rows", "width"])
@@ -122,8 +127,9 @@ def add_up_kernel(
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < width)[None, :]
-    places = row[:, None] * row_stride + column[None, :]
-    total = tl.load(sources + places, mask=inside, other=0.0).to(tl.float32)
+    at_sources = row[:, None] * row_stride + column[None, :]
+    total = tl.load(sources + at_sources, mask=inside, other=0.0).to(tl.float32)
     for source in tl.static_range(1, SOURCES):
-        total += tl.load(sources + source * source_stride + places, mask=inside, other=0.0).to(tl.float32)
-    tl.store(output + row[:, None] * output_stride + column[None, :], total, mask=inside)
+        total += tl.load(sources + source * source_stride + at_sources, mask=inside, other=0.0).to(tl.float32)
+    places = output + row[:, None] * output_stride + column[None, :]
+    tl.store(places, to_wire(total, output.dtype.element_ty), mask=inside)

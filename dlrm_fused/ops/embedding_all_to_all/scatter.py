@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
+from dlrm_fused.ops.common.dtypes import LARGEST_FP16, TRITON_DTYPES
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.embedding_all_to_all.plan import TILE_COLUMNS
 from dlrm_fused.symmetric.device import begin, finish, peer_pointer, wait_until_ready
@@ -16,13 +16,14 @@ _ROWS = 8  # of a program's tile
 # Enough stores in flight for the links of one GPU; more programs only take multiprocessors from others.
 _PROGRAMS = 528
 _FIELDS = tl.constexpr(7)
+_LARGEST_FP16 = tl.constexpr(LARGEST_FP16)
 
 
 @triton.jit
 def to_wire(values, dtype: tl.constexpr):
     """Values in the wire's dtype; fp16 ends at its largest number, as TorchRec's codec does."""
     if dtype == tl.float16:
-        values = tl.clamp(values, -65504.0, 65504.0)
+        values = tl.clamp(values, -_LARGEST_FP16, _LARGEST_FP16)
     return values.to(dtype)
 
 

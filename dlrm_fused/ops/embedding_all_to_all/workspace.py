@@ -35,7 +35,8 @@ class EmbeddingWorkspace(Workspace):
         group: the ranks that take part.
         layout: equal on all ranks.
         name: for messages; equal on all ranks, and not used by another workspace of the group.
-        forward_wire: dtype in which pooled embeddings travel: float32, bfloat16 or float16. The output is float32.
+        output_dtype: float32, bfloat16 or float16: of the output and of its gradient.
+        forward_wire: the same: in which pooled embeddings travel. What has the output's dtype goes straight there.
         backward_wire: the same for the gradients.
         gradient_scale: factor of the gradients that the tables get.
         timeout_seconds: how long a rank waits for another.
@@ -57,6 +58,7 @@ class EmbeddingWorkspace(Workspace):
         layout: ExchangeLayout,
         *,
         name: str,
+        output_dtype: torch.dtype = torch.float32,
         forward_wire: torch.dtype = torch.float32,
         backward_wire: torch.dtype = torch.float32,
         gradient_scale: float = 1.0,
@@ -66,6 +68,7 @@ class EmbeddingWorkspace(Workspace):
     ) -> None:
         settings = {
             "layout": layout,
+            "output_dtype": output_dtype,
             "forward_wire": forward_wire,
             "backward_wire": backward_wire,
             "gradient_scale": gradient_scale,
@@ -81,7 +84,7 @@ class EmbeddingWorkspace(Workspace):
         )
         self.forward_channel, self.backward_channel = self.channels
         self.layout = layout
-        self.forward_wire, self.backward_wire = forward_wire, backward_wire
+        self.output_dtype, self.forward_wire, self.backward_wire = output_dtype, forward_wire, backward_wire
         self.gradient_scale = gradient_scale
         self.held_outputs = held_outputs
         self.check_indices = check_indices
@@ -167,7 +170,8 @@ class EmbeddingWorkspace(Workspace):
         return plan
 
     def _new_plan(self, batch_sizes: tuple[int, ...]) -> BatchPlan:
-        return BatchPlan(self.layout, self.rank, batch_sizes, self.forward_wire, self.backward_wire, self.device)
+        dtypes = (self.output_dtype, self.forward_wire, self.backward_wire)
+        return BatchPlan(self.layout, self.rank, batch_sizes, *dtypes, self.device)
 
     def reserve(self, batch_sizes: Sequence[int]) -> None:
         """Have memory for batches of these sizes. Collective when they are larger than any before, else nothing happens.
@@ -239,7 +243,7 @@ def _checked(settings: Mapping[str, Any], name: str, world_size: int) -> dict[st
     if not isinstance(layout, ExchangeLayout):
         raise UsageError(f"{name}: layout={layout!r}; needed: an ExchangeLayout")
     layout.check(world_size)
-    for key in ("forward_wire", "backward_wire"):
+    for key in ("output_dtype", "forward_wire", "backward_wire"):
         if settings[key] not in DTYPES:
             raise UsageError(f"{name}: {key}={settings[key]}; allowed: float32, bfloat16, float16")
     if not 0 < settings["gradient_scale"] < math.inf:

@@ -96,8 +96,15 @@ def test_bags_are_divided_among_threads(blocks: lookup_tuning.Blocks) -> None:
     assert largest_difference(run_ranks(2, run_with_blocks, blocks)) < TOLERANCE
 
 
-def test_fp16_on_the_wire() -> None:
-    traffic = Traffic(forward_wire=torch.float16, backward_wire=torch.float16)
+@pytest.mark.parametrize(
+    "traffic",
+    [
+        pytest.param(Traffic(forward_wire=torch.float16, backward_wire=torch.float16), id="wire"),
+        pytest.param(Traffic(torch.float16, torch.float16, torch.float16), id="wire and output"),
+        pytest.param(Traffic(output_dtype=torch.float16), id="output", marks=pytest.mark.slow),
+    ],
+)
+def test_fp16(traffic: Traffic) -> None:
     results = run_ranks(2, run_world, mixed_world, traffic, 4, 1, None)
     assert 1e-6 < largest_difference(results) < 5e-3
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dlrm_fused.ops.embedding_all_to_all import EmbeddingWorkspace, ExchangeLayout, LookupLayout
@@ -38,6 +39,7 @@ class Features:
 class Traffic:
     """How workspaces are made."""
 
+    output_dtype: torch.dtype = torch.float32
     forward_wire: torch.dtype = torch.float32
     backward_wire: torch.dtype = torch.float32
     optimizer: str = "rowwise_adagrad"
@@ -135,6 +137,7 @@ class World:
             group,
             self.layout,
             name=name,
+            output_dtype=traffic.output_dtype,
             forward_wire=traffic.forward_wire,
             backward_wire=traffic.backward_wire,
             gradient_scale=1 / group.world_size,
@@ -294,7 +297,11 @@ def run_epochs(
         gradients = world.draw_gradients(batch_sizes)
         expected_weight_gradients = world.update(batches, gradients, workspace.rank)
         delay(epoch)
-        output.backward(gradients[workspace.rank].to(device))
+        gradient = gradients[workspace.rank].to(device, output.dtype)
+        if epoch % 2:
+            # Some columns of a wider tensor.
+            gradient = F.pad(gradient, (4, 8))[:, 4:-8]
+        output.backward(gradient)
         for found, right in zip(weights, expected_weight_gradients, strict=True):
             if right.numel():
                 assert found.grad is not None

@@ -211,6 +211,7 @@ EXCHANGES = [
         SECOND,
         "layout.lookups[0][0] differs between ranks",
     ),
+    WrongUse("`output_dtype=torch.int8`", settings(output_dtype=torch.int8), "output_dtype=torch.int8", SECOND, NAME),
     WrongUse("`forward_wire=torch.float64`", settings(forward_wire=torch.float64), "forward_wire=torch.float64", SECOND, NAME),
     WrongUse(
         "`backward_wire` that differs between ranks",
@@ -227,12 +228,12 @@ EXCHANGES = [
 
 POOLED = [
     WrongUse("fp16 instead of fp32", pooled(lambda own: [own[0].half(), own[1]]), "pooled[0] is torch.float16", SECOND),
-    WrongUse("too few columns", pooled(lambda own: [own[0][:, :8], own[1]]), "needed: float32 [5, 12]", SECOND),
-    WrongUse("bags of the local batch only", pooled(lambda own: [own[0], own[1][:3]]), "pooled[1] is", SECOND),
+    WrongUse("too few columns", pooled(lambda own: [own[0][:, :8], own[1]]), "needed: [5, 12]", SECOND),
+    WrongUse("bags of the local batch only", pooled(lambda own: [own[0], own[1][:3]]), "pooled[1] has shape [3, 4]", SECOND),
     WrongUse(
         "rows that are not contiguous",
         pooled(lambda own: [own[0].t().contiguous().t(), own[1]]),
-        "its rows must be contiguous",
+        "contiguous rows",
         SECOND,
     ),
     WrongUse("a lookup is missing", pooled(lambda own: own[:1]), "1 pooled tensors for 2 lookups", SECOND),
@@ -249,9 +250,9 @@ POOLED = [
     WrongUse(
         "too few columns, in the first call",
         in_the_first_call(pooled(lambda own: [own[0][:, :8], own[1]])),
-        "rank 1: embeddings: pooled[0] is",
+        "rank 1: embeddings: pooled[0] has shape [5, 8]",
         SECOND,
-        "rank 1: embeddings: pooled[0] is",
+        "rank 1: embeddings: pooled[0] has shape [5, 8]",
     ),
     WrongUse(
         "batch sizes that differ between ranks, in the first call",
