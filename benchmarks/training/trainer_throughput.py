@@ -10,29 +10,17 @@ over the seconds in which they were made, so that the time a checkpoint holds tr
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import platform
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common.environment import ROOT
 from benchmarks.common.results import write_results
-from dlrm_fused.config import load_config
-
-
-def launch(gpus: int, script: list[str], arguments: list[str]) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
-    process = subprocess.run([*command, *script, *arguments], cwd=ROOT, capture_output=True, text=True)
-    if process.returncode:
-        raise SystemExit(f"{' '.join(script)} failed:\n{process.stdout[-2000:]}\n{process.stderr[-6000:]}")
-    return process.stdout
+from benchmarks.training.trainer_runs import launch, train
 
 
 def bare_rate(options: argparse.Namespace, data: str) -> float:
@@ -41,32 +29,18 @@ def bare_rate(options: argparse.Namespace, data: str) -> float:
     return float(json.loads(output.strip().splitlines()[-1])["samples_per_second"])
 
 
-def trainer_run(options: argparse.Namespace, folder: str) -> dict[str, Any]:
+def trainer_run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     steps = options.warmup + options.steps
-    arguments = [
-        "--config",
-        options.config,
-        f"output_dir={folder}",
-        "name=throughput",
+    settings = [
         f"training.max_steps={steps}",
         f"checkpoint.every_steps={options.warmup + options.steps // 2}",
         "data.synthetic.test_samples=65536",
         "checkpoint.resume=false",
+        *options.overrides,
     ]
-    launch(options.gpus, ["train.py"], [*arguments, *options.overrides])
-    lines = [json.loads(line) for line in (Path(folder) / "throughput" / "metrics.jsonl").read_text().splitlines()]
-    timed = [line for line in lines if line["kind"] == "train" and line["step"] > options.warmup]
-    batch = load_config(options.config, options.overrides).training.global_batch_size
-    samples = [(b["step"] - a["step"]) * batch for a, b in itertools.pairwise(timed)]
-    seconds = [n / line["samples_per_second"] for n, line in zip(samples, timed[1:], strict=True)]
-    parts = {key: statistics.median(line[key] for line in timed if key in line) for key in timed[-1] if key.endswith("_ms")}
-    return {
-        "samples_per_second": sum(samples) / sum(seconds),
-        "intervals": [[line["step"], round(line["samples_per_second"])] for line in timed],
-        "median_parts": parts,
-        "checkpoints": sorted(p.name for p in (Path(folder) / "throughput" / "checkpoints").iterdir()),
-        "plan": (Path(folder) / "throughput" / "plan.txt").read_text(),
-    }
+    measured = train(options.config, settings, options.gpus, folder / "throughput", options.warmup)
+    checkpoints = sorted(p.name for p in (folder / "throughput" / "checkpoints").iterdir())
+    return {**measured, "checkpoints": checkpoints, "plan": (folder / "throughput" / "plan.txt").read_text()}
 
 
 def main() -> None:
@@ -86,7 +60,7 @@ def main() -> None:
             rounds.append(
                 {
                     "bare_generated": bare_rate(options, "generated"),
-                    "trainer": trainer_run(options, folder),
+                    "trainer": trainer_run(options, Path(folder)),
                     "bare_resident": bare_rate(options, "resident"),
                 }
             )

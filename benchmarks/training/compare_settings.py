@@ -1,0 +1,111 @@
+"""Samples/s of the trainer with several settings of one config, which take turns, at one or more batch sizes.
+
+    python -m benchmarks.training.compare_settings --config configs/criteo_1tb_dcnv2_synthetic.yaml --gpus 2 \
+        --batches 16384 65536 --output results.json \
+        "comm=fused" "comm=baseline" "comm=baseline training.compile=never embedding.output_dtype=fp32"
+
+Each argument is one contestant's settings, divided by spaces; the others are compared with the first. A run's rate is that of
+all steps after the warm-up; the median over rounds counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common.environment import describe_environment
+from benchmarks.common.results import write_results
+from benchmarks.training.trainer_runs import train
+
+# No checkpoint but the last, few test samples: what is timed is training.
+_SETTINGS = ["checkpoint.every_steps=0", "checkpoint.keep_best=false", "checkpoint.resume=false"]
+
+
+def run(options: argparse.Namespace, batch: int | None, settings: str) -> dict[str, Any]:
+    own = [] if batch is None else [f"training.global_batch_size={batch}"]
+    own += [f"training.max_steps={options.warmup + options.steps}", f"telemetry.log_every_steps={options.interval}"]
+    with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
+        measured = train(
+            options.config, [*_SETTINGS, *own, *settings.split()], options.gpus, Path(folder) / "run", options.warmup
+        )
+    return {"batch": batch, "settings": settings, **measured}
+
+
+def summarize(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By batch and settings, in the order of their first runs: medians over rounds, and how many times the first is as fast."""
+    by_contestant: dict[tuple[int | None, str], list[dict[str, Any]]] = {}
+    for one in runs:
+        by_contestant.setdefault((one["batch"], one["settings"]), []).append(one)
+    rows, first = [], {}
+    for (batch, settings), own in by_contestant.items():
+        rate = statistics.median(one["samples_per_second"] for one in own)
+        first.setdefault(batch, rate)
+        peaks = [one["peak_memory_gib"] for one in own if one["peak_memory_gib"] is not None]
+        rows.append(
+            {
+                "batch": batch,
+                "settings": settings,
+                "rounds": len(own),
+                "samples_per_second": rate,
+                "step_ms": statistics.median(one["median_parts"]["step_ms"] for one in own),
+                "peak_memory_gib": max(peaks, default=None),
+                "first_over_this": first[batch] / rate,
+            }
+        )
+    return rows
+
+
+def table(rows: Iterable[dict[str, Any]]) -> str:
+    lines = [f"{'batch':>8}{'M samples/s':>13}{'step ms':>9}{'GiB':>7}{'first / it':>12}  settings"]
+    for row in rows:
+        peak = "-" if row["peak_memory_gib"] is None else f"{row['peak_memory_gib']:.2f}"
+        lines.append(
+            f"{row['batch'] or 'config':>8}{row['samples_per_second'] / 1e6:>13.3f}{row['step_ms']:>9.2f}{peak:>7}"
+            f"{row['first_over_this']:>12.2f}  {row['settings']}"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--gpus", type=int, default=2, help="ranks, also on a machine without GPUs")
+    parser.add_argument("--batches", type=int, nargs="+", help="global batch sizes; by default that of the config")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--warmup", type=int, default=50, help="steps before those that are timed")
+    parser.add_argument("--steps", type=int, default=200, help="that are timed")
+    parser.add_argument("--interval", type=int, default=50, help="steps between lines of metrics.jsonl")
+    parser.add_argument("--scratch", help="folder for the runs; a temporary one by default")
+    parser.add_argument("--commit", help="where there is no git repository")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("settings", nargs="+", help="settings of a contestant, such as 'comm=fused training.precision=bf16'")
+    options = parser.parse_intermixed_args(arguments)
+    if options.warmup % options.interval or options.steps % options.interval:
+        parser.error(
+            f"--warmup={options.warmup} --steps={options.steps}: both must be multiples of --interval={options.interval}"
+        )
+
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())][: options.gpus]
+    report: dict[str, Any] = {
+        **describe_environment(names or ["CPU"] * options.gpus, options.commit),
+        "summary": [],
+        "runs": [],
+    }
+    for batch in options.batches or [None]:
+        for _ in range(options.rounds):
+            for settings in options.settings:
+                report["runs"].append(run(options, batch, settings))
+                report["summary"] = summarize(report["runs"])
+                # After each run, so that what was measured is there if a later one fails.
+                write_results(options.output, report)
+    print(table(report["summary"]))
+
+
+if __name__ == "__main__":
+    main()
