@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.training import compare_settings, dense_part
+from benchmarks.training import compare_settings, dense_part, timeline
 from dlrm_fused.config import Precision
 
 SMALL = [
@@ -115,3 +116,65 @@ def test_the_dense_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     bottom, cross, top = 13 * 8, 2 * 2 * 32 * 4, 32 * 8 + 8
     assert report["flops"] == 2 * 16 * (3 * (bottom + cross + top) - 13 * 8)
     assert report["floor_ms"] == pytest.approx(report["flops"] / report["teraflops_of_a_large_product"] / 1e9)
+
+
+def device_event(name: str, begin_us: float, end_us: float, stream: int = 7, kind: str = "kernel") -> dict[str, Any]:
+    return {"cat": kind, "name": name, "ts": begin_us, "dur": end_us - begin_us, "args": {"stream": stream}}
+
+
+def steps_of_a_trace(count: int) -> list[dict[str, Any]]:
+    """Each of 10 ms: lookup 2, products 4 with AllReduce beside the last, which goes on for 1, update 1, and nothing 2."""
+    events: list[dict[str, Any]] = []
+    for step in range(count):
+        at = 1e4 * step
+        events += [
+            {"cat": "user_annotation", "name": f"ProfilerStep#{step}", "ts": at, "dur": 1e4},
+            device_event("lookup_and_scatter_kernel", at, at + 2e3),
+            device_event("nvjet_sm90_tst", at + 2e3, at + 5e3),
+            device_event("nvjet_sm90_tst", at + 5e3, at + 6e3),
+            device_event("ncclDevKernel_AllReduce_Sum_f32", at + 5e3, at + 7e3, stream=17),
+            device_event("update_kernel", at + 7e3, at + 8e3),
+            {"cat": "cpu_op", "name": "aten::mm", "ts": at, "dur": 9e3},
+        ]
+    return events
+
+
+def test_a_part_is_exposed_where_nothing_else_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, output, picture = tmp_path / "trace.json.gz", tmp_path / "timeline.json", tmp_path / "timeline.png"
+    trace.write_bytes(gzip.compress(json.dumps({"traceEvents": steps_of_a_trace(3)}).encode()))
+    timeline.main([str(trace), "--output", str(output), "--plot", str(picture)])
+    report = json.loads(output.read_text())
+    assert report["step_ms"] == pytest.approx(10)
+    assert report["nothing_runs_ms"] == pytest.approx(2)
+    expected = {"lookup": (2, 2), "matrix products": (4, 3), "AllReduce": (2, 1), "update of tables": (1, 1)}
+    assert report["parts"].keys() == expected.keys()
+    for part, (busy, exposed) in expected.items():
+        assert (report["parts"][part]["busy_ms"], report["parts"][part]["exposed_ms"]) == pytest.approx((busy, exposed))
+    assert report["kernels"][0] == [0.0, 2.0, 7, "lookup_and_scatter_kernel"]
+    assert len(report["kernels"]) == 5
+    assert picture.stat().st_size > 5_000
+    assert capsys.readouterr().out.splitlines()[1].split() == ["matrix", "products", "4.00", "3.00"]
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("ncclDevKernel_SendRecv", "SendRecv of NCCL"),
+        ("void fbgemm_gpu::permute_2D_data_kernel", "features"),
+        ("void cutlass::Kernel2<cutlass_75_tensorop_bf16_s1688gemm>", "matrix products"),
+        ("void cublasLt::splitKreduce_kernel", "matrix products"),
+        ("void at_cuda_detail::cub::detail::radix_sort::DeviceRadixSortOnesweepKernel", "sort of indices"),
+        ("split_embedding_backward_codegen_rowwise_adagrad", "update of tables"),
+        ("Memcpy DtoD (Device -> Device)", "copies"),
+        ("triton_poi_fused_relu_16", "elementwise"),
+    ],
+)
+def test_parts_of_kernels(name: str, part: str) -> None:
+    assert timeline.Kernel(name, 7, 0.0, 1.0).part == part
+
+
+def test_a_trace_of_one_step_is_refused(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps({"traceEvents": steps_of_a_trace(1)}))
+    with pytest.raises(SystemExit, match=r"1 steps, and 3 kernels .* telemetry.profile_steps"):
+        timeline.main([str(trace)])
