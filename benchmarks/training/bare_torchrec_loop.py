@@ -3,8 +3,9 @@
     torchrun --standalone --nproc-per-node=4 -m benchmarks.training.bare_torchrec_loop --config configs/X.yaml [key=value ...]
 
 No logging, evaluation, checkpoints or schedule: TorchRec's model, planner, DistributedModelParallel and
-TrainPipelineSparseDist, with the tables, layers, optimizers and precision of the config. ``--data generated`` makes each batch
-as the trainer does; ``--data resident`` repeats a few batches that already lie on the GPU, which no trainer can do.
+TrainPipelineSparseDist, with the tables, layers, optimizers, precision and number format of embeddings of the config, and the
+dense part compiled or not, as ``training.compile`` says. ``--data generated`` makes each batch as the trainer does; ``--data
+resident`` repeats a few batches that already lie on the GPU, which no trainer can do.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -28,18 +29,14 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
-from dlrm_fused.config import (
-    Config,
-    DenseOptimizerKind,
-    EmbeddingOptimizerKind,
-    ModelKind,
-    Precision,
-    load_config,
-)
+from benchmarks.common.harness import synchronize
+from dlrm_fused.config import Config, DenseOptimizerKind, EmbeddingOptimizerKind, ModelKind, Precision, load_config
 from dlrm_fused.datasets import open_dataset
 from dlrm_fused.datasets.batch import Batch
 from dlrm_fused.datasets.loader import TrainLoader
 from dlrm_fused.datasets.schema import DatasetSchema
+from dlrm_fused.models.dense_part import DensePart, is_compiled
+from dlrm_fused.sharding.parallel import pooled_dtype
 
 _RESIDENT_BATCHES = 8
 _EMBEDDING_OPTIMIZERS = {
@@ -49,16 +46,20 @@ _EMBEDDING_OPTIMIZERS = {
 
 
 class _Task(torch.nn.Module):
-    def __init__(self, model: torch.nn.Module, bf16: bool) -> None:
+    def __init__(self, model: DLRM, config: Config, device: torch.device) -> None:
         super().__init__()
         self.model = model
-        self.bf16 = bf16
-        self.loss = torch.nn.BCEWithLogitsLoss()
+        uses_bf16 = config.training.precision is Precision.bf16
+        self.dense_part = DensePart(self._logits_of, device.type, uses_bf16, is_compiled(config.training.compile, device))
+        self.samples = config.training.global_batch_size // dist.get_world_size()
+
+    def _logits_of(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model.over_arch(self.model.inter_arch(self.model.dense_arch(dense), pooled))
+        return logits
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=self.bf16):
-            logits = self.model(batch.dense, batch.sparse).squeeze(-1)
-        loss = self.loss(logits.float(), batch.labels)
+        losses, _ = self.dense_part(batch.dense, self.model.sparse_arch(batch.sparse), batch.labels, batch.weights)
+        loss = losses / self.samples
         return loss, loss.detach()
 
 
@@ -72,9 +73,7 @@ def build(config: Config, schema: DatasetSchema, device: torch.device) -> tuple[
     )
     shape, dense_features = config.model, len(schema.dense_features)
     if shape.kind is ModelKind.dcnv2:
-        model: torch.nn.Module = DLRM_DCN(
-            tables, dense_features, shape.bottom_mlp, shape.top_mlp, shape.cross_layers, shape.cross_rank
-        )
+        model: DLRM = DLRM_DCN(tables, dense_features, shape.bottom_mlp, shape.top_mlp, shape.cross_layers, shape.cross_rank)
     else:
         model = DLRM(tables, dense_features, shape.bottom_mlp, shape.top_mlp)
     optimizer = config.embedding.optimizer
@@ -83,12 +82,15 @@ def build(config: Config, schema: DatasetSchema, device: torch.device) -> tuple[
             "optimizer": _EMBEDDING_OPTIMIZERS[optimizer.kind],
             "learning_rate": optimizer.learning_rate,
             "eps": optimizer.eps,
+            "output_dtype": SparseType[pooled_dtype(config, device).name.upper()],
         }
     )
-    task = _Task(model, config.training.precision is Precision.bf16)
+    task = _Task(model, config, device)
     world_size = dist.get_world_size()
     planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=world_size, compute_device="cuda", local_world_size=int(os.environ["LOCAL_WORLD_SIZE"])),
+        topology=Topology(
+            world_size=world_size, compute_device=device.type, local_world_size=int(os.environ["LOCAL_WORLD_SIZE"])
+        ),
         batch_size=config.training.global_batch_size // world_size,
         constraints={f.name: ParameterConstraints(pooling_factors=[f.pooling_factor]) for f in schema.sparse_features},
         debug=False,
@@ -128,9 +130,13 @@ def main() -> None:
     kinds = config.embedding.optimizer.kind, config.training.dense_optimizer.kind
     if kinds[0] not in _EMBEDDING_OPTIMIZERS or kinds[1] is not DenseOptimizerKind.adagrad:
         parser.error(f"optimizers {kinds[0].name} and {kinds[1].name}: this loop has rowwise_adagrad or adagrad, and adagrad")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
     torch.manual_seed(config.seed)
     torch.set_float32_matmul_precision("highest" if config.training.precision is Precision.fp32 else "high")
     schema, stream = batches(config, arguments.data, device)
@@ -138,12 +144,12 @@ def main() -> None:
     pipeline = TrainPipelineSparseDist(model, optimizer, device)
     for _ in range(arguments.warmup):
         pipeline.progress(stream)
-    torch.cuda.synchronize()
+    synchronize(device)
     dist.barrier()
     began = time.monotonic()
     for _ in range(arguments.steps):
         loss = pipeline.progress(stream)
-    torch.cuda.synchronize()
+    synchronize(device)
     dist.barrier()
     seconds = time.monotonic() - began
     if dist.get_rank() == 0:

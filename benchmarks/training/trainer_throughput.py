@@ -43,7 +43,7 @@ def trainer_run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {**measured, "checkpoints": checkpoints, "plan": (folder / "throughput" / "plan.txt").read_text()}
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", required=True)
     parser.add_argument("--gpus", type=int, default=4)
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--scratch", help="folder for the runs; a temporary one by default")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("overrides", nargs="*", help="settings of both, such as training.precision=bf16")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args(arguments)
     rounds = []
     for _ in range(options.rounds):
         with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
@@ -70,7 +70,7 @@ def main() -> None:
     result = {
         "config": options.config,
         "overrides": options.overrides,
-        "gpus": [torch.cuda.get_device_name(i) for i in range(options.gpus)],
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())][: options.gpus],
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "samples_per_second": {"trainer": trainer, **medians},
         "trainer_over_bare_generated": trainer / medians["bare_generated"],
