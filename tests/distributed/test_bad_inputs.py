@@ -116,6 +116,7 @@ SETTINGS = [
     setting("embedding.optimizer.weight_decay=0.1", "embedding.optimizer.weight_decay=0.1", "embedding.optimizer.kind=adagrad"),
     setting("embedding.optimizer.kind=adam", "embedding.optimizer.kind=adam"),
     setting("embedding.output_dtype=bf16", "embedding.output_dtype=bf16"),
+    setting("embedding.output_dtype=fp16", "embedding.output_dtype=fp16", "training.precision=bf16"),
     setting("embedding.forward_wire=fp16", "embedding.forward_wire=fp16", "embedding.output_dtype=fp16"),
     setting("embedding.forward_wire=bf16", "embedding.forward_wire=bf16"),
     setting("embedding.compute_kernel=fused_uvm_caching", "embedding.compute_kernel=fused_uvm_caching"),
