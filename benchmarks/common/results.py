@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,6 +10,12 @@ from typing import Any
 
 # How deep lists and objects of records are divided into lines.
 _DEPTH = 2
+
+
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    """``--output`` and ``--commit``, of a benchmark that writes a report."""
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--commit", help="where there is no git repository")
 
 
 def as_json(content: Any) -> str:

@@ -36,7 +36,7 @@ from dlrm_fused.datasets.batch import Batch
 from dlrm_fused.datasets.loader import TrainLoader
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.models.dense_part import DensePart, is_compiled
-from dlrm_fused.sharding.parallel import pooled_dtype
+from dlrm_fused.sharding.output_dtype import pooled_dtype
 
 _RESIDENT_BATCHES = 8
 _EMBEDDING_OPTIMIZERS = {

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.common.environment import describe_environment
-from benchmarks.common.results import write_results
+from benchmarks.common.results import add_report_arguments, write_results
 from benchmarks.training.trainer_runs import train
 
 # No checkpoint but the last, few test samples: what is timed is training.
@@ -82,8 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=200, help="that are timed")
     parser.add_argument("--interval", type=int, default=50, help="steps between lines of metrics.jsonl")
     parser.add_argument("--scratch", help="folder for the runs; a temporary one by default")
-    parser.add_argument("--commit", help="where there is no git repository")
-    parser.add_argument("--output", type=Path, required=True)
+    add_report_arguments(parser)
     parser.add_argument("settings", nargs="+", help="settings of a contestant, such as 'comm=fused training.precision=bf16'")
     options = parser.parse_intermixed_args(arguments)
     if options.warmup % options.interval or options.steps % options.interval:

@@ -14,7 +14,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.common.environment import describe_environment, device_name
-from benchmarks.common.results import write_results
+from benchmarks.common.results import add_report_arguments, write_results
 from dlrm_fused.config import Config, Precision, load_config
 from dlrm_fused.datasets import open_dataset
 from dlrm_fused.models import build_model
@@ -139,12 +138,11 @@ def measure(config: Config, samples: int, variant: Variant, steps: int, device: 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True)
+    parser.add_argument("overrides", nargs="*", help="key=value settings of the config")
     parser.add_argument("--samples", type=int, default=32_768, help="of one rank")
     parser.add_argument("--steps", type=int, default=30, help="that are timed")
     parser.add_argument("--autotune", action="store_true")
-    parser.add_argument("--commit", help="where there is no git repository")
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("overrides", nargs="*", help="key=value settings of the config")
+    add_report_arguments(parser)
     options = parser.parse_args(arguments)
 
     config = load_config(options.config, options.overrides)

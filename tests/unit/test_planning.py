@@ -28,7 +28,8 @@ from dlrm_fused.config import (
 from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.models import build_model
-from dlrm_fused.sharding.parallel import make_sharder, pooled_dtype
+from dlrm_fused.sharding.output_dtype import pooled_dtype
+from dlrm_fused.sharding.parallel import make_sharder
 from dlrm_fused.sharding.planning import describe_plan, make_plan, shard_columns, table_constraints
 from dlrm_fused.sharding.tables import fill_uniform
 
