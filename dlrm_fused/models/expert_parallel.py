@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from dlrm_fused.auto_choice import fused_is_faster
 from dlrm_fused.config import Comm, Config
 from dlrm_fused.models.choice import compute_dtype, reachable_memory
 from dlrm_fused.models.tensor_parallel import group_size
-from dlrm_fused.ops.common.auto_choice import fused_is_faster
 from dlrm_fused.ops.moe import ExpertWorkspace, expert_layer, reference
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from dlrm_fused.auto_choice import fused_is_faster
 from dlrm_fused.config import Comm, Config
 from dlrm_fused.models.choice import compute_dtype, reachable_memory
 from dlrm_fused.models.tensor_parallel import RowParallelProduct
-from dlrm_fused.ops.common.auto_choice import fused_is_faster
 from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace
 
 # A block's feed-forward layer is so many times as wide as d_model.

@@ -22,9 +22,9 @@ from torchrec.distributed.memory_stashing import MemoryStashingManager
 from torchrec.distributed.types import Awaitable, LazyAwaitable, NoWait, ShardingEnv2D
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from dlrm_fused.auto_choice import fused_is_faster
 from dlrm_fused.compat import torchrec as compat
 from dlrm_fused.errors import CommunicationError, UsageError
-from dlrm_fused.ops.common.auto_choice import fused_is_faster
 from dlrm_fused.sharding.fused_lookups import FusedLookups
 from dlrm_fused.sharding.options import AUTO, FUSED, FusedOptions
 from dlrm_fused.sharding.support import TableSettings, by_table, output_type, summary
