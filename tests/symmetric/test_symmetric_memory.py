@@ -93,8 +93,7 @@ def test_the_addresses_of_all_blocks_are_given() -> None:
 
 
 def open_files() -> set[str]:
-    """What the descriptors of this process refer to. Other libraries open and close theirs at any time, in threads of their
-    own, so that a mere number of descriptors tells nothing."""
+    """What the descriptors of this process refer to."""
     found = set()
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):
@@ -102,8 +101,9 @@ def open_files() -> set[str]:
     return found
 
 
-def open_memory() -> list[str]:
-    return [file for file in open_files() if "dlrm_fused" in file]
+def is_nothing_left(before: set[str]) -> bool:
+    """Whether no descriptor is new but sockets, which torch.distributed opens and closes in threads of its own."""
+    return not [file for file in open_files() - before if not file.startswith("socket:")]
 
 
 def mappings(name: str) -> int:
@@ -112,14 +112,18 @@ def mappings(name: str) -> int:
 
 
 def leave_nothing(group: SymmetricGroup) -> None:
-    before = open_files()
+    def named() -> set[str]:
+        return set(os.listdir("/dev/shm"))
+
+    files, before = named(), open_files()
     memory = group.allocate("temporary", 100_000)
     assert mappings("temporary") == group.world_size
-    assert open_memory() == []
+    within(SOON_SECONDS, lambda: is_nothing_left(before))  # other threads may have files open for a moment
     group.release(memory)
     del memory
     assert mappings("temporary") == 0
     group.close()
+    within(SOON_SECONDS, lambda: named() <= files)
     closed = [file for file in before - open_files() if file.startswith("socket:")]
     assert len(closed) >= group.world_size - 1 + 2  # the peer monitor's: one for each peer, and two that wake its thread
 
@@ -160,12 +164,13 @@ def test_what_differs_between_ranks_is_the_same_error_on_all() -> None:
 
 
 def allocate_too_much(group: SymmetricGroup) -> list[str]:
+    before = open_files()
     messages = [message_of(CommunicationError, lambda: group.allocate("huge", 10**15))]
     if group.rank == 1:  # one rank alone meets the end of the memory
         shared._available_memory = lambda: 10**6
     messages.append(message_of(CommunicationError, lambda: group.allocate("tables", 10**6)))
     messages.append(message_of(CommunicationError, lambda: BlockPool(group, "pool", 2**60)))
-    assert open_memory() == []
+    within(SOON_SECONDS, lambda: is_nothing_left(before))
     return messages
 
 
@@ -647,7 +652,7 @@ def test_a_killed_process_on_another_host_is_noticed_at_once(hosts: TwoHosts) ->
     survivor, other = watch_over(hosts)
     began = time.monotonic()
     other.kill()
-    assert noticed(survivor, 1) - began < SOON_SECONDS  # keepalive takes 20 s
+    assert noticed(survivor, 1) - began < 4
 
 
 @needs_two_hosts
