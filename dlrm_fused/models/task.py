@@ -51,6 +51,7 @@ class RankingTask(nn.Module):
 
     Attributes:
         expert_layers: the model's layers of experts, in their order.
+        is_compiled: whether the dense part is, in training.
     """
 
     def __init__(
@@ -69,7 +70,8 @@ class RankingTask(nn.Module):
         self._world_size = world_size
         self._device_type = device.type
         logits_of = getattr(model, "logits_of", None)
-        self._dense_part = logits_of and DensePart(logits_of, device.type, self._autocast, is_compiled(compile, device))
+        self.is_compiled = logits_of is not None and is_compiled(compile, device)
+        self._dense_part = logits_of and DensePart(logits_of, device.type, self._autocast, self.is_compiled)
 
     @property
     def embedding_stage(self) -> nn.Module:

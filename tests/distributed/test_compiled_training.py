@@ -5,6 +5,7 @@ The backend aot_eager runs what torch.compile traces without generating code, wh
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -13,21 +14,36 @@ import torch
 from torch._dynamo.utils import counters
 
 from dlrm_fused.config import Config
+from dlrm_fused.ops.embedding_all_to_all.pooled import send_gradient
+from dlrm_fused.sharding.late_all_reduce import LateAllReduce
 from dlrm_fused.training import trainer
 from dlrm_fused.training.runtime import ErrorStore, Rank
 from tests.distributed.launch import WITHOUT_AMPLIFIED_ROUNDING, RankFailed, losses, metrics, run_ranks, small_config, train
 
 
-def _train(config: Config) -> tuple[int, int]:
-    """Numbers of graphs and of graph breaks."""
+def _train(config: Config) -> tuple[int, int, set[str]]:
+    """Numbers of graphs and of graph breaks, and the functions that began an AllReduce of dense gradients, other than DDP."""
     torch.compile = partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]
+    callers, begin = set(), LateAllReduce.begin
+
+    def begin_and_note(self: LateAllReduce) -> None:
+        if self._waiting:
+            callers.add(sys._getframe(1).f_code.co_name)
+        begin(self)
+
+    LateAllReduce.begin = begin_and_note  # type: ignore[method-assign]
     rank = Rank.from_environment()
     trainer.train(config, rank, ErrorStore(rank))
-    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), callers
 
 
-@pytest.mark.parametrize(("ranks", "model", "comm"), [(2, "dcnv2", "fused"), (1, "dlrm", "baseline")])
-def test_losses_are_those_of_eager_mode(tmp_path: Path, ranks: int, model: str, comm: str) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "model", "comm", "all_reduce_follows"),
+    [(2, "dcnv2", "fused", {send_gradient.__name__}), (1, "dlrm", "baseline", set())],
+)
+def test_losses_are_those_of_eager_mode(
+    tmp_path: Path, ranks: int, model: str, comm: str, all_reduce_follows: set[str]
+) -> None:
     settings = [
         *WITHOUT_AMPLIFIED_ROUNDING,
         "training.max_steps=30",
@@ -36,7 +52,7 @@ def test_losses_are_those_of_eager_mode(tmp_path: Path, ranks: int, model: str, 
         "evaluation.every_steps=12",
     ]
     config = small_config(tmp_path / "compiled", *settings, "training.compile=always")
-    assert run_ranks(ranks, _train, config) == [(1, 0)] * ranks
+    assert run_ranks(ranks, _train, config) == [(1, 0, all_reduce_follows)] * ranks
     eager = train(tmp_path / "eager", ranks, *settings, "training.compile=never")
     assert losses(config.run_dir) == pytest.approx(losses(eager), rel=1e-5)
     of_evaluations = [[line["auc"] for line in metrics(run, "evaluation")] for run in (config.run_dir, eager)]
