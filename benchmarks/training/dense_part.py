@@ -65,12 +65,12 @@ class Step:
         torch.manual_seed(0)
         schema = open_dataset(config, device).schema
         model = build_model(config, schema, 1, device).model
-        if not hasattr(model, "logits_of"):
+        if not hasattr(model, "logits_of") or config.model.experts.count:
             raise SystemExit(f"model.kind={config.model.kind.name} with these settings has no dense part of its own")
         # The tables, on the meta device, stay there.
         dense_modules = [module for name, module in model.named_children() if name != "sparse_arch"]
         self._parameters = [p for module in dense_modules for p in module.to(device).parameters()]
-        part = DensePart(model.logits_of, device.type, config.training.precision is Precision.bf16, is_compiled=False)
+        part = DensePart(model.logits_of, device.type, config.training.precision is Precision.bf16, is_one_graph=False)
         self._part: nn.Module | Callable[..., tuple[Tensor, Tensor]] = part
         if variant.options is not None:
             self._part = torch.compile(part, fullgraph=True, dynamic=False, options=variant.options)

@@ -1,4 +1,4 @@
-"""The part of a training step that has no tables: from dense features and pooled embeddings to the loss, compiled as a whole.
+"""The part of a training step that has no tables: from dense features and pooled embeddings to the loss, compiled.
 
 Most of its time in eager mode goes to elementwise kernels, between the matrix products: the cross layers of DCNv2, casts of
 ``precision=bf16``, the concatenation with the embeddings. The compiler fuses them, forward and backward. Parameters stay
@@ -8,6 +8,7 @@ float32, as autocast has it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +18,28 @@ from dlrm_fused.compat.torch import one_graph_in_ddp
 from dlrm_fused.config import Compile
 from dlrm_fused.versions import has_c_compiler
 
-# Maps dense features [b, D] and pooled embeddings [b, F, d] to logits [b, 1].
-LogitsOf = Callable[[Tensor, Tensor], Tensor]
+# Maps dense features [b, D], pooled embeddings [b, F, d], and with experts [b] bool, false for padding, to logits [b, 1].
+LogitsOf = Callable[..., Tensor]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class CompiledForTraining(Generic[P, R]):
+    """A function that runs as one compiled graph where gradients are wanted, of batches of one shape; otherwise in eager mode.
+
+    Args:
+        is_compiled: false for a function that always runs in eager mode.
+    """
+
+    def __init__(self, function: Callable[P, R], is_compiled: bool) -> None:
+        self._function = function
+        self._compiled = torch.compile(function, fullgraph=True, dynamic=False) if is_compiled else None
+
+    def __call__(self, *arguments: P.args, **keywords: P.kwargs) -> R:
+        if self._compiled is None or not torch.is_grad_enabled():
+            return self._function(*arguments, **keywords)
+        with one_graph_in_ddp():
+            return self._compiled(*arguments, **keywords)
 
 
 class DensePart(nn.Module):
@@ -30,15 +51,19 @@ class DensePart(nn.Module):
     Args:
         logits_of: the model's.
         uses_bf16: compute under bf16 autocast.
-        is_compiled: in training, where all batches have one shape; an evaluation runs in eager mode.
+        is_one_graph: compile all for training. A model with experts compiles its parts before and after them.
+        has_experts: give ``logits_of`` what is padding.
     """
 
-    def __init__(self, logits_of: LogitsOf, device_type: str, uses_bf16: bool, is_compiled: bool) -> None:
+    def __init__(
+        self, logits_of: LogitsOf, device_type: str, uses_bf16: bool, is_one_graph: bool, has_experts: bool = False
+    ) -> None:
         super().__init__()
         self._logits_of = logits_of
         self._device_type = device_type
         self._uses_bf16 = uses_bf16
-        self._compiled = torch.compile(self._compute, fullgraph=True, dynamic=False) if is_compiled else None
+        self._has_experts = has_experts
+        self._losses_and_logits = CompiledForTraining(self._compute, is_one_graph)
 
     def forward(self, dense: Tensor, pooled: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weighted sum of cross-entropies, [], and the logits, [b]; both float32.
@@ -46,16 +71,14 @@ class DensePart(nn.Module):
         Args:
             dense: [b, D].
             pooled: [b, F, d].
-            labels, weights: [b].
+            labels: [b].
+            weights: [b]; 0 marks padding.
         """
-        if self._compiled is None or not self.training:
-            return self._compute(dense, pooled, labels, weights)
-        with one_graph_in_ddp():
-            return self._compiled(dense, pooled, labels, weights)
+        return self._losses_and_logits(dense, pooled, labels, weights)
 
     def _compute(self, dense: Tensor, pooled: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast(self._device_type, dtype=torch.bfloat16, enabled=self._uses_bf16):
-            logits = self._logits_of(dense, pooled)
+            logits = self._logits_of(dense, pooled, *((weights > 0,) if self._has_experts else ()))
         return cross_entropy(logits, labels, weights)
 
 

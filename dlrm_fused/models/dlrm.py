@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.modules.mlp import MLP
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.config import Config
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.models.cross_layers.op import cross_layers
+from dlrm_fused.models.dense_part import CompiledForTraining, is_compiled
 from dlrm_fused.models.moe import MixtureOfExperts, build_experts
 from dlrm_fused.models.tables import SparseArch, embedding_tables
 
@@ -29,9 +29,14 @@ class _InTwoParts(DLRM):
         super().__init__(tables, *arguments)
         self.sparse_arch = SparseArch(tables)
 
+    def interactions_of(self, dense: Tensor, pooled: Tensor) -> Tensor:
+        """[b, dense features] and pooled embeddings [b, F, D] to what the top MLP reads, [b, N]."""
+        interactions: Tensor = self.inter_arch(self.dense_arch(dense), pooled)
+        return interactions
+
     def logits_of(self, dense: Tensor, pooled: Tensor) -> Tensor:
         """[b, dense features] and pooled embeddings [b, F, D] to logits [b, 1]."""
-        logits: Tensor = self.over_arch(self.inter_arch(self.dense_arch(dense), pooled))
+        logits: Tensor = self.over_arch(self.interactions_of(dense, pooled))
         return logits
 
 
@@ -42,16 +47,14 @@ class Dlrm(_InTwoParts):
 class Dcnv2(_InTwoParts, DLRM_DCN):
     """TorchRec's DLRM_DCN; arguments are the same."""
 
-    def logits_of(self, dense: Tensor, pooled: Tensor) -> Tensor:
+    def interactions_of(self, dense: Tensor, pooled: Tensor) -> Tensor:
         features = torch.cat((self.dense_arch(dense).unsqueeze(1), pooled), dim=1).flatten(1)
         layers = self.inter_arch.crossnet
-        crossed = cross_layers(features, list(layers.V_kernels), list(layers.W_kernels), list(layers.bias))
-        logits: Tensor = self.over_arch(crossed)
-        return logits
+        return cross_layers(features, list(layers.V_kernels), list(layers.W_kernels), list(layers.bias))
 
 
 class ExpertTop(nn.Module):
-    """A top MLP with experts after its first layer: x + experts(x).
+    """A top MLP with experts after its first layer: the rest of x + experts(x).
 
     Args:
         layer_sizes: two or more; the first is the experts' width.
@@ -64,30 +67,37 @@ class ExpertTop(nn.Module):
         self.experts = experts
         self.rest = nn.Sequential(MLP(hidden[0], hidden[1:]), nn.Linear(hidden[-1], last))
 
-    def forward(self, features: Tensor, real: Tensor) -> Tensor:
-        """features [b, in_features] and real [b] bool, false for padding, to logits [b, 1]."""
-        x = self.first(features)
-        logits: Tensor = self.rest(x + self.experts(x, real))
-        return logits
-
 
 class ExpertDLRM(nn.Module):
     """DLRM or DCNv2 with experts in its top MLP. Its parts have the names of TorchRec's.
 
     Args:
         dlrm: whose other parts are taken.
+        is_compiled: what is before the experts, and what is after them, as a graph each. The experts themselves are operators
+            of this package, and tell other ranks, by the host, how many tokens they get.
     """
 
-    def __init__(self, dlrm: DLRM, layer_sizes: list[int], experts: MixtureOfExperts) -> None:
+    def __init__(self, dlrm: _InTwoParts, layer_sizes: list[int], experts: MixtureOfExperts, is_compiled: bool) -> None:
         super().__init__()
         self.sparse_arch, self.dense_arch, self.inter_arch = dlrm.sparse_arch, dlrm.dense_arch, dlrm.inter_arch
         in_features = next(dlrm.over_arch.parameters()).shape[1]
         self.over_arch = ExpertTop(in_features, layer_sizes, experts)
+        del dlrm.over_arch
+        self._interactions_of = dlrm.interactions_of
+        self._into_experts = CompiledForTraining(self._before_experts, is_compiled)
+        self._out_of_experts = CompiledForTraining(self._after_experts, is_compiled)
 
-    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor, real: Tensor) -> Tensor:
-        """[b, dense features], features of stride b, and [b] bool, false for padding, to logits [b, 1]."""
-        interactions = self.inter_arch(self.dense_arch(dense), self.sparse_arch(sparse))
-        logits: Tensor = self.over_arch(interactions, real)
+    def logits_of(self, dense: Tensor, pooled: Tensor, real: Tensor) -> Tensor:
+        """[b, dense features], pooled embeddings [b, F, D] and [b] bool, false for padding, to logits [b, 1]."""
+        x = self._into_experts(dense, pooled)
+        return self._out_of_experts(x, self.over_arch.experts(x, real))
+
+    def _before_experts(self, dense: Tensor, pooled: Tensor) -> Tensor:
+        x: Tensor = self.over_arch.first(self._interactions_of(dense, pooled))
+        return x
+
+    def _after_experts(self, x: Tensor, of_experts: Tensor) -> Tensor:
+        logits: Tensor = self.over_arch.rest(x + of_experts)
         return logits
 
 
@@ -105,10 +115,10 @@ def build_dcnv2(config: Config, schema: DatasetSchema, device: torch.device, gro
     return _with_experts(model, config, device, group)
 
 
-def _with_experts(dlrm: DLRM, config: Config, device: torch.device, group: dist.ProcessGroup | None) -> nn.Module:
+def _with_experts(dlrm: _InTwoParts, config: Config, device: torch.device, group: dist.ProcessGroup | None) -> nn.Module:
     """The model itself if it has no experts."""
     if not config.model.experts.count:
         return dlrm
     top = config.model.top_mlp
     (experts,) = build_experts(config, group, layers=1, width=top[0], tokens=1, device=device)
-    return ExpertDLRM(dlrm, top, experts)
+    return ExpertDLRM(dlrm, top, experts, is_compiled(config.training.compile, device))

@@ -21,8 +21,8 @@ from dlrm_fused.models.moe import MixtureOfExperts
 # device that it will run on, and the ranks that share weights of its layers; None is this rank alone. The model maps
 # (dense [b, features], sparse features of stride b) to logits [b, 1]. Its attribute `sparse_arch` is the part that looks up
 # embeddings. A model whose attribute `reads_histories` is true is also called with tokens and history lengths, one with layers
-# of experts with [b] bool, false for padding. One with a method `logits_of`, a LogitsOf, is called in two parts, and the second
-# may be compiled.
+# of experts with [b] bool, false for padding. One with a method `logits_of`, a LogitsOf, is called in two parts: embeddings and
+# what follows, which may be compiled.
 BuildModel = Callable[[Config, DatasetSchema, torch.device, dist.ProcessGroup | None], nn.Module]
 
 
@@ -51,7 +51,7 @@ class RankingTask(nn.Module):
 
     Attributes:
         expert_layers: the model's layers of experts, in their order.
-        is_compiled: whether the dense part is, in training.
+        is_one_graph: whether the whole dense part is compiled as one.
     """
 
     def __init__(
@@ -70,8 +70,9 @@ class RankingTask(nn.Module):
         self._world_size = world_size
         self._device_type = device.type
         logits_of = getattr(model, "logits_of", None)
-        self.is_compiled = logits_of is not None and is_compiled(compile, device)
-        self._dense_part = logits_of and DensePart(logits_of, device.type, self._autocast, self.is_compiled)
+        has_experts = bool(self.expert_layers)
+        self.is_one_graph = logits_of is not None and not has_experts and is_compiled(compile, device)
+        self._dense_part = logits_of and DensePart(logits_of, device.type, self._autocast, self.is_one_graph, has_experts)
 
     @property
     def embedding_stage(self) -> nn.Module:
@@ -125,7 +126,6 @@ def build_model(
     model, training = build(config, schema, device, group), config.training
     if training.compile is Compile.always and not hasattr(model, "logits_of"):
         raise ConfigError(
-            f"training.compile=always: model.kind={config.model.kind.name} with model.experts.count="
-            f"{config.model.experts.count} is not compiled; allowed with it: auto, never"
+            f"training.compile=always: model.kind={config.model.kind.name} is not compiled; allowed with it: auto, never"
         )
     return RankingTask(model, training.precision, world_size, device, training.compile)

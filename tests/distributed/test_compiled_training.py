@@ -38,21 +38,26 @@ def _train(config: Config) -> tuple[int, int, set[str]]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "model", "comm", "all_reduce_follows"),
-    [(2, "dcnv2", "fused", {send_gradient.__name__}), (1, "dlrm", "baseline", set())],
+    ("ranks", "model", "graphs", "all_reduce_follows"),
+    [
+        (2, ["model.kind=dcnv2", "comm=fused"], 1, {send_gradient.__name__}),
+        (1, ["model.kind=dlrm", "comm=baseline"], 1, set()),
+        # What is before the experts, and what is after them. DDP overlaps AllReduce with what is between.
+        (2, ["model.kind=dcnv2", "comm=fused", "model.top_mlp=[16,16,1]", "model.experts.count=4"], 2, set()),
+    ],
+    ids=["dcnv2", "dlrm", "experts"],
 )
 def test_losses_are_those_of_eager_mode(
-    tmp_path: Path, ranks: int, model: str, comm: str, all_reduce_follows: set[str]
+    tmp_path: Path, ranks: int, model: list[str], graphs: int, all_reduce_follows: set[str]
 ) -> None:
     settings = [
         *WITHOUT_AMPLIFIED_ROUNDING,
         "training.max_steps=30",
-        f"model.kind={model}",
-        f"comm={comm}",
+        *model,
         "evaluation.every_steps=12",
     ]
     config = small_config(tmp_path / "compiled", *settings, "training.compile=always")
-    assert run_ranks(ranks, _train, config) == [(1, 0, all_reduce_follows)] * ranks
+    assert run_ranks(ranks, _train, config) == [(graphs, 0, all_reduce_follows)] * ranks
     eager = train(tmp_path / "eager", ranks, *settings, "training.compile=never")
     assert losses(config.run_dir) == pytest.approx(losses(eager), rel=1e-5)
     of_evaluations = [[line["auc"] for line in metrics(run, "evaluation")] for run in (config.run_dir, eager)]
@@ -60,7 +65,5 @@ def test_losses_are_those_of_eager_mode(
 
 
 def test_a_model_that_cannot_be_compiled_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        RankFailed, match=r"training\.compile=always: model\.kind=dlrm with model\.experts\.count=4 is not compiled"
-    ):
-        train(tmp_path, 1, "training.compile=always", "model.kind=dlrm", "model.top_mlp=[16,16,1]", "model.experts.count=4")
+    with pytest.raises(RankFailed, match=r"training\.compile=always: model\.kind=transformer is not compiled"):
+        train(tmp_path, 1, "training.compile=always", "model.kind=transformer", "data.synthetic.history_length=5")
