@@ -5,7 +5,8 @@
         "comm=fused" "comm=baseline" "comm=baseline training.compile=never embedding.output_dtype=fp32"
 
 Each argument is one contestant's settings, divided by spaces; the others are compared with the first. A run's rate is that of
-all steps after the warm-up; the median over rounds counts.
+all steps after the warm-up; the median over rounds counts. That the same is trained, losses tell, each the mean of an interval:
+``loss off`` is how far any of them is from that of the first contestant's first run.
 """
 
 from __future__ import annotations
@@ -38,14 +39,17 @@ def run(options: argparse.Namespace, batch: int | None, settings: str) -> dict[s
 
 
 def summarize(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By batch and settings, in the order of their first runs: medians over rounds, and how many times the first is as fast."""
+    """By batch and settings, in the order of their first runs: medians over rounds, how many times the first is as fast, and
+    the largest difference of a loss from that of the first, relative to it."""
     by_contestant: dict[tuple[int | None, str], list[dict[str, Any]]] = {}
     for one in runs:
         by_contestant.setdefault((one["batch"], one["settings"]), []).append(one)
-    rows, first = [], {}
+    rows, first, first_losses = [], {}, {}
     for (batch, settings), own in by_contestant.items():
         rate = statistics.median(one["samples_per_second"] for one in own)
         first.setdefault(batch, rate)
+        losses = [(step, loss) for one in own for step, loss in one["losses"]]
+        expected = first_losses.setdefault(batch, dict(own[0]["losses"]))
         peaks = [one["peak_memory_gib"] for one in own if one["peak_memory_gib"] is not None]
         rows.append(
             {
@@ -56,18 +60,20 @@ def summarize(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                 "step_ms": statistics.median(one["median_parts"]["step_ms"] for one in own),
                 "peak_memory_gib": max(peaks, default=None),
                 "first_over_this": first[batch] / rate,
+                "loss": losses[-1][1],
+                "loss_off": max(abs(loss - expected[step]) / abs(expected[step]) for step, loss in losses),
             }
         )
     return rows
 
 
 def table(rows: Iterable[dict[str, Any]]) -> str:
-    lines = [f"{'batch':>8}{'M samples/s':>13}{'step ms':>9}{'GiB':>7}{'first / it':>12}  settings"]
+    lines = [f"{'batch':>8}{'M samples/s':>13}{'step ms':>9}{'GiB':>7}{'first / it':>12}{'loss':>10}{'loss off':>10}  settings"]
     for row in rows:
         peak = "-" if row["peak_memory_gib"] is None else f"{row['peak_memory_gib']:.2f}"
         lines.append(
             f"{row['batch'] or 'config':>8}{row['samples_per_second'] / 1e6:>13.3f}{row['step_ms']:>9.2f}{peak:>7}"
-            f"{row['first_over_this']:>12.2f}  {row['settings']}"
+            f"{row['first_over_this']:>12.2f}{row['loss']:>10.5f}{row['loss_off']:>10.1e}  {row['settings']}"
         )
     return "\n".join(lines)
 

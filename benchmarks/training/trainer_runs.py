@@ -44,6 +44,6 @@ def train(config: str, overrides: Sequence[str], ranks: int, folder: Path, warmu
             key: statistics.median(line[key] for line in after if key in line) for key in after[-1] if key.endswith("_ms")
         },
         "peak_memory_gib": max((line["gpu_memory_gib"] for line in lines if "gpu_memory_gib" in line), default=None),
-        "loss": timed[-1]["loss"],
+        "losses": [[line["step"], line["loss"]] for line in lines if line["kind"] == "train"],
         "test_auc": summary["test_auc"],
     }

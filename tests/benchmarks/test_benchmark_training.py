@@ -26,20 +26,23 @@ SMALL = [
 ]
 
 
-def one(batch: int | None, settings: str, rate: float, step_ms: float, peak: float | None = None) -> dict[str, Any]:
+def one(
+    batch: int | None, settings: str, rate: float, step_ms: float, peak: float | None = None, loss: float = 0.5
+) -> dict[str, Any]:
     return {
         "batch": batch,
         "settings": settings,
         "samples_per_second": rate,
         "median_parts": {"step_ms": step_ms},
         "peak_memory_gib": peak,
+        "losses": [[10, 0.7], [20, loss]],
     }
 
 
 def test_the_first_settings_are_compared_with_the_others_of_their_batch() -> None:
     runs = [
         *(one(1024, "comm=fused", rate, ms, peak) for rate, ms, peak in ((8e6, 1.0, 2.0), (4e6, 3.0, 2.5), (6e6, 2.0, 1.0))),
-        one(1024, "comm=baseline", 3e6, 4.0, 3.0),
+        one(1024, "comm=baseline", 3e6, 4.0, 3.0, loss=0.45),
         one(2048, "comm=fused", 1e6, 5.0),
         one(2048, "comm=baseline", 2e6, 6.0),
     ]
@@ -54,9 +57,12 @@ def test_the_first_settings_are_compared_with_the_others_of_their_batch() -> Non
     assert [row["first_over_this"] for row in rows] == [1.0, 2.0, 1.0, 0.5]
     assert [row["step_ms"] for row in rows] == [2.0, 4.0, 5.0, 6.0]
     assert [row["peak_memory_gib"] for row in rows] == [2.5, 3.0, None, None]
+    assert [row["loss"] for row in rows] == [0.5, 0.45, 0.5, 0.5]
+    assert [row["loss_off"] for row in rows] == pytest.approx([0, 0.1, 0, 0])
     lines = compare_settings.table(rows).splitlines()
-    assert lines[1].split() == ["1024", "6.000", "2.00", "2.50", "1.00", "comm=fused"]
-    assert lines[4].split() == ["2048", "2.000", "6.00", "-", "0.50", "comm=baseline"]
+    assert lines[1].split() == ["1024", "6.000", "2.00", "2.50", "1.00", "0.50000", "0.0e+00", "comm=fused"]
+    assert lines[2].split() == ["1024", "3.000", "4.00", "3.00", "2.00", "0.45000", "1.0e-01", "comm=baseline"]
+    assert lines[4].split() == ["2048", "2.000", "6.00", "-", "0.50", "0.50000", "0.0e+00", "comm=baseline"]
 
 
 @pytest.mark.slow
@@ -71,8 +77,9 @@ def test_settings_take_turns(tmp_path: Path) -> None:
         assert [step for step, _ in run["intervals"]] == [4, 6]
         assert run["samples_per_second"] > 0
         assert run["median_parts"]["step_ms"] > 0
-    fused, baseline = report["runs"]
-    assert fused["loss"] == pytest.approx(baseline["loss"], rel=1e-5)
+    fused, baseline = report["summary"]
+    assert fused["loss_off"] == 0
+    assert baseline["loss_off"] < 1e-5
     assert report["commit"] == "abc"
 
 
