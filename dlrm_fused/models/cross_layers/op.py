@@ -30,28 +30,28 @@ def cross_layers(x_0: Tensor, v: Sequence[Tensor], w: Sequence[Tensor], bias: Se
     return result
 
 
-# Returns the layers' results, the last one first; and with needs_gradient each layer's V x, and its W V x + b.
+# Returns the result; and with needs_gradient the inputs of all layers but the first, each layer's V x, and its W V x + b.
 torch.library.define(
     "dlrm_fused::cross_layers", "(Tensor x_0, Tensor[] v, Tensor[] w, Tensor[] bias, bool needs_gradient) -> Tensor[]"
 )
 # Returns the gradients of x_0, v, w and bias, by layer.
 torch.library.define(
     "dlrm_fused::cross_layers_backward",
-    "(Tensor gradient, Tensor x_0, Tensor[] v, Tensor[] w, Tensor[] results, Tensor[] us, Tensor[] ys) -> Tensor[]",
+    "(Tensor gradient, Tensor[] inputs, Tensor[] v, Tensor[] w, Tensor[] us, Tensor[] ys) -> Tensor[]",
 )
 
 
 @torch.library.impl("dlrm_fused::cross_layers", ["cpu", "cuda"])
 def _forward(x_0: Tensor, v: list[Tensor], w: list[Tensor], bias: list[Tensor], needs_gradient: bool) -> list[Tensor]:
-    x, results, us, ys = x_0, [], [], []
+    x, inputs, us, ys = x_0, [], [], []
     for v_l, w_l, bias_l in zip(v, w, bias, strict=True):
         u, y = x @ v_l.t(), torch.empty_like(x) if needs_gradient else None
-        x = kernel.forward(u, w_l, bias_l, x_0, x, y)
-        results.append(x)
         if y is not None:
+            inputs.append(x)
             us.append(u)
             ys.append(y)
-    return [*reversed(results), *us, *ys] if needs_gradient else [x]
+        x = kernel.forward(u, w_l, bias_l, x_0, x, y)
+    return [x, *inputs[1:], *us, *ys]
 
 
 @torch.library.register_fake("dlrm_fused::cross_layers")
@@ -64,15 +64,14 @@ def _fake_forward(x_0: Tensor, v: list[Tensor], w: list[Tensor], bias: list[Tens
 
 @torch.library.impl("dlrm_fused::cross_layers_backward", ["cpu", "cuda"])
 def _backward(
-    gradient: Tensor, x_0: Tensor, v: list[Tensor], w: list[Tensor], results: list[Tensor], us: list[Tensor], ys: list[Tensor]
+    gradient: Tensor, inputs: list[Tensor], v: list[Tensor], w: list[Tensor], us: list[Tensor], ys: list[Tensor]
 ) -> list[Tensor]:
-    inputs = [x_0, *reversed(results[1:])]
     layers = len(v)
     gradients, dv, dw, dbias = ([torch.empty(0)] * layers for _ in range(4))
     du: Tensor | None = None
     for layer in reversed(range(layers)):
         following = None if du is None else v[layer + 1]
-        gradient, dy, dbias[layer] = kernel.backward(gradient, x_0, du, following)
+        gradient, dy, dbias[layer] = kernel.backward(gradient, inputs[0], du, following)
         gradients[layer] = gradient
         dw[layer] = dy.t() @ us[layer]
         du = dy @ w[layer]
@@ -82,22 +81,21 @@ def _backward(
 
 
 @torch.library.register_fake("dlrm_fused::cross_layers_backward")
-def _fake_backward(gradient: Tensor, x_0: Tensor, v: list[Tensor], w: list[Tensor], *_: Any) -> list[Tensor]:
-    dbias = [x_0.new_empty(x_0.shape[1], dtype=torch.float32) for _ in v]
-    return [torch.empty_like(x_0), *(torch.empty_like(weight) for weight in (*v, *w)), *dbias]
+def _fake_backward(gradient: Tensor, inputs: list[Tensor], v: list[Tensor], w: list[Tensor], *_: Any) -> list[Tensor]:
+    dbias = [gradient.new_empty(gradient.shape[1], dtype=torch.float32) for _ in v]
+    return [torch.empty_like(gradient), *(torch.empty_like(weight) for weight in (*v, *w)), *dbias]
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     x_0, v, w, _, ctx.needs_gradient = inputs
     ctx.layers = len(v)
-    ctx.save_for_backward(x_0, *v, *w, *output)
+    ctx.save_for_backward(*v, *w, x_0, *output[1:])
 
 
 def _differentiate(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
     n = ctx.layers
-    x_0, *saved = ctx.saved_tensors
-    v, w, results, us, ys = (saved[n * i : n * (i + 1)] for i in range(5))
-    dx, *of_weights = torch.ops.dlrm_fused.cross_layers_backward(gradients[0].contiguous(), x_0, v, w, results, us, ys)
+    v, w, inputs, us, ys = (ctx.saved_tensors[n * i : n * (i + 1)] for i in range(5))
+    dx, *of_weights = torch.ops.dlrm_fused.cross_layers_backward(gradients[0].contiguous(), inputs, v, w, us, ys)
     dv, dw, dbias = (of_weights[n * i : n * (i + 1)] for i in range(3))
     return dx, dv, dw, dbias, None
 
@@ -112,5 +110,5 @@ def _forward_flops(x_0: Sequence[int], v: Sequence[Sequence[int]], *_: Any, **__
 
 
 @register_flop_formula(torch.ops.dlrm_fused.cross_layers_backward)
-def _backward_flops(gradient: Sequence[int], x_0: Sequence[int], v: Sequence[Sequence[int]], *_: Any, **__: Any) -> int:
-    return 2 * _forward_flops(x_0, v)
+def _backward_flops(gradient: Sequence[int], inputs: Any, v: Sequence[Sequence[int]], *_: Any, **__: Any) -> int:
+    return 2 * _forward_flops(gradient, v)
