@@ -2,7 +2,7 @@
 
     python -m benchmarks.training.dense_part --config configs/criteo_1tb_dcnv2_synthetic.yaml --output dense.json
 
-Eager and compiled, with fp32 embeddings and with those of 16 bits; ``--autotune`` adds one in which the compiler chooses among
+Eager, compiled, and on GPUs compiled and captured as CUDA graphs, with fp32 embeddings and with those of 16 bits; ``--autotune`` adds one in which the compiler chooses among
 Triton's matrix products too, into which it may fuse elementwise kernels: that takes minutes. Each after a warm-up, the median
 of so many steps. The floor is the time that its matrix products take at the rate of a large one, measured in the same run.
 """
@@ -41,19 +41,22 @@ class Variant:
 
     Attributes:
         options: of the compiler; None for eager mode.
+        is_captured: as in training on GPUs.
     """
 
     name: str
     embeddings: torch.dtype
     options: dict[str, Any] | None
+    is_captured: bool = False
 
 
 def variants(precision: Precision, autotune: bool) -> list[Variant]:
     dtypes = [torch.float32, *([torch.bfloat16] if precision is Precision.bf16 else [])]
     found = [
-        Variant(f"{mode}, {str(dtype).removeprefix('torch.')} embeddings", dtype, options)
+        Variant(f"{mode}, {str(dtype).removeprefix('torch.')} embeddings", dtype, options, mode == "captured")
         for dtype in dtypes
-        for mode, options in (("eager", None), ("compiled", {}))
+        for mode, options in (("eager", None), ("compiled", {}), ("captured", None))
+        if mode != "captured" or torch.cuda.is_available()
     ]
     return [*found, *([Variant("autotuned", dtypes[-1], _AUTOTUNED)] if autotune else [])]
 
@@ -70,7 +73,8 @@ class Step:
         # The tables, on the meta device, stay there.
         dense_modules = [module for name, module in model.named_children() if name != "sparse_arch"]
         self._parameters = [p for module in dense_modules for p in module.to(device).parameters()]
-        part = DensePart(model.logits_of, device.type, config.training.precision is Precision.bf16, is_one_graph=False)
+        uses_bf16 = config.training.precision is Precision.bf16
+        part = DensePart(model.logits_of, device.type, uses_bf16, variant.is_captured, layers=lambda: dense_modules)
         self._part: nn.Module | Callable[..., tuple[Tensor, Tensor]] = part
         if variant.options is not None:
             self._part = torch.compile(part, fullgraph=True, dynamic=False, options=variant.options)

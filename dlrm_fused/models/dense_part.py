@@ -7,7 +7,7 @@ float32, as autocast has it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, ParamSpec, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from dlrm_fused.compat.torch import one_graph_in_ddp
 from dlrm_fused.config import Compile
+from dlrm_fused.models.captured import CapturedFunction
 from dlrm_fused.versions import has_c_compiler
 
 # Maps dense features [b, D], pooled embeddings [b, F, d], and with experts [b] bool, false for padding, to logits [b, 1].
@@ -53,10 +54,18 @@ class DensePart(nn.Module):
         uses_bf16: compute under bf16 autocast.
         is_one_graph: compile all for training. A model with experts compiles its parts before and after them.
         has_experts: give ``logits_of`` what is padding.
+        layers: returns the modules whose parameters ``logits_of`` uses. With it, what is one graph is captured on GPUs as CUDA
+            graphs, and replayed.
     """
 
     def __init__(
-        self, logits_of: LogitsOf, device_type: str, uses_bf16: bool, is_one_graph: bool, has_experts: bool = False
+        self,
+        logits_of: LogitsOf,
+        device_type: str,
+        uses_bf16: bool,
+        is_one_graph: bool,
+        has_experts: bool = False,
+        layers: Callable[[], Sequence[nn.Module]] | None = None,
     ) -> None:
         super().__init__()
         self._logits_of = logits_of
@@ -64,6 +73,8 @@ class DensePart(nn.Module):
         self._uses_bf16 = uses_bf16
         self._has_experts = has_experts
         self._losses_and_logits = CompiledForTraining(self._compute, is_one_graph)
+        captures = is_one_graph and device_type == "cuda" and layers is not None
+        self._captured = CapturedFunction(self._losses_and_logits, layers) if captures else None
 
     def forward(self, dense: Tensor, pooled: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weighted sum of cross-entropies, [], and the logits, [b]; both float32.
@@ -74,7 +85,9 @@ class DensePart(nn.Module):
             labels: [b].
             weights: [b]; 0 marks padding.
         """
-        return self._losses_and_logits(dense, pooled, labels, weights)
+        function = self._captured if self._captured is not None and torch.is_grad_enabled() else self._losses_and_logits
+        losses, logits = function(dense, pooled, labels, weights)
+        return losses, logits
 
     def _compute(self, dense: Tensor, pooled: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast(self._device_type, dtype=torch.bfloat16, enabled=self._uses_bf16):

@@ -72,7 +72,9 @@ class RankingTask(nn.Module):
         logits_of = getattr(model, "logits_of", None)
         has_experts = bool(self.expert_layers)
         self.is_one_graph = logits_of is not None and not has_experts and is_compiled(compile, device)
-        self._dense_part = logits_of and DensePart(logits_of, device.type, self._autocast, self.is_one_graph, has_experts)
+        self._dense_part = logits_of and DensePart(
+            logits_of, device.type, self._autocast, self.is_one_graph, has_experts, self._dense_layers
+        )
 
     @property
     def embedding_stage(self) -> nn.Module:
@@ -93,6 +95,9 @@ class RankingTask(nn.Module):
             if auxiliary is not None:
                 loss = loss + auxiliary
         return loss, output
+
+    def _dense_layers(self) -> list[nn.Module]:
+        return [layer for layer in self.model.children() if layer is not self.model.sparse_arch]
 
     def _logits(self, batch: Batch) -> Tensor:
         """[b, 1]."""

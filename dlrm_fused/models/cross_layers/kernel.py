@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS, COLUMNS, DEPTH = 128, 128, 64
+PREFETCHES = not triton.knobs.runtime.interpret
 _LAUNCH = {"num_warps": 8, "num_stages": 3, "maxnreg": 128}
 
 
@@ -32,7 +33,7 @@ def forward(u: Tensor, w: Tensor, bias: Tensor, x_0: Tensor, x: Tensor, y: Tenso
     (rows, depth), columns = u.shape, len(w)
     forward_kernel[_grid(rows, columns)](
         u, w, bias, x_0, x, result if y is None else y, result, rows, columns, depth,
-        KEEPS_Y=y is not None, ROWS=ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH, **_LAUNCH,
+        KEEPS_Y=y is not None, PREFETCHES=PREFETCHES, ROWS=ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH, **_LAUNCH,
     )  # fmt: skip
     return result
 
@@ -50,7 +51,7 @@ def backward(gradient: Tensor, x_0: Tensor, du: Tensor | None = None, v: Tensor 
     partial_sums = torch.empty(triton.cdiv(rows, ROWS), columns, dtype=torch.float32, device=x_0.device)
     backward_kernel[_grid(rows, columns)](
         gradient, x_0 if du is None else du, x_0 if v is None else v, x_0, result, dy, partial_sums, rows, columns,
-        0 if du is None else du.shape[1], HAS_NEXT=du is not None, ROWS=ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH, **_LAUNCH,
+        0 if du is None else du.shape[1], HAS_NEXT=du is not None, PREFETCHES=PREFETCHES, ROWS=ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH, **_LAUNCH,
     )  # fmt: skip
     return result, dy, partial_sums.sum(0)
 
@@ -68,7 +69,7 @@ def input_gradient(gradients: Sequence[Tensor], ys: Sequence[Tensor], du: Tensor
     result = torch.empty_like(gradients[0])
     input_gradient_kernel[_grid(rows, columns)](
         tuple(gradients), tuple(ys), du, v, result, rows, columns, depth,
-        LAYERS=len(ys), ROWS=ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH, **_LAUNCH,
+        LAYERS=len(ys), PREFETCHES=PREFETCHES, ROWS=ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH, **_LAUNCH,
     )  # fmt: skip
     return result
 
@@ -118,6 +119,18 @@ def _product(
 
 
 @triton.jit
+def _prefetch(tensor, first_row, first_column, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Begin to bring a tile of a tensor [rows, columns] of 16 bits into the L2 cache."""
+    line: tl.constexpr = 64  # elements
+    row = tl.minimum(first_row + tl.arange(0, ROWS), rows - 1)
+    column = tl.minimum(first_column + line * tl.arange(0, COLUMNS // line), columns - 1)
+    places = tensor + row.to(tl.int64)[:, None] * columns + column[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def _read(tensor, place, is_in):
     return tl.load(tensor + place, mask=is_in, other=0.0).to(tl.float32)
 
@@ -130,10 +143,13 @@ def _write(tensor, place, is_in, values):
 @triton.jit
 def forward_kernel(
     u, w, bias, x_0, x, y, result, rows, columns, depth,
-    KEEPS_Y: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    KEEPS_Y: tl.constexpr, PREFETCHES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """See :func:`forward`."""
     first_row, first_column = _first_of_tile(columns, ROWS, COLUMNS)
+    if PREFETCHES:
+        _prefetch(x_0, first_row, first_column, rows, columns, ROWS, COLUMNS)
+        _prefetch(x, first_row, first_column, rows, columns, ROWS, COLUMNS)
     halves = _product(u, w, first_row, first_column, rows, columns, depth, 1, depth, ROWS, COLUMNS, DEPTH)
     for half in tl.static_range(2):
         begin = first_column + half * (COLUMNS // 2)
@@ -147,7 +163,7 @@ def forward_kernel(
 @triton.jit
 def backward_kernel(
     gradient, du, v, x_0, result, dy, partial_sums, rows, columns, depth,
-    HAS_NEXT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    HAS_NEXT: tl.constexpr, PREFETCHES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """See :func:`backward`.
 
@@ -156,6 +172,9 @@ def backward_kernel(
     """
     first_row, first_column = _first_of_tile(columns, ROWS, COLUMNS)
     if HAS_NEXT:
+        if PREFETCHES:
+            _prefetch(gradient, first_row, first_column, rows, columns, ROWS, COLUMNS)
+            _prefetch(x_0, first_row, first_column, rows, columns, ROWS, COLUMNS)
         halves = _product(du, v, first_row, first_column, rows, columns, depth, columns, 1, ROWS, COLUMNS, DEPTH)
     for half in tl.static_range(2):
         begin = first_column + half * (COLUMNS // 2)
@@ -173,10 +192,14 @@ def backward_kernel(
 @triton.jit
 def input_gradient_kernel(
     gradients, ys, du, v, result, rows, columns, depth,
-    LAYERS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    LAYERS: tl.constexpr, PREFETCHES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """See :func:`input_gradient`."""
     first_row, first_column = _first_of_tile(columns, ROWS, COLUMNS)
+    if PREFETCHES:
+        for layer in tl.static_range(LAYERS):
+            _prefetch(gradients[layer], first_row, first_column, rows, columns, ROWS, COLUMNS)
+            _prefetch(ys[layer], first_row, first_column, rows, columns, ROWS, COLUMNS)
     halves = _product(du, v, first_row, first_column, rows, columns, depth, columns, 1, ROWS, COLUMNS, DEPTH)
     for half in tl.static_range(2):
         begin = first_column + half * (COLUMNS // 2)
