@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -30,11 +29,6 @@ def one_graph_in_ddp() -> AbstractContextManager[None]:
     import torch._dynamo.config  # takes long to import
 
     return cast(AbstractContextManager[None], torch._dynamo.config.patch(optimize_ddp=False))
-
-
-def at_the_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call back when the backward pass that runs now is done; before what is registered later. To be called within it."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def is_alive(process_group: dist.ProcessGroup) -> bool:

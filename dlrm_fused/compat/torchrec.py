@@ -10,8 +10,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
+from torchrec.distributed import TrainPipelineSparseDist
 from torchrec.distributed.embedding_lookup import CommOpGradientScaling
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import (
@@ -27,15 +26,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 In = TypeVar("In")
 Out = TypeVar("Out")
-
-# A sharded model.
-
-
-def data_parallel_module(model: DistributedModelParallel) -> DistributedDataParallel | None:
-    """What averages the gradients of dense layers; None if there are no dense layers."""
-    wrapped = model._dmp_wrapped_module
-    return wrapped if isinstance(wrapped, DistributedDataParallel) else None
-
 
 # A sharder.
 

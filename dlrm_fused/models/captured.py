@@ -1,113 +1,140 @@
-"""A function of tensors and its gradient, each replayed as one CUDA graph: the host launches two graphs instead of a hundred
-kernels, and the GPU does not wait between these.
+"""A function of tensors and its gradient, each replayed as one CUDA graph.
 
-Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs, whose ``make_graphed_callables`` copies every input
-into memory of its own, and must come before DistributedDataParallel.
+The host launches two graphs instead of a hundred kernels, which at small batches take longer to launch than to run.
+
+Source: "CUDA Graphs" in PyTorch's notes, https://docs.pytorch.org/docs/stable/notes/cuda.html. Its ``make_graphed_callables``
+copies all inputs, and must come before DistributedDataParallel (DDP).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-# Maps tensors to one to differentiate, and others.
-Function = Callable[..., tuple[Tensor, ...]]
+R = TypeVar("R", Tensor, tuple[Tensor, Tensor])
 
 _MOST_CAPTURES = 4
+# Of an input. To copy this much takes less time than a launch.
+_COPIED_BYTES = 2**23
 
 
-class CapturedFunction:
-    """A function that is captured when it is called first, and then replayed.
+class CapturedFunction(Generic[R]):
+    """A function that is captured when it is called first, and then replayed; for calls in which gradients are wanted.
 
-    An input that requires a gradient, such as pooled embeddings, is large: it is read where it is, and the function is captured
-    anew when it comes from another address or has another shape, up to four times. Calls that would need more are not captured.
-    Other inputs are copied. Gradients lie in memory that the next backward pass writes to; what DistributedDataParallel does
-    with them, to copy them into its buckets at once, is right.
+    Inputs are copied to where the graphs read them. Large ones, such as pooled embeddings, are read where they are instead, and
+    when they come from another address, the function is captured again, as for other shapes; but not a fifth time: what would
+    need that runs as it is.
+
+    Gradients lie in memory to which the next backward pass writes. DDP copies them into its buckets before.
 
     Args:
-        function: its first result is differentiable; those that follow are given detached. It may not wait for the device.
-        layers: returns the modules whose parameters it uses; called when it is captured.
+        function: maps tensors to one, or to two of which the first is differentiable. It launches the same kernels whatever the
+            values are, and does not wait for the device.
+        layers: returns the modules whose parameters the function uses; called when it is captured.
     """
 
-    def __init__(self, function: Function, layers: Callable[[], Sequence[nn.Module]]) -> None:
-        self._function = function
+    def __init__(self, function: Callable[..., R], layers: Callable[[], Sequence[nn.Module]]) -> None:
+        self._function: Callable[..., R] = function
         self._layers = layers
         self._captures: dict[Any, _Capture] = {}
-        self._turn = _Turn()
+        self._memory: _SharedMemory | None = None
 
-    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Raises RuntimeError in the backward pass of a call that another has followed."""
-        key = tuple((t.shape, t.dtype, t.requires_grad and (t.data_ptr(), t.stride())) for t in inputs)
+    def __call__(self, *inputs: Tensor) -> R:
+        """The function's results, with which the caller does as it likes.
+
+        Raises:
+            RuntimeError: in the backward pass, if the function has been called again before.
+        """
+        key = tuple((t.shape, t.dtype, t.requires_grad, None if _is_copied(t) else (t.data_ptr(), t.stride())) for t in inputs)
         capture = self._captures.get(key)
         if capture is None:
             if len(self._captures) == _MOST_CAPTURES:
                 return self._function(*inputs)
-            capture = self._captures[key] = _Capture(self._function, inputs, self._layers(), self._turn)
-        results: tuple[Tensor, ...] = _Replay.apply(capture, *inputs, *capture.parameters)
-        return results
+            self._memory = self._memory or _SharedMemory()
+            capture = self._captures[key] = _Capture(self._function, inputs, self._layers(), self._memory)
+        results = _Replay.apply(capture, *inputs, *capture.parameters)
+        return cast(R, results if len(results) > 1 else results[0])
 
 
-class _Turn:
-    """Which call the memory of all captures belongs to: they share it."""
+def _is_copied(tensor: Tensor) -> bool:
+    return tensor.nbytes <= _COPIED_BYTES
+
+
+class _SharedMemory:
+    """What the captures of a function keep tensors in, one call's at a time.
+
+    Attributes:
+        call: the number of that call.
+    """
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
-        self.number = 0
+        self.call = 0
 
 
 class _Capture:
-    """The two graphs of one set of addresses.
+    """The two graphs for inputs of some shapes and addresses.
 
     Attributes:
-        parameters: of the layers.
+        parameters: of the layers, which gradients are wanted of.
     """
 
-    def __init__(self, function: Function, inputs: Sequence[Tensor], layers: Sequence[nn.Module], turn: _Turn) -> None:
-        self._turn = turn
-        self.parameters = [parameter for layer in layers for parameter in layer.parameters()]
-        static = [t.detach().requires_grad_() if t.requires_grad else t.clone() for t in inputs]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
+    def __init__(
+        self, function: Callable[..., Any], inputs: Sequence[Tensor], layers: Sequence[nn.Module], memory: _SharedMemory
+    ) -> None:
+        self._memory = memory
+        self.parameters = [p for layer in layers for p in layer.parameters() if p.requires_grad]
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        settings: dict[str, Any] = {"pool": turn.pool, "stream": stream, "capture_error_mode": "thread_local"}
-        # Leaves of their own: autograd would let the captured stream wait for that on which the parameters' own were made.
-        with _other_leaves(layers) as leaves, torch.cuda.stream(stream):
-            wanted = [*(t for t in static if t.requires_grad), *leaves]
-            for _ in range(2):  # compiles, tunes and allocates what may not be while a graph is captured
-                torch.autograd.grad(function(*static)[0], wanted, allow_unused=True)
+        stream = torch.cuda.Stream()
+        settings: dict[str, Any] = {"pool": memory.pool, "stream": stream, "capture_error_mode": "thread_local"}
+        read = [(t.detach().clone() if _is_copied(t) else t.detach()).requires_grad_(t.requires_grad) for t in inputs]
+        stream.wait_stream(torch.cuda.current_stream())
+        with _as_other_leaves(layers) as leaves, torch.cuda.stream(stream):
+            wanted = [t for t in (*read, *leaves) if t.requires_grad]
+            for _ in range(2):  # what is compiled, tuned or loaded at the first call cannot be captured
+                results = _as_tuple(function(*read))
+                torch.autograd.grad(results[0], wanted, torch.ones_like(results[0]), allow_unused=True)
             with torch.cuda.graph(self._forward, **settings):
-                results = function(*static)
+                results = _as_tuple(function(*read))
             self._upstream = torch.ones_like(results[0])
             with torch.cuda.graph(self._backward, **settings):
                 gradients = torch.autograd.grad(results[0], wanted, self._upstream, allow_unused=True)
         torch.cuda.current_stream().wait_stream(stream)
         self._results = [result.detach() for result in results]
         self._gradients = gradients
-        # Not those that are read where they are: their memory belongs to the caller.
-        self._copies = [None if t.requires_grad else t for t in static]
+        # The others are the caller's, who may free them.
+        self._copies = [t if _is_copied(t) else None for t in read]
+        self._needs_gradient = [t.requires_grad for t in read]
 
-    def forward(self, inputs: Sequence[Tensor]) -> tuple[int, tuple[Tensor, ...]]:
-        """The number of this turn, and the results."""
+    def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         for copy, given in zip(self._copies, inputs, strict=True):
             if copy is not None:
                 copy.copy_(given)
         self._forward.replay()
-        self._turn.number += 1
-        return self._turn.number, tuple(result.clone() for result in self._results)
+        self._memory.call += 1
+        return tuple(result.clone() for result in self._results)
 
-    def backward(self, turn: int, upstream: Tensor) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Gradients of the inputs and of the parameters."""
-        if turn != self._turn.number:
-            raise RuntimeError("backward pass of a captured function that was called again since: call backward before")
+    @property
+    def call(self) -> int:
+        """The number of the call whose tensors the memory holds."""
+        return self._memory.call
+
+    def backward(self, call: int, upstream: Tensor) -> list[Tensor | None]:
+        """Gradients of the inputs and of the parameters, of this call."""
+        if call != self._memory.call:
+            raise RuntimeError("a captured function was called again before the backward pass of this call")
         self._upstream.copy_(upstream)
         self._backward.replay()
-        gradients = iter(None if gradient is None else gradient.detach() for gradient in self._gradients)
-        of_inputs = [next(gradients) if copy is None else None for copy in self._copies]
-        return of_inputs, list(gradients)
+        gradients = iter([None if gradient is None else gradient.detach() for gradient in self._gradients])
+        return [*(next(gradients) if needed else None for needed in self._needs_gradient), *gradients]
+
+
+def _as_tuple(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (results,) if isinstance(results, Tensor) else results
 
 
 class _Replay(torch.autograd.Function):
@@ -116,29 +143,34 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, capture: _Capture, *tensors: Tensor) -> tuple[Tensor, ...]:
         inputs = tensors[: len(tensors) - len(capture.parameters)]
-        ctx.capture = capture
-        # The backward pass reads them again.
-        ctx.save_for_backward(*(t for t in inputs if t.requires_grad))
-        ctx.turn, results = capture.forward(inputs)
+        results = capture.forward(inputs)
+        ctx.capture, ctx.call = capture, capture.call
+        ctx.save_for_backward(*(t for t in inputs if not _is_copied(t)))  # the backward graph reads them again
         ctx.mark_non_differentiable(*results[1:])
         return results
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        of_inputs, of_parameters = ctx.capture.backward(ctx.turn, upstream[0])
-        return None, *of_inputs, *of_parameters
+        return None, *ctx.capture.backward(ctx.call, upstream[0])
 
 
 @contextmanager
-def _other_leaves(layers: Sequence[nn.Module]) -> Iterator[list[nn.Parameter]]:
-    """Within, the layers' parameters are others with the same memory; in the order of ``parameters()``."""
-    places = [(module, name) for layer in layers for module in layer.modules() for name in module._parameters]
-    originals = [getattr(module, name) for module, name in places]
-    leaves = {p: nn.Parameter(p.detach(), p.requires_grad) for layer in layers for p in layer.parameters()}
+def _as_other_leaves(layers: Sequence[nn.Module]) -> Iterator[list[nn.Parameter]]:
+    """Within, the layers' parameters are others in the same memory, in the order of ``parameters()``.
+
+    Autograd would let a captured stream wait for the stream on which DDP has first used the parameters, which is not captured.
+    """
+    originals = {
+        (module, name): parameter
+        for layer in layers
+        for module in layer.modules()
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+    }
+    others = {p: nn.Parameter(p.detach(), p.requires_grad) for layer in layers for p in layer.parameters()}
     try:
-        for (module, name), original in zip(places, originals, strict=True):
-            setattr(module, name, leaves.get(original))
-        yield list(leaves.values())
+        for (module, name), parameter in originals.items():
+            setattr(module, name, others[parameter])
+        yield list(others.values())
     finally:
-        for (module, name), original in zip(places, originals, strict=True):
-            setattr(module, name, original)
+        for (module, name), parameter in originals.items():
+            setattr(module, name, parameter)

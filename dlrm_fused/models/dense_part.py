@@ -8,7 +8,7 @@ float32, as autocast has it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, ParamSpec, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,26 +21,40 @@ from dlrm_fused.versions import has_c_compiler
 
 # Maps dense features [b, D], pooled embeddings [b, F, d], and with experts [b] bool, false for padding, to logits [b, 1].
 LogitsOf = Callable[..., Tensor]
-P = ParamSpec("P")
-R = TypeVar("R")
+R = TypeVar("R", Tensor, tuple[Tensor, Tensor])
 
 
-class CompiledForTraining(Generic[P, R]):
-    """A function that runs as one compiled graph where gradients are wanted, of batches of one shape; otherwise in eager mode.
+class CompiledForTraining(Generic[R]):
+    """A function of tensors that runs as one compiled graph where gradients are wanted, otherwise in eager mode.
 
     Args:
+        function: returns one tensor, or two of which the first is differentiable.
         is_compiled: false for a function that always runs in eager mode.
+        layers: returns the modules whose parameters the function uses. With it, what is compiled is captured as CUDA graphs on
+            GPUs, and gradients are those that :class:`~dlrm_fused.models.captured.CapturedFunction` gives.
     """
 
-    def __init__(self, function: Callable[P, R], is_compiled: bool) -> None:
-        self._function = function
-        self._compiled = torch.compile(function, fullgraph=True, dynamic=False) if is_compiled else None
+    def __init__(
+        self, function: Callable[..., R], is_compiled: bool, layers: Callable[[], Sequence[nn.Module]] | None = None
+    ) -> None:
+        self._function: Callable[..., R] = function
+        self._compiled: Callable[..., R] | None = None
+        self._captured: CapturedFunction[R] | None = None
+        if is_compiled:
+            self._compiled = torch.compile(function, fullgraph=True, dynamic=False)
+            self._captured = CapturedFunction(self._run_compiled, layers) if layers is not None else None
 
-    def __call__(self, *arguments: P.args, **keywords: P.kwargs) -> R:
+    def __call__(self, *arguments: Tensor) -> R:
         if self._compiled is None or not torch.is_grad_enabled():
-            return self._function(*arguments, **keywords)
+            return self._function(*arguments)
+        if self._captured is not None and arguments[0].is_cuda:
+            return self._captured(*arguments)
+        return self._run_compiled(*arguments)
+
+    def _run_compiled(self, *arguments: Tensor) -> R:
+        assert self._compiled is not None
         with one_graph_in_ddp():
-            return self._compiled(*arguments, **keywords)
+            return self._compiled(*arguments)
 
 
 class DensePart(nn.Module):
@@ -54,8 +68,7 @@ class DensePart(nn.Module):
         uses_bf16: compute under bf16 autocast.
         is_one_graph: compile all for training. A model with experts compiles its parts before and after them.
         has_experts: give ``logits_of`` what is padding.
-        layers: returns the modules whose parameters ``logits_of`` uses. With it, what is one graph is captured on GPUs as CUDA
-            graphs, and replayed.
+        layers: returns the modules whose parameters ``logits_of`` uses; as of :class:`CompiledForTraining`.
     """
 
     def __init__(
@@ -72,9 +85,7 @@ class DensePart(nn.Module):
         self._device_type = device_type
         self._uses_bf16 = uses_bf16
         self._has_experts = has_experts
-        self._losses_and_logits = CompiledForTraining(self._compute, is_one_graph)
-        captures = is_one_graph and device_type == "cuda" and layers is not None
-        self._captured = CapturedFunction(self._losses_and_logits, layers) if captures else None
+        self._losses_and_logits = CompiledForTraining(self._compute, is_one_graph, layers)
 
     def forward(self, dense: Tensor, pooled: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weighted sum of cross-entropies, [], and the logits, [b]; both float32.
@@ -85,9 +96,7 @@ class DensePart(nn.Module):
             labels: [b].
             weights: [b]; 0 marks padding.
         """
-        function = self._captured if self._captured is not None and torch.is_grad_enabled() else self._losses_and_logits
-        losses, logits = function(dense, pooled, labels, weights)
-        return losses, logits
+        return self._losses_and_logits(dense, pooled, labels, weights)
 
     def _compute(self, dense: Tensor, pooled: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast(self._device_type, dtype=torch.bfloat16, enabled=self._uses_bf16):

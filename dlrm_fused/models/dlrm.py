@@ -10,13 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from torchrec import EmbeddingBagCollection
 from torchrec.models.dlrm import DLRM, DLRM_DCN
+from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.mlp import MLP
 
 from dlrm_fused.config import Config
 from dlrm_fused.datasets.schema import DatasetSchema
-from dlrm_fused.models.cross_layers.op import cross_layers
 from dlrm_fused.models.dense_part import CompiledForTraining, is_compiled
 from dlrm_fused.models.moe import MixtureOfExperts, build_experts
 from dlrm_fused.models.tables import SparseArch, embedding_tables
@@ -49,8 +50,21 @@ class Dcnv2(_InTwoParts, DLRM_DCN):
 
     def interactions_of(self, dense: Tensor, pooled: Tensor) -> Tensor:
         features = torch.cat((self.dense_arch(dense).unsqueeze(1), pooled), dim=1).flatten(1)
-        layers = self.inter_arch.crossnet
-        return cross_layers(features, list(layers.V_kernels), list(layers.W_kernels), list(layers.bias))
+        return cross_layers(self.inter_arch.crossnet, features)
+
+
+def cross_layers(parameters: LowRankCrossNet, x_0: Tensor) -> Tensor:
+    """x_0 * (W V x + b) + x by layer, from x = x_0 [b, N] on; results have the dtype of x_0.
+
+    TorchRec's module lets results grow to float32 where the bias has that, twice the bytes that the layers read and write; here
+    only what is computed in between does. For x_0 in float32 the bits are the same.
+
+    Source: arXiv 2008.13535, equation 2, in the low-rank form of its section 3.
+    """
+    x = x_0
+    for v, w, bias in zip(parameters.V_kernels, parameters.W_kernels, parameters.bias, strict=True):
+        x = (x_0 * (linear(linear(x, v), w) + bias) + x).to(x_0.dtype)
+    return x
 
 
 class ExpertTop(nn.Module):
@@ -84,8 +98,9 @@ class ExpertDLRM(nn.Module):
         self.over_arch = ExpertTop(in_features, layer_sizes, experts)
         del dlrm.over_arch
         self._interactions_of = dlrm.interactions_of
-        self._into_experts = CompiledForTraining(self._before_experts, is_compiled)
-        self._out_of_experts = CompiledForTraining(self._after_experts, is_compiled)
+        before, after = (self.dense_arch, self.inter_arch, self.over_arch.first), (self.over_arch.rest,)
+        self._into_experts = CompiledForTraining(self._before_experts, is_compiled, lambda: before)
+        self._out_of_experts = CompiledForTraining(self._after_experts, is_compiled, lambda: after)
 
     def logits_of(self, dense: Tensor, pooled: Tensor, real: Tensor) -> Tensor:
         """[b, dense features], pooled embeddings [b, F, D] and [b] bool, false for padding, to logits [b, 1]."""

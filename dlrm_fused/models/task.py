@@ -22,7 +22,7 @@ from dlrm_fused.models.moe import MixtureOfExperts
 # (dense [b, features], sparse features of stride b) to logits [b, 1]. Its attribute `sparse_arch` is the part that looks up
 # embeddings. A model whose attribute `reads_histories` is true is also called with tokens and history lengths, one with layers
 # of experts with [b] bool, false for padding. One with a method `logits_of`, a LogitsOf, is called in two parts: embeddings and
-# what follows, which may be compiled.
+# what follows, which may be compiled, and on GPUs captured as a CUDA graph.
 BuildModel = Callable[[Config, DatasetSchema, torch.device, dist.ProcessGroup | None], nn.Module]
 
 
@@ -51,7 +51,6 @@ class RankingTask(nn.Module):
 
     Attributes:
         expert_layers: the model's layers of experts, in their order.
-        is_one_graph: whether the whole dense part is compiled as one.
     """
 
     def __init__(
@@ -71,9 +70,9 @@ class RankingTask(nn.Module):
         self._device_type = device.type
         logits_of = getattr(model, "logits_of", None)
         has_experts = bool(self.expert_layers)
-        self.is_one_graph = logits_of is not None and not has_experts and is_compiled(compile, device)
+        is_one_graph = logits_of is not None and not has_experts and is_compiled(compile, device)
         self._dense_part = logits_of and DensePart(
-            logits_of, device.type, self._autocast, self.is_one_graph, has_experts, self._dense_layers
+            logits_of, device.type, self._autocast, is_one_graph, has_experts, self._dense_layers
         )
 
     @property

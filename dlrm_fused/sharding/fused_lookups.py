@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -61,7 +61,6 @@ class FusedLookups:
     Args:
         shardings: numbers of the sharding types in the module, ascending.
         output_dtype: of the pooled embeddings. What has 16 bits is sent so, too.
-        gradients_sent_callbacks: those of the :class:`~dlrm_fused.ops.embedding_all_to_all.workspace.EmbeddingWorkspace`.
 
     Attributes:
         order: of the output's features, those of all sharding types: as before the module was sharded, so that who reads them
@@ -75,7 +74,6 @@ class FusedLookups:
         group: SymmetricGroup,
         shardings: Sequence[int],
         output_dtype: torch.dtype,
-        gradients_sent_callbacks: list[Callable[[], None]],
     ) -> None:
         self.shardings = tuple(shardings)
         self._lookups = [lookups(module)[i] for i in shardings]
@@ -93,7 +91,6 @@ class FusedLookups:
             timeout_seconds=options.timeout_seconds,
             check_indices=options.check_indices,
         )
-        self._workspace.gradients_sent_callbacks = gradients_sent_callbacks
         if self._uses_kernels:
             modules = [module for lookup in self._lookups for module in embedding_modules(lookup)]
             self._workspace.attach_tables([_local_tables(module.emb_module) for module in modules])

@@ -134,9 +134,9 @@ def sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if getattr(p, "shard_dim", None) is not None}
 
 
-def data_parallel_wrapper(model: nn.Module, static_graph: bool = True) -> DefaultDataParallelWrapper:
+def data_parallel_wrapper(model: nn.Module) -> DefaultDataParallelWrapper:
     """For DistributedModelParallel: averages over all ranks the gradients of what is not sharded."""
-    return DefaultDataParallelWrapper(static_graph=static_graph, params_to_ignore=list(sharded_parameters(model)))
+    return DefaultDataParallelWrapper(params_to_ignore=list(sharded_parameters(model)))
 
 
 def average_gradients(parameters: Sequence[Tensor], data_parallel: dist.ProcessGroup) -> None:

@@ -37,15 +37,13 @@ def make_optimizer(
 
 
 def _dense_optimizer(parameters: list[Tensor], settings: DenseOptimizerConfig) -> torch.optim.Optimizer:
-    """On GPUs by torch's kernels that read and write each tensor once, where all its releases that we support have them."""
     rate, decay, eps = settings.learning_rate, settings.weight_decay, settings.eps
-    if settings.kind is DenseOptimizerKind.adagrad:  # fused on GPUs from torch 2.13 on
+    if settings.kind is DenseOptimizerKind.adagrad:
         return torch.optim.Adagrad(parameters, lr=rate, weight_decay=decay, eps=eps)
-    fused = all(parameter.is_cuda for parameter in parameters) or None
     if settings.kind is DenseOptimizerKind.adam:
         betas = (settings.beta1, settings.beta2)
-        return torch.optim.Adam(parameters, lr=rate, weight_decay=decay, eps=eps, betas=betas, fused=fused)
-    return torch.optim.SGD(parameters, lr=rate, weight_decay=decay, momentum=settings.momentum, fused=fused)
+        return torch.optim.Adam(parameters, lr=rate, weight_decay=decay, eps=eps, betas=betas)
+    return torch.optim.SGD(parameters, lr=rate, weight_decay=decay, momentum=settings.momentum)
 
 
 def _table_optimizer(parameters: list[Tensor], settings: EmbeddingOptimizerConfig) -> torch.optim.Optimizer:

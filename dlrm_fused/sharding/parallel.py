@@ -21,7 +21,6 @@ from dlrm_fused.config import Comm, ComputeKernel, Config, EmbeddingConfig, Embe
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.sharding.groups import ModelParallelGroups, data_parallel_wrapper
-from dlrm_fused.sharding.late_all_reduce import reduce_after_exchange
 from dlrm_fused.sharding.optimizers import make_optimizer
 from dlrm_fused.sharding.options import AUTO, FUSED, Mode
 from dlrm_fused.sharding.output_dtype import pooled_dtype
@@ -65,16 +64,11 @@ def shard(
     schema: DatasetSchema,
     device: torch.device,
     groups: ModelParallelGroups | None = None,
-    gradients_come_at_once: bool = False,
 ) -> ShardedModel:
     """Plan, shard and initialize the model. Collective.
 
     Initial embedding weights depend on (seed, table, row, column) only, so every plan on any number of ranks starts from
     the same model.
-
-    Args:
-        gradients_come_at_once: those of all dense layers, with that of the embeddings, as from a dense part that is compiled.
-            With fused communication, their AllReduce then follows the exchange of the latter.
 
     Raises:
         ConfigError: if no plan satisfies the config, or the device lacks the embedding optimizer or wire format.
@@ -85,17 +79,14 @@ def shard(
         make_sharder(config.embedding, device, config.comm, config.comm_strict, output_dtype)
     ]
     plan = make_plan(config, schema, task, sharders, device)
-    reduces_late = gradients_come_at_once and config.comm is not Comm.baseline
     model = DistributedModelParallel(
         module=task,
         env=ShardingEnv.from_process_group(cast(dist.ProcessGroup, dist.GroupMember.WORLD)),
         device=device,
         plan=plan,
         sharders=sharders,
-        data_parallel_wrapper=data_parallel_wrapper(task, static_graph=not reduces_late),
+        data_parallel_wrapper=data_parallel_wrapper(task),
     )
-    if reduces_late:
-        reduce_after_exchange(model, device)
     initialize_tables(model, config, schema)
     return ShardedModel(model, make_optimizer(model, config, groups), plan, table_paths(model), groups)
 

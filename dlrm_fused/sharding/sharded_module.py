@@ -8,7 +8,7 @@ All table-, column- and row-wise tables of a module are looked up and delivered 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, cast
@@ -51,7 +51,6 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             for info in infos
             for name in info.embedding_config.feature_names
         }
-        self._gradients_sent_callbacks: list[Callable[[], None]] = []
         self._set_up_paths()
 
     def _set_up_paths(self) -> None:
@@ -75,17 +74,7 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         infos = next(iter(self.sharding_type_to_sharding_infos.values()))
         output_dtype = output_type(infos[0].fused_params or {})
         assert output_dtype is not None
-        return FusedLookups(self, self.options, self._group, shardings, output_dtype, self._gradients_sent_callbacks)
-
-    def on_gradients_sent(self, callback: Callable[[], None]) -> None:
-        """Call back in each backward pass of the fused path when this rank has sent its gradients of the embeddings to the
-        tables' owners, and does not yet update its own tables; on a GPU, when that is queued on the current stream."""
-        self._gradients_sent_callbacks.append(callback)
-
-    @property
-    def exchanges_gradients(self) -> bool:
-        """Whether backward passes of today take the fused path, of some tables at least."""
-        return self._fused is not None
+        return FusedLookups(self, self.options, self._group, shardings, output_dtype)
 
     def _check_options(self) -> None:
         """Ranks with other options would make other collective calls, and wait for each other."""

@@ -21,4 +21,4 @@ def build(config: Config, schema: DatasetSchema, device: torch.device) -> Sharde
     """
     groups = model_parallel_groups(config.model)
     task = build_model(config, schema, dist.get_world_size(), device, groups.model_parallel if groups else None)
-    return shard(task, config, schema, device, groups, task.is_one_graph)
+    return shard(task, config, schema, device, groups)

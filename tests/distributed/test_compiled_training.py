@@ -5,7 +5,6 @@ The backend aot_eager runs what torch.compile traces without generating code, wh
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -14,42 +13,30 @@ import torch
 from torch._dynamo.utils import counters
 
 from dlrm_fused.config import Config
-from dlrm_fused.ops.embedding_all_to_all.pooled import send_gradient
-from dlrm_fused.sharding.late_all_reduce import LateAllReduce
 from dlrm_fused.training import trainer
 from dlrm_fused.training.runtime import ErrorStore, Rank
 from tests.distributed.launch import WITHOUT_AMPLIFIED_ROUNDING, RankFailed, losses, metrics, run_ranks, small_config, train
 
 
-def _train(config: Config) -> tuple[int, int, set[str]]:
-    """Numbers of graphs and of graph breaks, and the functions that began an AllReduce of dense gradients, other than DDP."""
+def _train(config: Config) -> tuple[int, int]:
+    """Numbers of graphs and of graph breaks."""
     torch.compile = partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]
-    callers, begin = set(), LateAllReduce.begin
-
-    def begin_and_note(self: LateAllReduce) -> None:
-        if self._waiting:
-            callers.add(sys._getframe(1).f_code.co_name)
-        begin(self)
-
-    LateAllReduce.begin = begin_and_note  # type: ignore[method-assign]
     rank = Rank.from_environment()
     trainer.train(config, rank, ErrorStore(rank))
-    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), callers
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
 @pytest.mark.parametrize(
-    ("ranks", "model", "graphs", "all_reduce_follows"),
+    ("ranks", "model", "graphs"),
     [
-        (2, ["model.kind=dcnv2", "comm=fused"], 1, {send_gradient.__name__}),
-        (1, ["model.kind=dlrm", "comm=baseline"], 1, set()),
-        # What is before the experts, and what is after them. DDP overlaps AllReduce with what is between.
-        (2, ["model.kind=dcnv2", "comm=fused", "model.top_mlp=[16,16,1]", "model.experts.count=4"], 2, set()),
+        (2, ["model.kind=dcnv2", "comm=fused"], 1),
+        (1, ["model.kind=dlrm", "comm=baseline"], 1),
+        # What is before the experts, and what is after them.
+        (2, ["model.kind=dcnv2", "comm=fused", "model.top_mlp=[16,16,1]", "model.experts.count=4"], 2),
     ],
     ids=["dcnv2", "dlrm", "experts"],
 )
-def test_losses_are_those_of_eager_mode(
-    tmp_path: Path, ranks: int, model: list[str], graphs: int, all_reduce_follows: set[str]
-) -> None:
+def test_losses_are_those_of_eager_mode(tmp_path: Path, ranks: int, model: list[str], graphs: int) -> None:
     settings = [
         *WITHOUT_AMPLIFIED_ROUNDING,
         "training.max_steps=30",
@@ -57,7 +44,7 @@ def test_losses_are_those_of_eager_mode(
         "evaluation.every_steps=12",
     ]
     config = small_config(tmp_path / "compiled", *settings, "training.compile=always")
-    assert run_ranks(ranks, _train, config) == [(graphs, 0, all_reduce_follows)] * ranks
+    assert run_ranks(ranks, _train, config) == [(graphs, 0)] * ranks
     eager = train(tmp_path / "eager", ranks, *settings, "training.compile=never")
     assert losses(config.run_dir) == pytest.approx(losses(eager), rel=1e-5)
     of_evaluations = [[line["auc"] for line in metrics(run, "evaluation")] for run in (config.run_dir, eager)]

@@ -12,7 +12,6 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-from dlrm_fused.models.cross_layers import kernel as cross_layers
 from dlrm_fused.ops.common import scatter_rows as scatter
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.embedding_all_to_all import ExchangeLayout, LookupLayout, reduce, update
@@ -183,13 +182,6 @@ def launch_lookup(wire: torch.dtype, row_wise: bool, output: torch.dtype = torch
     reduce._finish_staged(workspace, plan, torch.zeros(4, 84, dtype=output), are_empty_bags_sent=not row_wise)
 
 
-def launch_cross_layers(dtype: torch.dtype) -> None:
-    x, u, v, w = rows(dtype), rows(dtype, width=32), rows(dtype, 32), rows(dtype, WIDTH, 32)
-    cross_layers.forward(u, w, torch.zeros(WIDTH), x, x, y=x)
-    cross_layers.backward(x, x, u, v)
-    cross_layers.input_gradient([x, x], [x, x], u, v)
-
-
 def launch_scatter_tiles(wire: torch.dtype) -> None:
     layout = ExchangeLayout(((LookupLayout((0,), (WIDTH,)),), (LookupLayout((WIDTH,), (WIDTH,)),)), WORLD * WIDTH)
     plan = BatchPlan(layout, RANK, (4, 4), SINGLE, wire, wire, torch.device("cpu"))
@@ -202,7 +194,6 @@ ONE_SHOT = Blocks(columns=16, depth=64, splits=3, warps=4, stages=3, two_shot=Fa
 TWO_SHOT = Blocks(columns=16, depth=64, splits=1, warps=4, stages=3, two_shot=True, flagged=False)
 FLAGGED = Blocks(columns=16, depth=64, splits=1, warps=4, stages=3, two_shot=True, flagged=True)
 OF_UPDATE = {f"{name}_kernel" for name in ("label", "order", "count", "plan", "update", "merge", "product")}
-OF_CROSS_LAYERS = {f"{name}_kernel" for name in ("forward", "backward", "input_gradient")}
 OF_GEMM = {"gemm_kernel", "tile_order_kernel"}
 # What is launched, and the kernels that it compiles.
 LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
@@ -229,7 +220,6 @@ LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
     "gemv_one_shot": (lambda: launch_gemv(HALF, ONE_SHOT), {"gemv_all_reduce_kernel"}),
     "gemv_two_shot_with_norm": (lambda: launch_gemv(HALF, TWO_SHOT, with_norm=True), {"gemv_all_reduce_kernel"}),
     "gemv_flagged_fp32": (lambda: launch_gemv(SINGLE, FLAGGED), {"gemv_all_reduce_kernel"}),
-    "cross_layers": (lambda: launch_cross_layers(HALF), OF_CROSS_LAYERS),
     "gemv_chunks": (lambda: launch_chunk_sum(HALF), {"sum_chunk_kernel"}),
 }
 

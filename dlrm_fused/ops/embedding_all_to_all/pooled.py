@@ -175,8 +175,6 @@ def send_gradient(workspace: EmbeddingWorkspace, plan: BatchPlan, gradient: Tens
         channel.run_epoch(
             lambda peer, _: _copy_tiles(gradient, tiles, peer, memory, 0, workspace.backward_wire), fingerprint=plan.fingerprint
         )
-    for callback in workspace.gradients_sent_callbacks:
-        callback()
     return [plan.gradients_view(memory, number) for number in range(len(workspace.own_lookups))]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -47,8 +47,6 @@ class EmbeddingWorkspace(Workspace):
         outputs: where outputs are received; the caller's tensors are blocks of it.
         gradients: where the gradients of the pooled results are received, by lookup.
         tables: of this rank's lookups, in their order.
-        gradients_sent_callbacks: called by each backward pass when this rank's gradients are on their way to the tables' owners
-            (on a GPU: when that is queued on the current stream), before its own tables are updated.
 
     Raises:
         UsageError: on all ranks, if the layout does not cover the output, differs between ranks, or an argument is wrong.
@@ -91,7 +89,6 @@ class EmbeddingWorkspace(Workspace):
         self.held_outputs = held_outputs
         self.check_indices = check_indices
         self.own_lookups = layout.lookups[self.rank]
-        self.gradients_sent_callbacks: list[Callable[[], None]] = []
         # Gives the operators something to differentiate, also on a rank without tables.
         self.anchor = torch.empty(0, device=self.device, requires_grad=True)
         self.tables: tuple[LocalTables, ...] = ()

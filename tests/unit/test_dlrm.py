@@ -1,13 +1,12 @@
-"""The cross layers of DCNv2: the reference against TorchRec's."""
+"""The cross layers of DCNv2, against TorchRec's."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 from torchrec.modules.crossnet import LowRankCrossNet
 
-from dlrm_fused.models.cross_layers.op import cross_layers
+from dlrm_fused.models.dlrm import cross_layers
 
 
 @pytest.fixture
@@ -19,13 +18,9 @@ def crossnet() -> LowRankCrossNet:
     return crossnet
 
 
-def of_parameters(crossnet: LowRankCrossNet, x: Tensor) -> Tensor:
-    return cross_layers(x, list(crossnet.V_kernels), list(crossnet.W_kernels), list(crossnet.bias))
-
-
 def test_in_float32_results_and_gradients_have_the_bits_of_torchrecs(crossnet: LowRankCrossNet) -> None:
     x = torch.randn(5, 24, requires_grad=True)
-    found, expected = of_parameters(crossnet, x), crossnet(x)
+    found, expected = cross_layers(crossnet, x), crossnet(x)
     assert torch.equal(found, expected)
     wanted = [x, *crossnet.parameters()]
     for left, right in zip(torch.autograd.grad(found.sum(), wanted), torch.autograd.grad(expected.sum(), wanted), strict=True):
@@ -36,7 +31,7 @@ def test_in_float32_results_and_gradients_have_the_bits_of_torchrecs(crossnet: L
 def test_under_autocast_results_have_the_dtype_of_the_input(crossnet: LowRankCrossNet, dtype: torch.dtype) -> None:
     x = torch.randn(5, 24)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = of_parameters(crossnet, x.to(dtype))
+        found = cross_layers(crossnet, x.to(dtype))
     assert found.dtype == dtype
     assert torch.allclose(found.float(), crossnet(x), rtol=0.05, atol=0.1)
     assert not torch.equal(found.float(), crossnet(x))
