@@ -2,9 +2,11 @@
 
     python -m benchmarks.training.dense_part --config configs/criteo_1tb_dcnv2_synthetic.yaml --output dense.json
 
-Eager, compiled, and on GPUs compiled and captured as CUDA graphs, with fp32 embeddings and with those of 16 bits; ``--autotune`` adds one in which the compiler chooses among
-Triton's matrix products too, into which it may fuse elementwise kernels: that takes minutes. Each after a warm-up, the median
-of so many steps. The floor is the time that its matrix products take at the rate of a large one, measured in the same run.
+Eager, compiled, and on GPUs compiled and captured as CUDA graphs, as in training; with fp32 embeddings and with those of 16
+bits. ``--autotune`` adds one in which the compiler chooses among Triton's matrix products too, into which it may fuse
+elementwise kernels: that takes minutes. Each after a warm-up, the median of so many steps, and on GPUs the mean of a second of
+steps without a break, with clock and power: these products take all the power that a GPU is given, which then lowers its clock.
+The floor is the time that the matrix products take at the rate of a large one, measured in the same run.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.common.environment import describe_environment, device_name
+from benchmarks.common.power import sustained
 from benchmarks.common.results import add_report_arguments, write_results
 from dlrm_fused.config import Config, Precision, load_config
 from dlrm_fused.datasets import open_dataset
@@ -134,9 +137,23 @@ def measure(config: Config, samples: int, variant: Variant, steps: int, device: 
     loss = float(step())
     first = time.perf_counter() - began
     milliseconds = median_milliseconds(step, steps, device)
+    load = sustained(step, device) if device.type == "cuda" else None
     peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
     torch.compiler.reset()
-    return {"variant": variant.name, "ms": milliseconds, "loss": loss, "first_step_seconds": first, "peak_memory_gib": peak}
+    return {
+        "variant": variant.name,
+        "ms": milliseconds,
+        "loss": loss,
+        "first_step_seconds": first,
+        "peak_memory_gib": peak,
+        "sustained": load,
+    }
+
+
+def describe(row: dict[str, Any], floor: float) -> str:
+    line = f"{row['variant']:<30}{row['ms']:10.2f} ms{row['ms'] / floor:8.2f} x floor"
+    load = row["sustained"]
+    return line + (f"{load['ms']:10.2f} ms at {load['mhz']:.0f} MHz, {load['watts']:.0f} W" if load else "")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -159,7 +176,7 @@ def main(arguments: list[str] | None = None) -> None:
     results = []
     for variant in wanted:
         results.append(measure(config, options.samples, variant, options.steps, device))
-        print(f"{variant.name:<30}{results[-1]['ms']:10.2f} ms{results[-1]['ms'] / floor:8.2f} x floor", flush=True)
+        print(describe(results[-1], floor), flush=True)
     write_results(
         options.output,
         {
