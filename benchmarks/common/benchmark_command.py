@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
-from pathlib import Path
+
+from benchmarks.common.results import add_report_arguments
 
 
 def benchmark_parser(
@@ -18,10 +19,9 @@ def benchmark_parser(
         seconds_per_cell: of timing, unless the command line says otherwise.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="JSON, written anew after every cell")
+    add_report_arguments(parser)
     parser.add_argument("--cells", choices=list(cells), default=default)
     parser.add_argument("--match", default="", help="only cells in whose name this regular expression is found")
     parser.add_argument("--seconds-budget", type=float, help="no cell is begun later; the others are listed as not run")
     parser.add_argument("--seconds-per-cell", type=float, default=seconds_per_cell, help="of timing, for each stage of a cell")
-    parser.add_argument("--commit", help="for the report, where there is no git repository")
     return parser

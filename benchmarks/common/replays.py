@@ -12,7 +12,6 @@ import argparse
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 from benchmarks.common import killed_rank
 from benchmarks.common.harness import World, captured, compile_ahead, describe_run, synchronize
 from benchmarks.common.random_delays import RandomDelays
-from benchmarks.common.results import write_results
+from benchmarks.common.results import add_report_arguments, write_results
 
 # The longest delays are rare.
 LONG_DELAY_EVERY, LONG_DELAY = 200, 50
@@ -181,10 +180,9 @@ def main(description: str | None, make: MakeReplays, *, replays: int, arguments:
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replays", type=int, default=replays)
-    parser.add_argument("--output", type=Path, required=True, help="JSON")
+    add_report_arguments(parser)
     parser.add_argument("--tiny", action="store_true", help="small enough for compute-sanitizer and the CPU")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--commit", help="for the report, where there is no git")
     killed_rank.add_options(parser)
     options = parser.parse_args(arguments)
     options.output = options.output.absolute()

@@ -14,8 +14,8 @@ _DEPTH = 2
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     """``--output`` and ``--commit``, of a benchmark that writes a report."""
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--commit", help="where there is no git repository")
+    parser.add_argument("--output", type=Path, required=True, help="the report, as JSON")
+    parser.add_argument("--commit", help="of this code, where there is no git repository")
 
 
 def as_json(content: Any) -> str:

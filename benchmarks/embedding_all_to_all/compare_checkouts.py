@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from benchmarks.common.environment import ROOT, describe_environment, device_name
 from benchmarks.common.harness import geometric_mean
-from benchmarks.common.results import write_results
+from benchmarks.common.results import add_report_arguments, write_results
 from benchmarks.common.start_ranks import start_ranks
 from benchmarks.embedding_all_to_all.cells import CELLS, Cell, row_wise_cells
 
@@ -213,12 +213,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", type=Path, required=True, help="folder of the other checkout; the report has its name")
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() or 2)
-    parser.add_argument("--output", type=Path, required=True, help="JSON, written anew after every cell")
+    add_report_arguments(parser)
     parser.add_argument("--cells", choices=list(CELLS), default="small")
     parser.add_argument("--match", default="", help="only cells in whose name this regular expression is found")
     parser.add_argument("--rounds", type=int, default=9, help="of each cell")
     parser.add_argument("--seconds-budget", type=float, help="no cell is begun later; the others are listed as not run")
-    parser.add_argument("--commit", help="of this checkout, where there is no git repository")
     options = parser.parse_args(arguments)
     options.against = options.against.resolve()
     report = run(options)

@@ -28,7 +28,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -37,7 +36,7 @@ from torch import Tensor
 from benchmarks.common import killed_rank
 from benchmarks.common.harness import World, describe_run, relative_error, synchronize
 from benchmarks.common.random_delays import RandomDelays
-from benchmarks.common.results import write_results
+from benchmarks.common.results import add_report_arguments, write_results
 from dlrm_fused.ops.embedding_all_to_all import (
     EmbeddingWorkspace,
     ExchangeLayout,
@@ -352,10 +351,9 @@ def step(world: World, options: argparse.Namespace) -> Callable[[int], None]:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=10_000)
-    parser.add_argument("--output", type=Path, required=True, help="JSON")
+    add_report_arguments(parser)
     parser.add_argument("--tiny", action="store_true", help="small enough for compute-sanitizer and Triton's interpreter")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--commit", help="for the report, where there is no git")
     killed_rank.add_options(parser)
     return parser.parse_args(arguments)
 

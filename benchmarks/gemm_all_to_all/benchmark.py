@@ -75,10 +75,9 @@ class Run:
         )
 
     def work(self) -> None:
-        products, layers = (
-            [cell for cell in cells[self.options.cells]() if re.search(self.options.match, cell.name)]
-            for cells in (PRODUCT_CELLS, LAYER_CELLS)
-        )
+        is_asked_for = re.compile(self.options.match).search
+        products = [cell for cell in PRODUCT_CELLS[self.options.cells]() if is_asked_for(cell.name)]
+        layers = [cell for cell in LAYER_CELLS[self.options.cells]() if is_asked_for(cell.name)]
         wanted = self.options.stage
         if products and wanted in ("op", "all"):
             self.measure_op(products)

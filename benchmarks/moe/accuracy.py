@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from benchmarks.common.environment import ROOT
-from benchmarks.common.results import write_results
+from benchmarks.common.results import add_report_arguments, write_results
 from benchmarks.training.loss_parity import describe, lines_of, train
 from dlrm_fused.config import load_config
 from dlrm_fused.datasets import open_dataset
@@ -87,8 +87,7 @@ def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--output", type=Path, required=True, help="the result, as JSON")
-    parser.add_argument("--commit", help="of this code, where git does not tell")
+    add_report_arguments(parser)
     parser.set_defaults(ranks=1)
     arguments = parser.parse_args()
     runs = [measure(name, seed, settings) for seed in arguments.seeds for name, settings in variants().items()]

@@ -26,7 +26,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.common.harness import World, describe_run, open_world, synchronize
-from benchmarks.common.results import write_results
+from benchmarks.common.results import add_report_arguments, write_results
 from benchmarks.gemm_all_to_all.cells import DTYPE
 from dlrm_fused.config import Comm, ExpertsConfig
 from dlrm_fused.models.expert_parallel import ExpertComputation
@@ -144,13 +144,12 @@ def profiled(world: World, options: argparse.Namespace) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="JSON")
+    add_report_arguments(parser)
     parser.add_argument("--comm", choices=[Comm.fused.name, Comm.baseline.name], default=Comm.fused.name)
     parser.add_argument("--steps", type=int, default=20)
     for name, (default, what) in SIZES.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=f"{what}; default {default}")
     parser.add_argument("--trace", type=Path, help="the profile of rank 0, for chrome://tracing or Perfetto")
-    parser.add_argument("--commit", help="for the report, where there is no git repository")
     options = parser.parse_args(arguments)
     with open_world() as world:
         return 0 if profiled(world, options) else 1

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from benchmarks.common.harness import World, describe_run, open_world
-from benchmarks.common.results import write_results
+from benchmarks.common.results import add_report_arguments, write_results
 from dlrm_fused.config import Comm, Config, Split, load_config
 from dlrm_fused.datasets import open_dataset
 from dlrm_fused.serving.online import MAX_CANDIDATES, OnlineScorer
@@ -131,10 +131,9 @@ def run(world: World, options: argparse.Namespace) -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--output", type=Path, required=True, help="JSON")
+    add_report_arguments(parser)
     parser.add_argument("--candidates", type=int, nargs="+", default=[1, 16, 64], help="of a request")
     parser.add_argument("--requests", type=int, default=500, help="of each number of candidates and kind")
-    parser.add_argument("--commit", help="for the report, where there is no git repository")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings in place of those of the config")
     options = parser.parse_args(arguments)
     with open_world() as world:

@@ -44,7 +44,9 @@ def summarize(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     by_contestant: dict[tuple[int | None, str], list[dict[str, Any]]] = {}
     for one in runs:
         by_contestant.setdefault((one["batch"], one["settings"]), []).append(one)
-    rows, first, first_losses = [], {}, {}
+    rows: list[dict[str, Any]] = []
+    first: dict[int | None, float] = {}
+    first_losses: dict[int | None, dict[int, float]] = {}
     for (batch, settings), own in by_contestant.items():
         rate = statistics.median(one["samples_per_second"] for one in own)
         first.setdefault(batch, rate)

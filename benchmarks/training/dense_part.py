@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from benchmarks.common.results import add_report_arguments, write_results
 from dlrm_fused.config import Config, Precision, load_config
 from dlrm_fused.datasets import open_dataset
 from dlrm_fused.models import build_model
-from dlrm_fused.models.dense_part import DensePart
+from dlrm_fused.models.dense_part import DensePart, LogitsOf
 
 _WARM_UP_STEPS = 5
 _AUTOTUNED = {
@@ -77,7 +77,9 @@ class Step:
         dense_modules = [module for name, module in model.named_children() if name != "sparse_arch"]
         self._parameters = [p for module in dense_modules for p in module.to(device).parameters()]
         uses_bf16 = config.training.precision is Precision.bf16
-        part = DensePart(model.logits_of, device.type, uses_bf16, variant.is_captured, layers=lambda: dense_modules)
+        part = DensePart(
+            cast(LogitsOf, model.logits_of), device.type, uses_bf16, variant.is_captured, layers=lambda: dense_modules
+        )
         self._part: nn.Module | Callable[..., tuple[Tensor, Tensor]] = part
         if variant.options is not None:
             self._part = torch.compile(part, fullgraph=True, dynamic=False, options=variant.options)

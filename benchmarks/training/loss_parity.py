@@ -38,7 +38,7 @@ from typing import Any
 import torch
 
 from benchmarks.common.environment import ROOT, command_line, current_commit
-from benchmarks.common.results import write_results
+from benchmarks.common.results import add_report_arguments, write_results
 from dlrm_fused.config import Config, DataSource, load_config
 from dlrm_fused.sharding.planning import shard_columns
 from dlrm_fused.versions import installed_version
@@ -174,8 +174,7 @@ def main() -> None:
     )
     parser.add_argument("--yardsticks", nargs="*", choices=_YARDSTICKS, default=_YARDSTICKS, metavar="NAME")
     parser.add_argument("--runs", type=Path, help="folder that keeps the runs; by default they are deleted")
-    parser.add_argument("--output", type=Path, required=True, help="the result, as JSON")
-    parser.add_argument("--commit", help="of this code, where git does not tell")
+    add_report_arguments(parser)
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of all runs")
     arguments = parser.parse_args()
     settings = [f"training.max_steps={arguments.steps}", *arguments.settings]

@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("overrides", nargs="*", help="settings of both, such as training.precision=bf16")
     options = parser.parse_intermixed_args(arguments)
-    rounds = []
+    rounds: list[dict[str, Any]] = []
     for _ in range(options.rounds):
         with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
             rounds.append(
