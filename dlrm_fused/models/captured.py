@@ -90,6 +90,7 @@ class _Capture:
         self.parameters = [p for layer in layers for p in layer.parameters() if p.requires_grad]
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream()
+        # Threads of NCCL and of readers go on meanwhile, and may make calls that a capture of all threads would forbid.
         settings: dict[str, Any] = {"pool": memory.pool, "stream": stream, "capture_error_mode": "thread_local"}
         read = [(t.detach().clone() if _is_copied(t) else t.detach()).requires_grad_(t.requires_grad) for t in inputs]
         stream.wait_stream(torch.cuda.current_stream())
