@@ -32,7 +32,9 @@ def _train(config: Config) -> tuple[int, int]:
         (2, ["model.kind=dcnv2", "comm=fused"], 1),
         (1, ["model.kind=dlrm", "comm=baseline"], 1),
         # What is before the experts, and what is after them.
-        (2, ["model.kind=dcnv2", "comm=fused", "model.top_mlp=[16,16,1]", "model.experts.count=4"], 2),
+        pytest.param(
+            2, ["model.kind=dcnv2", "comm=fused", "model.top_mlp=[16,16,1]", "model.experts.count=4"], 2, marks=pytest.mark.slow
+        ),
     ],
     ids=["dcnv2", "dlrm", "experts"],
 )
