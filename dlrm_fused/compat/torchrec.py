@@ -78,6 +78,11 @@ def grouped_configs_per_rank(sharding: Any) -> list[list[Any]]:
     return sharding._grouped_embedding_configs_per_rank
 
 
+def feature_names_per_rank(sharding: Any) -> list[list[str]]:
+    """By rank, the features that it looks up."""
+    return [[name for config in configs for name in config.feature_names()] for configs in grouped_configs_per_rank(sharding)]
+
+
 def look_up_and_deliver(
     module: ShardedEmbeddingBagCollection, number: int, context: EmbeddingBagCollectionContext, features: KJTList
 ) -> Awaitable[Tensor]:

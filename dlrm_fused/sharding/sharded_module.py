@@ -25,6 +25,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from dlrm_fused.auto_choice import fused_is_faster
 from dlrm_fused.compat import torchrec as compat
 from dlrm_fused.errors import CommunicationError, UsageError
+from dlrm_fused.sharding.fused_input_dist import FusedInputDist, covers
 from dlrm_fused.sharding.fused_lookups import FusedLookups
 from dlrm_fused.sharding.options import AUTO, FUSED, FusedOptions
 from dlrm_fused.sharding.support import TableSettings, by_table, output_type, summary
@@ -58,6 +59,7 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self._logged: set[str] = set()
         self._undecided = False
         self._fused: FusedLookups | None = None
+        self._input_dist: FusedInputDist | None = None
         self._check_options()
         self.reasons, self._group = self._find_support()
         self._announce_support()
@@ -67,6 +69,12 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 self._undecided = True
             else:
                 self._fused = self._fuse(covered)
+
+    @property
+    def _fuses_input_dist(self) -> bool:
+        """Whether the features of later batches go to their ranks without the host."""
+        is_whole = self._fused is not None and len(self._fused.shardings) == len(compat.sharding_types(self))
+        return is_whole and self._group is not None and uses_kernels(self._group.device) and covers(self)
 
     def _fuse(self, shardings: Sequence[int]) -> FusedLookups:
         """Collective."""
@@ -171,7 +179,13 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 f"{compat.path(self)}: the batch has no feature {', '.join(sorted(missing))}; "
                 f"it has {', '.join(features.keys())}"
             )
-        return cast(Awaitable[Awaitable[KJTList]], super().input_dist(ctx, features))
+        if self._input_dist is not None and self._input_dist.takes(features):
+            return self._input_dist(ctx, features)
+        sent = cast(Awaitable[Awaitable[KJTList]], super().input_dist(ctx, features))
+        if self._input_dist is None and self._fuses_input_dist:
+            assert self._group is not None
+            self._input_dist = FusedInputDist(self, self._group, features, self.options.timeout_seconds)
+        return sent
 
     def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
         """Look up and deliver the pooled embeddings of a batch whose features have been distributed. Collective.

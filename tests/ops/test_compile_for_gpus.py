@@ -19,6 +19,7 @@ from dlrm_fused.ops.embedding_all_to_all.kernel import lookup_and_scatter
 from dlrm_fused.ops.embedding_all_to_all.layout import feature_tables
 from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
 from dlrm_fused.ops.embedding_all_to_all.scatter import scatter_tiles
+from dlrm_fused.ops.feature_all_to_all.kernel import fetch_kernel, send_kernel
 from dlrm_fused.ops.gemm_all_to_all import chunks as gemm_chunks
 from dlrm_fused.ops.gemm_all_to_all import kernel as gemm
 from dlrm_fused.ops.gemv_all_reduce import chunks as gemv_chunks
@@ -182,6 +183,15 @@ def launch_lookup(wire: torch.dtype, row_wise: bool, output: torch.dtype = torch
     reduce._finish_staged(workspace, plan, torch.zeros(4, 84, dtype=output), are_empty_bags_sent=not row_wise)
 
 
+def launch_feature_exchange(values: torch.dtype) -> None:
+    lengths, ids, words = torch.zeros(64).int(), torch.zeros(500, dtype=values), torch.zeros(64, dtype=torch.int64)
+    send_kernel[(4,)](
+        lengths, lengths, ids, words, 2, 32, 1, 500, 64, 640, 8192, memory().addresses, channel().args, 1,
+        BAGS=1024, ELEMENTS=2048, num_warps=8,
+    )  # fmt: skip
+    fetch_kernel[(4, 8)](words, 4, memory().addresses, ids, WORLD=WORLD, RUNS=4, ELEMENTS=2048, num_warps=8)
+
+
 def launch_scatter_tiles(wire: torch.dtype) -> None:
     layout = ExchangeLayout(((LookupLayout((0,), (WIDTH,)),), (LookupLayout((WIDTH,), (WIDTH,)),)), WORLD * WIDTH)
     plan = BatchPlan(layout, RANK, (4, 4), SINGLE, wire, wire, torch.device("cpu"))
@@ -216,6 +226,7 @@ LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
         {"lookup_and_scatter_kernel", "add_up_present_kernel"},
     ),
     "lookup_row_wise": (lambda: launch_lookup(SINGLE, row_wise=True), {"lookup_and_scatter_kernel", "add_up_present_kernel"}),
+    "feature_exchange": (lambda: launch_feature_exchange(torch.int64), {"send_kernel", "fetch_kernel"}),
     "scatter_tiles": (lambda: launch_scatter_tiles(torch.float16), {"scatter_tiles_kernel"}),
     "gemv_one_shot": (lambda: launch_gemv(HALF, ONE_SHOT), {"gemv_all_reduce_kernel"}),
     "gemv_two_shot_with_norm": (lambda: launch_gemv(HALF, TWO_SHOT, with_norm=True), {"gemv_all_reduce_kernel"}),

@@ -1,0 +1,245 @@
+"""The exchange of sparse features between the ranks of a group, and the memory it takes place in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from dlrm_fused.errors import UsageError
+from dlrm_fused.ops.common.workspace import Workspace, fingerprint_of
+from dlrm_fused.ops.feature_all_to_all.kernel import ROUTE_FIELDS, fetch_kernel, send_kernel
+from dlrm_fused.symmetric import SymmetricGroup, SymmetricMemory
+from dlrm_fused.symmetric.device import uses_kernels
+
+_DTYPES = (torch.int32, torch.int64)
+# Few programs: they wait for other ranks, and what they would wait for needs multiprocessors, too.
+_SEND_PROGRAMS = 64
+_FETCH_PROGRAMS_OF_A_RUN = 8
+_BAGS, _ELEMENTS = 1024, 2048
+_BAG_UNIT = 64  # lengths of a feature and rank begin at multiples of it, so that stores are wide
+# Memory for so many times the values of the largest batch so far, so that it seldom grows.
+_ROOM = 1.25
+_WORD = 8  # bytes
+
+
+class ReceivedFeatures(NamedTuple):
+    """The features of this rank's tables, of all ranks' batches.
+
+    Attributes:
+        lengths: [features, sum of the ranks' bags] of the dtype sent: of all ranks' bags, those of rank 0 first.
+        values: [n] of the dtype sent: by feature, and then in the order of ``lengths``.
+        counts: values of each feature; on the host, as ``bags``.
+        bags: of each rank.
+    """
+
+    lengths: Tensor
+    values: Tensor
+    counts: list[int]
+    bags: list[int]
+
+
+class FeatureExchange(Workspace):
+    """Brings each feature of a batch to the ranks that have its tables. Making one is collective.
+
+    Args:
+        group: the ranks that take part.
+        features_of_ranks: for each rank, which features of a batch it gets, in the order that it wants; one may go to several.
+        dtypes: of lengths and of values: int32 or int64.
+        name: for messages; equal on all ranks, and not used by another workspace of the group.
+        timeout_seconds: how long a rank waits for another.
+
+    Raises:
+        UsageError: on all ranks, if an argument is wrong or differs, or kernels do not run on the group's device.
+    """
+
+    def __init__(
+        self,
+        group: SymmetricGroup,
+        features_of_ranks: Sequence[Sequence[int]],
+        *,
+        name: str,
+        dtypes: tuple[torch.dtype, torch.dtype] = (torch.int32, torch.int64),
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        self.features_of_ranks = [list(features) for features in features_of_ranks]
+
+        def check() -> dict[str, object]:
+            if not uses_kernels(group.device):
+                raise UsageError(f"{name}: on {group.device}: its kernels need a GPU or TRITON_INTERPRET=1")
+            if len(features_of_ranks) != group.world_size:
+                raise UsageError(f"{name}: features of {len(features_of_ranks)} ranks, and there are {group.world_size}")
+            if any(dtype not in _DTYPES for dtype in dtypes):
+                raise UsageError(f"{name}: dtypes={dtypes}; allowed: int32, int64")
+            return {"features_of_ranks": self.features_of_ranks, "dtypes": dtypes}
+
+        super().__init__(group, name, check, timeout_seconds=timeout_seconds)
+        self.lengths_dtype, self.values_dtype = dtypes
+        self._own_features = len(self.features_of_ranks[self.rank])
+        self._most_features = max(map(len, self.features_of_ranks))
+        self._last_feature = max((max(features) for features in self.features_of_ranks if features), default=-1)
+        self._words = 2 * (self._most_features + 1) * self.world_size
+        self._memory: SymmetricMemory | None = None
+        self._allocate(_BAG_UNIT, 1)
+        self._pending: SentFeatures | None = None
+        self._last: torch.cuda.Event | None = None  # of what has used the memory, on any stream
+
+    def send(self, lengths: Tensor, offsets: Tensor, values: Tensor) -> SentFeatures:
+        """Send the features of this rank's batch. Collective; does not wait for the device.
+
+        Args:
+            lengths: [features, bags].
+            offsets: of the dtype of ``lengths``, [features * bags + 1], where bags begin in ``values``.
+            values: [n]; alive and unchanged until they are received.
+
+        Raises:
+            UsageError: for other dtypes or shapes.
+            CommunicationError: if an earlier call has failed since.
+        """
+        self.raise_fault()
+        if self._pending is not None:
+            self._pending.receive()  # its memory is needed
+        self._check(lengths, offsets, values)
+        self._pending = SentFeatures(self, lengths, offsets, values)
+        return self._pending
+
+    def _check(self, lengths: Tensor, offsets: Tensor, values: Tensor) -> None:
+        expected = {"lengths": (self.lengths_dtype, 2), "offsets": (self.lengths_dtype, 1), "values": (self.values_dtype, 1)}
+        for (key, (dtype, dims)), tensor in zip(expected.items(), (lengths, offsets, values), strict=True):
+            if tensor.dtype != dtype or tensor.device != self.device or tensor.dim() != dims or not tensor.is_contiguous():
+                raise UsageError(
+                    f"{self.name}: {key} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; needed: {dtype}, {dims}-D, "
+                    f"contiguous, on {self.device}"
+                )
+        if offsets.numel() != lengths.numel() + 1:
+            raise UsageError(f"{self.name}: {offsets.numel()} offsets for {lengths.numel()} lengths; needed: one more")
+        if len(lengths) <= self._last_feature:
+            raise UsageError(f"{self.name}: lengths of {len(lengths)} features; feature {self._last_feature} has an owner")
+
+    def _allocate(self, bags: int, values: int) -> None:
+        """Memory for batches of so many bags and values of a rank. Collective."""
+        if self._memory is not None:
+            self.group.release(self._memory)
+        self._most_bags, self._most_values = -(-bags // _BAG_UNIT) * _BAG_UNIT, values
+        self._memory = self.group.allocate(self.name, self._words_end)
+        routes = [
+            [peer, feature, self._lengths_begin + self._length_bytes(slot, self.rank), self._word_begin(slot, self.rank)]
+            for peer, features in enumerate(self.features_of_ranks)
+            for slot, feature in enumerate(features)
+        ]
+        self._routes = torch.tensor(routes, dtype=torch.int64).view(-1, ROUTE_FIELDS).to(self.device)
+
+    def _wait_for_last(self) -> None:
+        if self._last is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._last)
+
+    def _note_last(self) -> None:
+        if self.device.type == "cuda":
+            self._last = torch.cuda.current_stream(self.device).record_event()
+
+    # A rank's memory: its values; lengths [features, ranks, bags]; words [features, ranks, 2], and [ranks, 2].
+
+    @property
+    def _lengths_begin(self) -> int:
+        return _aligned(self._most_values * self.values_dtype.itemsize)
+
+    def _length_bytes(self, slot: int, rank: int) -> int:
+        return (slot * self.world_size + rank) * self._most_bags * self.lengths_dtype.itemsize
+
+    def _word_begin(self, slot: int, rank: int) -> int:
+        begin = self._lengths_begin + self._length_bytes(self._most_features, 0)
+        return begin + (slot * self.world_size + rank) * 2 * _WORD
+
+    @property
+    def _words_end(self) -> int:
+        return self._word_begin(self._most_features + 1, 0)
+
+    def _view(self, begin: int, dtype: torch.dtype, *shape: int) -> Tensor:
+        assert self._memory is not None
+        return self._memory.local[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+class SentFeatures:
+    """The features of a batch that are on their way."""
+
+    def __init__(self, exchange: FeatureExchange, lengths: Tensor, offsets: Tensor, values: Tensor) -> None:
+        self._exchange = exchange
+        self._sent = lengths, offsets, values
+        self._received: ReceivedFeatures | None = None
+        self._fetched: torch.cuda.Event | None = None
+        self._send()
+
+    def _send(self) -> None:
+        exchange, (lengths, offsets, values) = self._exchange, self._sent
+        exchange._wait_for_last()
+        memory, bags = exchange._memory, lengths.shape[1]
+        assert memory is not None
+        blocks = max(1, triton.cdiv(bags, _BAGS))
+        items = len(exchange._routes) * blocks + triton.cdiv(values.numel(), _ELEMENTS)
+        send_kernel[(max(1, min(items, _SEND_PROGRAMS)),)](
+            lengths, offsets, values, exchange._routes, len(exchange._routes), bags, blocks, values.numel(),
+            exchange._most_bags, exchange._most_values, exchange._word_begin(exchange._most_features, exchange.rank),
+            memory.addresses, exchange.channel.args, fingerprint_of(exchange._most_bags, exchange._most_values),
+            BAGS=_BAGS, ELEMENTS=_ELEMENTS, num_warps=8,
+        )  # fmt: skip
+        words = exchange._view(exchange._word_begin(0, 0), torch.int64, exchange._words)
+        self._words = torch.empty(exchange._words, dtype=torch.int64, pin_memory=words.is_cuda)
+        self._words.copy_(words, non_blocking=True)
+        exchange._note_last()
+        self._told = exchange._last
+
+    def receive(self) -> ReceivedFeatures:
+        """The features of this rank's tables. Collective; waits until all ranks have sent, and no longer.
+
+        Raises:
+            CommunicationError: if a peer is lost, or was waited for too long.
+        """
+        if self._received is None:
+            exchange, (values, bags) = self._exchange, self._needed()
+            while values > exchange._most_values or bags > exchange._most_bags:  # all ranks know the same
+                exchange._allocate(max(bags, exchange._most_bags), max(int(_ROOM * values), exchange._most_values))
+                self._send()
+                values, bags = self._needed()
+            exchange._wait_for_last()
+            self._received = self._fetch()
+            exchange._note_last()
+            self._fetched, exchange._pending = exchange._last, None
+        if self._fetched is not None:
+            torch.cuda.current_stream(self._exchange.device).wait_event(self._fetched)
+        return self._received
+
+    def _needed(self) -> tuple[int, int]:
+        """Wait for the words of all ranks. How many values has the rank that has most, and how many bags?"""
+        if self._told is not None:
+            self._told.synchronize()
+        self._exchange.raise_fault()
+        values, bags = self._told_by_ranks().amax(0).tolist()
+        return values, bags
+
+    def _told_by_ranks(self) -> Tensor:
+        """[ranks, 2]: values and bags."""
+        return self._words.view(-1, 2)[-self._exchange.world_size :]
+
+    def _fetch(self) -> ReceivedFeatures:
+        exchange, memory = self._exchange, self._exchange._memory
+        assert memory is not None
+        shape = exchange._own_features, exchange.world_size
+        runs, bags = math.prod(shape), self._told_by_ranks()[:, 1].tolist()
+        counts = self._words.view(-1, 2)[:runs, 0].view(shape).sum(1).tolist()
+        sent = exchange._view(exchange._lengths_begin, exchange.lengths_dtype, *shape, exchange._most_bags)
+        lengths = torch.cat([sent[:, rank, : bags[rank]] for rank in range(exchange.world_size)], dim=1)
+        values = torch.empty(sum(counts), dtype=exchange.values_dtype, device=exchange.device)
+        if len(values):
+            fetch_kernel[(runs, _FETCH_PROGRAMS_OF_A_RUN)](
+                exchange._view(exchange._word_begin(0, 0), torch.int64, 2 * runs), runs, memory.addresses, values,
+                WORLD=exchange.world_size, RUNS=triton.next_power_of_2(runs), ELEMENTS=_ELEMENTS, num_warps=8,
+            )  # fmt: skip
+        return ReceivedFeatures(lengths, values, counts, bags)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 256) * 256

@@ -1,0 +1,112 @@
+"""The input dist of a module: its sparse features go to the ranks of their tables without the host.
+
+TorchRec's pipeline is given awaitables as from its own input dist, which it waits for a step later.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from torch import Tensor
+from torchrec.distributed.embedding_sharding import EmbeddingShardingContext, KJTListSplitsAwaitable
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
+from torchrec.distributed.types import Awaitable, NoWait, ShardingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dlrm_fused.compat import torchrec as compat
+from dlrm_fused.ops.feature_all_to_all import FeatureExchange, SentFeatures
+from dlrm_fused.symmetric import SymmetricGroup
+
+# Values of other sharding types go to several ranks, by their rows.
+_WHOLE_FEATURES = {ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value}
+
+
+def covers(module: ShardedEmbeddingBagCollection) -> bool:
+    """Whether all features of the module go to some ranks as a whole."""
+    return set(compat.sharding_types(module)) <= _WHOLE_FEATURES and not compat.divides_after_output(module)
+
+
+class FusedInputDist:
+    """The input dist of one module, for batches like the first. Making one is collective.
+
+    Args:
+        features: a batch.
+    """
+
+    def __init__(
+        self, module: ShardedEmbeddingBagCollection, group: SymmetricGroup, features: KeyedJaggedTensor, timeout_seconds: float
+    ) -> None:
+        self._module = module
+        self._keys = list(features.keys())
+        self._dtypes = features.lengths().dtype, features.values().dtype
+        self._names = [compat.feature_names_per_rank(sharding) for sharding in compat.shardings(module)]
+        features_of_ranks = [
+            [self._keys.index(name) for names in self._names for name in names[rank]] for rank in range(group.world_size)
+        ]
+        name = f"{compat.path(module)}: features"
+        self._exchange = FeatureExchange(
+            group, features_of_ranks, name=name, dtypes=self._dtypes, timeout_seconds=timeout_seconds
+        )
+
+    def takes(self, features: KeyedJaggedTensor) -> bool:
+        """Whether a batch is like the first; the same on all ranks."""
+        return (
+            not features.variable_stride_per_key()
+            and features.weights_or_none() is None
+            and features.inverse_indices_or_none() is None
+            and list(features.keys()) == self._keys
+            and (features.lengths().dtype, features.values().dtype) == self._dtypes
+        )
+
+    def __call__(self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor) -> KJTListSplitsAwaitable[object]:
+        """Collective."""
+        ctx.variable_batch_per_feature, ctx.inverse_indices = False, None
+        stride = features.stride()
+        lengths = features.lengths().view(len(self._keys), stride)
+        sent = self._exchange.send(lengths, features.offsets(), features.values())
+        awaitables, first = [], 0
+        for names in self._names:
+            context = EmbeddingShardingContext(batch_size_per_feature_pre_a2a=[stride] * sum(map(len, names)))
+            ctx.sharding_contexts.append(context)
+            awaitables.append(_OfSharding(sent, names[self._exchange.rank], first, context))
+            first += len(names[self._exchange.rank])
+        return KJTListSplitsAwaitable(
+            awaitables,
+            ctx,
+            compat.path(self._module),
+            compat.sharding_types(self._module),  # type: ignore[arg-type]
+        )
+
+
+class _OfSharding(Awaitable[Awaitable[KeyedJaggedTensor]]):
+    """The features of one sharding type.
+
+    Args:
+        names: of this rank's.
+        first: how many of other sharding types come before.
+    """
+
+    def __init__(self, sent: SentFeatures, names: Sequence[str], first: int, context: EmbeddingShardingContext) -> None:
+        super().__init__()
+        self._sent = sent
+        self._names = list(names)
+        self._first = first
+        self._context = context
+
+    def _wait_impl(self) -> Awaitable[KeyedJaggedTensor]:
+        received, end = self._sent.receive(), self._first + len(self._names)
+        self._context.batch_size_per_rank = received.bags
+        counts = received.counts[self._first : end]
+        begin = sum(received.counts[: self._first])
+        values: Tensor = received.values[begin : begin + sum(counts)]
+        return NoWait(
+            KeyedJaggedTensor(
+                keys=self._names,
+                values=values,
+                lengths=received.lengths[self._first : end].flatten(),
+                stride=sum(received.bags),
+                length_per_key=counts,
+                offset_per_key=[0, *itertools.accumulate(counts)],
+            )
+        )
