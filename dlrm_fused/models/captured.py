@@ -1,6 +1,8 @@
 """A function of tensors and its gradient, each replayed as one CUDA graph.
 
-The host launches two graphs instead of a hundred kernels, which at small batches take longer to launch than to run.
+The host launches two graphs instead of a hundred kernels, which at small batches take longer to launch than to run. The
+gradients of all parameters are there at once, so that one AllReduce and one optimizer's step can take them
+(:attr:`CapturedFunction.take_gradients`).
 
 Source: "CUDA Graphs" in PyTorch's notes, https://docs.pytorch.org/docs/stable/notes/cuda.html. Its ``make_graphed_callables``
 copies all inputs, and must come before DistributedDataParallel (DDP).
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 R = TypeVar("R", Tensor, tuple[Tensor, Tensor])
+TakeGradients = Callable[[Sequence[Tensor | None]], None]
 
 _MOST_CAPTURES = 4
 # Of an input. To copy this much takes less time than a launch.
@@ -25,21 +28,26 @@ _COPIED_BYTES = 2**23
 class CapturedFunction(Generic[R]):
     """A function that is captured when it is called first, and then replayed; for calls in which gradients are wanted.
 
-    Inputs are copied to where the graphs read them. Large ones, such as pooled embeddings, are read where they are instead, and
-    when they come from another address, the function is captured again, as for other shapes; but not a fifth time: what would
-    need that runs as it is.
+    On the CPU it runs as it is. On GPUs, inputs are copied to where the graphs read them. Large ones, as pooled embeddings are,
+    are read where they are instead, and when they come from another address, the function is captured again, as for other
+    shapes; but not a fifth time: what would need that runs as it is, too.
 
-    Gradients lie in memory to which the next backward pass writes. DDP copies them into its buckets before.
+    Gradients lie in memory to which the next backward pass writes.
 
     Args:
         function: maps tensors to one, or to two of which the first is differentiable. It launches the same kernels whatever the
             values are, and does not wait for the device.
         layers: returns the modules whose parameters the function uses; called when it is captured.
+
+    Attributes:
+        take_gradients: called in each backward pass with the gradients of :meth:`parameters`, in their order, None for what the
+            result does not depend on. None: autograd accumulates them in ``grad``, where DDP finds them.
     """
 
     def __init__(self, function: Callable[..., R], layers: Callable[[], Sequence[nn.Module]]) -> None:
         self._function: Callable[..., R] = function
         self._layers = layers
+        self.take_gradients: TakeGradients | None = None
         self._captures: dict[Any, _Capture] = {}
         self._memory: _SharedMemory | None = None
 
@@ -49,15 +57,22 @@ class CapturedFunction(Generic[R]):
         Raises:
             RuntimeError: in the backward pass, if the function has been called again before.
         """
-        key = tuple((t.shape, t.dtype, t.requires_grad, None if _is_copied(t) else (t.data_ptr(), t.stride())) for t in inputs)
-        capture = self._captures.get(key)
-        if capture is None:
-            if len(self._captures) == _MOST_CAPTURES:
-                return self._function(*inputs)
-            self._memory = self._memory or _SharedMemory()
-            capture = self._captures[key] = _Capture(self._function, inputs, self._layers(), self._memory)
-        results = _Replay.apply(capture, *inputs, *capture.parameters)
+        capture = self._capture(inputs) if inputs[0].is_cuda else None
+        run = capture or _Run(self._function, self.parameters())
+        results = _Replay.apply(run, self.take_gradients, *inputs, *run.parameters)
         return cast(R, results if len(results) > 1 else results[0])
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that gradients are wanted of."""
+        return [p for layer in self._layers() for p in layer.parameters() if p.requires_grad]
+
+    def _capture(self, inputs: Sequence[Tensor]) -> _Capture | None:
+        """For inputs like these; None if there are too many captures already."""
+        key = tuple((t.shape, t.dtype, t.requires_grad, None if _is_copied(t) else (t.data_ptr(), t.stride())) for t in inputs)
+        if key not in self._captures and len(self._captures) < _MOST_CAPTURES:
+            self._memory = self._memory or _SharedMemory()
+            self._captures[key] = _Capture(self._function, inputs, self._layers(), self._memory)
+        return self._captures.get(key)
 
 
 def _is_copied(tensor: Tensor) -> bool:
@@ -134,25 +149,52 @@ class _Capture:
         return [*(next(gradients) if needed else None for needed in self._needs_gradient), *gradients]
 
 
+class _Run:
+    """One call that is not captured, with gradients all at once as of a :class:`_Capture`."""
+
+    call = 0
+
+    def __init__(self, function: Callable[..., Any], parameters: list[nn.Parameter]) -> None:
+        self._function = function
+        self.parameters = parameters
+
+    def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        self._read = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
+        with torch.enable_grad():
+            results = _as_tuple(self._function(*self._read))
+        self._differentiable = results[0]
+        return tuple(result.detach() for result in results)
+
+    def backward(self, call: int, upstream: Tensor) -> list[Tensor | None]:
+        wanted = [t for t in (*self._read, *self.parameters) if t.requires_grad]
+        gradients = iter(torch.autograd.grad(self._differentiable, wanted, upstream, allow_unused=True))
+        return [*(next(gradients) if t.requires_grad else None for t in self._read), *gradients]
+
+
 def _as_tuple(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (results,) if isinstance(results, Tensor) else results
 
 
 class _Replay(torch.autograd.Function):
-    """Arguments: a capture, its inputs, its parameters."""
+    """Arguments: a capture or a run, who takes the gradients of its parameters, its inputs, its parameters."""
 
     @staticmethod
-    def forward(ctx: Any, capture: _Capture, *tensors: Tensor) -> tuple[Tensor, ...]:
-        inputs = tensors[: len(tensors) - len(capture.parameters)]
-        results = capture.forward(inputs)
-        ctx.capture, ctx.call = capture, capture.call
+    def forward(ctx: Any, run: _Capture | _Run, take_gradients: TakeGradients | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+        inputs = tensors[: len(tensors) - len(run.parameters)]
+        results = run.forward(inputs)
+        ctx.run, ctx.call, ctx.take_gradients = run, run.call, take_gradients
         ctx.save_for_backward(*(t for t in inputs if not _is_copied(t)))  # the backward graph reads them again
         ctx.mark_non_differentiable(*results[1:])
         return results
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.capture.backward(ctx.call, upstream[0])
+        gradients = ctx.run.backward(ctx.call, upstream[0])
+        inputs = len(gradients) - len(ctx.run.parameters)
+        if ctx.take_gradients is not None:
+            ctx.take_gradients(gradients[inputs:])
+            gradients[inputs:] = [None] * len(ctx.run.parameters)
+        return None, None, *gradients
 
 
 @contextmanager

@@ -31,7 +31,10 @@ class CompiledForTraining(Generic[R]):
         function: returns one tensor, or two of which the first is differentiable.
         is_compiled: false for a function that always runs in eager mode.
         layers: returns the modules whose parameters the function uses. With it, what is compiled is captured as CUDA graphs on
-            GPUs, and gradients are those that :class:`~dlrm_fused.models.captured.CapturedFunction` gives.
+            GPUs.
+
+    Attributes:
+        captured: gives the gradients of all parameters at once; None where autograd does.
     """
 
     def __init__(
@@ -39,17 +42,15 @@ class CompiledForTraining(Generic[R]):
     ) -> None:
         self._function: Callable[..., R] = function
         self._compiled: Callable[..., R] | None = None
-        self._captured: CapturedFunction[R] | None = None
+        self.captured: CapturedFunction[R] | None = None
         if is_compiled:
             self._compiled = torch.compile(function, fullgraph=True, dynamic=False)
-            self._captured = CapturedFunction(self._run_compiled, layers) if layers is not None else None
+            self.captured = CapturedFunction(self._run_compiled, layers) if layers is not None else None
 
     def __call__(self, *arguments: Tensor) -> R:
         if self._compiled is None or not torch.is_grad_enabled():
             return self._function(*arguments)
-        if self._captured is not None and arguments[0].is_cuda:
-            return self._captured(*arguments)
-        return self._run_compiled(*arguments)
+        return self._run_compiled(*arguments) if self.captured is None else self.captured(*arguments)
 
     def _run_compiled(self, *arguments: Tensor) -> R:
         assert self._compiled is not None
@@ -86,6 +87,11 @@ class DensePart(nn.Module):
         self._uses_bf16 = uses_bf16
         self._has_experts = has_experts
         self._losses_and_logits = CompiledForTraining(self._compute, is_one_graph, layers)
+
+    @property
+    def captured(self) -> CapturedFunction[tuple[Tensor, Tensor]] | None:
+        """As of :class:`CompiledForTraining`."""
+        return self._losses_and_logits.captured
 
     def forward(self, dense: Tensor, pooled: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weighted sum of cross-entropies, [], and the logits, [b]; both float32.

@@ -14,6 +14,7 @@ from dlrm_fused.config import Compile, Config, Precision
 from dlrm_fused.datasets.batch import Batch
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError
+from dlrm_fused.models.captured import CapturedFunction
 from dlrm_fused.models.dense_part import DensePart, cross_entropy, is_compiled
 from dlrm_fused.models.moe import MixtureOfExperts
 
@@ -71,14 +72,21 @@ class RankingTask(nn.Module):
         logits_of = getattr(model, "logits_of", None)
         has_experts = bool(self.expert_layers)
         is_one_graph = logits_of is not None and not has_experts and is_compiled(compile, device)
-        self._dense_part = logits_of and DensePart(
-            logits_of, device.type, self._autocast, is_one_graph, has_experts, self._dense_layers
+        self._dense_part = (
+            DensePart(logits_of, device.type, self._autocast, is_one_graph, has_experts, self._dense_layers)
+            if logits_of is not None
+            else None
         )
 
     @property
     def embedding_stage(self) -> nn.Module:
         """The part of the model that looks up and exchanges pooled embeddings."""
         return cast(nn.Module, self.model.sparse_arch)
+
+    @property
+    def captured(self) -> CapturedFunction[tuple[Tensor, Tensor]] | None:
+        """What gives the gradients of all dense parameters at once; None for a model that autograd runs through."""
+        return self._dense_part.captured if self._dense_part is not None else None
 
     def forward(self, batch: Batch) -> tuple[Tensor, Output]:
         """Return the loss, [], to call backward on, and the detached :class:`Output`."""

@@ -12,17 +12,27 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from dlrm_fused.config import Config, DenseOptimizerConfig, DenseOptimizerKind, EmbeddingOptimizerConfig, EmbeddingOptimizerKind
+from dlrm_fused.sharding.flat_parameters import FlatOptimizer, FlatParameters
 from dlrm_fused.sharding.groups import ModelParallelGroups, average_gradients, sharded_parameters
 from dlrm_fused.sharding.tables import data_parallel_tables, is_table
 
 
 def make_optimizer(
-    model: DistributedModelParallel, config: Config, groups: ModelParallelGroups | None = None
+    model: DistributedModelParallel,
+    config: Config,
+    groups: ModelParallelGroups | None = None,
+    flat: FlatParameters | None = None,
 ) -> CombinedOptimizer:
-    """All optimizers as one; a data-parallel table is updated like a dense layer, by the embedding's own optimizer."""
+    """All optimizers as one; a data-parallel table is updated like a dense layer, by the embedding's own optimizer.
+
+    Args:
+        flat: all dense parameters, if they lie in one tensor.
+    """
     dense = {name: p for name, p in model.named_parameters() if not is_table(name)}
 
     def of_dense(parameters: list[Tensor]) -> torch.optim.Optimizer:
+        if flat is not None:
+            return FlatOptimizer(flat, lambda values: _dense_optimizer(values, config.training.dense_optimizer))
         optimizer = _dense_optimizer(parameters, config.training.dense_optimizer)
         if groups is not None and groups.data_parallel.size() > 1:
             sharded, data_parallel = list(sharded_parameters(model).values()), groups.data_parallel

@@ -20,6 +20,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 from dlrm_fused.config import Comm, ComputeKernel, Config, EmbeddingConfig, EmbeddingOptimizerKind, OutputDtype, WireDtype
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError
+from dlrm_fused.sharding.flat_parameters import FlatDataParallel, GivesGradientsAtOnce
 from dlrm_fused.sharding.groups import ModelParallelGroups, data_parallel_wrapper
 from dlrm_fused.sharding.optimizers import make_optimizer
 from dlrm_fused.sharding.options import AUTO, FUSED, Mode
@@ -70,11 +71,17 @@ def shard(
     Initial embedding weights depend on (seed, table, row, column) only, so every plan on any number of ranks starts from
     the same model.
 
+    Args:
+        task: with an attribute ``captured`` that is not None, its dense parameters become
+            :class:`~dlrm_fused.sharding.flat_parameters.FlatParameters`, otherwise DDP averages their gradients.
+
     Raises:
         ConfigError: if no plan satisfies the config, or the device lacks the embedding optimizer or wire format.
         UsageError: with ``comm_strict``, if ``comm=fused`` does not cover some table.
     """
     output_dtype = pooled_dtype(config, device)
+    at_once: GivesGradientsAtOnce | None = getattr(task, "captured", None)
+    flat = FlatDataParallel(at_once) if at_once is not None else None
     sharders: list[ModuleSharder[nn.Module]] = [
         make_sharder(config.embedding, device, config.comm, config.comm_strict, output_dtype)
     ]
@@ -85,10 +92,11 @@ def shard(
         device=device,
         plan=plan,
         sharders=sharders,
-        data_parallel_wrapper=data_parallel_wrapper(task),
+        data_parallel_wrapper=flat or data_parallel_wrapper(task),
     )
     initialize_tables(model, config, schema)
-    return ShardedModel(model, make_optimizer(model, config, groups), plan, table_paths(model), groups)
+    optimizer = make_optimizer(model, config, groups, flat.flat if flat is not None else None)
+    return ShardedModel(model, optimizer, plan, table_paths(model), groups)
 
 
 def table_paths(model: nn.Module) -> dict[str, str]:

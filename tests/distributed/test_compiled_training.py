@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dlrm_fused.config import Config
 from dlrm_fused.training import trainer
+from dlrm_fused.training.run_folder import RunFolder
 from dlrm_fused.training.runtime import ErrorStore, Rank
 from tests.distributed.launch import WITHOUT_AMPLIFIED_ROUNDING, RankFailed, losses, metrics, run_ranks, small_config, train
 
@@ -56,3 +59,21 @@ def test_losses_are_those_of_eager_mode(tmp_path: Path, ranks: int, model: list[
 def test_a_model_that_cannot_be_compiled_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match=r"training\.compile=always: model\.kind=transformer is not compiled"):
         train(tmp_path, 1, "training.compile=always", "model.kind=transformer", "data.synthetic.history_length=5")
+
+
+@pytest.mark.slow
+def test_checkpoints_are_those_of_eager_mode_and_are_continued(tmp_path: Path) -> None:
+    settings = [*WITHOUT_AMPLIFIED_ROUNDING, "model.kind=dcnv2", "training.dense_optimizer.kind=adam"]
+    for steps in (10, 20):
+        compiled = small_config(tmp_path / "compiled", *settings, "training.compile=always", f"training.max_steps={steps}")
+        run_ranks(2, _train, compiled)
+    eager = small_config(tmp_path / "eager", *settings, "training.compile=never", "training.max_steps=20")
+    run_ranks(2, _train, eager)
+    assert losses(compiled.run_dir) == pytest.approx(losses(eager.run_dir), rel=1e-5)
+    assert _saved(compiled, step=20) == _saved(eager, step=20)
+
+
+def _saved(config: Config, step: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of a checkpoint's tensors."""
+    metadata = FileSystemReader(RunFolder(config.run_dir).checkpoints.of(step)).read_metadata().state_dict_metadata
+    return {key: tuple(value.size) for key, value in metadata.items() if isinstance(value, TensorStorageMetadata)}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from dlrm_fused.models.captured import _as_other_leaves
+from dlrm_fused.models.captured import CapturedFunction, _as_other_leaves
 
 
 def test_other_leaves_share_the_memory_of_the_parameters_which_come_back() -> None:
@@ -24,3 +26,34 @@ def test_other_leaves_share_the_memory_of_the_parameters_which_come_back() -> No
         raise ZeroDivisionError
 
     assert [id(p) for layer in layers for p in layer.parameters()] == [id(p) for p in originals]
+
+
+def test_gradients_of_parameters_come_at_once_to_who_takes_them() -> None:
+    layer, unused = nn.Linear(3, 2), nn.Linear(1, 1, bias=False)
+    function = CapturedFunction(lambda x: (layer(x).square().sum(), layer(x)), lambda: [unused, layer])
+    x = torch.randn(4, 3, requires_grad=True)
+    taken: list[Sequence[Tensor | None]] = []
+    function.take_gradients = taken.append
+
+    loss, outputs = function(x)
+    (2 * loss).backward()
+
+    expected = torch.autograd.grad(2 * layer(x).square().sum(), [x, *layer.parameters()])
+    assert torch.equal(outputs, layer(x))
+    assert not outputs.requires_grad
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, expected[0])
+    assert taken[0][0] is None
+    torch.testing.assert_close(list(taken[0][1:]), list(expected[1:]))
+    assert len(taken) == 1
+    assert [p.grad for p in function.parameters()] == [None] * 3
+
+
+def test_without_a_taker_gradients_are_accumulated() -> None:
+    layer = nn.Linear(3, 2)
+    function = CapturedFunction(lambda x: layer(x).square().sum(), lambda: [layer])
+    x = torch.randn(4, 3)
+    for _ in range(2):
+        function(x).backward()
+    expected = torch.autograd.grad(2 * layer(x).square().sum(), list(layer.parameters()))
+    torch.testing.assert_close([p.grad for p in layer.parameters()], list(expected))
