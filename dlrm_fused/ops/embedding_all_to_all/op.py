@@ -19,7 +19,7 @@ Kernels need a GPU, or Triton's interpreter (``TRITON_INTERPRET=1``) on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -67,9 +67,10 @@ def embedding_all_to_all(
             raises it, or ``workspace.raise_fault()``.
     """
     weights = [tables.weights for tables in workspace.tables]
-    return torch.ops.dlrm_fused.embedding_all_to_all(
-        workspace.anchor, weights, list(indices), list(offsets), list(per_sample_weights), list(batch_sizes), workspace.handle
-    )
+    inputs = weights, list(indices), list(offsets), list(per_sample_weights), list(batch_sizes), workspace.handle
+    if torch.compiler.is_compiling():
+        return torch.ops.dlrm_fused.embedding_all_to_all(workspace.anchor, *inputs)
+    return _EmbeddingAllToAll.apply(workspace.anchor, inputs, *per_sample_weights)
 
 
 torch.library.define(
@@ -86,7 +87,6 @@ torch.library.define(
 )
 
 
-@torch.library.impl("dlrm_fused::embedding_all_to_all", ["cpu", "cuda"])
 def _forward(
     anchor: Tensor,
     weights: list[Tensor],
@@ -197,7 +197,6 @@ def _check_indices(workspace: EmbeddingWorkspace, plan: BatchPlan, number: int, 
             )
 
 
-@torch.library.impl("dlrm_fused::embedding_all_to_all_backward", ["cpu", "cuda"])
 def _backward(
     gradient: Tensor,
     indices: list[Tensor],
@@ -226,6 +225,10 @@ def _backward(
     return [torch.empty(0, device=workspace.device), *weight_gradients]
 
 
+torch.library.impl("dlrm_fused::embedding_all_to_all", ["cpu", "cuda"], _forward)
+torch.library.impl("dlrm_fused::embedding_all_to_all_backward", ["cpu", "cuda"], _backward)
+
+
 @torch.library.register_fake("dlrm_fused::embedding_all_to_all")
 def _fake_forward(anchor: Tensor, *inputs: Any) -> Tensor:
     *_, batch_sizes, handle = inputs
@@ -250,16 +253,37 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 
 
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    anchor, *weight_gradients = _gradients(ctx, gradient, torch.ops.dlrm_fused.embedding_all_to_all_backward)
+    nothing = [None] * ctx.lookups
+    return anchor, nothing, nothing, nothing, weight_gradients, None, None
+
+
+def _gradients(ctx: Any, gradient: Tensor, backward: Callable[..., list[Tensor]]) -> list[Tensor]:
     count = ctx.lookups
     saved = list(ctx.saved_tensors)
     indices, offsets, per_sample_weights = saved[:count], saved[count : 2 * count], saved[2 * count :]
     # Its memory is needed no longer than for one backward pass.
     prefetched, ctx.prefetched_sort = ctx.prefetched_sort, None
-    anchor, *weight_gradients = torch.ops.dlrm_fused.embedding_all_to_all_backward(
-        gradient, indices, offsets, per_sample_weights, ctx.batch_sizes, ctx.handle, prefetched.handle if prefetched else 0
-    )
-    nothing = [None] * count
-    return anchor, nothing, nothing, nothing, weight_gradients, None, None
+    handle = prefetched.handle if prefetched else 0
+    return backward(gradient, indices, offsets, per_sample_weights, ctx.batch_sizes, ctx.handle, handle)
 
 
 torch.library.register_autograd("dlrm_fused::embedding_all_to_all", _differentiate, setup_context=_save_for_backward)
+
+
+class _EmbeddingAllToAll(torch.autograd.Function):
+    """The operator without PyTorch's dispatcher, on whose way through Python the host spends as long as on the launches.
+
+    Arguments: the anchor, the operator's other inputs, and once more the weights of samples, which have gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, inputs: tuple[Any, ...], *_: Tensor) -> Tensor:
+        output = _forward(anchor, *inputs)
+        _save_for_backward(ctx, (anchor, *inputs), output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        anchor, *weight_gradients = _gradients(ctx, gradient, _backward)
+        return anchor, None, *weight_gradients
