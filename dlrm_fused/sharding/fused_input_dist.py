@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext, KJTListSplitsAwaitable
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
@@ -64,7 +65,8 @@ class FusedInputDist:
         ctx.variable_batch_per_feature, ctx.inverse_indices = False, None
         stride = features.stride()
         lengths = features.lengths().view(len(self._keys), stride)
-        sent = self._exchange.send(lengths, features.offsets(), features.values())
+        offsets = features.offsets_or_none()
+        sent = self._exchange.send(lengths, _offsets(features.lengths()) if offsets is None else offsets, features.values())
         awaitables, first = [], 0
         for names in self._names:
             context = EmbeddingShardingContext(batch_size_per_feature_pre_a2a=[stride] * sum(map(len, names)))
@@ -100,13 +102,22 @@ class _OfSharding(Awaitable[Awaitable[KeyedJaggedTensor]]):
         counts = received.counts[self._first : end]
         begin = sum(received.counts[: self._first])
         values: Tensor = received.values[begin : begin + sum(counts)]
+        lengths = received.lengths[self._first : end].flatten()
         return NoWait(
             KeyedJaggedTensor(
                 keys=self._names,
                 values=values,
-                lengths=received.lengths[self._first : end].flatten(),
+                lengths=lengths,
+                offsets=_offsets(lengths),
                 stride=sum(received.bags),
                 length_per_key=counts,
                 offset_per_key=[0, *itertools.accumulate(counts)],
             )
         )
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    """[n] to where each bag begins and the last ends, [n + 1], of the same dtype; in less time than FBGEMM's operator."""
+    offsets = lengths.new_zeros(len(lengths) + 1)
+    torch.cumsum(lengths, 0, dtype=lengths.dtype, out=offsets[1:])
+    return offsets

@@ -42,9 +42,9 @@ from dlrm_fused.ops.embedding_all_to_all import (
     ExchangeLayout,
     LocalTables,
     LookupLayout,
+    ReplayedEmbeddingAllToAll,
     RowwiseAdagrad,
     Sgd,
-    embedding_all_to_all,
     pooled_all_to_all,
 )
 from dlrm_fused.sharding.options import FusedOptions
@@ -94,6 +94,7 @@ class FusedLookups:
         if self._uses_kernels:
             modules = [module for lookup in self._lookups for module in embedding_modules(lookup)]
             self._workspace.attach_tables([_local_tables(module.emb_module) for module in modules])
+        self._embedding_all_to_all = ReplayedEmbeddingAllToAll(self._workspace)
         self._check_indices = options.check_indices
 
     def __call__(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> dict[int, Tensor]:
@@ -135,7 +136,7 @@ class FusedLookups:
         ]
         indices, offsets, weights = zip(*inputs, strict=True) if inputs else ((), (), ())
         is_weighted = any(weight.numel() for weight in weights)
-        return embedding_all_to_all(self._workspace, indices, offsets, weights if is_weighted else (), batch_sizes)
+        return self._embedding_all_to_all(indices, offsets, weights if is_weighted else (), batch_sizes)
 
     def _split(self, output: Tensor) -> dict[int, Tensor]:
         runs: dict[int, int] = {}

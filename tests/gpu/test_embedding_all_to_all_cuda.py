@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.errors import CommunicationError, UsageError
-from dlrm_fused.ops.embedding_all_to_all import EmbeddingWorkspace, embedding_all_to_all
+from dlrm_fused.ops.embedding_all_to_all import EmbeddingWorkspace, ReplayedEmbeddingAllToAll, embedding_all_to_all
 from dlrm_fused.symmetric import SymmetricGroup
 from tests.gpu.all_ranks import MARKS, ON_GPU, captured, checked_on_all_ranks, delay
 from tests.ops.embedding_all_to_all import test_op
@@ -149,6 +149,57 @@ def replays_of_a_graph(group: SymmetricGroup, training: bool) -> None:
     assert _difference(eager, world.output(batches, sizes, group.rank)) < 1e-3
 
 
+def replayed_operator(group: SymmetricGroup) -> None:
+    """The same bits as the operator, whatever happens between two steps of the same shapes."""
+    world = world_of(group.world_size, Traffic(largest_batch=BATCH))
+    world = World([[replace(features, weighted=False) for features in own] for own in world.ranks], world._traffic, seed=2)
+    plain, workspace = (world.workspace(group, f"replayed: {name}", timeout_seconds=TIMEOUT_SECONDS) for name in ("no", "yes"))
+    operators = (partial(embedding_all_to_all, plain), ReplayedEmbeddingAllToAll(workspace))
+    wait, held = delays(group.rank), []
+
+    def outputs(number: int, sizes: list[int], batches: list[list[_Batch]]) -> list[Tensor]:
+        redraw(world, batches, sum(sizes))
+        own = batches[group.rank]
+        indices, offsets = ([getattr(batch, key).to(group.device) for batch in own] for key in ("indices", "offsets"))
+        wait(number)
+        found = [operator(indices, offsets, (), sizes) for operator in operators]
+        assert torch.equal(*found), f"step {number}"
+        held.append((found[1], found[1].detach().clone()))
+        return found
+
+    def go_back(number: int, found: list[Tensor], **settings: bool) -> None:
+        generator = torch.Generator().manual_seed(100 * number + group.rank)
+        gradient = torch.randn(found[0].shape, generator=generator).to(group.device)
+        for output, tables in zip(found, (plain.tables, workspace.tables), strict=True):
+            for own in tables:
+                assert own.optimizer is not None
+                own.optimizer.learning_rate.fill_(0.1 / (1 + number))
+            output.backward(gradient, **settings)
+
+    usual = [3 + rank for rank in range(group.world_size)]
+    batches = world.draw_batches(usual)
+    for number in range(14):
+        sizes = [2 * BATCH] * group.world_size if number == 9 else usual
+        own = world.draw_batches(sizes) if number == 9 else batches
+        found = outputs(number, sizes, own)
+        if number == 6:  # an output that waits while another is made
+            later = outputs(number, sizes, own)
+            go_back(number, later)
+        if number == 7:  # an output that nobody differentiates
+            outputs(number, sizes, own)
+        go_back(number, found, retain_graph=number == 8)
+        if number == 8:
+            go_back(number, found)
+        with torch.no_grad():
+            outputs(number, sizes, own)
+    for own, expected in zip(workspace.tables, plain.tables, strict=True):
+        assert torch.equal(own.weights, expected.weights)
+        assert torch.equal(own.optimizer.momentum, expected.optimizer.momentum)  # type: ignore[union-attr]
+    assert all(torch.equal(output, copy) for output, copy in held)
+    assert len(operators[1]._captures) == ON_GPU  # what was captured before there was more memory is gone
+    workspace.raise_fault()
+
+
 def as_operator(group: SymmetricGroup, work: Callable[..., Any], *arguments: Any) -> Any:
     """Checks of test_op.py, on this device."""
     world = World([[Features((7, 5), (8, 4), (0, 1), weighted=True)]] * group.world_size, Traffic(held_outputs=8), seed=1)
@@ -232,6 +283,7 @@ CHECKS: dict[str, Callable[[SymmetricGroup], Any]] = {
     "gradients of pooled_all_to_all": pooled_gradients,
     "graph of lookups": partial(replays_of_a_graph, training=False),
     "graph of training steps": partial(replays_of_a_graph, training=True),
+    "replayed": replayed_operator,
     "opcheck": opcheck,
     "torch.compile": compiled_steps,
     "refused in forward": partial(refused, in_backward=False),

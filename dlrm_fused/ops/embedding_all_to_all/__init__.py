@@ -4,7 +4,7 @@ What it computes: ``reference.py``. The operators: ``op.py`` (lookup and All-to-
 another library has looked up). Where things lie: ``tables.py`` (rows), ``layout.py`` (columns), ``plan.py`` (a batch),
 ``workspace.py`` (symmetric memory). Kernels: ``kernel.py`` (lookup), ``scatter.py`` (tiles to peers), ``reduce.py`` (what was
 received), ``update.py`` and ``update_kernels.py`` (optimizer), with ``prefetch_sort.py`` ahead of it. ``tuning.py`` has the
-lookup's block shapes.
+lookup's block shapes. ``replay.py`` launches all of them as CUDA graphs.
 """
 
 from dlrm_fused.ops.embedding_all_to_all.layout import ExchangeLayout as ExchangeLayout
@@ -12,6 +12,7 @@ from dlrm_fused.ops.embedding_all_to_all.layout import LookupLayout as LookupLay
 from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all as embedding_all_to_all
 from dlrm_fused.ops.embedding_all_to_all.pooled import pooled_all_to_all as pooled_all_to_all
 from dlrm_fused.ops.embedding_all_to_all.reference import reference as reference
+from dlrm_fused.ops.embedding_all_to_all.replay import ReplayedEmbeddingAllToAll as ReplayedEmbeddingAllToAll
 from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables as LocalTables
 from dlrm_fused.ops.embedding_all_to_all.tables import RowwiseAdagrad as RowwiseAdagrad
 from dlrm_fused.ops.embedding_all_to_all.tables import Sgd as Sgd

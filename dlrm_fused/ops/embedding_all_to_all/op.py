@@ -70,6 +70,8 @@ def embedding_all_to_all(
     inputs = weights, list(indices), list(offsets), list(per_sample_weights), list(batch_sizes), workspace.handle
     if torch.compiler.is_compiling():
         return torch.ops.dlrm_fused.embedding_all_to_all(workspace.anchor, *inputs)
+    if not torch.is_grad_enabled():
+        return _forward(workspace.anchor, *inputs)
     return _EmbeddingAllToAll.apply(workspace.anchor, inputs, *per_sample_weights)
 
 

@@ -14,6 +14,8 @@ from dlrm_fused.ops.embedding_all_to_all.update import SortedLookup, sort_lookup
 
 # Operators of PyTorch take numbers, not objects.
 _handles = itertools.count(1)
+# So few indices are sorted in less time than it takes to let another stream do it and wait for that.
+FEW_INDICES = 2**19
 _prefetched: weakref.WeakValueDictionary[int, PrefetchedSort] = weakref.WeakValueDictionary()
 
 
@@ -32,9 +34,10 @@ class PrefetchedSort:
         offsets: Sequence[Tensor],
         stream: torch.cuda.Stream | None,
     ) -> None:
-        """Sort on ``stream`` (None: on the CPU), after what the current stream has been given."""
+        """Sort on ``stream`` (None: on the CPU), after what the current stream has been given; if few, on the current one."""
         self.tables = tables
-        self._stream = stream = stream if any(own.optimizer is not None for own in tables) else None
+        is_worth_it = any(own.optimizer is not None for own in tables) and sum(map(Tensor.numel, indices)) > FEW_INDICES
+        self._stream = stream = stream if is_worth_it else None
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):

@@ -13,6 +13,7 @@ The inputs of a lookup over F features and a batch of B samples:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -43,6 +44,29 @@ class Sgd:
     learning_rate: Tensor  # as in RowwiseAdagrad
 
 
+class RateOnDevice:
+    """A learning rate beside the weights, for kernels; the address stays the same.
+
+    Attributes:
+        value: [1] fp32 as of the last :meth:`refresh`.
+    """
+
+    def __init__(self, rate: Tensor, device: torch.device) -> None:
+        self._rate = rate
+        self._is_there = rate.device == device
+        self._last = math.nan
+        self.value = rate if self._is_there else torch.zeros(1, device=device)
+
+    def refresh(self) -> None:
+        """Bring the value from the CPU if it has changed; nothing while a CUDA graph is captured, which would repeat it."""
+        if self._is_there or torch.cuda.is_current_stream_capturing():
+            return
+        rate = self._rate.item()
+        if rate != self._last:
+            self.value.fill_(rate)
+            self._last = rate
+
+
 @dataclass(frozen=True, eq=False)
 class DeviceTables:
     """What the kernels of the update need to know of tables; tensors are on the device of the weights."""
@@ -58,6 +82,7 @@ class DeviceTables:
     columns: Tensor  # int64 [F]
     is_shared: bool  # some features read the same table
     blocks: dict[int, int]  # powers of two that hold the dims of tables: the dim, if it is one, else 0
+    rate: RateOnDevice | None  # None: these tables are never updated
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,4 +201,5 @@ def _copy_to_device(tables: LocalTables) -> DeviceTables:
         columns=tensor(list(tables.feature_columns)),
         is_shared=len(set(feature_tables)) < len(feature_tables),
         blocks={block: dims.copy().pop() if len(dims) == 1 else 0 for block, dims in blocks.items()},
+        rate=RateOnDevice(tables.optimizer.learning_rate, tables.weights.device) if tables.optimizer is not None else None,
     )

@@ -154,18 +154,18 @@ def apply_gradients(
     # From torch's own generator: reproducible by its seed, and new numbers in every replay of a CUDA graph.
     seed = torch.randint(_MAX_INT32, (1,), device=device, dtype=torch.int32) if is_stochastic else None
     momentum, eps = (optimizer.momentum, optimizer.eps) if isinstance(optimizer, RowwiseAdagrad) else (None, 0.0)
-    rate = optimizer.learning_rate
-    is_rate_on_device = rate.device == device
+    assert known.rate is not None
+    known.rate.refresh()
     # One launch for the tables whose dims have the same next power of two.
     for block in known.blocks:
         if not any(triton.next_power_of_2(dim) == block for dim in tables.dims[first:last]):
             continue
         partials = torch.empty((programs, 2, block), dtype=torch.float32, device=device)
         args = kernels.UpdateArgs(
-            tables.weights, momentum, rate if is_rate_on_device else rate.item(), eps, seed, order.keys, order.samples,
-            order.chunks, partials, known.tables, cancelled,
+            tables.weights, momentum, known.rate.value, eps, seed, order.keys, order.samples, order.chunks,
+            partials, known.tables, cancelled,
         )  # fmt: skip
-        shapes = {"DIM": known.blocks[block], "BLOCK_D": block, "RATE_ON_DEVICE": is_rate_on_device}
+        shapes = {"DIM": known.blocks[block], "BLOCK_D": block}
         kernels.update_kernel[(programs,)](
             args, first, last, gradients, gradients.stride(0), scale, order.features, known.columns, order.coefficients,
             order.positions, per_sample_weights,

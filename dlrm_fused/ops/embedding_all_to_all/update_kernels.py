@@ -135,7 +135,7 @@ class UpdateArgs(NamedTuple):
 
     weights: Any
     momentum: Any  # None: plain gradient descent, else rowwise Adagrad
-    learning_rate: Any  # a number, or a pointer to one
+    learning_rate: Any  # pointer to an fp32 number
     eps: Any
     seed: Any  # pointer to an int32 for stochastic rounding; None: to nearest
     keys: Any  # of the sorted lookup, as the next two
@@ -200,14 +200,9 @@ def _read_rows(args, key, row_offset, columns, updated, inside):
 
 
 @triton.jit
-def _update_rows(
-    args, key, row_offset, columns, updated, inside, dim, old, old_momentum, gradient, RATE_ON_DEVICE: tl.constexpr
-):
+def _update_rows(args, key, row_offset, columns, updated, inside, dim, old, old_momentum, gradient):
     """One step of the optimizer for the rows of a tile that are to be updated; the gradient is 0 outside of the columns."""
-    if RATE_ON_DEVICE:
-        rate = tl.load(args.learning_rate)
-    else:
-        rate = args.learning_rate
+    rate = tl.load(args.learning_rate)
     step = rate * gradient
     if args.momentum is not None:
         new_momentum = old_momentum + tl.sum(gradient * gradient, 1) / dim
@@ -225,7 +220,7 @@ def _update_rows(
 def update_kernel(
     args, first_table, last_table, gradients, gradient_stride, scale, features, feature_columns, coefficients,
     positions, per_sample_weights,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, RATE_ON_DEVICE: tl.constexpr, ROWS: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
     GRADIENT_VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Sum the gradients of each row in a chunk of sorted positions, and update the rows whose positions all lie in it.
@@ -297,7 +292,7 @@ def update_kernel(
         _, gradient = tl.associative_scan((starts, gradient), 0, _add_in_runs)
         carry = tl.sum(tl.where((row == ROWS - 1)[:, None], gradient, 0.0), 0)
 
-        _update_rows(args, key, row_offset, columns, updated, inside, dim, old, old_momentum, gradient, RATE_ON_DEVICE)
+        _update_rows(args, key, row_offset, columns, updated, inside, dim, old, old_momentum, gradient)
         is_partial = exists & (is_last | (place == length - 1)) & (updated == 0)
         if tl.max(is_partial.to(tl.int32), 0) > 0:
             slot = 2 * chunk + tl.where(is_head, 0, 1)
@@ -308,7 +303,7 @@ def update_kernel(
 @triton.jit(do_not_specialize=["first_table", "last_table"])
 def merge_kernel(
     args, first_table, last_table, crossings,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, RATE_ON_DEVICE: tl.constexpr, ROWS: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Update the rows whose runs go beyond a chunk: add what the chunk where a run begins and those that follow have left."""
     if args.cancelled is not None:  # noqa: SIM102 - known at compile time
@@ -337,7 +332,7 @@ def merge_kernel(
                 partial = args.partials + 2 * (chunk + 1 + nth_after)[:, None].to(tl.int64) * BLOCK_D + columns
                 follows = (nth_after < follow)[:, None]
                 gradient += tl.sum(tl.load(partial, mask=follows & inside, other=0.0), 0)[None, :]
-            _update_rows(args, key, row_offset, columns, updated, inside, dim, old, old_momentum, gradient, RATE_ON_DEVICE)
+            _update_rows(args, key, row_offset, columns, updated, inside, dim, old, old_momentum, gradient)
 
 
 @triton.jit(do_not_specialize=["count", "batch_size", "widest"])

@@ -190,6 +190,11 @@ class EmbeddingWorkspace(Workspace):
         if is_capturing:
             self._captured_plans.add(plan)
 
+    @property
+    def has_memory(self) -> bool:
+        """Whether there is memory for any batch yet."""
+        return self._room is not None
+
     def has_room(self, batch_sizes: Sequence[int]) -> bool:
         """Whether there is memory for batches of these sizes; sizes that are wrong need none, once there is any."""
         if self._is_capturing():
