@@ -20,6 +20,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.config import Config, Split, SyntheticConfig
+from dlrm_fused.cuda_graphs import ReplayedFunction
 from dlrm_fused.datasets.batch import Samples
 from dlrm_fused.datasets.hashing import combine, derive_key, shift_right, split_mix
 from dlrm_fused.datasets.opening import rows_of_tables
@@ -41,6 +42,8 @@ _GAPS = 32
 _RULE_TABLES = 6
 _SEGMENT_MEAN = 3.0
 _CALIBRATION_SAMPLES = 16_384
+# So few ids are drawn in less time than it takes to launch the kernels that draw them.
+_FEW_VALUES = 2**19
 # Mean and deviation of the scores by what decides them: a program that trains and evaluates opens the same set twice.
 _score_statistics: dict[str, tuple[float, float]] = {}
 
@@ -90,12 +93,19 @@ class SyntheticDataset:
         )
         dense = tuple(f"dense_{i}" for i in range(settings.dense_features))
         self.schema = DatasetSchema(dense, features, _token_features(settings, rows), settings.history_length)
+        self._names = [feature.name for feature in features]
         self._center, self._scale = _calibrate(settings, rows, seed)
+        self._has_equal_samples = not settings.jagged and not settings.history_length
+        self._replayed = ReplayedFunction(self._equal_samples)
 
     def samples(self, split: Split) -> int:
         return self._samples[split]
 
     def read(self, split: Split, rows: Tensor) -> Samples:
+        if self._has_equal_samples and len(rows) * sum(self._columns.pooling) <= _FEW_VALUES:
+            layout = self._layout(len(rows))
+            dense, labels, values = self._replayed(self._keys[split], rows, layout.feature_major)
+            return Samples(dense, self._of_equal_lengths(values, layout), labels)
         drawn = self._columns.draw(self._keys[split], rows)
         labels = (drawn.label_uniform < self._probability(drawn)).float()
         samples = Samples(drawn.dense, self._sparse(drawn), labels)
@@ -103,6 +113,12 @@ class SyntheticDataset:
             samples.tokens = self._tokens(drawn.history)
             samples.history_lengths = drawn.history.lengths.int()
         return samples
+
+    def _equal_samples(self, key: Tensor, rows: Tensor, feature_major: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Dense features, labels and ids, by table, of samples that all have as many ids."""
+        drawn = self._columns.draw(key, rows)
+        labels = (drawn.label_uniform < self._probability(drawn)).float()
+        return drawn.dense, labels, drawn.ids.view(-1).index_select(0, feature_major)
 
     def best_attainable_auc(self, split: Split = Split.test, max_samples: int = 2**20) -> AttainableAuc:
         """What a model that knows the true probabilities reaches on the first ``max_samples`` samples of a split."""
@@ -124,18 +140,22 @@ class SyntheticDataset:
         batch_size = drawn.ids.size(0)
         layout = self._layout(batch_size)
         values = drawn.ids.view(-1).index_select(0, layout.feature_major)
-        names = [feature.name for feature in self.schema.sparse_features]
         if drawn.lengths is None or drawn.present is None:
-            return KeyedJaggedTensor(
-                keys=names,
-                values=values,
-                lengths=layout.lengths,
-                stride=batch_size,
-                length_per_key=[pooling * batch_size for pooling in self._columns.pooling],
-            )
+            return self._of_equal_lengths(values, layout)
         present = drawn.present.view(-1).index_select(0, layout.feature_major)
         lengths = drawn.lengths.t().flatten().int()
-        return KeyedJaggedTensor(keys=names, values=values[present], lengths=lengths, stride=batch_size)
+        return KeyedJaggedTensor(keys=self._names, values=values[present], lengths=lengths, stride=batch_size)
+
+    def _of_equal_lengths(self, values: Tensor, layout: _Layout) -> KeyedJaggedTensor:
+        batch_size = len(layout.lengths) // len(self._names)
+        return KeyedJaggedTensor(
+            keys=self._names,
+            values=values,
+            lengths=layout.lengths,
+            offsets=layout.offsets,
+            stride=batch_size,
+            length_per_key=[pooling * batch_size for pooling in self._columns.pooling],
+        )
 
     def _tokens(self, drawn: _DrawnHistory) -> KeyedJaggedTensor:
         """The history's tokens and the candidate's; the response to the candidate is not told."""
@@ -404,6 +424,7 @@ class _Layout:
         slots = torch.arange(batch_size * sum(pooling), dtype=torch.int32, device=device).view(batch_size, -1)
         self.feature_major = torch.cat([table.flatten() for table in slots.split(list(pooling), dim=1)])
         self.lengths = torch.tensor(pooling, dtype=torch.int32, device=device).repeat_interleave(batch_size)
+        self.offsets = torch.nn.functional.pad(self.lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def auc_with_error(scores: Tensor, labels: Tensor) -> tuple[float, float]:

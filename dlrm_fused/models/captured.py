@@ -17,6 +17,8 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from dlrm_fused.cuda_graphs import RUNS_BEFORE_CAPTURE, GraphRecorder
+
 R = TypeVar("R", Tensor, tuple[Tensor, Tensor])
 TakeGradients = Callable[[Sequence[Tensor | None]], None]
 
@@ -103,23 +105,18 @@ class _Capture:
     ) -> None:
         self._memory = memory
         self.parameters = [p for layer in layers for p in layer.parameters() if p.requires_grad]
-        self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()
-        # Threads of NCCL and of readers go on meanwhile, and may make calls that a capture of all threads would forbid.
-        settings: dict[str, Any] = {"pool": memory.pool, "stream": stream, "capture_error_mode": "thread_local"}
+        recorder = GraphRecorder(memory.pool)
         read = [(t.detach().clone() if _is_copied(t) else t.detach()).requires_grad_(t.requires_grad) for t in inputs]
-        stream.wait_stream(torch.cuda.current_stream())
-        with _as_other_leaves(layers) as leaves, torch.cuda.stream(stream):
+        with _as_other_leaves(layers) as leaves, recorder.on_its_stream():
             wanted = [t for t in (*read, *leaves) if t.requires_grad]
-            for _ in range(2):  # what is compiled, tuned or loaded at the first call cannot be captured
+            for _ in range(RUNS_BEFORE_CAPTURE):
                 results = _as_tuple(function(*read))
                 torch.autograd.grad(results[0], wanted, torch.ones_like(results[0]), allow_unused=True)
-            with torch.cuda.graph(self._forward, **settings):
+            with recorder.record() as self._forward:
                 results = _as_tuple(function(*read))
             self._upstream = torch.ones_like(results[0])
-            with torch.cuda.graph(self._backward, **settings):
+            with recorder.record() as self._backward:
                 gradients = torch.autograd.grad(results[0], wanted, self._upstream, allow_unused=True)
-        torch.cuda.current_stream().wait_stream(stream)
         self._results = [result.detach() for result in results]
         self._gradients = gradients
         # The others are the caller's, who may free them.

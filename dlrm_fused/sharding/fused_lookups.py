@@ -45,6 +45,7 @@ from dlrm_fused.ops.embedding_all_to_all import (
     ReplayedEmbeddingAllToAll,
     RowwiseAdagrad,
     Sgd,
+    embedding_all_to_all,
     pooled_all_to_all,
 )
 from dlrm_fused.sharding.options import FusedOptions
@@ -91,11 +92,11 @@ class FusedLookups:
             timeout_seconds=options.timeout_seconds,
             check_indices=options.check_indices,
         )
+        self._modules = [module for lookup in self._lookups for module in embedding_modules(lookup)]
         if self._uses_kernels:
-            modules = [module for lookup in self._lookups for module in embedding_modules(lookup)]
-            self._workspace.attach_tables([_local_tables(module.emb_module) for module in modules])
-        self._embedding_all_to_all = ReplayedEmbeddingAllToAll(self._workspace)
+            self._workspace.attach_tables([_local_tables(module.emb_module) for module in self._modules])
         self._check_indices = options.check_indices
+        self._embedding_all_to_all = ReplayedEmbeddingAllToAll(self._workspace, self._prepare)
 
     def __call__(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> dict[int, Tensor]:
         """Pooled embeddings of the local batch, by the number of the first of neighbouring sharding types. Collective."""
@@ -128,15 +129,32 @@ class FusedLookups:
         return pooled_all_to_all(self._workspace, pooled, batch_sizes)
 
     def _in_kernels(self, features: Sequence[KeyedJaggedTensor], batch_sizes: Sequence[int]) -> Tensor:
-        inputs = [
-            _kernel_inputs(lookup, module, of_lookup, self._check_indices)
+        of_modules = [
+            (lookup, of_lookup)
             for lookup, of_sharding in zip(self._lookups, features, strict=True)
             if embedding_modules(lookup)
-            for module, of_lookup in zip(embedding_modules(lookup), split_features(lookup, of_sharding), strict=True)
+            for of_lookup in split_features(lookup, of_sharding)
         ]
-        indices, offsets, weights = zip(*inputs, strict=True) if inputs else ((), (), ())
-        is_weighted = any(weight.numel() for weight in weights)
-        return self._embedding_all_to_all(indices, offsets, weights if is_weighted else (), batch_sizes)
+        indices, offsets = [of.values() for _, of in of_modules], [of.offsets() for _, of in of_modules]
+        weights = [_weights(lookup, module, of) for (lookup, of), module in zip(of_modules, self._modules, strict=True)]
+        if all(weight is None for weight in weights):
+            return self._embedding_all_to_all(indices, offsets, batch_sizes)
+        indices, offsets, weights = zip(
+            *(
+                _kernel_inputs(*of_module, self._check_indices)
+                for of_module in zip(self._modules, indices, offsets, weights, strict=True)
+            ),
+            strict=True,
+        )
+        return embedding_all_to_all(self._workspace, indices, offsets, weights, batch_sizes)
+
+    def _prepare(self, indices: Sequence[Tensor], offsets: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """What FBGEMM does with indices and offsets before its kernels read them."""
+        inputs = [
+            _kernel_inputs(*of_module, None, self._check_indices)
+            for of_module in zip(self._modules, indices, offsets, strict=True)
+        ]
+        return [own_indices for own_indices, _, _ in inputs], [own_offsets for _, own_offsets, _ in inputs]
 
     def _split(self, output: Tensor) -> dict[int, Tensor]:
         runs: dict[int, int] = {}
@@ -211,19 +229,22 @@ def _local_tables(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> LocalTables:
     )
 
 
-def _kernel_inputs(lookup: Any, module: Any, features: KeyedJaggedTensor, check_indices: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _weights(lookup: Any, module: Any, features: KeyedJaggedTensor) -> Tensor | None:
+    """The weights of samples that the lookup reads."""
+    weights = features.weights_or_none()
+    if weights is None or not weights.is_floating_point():
+        return None  # TorchRec's lookups ignore whole numbers as well
+    # Their gradients are averaged over ranks by whoever owns them: they must not be divided here.
+    return undivided_gradient(lookup, weights) if module.config.is_weighted else weights
+
+
+def _kernel_inputs(
+    module: Any, indices: Tensor, offsets: Tensor, weights: Tensor | None, check_indices: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Indices, offsets and per-sample weights (empty if there are none).
 
     Args:
         check_indices: wrong indices are kept for our own check, where FBGEMM replaces them by 0.
     """
-    weights = features.weights_or_none()
-    if weights is not None and not weights.is_floating_point():
-        weights = None  # TorchRec's lookups ignore them as well
-    if weights is not None and module.config.is_weighted:
-        # The weights' gradients are averaged over ranks by whoever owns them: they must not be divided here.
-        weights = undivided_gradient(lookup, weights)
-    indices, offsets, weights = kernel_inputs(
-        module.emb_module, features.values(), features.offsets(), weights, checks_bounds=not check_indices
-    )
+    indices, offsets, weights = kernel_inputs(module.emb_module, indices, offsets, weights, checks_bounds=not check_indices)
     return indices, offsets, indices.new_empty(0, dtype=torch.float32) if weights is None else weights

@@ -7,7 +7,7 @@ run on the CPU too, without CUDA graphs.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -154,7 +154,11 @@ def replayed_operator(group: SymmetricGroup) -> None:
     world = world_of(group.world_size, Traffic(largest_batch=BATCH))
     world = World([[replace(features, weighted=False) for features in own] for own in world.ranks], world._traffic, seed=2)
     plain, workspace = (world.workspace(group, f"replayed: {name}", timeout_seconds=TIMEOUT_SECONDS) for name in ("no", "yes"))
-    operators = (partial(embedding_all_to_all, plain), ReplayedEmbeddingAllToAll(workspace))
+
+    def prepare(indices: Sequence[Tensor], offsets: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        return [tensor - 1 for tensor in indices], list(offsets)
+
+    plain_operator, replayed = partial(embedding_all_to_all, plain), ReplayedEmbeddingAllToAll(workspace, prepare)
     wait, held = delays(group.rank), []
 
     def outputs(number: int, sizes: list[int], batches: list[list[_Batch]]) -> list[Tensor]:
@@ -162,7 +166,7 @@ def replayed_operator(group: SymmetricGroup) -> None:
         own = batches[group.rank]
         indices, offsets = ([getattr(batch, key).to(group.device) for batch in own] for key in ("indices", "offsets"))
         wait(number)
-        found = [operator(indices, offsets, (), sizes) for operator in operators]
+        found = [plain_operator(indices, offsets, (), sizes), replayed([tensor + 1 for tensor in indices], offsets, sizes)]
         assert torch.equal(*found), f"step {number}"
         held.append((found[1], found[1].detach().clone()))
         return found
@@ -196,7 +200,7 @@ def replayed_operator(group: SymmetricGroup) -> None:
         assert torch.equal(own.weights, expected.weights)
         assert torch.equal(own.optimizer.momentum, expected.optimizer.momentum)  # type: ignore[union-attr]
     assert all(torch.equal(output, copy) for output, copy in held)
-    assert len(operators[1]._captures) == ON_GPU  # what was captured before there was more memory is gone
+    assert len(replayed._captures) == ON_GPU  # what was captured before there was more memory is gone
     workspace.raise_fault()
 
 

@@ -7,23 +7,23 @@ takes the host several times as long as the GPU needs to run them.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dlrm_fused.cuda_graphs import GraphRecorder, RunCounter
 from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all
 from dlrm_fused.ops.embedding_all_to_all.prefetch_sort import FEW_INDICES
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
 
-# What is compiled, tuned or loaded at the first steps cannot be captured.
-_STEPS_BEFORE = 2
 # A training loop has batches of one size, and perhaps a last one of another. Each capture keeps an output's memory.
 _MOST_CAPTURES = 2
 
 _Key = tuple[Any, ...]
+# Maps indices and offsets of the lookups, as they are given, to what the operator is to read.
+Prepare = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[Sequence[Tensor], Sequence[Tensor]]]
 
 
 class ReplayedEmbeddingAllToAll:
@@ -35,38 +35,38 @@ class ReplayedEmbeddingAllToAll:
 
     Args:
         workspace: with tables attached, which stay.
+        prepare: launches the same kernels whatever the values are, and does not wait for the device; is captured, too.
     """
 
-    def __init__(self, workspace: EmbeddingWorkspace) -> None:
+    def __init__(self, workspace: EmbeddingWorkspace, prepare: Prepare = lambda indices, offsets: (indices, offsets)) -> None:
         self._workspace = workspace
+        self._prepare = prepare
         self._outputs: object = None  # the memory that was captured
         self._captures: dict[_Key, _Capture] = {}
-        self._steps: Counter[_Key] = Counter()
+        self._steps = RunCounter()
 
-    def __call__(
-        self,
-        indices: Sequence[Tensor],
-        offsets: Sequence[Tensor],
-        per_sample_weights: Sequence[Tensor],
-        batch_sizes: Sequence[int],
-    ) -> Tensor:
+    def __call__(self, indices: Sequence[Tensor], offsets: Sequence[Tensor], batch_sizes: Sequence[int]) -> Tensor:
         """As :func:`embedding_all_to_all`. Collective."""
         workspace = self._workspace
-        if per_sample_weights or not self._can_be_captured(indices):
-            return embedding_all_to_all(workspace, indices, offsets, per_sample_weights, batch_sizes)
+        if not self._can_be_captured(indices):
+            return self._run(indices, offsets, batch_sizes)
         if self._outputs is not workspace.outputs:  # all ranks have got more memory, for larger batches
             self._captures.clear()
             self._outputs = workspace.outputs
         key = (tuple(batch_sizes), workspace.gradient_scale, *((t.shape, t.dtype) for t in (*indices, *offsets)))
+        if key not in self._captures and len(self._captures) < _MOST_CAPTURES:
+            if not self._steps.has_run_enough(key):
+                output = self._run(indices, offsets, batch_sizes)
+                output.register_hook(lambda _: self._steps.count(key))  # what the backward pass needs is known only then
+                return output
+            self._captures[key] = _Capture(workspace, self._prepare, indices, offsets, batch_sizes)
         capture = self._captures.get(key)
-        if capture is None and self._steps[key] >= _STEPS_BEFORE and len(self._captures) < _MOST_CAPTURES:
-            capture = self._captures[key] = _Capture(workspace, indices, offsets, batch_sizes)
-        if capture is not None and not capture.is_lent:
-            return _Replay.apply(workspace.anchor, capture, *indices, *offsets)
-        output = embedding_all_to_all(workspace, indices, offsets, (), batch_sizes)
-        if capture is None and len(self._captures) < _MOST_CAPTURES:
-            self._count_step(key, output)
-        return output
+        if capture is None or capture.is_lent:
+            return self._run(indices, offsets, batch_sizes)
+        return _Replay.apply(workspace.anchor, capture, *indices, *offsets)
+
+    def _run(self, indices: Sequence[Tensor], offsets: Sequence[Tensor], batch_sizes: Sequence[int]) -> Tensor:
+        return embedding_all_to_all(self._workspace, *self._prepare(indices, offsets), (), batch_sizes)
 
     def _can_be_captured(self, indices: Sequence[Tensor]) -> bool:
         workspace = self._workspace
@@ -75,45 +75,35 @@ class ReplayedEmbeddingAllToAll:
             and workspace.has_memory
             and torch.is_grad_enabled()
             and not workspace.check_indices
-            and not any(tables.stochastic_rounding for tables in workspace.tables)
+            and not any(tables.rounds_stochastically for tables in workspace.tables)
             and sum(map(Tensor.numel, indices)) <= FEW_INDICES
             and not torch.compiler.is_compiling()
             and not torch.cuda.is_current_stream_capturing()
         )
-
-    def _count_step(self, key: _Key, output: Tensor) -> None:
-        if len(self._steps) > 1000:  # each batch has another number of indices
-            self._steps.clear()
-
-        def count(_: Tensor) -> None:
-            self._steps[key] += 1
-
-        output.register_hook(count)  # which kernels the backward pass needs is known only then
 
 
 class _Capture:
     """The two graphs for inputs of some shapes, and the memory that they read and write."""
 
     def __init__(
-        self, workspace: EmbeddingWorkspace, indices: Sequence[Tensor], offsets: Sequence[Tensor], batch_sizes: Sequence[int]
+        self,
+        workspace: EmbeddingWorkspace,
+        prepare: Prepare,
+        indices: Sequence[Tensor],
+        offsets: Sequence[Tensor],
+        batch_sizes: Sequence[int],
     ) -> None:
-        self.workspace, self.batch_sizes = workspace, list(batch_sizes)
+        self.workspace, self.prepare, self.batch_sizes = workspace, prepare, list(batch_sizes)
         self.inputs = [tensor.clone() for tensor in (*indices, *offsets)]
         self._lent: weakref.ref[_Loan] | None = None
-        self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream(workspace.device)
-        # Threads of NCCL and of readers go on meanwhile, and may make calls that a capture of all threads would forbid.
-        settings: dict[str, Any] = {
-            "pool": torch.cuda.graph_pool_handle(), "stream": stream, "capture_error_mode": "thread_local"
-        }  # fmt: skip
-        count = len(indices)
-        stream.wait_stream(torch.cuda.current_stream(workspace.device))
-        with torch.cuda.graph(self._forward, **settings):
-            output = embedding_all_to_all(workspace, self.inputs[:count], self.inputs[count:], (), batch_sizes)
-        self.gradient = torch.empty_like(output)
-        with torch.cuda.graph(self._backward, **settings):
-            torch.autograd.grad(output, workspace.anchor, self.gradient)
-        torch.cuda.current_stream(workspace.device).wait_stream(stream)
+        count, recorder = len(indices), GraphRecorder()
+        with workspace.other_anchor() as anchor, recorder.on_its_stream():
+            with recorder.record() as self._forward:
+                prepared = prepare(self.inputs[:count], self.inputs[count:])
+                output = embedding_all_to_all(workspace, *prepared, (), batch_sizes)
+            self.gradient = torch.empty_like(output)
+            with recorder.record() as self._backward:
+                torch.autograd.grad(output, anchor, self.gradient)
         self._output = output.detach()
 
     @property
@@ -162,7 +152,8 @@ class _Replay(torch.autograd.Function):
             ctx.loan = None
         else:  # a graph that is kept updates the tables once more; another forward pass may have used the memory since
             count = len(inputs) // 2
+            indices, offsets = capture.prepare(inputs[:count], inputs[count:])
             torch.ops.dlrm_fused.embedding_all_to_all_backward(
-                gradient, inputs[:count], inputs[count:], [], capture.batch_sizes, capture.workspace.handle
+                gradient, indices, offsets, [], capture.batch_sizes, capture.workspace.handle
             )
         return None, None, *(None for _ in inputs)

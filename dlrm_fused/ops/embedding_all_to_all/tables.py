@@ -102,6 +102,11 @@ class LocalTables:
         _check_tables(self)
 
     @property
+    def rounds_stochastically(self) -> bool:
+        """Whether updates draw random numbers."""
+        return self.stochastic_rounding and self.weights.dtype != torch.float32
+
+    @property
     def total_rows(self) -> int:
         """Rows of all tables together."""
         return sum(self.rows)

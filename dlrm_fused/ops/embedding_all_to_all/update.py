@@ -150,9 +150,8 @@ def apply_gradients(
     if indices.numel() == 0 or first == last:
         return
     known, device, order, programs = tables.on_device, gradients.device, sorted_lookup, len(sorted_lookup.chunks)
-    is_stochastic = tables.stochastic_rounding and tables.weights.dtype != torch.float32
     # From torch's own generator: reproducible by its seed, and new numbers in every replay of a CUDA graph.
-    seed = torch.randint(_MAX_INT32, (1,), device=device, dtype=torch.int32) if is_stochastic else None
+    seed = torch.randint(_MAX_INT32, (1,), device=device, dtype=torch.int32) if tables.rounds_stochastically else None
     momentum, eps = (optimizer.momentum, optimizer.eps) if isinstance(optimizer, RowwiseAdagrad) else (None, 0.0)
     assert known.rate is not None
     known.rate.refresh()

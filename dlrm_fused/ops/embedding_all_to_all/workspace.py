@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -150,6 +151,16 @@ class EmbeddingWorkspace(Workspace):
     def prefetch_sort(self, indices: Sequence[Tensor], offsets: Sequence[Tensor]) -> PrefetchedSort:
         """Begin to sort the indices of this rank's lookups, for the backward pass."""
         return PrefetchedSort(self.tables, indices, offsets, self._sort_stream)
+
+    @contextmanager
+    def other_anchor(self) -> Iterator[Tensor]:
+        """Within, the anchor is another one: autograd lets who uses it wait for the stream on which it was used first."""
+        own = self.anchor
+        self.anchor = torch.empty_like(own, requires_grad=True)
+        try:
+            yield self.anchor
+        finally:
+            self.anchor = own
 
     def plan(self, batch_sizes: Sequence[int]) -> BatchPlan:
         """What depends on the batch sizes of all ranks.

@@ -83,6 +83,8 @@ class FeatureExchange(Workspace):
         self._most_features = max(map(len, self.features_of_ranks))
         self._last_feature = max((max(features) for features in self.features_of_ranks if features), default=-1)
         self._words = 2 * (self._most_features + 1) * self.world_size
+        # Of one batch at a time, as the memory.
+        self._words_on_host = torch.empty(self._words, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self._memory: SymmetricMemory | None = None
         self._allocate(_BAG_UNIT, 1)
         self._pending: SentFeatures | None = None
@@ -187,8 +189,7 @@ class SentFeatures:
             BAGS=_BAGS, ELEMENTS=_ELEMENTS, num_warps=8,
         )  # fmt: skip
         words = exchange._view(exchange._word_begin(0, 0), torch.int64, exchange._words)
-        self._words = torch.empty(exchange._words, dtype=torch.int64, pin_memory=words.is_cuda)
-        self._words.copy_(words, non_blocking=True)
+        exchange._words_on_host.copy_(words, non_blocking=True)
         exchange._note_last()
         self._told = exchange._last
 
@@ -217,26 +218,26 @@ class SentFeatures:
         if self._told is not None:
             self._told.synchronize()
         self._exchange.raise_fault()
-        values, bags = self._told_by_ranks().amax(0).tolist()
-        return values, bags
-
-    def _told_by_ranks(self) -> Tensor:
-        """[ranks, 2]: values and bags."""
-        return self._words.view(-1, 2)[-self._exchange.world_size :]
+        words = self._exchange._words_on_host.tolist()
+        pairs = list(zip(words[::2], words[1::2], strict=True))
+        self._of_runs, of_ranks = pairs[: -self._exchange.world_size], pairs[-self._exchange.world_size :]
+        self._bags = [bags for _, bags in of_ranks]
+        return max(values for values, _ in of_ranks), max(self._bags)
 
     def _fetch(self) -> ReceivedFeatures:
-        exchange, memory = self._exchange, self._exchange._memory
+        exchange, memory, bags = self._exchange, self._exchange._memory, self._bags
         assert memory is not None
-        shape = exchange._own_features, exchange.world_size
-        runs, bags = math.prod(shape), self._told_by_ranks()[:, 1].tolist()
-        counts = self._words.view(-1, 2)[:runs, 0].view(shape).sum(1).tolist()
+        world, shape = exchange.world_size, (exchange._own_features, exchange.world_size)
+        runs = math.prod(shape)
+        of_runs = [values for values, _ in self._of_runs[:runs]]
+        counts = [sum(of_runs[run : run + world]) for run in range(0, runs, world)]
         sent = exchange._view(exchange._lengths_begin, exchange.lengths_dtype, *shape, exchange._most_bags)
-        lengths = torch.cat([sent[:, rank, : bags[rank]] for rank in range(exchange.world_size)], dim=1)
+        lengths = torch.cat([sent[:, rank, : bags[rank]] for rank in range(world)], dim=1)
         values = torch.empty(sum(counts), dtype=exchange.values_dtype, device=exchange.device)
         if len(values):
             fetch_kernel[(runs, _FETCH_PROGRAMS_OF_A_RUN)](
                 exchange._view(exchange._word_begin(0, 0), torch.int64, 2 * runs), runs, memory.addresses, values,
-                WORLD=exchange.world_size, RUNS=triton.next_power_of_2(runs), ELEMENTS=_ELEMENTS, num_warps=8,
+                WORLD=world, RUNS=triton.next_power_of_2(runs), ELEMENTS=_ELEMENTS, num_warps=8,
             )  # fmt: skip
         return ReceivedFeatures(lengths, values, counts, bags)
 
