@@ -137,7 +137,8 @@ def embedding_modules(lookup: Any) -> list[Any]:
 
 def split_features(lookup: Any, features: KeyedJaggedTensor) -> list[KeyedJaggedTensor]:
     """The features of each embedding module."""
-    return features.split(lookup._feature_splits)
+    splits = lookup._feature_splits
+    return features.split(splits) if len(splits) > 1 else [features]
 
 
 def pooled_by_module(lookup: Any, features: KeyedJaggedTensor) -> list[Tensor]:

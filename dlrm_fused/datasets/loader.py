@@ -165,7 +165,8 @@ def _read(dataset: Dataset, split: Split, rows: Tensor, share: int, global_size:
     if padded_share > len(rows):
         samples = _pad(samples, padded_share - len(rows))
     weights = torch.ones_like(samples.labels)
-    weights[share:] = 0
+    if share < len(weights):
+        weights[share:] = 0
     return Batch(samples.dense, samples.sparse, samples.labels, weights, global_size, samples.tokens, samples.history_lengths)
 
 

@@ -2,7 +2,7 @@
 
 The host launches two graphs instead of a hundred kernels, which at small batches take longer to launch than to run. The
 gradients of all parameters are there at once, so that one AllReduce and one optimizer's step can take them
-(:attr:`CapturedFunction.take_gradients`).
+(:attr:`CapturedFunction.takes_gradients`).
 
 Source: "CUDA Graphs" in PyTorch's notes, https://docs.pytorch.org/docs/stable/notes/cuda.html. Its ``make_graphed_callables``
 copies all inputs, and must come before DistributedDataParallel (DDP).
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,17 @@ from torch import Tensor, nn
 from dlrm_fused.cuda_graphs import RUNS_BEFORE_CAPTURE, GraphRecorder
 
 R = TypeVar("R", Tensor, tuple[Tensor, Tensor])
-TakeGradients = Callable[[Sequence[Tensor | None]], None]
+
+
+class TakesGradients(Protocol):
+    """Who takes the gradients of parameters, instead of autograd."""
+
+    def store(self, gradients: Sequence[Tensor | None]) -> None:
+        """Copy them, None for 0; called within a capture, or in each backward pass that is not replayed."""
+
+    def use(self) -> None:
+        """They have been stored; called in each backward pass."""
+
 
 _MOST_CAPTURES = 4
 # Of an input. To copy this much takes less time than a launch.
@@ -42,14 +52,14 @@ class CapturedFunction(Generic[R]):
         layers: returns the modules whose parameters the function uses; called when it is captured.
 
     Attributes:
-        take_gradients: called in each backward pass with the gradients of :meth:`parameters`, in their order, None for what the
-            result does not depend on. None: autograd accumulates them in ``grad``, where DDP finds them.
+        takes_gradients: who takes the gradients of :meth:`parameters`, in their order; to be set before the first call. None:
+            autograd accumulates them in ``grad``, where DDP finds them.
     """
 
     def __init__(self, function: Callable[..., R], layers: Callable[[], Sequence[nn.Module]]) -> None:
         self._function: Callable[..., R] = function
         self._layers = layers
-        self.take_gradients: TakeGradients | None = None
+        self.takes_gradients: TakesGradients | None = None
         self._captures: dict[Any, _Capture] = {}
         self._memory: _SharedMemory | None = None
 
@@ -60,8 +70,8 @@ class CapturedFunction(Generic[R]):
             RuntimeError: in the backward pass, if the function has been called again before.
         """
         capture = self._capture(inputs) if inputs[0].is_cuda else None
-        run = capture or _Run(self._function, self.parameters())
-        results = _Replay.apply(run, self.take_gradients, *inputs, *run.parameters)
+        run = capture or _Run(self._function, self.parameters(), self.takes_gradients)
+        results = _Replay.apply(run, *inputs, *run.parameters)
         return cast(R, results if len(results) > 1 else results[0])
 
     def parameters(self) -> list[nn.Parameter]:
@@ -73,7 +83,7 @@ class CapturedFunction(Generic[R]):
         key = tuple((t.shape, t.dtype, t.requires_grad, None if _is_copied(t) else (t.data_ptr(), t.stride())) for t in inputs)
         if key not in self._captures and len(self._captures) < _MOST_CAPTURES:
             self._memory = self._memory or _SharedMemory()
-            self._captures[key] = _Capture(self._function, inputs, self._layers(), self._memory)
+            self._captures[key] = _Capture(self._function, inputs, self._layers(), self._memory, self.takes_gradients)
         return self._captures.get(key)
 
 
@@ -101,9 +111,15 @@ class _Capture:
     """
 
     def __init__(
-        self, function: Callable[..., Any], inputs: Sequence[Tensor], layers: Sequence[nn.Module], memory: _SharedMemory
+        self,
+        function: Callable[..., Any],
+        inputs: Sequence[Tensor],
+        layers: Sequence[nn.Module],
+        memory: _SharedMemory,
+        takes_gradients: TakesGradients | None,
     ) -> None:
         self._memory = memory
+        self.takes_gradients = takes_gradients
         self.parameters = [p for layer in layers for p in layer.parameters() if p.requires_grad]
         recorder = GraphRecorder(memory.pool)
         read = [(t.detach().clone() if _is_copied(t) else t.detach()).requires_grad_(t.requires_grad) for t in inputs]
@@ -117,6 +133,8 @@ class _Capture:
             self._upstream = torch.ones_like(results[0])
             with recorder.record() as self._backward:
                 gradients = torch.autograd.grad(results[0], wanted, self._upstream, allow_unused=True)
+                if takes_gradients is not None:
+                    takes_gradients.store(gradients[len(wanted) - len(leaves) :])
         self._results = [result.detach() for result in results]
         self._gradients = gradients
         # The others are the caller's, who may free them.
@@ -124,9 +142,9 @@ class _Capture:
         self._needs_gradient = [t.requires_grad for t in read]
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        for copy, given in zip(self._copies, inputs, strict=True):
-            if copy is not None:
-                copy.copy_(given)
+        pairs = [(copy, given) for copy, given in zip(self._copies, inputs, strict=True) if copy is not None]
+        if pairs:
+            torch._foreach_copy_([copy for copy, _ in pairs], [given for _, given in pairs])
         self._forward.replay()
         self._memory.call += 1
         return tuple(result.clone() for result in self._results)
@@ -151,9 +169,12 @@ class _Run:
 
     call = 0
 
-    def __init__(self, function: Callable[..., Any], parameters: list[nn.Parameter]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], parameters: list[nn.Parameter], takes_gradients: TakesGradients | None
+    ) -> None:
         self._function = function
         self.parameters = parameters
+        self.takes_gradients = takes_gradients
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         self._read = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
@@ -164,7 +185,10 @@ class _Run:
 
     def backward(self, call: int, upstream: Tensor) -> list[Tensor | None]:
         wanted = [t for t in (*self._read, *self.parameters) if t.requires_grad]
-        gradients = iter(torch.autograd.grad(self._differentiable, wanted, upstream, allow_unused=True))
+        all_gradients = torch.autograd.grad(self._differentiable, wanted, upstream, allow_unused=True)
+        if self.takes_gradients is not None:
+            self.takes_gradients.store(all_gradients[len(wanted) - len(self.parameters) :])
+        gradients = iter(all_gradients)
         return [*(next(gradients) if t.requires_grad else None for t in self._read), *gradients]
 
 
@@ -173,13 +197,13 @@ def _as_tuple(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 class _Replay(torch.autograd.Function):
-    """Arguments: a capture or a run, who takes the gradients of its parameters, its inputs, its parameters."""
+    """Arguments: a capture or a run, its inputs, its parameters."""
 
     @staticmethod
-    def forward(ctx: Any, run: _Capture | _Run, take_gradients: TakeGradients | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, run: _Capture | _Run, *tensors: Tensor) -> tuple[Tensor, ...]:
         inputs = tensors[: len(tensors) - len(run.parameters)]
         results = run.forward(inputs)
-        ctx.run, ctx.call, ctx.take_gradients = run, run.call, take_gradients
+        ctx.run, ctx.call = run, run.call
         ctx.save_for_backward(*(t for t in inputs if not _is_copied(t)))  # the backward graph reads them again
         ctx.mark_non_differentiable(*results[1:])
         return results
@@ -187,11 +211,11 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         gradients = ctx.run.backward(ctx.call, upstream[0])
-        inputs = len(gradients) - len(ctx.run.parameters)
-        if ctx.take_gradients is not None:
-            ctx.take_gradients(gradients[inputs:])
-            gradients[inputs:] = [None] * len(ctx.run.parameters)
-        return None, None, *gradients
+        if ctx.run.takes_gradients is not None:
+            ctx.run.takes_gradients.use()
+            count = len(ctx.run.parameters)
+            gradients[len(gradients) - count :] = [None] * count
+        return None, *gradients
 
 
 @contextmanager

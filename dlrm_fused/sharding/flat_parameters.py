@@ -55,12 +55,8 @@ class FlatParameters:
         """Views of a tensor like ``values``, as the parameters lie in it."""
         return [flat[begin : begin + p.numel()].view(p.shape) for begin, p in zip(self._begins, self.parameters, strict=False)]
 
-    def average(self, gradients: Sequence[Tensor | None]) -> None:
-        """Begin to average gradients over the ranks. Collective; copies them, and does not wait.
-
-        Args:
-            gradients: of the parameters; None is 0.
-        """
+    def store(self, gradients: Sequence[Tensor | None]) -> None:
+        """Copy this rank's gradients of the parameters, None for 0; may be captured in a CUDA graph."""
         assert self.values.grad is not None
         given = [(part, gradient) for part, gradient in zip(self._gradients, gradients, strict=True) if gradient is not None]
         if len(given) < len(self.parameters):
@@ -69,13 +65,27 @@ class FlatParameters:
             torch._foreach_copy_([part for part, _ in given], [gradient for _, gradient in given])
         if self._group.size() > 1:
             self.values.grad.mul_(1 / self._group.size())
+
+    def use(self) -> None:
+        """Begin to average what has been stored over the ranks. Collective; does not wait.
+
+        Raises:
+            RuntimeError: for a second backward pass before :meth:`wait`: gradients are not accumulated.
+        """
+        assert self.values.grad is not None
+        if self._is_averaging:
+            raise RuntimeError(
+                "a second backward pass before the optimizer's step: flat parameters do not accumulate gradients"
+            )
+        if self._group.size() > 1:
             self._work = dist.all_reduce(self.values.grad, group=self._group, async_op=True)
         self._is_averaging = True
 
     def wait(self) -> None:
-        """Let the current stream wait for the mean. Collective if nobody has called :meth:`average`: it averages ``grad``."""
+        """Let the current stream wait for the mean. Collective if nobody has called :meth:`use`: it averages ``grad``."""
         if not self._is_averaging:
-            self.average([p.grad for p in self.parameters])
+            self.store([p.grad for p in self.parameters])
+            self.use()
         if self._work is not None:
             self._work.wait()
         self._is_averaging, self._work = False, None
@@ -117,10 +127,10 @@ class FlatOptimizer(torch.optim.Optimizer):
 class GivesGradientsAtOnce(Protocol):
     """What computes the gradients of some parameters together, as a captured function does."""
 
-    take_gradients: Callable[[Sequence[Tensor | None]], None] | None
+    takes_gradients: Any  # who gets them: FlatParameters
 
     def parameters(self) -> list[nn.Parameter]:
-        """In the order in which ``take_gradients`` is given their gradients."""
+        """In the order in which ``takes_gradients`` is given their gradients."""
 
 
 class FlatDataParallel(DataParallelWrapper):
@@ -141,4 +151,4 @@ class FlatDataParallel(DataParallelWrapper):
         """Collective."""
         get_unwrapped_module(dmp).to(device)
         self.flat = FlatParameters(self._function.parameters(), cast(dist.ProcessGroup, env.process_group))
-        self._function.take_gradients = self.flat.average
+        self._function.takes_gradients = self.flat

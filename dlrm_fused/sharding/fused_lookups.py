@@ -139,14 +139,12 @@ class FusedLookups:
         weights = [_weights(lookup, module, of) for (lookup, of), module in zip(of_modules, self._modules, strict=True)]
         if all(weight is None for weight in weights):
             return self._embedding_all_to_all(indices, offsets, batch_sizes)
-        indices, offsets, weights = zip(
-            *(
-                _kernel_inputs(*of_module, self._check_indices)
-                for of_module in zip(self._modules, indices, offsets, weights, strict=True)
-            ),
-            strict=True,
-        )
-        return embedding_all_to_all(self._workspace, indices, offsets, weights, batch_sizes)
+        inputs = [
+            _kernel_inputs(*of_module, self._check_indices)
+            for of_module in zip(self._modules, indices, offsets, weights, strict=True)
+        ]
+        own_indices, own_offsets, own_weights = zip(*inputs, strict=True)
+        return embedding_all_to_all(self._workspace, own_indices, own_offsets, own_weights, batch_sizes)
 
     def _prepare(self, indices: Sequence[Tensor], offsets: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """What FBGEMM does with indices and offsets before its kernels read them."""

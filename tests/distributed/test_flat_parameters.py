@@ -73,7 +73,8 @@ def trained_flat(name: str) -> list[Any]:
 
     def step(batch: Tensor) -> Tensor:
         loss = model(batch).square().sum()
-        flat.average(torch.autograd.grad(loss, flat.parameters))
+        flat.store(torch.autograd.grad(loss, flat.parameters))
+        flat.use()
         return cast(Tensor, loss.detach())
 
     return losses_weights_and_state(model, optimizer, step)
@@ -97,15 +98,23 @@ def other_gradients() -> None:
         flat = FlatParameters([first, second], cast(dist.ProcessGroup, dist.GroupMember.WORLD))
         optimizer = FlatOptimizer(flat, lambda values: SGD(values, lr=1.0))
 
-        flat.average([torch.full((3,), 2.0 * dist.get_rank()), torch.ones(2, 2)])
+        flat.store([torch.full((3,), 2.0 * dist.get_rank()), torch.ones(2, 2)])
+        flat.use()
         optimizer.step()
         assert first.eq(1 - 1).all()  # the mean of 0 and 2
         assert second.eq(1 - 1).all()
 
-        flat.average([None, torch.ones(2, 2)])  # not what the first gradient was before
+        flat.store([None, torch.ones(2, 2)])  # not what the first gradient was before
+        flat.use()
         optimizer.step()
         assert first.eq(0).all()
         assert second.eq(-1).all()
+
+        flat.store([torch.zeros(3), torch.zeros(2, 2)])
+        flat.use()
+        with pytest.raises(RuntimeError, match="second backward pass"):
+            flat.use()
+        optimizer.step()
 
         first.grad, second.grad = torch.full((3,), 1.0 + dist.get_rank()), None
         optimizer.step()  # nobody has given gradients: those that autograd has left

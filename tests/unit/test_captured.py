@@ -28,12 +28,26 @@ def test_other_leaves_share_the_memory_of_the_parameters_which_come_back() -> No
     assert [id(p) for layer in layers for p in layer.parameters()] == [id(p) for p in originals]
 
 
+class Taken:
+    """Takes gradients, and remembers them."""
+
+    def __init__(self) -> None:
+        self.stored: list[Tensor | None] = []
+        self.used: list[list[Tensor | None]] = []
+
+    def store(self, gradients: Sequence[Tensor | None]) -> None:
+        self.stored = list(gradients)
+
+    def use(self) -> None:
+        self.used.append(self.stored)
+
+
 def test_gradients_of_parameters_come_at_once_to_who_takes_them() -> None:
     layer, unused = nn.Linear(3, 2), nn.Linear(1, 1, bias=False)
     function = CapturedFunction(lambda x: (layer(x).square().sum(), layer(x)), lambda: [unused, layer])
     x = torch.randn(4, 3, requires_grad=True)
-    taken: list[Sequence[Tensor | None]] = []
-    function.take_gradients = taken.append
+    taken = Taken()
+    function.takes_gradients = taken
 
     loss, outputs = function(x)
     (2 * loss).backward()
@@ -43,9 +57,9 @@ def test_gradients_of_parameters_come_at_once_to_who_takes_them() -> None:
     assert not outputs.requires_grad
     assert x.grad is not None
     torch.testing.assert_close(x.grad, expected[0])
-    assert taken[0][0] is None
-    torch.testing.assert_close(list(taken[0][1:]), list(expected[1:]))
-    assert len(taken) == 1
+    assert taken.used == [taken.stored]
+    assert taken.stored[0] is None
+    torch.testing.assert_close(taken.stored[1:], list(expected[1:]))
     assert [p.grad for p in function.parameters()] == [None] * 3
 
 
