@@ -134,7 +134,7 @@ class _Capture:
             with recorder.record() as self._backward:
                 gradients = torch.autograd.grad(results[0], wanted, self._upstream, allow_unused=True)
                 if takes_gradients is not None:
-                    takes_gradients.store(gradients[len(wanted) - len(leaves) :])
+                    takes_gradients.store(gradients[len(wanted) - len(self.parameters) :])
         self._results = [result.detach() for result in results]
         self._gradients = gradients
         # The others are the caller's, who may free them.

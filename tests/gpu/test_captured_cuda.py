@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -89,6 +91,34 @@ def test_a_backward_pass_that_comes_too_late_is_refused(scorer: Scorer) -> None:
     scorer.captured(features, embeddings)
     with pytest.raises(RuntimeError, match="called again before the backward pass"):
         loss.backward()
+
+
+class Kept:
+    """Keeps a copy of the gradients that it is given."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self.gradients = [torch.full_like(parameter, torch.nan) for parameter in scorer.layers[0].parameters()]
+        self.uses = 0
+
+    def store(self, gradients: Sequence[Tensor | None]) -> None:
+        for kept, gradient in zip(self.gradients, gradients, strict=True):
+            assert gradient is not None
+            kept.copy_(gradient)
+
+    def use(self) -> None:
+        self.uses += 1
+
+
+def test_who_takes_gradients_has_those_of_each_replay(scorer: Scorer) -> None:
+    scorer.captured.takes_gradients = kept = Kept(scorer)
+    for step in range(captured._MOST_CAPTURES + 2):
+        features, embeddings = scorer.inputs()
+        (3 * scorer.captured(features, embeddings)[0]).backward()
+        loss, _ = scorer.compute(features, embeddings)
+        expected = scorer.gradients(loss, embeddings)
+        torch.testing.assert_close([embeddings.grad, *kept.gradients], expected)
+        assert kept.uses == step + 1
+        assert all(parameter.grad is None for parameter in scorer.layers[0].parameters())
 
 
 def test_one_result_is_given_as_it_is() -> None:
