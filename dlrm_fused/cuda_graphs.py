@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlrm_fused.compat.torch import copy_all
+
 # What is compiled, tuned or loaded at the first calls cannot be captured.
 RUNS_BEFORE_CAPTURE = 2
 _MOST_CAPTURES = 4
@@ -86,7 +88,7 @@ class ReplayedFunction:
                 return self._function(*inputs)
             self._captures[key] = self._capture(inputs)
         copies, graph, results = self._captures[key]
-        torch._foreach_copy_(copies, list(inputs))
+        copy_all(copies, inputs)
         graph.replay()
         return tuple(result.clone() for result in results)
 

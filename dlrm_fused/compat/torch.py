@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -29,6 +30,12 @@ def one_graph_in_ddp() -> AbstractContextManager[None]:
     import torch._dynamo.config  # takes long to import
 
     return cast(AbstractContextManager[None], torch._dynamo.config.patch(optimize_ddp=False))
+
+
+def copy_all(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source to its destination, in one kernel where all have one dtype and device."""
+    if destinations:
+        torch._foreach_copy_(list(destinations), list(sources))
 
 
 def is_alive(process_group: dist.ProcessGroup) -> bool:

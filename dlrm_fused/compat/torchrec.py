@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
@@ -149,6 +149,17 @@ def pooled_by_module(lookup: Any, features: KeyedJaggedTensor) -> list[Tensor]:
 def undivided_gradient(lookup: Any, weights: Tensor) -> Tensor:
     """Weights of samples whose gradient is not divided by the number of ranks, as TorchRec's lookup has it."""
     return cast(Tensor, CommOpGradientScaling.apply(weights, lookup._scale_gradient_factor))
+
+
+class Later(Awaitable[Out], Generic[Out]):
+    """What a function returns when it is waited for."""
+
+    def __init__(self, function: Callable[[], Out]) -> None:
+        super().__init__()
+        self._function = function
+
+    def _wait_impl(self) -> Out:
+        return self._function()
 
 
 class SparseDistPipeline(TrainPipelineSparseDist[In, Out], Generic[In, Out]):

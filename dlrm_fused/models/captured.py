@@ -17,6 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from dlrm_fused.compat.torch import copy_all
 from dlrm_fused.cuda_graphs import RUNS_BEFORE_CAPTURE, GraphRecorder
 
 R = TypeVar("R", Tensor, tuple[Tensor, Tensor])
@@ -143,8 +144,7 @@ class _Capture:
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         pairs = [(copy, given) for copy, given in zip(self._copies, inputs, strict=True) if copy is not None]
-        if pairs:
-            torch._foreach_copy_([copy for copy, _ in pairs], [given for _, given in pairs])
+        copy_all([copy for copy, _ in pairs], [given for _, given in pairs])
         self._forward.replay()
         self._memory.call += 1
         return tuple(result.clone() for result in self._results)

@@ -17,6 +17,8 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.model_parallel import DataParallelWrapper, get_unwrapped_module
 from torchrec.distributed.types import ShardingEnv
 
+from dlrm_fused.compat.torch import copy_all
+
 _ALIGNMENT = 512  # bytes, as of CUDA's allocations, so that what reads a parameter runs as fast as before
 
 MakeOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
@@ -61,8 +63,7 @@ class FlatParameters:
         given = [(part, gradient) for part, gradient in zip(self._gradients, gradients, strict=True) if gradient is not None]
         if len(given) < len(self.parameters):
             self.values.grad.zero_()
-        if given:
-            torch._foreach_copy_([part for part, _ in given], [gradient for _, gradient in given])
+        copy_all([part for part, _ in given], [gradient for _, gradient in given])
         if self._group.size() > 1:
             self.values.grad.mul_(1 / self._group.size())
 

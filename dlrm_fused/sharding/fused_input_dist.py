@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,13 +20,14 @@ from dlrm_fused.compat import torchrec as compat
 from dlrm_fused.ops.feature_all_to_all import FeatureExchange, SentFeatures
 from dlrm_fused.symmetric import SymmetricGroup
 
-# Values of other sharding types go to several ranks, by their rows.
+# Values of other sharding types go to several ranks, if there are several, by their rows.
 _WHOLE_FEATURES = {ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value}
 
 
 def covers(module: ShardedEmbeddingBagCollection) -> bool:
     """Whether all features of the module go to some ranks as a whole."""
-    return set(compat.sharding_types(module)) <= _WHOLE_FEATURES and not compat.divides_after_output(module)
+    are_whole = set(compat.sharding_types(module)) <= _WHOLE_FEATURES or compat.environment(module).world_size == 1
+    return are_whole and not compat.divides_after_output(module)
 
 
 class FusedInputDist:
@@ -71,7 +73,7 @@ class FusedInputDist:
         for names in self._names:
             context = EmbeddingShardingContext(batch_size_per_feature_pre_a2a=[stride] * sum(map(len, names)))
             ctx.sharding_contexts.append(context)
-            awaitables.append(_OfSharding(sent, names[self._exchange.rank], first, context))
+            awaitables.append(compat.Later(partial(_receive, sent, names[self._exchange.rank], first, context)))
             first += len(names[self._exchange.rank])
         return KJTListSplitsAwaitable(
             awaitables,
@@ -81,39 +83,31 @@ class FusedInputDist:
         )
 
 
-class _OfSharding(Awaitable[Awaitable[KeyedJaggedTensor]]):
+def _receive(
+    sent: SentFeatures, names: Sequence[str], first: int, context: EmbeddingShardingContext
+) -> Awaitable[KeyedJaggedTensor]:
     """The features of one sharding type.
 
     Args:
         names: of this rank's.
         first: how many of other sharding types come before.
     """
-
-    def __init__(self, sent: SentFeatures, names: Sequence[str], first: int, context: EmbeddingShardingContext) -> None:
-        super().__init__()
-        self._sent = sent
-        self._names = list(names)
-        self._first = first
-        self._context = context
-
-    def _wait_impl(self) -> Awaitable[KeyedJaggedTensor]:
-        received, end = self._sent.receive(), self._first + len(self._names)
-        self._context.batch_size_per_rank = received.bags
-        counts = received.counts[self._first : end]
-        begin = sum(received.counts[: self._first])
-        values: Tensor = received.values[begin : begin + sum(counts)]
-        lengths = received.lengths[self._first : end].flatten()
-        return NoWait(
-            KeyedJaggedTensor(
-                keys=self._names,
-                values=values,
-                lengths=lengths,
-                offsets=_offsets(lengths),
-                stride=sum(received.bags),
-                length_per_key=counts,
-                offset_per_key=[0, *itertools.accumulate(counts)],
-            )
+    received, end = sent.receive(), first + len(names)
+    context.batch_size_per_rank = received.bags
+    counts = received.counts[first:end]
+    begin = sum(received.counts[:first])
+    lengths = received.lengths[first:end].flatten()
+    return NoWait(
+        KeyedJaggedTensor(
+            keys=list(names),
+            values=received.values[begin : begin + sum(counts)],
+            lengths=lengths,
+            offsets=_offsets(lengths),
+            stride=sum(received.bags),
+            length_per_key=counts,
+            offset_per_key=[0, *itertools.accumulate(counts)],
         )
+    )
 
 
 def _offsets(lengths: Tensor) -> Tensor:

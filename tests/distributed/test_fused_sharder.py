@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.comm_ops import set_gradient_division
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.sharding_plan import (
     column_wise,
@@ -37,6 +38,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from dlrm_fused.errors import UsageError
 from dlrm_fused.sharding import FusedEmbeddingBagCollectionSharder
 from dlrm_fused.sharding.fused_lookups import FusedLookups
+from dlrm_fused.sharding.sharded_module import FusedShardedEmbeddingBagCollection
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import RankFailed, run_ranks
 
@@ -267,6 +269,20 @@ def with_gradients_of_weights(model: DistributedModelParallel, world: World) -> 
     return observed
 
 
+def with_features_sent_by_kernels(model: DistributedModelParallel, world: World) -> list[Tensor]:
+    """Asserts that from the second batch on TorchRec's input dist is not used, unless the model is TorchRec's."""
+    observed = step_by_step(model, world)
+    collection = get_unwrapped_module(model).collections[0]
+    if isinstance(collection, FusedShardedEmbeddingBagCollection):
+        with mock.patch.object(
+            ShardedEmbeddingBagCollection, "input_dist", side_effect=AssertionError("TorchRec's input dist")
+        ):
+            observed += step_by_step(model, world)
+    else:
+        observed += step_by_step(model, world)
+    return observed
+
+
 SUM, MEAN = PoolingType.SUM, PoolingType.MEAN
 EVERY_KIND = (
     Table("table_wise", 8, rank=1),
@@ -291,6 +307,11 @@ class TestOneStepAfterTheOther:
     def test_every_covered_kind_in_one_module(self, ranks):
         tables = EVERY_KIND if ranks > 1 else WITHOUT_ROW_WISE
         assert_equal(run_both(World((tables,), batch_sizes=(6,) * ranks), step_by_step), exactly=ranks <= 2)
+
+    @pytest.mark.interpreted
+    @pytest.mark.parametrize(("ranks", "tables"), [(1, EVERY_KIND), (2, WITHOUT_ROW_WISE)])
+    def test_features_that_go_to_ranks_as_a_whole_are_sent_by_kernels(self, ranks, tables):
+        assert_equal(run_both(World((tables,), batch_sizes=(6,) * ranks), with_features_sent_by_kernels))
 
     @pytest.mark.parametrize("sizes", [(7, 2), with_kernels_too((1, 9, 4)), (3, 3, 5, 8)])
     def test_uneven_batches(self, sizes):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlrm_fused.compat.torch import copy_all
 from dlrm_fused.cuda_graphs import GraphRecorder, RunCounter
 from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all
 from dlrm_fused.ops.embedding_all_to_all.prefetch_sort import FEW_INDICES
@@ -114,8 +115,7 @@ class _Capture:
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, _Loan]:
         """The output, and what is to be kept until the backward pass."""
         self.workspace.forward_channel.raise_fault()
-        if inputs:
-            torch._foreach_copy_(self.inputs, list(inputs))
+        copy_all(self.inputs, inputs)
         self._forward.replay()
         loan = _Loan()
         self._lent = weakref.ref(loan)
