@@ -58,9 +58,9 @@ class RunCounter:
             self._runs.clear()
         self._runs[key] += 1
 
-    def has_run_enough(self, key: object) -> bool:
-        """Whether it can be captured now."""
-        return self._runs[key] >= RUNS_BEFORE_CAPTURE
+    def runs(self, key: object) -> int:
+        """How often it has been counted."""
+        return self._runs[key]
 
 
 class ReplayedFunction:
@@ -77,20 +77,25 @@ class ReplayedFunction:
         self._function = function
         self._captures: dict[Any, tuple[list[Tensor], torch.cuda.CUDAGraph, tuple[Tensor, ...]]] = {}
         self._runs = RunCounter()
+        self._last: torch.cuda.Event | None = None  # of what has used the captures' memory, on any stream
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         if not inputs[0].is_cuda or torch.cuda.is_current_stream_capturing():
             return self._function(*inputs)
-        key = (torch.is_inference_mode_enabled(), *((t.shape, t.dtype) for t in inputs))
+        key = (torch.is_inference_mode_enabled(), torch.is_grad_enabled(), *((t.shape, t.dtype) for t in inputs))
         if key not in self._captures:
-            if len(self._captures) == _MOST_CAPTURES or not self._runs.has_run_enough(key):
+            if len(self._captures) == _MOST_CAPTURES or self._runs.runs(key) < RUNS_BEFORE_CAPTURE:
                 self._runs.count(key)
                 return self._function(*inputs)
             self._captures[key] = self._capture(inputs)
         copies, graph, results = self._captures[key]
+        if self._last is not None:
+            torch.cuda.current_stream().wait_event(self._last)
         copy_all(copies, inputs)
         graph.replay()
-        return tuple(result.clone() for result in results)
+        own_results = tuple(result.clone() for result in results)
+        self._last = torch.cuda.current_stream().record_event()
+        return own_results
 
     def _capture(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
         copies, recorder = [tensor.clone() for tensor in inputs], GraphRecorder()

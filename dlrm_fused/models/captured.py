@@ -39,11 +39,11 @@ _COPIED_BYTES = 2**23
 
 
 class CapturedFunction(Generic[R]):
-    """A function that is captured when it is called first, and then replayed; for calls in which gradients are wanted.
+    """A function that GPUs capture when it is called first, and then replay; for calls in which gradients are wanted.
 
-    On the CPU it runs as it is. On GPUs, inputs are copied to where the graphs read them. Large ones, as pooled embeddings are,
-    are read where they are instead, and when they come from another address, the function is captured again, as for other
-    shapes; but not a fifth time: what would need that runs as it is, too.
+    On the CPU it runs as it is. For a capture, inputs are copied to where the graphs read them. Large ones, such as pooled
+    embeddings, are read where they are instead, and when they come from another address, the function is captured again, as
+    for other shapes; but not a fifth time: what would need that runs as it is, too.
 
     Gradients lie in memory to which the next backward pass writes.
 

@@ -18,6 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.compat import torchrec as compat
 from dlrm_fused.ops.feature_all_to_all import FeatureExchange, SentFeatures
+from dlrm_fused.sharding.fused_lookups import next_number
 from dlrm_fused.symmetric import SymmetricGroup
 
 # Values of other sharding types go to several ranks, if there are several, by their rows.
@@ -47,13 +48,13 @@ class FusedInputDist:
         features_of_ranks = [
             [self._keys.index(name) for names in self._names for name in names[rank]] for rank in range(group.world_size)
         ]
-        name = f"{compat.path(module)}: features"
+        name = f"{compat.path(module)}: features ({next_number(group)})"
         self._exchange = FeatureExchange(
             group, features_of_ranks, name=name, dtypes=self._dtypes, timeout_seconds=timeout_seconds
         )
 
     def takes(self, features: KeyedJaggedTensor) -> bool:
-        """Whether a batch is like the first; the same on all ranks."""
+        """Whether a batch is like the first; ranks are taken to have batches of one kind, as TorchRec takes them."""
         return (
             not features.variable_stride_per_key()
             and features.weights_or_none() is None
@@ -66,9 +67,10 @@ class FusedInputDist:
         """Collective."""
         ctx.variable_batch_per_feature, ctx.inverse_indices = False, None
         stride = features.stride()
-        lengths = features.lengths().view(len(self._keys), stride)
+        lengths = features.lengths().contiguous().view(len(self._keys), stride)
         offsets = features.offsets_or_none()
-        sent = self._exchange.send(lengths, _offsets(features.lengths()) if offsets is None else offsets, features.values())
+        offsets = _offsets(lengths.flatten()) if offsets is None else offsets.to(lengths.dtype)
+        sent = self._exchange.send(lengths, offsets.contiguous(), features.values().contiguous())
         awaitables, first = [], 0
         for names in self._names:
             context = EmbeddingShardingContext(batch_size_per_feature_pre_a2a=[stride] * sum(map(len, names)))

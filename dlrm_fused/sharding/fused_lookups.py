@@ -81,11 +81,10 @@ class FusedLookups:
         self._widths = [sum(embedding_shardings(module)[i].embedding_dims()) for i in shardings]
         self._uses_kernels = uses_kernels(group.device)
         self.order = _order(module, shardings)
-        number = next(_workspace_numbers.setdefault(group, itertools.count()))
         self._workspace = EmbeddingWorkspace(
             group,
             _layout(module, shardings, group.world_size, self.order),
-            name=f"{path(module)} ({number})",
+            name=f"{path(module)} ({next_number(group)})",
             output_dtype=output_dtype,
             forward_wire=_no_wider(options.forward_wire, output_dtype),
             backward_wire=_no_wider(options.backward_wire, output_dtype),
@@ -163,6 +162,11 @@ class FusedLookups:
             runs[begin] = runs.get(begin, 0) + width
             previous = sharding
         return {begin: output} if len(runs) == 1 else dict(zip(runs, output.split(list(runs.values()), dim=1), strict=True))
+
+
+def next_number(group: SymmetricGroup) -> int:
+    """For the name of a workspace."""
+    return next(_workspace_numbers.setdefault(group, itertools.count()))
 
 
 def _no_wider(wire: torch.dtype, output: torch.dtype) -> torch.dtype:

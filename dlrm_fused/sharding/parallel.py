@@ -28,7 +28,7 @@ from dlrm_fused.sharding.output_dtype import pooled_dtype
 from dlrm_fused.sharding.planning import make_plan
 from dlrm_fused.sharding.sharded_module import FusedShardedEmbeddingBagCollection
 from dlrm_fused.sharding.sharder import FusedEmbeddingBagCollectionSharder
-from dlrm_fused.sharding.tables import initialize_tables
+from dlrm_fused.sharding.tables import initialize_tables, is_table
 
 _FUSED_KINDS = {
     EmbeddingOptimizerKind.rowwise_adagrad: EmbOptimType.EXACT_ROWWISE_ADAGRAD,
@@ -72,7 +72,7 @@ def shard(
     the same model.
 
     Args:
-        task: with an attribute ``captured`` that is not None, its dense parameters become
+        task: if its attribute ``captured`` is not None and uses all dense parameters, these become
             :class:`~dlrm_fused.sharding.flat_parameters.FlatParameters`, otherwise DDP averages their gradients.
 
     Raises:
@@ -81,7 +81,7 @@ def shard(
     """
     output_dtype = pooled_dtype(config, device)
     at_once: GivesGradientsAtOnce | None = getattr(task, "captured", None)
-    flat = FlatDataParallel(at_once) if at_once is not None else None
+    flat = FlatDataParallel(at_once) if at_once is not None and groups is None and _uses_all(at_once, task) else None
     sharders: list[ModuleSharder[nn.Module]] = [
         make_sharder(config.embedding, device, config.comm, config.comm_strict, output_dtype)
     ]
@@ -97,6 +97,12 @@ def shard(
     initialize_tables(model, config, schema)
     optimizer = make_optimizer(model, config, groups, flat.flat if flat is not None else None)
     return ShardedModel(model, optimizer, plan, table_paths(model), groups)
+
+
+def _uses_all(function: GivesGradientsAtOnce, task: nn.Module) -> bool:
+    """Whether the function uses all parameters of the model but tables."""
+    dense = {parameter for name, parameter in task.named_parameters() if parameter.requires_grad and not is_table(name)}
+    return dense == set(function.parameters())
 
 
 def table_paths(model: nn.Module) -> dict[str, str]:

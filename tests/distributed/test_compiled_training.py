@@ -14,10 +14,13 @@ from torch._dynamo.utils import counters
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from dlrm_fused.config import Config
+from dlrm_fused.config import Compile, Config, DataSource
+from dlrm_fused.datasets import open_dataset
+from dlrm_fused.models import build_model
+from dlrm_fused.sharding.parallel import shard
 from dlrm_fused.training import trainer
 from dlrm_fused.training.run_folder import RunFolder
-from dlrm_fused.training.runtime import ErrorStore, Rank
+from dlrm_fused.training.runtime import ErrorStore, Rank, process_group
 from tests.distributed.launch import WITHOUT_AMPLIFIED_ROUNDING, RankFailed, losses, metrics, run_ranks, small_config, train
 
 
@@ -54,6 +57,26 @@ def test_losses_are_those_of_eager_mode(tmp_path: Path, ranks: int, model: list[
     assert losses(config.run_dir) == pytest.approx(losses(eager), rel=1e-5)
     of_evaluations = [[line["auc"] for line in metrics(run, "evaluation")] for run in (config.run_dir, eager)]
     assert of_evaluations[0] == pytest.approx(of_evaluations[1], abs=1e-5)
+
+
+def _kinds_of_data_parallelism() -> tuple[str, str]:
+    """Of a model whose dense part uses all dense parameters, and of one with another parameter."""
+    kinds = []
+    with process_group(Rank.from_environment(), torch.device("cpu")):
+        for has_another in (False, True):
+            config = Config()
+            config.training.compile, config.data.source = Compile.always, DataSource.synthetic
+            dataset = open_dataset(config, torch.device("cpu"))
+            task = build_model(config, dataset.schema, 1, torch.device("cpu"))
+            if has_another:
+                task.register_parameter("temperature", torch.nn.Parameter(torch.ones(1)))
+            sharded = shard(task, config, dataset.schema, torch.device("cpu"))
+            kinds.append(type(sharded.model._dmp_wrapped_module).__name__)
+    return kinds[0], kinds[1]
+
+
+def test_a_parameter_beside_the_compiled_part_is_averaged_by_ddp() -> None:
+    assert run_ranks(1, _kinds_of_data_parallelism) == [("RankingTask", "DistributedDataParallel")]
 
 
 def test_a_model_that_cannot_be_compiled_is_refused(tmp_path: Path) -> None:

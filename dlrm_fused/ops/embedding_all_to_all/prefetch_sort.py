@@ -34,7 +34,8 @@ class PrefetchedSort:
         offsets: Sequence[Tensor],
         stream: torch.cuda.Stream | None,
     ) -> None:
-        """Sort on ``stream`` (None: on the CPU), after what the current stream has been given; if few, on the current one."""
+        """Sort on ``stream``, after what the current stream has been given; on the current one if it is None, as on the CPU, or
+        if there are few indices."""
         self.tables = tables
         is_worth_it = any(own.optimizer is not None for own in tables) and sum(map(Tensor.numel, indices)) > FEW_INDICES
         self._stream = stream = stream if is_worth_it else None

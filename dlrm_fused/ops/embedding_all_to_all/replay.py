@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.compat.torch import copy_all
-from dlrm_fused.cuda_graphs import GraphRecorder, RunCounter
+from dlrm_fused.cuda_graphs import RUNS_BEFORE_CAPTURE, GraphRecorder, RunCounter
 from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all
 from dlrm_fused.ops.embedding_all_to_all.prefetch_sort import FEW_INDICES
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
 
 # A training loop has batches of one size, and perhaps a last one of another. Each capture keeps an output's memory.
 _MOST_CAPTURES = 2
+# Of an output, which a replay copies, and of its gradient.
+_MOST_BYTES = 2**23
 
 _Key = tuple[Any, ...]
 # Maps indices and offsets of the lookups, as they are given, to what the operator is to read.
@@ -28,11 +30,11 @@ Prepare = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[Sequence[Tensor],
 
 
 class ReplayedEmbeddingAllToAll:
-    """:func:`embedding_all_to_all` for a training loop: from the third step of some shapes on, it is replayed.
+    """:func:`embedding_all_to_all` for a training loop: from the fourth step of some shapes on, it is replayed.
 
-    It is run as it is where replays would not do the same or would not be faster: without gradients, with weights of samples,
-    ``check_indices`` or stochastic rounding, for many indices, on the CPU, within a capture of the caller's, and while an
-    earlier output waits for its backward pass.
+    It is run as it is where replays would not do the same or would not be faster: without gradients, with ``check_indices`` or
+    stochastic rounding, for many indices or large outputs, on the CPU, within a capture of the caller's, and while an earlier
+    output waits for its backward pass.
 
     Args:
         workspace: with tables attached, which stay.
@@ -49,28 +51,42 @@ class ReplayedEmbeddingAllToAll:
     def __call__(self, indices: Sequence[Tensor], offsets: Sequence[Tensor], batch_sizes: Sequence[int]) -> Tensor:
         """As :func:`embedding_all_to_all`. Collective."""
         workspace = self._workspace
-        if not self._can_be_captured(indices):
+        if not self._can_be_captured(indices, batch_sizes):
             return self._run(indices, offsets, batch_sizes)
         if self._outputs is not workspace.outputs:  # all ranks have got more memory, for larger batches
             self._captures.clear()
             self._outputs = workspace.outputs
         key = (tuple(batch_sizes), workspace.gradient_scale, *((t.shape, t.dtype) for t in (*indices, *offsets)))
         if key not in self._captures and len(self._captures) < _MOST_CAPTURES:
-            if not self._steps.has_run_enough(key):
-                output = self._run(indices, offsets, batch_sizes)
-                output.register_hook(lambda _: self._steps.count(key))  # what the backward pass needs is known only then
-                return output
+            if self._steps.runs(key) <= RUNS_BEFORE_CAPTURE:
+                return self._rehearse(key, indices, offsets, batch_sizes)
             self._captures[key] = _Capture(workspace, self._prepare, indices, offsets, batch_sizes)
         capture = self._captures.get(key)
         if capture is None or capture.is_lent:
             return self._run(indices, offsets, batch_sizes)
         return _Replay.apply(workspace.anchor, capture, *indices, *offsets)
 
+    def _rehearse(self, key: _Key, indices: Sequence[Tensor], offsets: Sequence[Tensor], batch_sizes: Sequence[int]) -> Tensor:
+        """Run as it is; if the shapes come again, with copies, as a capture will: Triton compiles kernels by the alignment and
+        the strides of what they read."""
+        comes_again = self._steps.runs(key) > 0
+        if comes_again:
+            indices, offsets = [tensor.clone() for tensor in indices], [tensor.clone() for tensor in offsets]
+
+        def count(gradient: Tensor) -> Tensor | None:
+            self._steps.count(key)  # not before: what the backward pass needs is known only then
+            return gradient.clone(memory_format=torch.contiguous_format) if comes_again else None
+
+        output = self._run(indices, offsets, batch_sizes)
+        output.register_hook(count)
+        return output
+
     def _run(self, indices: Sequence[Tensor], offsets: Sequence[Tensor], batch_sizes: Sequence[int]) -> Tensor:
         return embedding_all_to_all(self._workspace, *self._prepare(indices, offsets), (), batch_sizes)
 
-    def _can_be_captured(self, indices: Sequence[Tensor]) -> bool:
+    def _can_be_captured(self, indices: Sequence[Tensor], batch_sizes: Sequence[int]) -> bool:
         workspace = self._workspace
+        output_bytes = batch_sizes[workspace.rank] * workspace.layout.columns * workspace.output_dtype.itemsize
         return (
             workspace.device.type == "cuda"
             and workspace.has_memory
@@ -78,6 +94,7 @@ class ReplayedEmbeddingAllToAll:
             and not workspace.check_indices
             and not any(tables.rounds_stochastically for tables in workspace.tables)
             and sum(map(Tensor.numel, indices)) <= FEW_INDICES
+            and output_bytes <= _MOST_BYTES
             and not torch.compiler.is_compiling()
             and not torch.cuda.is_current_stream_capturing()
         )
@@ -95,6 +112,7 @@ class _Capture:
         batch_sizes: Sequence[int],
     ) -> None:
         self.workspace, self.prepare, self.batch_sizes = workspace, prepare, list(batch_sizes)
+        self._outputs = workspace.outputs
         self.inputs = [tensor.clone() for tensor in (*indices, *offsets)]
         self._lent: weakref.ref[_Loan] | None = None
         count, recorder = len(indices), GraphRecorder()
@@ -106,6 +124,11 @@ class _Capture:
             with recorder.record() as self._backward:
                 torch.autograd.grad(output, anchor, self.gradient)
         self._output = output.detach()
+
+    @property
+    def is_of_today(self) -> bool:
+        """Whether the workspace still has the memory that was captured, as all ranks know."""
+        return self._outputs is self.workspace.outputs
 
     @property
     def is_lent(self) -> bool:
@@ -147,10 +170,10 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         capture, inputs = ctx.capture, ctx.saved_tensors
-        if ctx.loan is not None:
+        if ctx.loan is not None and capture.is_of_today:
             capture.backward(gradient)
             ctx.loan = None
-        else:  # a graph that is kept updates the tables once more; another forward pass may have used the memory since
+        else:  # once more for a graph that is kept, whose memory may have been used since; or in the memory of larger batches
             count = len(inputs) // 2
             indices, offsets = capture.prepare(inputs[:count], inputs[count:])
             torch.ops.dlrm_fused.embedding_all_to_all_backward(

@@ -55,10 +55,11 @@ class RateOnDevice:
         self._rate = rate
         self._is_there = rate.device == device
         self._last = math.nan
-        self.value = rate if self._is_there else torch.zeros(1, device=device)
+        self.value = rate if self._is_there else rate.reshape(1).to(device)
 
     def refresh(self) -> None:
-        """Bring the value from the CPU if it has changed; nothing while a CUDA graph is captured, which would repeat it."""
+        """Bring the value from the CPU if it has changed. Not while a CUDA graph is captured: its replays read the value that
+        the last refresh has left."""
         if self._is_there or torch.cuda.is_current_stream_capturing():
             return
         rate = self._rate.item()

@@ -13,7 +13,7 @@ from torch import Tensor
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.workspace import Workspace, fingerprint_of
 from dlrm_fused.ops.feature_all_to_all.kernel import ROUTE_FIELDS, fetch_kernel, send_kernel
-from dlrm_fused.symmetric import SymmetricGroup, SymmetricMemory
+from dlrm_fused.symmetric import SymmetricGroup, SymmetricMemory, abort_peers_on_error
 from dlrm_fused.symmetric.device import uses_kernels
 
 _DTYPES = (torch.int32, torch.int64)
@@ -105,7 +105,8 @@ class FeatureExchange(Workspace):
         self.raise_fault()
         if self._pending is not None:
             self._pending.receive()  # its memory is needed
-        self._check(lengths, offsets, values)
+        with abort_peers_on_error(self.channel):
+            self._check(lengths, offsets, values)
         self._pending = SentFeatures(self, lengths, offsets, values)
         return self._pending
 

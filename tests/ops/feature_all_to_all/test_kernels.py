@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.ops.feature_all_to_all import FeatureExchange
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
-from tests.distributed.launch import RankFailed, run_ranks
+from tests.distributed.launch import run_ranks
 
 pytestmark = pytest.mark.interpreted
 
@@ -89,14 +90,17 @@ def test_ranks_may_have_more_bags_than_others() -> None:
     run_ranks(3, check_steps, [[0, 4], [1, 3, 0], [2]], [3, 70, 1], 1, True)
 
 
-def send_what_is_wrong() -> None:
+def send_what_is_wrong_on_one_rank() -> str:
     with process_group(Rank.from_environment(), torch.device("cpu")):
-        exchange = FeatureExchange(symmetric_group(), [[0], [1]], name="features")
-        exchange.send(
-            torch.ones(2, 3, dtype=torch.int32), torch.arange(6, dtype=torch.int32), torch.zeros(6, dtype=torch.int64)
-        )
+        group = symmetric_group()
+        exchange = FeatureExchange(group, [[0], [1]], name="features")
+        offsets = torch.arange(6 if group.rank == 0 else 7, dtype=torch.int32)
+        with pytest.raises((UsageError, CommunicationError)) as raised:
+            exchange.send(torch.ones(2, 3, dtype=torch.int32), offsets, torch.zeros(6, dtype=torch.int64)).receive()
+        return str(raised.value)
 
 
-def test_offsets_must_belong_to_the_lengths() -> None:
-    with pytest.raises(RankFailed, match="features: 6 offsets for 6 lengths; needed: one more"):
-        run_ranks(2, send_what_is_wrong)
+def test_offsets_must_belong_to_the_lengths_and_other_ranks_do_not_wait() -> None:
+    own, other = run_ranks(2, send_what_is_wrong_on_one_rank)
+    assert own == "features: 6 offsets for 6 lengths; needed: one more"
+    assert "rank 0" in other
