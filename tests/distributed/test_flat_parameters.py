@@ -85,7 +85,7 @@ def both(name: str) -> tuple[list[Any], list[Any]]:
         return trained_flat(name), trained_by_ddp(name)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_losses_weights_and_states_are_those_of_ddp(optimizer: str, ranks: int) -> None:
     for flat, expected in run_ranks(ranks, both, optimizer):

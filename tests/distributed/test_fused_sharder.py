@@ -308,6 +308,7 @@ class TestOneStepAfterTheOther:
         tables = EVERY_KIND if ranks > 1 else WITHOUT_ROW_WISE
         assert_equal(run_both(World((tables,), batch_sizes=(6,) * ranks), step_by_step), exactly=ranks <= 2)
 
+    @pytest.mark.slow
     @pytest.mark.interpreted
     @pytest.mark.parametrize(("ranks", "tables"), [(1, EVERY_KIND), (2, WITHOUT_ROW_WISE)])
     def test_features_that_go_to_ranks_as_a_whole_are_sent_by_kernels(self, ranks, tables):
