@@ -98,8 +98,10 @@ class ExpertDLRM(nn.Module):
         self.over_arch = ExpertTop(in_features, layer_sizes, experts)
         del dlrm.over_arch
         self._interactions_of = dlrm.interactions_of
-        self._into_experts = CompiledForTraining(self._before_experts, is_compiled)
-        self._out_of_experts = CompiledForTraining(self._after_experts, is_compiled)
+        top = self.over_arch
+        before, after = (self.dense_arch, self.inter_arch, top.first), (top.rest,)
+        self._into_experts = CompiledForTraining(self._before_experts, is_compiled, lambda: before)
+        self._out_of_experts = CompiledForTraining(self._after_experts, is_compiled, lambda: after)
 
     def logits_of(self, dense: Tensor, pooled: Tensor, real: Tensor) -> Tensor:
         """[b, dense features], pooled embeddings [b, F, D] and [b] bool, false for padding, to logits [b, 1]."""

@@ -52,7 +52,9 @@ def _dense_optimizer(parameters: list[Tensor], settings: DenseOptimizerConfig) -
         return torch.optim.Adagrad(parameters, lr=rate, weight_decay=decay, eps=eps)
     if settings.kind is DenseOptimizerKind.adam:
         betas = (settings.beta1, settings.beta2)
-        return torch.optim.Adam(parameters, lr=rate, weight_decay=decay, eps=eps, betas=betas)
+        # On GPUs one kernel reads and writes all once, where the default makes seven passes.
+        in_one_pass = all(parameter.is_cuda for parameter in parameters)
+        return torch.optim.Adam(parameters, lr=rate, weight_decay=decay, eps=eps, betas=betas, fused=in_one_pass)
     return torch.optim.SGD(parameters, lr=rate, weight_decay=decay, momentum=settings.momentum)
 
 
