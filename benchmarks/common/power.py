@@ -27,8 +27,9 @@ def sustained(step: Callable[[], object], device: torch.device, seconds: float =
     with subprocess.Popen([*_QUERY, "-i", gpu], stdout=subprocess.PIPE, text=True) as reader:
         milliseconds = _repeat(step, device, seconds)
         reader.terminate()
-        lines = reader.communicate()[0].splitlines()
-    samples = [[float(value) for value in line.split(", ")] for line in lines]
+        lines = reader.communicate()[0].splitlines(keepends=True)
+    whole = [line for line in lines if line.endswith("\n")]  # the last may be cut off
+    samples = [[float(value) for value in line.split(", ")] for line in whole]
     watts, mhz = (statistics.mean(values) for values in zip(*samples, strict=True))
     return {"ms": milliseconds, "watts": watts, "mhz": mhz}
 

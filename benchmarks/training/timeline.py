@@ -4,7 +4,8 @@
 
 A part of the step, such as the matrix products, is busy while one of its kernels runs on any stream, and exposed while nothing
 else does: what it would save to hide it. Parts are told by the names of kernels. Kernels that wait for other ranks are busy.
-The picture shows the shortest step, a row for each stream.
+The host waits while a call of CUDA does that synchronizes with the device. The picture shows the shortest step, a row for each
+stream.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import matplotlib.pyplot as plt
 
 _ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _STEP = "ProfilerStep#"
+_WAITS = re.compile(r"cuda(Stream|Event|Device)Synchronize|cudaMemcpy$")
 # The first pattern that is found in a kernel's name counts.
 PARTS = {
     "lookup": r"lookup_and_scatter|split_embedding.*forward|embedding_bag.*forward",
@@ -37,9 +39,10 @@ PARTS = {
     "exchange of embeddings": r"scatter_tiles|add_up",
     "AllReduce": r"nccl.*(AllReduce|AllGather|ReduceScatter)",
     "SendRecv of NCCL": r"nccl",
-    "matrix products": r"nvjet|cutlass|(?<!fb)gemm|cublas|splitK",
+    "matrix products": r"nvjet|cutlass|(?<!fb)gemm|cublas|splitK|weight_gradient",
+    "routing and sending of tokens": r"scatter_rows|sum_slots|gates_gradient|zero_pads|exchange_counts|place_(experts|slots)",
     "dense optimizer": r"multi_tensor_apply",
-    "features": r"permute_|DeviceScan",
+    "features": r"permute_|DeviceScan|^(send|fetch)_kernel",
     "copies": r"^Mem(cpy|set)",
     "elementwise": r"",
 }
@@ -72,8 +75,22 @@ class Times:
     exposed: float
 
 
-def read_trace(path: Path) -> tuple[list[Kernel], int]:
-    """All kernels in the order of their beginnings, and the number of steps."""
+@dataclass(frozen=True)
+class Trace:
+    """What a trace says.
+
+    Attributes:
+        kernels: all of them, in the order of their beginnings.
+        steps: their number.
+        waits: milliseconds of each call by which the host has waited for the device within these steps.
+    """
+
+    kernels: list[Kernel]
+    steps: int
+    waits: list[float]
+
+
+def read_trace(path: Path) -> Trace:
     content = path.read_bytes()
     events = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)["traceEvents"]
     kernels = [
@@ -81,27 +98,33 @@ def read_trace(path: Path) -> tuple[list[Kernel], int]:
         for event in events
         if event.get("cat") in _ON_DEVICE
     ]
-    steps = sum(event.get("cat") == "user_annotation" and event["name"].startswith(_STEP) for event in events)
-    return sorted(kernels, key=lambda kernel: kernel.begin), steps
+    steps = [event for event in events if event.get("cat") == "user_annotation" and event["name"].startswith(_STEP)]
+    # The profiler itself waits for the device after the last step.
+    end = max((step["ts"] + step["dur"] for step in steps), default=0.0)
+    waits = [
+        event["dur"] / 1e3
+        for event in events
+        if event.get("cat") == "cuda_runtime" and _WAITS.match(event["name"]) and event["ts"] < end
+    ]
+    return Trace(sorted(kernels, key=lambda kernel: kernel.begin), len(steps), waits)
 
 
 def step_begins(kernels: Sequence[Kernel], steps: int) -> list[float]:
-    """When each step begins: with the longest kernel that runs once in each.
+    """When each step begins: with a kernel that runs once in each, of these the most regular one.
+
+    There may be more of them than ``steps``, which the host has made: what the device runs at first may be of steps before.
 
     Raises:
         SystemExit: if there is none, or but one step.
     """
-    counts = Counter(kernel.name for kernel in kernels)
-    once: defaultdict[str, float] = defaultdict(float)
+    begins = defaultdict[str, list[float]](list)
     for kernel in kernels:
-        if counts[kernel.name] == steps:
-            once[kernel.name] += kernel.end - kernel.begin
-    if steps < 2 or not once:
-        raise SystemExit(
-            f"{steps} steps, and {len(once)} kernels that run once in each: record more with telemetry.profile_steps"
-        )
-    marker = max(once, key=lambda name: once[name])
-    return [kernel.begin for kernel in kernels if kernel.name == marker]
+        begins[kernel.name].append(kernel.begin)
+    # Some kernel may run as often as there are steps, but several times in one of them.
+    shortest = {name: min(b - a for a, b in itertools.pairwise(of)) for name, of in begins.items() if len(of) >= steps > 1}
+    if not shortest:
+        raise SystemExit(f"{steps} steps, and no kernel that runs once in each: record more with telemetry.profile_steps")
+    return begins[max(shortest, key=lambda name: shortest[name])]
 
 
 def times(kernels: Iterable[Kernel], begin: float, end: float) -> tuple[dict[str, Times], float]:
@@ -168,21 +191,26 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--title", help="of the picture; by default the trace's name")
     options = parser.parse_args(arguments)
 
-    kernels, steps = read_trace(options.trace)
+    trace = read_trace(options.trace)
+    kernels, steps = trace.kernels, trace.steps
     begins = step_begins(kernels, steps)
+    measured = len(begins) - 1
     by_part, idle = times(kernels, begins[0], begins[-1])
-    print(table(by_part, idle, steps - 1, begins[-1] - begins[0]))
+    print(table(by_part, idle, measured, begins[-1] - begins[0]))
+    print(f"in {steps} steps the host waits {len(trace.waits)} times, {sum(trace.waits):.2f} ms")
     first, last = min(itertools.pairwise(begins), key=lambda step: step[1] - step[0])
     if options.output:
         drawn = [k for k in kernels if first <= k.begin < last]
         write_results(
             options.output,
             {
-                "step_ms": (begins[-1] - begins[0]) / (steps - 1),
-                "nothing_runs_ms": idle / (steps - 1),
+                "step_ms": (begins[-1] - begins[0]) / measured,
+                "nothing_runs_ms": idle / measured,
+                "steps": measured,
+                "steps_of_the_host": steps,
+                "waits_of_the_host_ms": trace.waits,
                 "parts": {
-                    part: {"busy_ms": of.busy / (steps - 1), "exposed_ms": of.exposed / (steps - 1)}
-                    for part, of in by_part.items()
+                    part: {"busy_ms": of.busy / measured, "exposed_ms": of.exposed / measured} for part, of in by_part.items()
                 },
                 "kernels": [[round(k.begin - first, 4), round(k.end - k.begin, 4), k.stream, k.name[:80]] for k in drawn],
             },

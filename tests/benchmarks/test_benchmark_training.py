@@ -153,9 +153,12 @@ def steps_of_a_trace(count: int) -> list[dict[str, Any]]:
             device_event("nvjet_sm90_tst", at + 5e3, at + 6e3),
             device_event("ncclDevKernel_AllReduce_Sum_f32", at + 5e3, at + 7e3, stream=17),
             device_event("update_kernel", at + 7e3, at + 8e3),
+            {"cat": "cuda_runtime", "name": "cudaEventSynchronize", "ts": at + 1e3, "dur": 500.0},
             {"cat": "cpu_op", "name": "aten::mm", "ts": at, "dur": 9e3},
         ]
-    return events
+    of_the_profiler = {"cat": "cuda_runtime", "name": "cudaDeviceSynchronize", "ts": 1e4 * count, "dur": 7e3}
+    as_often_as_steps = [device_event("relu", 2e3 + 100 * i, 2.05e3 + 100 * i, stream=17) for i in range(count)]
+    return [*events, of_the_profiler, *as_often_as_steps]
 
 
 def test_a_part_is_exposed_where_nothing_else_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,14 +168,21 @@ def test_a_part_is_exposed_where_nothing_else_runs(tmp_path: Path, capsys: pytes
     report = json.loads(output.read_text())
     assert report["step_ms"] == pytest.approx(10)
     assert report["nothing_runs_ms"] == pytest.approx(2)
-    expected = {"lookup": (2, 2), "matrix products": (4, 3), "AllReduce": (2, 1), "update of tables": (1, 1)}
+    assert report["waits_of_the_host_ms"] == pytest.approx([0.5] * 3)
+    expected = {
+        "lookup": (2, 2),
+        "matrix products": (4, 3 - 0.15 / 2),
+        "AllReduce": (2, 1),
+        "update of tables": (1, 1),
+        "elementwise": (0.15 / 2, 0),
+    }
     assert report["parts"].keys() == expected.keys()
     for part, (busy, exposed) in expected.items():
         assert (report["parts"][part]["busy_ms"], report["parts"][part]["exposed_ms"]) == pytest.approx((busy, exposed))
     assert report["kernels"][0] == [0.0, 2.0, 7, "lookup_and_scatter_kernel"]
-    assert len(report["kernels"]) == 5
+    assert len(report["kernels"]) == 5 + 3
     assert picture.stat().st_size > 5_000
-    assert capsys.readouterr().out.splitlines()[1].split() == ["matrix", "products", "4.00", "3.00"]
+    assert capsys.readouterr().out.splitlines()[1].split() == ["matrix", "products", "4.00", "2.93"]
 
 
 @pytest.mark.parametrize(
@@ -185,6 +195,8 @@ def test_a_part_is_exposed_where_nothing_else_runs(tmp_path: Path, capsys: pytes
         ("void at_cuda_detail::cub::detail::radix_sort::DeviceRadixSortOnesweepKernel", "sort of indices"),
         ("split_embedding_backward_codegen_rowwise_adagrad", "update of tables"),
         ("Memcpy DtoD (Device -> Device)", "copies"),
+        ("send_kernel", "features"),
+        ("scatter_rows_kernel", "routing and sending of tokens"),
         ("triton_poi_fused_relu_16", "elementwise"),
     ],
 )
@@ -195,5 +207,5 @@ def test_parts_of_kernels(name: str, part: str) -> None:
 def test_a_trace_of_one_step_is_refused(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     trace.write_text(json.dumps({"traceEvents": steps_of_a_trace(1)}))
-    with pytest.raises(SystemExit, match=r"1 steps, and 3 kernels .* telemetry.profile_steps"):
+    with pytest.raises(SystemExit, match=r"1 steps, and no kernel .* telemetry.profile_steps"):
         timeline.main([str(trace)])

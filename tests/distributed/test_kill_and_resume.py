@@ -7,31 +7,29 @@ import os
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 import pytest
 
-from dlrm_fused.training.checkpoint import CheckpointFolder, RawReader
-from tests.distributed.launch import SMALL, losses, metrics, small_config, start_training, summary, train
+from dlrm_fused.training.checkpoint import CheckpointFolder
+from tests.distributed.killing import (
+    DEADLINE_SECONDS,
+    Attempt,
+    assert_checkpoints_are_complete,
+    assert_same_outcome,
+    kill_at_step,
+    kill_in_checkpoint,
+    last_step,
+    unfinished,
+    wait_for,
+)
+from tests.distributed.launch import SMALL, metrics, small_config, start_training, summary, train
 
 ROOT = Path(__file__).parents[2]
 STEPS = 120
 SETTINGS = (f"training.max_steps={STEPS}", "checkpoint.every_steps=10", "evaluation.every_steps=25")
-DEADLINE_SECONDS = 240
-# What depends on the clock.
-TIMES = ("samples_per_second", "wall_seconds")
-
-
-class Attempt(Protocol):
-    """The processes of one start of a run."""
-
-    def alive(self) -> bool: ...
-    def kill(self) -> None: ...
-    def wait(self) -> object: ...
 
 
 class Torchrun:
@@ -71,71 +69,6 @@ class Torchrun:
         log = self._log.read()
         assert status == 0, log
         return log
-
-
-def wait_for(happens: Callable[[], bool], attempt: Attempt) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not happens():
-        assert attempt.alive(), "the run ended before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
-def last_step(run: Path) -> int:
-    """The last step that the run reports, 0 before it does."""
-    try:
-        complete = (run / "metrics.jsonl").read_text().rpartition("\n")[0]
-    except FileNotFoundError:
-        return 0
-    return max((json.loads(line)["step"] for line in complete.splitlines()), default=0)
-
-
-def unfinished(run: Path) -> set[Path]:
-    return set((run / "checkpoints").glob(".writing_step_*"))
-
-
-def kill_at_step(attempt: Attempt, run: Path, step: int, delay: float) -> None:
-    wait_for(lambda: last_step(run) >= step, attempt)
-    time.sleep(delay)
-    attempt.kill()
-
-
-def kill_in_checkpoint(attempt: Attempt, run: Path, number: int, delay: float) -> None:
-    """Kill while the ``number``-th checkpoint of this attempt is being written."""
-    leftovers = unfinished(run)
-    found: set[Path] = set()
-
-    def is_writing() -> bool:
-        nonlocal leftovers
-        current = unfinished(run)
-        leftovers &= current  # the new attempt removes those of the old one
-        found.update(current - leftovers)
-        return len(found) >= number
-
-    wait_for(is_writing, attempt)
-    time.sleep(delay)
-    attempt.kill()
-
-
-def assert_checkpoints_are_complete(run: Path) -> None:
-    folder = CheckpointFolder(run / "checkpoints")
-    for step in folder.steps():
-        assert folder.progress(step).step == step
-        metadata = RawReader(folder.of(step)).read_metadata()
-        for piece in metadata.storage_data.values():
-            assert (folder.of(step) / piece.relative_path).stat().st_size >= piece.offset + piece.length
-
-
-def assert_same_outcome(run: Path, uninterrupted: Path) -> None:
-    """Bit by bit: every loss, every evaluation, the summary, and which checkpoints are kept."""
-    assert losses(run) == losses(uninterrupted)
-    for kind in ("evaluation", "final_evaluation"):
-        assert metrics(run, kind) == metrics(uninterrupted, kind)
-    outcome, expected = ({k: v for k, v in summary(r).items() if k not in TIMES} for r in (run, uninterrupted))
-    assert outcome == expected
-    assert CheckpointFolder(run / "checkpoints").steps() == CheckpointFolder(uninterrupted / "checkpoints").steps()
-    assert not unfinished(run)
-    assert_checkpoints_are_complete(run)
 
 
 @pytest.fixture(scope="module")

@@ -1,18 +1,30 @@
-"""Whole runs on GPUs: the same losses on any number of them and with any plan, and resuming bit by bit."""
+"""Whole runs on GPUs: the same losses on any number of them and with any plan, and after kills the same bits."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.distributed.launch import losses, summary
+from tests.distributed.killing import assert_same_outcome, kill_at_step
+from tests.distributed.launch import losses, small_config, start_training
+from tests.distributed.launch import train as train_ranks
 from tests.gpu.training_runs import gpu_counts, train
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+# With all that replays: fused lookups, a dense part in one tensor.
+KILLED = [
+    "runtime.device=cuda",
+    "comm=fused",
+    "training.max_steps=300",
+    "checkpoint.every_steps=25",
+    "evaluation.every_steps=60",
 ]
 
 
@@ -26,10 +38,14 @@ def test_the_first_losses_are_the_same_on_any_number_of_gpus_and_with_any_plan(t
         assert several == pytest.approx(reference, rel=1e-6)
 
 
-def test_a_resumed_run_continues_bit_by_bit(tmp_path: Path) -> None:
-    most = gpu_counts()[-1]
-    whole = train(tmp_path / "whole", most)
-    train(tmp_path / "parts", most, "training.max_steps=60")
-    parts = train(tmp_path / "parts", most)
-    assert losses(parts) == losses(whole)
-    assert summary(parts)["test_auc"] == summary(whole)["test_auc"]
+@pytest.mark.parametrize("optimizer", ["adam", "adagrad"])
+def test_a_run_that_is_killed_three_times_ends_like_an_uninterrupted_one(tmp_path: Path, optimizer: str) -> None:
+    settings = [*KILLED, f"training.dense_optimizer.kind={optimizer}"]
+    ranks = gpu_counts()[-1]
+    uninterrupted = train_ranks(tmp_path / "uninterrupted", ranks, *settings)
+    config = small_config(tmp_path / "killed", *settings)
+    moments = sorted(random.sample(range(10, 250), 3))
+    for step in moments:
+        kill_at_step(start_training(config, ranks), config.run_dir, step, random.uniform(0, 0.05))
+    start_training(config, ranks).wait()
+    assert_same_outcome(config.run_dir, uninterrupted)

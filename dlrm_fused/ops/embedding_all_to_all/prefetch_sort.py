@@ -15,7 +15,7 @@ from dlrm_fused.ops.embedding_all_to_all.update import SortedLookup, sort_lookup
 # Operators of PyTorch take numbers, not objects.
 _handles = itertools.count(1)
 # So few indices are sorted in less time than it takes to let another stream do it and wait for that.
-FEW_INDICES = 2**19
+FEW_INDICES = 2**21
 _prefetched: weakref.WeakValueDictionary[int, PrefetchedSort] = weakref.WeakValueDictionary()
 
 

@@ -22,7 +22,7 @@ from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
 # A training loop has batches of one size, and perhaps a last one of another. Each capture keeps an output's memory.
 _MOST_CAPTURES = 2
 # Of an output, which a replay copies, and of its gradient.
-_MOST_BYTES = 2**23
+_MOST_BYTES = 2**26
 
 _Key = tuple[Any, ...]
 # Maps indices and offsets of the lookups, as they are given, to what the operator is to read.
