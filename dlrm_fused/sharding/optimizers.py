@@ -12,6 +12,7 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from dlrm_fused.config import Config, DenseOptimizerConfig, DenseOptimizerKind, EmbeddingOptimizerConfig, EmbeddingOptimizerKind
+from dlrm_fused.ops.adagrad import Adagrad
 from dlrm_fused.sharding.flat_parameters import FlatOptimizer, FlatParameters
 from dlrm_fused.sharding.groups import ModelParallelGroups, average_gradients, sharded_parameters
 from dlrm_fused.sharding.tables import data_parallel_tables, is_table
@@ -48,6 +49,8 @@ def make_optimizer(
 
 def _dense_optimizer(parameters: list[Tensor], settings: DenseOptimizerConfig) -> torch.optim.Optimizer:
     rate, decay, eps = settings.learning_rate, settings.weight_decay, settings.eps
+    if settings.kind is DenseOptimizerKind.adagrad and len(parameters) == 1:
+        return Adagrad(parameters[0], lr=rate, weight_decay=decay, eps=eps)
     if settings.kind is DenseOptimizerKind.adagrad:
         return torch.optim.Adagrad(parameters, lr=rate, weight_decay=decay, eps=eps)
     if settings.kind is DenseOptimizerKind.adam:

@@ -129,6 +129,11 @@ class FeatureExchange(Workspace):
             self.group.release(self._memory)
         self._most_bags, self._most_values = -(-bags // _BAG_UNIT) * _BAG_UNIT, values
         self._memory = self.group.allocate(self.name, self._words_end)
+        # Views cost the host as much as launches do.
+        self._received_words = self._view(self._word_begin(0, 0), torch.int64, self._words)
+        self._received_lengths = self._view(
+            self._lengths_begin, self.lengths_dtype, self._own_features, self.world_size, self._most_bags
+        )
         routes = [
             [peer, feature, self._lengths_begin + self._length_bytes(slot, self.rank), self._word_begin(slot, self.rank)]
             for peer, features in enumerate(self.features_of_ranks)
@@ -189,8 +194,7 @@ class SentFeatures:
             memory.addresses, exchange.channel.args, fingerprint_of(exchange._most_bags, exchange._most_values),
             BAGS=_BAGS, ELEMENTS=_ELEMENTS, num_warps=8,
         )  # fmt: skip
-        words = exchange._view(exchange._word_begin(0, 0), torch.int64, exchange._words)
-        exchange._words_on_host.copy_(words, non_blocking=True)
+        exchange._words_on_host.copy_(exchange._received_words, non_blocking=True)
         exchange._note_last()
         self._told = exchange._last
 
@@ -228,16 +232,16 @@ class SentFeatures:
     def _fetch(self) -> ReceivedFeatures:
         exchange, memory, bags = self._exchange, self._exchange._memory, self._bags
         assert memory is not None
-        world, shape = exchange.world_size, (exchange._own_features, exchange.world_size)
-        runs = math.prod(shape)
+        world = exchange.world_size
+        runs = exchange._own_features * world
         of_runs = [values for values, _ in self._of_runs[:runs]]
         counts = [sum(of_runs[run : run + world]) for run in range(0, runs, world)]
-        sent = exchange._view(exchange._lengths_begin, exchange.lengths_dtype, *shape, exchange._most_bags)
+        sent = exchange._received_lengths
         lengths = torch.cat([sent[:, rank, : bags[rank]] for rank in range(world)], dim=1)
         values = torch.empty(sum(counts), dtype=exchange.values_dtype, device=exchange.device)
         if len(values):
             fetch_kernel[(runs, _FETCH_PROGRAMS_OF_A_RUN)](
-                exchange._view(exchange._word_begin(0, 0), torch.int64, 2 * runs), runs, memory.addresses, values,
+                exchange._received_words, runs, memory.addresses, values,
                 WORLD=world, RUNS=triton.next_power_of_2(runs), ELEMENTS=_ELEMENTS, num_warps=8,
             )  # fmt: skip
         return ReceivedFeatures(lengths, values, counts, bags)

@@ -1,0 +1,18 @@
+"""Adagrad's kernel on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.ops.test_adagrad import check_steps
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.01])
+def test_steps_are_those_of_torch(weight_decay: float) -> None:
+    check_steps(torch.device("cuda"), weight_decay)
