@@ -181,12 +181,15 @@ def _finite(values: Mapping[str, _Value]) -> dict[str, _Value]:
 
 
 def _train_tag(name: str) -> str:
-    return f"{_train_group(name)}/{name.removesuffix('_ms').removeprefix('experts_')}"
+    shown = "nothing" if name == "idle_ms" else name.removesuffix("_ms").removesuffix("_exposed").removeprefix("experts_")
+    return f"{_train_group(name)}/{shown}"
 
 
 def _train_group(name: str) -> str:
     if name.startswith("experts_"):
         return "experts"
+    if name.endswith("_exposed_ms") or name == "idle_ms":
+        return "exposed_ms"
     if name.endswith("_ms"):
         return "time_ms"
     if name.endswith("_share"):

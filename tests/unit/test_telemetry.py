@@ -98,6 +98,8 @@ def test_tensorboard_groups_scalars_and_shows_texts(tmp_path, config):
             "learning_rate": 0.1,
             "step_ms": 2.0,
             "backward_ms": 1.0,
+            "backward_exposed_ms": 0.5,
+            "idle_ms": 0.25,
             "gpu_memory_gib": 3.0,
         },
     )
@@ -111,6 +113,8 @@ def test_tensorboard_groups_scalars_and_shows_texts(tmp_path, config):
         "schedule/learning_rate",
         "time_ms/step",
         "time_ms/backward",
+        "exposed_ms/backward",
+        "exposed_ms/nothing",
         "memory/gpu_memory_gib",
         "evaluation/test_auc",
     }
