@@ -90,7 +90,8 @@ class RunWriter:
 
         Args:
             values: loss, samples_per_second, samples_per_second_per_gpu, learning_rate, gpu_memory_gib, the times of
-                :meth:`~dlrm_fused.training.step_timer.StepTimer.summary`, and experts_<layer>_busiest and _idlest.
+                :meth:`~dlrm_fused.training.step_timer.StepTimer.summary`, what
+                :func:`~dlrm_fused.training.efficiency.efficiency` gives, and experts_<layer>_busiest and _idlest.
         """
         if not self._active:
             return
@@ -194,6 +195,8 @@ def _train_group(name: str) -> str:
         return "time_ms"
     if name.endswith("_share"):
         return "time"
+    if name.endswith(("_utilization", "_gb_per_second")):
+        return "efficiency"
     if name.startswith("samples_per_second"):
         return "throughput"
     if name.endswith("learning_rate"):

@@ -100,6 +100,10 @@ def test_tensorboard_groups_scalars_and_shows_texts(tmp_path, config):
             "backward_ms": 1.0,
             "backward_exposed_ms": 0.5,
             "idle_ms": 0.25,
+            "floor_ms": 0.125,
+            "model_flops_utilization": 0.4,
+            "hbm_gb_per_second": 1000.0,
+            "link_gb_per_second": 100.0,
             "gpu_memory_gib": 3.0,
         },
     )
@@ -115,6 +119,10 @@ def test_tensorboard_groups_scalars_and_shows_texts(tmp_path, config):
         "time_ms/backward",
         "exposed_ms/backward",
         "exposed_ms/nothing",
+        "time_ms/floor",
+        "efficiency/model_flops_utilization",
+        "efficiency/hbm_gb_per_second",
+        "efficiency/link_gb_per_second",
         "memory/gpu_memory_gib",
         "evaluation/test_auc",
     }
