@@ -15,7 +15,7 @@ import gzip
 import itertools
 import json
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from pathlib import Path
 import matplotlib
 
 from benchmarks.common.results import write_results
+from dlrm_fused.training.overlap import Times, busy_and_exposed
 
 matplotlib.use("Agg")  # no display is needed
 import matplotlib.pyplot as plt
@@ -65,14 +66,6 @@ class Kernel:
     def part(self) -> str:
         """Of the step."""
         return next(part for part, pattern in PARTS.items() if re.search(pattern, self.name))
-
-
-@dataclass(frozen=True)
-class Times:
-    """Of a part, in milliseconds of a step."""
-
-    busy: float
-    exposed: float
 
 
 @dataclass(frozen=True)
@@ -128,24 +121,9 @@ def step_begins(kernels: Sequence[Kernel], steps: int) -> list[float]:
 
 
 def times(kernels: Iterable[Kernel], begin: float, end: float) -> tuple[dict[str, Times], float]:
-    """By part its :class:`Times` between two moments, in milliseconds of all of it; and the time in which nothing runs."""
-    changes = []
-    for kernel in kernels:
-        first, last = max(kernel.begin, begin), min(kernel.end, end)
-        if first < last:
-            changes += [(first, kernel.part, 1), (last, kernel.part, -1)]
-    busy, exposed = defaultdict[str, float](float), defaultdict[str, float](float)
-    active, idle, now = Counter[str](), 0.0, begin
-    for moment, part, change in [*sorted(changes), (end, "", 0)]:
-        running = [name for name, count in active.items() if count]
-        for name in running:
-            busy[name] += moment - now
-        if len(running) == 1:
-            exposed[running[0]] += moment - now
-        idle += 0.0 if running else moment - now
-        active[part] += change
-        now = moment
-    return {part: Times(busy[part], exposed[part]) for part in PARTS if part in busy}, idle
+    """By part its times between two moments, in milliseconds of all of it; and the time in which nothing runs."""
+    by_part, idle = busy_and_exposed(((kernel.part, kernel.begin, kernel.end) for kernel in kernels), begin, end)
+    return {part: by_part[part] for part in PARTS if part in by_part and by_part[part].busy}, idle
 
 
 def table(by_part: dict[str, Times], idle: float, steps: int, milliseconds: float) -> str:

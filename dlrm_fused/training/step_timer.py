@@ -1,4 +1,4 @@
-"""How long the parts of a training step take, measured without stalling it: every step on the CPU, one of eight on GPUs."""
+"""How long the parts of a training step take, and which of them hold it up, measured without stalling it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import torch
+
+from dlrm_fused.training.overlap import busy_and_exposed
 
 PARTS = ("data_wait", "input_dist", "embedding", "dense_forward", "backward", "optimizer")
 # Parts timed by the host's clock: the host waits for data, and the device takes no part in that.
@@ -133,8 +135,9 @@ class StepTimer:
     def summary(self) -> dict[str, float]:
         """Means over the steps that ended, on the device too, since the last summary: ``step_ms``, ``<part>_ms``.
 
-        ``embedding_share`` is the part of the step that the embedding stage's forward pass takes, from 0 to 1. Empty when no
-        step has ended.
+        ``<part>_exposed_ms`` is the time of the step in which only this part of the device runs; ``idle_ms`` that in which none
+        does. ``data_wait``, the host's, has no part in either. ``embedding_share`` is the part of the step that the embedding
+        stage's forward pass takes, from 0 to 1. Empty when no step has ended.
         """
         self._read_passed()
         means = {f"{name}_ms": total / self._steps_read for name, total in self._totals.items()}
@@ -161,11 +164,22 @@ class StepTimer:
 
     def _read(self, step: _Step) -> None:
         self._steps_read += 1
-        self._totals["step"] += self._clock.milliseconds(step.begin, step.end)
+        length = self._clock.milliseconds(step.begin, step.end)
+        self._totals["step"] += length
+        on_device = []
         for name, clock, begin, end in step.intervals:
-            self._totals[name] += clock.milliseconds(begin, end)
+            taken = clock.milliseconds(begin, end)
+            self._totals[name] += taken
+            if name not in _HOST_PARTS:
+                # Negative for what another stream began before the step.
+                since_begin = clock.milliseconds(step.begin, begin)
+                on_device.append((name, since_begin, since_begin + taken))
             clock.reuse(begin)
             clock.reuse(end)
+        parts, idle = busy_and_exposed(on_device, 0.0, length)
+        for name, times in parts.items():
+            self._totals[f"{name}_exposed"] += times.exposed
+        self._totals["idle"] += idle
         self._clock.reuse(step.begin)
         self._clock.reuse(step.end)
 

@@ -90,7 +90,8 @@ class RunWriter:
 
         Args:
             values: loss, samples_per_second, samples_per_second_per_gpu, learning_rate, gpu_memory_gib, the times of
-                :meth:`~dlrm_fused.training.step_timer.StepTimer.summary`, and experts_<layer>_busiest and _idlest.
+                :meth:`~dlrm_fused.training.step_timer.StepTimer.summary`, what
+                :func:`~dlrm_fused.training.efficiency.efficiency` gives, and experts_<layer>_busiest and _idlest.
         """
         if not self._active:
             return
@@ -181,16 +182,21 @@ def _finite(values: Mapping[str, _Value]) -> dict[str, _Value]:
 
 
 def _train_tag(name: str) -> str:
-    return f"{_train_group(name)}/{name.removesuffix('_ms').removeprefix('experts_')}"
+    shown = "nothing" if name == "idle_ms" else name.removesuffix("_ms").removesuffix("_exposed").removeprefix("experts_")
+    return f"{_train_group(name)}/{shown}"
 
 
 def _train_group(name: str) -> str:
     if name.startswith("experts_"):
         return "experts"
+    if name.endswith("_exposed_ms") or name == "idle_ms":
+        return "exposed_ms"
     if name.endswith("_ms"):
         return "time_ms"
     if name.endswith("_share"):
         return "time"
+    if name.endswith(("_utilization", "_gb_per_second")):
+        return "efficiency"
     if name.startswith("samples_per_second"):
         return "throughput"
     if name.endswith("learning_rate"):

@@ -23,10 +23,12 @@ from dlrm_fused.sharding.planning import describe_plan
 from dlrm_fused.symmetric.collective_errors import gather_or_raise
 from dlrm_fused.training.build import build
 from dlrm_fused.training.checkpoint import CheckpointWriter, Progress, restore
+from dlrm_fused.training.efficiency import efficiency, step_work
 from dlrm_fused.training.evaluation import evaluate
 from dlrm_fused.training.expert_load import load_values, read_expert_loads
 from dlrm_fused.training.metrics import BinaryMetricValues, LossTracker
 from dlrm_fused.training.next_steps import next_steps
+from dlrm_fused.training.peaks import data_sheet_peaks
 from dlrm_fused.training.pipeline import TrainingPipeline
 from dlrm_fused.training.run_folder import RunFolder, reaches_target
 from dlrm_fused.training.runtime import ErrorStore, Rank, join_run
@@ -110,6 +112,8 @@ class Trainer:
         self._losses = LossTracker()
         self._expert_layers = cast(RankingTask, get_unwrapped_module(sharded.model)).expert_layers
         self._throughput = _Throughput(config.training.global_batch_size, rank.world_size)
+        self._work = step_work(config, dataset.schema, device, sharded, rank.world_size)
+        self._peaks = data_sheet_peaks(device)
         self._writer = RunWriter(folder.path, config, rank.index, resume_step=start_step)
         self._show_plan()
 
@@ -212,12 +216,15 @@ class Trainer:
             )
         self._stop_if_constant(output)
         loads = read_expert_loads(self._expert_layers)
+        training, rates = self._config.training, self._throughput.since_last(self._step)
+        step_seconds = training.global_batch_size / rates["samples_per_second"]
         values: dict[str, float] = {
             "loss": losses.mean,
-            **self._throughput.since_last(self._step),
-            "learning_rate": self._config.training.dense_optimizer.learning_rate * self._rates.factor,
+            **rates,
+            "learning_rate": training.dense_optimizer.learning_rate * self._rates.factor,
             "embedding_learning_rate": self._config.embedding.optimizer.learning_rate * self._rates.factor,
             **self._timer.summary(),
+            **efficiency(self._work, self._peaks, training.precision, step_seconds),
             **gpu_memory_gib(self._device),
             **load_values(loads),
         }

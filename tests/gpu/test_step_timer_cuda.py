@@ -81,3 +81,36 @@ def test_events_are_used_again_and_a_step_costs_little(timer):
         torch.cuda.synchronize()
         timer.summary()
     assert len(timer._clock._pool) == events
+
+
+def test_a_part_on_another_stream_is_exposed_for_what_the_main_stream_does_not_hide(timer):
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream), timer.part("input_dist"):
+        torch.cuda._sleep(3 * CYCLES)
+    with timer.part("backward"):
+        torch.cuda._sleep(CYCLES)
+    torch.cuda.current_stream().wait_stream(stream)
+    timer.step_done()
+    torch.cuda.synchronize()
+    means = timer.summary()
+    assert means["backward_exposed_ms"] < 0.1 * means["backward_ms"]
+    assert means["input_dist_exposed_ms"] == pytest.approx(means["input_dist_ms"] - means["backward_ms"], rel=0.1)
+    assert means["idle_ms"] < 0.1 * means["step_ms"]
+
+
+def test_what_another_stream_did_before_the_step_is_not_exposed_in_it(timer):
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(3 * CYCLES)  # the main stream gets to the step's begin when this is over
+    timer.step_done()
+    with torch.cuda.stream(stream), timer.part("input_dist"):
+        torch.cuda._sleep(CYCLES)
+    with timer.part("backward"):
+        torch.cuda._sleep(CYCLES)
+    timer.step_done()
+    torch.cuda.synchronize()
+    means = timer.summary()
+    assert means["input_dist_ms"] > 0
+    assert means["input_dist_exposed_ms"] == 0
+    assert means["backward_exposed_ms"] == pytest.approx(means["backward_ms"], rel=0.1)

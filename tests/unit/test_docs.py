@@ -89,7 +89,7 @@ def test_settings_that_pages_name_exist() -> None:
 
 def test_the_parts_of_a_step_are_documented() -> None:
     text = (DOCS / "training.md").read_text()
-    assert re.findall(r"^\| `(\w+)_ms` \|", text, re.MULTILINE) == ["step", *PARTS]
+    assert re.findall(r"^\| `(\w+)_ms` \|", text, re.MULTILINE) == ["step", *PARTS, "idle", "floor"]
 
 
 @pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md") if path.name != "README.md"))

@@ -38,7 +38,9 @@ def test_means_of_the_parts_and_of_the_whole_step(timer, clock):
             clock.pass_ms(backward_ms)
         clock.pass_ms(5)
         timer.step_done()
-    assert timer.summary() == pytest.approx({"step_ms": 9, "data_wait_ms": 1, "backward_ms": 3})
+    assert timer.summary() == pytest.approx(
+        {"step_ms": 9, "data_wait_ms": 1, "backward_ms": 3, "backward_exposed_ms": 3, "idle_ms": 6}
+    )
 
 
 def test_a_summary_covers_the_steps_since_the_last_one(timer, clock):
@@ -47,7 +49,8 @@ def test_a_summary_covers_the_steps_since_the_last_one(timer, clock):
         clock.pass_ms(milliseconds)
         timer.stop("optimizer")
         timer.step_done()
-        assert timer.summary() == pytest.approx({"step_ms": milliseconds, "optimizer_ms": milliseconds})
+        expected = {"step_ms": milliseconds, "optimizer_ms": milliseconds, "optimizer_exposed_ms": milliseconds, "idle_ms": 0}
+        assert timer.summary() == pytest.approx(expected)
     assert timer.summary() == {}
 
 
@@ -99,4 +102,40 @@ def test_only_one_in_so_many_steps_is_measured(clock):
         with timer.part("backward"):
             clock.pass_ms(milliseconds)
         timer.step_done()
-    assert timer.summary() == pytest.approx({"step_ms": 2, "backward_ms": 2})
+    assert timer.summary() == pytest.approx({"step_ms": 2, "backward_ms": 2, "backward_exposed_ms": 2, "idle_ms": 0})
+
+
+def test_a_part_that_another_hides_is_exposed_for_the_rest_only(timer, clock):
+    for rest in (1, 3):
+        timer.start("input_dist")
+        with timer.part("backward"):
+            clock.pass_ms(4)
+        clock.pass_ms(rest)
+        timer.stop("input_dist")
+        clock.pass_ms(2)
+        timer.step_done()
+    found = timer.summary()
+    assert (found["input_dist_ms"], found["input_dist_exposed_ms"]) == pytest.approx((6, 2))
+    assert (found["backward_ms"], found["backward_exposed_ms"]) == pytest.approx((4, 0))
+    assert found["idle_ms"] == pytest.approx(2)
+
+
+def test_what_began_before_the_step_counts_from_its_begin(timer, clock):
+    """As on GPUs, where a stream beside the main one gets to a part before the step's begin."""
+    timer.start("input_dist")
+    clock.pass_ms(5)
+    timer._step.begin = clock.perf_counter()
+    clock.pass_ms(2)
+    timer.stop("input_dist")
+    timer.step_done()
+    found = timer.summary()
+    assert (found["step_ms"], found["input_dist_ms"], found["input_dist_exposed_ms"]) == pytest.approx((2, 7, 2))
+
+
+def test_waiting_for_data_hides_nothing(timer, clock):
+    with timer.part("data_wait"), timer.part("backward"):
+        clock.pass_ms(3)
+    timer.step_done()
+    found = timer.summary()
+    assert found["backward_exposed_ms"] == pytest.approx(3)
+    assert "data_wait_exposed_ms" not in found

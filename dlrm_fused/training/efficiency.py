@@ -1,0 +1,166 @@
+"""How near training steps come to what a GPU can do: the work of a step over the time that it takes.
+
+The work is counted once, from the config, the features of the data set and the sharding plan, so that reporting it costs a step
+nothing. It is the mean over ranks: a rank that the plan gives more than others has more to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.types import ParameterSharding, ShardingPlan, ShardingType
+
+from dlrm_fused.config import Config, EmbeddingOptimizerKind, OutputDtype, Precision, TableConfig, TableDtype, WireDtype
+from dlrm_fused.datasets.schema import DatasetSchema
+from dlrm_fused.models.flops import training_flops
+from dlrm_fused.sharding.output_dtype import pooled_dtype
+from dlrm_fused.sharding.parallel import ShardedModel
+from dlrm_fused.sharding.tables import data_parallel_tables, is_table
+from dlrm_fused.training.peaks import Peaks
+
+_KERNELS_ON_HOST = {EmbeddingComputeKernel.FUSED_UVM.value, EmbeddingComputeKernel.FUSED_UVM_CACHING.value}
+# What an optimizer keeps for each weight of a table, in float32; rowwise Adagrad has one number for a row.
+_STATES_OF_A_WEIGHT = {
+    EmbeddingOptimizerKind.sgd: 0,
+    EmbeddingOptimizerKind.rowwise_adagrad: 0,
+    EmbeddingOptimizerKind.adagrad: 1,
+    EmbeddingOptimizerKind.adam: 2,
+}
+_FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What a training step makes a rank do, on average.
+
+    Attributes:
+        flops: of the model's matrix products, forward and backward; None for a model without a count.
+        hbm_bytes: of embedding rows, read and written in HBM (:func:`row_bytes`).
+        link_bytes: sent to other ranks (:func:`pooled_bytes` and :func:`gradient_bytes`).
+    """
+
+    flops: float | None
+    hbm_bytes: float
+    link_bytes: float
+
+
+def efficiency(work: StepWork, peaks: Peaks | None, precision: Precision, step_seconds: float) -> dict[str, float]:
+    """What the steps of an interval have made of a GPU.
+
+    Args:
+        peaks: of the GPU; None where they are not known, or there is none.
+        step_seconds: mean over the interval.
+
+    Returns:
+        nothing without peaks; otherwise ``model_flops_utilization``, FLOPs over those of the peak of ``precision`` (arXiv
+        2204.02311, appendix B); ``hbm_gb_per_second`` and ``link_gb_per_second``, in 10^9 bytes; ``floor_ms``, the longest of
+        the times that the three kinds of work take at the peaks. A kind that there is none of, or no count, is left out.
+    """
+    if peaks is None:
+        return {}
+    values, floors = {}, [0.0]
+    if work.flops is not None:
+        floors.append(work.flops / peaks.flops(precision))
+        values["model_flops_utilization"] = floors[-1] / step_seconds
+    for name, count, peak in (("hbm", work.hbm_bytes, peaks.hbm), ("link", work.link_bytes, peaks.link)):
+        if count:
+            floors.append(count / peak)
+            values[f"{name}_gb_per_second"] = count / step_seconds / 1e9
+    return {**values, "floor_ms": 1e3 * max(floors)}
+
+
+def step_work(config: Config, schema: DatasetSchema, device: torch.device, sharded: ShardedModel, ranks: int) -> StepWork:
+    """Of a step of ``training.global_batch_size`` samples."""
+    flops = training_flops(config, schema)
+    samples = config.training.global_batch_size / ranks
+    return StepWork(
+        flops=None if flops is None else samples * flops,
+        hbm_bytes=row_bytes(config, schema, sharded.plan, ranks),
+        link_bytes=pooled_bytes(config, schema, sharded.plan, ranks, device) + gradient_bytes(sharded, ranks),
+    )
+
+
+def row_bytes(config: Config, schema: DatasetSchema, plan: ShardingPlan, ranks: int) -> float:
+    """What a rank reads and writes in HBM for rows of embedding tables.
+
+    A row is read for the forward pass; for the update it is read and written, and so are states of the optimizer that are as
+    wide as it. Each id of a batch counts as a row of its own, up to the rows of the table: where few ids are frequent, HBM
+    moves less. Every row of a data-parallel table is updated. Tables in the host's memory do not count.
+    """
+    rows_of = {feature.name: feature.rows for feature in schema.tables}
+    ids_of, touched = _ids_per_sample(config, schema), 0.0
+    for name, sharding in _placed(plan):
+        if _is_data_parallel(sharding):
+            touched += rows_of[name]
+        elif sharding.compute_kernel not in _KERNELS_ON_HOST:
+            touched += min(config.training.global_batch_size * ids_of[name], rows_of[name]) / ranks
+    weight_bytes = 2 if config.embedding.dtype is TableDtype.fp16 else _FLOAT32_BYTES
+    state_bytes = _STATES_OF_A_WEIGHT[config.embedding.optimizer.kind] * _FLOAT32_BYTES
+    return touched * config.embedding.dim * (3 * weight_bytes + 2 * state_bytes)
+
+
+def pooled_bytes(config: Config, schema: DatasetSchema, plan: ShardingPlan, ranks: int, device: torch.device) -> float:
+    """What a rank sends to others of pooled embeddings, forward, and of their gradients, backward.
+
+    A shard gives its columns for all samples and gets their gradients, so a table whose rows are cut sends them once for each
+    piece. Ids do not count.
+    """
+    samples = config.training.global_batch_size / ranks
+    bags = _bags_per_sample(schema)
+    columns = sum(bags[name] * _columns_of_shards(sharding) for name, sharding in _placed(plan))
+    embedding, output = config.embedding, pooled_dtype(config, device)
+    both_ways = sum(_bytes_on_the_wire(wire, output) for wire in (embedding.forward_wire, embedding.backward_wire))
+    return (ranks - 1) / ranks * samples * columns * both_ways
+
+
+def gradient_bytes(sharded: ShardedModel, ranks: int) -> float:
+    """What a rank sends to average the gradients of what other ranks hold too: dense layers and data-parallel tables.
+
+    An AllReduce over n ranks sends 2 (n - 1) / n of its bytes, unless a switch adds them up: Patarasuk and Yuan, *Bandwidth
+    optimal all-reduce algorithms for clusters of workstations*, J. Parallel Distrib. Comput. 69, 2009. What tensor-parallel
+    layers and experts exchange does not count.
+    """
+    dense = [p for name, p in sharded.model.named_parameters() if p.requires_grad and not is_table(name)]
+    total, groups = 0.0, sharded.groups
+    for parameter in [*dense, *(weight for _, weight in data_parallel_tables(sharded.model))]:
+        is_shard = getattr(parameter, "shard_dim", None) is not None
+        copies = groups.data_parallel.size() if groups is not None and is_shard else ranks
+        total += 2 * (copies - 1) / copies * parameter.numel() * parameter.element_size()
+    return total
+
+
+def _placed(plan: ShardingPlan) -> Iterator[tuple[str, ParameterSharding]]:
+    """Each table's name, and where it lies."""
+    for module_plan in plan.plan.values():
+        yield from module_plan.items()
+
+
+def _is_data_parallel(sharding: ParameterSharding) -> bool:
+    return sharding.sharding_type == ShardingType.DATA_PARALLEL.value
+
+
+def _columns_of_shards(sharding: ParameterSharding) -> int:
+    """Of all shards together; 0 for a table that every rank has."""
+    return 0 if sharding.sharding_spec is None else sum(shard.shard_sizes[1] for shard in sharding.sharding_spec.shards)
+
+
+def _bags_per_sample(schema: DatasetSchema) -> dict[str, int]:
+    """By table: each bag gives a pooled embedding."""
+    tokens = {feature.name for feature in schema.token_features}
+    return {feature.name: schema.history_length + 1 if feature.name in tokens else 1 for feature in schema.tables}
+
+
+def _ids_per_sample(config: Config, schema: DatasetSchema) -> dict[str, float]:
+    """By table, on average."""
+    bags, settings = _bags_per_sample(schema), config.embedding.tables
+    return {
+        feature.name: bags[feature.name] * (settings.get(feature.name, TableConfig()).pooling_factor or feature.pooling_factor)
+        for feature in schema.tables
+    }
+
+
+def _bytes_on_the_wire(wire: WireDtype, output: OutputDtype) -> int:
+    return 2 if wire is not WireDtype.fp32 or output is not OutputDtype.fp32 else 4

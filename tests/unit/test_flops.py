@@ -1,0 +1,91 @@
+"""What the models' matrix products count: as torch counts them in a forward pass, and as one counts them by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from dlrm_fused.config import Config, ModelKind, Split, load_config
+from dlrm_fused.datasets import Dataset, open_dataset
+from dlrm_fused.datasets.batch import Batch
+from dlrm_fused.models import build_model
+from dlrm_fused.models.flops import forward_flops, training_flops
+
+SAMPLES = 6
+CPU = torch.device("cpu")
+# Five sparse features, three dense ones; sizes of layers differ, so that none can stand for another.
+SMALL = [
+    "runtime.device=cpu",
+    "data.synthetic.dense_features=3",
+    "data.synthetic.tables=5",
+    "data.synthetic.rows=[20]",
+    "data.synthetic.train_samples=100",
+    "embedding.dim=12",
+    "model.bottom_mlp=[20,12]",
+    "model.top_mlp=[24,10,1]",
+]
+KINDS = {
+    "dlrm": ["model.kind=dlrm"],
+    "dcnv2": ["model.kind=dcnv2", "model.cross_layers=4", "model.cross_rank=7"],
+    "transformer": [
+        "model.kind=transformer",
+        "data.synthetic.history_length=6",
+        "data.synthetic.history_items=9",
+        "model.d_model=16",
+        "model.layers=3",
+        "model.heads=4",
+        "model.tensor_parallel=1",
+    ],
+}
+EXPERTS = ["model.experts.count=8", "model.experts.top_k=3", "model.experts.hidden=40"]
+SHARED = [*EXPERTS, "model.experts.shared_hidden=14"]
+
+
+def small(tmp_path: Path, *overrides: str) -> tuple[Config, Dataset]:
+    path = tmp_path / "small.yaml"
+    path.write_text("data: {source: synthetic}")
+    config = load_config(path, [*SMALL, *overrides])
+    return config, open_dataset(config, CPU)
+
+
+def counted_by_torch(config: Config, dataset: Dataset) -> int:
+    """FLOPs of a forward pass of the whole model, which runs on one rank of the CPU, for ``SAMPLES`` samples."""
+    task = build_model(config, dataset.schema, 1, CPU)
+    task.model.sparse_arch.to_empty(device=CPU)
+    samples = dataset.read(Split.train, torch.arange(SAMPLES))
+    weights = torch.ones(SAMPLES)
+    batch = Batch(samples.dense, samples.sparse, samples.labels, weights, SAMPLES, samples.tokens, samples.history_lengths)
+    # The counter does not know the fused attention of the CPU.
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        task(batch)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("kind", ModelKind, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("experts", [[], EXPERTS, SHARED], ids=["no experts", "experts", "and a shared one"])
+def test_is_what_torch_counts(tmp_path: Path, kind: ModelKind, experts: list[str]) -> None:
+    config, dataset = small(tmp_path, *KINDS[kind.name], *experts)
+    assert SAMPLES * forward_flops(config, dataset.schema) == counted_by_torch(config, dataset)
+
+
+def test_dlrm_by_hand(tmp_path: Path) -> None:
+    config, dataset = small(tmp_path, *KINDS["dlrm"])
+    bottom, interaction = 3 * 20 + 20 * 12, 6 * 12 * 6
+    top = (12 + 15) * 24 + 24 * 10 + 10 * 1
+    assert forward_flops(config, dataset.schema) == 2 * (bottom + interaction + top)
+
+
+def test_dcnv2_by_hand(tmp_path: Path) -> None:
+    config, dataset = small(tmp_path, *KINDS["dcnv2"])
+    bottom, cross = 3 * 20 + 20 * 12, 4 * (72 * 7 + 7 * 72)
+    top = 72 * 24 + 24 * 10 + 10 * 1
+    assert forward_flops(config, dataset.schema) == 2 * (bottom + cross + top)
+
+
+def test_a_step_has_three_times_the_forward_pass(tmp_path: Path) -> None:
+    config, dataset = small(tmp_path, *KINDS["dlrm"])
+    assert training_flops(config, dataset.schema) == 3 * forward_flops(config, dataset.schema)
