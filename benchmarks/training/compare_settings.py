@@ -12,30 +12,54 @@ all steps after the warm-up; the median over rounds counts. That the same is tra
 from __future__ import annotations
 
 import argparse
+import shutil
 import statistics
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import torch
+
+matplotlib.use("Agg")  # no display is needed
+import matplotlib.pyplot as plt
 
 from benchmarks.common.environment import describe_environment
 from benchmarks.common.results import add_report_arguments, write_results
-from benchmarks.training.trainer_runs import train
+from benchmarks.training.trainer_runs import WaitingRun
 
 # No checkpoint but the last, few test samples: what is timed is training.
 _SETTINGS = ["checkpoint.every_steps=0", "checkpoint.keep_best=false", "checkpoint.resume=false"]
 
 
-def run(options: argparse.Namespace, batch: int | None, settings: str) -> dict[str, Any]:
-    own = [] if batch is None else [f"training.global_batch_size={batch}"]
-    own += [f"training.max_steps={options.warmup + options.steps}", f"telemetry.log_every_steps={options.interval}"]
-    with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
-        measured = train(
-            options.config, [*_SETTINGS, *own, *settings.split()], options.gpus, Path(folder) / "run", options.warmup
-        )
-    return {"batch": batch, "settings": settings, **measured}
+@dataclass(frozen=True)
+class Contestant:
+    """Settings at a batch size; None is that of the config."""
+
+    batch: int | None
+    settings: str
+
+    def start(self, options: argparse.Namespace, folder: Path) -> WaitingRun:
+        own = [] if self.batch is None else [f"training.global_batch_size={self.batch}"]
+        own += [f"training.max_steps={options.warmup + options.steps}", f"telemetry.log_every_steps={options.interval}"]
+        return WaitingRun(options.config, [*_SETTINGS, *own, *self.settings.split()], options.gpus, folder)
+
+
+def measure(options: argparse.Namespace, turns: Sequence[Contestant]) -> Iterator[dict[str, Any]]:
+    """Start all that take part, and then train one after the other."""
+    with tempfile.TemporaryDirectory(dir=options.scratch) as scratch, ExitStack() as stack:
+        runs = [
+            stack.enter_context(contestant.start(options, Path(scratch) / str(number)))
+            for number, contestant in enumerate(turns)
+        ]
+        for run in runs:
+            run.wait_until_ready()
+        for contestant, run in zip(turns, runs, strict=True):
+            yield {"batch": contestant.batch, "settings": contestant.settings, **run.train(options.warmup)}
+            shutil.rmtree(run.folder)  # its checkpoint may be large
 
 
 def summarize(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -80,6 +104,23 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def plot(rows: Sequence[dict[str, Any]], output: Path) -> None:
+    """Draw samples/s by batch size, a line for each contestant; the format follows from the file's suffix."""
+    figure, axis = plt.subplots(figsize=(8, 4), layout="constrained")
+    batches = sorted({row["batch"] or 0 for row in rows})
+    for settings in dict.fromkeys(row["settings"] for row in rows):
+        own = [row for row in rows if row["settings"] == settings]
+        places = [batches.index(row["batch"] or 0) for row in own]
+        axis.plot(places, [row["samples_per_second"] / 1e6 for row in own], marker="o", label=settings)
+    axis.set_xticks(range(len(batches)), [f"{batch:,}" if batch else "of the config" for batch in batches])
+    axis.set_xlabel("global batch size")
+    axis.set_ylabel("million samples/s")
+    axis.set_ylim(bottom=0)
+    axis.legend(fontsize="small")
+    figure.savefig(output, dpi=110)
+    plt.close(figure)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True)
@@ -89,8 +130,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--warmup", type=int, default=50, help="steps before those that are timed")
     parser.add_argument("--steps", type=int, default=200, help="that are timed")
     parser.add_argument("--interval", type=int, default=50, help="steps between lines of metrics.jsonl")
+    parser.add_argument("--at-once", type=int, default=6, help="runs whose processes are started together, and then take turns")
     parser.add_argument("--scratch", help="folder for the runs; a temporary one by default")
     add_report_arguments(parser)
+    parser.add_argument("--plot", type=Path, help="a picture, such as throughput.png")
     parser.add_argument("settings", nargs="+", help="settings of a contestant, such as 'comm=fused training.precision=bf16'")
     options = parser.parse_intermixed_args(arguments)
     if options.warmup % options.interval or options.steps % options.interval:
@@ -104,14 +147,21 @@ def main(arguments: list[str] | None = None) -> None:
         "summary": [],
         "runs": [],
     }
-    for batch in options.batches or [None]:
-        for _ in range(options.rounds):
-            for settings in options.settings:
-                report["runs"].append(run(options, batch, settings))
-                report["summary"] = summarize(report["runs"])
-                # After each run, so that what was measured is there if a later one fails.
-                write_results(options.output, report)
+    turns = [
+        Contestant(batch, settings)
+        for batch in options.batches or [None]
+        for _ in range(options.rounds)
+        for settings in options.settings
+    ]
+    for begin in range(0, len(turns), options.at_once):
+        for measured in measure(options, turns[begin : begin + options.at_once]):
+            report["runs"].append(measured)
+            report["summary"] = summarize(report["runs"])
+            # After each run, so that what was measured is there if a later one fails.
+            write_results(options.output, report)
     print(table(report["summary"]))
+    if options.plot:
+        plot(report["summary"], options.plot)
 
 
 if __name__ == "__main__":

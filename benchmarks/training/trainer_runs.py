@@ -7,6 +7,7 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,25 +15,82 @@ from typing import Any
 from benchmarks.common.environment import ROOT
 from dlrm_fused.config import load_config
 
+_START_SECONDS = 300.0
+
 
 def launch(ranks: int, script: Sequence[str], arguments: Sequence[str]) -> str:
     """What a program prints that so many ranks run; ends this one if it fails."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    process = subprocess.run([*command, *script, *arguments], cwd=ROOT, capture_output=True, text=True)
+    process = subprocess.run([*_launcher(ranks), *script, *arguments], cwd=ROOT, capture_output=True, text=True)
     if process.returncode:
         raise SystemExit(f"{' '.join(script)} failed:\n{process.stdout[-2000:]}\n{process.stderr[-6000:]}")
     return process.stdout
 
 
-def train(config: str, overrides: Sequence[str], ranks: int, folder: Path, warmup: int) -> dict[str, Any]:
-    """Train into a new folder; what metrics.jsonl says of the steps after ``warmup``, and summary.json of the end.
+def _launcher(ranks: int) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
 
-    The rate is that of all these steps: the time in which a checkpoint or an evaluation holds training up counts.
+
+class WaitingRun:
+    """A run of the trainer whose processes have started, and wait for their turn; a context manager, which ends them.
+
+    To import torch and TorchRec takes longer than many a measurement: those of several runs can be imported at once.
+
+    Args:
+        folder: a new one, in which the run lies as ``run``.
     """
-    launch(ranks, ["train.py"], ["--config", config, *overrides, f"output_dir={folder.parent}", f"name={folder.name}"])
+
+    def __init__(self, config: str, overrides: Sequence[str], ranks: int, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        self.folder, self._ranks, self._config, self._overrides = folder, ranks, config, list(overrides)
+        self._log = (folder / "log.txt").open("w+")
+        program = ["-m", "benchmarks.training.train_in_turn", str(folder), "--config", config]
+        self._process = subprocess.Popen(
+            [*_launcher(ranks), *program, *overrides, f"output_dir={folder}", "name=run"],
+            cwd=ROOT,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+        )
+
+    def wait_until_ready(self) -> None:
+        """Ends this program if one of the ranks has failed."""
+        deadline = time.monotonic() + _START_SECONDS
+        while not all((self.folder / f"ready_{rank}").exists() for rank in range(self._ranks)):
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self._fail()
+            time.sleep(0.05)
+
+    def train(self, warmup: int) -> dict[str, Any]:
+        """What metrics.jsonl says of the steps after ``warmup``, and summary.json of the end.
+
+        The rate is that of all these steps: the time in which a checkpoint or an evaluation holds training up counts.
+        """
+        (self.folder / "turn").touch()
+        if self._process.wait():
+            self._fail()
+        return _measured(self.folder / "run", load_config(self._config, self._overrides).training.global_batch_size, warmup)
+
+    def _fail(self) -> None:
+        self._log.seek(0)
+        raise SystemExit(f"{self._config} {' '.join(self._overrides)} failed:\n{self._log.read()[-8000:]}")
+
+    def __enter__(self) -> WaitingRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait()
+        self._log.close()
+
+
+def train(config: str, overrides: Sequence[str], ranks: int, folder: Path, warmup: int) -> dict[str, Any]:
+    """Train into ``folder/run``, where the folder is a new one; returns what :meth:`WaitingRun.train` does."""
+    with WaitingRun(config, overrides, ranks, folder) as run:
+        return run.train(warmup)
+
+
+def _measured(folder: Path, batch: int, warmup: int) -> dict[str, Any]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     timed = [line for line in lines if line["kind"] == "train" and line["step"] >= warmup]
-    batch = load_config(config, overrides).training.global_batch_size
     samples = [(b["step"] - a["step"]) * batch for a, b in itertools.pairwise(timed)]
     seconds = [n / line["samples_per_second"] for n, line in zip(samples, timed[1:], strict=True)]
     after = timed[1:]

@@ -39,8 +39,9 @@ def trainer_run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         *options.overrides,
     ]
     measured = train(options.config, settings, options.gpus, folder / "throughput", options.warmup)
-    checkpoints = sorted(p.name for p in (folder / "throughput" / "checkpoints").iterdir())
-    return {**measured, "checkpoints": checkpoints, "plan": (folder / "throughput" / "plan.txt").read_text()}
+    run = folder / "throughput" / "run"
+    checkpoints = sorted(p.name for p in (run / "checkpoints").iterdir())
+    return {**measured, "checkpoints": checkpoints, "plan": (run / "plan.txt").read_text()}
 
 
 def main(arguments: list[str] | None = None) -> None:

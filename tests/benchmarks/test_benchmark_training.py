@@ -70,7 +70,9 @@ def test_settings_take_turns(tmp_path: Path) -> None:
     output = tmp_path / "results.json"
     steps = ["--warmup", "2", "--steps", "4", "--interval", "2", "--rounds", "1", "--commit", "abc"]
     settings = [" ".join([comm, *SMALL]) for comm in ("comm=fused", "comm=baseline")]
-    compare_settings.main(["--config", "configs/synthetic.yaml", "--batches", "64", *steps, "--output", str(output), *settings])
+    files = ["--output", str(output), "--plot", str(tmp_path / "throughput.png")]
+    compare_settings.main(["--config", "configs/synthetic.yaml", "--batches", "64", *steps, *files, *settings])
+    assert (tmp_path / "throughput.png").stat().st_size > 5_000
     report = json.loads(output.read_text())
     assert [(run["batch"], run["settings"]) for run in report["runs"]] == [(64, own) for own in settings]
     for run in report["runs"]:
