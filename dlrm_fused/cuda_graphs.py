@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from dlrm_fused.compat.torch import copy_all
 
 # What is compiled, tuned or loaded at the first calls cannot be captured.
 RUNS_BEFORE_CAPTURE = 2
-_MOST_CAPTURES = 4
 _MOST_COUNTED = 1000
 
 
@@ -61,44 +57,3 @@ class RunCounter:
     def runs(self, key: object) -> int:
         """How often it has been counted."""
         return self._runs[key]
-
-
-class ReplayedFunction:
-    """A function of tensors without gradients that is replayed from the third call with inputs of some shapes on.
-
-    It is run as it is on the CPU, within a capture, and for other shapes when there are four captures.
-
-    Args:
-        function: returns tensors that are new in each call. It launches the same kernels whatever the inputs' values are, and
-            does not wait for the device. Other tensors that it reads stay where they are.
-    """
-
-    def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:
-        self._function = function
-        self._captures: dict[Any, tuple[list[Tensor], torch.cuda.CUDAGraph, tuple[Tensor, ...]]] = {}
-        self._runs = RunCounter()
-        self._last: torch.cuda.Event | None = None  # of what has used the captures' memory, on any stream
-
-    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        if not inputs[0].is_cuda or torch.cuda.is_current_stream_capturing():
-            return self._function(*inputs)
-        key = (torch.is_inference_mode_enabled(), torch.is_grad_enabled(), *((t.shape, t.dtype) for t in inputs))
-        if key not in self._captures:
-            if len(self._captures) == _MOST_CAPTURES or self._runs.runs(key) < RUNS_BEFORE_CAPTURE:
-                self._runs.count(key)
-                return self._function(*inputs)
-            self._captures[key] = self._capture(inputs)
-        copies, graph, results = self._captures[key]
-        if self._last is not None:
-            torch.cuda.current_stream().wait_event(self._last)
-        copy_all(copies, inputs)
-        graph.replay()
-        own_results = tuple(result.clone() for result in results)
-        self._last = torch.cuda.current_stream().record_event()
-        return own_results
-
-    def _capture(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
-        copies, recorder = [tensor.clone() for tensor in inputs], GraphRecorder()
-        with recorder.on_its_stream(), recorder.record() as graph:
-            results = self._function(*copies)
-        return copies, graph, results

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ class Dataset(Protocol):
         """None for a set that is read into host memory; otherwise the device on which samples are computed.
 
         A loader of the latter calls :meth:`read` with rows on that device, on the thread and CUDA stream of its consumer, and
-        does not shuffle.
+        does not shuffle; for training, :meth:`ReadsBatches.read_batches` where there is that.
         """
         ...
 
@@ -39,4 +39,17 @@ class Dataset(Protocol):
         Raises:
             DataError: if the stored data contradict the schema.
         """
+        ...
+
+
+@runtime_checkable
+class ReadsBatches(Protocol):
+    """A :class:`Dataset` that computes several small batches at once in hardly more time than one."""
+
+    def batches_at_once(self, batch_size: int) -> int:
+        """How many batches of so many samples to ask for."""
+        ...
+
+    def read_batches(self, split: Split, rows: Tensor) -> list[Samples]:
+        """As :meth:`Dataset.read` of each of ``rows``, [batches, b]."""
         ...

@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.config import Config, Split
 from dlrm_fused.datasets.batch import Batch, Samples
-from dlrm_fused.datasets.dataset import Dataset
+from dlrm_fused.datasets.dataset import Dataset, ReadsBatches
 from dlrm_fused.datasets.order import SampleOrder
 from dlrm_fused.errors import ConfigError
 
@@ -78,6 +78,7 @@ class TrainLoader(_Loader):
         self._rank = rank
         self._world_size = world_size
         self._step = start_step
+        self._generated: deque[Batch] = deque()
         self._prefetcher = _Prefetcher(self._assemble, dataset, config, device)
 
     def position(self, step: int) -> tuple[int, int]:
@@ -90,11 +91,28 @@ class TrainLoader(_Loader):
         return batch
 
     def _assemble(self, step: int) -> Batch:
+        if self._dataset.generator_device is not None and isinstance(self._dataset, ReadsBatches):
+            if not self._generated:
+                self._generated.extend(self._generate(step, self._dataset))
+            return self._generated.popleft()
+        epoch, start, share = self._share(step)
+        rows = self._order.rows(epoch, start, start + max(share, 1))
+        return _read(self._dataset, Split.train, rows, share, self._global_batch_size, self._world_size)
+
+    def _share(self, step: int) -> tuple[int, int, int]:
+        """The epoch of a step, and where in it this rank's samples begin, and how many they are."""
         epoch, number = self.position(step)
         first = number * self._global_batch_size
         start, stop = rank_share(first, self._global_batch_size, self._rank, self._world_size)
-        rows = self._order.rows(epoch, start, max(stop, start + 1))
-        return _read(self._dataset, Split.train, rows, stop - start, self._global_batch_size, self._world_size)
+        return epoch, start, stop - start
+
+    def _generate(self, step: int, dataset: ReadsBatches) -> list[Batch]:
+        """The batches of this step and of some that follow in its epoch."""
+        epoch, start, share = self._share(step)
+        size, batch = max(share, 1), self._global_batch_size
+        count = min(dataset.batches_at_once(size), self.batches_per_epoch - step % self.batches_per_epoch)
+        rows = self._order.rows(epoch, start, start + (count - 1) * batch + size).unfold(0, size, batch)
+        return [_as_batch(samples, share, batch, self._world_size) for samples in dataset.read_batches(Split.train, rows)]
 
 
 class EvaluationLoader(_Loader):
@@ -160,10 +178,14 @@ def rank_share(first: int, size: int, rank: int, world_size: int) -> tuple[int, 
 
 def _read(dataset: Dataset, split: Split, rows: Tensor, share: int, global_size: int, world_size: int) -> Batch:
     """The batch of ``share`` samples, padded to what the largest share of all ranks has."""
-    samples = dataset.read(split, rows)
-    padded_share = -(-global_size // world_size)
-    if padded_share > len(rows):
-        samples = _pad(samples, padded_share - len(rows))
+    return _as_batch(dataset.read(split, rows), share, global_size, world_size)
+
+
+def _as_batch(samples: Samples, share: int, global_size: int, world_size: int) -> Batch:
+    """The batch of the first ``share`` samples, padded as by :func:`_read`."""
+    padded_share, size = -(-global_size // world_size), len(samples.labels)
+    if padded_share > size:
+        samples = _pad(samples, padded_share - size)
     weights = torch.ones_like(samples.labels)
     if share < len(weights):
         weights[share:] = 0

@@ -20,7 +20,6 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.config import Config, Split, SyntheticConfig
-from dlrm_fused.cuda_graphs import ReplayedFunction
 from dlrm_fused.datasets.batch import Samples
 from dlrm_fused.datasets.hashing import combine, derive_key, shift_right, split_mix
 from dlrm_fused.datasets.opening import rows_of_tables
@@ -44,6 +43,7 @@ _SEGMENT_MEAN = 3.0
 _CALIBRATION_SAMPLES = 16_384
 # So few ids are drawn in less time than it takes to launch the kernels that draw them.
 _FEW_VALUES = 2**19
+_MOST_BATCHES_AT_ONCE = 16
 # Mean and deviation of the scores by what decides them: a program that trains and evaluates opens the same set twice.
 _score_statistics: dict[str, tuple[float, float]] = {}
 
@@ -96,16 +96,11 @@ class SyntheticDataset:
         self._names = [feature.name for feature in features]
         self._center, self._scale = _calibrate(settings, rows, seed)
         self._has_equal_samples = not settings.jagged and not settings.history_length
-        self._replayed = ReplayedFunction(self._equal_samples)
 
     def samples(self, split: Split) -> int:
         return self._samples[split]
 
     def read(self, split: Split, rows: Tensor) -> Samples:
-        if self._has_equal_samples and len(rows) * sum(self._columns.pooling) <= _FEW_VALUES:
-            layout = self._layout(len(rows))
-            dense, labels, values = self._replayed(self._keys[split], rows, layout.feature_major)
-            return Samples(dense, self._of_equal_lengths(values, layout), labels)
         drawn = self._columns.draw(self._keys[split], rows)
         labels = (drawn.label_uniform < self._probability(drawn)).float()
         samples = Samples(drawn.dense, self._sparse(drawn), labels)
@@ -114,11 +109,25 @@ class SyntheticDataset:
             samples.history_lengths = drawn.history.lengths.int()
         return samples
 
-    def _equal_samples(self, key: Tensor, rows: Tensor, feature_major: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Dense features, labels and ids, by table, of samples that all have as many ids."""
-        drawn = self._columns.draw(key, rows)
+    def batches_at_once(self, batch_size: int) -> int:
+        if not self._has_equal_samples:
+            return 1
+        return max(1, min(_MOST_BATCHES_AT_ONCE, _FEW_VALUES // (batch_size * sum(self._columns.pooling))))
+
+    def read_batches(self, split: Split, rows: Tensor) -> list[Samples]:
+        if len(rows) == 1:
+            return [self.read(split, rows[0])]
+        drawn = self._columns.draw(self._keys[split], rows.flatten())
         labels = (drawn.label_uniform < self._probability(drawn)).float()
-        return drawn.dense, labels, drawn.ids.view(-1).index_select(0, feature_major)
+        layout = self._layout(rows.shape[1])
+        of_batches = (column.view(len(rows), -1) for column in (drawn.dense, drawn.ids, labels))
+        dense, ids, labels = of_batches
+        values = ids.index_select(1, layout.feature_major)
+        shape = rows.shape[1], drawn.dense.shape[1]
+        return [
+            Samples(own_dense.view(shape), self._of_equal_lengths(own_values, layout), own_labels)
+            for own_dense, own_values, own_labels in zip(dense, values, labels, strict=True)
+        ]
 
     def best_attainable_auc(self, split: Split = Split.test, max_samples: int = 2**20) -> AttainableAuc:
         """What a model that knows the true probabilities reaches on the first ``max_samples`` samples of a split."""

@@ -45,23 +45,17 @@ def test_generated_samples_equal_those_of_the_cpu(gpu: torch.device, jagged: boo
     assert (samples.tokens is None) == (expected.tokens is None) == (history_length == 0)
 
 
-def test_replayed_samples_are_those_of_their_rows(gpu: torch.device) -> None:
+def test_batches_at_once_equal_those_of_the_cpu(gpu: torch.device) -> None:
     settings = SyntheticConfig(rows=[4_000_000], tables=3)
-    on_gpu, on_cpu = SyntheticDataset(settings, 1, gpu), SyntheticDataset(settings, 1, CPU)
-    held = []
-    for number in range(6):
-        split = Split.train if number % 2 else Split.test
-        for rows in (torch.arange(500) + 500 * number, torch.arange(70) + number):
-            held.append((on_gpu.read(split, rows.to(gpu)), on_cpu.read(split, rows)))
-        with torch.inference_mode():
-            held.append((on_gpu.read(split, rows.to(gpu)), on_cpu.read(split, rows)))
-    assert len(on_gpu._replayed._captures) == 3
-    for samples, expected in held:
-        assert torch.equal(samples.dense.cpu(), expected.dense)
-        assert torch.equal(samples.labels.cpu(), expected.labels)
-        assert torch.equal(samples.sparse.values().cpu(), expected.sparse.values())
-        assert torch.equal(samples.sparse.lengths().cpu(), expected.sparse.lengths())
-        assert torch.equal(samples.sparse.offsets().cpu(), expected.sparse.offsets())
+    rows = torch.arange(2000).view(4, 500)
+    expected = SyntheticDataset(settings, 1, CPU).read_batches(Split.train, rows)
+    on_gpu = SyntheticDataset(settings, 1, gpu).read_batches(Split.train, rows.to(gpu))
+    for samples, of_cpu in zip(on_gpu, expected, strict=True):
+        assert torch.equal(samples.dense.cpu(), of_cpu.dense)
+        assert torch.equal(samples.labels.cpu(), of_cpu.labels)
+        assert torch.equal(samples.sparse.values().cpu(), of_cpu.sparse.values())
+        assert torch.equal(samples.sparse.lengths().cpu(), of_cpu.sparse.lengths())
+        assert torch.equal(samples.sparse.offsets().cpu(), of_cpu.sparse.offsets())
 
 
 def test_the_best_attainable_auc_is_that_of_the_cpu(gpu: torch.device) -> None:

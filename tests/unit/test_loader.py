@@ -10,8 +10,9 @@ from torch import Tensor
 from dlrm_fused.config import Config, DataSource, Split, SyntheticConfig
 from dlrm_fused.datasets import open_dataset
 from dlrm_fused.datasets.batch import Batch, Samples, sparse_from_features
-from dlrm_fused.datasets.loader import EvaluationLoader, TrainLoader
+from dlrm_fused.datasets.loader import EvaluationLoader, TrainLoader, rank_share
 from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
+from dlrm_fused.datasets.synthetic import SyntheticDataset
 from dlrm_fused.errors import ConfigError, DataError
 from tests.unit.prepared_sets import write_prepared_set
 
@@ -167,6 +168,30 @@ def test_generated_samples_come_without_threads_and_wrap_around(tmp_path: Path) 
     assert not _new_threads(before)
     assert torch.equal(batches[0].dense, batches[2].dense)
     assert not torch.equal(batches[0].dense, batches[1].dense)
+
+
+@pytest.mark.parametrize(("samples", "start_step"), [(1000, 0), (110, 3)], ids=["one epoch", "several"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_batches_that_are_generated_at_once_are_those_of_their_rows(world_size: int, samples: int, start_step: int) -> None:
+    config = _config(global_batch_size=16)
+    settings = SyntheticConfig(dense_features=3, tables=2, pooling=[1, 3], rows=[100], train_samples=samples)
+    dataset = SyntheticDataset(settings, config.seed, CPU)
+    assert dataset.batches_at_once(16) > 1
+    for rank in range(world_size):
+        loader = TrainLoader(dataset, config, rank, world_size, CPU, start_step)
+        for step in range(start_step, start_step + 40):
+            first = step % (samples // 16) * 16
+            start, stop = rank_share(first, 16, rank, world_size)
+            batch, expected = next(loader), dataset.read(Split.train, torch.arange(start, stop))
+            share = stop - start
+            assert batch.weights.tolist() == [1] * share + [0] * (len(batch.weights) - share)
+            assert len(batch.weights) == -(-16 // world_size)
+            assert torch.equal(batch.dense[:share], expected.dense)
+            assert torch.equal(batch.labels[:share], expected.labels)
+            assert torch.equal(batch.sparse.values(), expected.sparse.values())
+            lengths = batch.sparse.lengths().view(2, -1)
+            assert torch.equal(lengths[:, :share], expected.sparse.lengths().view(2, -1))
+            assert not lengths[:, share:].any()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
