@@ -6,7 +6,8 @@
 
 Each argument is one contestant's settings, divided by spaces; the others are compared with the first. A run's rate is that of
 all steps after the warm-up; the median over rounds counts. That the same is trained, losses tell, each the mean of an interval:
-``loss off`` is how far any of them is from that of the first contestant's first run.
+``loss off`` is how far any of them is from that of the first contestant's first run. ``floor`` is the time that the step's work
+takes at the rates of the GPU's data sheet (docs/training.md, "Efficiency").
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ def summarize(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                 "rounds": len(own),
                 "samples_per_second": rate,
                 "step_ms": statistics.median(one["median_parts"]["step_ms"] for one in own),
+                "floor_ms": own[0]["median_parts"].get("floor_ms"),
                 "peak_memory_gib": max(peaks, default=None),
                 "first_over_this": first[batch] / rate,
                 "loss": losses[-1][1],
@@ -94,11 +96,14 @@ def summarize(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(rows: Iterable[dict[str, Any]]) -> str:
-    lines = [f"{'batch':>8}{'M samples/s':>13}{'step ms':>9}{'GiB':>7}{'first / it':>12}{'loss':>10}{'loss off':>10}  settings"]
+    titles = (
+        f"{'batch':>8}{'M samples/s':>13}{'step ms':>9}{'floor':>7}{'GiB':>7}{'first / it':>12}{'loss':>10}{'loss off':>10}"
+    )
+    lines = [f"{titles}  settings"]
     for row in rows:
-        peak = "-" if row["peak_memory_gib"] is None else f"{row['peak_memory_gib']:.2f}"
+        floor, peak = ("-" if row[key] is None else f"{row[key]:.2f}" for key in ("floor_ms", "peak_memory_gib"))
         lines.append(
-            f"{row['batch'] or 'config':>8}{row['samples_per_second'] / 1e6:>13.3f}{row['step_ms']:>9.2f}{peak:>7}"
+            f"{row['batch'] or 'config':>8}{row['samples_per_second'] / 1e6:>13.3f}{row['step_ms']:>9.2f}{floor:>7}{peak:>7}"
             f"{row['first_over_this']:>12.2f}{row['loss']:>10.5f}{row['loss_off']:>10.1e}  {row['settings']}"
         )
     return "\n".join(lines)

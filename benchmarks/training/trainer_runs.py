@@ -99,7 +99,9 @@ def _measured(folder: Path, batch: int, warmup: int) -> dict[str, Any]:
         "samples_per_second": sum(samples) / sum(seconds),
         "intervals": [[line["step"], round(line["samples_per_second"])] for line in after],
         "median_parts": {
-            key: statistics.median(line[key] for line in after if key in line) for key in after[-1] if key.endswith("_ms")
+            key: statistics.median(line[key] for line in after if key in line)
+            for key in after[-1]
+            if key.endswith(("_ms", "_utilization", "_gb_per_second"))
         },
         "peak_memory_gib": max((line["gpu_memory_gib"] for line in lines if "gpu_memory_gib" in line), default=None),
         "losses": [[line["step"], line["loss"]] for line in lines if line["kind"] == "train"],

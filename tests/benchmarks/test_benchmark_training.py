@@ -27,13 +27,19 @@ SMALL = [
 
 
 def one(
-    batch: int | None, settings: str, rate: float, step_ms: float, peak: float | None = None, loss: float = 0.5
+    batch: int | None,
+    settings: str,
+    rate: float,
+    step_ms: float,
+    peak: float | None = None,
+    loss: float = 0.5,
+    floor: float | None = None,
 ) -> dict[str, Any]:
     return {
         "batch": batch,
         "settings": settings,
         "samples_per_second": rate,
-        "median_parts": {"step_ms": step_ms},
+        "median_parts": {"step_ms": step_ms, **({} if floor is None else {"floor_ms": floor})},
         "peak_memory_gib": peak,
         "losses": [[10, 0.7], [20, loss]],
     }
@@ -42,7 +48,7 @@ def one(
 def test_the_first_settings_are_compared_with_the_others_of_their_batch() -> None:
     runs = [
         *(one(1024, "comm=fused", rate, ms, peak) for rate, ms, peak in ((8e6, 1.0, 2.0), (4e6, 3.0, 2.5), (6e6, 2.0, 1.0))),
-        one(1024, "comm=baseline", 3e6, 4.0, 3.0, loss=0.45),
+        one(1024, "comm=baseline", 3e6, 4.0, 3.0, loss=0.45, floor=0.75),
         one(2048, "comm=fused", 1e6, 5.0),
         one(2048, "comm=baseline", 2e6, 6.0),
     ]
@@ -60,9 +66,9 @@ def test_the_first_settings_are_compared_with_the_others_of_their_batch() -> Non
     assert [row["loss"] for row in rows] == [0.5, 0.45, 0.5, 0.5]
     assert [row["loss_off"] for row in rows] == pytest.approx([0, 0.1, 0, 0])
     lines = compare_settings.table(rows).splitlines()
-    assert lines[1].split() == ["1024", "6.000", "2.00", "2.50", "1.00", "0.50000", "0.0e+00", "comm=fused"]
-    assert lines[2].split() == ["1024", "3.000", "4.00", "3.00", "2.00", "0.45000", "1.0e-01", "comm=baseline"]
-    assert lines[4].split() == ["2048", "2.000", "6.00", "-", "0.50", "0.50000", "0.0e+00", "comm=baseline"]
+    assert lines[1].split() == ["1024", "6.000", "2.00", "-", "2.50", "1.00", "0.50000", "0.0e+00", "comm=fused"]
+    assert lines[2].split() == ["1024", "3.000", "4.00", "0.75", "3.00", "2.00", "0.45000", "1.0e-01", "comm=baseline"]
+    assert lines[4].split() == ["2048", "2.000", "6.00", "-", "-", "0.50", "0.50000", "0.0e+00", "comm=baseline"]
 
 
 @pytest.mark.slow
