@@ -83,6 +83,17 @@ def feature_names_per_rank(sharding: Any) -> list[list[str]]:
     return [[name for config in configs for name in config.feature_names()] for configs in grouped_configs_per_rank(sharding)]
 
 
+def rows_of_features(sharding: Any) -> list[tuple[str, int]]:
+    """The features of all ranks, each with the rows of a table that it reads."""
+    return [
+        (name, table.num_embeddings)
+        for groups in grouped_configs_per_rank(sharding)
+        for group in groups
+        for table in group.embedding_tables
+        for name in table.feature_names
+    ]
+
+
 def look_up_and_deliver(
     module: ShardedEmbeddingBagCollection, number: int, context: EmbeddingBagCollectionContext, features: KJTList
 ) -> Awaitable[Tensor]:

@@ -21,14 +21,31 @@ from dlrm_fused.ops.feature_all_to_all import FeatureExchange, SentFeatures
 from dlrm_fused.sharding.fused_lookups import next_number
 from dlrm_fused.symmetric import SymmetricGroup
 
-# Values of other sharding types go to several ranks, if there are several, by their rows.
 _WHOLE_FEATURES = {ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value}
 
 
 def covers(module: ShardedEmbeddingBagCollection) -> bool:
-    """Whether all features of the module go to some ranks as a whole."""
-    are_whole = set(compat.sharding_types(module)) <= _WHOLE_FEATURES or compat.environment(module).world_size == 1
-    return are_whole and not compat.divides_after_output(module)
+    """Whether all features of the module go to ranks as a whole, or by blocks of rows."""
+    return not compat.divides_after_output(module) and rows_of_blocks(module) is not None
+
+
+def rows_of_blocks(module: ShardedEmbeddingBagCollection) -> dict[str, int] | None:
+    """By feature of a row-wise table, the rows that each rank has of it.
+
+    None if a table is sharded otherwise than row-wise or as a whole, or two tables need a feature in different ways.
+    """
+    ranks, rows, whole = compat.environment(module).world_size, dict[str, int](), set[str]()
+    for kind, sharding in zip(compat.sharding_types(module), compat.shardings(module), strict=True):
+        if kind in _WHOLE_FEATURES or ranks == 1:
+            whole.update(name for names in compat.feature_names_per_rank(sharding) for name in names)
+        elif kind != ShardingType.ROW_WISE.value:
+            return None
+        else:
+            for name, own_rows in compat.rows_of_features(sharding):
+                block = -(-own_rows // ranks)
+                if rows.setdefault(name, block) != block:
+                    return None
+    return None if whole & rows.keys() else rows
 
 
 class FusedInputDist:
@@ -41,12 +58,23 @@ class FusedInputDist:
     def __init__(
         self, module: ShardedEmbeddingBagCollection, group: SymmetricGroup, features: KeyedJaggedTensor, timeout_seconds: float
     ) -> None:
-        self._module = module
+        self._module, self._ranks = module, group.world_size
         self._keys = list(features.keys())
         self._dtypes = features.lengths().dtype, features.values().dtype
         self._names = [compat.feature_names_per_rank(sharding) for sharding in compat.shardings(module)]
+        rows = rows_of_blocks(module)
+        assert rows is not None, "the module is not covered"
+        # Of a feature that goes as a whole, the first rank's block has all rows.
+        all_rows = torch.iinfo(features.values().dtype).max // self._ranks
+        blocks = [rows.get(name, all_rows) for name in self._keys]
+        self._blocks = torch.tensor(blocks, dtype=features.values().dtype, device=group.device) if rows else None
         features_of_ranks = [
-            [self._keys.index(name) for names in self._names for name in names[rank]] for rank in range(group.world_size)
+            [
+                self._keys.index(name) + (rank * len(self._keys) if name in rows else 0)
+                for names in self._names
+                for name in names[rank]
+            ]
+            for rank in range(group.world_size)
         ]
         name = f"{compat.path(module)}: features ({next_number(group)})"
         self._exchange = FeatureExchange(
@@ -67,10 +95,7 @@ class FusedInputDist:
         """Collective."""
         ctx.variable_batch_per_feature, ctx.inverse_indices = False, None
         stride = features.stride()
-        lengths = features.lengths().contiguous().view(len(self._keys), stride)
-        offsets = features.offsets_or_none()
-        offsets = _offsets(lengths.flatten()) if offsets is None else offsets.to(lengths.dtype)
-        sent = self._exchange.send(lengths, offsets.contiguous(), features.values().contiguous())
+        sent = self._exchange.send(*self._in_blocks(features))
         awaitables, first = [], 0
         for names in self._names:
             context = EmbeddingShardingContext(batch_size_per_feature_pre_a2a=[stride] * sum(map(len, names)))
@@ -83,6 +108,21 @@ class FusedInputDist:
             compat.path(self._module),
             compat.sharding_types(self._module),  # type: ignore[arg-type]
         )
+
+    def _in_blocks(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Lengths [features, bags], offsets and values.
+
+        With blocks of rows [ranks * features, bags]: what the first rank has of all features, then what the second has, ...
+        """
+        lengths, values = features.lengths().contiguous(), features.values().contiguous()
+        offsets = features.offsets_or_none()
+        if self._blocks is not None:
+            lengths, values, *_ = torch.ops.fbgemm.block_bucketize_sparse_features(
+                lengths, values, bucketize_pos=False, sequence=False, block_sizes=self._blocks, my_size=self._ranks
+            )
+            offsets = None
+        offsets = _offsets(lengths) if offsets is None else offsets.to(lengths.dtype).contiguous()
+        return lengths.view(-1, features.stride()), offsets, values
 
 
 def _receive(

@@ -310,8 +310,17 @@ class TestOneStepAfterTheOther:
 
     @pytest.mark.slow
     @pytest.mark.interpreted
-    @pytest.mark.parametrize(("ranks", "tables"), [(1, EVERY_KIND), (2, WITHOUT_ROW_WISE)])
-    def test_features_that_go_to_ranks_as_a_whole_are_sent_by_kernels(self, ranks, tables):
+    @pytest.mark.parametrize(
+        ("ranks", "tables"),
+        [
+            (1, EVERY_KIND),
+            (2, WITHOUT_ROW_WISE),
+            (2, EVERY_KIND),
+            (3, (Table("row_wise", 4), Table("row_wise", 8))),
+            (2, (Table("row_wise", 4, ("feature_0", "feature_1")), Table("table_wise", 8, ("feature_2",)))),
+        ],
+    )
+    def test_features_are_sent_by_kernels(self, ranks, tables):
         assert_equal(run_both(World((tables,), batch_sizes=(6,) * ranks), with_features_sent_by_kernels))
 
     @pytest.mark.parametrize("sizes", [(7, 2), with_kernels_too((1, 9, 4)), (3, 3, 5, 8)])
