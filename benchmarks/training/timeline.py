@@ -42,7 +42,7 @@ PARTS = {
     "SendRecv of NCCL": r"nccl",
     "matrix products": r"nvjet|cutlass|(?<!fb)gemm|cublas|splitK|weight_gradient",
     "routing and sending of tokens": r"scatter_rows|sum_slots|gates_gradient|zero_pads|exchange_counts|place_(experts|slots)",
-    "dense optimizer": r"multi_tensor_apply",
+    "dense optimizer": r"multi_tensor_apply|^adagrad_kernel",
     "features": r"permute_|DeviceScan|^(send|fetch)_kernel",
     "copies": r"^Mem(cpy|set)",
     "elementwise": r"",

@@ -289,7 +289,7 @@ class TrainingConfig:
     # Samples of one step over all ranks.
     global_batch_size: int = setting(8192, at_least(1))
     precision: Precision = Precision.fp32
-    # For model.kind=dlrm and dcnv2 without experts; takes up to a minute at the first step.
+    # For model.kind=dlrm and dcnv2; takes up to a minute at the first step.
     compile: Compile = Compile.auto
     dense_optimizer: DenseOptimizerConfig = field(default_factory=DenseOptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

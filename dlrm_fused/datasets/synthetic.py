@@ -43,7 +43,7 @@ _SEGMENT_MEAN = 3.0
 _CALIBRATION_SAMPLES = 16_384
 # So few ids are drawn in less time than it takes to launch the kernels that draw them.
 _FEW_VALUES = 2**19
-_MOST_BATCHES_AT_ONCE = 16
+_MOST_BATCHES_AT_ONCE = 15
 # Mean and deviation of the scores by what decides them: a program that trains and evaluates opens the same set twice.
 _score_statistics: dict[str, tuple[float, float]] = {}
 
@@ -112,16 +112,17 @@ class SyntheticDataset:
     def batches_at_once(self, batch_size: int) -> int:
         if not self._has_equal_samples:
             return 1
-        return max(1, min(_MOST_BATCHES_AT_ONCE, _FEW_VALUES // (batch_size * sum(self._columns.pooling))))
+        count = min(_MOST_BATCHES_AT_ONCE, _FEW_VALUES // (batch_size * sum(self._columns.pooling)))
+        # Odd, so that who measures every eighth step meets those with this work as often as others.
+        return max(1, count - 1 + count % 2)
 
     def read_batches(self, split: Split, rows: Tensor) -> list[Samples]:
-        if len(rows) == 1:
-            return [self.read(split, rows[0])]
+        if len(rows) == 1 or not self._has_equal_samples:
+            return [self.read(split, own) for own in rows]
         drawn = self._columns.draw(self._keys[split], rows.flatten())
         labels = (drawn.label_uniform < self._probability(drawn)).float()
         layout = self._layout(rows.shape[1])
-        of_batches = (column.view(len(rows), -1) for column in (drawn.dense, drawn.ids, labels))
-        dense, ids, labels = of_batches
+        dense, ids, labels = (column.view(len(rows), -1) for column in (drawn.dense, drawn.ids, labels))
         values = ids.index_select(1, layout.feature_major)
         shape = rows.shape[1], drawn.dense.shape[1]
         return [

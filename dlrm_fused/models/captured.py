@@ -33,7 +33,8 @@ class TakesGradients(Protocol):
         """They have been stored; called in each backward pass."""
 
 
-_MOST_CAPTURES = 4
+# Captures that read large inputs where they are, and captures that copy all.
+_MOST_IN_PLACE, _MOST_COPIED = 2, 2
 # Of an input. To copy this much takes less time than a launch.
 _COPIED_BYTES = 2**23
 
@@ -42,8 +43,9 @@ class CapturedFunction(Generic[R]):
     """A function that GPUs capture when it is called first, and then replay; for calls in which gradients are wanted.
 
     On the CPU it runs as it is. For a capture, inputs are copied to where the graphs read them. Large ones, such as pooled
-    embeddings, are read where they are instead, and when they come from another address, the function is captured again, as
-    for other shapes; but not a fifth time: what would need that runs as it is, too.
+    embeddings, are read where they are instead, and when they come from another address, the function is captured again. At a
+    third address it is captured with copies of all inputs, once for some shapes, and for two shapes at most: what would need more
+    captures runs as it is, too.
 
     Gradients lie in memory to which the next backward pass writes.
 
@@ -61,7 +63,8 @@ class CapturedFunction(Generic[R]):
         self._function: Callable[..., R] = function
         self._layers = layers
         self.takes_gradients: TakesGradients | None = None
-        self._captures: dict[Any, _Capture] = {}
+        self._in_place: dict[Any, _Capture] = {}
+        self._copied: dict[Any, _Capture] = {}
         self._memory: _SharedMemory | None = None
 
     def __call__(self, *inputs: Tensor) -> R:
@@ -81,15 +84,23 @@ class CapturedFunction(Generic[R]):
 
     def _capture(self, inputs: Sequence[Tensor]) -> _Capture | None:
         """For inputs like these; None if there are too many captures already."""
-        key = tuple((t.shape, t.dtype, t.requires_grad, None if _is_copied(t) else (t.data_ptr(), t.stride())) for t in inputs)
-        if key not in self._captures and len(self._captures) < _MOST_CAPTURES:
-            self._memory = self._memory or _SharedMemory()
-            self._captures[key] = _Capture(self._function, inputs, self._layers(), self._memory, self.takes_gradients)
-        return self._captures.get(key)
-
-
-def _is_copied(tensor: Tensor) -> bool:
-    return tensor.nbytes <= _COPIED_BYTES
+        in_place = [t.nbytes > _COPIED_BYTES for t in inputs]
+        for captures, most, is_read_in_place in (
+            (self._in_place, _MOST_IN_PLACE, in_place),
+            (self._copied, _MOST_COPIED, [False] * len(inputs)),
+        ):
+            key = tuple(
+                (t.shape, t.dtype, t.requires_grad, (t.data_ptr(), t.stride()) if reads else None)
+                for t, reads in zip(inputs, is_read_in_place, strict=True)
+            )
+            if key not in captures and len(captures) < most:
+                self._memory = self._memory or _SharedMemory()
+                captures[key] = _Capture(
+                    self._function, inputs, is_read_in_place, self._layers(), self._memory, self.takes_gradients
+                )
+            if key in captures:
+                return captures[key]
+        return None
 
 
 class _SharedMemory:
@@ -115,6 +126,7 @@ class _Capture:
         self,
         function: Callable[..., Any],
         inputs: Sequence[Tensor],
+        is_read_in_place: Sequence[bool],
         layers: Sequence[nn.Module],
         memory: _SharedMemory,
         takes_gradients: TakesGradients | None,
@@ -123,7 +135,10 @@ class _Capture:
         self.takes_gradients = takes_gradients
         self.parameters = [p for layer in layers for p in layer.parameters() if p.requires_grad]
         recorder = GraphRecorder(memory.pool)
-        read = [(t.detach().clone() if _is_copied(t) else t.detach()).requires_grad_(t.requires_grad) for t in inputs]
+        read = [
+            (t.detach() if reads else t.detach().clone()).requires_grad_(t.requires_grad)
+            for t, reads in zip(inputs, is_read_in_place, strict=True)
+        ]
         with _as_other_leaves(layers) as leaves, recorder.on_its_stream():
             wanted = [t for t in (*read, *leaves) if t.requires_grad]
             for _ in range(RUNS_BEFORE_CAPTURE):
@@ -139,7 +154,7 @@ class _Capture:
         self._results = [result.detach() for result in results]
         self._gradients = gradients
         # The others are the caller's, who may free them.
-        self._copies = [t if _is_copied(t) else None for t in read]
+        self._copies = [None if reads else t for t, reads in zip(read, is_read_in_place, strict=True)]
         self._needs_gradient = [t.requires_grad for t in read]
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -148,6 +163,10 @@ class _Capture:
         self._forward.replay()
         self._memory.call += 1
         return tuple(result.clone() for result in self._results)
+
+    def read_in_place(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Those that the backward graph reads again where they are."""
+        return [given for copy, given in zip(self._copies, inputs, strict=True) if copy is None]
 
     @property
     def call(self) -> int:
@@ -183,6 +202,9 @@ class _Run:
         self._differentiable = results[0]
         return tuple(result.detach() for result in results)
 
+    def read_in_place(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        return []  # autograd keeps what it needs
+
     def backward(self, call: int, upstream: Tensor) -> list[Tensor | None]:
         wanted = [t for t in (*self._read, *self.parameters) if t.requires_grad]
         all_gradients = torch.autograd.grad(self._differentiable, wanted, upstream, allow_unused=True)
@@ -204,7 +226,7 @@ class _Replay(torch.autograd.Function):
         inputs = tensors[: len(tensors) - len(run.parameters)]
         results = run.forward(inputs)
         ctx.run, ctx.call = run, run.call
-        ctx.save_for_backward(*(t for t in inputs if not _is_copied(t)))  # the backward graph reads them again
+        ctx.save_for_backward(*run.read_in_place(inputs))
         ctx.mark_non_differentiable(*results[1:])
         return results
 

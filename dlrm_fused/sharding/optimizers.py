@@ -33,7 +33,7 @@ def make_optimizer(
 
     def of_dense(parameters: list[Tensor]) -> torch.optim.Optimizer:
         if flat is not None:
-            return FlatOptimizer(flat, lambda values: _dense_optimizer(values, config.training.dense_optimizer))
+            return FlatOptimizer(flat, lambda values: _flat_optimizer(values, config.training.dense_optimizer))
         optimizer = _dense_optimizer(parameters, config.training.dense_optimizer)
         if groups is not None and groups.data_parallel.size() > 1:
             sharded, data_parallel = list(sharded_parameters(model).values()), groups.data_parallel
@@ -49,8 +49,6 @@ def make_optimizer(
 
 def _dense_optimizer(parameters: list[Tensor], settings: DenseOptimizerConfig) -> torch.optim.Optimizer:
     rate, decay, eps = settings.learning_rate, settings.weight_decay, settings.eps
-    if settings.kind is DenseOptimizerKind.adagrad and len(parameters) == 1:
-        return Adagrad(parameters[0], lr=rate, weight_decay=decay, eps=eps)
     if settings.kind is DenseOptimizerKind.adagrad:
         return torch.optim.Adagrad(parameters, lr=rate, weight_decay=decay, eps=eps)
     if settings.kind is DenseOptimizerKind.adam:
@@ -59,6 +57,15 @@ def _dense_optimizer(parameters: list[Tensor], settings: DenseOptimizerConfig) -
         in_one_pass = all(parameter.is_cuda for parameter in parameters)
         return torch.optim.Adam(parameters, lr=rate, weight_decay=decay, eps=eps, betas=betas, fused=in_one_pass)
     return torch.optim.SGD(parameters, lr=rate, weight_decay=decay, momentum=settings.momentum)
+
+
+def _flat_optimizer(values: list[Tensor], settings: DenseOptimizerConfig) -> torch.optim.Optimizer:
+    """Args:
+    values: one tensor.
+    """
+    if settings.kind is not DenseOptimizerKind.adagrad:
+        return _dense_optimizer(values, settings)
+    return Adagrad(values[0], lr=settings.learning_rate, weight_decay=settings.weight_decay, eps=settings.eps)
 
 
 def _table_optimizer(parameters: list[Tensor], settings: EmbeddingOptimizerConfig) -> torch.optim.Optimizer:

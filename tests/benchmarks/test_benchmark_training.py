@@ -204,6 +204,7 @@ def test_a_part_is_exposed_where_nothing_else_runs(tmp_path: Path, capsys: pytes
         ("split_embedding_backward_codegen_rowwise_adagrad", "update of tables"),
         ("Memcpy DtoD (Device -> Device)", "copies"),
         ("send_kernel", "features"),
+        ("adagrad_kernel", "dense optimizer"),
         ("scatter_rows_kernel", "routing and sending of tokens"),
         ("triton_poi_fused_relu_16", "elementwise"),
     ],

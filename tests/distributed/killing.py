@@ -46,7 +46,8 @@ def unfinished(run: Path) -> set[Path]:
 
 
 def kill_at_step(attempt: Attempt, run: Path, step: int, delay: float) -> None:
-    wait_for(lambda: last_step(run) >= step, attempt)
+    begun_at = last_step(run)  # of the attempt before, whose lines are still there
+    wait_for(lambda: last_step(run) >= step and last_step(run) != begun_at, attempt)
     time.sleep(delay)
     attempt.kill()
 

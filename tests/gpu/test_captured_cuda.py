@@ -70,8 +70,18 @@ def test_it_is_replayed_not_run(scorer: Scorer) -> None:
     assert scorer.calls == calls
 
 
-def test_more_addresses_than_it_is_captured_for_give_the_same(scorer: Scorer) -> None:
-    held = [scorer.inputs() for _ in range(captured._MOST_CAPTURES + 2)]
+def test_however_many_addresses_there_are_it_is_replayed(scorer: Scorer) -> None:
+    held = [scorer.inputs() for _ in range(captured._MOST_IN_PLACE + 3)]
+    for inputs in held:
+        scorer.check(*inputs)
+    calls = scorer.calls
+    for inputs in held:
+        scorer.captured(*inputs)
+    assert scorer.calls == calls
+
+
+def test_more_shapes_than_it_is_captured_for_give_the_same(scorer: Scorer) -> None:
+    held = [scorer.inputs(rows) for rows in range(20, 21 + captured._MOST_IN_PLACE + captured._MOST_COPIED)]
     for inputs in (*held, *held):
         scorer.check(*inputs)
 
@@ -111,7 +121,7 @@ class Kept:
 
 def test_who_takes_gradients_has_those_of_each_replay(scorer: Scorer) -> None:
     scorer.captured.takes_gradients = kept = Kept(scorer)
-    for step in range(captured._MOST_CAPTURES + 2):
+    for step in range(captured._MOST_IN_PLACE + 3):
         features, embeddings = scorer.inputs()
         (3 * scorer.captured(features, embeddings)[0]).backward()
         loss, _ = scorer.compute(features, embeddings)

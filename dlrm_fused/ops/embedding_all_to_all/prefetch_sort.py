@@ -15,7 +15,7 @@ from dlrm_fused.ops.embedding_all_to_all.update import SortedLookup, sort_lookup
 # Operators of PyTorch take numbers, not objects.
 _handles = itertools.count(1)
 # So few indices are sorted in less time than it takes to let another stream do it and wait for that.
-FEW_INDICES = 2**21
+_FEW_INDICES = 2**19
 _prefetched: weakref.WeakValueDictionary[int, PrefetchedSort] = weakref.WeakValueDictionary()
 
 
@@ -34,11 +34,12 @@ class PrefetchedSort:
         offsets: Sequence[Tensor],
         stream: torch.cuda.Stream | None,
     ) -> None:
-        """Sort on ``stream``, after what the current stream has been given; on the current one if it is None, as on the CPU, or
-        if there are few indices."""
+        """Sort on ``stream``, after what the current stream has been given; on the current one if it is None, as on the CPU,
+        if there are few indices, or within a capture: a graph ends on the stream on which it began."""
         self.tables = tables
-        is_worth_it = any(own.optimizer is not None for own in tables) and sum(map(Tensor.numel, indices)) > FEW_INDICES
-        self._stream = stream = stream if is_worth_it else None
+        is_worth_it = any(own.optimizer is not None for own in tables) and sum(map(Tensor.numel, indices)) > _FEW_INDICES
+        is_captured = stream is not None and torch.cuda.is_current_stream_capturing()
+        self._stream = stream = stream if is_worth_it and not is_captured else None
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):

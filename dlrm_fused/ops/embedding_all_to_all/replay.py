@@ -16,11 +16,13 @@ from torch import Tensor
 from dlrm_fused.compat.torch import copy_all
 from dlrm_fused.cuda_graphs import RUNS_BEFORE_CAPTURE, GraphRecorder, RunCounter
 from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all
-from dlrm_fused.ops.embedding_all_to_all.prefetch_sort import FEW_INDICES
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
 
-# A training loop has batches of one size, and perhaps a last one of another. Each capture keeps an output's memory.
+# A training loop has batches of one size, and perhaps a last one of another. Each capture keeps memory for all that a step
+# reads and makes.
 _MOST_CAPTURES = 2
+# Of a rank; more take longer than their launches.
+_MOST_INDICES = 2**21
 # Of an output, which a replay copies, and of its gradient.
 _MOST_BYTES = 2**26
 
@@ -93,7 +95,7 @@ class ReplayedEmbeddingAllToAll:
             and torch.is_grad_enabled()
             and not workspace.check_indices
             and not any(tables.rounds_stochastically for tables in workspace.tables)
-            and sum(map(Tensor.numel, indices)) <= FEW_INDICES
+            and sum(map(Tensor.numel, indices)) <= _MOST_INDICES
             and output_bytes <= _MOST_BYTES
             and not torch.compiler.is_compiling()
             and not torch.cuda.is_current_stream_capturing()
@@ -116,7 +118,8 @@ class _Capture:
         self.inputs = [tensor.clone() for tensor in (*indices, *offsets)]
         self._lent: weakref.ref[_Loan] | None = None
         count, recorder = len(indices), GraphRecorder()
-        with workspace.other_anchor() as anchor, recorder.on_its_stream():
+        self._plan = workspace.plan(batch_sizes)
+        with workspace.captures_until_growth(), workspace.other_anchor() as anchor, recorder.on_its_stream():
             with recorder.record() as self._forward:
                 prepared = prepare(self.inputs[:count], self.inputs[count:])
                 output = embedding_all_to_all(workspace, *prepared, (), batch_sizes)

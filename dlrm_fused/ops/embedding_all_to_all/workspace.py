@@ -96,7 +96,8 @@ class EmbeddingWorkspace(Workspace):
         self._feature_tables: list[list[FeatureTable]] = []
         self._plans: dict[tuple[int, ...], BatchPlan] = {}
         # A captured graph uses the addresses of a plan's tables, and of the memory, as long as it lives.
-        self._captured_plans: set[BatchPlan] = set()
+        self._captured_plans: set[BatchPlan] = set()  # their memory stays
+        self._captures_keep_memory = True
         # The largest batch of one rank, and of all ranks together, for which there is memory; None: no memory yet.
         self._room: tuple[int, int] | None = None
         self.outputs: BlockPool
@@ -162,6 +163,16 @@ class EmbeddingWorkspace(Workspace):
         finally:
             self.anchor = own
 
+    @contextmanager
+    def captures_until_growth(self) -> Iterator[None]:
+        """Within, a capture does not keep the memory that it uses: it must not be replayed once :attr:`outputs` are others, for
+        larger batches, and its :meth:`plan` is to be kept as long as itself."""
+        self._captures_keep_memory = False
+        try:
+            yield
+        finally:
+            self._captures_keep_memory = True
+
     def plan(self, batch_sizes: Sequence[int]) -> BatchPlan:
         """What depends on the batch sizes of all ranks.
 
@@ -198,7 +209,7 @@ class EmbeddingWorkspace(Workspace):
                     "graph is captured; call reserve(batch_sizes) with the largest batches before"
                 )
             self._allocate(plan)
-        if is_capturing:
+        if is_capturing and self._captures_keep_memory:
             self._captured_plans.add(plan)
 
     @property
