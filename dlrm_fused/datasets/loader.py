@@ -43,8 +43,8 @@ class TrainLoader(_Loader):
     A share that is smaller than another rank's is padded by a sample of weight 0: gloo's collectives of row-wise plans need
     shares of one size.
 
-    Batches that a data set generates are computed several at once, on the CUDA stream of the call that needs the first of them, so
-    all calls of ``next`` must come on one stream.
+    Batches that a data set generates are computed several at once, on the CUDA stream of the call that needs the first of them.
+    So all calls of ``next`` must come on one stream.
 
     Args:
         dataset: where samples come from.
