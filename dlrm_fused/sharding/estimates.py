@@ -1,7 +1,11 @@
 """An estimator for TorchRec's planner: the cost of a plan whose pooled embeddings travel while others are still looked up.
 
 TorchRec adds the time of the lookup and that of its communication. On the fused path a shard's results leave as soon as they
-are pooled, so the longer of the two counts, forward as well as backward::
+are pooled, so the longer of the two counts, forward as well as backward. Row-wise tables keep TorchRec's estimate: their partial
+sums are added up when all have come, and their ids are sorted by rank before, which it leaves out. A step with the small tables of
+criteo_kaggle took 1.36 times as long with row-wise ones (docs/performance/training.md).
+
+::
 
     enumerator = fused_enumerator(topology, batch_size, constraints)
     planner = EmbeddingShardingPlanner(topology, batch_size, enumerator=enumerator, constraints=constraints)
@@ -16,12 +20,13 @@ from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator, EmbeddingStorageEstimator
 from torchrec.distributed.planner.types import ParameterConstraints, Perf, ShardingOption
+from torchrec.distributed.types import ShardingType
 
 from dlrm_fused.sharding.support import TableSettings, reason_against
 
 
 class FusedPerfEstimator(EmbeddingPerfEstimator):
-    """TorchRec's estimate, with the communication of fused tables at the same time as their lookup.
+    """TorchRec's estimate, with the communication of fused tables that are not row-wise at the same time as their lookup.
 
     On the CPU the fused path delivers when all lookups are done, so the estimate is TorchRec's there.
     """
@@ -36,7 +41,7 @@ class FusedPerfEstimator(EmbeddingPerfEstimator):
         """Set ``perf`` of every shard of the options; further arguments are those of the TorchRec version."""
         super().estimate(sharding_options, *args, **kwargs)
         for option in sharding_options:
-            if self._overlaps and _is_fused(option):
+            if self._overlaps and option.sharding_type != ShardingType.ROW_WISE.value and _is_fused(option):
                 for shard in option.shards:
                     shard.perf = shard.perf and overlapped(shard.perf)
 
