@@ -1,0 +1,109 @@
+"""How many samples a second do the readers give a rank?
+
+    python -m benchmarks.data.loading --output loading.json [--workers 1 2] [--batch 8192]
+
+Prepared sets and Criteo's npy files with one id a feature, and npy files with the 214 ids of MLPerf's multi-hot set; 26 features and
+13 dense ones, of random content; shuffled, and in the order of the files. The loader's threads assemble batches for one rank, which
+does nothing else; the files are in the host's page cache. A rank needs its share of what training takes: 6 million samples/s on 2
+GPUs are 3 million a rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.common.environment import describe_environment
+from benchmarks.common.results import add_report_arguments, write_results
+from dlrm_fused.config import Config
+from dlrm_fused.datasets.criteo_npy import CriteoNpyDataset
+from dlrm_fused.datasets.dataset import Dataset
+from dlrm_fused.datasets.loader import TrainLoader
+from dlrm_fused.datasets.prepared import PreparedDataset
+from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo, SparseFeature
+
+FEATURES, DENSE_FEATURES, ROWS = 26, 13, 100_000
+# Ids of each feature in MLPerf's DLRM-DCNv2.
+HOTNESS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
+_EVALUATED = 8  # samples of each other split
+
+
+def prepared(folder: Path, samples: int) -> PreparedDataset:
+    generator = np.random.default_rng(0)
+    for split, count in {"train": samples, "validation": _EVALUATED, "test": _EVALUATED}.items():
+        (folder / split).mkdir(parents=True)
+        np.save(folder / split / "dense.npy", generator.random((count, DENSE_FEATURES), dtype=np.float32))
+        np.save(folder / split / "labels.npy", generator.integers(0, 2, count, dtype=np.uint8))
+        np.save(folder / split / "single.npy", generator.integers(0, ROWS, (count, FEATURES), dtype=np.int32))
+    features = tuple(SparseFeature(f"feature_{i}", ROWS) for i in range(FEATURES))
+    schema = DatasetSchema(tuple(f"dense_{i}" for i in range(DENSE_FEATURES)), features)
+    PreparedInfo(schema, {"train": samples, "validation": _EVALUATED, "test": _EVALUATED}).save(folder)
+    return PreparedDataset(folder)
+
+
+def criteo_npy(folder: Path, samples: int, is_multi_hot: bool) -> CriteoNpyDataset:
+    folder.mkdir()
+    generator = np.random.default_rng(0)
+    for day, count in enumerate((samples, 2 * _EVALUATED)):
+        np.save(folder / f"day_{day}_dense.npy", generator.random((count, DENSE_FEATURES), dtype=np.float32))
+        np.save(folder / f"day_{day}_labels.npy", generator.integers(0, 2, (count, 1), dtype=np.int32))
+        if is_multi_hot:
+            columns = {str(i): generator.integers(0, ROWS, (count, n), dtype=np.int32) for i, n in enumerate(HOTNESS)}
+            np.savez(folder / f"day_{day}_sparse_multi_hot.npz", **columns)
+        else:
+            np.save(folder / f"day_{day}_sparse.npy", generator.integers(0, ROWS, (count, FEATURES), dtype=np.int32))
+    return CriteoNpyDataset(folder, [ROWS] * FEATURES)
+
+
+def samples_per_second(dataset: Dataset, config: Config, seconds: float) -> float:
+    """Of a loader that has nothing to wait for, after its first batches."""
+    with TrainLoader(dataset, config, 0, 1, torch.device("cpu")) as loader:
+        for _ in range(config.data.prefetch_batches + config.data.workers):
+            next(loader)
+        batches, began = 0, time.perf_counter()
+        while time.perf_counter() - began < seconds:
+            next(loader)
+            batches += 1
+        return batches * config.training.global_batch_size / (time.perf_counter() - began)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=8192, help="samples of a rank")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="threads of the loader")
+    parser.add_argument("--samples", type=int, default=500_000, help="of a set; a twentieth of that with many ids")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
+    add_report_arguments(parser)
+    options = parser.parse_args(arguments)
+
+    sets: dict[str, Callable[[Path], Dataset]] = {
+        "prepared": lambda folder: prepared(folder, options.samples),
+        "criteo_npy": lambda folder: criteo_npy(folder, options.samples, is_multi_hot=False),
+        "criteo_npy, 214 ids": lambda folder: criteo_npy(folder, max(options.samples // 20, options.batch), is_multi_hot=True),
+    }
+    rows: list[dict[str, Any]] = []
+    print(f"{'set':<22}{'order':<12}{'workers':>8}{'samples/s':>12}")
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (name, make) in enumerate(sets.items()):
+            dataset = make(Path(folder) / str(number))
+            for window in (Config().data.shuffle_window_rows, 0):
+                for workers in options.workers:
+                    config = Config()
+                    config.training.global_batch_size = options.batch
+                    config.data.shuffle_window_rows, config.data.workers = window, workers
+                    rate = samples_per_second(dataset, config, options.seconds)
+                    order = "shuffled" if window else "of files"
+                    rows.append({"set": name, "order": order, "workers": workers, "samples_per_second": rate})
+                    print(f"{name:<22}{order:<12}{workers:>8}{rate:>12,.0f}", flush=True)
+    write_results(options.output, {**describe_environment(["CPU"], options.commit), "batch": options.batch, "rates": rows})
+
+
+if __name__ == "__main__":
+    main()
