@@ -2,10 +2,10 @@
 
     python -m benchmarks.data.loading --output loading.json [--workers 1 2] [--batch 8192]
 
-Prepared sets and Criteo's npy files with one id a feature, and npy files with the 214 ids of MLPerf's multi-hot set; 26 features and
-13 dense ones, of random content; shuffled, and in the order of the files. The loader's threads assemble batches for one rank, which
-does nothing else; the files are in the host's page cache. A rank needs its share of what training takes: 6 million samples/s on 2
-GPUs are 3 million a rank.
+Prepared sets and Criteo's npy files with one id a feature, and npy files with the 214 ids of MLPerf's multi-hot set; 26
+features and 13 dense ones, of random content; shuffled, and in the order of the files. The loader's threads assemble batches
+for one rank, which does nothing else; the files are in the host's page cache. A rank needs its share of what training takes:
+6 million samples/s on 2 GPUs are 3 million a rank.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def criteo_npy(folder: Path, samples: int, is_multi_hot: bool) -> CriteoNpyDatas
         np.save(folder / f"day_{day}_dense.npy", generator.random((count, DENSE_FEATURES), dtype=np.float32))
         np.save(folder / f"day_{day}_labels.npy", generator.integers(0, 2, (count, 1), dtype=np.int32))
         if is_multi_hot:
-            columns = {str(i): generator.integers(0, ROWS, (count, n), dtype=np.int32) for i, n in enumerate(HOTNESS)}
+            columns: dict[str, Any] = {
+                str(i): generator.integers(0, ROWS, (count, n), dtype=np.int32) for i, n in enumerate(HOTNESS)
+            }
             np.savez(folder / f"day_{day}_sparse_multi_hot.npz", **columns)
         else:
             np.save(folder / f"day_{day}_sparse.npy", generator.integers(0, ROWS, (count, FEATURES), dtype=np.int32))
