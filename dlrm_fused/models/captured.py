@@ -43,8 +43,8 @@ class CapturedFunction(Generic[R]):
     """A function that GPUs capture when it is called first, and then replay; for calls in which gradients are wanted.
 
     On the CPU it runs as it is. For a capture, inputs are copied to where the graphs read them. Large ones, such as pooled
-    embeddings, are read where they are instead, and when they come from another address, the function is captured again. At a
-    third address it is captured with copies of all inputs, once for some shapes, and for two shapes at most; what would need
+    embeddings, are read where they are instead, and when they come from another address, the function is captured again. After
+    two captures it is captured with copies of all inputs, whatever their addresses, for two shapes at most; what would need
     more captures runs as it is, too.
 
     Gradients lie in memory to which the next backward pass writes.

@@ -2,8 +2,9 @@
 
 TorchRec adds the time of the lookup and that of its communication. On the fused path a shard's results leave as soon as they
 are pooled, so the longer of the two counts, forward as well as backward. Row-wise tables keep TorchRec's estimate: their
-partial sums are added up when all have come, and their ids are sorted by rank before, which it leaves out. A step with the
-small tables of criteo_kaggle took 1.36 times as long with row-wise ones (docs/performance/training.md).
+partial sums are added up when all have come, and their ids are sorted by rank before, which it leaves out, and small ones
+cannot be replayed as CUDA graphs. A step with the tables of criteo_kaggle took 1.36 times as long with row-wise ones
+(docs/performance/training.md).
 
 ::
 

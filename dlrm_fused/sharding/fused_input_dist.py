@@ -6,7 +6,7 @@ TorchRec's pipeline is given awaitables as from its own input dist, which it wai
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -58,23 +58,24 @@ class FusedInputDist:
     def __init__(
         self, module: ShardedEmbeddingBagCollection, group: SymmetricGroup, features: KeyedJaggedTensor, timeout_seconds: float
     ) -> None:
-        self._module, self._ranks = module, group.world_size
+        self._module = module
         self._keys = list(features.keys())
         self._dtypes = features.lengths().dtype, features.values().dtype
         self._names = [compat.feature_names_per_rank(sharding) for sharding in compat.shardings(module)]
         rows = rows_of_blocks(module)
         assert rows is not None, "the module is not covered"
-        # Of a feature that goes as a whole, the first rank's block has all rows.
-        all_rows = torch.iinfo(features.values().dtype).max // self._ranks
-        blocks = [rows.get(name, all_rows) for name in self._keys]
-        self._blocks = torch.tensor(blocks, dtype=features.values().dtype, device=group.device) if rows else None
+        self._blocks = _RowBlocks(self._keys, rows, group.world_size, features.values().dtype, group.device) if rows else None
+        # The features as they are given are sent if some go as a whole; after them, for each rank, its blocks.
+        has_whole = any(name not in rows for names in self._names for own in names for name in own)
+        self._given = self._keys if has_whole else []
+
+        def place(name: str, rank: int) -> int:
+            if self._blocks is None or name not in rows:
+                return self._given.index(name)
+            return len(self._given) + rank * len(rows) + self._blocks.names.index(name)
+
         features_of_ranks = [
-            [
-                self._keys.index(name) + (rank * len(self._keys) if name in rows else 0)
-                for names in self._names
-                for name in names[rank]
-            ]
-            for rank in range(group.world_size)
+            [place(name, rank) for names in self._names for name in names[rank]] for rank in range(group.world_size)
         ]
         name = f"{compat.path(module)}: features ({next_number(group)})"
         self._exchange = FeatureExchange(
@@ -95,7 +96,7 @@ class FusedInputDist:
         """Collective."""
         ctx.variable_batch_per_feature, ctx.inverse_indices = False, None
         stride = features.stride()
-        sent = self._exchange.send(*self._in_blocks(features))
+        sent = self._exchange.send(*self._as_sent(features))
         awaitables, first = [], 0
         for names in self._names:
             context = EmbeddingShardingContext(batch_size_per_feature_pre_a2a=[stride] * sum(map(len, names)))
@@ -109,20 +110,53 @@ class FusedInputDist:
             compat.sharding_types(self._module),  # type: ignore[arg-type]
         )
 
-    def _in_blocks(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Lengths [features, bags], offsets and values.
-
-        With blocks of rows [ranks * features, bags]: what the first rank has of all features, then what the second has, ...
-        """
-        lengths, values = features.lengths().contiguous(), features.values().contiguous()
-        offsets = features.offsets_or_none()
+    def _as_sent(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Lengths [features as given + ranks * row-wise features, bags], offsets and values."""
+        lengths = features.lengths().contiguous().view(len(self._keys), features.stride())
+        values, offsets = features.values().contiguous(), features.offsets_or_none()
         if self._blocks is not None:
-            lengths, values, *_ = torch.ops.fbgemm.block_bucketize_sparse_features(
-                lengths, values, bucketize_pos=False, sequence=False, block_sizes=self._blocks, my_size=self._ranks
-            )
+            block_lengths, block_values = self._blocks.of(features)
+            lengths = torch.cat([lengths, block_lengths]) if self._given else block_lengths
+            values = torch.cat([values, block_values]) if self._given else block_values
             offsets = None
-        offsets = _offsets(lengths) if offsets is None else offsets.to(lengths.dtype).contiguous()
-        return lengths.view(-1, features.stride()), offsets, values
+        offsets = _offsets(lengths.flatten()) if offsets is None else offsets.to(lengths.dtype).contiguous()
+        return lengths, offsets, values
+
+
+class _RowBlocks:
+    """Divides the ids of row-wise features by the ranks that have their rows.
+
+    Source: RwSparseFeaturesDist of TorchRec's distributed/sharding/rw_sharding.py.
+
+    Args:
+        keys: of the batches' features.
+        rows: by row-wise feature, those of each rank.
+        dtype: of ids.
+
+    Attributes:
+        names: of the row-wise features, in the order of ``keys``.
+    """
+
+    def __init__(
+        self, keys: Sequence[str], rows: Mapping[str, int], ranks: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.names = [name for name in keys if name in rows]
+        self._ranks = ranks
+        self._places = [place for place, name in enumerate(keys) if name in rows]
+        self._places_on_device = torch.tensor(self._places, dtype=torch.int32, device=device)
+        self._are_all = len(self.names) == len(keys)
+        self._sizes = torch.tensor([rows[name] for name in self.names], dtype=dtype, device=device)
+
+    def of(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
+        """Lengths [ranks * row-wise features, bags] and values, of rank 0's rows first; ids count from a rank's first row."""
+        count, bags = self._ranks * len(self.names), features.stride()
+        if not bags:
+            return features.lengths().new_zeros(count, 0), features.values()[:0]
+        own = features if self._are_all else features.permute(self._places, self._places_on_device)
+        lengths, values, *_ = torch.ops.fbgemm.block_bucketize_sparse_features(
+            own.lengths(), own.values(), bucketize_pos=False, sequence=False, block_sizes=self._sizes, my_size=self._ranks
+        )
+        return lengths.view(count, bags), values
 
 
 def _receive(

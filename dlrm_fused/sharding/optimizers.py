@@ -33,7 +33,7 @@ def make_optimizer(
 
     def of_dense(parameters: list[Tensor]) -> torch.optim.Optimizer:
         if flat is not None:
-            return FlatOptimizer(flat, lambda values: _flat_optimizer(values, config.training.dense_optimizer))
+            return FlatOptimizer(flat, lambda values: _flat_optimizer(values[0], config.training.dense_optimizer))
         optimizer = _dense_optimizer(parameters, config.training.dense_optimizer)
         if groups is not None and groups.data_parallel.size() > 1:
             sharded, data_parallel = list(sharded_parameters(model).values()), groups.data_parallel
@@ -59,13 +59,10 @@ def _dense_optimizer(parameters: list[Tensor], settings: DenseOptimizerConfig) -
     return torch.optim.SGD(parameters, lr=rate, weight_decay=decay, momentum=settings.momentum)
 
 
-def _flat_optimizer(values: list[Tensor], settings: DenseOptimizerConfig) -> torch.optim.Optimizer:
-    """Args:
-    values: one tensor.
-    """
+def _flat_optimizer(value: Tensor, settings: DenseOptimizerConfig) -> torch.optim.Optimizer:
     if settings.kind is not DenseOptimizerKind.adagrad:
-        return _dense_optimizer(values, settings)
-    return Adagrad(values[0], lr=settings.learning_rate, weight_decay=settings.weight_decay, eps=settings.eps)
+        return _dense_optimizer([value], settings)
+    return Adagrad(value, lr=settings.learning_rate, weight_decay=settings.weight_decay, eps=settings.eps)
 
 
 def _table_optimizer(parameters: list[Tensor], settings: EmbeddingOptimizerConfig) -> torch.optim.Optimizer:

@@ -60,6 +60,7 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self._undecided = False
         self._fused: FusedLookups | None = None
         self._input_dist: FusedInputDist | None = None
+        self._has_features_of_input_dist = covers(self)
         self._check_options()
         self.reasons, self._group = self._find_support()
         self._announce_support()
@@ -74,7 +75,8 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     def _fuses_input_dist(self) -> bool:
         """Whether the features of later batches go to their ranks without the host."""
         is_whole = self._fused is not None and len(self._fused.shardings) == len(compat.sharding_types(self))
-        return is_whole and self._group is not None and uses_kernels(self._group.device) and covers(self)
+        has_kernels = self._group is not None and uses_kernels(self._group.device)
+        return is_whole and has_kernels and self._has_features_of_input_dist
 
     def _fuse(self, shardings: Sequence[int]) -> FusedLookups:
         """Collective."""

@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 from unittest import mock
@@ -283,6 +284,20 @@ def with_features_sent_by_kernels(model: DistributedModelParallel, world: World)
     return observed
 
 
+def received_features(model: DistributedModelParallel, world: World) -> list[Tensor]:
+    """Lengths and ids, among them a wrong one, for a check at the lookup to find; from the second batch on by kernels."""
+    collection, observed = get_unwrapped_module(model).collections[0], []
+    is_fused = isinstance(collection, FusedShardedEmbeddingBagCollection)
+    for number, batch in enumerate(batches(world, 3)):
+        batch["feature_0"].values()[:1] = -1
+        context = collection.create_context()
+        torchrecs = mock.patch.object(ShardedEmbeddingBagCollection, "input_dist", side_effect=AssertionError("TorchRec's"))
+        with torchrecs if is_fused and number else nullcontext():
+            features = collection.input_dist(context, batch).wait().wait()
+        observed += [tensor.clone() for own in features for tensor in (own.lengths(), own.values())]
+    return observed
+
+
 SUM, MEAN = PoolingType.SUM, PoolingType.MEAN
 EVERY_KIND = (
     Table("table_wise", 8, rank=1),
@@ -322,6 +337,13 @@ class TestOneStepAfterTheOther:
     )
     def test_features_are_sent_by_kernels(self, ranks, tables):
         assert_equal(run_both(World((tables,), batch_sizes=(6,) * ranks), with_features_sent_by_kernels))
+
+    @pytest.mark.slow
+    @pytest.mark.interpreted
+    @pytest.mark.parametrize("tables", [WITHOUT_ROW_WISE[:2], EVERY_KIND[:3], (Table("row_wise"),)])
+    @pytest.mark.parametrize("sizes", [(0, 2), (3, 2)])
+    def test_kernels_send_the_ids_that_torchrec_sends(self, tables, sizes):
+        assert_equal(run_both(World((tables,), batch_sizes=sizes), received_features))
 
     @pytest.mark.parametrize("sizes", [(7, 2), with_kernels_too((1, 9, 4)), (3, 3, 5, 8)])
     def test_uneven_batches(self, sizes):
