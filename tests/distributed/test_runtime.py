@@ -31,13 +31,13 @@ PEER_TIMEOUT_SECONDS = 2.0
 Work = Callable[[Rank], None]
 
 
-def run(folder: Path, work: Work, ranks: int = 2) -> Ended:
-    return run_program(ranks, folder, 120, together, work)
+def run(folder: Path, work: Work, ranks: int = 2, peer_timeout_seconds: float = PEER_TIMEOUT_SECONDS) -> Ended:
+    return run_program(ranks, folder, 120, together, work, peer_timeout_seconds)
 
 
-def together(work: Work) -> None:
+def together(work: Work, peer_timeout_seconds: float) -> None:
     def in_group(rank: Rank, error_store: ErrorStore) -> None:
-        with Watchdog(rank, error_store, PEER_TIMEOUT_SECONDS) as watchdog, process_group(rank, CPU):
+        with Watchdog(rank, error_store, peer_timeout_seconds) as watchdog, process_group(rank, CPU):
             watchdog.peers_have_joined()
             work(rank)
 
@@ -128,10 +128,11 @@ def hang_on_rank_1(rank: Rank) -> None:
 
 def test_a_rank_without_signs_of_life_is_named(tmp_path):
     """It is stopped, so its connections are open, and nobody else would notice."""
-    ended = run(tmp_path, hang_on_rank_1)
+    # Longer than a machine of tests stands still: a store that does not answer has an error of its own.
+    ended = run(tmp_path, hang_on_rank_1, peer_timeout_seconds=5.0)
     assert ended.statuses == [1, -signal.SIGKILL]
     expected = (
-        rf"rank 0 ERROR rank 1 on {os.uname().nodename} has given no sign of life for 2 s \(runtime.peer_timeout_seconds\)"
+        rf"rank 0 ERROR rank 1 on {os.uname().nodename} has given no sign of life for 5 s \(runtime.peer_timeout_seconds\)"
     )
     assert any(re.match(expected, line) for line in errors(ended)), ended.output
 
