@@ -39,6 +39,8 @@ from dlrm_fused.models.dense_part import DensePart, is_compiled
 from dlrm_fused.sharding.output_dtype import pooled_dtype
 
 _RESIDENT_BATCHES = 8
+# That the pipeline has begun with when a step ends.
+_BATCHES_AHEAD = 2
 _EMBEDDING_OPTIMIZERS = {
     EmbeddingOptimizerKind.rowwise_adagrad: EmbOptimType.EXACT_ROWWISE_ADAGRAD,
     EmbeddingOptimizerKind.adagrad: EmbOptimType.EXACT_ADAGRAD,
@@ -142,6 +144,7 @@ def main() -> None:
     schema, stream = batches(config, arguments.data, device)
     model, optimizer = build(config, schema, device)
     pipeline = TrainPipelineSparseDist(model, optimizer, device)
+    stream = itertools.islice(stream, arguments.warmup + arguments.steps + _BATCHES_AHEAD)
     for _ in range(arguments.warmup):
         pipeline.progress(stream)
     synchronize(device)
@@ -155,6 +158,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         rate = arguments.steps * config.training.global_batch_size / seconds
         print(json.dumps({"data": arguments.data, "samples_per_second": rate, "steps": arguments.steps, "loss": loss.item()}))
+    for _ in range(_BATCHES_AHEAD):
+        pipeline.progress(stream)  # a process that ends while features are exchanged may abort
     dist.destroy_process_group()
 
 
