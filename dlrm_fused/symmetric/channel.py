@@ -12,6 +12,10 @@ Epochs are numbered from 1, flags hold the number of an epoch and are never rese
 large. A rank announces an epoch only after it completed the one before, and only memory that it reads no more, so nothing is
 overwritten too early however far ahead another rank is.
 
+"Every rank" is every rank of the host. What belongs to ranks of other hosts goes in slices, :meth:`Channel.exchange`, under the
+same time limit and with the same errors; a slice is received in memory that its receiver has chosen, so that needs no
+announcement.
+
 Kernels take part with the functions of :mod:`~dlrm_fused.symmetric.device`, host code on the CPU with
 :meth:`Channel.run_epoch`, or its steps one by one; epochs of both kinds may follow each other on one channel.
 """
@@ -22,7 +26,8 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -34,6 +39,7 @@ from dlrm_fused.compat.triton import host_atomics
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.symmetric.device import channel_args, polls_per_second
 from dlrm_fused.symmetric.memory import SymmetricGroup
+from dlrm_fused.symmetric.messages import Exchange, Late
 
 # The words and values below are those of device.py.
 # Words of Channel.state.
@@ -86,6 +92,7 @@ class Channel:
         self.group = group
         self.name = name
         self.timeout_seconds = timeout_seconds
+        self._number = group.next_channel()
         self.flags = group.allocate(f"{name}.flags", 3 * group.world_size * 8)
         self.state = torch.zeros(8, dtype=torch.int64, device=group.device)
         self.fault = self.state[_FAULT : _FAULT + 1]
@@ -145,8 +152,25 @@ class Channel:
             "that rank is stuck, slower than the limit allows, or makes other calls than this one"
         )
 
+    def exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], *, fingerprint: int) -> ChannelExchange:
+        """Begin to exchange slices with ranks of other hosts.
+
+        Args:
+            sent: by rank; contiguous, and unchanged until the exchange is finished. Empty slices are not sent.
+            received: by rank; contiguous, of the size that the rank sends.
+            fingerprint: must be equal on both sides; with gloo, who has another one is waited for in vain.
+
+        Raises:
+            CommunicationError: the channel has failed.
+        """
+        self.raise_fault()
+        messages = self.group.messages
+        assert messages is not None, f"channel {self.name}: all ranks are on one host"
+        tag = zlib.crc32(f"{self._number} {fingerprint}".encode()) >> 1
+        return ChannelExchange(self, messages.exchange(tag, sent, received))
+
     def run_epoch(self, store: Callable[[int, int], object], *, offset: int = 0, fingerprint: int = 0) -> None:
-        """One epoch, steps 1 to 5, with the next rank first and this one last. Host code on the CPU.
+        """One epoch, steps 1 to 5, with the next rank of the host first and this one last. Host code on the CPU.
 
         Args:
             store: ``store(peer, offset)`` writes what belongs to a peer into its memory, where ``offset`` is the byte at which
@@ -157,8 +181,7 @@ class Channel:
             UsageError, CommunicationError: as the steps do.
         """
         self.announce(offset, fingerprint)
-        for shift in range(self.group.world_size):
-            peer = (self.group.rank + 1 + shift) % self.group.world_size
+        for peer in self.group.hosts.local_rotation:
             store(peer, self.wait_ready(peer))
             self.signal(peer)
         self.wait_arrivals()
@@ -184,13 +207,14 @@ class Channel:
         They raise an error at once instead of waiting. The channel cannot be used any more. On a GPU it waits for the current
         stream, hence does nothing while a CUDA graph is captured.
         """
+        self.group.peer_monitor.say_refused()
         if self.group.device.type == "cpu":
             self._announce(_REFUSED_OFFSET, 0)
         elif torch.cuda.is_current_stream_capturing():
             return
         else:
             word = self.state[_EPOCH] + 1 << 32 | _REFUSED_OFFSET
-            for peer in range(self.group.world_size):
+            for peer in self.group.hosts.local:
                 self.flags.peer(peer).view(torch.int64)[self.group.rank].copy_(word)
             torch.cuda.synchronize(self.group.device)
         self._record(_REFUSED, self.group.rank, _READY)
@@ -222,7 +246,7 @@ class Channel:
         """
         epoch = self._next_epoch()
         deadline = time.monotonic() + self.timeout_seconds
-        for peer in range(self.group.world_size):
+        for peer in self.group.hosts.local:
             self._wait(self.group.world_size + peer, epoch, peer, _ARRIVAL, deadline)
         self._state[_EPOCH] = epoch
 
@@ -232,7 +256,7 @@ class Channel:
         self.raise_fault()
         self._fingerprint = fingerprint
         rank, world_size = self.group.rank, self.group.world_size
-        for peer in range(world_size):
+        for peer in self.group.hosts.local:
             _store_release(self._word(peer, 2 * world_size + rank), fingerprint)
             _store_release(self._word(peer, rank), self._next_epoch() << 32 | unit)
 
@@ -273,6 +297,43 @@ class Channel:
         self._record(kind, peer, awaited)
         self.raise_fault()
         raise AssertionError("unreachable: a fault is recorded")
+
+
+class ChannelExchange:
+    """Slices that are on their way between hosts; see :meth:`Channel.exchange`."""
+
+    def __init__(self, channel: Channel, exchange: Exchange) -> None:
+        self._channel, self._exchange = channel, exchange
+
+    def arrivals(self) -> Iterator[tuple[int, Tensor]]:
+        """The ranks and their slices as they arrive. On GPUs the current stream waits for them, not the host.
+
+        Raises:
+            CommunicationError: the wait exceeded the limit, or a peer is lost, has refused or has left.
+        """
+        try:
+            yield from self._exchange.arrivals(self._deadline())
+        except Late as late:
+            self._fail(late)
+
+    def finish(self) -> None:
+        """Wait until the slices that were sent may be changed.
+
+        Raises:
+            CommunicationError: as :meth:`arrivals`.
+        """
+        try:
+            self._exchange.finish(self._deadline())
+        except Late as late:
+            self._fail(late)
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._channel.timeout_seconds
+
+    def _fail(self, late: Late) -> NoReturn:
+        has_refused = self._channel.group.peer_monitor.has_refused(late.rank)
+        kind = _REFUSED if has_refused else _ABORTED if late.is_gone else _LIMIT_EXCEEDED
+        self._channel._fail(kind, late.rank, _ARRIVAL)
 
 
 @contextmanager

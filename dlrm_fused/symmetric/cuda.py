@@ -1,4 +1,4 @@
-"""Symmetric memory of GPUs on one host with peer access: torch's symmetric memory, CUDA backend.
+"""Symmetric memory of GPUs, those of one host with peer access: torch's symmetric memory, CUDA backend.
 
 A rank's kernels store straight into the memory of another rank's GPU, over NVLink where there is one. Only mapping is torch's:
 flags are ours (torch's signal pads must return to zero and collide between groups), and there is no NVLink multicast.
@@ -6,9 +6,11 @@ flags are ours (torch's signal pads must return to zero and collide between grou
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.compat.torch import empty_symmetric, rendezvous, symmetric_memory_backend
@@ -17,21 +19,25 @@ from dlrm_fused.symmetric.memory import SymmetricGroup, SymmetricMemory, readabl
 
 
 class CudaGroup(SymmetricGroup):
-    """Ranks on one host, each with a GPU of its own."""
-
-    _other_host = (
-        "symmetric memory of GPUs needs all ranks on one host; a transport between hosts (NVSHMEM) is not supported yet"
-    )
+    """Ranks with a GPU of their own each."""
 
     def _check_peers(self) -> None:
-        gpus = self.gather(lambda: str(torch.cuda.get_device_properties(self.device).uuid))
+        uuids = self.gather(lambda: str(torch.cuda.get_device_properties(self.device).uuid))
+        gpus = {rank: uuids[rank] for rank in self.hosts.local}
         self.gather(lambda: self._check_gpus(gpus))
+        self._local_group = self.process_group
+        if self.hosts.are_many:
+            # torch's symmetric memory wants a group whose ranks all reach each other.
+            ranks = dist.get_process_group_ranks(cast(dist.ProcessGroup, self.process_group))
+            local = [ranks[rank] for rank in self.hosts.local]
+            self._local_group = cast(dist.ProcessGroup, dist.new_group(local, use_local_synchronization=True))
 
-    def _check_gpus(self, gpus: list[str]) -> None:
-        for rank, gpu in enumerate(gpus):
-            if gpus.index(gpu) < rank:
+    def _check_gpus(self, gpus: Mapping[int, str]) -> None:
+        first_users: dict[str, int] = {}
+        for rank, gpu in gpus.items():
+            if (first := first_users.setdefault(gpu, rank)) != rank:
                 raise UsageError(
-                    f"ranks {gpus.index(gpu)} and {rank} use the same GPU ({gpu}); give each rank one of its own: "
+                    f"ranks {first} and {rank} use the same GPU ({gpu}); give each rank one of its own: "
                     'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'
                 )
         backend = symmetric_memory_backend(self.device)
@@ -46,7 +52,7 @@ class CudaGroup(SymmetricGroup):
         }
         unreachable = [
             f"rank {rank} ({visible[gpu]})"
-            for rank, gpu in enumerate(gpus)
+            for rank, gpu in gpus.items()
             if rank != self.rank and gpu in visible and not torch.cuda.can_device_access_peer(self.device, visible[gpu])
         ]
         if unreachable:
@@ -58,24 +64,28 @@ class CudaGroup(SymmetricGroup):
     def _allocate(self, name: str, size: int) -> SymmetricMemory:
         self.gather(lambda: self._check_available(name, size))
         with torch.cuda.device(self.device):
-            if self.world_size == 1:
-                return SymmetricMemory(name, [torch.zeros(size, dtype=torch.uint8, device=self.device)], 0)
+            if len(self.hosts.local) == 1:
+                alone = {self.rank: torch.zeros(size, dtype=torch.uint8, device=self.device)}
+                # Ends when the memory of all is zero.
+                self.gather(lambda: torch.cuda.synchronize(self.device))
+                return SymmetricMemory(name, alone, self.rank, self.world_size)
             allocated: list[Tensor] = []
             self.gather(lambda: allocated.append(self._zeros(size)))
             (local,) = allocated
-            group = self.process_group
+            group = self._local_group
             assert group is not None
             handles: list[Any] = []
             # Ends when all ranks have mapped all, and all memory is zero.
             self.gather(lambda: handles.append(rendezvous(local, group)))
             (handle,) = handles
-            blocks = [
-                local if rank == self.rank else handle.get_buffer(rank, (size,), torch.uint8) for rank in range(self.world_size)
-            ]
-        addresses = [block.data_ptr() for block in blocks]
+            blocks = {
+                rank: local if rank == self.rank else handle.get_buffer(place, (size,), torch.uint8)
+                for place, rank in enumerate(self.hosts.local)
+            }
+        addresses = [block.data_ptr() for block in blocks.values()]
         assert addresses == list(handle.buffer_ptrs), "a block does not begin where its allocation does"
         # Views of peers' memory do not own it; the handle does.
-        return SymmetricMemory(name, blocks, self.rank, resources=handle)
+        return SymmetricMemory(name, blocks, self.rank, self.world_size, resources=handle)
 
     def _zeros(self, size: int) -> Tensor:
         block = empty_symmetric(size, self.device)

@@ -11,6 +11,8 @@ A kernel is given tables of addresses (:class:`~dlrm_fused.symmetric.memory.Symm
 The same source runs on GPUs and, under ``TRITON_INTERPRET=1``, in processes on the CPU. There the programs of a grid run one
 after the other, hence none may wait for a later one of its own grid.
 
+Ranks of other hosts take no part in an epoch: their addresses are 0 in all tables, and kernels store nothing there.
+
 Memory order: the stores of a program precede its barrier, the barrier its count (``acq_rel``, device scope), the last count the
 signal (``release``, system scope); who sees the signal (``acquire``, system scope) sees all of them.
 """
@@ -176,8 +178,17 @@ def fault_kind(channel):
 
 
 @triton.jit
+def _ranks_of_host(channel):
+    """[lanes]: rank numbers, pointers to the ranks' flags, and whether the ranks are on this host."""
+    lanes: tl.constexpr = channel.lanes
+    peers = tl.arange(0, lanes)
+    addresses = tl.load(channel.flag_addresses + peers, mask=peers < channel.world, other=0)
+    return peers, addresses.to(tl.pointer_type(tl.int64)), addresses != 0
+
+
+@triton.jit
 def begin(channel, offset, fingerprint):
-    """Begin the next epoch: tell every rank that this one is ready to receive at ``offset``. Program 0 tells, all may call.
+    """Begin the next epoch: tell every rank of the host that this one is ready to receive at ``offset``. Program 0 tells, all may call.
 
     Args:
         channel: :class:`ChannelArgs`.
@@ -190,9 +201,7 @@ def begin(channel, offset, fingerprint):
     epoch = tl.load(channel.state + EPOCH) + 1
     if (tl.program_id(0) == 0) & (tl.load(channel.state + FAULT) == 0):
         lanes: tl.constexpr = channel.lanes
-        peers = tl.arange(0, lanes)
-        there = peers < channel.world
-        words = tl.load(channel.flag_addresses + peers, mask=there, other=0).to(tl.pointer_type(tl.int64))
+        peers, words, there = _ranks_of_host(channel)
         tl.store(words + 2 * channel.world + channel.rank, fingerprint + tl.zeros((lanes,), tl.int64), mask=there)
         value = (epoch << 32) + offset // OFFSET_UNIT
         tl.debug_barrier()
@@ -224,16 +233,15 @@ def wait_until_ready(channel, peer, epoch, fingerprint):
 
 @triton.jit
 def wait_until_all_ready(channel, epoch, fingerprint):
-    """:func:`wait_until_ready` for all ranks at once, for kernels that store to every one of them.
+    """:func:`wait_until_ready` for all ranks of the host at once, for kernels that store to every one of them.
 
     Returns:
         Whether all are ready; false after a fault, in which case nothing may be stored. :func:`announced_offset` tells
         where a rank receives.
     """
     lanes: tl.constexpr = channel.lanes
-    peers = tl.arange(0, lanes)
-    there = peers < channel.world
-    seen = _wait_for_all(channel, channel.flags + peers, epoch << 32)
+    peers, words, there = _ranks_of_host(channel)
+    seen = _wait_for_all(channel, channel.flags + peers, there, epoch << 32)
     late = there & (seen < (epoch << 32))
     refused = there & (seen >= (epoch << 32)) & ((seen & 0xFFFFFFFF) == REFUSED_OFFSET)
     theirs = tl.load(channel.flags + 2 * channel.world + peers, mask=there, other=0, volatile=True)
@@ -252,10 +260,9 @@ def wait_until_all_ready(channel, epoch, fingerprint):
 
 
 @triton.jit
-def _wait_for_all(channel, words, value):
-    """:func:`wait` for one word of each rank; returns what was seen, [lanes]."""
+def _wait_for_all(channel, words, there, value):
+    """:func:`wait` for one word of each rank that is ``there``; returns what was seen, [lanes]."""
     lanes: tl.constexpr = channel.lanes
-    there = tl.arange(0, lanes) < channel.world
     nothing = tl.zeros((lanes,), tl.int64)
     seen = tl.zeros((lanes,), tl.int64)
     missing = tl.full((), 1, tl.int32)
@@ -279,7 +286,7 @@ def announced_offset(channel, peer):
 def finish(channel, epoch):
     """End the epoch; every program of the launch calls it after its last store.
 
-    The last program to arrive signals all ranks, waits for the signals of all, and completes the epoch: when the kernel has
+    The last program to arrive signals all ranks of the host, waits for the signals of all, and completes the epoch: when the kernel has
     ended, everything that peers sent is in this rank's memory.
     """
     tl.debug_barrier()
@@ -288,9 +295,7 @@ def finish(channel, epoch):
         tl.atomic_xchg(channel.state + PROGRAMS_DONE, tl.zeros((), tl.int64), sem="relaxed", scope="gpu")
         if tl.atomic_add(channel.state + FAULT, 0, sem="relaxed", scope="gpu") == 0:
             lanes: tl.constexpr = channel.lanes
-            peers = tl.arange(0, lanes)
-            there = peers < channel.world
-            words = tl.load(channel.flag_addresses + peers, mask=there, other=0).to(tl.pointer_type(tl.int64))
+            peers, words, there = _ranks_of_host(channel)
             arrival = words + channel.world + channel.rank
             tl.atomic_xchg(arrival, epoch + tl.zeros((lanes,), tl.int64), mask=there, sem="release", scope="sys")
             _wait_for_arrivals(channel, epoch)
@@ -299,9 +304,9 @@ def finish(channel, epoch):
 @triton.jit
 def _wait_for_arrivals(channel, epoch):
     lanes: tl.constexpr = channel.lanes
-    peers = tl.arange(0, lanes)
-    seen = _wait_for_all(channel, channel.flags + channel.world + peers, epoch)
-    first_late = tl.min(tl.where((peers < channel.world) & (seen < epoch), peers, lanes), axis=0)
+    peers, words, there = _ranks_of_host(channel)
+    seen = _wait_for_all(channel, channel.flags + channel.world + peers, there, epoch)
+    first_late = tl.min(tl.where(there & (seen < epoch), peers, lanes), axis=0)
     if first_late == lanes:
         tl.atomic_xchg(channel.state + EPOCH, epoch, sem="relaxed", scope="gpu")
     else:

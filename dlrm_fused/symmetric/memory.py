@@ -1,19 +1,17 @@
-"""The one interface to memory that all ranks of a process group can write.
+"""The one interface to memory that the ranks of a process group can write.
 
-:meth:`SymmetricGroup.allocate` gives a block of one size on every rank, through whose ``addresses`` kernels store. Transports
-implement it: :mod:`~dlrm_fused.symmetric.shared` for processes on a CPU machine, :mod:`~dlrm_fused.symmetric.cuda` for GPUs;
-:mod:`~dlrm_fused.symmetric.factory` chooses one.
+:meth:`SymmetricGroup.allocate` gives a block of one size on every rank, through whose ``addresses`` kernels store at the ranks
+of their host. Transports implement it: :mod:`~dlrm_fused.symmetric.shared` for processes on a CPU machine,
+:mod:`~dlrm_fused.symmetric.cuda` for GPUs; :mod:`~dlrm_fused.symmetric.factory` chooses one. What goes to another host goes in
+finished slices, through the group's :class:`~dlrm_fused.symmetric.messages.Messages`.
 """
 
 from __future__ import annotations
 
 import abc
+import itertools
 import logging
-import os
-import socket
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
@@ -22,6 +20,8 @@ from torch import Tensor
 
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.symmetric.collective_errors import gather_or_raise
+from dlrm_fused.symmetric.hosts import Host, Hosts
+from dlrm_fused.symmetric.messages import Messages
 from dlrm_fused.symmetric.peer_monitor import PeerMonitor
 
 logger = logging.getLogger("dlrm_fused")
@@ -37,55 +37,37 @@ class SymmetricMemory:
         size: bytes on each rank.
         local: uint8 [size], this rank's block, on the group's device.
         addresses: int64 [world_size] on the group's device: where each rank's block lies in the address space of this process
-            (CPU) or of this rank's GPU. 0 would be a rank that stores cannot reach, only put-with-signal; no transport
-            of today has such ranks.
+            (CPU) or of this rank's GPU; 0 for a rank on another host, which stores do not reach.
     """
 
-    def __init__(self, name: str, blocks: Sequence[Tensor], rank: int, resources: object = None) -> None:
+    def __init__(self, name: str, blocks: Mapping[int, Tensor], rank: int, world_size: int, resources: object = None) -> None:
         """Args:
-        blocks: uint8 [size] by rank: views of the ranks' blocks.
+        blocks: uint8 [size] of each rank on this host: views of the ranks' blocks.
         resources: what must live as long as the memory does.
         """
         self.name = name
         self.local = blocks[rank]
         self.size = self.local.numel()
-        self.addresses = torch.tensor([block.data_ptr() for block in blocks], dtype=torch.int64, device=self.local.device)
-        self._blocks = tuple(blocks)
+        addresses = [blocks[peer].data_ptr() if peer in blocks else 0 for peer in range(world_size)]
+        self.addresses = torch.tensor(addresses, dtype=torch.int64, device=self.local.device)
+        self._blocks = dict(blocks)
         self._resources = resources
 
     def peer(self, rank: int) -> Tensor:
-        """uint8 [size], a direct view of that rank's block."""
+        """uint8 [size], a direct view of the block of a rank on this host."""
         return self._blocks[rank]
 
 
-@dataclass(frozen=True)
-class Host:
-    """What processes must have in common to map each other's memory."""
-
-    name: str
-    boot: str  # differs between machines, and between two starts of one
-    processes: str  # the namespace of process ids: another one in another container
-
-    @staticmethod
-    def here() -> Host:
-        return Host(
-            socket.gethostname(),
-            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-            os.readlink("/proc/self/ns/pid"),
-        )
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.processes})"
-
-
 class SymmetricGroup(abc.ABC):
-    """The ranks of a process group, all of whose memory is reachable. Made by
+    """The ranks of a process group and the memory that they share. Made by
     :func:`~dlrm_fused.symmetric.factory.symmetric_group`.
 
     Attributes:
         process_group: None in a single process without torch.distributed, and after ``close``.
         rank: within the process group, as all ranks here.
         device: of this rank's memory; a CUDA device has an index.
+        hosts: which ranks lie on one host, and so reach each other's memory by stores.
+        messages: takes slices to ranks of other hosts; None if there are none.
         is_closed: whether this rank has called ``close``.
         peer_monitor: notices when the process of another rank is gone.
     """
@@ -97,25 +79,36 @@ class SymmetricGroup(abc.ABC):
         self.device = device
         self.is_closed = False
         self._memories: list[SymmetricMemory] = []
-        self._check_hosts()
+        self._channels = itertools.count()
+        self.hosts = self._find_hosts()
         self._check_peers()
         self.peer_monitor = PeerMonitor(self.rank, self.world_size, self.gather)
+        self.messages: Messages | None = None
+        if self.hosts.are_many:
+            assert process_group is not None
+            self.messages = Messages(process_group, device, self.peer_monitor)
+            if self.rank == 0:
+                logger.info(
+                    "%d ranks on %d hosts: stores inside a host, messages (%s) between hosts",
+                    self.world_size,
+                    len(self.hosts.ranks),
+                    self.messages.backend,
+                )
 
-    def _check_hosts(self) -> None:
+    def _find_hosts(self) -> Hosts:
         ranks = self.gather(lambda: (self.device.type, Host.here()))
         if len({kind for kind, _ in ranks}) > 1:
             listed = ", ".join(f"rank {rank}: {kind}" for rank, (kind, _) in enumerate(ranks))
             raise UsageError(f"symmetric memory must be on the same type of device on all ranks; got {listed}")
-        if len({host for _, host in ranks}) > 1:
-            listed = ", ".join(f"rank {rank} is on {host}" for rank, (_, host) in enumerate(ranks))
-            raise CommunicationError(f"{self._other_host}; {listed}; use comm=baseline, or ranks of one host")
+        return Hosts.of([host for _, host in ranks], self.rank)
 
-    # What CommunicationError says if ranks are on different hosts.
-    _other_host: str
+    def next_channel(self) -> int:
+        """A number for a channel of the group, equal on all ranks that make their channels in the same order."""
+        return next(self._channels)
 
     @abc.abstractmethod
     def _check_peers(self) -> None:
-        """Collective. Raises CommunicationError on all ranks if some, all on one host, cannot map each other's memory."""
+        """Collective. Raises CommunicationError on all ranks if some of one host cannot map each other's memory."""
 
     @abc.abstractmethod
     def _allocate(self, name: str, size: int) -> SymmetricMemory:
@@ -177,6 +170,8 @@ class SymmetricGroup(abc.ABC):
                 torch.cuda.synchronize(self.device)
         finally:
             self.peer_monitor.close()
+            if self.messages is not None:
+                self.messages.close()
             self._memories.clear()
             self.process_group = None  # for its destruction, when torch's own reference goes
 

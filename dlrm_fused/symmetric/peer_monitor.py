@@ -33,10 +33,12 @@ _GRACE_SECONDS = 5.0
 _KEEPALIVE_IDLE_SECONDS = 5
 _KEEPALIVE_PROBES = 3
 # (kind, rank). A rank says goodbye before it leaves in good order, and tells all of a loss that it has noticed. So when it
-# then ends because of that loss, however abruptly, its peers have already read which rank was the first.
+# then ends because of that loss, however abruptly, its peers have already read which rank was the first. A rank that takes no
+# part in an exchange because of an error of its own tells those whom its flags do not reach.
 _MESSAGE = struct.Struct("!ii")
 _GOODBYE = 0
 _LOST = 1
+_REFUSED = 2
 _TOKEN_BYTES = 16
 
 
@@ -66,6 +68,7 @@ class PeerMonitor:
         self._rank = rank
         self._lost: int | None = None
         self._left: set[int] = set()
+        self._refused: set[int] = set()
         self._gone: int | None = None  # the last that was told to callbacks
         self._loss_callbacks: list[Callable[[int], None]] = []
         self._gone_callbacks: list[Callable[[int], None]] = []
@@ -98,6 +101,14 @@ class PeerMonitor:
     def has_left(self, rank: int) -> bool:
         """Whether that rank has closed its group, in good order."""
         return rank in self._left
+
+    def has_refused(self, rank: int) -> bool:
+        """Whether that rank has refused to take part in an exchange."""
+        return rank in self._refused
+
+    def say_refused(self) -> None:
+        """Tell all ranks that this one refuses to take part in an exchange."""
+        self._tell_all(_REFUSED)
 
     def on_loss(self, callback: Callable[[int], None]) -> None:
         """Call ``callback(rank)`` when the first peer is lost, in the thread of the monitor; at once if one is lost
@@ -235,6 +246,8 @@ class PeerMonitor:
             unread[peer] = unread[peer][_MESSAGE.size :]
             if kind == _GOODBYE:
                 self._left.add(rank)
+            elif kind == _REFUSED:
+                self._refused.add(rank)
             else:
                 self._lose(rank)
         if received and peer not in self._left:

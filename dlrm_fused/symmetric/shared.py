@@ -22,24 +22,22 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 class SharedGroup(SymmetricGroup):
-    """Ranks on one host whose memory is on the CPU."""
-
-    _other_host = "symmetric memory on the CPU needs all ranks on one host, in one container"
+    """Ranks whose memory is on the CPU."""
 
     def _check_peers(self) -> None:
         pass  # whoever sees the process of a peer can open its files, or is told so at the first allocation
 
     def _allocate(self, name: str, size: int) -> SymmetricMemory:
-        self.gather(lambda: _check_available(name, size, self.world_size))
+        self.gather(lambda: _check_available(name, size, len(self.hosts.local)))
         descriptor = os.memfd_create(f"dlrm_fused {name}")
         try:
             files = self.gather(lambda: _File.reserve(name, descriptor, size))
             # The second gathering ends when all have mapped all: only then may a descriptor be closed.
-            mapped: list[list[Tensor]] = []
-            self.gather(lambda: mapped.append([file.map() for file in files]))
+            mapped: dict[int, Tensor] = {}
+            self.gather(lambda: mapped.update({rank: files[rank].map() for rank in self.hosts.local}))
         finally:
             os.close(descriptor)
-        return SymmetricMemory(name, mapped[0], self.rank)
+        return SymmetricMemory(name, mapped, self.rank, self.world_size)
 
 
 @dataclass(frozen=True)

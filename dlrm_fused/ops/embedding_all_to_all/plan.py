@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dlrm_fused.ops.embedding_all_to_all.layout import ExchangeLayout, LookupLayout
 from dlrm_fused.symmetric import SymmetricMemory
+from dlrm_fused.symmetric.hosts import Hosts
 
 _ALIGNMENT = 4096  # bytes: what a ready word can express
 
@@ -73,8 +74,13 @@ class BatchPlan:
         forward_wire: torch.dtype,
         backward_wire: torch.dtype,
         device: torch.device,
+        hosts: Hosts | None = None,
     ) -> None:
+        """Args:
+        hosts: of the ranks; None for one host.
+        """
         self._layout, self._rank, self._device = layout, rank, device
+        self.hosts = hosts or Hosts((tuple(range(len(batch_sizes))),), rank)
         self._own = layout.lookups[rank]
         self.batch_sizes = batch_sizes
         self.starts = (0, *itertools.accumulate(batch_sizes))
@@ -84,36 +90,65 @@ class BatchPlan:
         self.fingerprint = zlib.crc32(repr(batch_sizes).encode()) >> 2
         self._forward_dtype, self._backward_dtype = forward_wire, backward_wire
         self._wire, self._gradient_wire = forward_wire.itemsize, backward_wire.itemsize
-        self._output_item = output_dtype.itemsize
+        self._output_dtype = output_dtype
         self.is_staged = forward_wire != output_dtype
 
-    @cached_property
-    def rotation(self) -> tuple[int, ...]:
-        """Destinations in the order in which this rank serves them: the next rank first, itself last."""
-        world = len(self.batch_sizes)
-        return tuple((self._rank + 1 + i) % world for i in range(world))
+    def bags_of(self, rank: int) -> slice:
+        """A rank's bags in the global batch."""
+        return slice(self.starts[rank], self.starts[rank + 1])
 
     def output_size(self, rank: int) -> int:
         """Bytes of a rank's output."""
-        return self.batch_sizes[rank] * self._layout.columns * self._output_item
+        return self.batch_sizes[rank] * self._layout.columns * self._output_dtype.itemsize
 
     def partial_sums_offset(self, rank: int) -> int:
-        """Byte in a rank's staging memory where the partial sums of rank 0 begin."""
+        """Byte in a rank's staging memory where the partial sums of its first source begin."""
         return _aligned(self.batch_sizes[rank] * self._layout.columns * self._wire) if self.is_staged else 0
+
+    def sources(self, rank: int) -> int:
+        """From how many a rank receives partial sums: the ranks of its host, and every other host as a whole."""
+        return len(self.hosts.ranks) - 1 + len(self.hosts.ranks[self.hosts.of_rank[rank]])
+
+    def _source(self, sender: int, rank: int) -> int:
+        """Number of a rank of the same host, or of the sender's host, among a rank's sources: in the order of first ranks."""
+        own, theirs = self.hosts.of_rank[rank], self.hosts.of_rank[sender]
+        if theirs == own:
+            return own + self.hosts.ranks[own].index(sender)
+        return theirs if theirs < own else theirs + len(self.hosts.ranks[own]) - 1
 
     def staging_size(self, rank: int) -> int:
         """Bytes that a rank needs for what does not travel straight into the output."""
-        presence = len(self.batch_sizes) * self._layout.row_wise_features * self.presence_stride(rank)
-        return self.presence_offset(rank) + presence
+        return self._host_parts_offset(rank, None)
 
     def presence_offset(self, rank: int) -> int:
         """Byte in a rank's staging memory where it is told which partial sums are not empty."""
-        partial_sums = len(self.batch_sizes) * self.batch_sizes[rank] * self._layout.row_wise_columns * self._wire
-        return self.partial_sums_offset(rank) + _aligned(partial_sums)
+        return self.partial_sums_offset(rank) + _aligned(self.sources(rank) * self._partial_bytes(rank))
 
     def presence_stride(self, rank: int) -> int:
         """Bytes between the features there: one for each bag, rounded up."""
         return -(-self.batch_sizes[rank] // PRESENCE_UNIT) * PRESENCE_UNIT
+
+    def _partial_bytes(self, rank: int) -> int:
+        """Of the partial sums that one source has for a rank."""
+        return self.batch_sizes[rank] * self._layout.row_wise_columns * self._wire
+
+    def _presence_bytes(self, rank: int) -> int:
+        """Of what tells which of them are not empty."""
+        return self._layout.row_wise_features * self.presence_stride(rank)
+
+    def _host_parts_offset(self, server: int, served: int | None) -> int:
+        """Byte in a rank's staging memory where its host's parts of the sums for a rank of another host begin, which it adds up
+        and sends: those of its host's ranks, then what tells which are not empty. None: behind all that it serves."""
+        offset = self.presence_offset(server) + _aligned(self.sources(server) * self._presence_bytes(server))
+        if not self._layout.row_wise_columns:
+            return offset
+        hosts = replace(self.hosts, rank=server)
+        for rank in hosts.served:
+            if rank == served:
+                break
+            parts = len(hosts.local)
+            offset += _aligned(parts * self._partial_bytes(rank)) + _aligned(parts * self._presence_bytes(rank))
+        return offset
 
     def gradients_size(self, rank: int) -> int:
         """Bytes of the gradients of all lookups of a rank."""
@@ -124,29 +159,54 @@ class BatchPlan:
         before = self._layout.lookups[rank][:lookup]
         return sum(_aligned(self.global_batch * other.width * self._gradient_wire) for other in before)
 
-    def destination(self, lookup: int, peer: int) -> tuple[int, int]:
-        """Where a peer receives a lookup of this rank: byte offset of its first row, elements between rows.
+    def receiver(self, lookup: int, rank: int) -> int | None:
+        """In whose memory this rank stores what a lookup has for a rank; None if that is sent in a slice.
+
+        Partial sums for a rank of another host are added up within this host first, by the rank that talks to it.
+        """
+        if rank in self.hosts.local:
+            return rank
+        return self.hosts.counterpart(rank, self.hosts.own) if self._own[lookup].row_wise else None
+
+    def destination(self, lookup: int, rank: int) -> tuple[int, int]:
+        """Where in the :meth:`receiver`'s memory a lookup's results for a rank go: byte offset of the first row, elements
+        between rows.
 
         In the output, to whose offset it is relative, or in the staging memory; see :meth:`goes_to_staging`.
         """
         if not self._own[lookup].row_wise:
             return 0, self._layout.columns
-        stride = self._layout.row_wise_columns
-        return self.partial_sums_offset(peer) + self._rank * self.batch_sizes[peer] * stride * self._wire, stride
+        if rank in self.hosts.local:
+            offset, number = self.partial_sums_offset(rank), self._source(self._rank, rank)
+        else:
+            offset = self._host_parts_offset(self.hosts.counterpart(rank, self.hosts.own), rank)
+            number = self.hosts.local.index(self._rank)
+        return offset + number * self._partial_bytes(rank), self._layout.row_wise_columns
+
+    def presence_destination(self, rank: int) -> int:
+        """The same for what tells which partial sums are not empty."""
+        if rank in self.hosts.local:
+            return self.presence_offset(rank) + self._source(self._rank, rank) * self._presence_bytes(rank)
+        parts = self._host_parts_offset(self.hosts.counterpart(rank, self.hosts.own), rank)
+        parts += _aligned(len(self.hosts.local) * self._partial_bytes(rank))
+        return parts + self.hosts.local.index(self._rank) * self._presence_bytes(rank)
 
     def goes_to_staging(self, lookup: int) -> bool:
         """Whether a lookup of this rank is received in staging memory, not in the output itself."""
         return self.is_staged or self._own[lookup].row_wise
 
     def pooled_tiles(self, lookup: int) -> list[Tile]:
-        """What of a lookup's result [global batch, width] goes where."""
+        """What of a lookup's result [global batch, width] is stored where."""
         runs = LookupLayout(self._layout.destination_columns(self._rank, lookup), self._own[lookup].dims).runs()
         tiles = []
-        for peer in self.rotation:
-            offset, stride = self.destination(lookup, peer)
+        for rank in (*self.hosts.remote, *self.hosts.local_rotation):
+            receiver = self.receiver(lookup, rank)
+            if receiver is None:
+                continue
+            offset, stride = self.destination(lookup, rank)
             for source, column, width in runs:
                 place = offset + column * self._wire
-                tiles.append(Tile(peer, self.starts[peer], source, place, stride, width, self.batch_sizes[peer], self._wire))
+                tiles.append(Tile(receiver, self.starts[rank], source, place, stride, width, self.batch_sizes[rank], self._wire))
         return tiles
 
     @cached_property
@@ -161,12 +221,12 @@ class BatchPlan:
         int64 [3 * ranks + 1]: the first bag of each rank and the end, the byte where each rank receives the lookup, and the
         byte where it is told which partial sums are not empty.
         """
-        peers, features = range(len(self.batch_sizes)), self._layout.row_wise_features
+        peers = range(len(self.batch_sizes))
         tables = []
         for lookup in range(len(self._own)):
-            first = self._rank * features + self._layout.first_row_wise_feature(self._rank, lookup)
+            first = self._layout.first_row_wise_feature(self._rank, lookup)
             bases = [self.destination(lookup, peer)[0] for peer in peers]
-            presence = [self.presence_offset(peer) + first * self.presence_stride(peer) for peer in peers]
+            presence = [self.presence_destination(peer) + first * self.presence_stride(peer) for peer in peers]
             tables.append(torch.tensor([*self.starts, *bases, *presence]).to(self._device, non_blocking=True))
         return tables
 
@@ -181,25 +241,87 @@ class BatchPlan:
         return tile_table([], self._device)
 
     def gradient_tiles(self) -> list[Tile]:
-        """What of the output's gradient [local batch, columns] goes where."""
-        tiles = []
-        for peer in self.rotation:
-            for number, lookup in enumerate(self._layout.lookups[peer]):
-                begin = self.gradients_offset(peer, number) + self.starts[self._rank] * lookup.width * self._gradient_wire
-                for source, column, width in lookup.runs():
-                    place = begin + source * self._gradient_wire
-                    tiles.append(Tile(peer, 0, column, place, lookup.width, width, self.local_batch, self._gradient_wire))
+        """What of the output's gradient [local batch, columns] is stored where."""
+        return [tile for rank in self.hosts.local_rotation for tile in self._gradient_tiles(self._rank, rank)]
+
+    def spread_tiles(self, sender: int) -> list[Tile]:
+        """What of a slice of gradients from another host is stored where: this rank's own columns, and, from a counterpart,
+        those of row-wise tables at all ranks of this host."""
+        own = self._gradient_tiles(sender, self._rank, packed=True, row_wise=False)
+        if sender not in self.hosts.served:
+            return own
+        return own + [
+            replace(tile, source_column=tile.source_column + self.slice_width(self._rank))
+            for rank in self.hosts.local_rotation
+            for tile in self._gradient_tiles(sender, rank, packed=True, row_wise=True)
+        ]
+
+    def _gradient_tiles(
+        self, sender: int, rank: int, *, packed: bool = False, row_wise: bool | None = None
+    ) -> list[Tile]:
+        """Of a sender's gradients, those for the lookups of a rank.
+
+        Args:
+            packed: whether the sender's columns lie side by side, as in a slice; else as in the output.
+            row_wise: of row-wise lookups only, or of the others only; None: of all.
+        """
+        tiles, packed_columns = [], 0
+        for number, lookup in enumerate(self._layout.lookups[rank]):
+            if row_wise is not None and lookup.row_wise != row_wise:
+                continue
+            begin = self.gradients_offset(rank, number) + self.starts[sender] * lookup.width * self._gradient_wire
+            for source, column, width in [(0, packed_columns, lookup.width)] if packed else lookup.runs():
+                place = begin + source * self._gradient_wire
+                rows = self.batch_sizes[sender]
+                tiles.append(Tile(rank, 0, column, place, lookup.width, width, rows, self._gradient_wire))
+            packed_columns += lookup.width
         return tiles
 
+    def slice_width(self, rank: int) -> int:
+        """Columns of a rank's lookups that are not row-wise: of the slices that it sends of its results."""
+        return sum(lookup.width for lookup in self._layout.lookups[rank] if not lookup.row_wise)
+
+    def slice_runs(self, rank: int) -> list[tuple[int, int, int]]:
+        """(column in the slice, column in the output, width) of a slice of a rank's results."""
+        own = [lookup for lookup in self._layout.lookups[rank] if not lookup.row_wise]
+        columns = tuple(column for lookup in own for column in lookup.columns)
+        return LookupLayout(columns, tuple(dim for lookup in own for dim in lookup.dims)).runs()
+
+    def gradient_slice_runs(self, rank: int) -> list[tuple[int, int, int]]:
+        """(column in the slice, column in the output, width) of the gradients that this rank sends to one of another host."""
+        runs = self.slice_runs(rank)
+        if rank in self.hosts.counterparts():
+            first = self.slice_width(rank)
+            runs = [*runs, *((first + source, column, width) for source, column, width in self.row_wise_runs())]
+        return runs
+
+    def gradient_slice_width(self, sender: int, rank: int) -> int:
+        """Columns of the gradients that a sender has for a rank of another host."""
+        is_counterpart = self.hosts.counterpart(sender, self.hosts.of_rank[rank]) == rank
+        return self.slice_width(rank) + (self._layout.row_wise_columns if is_counterpart else 0)
+
+    def host_parts_view(self, staging: SymmetricMemory, rank: int) -> Tensor:
+        """[ranks of this host, bags of a rank of another one, row-wise columns]: partial sums that this rank adds up for it."""
+        shape = (len(self.hosts.local), self.batch_sizes[rank], self._layout.row_wise_columns)
+        return _view(staging, self._host_parts_offset(self._rank, rank), shape, self._forward_dtype)
+
+    def host_sum_view(self, staging: SymmetricMemory, sender: int) -> Tensor:
+        """[local batch, row-wise columns]: where the sum of the sender's host is received, from this rank's counterpart."""
+        return self.partial_sums_view(staging)[self._source(sender, self._rank)]
+
     def partial_sums_view(self, staging: SymmetricMemory) -> Tensor:
-        """[ranks, local batch, row-wise columns] as received by this rank, in the wire's dtype."""
-        shape = (len(self.batch_sizes), self.local_batch, self._layout.row_wise_columns)
+        """[sources, local batch, row-wise columns] as received by this rank, in the wire's dtype."""
+        shape = (self.sources(self._rank), self.local_batch, self._layout.row_wise_columns)
         return _view(staging, self.partial_sums_offset(self._rank), shape, self._forward_dtype)
 
     def presence_view(self, staging: SymmetricMemory) -> Tensor:
-        """uint8 [ranks, row-wise features, bags, rounded up] as received by this rank: 1 where a partial sum was sent."""
-        shape = (len(self.batch_sizes), self._layout.row_wise_features, self.presence_stride(self._rank))
+        """uint8 [sources, row-wise features, bags, rounded up] as received by this rank: 1 where a partial sum was sent."""
+        shape = (self.sources(self._rank), self._layout.row_wise_features, self.presence_stride(self._rank))
         return _view(staging, self.presence_offset(self._rank), shape, torch.uint8)
+
+    def output_view(self, outputs: SymmetricMemory, offset: int) -> Tensor:
+        """[local batch, columns] of the output's dtype, from byte ``offset`` on."""
+        return _view(outputs, offset, (self.local_batch, self._layout.columns), self._output_dtype)
 
     def staged_view(self, staging: SymmetricMemory) -> Tensor:
         """[local batch, columns] as received by this rank, in the wire's dtype; nothing in the row-wise columns."""

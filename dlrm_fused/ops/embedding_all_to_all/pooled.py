@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.common.dtypes import within_range
 from dlrm_fused.ops.common.workspace import ReceiveWindow, check_tensor
-from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan, Tile
+from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
 from dlrm_fused.ops.embedding_all_to_all.reduce import receive_output
 from dlrm_fused.ops.embedding_all_to_all.scatter import scatter_tiles
+from dlrm_fused.ops.embedding_all_to_all.slices import GradientSlices, PooledSlices, copy_tile
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
-from dlrm_fused.symmetric import SymmetricMemory, abort_peers_on_error
+from dlrm_fused.symmetric import abort_peers_on_error
 from dlrm_fused.symmetric.device import uses_kernels
 
 
@@ -105,26 +105,20 @@ def _check_pooled(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[T
 
 
 def _send_by_host(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[Tensor], receive_offset: int) -> None:
+    slices = PooledSlices(workspace, plan, pooled) if plan.hosts.are_many else None
     by_lookup = [plan.pooled_tiles(number) for number in range(len(pooled))]
 
     def store(peer: int, offset: int) -> None:
         for number, tiles in enumerate(by_lookup):
             memory, base = workspace.destination_memory(plan, number), 0 if plan.goes_to_staging(number) else offset
-            _copy_tiles(pooled[number], tiles, peer, memory, base, workspace.forward_wire)
+            for tile in tiles:
+                if tile.peer == peer:
+                    copy_tile(pooled[number], tile, memory, base, workspace.forward_wire)
 
     workspace.forward_channel.run_epoch(store, offset=receive_offset, fingerprint=plan.fingerprint)
-
-
-def _copy_tiles(
-    source: Tensor, tiles: Sequence[Tile], peer: int, memory: SymmetricMemory, base: int, wire: torch.dtype
-) -> None:
-    elements = memory.peer(peer).view(wire)
-    for tile in tiles:
-        if tile.peer == peer and tile.rows:
-            first = (base + tile.offset) // wire.itemsize
-            place = elements.as_strided((tile.rows, tile.width), (tile.stride, 1), first)
-            values = source[tile.source_row : tile.source_row + tile.rows, tile.source_column : tile.source_column + tile.width]
-            place.copy_(within_range(values, wire))
+    if slices is not None:
+        slices.send_sums()
+        slices.receive(receive_offset)
 
 
 def _send_by_kernel(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[Tensor], receive_offset: int) -> None:
@@ -171,11 +165,22 @@ def send_gradient(workspace: EmbeddingWorkspace, plan: BatchPlan, gradient: Tens
         window = ReceiveWindow(memory, channel, 0, plan.fingerprint)
         scatter_tiles(gradient, plan.gradient_table, plan.local_batch, window, wire=workspace.backward_wire, relative=False)
     else:
-        tiles = plan.gradient_tiles()
-        channel.run_epoch(
-            lambda peer, _: _copy_tiles(gradient, tiles, peer, memory, 0, workspace.backward_wire), fingerprint=plan.fingerprint
-        )
+        _send_gradient_by_host(workspace, plan, gradient)
     return [plan.gradients_view(memory, number) for number in range(len(workspace.own_lookups))]
+
+
+def _send_gradient_by_host(workspace: EmbeddingWorkspace, plan: BatchPlan, gradient: Tensor) -> None:
+    slices = GradientSlices(workspace, plan, gradient) if plan.hosts.are_many else None
+    tiles = plan.gradient_tiles()
+
+    def store(peer: int, _: int) -> None:
+        for tile in tiles:
+            if tile.peer == peer:
+                copy_tile(gradient, tile, workspace.gradients, 0, workspace.backward_wire)
+
+    workspace.backward_channel.run_epoch(store, fingerprint=plan.fingerprint)
+    if slices is not None:
+        slices.receive()
 
 
 def _can_be_read_in_tiles(gradient: Tensor) -> bool:

@@ -85,7 +85,7 @@ def _add_up_present(workspace: EmbeddingWorkspace, plan: BatchPlan, output: Tens
         add_up_present_kernel[(triton.cdiv(plan.local_batch, rows), features.count)](
             partial_sums, presence, output, features.table, plan.local_batch, partial_sums.stride(0),
             partial_sums.stride(1), presence.stride(0), presence.stride(1), output.stride(0),
-            SOURCES=workspace.world_size, ROWS=rows, DIM=features.block_dim, num_warps=4,
+            SOURCES=partial_sums.shape[0], ROWS=rows, DIM=features.block_dim, num_warps=4,
         )  # fmt: skip
 
 

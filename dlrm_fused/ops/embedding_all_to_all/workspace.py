@@ -193,7 +193,7 @@ class EmbeddingWorkspace(Workspace):
 
     def _new_plan(self, batch_sizes: tuple[int, ...]) -> BatchPlan:
         dtypes = (self.output_dtype, self.forward_wire, self.backward_wire)
-        return BatchPlan(self.layout, self.rank, batch_sizes, *dtypes, self.device)
+        return BatchPlan(self.layout, self.rank, batch_sizes, *dtypes, self.device, self.group.hosts)
 
     def reserve(self, batch_sizes: Sequence[int]) -> None:
         """Have memory for batches of these sizes. Collective when they are larger than any before, else nothing happens.

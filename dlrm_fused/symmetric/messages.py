@@ -1,0 +1,219 @@
+"""Slices to ranks on other hosts, which stores do not reach: messages of the process group's own backend, gloo or NCCL.
+
+A slice is contiguous and finished when it is sent; both sides know its size. Slices travel while later ones are computed: the
+sender goes on at once, and the receiver waits for what it needs next.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlrm_fused.symmetric.peer_monitor import PeerMonitor
+
+# Between two looks whether a peer that is waited for is gone.
+_LOOK_SECONDS = 0.05
+# After a connection broke the monitor hears, in this time, which rank is gone.
+_HEARSAY_SECONDS = 2.0
+
+
+class Late(Exception):
+    """A rank is waited for in vain.
+
+    Attributes:
+        rank: the rank.
+        is_gone: whether it is lost, has left or takes no part; else it is late.
+    """
+
+    def __init__(self, rank: int, is_gone: bool) -> None:
+        super().__init__(rank, is_gone)
+        self.rank, self.is_gone = rank, is_gone
+
+
+class Messages:
+    """What takes slices between the ranks of a group. Making one is collective.
+
+    Messages have a process group of their own, so that they neither wait for other collectives nor are taken for theirs.
+
+    Args:
+        process_group: its ranks are those of the messages.
+        device: of the slices.
+
+    Attributes:
+        backend: ``gloo`` or ``nccl``.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, device: torch.device, peer_monitor: PeerMonitor) -> None:
+        ranks = dist.get_process_group_ranks(process_group)
+        made = dist.new_group(ranks, use_local_synchronization=True, group_desc="dlrm_fused messages")
+        self._group = cast(dist.ProcessGroup, made)
+        self._peer_monitor = peer_monitor
+        self.backend = "nccl" if device.type == "cuda" and "nccl" in dist.get_backend_config(self._group) else "gloo"
+        if self.backend == "gloo":
+            self._waiter = _Waiter()
+        else:
+            # Ends kernels of NCCL that wait for a rank that is gone.
+            peer_monitor.on_gone(lambda _: self._group.abort())
+
+    def exchange(self, tag: int, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> Exchange:
+        """Begin to send and to receive. Slices from one rank to another arrive in the order in which they are sent.
+
+        Args:
+            tag: 31 bits, equal on both sides; with gloo, who sends with another tag is waited for in vain.
+            sent: by rank; contiguous, and unchanged until :meth:`Exchange.finish`. Empty slices are not sent.
+            received: by rank; contiguous, of the size that the rank sends.
+        """
+        sent = {rank: slice_ for rank, slice_ in sent.items() if slice_.numel()}
+        received = {rank: slice_ for rank, slice_ in received.items() if slice_.numel()}
+        if self.backend == "nccl":
+            return _NcclExchange(self._group, sent, received)
+        return _GlooExchange(self._group, self._waiter, self._peer_monitor, tag, sent, received)
+
+    def close(self) -> None:
+        """Let go of the process group."""
+        if self.backend == "gloo":
+            self._waiter.close()
+        dist.destroy_process_group(self._group)
+
+
+class Exchange(ABC):
+    """Slices that are on their way."""
+
+    def __init__(self, received: Mapping[int, Tensor]) -> None:
+        self._received = received
+
+    def arrivals(self, deadline: float) -> Iterator[tuple[int, Tensor]]:
+        """The ranks and their slices, one after the other as they arrive. On GPUs the current stream waits, not the host.
+
+        Args:
+            deadline: of :func:`time.monotonic`.
+
+        Raises:
+            Late: if a slice does not arrive.
+        """
+        for rank, slice_ in self._received.items():
+            self._await_arrival(rank, deadline)
+            yield rank, slice_
+
+    @abstractmethod
+    def _await_arrival(self, rank: int, deadline: float) -> None: ...
+
+    @abstractmethod
+    def finish(self, deadline: float) -> None:
+        """Wait until what was sent may be changed.
+
+        Raises:
+            Late: if a rank takes nothing.
+        """
+
+
+class _NcclExchange(Exchange):
+    def __init__(self, group: dist.ProcessGroup, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
+        super().__init__(received)
+        operations = [dist.P2POp(dist.isend, slice_, group=group, group_peer=rank) for rank, slice_ in sent.items()]
+        operations += [dist.P2POp(dist.irecv, slice_, group=group, group_peer=rank) for rank, slice_ in received.items()]
+        self._works = dist.batch_isend_irecv(operations) if operations else []
+        self._kept = sent
+
+    def _await_arrival(self, rank: int, deadline: float) -> None:
+        self.finish(deadline)
+
+    def finish(self, deadline: float) -> None:
+        for work in self._works:
+            work.wait()
+        self._works = []
+
+
+class _GlooExchange(Exchange):
+    """Slices of GPUs go through the memory of their hosts."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        waiter: _Waiter,
+        peer_monitor: PeerMonitor,
+        tag: int,
+        sent: Mapping[int, Tensor],
+        received: Mapping[int, Tensor],
+    ) -> None:
+        super().__init__(received)
+        self._waiter, self._peer_monitor = waiter, peer_monitor
+        self._on_host = {rank: slice_ if slice_.device.type == "cpu" else slice_.cpu() for rank, slice_ in received.items()}
+        self._kept = {rank: slice_.cpu() for rank, slice_ in sent.items()}
+        self._arriving = {
+            rank: cast(dist.Work, dist.irecv(slice_, group=group, group_src=rank, tag=tag))
+            for rank, slice_ in self._on_host.items()
+        }
+        self._leaving = {
+            rank: cast(dist.Work, dist.isend(slice_, group=group, group_dst=rank, tag=tag))
+            for rank, slice_ in self._kept.items()
+        }
+
+    def _await_arrival(self, rank: int, deadline: float) -> None:
+        self._wait(rank, self._arriving.pop(rank), deadline)
+        on_host, slice_ = self._on_host[rank], self._received[rank]
+        if on_host is not slice_:
+            slice_.copy_(on_host)
+
+    def finish(self, deadline: float) -> None:
+        for rank, work in self._leaving.items():
+            self._wait(rank, work, deadline)
+        self._leaving, self._kept = {}, {}
+
+    def _wait(self, rank: int, work: dist.Work, deadline: float) -> None:
+        done = self._waiter.begin(work)
+        while not done.wait(_LOOK_SECONDS):
+            if self._is_gone(rank):
+                raise Late(rank, True)
+            if time.monotonic() > deadline:
+                raise Late(rank, False)
+        if not done.is_well:
+            until = time.monotonic() + _HEARSAY_SECONDS
+            while not self._is_gone(rank) and time.monotonic() < until:
+                time.sleep(_LOOK_SECONDS)
+            raise Late(rank, True)
+
+    def _is_gone(self, rank: int) -> bool:
+        monitor = self._peer_monitor
+        return monitor.lost_peer() is not None or monitor.has_left(rank) or monitor.has_refused(rank)
+
+
+class _Wait(threading.Event):
+    """Set when a work has ended; ``is_well`` is whether it succeeded."""
+
+    is_well = False
+
+
+class _Waiter:
+    """Waits for works of gloo in a thread: nothing ends such a wait, and whether a work is done cannot be asked."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[dist.Work, _Wait] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="dlrm_fused messages", daemon=True).start()
+
+    def begin(self, work: dist.Work) -> _Wait:
+        done = _Wait()
+        self._queue.put((work, done))
+        return done
+
+    def close(self) -> None:
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            work, done = item
+            try:
+                work.wait()
+                done.is_well = True
+            except RuntimeError:
+                pass  # a connection that broke
+            done.set()
+            del item, work, done
