@@ -20,6 +20,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 from dlrm_fused.config import Comm, ComputeKernel, Config, EmbeddingConfig, EmbeddingOptimizerKind, OutputDtype, WireDtype
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError
+from dlrm_fused.sharding.dense_gradients import sum_gradients_over_hosts
 from dlrm_fused.sharding.flat_parameters import FlatDataParallel, GivesGradientsAtOnce
 from dlrm_fused.sharding.groups import ModelParallelGroups, data_parallel_wrapper
 from dlrm_fused.sharding.optimizers import make_optimizer
@@ -86,14 +87,17 @@ def shard(
         make_sharder(config.embedding, device, config.comm, config.comm_strict, output_dtype)
     ]
     plan = make_plan(config, schema, task, sharders, device)
+    world = cast(dist.ProcessGroup, dist.GroupMember.WORLD)
     model = DistributedModelParallel(
         module=task,
-        env=ShardingEnv.from_process_group(cast(dist.ProcessGroup, dist.GroupMember.WORLD)),
+        env=ShardingEnv.from_process_group(world),
         device=device,
         plan=plan,
         sharders=sharders,
         data_parallel_wrapper=flat or data_parallel_wrapper(task),
     )
+    if config.comm is not Comm.baseline:
+        sum_gradients_over_hosts(model, world, measured=config.comm is Comm.auto)
     initialize_tables(model, config, schema)
     optimizer = make_optimizer(model, config, groups, flat.flat if flat is not None else None)
     return ShardedModel(model, optimizer, plan, table_paths(model), groups)

@@ -39,7 +39,7 @@ from dlrm_fused.compat.triton import host_atomics
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.symmetric.device import channel_args, polls_per_second
 from dlrm_fused.symmetric.memory import SymmetricGroup
-from dlrm_fused.symmetric.messages import Exchange, Late
+from dlrm_fused.symmetric.messages import Exchange, LateRankError, Waiter
 
 # The words and values below are those of device.py.
 # Words of Channel.state.
@@ -93,6 +93,7 @@ class Channel:
         self.name = name
         self.timeout_seconds = timeout_seconds
         self._number = group.next_channel()
+        self._waiter = Waiter()
         self.flags = group.allocate(f"{name}.flags", 3 * group.world_size * 8)
         self.state = torch.zeros(8, dtype=torch.int64, device=group.device)
         self.fault = self.state[_FAULT : _FAULT + 1]
@@ -167,7 +168,7 @@ class Channel:
         messages = self.group.messages
         assert messages is not None, f"channel {self.name}: all ranks are on one host"
         tag = zlib.crc32(f"{self._number} {fingerprint}".encode()) >> 1
-        return ChannelExchange(self, messages.exchange(tag, sent, received))
+        return ChannelExchange(self, messages.exchange(tag, sent, received, self._waiter))
 
     def run_epoch(self, store: Callable[[int, int], object], *, offset: int = 0, fingerprint: int = 0) -> None:
         """One epoch, steps 1 to 5, with the next rank of the host first and this one last. Host code on the CPU.
@@ -313,7 +314,7 @@ class ChannelExchange:
         """
         try:
             yield from self._exchange.arrivals(self._deadline())
-        except Late as late:
+        except LateRankError as late:
             self._fail(late)
 
     def finish(self) -> None:
@@ -324,13 +325,13 @@ class ChannelExchange:
         """
         try:
             self._exchange.finish(self._deadline())
-        except Late as late:
+        except LateRankError as late:
             self._fail(late)
 
     def _deadline(self) -> float:
         return time.monotonic() + self._channel.timeout_seconds
 
-    def _fail(self, late: Late) -> NoReturn:
+    def _fail(self, late: LateRankError) -> NoReturn:
         has_refused = self._channel.group.peer_monitor.has_refused(late.rank)
         kind = _REFUSED if has_refused else _ABORTED if late.is_gone else _LIMIT_EXCEEDED
         self._channel._fail(kind, late.rank, _ARRIVAL)

@@ -178,17 +178,17 @@ def fault_kind(channel):
 
 
 @triton.jit
-def _ranks_of_host(channel):
-    """[lanes]: rank numbers, pointers to the ranks' flags, and whether the ranks are on this host."""
-    lanes: tl.constexpr = channel.lanes
-    peers = tl.arange(0, lanes)
-    addresses = tl.load(channel.flag_addresses + peers, mask=peers < channel.world, other=0)
-    return peers, addresses.to(tl.pointer_type(tl.int64)), addresses != 0
+def _flags_of_ranks(channel):
+    """int64 [lanes]: addresses of the ranks' flags, 0 for ranks of other hosts."""
+    ranks = tl.arange(0, channel.lanes)
+    return tl.load(channel.flag_addresses + ranks, mask=ranks < channel.world, other=0)
 
 
 @triton.jit
 def begin(channel, offset, fingerprint):
-    """Begin the next epoch: tell every rank of the host that this one is ready to receive at ``offset``. Program 0 tells, all may call.
+    """Begin the next epoch: tell every rank of the host that this one is ready to receive at ``offset``.
+
+    All programs may call; program 0 tells.
 
     Args:
         channel: :class:`ChannelArgs`.
@@ -201,7 +201,8 @@ def begin(channel, offset, fingerprint):
     epoch = tl.load(channel.state + EPOCH) + 1
     if (tl.program_id(0) == 0) & (tl.load(channel.state + FAULT) == 0):
         lanes: tl.constexpr = channel.lanes
-        peers, words, there = _ranks_of_host(channel)
+        addresses = _flags_of_ranks(channel)
+        words, there = addresses.to(tl.pointer_type(tl.int64)), addresses != 0
         tl.store(words + 2 * channel.world + channel.rank, fingerprint + tl.zeros((lanes,), tl.int64), mask=there)
         value = (epoch << 32) + offset // OFFSET_UNIT
         tl.debug_barrier()
@@ -240,7 +241,7 @@ def wait_until_all_ready(channel, epoch, fingerprint):
         where a rank receives.
     """
     lanes: tl.constexpr = channel.lanes
-    peers, words, there = _ranks_of_host(channel)
+    peers, there = tl.arange(0, lanes), _flags_of_ranks(channel) != 0
     seen = _wait_for_all(channel, channel.flags + peers, there, epoch << 32)
     late = there & (seen < (epoch << 32))
     refused = there & (seen >= (epoch << 32)) & ((seen & 0xFFFFFFFF) == REFUSED_OFFSET)
@@ -286,8 +287,8 @@ def announced_offset(channel, peer):
 def finish(channel, epoch):
     """End the epoch; every program of the launch calls it after its last store.
 
-    The last program to arrive signals all ranks of the host, waits for the signals of all, and completes the epoch: when the kernel has
-    ended, everything that peers sent is in this rank's memory.
+    The last program to arrive signals all ranks of the host, waits for the signals of all, and completes the epoch: when the
+    kernel has ended, everything that they stored is in this rank's memory.
     """
     tl.debug_barrier()
     done = tl.atomic_add(channel.state + PROGRAMS_DONE, 1, sem="acq_rel", scope="gpu")
@@ -295,7 +296,8 @@ def finish(channel, epoch):
         tl.atomic_xchg(channel.state + PROGRAMS_DONE, tl.zeros((), tl.int64), sem="relaxed", scope="gpu")
         if tl.atomic_add(channel.state + FAULT, 0, sem="relaxed", scope="gpu") == 0:
             lanes: tl.constexpr = channel.lanes
-            peers, words, there = _ranks_of_host(channel)
+            addresses = _flags_of_ranks(channel)
+            words, there = addresses.to(tl.pointer_type(tl.int64)), addresses != 0
             arrival = words + channel.world + channel.rank
             tl.atomic_xchg(arrival, epoch + tl.zeros((lanes,), tl.int64), mask=there, sem="release", scope="sys")
             _wait_for_arrivals(channel, epoch)
@@ -304,7 +306,7 @@ def finish(channel, epoch):
 @triton.jit
 def _wait_for_arrivals(channel, epoch):
     lanes: tl.constexpr = channel.lanes
-    peers, words, there = _ranks_of_host(channel)
+    peers, there = tl.arange(0, lanes), _flags_of_ranks(channel) != 0
     seen = _wait_for_all(channel, channel.flags + channel.world + peers, there, epoch)
     first_late = tl.min(tl.where(there & (seen < epoch), peers, lanes), axis=0)
     if first_late == lanes:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_fused.errors import CommunicationError, UsageError
+from dlrm_fused.errors import UsageError
 from dlrm_fused.symmetric.collective_errors import gather_or_raise
 from dlrm_fused.symmetric.hosts import Host, Hosts
 from dlrm_fused.symmetric.messages import Messages

@@ -25,7 +25,7 @@ _LOOK_SECONDS = 0.05
 _HEARSAY_SECONDS = 2.0
 
 
-class Late(Exception):
+class LateRankError(Exception):
     """A rank is waited for in vain.
 
     Attributes:
@@ -57,30 +57,27 @@ class Messages:
         self._group = cast(dist.ProcessGroup, made)
         self._peer_monitor = peer_monitor
         self.backend = "nccl" if device.type == "cuda" and "nccl" in dist.get_backend_config(self._group) else "gloo"
-        if self.backend == "gloo":
-            self._waiter = _Waiter()
-        else:
+        if self.backend == "nccl":
             # Ends kernels of NCCL that wait for a rank that is gone.
             peer_monitor.on_gone(lambda _: self._group.abort())
 
-    def exchange(self, tag: int, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> Exchange:
+    def exchange(self, tag: int, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], waiter: Waiter) -> Exchange:
         """Begin to send and to receive. Slices from one rank to another arrive in the order in which they are sent.
 
         Args:
             tag: 31 bits, equal on both sides; with gloo, who sends with another tag is waited for in vain.
             sent: by rank; contiguous, and unchanged until :meth:`Exchange.finish`. Empty slices are not sent.
             received: by rank; contiguous, of the size that the rank sends.
+            waiter: of one thread's exchanges, which wait for one after the other.
         """
         sent = {rank: slice_ for rank, slice_ in sent.items() if slice_.numel()}
         received = {rank: slice_ for rank, slice_ in received.items() if slice_.numel()}
         if self.backend == "nccl":
             return _NcclExchange(self._group, sent, received)
-        return _GlooExchange(self._group, self._waiter, self._peer_monitor, tag, sent, received)
+        return _GlooExchange(self._group, waiter, self._peer_monitor, tag, sent, received)
 
     def close(self) -> None:
         """Let go of the process group."""
-        if self.backend == "gloo":
-            self._waiter.close()
         dist.destroy_process_group(self._group)
 
 
@@ -97,7 +94,7 @@ class Exchange(ABC):
             deadline: of :func:`time.monotonic`.
 
         Raises:
-            Late: if a slice does not arrive.
+            LateRankError: if a slice does not arrive.
         """
         for rank, slice_ in self._received.items():
             self._await_arrival(rank, deadline)
@@ -111,7 +108,7 @@ class Exchange(ABC):
         """Wait until what was sent may be changed.
 
         Raises:
-            Late: if a rank takes nothing.
+            LateRankError: if a rank takes nothing.
         """
 
 
@@ -138,7 +135,7 @@ class _GlooExchange(Exchange):
     def __init__(
         self,
         group: dist.ProcessGroup,
-        waiter: _Waiter,
+        waiter: Waiter,
         peer_monitor: PeerMonitor,
         tag: int,
         sent: Mapping[int, Tensor],
@@ -172,14 +169,14 @@ class _GlooExchange(Exchange):
         done = self._waiter.begin(work)
         while not done.wait(_LOOK_SECONDS):
             if self._is_gone(rank):
-                raise Late(rank, True)
+                raise LateRankError(rank, True)
             if time.monotonic() > deadline:
-                raise Late(rank, False)
+                raise LateRankError(rank, False)
         if not done.is_well:
             until = time.monotonic() + _HEARSAY_SECONDS
             while not self._is_gone(rank) and time.monotonic() < until:
                 time.sleep(_LOOK_SECONDS)
-            raise Late(rank, True)
+            raise LateRankError(rank, True)
 
     def _is_gone(self, rank: int) -> bool:
         monitor = self._peer_monitor
@@ -192,28 +189,36 @@ class _Wait(threading.Event):
     is_well = False
 
 
-class _Waiter:
+class Waiter:
     """Waits for works of gloo in a thread: nothing ends such a wait, and whether a work is done cannot be asked."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[dist.Work, _Wait] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="dlrm_fused messages", daemon=True).start()
+        self._queue: _Queue | None = None
 
     def begin(self, work: dist.Work) -> _Wait:
+        """Wait for a work, after those of earlier calls."""
+        if self._queue is None:
+            self._queue = queue.SimpleQueue()
+            threading.Thread(target=_wait_for_all, args=(self._queue,), name="dlrm_fused messages", daemon=True).start()
         done = _Wait()
         self._queue.put((work, done))
         return done
 
-    def close(self) -> None:
-        self._queue.put(None)
+    def __del__(self) -> None:
+        if self._queue is not None:
+            self._queue.put(None)
 
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            work, done = item
-            try:
-                work.wait()
-                done.is_well = True
-            except RuntimeError:
-                pass  # a connection that broke
-            done.set()
-            del item, work, done
+
+_Queue = queue.SimpleQueue[tuple[dist.Work, _Wait] | None]
+
+
+def _wait_for_all(works: _Queue) -> None:
+    while (item := works.get()) is not None:
+        work, done = item
+        try:
+            work.wait()
+            done.is_well = True
+        except RuntimeError:
+            pass  # a connection that broke
+        done.set()
+        del item, work, done

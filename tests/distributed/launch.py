@@ -156,6 +156,12 @@ def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> list
     return Ranks(ranks, function, *arguments).wait()
 
 
+def on_hosts(hosts: Sequence[int], function: Callable[..., Any], *arguments: Any) -> Any:
+    """In a process of each rank: call ``function(*arguments)`` as if the ranks were on hosts of these numbers."""
+    os.environ["DLRM_FUSED_HOST"] = f"host{hosts[int(os.environ['RANK'])]}"
+    return function(*arguments)
+
+
 def _receive(answer: Connection, rank: int) -> tuple[Any, tuple[BaseException, str] | None]:
     try:
         return cast(tuple[Any, tuple[BaseException, str] | None], pickle.loads(answer.recv_bytes()))

@@ -1,6 +1,11 @@
-"""Stores rows of a local tensor into chosen rows of other ranks' memory. A call is one epoch of a channel."""
+"""Stores rows of a local tensor into chosen rows of other ranks' memory. A call is one epoch of a channel.
+
+Rows for a rank of another host go there in one slice, whose order both sides know.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 import triton
@@ -10,6 +15,7 @@ from torch import Tensor
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, uses_kernels, wait_until_all_ready
+from dlrm_fused.symmetric.hosts import Hosts
 
 # Of a program's tile: bytes of a row at a time, and rows, whose loads and stores are in flight together.
 _ROW_BYTES, _ROWS = 2048, 8
@@ -31,8 +37,9 @@ def scatter_rows_kernel(
     for first in range(tl.program_id(0) * ROWS, items, tl.num_programs(0) * ROWS):
         item = first + tl.arange(0, ROWS)
         target = tl.load(targets + item, mask=(item < items) & are_ready, other=-1)
-        is_sent = target >= 0
-        peer = tl.where(is_sent, target // rows_per_rank, 0)
+        peer = tl.where(target >= 0, target // rows_per_rank, 0)
+        # Slices take what goes to other hosts, whose ranks have no address here.
+        is_sent = (target >= 0) & (tl.load(addresses + peer) != 0)
         row = (tl.where(is_sent, target, 0) % rows_per_rank).to(tl.int64)
         block = tl.load(addresses + peer) + announced_offset(channel, peer)
         places = (block + row * (width * (DTYPE.primitive_bitwidth // 8))).to(tl.pointer_type(DTYPE))
@@ -64,43 +71,80 @@ def scatter_rows(
     repeats: int = 1,
     scale: Tensor | None = None,
     destinations_at: int | None = None,
-    first_destination: int = 0,
+    destinations_per_rank: int = 0,
+    received: Mapping[int, Tensor] | None = None,
 ) -> None:
     """Store row i // repeats of ``source``, times scale[i], where targets[i] says, for all i. One epoch: collective.
 
     Args:
         source: [m, width], rows contiguous, each a multiple of 16 bytes that begins at one.
         targets: int32 [m * repeats]: rank * rows_per_rank + row of the block in which that rank receives, or -1: nowhere. No
-            two of all ranks may be equal.
+            two of all ranks may be equal. What goes to a rank of another host is a slice, and the row a number in it.
         window: in which the ranks receive rows of ``width`` elements of the source's dtype.
         scale: fp32 [m * repeats].
-        destinations_at: byte of the blocks from where an int32 for each row says what was stored there: first_destination + i.
+        destinations_at: byte of the blocks from where an int32 for each row says what was stored there:
+            rank * destinations_per_rank + i; or, of another host's rank, + its number in the slice.
+        received: where ranks are on several hosts: by rank of another one, int64: the rows of this rank's block to which those
+            of its slice belong.
 
     Raises:
         CommunicationError: on the CPU, if a peer is lost or makes another call; on GPUs a later call raises it.
     """
     memory, channel, receive_offset, fingerprint = window
-    items, width = targets.numel(), source.shape[1]
+    items, width, rank = targets.numel(), source.shape[1], channel.group.rank
 
-    def store(peer: int, offset: int) -> None:
-        """What the kernel does for one rank, on the CPU."""
+    def select(peer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What goes to a rank: numbers of items, rows there, values."""
         sent = torch.nonzero((targets >= 0) & (targets // rows_per_rank == peer)).flatten()
-        rows, values = targets[sent].long() % rows_per_rank, source[sent // repeats]
+        values = source[sent // repeats]
         if scale is not None:
             values = (values.float() * scale[sent, None]).to(source.dtype)
+        return sent, targets[sent].long() % rows_per_rank, values
+
+    def store(peer: int, offset: int, rows: Tensor, values: Tensor, destinations: Tensor) -> None:
         block, size = memory.peer(peer)[offset:], rows_per_rank * width * source.element_size()
         block[:size].view(source.dtype).view(rows_per_rank, width)[rows] = values
         if destinations_at is not None:
-            destinations = block[destinations_at : destinations_at + 4 * rows_per_rank].view(torch.int32)
-            destinations[rows] = (first_destination + sent).int()
+            block[destinations_at : destinations_at + 4 * rows_per_rank].view(torch.int32)[rows] = destinations.int()
 
+    def store_at(peer: int, offset: int) -> None:
+        """What the kernel does for one rank, on the CPU."""
+        sent, rows, values = select(peer)
+        store(peer, offset, rows, values, rank * destinations_per_rank + sent)
+
+    exchange = None
+    if channel.group.hosts.are_many:
+        assert received is not None, f"channel {channel.name}: ranks on several hosts, and nothing said of their slices"
+        slices = {}
+        for peer in channel.group.hosts.remote:
+            _, rows, values = select(peer)
+            slices[peer] = torch.empty_like(values).index_copy_(0, rows, values)
+        arriving = {peer: source.new_empty(len(rows), width) for peer, rows in received.items()}
+        exchange = channel.exchange(slices, arriving, fingerprint=fingerprint)
     if not uses_kernels(memory.local.device):
-        channel.run_epoch(store, offset=receive_offset, fingerprint=fingerprint)
-        return
-    scatter_rows_kernel[(max(1, min(triton.cdiv(items, _ROWS), _PROGRAMS)),)](
-        source, source.stride(0), targets if scale is None else scale, targets, items, width, rows_per_rank,
-        destinations_at or 0, first_destination, memory.addresses, receive_offset, channel.args, fingerprint,
-        REPEATS=repeats, SCALED=scale is not None, TELLS_DESTINATION=destinations_at is not None,
-        DTYPE=TRITON_DTYPES[source.dtype], ROWS=_ROWS,
-        COLUMNS=min(triton.next_power_of_2(width), _ROW_BYTES // source.element_size()), num_warps=8,
-    )  # fmt: skip
+        channel.run_epoch(store_at, offset=receive_offset, fingerprint=fingerprint)
+    else:
+        scatter_rows_kernel[(max(1, min(triton.cdiv(items, _ROWS), _PROGRAMS)),)](
+            source, source.stride(0), targets if scale is None else scale, targets, items, width, rows_per_rank,
+            destinations_at or 0, rank * destinations_per_rank, memory.addresses, receive_offset, channel.args, fingerprint,
+            REPEATS=repeats, SCALED=scale is not None, TELLS_DESTINATION=destinations_at is not None,
+            DTYPE=TRITON_DTYPES[source.dtype], ROWS=_ROWS,
+            COLUMNS=min(triton.next_power_of_2(width), _ROW_BYTES // source.element_size()), num_warps=8,
+        )  # fmt: skip
+    if exchange is not None and received is not None:
+        for peer, slice_ in exchange.arrivals():
+            numbers = peer * destinations_per_rank + torch.arange(len(slice_), device=slice_.device)
+            store(rank, receive_offset, received[peer], slice_, numbers)
+        exchange.finish()
+
+
+def rows_of_slices(targets: Tensor, rows_per_rank: int, hosts: Hosts) -> dict[int, Tensor]:
+    """By rank of another host, int64: what :func:`scatter_rows` sent there with these targets, in the order of the slice.
+
+    When results come back in that order, this is ``received``.
+    """
+    rows = {}
+    for rank in hosts.remote:
+        sent = torch.nonzero(targets // rows_per_rank == rank).flatten()
+        rows[rank] = sent[targets[sent].argsort()]
+    return rows

@@ -206,7 +206,9 @@ class BatchPlan:
             offset, stride = self.destination(lookup, rank)
             for source, column, width in runs:
                 place = offset + column * self._wire
-                tiles.append(Tile(receiver, self.starts[rank], source, place, stride, width, self.batch_sizes[rank], self._wire))
+                tiles.append(
+                    Tile(receiver, self.starts[rank], source, place, stride, width, self.batch_sizes[rank], self._wire)
+                )
         return tiles
 
     @cached_property
@@ -256,9 +258,7 @@ class BatchPlan:
             for tile in self._gradient_tiles(sender, rank, packed=True, row_wise=True)
         ]
 
-    def _gradient_tiles(
-        self, sender: int, rank: int, *, packed: bool = False, row_wise: bool | None = None
-    ) -> list[Tile]:
+    def _gradient_tiles(self, sender: int, rank: int, *, packed: bool = False, row_wise: bool | None = None) -> list[Tile]:
         """Of a sender's gradients, those for the lookups of a rank.
 
         Args:

@@ -93,7 +93,7 @@ class GradientSlices:
         self._slices = workspace.backward_channel.exchange(sent, received, fingerprint=plan.fingerprint)
 
     def receive(self) -> None:
-        """Receive from all other hosts, and spread what belongs to several ranks of this one; after the epoch inside the host."""
+        """Receive from all other hosts, and spread what belongs to several ranks of this one. After the epoch in the host."""
         plan, workspace = self._plan, self._workspace
         for rank, slice_ in self._slices.arrivals():
             for tile in plan.spread_tiles(rank):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.common.scatter_rows import scatter_rows
-from dlrm_fused.ops.common.workspace import check_tensor, fingerprint_of
+from dlrm_fused.ops.common.scatter_rows import rows_of_slices, scatter_rows
+from dlrm_fused.ops.common.workspace import ReceiveWindow, check_tensor, fingerprint_of
 from dlrm_fused.ops.gemm_all_to_all.chunks import multiply_and_send_chunks
 from dlrm_fused.ops.gemm_all_to_all.kernel import (
     Groups,
@@ -23,6 +24,7 @@ from dlrm_fused.ops.gemm_all_to_all.kernel import (
 from dlrm_fused.ops.gemm_all_to_all.workspace import ROW_BYTES, GemmWorkspace, schedule_of
 from dlrm_fused.symmetric import abort_peers_on_error
 from dlrm_fused.symmetric.device import uses_kernels
+from dlrm_fused.symmetric.hosts import Hosts
 
 FP8 = torch.float8_e4m3fn
 SCHEDULES = ("auto", "kernel", "chunks")
@@ -172,11 +174,13 @@ def _send_equal_blocks(workspace: GemmWorkspace, x: Tensor, weight: Tensor, scal
         schedule = "kernel" if scale is not None else schedule_of(workspace, rows, columns, depth)
         workspace.log_schedule(schedule, rows, columns, depth)
     call, with_kernels = (rows, columns, scale is None, schedule), uses_kernels(workspace.device)
-    if schedule == "chunks" and with_kernels:
+    if schedule == "chunks" and with_kernels and not workspace.group.hosts.are_many:
         return multiply_and_send_chunks(x, weight, blocks, workspace.channel, workspace.stream, fingerprint_of(*call))
     block = blocks.receive((workspace.result_bytes,), torch.uint8)
     window = workspace.window(blocks, block, *call)
-    if with_kernels:
+    if workspace.group.hosts.are_many:
+        _multiply_and_exchange(workspace, x, weight, scale, window)
+    elif with_kernels:
         gemm_combine(x, weight, window, scale)
     else:
         scatter_rows(_product(x, weight, scale), _destinations(workspace, rows), window, rows_per_rank=rows)
@@ -190,15 +194,22 @@ def _send_routed(
     block = blocks.receive((workspace.result_bytes,), torch.uint8)
     workspace.origins_of(block, slots).fill_(-1)
     window = workspace.window(blocks, block, slots, columns)
-    origins_at, first = workspace.origins_at, workspace.rank * workspace.max_rows
-    if uses_kernels(workspace.device):
+    hosts, origins_at = workspace.group.hosts, workspace.origins_at
+    if uses_kernels(workspace.device) and not hosts.are_many:
+        first = workspace.rank * workspace.max_rows
         grouped_gemm_combine(x, weight, routes, window, scale=scale, origins_at=origins_at, first_origin=first)
     else:
         product = x.new_zeros(x.shape[0], columns)
         for group, own in enumerate(routes.groups.slices()):
             product[own] = _product(x[own], weight[group], None if scale is None else scale[group])
         scatter_rows(
-            product, routes.destinations, window, rows_per_rank=slots, destinations_at=origins_at, first_destination=first
+            product,
+            _numbers_in_slices(routes.destinations, slots, hosts),
+            window,
+            rows_per_rank=slots,
+            destinations_at=origins_at,
+            destinations_per_rank=workspace.max_rows,
+            received=_slots_from_hosts(workspace, routes.destinations, slots) if hosts.are_many else None,
         )
     held = blocks.to_hold(block)
     return workspace.rows_of(held, slots, columns), workspace.origins_of(held, slots).clone()
@@ -209,12 +220,82 @@ def _product(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
     return (product if scale is None else product * scale).to(x.dtype)
 
 
-def _destinations(workspace: GemmWorkspace, rows: int) -> Tensor:
-    """int32 [rows]: rank * rows + row, where each row of a matrix of equal blocks belongs."""
+def _multiply_and_exchange(
+    workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: Tensor | None, window: ReceiveWindow
+) -> None:
+    """The products for one host after the other, those for this one last: while one is sent, the next is computed."""
+    hosts, channel, rows, columns = workspace.group.hosts, workspace.channel, len(x), weight.shape[0]
+    rows_of, count = x.chunk(workspace.world_size), len(hosts.ranks)
+    block = window.memory.local[window.offset :]
+    result_from = workspace.rows_of(block, rows, columns).chunk(workspace.world_size)
+    exchanges = []
+    for shift, host in enumerate(hosts.others, start=1):
+        sent = {rank: _product(rows_of[rank], weight, scale) for rank in hosts.ranks[host]}
+        received = {rank: result_from[rank] for rank in hosts.ranks[(hosts.own - shift) % count]}
+        exchanges.append(channel.exchange(sent, received, fingerprint=window.fingerprint))
+    product = x.new_empty(rows, columns)
+    for rank in hosts.local:
+        product.chunk(workspace.world_size)[rank].copy_(_product(rows_of[rank], weight, scale))
+    scatter_rows(product, _destinations(workspace, rows, hosts.local), window, rows_per_rank=rows, received={})
+    for exchange in exchanges:
+        for _ in exchange.arrivals():
+            pass  # where they belong
+        exchange.finish()
+
+
+def _scatter_equal_blocks(workspace: GemmWorkspace, matrix: Tensor, window: ReceiveWindow) -> None:
+    """Row block s of the matrix goes to rank s."""
+    rows, hosts = len(matrix), workspace.group.hosts
+    numbers = torch.arange(rows, device=matrix.device).chunk(workspace.world_size)
+    scatter_rows(
+        matrix,
+        _numbers_in_slices(_destinations(workspace, rows), rows, hosts),
+        window,
+        rows_per_rank=rows,
+        received={rank: numbers[rank] for rank in hosts.remote},
+    )
+
+
+def _numbers_in_slices(destinations: Tensor, rows_per_rank: int, hosts: Hosts) -> Tensor:
+    """Destinations, where rows for other hosts have their number in the slice: in the order in which they are given."""
+    if not hosts.are_many:
+        return destinations
+    numbered = destinations.clone()
+    for rank in hosts.remote:
+        sent = torch.nonzero(destinations // rows_per_rank == rank).flatten()
+        numbered[sent] = rank * rows_per_rank + torch.arange(len(sent), dtype=torch.int32, device=sent.device)
+    return numbered
+
+
+def _slots_from_hosts(workspace: GemmWorkspace, destinations: Tensor, slots: int) -> dict[int, Tensor]:
+    """By rank of another host, the slots of this rank to which it sends rows. Collective; waits for the device."""
+    hosts, channel = workspace.group.hosts, workspace.channel
+    sent = {rank: destinations[destinations // slots == rank] % slots for rank in hosts.remote}
+
+    def exchange(own: Mapping[int, Tensor], sizes: Mapping[int, int], what: str) -> dict[int, Tensor]:
+        received = {rank: destinations.new_empty(sizes[rank]) for rank in hosts.remote}
+        started = channel.exchange(own, received, fingerprint=fingerprint_of(slots, what))
+        for _ in started.arrivals():
+            pass  # where they belong
+        started.finish()
+        return received
+
+    sizes = exchange(
+        {rank: destinations.new_tensor([len(own)]) for rank, own in sent.items()}, dict.fromkeys(hosts.remote, 1), "sizes"
+    )
+    received = exchange(sent, {rank: int(size) for rank, size in sizes.items()}, "slots")
+    return {rank: own.long() for rank, own in received.items()}
+
+
+def _destinations(workspace: GemmWorkspace, rows: int, receivers: Sequence[int] | None = None) -> Tensor:
+    """int32 [rows]: rank * rows + row, where each row of a matrix of equal blocks belongs; -1 for who is no receiver."""
     ranks, rank, device = workspace.world_size, workspace.rank, workspace.device
     first, end = rank * (rows // ranks), (rank + 1) * (rows // ranks)
     first_of_rank = torch.arange(0, ranks * rows, rows, dtype=torch.int32, device=device)
-    return (first_of_rank[:, None] + torch.arange(first, end, dtype=torch.int32, device=device)).flatten()
+    destinations = first_of_rank[:, None] + torch.arange(first, end, dtype=torch.int32, device=device)
+    for other in set(range(ranks)) - set(range(ranks) if receivers is None else receivers):
+        destinations[other] = -1
+    return destinations.flatten()
 
 
 @torch.library.register_fake("dlrm_fused::gemm_all_to_all")
@@ -257,8 +338,14 @@ def _fetch_equal_blocks(
 ) -> tuple[Tensor, Tensor]:
     """While the gradients of one rank's rows come from there, those of the rank before are multiplied, this rank's own first.
 
-    Every rank sends to the next one, then to the one after it, and so on: an epoch each.
+    Every rank sends to the next one, then to the one after it, and so on: an epoch each. Between hosts all go at once.
     """
+    if workspace.group.hosts.are_many:
+        blocks = workspace.results
+        window = workspace.window(blocks, blocks.spare, *gradient.shape, "backward")
+        _scatter_equal_blocks(workspace, gradient, window)
+        fetched = workspace.rows_of(blocks.spare, *gradient.shape)
+        return fetched @ weight, fetched.T @ x if with_weight else x.new_empty(0)
     group, ranks, rank = workspace.group, workspace.group.world_size, workspace.group.rank
     rows, columns = gradient.shape
     main = torch.cuda.current_stream(group.device) if workspace.stream else None
@@ -296,9 +383,15 @@ def _fetch_routed(
     origins: Tensor,
     with_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    columns, blocks = gradient.shape[1], workspace.results
+    columns, blocks, hosts = gradient.shape[1], workspace.results, workspace.group.hosts
     window = workspace.window(blocks, blocks.spare, columns, "routed backward")
-    scatter_rows(gradient, origins, window, rows_per_rank=workspace.max_rows)
+    scatter_rows(
+        gradient,
+        origins,
+        window,
+        rows_per_rank=workspace.max_rows,
+        received=rows_of_slices(_numbers_in_slices(destinations, len(origins), hosts), len(origins), hosts),
+    )
     received = workspace.rows_of(blocks.spare, x.shape[0], columns)
     received.masked_fill_((destinations < 0)[:, None], 0)
     x_gradient = torch.zeros_like(x)

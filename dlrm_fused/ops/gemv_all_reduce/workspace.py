@@ -8,6 +8,7 @@ import math
 import torch
 import triton
 
+from dlrm_fused.ops.common.sum_over_hosts import SumOverHosts
 from dlrm_fused.ops.common.workspace import Workspace, check_counts, check_dtype
 from dlrm_fused.ops.gemv_all_reduce.chunks import ChunkedSum
 from dlrm_fused.ops.gemv_all_reduce.kernel import ReceiveBuffer, polls_per_second
@@ -63,8 +64,7 @@ class GemvWorkspace(Workspace):
             self.squares = torch.empty(MAX_ROWS * max_columns, dtype=torch.float32, device=group.device)
             self.chunks = ChunkedSum(group, self.channel, name, max_rows * max_columns, dtype) if max_rows > MAX_ROWS else None
         else:
-            self.half_words = max_rows * max_columns
-            self.receive_buffer = group.allocate(f"{name}.receive_buffer", 2 * self.half_words * 4)
+            self.sums = SumOverHosts(group, self.channel, f"{name}.sums", max_rows * max_columns)
 
     def buffer_args(self, *, flagged: bool) -> ReceiveBuffer:
         """The layout of the receive buffer for the kernel; ``flagged`` values have a place of their own."""

@@ -5,9 +5,14 @@ A token has up to k experts; each such (token, expert) is a *slot*, number ``tok
 tiles of ``tile_rows``; within an expert, the rows of rank r + 1 come first, then those of r + 2, and so on to its own, in
 the order of their slots. So the tiles whose results have to travel come first, and every rank knows every row's place from the
 counts of all ranks alone.
+
+What goes to a rank of another host is a slice: the rows of its experts one expert after the other, in the order of their slots.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,6 +22,7 @@ from torch import Tensor
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups
 from dlrm_fused.symmetric.device import begin, finish, peer_pointer, uses_kernels, wait_until_all_ready
+from dlrm_fused.symmetric.hosts import Hosts
 
 # Slots that a program compares with each other; a chunk is as many whole tokens as fit.
 _LANES = 128
@@ -32,8 +38,23 @@ def max_rows_of_rank(ranks: int, experts: int, top_k: int, max_tokens: int, tile
     return (rows + min(rows, local) * (tile_rows - 1)) // tile_rows * tile_rows
 
 
-def route(experts: Tensor, window: ReceiveWindow, *, count: int, tile_rows: int, rows_per_rank: int) -> tuple[Tensor, Groups]:
-    """Routes of this rank's slots. One epoch: collective. On GPUs nothing waits for the device.
+class RoutesToExperts(NamedTuple):
+    """Where rows go and come from.
+
+    Attributes:
+        targets: int32 [slots]: rank * rows_per_rank + row in the receive block of that rank; for a rank of another host, the
+            number in the slice in place of the row; -1 for a slot without expert.
+        groups: the rows of each of this rank's experts in its own receive block.
+        received: by rank of another host, int64: the rows of this rank's block to which those of its slice belong.
+    """
+
+    targets: Tensor
+    groups: Groups
+    received: Mapping[int, Tensor]
+
+
+def route(experts: Tensor, window: ReceiveWindow, *, count: int, tile_rows: int, rows_per_rank: int) -> RoutesToExperts:
+    """Routes of this rank's slots. One epoch: collective. On GPUs nothing waits for the device, if all ranks are on one host.
 
     Args:
         experts: int64 [tokens, k], contiguous: ids below ``count``, or -1. Kernels take any other id for -1, and so every
@@ -42,10 +63,6 @@ def route(experts: Tensor, window: ReceiveWindow, *, count: int, tile_rows: int,
         count: experts of all ranks.
         tile_rows: rows of a tile.
         rows_per_rank: of a receive block.
-
-    Returns:
-        int32 [slots]: rank * rows_per_rank + row in the receive block of that rank; -1 for a slot without expert. And the rows
-        of each of this rank's experts in its own receive block.
 
     Raises:
         CommunicationError: on the CPU, if a peer is lost or makes another call; on GPUs a later call raises it.
@@ -71,19 +88,26 @@ def route(experts: Tensor, window: ReceiveWindow, *, count: int, tile_rows: int,
         CHUNKS=_SCAN_CHUNKS, EXPERTS=at_a_time, num_warps=4,
     )  # fmt: skip
     ranks, local = channel.group.world_size, count // channel.group.world_size
+    counts = memory.local.view(torch.int32).view(ranks, count)
+    if channel.group.hosts.are_many:
+        _exchange_counts_between_hosts(counts, window)
     first_rows = torch.empty(count, dtype=torch.int32, device=experts.device)
     groups = Groups(tile_rows, first_rows.new_empty(local + 1), first_rows.new_empty(local))
     place_experts_kernel[(ranks,)](
-        memory.local.view(torch.int32), first_rows, groups.bounds, groups.local_from, count, tile_rows,
+        counts, first_rows, groups.bounds, groups.local_from, count, tile_rows,
         RANK=channel.group.rank, WORLD=ranks, LANES=triton.next_power_of_2(local), num_warps=1,
     )  # fmt: skip
+    received = {}
+    if channel.group.hosts.are_many:
+        _number_rows_of_slices(first_rows, counts[channel.group.rank], channel.group.hosts)
+        received = _received_rows(counts.cpu(), tile_rows, channel.group.hosts, experts.device)
     targets = torch.empty_like(positions)
     if slots:
         place_slots_kernel[(triton.cdiv(slots, _SLOTS_OF_PROGRAM),)](
             experts, positions, starts, first_rows, targets, slots, count, local, rows_per_rank,
             CHUNK=chunk, SLOTS=_SLOTS_OF_PROGRAM, num_warps=4,
         )  # fmt: skip
-    return targets, groups
+    return RoutesToExperts(targets, groups, received)
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -144,8 +168,10 @@ def exchange_counts_kernel(
         total += tl.sum(count, axis=0)
     are_ready = wait_until_all_ready(channel, epoch, fingerprint)
     for i in tl.static_range(1, channel.world + 1):
-        of_ranks = peer_pointer(addresses, (channel.rank + i) % channel.world, 0, tl.int32)
-        tl.store(of_ranks + channel.rank * experts + expert, total, mask=exists & are_ready)
+        peer = (channel.rank + i) % channel.world
+        of_ranks = peer_pointer(addresses, peer, 0, tl.int32)
+        is_there = are_ready & (tl.load(addresses + peer) != 0)
+        tl.store(of_ranks + channel.rank * experts + expert, total, mask=exists & is_there)
     finish(channel, epoch)
 
 
@@ -199,9 +225,7 @@ def place_slots_kernel(
     tl.store(targets + slot, tl.where(is_sent, expert // local * rows_per_rank + row, -1), mask=slot < slots)
 
 
-def _route_by_host(
-    experts: Tensor, window: ReceiveWindow, count: int, tile_rows: int, rows_per_rank: int
-) -> tuple[Tensor, Groups]:
+def _route_by_host(experts: Tensor, window: ReceiveWindow, count: int, tile_rows: int, rows_per_rank: int) -> RoutesToExperts:
     memory, channel, _, fingerprint = window
     group, slots = channel.group, experts.flatten()
     own, positions = count_slots(slots, count)
@@ -211,10 +235,52 @@ def _route_by_host(
 
     channel.run_epoch(lambda peer, _: counts_at(peer)[group.rank].copy_(own), fingerprint=fingerprint)
     counts = counts_at(group.rank)
+    if group.hosts.are_many:
+        _exchange_counts_between_hosts(counts, window)
     first_rows, groups = place_experts(counts, group.rank, tile_rows)
+    received = _received_rows(counts, tile_rows, group.hosts, experts.device)
+    _number_rows_of_slices(first_rows, own, group.hosts)
     receivers = slots // (count // group.world_size)
     targets = torch.where(slots >= 0, receivers * rows_per_rank + first_rows[slots] + positions, -1)
-    return targets.int(), groups
+    return RoutesToExperts(targets.int(), groups, received)
+
+
+def _exchange_counts_between_hosts(counts: Tensor, window: ReceiveWindow) -> None:
+    """Complete int32 [ranks, experts] by the counts of the ranks of other hosts. Collective."""
+    channel, remote = window.channel, window.channel.group.hosts.remote
+    sent = counts[channel.group.rank].clone()
+    exchange = channel.exchange(
+        dict.fromkeys(remote, sent), {rank: counts[rank] for rank in remote}, fingerprint=window.fingerprint
+    )
+    for _ in exchange.arrivals():
+        pass  # where they belong
+    exchange.finish()
+
+
+def _number_rows_of_slices(first_rows: Tensor, own: Tensor, hosts: Hosts) -> None:
+    """Replace the first rows of experts on other hosts, in place, by those in the slices.
+
+    Args:
+        first_rows: [experts], of :func:`place_experts`.
+        own: [experts], this rank's counts.
+    """
+    by_rank = own.view(len(hosts.of_rank), -1)
+    in_slice = by_rank.cumsum(1) - by_rank
+    remote = torch.tensor(hosts.remote, dtype=torch.int64, device=first_rows.device)
+    first_rows.view_as(by_rank)[remote] = in_slice[remote].to(first_rows.dtype)
+
+
+def _received_rows(counts: Tensor, tile_rows: int, hosts: Hosts, device: torch.device) -> dict[int, Tensor]:
+    """:attr:`RoutesToExperts.received`, from the counts of all ranks on the host."""
+    local = counts.shape[1] // counts.shape[0]
+    own = slice(hosts.rank * local, (hosts.rank + 1) * local)
+    received = {}
+    for rank in hosts.remote:
+        first_rows, lengths = place_experts(counts, rank, tile_rows)[0][own], counts[rank, own].long()
+        ends = lengths.cumsum(0)
+        rows = torch.repeat_interleave(first_rows - ends + lengths, lengths) + torch.arange(int(ends[-1]))
+        received[rank] = rows.to(device)
+    return received
 
 
 def count_slots(slots: Tensor, count: int) -> tuple[Tensor, Tensor]:

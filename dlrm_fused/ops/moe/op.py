@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.common.scatter_rows import scatter_rows
+from dlrm_fused.ops.common.scatter_rows import rows_of_slices, scatter_rows
 from dlrm_fused.ops.common.workspace import ReceiveWindow, check_tensor, fingerprint_of
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups
 from dlrm_fused.ops.moe.dispatch import route
@@ -77,7 +77,7 @@ def _forward(
     steps = workspace.steps
 
     counting = ReceiveWindow(workspace.counts, workspace.channel, 0, fingerprint_of("routes", w_in.shape, gradient_scale))
-    targets, groups = route(
+    targets, groups, from_hosts = route(
         experts, counting, count=workspace.experts, tile_rows=workspace.memory.tile_rows, rows_per_rank=workspace.memory.rows
     )
     received = workspace.received.receive((workspace.memory.received_bytes,), torch.uint8)
@@ -90,13 +90,14 @@ def _forward(
         rows_per_rank=workspace.memory.rows,
         repeats=workspace.top_k,
         destinations_at=workspace.memory.destinations_at,
-        first_destination=workspace.rank * workspace.memory.slots,
+        destinations_per_rank=workspace.memory.slots,
+        received=from_hosts,
     )
     steps.zero_pads(rows, destinations, groups)
     hidden, activated = steps.hidden(rows, w_in, groups)
     combined = workspace.combined.receive((workspace.memory.combined_bytes,), torch.uint8)
     to_tokens, window = workspace.to_tokens(received, groups), workspace.window(workspace.combined, combined, "results")
-    steps.combine(activated, w_out, to_tokens, window, transposed=False)
+    steps.combine(activated, w_out, to_tokens, window, workspace.slots_on_hosts(targets), transposed=False)
     out = steps.sum_slots(workspace.slots_of(combined), targets, gates, x.shape[0], workspace.top_k)
     held = workspace.received.to_hold(received), hidden, activated, workspace.combined.to_hold(combined)
     return out, *held, targets, groups.bounds, groups.local_from
@@ -120,11 +121,12 @@ def _backward(gradient: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, *hel
         rows_per_rank=workspace.memory.rows,
         repeats=workspace.top_k,
         scale=gates.flatten(),
+        received=rows_of_slices(to_tokens.destinations, to_tokens.slots, workspace.group.hosts),
     )
     steps.zero_pads(gradient_rows, to_tokens.destinations, groups)
     hidden_gradient = steps.hidden_gradient(gradient_rows, w_out, hidden, groups)
     window = workspace.window(workspace.combined, combining, "gradients of tokens")
-    steps.combine(hidden_gradient, w_in, to_tokens, window, transposed=True)
+    steps.combine(hidden_gradient, w_in, to_tokens, window, workspace.slots_on_hosts(targets), transposed=True)
     return (
         steps.sum_slots(workspace.slots_of(combining), targets, None, gradient.shape[0], workspace.top_k),
         steps.gates_gradient(gradient, workspace.slots_of(combined), targets, workspace.top_k),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
+from dlrm_fused.ops.common.scatter_rows import rows_of_slices
 from dlrm_fused.ops.common.workspace import Workspace, check_counts, check_dtype
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups, Routes
 from dlrm_fused.ops.moe.dispatch import max_rows_of_rank
@@ -157,6 +158,10 @@ class ExpertWorkspace(Workspace):
     def to_tokens(self, received: Tensor, groups: Groups) -> Routes:
         """Where the results of the rows in a receive block belong."""
         return Routes(groups, self.destinations_of(received), self.memory.slots)
+
+    def slots_on_hosts(self, targets: Tensor) -> dict[int, Tensor]:
+        """By rank of another host, the slots whose results come back from there, in the order of the slice."""
+        return rows_of_slices(targets, self.memory.rows, self.group.hosts)
 
     def slots_of(self, combined: Tensor) -> Tensor:
         """[slots, d]: the rows in a block of results."""

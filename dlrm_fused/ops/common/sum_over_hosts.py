@@ -1,0 +1,96 @@
+"""AllReduce between CPU processes of several hosts, in two levels, so that as little as possible goes between hosts.
+
+Inside a host the ranks read each other's memory. Of the elements each rank has its share: it adds up its host's values, and
+with the ranks that have the same share on other hosts it sums them by a reduce-scatter and an all-gather. So a host sends
+``2 * (hosts - 1) / hosts`` times the elements, where a ring over all ranks sends ``2 * (ranks - 1) / ranks`` times as many
+between every two hosts that are neighbours in it.
+
+The order of addition is fixed, ranks of a host first: all ranks hold the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dlrm_fused.ops.common.workspace import fingerprint_of
+from dlrm_fused.symmetric import Channel, SymmetricGroup
+
+
+class SumOverHosts:
+    """The memory of sums of up to ``elements`` fp32 elements. Making one is collective.
+
+    Args:
+        group: on the CPU.
+        channel: of the sums, and of nothing that runs at the same time in another thread.
+    """
+
+    def __init__(self, group: SymmetricGroup, channel: Channel, name: str, elements: int) -> None:
+        self._hosts, self._channel, self._elements = group.hosts, channel, elements
+        # Two halves in turn: who writes one again has seen everybody begin the epoch after, done with reading it.
+        self._memory = group.allocate(name, 2 * 4 * elements)
+        self._shares = max(map(len, self._hosts.ranks))
+        self._half = 0
+
+    def sum(self, values: Tensor, *what: object) -> Tensor:
+        """The sum over the ranks. Collective.
+
+        Args:
+            values: fp32, contiguous, at most ``elements``; overwritten by the sum, and returned.
+            what: must be equal on all ranks, beside the number of elements.
+
+        Raises:
+            CommunicationError: if a peer is lost, was waited for too long, or makes another call.
+        """
+        flat, fingerprint = values.view(-1), fingerprint_of(values.numel(), *what)
+        begin = self._half * self._elements
+        self._half = 1 - self._half
+        parts = {
+            rank: self._memory.peer(rank).view(torch.float32)[begin : begin + flat.numel()].tensor_split(self._shares)
+            for rank in self._hosts.local
+        }
+        own = self._hosts.local.index(self._hosts.rank)
+        shares = range(own, self._shares, len(self._hosts.local))
+        for part, value in zip(parts[self._hosts.rank], flat.tensor_split(self._shares), strict=True):
+            part.copy_(value)
+        self._channel.run_epoch(lambda *_: None, fingerprint=fingerprint)
+        for share in shares:
+            # Nobody else reads this rank's copy of its own shares before the next epoch: it receives their sums.
+            total = parts[self._hosts.rank][share]
+            total.copy_(self._sum_of_host([parts[rank][share] for rank in self._hosts.local]))
+            if self._hosts.are_many:
+                self._sum_between_hosts(total, share, fingerprint)
+        self._channel.run_epoch(lambda *_: None, fingerprint=fingerprint)
+        for share, value in enumerate(flat.tensor_split(self._shares)):
+            value.copy_(parts[self._hosts.local[share % len(self._hosts.local)]][share])
+        return values
+
+    @staticmethod
+    def _sum_of_host(parts: list[Tensor]) -> Tensor:
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        return total
+
+    def _sum_between_hosts(self, total: Tensor, share: int, fingerprint: int) -> None:
+        """Sum in place over the ranks that have this share, one on each host."""
+        own, pieces = self._hosts.own, total.tensor_split(len(self._hosts.ranks))
+        # By host; in the order in which all send to different ones.
+        others = {host: self._hosts.ranks[host][share % len(self._hosts.ranks[host])] for host in self._hosts.others}
+        arrived = {host: torch.empty_like(pieces[own]) for host in others}
+        self._exchange(
+            {rank: pieces[host] for host, rank in others.items()},
+            {rank: arrived[host] for host, rank in others.items()},
+            fingerprint,
+        )
+        arrived[own] = pieces[own].clone()
+        pieces[own].copy_(self._sum_of_host([arrived[host] for host in sorted(arrived)]))
+        self._exchange(
+            dict.fromkeys(others.values(), pieces[own]), {rank: pieces[host] for host, rank in others.items()}, fingerprint
+        )
+
+    def _exchange(self, sent: dict[int, Tensor], received: dict[int, Tensor], fingerprint: int) -> None:
+        exchange = self._channel.exchange(sent, received, fingerprint=fingerprint)
+        for _ in exchange.arrivals():
+            pass  # where it belongs
+        exchange.finish()
