@@ -75,7 +75,7 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     def _fuses_input_dist(self) -> bool:
         """Whether the features of later batches go to their ranks without the host."""
         is_whole = self._fused is not None and len(self._fused.shardings) == len(compat.sharding_types(self))
-        has_kernels = self._group is not None and uses_kernels(self._group.device)
+        has_kernels = self._group is not None and uses_kernels(self._group.device) and not self._group.hosts.are_many
         return is_whole and has_kernels and self._has_features_of_input_dist
 
     def _fuse(self, shardings: Sequence[int]) -> FusedLookups:

@@ -1,4 +1,4 @@
-"""AllReduce between CPU processes of several hosts, in two levels, so that as little as possible goes between hosts.
+"""AllReduce between the ranks of several hosts, in two levels, so that as little as possible goes between hosts.
 
 Inside a host the ranks read each other's memory. Of the elements each rank has its share: it adds up its host's values, and
 with the ranks that have the same share on other hosts it sums them by a reduce-scatter and an all-gather. So a host sends
@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dlrm_fused.ops.common.meeting import meet
 from dlrm_fused.ops.common.workspace import fingerprint_of
 from dlrm_fused.symmetric import Channel, SymmetricGroup
 
@@ -21,12 +22,14 @@ class SumOverHosts:
     """The memory of sums of up to ``elements`` fp32 elements. Making one is collective.
 
     Args:
-        group: on the CPU.
         channel: of the sums, and of nothing that runs at the same time in another thread.
+        wire: dtype in which sums of hosts and of all travel between hosts, and are rounded.
     """
 
-    def __init__(self, group: SymmetricGroup, channel: Channel, name: str, elements: int) -> None:
-        self._hosts, self._channel, self._elements = group.hosts, channel, elements
+    def __init__(
+        self, group: SymmetricGroup, channel: Channel, name: str, elements: int, wire: torch.dtype = torch.float32
+    ) -> None:
+        self._hosts, self._channel, self._elements, self._wire = group.hosts, channel, elements, wire
         # Two halves in turn: who writes one again has seen everybody begin the epoch after, done with reading it.
         self._memory = group.allocate(name, 2 * 4 * elements)
         self._shares = max(map(len, self._hosts.ranks))
@@ -40,7 +43,7 @@ class SumOverHosts:
             what: must be equal on all ranks, beside the number of elements.
 
         Raises:
-            CommunicationError: if a peer is lost, was waited for too long, or makes another call.
+            CommunicationError: if a peer is lost, was waited for too long, or makes another call; on GPUs from a later call.
         """
         flat, fingerprint = values.view(-1), fingerprint_of(values.numel(), *what)
         begin = self._half * self._elements
@@ -53,21 +56,21 @@ class SumOverHosts:
         shares = range(own, self._shares, len(self._hosts.local))
         for part, value in zip(parts[self._hosts.rank], flat.tensor_split(self._shares), strict=True):
             part.copy_(value)
-        self._channel.run_epoch(lambda *_: None, fingerprint=fingerprint)
+        meet(self._channel, fingerprint)
         for share in shares:
             # Nobody else reads this rank's copy of its own shares before the next epoch: it receives their sums.
             total = parts[self._hosts.rank][share]
             total.copy_(self._sum_of_host([parts[rank][share] for rank in self._hosts.local]))
             if self._hosts.are_many:
                 self._sum_between_hosts(total, share, fingerprint)
-        self._channel.run_epoch(lambda *_: None, fingerprint=fingerprint)
+        meet(self._channel, fingerprint)
         for share, value in enumerate(flat.tensor_split(self._shares)):
             value.copy_(parts[self._hosts.local[share % len(self._hosts.local)]][share])
         return values
 
     @staticmethod
     def _sum_of_host(parts: list[Tensor]) -> Tensor:
-        total = parts[0].clone()
+        total = parts[0].to(torch.float32, copy=True)
         for part in parts[1:]:
             total += part
         return total

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,6 +20,48 @@ _FEATURE_FIELDS = tl.constexpr(4)
 _PRESENCE_UNIT = tl.constexpr(PRESENCE_UNIT)
 
 
+class Destinations(NamedTuple):
+    """Where a launch stores its results.
+
+    Attributes:
+        receivers: int64 [n, 3]: whose bags, whose address, and for waiting that rank's number within the host.
+        addresses: int64, of the memory of ranks, or of a buffer.
+        bags: :attr:`~dlrm_fused.ops.embedding_all_to_all.plan.BatchPlan.bag_tables`.
+        stride: elements between rows there.
+        is_relative: whether offsets count from where the receiver has announced to receive.
+        awaits_receivers: whether to wait until they are ready; not for a buffer of this rank's own.
+    """
+
+    receivers: Tensor
+    addresses: Tensor
+    bags: Tensor
+    stride: int
+    is_relative: bool
+    awaits_receivers: bool
+
+
+def in_memory_of_ranks(workspace: EmbeddingWorkspace, plan: BatchPlan, number: int) -> Destinations:
+    """Of a lookup's results for ranks of this host, and of its partial sums for all."""
+    return Destinations(
+        plan.receiver_tables[number],
+        workspace.destination_memory(plan, number).addresses,
+        plan.bag_tables[number],
+        plan.destination(number, workspace.rank)[1],
+        is_relative=not plan.goes_to_staging(number),
+        awaits_receivers=True,
+    )
+
+
+def in_slices(workspace: EmbeddingWorkspace, plan: BatchPlan, buffer_address: Tensor) -> Destinations:
+    """Of a lookup's results for ranks of other hosts.
+
+    Args:
+        buffer_address: int64 [1].
+    """
+    width = plan.slice_width(workspace.rank)
+    return Destinations(plan.slice_receivers, buffer_address, plan.slice_bags, width, is_relative=False, awaits_receivers=False)
+
+
 def lookup_and_scatter(
     workspace: EmbeddingWorkspace,
     plan: BatchPlan,
@@ -27,6 +71,7 @@ def lookup_and_scatter(
     indices: Tensor,
     offsets: Tensor,
     sample_weights: Tensor | None,
+    destinations: Destinations,
     *,
     receive_offset: int,
     first: bool,
@@ -36,7 +81,7 @@ def lookup_and_scatter(
 
     Args:
         number: of the lookup.
-        features: some of its features, one of ``workspace.feature_tables(number)``.
+        features: some of its features, one of ``workspace.feature_tables(number)`` or ``slice_feature_tables(number)``.
         weights, indices, offsets, sample_weights: the lookup's.
         receive_offset: where this rank receives in this epoch.
         first, last: whether this launch begins or ends the epoch; between them others may send more.
@@ -48,14 +93,14 @@ def lookup_and_scatter(
         LookupShape(features.block_dim, tables.weights.dtype, mean_length, features.count * plan.global_batch), workspace.device
     )
     per_feature = triton.cdiv(max(plan.batch_sizes), blocks.bags)
-    items = workspace.world_size * features.count * per_feature
+    receivers = destinations.receivers.shape[0]
+    items = receivers * features.count * per_feature
     lookup_and_scatter_kernel[(min(items, blocks.programs),)](
-        weights, indices, offsets, sample_weights if is_weighted else weights, features.table, plan.bag_tables[number],
-        per_feature, plan.global_batch, items, plan.destination(number, workspace.rank)[1],
-        workspace.destination_memory(plan, number).addresses, receive_offset, workspace.forward_channel.args,
-        plan.fingerprint,
-        WEIGHTED=is_weighted, MEAN=tables.mean, RELATIVE=not plan.goes_to_staging(number),
-        PARTIAL=workspace.own_lookups[number].row_wise, FIRST=first, LAST=last,
+        weights, indices, offsets, sample_weights if is_weighted else weights, features.table, destinations.bags,
+        per_feature, plan.global_batch, items, destinations.receivers, receivers, destinations.stride,
+        destinations.addresses, receive_offset, workspace.forward_channel.args, plan.fingerprint,
+        WEIGHTED=is_weighted, MEAN=tables.mean, RELATIVE=destinations.is_relative, WAITS=destinations.awaits_receivers,
+        PARTIAL=workspace.own_lookups[number].row_wise and not plan.hosts.are_many, FIRST=first, LAST=last,
         WIRE=TRITON_DTYPES[workspace.forward_wire], VECTOR=features.vector, BAGS=blocks.bags, ROWS=blocks.rows,
         SPLIT=blocks.split, DIM=features.block_dim, EXACT_DIM=features.is_exact, num_warps=blocks.warps,
     )  # fmt: skip
@@ -94,12 +139,12 @@ def _add_rows(
     return pooled
 
 
-@triton.jit(do_not_specialize=["blocks", "global_batch", "items", "receive_offset", "fingerprint"])
+@triton.jit(do_not_specialize=["blocks", "global_batch", "items", "receiver_count", "receive_offset", "fingerprint"])
 def lookup_and_scatter_kernel(
-    weights, indices, offsets, sample_weights, features, bags, blocks, global_batch, items, stride, addresses,
-    receive_offset, channel, fingerprint,
-    WEIGHTED: tl.constexpr, MEAN: tl.constexpr, RELATIVE: tl.constexpr, PARTIAL: tl.constexpr, FIRST: tl.constexpr,
-    LAST: tl.constexpr, WIRE: tl.constexpr, VECTOR: tl.constexpr, BAGS: tl.constexpr, ROWS: tl.constexpr,
+    weights, indices, offsets, sample_weights, features, bags, blocks, global_batch, items, receivers, receiver_count,
+    stride, addresses, receive_offset, channel, fingerprint,
+    WEIGHTED: tl.constexpr, MEAN: tl.constexpr, RELATIVE: tl.constexpr, WAITS: tl.constexpr, PARTIAL: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, WIRE: tl.constexpr, VECTOR: tl.constexpr, BAGS: tl.constexpr, ROWS: tl.constexpr,
     SPLIT: tl.constexpr, DIM: tl.constexpr, EXACT_DIM: tl.constexpr,
 ):  # fmt: skip
     """Pool bags and store them at the ranks they belong to.
@@ -111,8 +156,10 @@ def lookup_and_scatter_kernel(
         features: int64 [n, 4], :class:`~dlrm_fused.ops.embedding_all_to_all.layout.FeatureTable`.
         bags: int64 [3 * ranks + 1], :attr:`~dlrm_fused.ops.embedding_all_to_all.plan.BatchPlan.bag_tables`.
         blocks: items of one feature and destination, enough for the largest batch.
+        receivers, addresses: of :class:`Destinations`.
         stride: elements between rows at the destination.
         VECTOR: divides dims, columns and table offsets.
+        WAITS: until the receivers are ready.
         PARTIAL: the results are partial sums. Those of empty bags are not sent: a byte for each bag tells which are.
     """
     if FIRST:
@@ -121,13 +168,14 @@ def lookup_and_scatter_kernel(
         epoch = tl.load(channel.state) + 1
     share = tl.arange(0, BAGS * SPLIT)
     lane = tl.arange(0, DIM)
-    ready_peers = tl.zeros((), tl.int64)  # a bit for each
+    ready_ranks = tl.zeros((), tl.int64)  # a bit for each of this host
     may_send = tl.full((), 1, tl.int1)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         # One feature after the other: a few tables at a time stay in the caches.
-        feature = item // (channel.world * blocks)
-        turn = item // blocks % channel.world
-        peer = (channel.rank + 1 + turn) % channel.world
+        feature = item // (receiver_count * blocks)
+        of_receiver = receivers + item // blocks % receiver_count * 3
+        peer = tl.load(of_receiver)
+        receiver = tl.load(of_receiver + 1)
         fields = features + feature * _FEATURE_FIELDS
         first_bag = tl.load(bags + peer) + item % blocks * BAGS
         end_bag = tl.load(bags + peer + 1)
@@ -150,19 +198,21 @@ def lookup_and_scatter_kernel(
         if MEAN:
             pooled = pooled / tl.maximum(length, 1).to(tl.float32)[:, None]
 
-        if (ready_peers >> peer) & 1 == 0:
-            may_send &= wait_until_ready(channel, peer, epoch, fingerprint) >= 0
-            ready_peers |= tl.full((), 1, tl.int64) << peer
+        if WAITS:
+            number = tl.load(of_receiver + 2)
+            if (ready_ranks >> number) & 1 == 0:
+                may_send &= wait_until_ready(channel, receiver, epoch, fingerprint) >= 0
+                ready_ranks |= tl.full((), 1, tl.int64) << number
         offset = tl.load(bags + channel.world + 1 + peer)
         if RELATIVE:
-            offset += announced_offset(channel, peer)
-        destination = peer_pointer(addresses, peer, offset, WIRE)
+            offset += announced_offset(channel, receiver)
+        destination = peer_pointer(addresses, receiver, offset, WIRE)
         at_row = (bag - tl.load(bags + peer)).to(tl.int64)
         column = tl.multiple_of(tl.load(fields + 3), VECTOR)
         places = destination + at_row[:, None] * tl.multiple_of(stride, 4) + (column + lane)[None, :]
         sent = exists & may_send
         if PARTIAL:
-            presence = peer_pointer(addresses, peer, tl.load(bags + 2 * channel.world + 1 + peer), tl.uint8)
+            presence = peer_pointer(addresses, receiver, tl.load(bags + 2 * channel.world + 1 + peer), tl.uint8)
             bag_count = end_bag - tl.load(bags + peer)
             of_bags = presence + tl.load(fields) * ((bag_count + _PRESENCE_UNIT - 1) // _PRESENCE_UNIT * _PRESENCE_UNIT)
             tl.store(of_bags + at_row, (length > 0).to(tl.uint8), mask=sent)

@@ -102,6 +102,12 @@ class ExchangeLayout:
         first = sum(other.width for other in own[:lookup] if other.row_wise)
         return tuple(itertools.accumulate(own[lookup].dims[:-1], initial=first))
 
+    def slice_columns(self, rank: int, lookup: int) -> tuple[int, ...]:
+        """First column of each feature of a lookup in the slices of a rank's results, which have no gaps."""
+        own = self.lookups[rank]
+        first = sum(other.width for other in own[:lookup] if not other.row_wise)
+        return tuple(itertools.accumulate(own[lookup].dims[:-1], initial=first))
+
 
 def _check_lookup(lookup: LookupLayout, name: str, columns: int) -> None:
     if len(lookup.columns) != len(lookup.dims):

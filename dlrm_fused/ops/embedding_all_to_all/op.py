@@ -26,11 +26,14 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.embedding_all_to_all.kernel import lookup_and_scatter
+from dlrm_fused.ops.common.meeting import meet
+from dlrm_fused.ops.embedding_all_to_all.kernel import Destinations, in_memory_of_ranks, in_slices, lookup_and_scatter
+from dlrm_fused.ops.embedding_all_to_all.layout import FeatureTable
 from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
-from dlrm_fused.ops.embedding_all_to_all.pooled import checked_plan, send_gradient, send_nothing
+from dlrm_fused.ops.embedding_all_to_all.pooled import checked_plan, send_gradient
 from dlrm_fused.ops.embedding_all_to_all.prefetch_sort import sorted_lookups
 from dlrm_fused.ops.embedding_all_to_all.reduce import receive_output
+from dlrm_fused.ops.embedding_all_to_all.slices import PooledSlices
 from dlrm_fused.ops.embedding_all_to_all.update import apply_gradients, per_sample_weight_gradients
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
 from dlrm_fused.symmetric.device import uses_kernels
@@ -109,22 +112,36 @@ def _forward(
 
     plan = checked_plan(workspace, batch_sizes, check, with_all=workspace.check_indices)
 
-    def send(receive_offset: int) -> None:
-        launches = [
-            (number, features)
-            for number in range(len(workspace.tables))
-            for features in workspace.feature_tables(number)
-            if plan.global_batch
-        ]
-        for i, (number, features) in enumerate(launches):
-            sample_weights = per_sample_weights[number] if per_sample_weights else None
-            lookup_and_scatter(
-                workspace, plan, number, features, weights[number], indices[number], offsets[number], sample_weights,
-                receive_offset=receive_offset, first=i == 0, last=i == len(launches) - 1,
-            )  # fmt: skip
-        if not launches:
-            send_nothing(workspace, plan, receive_offset)
+    numbers = range(len(workspace.tables)) if plan.global_batch else range(0)
 
+    def look_up(number: int, features: FeatureTable, to: Destinations, offset: int, first: bool, last: bool) -> None:
+        sample_weights = per_sample_weights[number] if per_sample_weights else None
+        lookup_and_scatter(
+            workspace, plan, number, features, weights[number], indices[number], offsets[number], sample_weights, to,
+            receive_offset=offset, first=first, last=last,
+        )  # fmt: skip
+
+    def send(receive_offset: int) -> None:
+        launches = [(number, features) for number in numbers for features in workspace.feature_tables(number)]
+        for i, (number, features) in enumerate(launches):
+            to = in_memory_of_ranks(workspace, plan, number)
+            look_up(number, features, to, receive_offset, i == 0, i == len(launches) - 1)
+        if not launches:
+            meet(workspace.forward_channel, plan.fingerprint, receive_offset)  # such as a rank without tables
+
+    def send_also_to_hosts(receive_offset: int) -> None:
+        buffer = torch.empty(plan.slices_size, dtype=torch.uint8, device=workspace.device)
+        to = in_slices(workspace, plan, torch.full((1,), buffer.data_ptr(), device=workspace.device))
+        for number in numbers:
+            for features in workspace.slice_feature_tables(number):
+                look_up(number, features, to, 0, False, False)
+        slices = PooledSlices(workspace, plan, plan.slices_of(buffer))
+        send(receive_offset)
+        slices.send_sums()
+        slices.receive(receive_offset)
+
+    if plan.hosts.are_many:
+        return receive_output(workspace, plan, send_also_to_hosts, are_empty_bags_sent=True)
     return receive_output(workspace, plan, send, are_empty_bags_sent=False)
 
 

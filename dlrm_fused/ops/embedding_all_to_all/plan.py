@@ -17,6 +17,7 @@ from dlrm_fused.symmetric import SymmetricMemory
 from dlrm_fused.symmetric.hosts import Hosts
 
 _ALIGNMENT = 4096  # bytes: what a ready word can express
+_SLICE_ALIGNMENT = 16  # bytes that kernels store at a time
 
 
 @dataclass(frozen=True)
@@ -233,14 +234,58 @@ class BatchPlan:
         return tables
 
     @cached_property
+    def receiver_tables(self) -> list[Tensor]:
+        """To whom the lookup kernel stores, for each lookup of this rank.
+
+        int64 [n, 3]: whose bags, at which rank, and that rank's number within the host.
+        """
+        tables = []
+        for lookup in range(len(self._own)):
+            receivers = {rank: self.receiver(lookup, rank) for rank in (*self.hosts.remote, *self.hosts.local_rotation)}
+            rows = [[rank, at, self.hosts.local.index(at)] for rank, at in receivers.items() if at is not None]
+            tables.append(torch.tensor(rows).to(self._device, non_blocking=True))
+        return tables
+
+    @cached_property
+    def slice_receivers(self) -> Tensor:
+        """The same for slices, which all lie in one buffer: the only one of its table of addresses."""
+        rows = [[rank, 0, 0] for rank in self.hosts.remote]
+        return torch.tensor(rows).to(self._device, non_blocking=True)
+
+    @cached_property
+    def slice_bags(self) -> Tensor:
+        """As :attr:`bag_tables`, where the kernel writes slices."""
+        begins = [self.slice_begins.get(rank, 0) for rank in range(len(self.batch_sizes))]
+        return torch.tensor([*self.starts, *begins, *(0 for _ in begins)]).to(self._device, non_blocking=True)
+
+    @cached_property
+    def slice_begins(self) -> dict[int, int]:
+        """By rank of another host, the byte at which its slice begins in a buffer of all slices that this rank sends."""
+        width, begins, end = self.slice_width(self._rank) * self._wire, dict[int, int](), 0
+        for rank in self.hosts.remote:
+            begins[rank] = end
+            end += -(-self.batch_sizes[rank] * width // _SLICE_ALIGNMENT) * _SLICE_ALIGNMENT
+        return begins
+
+    def slices_of(self, buffer: Tensor) -> dict[int, Tensor]:
+        """By rank of another host, its slice [bags, width] in a uint8 buffer."""
+        width = self.slice_width(self._rank)
+        sizes = {rank: self.batch_sizes[rank] * width * self._wire for rank in self.hosts.remote}
+        return {
+            rank: buffer[begin : begin + sizes[rank]].view(self._forward_dtype).view(-1, max(width, 1))
+            for rank, begin in self.slice_begins.items()
+        }
+
+    @property
+    def slices_size(self) -> int:
+        """Bytes of all slices that this rank sends."""
+        width = self.slice_width(self._rank) * self._wire
+        return sum(self.batch_sizes[rank] * width + _SLICE_ALIGNMENT for rank in self.hosts.remote)
+
+    @cached_property
     def gradient_table(self) -> Tensor:
         """:meth:`gradient_tiles` for the kernel."""
         return tile_table(self.gradient_tiles(), self._device)
-
-    @cached_property
-    def empty_table(self) -> Tensor:
-        """No tile."""
-        return tile_table([], self._device)
 
     def gradient_tiles(self) -> list[Tile]:
         """What of the output's gradient [local batch, columns] is stored where."""

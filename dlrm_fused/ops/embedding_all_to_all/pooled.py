@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
+from dlrm_fused.ops.common.meeting import meet
 from dlrm_fused.ops.common.workspace import ReceiveWindow, check_tensor
 from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
 from dlrm_fused.ops.embedding_all_to_all.reduce import receive_output
 from dlrm_fused.ops.embedding_all_to_all.scatter import scatter_tiles
-from dlrm_fused.ops.embedding_all_to_all.slices import GradientSlices, PooledSlices, copy_tile
+from dlrm_fused.ops.embedding_all_to_all.slices import GradientSlices, PooledSlices, copy_tile, packed_slices
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
 from dlrm_fused.symmetric import abort_peers_on_error
 from dlrm_fused.symmetric.device import uses_kernels
@@ -90,8 +91,7 @@ def _forward(anchor: Tensor, pooled: list[Tensor], batch_sizes: list[int], handl
     workspace = EmbeddingWorkspace.of(handle)
     workspace.forward_channel.raise_fault()
     plan = checked_plan(workspace, batch_sizes, lambda plan: _check_pooled(workspace, plan, pooled))
-    send = _send_by_kernel if uses_kernels(workspace.device) else _send_by_host
-    return receive_output(workspace, plan, lambda offset: send(workspace, plan, pooled, offset), are_empty_bags_sent=True)
+    return receive_output(workspace, plan, lambda offset: _send(workspace, plan, pooled, offset), are_empty_bags_sent=True)
 
 
 def _check_pooled(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[Tensor]) -> None:
@@ -104,8 +104,18 @@ def _check_pooled(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[T
         check_tensor(workspace, f"pooled[{number}]", tensor, workspace.output_dtype, shape, rows=True)
 
 
+def _send(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[Tensor], receive_offset: int) -> None:
+    send_in_host = _send_by_kernel if uses_kernels(workspace.device) else _send_by_host
+    if not plan.hosts.are_many:
+        send_in_host(workspace, plan, pooled, receive_offset)
+        return
+    slices = PooledSlices(workspace, plan, packed_slices(workspace, plan, pooled))
+    send_in_host(workspace, plan, pooled, receive_offset)
+    slices.send_sums()
+    slices.receive(receive_offset)
+
+
 def _send_by_host(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[Tensor], receive_offset: int) -> None:
-    slices = PooledSlices(workspace, plan, pooled) if plan.hosts.are_many else None
     by_lookup = [plan.pooled_tiles(number) for number in range(len(pooled))]
 
     def store(peer: int, offset: int) -> None:
@@ -116,9 +126,6 @@ def _send_by_host(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[T
                     copy_tile(pooled[number], tile, memory, base, workspace.forward_wire)
 
     workspace.forward_channel.run_epoch(store, offset=receive_offset, fingerprint=plan.fingerprint)
-    if slices is not None:
-        slices.send_sums()
-        slices.receive(receive_offset)
 
 
 def _send_by_kernel(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[Tensor], receive_offset: int) -> None:
@@ -132,14 +139,7 @@ def _send_by_kernel(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list
             relative=not plan.goes_to_staging(number), first=number == 0, last=number == last,
         )  # fmt: skip
     if not pooled:
-        send_nothing(workspace, plan, receive_offset)
-
-
-def send_nothing(workspace: EmbeddingWorkspace, plan: BatchPlan, receive_offset: int) -> None:
-    """The epoch of a rank that has nothing to send, such as one without tables: it only receives."""
-    window = ReceiveWindow(workspace.outputs.memory, workspace.forward_channel, receive_offset, plan.fingerprint)
-    nothing = torch.empty(0, 4, device=workspace.device)
-    scatter_tiles(nothing, plan.empty_table, 0, window, wire=workspace.forward_wire, relative=True)
+        meet(workspace.forward_channel, plan.fingerprint, receive_offset)
 
 
 def send_gradient(workspace: EmbeddingWorkspace, plan: BatchPlan, gradient: Tensor) -> list[Tensor]:
@@ -160,17 +160,19 @@ def send_gradient(workspace: EmbeddingWorkspace, plan: BatchPlan, gradient: Tens
         shape = (plan.local_batch, workspace.layout.columns)
         check_tensor(workspace, "the gradient", gradient, workspace.output_dtype, shape, rows=True)
     workspace.reserve(plan.batch_sizes)
+    slices = GradientSlices(workspace, plan, gradient) if plan.hosts.are_many else None
     memory = workspace.gradients
     if uses_kernels(workspace.device):
         window = ReceiveWindow(memory, channel, 0, plan.fingerprint)
         scatter_tiles(gradient, plan.gradient_table, plan.local_batch, window, wire=workspace.backward_wire, relative=False)
     else:
         _send_gradient_by_host(workspace, plan, gradient)
+    if slices is not None:
+        slices.receive()
     return [plan.gradients_view(memory, number) for number in range(len(workspace.own_lookups))]
 
 
 def _send_gradient_by_host(workspace: EmbeddingWorkspace, plan: BatchPlan, gradient: Tensor) -> None:
-    slices = GradientSlices(workspace, plan, gradient) if plan.hosts.are_many else None
     tiles = plan.gradient_tiles()
 
     def store(peer: int, _: int) -> None:
@@ -179,8 +181,6 @@ def _send_gradient_by_host(workspace: EmbeddingWorkspace, plan: BatchPlan, gradi
                 copy_tile(gradient, tile, workspace.gradients, 0, workspace.backward_wire)
 
     workspace.backward_channel.run_epoch(store, fingerprint=plan.fingerprint)
-    if slices is not None:
-        slices.receive()
 
 
 def _can_be_read_in_tiles(gradient: Tensor) -> bool:

@@ -35,8 +35,8 @@ class ReplayedEmbeddingAllToAll:
     """:func:`embedding_all_to_all` for a training loop: from the fourth step of some shapes on, it is replayed.
 
     It is run as it is where replays would not do the same or would not be faster: without gradients, with ``check_indices`` or
-    stochastic rounding, for many indices or large outputs, on the CPU, within a capture of the caller's, and while an earlier
-    output waits for its backward pass.
+    stochastic rounding, with ranks on several hosts, for many indices or large outputs, on the CPU, within a capture of the
+    caller's, and while an earlier output waits for its backward pass.
 
     Args:
         workspace: with tables attached, which stay.
@@ -91,6 +91,7 @@ class ReplayedEmbeddingAllToAll:
         output_bytes = batch_sizes[workspace.rank] * workspace.layout.columns * workspace.output_dtype.itemsize
         return (
             workspace.device.type == "cuda"
+            and not workspace.group.hosts.are_many
             and workspace.has_memory
             and torch.is_grad_enabled()
             and not workspace.check_indices

@@ -8,12 +8,13 @@ to the ranks of its host. Who does so for a rank of another host is its counterp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from dlrm_fused.ops.common.dtypes import within_range
+from dlrm_fused.ops.common.meeting import meet
 from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan, Tile
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
 from dlrm_fused.symmetric import SymmetricMemory
@@ -21,22 +22,18 @@ from dlrm_fused.symmetric.channel import ChannelExchange
 
 
 class PooledSlices:
-    """One forward pass, between hosts. Host code on the CPU: collective, in the order of the methods."""
+    """One forward pass, between hosts. Collective, in the order of the methods; on GPUs nothing waits for the device."""
 
-    def __init__(self, workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: Sequence[Tensor]) -> None:
-        """Send this rank's results for ranks of other hosts, but for partial sums.
+    def __init__(self, workspace: EmbeddingWorkspace, plan: BatchPlan, sent: Mapping[int, Tensor]) -> None:
+        """Begin to send.
 
         Args:
-            pooled: [global batch, width] of each lookup.
+            sent: this rank's slice for each rank of another host.
         """
         self._workspace, self._plan = workspace, plan
-        hosts, wire = plan.hosts, workspace.forward_wire
-        own = [result for result, lookup in zip(pooled, workspace.own_lookups, strict=True) if not lookup.row_wise]
-        width = plan.slice_width(workspace.rank)
-        sent = {rank: _packed([result[plan.bags_of(rank)] for result in own], width, wire) for rank in hosts.remote}
         received = {
-            rank: torch.empty(plan.local_batch, plan.slice_width(rank), dtype=wire, device=workspace.device)
-            for rank in hosts.remote
+            rank: torch.empty(plan.local_batch, plan.slice_width(rank), dtype=workspace.forward_wire, device=workspace.device)
+            for rank in plan.hosts.remote
         }
         self._slices = workspace.forward_channel.exchange(sent, received, fingerprint=plan.fingerprint)
         self._sums: ChannelExchange | None = None
@@ -72,8 +69,19 @@ class PooledSlices:
         self._slices.finish()
 
 
+def packed_slices(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: Sequence[Tensor]) -> dict[int, Tensor]:
+    """By rank of another host, its slice of this rank's results.
+
+    Args:
+        pooled: [global batch, width] of each lookup.
+    """
+    own = [result for result, lookup in zip(pooled, workspace.own_lookups, strict=True) if not lookup.row_wise]
+    width, wire = plan.slice_width(workspace.rank), workspace.forward_wire
+    return {rank: _packed([result[plan.bags_of(rank)] for result in own], width, wire) for rank in plan.hosts.remote}
+
+
 class GradientSlices:
-    """One backward pass, between hosts. Host code on the CPU: collective, in the order of the methods."""
+    """One backward pass, between hosts. Collective, in the order of the methods; on GPUs nothing waits for the device."""
 
     def __init__(self, workspace: EmbeddingWorkspace, plan: BatchPlan, gradient: Tensor) -> None:
         """Send the output's gradient [local batch, columns] to ranks of other hosts."""
@@ -101,11 +109,11 @@ class GradientSlices:
         self._slices.finish()
         if workspace.layout.row_wise_columns:
             # Ends when all ranks of the host have spread theirs.
-            workspace.backward_channel.run_epoch(lambda *_: None, fingerprint=plan.fingerprint)
+            meet(workspace.backward_channel, plan.fingerprint)
 
 
 def copy_tile(source: Tensor, tile: Tile, memory: SymmetricMemory, base: int, wire: torch.dtype) -> None:
-    """Store a tile of a matrix in the memory of a rank of this host, from byte ``base`` on. Host code on the CPU."""
+    """Store a tile of a matrix in the memory of a rank of this host, from byte ``base`` on."""
     if not tile.rows:
         return
     first = (base + tile.offset) // wire.itemsize
@@ -118,8 +126,9 @@ def _packed(parts: Sequence[Tensor], width: int, wire: torch.dtype) -> Tensor:
     """The columns of all parts side by side, contiguous, in the wire's dtype."""
     if len(parts) == 1 and parts[0].dtype == wire and parts[0].is_contiguous():
         return parts[0]
-    rows = len(parts[0]) if parts else 0
-    packed = torch.empty(rows, width, dtype=wire)
+    if not parts:
+        return torch.empty(0, width, dtype=wire)
+    packed = parts[0].new_empty(len(parts[0]), width, dtype=wire)
     for part, columns in zip(parts, packed.split([part.shape[1] for part in parts], dim=1), strict=True):
         columns.copy_(within_range(part, wire))
     return packed

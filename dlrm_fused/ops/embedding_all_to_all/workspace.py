@@ -94,6 +94,7 @@ class EmbeddingWorkspace(Workspace):
         self.anchor = torch.empty(0, device=self.device, requires_grad=True)
         self.tables: tuple[LocalTables, ...] = ()
         self._feature_tables: list[list[FeatureTable]] = []
+        self._slice_feature_tables: list[list[FeatureTable]] = []
         self._plans: dict[tuple[int, ...], BatchPlan] = {}
         # A captured graph uses the addresses of a plan's tables, and of the memory, as long as it lives.
         self._captured_plans: set[BatchPlan] = set()  # their memory stays
@@ -124,18 +125,24 @@ class EmbeddingWorkspace(Workspace):
                 )
         self.tables = tuple(tables)
         self._feature_tables = [
-            feature_tables(
-                tuple(own.offsets[table] for table in own.feature_tables),
-                self.own_lookups[number].dims,
-                self.layout.destination_columns(self.rank, number),
-                self.device,
-            )
-            for number, own in enumerate(tables)
+            self._features_at(number, self.layout.destination_columns(self.rank, number)) for number in range(len(tables))
         ]
+        self._slice_feature_tables = [
+            self._features_at(number, self.layout.slice_columns(self.rank, number)) for number in range(len(tables))
+        ]
+
+    def _features_at(self, lookup: int, columns: Sequence[int]) -> list[FeatureTable]:
+        own = self.tables[lookup]
+        offsets = tuple(own.offsets[table] for table in own.feature_tables)
+        return feature_tables(offsets, self.own_lookups[lookup].dims, columns, self.device)
 
     def feature_tables(self, lookup: int) -> list[FeatureTable]:
         """The features of a lookup of this rank for the kernel, one table for each block dim."""
         return self._feature_tables[lookup]
+
+    def slice_feature_tables(self, lookup: int) -> list[FeatureTable]:
+        """The same, with columns of the slices that go to other hosts; none of a row-wise lookup, which sends sums."""
+        return [] if self.own_lookups[lookup].row_wise else self._slice_feature_tables[lookup]
 
     @cached_property
     def partial_sum_tables(self) -> list[FeatureTable]:

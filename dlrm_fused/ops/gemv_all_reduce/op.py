@@ -15,7 +15,6 @@ from dlrm_fused.ops.gemv_all_reduce.kernel import gemv_all_reduce_kernel
 from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_ROWS, SPLIT_SLOTS, Blocks, choose_blocks
 from dlrm_fused.ops.gemv_all_reduce.workspace import GemvWorkspace
 from dlrm_fused.symmetric import abort_peers_on_error
-from dlrm_fused.symmetric.device import uses_kernels
 
 
 def gemv_all_reduce(
@@ -82,8 +81,8 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     workspace.raise_fault()
     with abort_peers_on_error(workspace.channel):
         _check_inputs(workspace, inputs)
-    if not uses_kernels(workspace.group.device):
-        out = _sum_by_host(workspace, inputs)
+    if not workspace.sums_by_kernel:
+        out = _sum_over_hosts(workspace, inputs)
     elif len(inputs.x) <= MAX_ROWS:
         return _run_kernel(workspace, inputs)
     else:
@@ -137,8 +136,8 @@ def _run_kernel(workspace: GemvWorkspace, inputs: _Inputs) -> tuple[Tensor, Tens
     return out, normed
 
 
-def _sum_by_host(workspace: GemvWorkspace, inputs: _Inputs) -> Tensor:
-    """The sum between processes on the CPU."""
+def _sum_over_hosts(workspace: GemvWorkspace, inputs: _Inputs) -> Tensor:
+    """The sum between processes on the CPU, and between the ranks of several hosts."""
     total = torch.nn.functional.linear(inputs.x.float(), inputs.weight.float())
     workspace.sums.sum(total, inputs.fingerprint())
     for part in (inputs.bias, inputs.residual):

@@ -51,7 +51,9 @@ class GemvWorkspace(Workspace):
         super().__init__(group, name, check, timeout_seconds=timeout_seconds)
         self.max_columns, self.max_rows, self.dtype = max_columns, max_rows, dtype
         ranks, few = group.world_size, min(max_rows, MAX_ROWS)
-        if uses_kernels(group.device):
+        # Kernels sum what they reach by stores.
+        self.sums_by_kernel = uses_kernels(group.device) and not group.hosts.are_many
+        if self.sums_by_kernel:
             # Slots of words for each rank and for finished sums, the same for values of at most half a word, flags of the
             # narrowest tiles, slots for splits, and handshake.
             self.slot_words = few * max_columns
@@ -64,7 +66,7 @@ class GemvWorkspace(Workspace):
             self.squares = torch.empty(MAX_ROWS * max_columns, dtype=torch.float32, device=group.device)
             self.chunks = ChunkedSum(group, self.channel, name, max_rows * max_columns, dtype) if max_rows > MAX_ROWS else None
         else:
-            self.sums = SumOverHosts(group, self.channel, f"{name}.sums", max_rows * max_columns)
+            self.sums = SumOverHosts(group, self.channel, f"{name}.sums", max_rows * max_columns, wire=dtype)
 
     def buffer_args(self, *, flagged: bool) -> ReceiveBuffer:
         """The layout of the receive buffer for the kernel; ``flagged`` values have a place of their own."""

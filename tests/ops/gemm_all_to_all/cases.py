@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from dlrm_fused.ops.gemm_all_to_all import tuning as gemm_tuning
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import on_hosts, run_ranks
 
 MAX_ROWS, MAX_COLUMNS = 128, 80
 TILE_ROWS, GROUPS, SLOTS = 16, 3, 70
@@ -218,7 +218,14 @@ def check(
     straggler: int = 1,
     delay_seconds: float = 0.01,
     mutate: Callable[[], None] | None = None,
+    hosts: Sequence[int] | None = None,
 ) -> None:
-    """Every result and gradient of every rank is right to the rounding of the dtype, also while later calls are made."""
-    found: list[Any] = run_ranks(ranks, run_calls, cases, calls, dtype, with_gradients, straggler, delay_seconds, mutate)
+    """Every result and gradient of every rank is right to the rounding of the dtype, also while later calls are made.
+
+    Args:
+        hosts: number of each rank's host; None for one.
+    """
+    found: list[Any] = run_ranks(
+        ranks, on_hosts, hosts or (0,) * ranks, run_calls, cases, calls, dtype, with_gradients, straggler, delay_seconds, mutate
+    )
     assert found == [[]] * ranks

@@ -1,0 +1,50 @@
+"""Kernels whose ranks lie on several hosts, under Triton's interpreter: stores inside a host, messages between hosts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.distributed.launch import on_hosts, run_ranks
+from tests.ops.embedding_all_to_all.test_kernels import TOLERANCE, largest_difference, run_world, small_world
+from tests.ops.embedding_all_to_all.world import Traffic, mixed_world
+from tests.ops.gemm_all_to_all import cases as products
+from tests.ops.gemv_all_reduce import test_op as sums
+from tests.ops.moe import cases as experts
+from tests.ops.test_across_hosts import EQUAL, HOSTS, ROUTED
+
+pytestmark = pytest.mark.interpreted
+
+
+@pytest.mark.parametrize("hosts", [HOSTS[0], *(pytest.param(hosts, marks=pytest.mark.slow) for hosts in HOSTS[1:])])
+def test_epochs_of_the_lookup_with_uneven_batches_and_a_straggler(hosts: tuple[int, ...]) -> None:
+    results = run_ranks(4, on_hosts, hosts, run_world, small_world, Traffic(longest_bag=3, largest_batch=2), 12, 3, None)
+    assert [result.epochs for result in results] == [12] * 4
+    assert largest_difference(results) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("traffic", "tolerance"), [(Traffic(), TOLERANCE), (Traffic(forward_wire=torch.float16, backward_wire=torch.float16), 5e-3)]
+)
+def test_poolings_dims_and_index_dtypes_of_all_kinds(traffic: Traffic, tolerance: float) -> None:
+    results = run_ranks(3, on_hosts, (0, 1, 1), run_world, mixed_world, traffic, 3, 1, None)
+    assert largest_difference(results) < tolerance
+
+
+def test_products_and_their_gradients() -> None:
+    products.check([EQUAL, ROUTED], 4, calls=2, with_gradients=True, hosts=HOSTS[0])
+
+
+def test_sums_are_the_same_bits_on_all_ranks() -> None:
+    fused = run_ranks(4, on_hosts, HOSTS[0], sums.results_and_gradients, True)
+    for own, wanted in zip(fused, run_ranks(4, sums.results_and_gradients, False), strict=True):
+        torch.testing.assert_close(own, wanted, rtol=1e-5, atol=1e-5)
+        assert torch.equal(own["out"], fused[0]["out"])
+
+
+def test_experts_are_the_dense_computation() -> None:
+    case = experts.CASES[4][0]
+    by_rank = run_ranks(4, on_hosts, HOSTS[0], experts.run_cases, [case])
+    for rank, wanted in enumerate(experts.expected(case, 0)):
+        for own in by_rank[rank][0]:
+            torch.testing.assert_close(own, wanted, rtol=1e-5, atol=1e-5)
