@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -52,10 +53,15 @@ def versions() -> dict[str, str]:
 
 
 def command_line() -> str:
-    """The command that started this process, with the name of its module in place of the file's path."""
+    """The command that started this process: without folders of this machine, and with a module's name for its file."""
     spec = sys.modules["__main__"].__spec__
     program = f"python -m {spec.name}" if spec else Path(sys.argv[0]).name
-    return " ".join([program, *sys.argv[1:]])
+    return " ".join([program, *without_folders(sys.argv[1:])])
+
+
+def without_folders(words: Sequence[str]) -> list[str]:
+    """Arguments such as ``data.path=/data/criteo`` as ``data.path=criteo``; where data lie is nobody else's concern."""
+    return [re.sub(r"(^|=)/\S*/", r"\1", word) for word in words]
 
 
 def current_commit() -> str:

@@ -28,7 +28,6 @@ import argparse
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 import tempfile
@@ -37,7 +36,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.environment import ROOT, command_line, current_commit
+from benchmarks.common.environment import ROOT, command_line, current_commit, without_folders
 from benchmarks.common.results import add_report_arguments, write_results
 from dlrm_fused.config import Config, DataSource, load_config
 from dlrm_fused.sharding.planning import shard_columns
@@ -140,14 +139,9 @@ def describe(arguments: argparse.Namespace, settings: list[str]) -> dict[str, An
         else f"{os.cpu_count()} CPU cores",
         "versions": versions,
         "commit": arguments.commit or current_commit(),
-        "command": " ".join(_without_paths(command_line().split())),
-        "settings_of_all_runs": _without_paths(settings),
+        "command": command_line(),
+        "settings_of_all_runs": without_folders(settings),
     }
-
-
-def _without_paths(words: list[str]) -> list[str]:
-    """Where data and results lay on the machine is nobody else's concern."""
-    return [re.sub(r"(^|=)/\S*/", r"\1", word) for word in words]
 
 
 def show(result: dict[str, Any]) -> str:

@@ -67,7 +67,7 @@ class WaitingRun:
         (self.folder / "turn").touch()
         if self._process.wait():
             self._fail()
-        return _measured(self.folder / "run", load_config(self._config, self._overrides).training.global_batch_size, warmup)
+        return measured(self.folder / "run", load_config(self._config, self._overrides).training.global_batch_size, warmup)
 
     def _fail(self) -> None:
         self._log.seek(0)
@@ -88,7 +88,7 @@ def train(config: str, overrides: Sequence[str], ranks: int, folder: Path, warmu
         return run.train(warmup)
 
 
-def _measured(folder: Path, batch: int, warmup: int) -> dict[str, Any]:
+def measured(folder: Path, batch: int, warmup: int) -> dict[str, Any]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     timed = [line for line in lines if line["kind"] == "train" and line["step"] >= warmup]
     samples = [(b["step"] - a["step"]) * batch for a, b in itertools.pairwise(timed)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.common.environment import ROOT
+from benchmarks.common.environment import ROOT, without_folders
 from benchmarks.common.results import as_json, write_results
 
 RESULTS = sorted(path for path in (ROOT / "benchmarks/results").rglob("*.json") if path.name != "summary.json")
@@ -43,3 +43,8 @@ def test_each_record_has_a_line_and_a_list_of_numbers_has_one() -> None:
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: str(path.relative_to(ROOT / "benchmarks/results")))
 def test_recorded_results_are_in_that_form(path: Path) -> None:
     assert path.read_text() == as_json(json.loads(path.read_text()))
+
+
+def test_arguments_are_recorded_without_folders_of_the_machine() -> None:
+    given = ["--output", "/srv/runs/results.json", "data.path=/data/criteo", "configs/quickstart.yaml", "comm=fused"]
+    assert without_folders(given) == ["--output", "results.json", "data.path=criteo", "configs/quickstart.yaml", "comm=fused"]

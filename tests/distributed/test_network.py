@@ -1,7 +1,8 @@
-"""The two hosts that other tests rest on are what they claim: separate, joined, and cut off when cut."""
+"""The hosts that other tests rest on are what they claim: separate, joined, cut off when cut, slow when shaped."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.network import ADDRESSES, TwoHosts, needs_two_hosts
+from benchmarks.common.network import Hosts
+from tests.distributed.network import needs_hosts
 
-pytestmark = needs_two_hosts
+pytestmark = needs_hosts
 
 ALL_REDUCE = """
 import os, socket, torch, torch.distributed as dist
@@ -41,32 +43,53 @@ for line in server.accept()[0].makefile():
 """
 
 
+# Sends so many bytes, or prints the seconds from the first that arrive to the last.
+BULK_SENDER = """
+import socket, sys
+socket.create_connection((sys.argv[1], 7000)).sendall(bytes(int(sys.argv[2])))
+"""
+BULK_RECEIVER = """
+import socket, time
+server = socket.create_server(("", 7000))
+print("listening", flush=True)
+connection = server.accept()[0]
+connection.recv(1)
+began = time.monotonic()
+while connection.recv(1 << 20):
+    pass
+print(time.monotonic() - began)
+"""
+
+
 @pytest.fixture
-def hosts() -> Iterator[TwoHosts]:
-    with TwoHosts() as hosts:
+def hosts() -> Iterator[Hosts]:
+    with Hosts(2) as hosts:
         yield hosts
 
 
 @pytest.mark.slow
-def test_gloo_reduces_over_two_hosts_with_two_ranks_each(hosts: TwoHosts, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("count", "ranks"), [(2, 2), (3, 1)])
+def test_gloo_reduces_over_hosts(tmp_path: Path, count: int, ranks: int) -> None:
     script = tmp_path / "all_reduce.py"
     script.write_text(ALL_REDUCE)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
-    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={hosts.names[0]}:29400", str(script)]
-    agents = [hosts.popen(host, command, stdout=subprocess.PIPE) for host in range(2)]
-    printed = [agent.communicate(timeout=240)[0].splitlines() for agent in agents]
+    with Hosts(count) as hosts:
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={count}", f"--nproc-per-node={ranks}"]
+        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={hosts.names[0]}:29400", str(script)]
+        agents = [hosts.popen(host, command, stdout=subprocess.PIPE) for host in range(count)]
+        printed = [agent.communicate(timeout=240)[0].splitlines() for agent in agents]
+    total = 2 ** (count * ranks) - 1
     assert [sorted(lines) for lines in printed] == [
-        [f"{name} local rank {local_rank} total 15" for local_rank in range(2)] for name in hosts.names
+        [f"{name} local rank {local_rank} total {total}" for local_rank in range(ranks)] for name in hosts.names
     ]
 
 
 @pytest.mark.parametrize("cut_host", [0, 1])
-def test_traffic_stops_when_a_host_is_cut_off_and_goes_on_when_restored(hosts: TwoHosts, tmp_path: Path, cut_host: int) -> None:
+def test_traffic_stops_when_a_host_is_cut_off_and_goes_on_when_restored(hosts: Hosts, tmp_path: Path, cut_host: int) -> None:
     received = tmp_path / "received"
     with received.open("w") as output:
         hosts.popen(0, [sys.executable, "-c", RECEIVER], stdout=output)
         _wait_for(lambda: "listening" in received.read_text())
-        sender = hosts.popen(1, [sys.executable, "-c", SENDER, ADDRESSES[0]])
+        sender = hosts.popen(1, [sys.executable, "-c", SENDER, hosts.addresses[0]])
         _wait_for(lambda: received.read_text().count("\n") > 3)
 
         hosts.cut(cut_host)
@@ -80,12 +103,36 @@ def test_traffic_stops_when_a_host_is_cut_off_and_goes_on_when_restored(hosts: T
         _wait_for(lambda: len(received.read_text()) > len(before))
 
 
+@pytest.mark.parametrize("rate", [20e6, 100e6])
+def test_a_host_sends_as_fast_as_its_shape_allows_and_its_bytes_are_counted(hosts: Hosts, rate: float) -> None:
+    hosts.shape(rate)
+    payload, received = 4_000_000, hosts.received_bytes(0)
+    seconds = transfer(hosts, payload)
+    # An Ethernet frame of 1514 bytes has 1448 of payload.
+    assert payload * 8 / rate < seconds < 1.3 * payload * 8 / rate
+    sent = hosts.sent_bytes(1)
+    assert 1.04 < sent / payload < 1.06
+    # Addresses are asked for of all hosts, so a host receives some that no other sent to it.
+    assert hosts.received_bytes(0) - received == pytest.approx(sent, rel=1e-3)
+    assert hosts.sent_bytes(0) < 0.1 * payload
+
+
+def transfer(hosts: Hosts, payload: int) -> float:
+    """Send so many bytes from host 1 to host 0; returns the seconds that they took."""
+    receiver = hosts.popen(0, [sys.executable, "-c", BULK_RECEIVER], stdout=subprocess.PIPE)
+    assert receiver.stdout is not None
+    assert receiver.stdout.readline() == "listening\n"
+    hosts.popen(1, [sys.executable, "-c", BULK_SENDER, hosts.addresses[0], str(payload)])
+    return float(receiver.communicate(timeout=60)[0])
+
+
 def test_nothing_is_left_behind() -> None:
-    with TwoHosts() as hosts:
+    with Hosts(2) as hosts:
         process = hosts.popen(1, ["sleep", "1000"])
     assert process.wait(timeout=60) != 0
     namespaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    assert not any(name in namespaces or Path("/etc/netns", name).exists() for name in hosts.names)
+    left = (*hosts.names, f"switch-{os.getpid()}")
+    assert not any(name in namespaces.split() or Path("/etc/netns", name).exists() for name in left)
 
 
 def _wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:

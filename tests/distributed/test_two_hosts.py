@@ -11,26 +11,27 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.common.network import Hosts
 from tests.distributed.launch import SMALL, losses, summary
-from tests.distributed.network import TwoHosts, needs_two_hosts
+from tests.distributed.network import needs_hosts
 
-pytestmark = needs_two_hosts
+pytestmark = needs_hosts
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--nnodes=2", "--rdzv-backend=c10d"]
 
 
 @pytest.fixture
-def hosts() -> Iterator[TwoHosts]:
-    with TwoHosts() as hosts:
+def hosts() -> Iterator[Hosts]:
+    with Hosts(2) as hosts:
         yield hosts
 
 
-def start(hosts: TwoHosts, arguments: Sequence[str], log: Path) -> list[subprocess.Popen[str]]:
+def start(hosts: Hosts, arguments: Sequence[str], log: Path) -> list[subprocess.Popen[str]]:
     """Start the trainer on both hosts; host i's output goes to ``<log><i>``."""
     return [start_on(hosts, host, arguments, log) for host in range(2)]
 
 
-def start_on(hosts: TwoHosts, host: int, arguments: Sequence[str], log: Path) -> subprocess.Popen[str]:
+def start_on(hosts: Hosts, host: int, arguments: Sequence[str], log: Path) -> subprocess.Popen[str]:
     output = Path(f"{log}{host}").open("w")  # noqa: SIM115 - the process keeps it
     command = [*TORCHRUN, f"--rdzv-endpoint={hosts.names[0]}:29400", "train.py", *arguments]
     return hosts.popen(host, command, stdout=output, stderr=subprocess.STDOUT, env={"OMP_NUM_THREADS": "1"})
@@ -49,7 +50,7 @@ def arguments(folder: Path, *overrides: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_losses_are_those_of_one_host_with_four_ranks(hosts: TwoHosts, tmp_path: Path) -> None:
+def test_losses_are_those_of_one_host_with_four_ranks(hosts: Hosts, tmp_path: Path) -> None:
     steps = "training.max_steps=50"
     assert wait(start(hosts, arguments(tmp_path / "two", steps), tmp_path / "log"), 240) == [0, 0]
     one = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "train.py"]
@@ -60,7 +61,7 @@ def test_losses_are_those_of_one_host_with_four_ranks(hosts: TwoHosts, tmp_path:
 
 
 @pytest.mark.slow
-def test_what_only_one_host_lacks_ends_both_with_one_message(hosts: TwoHosts, tmp_path: Path) -> None:
+def test_what_only_one_host_lacks_ends_both_with_one_message(hosts: Hosts, tmp_path: Path) -> None:
     there = arguments(tmp_path)
     agents = [
         start_on(hosts, 0, there, tmp_path / "log"),
@@ -74,7 +75,7 @@ def test_what_only_one_host_lacks_ends_both_with_one_message(hosts: TwoHosts, tm
 
 
 @pytest.mark.slow
-def test_a_host_that_is_cut_off_ends_the_rest_with_a_clear_error_and_a_restart_resumes(hosts: TwoHosts, tmp_path: Path) -> None:
+def test_a_host_that_is_cut_off_ends_the_rest_with_a_clear_error_and_a_restart_resumes(hosts: Hosts, tmp_path: Path) -> None:
     long = arguments(tmp_path, "training.max_steps=20000", "checkpoint.every_steps=50")
     agents = start(hosts, long, tmp_path / "log")
     checkpoints = tmp_path / "run/checkpoints"

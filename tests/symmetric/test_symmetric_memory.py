@@ -21,11 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.common.network import Hosts
 from dlrm_fused.errors import CommunicationError, UsageError, UserError
 from dlrm_fused.symmetric import BlockPool, Channel, SymmetricGroup, factory, memory, shared, symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import Ranks, free_port, run_ranks
-from tests.distributed.network import TwoHosts, needs_two_hosts
+from tests.distributed.network import needs_hosts
 
 CPU = torch.device("cpu")
 Work = Callable[[SymmetricGroup], Any]
@@ -617,12 +618,12 @@ def test_a_program_that_ends_without_closing_its_group_is_not_lost() -> None:
 
 
 @pytest.fixture
-def hosts() -> Iterator[TwoHosts]:
-    with TwoHosts() as hosts:
+def hosts() -> Iterator[Hosts]:
+    with Hosts(2) as hosts:
         yield hosts
 
 
-def watch_over(hosts: TwoHosts) -> list[subprocess.Popen[str]]:
+def watch_over(hosts: Hosts) -> list[subprocess.Popen[str]]:
     """A rank on each host, that watches the other one; the symmetric group is refused on both."""
     programs = [
         hosts.popen(
@@ -647,17 +648,17 @@ def noticed(watcher: subprocess.Popen[str], lost: int) -> float:
     return float(match[1])
 
 
-@needs_two_hosts
-def test_a_killed_process_on_another_host_is_noticed_at_once(hosts: TwoHosts) -> None:
+@needs_hosts
+def test_a_killed_process_on_another_host_is_noticed_at_once(hosts: Hosts) -> None:
     survivor, other = watch_over(hosts)
     began = time.monotonic()
     other.kill()
     assert noticed(survivor, 1) - began < 4
 
 
-@needs_two_hosts
+@needs_hosts
 @pytest.mark.slow
-def test_a_host_that_is_cut_off_is_noticed(hosts: TwoHosts) -> None:
+def test_a_host_that_is_cut_off_is_noticed(hosts: Hosts) -> None:
     programs = watch_over(hosts)
     began = time.monotonic()
     hosts.cut(1)
