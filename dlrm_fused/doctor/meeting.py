@@ -32,7 +32,8 @@ class Meeting:
 
     def post(self, topic: str, value: Any) -> None:
         """Post for all to see."""
-        self._store.set(f"{topic}/{self._rank.index}", f"{dlrm_fused.__version__}\n".encode() + pickle.dumps(value))
+        message = f"{dlrm_fused.__version__}\n".encode() + pickle.dumps(value)
+        self._store.set(f"{topic}/{self._rank.index}", message)  # type: ignore[arg-type]  # takes bytes too
 
     def read(self, topic: str, rank: int, seconds: float) -> Any:
         """What a rank posts within so many seconds.
