@@ -23,10 +23,42 @@ class Level(Enum):
     note = 0
 
 
+# All kinds of faults; docs/many_nodes.md says what each means.
+NAMES = frozenset(
+    {
+        "rank-missing",
+        "rank-failed",
+        "release-differs",
+        "version-set",
+        "versions-differ",
+        "host-name-twice",
+        "too-few-gpus",
+        "devices-differ",
+        "gpus-unused",
+        "gpu-shared",
+        "no-peer-access",
+        "containers",
+        "nvlink-inactive",
+        "no-nvlink",
+        "interface-missing",
+        "loopback",
+        "interfaces-differ",
+        "no-connection",
+        "slow-link",
+        "no-rdma",
+        "rdma-down",
+        "rdma-off",
+        "no-gpudirect-rdma",
+        "nvshmem-missing",
+        "nvshmem-unused",
+    }
+)
+
+
 @dataclass(frozen=True)
 class Finding:
     """Attributes:
-    name: of the kind of fault, as docs/many_nodes.md lists it.
+    name: one of ``NAMES``.
     ranks: where.
     what: is wrong, with names and values.
     advice: what to do.
@@ -37,6 +69,9 @@ class Finding:
     ranks: Sequence[int]
     what: str
     advice: str
+
+    def __post_init__(self) -> None:
+        assert self.name in NAMES, self.name
 
 
 Check = Callable[[Sequence[RankFacts]], Iterator[Finding]]

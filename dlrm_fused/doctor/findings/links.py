@@ -54,9 +54,7 @@ def _nvshmem(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             yield Finding("nvshmem-unused", Level.note, numbers(alike), what, advice)
             continue
         missing = "torch's symmetric memory has no NVSHMEM backend" if nvshmem.library else "libnvshmem_host.so is not found"
-        advice = (
-            "nothing today: the trainer does not use it yet; it comes with `pip install nvidia-nvshmem-cu13`, or NVSHMEM_HOME"
-        )
+        advice = "nothing today, as the trainer does not use it; `pip install nvidia-nvshmem-cu13`, or NVSHMEM_HOME, bring it"
         yield Finding("nvshmem-missing", Level.note, numbers(alike), f"{host.name}: {missing}", advice)
 
 
