@@ -18,7 +18,15 @@ from dlrm_fused.doctor.report import Examination
 from dlrm_fused.training.runtime import Rank
 
 # Findings after which no process group can be made.
-_CUTS_OFF = {"rank-missing", "rank-failed", "release-differs", "interface-missing", "loopback", "gpu-shared"}
+_CUTS_OFF = {
+    "rank-missing",
+    "rank-failed",
+    "release-differs",
+    "interface-missing",
+    "loopback",
+    "address-twice",
+    "gpu-shared",
+}
 _LEAVING_SECONDS = 5.0
 _SHOWN_ERRORS, _LONGEST_ERROR = 4, 300
 

@@ -94,21 +94,24 @@ def parse_topology(text: str) -> dict[str, dict[str, str]]:
 
 
 def gpu_of(index: int, smi: Smi) -> Gpu:
-    """The GPU with torch's number ``index``."""
-    properties = torch.cuda.get_device_properties(index)
-    uuid = str(properties.uuid)
-    uuids = {number: str(torch.cuda.get_device_properties(number).uuid) for number in range(torch.cuda.device_count())}
-    access = {other: torch.cuda.can_device_access_peer(index, number) for number, other in uuids.items() if number != index}
-    number = smi.indices.get(uuid)
+    """The GPU with torch's number ``index``, which may differ from nvidia-smi's."""
+    uuids = [_uuid(number) for number in range(torch.cuda.device_count())]
+    number = smi.indices.get(uuids[index])
     return Gpu(
-        name=properties.name,
-        uuid=uuid,
-        peer_access=access,
+        name=torch.cuda.get_device_properties(index).name,
+        uuid=uuids[index],
+        peer_access={
+            uuid: torch.cuda.can_device_access_peer(index, other) for other, uuid in enumerate(uuids) if other != index
+        },
         driver=smi.driver,
         nvlinks=None if number is None else smi.nvlinks.get(number),
         topology=_by_uuid(smi.topology.get(f"GPU{number}", {}), smi),
         dmabuf=_has_dmabuf(index),
     )
+
+
+def _uuid(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid).removeprefix("GPU-")
 
 
 def _by_uuid(row: Mapping[str, str], smi: Smi) -> dict[str, str]:

@@ -11,7 +11,6 @@ from typing import NamedTuple
 from dlrm_fused.doctor.facts import RankFacts
 
 STORES = "stores"  # the peer's memory is mapped: kernels, or copies on the CPU, write into it
-NVSHMEM = "nvshmem"  # another host: put-with-signal
 MESSAGES = "messages"  # finished slices through the process group
 
 
@@ -42,7 +41,10 @@ OPERATORS = (
 
 
 def transport_of(facts: RankFacts, peer: RankFacts) -> Choice:
-    """The transport from one rank to another, by what both know of themselves."""
+    """The transport from one rank to another, by what both know of themselves.
+
+    Between hosts these are messages today, as the trainer has no put-with-signal through NVSHMEM yet.
+    """
     if (facts.gpu is None) != (peer.gpu is None):
         return Choice(
             MESSAGES, "one has a GPU, the other has none", "give every rank a GPU, or none: CUDA_VISIBLE_DEVICES= for all"

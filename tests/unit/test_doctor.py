@@ -8,9 +8,11 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from dlrm_fused.doctor import gpus
 from dlrm_fused.doctor.collect import collect_facts
@@ -38,7 +40,8 @@ Ranks = list[RankFacts]
 
 
 def cpu_rank(rank: int, host: str = "a") -> RankFacts:
-    network = Network([LOOPBACK, ETHERNET], settings={}, uses={"gloo": ["eth0"], "nccl": ["eth0"]})
+    ethernet = replace(ETHERNET, addresses=["10.0.0.1" if host == "a" else f"10.0.0.{rank + 2}"])
+    network = Network([LOOPBACK, ethernet], settings={}, uses={"gloo": ["eth0"], "nccl": ["eth0"]})
     return RankFacts(
         rank=rank,
         local_rank=rank % 2,
@@ -240,7 +243,7 @@ PLANTED: dict[str, tuple[Ranks, str]] = {
             *(with_network(f, settings={"GLOO_SOCKET_IFNAME": "eth9"}, uses={"gloo": [], "nccl": ["eth0"]}) for f in CPU[2:]),
         ],
         "broken interface-missing 2-3: GLOO_SOCKET_IFNAME=eth9 on b: no such interface there: eth9 "
-        "-> set GLOO_SOCKET_IFNAME on b to eth0 (10.0.0.1)",
+        "-> set GLOO_SOCKET_IFNAME on b to eth0 (10.0.0.4)",
     ),
     "NCCL's interface does not exist": (
         changed(GPU, 0, with_network(GPU[0], settings={"NCCL_SOCKET_IFNAME": "ib"}, uses={"gloo": ["eth0"], "nccl": []})),
@@ -263,7 +266,11 @@ PLANTED: dict[str, tuple[Ranks, str]] = {
     "loopback between hosts": (
         [*CPU[:2], *(with_network(f, uses={"gloo": ["lo"], "nccl": ["eth0"]}) for f in CPU[2:])],
         "broken loopback 2-3: gloo on b uses loopback, the address that the name b has there: no other host can reach it "
-        "-> set GLOO_SOCKET_IFNAME on b to eth0 (10.0.0.1)",
+        "-> set GLOO_SOCKET_IFNAME on b to eth0 (10.0.0.4)",
+    ),
+    "one address on two hosts": (
+        [with_network(f, interfaces=[LOOPBACK, ETHERNET]) for f in CPU],
+        "broken address-twice 0-3: gloo has the address 10.0.0.1 on several hosts: a, b -> name an interface of the network",
     ),
     "no RDMA adapter": (
         [with_network(f, rdma=[]) for f in GPU],
@@ -376,6 +383,21 @@ def test_without_a_working_nvidia_smi_there_are_no_gpu_facts(
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(gpus, "_TOOL_SECONDS", 0.5)
     assert ask_nvidia_smi() == Smi()
+
+
+def test_a_gpu_is_found_in_nvidia_smis_tables_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA_VISIBLE_DEVICES has turned them round: torch's 0 is nvidia-smi's 1."""
+    indices, driver = parse_gpus(GPU_LIST)
+    first, second = indices
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda index, other: True)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name="H100", uuid=(second, first)[index])
+    )
+    found = gpus.gpu_of(0, Smi(indices, driver, parse_nvlinks(NVLINKS), parse_topology(TOPOLOGY)))
+    assert found == Gpu("H100", second, {first: True}, driver, [], {first: "NV18", "mlx5_0": "SYS"}, dmabuf=False)
+    without_smi = gpus.gpu_of(1, Smi())
+    assert (without_smi.uuid, without_smi.nvlinks, without_smi.topology) == (first, None, {})
 
 
 def test_this_machine_has_facts() -> None:

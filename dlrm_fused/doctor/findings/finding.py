@@ -42,6 +42,7 @@ NAMES = frozenset(
         "no-nvlink",
         "interface-missing",
         "loopback",
+        "address-twice",
         "interfaces-differ",
         "no-connection",
         "slow-link",

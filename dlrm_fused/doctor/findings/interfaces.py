@@ -43,6 +43,24 @@ def _loopback(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
                 yield Finding("loopback", Level.broken, numbers(alike), what, _set(variable, host.name, network.interfaces))
 
 
+def _same_address(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    """Hosts whose interfaces have one address, as those of container engines do: each reaches itself alone."""
+    for backend, variable in _VARIABLES.items():
+        users = [(facts, _address(facts, backend)) for facts in _users(ranks, backend)]
+        for address, pairs in group_by(users, lambda user: user[1]).items():
+            alike = [facts for facts, _ in pairs]
+            if address and has_many_hosts(alike):
+                what = f"{backend} has the address {address} on several hosts: {hosts(alike)}"
+                advice = f"name an interface of the network between the hosts on each of them: {variable}"
+                yield Finding("address-twice", Level.broken, numbers(alike), what, advice)
+
+
+def _address(facts: RankFacts, backend: str) -> str:
+    """Of the first interface that the backend uses, unless that is loopback: there is a finding of its own for that."""
+    used = [interface for interface in facts.network.interfaces if interface.name in facts.network.uses[backend][:1]]
+    return next((i.addresses[0] for i in used if i.addresses and not i.is_loopback), "")
+
+
 def _differing(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     for backend, variable in _VARIABLES.items():
         users = [(facts, tuple(facts.network.uses[backend])) for facts in _users(ranks, backend)]
@@ -66,4 +84,4 @@ def _set(variable: str, host: str, interfaces: Sequence[Interface]) -> str:
     return f"set {variable} on {host} to {' or '.join(usable)}"
 
 
-CHECKS: tuple[Check, ...] = (_missing, _loopback, _differing)
+CHECKS: tuple[Check, ...] = (_missing, _loopback, _same_address, _differing)
