@@ -11,5 +11,5 @@ Exit status, of every rank:
 * 1: something is broken, so that training or ``comm=fused`` cannot run.
 * 2: it works, but slower than it could.
 
-torchrun ends with 1 whatever a rank's status is; ``status`` in the output of ``--json`` is that of the ranks.
+torchrun makes 1 of both 1 and 2; ``status`` in the output of ``--json`` is that of the ranks.
 """

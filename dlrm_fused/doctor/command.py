@@ -8,12 +8,17 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from dlrm_fused.doctor import __doc__ as description
 from dlrm_fused.doctor.examine import follow, lead
 from dlrm_fused.doctor.meeting import Meeting, OtherReleaseError
 from dlrm_fused.doctor.report import as_json, as_text
 from dlrm_fused.training.runtime import Rank, configure_logging
 
+DESCRIPTION = """\
+Say what this cluster is, what is wrong with it and what to do: python -m dlrm_fused.doctor, alone or under torchrun with -m.
+
+Exit status: 0 all is well; 1 something is broken, so that training or comm=fused cannot run; 2 it works, but slower than it
+could. torchrun makes 1 of both; "status" in the output of --json is that of the ranks. docs/many_nodes.md explains findings.
+"""
 _SECONDS = 60.0
 
 
@@ -26,7 +31,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Examine the cluster that this rank is part of; returns the exit status, the same on all ranks."""
-    parser = _Parser("dlrm_fused.doctor", description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _Parser("dlrm_fused.doctor", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the tables")
     parser.add_argument("--seconds", type=float, default=_SECONDS, help="limit of each step (default: 60)")
     options = parser.parse_args(arguments)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -148,7 +148,7 @@ def as_ranges(ranks: Iterable[int]) -> str:
     return ", ".join(f"{first}-{last}" if first < last else f"{first}" for first, last in ranges)
 
 
-def _by_ranks(ranks: Sequence[RankFacts], row: Any) -> list[list[str]]:
+def _by_ranks(ranks: Sequence[RankFacts], row: Callable[[RankFacts], Sequence[str]]) -> list[list[str]]:
     """Rows with their ranks before them; ranks whose rows are alike share one."""
     alike: dict[tuple[str, ...], list[int]] = {}
     for facts in ranks:
