@@ -41,10 +41,25 @@ def check_versions() -> None:
     Raises:
         VersionError: one of them is missing; or see :func:`check_version_set`.
     """
-    missing = [package for package in VERSION_SETS[0] if importlib.util.find_spec(_MODULES.get(package, package)) is None]
+    check_installed(installed_versions())
+
+
+def installed_versions() -> dict[str, str | None]:
+    """What is installed of the packages in ``VERSION_SETS``, with versions as :func:`installed_version` gives them."""
+    found = [package for package in VERSION_SETS[0] if importlib.util.find_spec(_MODULES.get(package, package)) is not None]
+    return {package: installed_version(package) for package in found}
+
+
+def check_installed(installed: Mapping[str, str | None]) -> None:
+    """Like :func:`check_versions`, of versions by package, perhaps those of another host.
+
+    Raises:
+        VersionError: a package is missing; or see :func:`check_version_set`.
+    """
+    missing = [package for package in VERSION_SETS[0] if package not in installed]
     if missing:
         raise VersionError(f"not installed: {', '.join(missing)}; {_INSTALL}")
-    check_version_set({package: installed_version(package) for package in VERSION_SETS[0]})
+    check_version_set(installed)
 
 
 def check_version_set(installed: Mapping[str, str | None]) -> None:

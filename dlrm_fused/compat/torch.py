@@ -53,6 +53,13 @@ def symmetric_memory_backend(device: torch.device) -> str | None:
     return _symmetric_memory.get_backend(device)
 
 
+def is_nvshmem_available() -> bool:
+    """Whether torch's symmetric memory has an NVSHMEM backend, and finds the library."""
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory.is_nvshmem_available()
+
+
 def empty_symmetric(size: int, device: torch.device) -> Tensor:
     """uint8 [size] that :func:`rendezvous` can map, an allocation of its own.
 

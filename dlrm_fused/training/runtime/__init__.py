@@ -11,7 +11,7 @@ from dlrm_fused.training.runtime.error_reporting import run_with_error_reporting
 from dlrm_fused.training.runtime.error_store import ErrorStore
 from dlrm_fused.training.runtime.join import join_run
 from dlrm_fused.training.runtime.rank import Rank
-from dlrm_fused.training.runtime.rendezvous import process_group
+from dlrm_fused.training.runtime.rendezvous import meeting_store, process_group
 from dlrm_fused.training.runtime.watchdog import Watchdog
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "configure_logging",
     "join_run",
     "logger",
+    "meeting_store",
     "process_group",
     "run_with_error_reporting",
 ]

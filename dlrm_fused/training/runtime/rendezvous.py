@@ -38,23 +38,31 @@ def is_agents_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-@contextmanager
-def process_group(rank: Rank, device: torch.device) -> Iterator[None]:
-    """The default process group: gloo for CPU tensors, NCCL for those on GPUs.
-
-    A program may have one after the other, as one that trains and then evaluates: as many on each rank.
-    """
+def meeting_store(rank: Rank, timeout: timedelta) -> dist.Store:
+    """Like :func:`rendezvous_store`; rank 0 serves it first, where torchrun's agent does not. A process may be alone."""
     if "MASTER_ADDR" not in os.environ:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", LOCAL_WORLD_SIZE="1")
     if rank.index == 0 and not is_agents_store():
         _serve()
+    return rendezvous_store(timeout)
+
+
+@contextmanager
+def process_group(rank: Rank, device: torch.device, timeout: timedelta = _COLLECTIVE_TIMEOUT) -> Iterator[None]:
+    """The default process group: gloo for CPU tensors, NCCL for those on GPUs.
+
+    A program may have one after the other, as one that trains and then evaluates: as many on each rank.
+
+    Args:
+        timeout: of each collective, and of making the group.
+    """
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
         # Keys of its own: of an earlier group, it would meet the addresses, and wait for them.
-        store=dist.PrefixStore(f"group_{next(_groups_before)}", rendezvous_store(_COLLECTIVE_TIMEOUT)),
+        store=dist.PrefixStore(f"group_{next(_groups_before)}", meeting_store(rank, timeout)),
         rank=rank.index,
         world_size=rank.world_size,
-        timeout=_COLLECTIVE_TIMEOUT,
+        timeout=timeout,
         device_id=None if device.type == "cpu" else device,
     )
     # Where one rank is done at once, others may still be connecting to it.

@@ -1,0 +1,143 @@
+"""The examination: all ranks send facts, measure what rank 0 asks for, and learn the status; rank 0 judges and prints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+import dlrm_fused
+from dlrm_fused.doctor.collect import collect_facts
+from dlrm_fused.doctor.deadline import Outcome, attempt
+from dlrm_fused.doctor.facts import RankFacts
+from dlrm_fused.doctor.findings import Finding, Level, judge_facts, judge_measurements
+from dlrm_fused.doctor.measure import Measurement, measure, pairs_to_measure
+from dlrm_fused.doctor.meeting import Meeting, OtherReleaseError
+from dlrm_fused.doctor.report import Examination
+from dlrm_fused.training.runtime import Rank
+
+# Findings after which no process group can be made.
+_CUTS_OFF = {
+    "rank-missing",
+    "rank-failed",
+    "release-differs",
+    "interface-missing",
+    "loopback",
+    "address-twice",
+    "gpu-shared",
+}
+_LEAVING_SECONDS = 5.0
+_SHOWN_ERRORS, _LONGEST_ERROR = 4, 300
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What rank 0 has all ranks measure; nothing, without pairs."""
+
+    pairs: list[tuple[int, int]]
+    device_type: str = "cpu"
+
+
+def lead(rank: Rank, meeting: Meeting, seconds: float, shown: Callable[[Examination], str]) -> int:
+    """Rank 0's part; returns the status.
+
+    Args:
+        seconds: limit of each step.
+        shown: what to print of the examination.
+    """
+    _send_facts(rank, meeting, seconds)
+    ranks, findings = _received_facts(meeting, rank.world_size, seconds)
+    findings += judge_facts(ranks)
+    obstacle = next((finding.name for finding in findings if finding.name in _CUTS_OFF), "")
+    plan = _Plan([]) if obstacle else _plan(ranks)
+    meeting.post("plan", plan)
+    measurements: list[Measurement] = []
+    if plan.pairs:
+        _send_measurements(rank, meeting, plan, seconds)
+        measurements, failures = _received_measurements(meeting, rank.world_size, seconds)
+        findings += failures + judge_measurements(measurements, ranks)
+    not_measured = "" if measurements else obstacle or ("no pair answered" if plan.pairs else "one rank has no peers")
+    examination = Examination(rank.world_size, ranks, measurements, not_measured, findings)
+    print(shown(examination), flush=True)
+    meeting.post("status", examination.status)
+    meeting.post("left", True)
+    # The store may be this process's own: the others read the status from it before it ends.
+    meeting.read_all("left", _LEAVING_SECONDS)
+    return examination.status
+
+
+def follow(rank: Rank, meeting: Meeting, seconds: float) -> int:
+    """The part of all other ranks, which wait for rank 0 longer than its own limits add up to; returns the status."""
+    _send_facts(rank, meeting, seconds)
+    plan: _Plan = meeting.read("plan", 0, 3 * seconds)
+    if plan.pairs:
+        _send_measurements(rank, meeting, plan, seconds)
+    status: int = meeting.read("status", 0, 4 * seconds)
+    meeting.post("left", True)
+    return status
+
+
+def _send_facts(rank: Rank, meeting: Meeting, seconds: float) -> None:
+    meeting.post("arrival", rank.host)
+    meeting.post("facts", attempt(lambda: collect_facts(rank), seconds))
+
+
+def _received_facts(meeting: Meeting, world_size: int, seconds: float) -> tuple[list[RankFacts], list[Finding]]:
+    """Facts of the ranks that sent them, and a finding for each that did not."""
+    ranks: list[RankFacts] = []
+    findings: list[Finding] = []
+    for number, outcome in meeting.read_all("facts", seconds).items():
+        if isinstance(outcome, Outcome) and outcome.value is not None:
+            ranks.append(outcome.value)
+        else:
+            findings.append(_without_facts(number, outcome, meeting))
+    return ranks, findings
+
+
+def _without_facts(number: int, answer: Outcome[RankFacts] | Exception, meeting: Meeting) -> Finding:
+    if isinstance(answer, OtherReleaseError):
+        what = f"rank {number} has release {answer} of dlrm_fused, rank 0 has {dlrm_fused.__version__}"
+        return Finding("release-differs", Level.broken, [number], what, "install one release on all hosts")
+    try:
+        place = f"rank {number} on {meeting.read('arrival', number, 0.0)}"
+    except TimeoutError:
+        what = f"rank {number} has not arrived: {answer}"
+        advice = "look at the output of its host's torchrun: was it started, does it reach MASTER_ADDR, does python start there"
+        return Finding("rank-missing", Level.broken, [number], what, advice)
+    reason = answer.error if isinstance(answer, Outcome) else f"{answer}; its checks hang, or its process has ended"
+    advice = "run python -m dlrm_fused.doctor on that host alone, and nvidia-smi if it has GPUs"
+    return Finding("rank-failed", Level.broken, [number], f"{place}: {reason}", advice)
+
+
+def _plan(ranks: Sequence[RankFacts]) -> _Plan:
+    has_gpus = all(facts.gpu is not None for facts in ranks)
+    return _Plan(pairs_to_measure([facts.host for facts in ranks]), "cuda" if has_gpus else "cpu")
+
+
+def _send_measurements(rank: Rank, meeting: Meeting, plan: _Plan, seconds: float) -> None:
+    device = torch.device(plan.device_type, rank.local_index) if plan.device_type == "cuda" else torch.device("cpu")
+    meeting.post("measured", attempt(lambda: measure(rank, device, plan.pairs, seconds), 2 * seconds))
+
+
+def _received_measurements(meeting: Meeting, world_size: int, seconds: float) -> tuple[list[Measurement], list[Finding]]:
+    """All measurements, and a finding if some ranks have none to send."""
+    outcomes = meeting.read_all("measured", seconds)
+    errors = {
+        number: outcome.error if isinstance(outcome, Outcome) else str(outcome)
+        for number, outcome in outcomes.items()
+        if not isinstance(outcome, Outcome) or outcome.error
+    }
+    measured = [m for outcome in outcomes.values() if isinstance(outcome, Outcome) for m in outcome.value or []]
+    return measured, [_without_connection(errors)] if errors else []
+
+
+def _without_connection(errors: Mapping[int, str]) -> Finding:
+    """One finding for all ranks: where one cannot connect, most others say so too."""
+    shown = [f"rank {number}: {error[:_LONGEST_ERROR]}" for number, error in list(errors.items())[:_SHOWN_ERRORS]]
+    more = [f"{len(errors) - len(shown)} more ranks"] if len(errors) > len(shown) else []
+    advice = (
+        "let these hosts reach each other on all ports of the interfaces above (firewall, another network), or name an "
+        "interface that all hosts share: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
+    )
+    return Finding("no-connection", Level.broken, sorted(errors), "; ".join(shown + more), advice)

@@ -1,0 +1,130 @@
+"""What a rank knows of itself, its host and its network: plain values, which rank 0 compares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dlrm_fused.symmetric.memory import Host
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The GPU of a rank.
+
+    Attributes:
+        peer_access: whether its kernels can reach the memory of another GPU that this process sees, by uuid.
+        driver: its version; None without nvidia-smi, like what follows.
+        nvlinks: GB/s of each active NVLink, in one direction.
+        topology: how it is connected, by uuid of the other GPU or name of the network adapter: ``NV18``, ``PIX``, ``SYS``.
+        dmabuf: whether adapters may reach its memory through dmabuf, for GPUDirect RDMA.
+    """
+
+    name: str
+    uuid: str
+    peer_access: Mapping[str, bool]
+    driver: str | None = None
+    nvlinks: Sequence[float] | None = None
+    topology: Mapping[str, str] = field(default_factory=dict)
+    dmabuf: bool = False
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface with its IPv4 and IPv6 addresses; ``megabits`` per second is 0 where the driver does not say."""
+
+    name: str
+    addresses: Sequence[str]
+    is_up: bool = True
+    is_loopback: bool = False
+    megabits: int = 0
+
+
+@dataclass(frozen=True)
+class RdmaPort:
+    """A port of an InfiniBand or RoCE adapter, as /sys/class/infiniband has it.
+
+    Attributes:
+        link_layer: ``InfiniBand``, or ``Ethernet`` for RoCE.
+        state: ``ACTIVE``, ``DOWN``, ...
+        rate: such as ``400 Gb/sec (4X NDR)``.
+    """
+
+    adapter: str
+    port: str
+    link_layer: str
+    state: str
+    rate: str
+
+    @property
+    def is_active(self) -> bool:
+        return self.state == "ACTIVE"
+
+
+@dataclass(frozen=True)
+class Network:
+    """Attributes:
+    interfaces: of the host, or of the container.
+    settings: environment variables that choose among them, where they are set.
+    uses: names of the interfaces that a backend, ``gloo`` or ``nccl``, connects ranks over; empty if the setting names none
+        that is there.
+    peermem: whether the kernel module nvidia_peermem, one way to GPUDirect RDMA, is loaded.
+    """
+
+    interfaces: Sequence[Interface]
+    settings: Mapping[str, str]
+    uses: Mapping[str, Sequence[str]]
+    rdma: Sequence[RdmaPort] = ()
+    peermem: bool = False
+
+
+@dataclass(frozen=True)
+class Nvshmem:
+    """Attributes:
+    library: path of libnvshmem_host.so; None if it is not found.
+    in_torch: whether torch's symmetric memory has an NVSHMEM backend that can be used here.
+    transport: between hosts, by the environment: ``IBGDA`` (the GPU posts itself), ``proxy (ibrc)`` (a thread does), ``none``.
+    """
+
+    library: str | None
+    in_torch: bool
+    transport: str
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """Attributes:
+    versions: of what is installed, by package; None if it states no version.
+    cuda: the CUDA release that torch was built with; None for a CPU build.
+    nccl: None where torch has no NCCL.
+    host_gpus: number of GPUs of the host by nvidia-smi, seen by torch or not; 0 without nvidia-smi.
+    visible_gpus: number of GPUs that torch sees.
+    gpu: what this rank computes on; None for the CPU.
+    """
+
+    rank: int
+    local_rank: int
+    host: Host
+    python: str
+    versions: Mapping[str, str | None]
+    cuda: str | None
+    nccl: str | None
+    host_gpus: int
+    visible_gpus: int
+    gpu: Gpu | None
+    network: Network
+    nvshmem: Nvshmem
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """What the trainer's process group is made of on this rank's device."""
+        return ("gloo",) if self.gpu is None else ("gloo", "nccl")
+
+    @property
+    def active_rdma(self) -> list[RdmaPort]:
+        return [port for port in self.network.rdma if port.is_active]
+
+    @property
+    def has_gpudirect_rdma(self) -> bool:
+        """Whether adapters can read and write the memory of this rank's GPU."""
+        return self.gpu is not None and bool(self.active_rdma) and (self.network.peermem or self.gpu.dmabuf)
