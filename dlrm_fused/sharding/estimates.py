@@ -25,6 +25,8 @@ from torchrec.distributed.types import ShardingType
 
 from dlrm_fused.sharding.support import TableSettings, reason_against
 
+_UNCOVERED_ACROSS_HOSTS = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
+
 
 class FusedPerfEstimator(EmbeddingPerfEstimator):
     """TorchRec's estimate, with the communication of fused tables that are not row-wise at the same time as their lookup.
@@ -47,6 +49,19 @@ class FusedPerfEstimator(EmbeddingPerfEstimator):
                     shard.perf = shard.perf and overlapped(shard.perf)
 
 
+class FusedEnumerator(EmbeddingEnumerator):
+    """TorchRec's, without the plans across hosts that the fused path does not cover, for tables that have another one.
+
+    Table-row-wise and grid plans add up partial results inside a host, so that each crosses between hosts once; the fused path
+    does so for table- and column-wise plans, which have no partial results, and for row-wise ones.
+    """
+
+    def enumerate(self, *args: Any, **kwargs: Any) -> list[ShardingOption]:
+        options = super().enumerate(*args, **kwargs)
+        has_other = {option.name for option in options if option.sharding_type not in _UNCOVERED_ACROSS_HOSTS}
+        return [o for o in options if o.sharding_type not in _UNCOVERED_ACROSS_HOSTS or o.name not in has_other]
+
+
 def overlapped(perf: Perf) -> Perf:
     """The cost with communication hidden behind computation: only what lasts longer is left of it."""
     return replace(
@@ -64,7 +79,7 @@ def fused_enumerator(
     Args:
         batch_size: samples of one rank.
     """
-    return EmbeddingEnumerator(
+    return FusedEnumerator(
         topology=topology,
         batch_size=batch_size,
         constraints=constraints,

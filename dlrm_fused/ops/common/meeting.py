@@ -9,7 +9,7 @@ from dlrm_fused.symmetric.device import begin, finish, uses_kernels, wait_until_
 
 
 @triton.jit(do_not_specialize=["receive_offset", "fingerprint"])
-def meet_kernel(channel, receive_offset, fingerprint):  # type: ignore[no-untyped-def]
+def meet_kernel(channel, receive_offset, fingerprint):
     """One program."""
     epoch = begin(channel, receive_offset, fingerprint)
     wait_until_all_ready(channel, epoch, fingerprint)
