@@ -80,7 +80,7 @@ class Lengths:
 def measure(hosts: Hosts, name: str, gbit_per_second: float, comm: str, lengths: Lengths) -> dict[str, Any]:
     """One run of a cell: its name, rate and comm, and what :func:`train_on_hosts` returns."""
     workload = WORKLOADS[name]
-    settings = [*_SETTINGS, *workload.settings, *lengths.settings(), f"comm={comm}"]
+    settings = [*_SETTINGS, *workload.settings, *lengths.settings(), f"comm={comm}", f"comm_strict={comm == 'fused'}".lower()]
     hosts.shape(gbit_per_second * 1e9)
     with tempfile.TemporaryDirectory() as scratch:
         run = train_on_hosts(hosts, _RANKS_PER_HOST, workload.config, settings, Path(scratch) / "runs", lengths.warmup)
