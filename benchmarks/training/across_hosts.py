@@ -3,9 +3,10 @@
     python -m benchmarks.training.across_hosts --output results.json
     python -m benchmarks.training.across_hosts --configs quickstart mixed_sharding --rates 0.1 --rounds 3 --output results.json
 
-The trainer runs on network namespaces of this machine, with two ranks on each; it needs root, ``ip netns``, and for the configs
-of MovieLens their data (`make data/movielens-100k/dataset.json`; configs/transformer_movielens.yaml has its command). Every
-host sends at most at the given rate. Both settings take turns, and what comes first alternates with the rounds.
+The trainer runs on network namespaces of this machine, with two ranks on each if ``--ranks`` says nothing else. It needs root,
+``ip netns``, and for the configs of MovieLens their data (`make data/movielens-100k/dataset.json`;
+configs/transformer_movielens.yaml has its command). Every host sends at most at the given rate. Both settings take turns, and
+what comes first alternates with the rounds.
 
 A cell is a config at a rate. ``step ms`` is the median over rounds, ``KB per step`` what all hosts together send, headers
 included, ``floor ms`` the time that the host which sends most needs for its bytes at the rate. That the same is trained, losses
@@ -28,10 +29,19 @@ from benchmarks.common.network import Hosts, obstacle
 from benchmarks.common.results import add_report_arguments, write_results
 from benchmarks.training.runs_on_hosts import train_on_hosts
 
-_RANKS_PER_HOST = 2
 _COMMS = ("fused", "baseline")
 _LARGEST_LOSS_DIFFERENCE = 1e-5
-_SETTINGS = ["runtime.device=cpu", "checkpoint.every_steps=0", "checkpoint.keep_best=false", "evaluation.every_steps=0"]
+# SGD has no division by small sums, which would amplify the rounding of sums in another order: losses can be compared.
+_SETTINGS = [
+    "embedding.optimizer.kind=sgd",
+    "embedding.optimizer.learning_rate=20",
+    "training.dense_optimizer.kind=sgd",
+    "training.dense_optimizer.learning_rate=0.1",
+    "runtime.device=cpu",
+    "checkpoint.every_steps=0",
+    "checkpoint.keep_best=false",
+    "evaluation.every_steps=0",
+]
 
 
 @dataclass(frozen=True)
@@ -77,13 +87,19 @@ class Lengths:
         return [f"training.max_steps={self.warmup + self.timed}", f"telemetry.log_every_steps={self.interval}"]
 
 
-def measure(hosts: Hosts, name: str, gbit_per_second: float, comm: str, lengths: Lengths) -> dict[str, Any]:
-    """One run of a cell: its name, rate and comm, and what :func:`train_on_hosts` returns."""
+def measure(
+    hosts: Hosts, ranks: Sequence[int], name: str, gbit_per_second: float, comm: str, lengths: Lengths
+) -> dict[str, Any]:
+    """One run of a cell: its name, rate and comm, and what :func:`train_on_hosts` returns.
+
+    Args:
+        ranks: of each host.
+    """
     workload = WORKLOADS[name]
     settings = [*_SETTINGS, *workload.settings, *lengths.settings(), f"comm={comm}", f"comm_strict={comm == 'fused'}".lower()]
     hosts.shape(gbit_per_second * 1e9)
     with tempfile.TemporaryDirectory() as scratch:
-        run = train_on_hosts(hosts, _RANKS_PER_HOST, workload.config, settings, Path(scratch) / "runs", lengths.warmup)
+        run = train_on_hosts(hosts, ranks, workload.config, settings, Path(scratch) / "runs", lengths.warmup)
     return {"config": name, "gbit_per_second": gbit_per_second, "comm": comm, **run}
 
 
@@ -142,7 +158,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--configs", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="NAME")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.1, 1, 10], metavar="GBIT_PER_SECOND")
-    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 2], help="of each host")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--warmup", type=int, default=20, help="steps before those that are timed")
     parser.add_argument("--steps", type=int, default=80, help="that are timed")
@@ -158,7 +174,7 @@ def main(arguments: list[str] | None = None) -> None:
     if reason := obstacle():
         raise SystemExit(f"this machine cannot have several hosts: {reason}")
 
-    devices = ["CPU"] * (options.hosts * _RANKS_PER_HOST)
+    devices = ["CPU"] * sum(options.ranks)
     report: dict[str, Any] = {**describe_environment(devices, options.commit), "summary": [], "runs": []}
     turns = [
         (name, rate, comm)
@@ -167,9 +183,9 @@ def main(arguments: list[str] | None = None) -> None:
         for number in range(options.rounds)
         for comm in (_COMMS if number % 2 == 0 else reversed(_COMMS))
     ]
-    with Hosts(options.hosts) as hosts:
+    with Hosts(len(options.ranks)) as hosts:
         for name, rate, comm in turns:
-            report["runs"].append(measure(hosts, name, rate, comm, lengths))
+            report["runs"].append(measure(hosts, options.ranks, name, rate, comm, lengths))
             report["summary"] = summarize(report["runs"])
             # After each run, so that what was measured is there if a later one fails.
             write_results(options.output, report)

@@ -30,7 +30,7 @@ class Mark:
 
 
 def train_on_hosts(
-    hosts: Hosts, ranks_per_host: int, config: str, overrides: Sequence[str], folder: Path, warmup: int
+    hosts: Hosts, ranks_of_hosts: Sequence[int], config: str, overrides: Sequence[str], folder: Path, warmup: int
 ) -> dict[str, Any]:
     """Train into ``folder/run``, where the folder is a new one; ends this program if it fails.
 
@@ -40,7 +40,7 @@ def train_on_hosts(
         other in every step, the time is that of the slowest.
     """
     folder.mkdir(parents=True)
-    agents = [_start_agent(hosts, host, ranks_per_host, config, overrides, folder) for host in range(len(hosts.names))]
+    agents = [_start_agent(hosts, host, ranks, config, overrides, folder) for host, ranks in enumerate(ranks_of_hosts)]
     try:
         marks = list(_marks(hosts, agents, folder / "run/metrics.jsonl"))
         if any(agent.wait() for agent in agents):

@@ -1,0 +1,94 @@
+"""comm=fused on several hosts gives the run that comm=baseline gives on the same ranks.
+
+Ranks are processes of this machine that are told which host they are on; tests/distributed/test_two_hosts.py has hosts that
+only a network joins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from dlrm_fused.config import Config
+from dlrm_fused.symmetric import symmetric_group
+from dlrm_fused.training.runtime import ErrorStore, Rank
+from dlrm_fused.training.trainer import train as run_trainer
+from tests.distributed.launch import (
+    WITHOUT_AMPLIFIED_ROUNDING,
+    losses,
+    metrics,
+    on_hosts,
+    run_ranks,
+    small_config,
+    summary,
+    train,
+)
+
+STEPS, FEW_STEPS = 200, 20
+# The host of each rank: two with two each, one rank beside three, and three hosts.
+TWO_AND_TWO, ONE_AND_THREE, THREE_HOSTS = (0, 0, 1, 1), (0, 1, 1, 1), (0, 0, 1, 1, 2, 2)
+MIXED = [
+    f"embedding.tables.table_{table}.sharding={sharding}"
+    for table, sharding in enumerate(("table_wise", "column_wise", "row_wise", "row_wise"))
+]
+
+
+def train_on_hosts(folder: Path, hosts: Sequence[int], *overrides: str) -> Path:
+    config = small_config(folder, "comm=fused", "comm_strict=true", *overrides)
+    run_ranks(len(hosts), on_hosts, hosts, _train, config)
+    return config.run_dir
+
+
+def _train(config: Config) -> None:
+    rank = Rank.from_environment()
+    run_trainer(config, rank, ErrorStore(rank))
+
+
+def hosts_of_group() -> tuple[tuple[int, ...], ...]:
+    dist.init_process_group("gloo")
+    group = symmetric_group()
+    group.close()
+    return group.hosts.ranks
+
+
+def test_ranks_are_where_they_are_told_to_be() -> None:
+    assert run_ranks(4, on_hosts, ONE_AND_THREE, hosts_of_group) == [((0,), (1, 2, 3))] * 4
+
+
+@pytest.mark.parametrize("steps", [FEW_STEPS, pytest.param(STEPS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("hosts", "overrides"),
+    [
+        # Six ranks have four tables: two have none.
+        (THREE_HOSTS, ["embedding.sharding=table_wise"]),
+        (TWO_AND_TWO, MIXED),
+        (ONE_AND_THREE, ["embedding.sharding=row_wise"]),
+        pytest.param(TWO_AND_TWO, ["embedding.sharding=column_wise", "embedding.shard_columns=4"], marks=pytest.mark.slow),
+        pytest.param(ONE_AND_THREE, MIXED, marks=pytest.mark.slow),
+        pytest.param(THREE_HOSTS, ["embedding.sharding=row_wise"], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_losses_are_those_of_the_baseline(tmp_path: Path, hosts: tuple[int, ...], overrides: list[str], steps: int) -> None:
+    """Bags are jagged, and no number of ranks divides the batch."""
+    settings = [*WITHOUT_AMPLIFIED_ROUNDING, f"training.max_steps={steps}", f"evaluation.every_steps={steps // 2}", *overrides]
+    fused = train_on_hosts(tmp_path / "fused", hosts, *settings)
+    baseline = train(tmp_path / "baseline", len(hosts), *settings)
+    assert len(losses(fused)) == steps
+    assert losses(fused) == pytest.approx(losses(baseline), rel=1e-5, abs=0)
+    assert [line["auc"] for line in metrics(fused, "evaluation")] == pytest.approx(
+        [line["auc"] for line in metrics(baseline, "evaluation")], abs=1e-5
+    )
+    assert summary(fused)["test_auc"] == pytest.approx(summary(baseline)["test_auc"], abs=1e-5)
+    plan = (fused / "plan.txt").read_text()
+    assert " fused" in plan
+    assert "torchrec" not in plan
+
+
+def test_auto_measures_with_the_network_and_gives_the_same_losses(tmp_path: Path) -> None:
+    settings = [*WITHOUT_AMPLIFIED_ROUNDING, f"training.max_steps={FEW_STEPS}"]
+    auto = train_on_hosts(tmp_path / "auto", TWO_AND_TWO, *settings, "comm=auto", "comm_strict=false")
+    assert losses(auto) == pytest.approx(losses(train(tmp_path / "baseline", 4, *settings)), rel=1e-5, abs=0)
