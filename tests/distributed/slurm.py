@@ -23,8 +23,8 @@ import pytest
 from benchmarks.common.network import Hosts
 
 _CONTROLLER = 0
-# Binds a task to one core, as some sites do. Times are short: a node is down after SlurmdTimeout seconds without a sign of life,
-# and a job that lost one waits for cred_expire seconds.
+# Binds a task to one core, as some sites do. Times are short: a node is down after SlurmdTimeout seconds without a sign of
+# life, and a job that starts again waits for cred_expire seconds.
 _CONFIG = """\
 ClusterName=test
 SlurmctldHost={controller}
