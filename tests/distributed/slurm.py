@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
+import psutil
 import pytest
 
 from benchmarks.common.network import Hosts
@@ -59,29 +60,33 @@ class Slurm:
 
     def __init__(self, nodes: int) -> None:
         self._hosts = Hosts(1 + nodes)
+        self._daemons: list[subprocess.Popen[str]] = []
         self.nodes = self._hosts.names[1:]
 
     def __enter__(self) -> Slurm:
         with ExitStack() as resources:
             # Not a test's folder: the paths of Unix sockets are short.
-            self._folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="slurm-")))
-            self._folder.chmod(0o755)  # munged wants its socket to be within everyone's reach
+            self.folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="slurm-")))
+            self.folder.chmod(0o755)  # munged wants its socket to be within everyone's reach
+            resources.callback(self._wait_for_daemons)
             resources.enter_context(self._hosts)
             self._write_settings()
             self._start_daemons()
-            wait_until(lambda: all(self.state(node) == "idle" for node in self.nodes), _START_SECONDS, self.daemon_logs)
+            wait_until(self._is_idle, _START_SECONDS, self.daemon_logs)
             self._resources = resources.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._resources.close()
 
-    def submit(self, folder: Path, script: Path, *arguments: str, env: Mapping[str, str] | None = None) -> Job:
-        """``sbatch script arguments``, in ``folder``."""
-        return Job(self, int(self.run("sbatch", "--parsable", script, *arguments, cwd=folder, env=env)))
+    def submit(self, folder: Path, *arguments: str | Path, env: Mapping[str, str] | None = None) -> Job:
+        """``sbatch arguments``, in ``folder``."""
+        return Job(self, int(self.run("sbatch", "--parsable", *arguments, cwd=folder, env=env)))
 
-    def state(self, node: str) -> str:
-        return self.run("sinfo", "--noheader", f"--nodes={node}", "--format=%T").strip()
+    def processes(self) -> list[psutil.Process]:
+        """All that live: daemons, and what they and we have started."""
+        ours = str(self._settings)
+        return [process for process in psutil.process_iter() if _environment(process).get("SLURM_CONF") == ours]
 
     def take_down(self, node: str) -> None:
         """What an operator does."""
@@ -98,41 +103,48 @@ class Slurm:
         return str(output)
 
     def daemon_logs(self) -> str:
-        return "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(self._folder.glob("*.log")))
+        return "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(self.folder.glob("*.log")))
+
+    def _is_idle(self) -> bool:
+        return set(self.run("sinfo", "--noheader", "--format=%T").split()) == {"idle"}
 
     def _write_settings(self) -> None:
-        self._settings = self._folder / "slurm.conf"
+        self._settings = self.folder / "slurm.conf"
         self._settings.write_text(
             _CONFIG.format(
                 controller=self._hosts.names[_CONTROLLER],
-                folder=self._folder,
+                folder=self.folder,
                 nodes=",".join(self.nodes),
                 cores=os.cpu_count(),
                 gpus=_GPUS,
             )
         )
         # Beside it, where the daemons look for them. slurmd finds out by itself which cgroups there are, but not on our hosts.
-        (self._folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-        (self._folder / "gres.conf").write_text(f"Name=gpu File={self._folder}/gpu[0-{_GPUS - 1}]\n")
+        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-{_GPUS - 1}]\n")
         for gpu in range(_GPUS):
-            os.mknod(self._folder / f"gpu{gpu}", stat.S_IFCHR, os.stat(os.devnull).st_rdev)
+            os.mknod(self.folder / f"gpu{gpu}", stat.S_IFCHR, os.stat(os.devnull).st_rdev)
 
     def _start_daemons(self) -> None:
         # One munged for all: it is reached by its path.
-        key, socket = self._folder / "munge.key", self._folder / "munge.socket"
+        key, socket = self.folder / "munge.key", self.folder / "munge.socket"
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o400)
-        files = [f"--{name}-file={self._folder}/munge.{name}" for name in ("key", "pid", "seed")]
+        files = [f"--{name}-file={self.folder}/munge.{name}" for name in ("key", "pid", "seed")]
         self._start_daemon(_CONTROLLER, "munged", "--foreground", f"--socket={socket}", *files)
         wait_until(socket.exists, _START_SECONDS, self.daemon_logs)
         self._start_daemon(_CONTROLLER, "slurmctld", "-D")
         for host, node in enumerate(self.nodes, start=1):
-            (self._folder / node).mkdir()
+            (self.folder / node).mkdir()
             self._start_daemon(host, "slurmd", "-D")
 
     def _start_daemon(self, host: int, *command: str) -> None:
-        with (self._folder / f"{command[0]}_{self._hosts.names[host]}.log").open("w") as log:
-            self._popen(host, *command, stdout=log, stderr=subprocess.STDOUT)
+        with (self.folder / f"{command[0]}_{self._hosts.names[host]}.log").open("w") as log:
+            self._daemons.append(self._popen(host, *command, stdout=log, stderr=subprocess.STDOUT))
+
+    def _wait_for_daemons(self) -> None:
+        for daemon in self._daemons:
+            daemon.wait(_START_SECONDS)
 
     def _popen(
         self, host: int, *command: str | Path, env: Mapping[str, str] | None = None, **options: object
@@ -169,6 +181,13 @@ class Job:
     def _record(self) -> dict[str, str]:
         shown = self._slurm.run("scontrol", "--oneliner", "show", "job", str(self._number))
         return dict(re.findall(r"(\S+?)=(\S*)", shown))
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return dict(process.environ())
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return {}
 
 
 def wait_until(happens: Callable[[], bool], seconds: float, explain: Callable[[], str]) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.distributed.launch import SMALL, losses, train
 from tests.distributed.network import needs_hosts
-from tests.distributed.slurm import Job, Slurm, needs_slurm
+from tests.distributed.slurm import Job, Slurm, needs_slurm, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), needs_hosts, needs_slurm]
 
@@ -39,12 +39,13 @@ def one_host(tmp_path_factory: pytest.TempPathFactory) -> Mapping[int, float]:
 
 
 def submit_training(slurm: Slurm, folder: Path, *overrides: str) -> Job:
-    """Submit a run of ``SMALL`` on two nodes of two ranks, from a folder that has what the repository's has."""
+    """Submit a run of ``SMALL`` on two nodes of two ranks and no GPUs, from a folder that has what the repository's has."""
     (folder / "train.py").symlink_to(ROOT / "train.py")
     (folder / ".venv").symlink_to(sys.prefix)
     (folder / "small.yaml").write_text(json.dumps(SMALL))
     overrides = (f"output_dir={folder}", f"training.max_steps={STEPS}", "comm=fused", *overrides)
-    return slurm.submit(folder, SCRIPT, "--config=small.yaml", *overrides, env={"RANKS_PER_NODE": str(RANKS_PER_NODE)})
+    arguments = ("--gpus-per-node=0", SCRIPT, "--config=small.yaml", *overrides)
+    return slurm.submit(folder, *arguments, env={"RANKS_PER_NODE": str(RANKS_PER_NODE)})
 
 
 def test_two_nodes_train_as_one_host_does(slurm: Slurm, tmp_path: Path, one_host: Mapping[int, float]) -> None:
@@ -102,3 +103,12 @@ def test_a_job_whose_agents_give_up_starts_again_three_times_with_whole_nodes(sl
     assert job.restarts == 3
     # Not all say it: the first that ends ends the other one.
     assert set(re.findall(r"\d+ cores, \d+ GPUs", job.log())) == {f"{os.cpu_count()} cores, 8 GPUs"}
+
+
+def test_a_cluster_leaves_nothing_behind(tmp_path: Path) -> None:
+    with Slurm(nodes=1) as slurm:
+        job = slurm.submit(tmp_path, "--wrap=sleep 1000")
+        job.wait_for("RUNNING", 60)
+        assert len(slurm.processes()) > 3  # munged, slurmctld, slurmd, and the job's
+    wait_until(lambda: not slurm.processes(), 60, lambda: str(slurm.processes()))
+    assert not slurm.folder.exists()
