@@ -43,9 +43,9 @@ def submit_training(slurm: Slurm, folder: Path, *overrides: str) -> Job:
     (folder / "train.py").symlink_to(ROOT / "train.py")
     (folder / ".venv").symlink_to(sys.prefix)
     (folder / "small.yaml").write_text(json.dumps(SMALL))
-    overrides = (f"output_dir={folder}", f"training.max_steps={STEPS}", "comm=fused", *overrides)
-    arguments = ("--gpus-per-node=0", SCRIPT, "--config=small.yaml", *overrides)
-    return slurm.submit(folder, *arguments, env={"RANKS_PER_NODE": str(RANKS_PER_NODE)})
+    training = ("--config=small.yaml", f"output_dir={folder}", f"training.max_steps={STEPS}", "comm=fused", *overrides)
+    ranks = {"RANKS_PER_NODE": str(RANKS_PER_NODE)}
+    return slurm.submit(folder, "--gpus-per-node=0", SCRIPT, *training, env=ranks)
 
 
 def test_two_nodes_train_as_one_host_does(slurm: Slurm, tmp_path: Path, one_host: Mapping[int, float]) -> None:
