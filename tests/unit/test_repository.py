@@ -7,10 +7,12 @@ import os
 import re
 import subprocess
 import tomllib
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 from packaging.requirements import Requirement
@@ -103,6 +105,34 @@ def test_whatever_its_marks_each_test_is_run_in_the_modes_that_they_name(target:
 @pytest.mark.parametrize("config", sorted(ROOT.glob("configs/*.yaml")), ids=lambda path: path.name)
 def test_every_config_is_valid(config: Path) -> None:
     assert load_config(config).training.max_steps > 0
+
+
+def assert_valid_for_kubernetes(manifests: Iterable[Mapping[str, Any]]) -> None:
+    """Unknown fields are errors."""
+    for manifest, version in itertools.product(manifests, kubernetes_validate.utils.all_versions()):
+        kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_kubernetes_manifests_are_valid_in_every_version_whose_api_is_known() -> None:
+    assert_valid_for_kubernetes(yaml.safe_load_all((ROOT / "launch/kubernetes.yaml").read_text()))
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "error"),
+    [
+        ("clusterIP:", "clusterIp:", "'clusterIp' was unexpected"),
+        ("backoffLimit:", "backofLimit:", "'backofLimit' was unexpected"),
+        ("subdomain:", "subDomain:", "'subDomain' was unexpected"),
+        ("completions: 2", "completions: two", "'two' is not of type"),
+        ("apiVersion: batch/v1", "apiVersion: batch/v7", "batch/v7"),
+    ],
+)
+def test_a_mistake_in_a_kubernetes_manifest_is_found(right: str, wrong: str, error: str) -> None:
+    text = (ROOT / "launch/kubernetes.yaml").read_text()
+    assert right in text
+    with pytest.raises((kubernetes_validate.ValidationError, kubernetes_validate.SchemaNotFoundError)) as raised:
+        assert_valid_for_kubernetes(yaml.safe_load_all(text.replace(right, wrong)))
+    assert error in raised.value.message
 
 
 def test_kubernetes_pods_find_each_other_and_are_as_many_as_torchrun_waits_for() -> None:
