@@ -48,6 +48,7 @@ from dlrm_fused.ops.embedding_all_to_all import (
     embedding_all_to_all,
     pooled_all_to_all,
 )
+from dlrm_fused.sharding.distinct_bags import DistinctBags
 from dlrm_fused.sharding.options import FusedOptions
 from dlrm_fused.symmetric import SymmetricGroup
 from dlrm_fused.symmetric.device import uses_kernels
@@ -95,15 +96,32 @@ class FusedLookups:
         if self._uses_kernels:
             self._workspace.attach_tables([_local_tables(module.emb_module) for module in self._modules])
         self._check_indices = options.check_indices
+        self._distinct: DistinctBags | None = None
+        row_dim = self._workspace.layout.row_dim
+        if group.hosts.are_many and not self._uses_kernels and row_dim is not None:
+            kinds = sharding_types(module)
+            row_bytes = row_dim * (self._workspace.forward_wire.itemsize + self._workspace.backward_wire.itemsize)
+            own = [embedding_shardings(module)[i] for i in shardings]
+            channel = self._workspace.forward_channel
+            self._distinct = DistinctBags(channel, own, [kinds[i] for i in shardings], row_bytes)
         self._embedding_all_to_all = ReplayedEmbeddingAllToAll(self._workspace, self._prepare)
 
-    def __call__(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> dict[int, Tensor]:
-        """Pooled embeddings of the local batch, by the number of the first of neighbouring sharding types. Collective."""
+    def __call__(
+        self, ctx: EmbeddingBagCollectionContext, input: KJTList, own: KeyedJaggedTensor | None = None
+    ) -> dict[int, Tensor]:
+        """Pooled embeddings of the local batch, by the number of the first of neighbouring sharding types. Collective.
+
+        Args:
+            own: the features of the local batch, before the input dist; None on all ranks if they are not known.
+        """
         # TorchRec divides by what is set when the collective runs.
         self._workspace.gradient_scale = 1 / self._workspace.world_size if get_gradient_division() else 1.0
         features = [input[i] for i in self.shardings]
         batch_sizes = self._batch_sizes(ctx, features[0].stride())
-        output = self._in_kernels(features, batch_sizes) if self._uses_kernels else self._on_host(features, batch_sizes)
+        if self._uses_kernels:
+            output = self._in_kernels(features, batch_sizes)
+        else:
+            output = self._on_host(features, batch_sizes, own)
         return self._split(output)
 
     def _batch_sizes(self, ctx: EmbeddingBagCollectionContext, global_batch: int) -> list[int]:
@@ -119,13 +137,18 @@ class FusedLookups:
             sizes = [global_batch // world_size] * world_size
         return sizes
 
-    def _on_host(self, features: Sequence[KeyedJaggedTensor], batch_sizes: Sequence[int]) -> Tensor:
+    def _on_host(
+        self, features: Sequence[KeyedJaggedTensor], batch_sizes: Sequence[int], own: KeyedJaggedTensor | None
+    ) -> Tensor:
         pooled = [
             result
             for lookup, of_sharding in zip(self._lookups, features, strict=True)
             for result in pooled_by_module(lookup, of_sharding)
         ]
-        return pooled_all_to_all(self._workspace, pooled, batch_sizes)
+        distinct = None
+        if self._distinct is not None and own is not None:
+            distinct = self._distinct.rows(own, features, batch_sizes)
+        return pooled_all_to_all(self._workspace, pooled, batch_sizes, distinct)
 
     def _in_kernels(self, features: Sequence[KeyedJaggedTensor], batch_sizes: Sequence[int]) -> Tensor:
         of_modules = [

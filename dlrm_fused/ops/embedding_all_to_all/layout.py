@@ -102,6 +102,12 @@ class ExchangeLayout:
         first = sum(other.width for other in own[:lookup] if other.row_wise)
         return tuple(itertools.accumulate(own[lookup].dims[:-1], initial=first))
 
+    @property
+    def row_dim(self) -> int | None:
+        """The width of every feature that is not row-wise; None if they differ."""
+        dims = {dim for lookups in self.lookups for lookup in lookups if not lookup.row_wise for dim in lookup.dims}
+        return dims.pop() if len(dims) == 1 else None
+
     def slice_columns(self, rank: int, lookup: int) -> tuple[int, ...]:
         """First column of each feature of a lookup in the slices of a rank's results, which have no gaps."""
         own = self.lookups[rank]

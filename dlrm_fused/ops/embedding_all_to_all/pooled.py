@@ -21,6 +21,7 @@ from torch import Tensor
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.meeting import meet
 from dlrm_fused.ops.common.workspace import ReceiveWindow, check_tensor
+from dlrm_fused.ops.embedding_all_to_all.distinct import DistinctRows
 from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
 from dlrm_fused.ops.embedding_all_to_all.reduce import receive_output
 from dlrm_fused.ops.embedding_all_to_all.scatter import scatter_tiles
@@ -30,13 +31,20 @@ from dlrm_fused.symmetric import abort_peers_on_error
 from dlrm_fused.symmetric.device import uses_kernels
 
 
-def pooled_all_to_all(workspace: EmbeddingWorkspace, pooled: Sequence[Tensor], batch_sizes: Sequence[int]) -> Tensor:
+def pooled_all_to_all(
+    workspace: EmbeddingWorkspace,
+    pooled: Sequence[Tensor],
+    batch_sizes: Sequence[int],
+    distinct: DistinctRows | None = None,
+) -> Tensor:
     """Exchange pooled embeddings; differentiable. Collective.
 
     Args:
         pooled: one tensor [sum(batch_sizes), width of the lookup] of the workspace's output dtype for each lookup of this
             rank, bags of rank 0 first.
         batch_sizes: bags of each rank; equal on all ranks.
+        distinct: which results are equal, so that they need to go to another host once; given by all ranks or by none. For
+            features that all have one width, but for row-wise ones.
 
     Returns:
         The same dtype [batch_sizes[rank], layout.columns]. It lies in symmetric memory, which is free again when no tensor uses
@@ -46,13 +54,19 @@ def pooled_all_to_all(workspace: EmbeddingWorkspace, pooled: Sequence[Tensor], b
         UsageError: for other shapes or dtypes; the other ranks raise too, with the name of this one.
         CommunicationError: if a peer is lost, or was waited for too long.
     """
-    return torch.ops.dlrm_fused.pooled_all_to_all(workspace.anchor, list(pooled), list(batch_sizes), workspace.handle)
+    rows = (None,) * len(DistinctRows._fields) if distinct is None else distinct
+    return torch.ops.dlrm_fused.pooled_all_to_all(workspace.anchor, list(pooled), list(batch_sizes), workspace.handle, *rows)
 
 
+_DISTINCT_ROWS = "Tensor[]? sent=None, Tensor[]? places=None, Tensor[]? numbers=None, int[]? received=None"
 torch.library.define(
-    "dlrm_fused::pooled_all_to_all", "(Tensor anchor, Tensor[] pooled, int[] batch_sizes, int handle) -> Tensor"
+    "dlrm_fused::pooled_all_to_all",
+    f"(Tensor anchor, Tensor[] pooled, int[] batch_sizes, int handle, {_DISTINCT_ROWS}) -> Tensor",
 )
-torch.library.define("dlrm_fused::pooled_all_to_all_backward", "(Tensor gradient, int[] batch_sizes, int handle) -> Tensor[]")
+torch.library.define(
+    "dlrm_fused::pooled_all_to_all_backward",
+    f"(Tensor gradient, int[] batch_sizes, int handle, {_DISTINCT_ROWS}) -> Tensor[]",
+)
 
 
 def checked_plan(
@@ -87,11 +101,19 @@ def checked_plan(
 
 
 @torch.library.impl("dlrm_fused::pooled_all_to_all", ["cpu", "cuda"])
-def _forward(anchor: Tensor, pooled: list[Tensor], batch_sizes: list[int], handle: int) -> Tensor:
+def _forward(anchor: Tensor, pooled: list[Tensor], batch_sizes: list[int], handle: int, *rows: Any) -> Tensor:
     workspace = EmbeddingWorkspace.of(handle)
     workspace.forward_channel.raise_fault()
     plan = checked_plan(workspace, batch_sizes, lambda plan: _check_pooled(workspace, plan, pooled))
-    return receive_output(workspace, plan, lambda offset: _send(workspace, plan, pooled, offset), are_empty_bags_sent=True)
+    distinct = _distinct_rows(*rows)
+    return receive_output(
+        workspace, plan, lambda offset: _send(workspace, plan, pooled, distinct, offset), are_empty_bags_sent=True
+    )
+
+
+def _distinct_rows(*rows: Any) -> DistinctRows | None:
+    """From the operator's arguments."""
+    return None if rows[:1] in ((), (None,)) else DistinctRows(*rows)
 
 
 def _check_pooled(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[Tensor]) -> None:
@@ -104,12 +126,14 @@ def _check_pooled(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[T
         check_tensor(workspace, f"pooled[{number}]", tensor, workspace.output_dtype, shape, rows=True)
 
 
-def _send(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[Tensor], receive_offset: int) -> None:
+def _send(
+    workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[Tensor], distinct: DistinctRows | None, receive_offset: int
+) -> None:
     send_in_host = _send_by_kernel if uses_kernels(workspace.device) else _send_by_host
     if not plan.hosts.are_many:
         send_in_host(workspace, plan, pooled, receive_offset)
         return
-    slices = PooledSlices(workspace, plan, packed_slices(workspace, plan, pooled))
+    slices = PooledSlices(workspace, plan, packed_slices(workspace, plan, pooled), distinct)
     send_in_host(workspace, plan, pooled, receive_offset)
     slices.send_sums()
     slices.receive(receive_offset)
@@ -142,11 +166,14 @@ def _send_by_kernel(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list
         meet(workspace.forward_channel, plan.fingerprint, receive_offset)
 
 
-def send_gradient(workspace: EmbeddingWorkspace, plan: BatchPlan, gradient: Tensor) -> list[Tensor]:
+def send_gradient(
+    workspace: EmbeddingWorkspace, plan: BatchPlan, gradient: Tensor, distinct: DistinctRows | None = None
+) -> list[Tensor]:
     """Bring the output's gradient to the owners of the tables. Collective.
 
     Args:
         gradient: [batch_sizes[rank], layout.columns] of the output's dtype.
+        distinct: of the forward pass.
 
     Returns:
         For each lookup of this rank the gradient [global batch, width] of its result, unscaled, in the wire's dtype: views of
@@ -160,7 +187,7 @@ def send_gradient(workspace: EmbeddingWorkspace, plan: BatchPlan, gradient: Tens
         shape = (plan.local_batch, workspace.layout.columns)
         check_tensor(workspace, "the gradient", gradient, workspace.output_dtype, shape, rows=True)
     workspace.reserve(plan.batch_sizes)
-    slices = GradientSlices(workspace, plan, gradient) if plan.hosts.are_many else None
+    slices = GradientSlices(workspace, plan, gradient, distinct) if plan.hosts.are_many else None
     memory = workspace.gradients
     if uses_kernels(workspace.device):
         window = ReceiveWindow(memory, channel, 0, plan.fingerprint)
@@ -190,32 +217,43 @@ def _can_be_read_in_tiles(gradient: Tensor) -> bool:
 
 
 @torch.library.impl("dlrm_fused::pooled_all_to_all_backward", ["cpu", "cuda"])
-def _backward(gradient: Tensor, batch_sizes: list[int], handle: int) -> list[Tensor]:
+def _backward(gradient: Tensor, batch_sizes: list[int], handle: int, *rows: Any) -> list[Tensor]:
     workspace = EmbeddingWorkspace.of(handle)
-    received = send_gradient(workspace, workspace.plan(batch_sizes), gradient)
+    received = send_gradient(workspace, workspace.plan(batch_sizes), gradient, _distinct_rows(*rows))
     # A division, as TorchRec's, so that the bits are the same for three ranks too.
     divisor = 1 / workspace.gradient_scale
     return [view.to(workspace.output_dtype, copy=True).div_(divisor) for view in received]
 
 
 @torch.library.register_fake("dlrm_fused::pooled_all_to_all")
-def _fake_forward(anchor: Tensor, pooled: list[Tensor], batch_sizes: list[int], handle: int) -> Tensor:
+def _fake_forward(anchor: Tensor, pooled: list[Tensor], batch_sizes: list[int], handle: int, *_: Any) -> Tensor:
     workspace = EmbeddingWorkspace.of(handle)
     return anchor.new_empty((batch_sizes[workspace.rank], workspace.layout.columns), dtype=workspace.output_dtype)
 
 
 @torch.library.register_fake("dlrm_fused::pooled_all_to_all_backward")
-def _fake_backward(gradient: Tensor, batch_sizes: list[int], handle: int) -> list[Tensor]:
+def _fake_backward(gradient: Tensor, batch_sizes: list[int], handle: int, *_: Any) -> list[Tensor]:
     return [gradient.new_empty((sum(batch_sizes), lookup.width)) for lookup in EmbeddingWorkspace.of(handle).own_lookups]
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, _, ctx.batch_sizes, ctx.handle = inputs
+    _, _, ctx.batch_sizes, ctx.handle, *rows = inputs
+    distinct = _distinct_rows(*rows)
+    ctx.received = None if distinct is None else distinct.received
+    if distinct is not None:
+        ctx.save_for_backward(*distinct.sent, *distinct.places, *distinct.numbers)
 
 
-def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, list[Tensor], None, None]:
-    gradients = torch.ops.dlrm_fused.pooled_all_to_all_backward(gradient, ctx.batch_sizes, ctx.handle)
-    return None, gradients, None, None
+def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    backward = torch.ops.dlrm_fused.pooled_all_to_all_backward
+    if ctx.received is None:
+        # PyTorch leaves out arguments at the end that have their default, and wants no gradients of them.
+        return None, backward(gradient, ctx.batch_sizes, ctx.handle), None, None
+    saved, count = list(ctx.saved_tensors), len(ctx.received)
+    rows = saved[:count], saved[count : 2 * count], saved[2 * count :], ctx.received
+    gradients = backward(gradient, ctx.batch_sizes, ctx.handle, *rows)
+    nothing = [None] * count
+    return None, gradients, None, None, nothing, nothing, nothing, None
 
 
 torch.library.register_autograd("dlrm_fused::pooled_all_to_all", _differentiate, setup_context=_save_for_backward)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dlrm_fused.ops.common.dtypes import within_range
 from dlrm_fused.ops.common.meeting import meet
+from dlrm_fused.ops.embedding_all_to_all.distinct import DistinctRows
 from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan, Tile
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
 from dlrm_fused.symmetric import SymmetricMemory
@@ -24,18 +25,31 @@ from dlrm_fused.symmetric.channel import ChannelExchange
 class PooledSlices:
     """One forward pass, between hosts. Collective, in the order of the methods; on GPUs nothing waits for the device."""
 
-    def __init__(self, workspace: EmbeddingWorkspace, plan: BatchPlan, sent: Mapping[int, Tensor]) -> None:
+    def __init__(
+        self,
+        workspace: EmbeddingWorkspace,
+        plan: BatchPlan,
+        slices: Mapping[int, Tensor],
+        distinct: DistinctRows | None = None,
+    ) -> None:
         """Begin to send.
 
         Args:
-            sent: this rank's slice for each rank of another host.
+            slices: this rank's for each rank of another host.
+            distinct: sends these rows of them only.
         """
-        self._workspace, self._plan = workspace, plan
-        received = {
-            rank: torch.empty(plan.local_batch, plan.slice_width(rank), dtype=workspace.forward_wire, device=workspace.device)
-            for rank in plan.hosts.remote
-        }
-        self._slices = workspace.forward_channel.exchange(sent, received, fingerprint=plan.fingerprint)
+        self._workspace, self._plan, self._distinct = workspace, plan, distinct
+        remote, received = plan.hosts.remote, dict[int, Tensor]()
+        for number, rank in enumerate(remote):
+            shape = plan.local_batch, plan.slice_width(rank)
+            if distinct is not None:
+                shape = distinct.received[number], _row_dim(workspace)
+            received[rank] = torch.empty(shape, dtype=workspace.forward_wire, device=workspace.device)
+        if distinct is not None:
+            slices = {
+                rank: distinct.rows_of_slice(number, slices[rank], _row_dim(workspace)) for number, rank in enumerate(remote)
+            }
+        self._slices = workspace.forward_channel.exchange(slices, received, fingerprint=plan.fingerprint)
         self._sums: ChannelExchange | None = None
 
     def send_sums(self) -> None:
@@ -60,6 +74,9 @@ class PooledSlices:
         else:
             output = plan.output_view(workspace.outputs.memory, offset)
         for rank, slice_ in self._slices.arrivals():
+            if self._distinct is not None:
+                number = plan.hosts.remote.index(rank)
+                slice_ = self._distinct.slice_of_rows(number, slice_, plan.local_batch, plan.slice_width(rank))
             for source, column, width in plan.slice_runs(rank):
                 output[:, column : column + width] = slice_[:, source : source + width]
         if self._sums is not None:
@@ -83,33 +100,67 @@ def packed_slices(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: Sequen
 class GradientSlices:
     """One backward pass, between hosts. Collective, in the order of the methods; on GPUs nothing waits for the device."""
 
-    def __init__(self, workspace: EmbeddingWorkspace, plan: BatchPlan, gradient: Tensor) -> None:
-        """Send the output's gradient [local batch, columns] to ranks of other hosts."""
-        self._workspace, self._plan = workspace, plan
-        hosts, wire = plan.hosts, workspace.backward_wire
-        sent = {}
-        for rank in hosts.remote:
-            runs = plan.gradient_slice_runs(rank)
-            width = plan.gradient_slice_width(workspace.rank, rank)
-            sent[rank] = _packed([gradient[:, column : column + width] for _, column, width in runs], width, wire)
-        received = {
-            rank: torch.empty(
-                plan.batch_sizes[rank], plan.gradient_slice_width(rank, workspace.rank), dtype=wire, device=workspace.device
+    def __init__(
+        self, workspace: EmbeddingWorkspace, plan: BatchPlan, gradient: Tensor, distinct: DistinctRows | None = None
+    ) -> None:
+        """Send the output's gradient [local batch, columns] to ranks of other hosts.
+
+        Args:
+            distinct: the rows of the forward pass.
+        """
+        self._workspace, self._plan, self._distinct = workspace, plan, distinct
+        sent, received = dict[int, Tensor](), dict[int, Tensor]()
+        for number, rank in enumerate(plan.hosts.remote):
+            runs, width = plan.gradient_slice_runs(rank), plan.gradient_slice_width(workspace.rank, rank)
+            slice_ = _packed(
+                [gradient[:, column : column + width] for _, column, width in runs], width, workspace.backward_wire
             )
-            for rank in hosts.remote
-        }
+            sent[rank] = slice_ if distinct is None else self._compressed(number, slice_, plan.slice_width(rank))
+            received[rank] = torch.empty(self._sizes(number, rank), dtype=workspace.backward_wire, device=workspace.device)
         self._slices = workspace.backward_channel.exchange(sent, received, fingerprint=plan.fingerprint)
+
+    def _sizes(self, number: int, sender: int) -> tuple[int, ...]:
+        """Of what a rank sends: [bags, width], or with distinct rows flat: these, and the columns of row-wise tables."""
+        plan, bags = self._plan, self._plan.batch_sizes[sender]
+        width = plan.gradient_slice_width(sender, self._workspace.rank)
+        if self._distinct is None:
+            return bags, width
+        row_wise = width - plan.slice_width(self._workspace.rank)
+        return (len(self._distinct.sent[number]) * _row_dim(self._workspace) + bags * row_wise,)
+
+    def _compressed(self, number: int, slice_: Tensor, width: int) -> Tensor:
+        """Flat: the gradients of distinct rows instead of the first ``width`` columns, then the other columns."""
+        assert self._distinct is not None
+        rows = self._distinct.gradient_of_rows(number, slice_[:, :width], _row_dim(self._workspace))
+        rows = within_range(rows, slice_.dtype).to(slice_.dtype)
+        return torch.cat([rows.flatten(), slice_[:, width:].flatten()])
+
+    def _expanded(self, sender: int, flat: Tensor) -> Tensor:
+        """[bags, width] from :meth:`_compressed`."""
+        assert self._distinct is not None
+        number, bags = self._plan.hosts.remote.index(sender), self._plan.batch_sizes[sender]
+        width, dim = self._plan.slice_width(self._workspace.rank), _row_dim(self._workspace)
+        end = len(self._distinct.sent[number]) * dim
+        own = self._distinct.gradient_of_slice(number, flat[:end].view(-1, dim), bags, width)
+        return own if end == len(flat) else torch.cat([own, flat[end:].view(bags, -1)], dim=1)
 
     def receive(self) -> None:
         """Receive from all other hosts, and spread what belongs to several ranks of this one. After the epoch in the host."""
         plan, workspace = self._plan, self._workspace
         for rank, slice_ in self._slices.arrivals():
+            expanded = slice_ if self._distinct is None else self._expanded(rank, slice_)
             for tile in plan.spread_tiles(rank):
-                copy_tile(slice_, tile, workspace.gradients, 0, workspace.backward_wire)
+                copy_tile(expanded, tile, workspace.gradients, 0, workspace.backward_wire)
         self._slices.finish()
         if workspace.layout.row_wise_columns:
             # Ends when all ranks of the host have spread theirs.
             meet(workspace.backward_channel, plan.fingerprint)
+
+
+def _row_dim(workspace: EmbeddingWorkspace) -> int:
+    dim = workspace.layout.row_dim
+    assert dim is not None, "distinct rows need features of one width"
+    return dim
 
 
 def copy_tile(source: Tensor, tile: Tile, memory: SymmetricMemory, base: int, wire: torch.dtype) -> None:
