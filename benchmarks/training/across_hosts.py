@@ -34,9 +34,9 @@ _LARGEST_LOSS_DIFFERENCE = 1e-5
 # SGD has no division by small sums, which would amplify the rounding of sums in another order: losses can be compared.
 _SETTINGS = [
     "embedding.optimizer.kind=sgd",
-    "embedding.optimizer.learning_rate=20",
+    "embedding.optimizer.learning_rate=1",
     "training.dense_optimizer.kind=sgd",
-    "training.dense_optimizer.learning_rate=0.1",
+    "training.dense_optimizer.learning_rate=0.01",
     "runtime.device=cpu",
     "checkpoint.every_steps=0",
     "checkpoint.keep_best=false",

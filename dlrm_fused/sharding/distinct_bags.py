@@ -19,7 +19,7 @@ from dlrm_fused.symmetric import Channel
 
 logger = logging.getLogger("dlrm_fused")
 
-_MEASURED_BYTES, _MEASURED_TIMES = 1 << 20, 3
+_MEASURED_BYTES, _MEASURED_TIMES = 1 << 18, 3
 
 
 class DistinctBags:
