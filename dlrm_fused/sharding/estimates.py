@@ -56,8 +56,14 @@ class FusedEnumerator(EmbeddingEnumerator):
     does so for table- and column-wise plans, which have no partial results, and for row-wise ones.
     """
 
+    def __init__(self, topology: Topology, *args: Any, **kwargs: Any) -> None:
+        super().__init__(topology, *args, **kwargs)
+        self._has_hosts = topology.local_world_size < topology.world_size
+
     def enumerate(self, *args: Any, **kwargs: Any) -> list[ShardingOption]:
         options = super().enumerate(*args, **kwargs)
+        if not self._has_hosts:
+            return options
         has_other = {option.name for option in options if option.sharding_type not in _UNCOVERED_ACROSS_HOSTS}
         return [o for o in options if o.sharding_type not in _UNCOVERED_ACROSS_HOSTS or o.name not in has_other]
 
@@ -80,7 +86,7 @@ def fused_enumerator(
         batch_size: samples of one rank.
     """
     return FusedEnumerator(
-        topology=topology,
+        topology,
         batch_size=batch_size,
         constraints=constraints,
         estimator=[FusedPerfEstimator(topology, constraints), EmbeddingStorageEstimator(topology, constraints)],

@@ -15,7 +15,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.sharding import FusedEmbeddingBagCollectionSharder
 from tests.distributed import test_fused_sharder as torchrec_models
-from tests.ops.embedding_all_to_all.wrong_uses import ranks_on_other_hosts
 from tests.ops.wrong_use import SECOND, Scene, WrongUse
 
 TABLES_OF_MODEL = (
@@ -65,11 +64,6 @@ def model(*wrong_tables: torchrec_models.Table, **wrong: Any) -> Callable[[Shard
     """Shard another model, or with other arguments."""
     world = dataclasses.replace(MODEL, modules=(wrong_tables,)) if wrong_tables else MODEL
     return lambda scene, is_wrong: build(**({"world": world, **wrong} if is_wrong else {}))
-
-
-def model_on_other_hosts(scene: Sharded, is_wrong: bool) -> None:
-    with ranks_on_other_hosts():
-        build(strict=True)
 
 
 def int8_codecs(scene: Sharded, is_wrong: bool) -> None:
@@ -144,7 +138,6 @@ SHARDER = [
     WrongUse(
         "`strict` with a data-parallel table", model(*DATA_PARALLEL, strict=True), "table_0_3: sharding type data_parallel"
     ),
-    WrongUse("`strict` with ranks on different hosts", model_on_other_hosts, "needs all ranks on one host"),
     WrongUse("`strict` with int8 on the wire", int8_codecs, "forward_wire="),
     WrongUse("`strict` with a batch size for each feature", batch(with_sizes_of_features), "a batch size of its own"),
     WrongUse("`strict` with a tracker of lookups", track_lookups, "a tracker of lookups"),

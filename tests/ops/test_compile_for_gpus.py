@@ -28,6 +28,7 @@ from dlrm_fused.ops.gemv_all_reduce.kernel import ReceiveBuffer
 from dlrm_fused.ops.gemv_all_reduce.tuning import Blocks, override
 from dlrm_fused.ops.moe import dispatch, steps
 from dlrm_fused.symmetric.device import channel_args
+from dlrm_fused.symmetric.hosts import Hosts
 from tests.ops.embedding_all_to_all.lookups import make_lookup, make_tables
 
 WORLD, RANK = 2, 1
@@ -68,7 +69,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 def channel() -> Any:
     words = torch.zeros(8, dtype=torch.int64)
     args = channel_args(words, words, words, words.data_ptr(), 10**10, RANK, WORLD)
-    return SimpleNamespace(args=args, group=SimpleNamespace(rank=RANK, world_size=WORLD))
+    group = SimpleNamespace(rank=RANK, world_size=WORLD, hosts=Hosts((tuple(range(WORLD)),), RANK), device=torch.device("cpu"))
+    return SimpleNamespace(args=args, group=group)
 
 
 def memory() -> Any:

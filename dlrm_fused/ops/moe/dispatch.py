@@ -88,7 +88,7 @@ def route(experts: Tensor, window: ReceiveWindow, *, count: int, tile_rows: int,
         CHUNKS=_SCAN_CHUNKS, EXPERTS=at_a_time, num_warps=4,
     )  # fmt: skip
     ranks, local = channel.group.world_size, count // channel.group.world_size
-    counts = memory.local.view(torch.int32).view(ranks, count)
+    counts = memory.local.view(torch.int32)[: ranks * count].view(ranks, count)
     if channel.group.hosts.are_many:
         _exchange_counts_between_hosts(counts, window)
     first_rows = torch.empty(count, dtype=torch.int32, device=experts.device)

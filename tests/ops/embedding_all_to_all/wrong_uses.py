@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from dlrm_fused.ops.embedding_all_to_all import (
     pooled_all_to_all,
 )
 from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables, RowwiseAdagrad
-from dlrm_fused.symmetric import factory, memory, symmetric_group
+from dlrm_fused.symmetric import symmetric_group
 from tests.ops.embedding_all_to_all.world import Features, Traffic, World, run_epochs
 from tests.ops.wrong_use import RANKS, SECOND, TIMEOUT_SECONDS, Scene, WrongUse
 
@@ -124,24 +123,6 @@ def allocate(name: str, sizes: Sequence[int]) -> Callable[[Scene, bool], object]
     return lambda scene, is_wrong: scene.group.allocate(name, sizes[scene.rank])
 
 
-@contextmanager
-def ranks_on_other_hosts() -> Iterator[None]:
-    """Groups that are made within find their ranks on hosts of their own."""
-    here, groups = memory.Host.here(), factory._groups
-    find = memory.Host.here
-    memory.Host.here = staticmethod(lambda: memory.Host(f"node{dist.get_rank()}", here.boot, here.processes))
-    factory._groups = {}
-    try:
-        yield
-    finally:
-        memory.Host.here, factory._groups = staticmethod(find), groups
-
-
-def reach_other_hosts(scene: Scene, is_wrong: bool) -> None:
-    with ranks_on_other_hosts():
-        symmetric_group()
-
-
 def join_as_a_stranger(scene: Scene, is_wrong: bool) -> None:
     groups = [dist.new_group([rank]) for rank in range(RANKS)]
     symmetric_group(groups[1 - scene.rank])
@@ -171,7 +152,6 @@ def go_on_after_an_error(scene: Pooled, is_wrong: bool) -> None:
 
 
 EXCHANGES = [
-    WrongUse("ranks on different hosts", reach_other_hosts, "needs all ranks on one host", error=CommunicationError),
     WrongUse("a process group that the rank is not in", join_as_a_stranger, "this process is not a member of it"),
     WrongUse('`device="meta"`', lambda *_: symmetric_group(device="meta"), "device=meta: symmetric memory exists for"),
     WrongUse("`allocate`: sizes that differ", allocate("buffer", (100, 200)), "rank 1: buffer with 200 bytes"),
