@@ -210,7 +210,7 @@ class ModelConfig:
     d_model: int = 64
     layers: int = setting(2, at_least(1), used=_is_transformer)
     heads: int = setting(4, at_least(1), used=_is_transformer)
-    # Transformer only: consecutive ranks of a host that share the weights of its blocks; 0 takes all ranks of the host.
+    # Transformer only: consecutive ranks that share the weights of its blocks; 0 takes all ranks of a host.
     tensor_parallel: int = 0
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
 

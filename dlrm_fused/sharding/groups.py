@@ -3,7 +3,7 @@
 A parameter whose attribute ``shard_dim`` is set is sharded along that dimension: rank r of a group of n holds the r-th of n
 equal shards. Other groups hold the same shards. A group is consecutive ranks:
 
-* tensor-parallel (TP) ones share the weights of the Transformer's blocks, and lie on one host;
+* tensor-parallel (TP) ones share the weights of the Transformer's blocks, and lie on one host unless the config asks for more;
 * expert-parallel (EP) ones share the experts of a Mixture of Experts: shards are whole experts.
 
 A model has groups of one kind.
@@ -81,15 +81,16 @@ def tensor_parallel_size(model: ModelConfig, hosts: Sequence[int]) -> int:
         hosts: by rank, the number of ranks on its host.
 
     Raises:
-        ConfigError: if the ranks of a host, or ``model.heads``, cannot be divided so.
+        ConfigError: if the ranks, by default those of each host, or ``model.heads`` cannot be divided so.
     """
     size = model.tensor_parallel or max(hosts)
-    allowed = [n for n in range(1, min(hosts) + 1) if all(ranks % n == 0 for ranks in (*hosts, model.heads))]
+    shared, what = ([len(hosts)], "all ranks") if model.tensor_parallel else (hosts, "the ranks of each host")
+    allowed = [n for n in range(1, len(hosts) + 1) if all(ranks % n == 0 for ranks in (*shared, model.heads))]
     if size not in allowed:
         given = f"{model.tensor_parallel}" if model.tensor_parallel else f"0, all {size} ranks of a host"
-        ranks = " and ".join(map(str, sorted(set(hosts))))
+        ranks = " and ".join(map(str, sorted(set(shared))))
         raise ConfigError(
-            f"model.tensor_parallel={given}: allowed: {', '.join(map(str, allowed))}; it must divide the ranks of each host, "
+            f"model.tensor_parallel={given}: allowed: {', '.join(map(str, allowed))}; it must divide {what}, "
             f"{ranks}, and model.heads={model.heads}"
         )
     return size

@@ -158,7 +158,8 @@ def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> list
 
 def on_hosts(hosts: Sequence[int], function: Callable[..., Any], *arguments: Any) -> Any:
     """In a process of each rank: call ``function(*arguments)`` as if the ranks were on hosts of these numbers."""
-    os.environ["DLRM_FUSED_HOST"] = f"host{hosts[int(os.environ['RANK'])]}"
+    own = hosts[int(os.environ["RANK"])]
+    os.environ.update(DLRM_FUSED_HOST=f"host{own}", LOCAL_WORLD_SIZE=str(list(hosts).count(own)))
     return function(*arguments)
 
 

@@ -107,7 +107,7 @@ SETTINGS = [
     setting("model.kind=transformer", "data.synthetic.history_length=0"),
     setting("model.d_model=30", "model.heads=4", *TRANSFORMER),
     setting("model.tensor_parallel=3", "model.heads=4", *TRANSFORMER),
-    setting("model.tensor_parallel=4", "the ranks of each host, 2", *TRANSFORMER),
+    setting("model.tensor_parallel=4", "all ranks, 2", *TRANSFORMER),
     setting("model.heads=5", "0, all 2 ranks of a host", "model.d_model=20", *TRANSFORMER),
     setting("model.experts.top_k=3", "model.experts.count=2", "model.experts.count=2"),
     setting("model.experts.parallel=4", "the number of ranks, 2", "model.experts.count=8"),

@@ -26,6 +26,7 @@ from tests.distributed.launch import (
     summary,
     train,
 )
+from tests.distributed.test_transformer_training import SETTINGS as TRANSFORMER
 
 STEPS, FEW_STEPS = 200, 20
 # The host of each rank: two with two each, one rank beside three, and three hosts.
@@ -34,6 +35,8 @@ MIXED = [
     f"embedding.tables.table_{table}.sharding={sharding}"
     for table, sharding in enumerate(("table_wise", "column_wise", "row_wise", "row_wise"))
 ]
+
+EXPERTS = ["model.experts.count=8", "model.experts.top_k=2", "model.experts.hidden=16", *WITHOUT_AMPLIFIED_ROUNDING]
 
 
 def train_on_hosts(folder: Path, hosts: Sequence[int], *overrides: str) -> Path:
@@ -86,6 +89,24 @@ def test_losses_are_those_of_the_baseline(tmp_path: Path, hosts: tuple[int, ...]
     plan = (fused / "plan.txt").read_text()
     assert " fused" in plan
     assert "torchrec" not in plan
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        # Groups that share weights inside hosts, and one over both.
+        [*TRANSFORMER, "model.tensor_parallel=2"],
+        pytest.param([*TRANSFORMER, "model.tensor_parallel=4"], marks=pytest.mark.slow),
+        EXPERTS,
+    ],
+    ids=["tensor-parallel inside hosts", "tensor-parallel over hosts", "experts"],
+)
+def test_losses_of_layers_that_ranks_share_are_those_of_the_baseline(tmp_path: Path, overrides: list[str]) -> None:
+    settings = [*overrides, f"training.max_steps={FEW_STEPS}"]
+    fused = train_on_hosts(tmp_path / "fused", TWO_AND_TWO, *settings)
+    baseline = train(tmp_path / "baseline", 4, *settings)
+    assert losses(fused) == pytest.approx(losses(baseline), rel=1e-5, abs=0)
+    assert summary(fused)["test_auc"] == pytest.approx(summary(baseline)["test_auc"], abs=1e-5)
 
 
 def test_auto_measures_with_the_network_and_gives_the_same_losses(tmp_path: Path) -> None:

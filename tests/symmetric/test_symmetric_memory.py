@@ -25,7 +25,7 @@ from benchmarks.common.network import Hosts
 from dlrm_fused.errors import CommunicationError, UsageError, UserError
 from dlrm_fused.symmetric import BlockPool, Channel, SymmetricGroup, factory, shared, symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
-from tests.distributed.launch import Ranks, free_port, run_ranks
+from tests.distributed.launch import Ranks, free_port, on_hosts, run_ranks
 from tests.distributed.network import needs_hosts
 
 CPU = torch.device("cpu")

@@ -18,6 +18,9 @@ from dlrm_fused.sharding.groups import expert_parallel_size, tensor_parallel_siz
         (0, 4, [2] * 6, 2),
         (2, 4, [4] * 4 + [2] * 2, 2),
         (0, 4, [1], 1),
+        # Over hosts, if that is asked for.
+        (4, 8, [2, 2, 2, 2], 4),
+        (2, 4, [1, 3, 3, 3], 2),
     ],
 )
 def test_the_size_asked_for_or_all_ranks_of_a_host(asked, heads, hosts, size):
@@ -27,7 +30,7 @@ def test_the_size_asked_for_or_all_ranks_of_a_host(asked, heads, hosts, size):
 @pytest.mark.parametrize(
     ("asked", "heads", "hosts", "message"),
     [
-        (4, 8, [2, 2], r"model.tensor_parallel=4: allowed: 1, 2; .* the ranks of each host, 2, and model.heads=8"),
+        (4, 8, [2, 2], r"model.tensor_parallel=4: allowed: 1, 2; .* all ranks, 2, and model.heads=8"),
         (0, 4, [3] * 3, r"model.tensor_parallel=0, all 3 ranks of a host: allowed: 1; .* model.heads=4"),
         # Hosts of different sizes: the groups must fit into each.
         (0, 4, [4] * 4 + [2] * 2, r"all 4 ranks of a host: allowed: 1, 2; .* the ranks of each host, 2 and 4,"),
