@@ -28,8 +28,8 @@ from dlrm_fused.sharding.support import reason_against_wire
 class FusedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
     """TorchRec's sharder of EmbeddingBagCollection, with fused lookup and communication where the plan allows it.
 
-    The same sharder goes to the planner and to DistributedModelParallel. All ranks must lie on one host and reach each
-    other's memory; otherwise everything runs on TorchRec's path.
+    The same sharder goes to the planner and to DistributedModelParallel. Ranks of one host store into each other's memory;
+    between hosts, slices of results travel as messages.
 
     Args:
         fused_params: as in TorchRec: arguments of FBGEMM's lookup, such as the optimizer, or ``output_dtype``.

@@ -6,6 +6,7 @@ flags are ours (torch's signal pads must return to zero and collide between grou
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -17,6 +18,8 @@ from dlrm_fused.compat.torch import empty_symmetric, rendezvous, symmetric_memor
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.symmetric.memory import SymmetricGroup, SymmetricMemory, readable
 
+logger = logging.getLogger("dlrm_fused")
+
 
 class CudaGroup(SymmetricGroup):
     """Ranks with a GPU of their own each."""
@@ -25,6 +28,7 @@ class CudaGroup(SymmetricGroup):
         uuids = self.gather(lambda: str(torch.cuda.get_device_properties(self.device).uuid))
         gpus = {rank: uuids[rank] for rank in self.hosts.local}
         self.gather(lambda: self._check_gpus(gpus))
+        self.hosts = self.hosts.divided(self.gather(lambda: self._unreachable(gpus)))
         self._local_group = self.process_group
         if self.hosts.are_many:
             # torch's symmetric memory wants a group whose ranks all reach each other.
@@ -45,21 +49,28 @@ class CudaGroup(SymmetricGroup):
             raise UsageError(
                 f"torch's symmetric memory is set to the backend {backend}; set TORCH_SYMMMEM=CUDA, or leave it unset"
             )
+
+    def _unreachable(self, gpus: Mapping[int, str]) -> list[int]:
+        """The ranks of this host to whose GPU this rank's has no peer access."""
         # A GPU that CUDA_VISIBLE_DEVICES hides from this process cannot be asked about; it may be reachable all the same.
         visible = {
             str(torch.cuda.get_device_properties(index).uuid): torch.device("cuda", index)
             for index in range(torch.cuda.device_count())
         }
         unreachable = [
-            f"rank {rank} ({visible[gpu]})"
+            rank
             for rank, gpu in gpus.items()
             if rank != self.rank and gpu in visible and not torch.cuda.can_device_access_peer(self.device, visible[gpu])
         ]
         if unreachable:
-            raise CommunicationError(
-                f"the GPU of rank {self.rank} ({self.device}) has no peer access to that of {', '.join(unreachable)}; "
-                "`nvidia-smi topo -p2p r` shows why; use comm=baseline"
+            logger.warning(
+                "the GPU of rank %d (%s) has no peer access to that of ranks %s: messages go there; "
+                "`nvidia-smi topo -p2p r` shows why",
+                self.rank,
+                self.device,
+                ", ".join(map(str, unreachable)),
             )
+        return unreachable
 
     def _allocate(self, name: str, size: int) -> SymmetricMemory:
         self.gather(lambda: self._check_available(name, size))

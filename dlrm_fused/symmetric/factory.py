@@ -37,7 +37,7 @@ def symmetric_group(process_group: dist.ProcessGroup | None = None, device: torc
 
     Raises:
         UsageError: this rank is not in the process group; or, on all ranks, their types of device differ.
-        CommunicationError: on all ranks, if some of them cannot reach each other's memory (other hosts, no peer access).
+        CommunicationError: on all ranks, if some of them cannot connect to each other.
     """
     if process_group is None and dist.is_initialized():
         process_group = dist.group.WORLD

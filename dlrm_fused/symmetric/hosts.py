@@ -1,10 +1,13 @@
-"""Which ranks of a group lie on one host, where stores reach the memory of each other, and who talks to other hosts."""
+"""Which ranks of a group lie on one host, where stores reach the memory of each other, and who talks to other hosts.
+
+GPUs of one machine that have no peer access count as if they were on different hosts.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -54,6 +57,29 @@ class Hosts:
         for number, host in enumerate(host_of_ranks):
             by_host.setdefault(host, []).append(number)
         return Hosts(tuple(map(tuple, by_host.values())), rank)
+
+    def divided(self, unreachable: Sequence[Collection[int]]) -> Hosts:
+        """Hosts divided until all ranks of each reach each other's memory.
+
+        Args:
+            unreachable: by rank, those whose memory it does not reach though they are on its host.
+        """
+        parts: list[list[int]] = []
+        for ranks in self.ranks:
+            of_host: list[list[int]] = []
+            for rank in ranks:
+                fitting = (
+                    part
+                    for part in of_host
+                    if not any(rank in unreachable[other] or other in unreachable[rank] for other in part)
+                )
+                part = next(fitting, None)
+                if part is None:
+                    part = []
+                    of_host.append(part)
+                part.append(rank)
+            parts += of_host
+        return Hosts(tuple(map(tuple, sorted(parts))), self.rank)
 
     @property
     def are_many(self) -> bool:

@@ -108,7 +108,7 @@ class SymmetricGroup(abc.ABC):
 
     @abc.abstractmethod
     def _check_peers(self) -> None:
-        """Collective. Raises CommunicationError on all ranks if some of one host cannot map each other's memory."""
+        """Collective. Divides hosts whose ranks do not reach each other's memory; raises what is wrong with their devices."""
 
     @abc.abstractmethod
     def _allocate(self, name: str, size: int) -> SymmetricMemory:

@@ -1,0 +1,58 @@
+"""Which ranks reach each other by stores, and who talks to whom between hosts."""
+
+from __future__ import annotations
+
+import pytest
+
+from dlrm_fused.symmetric.hosts import Host, Hosts
+
+
+def hosts_of(names: str, rank: int) -> Hosts:
+    """A host for each letter, by rank."""
+    return Hosts.of([Host(name, "boot", "processes") for name in names], rank)
+
+
+def test_hosts_come_in_the_order_of_their_first_ranks() -> None:
+    hosts = hosts_of("baab", rank=1)
+    assert hosts.ranks == ((0, 3), (1, 2))
+    assert (hosts.own, hosts.local, hosts.local_rotation, hosts.others) == (1, (1, 2), (2, 1), (0,))
+    assert hosts.are_many
+    assert not hosts_of("aa", 0).are_many
+
+
+@pytest.mark.parametrize(
+    "other", [Host("a", "another boot", "processes"), Host("a", "boot", "another container"), Host("b", "boot", "processes")]
+)
+def test_machines_and_containers_are_hosts_of_their_own(other: Host) -> None:
+    assert Hosts.of([Host("a", "boot", "processes"), other], 0).are_many
+
+
+def test_a_rank_talks_to_the_one_with_its_number_on_each_other_host() -> None:
+    assert hosts_of("aabbcc", 1).counterparts() == (3, 5)
+    assert hosts_of("aabbcc", 1).remote == (3, 2, 5, 4)
+    assert hosts_of("aabbcc", 4).remote == (0, 1, 2, 3)
+
+
+def test_every_rank_of_another_host_has_one_counterpart_that_serves_it() -> None:
+    for names in ("aabb", "abbb", "abab", "aabbbcc"):
+        ranks = range(len(names))
+        for rank in ranks:
+            hosts = hosts_of(names, rank)
+            for host in hosts.others:
+                (server,) = [other for other in hosts.ranks[host] if rank in hosts_of(names, other).served]
+                assert server == hosts.counterpart(rank, host)
+
+
+@pytest.mark.parametrize(
+    ("unreachable", "ranks"),
+    [
+        ([[], [], [], []], ((0, 1, 2, 3),)),
+        ([[2, 3], [2, 3], [0, 1], [0, 1]], ((0, 1), (2, 3))),  # two switches
+        ([[], [], [], [0]], ((0, 1, 2), (3,))),  # one side is enough
+        ([[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]], ((0,), (1,), (2,), (3,))),
+    ],
+)
+def test_a_host_is_divided_until_all_ranks_of_a_part_reach_each_other(
+    unreachable: list[list[int]], ranks: tuple[tuple[int, ...], ...]
+) -> None:
+    assert hosts_of("aaaa", 0).divided(unreachable).ranks == ranks
