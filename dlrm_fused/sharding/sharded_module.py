@@ -32,6 +32,7 @@ from dlrm_fused.sharding.support import TableSettings, by_table, output_type, su
 from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
 from dlrm_fused.symmetric.collective_errors import gather_or_raise
 from dlrm_fused.symmetric.device import uses_kernels
+from dlrm_fused.symmetric.peer_monitor import name_lost_peer
 
 logger = logging.getLogger("dlrm_fused")
 
@@ -168,6 +169,16 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         if message not in self._logged and compat.environment(self).rank == 0:
             logger.log(level, message)
         self._logged.add(message)
+
+    def forward(self, *input: Any, **kwargs: Any) -> LazyAwaitable[KeyedTensor]:
+        """Look up the pooled embeddings of a batch. Collective.
+
+        Raises:
+            UsageError, CommunicationError: as :meth:`input_dist` and :meth:`compute_and_output_dist`.
+        """
+        # TorchRec's own collectives name no rank.
+        with name_lost_peer():
+            return cast(LazyAwaitable[KeyedTensor], super().forward(*input, **kwargs))
 
     def input_dist(self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
         """Send the features to the ranks of their tables. Collective.

@@ -5,7 +5,7 @@ from dlrm_fused.symmetric.block_pool import BlockPool
 from dlrm_fused.symmetric.channel import Channel, abort_peers_on_error
 from dlrm_fused.symmetric.factory import symmetric_group
 from dlrm_fused.symmetric.memory import SymmetricGroup, SymmetricMemory
-from dlrm_fused.symmetric.peer_monitor import PeerMonitor
+from dlrm_fused.symmetric.peer_monitor import PeerMonitor, name_lost_peer
 
 __all__ = [
     "BlockPool",
@@ -14,6 +14,7 @@ __all__ = [
     "SymmetricGroup",
     "SymmetricMemory",
     "abort_peers_on_error",
+    "name_lost_peer",
     "symmetric_group",
 ]
 

@@ -132,10 +132,7 @@ class Channel:
             where += f", epoch {self._control[_FAULT_EPOCH]}"
         here, peer = describe(self.group.rank), int(self._control[_PEER])
         if lost is not None:
-            raise CommunicationError(
-                f"{where}: {describe(lost)} is lost, its process ended or its host cannot be reached; "
-                f"{here} cannot go on without it"
-            )
+            raise CommunicationError(f"{where}: {self.group.peer_monitor.describe_loss(lost)}")
         if kind == _REFUSED:
             raise CommunicationError(f"{where}: {describe(peer)} did not take part because of an error; see its message")
         if kind == _MISMATCH:

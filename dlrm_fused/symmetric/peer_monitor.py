@@ -2,7 +2,8 @@
 
 Every two ranks hold a TCP connection on which nothing is sent. When a process ends, however it ends, the kernel of its host
 closes the connection, and the peers know at once; a process that is merely slow, or holds its interpreter's lock for minutes,
-is not taken for lost. A host that vanishes is noticed by TCP keepalive, in about 20 seconds.
+is not taken for lost. A host that vanishes is noticed by TCP keepalive, in about 20 seconds; all connections of this process to
+it are then ended, so that collectives of gloo do not wait for it either.
 """
 
 from __future__ import annotations
@@ -18,21 +19,25 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from dlrm_fused.errors import CommunicationError
+from dlrm_fused.symmetric.connections import hang_up, interface_addresses
 
 logger = logging.getLogger("dlrm_fused")
 
 _CONNECT_SECONDS = 60.0
 _STRANGER_SECONDS = 5.0
 _GRACE_SECONDS = 5.0
+# After a connection broke, a monitor hears in this time which rank is gone.
+_HEARSAY_SECONDS = 2.0
+_LOOK_SECONDS = 0.05
 _KEEPALIVE_IDLE_SECONDS = 5
 _KEEPALIVE_PROBES = 3
-# (kind, rank). A rank says goodbye before it leaves in good order, and tells all of a loss that it has noticed. So when it
+# (kind, rank). A rank says goodbye before it leaves in good order, and tells others of a loss that it has noticed. So when it
 # then ends because of that loss, however abruptly, its peers have already read which rank was the first. A rank that takes no
 # part in an exchange because of an error of its own tells those whom its flags do not reach.
 _MESSAGE = struct.Struct("!ii")
@@ -51,6 +56,7 @@ class _Address:
     addresses: tuple[str, ...]
     port: int
     token: bytes  # a stranger that finds the port does not know it
+    interfaces: frozenset[str] = frozenset()  # addresses of all, through which other libraries may connect
 
 
 class PeerMonitor:
@@ -82,7 +88,9 @@ class PeerMonitor:
         with socket.create_server(("", 0), backlog=world_size) as listener:
             token = secrets.token_bytes(_TOKEN_BYTES)
             port = listener.getsockname()[1]
-            self._addresses = gather(lambda: _Address(socket.gethostname(), os.getpid(), _own_addresses(), port, token))
+            self._addresses = gather(
+                lambda: _Address(socket.gethostname(), os.getpid(), _own_addresses(), port, token, interface_addresses())
+            )
             try:
                 gather(lambda: self._connect(listener))
             except BaseException:
@@ -108,7 +116,7 @@ class PeerMonitor:
 
     def say_refused(self) -> None:
         """Tell all ranks that this one refuses to take part in an exchange."""
-        self._tell_all(_REFUSED)
+        self._tell(_REFUSED, self._rank, self._peers)
 
     def on_loss(self, callback: Callable[[int], None]) -> None:
         """Call ``callback(rank)`` when the first peer is lost, in the thread of the monitor; at once if one is lost
@@ -136,6 +144,13 @@ class PeerMonitor:
         address = self._addresses[rank]
         return f"rank {rank} on {address.host} (pid {address.process})"
 
+    def describe_loss(self, rank: int) -> str:
+        """Such as ``rank 3 on host (pid 123) is lost, ...``, and that this rank cannot go on."""
+        return (
+            f"{self.describe(rank)} is lost, its process ended or its host cannot be reached; "
+            f"{self.describe(self._rank)} cannot go on without it"
+        )
+
     def close(self) -> None:
         """Say goodbye to the peers and stop watching. May be called again."""
         with self._lock:
@@ -145,7 +160,7 @@ class PeerMonitor:
         atexit.unregister(self.close)
         if self._thread is None:
             return
-        self._tell_all(_GOODBYE)
+        self._tell(_GOODBYE, self._rank, self._peers)
         self._wake.close()
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -234,11 +249,14 @@ class PeerMonitor:
 
     def _read(self, peer: int, unread: dict[int, bytes]) -> bool:
         """Read what a peer has to say; False when it says nothing more."""
+        is_unreachable = False
         try:
             received = self._peers[peer].recv(4096)
         except BlockingIOError:
             return True
-        except OSError:
+        except OSError as error:
+            # Not the end of a process, which resets the connection, but keepalive.
+            is_unreachable = not isinstance(error, ConnectionError)
             received = b""
         unread[peer] += received
         while len(unread[peer]) >= _MESSAGE.size:
@@ -254,6 +272,9 @@ class PeerMonitor:
             return True
         if peer not in self._left:
             self._lose(peer)
+        if is_unreachable:
+            logger.warning("%s cannot be reached; connections to its host are ended", self.describe(peer))
+            hang_up(self._addresses[peer].interfaces - self._addresses[self._rank].interfaces)
         return False
 
     def _lose(self, rank: int) -> None:
@@ -262,7 +283,9 @@ class PeerMonitor:
                 return
             self._lost = rank
             callbacks = self._loss_callbacks[:]
-        self._tell_all(_LOST, rank)
+        # Not the ranks of its host, whose own kernel tells them: what is sent to a host that has vanished would keep TCP from
+        # noticing that.
+        self._tell(_LOST, rank, (peer for peer in self._peers if self._addresses[peer].host != self._addresses[rank].host))
         self._call(callbacks, rank)
         self._tell_gone(rank)
 
@@ -279,12 +302,12 @@ class PeerMonitor:
             except Exception:
                 logger.exception("to tell that %s is gone failed", self.describe(rank))
 
-    def _tell_all(self, kind: int, rank: int | None = None) -> None:
-        message = _MESSAGE.pack(kind, self._rank if rank is None else rank)
-        for connection in self._peers.values():
+    def _tell(self, kind: int, rank: int, peers: Iterable[int]) -> None:
+        message = _MESSAGE.pack(kind, rank)
+        for peer in peers:
             # Fails if the peer is gone. Does not block: there is always room for the few bytes that are ever sent.
             with suppress(OSError):
-                connection.send(message)
+                self._peers[peer].send(message)
 
     def _close_sockets(self) -> None:
         for connection in self._peers.values():
@@ -300,6 +323,27 @@ class PeerMonitor:
 
 
 _monitors: weakref.WeakSet[PeerMonitor] = weakref.WeakSet()
+
+
+@contextmanager
+def name_lost_peer() -> Iterator[None]:
+    """Around collectives of torch, whose errors name no rank.
+
+    Raises:
+        CommunicationError: instead of a RuntimeError, if a peer in a symmetric group of this process is lost: names that rank.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        until = time.monotonic() + _HEARSAY_SECONDS
+        while True:
+            for monitor in list(_monitors):
+                lost = monitor.lost_peer()
+                if lost is not None:
+                    raise CommunicationError(f"{monitor.describe_loss(lost)}: {error}") from error
+            if not _monitors or time.monotonic() > until:
+                raise
+            time.sleep(_LOOK_SECONDS)
 
 
 def _abandon_all() -> None:

@@ -623,6 +623,7 @@ def noticed(watcher: subprocess.Popen[str], lost: int) -> float:
     """When it noticed the loss of that rank, by the clock that the hosts share. Its own end may take long under load."""
     match = re.fullmatch(rf"lost {lost} at ([\d.]+)\n", watcher.communicate(timeout=120)[0])
     assert match
+    assert watcher.returncode == 0
     return float(match[1])
 
 

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable
 
 from dlrm_fused.errors import UserError
+from dlrm_fused.symmetric.peer_monitor import name_lost_peer
 from dlrm_fused.training.runtime.environment import configure_logging
 from dlrm_fused.training.runtime.error_store import ErrorStore
 from dlrm_fused.training.runtime.rank import Rank
@@ -41,7 +42,8 @@ def run_with_error_reporting(work: Callable[[Rank, ErrorStore], None]) -> None:
     threading.excepthook = _thread_failed
     error_store = ErrorStore(rank)
     try:
-        work(rank, error_store)
+        with name_lost_peer():
+            work(rank, error_store)
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             raise
