@@ -59,7 +59,7 @@ _REFUSED_OFFSET = 0xFFFFFFFF
 
 _YIELDS = 100  # looks at a flag before the waiting process begins to sleep
 _SHORTEST_SLEEP_SECONDS = 20e-6
-_LONGEST_SLEEP_SECONDS = 1e-3
+_LONGEST_SLEEP_SECONDS = 250e-6
 
 
 class Channel:
