@@ -56,6 +56,18 @@ WORKLOADS = {
     "quickstart": Workload("configs/quickstart.yaml"),
     "moe_movielens": Workload("configs/moe_movielens.yaml"),
     "transformer_movielens": Workload("configs/transformer_movielens.yaml", ["training.global_batch_size=128"]),
+    # Its model, tables cut to 20,000 rows and generated ids whose popularity is that of Zipf's law.
+    "criteo_kaggle": Workload(
+        "configs/criteo_kaggle.yaml",
+        [
+            "training.global_batch_size=512",
+            "data.source=synthetic",
+            "data.path=",
+            "data.shuffle_window_rows=0",
+            "data.synthetic.tables=26",
+            "data.synthetic.rows=[20000]",
+        ],
+    ),
     "mixed_sharding": Workload(
         "configs/synthetic.yaml",
         [

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dlrm_fused.compat.torch import is_alive
 from dlrm_fused.symmetric.peer_monitor import PeerMonitor
 
 # Between two looks whether a peer that is waited for is gone.
@@ -78,7 +79,8 @@ class Messages:
 
     def close(self) -> None:
         """Let go of the process group."""
-        dist.destroy_process_group(self._group)
+        if is_alive(self._group):  # not destroyed with all others
+            dist.destroy_process_group(self._group)
 
 
 class Exchange(ABC):

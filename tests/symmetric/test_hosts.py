@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from dlrm_fused.symmetric import Channel, symmetric_group
 from dlrm_fused.symmetric.hosts import Host, Hosts
+from tests.distributed.launch import on_hosts, run_ranks
 
 
 def hosts_of(names: str, rank: int) -> Hosts:
@@ -56,3 +60,25 @@ def test_a_host_is_divided_until_all_ranks_of_a_part_reach_each_other(
     unreachable: list[list[int]], ranks: tuple[tuple[int, ...], ...]
 ) -> None:
     assert hosts_of("aaaa", 0).divided(unreachable).ranks == ranks
+
+
+def send_once_more() -> list[float]:
+    """What is received from the other host, each time with process groups that are made anew."""
+    received = torch.zeros(2)
+    for time in range(2):
+        dist.init_process_group("gloo")
+        group = symmetric_group()
+        exchange = Channel(group, "numbers", 60.0).exchange(
+            {1 - group.rank: torch.tensor([10.0 * time + group.rank])},
+            {1 - group.rank: received[time : time + 1]},
+            fingerprint=1,
+        )
+        assert [rank for rank, _ in exchange.arrivals()] == [1 - group.rank]
+        exchange.finish()
+        dist.barrier()
+        dist.destroy_process_group()
+    return received.tolist()
+
+
+def test_groups_over_hosts_are_made_anew_after_the_end_of_all_process_groups() -> None:
+    assert run_ranks(2, on_hosts, (0, 1), send_once_more) == [[1.0, 11.0], [0.0, 10.0]]
