@@ -68,12 +68,10 @@ def send_once_more() -> list[float]:
     for time in range(2):
         dist.init_process_group("gloo")
         group = symmetric_group()
-        exchange = Channel(group, "numbers", 60.0).exchange(
-            {1 - group.rank: torch.tensor([10.0 * time + group.rank])},
-            {1 - group.rank: received[time : time + 1]},
-            fingerprint=1,
-        )
-        assert [rank for rank, _ in exchange.arrivals()] == [1 - group.rank]
+        peer, number = 1 - group.rank, torch.tensor([10.0 * time + group.rank])
+        channel = Channel(group, "numbers", 60.0)
+        exchange = channel.exchange({peer: number}, {peer: received[time : time + 1]}, fingerprint=1)
+        assert [rank for rank, _ in exchange.arrivals()] == [peer]
         exchange.finish()
         dist.barrier()
         dist.destroy_process_group()
