@@ -100,15 +100,23 @@ class Lengths:
 
 
 def measure(
-    hosts: Hosts, ranks: Sequence[int], name: str, gbit_per_second: float, comm: str, lengths: Lengths
+    hosts: Hosts,
+    ranks: Sequence[int],
+    name: str,
+    gbit_per_second: float,
+    comm: str,
+    lengths: Lengths,
+    overrides: Sequence[str] = (),
 ) -> dict[str, Any]:
     """One run of a cell: its name, rate and comm, and what :func:`train_on_hosts` returns.
 
     Args:
         ranks: of each host.
+        overrides: further settings.
     """
     workload = WORKLOADS[name]
-    settings = [*_SETTINGS, *workload.settings, *lengths.settings(), f"comm={comm}", f"comm_strict={comm == 'fused'}".lower()]
+    strict = "true" if comm == "fused" else "false"
+    settings = [*_SETTINGS, *workload.settings, *lengths.settings(), *overrides, f"comm={comm}", f"comm_strict={strict}"]
     hosts.shape(gbit_per_second * 1e9)
     with tempfile.TemporaryDirectory() as scratch:
         run = train_on_hosts(hosts, ranks, workload.config, settings, Path(scratch) / "runs", lengths.warmup)
@@ -175,6 +183,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--warmup", type=int, default=20, help="steps before those that are timed")
     parser.add_argument("--steps", type=int, default=80, help="that are timed")
     parser.add_argument("--interval", type=int, default=10, help="steps between lines of metrics.jsonl")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of all runs")
     add_report_arguments(parser)
     options = parser.parse_args(arguments)
     lengths = Lengths(options.warmup, options.steps, options.interval)
@@ -197,7 +206,7 @@ def main(arguments: list[str] | None = None) -> None:
     ]
     with Hosts(len(options.ranks)) as hosts:
         for name, rate, comm in turns:
-            report["runs"].append(measure(hosts, options.ranks, name, rate, comm, lengths))
+            report["runs"].append(measure(hosts, options.ranks, name, rate, comm, lengths, options.set))
             report["summary"] = summarize(report["runs"])
             # After each run, so that what was measured is there if a later one fails.
             write_results(options.output, report)
