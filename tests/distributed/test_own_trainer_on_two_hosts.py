@@ -143,15 +143,21 @@ def error_of(run: Run, rank: int) -> str:
     return str(found[-1])
 
 
+def waiting_for_rank_3(hosts: Hosts, folder: Path, place: str) -> Run:
+    """A run whose rank 3 has stopped at a place, so that the others wait for it."""
+    script = folder / "script.py"
+    script.write_text(endless(place))
+    run = Run(hosts, folder, script)
+    run.wait_until_told("stopped", rank=3)
+    time.sleep(WAITING_SECONDS)
+    return run
+
+
 @pytest.mark.parametrize(
     "place", [place if place == "the fused forward" else pytest.param(place, marks=pytest.mark.slow) for place in PLACES]
 )
 def test_a_killed_rank_of_another_host_is_named_by_all_at_once(hosts: Hosts, tmp_path: Path, place: str) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(endless(place))
-    run = Run(hosts, tmp_path, script)
-    run.wait_until_told("stopped", rank=3)
-    time.sleep(WAITING_SECONDS)
+    run = waiting_for_rank_3(hosts, tmp_path, place)
     run.ranks[3].kill()
     assert run.wait(0, 1, 2, seconds=A_MINUTE / 4) == [1, 1, 1]
     for rank in range(3):
@@ -161,11 +167,7 @@ def test_a_killed_rank_of_another_host_is_named_by_all_at_once(hosts: Hosts, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_a_host_that_is_cut_off_is_named_within_a_minute(hosts: Hosts, tmp_path: Path, place: str) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(endless(place))
-    run = Run(hosts, tmp_path, script)
-    run.wait_until_told("stopped", rank=3)
-    time.sleep(WAITING_SECONDS)
+    run = waiting_for_rank_3(hosts, tmp_path, place)
     hosts.cut(1)
     # Where rank 3 has stopped, it never ends, nor does rank 2 where it waits for rank 3 of its own host.
     ends = [0, 1, 2, 3] if place == "wherever it was" else [0, 1]

@@ -185,13 +185,17 @@ PLANTED: dict[str, tuple[Ranks, str]] = {
         [*CPU[:2], *(replace(f, versions={k: v for k, v in CPU_VERSIONS.items() if k != "triton"}) for f in CPU[2:])],
         "broken version-set 2-3: b: not installed: triton; * -> install one set",
     ),
+    "another Python": (
+        changed(CPU, 1, replace(CPU[1], python="3.11.7")),
+        "note versions-differ 1: Python is 3.11 on a, 3.12 on a, b -> use the same .venv",
+    ),
     "another NCCL": (
         changed(GPU, 0, replace(GPU[0], nccl="2.27.3")),
         "broken versions-differ 0: NCCL is 2.27.3 on a, 2.28.9 on a, b -> use the same .venv",
     ),
-    "another Python": (
-        changed(CPU, 1, replace(CPU[1], python="3.11.7")),
-        "note versions-differ 1: Python is 3.11 on a, 3.12 on a, b -> use the same .venv",
+    "two machines of one name": (
+        [CPU[0], replace(CPU[1], host=Host("a", "boot of another", "pid:[1]"))],
+        "note host-name-twice 0-1: several machines call themselves a -> give each a name",
     ),
     "another driver": (
         changed(GPU, 2, with_gpu(GPU[2], driver="570.10")),
@@ -200,10 +204,6 @@ PLANTED: dict[str, tuple[Ranks, str]] = {
     "a slower GPU": (
         changed(GPU, 2, with_gpu(GPU[2], name="A100")),
         "slower versions-differ 2: the GPU is A100 on b, H200 on a, b -> use GPUs of one kind",
-    ),
-    "two machines of one name": (
-        [CPU[0], replace(CPU[1], host=Host("a", "boot of another", "pid:[1]"))],
-        "note host-name-twice 0-1: several machines call themselves a -> give each a name",
     ),
     "more ranks than GPUs": (
         [GPU[0], replace(GPU[1], gpu=None, visible_gpus=1)],

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -83,11 +85,13 @@ class Routes(NamedTuple):
         destinations: int32 [R]: rank * slots + slot, or -1 for rows that belong nowhere, such as those that fill up tiles. No
             two of all ranks may be equal, and none may be outside: to check that would be to wait for the device.
         slots: rows of every rank's result.
+        from_hosts: by rank of another host, int64: this rank's slots whose rows come from there, in the order of the slice.
     """
 
     groups: Groups
     destinations: Tensor
     slots: int
+    from_hosts: Mapping[int, Tensor] = MappingProxyType({})
 
 
 @triton.jit(do_not_specialize=["tiles", "groups"])

@@ -120,7 +120,7 @@ def _check_equal_blocks(workspace: GemmWorkspace, x: Tensor, weight: Tensor, sca
 
 
 def _check_routed(workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: Tensor | None, routes: Routes) -> None:
-    groups, destinations, slots = routes
+    groups, destinations, slots, _ = routes
     _check_matrices(workspace, x, weight, 3, scale)
     if groups.tile_rows not in (16, 32, 64, 128) or x.shape[0] % groups.tile_rows or not x.shape[0]:
         raise UsageError(

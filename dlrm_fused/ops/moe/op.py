@@ -96,8 +96,9 @@ def _forward(
     steps.zero_pads(rows, destinations, groups)
     hidden, activated = steps.hidden(rows, w_in, groups)
     combined = workspace.combined.receive((workspace.memory.combined_bytes,), torch.uint8)
-    to_tokens, window = workspace.to_tokens(received, groups), workspace.window(workspace.combined, combined, "results")
-    steps.combine(activated, w_out, to_tokens, window, workspace.slots_on_hosts(targets), transposed=False)
+    to_tokens = workspace.to_tokens(received, groups, targets)
+    window = workspace.window(workspace.combined, combined, "results")
+    steps.combine(activated, w_out, to_tokens, window, transposed=False)
     out = steps.sum_slots(workspace.slots_of(combined), targets, gates, x.shape[0], workspace.top_k)
     held = workspace.received.to_hold(received), hidden, activated, workspace.combined.to_hold(combined)
     return out, *held, targets, groups.bounds, groups.local_from
@@ -113,7 +114,7 @@ def _backward(gradient: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, *hel
 
     # What is received here is used up before the next epoch: spare blocks serve.
     receiving, combining = workspace.received.spare, workspace.combined.spare
-    gradient_rows, to_tokens = workspace.rows_of(receiving), workspace.to_tokens(received, groups)
+    gradient_rows, to_tokens = workspace.rows_of(receiving), workspace.to_tokens(received, groups, targets)
     scatter_rows(
         gradient,
         targets,
@@ -126,7 +127,7 @@ def _backward(gradient: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, *hel
     steps.zero_pads(gradient_rows, to_tokens.destinations, groups)
     hidden_gradient = steps.hidden_gradient(gradient_rows, w_out, hidden, groups)
     window = workspace.window(workspace.combined, combining, "gradients of tokens")
-    steps.combine(hidden_gradient, w_in, to_tokens, window, workspace.slots_on_hosts(targets), transposed=True)
+    steps.combine(hidden_gradient, w_in, to_tokens, window, transposed=True)
     return (
         steps.sum_slots(workspace.slots_of(combining), targets, None, gradient.shape[0], workspace.top_k),
         steps.gates_gradient(gradient, workspace.slots_of(combined), targets, workspace.top_k),

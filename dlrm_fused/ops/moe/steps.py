@@ -6,8 +6,6 @@ experts, d the width of a token, f that of the hidden layer, k the number of exp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import triton
 import triton.language as tl
@@ -52,26 +50,18 @@ class HostSteps:
         """``scale * gradient[rows of e].T @ rows[rows of e]`` for each expert: [L, N, K] from [R, N] and [R, K]."""
         return torch.stack([scale * (gradient[part].T @ rows[part]) for part in groups.slices()])
 
-    def combine(
-        self,
-        rows: Tensor,
-        weight: Tensor,
-        routes: Routes,
-        window: ReceiveWindow,
-        from_hosts: Mapping[int, Tensor],
-        *,
-        transposed: bool,
-    ) -> None:
+    def combine(self, rows: Tensor, weight: Tensor, routes: Routes, window: ReceiveWindow, *, transposed: bool) -> None:
         """Multiply rows by their expert's weight, and store each in its slot at its token's rank. Collective.
 
         Args:
             weight: [L, N, K], K the width of ``rows``; if transposed [L, K, N].
             window: in which ranks receive [slots, N].
-            from_hosts: by rank of another host, the slots whose results come from there, in the order of the slice.
         """
         by_expert = weight if transposed else weight.transpose(1, 2)
         results = torch.cat([rows[part] @ by_expert[expert] for expert, part in enumerate(routes.groups.slices())])
-        scatter_rows(results, routes.destinations[: len(results)], window, rows_per_rank=routes.slots, received=from_hosts)
+        scatter_rows(
+            results, routes.destinations[: len(results)], window, rows_per_rank=routes.slots, received=routes.from_hosts
+        )
 
     def sum_slots(self, slots: Tensor, targets: Tensor, gates: Tensor | None, tokens: int, top_k: int) -> Tensor:
         """``sum over j of gates[t, j] * slots[t * k + j]``, j ascending, in fp32; [T, d]. Without gates, they are 1.
@@ -114,22 +104,13 @@ class KernelSteps(HostSteps):
         grouped_weight_gradient(gradient, rows, groups, result, scale)
         return result
 
-    def combine(
-        self,
-        rows: Tensor,
-        weight: Tensor,
-        routes: Routes,
-        window: ReceiveWindow,
-        from_hosts: Mapping[int, Tensor],
-        *,
-        transposed: bool,
-    ) -> None:
-        if not from_hosts:
+    def combine(self, rows: Tensor, weight: Tensor, routes: Routes, window: ReceiveWindow, *, transposed: bool) -> None:
+        if not routes.from_hosts:
             grouped_gemm_combine(rows, weight, routes, window, weight_is_transposed=transposed)
             return
         results = rows.new_empty(rows.shape[0], weight.shape[2 if transposed else 1])
         grouped_gemm(rows, weight, routes.groups, results, weight_is_transposed=transposed)
-        scatter_rows(results, routes.destinations, window, rows_per_rank=routes.slots, received=from_hosts)
+        scatter_rows(results, routes.destinations, window, rows_per_rank=routes.slots, received=routes.from_hosts)
 
     def sum_slots(self, slots: Tensor, targets: Tensor, gates: Tensor | None, tokens: int, top_k: int) -> Tensor:
         width = slots.shape[1]

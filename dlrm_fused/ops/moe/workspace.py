@@ -155,13 +155,14 @@ class ExpertWorkspace(Workspace):
         """int32 [R]: the destinations in a receive block."""
         return received[self.memory.destinations_at : self.memory.received_bytes].view(torch.int32)
 
-    def to_tokens(self, received: Tensor, groups: Groups) -> Routes:
-        """Where the results of the rows in a receive block belong."""
-        return Routes(groups, self.destinations_of(received), self.memory.slots)
+    def to_tokens(self, received: Tensor, groups: Groups, targets: Tensor) -> Routes:
+        """Where the results of the rows in a receive block belong.
 
-    def slots_on_hosts(self, targets: Tensor) -> dict[int, Tensor]:
-        """By rank of another host, the slots whose results come back from there, in the order of the slice."""
-        return rows_of_slices(targets, self.memory.rows, self.group.hosts)
+        Args:
+            targets: int32 [slots], of this rank's slots.
+        """
+        from_hosts = rows_of_slices(targets, self.memory.rows, self.group.hosts)
+        return Routes(groups, self.destinations_of(received), self.memory.slots, from_hosts)
 
     def slots_of(self, combined: Tensor) -> Tensor:
         """[slots, d]: the rows in a block of results."""
