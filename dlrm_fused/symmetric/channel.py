@@ -39,7 +39,7 @@ from dlrm_fused.compat.triton import host_atomics
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.symmetric.device import channel_args, polls_per_second
 from dlrm_fused.symmetric.memory import SymmetricGroup
-from dlrm_fused.symmetric.messages import Exchange, LateRankError, Waiter
+from dlrm_fused.symmetric.messages import Exchange, LateRankError, Waiter, Why
 
 # The words and values below are those of device.py.
 # Words of Channel.state.
@@ -156,7 +156,7 @@ class Channel:
         Args:
             sent: by rank; contiguous, and unchanged until the exchange is finished. Empty slices are not sent.
             received: by rank; contiguous, of the size that the rank sends.
-            fingerprint: must be equal on both sides; with gloo, who has another one is waited for in vain.
+            fingerprint: must be equal on both sides, which with gloo is compared.
 
         Raises:
             CommunicationError: the channel has failed.
@@ -165,7 +165,7 @@ class Channel:
         messages = self.group.messages
         assert messages is not None, f"channel {self.name}: all ranks are on one host"
         tag = zlib.crc32(f"{self._number} {fingerprint}".encode()) >> 1
-        return ChannelExchange(self, messages.exchange(tag, sent, received, self._waiter))
+        return ChannelExchange(self, messages.exchange(self._number, tag, sent, received, self._waiter))
 
     def run_epoch(self, store: Callable[[int, int], object], *, offset: int = 0, fingerprint: int = 0) -> None:
         """One epoch, steps 1 to 5, with the next rank of the host first and this one last. Host code on the CPU.
@@ -205,7 +205,7 @@ class Channel:
         They raise an error at once instead of waiting. The channel cannot be used any more. On a GPU it waits for the current
         stream, hence does nothing while a CUDA graph is captured.
         """
-        self.group.peer_monitor.say_refused()
+        self.group.peer_monitor.say_refused(self._number)
         if self.group.device.type == "cpu":
             self._announce(_REFUSED_OFFSET, 0)
         elif torch.cuda.is_current_stream_capturing():
@@ -307,7 +307,7 @@ class ChannelExchange:
         """The ranks and their slices as they arrive. On GPUs the current stream waits for them, not the host.
 
         Raises:
-            CommunicationError: the wait exceeded the limit, or a peer is lost, has refused or has left.
+            CommunicationError: the wait exceeded the limit, or a peer is lost, has refused, has left or makes other calls.
         """
         try:
             yield from self._exchange.arrivals(self._deadline())
@@ -329,9 +329,13 @@ class ChannelExchange:
         return time.monotonic() + self._channel.timeout_seconds
 
     def _fail(self, late: LateRankError) -> NoReturn:
-        has_refused = self._channel.group.peer_monitor.has_refused(late.rank)
-        kind = _REFUSED if has_refused else _ABORTED if late.is_gone else _LIMIT_EXCEEDED
-        self._channel._fail(kind, late.rank, _ARRIVAL)
+        kinds = {
+            Why.is_gone: _ABORTED,
+            Why.has_refused: _REFUSED,
+            Why.differs: _MISMATCH,
+            Why.is_late: _LIMIT_EXCEEDED,
+        }
+        self._channel._fail(kinds[late.why], late.rank, _ARRIVAL)
 
 
 @contextmanager

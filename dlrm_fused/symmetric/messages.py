@@ -10,7 +10,9 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum, auto
+from functools import partial
 from typing import cast
 
 import torch
@@ -18,25 +20,37 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.compat.torch import is_alive
+from dlrm_fused.symmetric.calls import Calls
 from dlrm_fused.symmetric.peer_monitor import PeerMonitor
 
 # Between two looks whether a peer that is waited for is gone.
 _LOOK_SECONDS = 0.05
+# Waited in vain, before the sender is asked whether it makes the same call.
+_ASK_SECONDS = 1.0
 # After a connection broke the monitor hears, in this time, which rank is gone.
 _HEARSAY_SECONDS = 2.0
+
+
+class Why(Enum):
+    """Why a rank is waited for in vain."""
+
+    is_gone = auto()  # lost, or has left
+    has_refused = auto()  # to take part, because of an error of its own
+    differs = auto()  # in its calls
+    is_late = auto()
 
 
 class LateRankError(Exception):
     """A rank is waited for in vain.
 
     Attributes:
-        rank: the rank.
-        is_gone: whether it is lost, has left or takes no part; else it is late.
+        rank: the one at fault, which may be another than the one that was waited for.
+        why: it is not there.
     """
 
-    def __init__(self, rank: int, is_gone: bool) -> None:
-        super().__init__(rank, is_gone)
-        self.rank, self.is_gone = rank, is_gone
+    def __init__(self, rank: int, why: Why) -> None:
+        super().__init__(rank, why)
+        self.rank, self.why = rank, why
 
 
 class Messages:
@@ -57,16 +71,20 @@ class Messages:
         made = dist.new_group(ranks, use_local_synchronization=True, group_desc="dlrm_fused messages")
         self._group = cast(dist.ProcessGroup, made)
         self._peer_monitor = peer_monitor
+        self._calls = Calls(peer_monitor)
         self.backend = "nccl" if device.type == "cuda" and "nccl" in dist.get_backend_config(self._group) else "gloo"
         if self.backend == "nccl":
             # Ends kernels of NCCL that wait for a rank that is gone.
             peer_monitor.on_gone(lambda _: self._group.abort())
 
-    def exchange(self, tag: int, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], waiter: Waiter) -> Exchange:
+    def exchange(
+        self, channel: int, tag: int, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], waiter: Waiter
+    ) -> Exchange:
         """Begin to send and to receive. Slices from one rank to another arrive in the order in which they are sent.
 
         Args:
-            tag: 31 bits, equal on both sides; with gloo, who sends with another tag is waited for in vain.
+            channel: number of the channel whose exchanges follow each other in the same order on all ranks.
+            tag: 31 bits, equal on both sides; with gloo, ranks with different tags hear of that after a second.
             sent: by rank; contiguous, and unchanged until :meth:`Exchange.finish`. Empty slices are not sent.
             received: by rank; contiguous, of the size that the rank sends.
             waiter: of one thread's exchanges, which wait for one after the other.
@@ -75,7 +93,9 @@ class Messages:
         received = {rank: slice_ for rank, slice_ in received.items() if slice_.numel()}
         if self.backend == "nccl":
             return _NcclExchange(self._group, sent, received)
-        return _GlooExchange(self._group, waiter, self._peer_monitor, tag, sent, received)
+        numbers = self._calls.begin(channel, tag, sent.keys(), received.keys())
+        ask = {rank: partial(self._peer_monitor.say_expected, rank, channel, number, tag) for rank, number in numbers.items()}
+        return _GlooExchange(self._group, waiter, self._peer_monitor, ask, channel, tag, sent, received)
 
     def close(self) -> None:
         """Let go of the process group."""
@@ -139,12 +159,14 @@ class _GlooExchange(Exchange):
         group: dist.ProcessGroup,
         waiter: Waiter,
         peer_monitor: PeerMonitor,
+        ask: Mapping[int, Callable[[], None]],
+        channel: int,
         tag: int,
         sent: Mapping[int, Tensor],
         received: Mapping[int, Tensor],
     ) -> None:
         super().__init__(received)
-        self._waiter, self._peer_monitor = waiter, peer_monitor
+        self._waiter, self._peer_monitor, self._ask, self._channel = waiter, peer_monitor, dict(ask), channel
         self._on_host = {rank: slice_ if slice_.device.type == "cpu" else slice_.cpu() for rank, slice_ in received.items()}
         self._kept = {rank: slice_.cpu() for rank, slice_ in sent.items()}
         self._arriving = {
@@ -169,20 +191,34 @@ class _GlooExchange(Exchange):
 
     def _wait(self, rank: int, work: dist.Work, deadline: float) -> None:
         done = self._waiter.begin(work)
+        ask_at = time.monotonic() + _ASK_SECONDS
         while not done.wait(_LOOK_SECONDS):
-            if self._is_gone(rank):
-                raise LateRankError(rank, True)
-            if time.monotonic() > deadline:
-                raise LateRankError(rank, False)
+            self._raise_fault(rank)
+            now = time.monotonic()
+            if now > deadline:
+                raise LateRankError(rank, Why.is_late)
+            if now > ask_at and rank in self._ask:
+                self._ask.pop(rank)()
         if not done.is_well:
             until = time.monotonic() + _HEARSAY_SECONDS
-            while not self._is_gone(rank) and time.monotonic() < until:
+            while time.monotonic() < until:
+                self._raise_fault(rank)
                 time.sleep(_LOOK_SECONDS)
-            raise LateRankError(rank, True)
+            raise LateRankError(rank, Why.is_gone)
 
-    def _is_gone(self, rank: int) -> bool:
+    def _raise_fault(self, rank: int) -> None:
+        """Raise if that rank is waited for in vain."""
         monitor = self._peer_monitor
-        return monitor.lost_peer() is not None or monitor.has_left(rank) or monitor.has_refused(rank)
+        if monitor.lost_peer() is not None:
+            raise LateRankError(rank, Why.is_gone)
+        # Before who has left: other ranks end because of it.
+        refused = monitor.refused_peer(self._channel)
+        if refused is not None:
+            raise LateRankError(refused, Why.has_refused)
+        if monitor.has_left(rank):
+            raise LateRankError(rank, Why.is_gone)
+        if monitor.makes_other_calls(rank, self._channel):
+            raise LateRankError(rank, Why.differs)
 
 
 class _Wait(threading.Event):

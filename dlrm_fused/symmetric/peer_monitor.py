@@ -1,9 +1,9 @@
 """Notices that the process of another rank is gone.
 
-Every two ranks hold a TCP connection on which nothing is sent. When a process ends, however it ends, the kernel of its host
-closes the connection, and the peers know at once; a process that is merely slow, or holds its interpreter's lock for minutes,
-is not taken for lost. A host that vanishes is noticed by TCP keepalive, in about 20 seconds; all connections of this process to
-it are then ended, so that collectives of gloo do not wait for it either.
+Every two ranks hold a TCP connection on which next to nothing is sent. When a process ends, however it ends, the kernel of its
+host closes the connection, and the peers know at once; a process that is merely slow, or holds its interpreter's lock for
+minutes, is not taken for lost. A host that vanishes is noticed by TCP keepalive, in about 20 seconds; all connections of this
+process to it are then ended, so that collectives of gloo do not wait for it either.
 """
 
 from __future__ import annotations
@@ -37,13 +37,17 @@ _HEARSAY_SECONDS = 2.0
 _LOOK_SECONDS = 0.05
 _KEEPALIVE_IDLE_SECONDS = 5
 _KEEPALIVE_PROBES = 3
-# (kind, rank). A rank says goodbye before it leaves in good order, and tells others of a loss that it has noticed. So when it
-# then ends because of that loss, however abruptly, its peers have already read which rank was the first. A rank that takes no
-# part in an exchange because of an error of its own tells those whom its flags do not reach.
-_MESSAGE = struct.Struct("!ii")
+# (kind, rank, channel, number, tag), of which not all kinds need all. A rank says goodbye before it leaves in good order, and
+# tells others of a loss that it has noticed. So when it then ends because of that loss, however abruptly, its peers have
+# already read which rank was the first. A rank that takes no part in an exchange because of an error of its own tells those
+# whom its flags do not reach. A rank that waits for a slice tells its sender which one it expects, and hears if that makes
+# other calls.
+_MESSAGE = struct.Struct("!iiqqq")
 _GOODBYE = 0
 _LOST = 1
 _REFUSED = 2
+_EXPECTS = 3
+_DIFFERS = 4
 _TOKEN_BYTES = 16
 
 
@@ -74,10 +78,12 @@ class PeerMonitor:
         self._rank = rank
         self._lost: int | None = None
         self._left: set[int] = set()
-        self._refused: set[int] = set()
+        self._refused: dict[int, int] = {}  # by channel, the first rank
+        self._differing: set[tuple[int, int]] = set()  # (channel, rank)
         self._gone: int | None = None  # the last that was told to callbacks
         self._loss_callbacks: list[Callable[[int], None]] = []
         self._gone_callbacks: list[Callable[[int], None]] = []
+        self._expected_callback: Callable[[int, int, int, int], None] | None = None
         self._lock = threading.Lock()
         self._closing = False
         self._peers: dict[int, socket.socket] = {}
@@ -110,13 +116,31 @@ class PeerMonitor:
         """Whether that rank has closed its group, in good order."""
         return rank in self._left
 
-    def has_refused(self, rank: int) -> bool:
-        """Whether that rank has refused to take part in an exchange."""
-        return rank in self._refused
+    def refused_peer(self, channel: int) -> int | None:
+        """The first rank that has refused to take part in an exchange of a channel; None if there was none."""
+        return self._refused.get(channel)
 
-    def say_refused(self) -> None:
-        """Tell all ranks that this one refuses to take part in an exchange."""
-        self._tell(_REFUSED, self._rank, self._peers)
+    def say_refused(self, channel: int) -> None:
+        """Tell all ranks that this one refuses to take part in an exchange of a channel."""
+        self._tell(_REFUSED, self._rank, self._peers, channel)
+
+    def makes_other_calls(self, rank: int, channel: int) -> bool:
+        """Whether that rank and this one are known to make different calls on a channel."""
+        return (channel, rank) in self._differing
+
+    def say_differs(self, rank: int, channel: int) -> None:
+        """Tell a rank that it and this one make different calls on a channel."""
+        self._differing.add((channel, rank))
+        self._tell(_DIFFERS, self._rank, (rank,), channel)
+
+    def say_expected(self, rank: int, channel: int, number: int, tag: int) -> None:
+        """Tell a rank which slice this one waits for."""
+        self._tell(_EXPECTS, self._rank, (rank,), channel, number, tag)
+
+    def on_expected(self, callback: Callable[[int, int, int, int], None]) -> None:
+        """Call ``callback(rank, channel, number, tag)`` when a rank waits for a slice of this one, in the thread of the
+        monitor. There is one callback."""
+        self._expected_callback = callback
 
     def on_loss(self, callback: Callable[[int], None]) -> None:
         """Call ``callback(rank)`` when the first peer is lost, in the thread of the monitor; at once if one is lost
@@ -170,7 +194,7 @@ class PeerMonitor:
         deadline = time.monotonic() + _CONNECT_SECONDS
         for peer in range(self._rank):
             connection = self._connect_to(peer, deadline)
-            connection.sendall(self._addresses[peer].token + _MESSAGE.pack(_GOODBYE, self._rank))
+            connection.sendall(self._addresses[peer].token + _MESSAGE.pack(_GOODBYE, self._rank, 0, 0, 0))
             self._peers[peer] = connection
         while len(self._peers) < len(self._addresses) - 1:
             listener.settimeout(max(0.001, deadline - time.monotonic()))
@@ -222,7 +246,7 @@ class PeerMonitor:
             return None
         if not secrets.compare_digest(received[:_TOKEN_BYTES], expected):
             return None
-        _, rank = _MESSAGE.unpack(received[_TOKEN_BYTES:])
+        _, rank, *_ = _MESSAGE.unpack(received[_TOKEN_BYTES:])
         return int(rank)
 
     def _run(self) -> None:
@@ -260,12 +284,17 @@ class PeerMonitor:
             received = b""
         unread[peer] += received
         while len(unread[peer]) >= _MESSAGE.size:
-            kind, rank = _MESSAGE.unpack(unread[peer][: _MESSAGE.size])
+            kind, rank, *call = _MESSAGE.unpack(unread[peer][: _MESSAGE.size])
             unread[peer] = unread[peer][_MESSAGE.size :]
             if kind == _GOODBYE:
                 self._left.add(rank)
             elif kind == _REFUSED:
-                self._refused.add(rank)
+                self._refused.setdefault(call[0], rank)
+            elif kind == _DIFFERS:
+                self._differing.add((call[0], rank))
+            elif kind == _EXPECTS:
+                if self._expected_callback is not None:
+                    self._expected_callback(rank, *call)
             else:
                 self._lose(rank)
         if received and peer not in self._left:
@@ -283,8 +312,8 @@ class PeerMonitor:
                 return
             self._lost = rank
             callbacks = self._loss_callbacks[:]
-        # Not the ranks of its host, whose own kernel tells them: what is sent to a host that has vanished would keep TCP from
-        # noticing that.
+        # Not the ranks of its host, whose own kernel tells them: what is sent to a host that has vanished would put off the
+        # moment at which TCP notices that.
         self._tell(_LOST, rank, (peer for peer in self._peers if self._addresses[peer].host != self._addresses[rank].host))
         self._call(callbacks, rank)
         self._tell_gone(rank)
@@ -302,8 +331,8 @@ class PeerMonitor:
             except Exception:
                 logger.exception("to tell that %s is gone failed", self.describe(rank))
 
-    def _tell(self, kind: int, rank: int, peers: Iterable[int]) -> None:
-        message = _MESSAGE.pack(kind, rank)
+    def _tell(self, kind: int, rank: int, peers: Iterable[int], channel: int = 0, number: int = 0, tag: int = 0) -> None:
+        message = _MESSAGE.pack(kind, rank, channel, number, tag)
         for peer in peers:
             # Fails if the peer is gone. Does not block: there is always room for the few bytes that are ever sent.
             with suppress(OSError):
@@ -365,6 +394,9 @@ def _set_up(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_IDLE_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)
+    # Likewise when something has been sent, for which TCP does not use keepalive.
+    silence = _KEEPALIVE_IDLE_SECONDS * (1 + _KEEPALIVE_PROBES)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * silence)
 
 
 def _own_addresses() -> tuple[str, ...]:

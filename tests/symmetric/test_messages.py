@@ -1,0 +1,244 @@
+"""Messages between hosts: what arrives, and what is said when a rank does not take part. Ranks are told which host they are on.
+
+That a whole host is lost: tests/distributed/test_own_trainer_on_two_hosts.py.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlrm_fused import EmbeddingWorkspace, ExchangeLayout, LookupLayout, pooled_all_to_all
+from dlrm_fused.errors import CommunicationError, UsageError
+from dlrm_fused.symmetric import Channel, SymmetricGroup, abort_peers_on_error, symmetric_group
+from dlrm_fused.symmetric.messages import LateRankError, Messages, Waiter, Why
+from tests.distributed.launch import Ranks, on_hosts, run_ranks
+
+APART, TWO_AND_TWO = (0, 1), (0, 0, 1, 1)
+# Of what happens at once, or after the second in which ranks compare their calls: less than the limit of 60 s.
+SOON_SECONDS = 15.0
+CHANNEL, TAG = 0, 7
+
+
+def run(hosts: tuple[int, ...], work: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """``work(group, *arguments)`` on a rank of each of these hosts; what it returned, by rank."""
+    return list(run_ranks(len(hosts), on_hosts, hosts, in_group, work, *arguments))
+
+
+def in_group(work: Callable[..., Any], *arguments: Any) -> Any:
+    dist.init_process_group("gloo")
+    group = symmetric_group()
+    result = work(group, *arguments)
+    dist.barrier()
+    group.close()
+    dist.destroy_process_group()
+    return result
+
+
+def messages_of(group: SymmetricGroup) -> Messages:
+    assert group.messages is not None
+    return group.messages
+
+
+def in_seconds(seconds: float) -> float:
+    return time.monotonic() + seconds
+
+
+# What arrives
+
+
+def send_many(group: SymmetricGroup) -> list[tuple[int, list[float]]]:
+    """Each rank sends three slices to each rank of the other host before it receives any."""
+    messages, waiter = messages_of(group), Waiter()
+    exchanges = []
+    for number in range(3):
+        sent = {rank: torch.full((4,), 100.0 * number + 10 * group.rank + rank) for rank in group.hosts.remote}
+        exchanges.append(messages.exchange(CHANNEL, TAG, sent, {rank: torch.empty(4) for rank in sent}, waiter))
+    arrived = []
+    for exchange in exchanges:
+        arrived += [(rank, slice_.tolist()) for rank, slice_ in exchange.arrivals(in_seconds(60))]
+        exchange.finish(in_seconds(60))
+    return arrived
+
+
+def test_slices_of_one_rank_arrive_in_the_order_in_which_they_are_sent() -> None:
+    for own, arrived in enumerate(run(TWO_AND_TWO, send_many)):
+        remote = {0: [2, 3], 1: [3, 2], 2: [0, 1], 3: [1, 0]}[own]
+        assert arrived == [(rank, [100.0 * number + 10 * rank + own] * 4) for number in range(3) for rank in remote]
+
+
+def send_empty(group: SymmetricGroup) -> list[int]:
+    """Rank 0 sends nothing, in an empty slice; rank 1 sends something."""
+    sizes = {0: 0, 1: 3}
+    peer = 1 - group.rank
+    exchange = messages_of(group).exchange(
+        CHANNEL, TAG, {peer: torch.ones(sizes[group.rank])}, {peer: torch.empty(sizes[peer])}, Waiter()
+    )
+    arrived = [rank for rank, _ in exchange.arrivals(in_seconds(60))]
+    exchange.finish(in_seconds(60))
+    return arrived
+
+
+def test_empty_slices_are_neither_sent_nor_waited_for() -> None:
+    assert run(APART, send_empty) == [[1], []]
+
+
+def send_with_tags(group: SymmetricGroup) -> list[float]:
+    """Two channels: rank 0 uses one first, rank 1 the other."""
+    messages, peer = messages_of(group), 1 - group.rank
+    received: dict[int, Tensor] = {}
+    exchanges = {}
+    for channel in (0, 1) if group.rank == 0 else (1, 0):
+        received[channel] = torch.empty(1)
+        exchanges[channel] = messages.exchange(
+            channel, 10 + channel, {peer: torch.tensor([float(channel)])}, {peer: received[channel]}, Waiter()
+        )
+    for exchange in exchanges.values():
+        list(exchange.arrivals(in_seconds(60)))
+        exchange.finish(in_seconds(60))
+    return [received[0].item(), received[1].item()]
+
+
+def test_channels_may_be_used_in_another_order_by_each_rank_since_tags_tell_them_apart() -> None:
+    assert run(APART, send_with_tags) == [[0.0, 1.0]] * 2
+
+
+# Who is waited for in vain
+
+
+def wait_in_vain(group: SymmetricGroup, other_does: str) -> tuple[int, Why, float] | None:
+    if group.rank == 1:
+        if other_does == "leave":
+            group.peer_monitor.close()
+        elif other_does == "refuse":
+            group.peer_monitor.say_refused(CHANNEL)
+        elif other_does == "end":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif other_does == "call with another tag":
+            exchange = messages_of(group).exchange(CHANNEL, TAG + 1, {0: torch.ones(1)}, {}, Waiter())
+            with pytest.raises(LateRankError) as late:
+                exchange.finish(in_seconds(60))
+            assert (late.value.rank, late.value.why) == (0, Why.differs)
+        return None
+    exchange = messages_of(group).exchange(CHANNEL, TAG, {}, {1: torch.empty(1)}, Waiter())
+    began = time.monotonic()
+    with pytest.raises(LateRankError) as raised:
+        list(exchange.arrivals(in_seconds(2 if other_does == "stay silent" else 60)))
+    return raised.value.rank, raised.value.why, time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    ("other_does", "why"),
+    [
+        ("leave", Why.is_gone),
+        ("refuse", Why.has_refused),
+        ("end", Why.is_gone),
+        ("call with another tag", Why.differs),
+        ("stay silent", Why.is_late),
+    ],
+)
+def test_a_rank_that_is_waited_for_in_vain_is_named_soon(other_does: str, why: Why) -> None:
+    ranks = Ranks(2, on_hosts, APART, wait_and_end, other_does)
+    answer = ranks._answers[0].recv_bytes()
+    ranks.kill()
+    result, failure = pickle.loads(answer)
+    assert failure is None, failure
+    rank, seen, seconds = result
+    assert (rank, seen) == (1, why)
+    assert seconds < SOON_SECONDS
+
+
+def wait_and_end(other_does: str) -> Any:
+    """Without what is collective at the end, in which the other rank takes no part."""
+    dist.init_process_group("gloo")
+    result = wait_in_vain(symmetric_group(), other_does)
+    if dist.get_rank() == 1:
+        time.sleep(2 * SOON_SECONDS)
+    return result
+
+
+# The same with a channel, whose error names the ranks
+
+
+def error_of(work: Callable[[], object]) -> str:
+    began = time.monotonic()
+    with pytest.raises(CommunicationError) as raised:
+        work()
+    assert time.monotonic() - began < SOON_SECONDS
+    return re.sub(r" \(pid \d+\)", "", str(raised.value)).replace("on " + os.uname().nodename, "here")
+
+
+def exchange_with_all(channel: Channel, fingerprint: int) -> None:
+    slices = {rank: torch.ones(2) for rank in channel.group.hosts.remote}
+    exchange = channel.exchange(slices, {rank: torch.empty(2) for rank in slices}, fingerprint=fingerprint)
+    list(exchange.arrivals())
+    exchange.finish()
+
+
+def call_with_other_fingerprint(group: SymmetricGroup) -> str:
+    channel = Channel(group, "step", 60.0)
+    for fingerprint in range(3):
+        exchange_with_all(channel, fingerprint)
+    return error_of(lambda: exchange_with_all(channel, 100 + group.rank))
+
+
+def test_ranks_of_two_hosts_with_other_fingerprints_are_told() -> None:
+    for rank, message in enumerate(run(APART, call_with_other_fingerprint)):
+        assert message == (
+            f"channel step, epoch 1: rank {rank} here and rank {1 - rank} here differ in shapes or settings; "
+            "all ranks must make the same calls"
+        )
+
+
+def call_with_other_batch_sizes(group: SymmetricGroup) -> str:
+    layout = ExchangeLayout(tuple((LookupLayout(columns=(8 * rank,), dims=(8,)),) for rank in range(2)), columns=16)
+    workspace = EmbeddingWorkspace(group, layout, name="embedding", timeout_seconds=60.0)
+    pooled = [torch.ones(5, 8)]
+    pooled_all_to_all(workspace, pooled, [3, 2])
+    return error_of(lambda: pooled_all_to_all(workspace, pooled, [3, 2] if group.rank == 0 else [2, 3]))
+
+
+def test_ranks_of_two_hosts_with_other_batch_sizes_are_told() -> None:
+    for rank, message in enumerate(run(APART, call_with_other_batch_sizes)):
+        assert f"rank {rank} here and rank {1 - rank} here differ in shapes or settings" in message
+
+
+def be_late(group: SymmetricGroup) -> None:
+    channel = Channel(group, "step", 60.0)
+    for fingerprint in range(2):
+        if group.rank == fingerprint:
+            time.sleep(2.5)  # the other one asks after a second
+        exchange_with_all(channel, fingerprint)
+
+
+def test_a_rank_that_is_merely_late_makes_no_other_calls() -> None:
+    run(APART, be_late)
+
+
+def refuse(group: SymmetricGroup) -> str:
+    channel = Channel(group, "step", 60.0)
+    exchange_with_all(channel, 0)
+    if group.rank == 3:
+        with pytest.raises(UsageError), abort_peers_on_error(channel):
+            raise UsageError("a wrong shape")
+        return error_of(channel.raise_fault)
+    if group.rank == 2:
+        return error_of(lambda: channel.run_epoch(lambda *_: None))
+    return error_of(lambda: exchange_with_all(channel, 1))
+
+
+def test_a_usage_error_of_one_rank_is_an_error_of_all_that_names_it() -> None:
+    for message in run(TWO_AND_TWO, refuse):
+        assert re.fullmatch(
+            r"channel step, epoch \d: rank 3 here did not take part because of an error; see its message", message
+        )
