@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dlrm_fused.errors import UsageError
+
 
 def storage_info(file: str, offset: int, length: int) -> Any:
     """Where in a checkpoint's files a tensor lies, as torch.distributed.checkpoint (DCP) keeps it in its metadata.
@@ -58,6 +60,32 @@ def is_nvshmem_available() -> bool:
     from torch.distributed import _symmetric_memory
 
     return _symmetric_memory.is_nvshmem_available()
+
+
+def use_symmetric_memory_backend(name: str, device: torch.device) -> None:
+    """Have torch's symmetric memory on a device come from this backend, in the whole process.
+
+    Raises:
+        UsageError: it has given memory of another backend.
+    """
+    from torch.distributed import _symmetric_memory
+
+    if _symmetric_memory.get_backend(device) == name:
+        return
+    try:
+        _symmetric_memory.set_backend(name)
+    except RuntimeError as error:
+        raise UsageError(f"torch's symmetric memory cannot use {name} any more; set TORCH_SYMMMEM={name}: {error}") from error
+
+
+def nvshmem_bindings() -> Any:
+    """The module by which Triton kernels call NVSHMEM: ``putmem_signal_block``, ``signal_wait_until``, ``requires_nvshmem``.
+
+    Its import initializes CUDA; without a GPU it defines nothing to call.
+    """
+    from torch.distributed._symmetric_memory import _nvshmem_triton
+
+    return _nvshmem_triton
 
 
 def empty_symmetric(size: int, device: torch.device) -> Tensor:

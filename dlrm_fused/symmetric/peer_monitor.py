@@ -72,6 +72,7 @@ class PeerMonitor:
         self._gone: int | None = None  # the last that was told to callbacks
         self._loss_callbacks: list[Callable[[int], None]] = []
         self._gone_callbacks: list[Callable[[int], None]] = []
+        self._refusal_callbacks: list[Callable[[int], None]] = []
         self._lock = threading.Lock()
         self._closing = False
         self._peers: dict[int, socket.socket] = {}
@@ -130,6 +131,14 @@ class PeerMonitor:
             gone = self._gone
         if gone is not None:
             callback(gone)
+
+    def on_refusal(self, callback: Callable[[int], None]) -> None:
+        """Call ``callback(rank)`` when that rank refuses to take part in an exchange, in the thread of the monitor."""
+        with self._lock:
+            self._refusal_callbacks.append(callback)
+            refused = tuple(self._refused)
+        for rank in refused:
+            callback(rank)
 
     def describe(self, rank: int) -> str:
         """Such as ``rank 3 on host (pid 123)``."""
@@ -247,7 +256,10 @@ class PeerMonitor:
             if kind == _GOODBYE:
                 self._left.add(rank)
             elif kind == _REFUSED:
-                self._refused.add(rank)
+                with self._lock:
+                    self._refused.add(rank)
+                    callbacks = self._refusal_callbacks[:]
+                self._call(callbacks, rank)
             else:
                 self._lose(rank)
         if received and peer not in self._left:
