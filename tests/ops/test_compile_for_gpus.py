@@ -15,7 +15,7 @@ from triton.runtime import JITFunction, driver
 from dlrm_fused.ops.common import scatter_rows as scatter
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.embedding_all_to_all import ExchangeLayout, LookupLayout, reduce, update
-from dlrm_fused.ops.embedding_all_to_all.kernel import in_memory_of_ranks, lookup_and_scatter
+from dlrm_fused.ops.embedding_all_to_all.kernel import Lookup, in_memory_of_ranks, lookup_and_scatter
 from dlrm_fused.ops.embedding_all_to_all.layout import feature_tables
 from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
 from dlrm_fused.ops.embedding_all_to_all.scatter import scatter_tiles
@@ -177,7 +177,8 @@ def launch_lookup(wire: torch.dtype, row_wise: bool, output: torch.dtype = torch
     batch = make_lookup(tables, 8, 3, weighted=row_wise)
     for own in features:
         lookup_and_scatter(
-            workspace, plan, 0, own, tables.weights, batch.indices, batch.offsets, batch.per_sample_weights,
+            workspace, plan,
+            Lookup(0, own, tables.weights, batch.indices, batch.offsets, batch.per_sample_weights),
             in_memory_of_ranks(workspace, plan, 0), receive_offset=4096, first=True, last=True,
         )  # fmt: skip
     reduce._finish_staged(workspace, plan, torch.zeros(4, 84, dtype=output), are_empty_bags_sent=not row_wise)

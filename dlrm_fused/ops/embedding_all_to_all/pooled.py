@@ -109,7 +109,8 @@ def _send(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[Tensor], 
     if not plan.hosts.are_many:
         send_in_host(workspace, plan, pooled, receive_offset)
         return
-    slices = PooledSlices(workspace, plan, packed_slices(workspace, plan, pooled))
+    slices = PooledSlices(workspace, plan)
+    slices.send(packed_slices(workspace, plan, pooled))
     send_in_host(workspace, plan, pooled, receive_offset)
     slices.send_sums()
     slices.receive(receive_offset)
