@@ -191,7 +191,7 @@ def wait_for_slice(channel, puts, peer, fingerprint):
     if seen < (number << 32):
         report_fault(channel, fault_kind(channel), peer, epoch, ARRIVAL)
     elif (seen & 0xFFFFFFFF) != fingerprint:
-        report_fault(channel, MISMATCH + tl.zeros((), tl.int64), peer, epoch, ARRIVAL)
+        report_fault(channel, MISMATCH, peer, epoch, ARRIVAL)
     else:
         order_after_signal(address, number << 32)
         place = slot_address(channel, puts, puts.inbox, _OWN_BOX, number, peer)
