@@ -59,10 +59,10 @@ _BOX_THERE = tl.constexpr(2)
 ARRIVED = tl.constexpr(0)
 CREDIT = tl.constexpr(1)
 
-# NVSHMEM's constants. The examples in PyTorch's bindings have another number for the first, with which a put to another host
-# signals nothing.
+# NVSHMEM_SIGNAL_SET and NVSHMEM_CMP_GE as NVSHMEM's headers have them (3.4.5: nvshmem_common_transport.h, nvshmem_constants.h).
+# The docstrings of PyTorch's bindings say 0 and 3, which NVSHMEM takes for something else.
 _SIGNAL_SET = tl.constexpr(9)
-_GREATER_OR_EQUAL = tl.constexpr(3)
+_GREATER_OR_EQUAL = tl.constexpr(5)
 
 # PyTorch's bindings of NVSHMEM; set by bind_nvshmem(), since their import initializes CUDA.
 _bindings: Any = None
@@ -162,9 +162,8 @@ def put_slice(channel, puts, peer, items, needed, size, fingerprint):
     # At system scope, since it is the network card that reads.
     if tl.atomic_add(stored, items + tl.zeros((), tl.int64), sem="acq_rel", scope="sys") + items == needed:
         tl.atomic_xchg(stored, tl.zeros((), tl.int64), sem="relaxed", scope="gpu")
-        put = puts.counts + _PUT * channel.world + peer
-        number = tl.load(put) + 1
-        tl.store(put, number)
+        # Not a load and a store: a thread that comes late would load what another has stored.
+        number = tl.atomic_add(puts.counts + _PUT * channel.world + peer, 1, sem="relaxed", scope="gpu") + 1
         if tl.atomic_add(channel.state + FAULT, 0, sem="relaxed", scope="gpu") == 0:
             put_with_signal(
                 slot_address(channel, puts, puts.inbox, _BOX_THERE, number, peer),
@@ -209,9 +208,7 @@ def release_slice(channel, puts, peer, items, needed):
     done = puts.counts + _DONE * channel.world + peer
     if tl.atomic_add(done, items + tl.zeros((), tl.int64), sem="acq_rel", scope="sys") + items == needed:
         tl.atomic_xchg(done, tl.zeros((), tl.int64), sem="relaxed", scope="gpu")
-        read = puts.counts + _READ * channel.world + peer
-        number = tl.load(read) + 1
-        tl.store(read, number)
+        number = tl.atomic_add(puts.counts + _READ * channel.world + peer, 1, sem="relaxed", scope="gpu") + 1
         if tl.atomic_add(channel.state + FAULT, 0, sem="relaxed", scope="gpu") == 0:
             # NVSHMEM's call for a signal alone would be made by every thread. The data is a word that nobody reads.
             scratch = puts.memory + puts.scratch
