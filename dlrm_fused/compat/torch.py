@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from dlrm_fused.errors import UsageError
 
 
 def storage_info(file: str, offset: int, length: int) -> Any:
@@ -62,20 +60,16 @@ def is_nvshmem_available() -> bool:
     return _symmetric_memory.is_nvshmem_available()
 
 
-def use_symmetric_memory_backend(name: str, device: torch.device) -> None:
+def use_symmetric_memory_backend(name: Literal["CUDA", "NVSHMEM"], device: torch.device) -> None:
     """Have torch's symmetric memory on a device come from this backend, in the whole process.
 
     Raises:
-        UsageError: it has given memory of another backend.
+        RuntimeError: it has given memory of another backend.
     """
     from torch.distributed import _symmetric_memory
 
-    if _symmetric_memory.get_backend(device) == name:
-        return
-    try:
+    if _symmetric_memory.get_backend(device) != name:
         _symmetric_memory.set_backend(name)
-    except RuntimeError as error:
-        raise UsageError(f"torch's symmetric memory cannot use {name} any more; set TORCH_SYMMMEM={name}: {error}") from error
 
 
 def nvshmem_bindings() -> Any:

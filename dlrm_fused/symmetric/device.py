@@ -11,8 +11,8 @@ A kernel is given tables of addresses (:class:`~dlrm_fused.symmetric.memory.Symm
 The same source runs on GPUs and, under ``TRITON_INTERPRET=1``, in processes on the CPU. There the programs of a grid run one
 after the other, hence none may wait for a later one of its own grid.
 
-Ranks of other hosts take no part in an epoch: their addresses are 0 in all tables, and kernels store nothing there. Slices go to
-them; :mod:`~dlrm_fused.symmetric.device_puts` has what puts those from within a kernel.
+Ranks of other hosts take no part in an epoch: their addresses are 0 in all tables, and kernels store nothing there. Slices go
+to them; :mod:`~dlrm_fused.symmetric.device_puts` has what puts those from within a kernel.
 
 Memory order: the stores of a program precede its barrier, the barrier its count (``acq_rel``, device scope), the last count the
 signal (``release``, system scope); who sees the signal (``acquire``, system scope) sees all of them.

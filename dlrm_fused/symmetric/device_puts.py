@@ -11,7 +11,7 @@ and the receiver, in the same order of slices::
 
     place = wait_for_slice(channel, puts, peer, fingerprint)        # where the next slice of a rank lies, once it is there
     tl.load(...)                                                    # not if `place` is negative
-    release_slice(channel, puts, peer, 1, tl.num_programs(0))       # the last program tells the sender that it may be overwritten
+    release_slice(channel, puts, peer, 1, tl.num_programs(0))       # the last program tells the sender that it is read
 
 Slices from one rank to another are numbered from 1. Slice n goes through slot ``n % slots`` of the sender's outbox and of the
 receiver's inbox, and is opened only when the receiver has returned the credit of slice ``n - slots``: then that slice has left
@@ -81,7 +81,9 @@ class PutArgs(NamedTuple):
     outbox: Any
 
 
-def put_args(memory: int, counts: Any, ranks: Any, slot_size: int, slots: int, scratch: int, inbox: int, outbox: int) -> PutArgs:
+def put_args(
+    memory: int, counts: Any, ranks: Any, slot_size: int, slots: int, scratch: int, inbox: int, outbox: int
+) -> PutArgs:
     """The fields as kernels want them."""
     return PutArgs(memory, counts, ranks, slot_size, constant(slots), constant(scratch), constant(inbox), constant(outbox))
 

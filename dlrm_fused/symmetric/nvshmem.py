@@ -7,7 +7,6 @@ the signals of its handles do nothing with this backend (pytorch/pytorch#191858)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,6 +24,9 @@ from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.symmetric.device_puts import bind_nvshmem
 from dlrm_fused.symmetric.memory import SymmetricGroup, SymmetricMemory
 
+# Until the process ends: freeing is collective (pytorch/pytorch#195500), and a late credit may still arrive.
+_kept: list[SymmetricMemory] = []
+
 
 class NvshmemGroup(SymmetricGroup):
     """Ranks with a GPU of their own each, on one or several hosts. The process group has all ranks."""
@@ -33,22 +35,24 @@ class NvshmemGroup(SymmetricGroup):
 
     def _check_peers(self) -> None:
         self._kernels: dict[Any, Any] = {}
-        self._kept: list[SymmetricMemory] = []
         self._bindings: Any = None
         self.gather(self._use_nvshmem)
 
     def _use_nvshmem(self) -> None:
-        # Its first allocation is a collective of all ranks, and one of some ranks can hang a later one (pytorch#196082).
+        # Its first allocation is a collective of all ranks; one of some ranks can hang a later one (pytorch/pytorch#196082).
         if self.process_group is not None and self.world_size != dist.get_world_size():
             raise UsageError(
                 f"DLRM_FUSED_TRANSPORT=nvshmem: a group of {self.world_size} of {dist.get_world_size()} ranks; it takes all"
             )
         if not is_nvshmem_available():
             raise UsageError(
-                "DLRM_FUSED_TRANSPORT=nvshmem: torch finds no NVSHMEM (`dlrm-fused doctor` says more); "
-                "install nvidia-nvshmem-cu12, or use DLRM_FUSED_TRANSPORT=messages"
+                "DLRM_FUSED_TRANSPORT=nvshmem: torch finds no NVSHMEM (`python -m dlrm_fused.doctor` says more); "
+                "install the nvidia-nvshmem package that torch's CUDA build names, or use DLRM_FUSED_TRANSPORT=messages"
             )
-        use_symmetric_memory_backend("NVSHMEM", self.device)
+        try:
+            use_symmetric_memory_backend("NVSHMEM", self.device)
+        except RuntimeError as error:
+            raise UsageError(f"torch's symmetric memory has another backend; set TORCH_SYMMMEM=NVSHMEM: {error}") from error
         self._bindings = nvshmem_bindings()
         bind_nvshmem(self._bindings)
 
@@ -66,21 +70,28 @@ class NvshmemGroup(SymmetricGroup):
 
     def _allocate(self, name: str, size: int) -> SymmetricMemory:
         with torch.cuda.device(self.device):
-            blocks: list[Mapping[int, Tensor]] = []
-            handles: list[Any] = []
             if self.process_group is None:
                 return SymmetricMemory(name, {0: torch.zeros(size, dtype=torch.uint8, device=self.device)}, 0, 1)
-            local = empty_symmetric(size, self.device)
-            local.zero_()
-            torch.cuda.synchronize(self.device)
-            handles.append(rendezvous(local, self.process_group))
+            allocated: list[Tensor] = []
+            self.gather(lambda: allocated.append(self._zeros(size)))
+            mapped: list[tuple[Any, dict[int, Tensor]]] = []
             # Ends when all memory is zero and mapped.
-            self.gather(lambda: blocks.append(self._blocks(name, local, handles[0])))
-        memory = SymmetricMemory(name, blocks[0], self.rank, self.world_size, resources=(handles, local))
-        self._kept.append(memory)
+            self.gather(lambda: mapped.append(self._map(name, allocated[0])))
+        ((handle, blocks),) = mapped
+        memory = SymmetricMemory(name, blocks, self.rank, self.world_size, resources=handle)
+        _kept.append(memory)
         return memory
 
-    def _blocks(self, name: str, local: Tensor, handle: Any) -> dict[int, Tensor]:
+    def _zeros(self, size: int) -> Tensor:
+        block = empty_symmetric(size, self.device)
+        block.zero_()
+        torch.cuda.synchronize(self.device)
+        return block
+
+    def _map(self, name: str, local: Tensor) -> tuple[Any, dict[int, Tensor]]:
+        """torch's handle, which owns the views of other blocks, and the blocks of this host."""
+        assert self.process_group is not None
+        handle = rendezvous(local, self.process_group)
         unreachable = [rank for rank in self.hosts.local if not handle.buffer_ptrs[rank]]
         if unreachable:
             raise CommunicationError(
@@ -88,11 +99,7 @@ class NvshmemGroup(SymmetricGroup):
                 "`nvidia-smi topo -p2p r` shows why"
             )
         assert local.data_ptr() == handle.buffer_ptrs[self.rank], "a block does not begin where its allocation does"
-        return {
+        return handle, {
             rank: local if rank == self.rank else handle.get_buffer(rank, tuple(local.shape), torch.uint8)
             for rank in self.hosts.local
         }
-
-    def release(self, memory: SymmetricMemory) -> None:
-        """Memory stays until the process ends: freeing is collective (pytorch#195500), and a late credit may still arrive."""
-        super().release(memory)

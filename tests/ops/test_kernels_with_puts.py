@@ -1,4 +1,4 @@
-"""Kernels whose ranks lie on several hosts, with slices put between these: under Triton's interpreter, with a model of NVSHMEM."""
+"""Kernels with ranks on several hosts, and slices put between these: under Triton's interpreter, by a model of NVSHMEM."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ def test_products_and_their_gradients() -> None:
     products.check([EQUAL, ROUTED], 4, calls=2, with_gradients=True, hosts=HOSTS[0], mutate=use_model)
 
 
-@pytest.mark.slow
 def test_sums_are_the_same_bits_on_all_ranks() -> None:
     fused = run_ranks(4, on_hosts, HOSTS[0], with_puts, sums.results_and_gradients, True)
     for own, wanted in zip(fused, run_ranks(4, sums.results_and_gradients, False), strict=True):

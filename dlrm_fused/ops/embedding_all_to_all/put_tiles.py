@@ -1,4 +1,4 @@
-"""Slices between hosts by put-with-signal: a gradient is packed into them, and what has arrived is spread from them, in tiles."""
+"""Slices between hosts by put-with-signal: a gradient is packed into them, what has arrived is spread from them, in tiles."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ def _copy_tile(source, source_stride, fields, block, destination, may_store, ROW
     inside = (row < tl.load(fields + 6))[:, None] & (column < width)[None, :] & may_store
     first = tl.multiple_of(tl.load(fields + 2), 4)
     source_row = (tl.load(fields + 1) + row)[:, None]
-    values = tl.load(
-        source + source_row * tl.multiple_of(source_stride, 4) + (first + column)[None, :], mask=inside, other=0.0
-    )
+    values = tl.load(source + source_row * tl.multiple_of(source_stride, 4) + (first + column)[None, :], mask=inside, other=0.0)
     stride = tl.multiple_of(tl.load(fields + 4), 4)
     places = destination + row[:, None].to(tl.int64) * stride + column[None, :]
     tl.store(places, to_wire(values.to(tl.float32), destination.dtype.element_ty), mask=inside)
