@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -58,6 +58,28 @@ def is_nvshmem_available() -> bool:
     from torch.distributed import _symmetric_memory
 
     return _symmetric_memory.is_nvshmem_available()
+
+
+def use_symmetric_memory_backend(name: Literal["CUDA", "NVSHMEM"], device: torch.device) -> None:
+    """Have torch's symmetric memory on a device come from this backend, in the whole process.
+
+    Raises:
+        RuntimeError: it has given memory of another backend.
+    """
+    from torch.distributed import _symmetric_memory
+
+    if _symmetric_memory.get_backend(device) != name:
+        _symmetric_memory.set_backend(name)
+
+
+def nvshmem_bindings() -> Any:
+    """The module by which Triton kernels call NVSHMEM: ``putmem_signal_block``, ``signal_wait_until``, ``requires_nvshmem``.
+
+    Its import initializes CUDA; without a GPU it defines nothing to call.
+    """
+    from torch.distributed._symmetric_memory import _nvshmem_triton
+
+    return _nvshmem_triton
 
 
 def empty_symmetric(size: int, device: torch.device) -> Tensor:

@@ -40,6 +40,7 @@ from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.symmetric.device import channel_args, polls_per_second
 from dlrm_fused.symmetric.memory import SymmetricGroup
 from dlrm_fused.symmetric.messages import Exchange, LateRankError, Waiter, Why
+from dlrm_fused.symmetric.puts import Puts
 
 # The words and values below are those of device.py.
 # Words of Channel.state.
@@ -56,6 +57,9 @@ _READY, _ARRIVAL = 0, 1
 # A ready word is epoch << 32 | offset / OFFSET_UNIT; the last offset means that the rank refuses to take part.
 OFFSET_UNIT = 4096
 _REFUSED_OFFSET = 0xFFFFFFFF
+
+# Bytes in which Channel.exchange puts slices, one after the other.
+_PIECE_BYTES = 1 << 18
 
 _YIELDS = 100  # looks at a flag before the waiting process begins to sleep
 _SHORTEST_SLEEP_SECONDS = 20e-6
@@ -114,6 +118,11 @@ class Channel:
             self._flags = self.flags.local.view(torch.int64).numpy()
             self._peer_flags = self.flags.addresses.tolist()
         group.peer_monitor.on_gone(_abort(self.state, self.control))
+        self._puts: Puts | None = None
+        if group.puts_between_hosts and group.hosts.are_many:
+            self._puts = Puts(group, f"{name}.slices", self.args, _PIECE_BYTES)
+            # Inside a host it says so in its ready word, but kernels that wait for a slice would wait in vain.
+            group.peer_monitor.on_refusal(self._number, _abort(self.state, self.control))
 
     def raise_fault(self) -> None:
         """Raise what has gone wrong, if anything. Reads host memory only: a kernel's fault shows when the kernel has ended.
@@ -142,6 +151,8 @@ class Channel:
         awaited = "to be ready to receive" if self._control[_AWAITED] == _READY else "to send its data"
         if kind == _ABORTED:
             ended = int(self._control[_LOST]) - 1 if self._control[_LOST] else peer
+            if self.group.peer_monitor.refused_peer(self._number) == ended:
+                raise CommunicationError(f"{where}: {describe(ended)} did not take part because of an error; see its message")
             raise CommunicationError(
                 f"{where}: {describe(ended)} has ended while {here} waited for {describe(peer)} {awaited}; see its messages"
             )
@@ -151,7 +162,7 @@ class Channel:
         )
 
     def exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], *, fingerprint: int) -> ChannelExchange:
-        """Begin to exchange slices with ranks of other hosts.
+        """Begin to exchange slices with ranks of other hosts. Exchanges are to be received in the order in which they begin.
 
         Args:
             sent: by rank; contiguous, and unchanged until the exchange is finished. Empty slices are not sent.
@@ -163,8 +174,10 @@ class Channel:
         """
         self.raise_fault()
         messages = self.group.messages
-        assert messages is not None, f"channel {self.name}: all ranks are on one host"
         tag = zlib.crc32(f"{self._number} {fingerprint}".encode()) >> 1
+        if self._puts is not None:
+            return ChannelExchange(self, self._puts.exchange(sent, received, tag, self.raise_fault))
+        assert messages is not None, f"channel {self.name}: all ranks are on one host"
         return ChannelExchange(self, messages.exchange(self._number, tag, sent, received, self._waiter))
 
     def run_epoch(self, store: Callable[[int, int], object], *, offset: int = 0, fingerprint: int = 0) -> None:

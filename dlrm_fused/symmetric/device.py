@@ -11,7 +11,8 @@ A kernel is given tables of addresses (:class:`~dlrm_fused.symmetric.memory.Symm
 The same source runs on GPUs and, under ``TRITON_INTERPRET=1``, in processes on the CPU. There the programs of a grid run one
 after the other, hence none may wait for a later one of its own grid.
 
-Ranks of other hosts take no part in an epoch: their addresses are 0 in all tables, and kernels store nothing there.
+Ranks of other hosts take no part in an epoch: their addresses are 0 in all tables, and kernels store nothing there. Slices go
+to them; :mod:`~dlrm_fused.symmetric.device_puts` has what puts those from within a kernel.
 
 Memory order: the stores of a program precede its barrier, the barrier its count (``acq_rel``, device scope), the last count the
 signal (``release``, system scope); who sees the signal (``acquire``, system scope) sees all of them.
@@ -89,6 +90,11 @@ for _name in ("add", "sub", "mul", "mod", "floordiv"):
         setattr(_InterpretedConstant, _method, _function)
 
 
+def constant(value: int) -> Any:
+    """A field of a tuple that is a constant to the compiler."""
+    return _InterpretedConstant(value) if triton.knobs.runtime.interpret else tl.constexpr(value)
+
+
 def channel_args(
     flags: torch.Tensor, flag_addresses: torch.Tensor, state: torch.Tensor, control: int, poll_limit: int, rank: int, world: int
 ) -> ChannelArgs:
@@ -96,7 +102,6 @@ def channel_args(
 
     The limit is rounded up to a multiple of 16: Triton compiles a kernel anew for a 1, and for what 16 does not divide.
     """
-    constant = _InterpretedConstant if triton.knobs.runtime.interpret else tl.constexpr
     lanes = triton.next_power_of_2(world)
     poll_limit = -(-poll_limit // 16) * 16
     return ChannelArgs(flags, flag_addresses, state, control, poll_limit, constant(rank), constant(world), constant(lanes))

@@ -1,8 +1,9 @@
-"""Chooses the transport of a process group, shared memory or CUDA; the only module that knows them all."""
+"""Chooses the transport of a process group: shared memory, CUDA or NVSHMEM; the only module that knows them all."""
 
 from __future__ import annotations
 
 import atexit
+import os
 from contextlib import suppress
 
 import torch
@@ -12,9 +13,19 @@ from dlrm_fused.compat.torch import is_alive
 from dlrm_fused.errors import UsageError
 from dlrm_fused.symmetric.cuda import CudaGroup
 from dlrm_fused.symmetric.memory import SymmetricGroup
+from dlrm_fused.symmetric.nvshmem import NvshmemGroup
 from dlrm_fused.symmetric.shared import SharedGroup
 
-_TRANSPORTS: dict[str, type[SymmetricGroup]] = {"cpu": SharedGroup, "cuda": CudaGroup}
+# How slices go to ranks of other hosts: `messages` of the process group, or `nvshmem`, put-with-signal from within kernels.
+_TRANSPORT_VARIABLE = "DLRM_FUSED_TRANSPORT"
+_MESSAGES = "messages"
+
+# By type of device and value of the variable.
+_TRANSPORTS: dict[tuple[str, str], type[SymmetricGroup]] = {
+    ("cpu", _MESSAGES): SharedGroup,
+    ("cuda", _MESSAGES): CudaGroup,
+    ("cuda", "nvshmem"): NvshmemGroup,
+}
 
 _groups: dict[tuple[dist.ProcessGroup | None, torch.device], SymmetricGroup] = {}
 
@@ -36,7 +47,8 @@ def symmetric_group(process_group: dist.ProcessGroup | None = None, device: torc
             NCCL, else ``cpu``.
 
     Raises:
-        UsageError: this rank is not in the process group; or, on all ranks, their types of device differ.
+        UsageError: this rank is not in the process group, or there is no transport ``DLRM_FUSED_TRANSPORT`` for the device; or,
+            on all ranks, their types of device or transports differ, or NVSHMEM cannot be used.
         CommunicationError: on all ranks, if some of them cannot connect to each other.
     """
     if process_group is None and dist.is_initialized():
@@ -71,6 +83,10 @@ def _device(process_group: dist.ProcessGroup | None, device: torch.device | str 
 
 
 def _transport(device: torch.device) -> type[SymmetricGroup]:
-    if device.type in _TRANSPORTS:
-        return _TRANSPORTS[device.type]
-    raise UsageError(f"device={device}: symmetric memory exists for cpu and cuda")
+    name = os.environ.get(_TRANSPORT_VARIABLE) or _MESSAGES
+    if (device.type, name) in _TRANSPORTS:
+        return _TRANSPORTS[device.type, name]
+    names = [transport for kind, transport in _TRANSPORTS if kind == device.type]
+    if not names:
+        raise UsageError(f"device={device}: symmetric memory exists for cpu and cuda")
+    raise UsageError(f"{_TRANSPORT_VARIABLE}={name}: on {device.type} it is one of: {', '.join(names)}")

@@ -2,8 +2,9 @@
 
 :meth:`SymmetricGroup.allocate` gives a block of one size on every rank, through whose ``addresses`` kernels store at the ranks
 of their host. Transports implement it: :mod:`~dlrm_fused.symmetric.shared` for processes on a CPU machine,
-:mod:`~dlrm_fused.symmetric.cuda` for GPUs; :mod:`~dlrm_fused.symmetric.factory` chooses one. What goes to another host goes in
-finished slices, through the group's :class:`~dlrm_fused.symmetric.messages.Messages`.
+:mod:`~dlrm_fused.symmetric.cuda` and :mod:`~dlrm_fused.symmetric.nvshmem` for GPUs; :mod:`~dlrm_fused.symmetric.factory`
+chooses one. What goes to another host goes in finished slices, through the group's
+:class:`~dlrm_fused.symmetric.messages.Messages`, or, with NVSHMEM, by :class:`~dlrm_fused.symmetric.puts.Puts`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import abc
 import itertools
 import logging
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -67,10 +68,13 @@ class SymmetricGroup(abc.ABC):
         rank: within the process group, as all ranks here.
         device: of this rank's memory; a CUDA device has an index.
         hosts: which ranks lie on one host, and so reach each other's memory by stores.
-        messages: takes slices to ranks of other hosts; None if there are none.
+        messages: takes slices to ranks of other hosts; None if there are none, or slices are put.
+        puts_between_hosts: whether kernels put slices into the memory of ranks of other hosts.
         is_closed: whether this rank has called ``close``.
         peer_monitor: notices when the process of another rank is gone.
     """
+
+    puts_between_hosts = False
 
     def __init__(self, process_group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.process_group = process_group
@@ -86,21 +90,35 @@ class SymmetricGroup(abc.ABC):
         self.messages: Messages | None = None
         if self.hosts.are_many:
             assert process_group is not None
-            self.messages = Messages(process_group, device, self.peer_monitor)
+            between = "put-with-signal"
+            if not self.puts_between_hosts:
+                self.messages = Messages(process_group, device, self.peer_monitor)
+                between = f"messages ({self.messages.backend})"
             if self.rank == 0:
                 logger.info(
-                    "%d ranks on %d hosts: stores inside a host, messages (%s) between hosts",
+                    "%d ranks on %d hosts: stores inside a host, %s between hosts",
                     self.world_size,
                     len(self.hosts.ranks),
-                    self.messages.backend,
+                    between,
                 )
 
     def _find_hosts(self) -> Hosts:
-        ranks = self.gather(lambda: (self.device.type, Host.here()))
-        if len({kind for kind, _ in ranks}) > 1:
-            listed = ", ".join(f"rank {rank}: {kind}" for rank, (kind, _) in enumerate(ranks))
+        ranks = self.gather(lambda: (self.device.type, self.puts_between_hosts, Host.here()))
+        if len({kind for kind, _, _ in ranks}) > 1:
+            listed = ", ".join(f"rank {rank}: {kind}" for rank, (kind, _, _) in enumerate(ranks))
             raise UsageError(f"symmetric memory must be on the same type of device on all ranks; got {listed}")
-        return Hosts.of([host for _, host in ranks], self.rank)
+        with_puts = [rank for rank, (_, puts, _) in enumerate(ranks) if puts]
+        if with_puts and len(with_puts) < len(ranks):
+            raise UsageError(f"DLRM_FUSED_TRANSPORT must be the same on all ranks; it is nvshmem on ranks {with_puts} alone")
+        return Hosts.of([host for _, _, host in ranks], self.rank)
+
+    def put_numbers(self) -> list[int]:
+        """By rank, the number that a put names it by."""
+        return list(range(self.world_size))
+
+    def with_puts(self, kernel: Any) -> Any:
+        """A Triton kernel that puts or waits for slices, as it is to be launched."""
+        return kernel
 
     def next_channel(self) -> int:
         """A number for a channel of the group, equal on all ranks that make their channels in the same order."""

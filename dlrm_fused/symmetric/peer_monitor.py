@@ -84,6 +84,7 @@ class PeerMonitor:
         self._loss_callbacks: list[Callable[[int], None]] = []
         self._gone_callbacks: list[Callable[[int], None]] = []
         self._expected_callback: Callable[[int, int, int, int], None] | None = None
+        self._refusal_callbacks: dict[int, list[Callable[[int], None]]] = {}  # by channel
         self._lock = threading.Lock()
         self._closing = False
         self._peers: dict[int, socket.socket] = {}
@@ -162,6 +163,14 @@ class PeerMonitor:
             gone = self._gone
         if gone is not None:
             callback(gone)
+
+    def on_refusal(self, channel: int, callback: Callable[[int], None]) -> None:
+        """Call ``callback(rank)`` when that rank refuses to take part in an exchange of a channel, in the monitor's thread."""
+        with self._lock:
+            self._refusal_callbacks.setdefault(channel, []).append(callback)
+            refused = self._refused.get(channel)
+        if refused is not None:
+            callback(refused)
 
     def describe(self, rank: int) -> str:
         """Such as ``rank 3 on host (pid 123)``."""
@@ -289,7 +298,10 @@ class PeerMonitor:
             if kind == _GOODBYE:
                 self._left.add(rank)
             elif kind == _REFUSED:
-                self._refused.setdefault(call[0], rank)
+                with self._lock:
+                    self._refused.setdefault(call[0], rank)
+                    callbacks = self._refusal_callbacks.get(call[0], [])[:]
+                self._call(callbacks, rank)
             elif kind == _DIFFERS:
                 self._differing.add((call[0], rank))
             elif kind == _EXPECTS:

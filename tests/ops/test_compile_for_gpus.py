@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +17,8 @@ from triton.runtime import JITFunction, driver
 
 from dlrm_fused.ops.common import scatter_rows as scatter
 from dlrm_fused.ops.common.workspace import ReceiveWindow
-from dlrm_fused.ops.embedding_all_to_all import ExchangeLayout, LookupLayout, reduce, update
-from dlrm_fused.ops.embedding_all_to_all.kernel import in_memory_of_ranks, lookup_and_scatter
+from dlrm_fused.ops.embedding_all_to_all import ExchangeLayout, LookupLayout, put_tiles, reduce, update
+from dlrm_fused.ops.embedding_all_to_all.kernel import Lookup, in_memory_of_ranks, lookup_and_put, lookup_and_scatter
 from dlrm_fused.ops.embedding_all_to_all.layout import feature_tables
 from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
 from dlrm_fused.ops.embedding_all_to_all.scatter import scatter_tiles
@@ -27,11 +30,15 @@ from dlrm_fused.ops.gemv_all_reduce import op as gemv
 from dlrm_fused.ops.gemv_all_reduce.kernel import ReceiveBuffer
 from dlrm_fused.ops.gemv_all_reduce.tuning import Blocks, override
 from dlrm_fused.ops.moe import dispatch, steps
+from dlrm_fused.symmetric import device_puts
 from dlrm_fused.symmetric.device import channel_args
 from dlrm_fused.symmetric.hosts import Hosts
 from tests.ops.embedding_all_to_all.lookups import make_lookup, make_tables
 
 WORLD, RANK = 2, 1
+# PyTorch's bindings of NVSHMEM, and the two functions that they call, in LLVM's language.
+BINDINGS: Any = None
+DEVICE_LIBRARY = Path(__file__).with_name("nvshmem_device.ll")
 EXPERTS, TOP_K, WIDTH, TILE_ROWS = 8, 2, 64, 64
 
 
@@ -48,6 +55,14 @@ class NoGpu:
         return 0
 
 
+def nvshmem_bindings(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """PyTorch's, which define nothing unless there is a GPU."""
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
+    module = "torch.distributed._symmetric_memory._nvshmem_triton"
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    return importlib.import_module(module)
+
+
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """By name, the kernels that the test has launched: compiled, not run."""
@@ -62,6 +77,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     for module in (scatter, dispatch, reduce):
         monkeypatch.setattr(module, "uses_kernels", lambda device: True)
     monkeypatch.setattr(update, "_check_lookup", lambda tables, indices, offsets: tables.batch_size(offsets))
+    global BINDINGS
+    BINDINGS = nvshmem_bindings(monkeypatch)
+    monkeypatch.setattr(device_puts, "_bindings", BINDINGS)
     yield kernels
     override(None)
 
@@ -179,7 +197,8 @@ def launch_lookup(wire: torch.dtype, row_wise: bool, output: torch.dtype = torch
     batch = make_lookup(tables, 8, 3, weighted=row_wise)
     for own in features:
         lookup_and_scatter(
-            workspace, plan, 0, own, tables.weights, batch.indices, batch.offsets, batch.per_sample_weights,
+            workspace, plan,
+            Lookup(0, own, tables.weights, batch.indices, batch.offsets, batch.per_sample_weights),
             in_memory_of_ranks(workspace, plan, 0), receive_offset=4096, first=True, last=True,
         )  # fmt: skip
     reduce._finish_staged(workspace, plan, torch.zeros(4, 84, dtype=output), are_empty_bags_sent=not row_wise)
@@ -194,6 +213,39 @@ def launch_feature_exchange(values: torch.dtype) -> None:
     fetch_kernel[(4, 8)](words, 4, memory().addresses, ids, WORLD=WORLD, RUNS=4, ELEMENTS=2048, num_warps=8)
 
 
+class LinkedPuts:
+    """As :class:`~dlrm_fused.symmetric.puts.Puts` with NVSHMEM: kernels are linked with a device library, here an empty one."""
+
+    def __init__(self) -> None:
+        words = torch.zeros(64, dtype=torch.int64)
+        self.args = device_puts.put_args(1 << 40, words, words, 1 << 18, 2, 512, 4096, 1 << 20)
+
+    def kernel(self, kernel: Any) -> Any:
+        return BINDINGS.GridCallableWithExtern(kernel, {"libnvshmem_device": str(DEVICE_LIBRARY)})
+
+
+def launch_puts_of_bytes() -> None:
+    own, source = LinkedPuts(), torch.zeros(4096, dtype=torch.uint8)
+    for kernel in (device_puts.put_bytes_kernel, device_puts.read_bytes_kernel):
+        own.kernel(kernel)[(4,)](source, 4096, 3, channel().args, own.args, 77, BLOCK=4096, num_warps=8)
+
+
+def launch_lookup_and_put(wire: torch.dtype) -> None:
+    tables, lookup = make_tables([9, 6], [64, 20], [0, 1]), LookupLayout((0, 64), (64, 20))
+    layout = ExchangeLayout(((lookup,), (LookupLayout((84,), (WIDTH,)),)), 84 + WIDTH)
+    plan = BatchPlan(layout, 0, (4, 4), SINGLE, wire, wire, torch.device("cpu"), Hosts(((0,), (1,)), 0))
+    workspace: Any = SimpleNamespace(
+        tables=[tables], own_lookups=[lookup], layout=layout, forward_wire=wire, forward_channel=channel(),
+        device=torch.device("cpu"), rank=0,
+    )  # fmt: skip
+    own, batch = LinkedPuts(), make_lookup(tables, 8, 3)
+    features = feature_tables(tables.offsets, lookup.dims, layout.slice_columns(0, 0), torch.device("cpu"))
+    lookups = [Lookup(0, part, tables.weights, batch.indices, batch.offsets, None) for part in features]
+    lookup_and_put(workspace, plan, own, lookups)  # type: ignore[arg-type]
+    put_tiles.put_gradient(own, rows(SINGLE, 4, 84 + WIDTH), plan, window(), wire)  # type: ignore[arg-type]
+    put_tiles.spread_slice(own, 1, WIDTH, plan.spread_tables[1], 4, window(), wire)  # type: ignore[arg-type]
+
+
 def launch_scatter_tiles(wire: torch.dtype) -> None:
     layout = ExchangeLayout(((LookupLayout((0,), (WIDTH,)),), (LookupLayout((WIDTH,), (WIDTH,)),)), WORLD * WIDTH)
     plan = BatchPlan(layout, RANK, (4, 4), SINGLE, wire, wire, torch.device("cpu"))
@@ -206,6 +258,7 @@ ONE_SHOT = Blocks(columns=16, depth=64, splits=3, warps=4, stages=3, two_shot=Fa
 TWO_SHOT = Blocks(columns=16, depth=64, splits=1, warps=4, stages=3, two_shot=True, flagged=False)
 FLAGGED = Blocks(columns=16, depth=64, splits=1, warps=4, stages=3, two_shot=True, flagged=True)
 OF_UPDATE = {f"{name}_kernel" for name in ("label", "order", "count", "plan", "update", "merge", "product")}
+PUT_KERNELS = {"lookup_and_put_kernel", "put_tiles_kernel", "spread_tiles_kernel"}
 OF_GEMM = {"gemm_kernel", "tile_order_kernel"}
 # What is launched, and the kernels that it compiles.
 LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
@@ -229,6 +282,9 @@ LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
     ),
     "lookup_row_wise": (lambda: launch_lookup(SINGLE, row_wise=True), {"lookup_and_scatter_kernel", "add_up_present_kernel"}),
     "feature_exchange": (lambda: launch_feature_exchange(torch.int64), {"send_kernel", "fetch_kernel"}),
+    "puts_of_bytes": (launch_puts_of_bytes, {"put_bytes_kernel", "read_bytes_kernel"}),
+    "lookup_and_put": (lambda: launch_lookup_and_put(SINGLE), PUT_KERNELS),
+    "lookup_and_put_16_bits": (lambda: launch_lookup_and_put(HALF), PUT_KERNELS),
     "scatter_tiles": (lambda: launch_scatter_tiles(torch.float16), {"scatter_tiles_kernel"}),
     "gemv_one_shot": (lambda: launch_gemv(HALF, ONE_SHOT), {"gemv_all_reduce_kernel"}),
     "gemv_two_shot_with_norm": (lambda: launch_gemv(HALF, TWO_SHOT, with_norm=True), {"gemv_all_reduce_kernel"}),

@@ -1,8 +1,10 @@
-"""The kernel of the fused lookup: bags are pooled and stored straight into the output of the rank they belong to."""
+"""The kernels of the fused lookup: bags are pooled and stored straight into the output of the rank they belong to, or into a
+slice for a rank of another host, which the program that completes it puts there while others still look up."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -12,9 +14,11 @@ from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.embedding_all_to_all.layout import FeatureTable
 from dlrm_fused.ops.embedding_all_to_all.plan import PRESENCE_UNIT, BatchPlan
 from dlrm_fused.ops.embedding_all_to_all.scatter import to_wire
-from dlrm_fused.ops.embedding_all_to_all.tuning import LookupShape, choose_blocks
+from dlrm_fused.ops.embedding_all_to_all.tuning import Blocks, LookupShape, choose_blocks
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, peer_pointer, wait_until_ready
+from dlrm_fused.symmetric.device_puts import open_slice, put_slice
+from dlrm_fused.symmetric.puts import Puts
 
 _FEATURE_FIELDS = tl.constexpr(4)
 _PRESENCE_UNIT = tl.constexpr(PRESENCE_UNIT)
@@ -62,48 +66,96 @@ def in_slices(workspace: EmbeddingWorkspace, plan: BatchPlan, buffer_address: Te
     return Destinations(plan.slice_receivers, buffer_address, plan.slice_bags, width, is_relative=False, awaits_receivers=False)
 
 
+class Lookup(NamedTuple):
+    """Some features of a lookup of this rank, and what is looked up.
+
+    Attributes:
+        number: of the lookup.
+        features: one of ``workspace.feature_tables(number)`` or ``slice_feature_tables(number)``.
+        weights, indices, offsets, sample_weights: the lookup's.
+    """
+
+    number: int
+    features: FeatureTable
+    weights: Tensor
+    indices: Tensor
+    offsets: Tensor
+    sample_weights: Tensor | None
+
+    @property
+    def is_weighted(self) -> bool:
+        return self.sample_weights is not None and self.sample_weights.numel() > 0
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As the kernels want them."""
+        sample_weights = self.sample_weights if self.sample_weights is not None and self.is_weighted else self.weights
+        return self.weights, self.indices, self.offsets, sample_weights
+
+
+def _blocks(workspace: EmbeddingWorkspace, plan: BatchPlan, lookup: Lookup) -> tuple[Blocks, int]:
+    """How to divide the work, and items of one feature and destination."""
+    mean_length = lookup.indices.numel() / max(1, lookup.offsets.numel() - 1)
+    bags = lookup.features.count * plan.global_batch
+    shape = LookupShape(lookup.features.block_dim, workspace.tables[lookup.number].weights.dtype, mean_length, bags)
+    blocks = choose_blocks(shape, workspace.device)
+    return blocks, triton.cdiv(max(plan.batch_sizes), blocks.bags)
+
+
+def _constants(workspace: EmbeddingWorkspace, lookup: Lookup, blocks: Blocks) -> dict[str, Any]:
+    features = lookup.features
+    return {
+        "WEIGHTED": lookup.is_weighted, "MEAN": workspace.tables[lookup.number].mean,
+        "WIRE": TRITON_DTYPES[workspace.forward_wire], "VECTOR": features.vector, "BAGS": blocks.bags, "ROWS": blocks.rows,
+        "SPLIT": blocks.split, "DIM": features.block_dim, "EXACT_DIM": features.is_exact, "num_warps": blocks.warps,
+    }  # fmt: skip
+
+
 def lookup_and_scatter(
     workspace: EmbeddingWorkspace,
     plan: BatchPlan,
-    number: int,
-    features: FeatureTable,
-    weights: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
+    lookup: Lookup,
     destinations: Destinations,
     *,
     receive_offset: int,
     first: bool,
     last: bool,
 ) -> None:
-    """Look up some features of a lookup of this rank, and store what belongs to each rank there.
+    """Look up some features of this rank, and store what belongs to each rank there.
 
     Args:
-        number: of the lookup.
-        features: some of its features, one of ``workspace.feature_tables(number)`` or ``slice_feature_tables(number)``.
-        weights, indices, offsets, sample_weights: the lookup's.
         receive_offset: where this rank receives in this epoch.
         first, last: whether this launch begins or ends the epoch; between them others may send more.
     """
-    tables = workspace.tables[number]
-    is_weighted = sample_weights is not None and sample_weights.numel() > 0
-    mean_length = indices.numel() / max(1, offsets.numel() - 1)
-    blocks = choose_blocks(
-        LookupShape(features.block_dim, tables.weights.dtype, mean_length, features.count * plan.global_batch), workspace.device
-    )
-    per_feature = triton.cdiv(max(plan.batch_sizes), blocks.bags)
+    blocks, per_feature = _blocks(workspace, plan, lookup)
     receivers = destinations.receivers.shape[0]
-    items = receivers * features.count * per_feature
+    items = receivers * lookup.features.count * per_feature
     lookup_and_scatter_kernel[(min(items, blocks.programs),)](
-        weights, indices, offsets, sample_weights if is_weighted else weights, features.table, destinations.bags,
+        *lookup.tensors, lookup.features.table, destinations.bags,
         per_feature, plan.global_batch, items, destinations.receivers, receivers, destinations.stride,
         destinations.addresses, receive_offset, workspace.forward_channel.args, plan.fingerprint,
-        WEIGHTED=is_weighted, MEAN=tables.mean, RELATIVE=destinations.is_relative, WAITS=destinations.awaits_receivers,
-        PARTIAL=workspace.own_lookups[number].row_wise and not plan.hosts.are_many, FIRST=first, LAST=last,
-        WIRE=TRITON_DTYPES[workspace.forward_wire], VECTOR=features.vector, BAGS=blocks.bags, ROWS=blocks.rows,
-        SPLIT=blocks.split, DIM=features.block_dim, EXACT_DIM=features.is_exact, num_warps=blocks.warps,
+        RELATIVE=destinations.is_relative, WAITS=destinations.awaits_receivers,
+        PARTIAL=workspace.own_lookups[lookup.number].row_wise and not plan.hosts.are_many, FIRST=first, LAST=last,
+        **_constants(workspace, lookup, blocks),
     )  # fmt: skip
+
+
+def lookup_and_put(workspace: EmbeddingWorkspace, plan: BatchPlan, puts: Puts, lookups: Sequence[Lookup]) -> None:
+    """Look up all features of this rank that go to other hosts in slices, and put each slice when it is complete.
+
+    Args:
+        puts: for slices as large as :attr:`~dlrm_fused.ops.embedding_all_to_all.plan.BatchPlan.slices_of` has them.
+    """
+    works = [(lookup, *_blocks(workspace, plan, lookup)) for lookup in lookups]
+    needed = sum(lookup.features.count * per_feature for lookup, _, per_feature in works)
+    receivers = plan.slice_receivers.shape[0]
+    for lookup, blocks, per_feature in works if receivers else ():
+        items = receivers * lookup.features.count * per_feature
+        puts.kernel(lookup_and_put_kernel)[(min(items, blocks.programs),)](
+            *lookup.tensors, lookup.features.table, plan.slice_bags,
+            per_feature, plan.global_batch, items, plan.slice_receivers, receivers, plan.slice_width(workspace.rank), needed,
+            workspace.forward_channel.args, puts.args, plan.fingerprint, **_constants(workspace, lookup, blocks),
+        )  # fmt: skip
 
 
 @triton.jit
@@ -139,6 +191,51 @@ def _add_rows(
     return pooled
 
 
+@triton.jit
+def _pool(
+    item, weights, indices, offsets, sample_weights, features, bags, blocks, global_batch, receivers, receiver_count,
+    WEIGHTED: tl.constexpr, MEAN: tl.constexpr, VECTOR: tl.constexpr, BAGS: tl.constexpr, ROWS: tl.constexpr,
+    SPLIT: tl.constexpr, DIM: tl.constexpr, EXACT_DIM: tl.constexpr,
+):  # fmt: skip
+    """Pool the bags of an item of work: BAGS bags of one feature and one destination.
+
+    Rows of a bag are dealt out to SPLIT shares, whose threads then read neighbouring indices; BAGS * SPLIT * ROWS rows of a
+    table are on their way at once.
+
+    Returns:
+        fp32 [BAGS, DIM]; for each bag its number, whether it exists, and its length; pointers to the feature's and the
+        receiver's fields.
+    """
+    share = tl.arange(0, BAGS * SPLIT)
+    lane = tl.arange(0, DIM)
+    # One feature after the other: a few tables at a time stay in the caches.
+    feature = item // (receiver_count * blocks)
+    of_receiver = receivers + item // blocks % receiver_count * 3
+    peer = tl.load(of_receiver)
+    fields = features + feature * _FEATURE_FIELDS
+    first_bag = tl.load(bags + peer) + item % blocks * BAGS
+    end_bag = tl.load(bags + peer + 1)
+    table = weights + tl.multiple_of(tl.load(fields + 1), VECTOR)
+    dim = DIM if EXACT_DIM else tl.multiple_of(tl.load(fields + 2), VECTOR)
+    of_feature = offsets + tl.load(fields) * global_batch
+
+    bag, exists, begin_row, length = _bags(of_feature, first_bag, end_bag, share // SPLIT)
+    begin_share = begin_row + share % SPLIT
+    share_length = (length - share % SPLIT + SPLIT - 1) // SPLIT
+    pooled = tl.zeros((BAGS * SPLIT, DIM), tl.float32)
+    for step in range(0, tl.max(share_length, axis=0), ROWS):
+        pooled = _add_rows(
+            pooled, table, indices + begin_share, sample_weights + begin_share, share_length, step, dim, lane,
+            ROWS, SPLIT, WEIGHTED, EXACT_DIM,
+        )  # fmt: skip
+    if SPLIT > 1:
+        pooled = tl.sum(tl.reshape(pooled, (BAGS, SPLIT, DIM)), axis=1)
+        bag, exists, begin_row, length = _bags(of_feature, first_bag, end_bag, tl.arange(0, BAGS))
+    if MEAN:
+        pooled = pooled / tl.maximum(length, 1).to(tl.float32)[:, None]
+    return pooled, bag, exists, length, fields, of_receiver
+
+
 @triton.jit(do_not_specialize=["blocks", "global_batch", "items", "receiver_count", "receive_offset", "fingerprint"])
 def lookup_and_scatter_kernel(
     weights, indices, offsets, sample_weights, features, bags, blocks, global_batch, items, receivers, receiver_count,
@@ -148,9 +245,6 @@ def lookup_and_scatter_kernel(
     SPLIT: tl.constexpr, DIM: tl.constexpr, EXACT_DIM: tl.constexpr,
 ):  # fmt: skip
     """Pool bags and store them at the ranks they belong to.
-
-    An item of work is BAGS bags of one feature and one destination. Rows of a bag are dealt out to SPLIT shares, whose threads
-    then read neighbouring indices; BAGS * SPLIT * ROWS rows of a table are on their way at once.
 
     Args:
         features: int64 [n, 4], :class:`~dlrm_fused.ops.embedding_all_to_all.layout.FeatureTable`.
@@ -166,38 +260,16 @@ def lookup_and_scatter_kernel(
         epoch = begin(channel, receive_offset, fingerprint)
     else:
         epoch = tl.load(channel.state) + 1
-    share = tl.arange(0, BAGS * SPLIT)
     lane = tl.arange(0, DIM)
     ready_ranks = tl.zeros((), tl.int64)  # a bit for each of this host
     may_send = tl.full((), 1, tl.int1)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        # One feature after the other: a few tables at a time stay in the caches.
-        feature = item // (receiver_count * blocks)
-        of_receiver = receivers + item // blocks % receiver_count * 3
+        pooled, bag, exists, length, fields, of_receiver = _pool(
+            item, weights, indices, offsets, sample_weights, features, bags, blocks, global_batch, receivers, receiver_count,
+            WEIGHTED, MEAN, VECTOR, BAGS, ROWS, SPLIT, DIM, EXACT_DIM,
+        )  # fmt: skip
         peer = tl.load(of_receiver)
         receiver = tl.load(of_receiver + 1)
-        fields = features + feature * _FEATURE_FIELDS
-        first_bag = tl.load(bags + peer) + item % blocks * BAGS
-        end_bag = tl.load(bags + peer + 1)
-        table = weights + tl.multiple_of(tl.load(fields + 1), VECTOR)
-        dim = DIM if EXACT_DIM else tl.multiple_of(tl.load(fields + 2), VECTOR)
-        of_feature = offsets + tl.load(fields) * global_batch
-
-        bag, exists, begin_row, length = _bags(of_feature, first_bag, end_bag, share // SPLIT)
-        begin_share = begin_row + share % SPLIT
-        share_length = (length - share % SPLIT + SPLIT - 1) // SPLIT
-        pooled = tl.zeros((BAGS * SPLIT, DIM), tl.float32)
-        for step in range(0, tl.max(share_length, axis=0), ROWS):
-            pooled = _add_rows(
-                pooled, table, indices + begin_share, sample_weights + begin_share, share_length, step, dim, lane,
-                ROWS, SPLIT, WEIGHTED, EXACT_DIM,
-            )  # fmt: skip
-        if SPLIT > 1:
-            pooled = tl.sum(tl.reshape(pooled, (BAGS, SPLIT, DIM)), axis=1)
-            bag, exists, begin_row, length = _bags(of_feature, first_bag, end_bag, tl.arange(0, BAGS))
-        if MEAN:
-            pooled = pooled / tl.maximum(length, 1).to(tl.float32)[:, None]
-
         if WAITS:
             number = tl.load(of_receiver + 2)
             if (ready_ranks >> number) & 1 == 0:
@@ -213,13 +285,51 @@ def lookup_and_scatter_kernel(
         sent = exists & may_send
         if PARTIAL:
             presence = peer_pointer(addresses, receiver, tl.load(bags + 2 * channel.world + 1 + peer), tl.uint8)
-            bag_count = end_bag - tl.load(bags + peer)
+            bag_count = tl.load(bags + peer + 1) - tl.load(bags + peer)
             of_bags = presence + tl.load(fields) * ((bag_count + _PRESENCE_UNIT - 1) // _PRESENCE_UNIT * _PRESENCE_UNIT)
             tl.store(of_bags + at_row, (length > 0).to(tl.uint8), mask=sent)
             sent = sent & (length > 0)
         stored = sent[:, None]
         if not EXACT_DIM:
-            stored = stored & (lane < dim)[None, :]
+            stored = stored & (lane < tl.load(fields + 2))[None, :]
         tl.store(places, to_wire(pooled, WIRE), mask=stored)
     if LAST:
         finish(channel, epoch)
+
+
+@triton.jit(do_not_specialize=["blocks", "global_batch", "items", "receiver_count", "needed", "fingerprint"])
+def lookup_and_put_kernel(
+    weights, indices, offsets, sample_weights, features, bags, blocks, global_batch, items, receivers, receiver_count,
+    stride, needed, channel, puts, fingerprint,
+    WEIGHTED: tl.constexpr, MEAN: tl.constexpr, WIRE: tl.constexpr, VECTOR: tl.constexpr, BAGS: tl.constexpr,
+    ROWS: tl.constexpr, SPLIT: tl.constexpr, DIM: tl.constexpr, EXACT_DIM: tl.constexpr,
+):  # fmt: skip
+    """Pool bags, write them into slices for ranks of other hosts, and put a slice when all its items are there.
+
+    Args:
+        features, bags, blocks, receivers, VECTOR: as those of :func:`lookup_and_scatter_kernel`.
+        stride: elements between rows of a slice.
+        needed: items of one slice, of all launches that write it.
+    """
+    lane = tl.arange(0, DIM)
+    known_peer = tl.full((), -1, tl.int64)
+    place = tl.full((), -1, tl.int64)
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        pooled, bag, exists, _length, fields, of_receiver = _pool(
+            item, weights, indices, offsets, sample_weights, features, bags, blocks, global_batch, receivers, receiver_count,
+            WEIGHTED, MEAN, VECTOR, BAGS, ROWS, SPLIT, DIM, EXACT_DIM,
+        )  # fmt: skip
+        peer = tl.load(of_receiver)
+        if peer != known_peer:
+            place = open_slice(channel, puts, peer)
+            known_peer = peer
+        first_bag = tl.load(bags + peer)
+        column = tl.multiple_of(tl.load(fields + 3), VECTOR)
+        slice_begin = tl.multiple_of(place.to(tl.pointer_type(WIRE)), 16)
+        places = slice_begin + (bag - first_bag)[:, None] * tl.multiple_of(stride, 4) + (column + lane)[None, :]
+        stored = (exists & (place >= 0))[:, None]
+        if not EXACT_DIM:
+            stored = stored & (lane < tl.load(fields + 2))[None, :]
+        tl.store(places, to_wire(pooled, WIRE), mask=stored)
+        size = (tl.load(bags + peer + 1) - first_bag) * stride * (WIRE.primitive_bitwidth // 8)
+        put_slice(channel, puts, peer, 1, needed, size, fingerprint)

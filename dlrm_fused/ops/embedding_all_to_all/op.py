@@ -27,7 +27,7 @@ from torch import Tensor
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.meeting import meet
-from dlrm_fused.ops.embedding_all_to_all.kernel import Destinations, in_memory_of_ranks, in_slices, lookup_and_scatter
+from dlrm_fused.ops.embedding_all_to_all.kernel import Lookup, in_memory_of_ranks, in_slices, lookup_and_put, lookup_and_scatter
 from dlrm_fused.ops.embedding_all_to_all.layout import FeatureTable
 from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
 from dlrm_fused.ops.embedding_all_to_all.pooled import checked_plan, send_gradient
@@ -114,28 +114,35 @@ def _forward(
 
     numbers = range(len(workspace.tables)) if plan.global_batch else range(0)
 
-    def look_up(number: int, features: FeatureTable, to: Destinations, offset: int, first: bool, last: bool) -> None:
+    def lookups_of(number: int, features: Sequence[FeatureTable]) -> list[Lookup]:
         sample_weights = per_sample_weights[number] if per_sample_weights else None
-        lookup_and_scatter(
-            workspace, plan, number, features, weights[number], indices[number], offsets[number], sample_weights, to,
-            receive_offset=offset, first=first, last=last,
-        )  # fmt: skip
+        return [Lookup(number, own, weights[number], indices[number], offsets[number], sample_weights) for own in features]
 
     def send(receive_offset: int) -> None:
-        launches = [(number, features) for number in numbers for features in workspace.feature_tables(number)]
-        for i, (number, features) in enumerate(launches):
-            to = in_memory_of_ranks(workspace, plan, number)
-            look_up(number, features, to, receive_offset, i == 0, i == len(launches) - 1)
-        if not launches:
+        lookups = [lookup for number in numbers for lookup in lookups_of(number, workspace.feature_tables(number))]
+        for i, lookup in enumerate(lookups):
+            lookup_and_scatter(
+                workspace, plan, lookup, in_memory_of_ranks(workspace, plan, lookup.number),
+                receive_offset=receive_offset, first=i == 0, last=i == len(lookups) - 1,
+            )  # fmt: skip
+        if not lookups:
             meet(workspace.forward_channel, plan.fingerprint, receive_offset)  # such as a rank without tables
 
-    def send_also_to_hosts(receive_offset: int) -> None:
+    def send_slices() -> PooledSlices:
+        lookups = [lookup for number in numbers for lookup in lookups_of(number, workspace.slice_feature_tables(number))]
+        if workspace.pooled_puts is not None:
+            lookup_and_put(workspace, plan, workspace.pooled_puts, lookups)
+            return PooledSlices(workspace, plan)
         buffer = torch.empty(plan.slices_size, dtype=torch.uint8, device=workspace.device)
         to = in_slices(workspace, plan, torch.full((1,), buffer.data_ptr(), device=workspace.device))
-        for number in numbers:
-            for features in workspace.slice_feature_tables(number):
-                look_up(number, features, to, 0, False, False)
-        slices = PooledSlices(workspace, plan, plan.slices_of(buffer))
+        for lookup in lookups if plan.slice_receivers.numel() else ():
+            lookup_and_scatter(workspace, plan, lookup, to, receive_offset=0, first=False, last=False)
+        slices = PooledSlices(workspace, plan)
+        slices.send(plan.slices_of(buffer))
+        return slices
+
+    def send_also_to_hosts(receive_offset: int) -> None:
+        slices = send_slices()
         send(receive_offset)
         slices.send_sums()
         slices.receive(receive_offset)

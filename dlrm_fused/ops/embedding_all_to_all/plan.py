@@ -248,9 +248,9 @@ class BatchPlan:
 
     @cached_property
     def slice_receivers(self) -> Tensor:
-        """The same for slices, which all lie in one buffer: the only one of its table of addresses."""
-        rows = [[rank, 0, 0] for rank in self.hosts.remote]
-        return torch.tensor(rows).to(self._device, non_blocking=True)
+        """The same for slices that are not empty, which all lie in one buffer: the only one of its table of addresses."""
+        rows = [[rank, 0, 0] for rank in self.hosts.remote if self.batch_sizes[rank]]
+        return torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 3).to(self._device, non_blocking=True)
 
     @cached_property
     def slice_bags(self) -> Tensor:
@@ -302,6 +302,57 @@ class BatchPlan:
             for rank in self.hosts.local_rotation
             for tile in self._gradient_tiles(sender, rank, packed=True, row_wise=True)
         ]
+
+    @cached_property
+    def pooled_spread_tables(self) -> dict[int, Tensor]:
+        """By rank of another host whose slice is not empty: what of it goes where in this rank's output, for the kernel."""
+        columns, wire = self._layout.columns, self._wire
+        tables = {
+            sender: tile_table(
+                [
+                    Tile(self._rank, 0, source, column * wire, columns, width, self.local_batch, wire)
+                    for source, column, width in self.slice_runs(sender)
+                ],
+                self._device,
+            )
+            for sender in self.hosts.remote
+        }
+        return {sender: table for sender, table in tables.items() if len(table)}
+
+    @cached_property
+    def spread_tables(self) -> dict[int, Tensor]:
+        """By rank of another host whose slice of gradients is not empty: :meth:`spread_tiles` for the kernel."""
+        tables = {sender: tile_table(self.spread_tiles(sender), self._device) for sender in self.hosts.remote}
+        return {sender: table for sender, table in tables.items() if len(table)}
+
+    @cached_property
+    def gradient_slice_table(self) -> Tensor:
+        """What of the output's gradient goes where in the slices for other hosts, for the kernel."""
+        return self._gradient_slice_table.to(self._device, non_blocking=True)
+
+    @cached_property
+    def gradient_slice_needs(self) -> Tensor:
+        """int64 [2, ranks]: tiles of the slice of gradients for each rank, and its bytes."""
+        ranks, wire = range(len(self.batch_sizes)), self._gradient_wire
+        tiles = torch.bincount(self._gradient_slice_table[:, 0], minlength=len(ranks)).tolist()
+        sizes = [self.local_batch * self.gradient_slice_width(self._rank, rank) * wire for rank in ranks]
+        return torch.tensor([tiles, sizes], dtype=torch.int64).to(self._device, non_blocking=True)
+
+    @cached_property
+    def _gradient_slice_table(self) -> Tensor:
+        rows, wire = self.local_batch, self._gradient_wire
+        tiles = [
+            Tile(rank, 0, column, source * wire, self.gradient_slice_width(self._rank, rank), width, rows, wire)
+            for rank in self.hosts.remote
+            for source, column, width in self.gradient_slice_runs(rank)
+        ]
+        return tile_table(tiles, torch.device("cpu"))
+
+    def largest_slices(self) -> tuple[int, int]:
+        """Bytes of the largest slice of results, and of gradients, between any two ranks."""
+        batch, ranks = max(self.batch_sizes), range(len(self.batch_sizes))
+        gradients = max(self.gradient_slice_width(sender, rank) for sender in ranks for rank in ranks)
+        return batch * max(map(self.slice_width, ranks)) * self._wire, batch * gradients * self._gradient_wire
 
     def _gradient_tiles(self, sender: int, rank: int, *, packed: bool = False, row_wise: bool | None = None) -> list[Tile]:
         """Of a sender's gradients, those for the lookups of a rank.

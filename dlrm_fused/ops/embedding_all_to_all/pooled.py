@@ -133,7 +133,8 @@ def _send(
     if not plan.hosts.are_many:
         send_in_host(workspace, plan, pooled, receive_offset)
         return
-    slices = PooledSlices(workspace, plan, packed_slices(workspace, plan, pooled), distinct)
+    slices = PooledSlices(workspace, plan, distinct)
+    slices.send(packed_slices(workspace, plan, pooled))
     send_in_host(workspace, plan, pooled, receive_offset)
     slices.send_sums()
     slices.receive(receive_offset)

@@ -15,30 +15,32 @@ from torch import Tensor
 
 from dlrm_fused.ops.common.dtypes import within_range
 from dlrm_fused.ops.common.meeting import meet
+from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.embedding_all_to_all.distinct import DistinctRows
 from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan, Tile
+from dlrm_fused.ops.embedding_all_to_all.put_tiles import put_gradient, spread_slice
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
 from dlrm_fused.symmetric import SymmetricMemory
 from dlrm_fused.symmetric.channel import ChannelExchange
 
 
 class PooledSlices:
-    """One forward pass, between hosts. Collective, in the order of the methods; on GPUs nothing waits for the device."""
+    """One forward pass, between hosts. Collective, in the order of the methods; on GPUs nothing waits for the device.
 
-    def __init__(
-        self,
-        workspace: EmbeddingWorkspace,
-        plan: BatchPlan,
-        slices: Mapping[int, Tensor],
-        distinct: DistinctRows | None = None,
-    ) -> None:
-        """Begin to send.
+    Without :meth:`send`, the kernel that has looked up the slices has put them.
+    """
 
-        Args:
-            slices: this rank's for each rank of another host.
-            distinct: sends these rows of them only.
+    def __init__(self, workspace: EmbeddingWorkspace, plan: BatchPlan, distinct: DistinctRows | None = None) -> None:
+        """Args:
+        distinct: these rows are sent only.
         """
         self._workspace, self._plan, self._distinct = workspace, plan, distinct
+        self._slices: ChannelExchange | None = None
+        self._sums: ChannelExchange | None = None
+
+    def send(self, slices: Mapping[int, Tensor]) -> None:
+        """Begin to send this rank's slice for each rank of another host."""
+        plan, workspace, distinct = self._plan, self._workspace, self._distinct
         remote, received = plan.hosts.remote, dict[int, Tensor]()
         for number, rank in enumerate(remote):
             shape = plan.local_batch, plan.slice_width(rank)
@@ -50,7 +52,6 @@ class PooledSlices:
                 rank: distinct.rows_of_slice(number, slices[rank], _row_dim(workspace)) for number, rank in enumerate(remote)
             }
         self._slices = workspace.forward_channel.exchange(slices, received, fingerprint=plan.fingerprint)
-        self._sums: ChannelExchange | None = None
 
     def send_sums(self) -> None:
         """Add up what this host has for the ranks of other hosts that this one serves; once the epoch inside the host ended."""
@@ -69,21 +70,28 @@ class PooledSlices:
             offset: in bytes, of this rank's output in ``workspace.outputs``.
         """
         plan, workspace = self._plan, self._workspace
-        if plan.is_staged:
-            output = plan.staged_view(workspace.staging())
+        memory, begin = (workspace.staging(), 0) if plan.is_staged else (workspace.outputs.memory, offset)
+        if self._slices is None:
+            assert workspace.pooled_puts is not None
+            for rank, table in plan.pooled_spread_tables.items():
+                window = ReceiveWindow(memory, workspace.forward_channel, begin, plan.fingerprint)
+                width, wire = plan.slice_width(rank), workspace.forward_wire
+                spread_slice(workspace.pooled_puts, rank, width, table, plan.local_batch, window, wire)
         else:
-            output = plan.output_view(workspace.outputs.memory, offset)
-        for rank, slice_ in self._slices.arrivals():
-            if self._distinct is not None:
-                number = plan.hosts.remote.index(rank)
-                slice_ = self._distinct.slice_of_rows(number, slice_, plan.local_batch, plan.slice_width(rank))
-            for source, column, width in plan.slice_runs(rank):
-                output[:, column : column + width] = slice_[:, source : source + width]
+            output = plan.staged_view(memory) if plan.is_staged else plan.output_view(memory, offset)
+            for rank, slice_ in self._slices.arrivals():
+                expanded = slice_
+                if self._distinct is not None:
+                    number = plan.hosts.remote.index(rank)
+                    expanded = self._distinct.slice_of_rows(number, slice_, plan.local_batch, plan.slice_width(rank))
+                for source, column, width in plan.slice_runs(rank):
+                    output[:, column : column + width] = expanded[:, source : source + width]
         if self._sums is not None:
             for _ in self._sums.arrivals():
                 pass  # where they belong
             self._sums.finish()
-        self._slices.finish()
+        if self._slices is not None:
+            self._slices.finish()
 
 
 def packed_slices(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: Sequence[Tensor]) -> dict[int, Tensor]:
@@ -109,12 +117,20 @@ class GradientSlices:
             distinct: the rows of the forward pass.
         """
         self._workspace, self._plan, self._distinct = workspace, plan, distinct
+        self._slices: ChannelExchange | None = None
+        if workspace.gradient_puts is not None:
+            window = ReceiveWindow(workspace.gradients, workspace.backward_channel, 0, plan.fingerprint)
+            put_gradient(workspace.gradient_puts, gradient, plan, window, workspace.backward_wire)
+        else:
+            self._send(gradient)
+
+    def _send(self, gradient: Tensor) -> None:
+        plan, workspace, distinct = self._plan, self._workspace, self._distinct
         sent, received = dict[int, Tensor](), dict[int, Tensor]()
         for number, rank in enumerate(plan.hosts.remote):
             runs, width = plan.gradient_slice_runs(rank), plan.gradient_slice_width(workspace.rank, rank)
-            slice_ = _packed(
-                [gradient[:, column : column + width] for _, column, width in runs], width, workspace.backward_wire
-            )
+            parts = [gradient[:, column : column + columns] for _, column, columns in runs]
+            slice_ = _packed(parts, width, workspace.backward_wire)
             sent[rank] = slice_ if distinct is None else self._compressed(number, slice_, plan.slice_width(rank))
             received[rank] = torch.empty(self._sizes(number, rank), dtype=workspace.backward_wire, device=workspace.device)
         self._slices = workspace.backward_channel.exchange(sent, received, fingerprint=plan.fingerprint)
@@ -147,11 +163,19 @@ class GradientSlices:
     def receive(self) -> None:
         """Receive from all other hosts, and spread what belongs to several ranks of this one. After the epoch in the host."""
         plan, workspace = self._plan, self._workspace
-        for rank, slice_ in self._slices.arrivals():
-            expanded = slice_ if self._distinct is None else self._expanded(rank, slice_)
-            for tile in plan.spread_tiles(rank):
-                copy_tile(expanded, tile, workspace.gradients, 0, workspace.backward_wire)
-        self._slices.finish()
+        wire = workspace.backward_wire
+        if self._slices is None:
+            assert workspace.gradient_puts is not None
+            window = ReceiveWindow(workspace.gradients, workspace.backward_channel, 0, plan.fingerprint)
+            for rank, table in plan.spread_tables.items():
+                width, rows = plan.gradient_slice_width(rank, workspace.rank), plan.batch_sizes[rank]
+                spread_slice(workspace.gradient_puts, rank, width, table, rows, window, wire)
+        else:
+            for rank, slice_ in self._slices.arrivals():
+                expanded = slice_ if self._distinct is None else self._expanded(rank, slice_)
+                for tile in plan.spread_tiles(rank):
+                    copy_tile(expanded, tile, workspace.gradients, 0, wire)
+            self._slices.finish()
         if workspace.layout.row_wise_columns:
             # Ends when all ranks of the host have spread theirs.
             meet(workspace.backward_channel, plan.fingerprint)

@@ -1,0 +1,114 @@
+"""Slices between hosts by put-with-signal: a gradient is packed into them, what has arrived is spread from them, in tiles."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
+from dlrm_fused.ops.common.workspace import ReceiveWindow
+from dlrm_fused.ops.embedding_all_to_all.plan import TILE_COLUMNS, BatchPlan
+from dlrm_fused.ops.embedding_all_to_all.scatter import to_wire
+from dlrm_fused.symmetric.device import peer_pointer
+from dlrm_fused.symmetric.device_puts import open_slice, put_slice, release_slice, wait_for_slice
+from dlrm_fused.symmetric.puts import Puts
+
+_ROWS = 8  # of a program's tile
+_PROGRAMS = 264
+_FIELDS = tl.constexpr(7)
+
+
+@triton.jit
+def _copy_tile(source, source_stride, fields, block, destination, may_store, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Store ROWS rows of a tile, the block-th, at ``destination``, where the tile begins."""
+    row = block * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    width = tl.multiple_of(tl.load(fields + 5), 4)
+    inside = (row < tl.load(fields + 6))[:, None] & (column < width)[None, :] & may_store
+    first = tl.multiple_of(tl.load(fields + 2), 4)
+    source_row = (tl.load(fields + 1) + row)[:, None]
+    values = tl.load(source + source_row * tl.multiple_of(source_stride, 4) + (first + column)[None, :], mask=inside, other=0.0)
+    stride = tl.multiple_of(tl.load(fields + 4), 4)
+    places = destination + row[:, None].to(tl.int64) * stride + column[None, :]
+    tl.store(places, to_wire(values.to(tl.float32), destination.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["items", "row_blocks", "fingerprint"])
+def put_tiles_kernel(
+    source, source_stride, tiles, items, row_blocks, needs, channel, puts, fingerprint,
+    WIRE: tl.constexpr, ALIGNMENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write tiles of ``source`` into slices for ranks of other hosts, and put a slice when all its tiles are there.
+
+    Args:
+        needs: int64 [2 * world], of each rank's slice the tiles and the bytes.
+    """
+    known_peer = tl.full((), -1, tl.int64)
+    place = tl.full((), -1, tl.int64)
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        fields = tiles + (item // row_blocks) * _FIELDS
+        peer = tl.load(fields)
+        if peer != known_peer:
+            place = open_slice(channel, puts, peer)
+            known_peer = peer
+        destination = tl.multiple_of((place + tl.load(fields + 3)).to(tl.pointer_type(WIRE)), ALIGNMENT)
+        _copy_tile(source, source_stride, fields, item % row_blocks, destination, place >= 0, ROWS, COLUMNS)
+        needed, size = tl.load(needs + peer) * row_blocks, tl.load(needs + channel.world + peer)
+        put_slice(channel, puts, peer, 1, needed, size, fingerprint)
+
+
+@triton.jit(do_not_specialize=["sender", "items", "row_blocks", "offset", "fingerprint"])
+def spread_tiles_kernel(
+    sender, width, tiles, items, row_blocks, addresses, offset, channel, puts, fingerprint,
+    WIRE: tl.constexpr, ALIGNMENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Wait for a slice, and store its tiles in the memory of ranks of this host, from byte ``offset`` on.
+
+    Args:
+        width: of the slice's rows.
+    """
+    place = wait_for_slice(channel, puts, sender, fingerprint)
+    source = tl.multiple_of(place.to(tl.pointer_type(WIRE)), 16)
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        fields = tiles + (item // row_blocks) * _FIELDS
+        destination = peer_pointer(addresses, tl.load(fields), offset + tl.load(fields + 3), WIRE, ALIGNMENT)
+        _copy_tile(source, width, fields, item % row_blocks, destination, place >= 0, ROWS, COLUMNS)
+    release_slice(channel, puts, sender, 1, tl.num_programs(0))
+
+
+def put_gradient(puts: Puts, gradient: Tensor, plan: BatchPlan, window: ReceiveWindow, wire: torch.dtype) -> None:
+    """Put what of the output's gradient belongs to ranks of other hosts, in one slice each.
+
+    Args:
+        gradient: [local batch, columns] as :func:`~dlrm_fused.ops.embedding_all_to_all.scatter.scatter_tiles` reads it.
+    """
+    row_blocks = triton.cdiv(plan.local_batch, _ROWS)
+    items = plan.gradient_slice_table.shape[0] * row_blocks
+    if items:
+        puts.kernel(put_tiles_kernel)[(min(items, _PROGRAMS),)](
+            gradient, gradient.stride(0), plan.gradient_slice_table, items, row_blocks, plan.gradient_slice_needs,
+            window.channel.args, puts.args, window.fingerprint,
+            WIRE=TRITON_DTYPES[wire], ALIGNMENT=4 * wire.itemsize, ROWS=_ROWS, COLUMNS=TILE_COLUMNS, num_warps=4,
+        )  # fmt: skip
+
+
+def spread_slice(
+    puts: Puts, sender: int, width: int, table: Tensor, rows: int, window: ReceiveWindow, wire: torch.dtype
+) -> None:
+    """Store the next slice of a rank of another host where it belongs; on GPUs the current stream waits for it, not the host.
+
+    Args:
+        width: elements of its rows.
+        table: of :func:`~dlrm_fused.ops.embedding_all_to_all.plan.tile_table`, not empty.
+        rows: of the slice.
+        window: where its tiles begin to count, at every rank.
+    """
+    row_blocks = triton.cdiv(rows, _ROWS)
+    items = table.shape[0] * row_blocks
+    puts.kernel(spread_tiles_kernel)[(min(items, _PROGRAMS),)](
+        sender, width, table, items, row_blocks, window.memory.addresses, window.offset,
+        window.channel.args, puts.args, window.fingerprint,
+        WIRE=TRITON_DTYPES[wire], ALIGNMENT=4 * wire.itemsize, ROWS=_ROWS, COLUMNS=TILE_COLUMNS, num_warps=4,
+    )  # fmt: skip
