@@ -145,6 +145,9 @@ class Channel:
                 f"{where}: {describe(lost)} is lost, its process ended or its host cannot be reached; "
                 f"{here} cannot go on without it"
             )
+        ended = int(self._control[_LOST]) - 1 if self._control[_LOST] else peer
+        if kind == _ABORTED and self.group.peer_monitor.has_refused(ended):
+            kind, peer = _REFUSED, ended  # while a kernel waited for a slice
         if kind == _REFUSED:
             raise CommunicationError(f"{where}: {describe(peer)} did not take part because of an error; see its message")
         if kind == _MISMATCH:
@@ -153,9 +156,6 @@ class Channel:
             )
         awaited = "to be ready to receive" if self._control[_AWAITED] == _READY else "to send its data"
         if kind == _ABORTED:
-            ended = int(self._control[_LOST]) - 1 if self._control[_LOST] else peer
-            if self.group.peer_monitor.has_refused(ended):
-                raise CommunicationError(f"{where}: {describe(ended)} did not take part because of an error; see its message")
             raise CommunicationError(
                 f"{where}: {describe(ended)} has ended while {here} waited for {describe(peer)} {awaited}; see its messages"
             )
