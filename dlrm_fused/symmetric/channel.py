@@ -142,6 +142,9 @@ class Channel:
         here, peer = describe(self.group.rank), int(self._control[_PEER])
         if lost is not None:
             raise CommunicationError(f"{where}: {self.group.peer_monitor.describe_loss(lost)}")
+        ended = int(self._control[_LOST]) - 1 if self._control[_LOST] else peer
+        if kind == _ABORTED and self.group.peer_monitor.refused_peer(self._number) == ended:
+            kind, peer = _REFUSED, ended  # while a kernel waited for a slice
         if kind == _REFUSED:
             raise CommunicationError(f"{where}: {describe(peer)} did not take part because of an error; see its message")
         if kind == _MISMATCH:
@@ -150,9 +153,6 @@ class Channel:
             )
         awaited = "to be ready to receive" if self._control[_AWAITED] == _READY else "to send its data"
         if kind == _ABORTED:
-            ended = int(self._control[_LOST]) - 1 if self._control[_LOST] else peer
-            if self.group.peer_monitor.refused_peer(self._number) == ended:
-                raise CommunicationError(f"{where}: {describe(ended)} did not take part because of an error; see its message")
             raise CommunicationError(
                 f"{where}: {describe(ended)} has ended while {here} waited for {describe(peer)} {awaited}; see its messages"
             )

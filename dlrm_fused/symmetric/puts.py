@@ -151,8 +151,7 @@ class _PutExchange(Exchange):
         raise_fault()
 
     def arrivals(self, deadline: float) -> Iterator[tuple[int, Tensor]]:
-        """Limits are the kernels' own."""
-        yield from ((rank, slice_) for rank, slice_ in self._received.items() if rank not in self._pieces)
+        """As the base class has it, but the limit is that of the kernels, which record what goes wrong."""
         for number in self._rounds:
             here = {rank: pieces for rank, pieces in self._pieces.items() if number < len(pieces)}
             for rank, pieces in here.items():

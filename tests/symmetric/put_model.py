@@ -11,7 +11,7 @@ import ctypes
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -143,8 +143,3 @@ def use_model() -> Network:
 def _number(value: Any) -> int:
     """Of a tensor of the interpreter."""
     return int(value.handle.data.item())
-
-
-def ranks_of(hosts: Sequence[int], host: int) -> list[int]:
-    """The ranks that stand for those of one host."""
-    return [rank for rank, of_rank in enumerate(hosts) if of_rank == host]

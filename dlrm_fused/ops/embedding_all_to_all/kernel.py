@@ -44,6 +44,15 @@ class Destinations(NamedTuple):
     awaits_receivers: bool
 
 
+class KernelDestinations(NamedTuple):
+    """The same for the kernel."""
+
+    receivers: Any
+    receiver_count: Any
+    addresses: Any
+    stride: Any
+
+
 def in_memory_of_ranks(workspace: EmbeddingWorkspace, plan: BatchPlan, number: int) -> Destinations:
     """Of a lookup's results for ranks of this host, and of its partial sums for all."""
     return Destinations(
@@ -128,12 +137,13 @@ def lookup_and_scatter(
         first, last: whether this launch begins or ends the epoch; between them others may send more.
     """
     blocks, per_feature = _blocks(workspace, plan, lookup)
-    receivers = destinations.receivers.shape[0]
-    items = receivers * lookup.features.count * per_feature
+    to = KernelDestinations(
+        destinations.receivers, destinations.receivers.shape[0], destinations.addresses, destinations.stride
+    )
+    items = to.receiver_count * lookup.features.count * per_feature
     lookup_and_scatter_kernel[(min(items, blocks.programs),)](
         *lookup.tensors, lookup.features.table, destinations.bags,
-        per_feature, plan.global_batch, items, destinations.receivers, receivers, destinations.stride,
-        destinations.addresses, receive_offset, workspace.forward_channel.args, plan.fingerprint,
+        per_feature, plan.global_batch, items, to, receive_offset, workspace.forward_channel.args, plan.fingerprint,
         RELATIVE=destinations.is_relative, WAITS=destinations.awaits_receivers,
         PARTIAL=workspace.own_lookups[lookup.number].row_wise and not plan.hosts.are_many, FIRST=first, LAST=last,
         **_constants(workspace, lookup, blocks),
@@ -236,10 +246,10 @@ def _pool(
     return pooled, bag, exists, length, fields, of_receiver
 
 
-@triton.jit(do_not_specialize=["blocks", "global_batch", "items", "receiver_count", "receive_offset", "fingerprint"])
+@triton.jit(do_not_specialize=["blocks", "global_batch", "items", "receive_offset", "fingerprint"])
 def lookup_and_scatter_kernel(
-    weights, indices, offsets, sample_weights, features, bags, blocks, global_batch, items, receivers, receiver_count,
-    stride, addresses, receive_offset, channel, fingerprint,
+    weights, indices, offsets, sample_weights, features, bags, blocks, global_batch, items, to, receive_offset, channel,
+    fingerprint,
     WEIGHTED: tl.constexpr, MEAN: tl.constexpr, RELATIVE: tl.constexpr, WAITS: tl.constexpr, PARTIAL: tl.constexpr,
     FIRST: tl.constexpr, LAST: tl.constexpr, WIRE: tl.constexpr, VECTOR: tl.constexpr, BAGS: tl.constexpr, ROWS: tl.constexpr,
     SPLIT: tl.constexpr, DIM: tl.constexpr, EXACT_DIM: tl.constexpr,
@@ -250,8 +260,7 @@ def lookup_and_scatter_kernel(
         features: int64 [n, 4], :class:`~dlrm_fused.ops.embedding_all_to_all.layout.FeatureTable`.
         bags: int64 [3 * ranks + 1], :attr:`~dlrm_fused.ops.embedding_all_to_all.plan.BatchPlan.bag_tables`.
         blocks: items of one feature and destination, enough for the largest batch.
-        receivers, addresses: of :class:`Destinations`.
-        stride: elements between rows at the destination.
+        to: :class:`KernelDestinations`.
         VECTOR: divides dims, columns and table offsets.
         WAITS: until the receivers are ready.
         PARTIAL: the results are partial sums. Those of empty bags are not sent: a byte for each bag tells which are.
@@ -265,8 +274,8 @@ def lookup_and_scatter_kernel(
     may_send = tl.full((), 1, tl.int1)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         pooled, bag, exists, length, fields, of_receiver = _pool(
-            item, weights, indices, offsets, sample_weights, features, bags, blocks, global_batch, receivers, receiver_count,
-            WEIGHTED, MEAN, VECTOR, BAGS, ROWS, SPLIT, DIM, EXACT_DIM,
+            item, weights, indices, offsets, sample_weights, features, bags, blocks, global_batch, to.receivers,
+            to.receiver_count, WEIGHTED, MEAN, VECTOR, BAGS, ROWS, SPLIT, DIM, EXACT_DIM,
         )  # fmt: skip
         peer = tl.load(of_receiver)
         receiver = tl.load(of_receiver + 1)
@@ -278,13 +287,13 @@ def lookup_and_scatter_kernel(
         offset = tl.load(bags + channel.world + 1 + peer)
         if RELATIVE:
             offset += announced_offset(channel, receiver)
-        destination = peer_pointer(addresses, receiver, offset, WIRE)
+        destination = peer_pointer(to.addresses, receiver, offset, WIRE)
         at_row = (bag - tl.load(bags + peer)).to(tl.int64)
         column = tl.multiple_of(tl.load(fields + 3), VECTOR)
-        places = destination + at_row[:, None] * tl.multiple_of(stride, 4) + (column + lane)[None, :]
+        places = destination + at_row[:, None] * tl.multiple_of(to.stride, 4) + (column + lane)[None, :]
         sent = exists & may_send
         if PARTIAL:
-            presence = peer_pointer(addresses, receiver, tl.load(bags + 2 * channel.world + 1 + peer), tl.uint8)
+            presence = peer_pointer(to.addresses, receiver, tl.load(bags + 2 * channel.world + 1 + peer), tl.uint8)
             bag_count = tl.load(bags + peer + 1) - tl.load(bags + peer)
             of_bags = presence + tl.load(fields) * ((bag_count + _PRESENCE_UNIT - 1) // _PRESENCE_UNIT * _PRESENCE_UNIT)
             tl.store(of_bags + at_row, (length > 0).to(tl.uint8), mask=sent)
@@ -307,7 +316,8 @@ def lookup_and_put_kernel(
     """Pool bags, write them into slices for ranks of other hosts, and put a slice when all its items are there.
 
     Args:
-        features, bags, blocks, receivers, VECTOR: as those of :func:`lookup_and_scatter_kernel`.
+        features, bags, blocks, VECTOR: as those of :func:`lookup_and_scatter_kernel`.
+        receivers: of :class:`Destinations`.
         stride: elements between rows of a slice.
         needed: items of one slice, of all launches that write it.
     """
