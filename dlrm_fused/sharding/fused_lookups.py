@@ -100,10 +100,8 @@ class FusedLookups:
         row_dim = self._workspace.layout.row_dim
         if group.hosts.are_many and not self._uses_kernels and row_dim is not None:
             kinds = sharding_types(module)
-            row_bytes = row_dim * (self._workspace.forward_wire.itemsize + self._workspace.backward_wire.itemsize)
             own = [embedding_shardings(module)[i] for i in shardings]
-            channel = self._workspace.forward_channel
-            self._distinct = DistinctBags(channel, own, [kinds[i] for i in shardings], row_bytes)
+            self._distinct = DistinctBags(group, own, [kinds[i] for i in shardings])
         self._embedding_all_to_all = ReplayedEmbeddingAllToAll(self._workspace, self._prepare)
 
     def __call__(

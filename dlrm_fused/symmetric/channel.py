@@ -61,7 +61,8 @@ _REFUSED_OFFSET = 0xFFFFFFFF
 # Bytes in which Channel.exchange puts slices, one after the other.
 _PIECE_BYTES = 1 << 18
 
-_YIELDS = 100  # looks at a flag before the waiting process begins to sleep
+# Looks at a flag before the waiting process begins to sleep: many where every rank of the host has a core of its own.
+_MANY_YIELDS, _FEW_YIELDS = 100, 5
 _SHORTEST_SLEEP_SECONDS = 20e-6
 _LONGEST_SLEEP_SECONDS = 250e-6
 
@@ -97,6 +98,7 @@ class Channel:
         self.name = name
         self.timeout_seconds = timeout_seconds
         self._number = group.next_channel()
+        self._yields = _MANY_YIELDS if len(group.hosts.local) <= len(os.sched_getaffinity(0)) else _FEW_YIELDS
         self._waiter = Waiter()
         self.flags = group.allocate(f"{name}.flags", 3 * group.world_size * 8)
         self.state = torch.zeros(8, dtype=torch.int64, device=group.device)
@@ -292,7 +294,7 @@ class Channel:
             if gone or expired:
                 self._fail(_ABORTED if gone else _LIMIT_EXCEEDED, peer, awaited)
             looks += 1
-            if looks < _YIELDS:
+            if looks < self._yields:
                 os.sched_yield()
             else:
                 time.sleep(sleep)

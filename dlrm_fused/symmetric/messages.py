@@ -166,45 +166,45 @@ class _GlooExchange(Exchange):
         received: Mapping[int, Tensor],
     ) -> None:
         super().__init__(received)
-        self._waiter, self._peer_monitor, self._ask, self._channel = waiter, peer_monitor, dict(ask), channel
+        self._peer_monitor, self._ask, self._channel = peer_monitor, dict(ask), channel
         self._on_host = {rank: slice_ if slice_.device.type == "cpu" else slice_.cpu() for rank, slice_ in received.items()}
         self._kept = {rank: slice_.cpu() for rank, slice_ in sent.items()}
-        self._arriving = {
+        arriving = {
             rank: cast(dist.Work, dist.irecv(slice_, group=group, group_src=rank, tag=tag))
             for rank, slice_ in self._on_host.items()
         }
-        self._leaving = {
+        leaving = {
             rank: cast(dist.Work, dist.isend(slice_, group=group, group_dst=rank, tag=tag))
             for rank, slice_ in self._kept.items()
         }
+        # One wait for all slices: each of its own would take the two threads longer than the slices take.
+        self._arrived, self._left = waiter.begin(arriving), waiter.begin(leaving)
 
     def _await_arrival(self, rank: int, deadline: float) -> None:
-        self._wait(rank, self._arriving.pop(rank), deadline)
+        self._wait(self._arrived, deadline)
         on_host, slice_ = self._on_host[rank], self._received[rank]
         if on_host is not slice_:
             slice_.copy_(on_host)
 
     def finish(self, deadline: float) -> None:
-        for rank, work in self._leaving.items():
-            self._wait(rank, work, deadline)
-        self._leaving, self._kept = {}, {}
+        self._wait(self._left, deadline)
+        self._kept = {}
 
-    def _wait(self, rank: int, work: dist.Work, deadline: float) -> None:
-        done = self._waiter.begin(work)
+    def _wait(self, works: _Wait, deadline: float) -> None:
         ask_at = time.monotonic() + _ASK_SECONDS
-        while not done.wait(_LOOK_SECONDS):
+        while not works.wait(_LOOK_SECONDS):
+            rank, now = works.rank, time.monotonic()
             self._raise_fault(rank)
-            now = time.monotonic()
             if now > deadline:
                 raise LateRankError(rank, Why.is_late)
             if now > ask_at and rank in self._ask:
                 self._ask.pop(rank)()
-        if not done.is_well:
+        if not works.are_well:
             until = time.monotonic() + _HEARSAY_SECONDS
             while time.monotonic() < until:
-                self._raise_fault(rank)
+                self._raise_fault(works.rank)
                 time.sleep(_LOOK_SECONDS)
-            raise LateRankError(rank, Why.is_gone)
+            raise LateRankError(works.rank, Why.is_gone)
 
     def _raise_fault(self, rank: int) -> None:
         """Raise if that rank is waited for in vain."""
@@ -222,41 +222,48 @@ class _GlooExchange(Exchange):
 
 
 class _Wait(threading.Event):
-    """Set when a work has ended; ``is_well`` is whether it succeeded."""
+    """Set when works have ended; ``are_well`` is whether all succeeded, ``rank`` whose is waited for."""
 
-    is_well = False
+    def __init__(self, works: Mapping[int, dist.Work]) -> None:
+        super().__init__()
+        self.works, self.rank, self.are_well = works, next(iter(works), -1), True
+        if not works:
+            self.set()
+
+    def run(self) -> None:
+        """Wait."""
+        for self.rank, work in self.works.items():  # noqa: B020 - read by who waits for this
+            try:
+                work.wait()
+            except RuntimeError:  # a connection that broke
+                self.are_well = False
+                break
+        self.works = {}
+        self.set()
 
 
 class Waiter:
     """Waits for works of gloo in a thread: nothing ends such a wait, and whether a work is done cannot be asked."""
 
     def __init__(self) -> None:
-        self._queue: _Queue | None = None
+        self._queue: queue.SimpleQueue[_Wait | None] | None = None
 
-    def begin(self, work: dist.Work) -> _Wait:
-        """Wait for a work, after those of earlier calls."""
-        if self._queue is None:
-            self._queue = queue.SimpleQueue()
-            threading.Thread(target=_wait_for_all, args=(self._queue,), name="dlrm_fused messages", daemon=True).start()
-        done = _Wait()
-        self._queue.put((work, done))
-        return done
+    def begin(self, works: Mapping[int, dist.Work]) -> _Wait:
+        """Wait for works, by rank, one after the other, after those of earlier calls."""
+        wait = _Wait(works)
+        if works:
+            if self._queue is None:
+                self._queue = queue.SimpleQueue()
+                threading.Thread(target=_run_all, args=(self._queue,), name="dlrm_fused messages", daemon=True).start()
+            self._queue.put(wait)
+        return wait
 
     def __del__(self) -> None:
         if self._queue is not None:
             self._queue.put(None)
 
 
-_Queue = queue.SimpleQueue[tuple[dist.Work, _Wait] | None]
-
-
-def _wait_for_all(works: _Queue) -> None:
-    while (item := works.get()) is not None:
-        work, done = item
-        try:
-            work.wait()
-            done.is_well = True
-        except RuntimeError:
-            pass  # a connection that broke
-        done.set()
-        del item, work, done
+def _run_all(waits: queue.SimpleQueue[_Wait | None]) -> None:
+    while (wait := waits.get()) is not None:
+        wait.run()
+        del wait
