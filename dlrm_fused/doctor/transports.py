@@ -43,7 +43,7 @@ OPERATORS = (
 def transport_of(facts: RankFacts, peer: RankFacts) -> Choice:
     """The transport from one rank to another, by what both know of themselves.
 
-    Between hosts these are messages today, as the trainer has no put-with-signal through NVSHMEM yet.
+    Between hosts these are messages by default: put-with-signal through NVSHMEM has not been run on GPUs yet.
     """
     if (facts.gpu is None) != (peer.gpu is None):
         return Choice(
@@ -82,7 +82,7 @@ def _between_hosts(facts: RankFacts, peer: RankFacts) -> Choice:
     if not (facts.nvshmem.in_torch and peer.nvshmem.in_torch):
         return Choice(MESSAGES, "other hosts, without NVSHMEM: NCCL", _rdma_advice(facts, peer))
     how = sorted({facts.nvshmem.transport, peer.nvshmem.transport})
-    why = f"other hosts: NCCL; NVSHMEM ({', '.join(how)}) is there, but not used yet"
+    why = f"other hosts: NCCL; NVSHMEM ({', '.join(how)}) is there; DLRM_FUSED_TRANSPORT=nvshmem takes it"
     return Choice(MESSAGES, why, _rdma_advice(facts, peer))
 
 

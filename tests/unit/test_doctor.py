@@ -126,7 +126,7 @@ def test_gpus_without_peer_access_send_messages() -> None:
 def test_hosts_send_messages_to_each_other_today() -> None:
     assert transport_of(cpu_rank(0), cpu_rank(1, "b")) == ("messages", "other hosts: gloo", "")
     choice = transport_of(gpu_rank(0), gpu_rank(1, "b"))
-    assert choice == ("messages", "other hosts: NCCL; NVSHMEM (IBGDA) is there, but not used yet", "")
+    assert choice == ("messages", "other hosts: NCCL; NVSHMEM (IBGDA) is there; DLRM_FUSED_TRANSPORT=nvshmem takes it", "")
 
 
 def test_hosts_without_nvshmem_or_rdma_are_told_what_would_be_faster() -> None:
