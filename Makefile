@@ -3,6 +3,7 @@
 # make test    setup, linters, type checks and tests of every feature (no GPU needed)
 # make test-all    the same with the tests marked `slow`: long soaks, exhaustive cases; the sharder with interpreted kernels;
 #                  what .ci/run does
+# make test-hosts  what takes minutes on several hosts (network namespaces, Slurm), as root; not part of test-all
 # make test-fast   unit tests alone, for work in progress
 # make lint    linters and type checks alone; `make format` mends what can be mended
 #
@@ -32,7 +33,7 @@ PYTEST = $(BIN)/python -m pytest --dist loadgroup --no-loadscope-reorder
 WITHOUT_KERNELS = $(PYTEST) $(1) -m "not interpreted$(2)"
 WITH_KERNELS = TRITON_INTERPRET=1 $(PYTEST) -n 2 -m "$(1)"
 
-.PHONY: packages setup setup-dev train test test-all test-fast lint format clean $(addsuffix -without-kernels,test test-all) \
+.PHONY: packages setup setup-dev train test test-all test-hosts test-fast lint format clean $(addsuffix -without-kernels,test test-all) \
     $(addsuffix -with-kernels,test test-all)
 
 packages: $(VENV)/packages-$(DEVICE)
@@ -48,17 +49,22 @@ test test-all: setup-dev
 	$(MAKE) --no-print-directory $@-with-kernels
 
 test-without-kernels:
-	$(call WITHOUT_KERNELS,-n 2 --core-per-worker, and not slow)
+	$(call WITHOUT_KERNELS,-n 2 --core-per-worker, and not slow and not exhaustive)
 
 test-with-kernels:
-	$(call WITH_KERNELS,interpreted and not slow)
+	$(call WITH_KERNELS,interpreted and not slow and not exhaustive)
 
 test-all-without-kernels:
-	$(call WITHOUT_KERNELS,-n 3)
+	$(call WITHOUT_KERNELS,-n 3, and not exhaustive)
 
 test-all-with-kernels: export CHECK_OVERFLOW = 1
 test-all-with-kernels:
-	$(call WITH_KERNELS,interpreted or also_interpreted)
+	$(call WITH_KERNELS,(interpreted or also_interpreted) and not exhaustive)
+
+# One test at a time: hosts that wait for each other take turns badly with others.
+test-hosts: setup-dev
+	$(PYTEST) -m "exhaustive and not interpreted"
+	TRITON_INTERPRET=1 $(PYTEST) -m "exhaustive and interpreted"
 
 test-fast: setup-dev
 	$(PYTEST) -n 2 -m "not interpreted and not slow" tests/unit

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 
 import dlrm_fused
+from benchmarks.common.network import INTERFACE, Hosts
 from dlrm_fused.doctor import collect, examine, measure
 from dlrm_fused.doctor.command import main
 from dlrm_fused.doctor.facts import RankFacts
 from dlrm_fused.errors import CommunicationError
 from dlrm_fused.training.runtime import Rank
 from tests.distributed.launch import Ended, run_program
-from tests.distributed.network import ADDRESSES, INTERFACE, TwoHosts, needs_two_hosts
+from tests.distributed.network import needs_hosts
 
 ROOT = Path(__file__).parents[2]
 ALONE = [sys.executable, "-m", "dlrm_fused.doctor"]
@@ -153,12 +154,12 @@ def test_a_rank_that_cannot_connect_is_named_and_holds_up_no_other(tmp_path: Pat
 
 
 @pytest.fixture
-def hosts() -> Iterator[TwoHosts]:
-    with TwoHosts() as hosts:
+def hosts() -> Iterator[Hosts]:
+    with Hosts(2) as hosts:
         yield hosts
 
 
-def examine_hosts(hosts: TwoHosts, *arguments: str, interface: str = INTERFACE) -> list[tuple[int, str]]:
+def examine_hosts(hosts: Hosts, *arguments: str, interface: str = INTERFACE) -> list[tuple[int, str]]:
     """Run two ranks on each host; status and standard output of each torchrun.
 
     Args:
@@ -180,9 +181,9 @@ def examine_hosts(hosts: TwoHosts, *arguments: str, interface: str = INTERFACE) 
     return [(agent.returncode, output) for agent, output in zip(agents, outputs, strict=True)]
 
 
-@needs_two_hosts
+@needs_hosts
 @pytest.mark.slow
-def test_two_hosts_measure_their_network_and_send_messages(hosts: TwoHosts) -> None:
+def test_two_hosts_measure_their_network_and_send_messages(hosts: Hosts) -> None:
     (status, output), other = examine_hosts(hosts, "--json")
     assert (status, other) == (0, (0, ""))
     report = json.loads(output)
@@ -195,8 +196,8 @@ def test_two_hosts_measure_their_network_and_send_messages(hosts: TwoHosts) -> N
     assert report["operators"]["embedding + All-to-All"] == "stores, messages"
 
 
-@needs_two_hosts
-@pytest.mark.slow
+@needs_hosts
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("interface", "expected"),
     [
@@ -204,8 +205,8 @@ def test_two_hosts_measure_their_network_and_send_messages(hosts: TwoHosts) -> N
         ("lo", "loopback (ranks 2-3): gloo on {host} uses loopback, by GLOO_SOCKET_IFNAME=lo: no other host can reach it"),
     ],
 )
-def test_a_wrong_interface_on_one_host_is_named_with_the_right_one(hosts: TwoHosts, interface: str, expected: str) -> None:
+def test_a_wrong_interface_on_one_host_is_named_with_the_right_one(hosts: Hosts, interface: str, expected: str) -> None:
     (status, output), (other_status, _) = examine_hosts(hosts, interface=interface)
     assert (status, other_status) == (1, 1)
     assert f"broken: {expected.format(host=hosts.names[1])}" in output
-    assert f"do: set GLOO_SOCKET_IFNAME on {hosts.names[1]} to {INTERFACE} ({ADDRESSES[1]})" in output
+    assert f"do: set GLOO_SOCKET_IFNAME on {hosts.names[1]} to {INTERFACE} ({hosts.addresses[1]})" in output

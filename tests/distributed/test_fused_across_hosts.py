@@ -61,7 +61,7 @@ def test_ranks_are_where_they_are_told_to_be() -> None:
     assert run_ranks(4, on_hosts, ONE_AND_THREE, hosts_of_group) == [((0,), (1, 2, 3))] * 4
 
 
-@pytest.mark.parametrize("steps", [FEW_STEPS, pytest.param(STEPS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [FEW_STEPS, pytest.param(STEPS, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     ("hosts", "overrides"),
     [
@@ -69,9 +69,11 @@ def test_ranks_are_where_they_are_told_to_be() -> None:
         (THREE_HOSTS, ["embedding.sharding=table_wise"]),
         (TWO_AND_TWO, MIXED),
         (ONE_AND_THREE, ["embedding.sharding=row_wise"]),
-        pytest.param(TWO_AND_TWO, ["embedding.sharding=column_wise", "embedding.shard_columns=4"], marks=pytest.mark.slow),
-        pytest.param(ONE_AND_THREE, MIXED, marks=pytest.mark.slow),
-        pytest.param(THREE_HOSTS, ["embedding.sharding=row_wise"], marks=pytest.mark.slow),
+        pytest.param(
+            TWO_AND_TWO, ["embedding.sharding=column_wise", "embedding.shard_columns=4"], marks=pytest.mark.exhaustive
+        ),
+        pytest.param(ONE_AND_THREE, MIXED, marks=pytest.mark.exhaustive),
+        pytest.param(THREE_HOSTS, ["embedding.sharding=row_wise"], marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )

@@ -154,7 +154,7 @@ def waiting_for_rank_3(hosts: Hosts, folder: Path, place: str) -> Run:
 
 
 @pytest.mark.parametrize(
-    "place", [place if place == "the fused forward" else pytest.param(place, marks=pytest.mark.slow) for place in PLACES]
+    "place", [place if place == "the fused forward" else pytest.param(place, marks=pytest.mark.exhaustive) for place in PLACES]
 )
 def test_a_killed_rank_of_another_host_is_named_by_all_at_once(hosts: Hosts, tmp_path: Path, place: str) -> None:
     run = waiting_for_rank_3(hosts, tmp_path, place)
@@ -164,7 +164,7 @@ def test_a_killed_rank_of_another_host_is_named_by_all_at_once(hosts: Hosts, tmp
         assert re.search(f"{name_of(hosts, 3)} is lost", error_of(run, rank))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("place", PLACES)
 def test_a_host_that_is_cut_off_is_named_within_a_minute(hosts: Hosts, tmp_path: Path, place: str) -> None:
     run = waiting_for_rank_3(hosts, tmp_path, place)

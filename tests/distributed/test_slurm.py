@@ -69,7 +69,10 @@ def by_an_operator_who_takes_down_the_second(slurm: Slurm, job: Job) -> str:
     return lost
 
 
-@pytest.mark.parametrize("lose_a_node", [by_power_failure_of_the_first, by_an_operator_who_takes_down_the_second])
+@pytest.mark.parametrize(
+    "lose_a_node",
+    [pytest.param(by_power_failure_of_the_first, marks=pytest.mark.exhaustive), by_an_operator_who_takes_down_the_second],
+)
 def test_a_job_that_loses_a_node_goes_on_from_its_last_checkpoint_on_another(
     slurm: Slurm, tmp_path: Path, one_host: Mapping[int, float], lose_a_node: Callable[[Slurm, Job], str]
 ) -> None:
@@ -93,6 +96,7 @@ exit 3
 """
 
 
+@pytest.mark.exhaustive
 def test_a_job_whose_agents_give_up_starts_again_three_times_with_whole_nodes(slurm: Slurm, tmp_path: Path) -> None:
     agent = tmp_path / ".venv/bin/torchrun"
     agent.parent.mkdir(parents=True)

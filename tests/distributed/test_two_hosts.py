@@ -194,7 +194,7 @@ def test_a_killed_rank_ends_all_ranks_of_both_hosts_by_name(hosts: Hosts, tmp_pa
     assert re.search(rf"{lost}|exitcode: -9\) local_rank: 1", (tmp_path / "log1").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 def test_a_run_whose_ranks_are_killed_at_random_moments_ends_like_an_uninterrupted_one(hosts: Hosts, tmp_path: Path) -> None:
     """A random rank of a random host, in steps, in checkpoints and while it starts; each time the agents start all ranks."""

@@ -78,7 +78,7 @@ def make_small_slots() -> None:
     channel_module._PIECE_BYTES, puts._ALIGNMENT, puts._BLOCK_BYTES = SLOT, SLOT, BLOCK
 
 
-@pytest.mark.parametrize("epochs", [8, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("epochs", [8, pytest.param(200, marks=pytest.mark.exhaustive)])
 def test_slices_of_all_sizes_with_stragglers_and_a_rank_that_only_receives(epochs: int) -> None:
     assert run_ranks(4, on_hosts, HOSTS, exchange, epochs, None) == [0] * 4
 

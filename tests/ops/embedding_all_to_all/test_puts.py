@@ -23,8 +23,8 @@ pytestmark = pytest.mark.interpreted
     ("hosts", "epochs"),
     [
         (HOSTS[0], 12),
-        *(pytest.param(hosts, 12, marks=pytest.mark.slow) for hosts in HOSTS[1:]),
-        pytest.param(HOSTS[0], 200, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+        *(pytest.param(hosts, 12, marks=pytest.mark.exhaustive) for hosts in HOSTS[1:]),
+        pytest.param(HOSTS[0], 200, marks=[pytest.mark.exhaustive, pytest.mark.timeout(900)]),
     ],
 )
 def test_epochs_with_uneven_batches_a_straggler_and_a_rank_without_tables(hosts: tuple[int, ...], epochs: int) -> None:
