@@ -114,7 +114,7 @@ def arguments(folder: Path, *overrides: str) -> list[str]:
     return ["--config", str(config), f"output_dir={folder}", "embedding.sharding=table_wise", *overrides]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_losses_are_those_of_one_host_with_four_ranks(hosts: Hosts, tmp_path: Path) -> None:
     steps = "training.max_steps=50"
     assert wait(start(hosts, arguments(tmp_path / "two", steps), tmp_path / "log"), 240) == [0, 0]
@@ -125,7 +125,7 @@ def test_losses_are_those_of_one_host_with_four_ranks(hosts: Hosts, tmp_path: Pa
     assert on_two_hosts == pytest.approx(on_one_host, rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_only_one_host_lacks_ends_both_with_one_message(hosts: Hosts, tmp_path: Path) -> None:
     there = arguments(tmp_path)
     agents = [
@@ -139,7 +139,7 @@ def test_what_only_one_host_lacks_ends_both_with_one_message(hosts: Hosts, tmp_p
     assert "missing.yaml" in told[0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("comm", [["comm=baseline"], FUSED], ids=lambda comm: comm[0])
 def test_a_host_that_is_cut_off_ends_all_ranks_with_a_clear_error_and_a_restart_resumes(
     hosts: Hosts, tmp_path: Path, comm: list[str]
@@ -180,7 +180,7 @@ def test_a_host_that_is_cut_off_ends_all_ranks_with_a_clear_error_and_a_restart_
         assert_same_outcome_as_uninterrupted(hosts, tmp_path, settings)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_killed_rank_ends_all_ranks_of_both_hosts_by_name(hosts: Hosts, tmp_path: Path) -> None:
     agents = Agents(start(hosts, arguments(tmp_path, "training.max_steps=20000", *FUSED), tmp_path / "log"))
     wait_for(lambda: last_step(tmp_path / "run") >= 20, agents)

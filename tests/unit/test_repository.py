@@ -79,7 +79,7 @@ def test_continuous_integration_runs_make_test() -> None:
     assert script.read_text().rstrip().endswith("\nmake test-all")
 
 
-MARKS = ["slow", "interpreted", "also_interpreted", "gpu"]
+MARKS = ["slow", "exhaustive", "interpreted", "also_interpreted", "gpu"]
 
 
 @pytest.mark.parametrize("target", ["test", "test-all"])
@@ -98,7 +98,7 @@ def test_whatever_its_marks_each_test_is_run_in_the_modes_that_they_name(target:
             assert not any(reason_to_skip(set(marks), mode) for mode in modes)
             without, within = "interpreted" not in marks, "interpreted" in marks
             within |= target == "test-all" and "also_interpreted" in marks
-            is_left_out = target == "test" and "slow" in marks
+            is_left_out = "exhaustive" in marks or (target == "test" and "slow" in marks)
             assert modes == ([] if is_left_out else [False] * without + [True] * within), marks
 
 
