@@ -44,7 +44,9 @@ def start(hosts: Hosts, arguments: Sequence[str], log: Path, *options: str) -> l
 def start_on(hosts: Hosts, host: int, arguments: Sequence[str], log: Path, *options: str) -> subprocess.Popen[str]:
     output = Path(f"{log}{host}").open("w")  # noqa: SIM115 - the process keeps it
     command = [*TORCHRUN, *options, f"--rdzv-endpoint={hosts.names[0]}:29400", "train.py", *arguments]
-    environment = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment = {"OMP_NUM_THREADS": "1"}
+    if options:  # agents that meet again: docs/many_nodes.md
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     return hosts.popen(host, command, stdout=output, stderr=subprocess.STDOUT, env=environment)
 
 
