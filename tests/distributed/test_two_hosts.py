@@ -116,7 +116,7 @@ def arguments(folder: Path, *overrides: str) -> list[str]:
     return ["--config", str(config), f"output_dir={folder}", "embedding.sharding=table_wise", *overrides]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_losses_are_those_of_one_host_with_four_ranks(hosts: Hosts, tmp_path: Path) -> None:
     steps = "training.max_steps=50"
     assert wait(start(hosts, arguments(tmp_path / "two", steps), tmp_path / "log"), 240) == [0, 0]
@@ -127,7 +127,7 @@ def test_losses_are_those_of_one_host_with_four_ranks(hosts: Hosts, tmp_path: Pa
     assert on_two_hosts == pytest.approx(on_one_host, rel=1e-6)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_what_only_one_host_lacks_ends_both_with_one_message(hosts: Hosts, tmp_path: Path) -> None:
     there = arguments(tmp_path)
     agents = [
@@ -141,7 +141,7 @@ def test_what_only_one_host_lacks_ends_both_with_one_message(hosts: Hosts, tmp_p
     assert "missing.yaml" in told[0]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("comm", [["comm=baseline"], FUSED], ids=lambda comm: comm[0])
 def test_a_host_that_is_cut_off_ends_all_ranks_with_a_clear_error_and_a_restart_resumes(
     hosts: Hosts, tmp_path: Path, comm: list[str]
@@ -182,7 +182,7 @@ def test_a_host_that_is_cut_off_ends_all_ranks_with_a_clear_error_and_a_restart_
         assert_same_outcome_as_uninterrupted(hosts, tmp_path, settings)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_killed_rank_ends_all_ranks_of_both_hosts_by_name(hosts: Hosts, tmp_path: Path) -> None:
     agents = Agents(start(hosts, arguments(tmp_path, "training.max_steps=20000", *FUSED), tmp_path / "log"))
     wait_for(lambda: last_step(tmp_path / "run") >= 20, agents)
@@ -196,7 +196,7 @@ def test_a_killed_rank_ends_all_ranks_of_both_hosts_by_name(hosts: Hosts, tmp_pa
     assert re.search(rf"{lost}|exitcode: -9\) local_rank: 1", (tmp_path / "log1").read_text())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_run_whose_ranks_are_killed_at_random_moments_ends_like_an_uninterrupted_one(hosts: Hosts, tmp_path: Path) -> None:
     """A random rank of a random host, in steps, in checkpoints and while it starts; each time the agents start all ranks."""

@@ -35,7 +35,8 @@ _MENDABLE = {
 def run_with_error_reporting(work: Callable[[Rank, ErrorStore], None]) -> None:
     """Run ``work`` on this rank; if it fails, tell all ranks and end with status 1.
 
-    The first rank that fails tells the user: a :class:`UserError` as one line, anything else with its traceback.
+    The first rank that fails tells the user: a :class:`UserError` as one line, anything else with its traceback. On other
+    hosts, which may have logs of their own, each rank tells what it has met.
     """
     rank = Rank.from_environment()
     configure_logging(rank)
@@ -69,12 +70,21 @@ def _report(error: BaseException, rank: Rank, error_store: ErrorStore) -> None:
     is_first = error_store.announce(f"{rank} failed: {_one_line(error) or type(error).__name__}")
     if isinstance(error, KeyboardInterrupt):
         return
-    if not is_first and isinstance(error, UserError):
+    if not is_first and isinstance(error, UserError) and _is_told_here(rank, error_store):
         return
     if isinstance(error, UserError):
         logger.error(_one_line(error))
     elif is_first:
         logger.error("%s", "".join(traceback.format_exception(error)).rstrip())
+
+
+def _is_told_here(rank: Rank, error_store: ErrorStore) -> bool:
+    """Whether the first failure was that of a rank of this host, and so is in the log of this host."""
+    try:
+        first = error_store.failure_of_another()
+    except (RuntimeError, OSError):
+        return False  # nobody can be asked any more
+    return first is None or f" on {rank.host} failed: " in first
 
 
 def _one_line(error: BaseException) -> str:
