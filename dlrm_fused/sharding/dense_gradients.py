@@ -1,10 +1,10 @@
-"""Mean gradients of the dense layers between CPU processes of several hosts, in place of gloo's AllReduce in DDP."""
+"""Mean gradients of the dense layers, as DDP computes them: in an order that lasts, and between hosts with fewer bytes."""
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,30 @@ _TIMEOUT_SECONDS = 600.0
 # Of fewer, the two levels take longer than the bytes that they save. A fixed number: a run that is started again must add up in
 # the same order.
 _FEWEST_ELEMENTS = 1 << 16
+# With a static graph, DDP arranges its buckets after two.
+_STEPS_BEFORE_BUCKETS = 2
+
+
+def fix_order_of_sums(model: nn.Module) -> None:
+    """Let DDP add up gradients in the same order at every step, the first included. Collective.
+
+    In which order a collective adds up the ranks' values depends on the place of an element in its bucket, and DDP arranges
+    its buckets anew after the first steps, as gradients come. A run that is started again would so add up in another order
+    than an uninterrupted one. Here the buckets are arranged before the first step, as if the last parameter's gradient came
+    first.
+    """
+    for ddp, parameters in _averaged_by_ddp(model).items():
+        ddp.module.forward = lambda parameters=parameters: _zero(parameters)
+        for _ in range(_STEPS_BEFORE_BUCKETS):
+            ddp().backward()
+        del ddp.module.forward
+        for parameter in parameters:
+            parameter.grad = None
+
+
+def _zero(parameters: Sequence[Tensor]) -> Tensor:
+    """Zero, as a function of the parameters whose gradients come in their opposite order."""
+    return torch.stack([(parameter * 0).sum().float() for parameter in parameters]).sum()
 
 
 def sum_gradients_over_hosts(model: nn.Module, process_group: dist.ProcessGroup, *, measured: bool) -> None:
@@ -32,13 +56,8 @@ def sum_gradients_over_hosts(model: nn.Module, process_group: dist.ProcessGroup,
     Args:
         measured: only if it takes less time than gloo's AllReduce.
     """
-    wrapped = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    parameters = [
-        parameter
-        for module in wrapped
-        for name, parameter in module.module.named_parameters()
-        if parameter.requires_grad and name not in module.parameters_to_ignore
-    ]
+    wrapped = _averaged_by_ddp(model)
+    parameters = [parameter for averaged in wrapped.values() for parameter in averaged]
     if not parameters or any(p.device.type != "cpu" or p.dtype != torch.float32 for p in parameters):
         return
     try:
@@ -66,6 +85,19 @@ def sum_gradients_over_hosts(model: nn.Module, process_group: dist.ProcessGroup,
     for module in wrapped:
         # DDP does not understand annotations that are strings; a lambda has none.
         module.register_comm_hook(hook, lambda hook, bucket: hook(bucket))
+
+
+def _averaged_by_ddp(model: nn.Module) -> dict[DistributedDataParallel, list[nn.Parameter]]:
+    """The parameters whose gradients DDP averages."""
+    return {
+        module: [
+            parameter
+            for name, parameter in module.module.named_parameters()
+            if parameter.requires_grad and name not in module.parameters_to_ignore
+        ]
+        for module in model.modules()
+        if isinstance(module, DistributedDataParallel)
+    }
 
 
 class _MeanInThread:

@@ -20,7 +20,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 from dlrm_fused.config import Comm, ComputeKernel, Config, EmbeddingConfig, EmbeddingOptimizerKind, OutputDtype, WireDtype
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError
-from dlrm_fused.sharding.dense_gradients import sum_gradients_over_hosts
+from dlrm_fused.sharding.dense_gradients import fix_order_of_sums, sum_gradients_over_hosts
 from dlrm_fused.sharding.flat_parameters import FlatDataParallel, GivesGradientsAtOnce
 from dlrm_fused.sharding.groups import ModelParallelGroups, data_parallel_wrapper
 from dlrm_fused.sharding.optimizers import make_optimizer
@@ -98,6 +98,7 @@ def shard(
     )
     if config.comm is not Comm.baseline:
         sum_gradients_over_hosts(model, world, measured=config.comm is Comm.auto)
+    fix_order_of_sums(model)
     initialize_tables(model, config, schema)
     optimizer = make_optimizer(model, config, groups, flat.flat if flat is not None else None)
     return ShardedModel(model, optimizer, plan, table_paths(model), groups)
