@@ -43,6 +43,11 @@ def is_alive(process_group: dist.ProcessGroup) -> bool:
     return process_group in dist.distributed_c10d._world.pg_map
 
 
+def default_store() -> dist.Store:
+    """The store through which the ranks of the default process group met."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def symmetric_memory_backend(device: torch.device) -> str | None:
     """The backend of torch's symmetric memory on a device; None if it has none, as on CPUs.
 

@@ -80,6 +80,7 @@ def sum_gradients_over_hosts(model: nn.Module, process_group: dist.ProcessGroup,
             work=f"dense gradients of {elements} elements",
             unfused_name="AllReduce",
         ):
+            sums.release()
             return
     hook = _MeanInThread(group, sums)
     for module in wrapped:
@@ -105,21 +106,34 @@ class _MeanInThread:
 
     def __init__(self, group: SymmetricGroup, sums: SumOverHosts) -> None:
         self._world_size, self._sums = group.world_size, sums
-        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="dlrm_fused dense gradients", daemon=True).start()
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=_run_all, args=(self._queue,), name="dlrm_fused dense gradients", daemon=True).start()
 
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
-        gradients, future = bucket.buffer(), Future[Tensor]()
+        gradients, done = bucket.buffer(), Future[Tensor | Exception]()
 
         def work() -> None:
             try:
-                future.set_result(self._sums.sum(gradients.div_(self._world_size)))
-            except CommunicationError as error:
-                future.set_exception(error)  # type: ignore[arg-type]  # its stub takes a result
+                done.set_result(self._sums.sum(gradients.div_(self._world_size)))
+            except Exception as error:
+                done.set_result(error)
 
         self._queue.put(work)
-        return future
+        # DDP would take an exception of `done` for a result; what is raised here ends the backward pass.
+        return done.then(_result)
 
-    def _run(self) -> None:
-        while True:
-            self._queue.get()()
+    def __del__(self) -> None:
+        self._queue.put(None)
+
+
+def _result(done: Future[Tensor | Exception]) -> Tensor:
+    result = done.value()
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def _run_all(works: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (work := works.get()) is not None:
+        work()
+        del work

@@ -52,7 +52,8 @@ _KIND, _WAITING, _PEER, _FAULT_EPOCH, _AWAITED, _LOST = 0, 1, 2, 3, 4, 7
 # Kinds of faults.
 _LIMIT_EXCEEDED, _ABORTED, _REFUSED, _MISMATCH = 1, 2, 3, 4
 # What was awaited.
-_READY, _ARRIVAL = 0, 1
+_READY, _ARRIVAL, _TAKEN = 0, 1, 2
+_AWAITED_FOR = {_READY: "to be ready to receive", _ARRIVAL: "to send its data", _TAKEN: "to take its data"}
 
 # A ready word is epoch << 32 | offset / OFFSET_UNIT; the last offset means that the rank refuses to take part.
 OFFSET_UNIT = 4096
@@ -78,7 +79,7 @@ class Channel:
         fault: int64 [1], word 2 of ``state``.
         control: int64 [8] in host memory that the device can write: [0] kind of the first fault (0 none, 1 limit exceeded,
             2 aborted, 3 refused, 4 mismatch), [1] the waiting rank, [2] the peer waited for, [3] epoch, [4] what was
-            awaited (0 ready, 1 arrival); [7] rank + 1 of a peer that is gone, written by the host.
+            awaited (0 ready, 1 arrival, 2 that it takes data); [7] rank + 1 of a peer that is gone, written by the host.
         args: what a kernel is given of the channel, and hands on to the functions of device.py.
     """
 
@@ -153,7 +154,7 @@ class Channel:
             raise CommunicationError(
                 f"{where}: {here} and {describe(peer)} differ in shapes or settings; all ranks must make the same calls"
             )
-        awaited = "to be ready to receive" if self._control[_AWAITED] == _READY else "to send its data"
+        awaited = _AWAITED_FOR[int(self._control[_AWAITED])]
         if kind == _ABORTED:
             raise CommunicationError(
                 f"{where}: {describe(ended)} has ended while {here} waited for {describe(peer)} {awaited}; see its messages"
@@ -173,6 +174,7 @@ class Channel:
 
         Raises:
             CommunicationError: the channel has failed.
+            UsageError: of messages, while a CUDA graph is captured.
         """
         self.raise_fault()
         messages = self.group.messages
@@ -180,6 +182,8 @@ class Channel:
         if self._puts is not None:
             return ChannelExchange(self, self._puts.exchange(sent, received, tag, self.raise_fault))
         assert messages is not None, f"channel {self.name}: all ranks are on one host"
+        if self.group.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise UsageError(f"channel {self.name}: a CUDA graph cannot have messages to other hosts; call this outside of one")
         return ChannelExchange(self, messages.exchange(self._number, tag, sent, received, self._waiter))
 
     def run_epoch(self, store: Callable[[int, int], object], *, offset: int = 0, fingerprint: int = 0) -> None:
@@ -327,7 +331,7 @@ class ChannelExchange:
         try:
             yield from self._exchange.arrivals(self._deadline())
         except LateRankError as late:
-            self._fail(late)
+            self._fail(late, _ARRIVAL)
 
     def finish(self) -> None:
         """Wait until the slices that were sent may be changed.
@@ -338,19 +342,25 @@ class ChannelExchange:
         try:
             self._exchange.finish(self._deadline())
         except LateRankError as late:
-            self._fail(late)
+            self._fail(late, _TAKEN)
+
+    def complete(self) -> None:
+        """Wait for all that arrives, where it belongs, and until what was sent may be changed. Raises as :meth:`arrivals`."""
+        for _ in self.arrivals():
+            pass
+        self.finish()
 
     def _deadline(self) -> float:
         return time.monotonic() + self._channel.timeout_seconds
 
-    def _fail(self, late: LateRankError) -> NoReturn:
+    def _fail(self, late: LateRankError, awaited: int) -> NoReturn:
         kinds = {
             Why.is_gone: _ABORTED,
             Why.has_refused: _REFUSED,
             Why.differs: _MISMATCH,
             Why.is_late: _LIMIT_EXCEEDED,
         }
-        self._channel._fail(kinds[late.why], late.rank, _ARRIVAL)
+        self._channel._fail(kinds[late.why], late.rank, awaited)
 
 
 @contextmanager

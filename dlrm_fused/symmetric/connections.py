@@ -20,6 +20,16 @@ def interface_addresses() -> frozenset[str]:
     )
 
 
+def ipv4_addresses() -> dict[str, list[str]]:
+    """By interface that is up: its IPv4 addresses."""
+    states = psutil.net_if_stats()
+    return {
+        name: [address.address for address in addresses if address.family == socket.AF_INET]
+        for name, addresses in psutil.net_if_addrs().items()
+        if name in states and states[name].isup
+    }
+
+
 def hang_up(addresses: Collection[str]) -> None:
     """End all connections to these addresses: who waits on one gets an error.
 

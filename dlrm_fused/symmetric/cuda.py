@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_fused.compat.torch import empty_symmetric, rendezvous, symmetric_memory_backend
+from dlrm_fused.compat.torch import empty_symmetric, is_alive, rendezvous, symmetric_memory_backend
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.symmetric.memory import SymmetricGroup, SymmetricMemory, readable
 
@@ -35,6 +35,12 @@ class CudaGroup(SymmetricGroup):
             ranks = dist.get_process_group_ranks(cast(dist.ProcessGroup, self.process_group))
             local = [ranks[rank] for rank in self.hosts.local]
             self._local_group = cast(dist.ProcessGroup, dist.new_group(local, use_local_synchronization=True))
+
+    def close(self) -> None:
+        local, self._local_group = self._local_group, None
+        super().close()
+        if local is not None and self.hosts.are_many and is_alive(local):
+            dist.destroy_process_group(local)
 
     def _check_gpus(self, gpus: Mapping[int, str]) -> None:
         first_users: dict[str, int] = {}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import abc
 import itertools
 import logging
+import secrets
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -92,7 +93,7 @@ class SymmetricGroup(abc.ABC):
             assert process_group is not None
             between = "put-with-signal"
             if not self.puts_between_hosts:
-                self.messages = Messages(process_group, device, self.peer_monitor)
+                self.messages = self._make_messages(process_group)
                 between = f"messages ({self.messages.backend})"
             if self.rank == 0:
                 logger.info(
@@ -101,6 +102,17 @@ class SymmetricGroup(abc.ABC):
                     len(self.hosts.ranks),
                     between,
                 )
+
+    def _make_messages(self, process_group: dist.ProcessGroup) -> Messages:
+        # Not one of torch's, after the number of groups that a process has: that may differ between the ranks.
+        name = self.gather(lambda: secrets.token_hex(8))[0]
+        made: list[Messages] = []
+        try:
+            self.gather(lambda: made.append(Messages(process_group, self.device, self.peer_monitor, name)))
+        except BaseException:
+            self.peer_monitor.close()
+            raise
+        return made[0]
 
     def _find_hosts(self) -> Hosts:
         ranks = self.gather(lambda: (self.device.type, self.puts_between_hosts, Host.here()))

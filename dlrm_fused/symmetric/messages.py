@@ -11,15 +11,16 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from enum import Enum, auto
 from functools import partial
-from typing import cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_fused.compat.torch import is_alive
+from dlrm_fused.compat.torch import default_store
 from dlrm_fused.symmetric.calls import Calls
 from dlrm_fused.symmetric.peer_monitor import PeerMonitor
 
@@ -27,8 +28,10 @@ from dlrm_fused.symmetric.peer_monitor import PeerMonitor
 _LOOK_SECONDS = 0.05
 # Waited in vain, before the sender is asked whether it makes the same call.
 _ASK_SECONDS = 1.0
-# After a connection broke the monitor hears, in this time, which rank is gone.
-_HEARSAY_SECONDS = 2.0
+# Of NCCL's own watchdog, which ends the process.
+_NCCL_TIMEOUT = timedelta(minutes=10)
+# Longer than the limit of any channel, which ends a wait.
+_GLOO_TIMEOUT = timedelta(days=365)
 
 
 class Why(Enum):
@@ -56,26 +59,32 @@ class LateRankError(Exception):
 class Messages:
     """What takes slices between the ranks of a group. Making one is collective.
 
-    Messages have a process group of their own, so that they neither wait for other collectives nor are taken for theirs.
+    Messages have a backend of their own, so that they neither wait for other collectives nor are taken for theirs.
 
     Args:
         process_group: its ranks are those of the messages.
         device: of the slices.
+        name: the same on all ranks, and of no other messages.
 
     Attributes:
         backend: ``gloo`` or ``nccl``.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, device: torch.device, peer_monitor: PeerMonitor) -> None:
-        ranks = dist.get_process_group_ranks(process_group)
-        made = dist.new_group(ranks, use_local_synchronization=True, group_desc="dlrm_fused messages")
-        self._group = cast(dist.ProcessGroup, made)
+    def __init__(self, process_group: dist.ProcessGroup, device: torch.device, peer_monitor: PeerMonitor, name: str) -> None:
         self._peer_monitor = peer_monitor
         self._calls = Calls(peer_monitor)
-        self.backend = "nccl" if device.type == "cuda" and "nccl" in dist.get_backend_config(self._group) else "gloo"
+        self.backend = "nccl" if device.type == "cuda" and "nccl" in dist.get_backend_config(process_group) else "gloo"
+        store = dist.PrefixStore(f"dlrm_fused messages {name}", default_store())
+        rank, world_size = process_group.rank(), process_group.size()
+        self._backend: Any
         if self.backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = _NCCL_TIMEOUT
+            self._backend = dist.ProcessGroupNCCL(store, rank, world_size, options)
             # Ends kernels of NCCL that wait for a rank that is gone.
-            peer_monitor.on_gone(lambda _: self._group.abort())
+            peer_monitor.on_gone(lambda _: self._backend.abort())
+        else:
+            self._backend = dist.ProcessGroupGloo(store, rank, world_size, _GLOO_TIMEOUT)
 
     def exchange(
         self, channel: int, tag: int, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], waiter: Waiter
@@ -92,15 +101,14 @@ class Messages:
         sent = {rank: slice_ for rank, slice_ in sent.items() if slice_.numel()}
         received = {rank: slice_ for rank, slice_ in received.items() if slice_.numel()}
         if self.backend == "nccl":
-            return _NcclExchange(self._group, sent, received)
+            return _NcclExchange(self._backend, sent, received)
         numbers = self._calls.begin(channel, tag, sent.keys(), received.keys())
         ask = {rank: partial(self._peer_monitor.say_expected, rank, channel, number, tag) for rank, number in numbers.items()}
-        return _GlooExchange(self._group, waiter, self._peer_monitor, ask, channel, tag, sent, received)
+        return _GlooExchange(self._backend, waiter, self._peer_monitor, ask, channel, tag, sent, received)
 
     def close(self) -> None:
-        """Let go of the process group."""
-        if is_alive(self._group):  # not destroyed with all others
-            dist.destroy_process_group(self._group)
+        """Let go of the connections."""
+        self._backend = None
 
 
 class Exchange(ABC):
@@ -135,20 +143,25 @@ class Exchange(ABC):
 
 
 class _NcclExchange(Exchange):
-    def __init__(self, group: dist.ProcessGroup, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
+    def __init__(self, backend: Any, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
         super().__init__(received)
-        operations = [dist.P2POp(dist.isend, slice_, group=group, group_peer=rank) for rank, slice_ in sent.items()]
-        operations += [dist.P2POp(dist.irecv, slice_, group=group, group_peer=rank) for rank, slice_ in received.items()]
-        self._works = dist.batch_isend_irecv(operations) if operations else []
-        self._kept = sent
+        self._work, self._kept = None, sent
+        if sent or received:
+            # One launch, whose order is of no importance.
+            backend._start_coalescing()
+            for rank, slice_ in sent.items():
+                backend.send([slice_], rank, 0)
+            for rank, slice_ in received.items():
+                backend.recv([slice_], rank, 0)
+            self._work = backend._end_coalescing()
 
     def _await_arrival(self, rank: int, deadline: float) -> None:
         self.finish(deadline)
 
     def finish(self, deadline: float) -> None:
-        for work in self._works:
-            work.wait()
-        self._works = []
+        if self._work is not None:
+            self._work.wait()
+        self._work = None
 
 
 class _GlooExchange(Exchange):
@@ -156,7 +169,7 @@ class _GlooExchange(Exchange):
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        backend: Any,
         waiter: Waiter,
         peer_monitor: PeerMonitor,
         ask: Mapping[int, Callable[[], None]],
@@ -167,18 +180,11 @@ class _GlooExchange(Exchange):
     ) -> None:
         super().__init__(received)
         self._peer_monitor, self._ask, self._channel = peer_monitor, dict(ask), channel
-        self._on_host = {rank: slice_ if slice_.device.type == "cpu" else slice_.cpu() for rank, slice_ in received.items()}
+        self._on_host = {rank: _beside(slice_) for rank, slice_ in received.items()}
         self._kept = {rank: slice_.cpu() for rank, slice_ in sent.items()}
-        arriving = {
-            rank: cast(dist.Work, dist.irecv(slice_, group=group, group_src=rank, tag=tag))
-            for rank, slice_ in self._on_host.items()
-        }
-        leaving = {
-            rank: cast(dist.Work, dist.isend(slice_, group=group, group_dst=rank, tag=tag))
-            for rank, slice_ in self._kept.items()
-        }
         # One wait for all slices: each of its own would take the two threads longer than the slices take.
-        self._arrived, self._left = waiter.begin(arriving), waiter.begin(leaving)
+        self._arrived = waiter.begin(self._on_host, lambda slice_, rank: backend.recv([slice_], rank, tag))
+        self._left = waiter.begin(self._kept, lambda slice_, rank: backend.send([slice_], rank, tag))
 
     def _await_arrival(self, rank: int, deadline: float) -> None:
         self._wait(self._arrived, deadline)
@@ -200,10 +206,8 @@ class _GlooExchange(Exchange):
             if now > ask_at and rank in self._ask:
                 self._ask.pop(rank)()
         if not works.are_well:
-            until = time.monotonic() + _HEARSAY_SECONDS
-            while time.monotonic() < until:
-                self._raise_fault(works.rank)
-                time.sleep(_LOOK_SECONDS)
+            self._peer_monitor.hear_of_loss()
+            self._raise_fault(works.rank)
             raise LateRankError(works.rank, Why.is_gone)
 
     def _raise_fault(self, rank: int) -> None:
@@ -215,20 +219,25 @@ class _GlooExchange(Exchange):
         refused = monitor.refused_peer(self._channel)
         if refused is not None:
             raise LateRankError(refused, Why.has_refused)
-        if monitor.has_left(rank):
+        # Not when a rank has just left: what it sent before may still be on its way.
+        if monitor.is_gone(rank):
             raise LateRankError(rank, Why.is_gone)
         if monitor.makes_other_calls(rank, self._channel):
             raise LateRankError(rank, Why.differs)
 
 
+def _beside(slice_: Tensor) -> Tensor:
+    """Host memory for a slice: its own, if it is there."""
+    return slice_ if slice_.device.type == "cpu" else torch.empty(slice_.shape, dtype=slice_.dtype, pin_memory=True)
+
+
 class _Wait(threading.Event):
     """Set when works have ended; ``are_well`` is whether all succeeded, ``rank`` whose is waited for."""
 
-    def __init__(self, works: Mapping[int, dist.Work]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.works, self.rank, self.are_well = works, next(iter(works), -1), True
-        if not works:
-            self.set()
+        self.works: dict[int, dist.Work] = {}
+        self.rank, self.are_well = -1, True
 
     def run(self) -> None:
         """Wait."""
@@ -248,14 +257,21 @@ class Waiter:
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[_Wait | None] | None = None
 
-    def begin(self, works: Mapping[int, dist.Work]) -> _Wait:
-        """Wait for works, by rank, one after the other, after those of earlier calls."""
-        wait = _Wait(works)
-        if works:
-            if self._queue is None:
-                self._queue = queue.SimpleQueue()
-                threading.Thread(target=_run_all, args=(self._queue,), name="dlrm_fused messages", daemon=True).start()
-            self._queue.put(wait)
+    def begin(self, slices: Mapping[int, Tensor], post: Callable[[Tensor, int], dist.Work]) -> _Wait:
+        """Post slices, by rank, and wait for the works one after the other, after those of earlier calls."""
+        wait = _Wait()
+        try:
+            for wait.rank, slice_ in slices.items():
+                wait.works[wait.rank] = post(slice_, wait.rank)
+        except RuntimeError:  # a connection that broke before
+            wait.are_well, wait.works = False, {}
+        if not wait.works:
+            wait.set()
+            return wait
+        if self._queue is None:
+            self._queue = queue.SimpleQueue()
+            threading.Thread(target=_run_all, args=(self._queue,), name="dlrm_fused messages", daemon=True).start()
+        self._queue.put(wait)
         return wait
 
     def __del__(self) -> None:

@@ -19,17 +19,19 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from dlrm_fused.errors import CommunicationError
-from dlrm_fused.symmetric.connections import hang_up, interface_addresses
+from dlrm_fused.symmetric.connections import hang_up, interface_addresses, ipv4_addresses
 
 logger = logging.getLogger("dlrm_fused")
 
 _CONNECT_SECONDS = 60.0
+# Of an address that does not answer; the next may.
+_ADDRESS_SECONDS = 10.0
 _STRANGER_SECONDS = 5.0
 _GRACE_SECONDS = 5.0
 # After a connection broke, a monitor hears in this time which rank is gone.
@@ -80,7 +82,7 @@ class PeerMonitor:
         self._left: set[int] = set()
         self._refused: dict[int, int] = {}  # by channel, the first rank
         self._differing: set[tuple[int, int]] = set()  # (channel, rank)
-        self._gone: int | None = None  # the last that was told to callbacks
+        self._gone: set[int] = set()  # that were told to callbacks
         self._loss_callbacks: list[Callable[[int], None]] = []
         self._gone_callbacks: list[Callable[[int], None]] = []
         self._expected_callback: Callable[[int, int, int, int], None] | None = None
@@ -113,9 +115,19 @@ class PeerMonitor:
         """The first rank whose process was lost; None if there is none. Ranks that closed their group are not lost."""
         return self._lost
 
+    def hear_of_loss(self) -> int | None:
+        """Like :meth:`lost_peer`, for who has met a broken connection: waits until the monitor hears which rank is gone, two
+        seconds at most."""
+        found = _hear_of_loss([self])
+        return None if found is None else found[1]
+
     def has_left(self, rank: int) -> bool:
         """Whether that rank has closed its group, in good order."""
         return rank in self._left
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether it is of no use to wait for that rank any more, see :meth:`on_gone`."""
+        return rank in self._gone
 
     def refused_peer(self, channel: int) -> int | None:
         """The first rank that has refused to take part in an exchange of a channel; None if there was none."""
@@ -160,9 +172,9 @@ class PeerMonitor:
         """
         with self._lock:
             self._gone_callbacks.append(callback)
-            gone = self._gone
-        if gone is not None:
-            callback(gone)
+            gone = list(self._gone)
+        for rank in gone:
+            callback(rank)
 
     def on_refusal(self, channel: int, callback: Callable[[int], None]) -> None:
         """Call ``callback(rank)`` when that rank refuses to take part in an exchange of a channel, in the monitor's thread."""
@@ -191,6 +203,7 @@ class PeerMonitor:
                 return
             self._closing = True
         atexit.unregister(self.close)
+        _monitors.discard(self)  # a loss after the end says nothing about what fails later
         if self._thread is None:
             return
         self._tell(_GOODBYE, self._rank, self._peers)
@@ -232,7 +245,8 @@ class PeerMonitor:
         failures = []
         for address in (*(("127.0.0.1",) if same_host else ()), *target.addresses):
             try:
-                return socket.create_connection((address, target.port), timeout=max(0.001, deadline - time.monotonic()))
+                seconds = min(_ADDRESS_SECONDS, max(0.001, deadline - time.monotonic()))
+                return socket.create_connection((address, target.port), timeout=seconds)
             except OSError as error:
                 failures.append(f"{address}: {error}")
         raise CommunicationError(
@@ -332,7 +346,7 @@ class PeerMonitor:
 
     def _tell_gone(self, rank: int) -> None:
         with self._lock:
-            self._gone = rank
+            self._gone.add(rank)
             callbacks = self._gone_callbacks[:]
         self._call(callbacks, rank)
 
@@ -376,15 +390,23 @@ def name_lost_peer() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        until = time.monotonic() + _HEARSAY_SECONDS
-        while True:
-            for monitor in list(_monitors):
-                lost = monitor.lost_peer()
-                if lost is not None:
-                    raise CommunicationError(f"{monitor.describe_loss(lost)}: {error}") from error
-            if not _monitors or time.monotonic() > until:
-                raise
-            time.sleep(_LOOK_SECONDS)
+        found = _hear_of_loss(_monitors)
+        if found is None:
+            raise
+        monitor, lost = found
+        raise CommunicationError(f"{monitor.describe_loss(lost)}: {error}") from error
+
+
+def _hear_of_loss(monitors: Collection[PeerMonitor]) -> tuple[PeerMonitor, int] | None:
+    until = time.monotonic() + _HEARSAY_SECONDS
+    while monitors:
+        for monitor in list(monitors):
+            if (lost := monitor.lost_peer()) is not None:
+                return monitor, lost
+        if time.monotonic() > until:
+            break
+        time.sleep(_LOOK_SECONDS)
+    return None
 
 
 def _abandon_all() -> None:
@@ -413,12 +435,15 @@ def _set_up(connection: socket.socket) -> None:
 
 def _own_addresses() -> tuple[str, ...]:
     """Addresses at which other hosts may reach this one, the likeliest first."""
-    found = []
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+    addresses = ipv4_addresses()
+    found = [address for interface in named for address in addresses.get(interface, ())]
     # The interface on which this host reaches rank 0's.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
         probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 1))  # sends nothing
         found.append(probe.getsockname()[0])
-    # On rank 0's host that may be loopback.
+    # On rank 0's host that may be loopback, as what the host's name stands for.
     with suppress(OSError):
         found += [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
+    found += [address for interface in addresses.values() for address in interface]
     return tuple(dict.fromkeys(address for address in found if not address.startswith("127.")))

@@ -31,7 +31,7 @@ class SumOverHosts:
     ) -> None:
         self._hosts, self._channel, self._elements, self._wire = group.hosts, channel, elements, wire
         # Two halves in turn: who writes one again has seen everybody begin the epoch after, done with reading it.
-        self._memory = group.allocate(name, 2 * 4 * elements)
+        self._group, self._memory = group, group.allocate(name, 2 * 4 * elements)
         self._shares = max(map(len, self._hosts.ranks))
         self._half = 0
 
@@ -68,6 +68,10 @@ class SumOverHosts:
             value.copy_(parts[self._hosts.local[share % len(self._hosts.local)]][share])
         return values
 
+    def release(self) -> None:
+        """Let go of the memory; nothing is summed after."""
+        self._group.release(self._memory)
+
     @staticmethod
     def _sum_of_host(parts: list[Tensor]) -> Tensor:
         total = parts[0].to(torch.float32, copy=True)
@@ -77,23 +81,21 @@ class SumOverHosts:
 
     def _sum_between_hosts(self, total: Tensor, share: int, fingerprint: int) -> None:
         """Sum in place over the ranks that have this share, one on each host."""
-        own, pieces = self._hosts.own, total.tensor_split(len(self._hosts.ranks))
+        own, pieces = self._hosts.own, list(total.to(self._wire).tensor_split(len(self._hosts.ranks)))
         # By host; in the order in which all send to different ones.
         others = {host: self._hosts.ranks[host][share % len(self._hosts.ranks[host])] for host in self._hosts.others}
         arrived = {host: torch.empty_like(pieces[own]) for host in others}
-        self._exchange(
+        self._channel.exchange(
             {rank: pieces[host] for host, rank in others.items()},
             {rank: arrived[host] for host, rank in others.items()},
-            fingerprint,
-        )
-        arrived[own] = pieces[own].clone()
-        pieces[own].copy_(self._sum_of_host([arrived[host] for host in sorted(arrived)]))
-        self._exchange(
-            dict.fromkeys(others.values(), pieces[own]), {rank: pieces[host] for host, rank in others.items()}, fingerprint
-        )
-
-    def _exchange(self, sent: dict[int, Tensor], received: dict[int, Tensor], fingerprint: int) -> None:
-        exchange = self._channel.exchange(sent, received, fingerprint=fingerprint)
-        for _ in exchange.arrivals():
-            pass  # where it belongs
-        exchange.finish()
+            fingerprint=fingerprint,
+        ).complete()
+        arrived[own] = pieces[own]
+        pieces[own] = self._sum_of_host([arrived[host] for host in sorted(arrived)]).to(self._wire)
+        self._channel.exchange(
+            dict.fromkeys(others.values(), pieces[own]),
+            {rank: pieces[host] for host, rank in others.items()},
+            fingerprint=fingerprint,
+        ).complete()
+        for value, piece in zip(total.tensor_split(len(pieces)), pieces, strict=True):
+            value.copy_(piece)

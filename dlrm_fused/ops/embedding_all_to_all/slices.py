@@ -87,9 +87,7 @@ class PooledSlices:
                 for source, column, width in plan.slice_runs(rank):
                     output[:, column : column + width] = expanded[:, source : source + width]
         if self._sums is not None:
-            for _ in self._sums.arrivals():
-                pass  # where they belong
-            self._sums.finish()
+            self._sums.complete()
         if self._slices is not None:
             self._slices.finish()
 

@@ -238,9 +238,7 @@ def _multiply_and_exchange(
         product.chunk(workspace.world_size)[rank].copy_(_product(rows_of[rank], weight, scale))
     scatter_rows(product, _destinations(workspace, rows, hosts.local), window, rows_per_rank=rows, received={})
     for exchange in exchanges:
-        for _ in exchange.arrivals():
-            pass  # where they belong
-        exchange.finish()
+        exchange.complete()
 
 
 def _scatter_equal_blocks(workspace: GemmWorkspace, matrix: Tensor, window: ReceiveWindow) -> None:
@@ -274,10 +272,7 @@ def _slots_from_hosts(workspace: GemmWorkspace, destinations: Tensor, slots: int
 
     def exchange(own: Mapping[int, Tensor], sizes: Mapping[int, int], what: str) -> dict[int, Tensor]:
         received = {rank: destinations.new_empty(sizes[rank]) for rank in hosts.remote}
-        started = channel.exchange(own, received, fingerprint=fingerprint_of(slots, what))
-        for _ in started.arrivals():
-            pass  # where they belong
-        started.finish()
+        channel.exchange(own, received, fingerprint=fingerprint_of(slots, what)).complete()
         return received
 
     sizes = exchange(

@@ -249,12 +249,9 @@ def _exchange_counts_between_hosts(counts: Tensor, window: ReceiveWindow) -> Non
     """Complete int32 [ranks, experts] by the counts of the ranks of other hosts. Collective."""
     channel, remote = window.channel, window.channel.group.hosts.remote
     sent = counts[channel.group.rank].clone()
-    exchange = channel.exchange(
+    channel.exchange(
         dict.fromkeys(remote, sent), {rank: counts[rank] for rank in remote}, fingerprint=window.fingerprint
-    )
-    for _ in exchange.arrivals():
-        pass  # where they belong
-    exchange.finish()
+    ).complete()
 
 
 def _number_rows_of_slices(first_rows: Tensor, own: Tensor, hosts: Hosts) -> None:
