@@ -39,7 +39,7 @@ from dlrm_fused.compat.triton import host_atomics
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.symmetric.device import channel_args, polls_per_second
 from dlrm_fused.symmetric.memory import SymmetricGroup
-from dlrm_fused.symmetric.messages import Exchange, LateRankError, Waiter, Why
+from dlrm_fused.symmetric.messages import Exchange, LateRankError, Why, without_empty
 from dlrm_fused.symmetric.puts import Puts
 
 # The words and values below are those of device.py.
@@ -100,7 +100,7 @@ class Channel:
         self.timeout_seconds = timeout_seconds
         self._number = group.next_channel()
         self._yields = _MANY_YIELDS if len(group.hosts.local) <= len(os.sched_getaffinity(0)) else _FEW_YIELDS
-        self._waiter = Waiter()
+        self._link = None if group.messages is None else group.messages.open(self._number)
         self.flags = group.allocate(f"{name}.flags", 3 * group.world_size * 8)
         self.state = torch.zeros(8, dtype=torch.int64, device=group.device)
         self.fault = self.state[_FAULT : _FAULT + 1]
@@ -170,21 +170,20 @@ class Channel:
         Args:
             sent: by rank; contiguous, and unchanged until the exchange is finished. Empty slices are not sent.
             received: by rank; contiguous, of the size that the rank sends.
-            fingerprint: must be equal on both sides, which with gloo is compared.
+            fingerprint: must be equal on both sides, which TCP compares.
 
         Raises:
             CommunicationError: the channel has failed.
             UsageError: of messages, while a CUDA graph is captured.
         """
         self.raise_fault()
-        messages = self.group.messages
         tag = zlib.crc32(f"{self._number} {fingerprint}".encode()) >> 1
         if self._puts is not None:
             return ChannelExchange(self, self._puts.exchange(sent, received, tag, self.raise_fault))
-        assert messages is not None, f"channel {self.name}: all ranks are on one host"
+        assert self._link is not None, f"channel {self.name}: all ranks are on one host"
         if self.group.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise UsageError(f"channel {self.name}: a CUDA graph cannot have messages to other hosts; call this outside of one")
-        return ChannelExchange(self, messages.exchange(self._number, tag, sent, received, self._waiter))
+        return ChannelExchange(self, self._link.exchange(without_empty(sent), without_empty(received), tag))
 
     def run_epoch(self, store: Callable[[int, int], object], *, offset: int = 0, fingerprint: int = 0) -> None:
         """One epoch, steps 1 to 5, with the next rank of the host first and this one last. Host code on the CPU.

@@ -23,8 +23,9 @@ from torch import Tensor
 from dlrm_fused.errors import UsageError
 from dlrm_fused.symmetric.collective_errors import gather_or_raise
 from dlrm_fused.symmetric.hosts import Host, Hosts
-from dlrm_fused.symmetric.messages import Messages
+from dlrm_fused.symmetric.messages import Messages, NcclMessages
 from dlrm_fused.symmetric.peer_monitor import PeerMonitor
+from dlrm_fused.symmetric.tcp import TcpMessages
 
 logger = logging.getLogger("dlrm_fused")
 
@@ -104,11 +105,13 @@ class SymmetricGroup(abc.ABC):
                 )
 
     def _make_messages(self, process_group: dist.ProcessGroup) -> Messages:
-        # Not one of torch's, after the number of groups that a process has: that may differ between the ranks.
+        if self.device.type == "cpu" or "nccl" not in dist.get_backend_config(process_group):
+            return TcpMessages(self.rank, self.hosts.remote, self.peer_monitor, self.gather)
+        # Not torch's name for a group, after the number of those that a process has: that may differ between the ranks.
         name = self.gather(lambda: secrets.token_hex(8))[0]
         made: list[Messages] = []
         try:
-            self.gather(lambda: made.append(Messages(process_group, self.device, self.peer_monitor, name)))
+            self.gather(lambda: made.append(NcclMessages(process_group, self.peer_monitor, name)))
         except BaseException:
             self.peer_monitor.close()
             raise

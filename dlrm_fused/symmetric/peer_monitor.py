@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import secrets
 import select
 import socket
 import struct
@@ -19,50 +18,29 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 from dlrm_fused.errors import CommunicationError
-from dlrm_fused.symmetric.connections import hang_up, interface_addresses, ipv4_addresses
+from dlrm_fused.symmetric.connections import Address, connect_ranks, hang_up
 
 logger = logging.getLogger("dlrm_fused")
 
-_CONNECT_SECONDS = 60.0
-# Of an address that does not answer; the next may.
-_ADDRESS_SECONDS = 10.0
-_STRANGER_SECONDS = 5.0
 _GRACE_SECONDS = 5.0
 # After a connection broke, a monitor hears in this time which rank is gone.
 _HEARSAY_SECONDS = 2.0
 _LOOK_SECONDS = 0.05
 _KEEPALIVE_IDLE_SECONDS = 5
 _KEEPALIVE_PROBES = 3
-# (kind, rank, channel, number, tag), of which not all kinds need all. A rank says goodbye before it leaves in good order, and
-# tells others of a loss that it has noticed. So when it then ends because of that loss, however abruptly, its peers have
-# already read which rank was the first. A rank that takes no part in an exchange because of an error of its own tells those
-# whom its flags do not reach. A rank that waits for a slice tells its sender which one it expects, and hears if that makes
-# other calls.
-_MESSAGE = struct.Struct("!iiqqq")
+# (kind, rank, channel), of which not all kinds need all. A rank says goodbye before it leaves in good order, and tells others
+# of a loss that it has noticed. So when it then ends because of that loss, however abruptly, its peers have already read which
+# rank was the first. A rank that takes no part in an exchange because of an error of its own tells those whom its flags do not
+# reach.
+_MESSAGE = struct.Struct("!iiq")
 _GOODBYE = 0
 _LOST = 1
 _REFUSED = 2
-_EXPECTS = 3
-_DIFFERS = 4
-_TOKEN_BYTES = 16
-
-
-@dataclass(frozen=True)
-class _Address:
-    """Where a rank can be reached, and who it is."""
-
-    host: str
-    process: int
-    addresses: tuple[str, ...]
-    port: int
-    token: bytes  # a stranger that finds the port does not know it
-    interfaces: frozenset[str] = frozenset()  # addresses of all, through which other libraries may connect
 
 
 class PeerMonitor:
@@ -81,30 +59,21 @@ class PeerMonitor:
         self._lost: int | None = None
         self._left: set[int] = set()
         self._refused: dict[int, int] = {}  # by channel, the first rank
-        self._differing: set[tuple[int, int]] = set()  # (channel, rank)
         self._gone: set[int] = set()  # that were told to callbacks
         self._loss_callbacks: list[Callable[[int], None]] = []
         self._gone_callbacks: list[Callable[[int], None]] = []
-        self._expected_callback: Callable[[int, int, int, int], None] | None = None
         self._refusal_callbacks: dict[int, list[Callable[[int], None]]] = {}  # by channel
         self._lock = threading.Lock()
         self._closing = False
-        self._peers: dict[int, socket.socket] = {}
+        self._peers: Mapping[int, socket.socket] = {}
         self._thread: threading.Thread | None = None
         if world_size == 1:
-            self._addresses = [_Address(socket.gethostname(), os.getpid(), (), 0, b"")]
+            self._addresses = [Address.of_this_process()]
             return
-        with socket.create_server(("", 0), backlog=world_size) as listener:
-            token = secrets.token_bytes(_TOKEN_BYTES)
-            port = listener.getsockname()[1]
-            self._addresses = gather(
-                lambda: _Address(socket.gethostname(), os.getpid(), _own_addresses(), port, token, interface_addresses())
-            )
-            try:
-                gather(lambda: self._connect(listener))
-            except BaseException:
-                self._close_sockets()
-                raise
+        others = [peer for peer in range(world_size) if peer != rank]
+        self._addresses, self._peers = connect_ranks(rank, others, gather)
+        for connection in self._peers.values():
+            _set_up(connection)
         self._wake_reader, self._wake = socket.socketpair()
         _monitors.add(self)
         atexit.register(self.close)
@@ -137,24 +106,6 @@ class PeerMonitor:
         """Tell all ranks that this one refuses to take part in an exchange of a channel."""
         self._tell(_REFUSED, self._rank, self._peers, channel)
 
-    def makes_other_calls(self, rank: int, channel: int) -> bool:
-        """Whether that rank and this one are known to make different calls on a channel."""
-        return (channel, rank) in self._differing
-
-    def say_differs(self, rank: int, channel: int) -> None:
-        """Tell a rank that it and this one make different calls on a channel."""
-        self._differing.add((channel, rank))
-        self._tell(_DIFFERS, self._rank, (rank,), channel)
-
-    def say_expected(self, rank: int, channel: int, number: int, tag: int) -> None:
-        """Tell a rank which slice this one waits for."""
-        self._tell(_EXPECTS, self._rank, (rank,), channel, number, tag)
-
-    def on_expected(self, callback: Callable[[int, int, int, int], None]) -> None:
-        """Call ``callback(rank, channel, number, tag)`` when a rank waits for a slice of this one, in the thread of the
-        monitor. There is one callback."""
-        self._expected_callback = callback
-
     def on_loss(self, callback: Callable[[int], None]) -> None:
         """Call ``callback(rank)`` when the first peer is lost, in the thread of the monitor; at once if one is lost
         already."""
@@ -186,8 +137,7 @@ class PeerMonitor:
 
     def describe(self, rank: int) -> str:
         """Such as ``rank 3 on host (pid 123)``."""
-        address = self._addresses[rank]
-        return f"rank {rank} on {address.host} (pid {address.process})"
+        return self._addresses[rank].describe(rank)
 
     def describe_loss(self, rank: int) -> str:
         """Such as ``rank 3 on host (pid 123) is lost, ...``, and that this rank cannot go on."""
@@ -210,67 +160,6 @@ class PeerMonitor:
         self._wake.close()
         if self._thread is not threading.current_thread():
             self._thread.join()
-
-    def _connect(self, listener: socket.socket) -> None:
-        """Connect to every lower rank, and be connected to by every higher one."""
-        deadline = time.monotonic() + _CONNECT_SECONDS
-        for peer in range(self._rank):
-            connection = self._connect_to(peer, deadline)
-            connection.sendall(self._addresses[peer].token + _MESSAGE.pack(_GOODBYE, self._rank, 0, 0, 0))
-            self._peers[peer] = connection
-        while len(self._peers) < len(self._addresses) - 1:
-            listener.settimeout(max(0.001, deadline - time.monotonic()))
-            try:
-                connection, _ = listener.accept()
-            except TimeoutError:
-                missing = [
-                    self.describe(rank)
-                    for rank in range(len(self._addresses))
-                    if rank != self._rank and rank not in self._peers
-                ]
-                raise CommunicationError(
-                    f"{self.describe(self._rank)}: no connection from {', '.join(missing)} within {_CONNECT_SECONDS:.0f} s"
-                ) from None
-            peer_rank = self._introduced(connection)
-            if peer_rank is None:
-                connection.close()
-            else:
-                self._peers[peer_rank] = connection
-        for connection in self._peers.values():
-            _set_up(connection)
-
-    def _connect_to(self, peer: int, deadline: float) -> socket.socket:
-        target = self._addresses[peer]
-        same_host = target.host == self._addresses[self._rank].host
-        failures = []
-        for address in (*(("127.0.0.1",) if same_host else ()), *target.addresses):
-            try:
-                seconds = min(_ADDRESS_SECONDS, max(0.001, deadline - time.monotonic()))
-                return socket.create_connection((address, target.port), timeout=seconds)
-            except OSError as error:
-                failures.append(f"{address}: {error}")
-        raise CommunicationError(
-            f"{self.describe(self._rank)} cannot connect to {self.describe(peer)} ({'; '.join(failures)}); "
-            "ranks must reach each other by TCP, on any port"
-        )
-
-    def _introduced(self, connection: socket.socket) -> int | None:
-        """The rank that has connected; None if it is a stranger."""
-        connection.settimeout(_STRANGER_SECONDS)
-        expected = self._addresses[self._rank].token
-        received = b""
-        try:
-            while len(received) < _TOKEN_BYTES + _MESSAGE.size:
-                chunk = connection.recv(_TOKEN_BYTES + _MESSAGE.size - len(received))
-                if not chunk:
-                    return None
-                received += chunk
-        except OSError:
-            return None
-        if not secrets.compare_digest(received[:_TOKEN_BYTES], expected):
-            return None
-        _, rank, *_ = _MESSAGE.unpack(received[_TOKEN_BYTES:])
-        return int(rank)
 
     def _run(self) -> None:
         rank_of = {connection.fileno(): rank for rank, connection in self._peers.items()}
@@ -307,20 +196,15 @@ class PeerMonitor:
             received = b""
         unread[peer] += received
         while len(unread[peer]) >= _MESSAGE.size:
-            kind, rank, *call = _MESSAGE.unpack(unread[peer][: _MESSAGE.size])
+            kind, rank, channel = _MESSAGE.unpack(unread[peer][: _MESSAGE.size])
             unread[peer] = unread[peer][_MESSAGE.size :]
             if kind == _GOODBYE:
                 self._left.add(rank)
             elif kind == _REFUSED:
                 with self._lock:
-                    self._refused.setdefault(call[0], rank)
-                    callbacks = self._refusal_callbacks.get(call[0], [])[:]
+                    self._refused.setdefault(channel, rank)
+                    callbacks = self._refusal_callbacks.get(channel, [])[:]
                 self._call(callbacks, rank)
-            elif kind == _DIFFERS:
-                self._differing.add((call[0], rank))
-            elif kind == _EXPECTS:
-                if self._expected_callback is not None:
-                    self._expected_callback(rank, *call)
             else:
                 self._lose(rank)
         if received and peer not in self._left:
@@ -357,8 +241,8 @@ class PeerMonitor:
             except Exception:
                 logger.exception("to tell that %s is gone failed", self.describe(rank))
 
-    def _tell(self, kind: int, rank: int, peers: Iterable[int], channel: int = 0, number: int = 0, tag: int = 0) -> None:
-        message = _MESSAGE.pack(kind, rank, channel, number, tag)
+    def _tell(self, kind: int, rank: int, peers: Iterable[int], channel: int = 0) -> None:
+        message = _MESSAGE.pack(kind, rank, channel)
         for peer in peers:
             # Fails if the peer is gone. Does not block: there is always room for the few bytes that are ever sent.
             with suppress(OSError):
@@ -431,19 +315,3 @@ def _set_up(connection: socket.socket) -> None:
     # Likewise when something has been sent, for which TCP does not use keepalive.
     silence = _KEEPALIVE_IDLE_SECONDS * (1 + _KEEPALIVE_PROBES)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * silence)
-
-
-def _own_addresses() -> tuple[str, ...]:
-    """Addresses at which other hosts may reach this one, the likeliest first."""
-    named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
-    addresses = ipv4_addresses()
-    found = [address for interface in named for address in addresses.get(interface, ())]
-    # The interface on which this host reaches rank 0's.
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 1))  # sends nothing
-        found.append(probe.getsockname()[0])
-    # On rank 0's host that may be loopback, as what the host's name stands for.
-    with suppress(OSError):
-        found += [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
-    found += [address for interface in addresses.values() for address in interface]
-    return tuple(dict.fromkeys(address for address in found if not address.startswith("127.")))

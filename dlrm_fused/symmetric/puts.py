@@ -141,8 +141,7 @@ class _PutExchange(Exchange):
         fingerprint: int,
         raise_fault: Callable[[], None],
     ) -> None:
-        super().__init__(received)
-        self._puts, self._sent, self._pieces = puts, sent, pieces
+        self._puts, self._sent, self._pieces, self._received = puts, sent, pieces, received
         self._fingerprint, self._raise_fault = fingerprint, raise_fault
         self._rounds = iter(range(max((len(own) for own in (*sent.values(), *pieces.values())), default=0)))
         for rank, own in sent.items():
@@ -166,9 +165,6 @@ class _PutExchange(Exchange):
     def finish(self, deadline: float) -> None:
         for _ in self.arrivals(deadline):
             pass  # read by now, if the caller has asked for all
-
-    def _await_arrival(self, rank: int, deadline: float) -> None:
-        raise NotImplementedError("arrivals() waits")
 
 
 def _aligned(size: int) -> int:

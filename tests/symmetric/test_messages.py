@@ -21,11 +21,11 @@ from torch import Tensor
 from dlrm_fused import EmbeddingWorkspace, ExchangeLayout, LookupLayout, pooled_all_to_all
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.symmetric import Channel, SymmetricGroup, abort_peers_on_error, symmetric_group
-from dlrm_fused.symmetric.messages import LateRankError, Messages, Waiter, Why
+from dlrm_fused.symmetric.messages import LateRankError, Link, Why
 from tests.distributed.launch import Ranks, on_hosts, run_ranks
 
 APART, TWO_AND_TWO = (0, 1), (0, 0, 1, 1)
-# Of what happens at once, or after the second in which ranks compare their calls: less than the limit of 60 s.
+# Of what happens at once: less than the limit of 60 s.
 SOON_SECONDS = 15.0
 CHANNEL, TAG = 0, 7
 
@@ -45,9 +45,9 @@ def in_group(work: Callable[..., Any], *arguments: Any) -> Any:
     return result
 
 
-def messages_of(group: SymmetricGroup) -> Messages:
+def link_of(group: SymmetricGroup, channel: int = CHANNEL) -> Link:
     assert group.messages is not None
-    return group.messages
+    return group.messages.open(channel)
 
 
 def in_seconds(seconds: float) -> float:
@@ -59,11 +59,10 @@ def in_seconds(seconds: float) -> float:
 
 def send_many(group: SymmetricGroup) -> list[tuple[int, list[float]]]:
     """Each rank sends three slices to each rank of the other host before it receives any."""
-    messages, waiter = messages_of(group), Waiter()
-    exchanges = []
+    link, exchanges = link_of(group), []
     for number in range(3):
         sent = {rank: torch.full((4,), 100.0 * number + 10 * group.rank + rank) for rank in group.hosts.remote}
-        exchanges.append(messages.exchange(CHANNEL, TAG, sent, {rank: torch.empty(4) for rank in sent}, waiter))
+        exchanges.append(link.exchange(sent, {rank: torch.empty(4) for rank in sent}, TAG))
     arrived = []
     for exchange in exchanges:
         arrived += [(rank, slice_.tolist()) for rank, slice_ in exchange.arrivals(in_seconds(60))]
@@ -77,15 +76,51 @@ def test_slices_of_one_rank_arrive_in_the_order_in_which_they_are_sent() -> None
         assert arrived == [(rank, [100.0 * number + 10 * rank + own] * 4) for number in range(3) for rank in remote]
 
 
+def send_large(group: SymmetricGroup) -> list[float]:
+    """More than the kernel's buffers take, twice, before anything is received; rank 0 begins to receive a while later."""
+    link, count = link_of(group), 3_000_000
+    exchanges = []
+    for number in range(2):
+        sent = {rank: torch.arange(count, dtype=torch.float32) + 10 * group.rank + number for rank in group.hosts.remote}
+        exchanges.append(link.exchange(sent, {rank: torch.empty(count) for rank in sent}, TAG))
+    if group.rank == 0:
+        time.sleep(0.5)
+    offsets = []
+    for exchange in exchanges:
+        for _, slice_ in exchange.arrivals(in_seconds(60)):
+            assert torch.equal(slice_ - slice_[0], torch.arange(count, dtype=torch.float32))
+            offsets.append(slice_[0].item())
+        exchange.finish(in_seconds(60))
+    return offsets
+
+
+def test_slices_larger_than_all_buffers_arrive() -> None:
+    for own, offsets in enumerate(run(TWO_AND_TWO, send_large)):
+        remote = {0: [2, 3], 1: [3, 2], 2: [0, 1], 3: [1, 0]}[own]
+        assert offsets == [10.0 * rank + number for number in range(2) for rank in remote]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.uint8])
+def test_slices_have_any_dtype(dtype: torch.dtype) -> None:
+    assert run(APART, send_numbers, dtype) == [[1, 2, 3]] * 2
+
+
+def send_numbers(group: SymmetricGroup, dtype: torch.dtype) -> list[int]:
+    peer, received = 1 - group.rank, torch.empty(1, 3, dtype=dtype)
+    exchange = link_of(group).exchange({peer: torch.tensor([[1, 2, 3]], dtype=dtype)}, {peer: received}, TAG)
+    assert [rank for rank, _ in exchange.arrivals(in_seconds(60))] == [peer]
+    exchange.finish(in_seconds(60))
+    return received[0].int().tolist()
+
+
 def send_empty(group: SymmetricGroup) -> list[int]:
     """Rank 0 sends nothing, in an empty slice; rank 1 sends something."""
     sizes = {0: 0, 1: 3}
     peer = 1 - group.rank
-    exchange = messages_of(group).exchange(
-        CHANNEL, TAG, {peer: torch.ones(sizes[group.rank])}, {peer: torch.empty(sizes[peer])}, Waiter()
-    )
-    arrived = [rank for rank, _ in exchange.arrivals(in_seconds(60))]
-    exchange.finish(in_seconds(60))
+    channel = Channel(group, "step", 60.0)
+    exchange = channel.exchange({peer: torch.ones(sizes[group.rank])}, {peer: torch.empty(sizes[peer])}, fingerprint=TAG)
+    arrived = [rank for rank, _ in exchange.arrivals()]
+    exchange.finish()
     return arrived
 
 
@@ -93,47 +128,59 @@ def test_empty_slices_are_neither_sent_nor_waited_for() -> None:
     assert run(APART, send_empty) == [[1], []]
 
 
-def send_with_tags(group: SymmetricGroup) -> list[float]:
+def send_on_channels(group: SymmetricGroup) -> list[float]:
     """Two channels: rank 0 uses one first, rank 1 the other."""
-    messages, peer = messages_of(group), 1 - group.rank
+    links, peer = [link_of(group, channel) for channel in (0, 1)], 1 - group.rank
     received: dict[int, Tensor] = {}
     exchanges = {}
     for channel in (0, 1) if group.rank == 0 else (1, 0):
         received[channel] = torch.empty(1)
-        exchanges[channel] = messages.exchange(
-            channel, 10 + channel, {peer: torch.tensor([float(channel)])}, {peer: received[channel]}, Waiter()
-        )
+        exchanges[channel] = links[channel].exchange({peer: torch.tensor([float(channel)])}, {peer: received[channel]}, TAG)
     for exchange in exchanges.values():
         list(exchange.arrivals(in_seconds(60)))
         exchange.finish(in_seconds(60))
     return [received[0].item(), received[1].item()]
 
 
-def test_channels_may_be_used_in_another_order_by_each_rank_since_tags_tell_them_apart() -> None:
-    assert run(APART, send_with_tags) == [[0.0, 1.0]] * 2
+def test_channels_may_be_used_in_another_order_by_each_rank() -> None:
+    assert run(APART, send_on_channels) == [[0.0, 1.0]] * 2
 
 
 # Who is waited for in vain
 
 
 def wait_in_vain(group: SymmetricGroup, other_does: str) -> tuple[int, Why, float] | None:
+    link = link_of(group)
     if group.rank == 1:
         if other_does == "leave":
-            group.peer_monitor.close()
+            group.close()
         elif other_does == "refuse":
             group.peer_monitor.say_refused(CHANNEL)
         elif other_does == "end":
             os.kill(os.getpid(), signal.SIGKILL)
         elif other_does == "call with another tag":
-            exchange = messages_of(group).exchange(CHANNEL, TAG + 1, {0: torch.ones(1)}, {}, Waiter())
-            with pytest.raises(LateRankError) as late:
-                exchange.finish(in_seconds(60))
-            assert (late.value.rank, late.value.why) == (0, Why.differs)
+            link.exchange({0: torch.ones(1)}, {}, TAG + 1).finish(in_seconds(60))
+        elif other_does == "call with another size":
+            link.exchange({0: torch.ones(2)}, {}, TAG).finish(in_seconds(60))
         return None
-    exchange = messages_of(group).exchange(CHANNEL, TAG, {}, {1: torch.empty(1)}, Waiter())
+    exchange = link.exchange({}, {1: torch.empty(1)}, TAG)
     began = time.monotonic()
     with pytest.raises(LateRankError) as raised:
         list(exchange.arrivals(in_seconds(2 if other_does == "stay silent" else 60)))
+    return raised.value.rank, raised.value.why, time.monotonic() - began
+
+
+def wait_to_send(group: SymmetricGroup, other_does: str) -> tuple[int, Why, float] | None:
+    link = link_of(group)
+    if group.rank == 1:
+        time.sleep(1)
+        if other_does == "end":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return None
+    exchange = link.exchange({1: torch.ones(10_000_000)}, {}, TAG)
+    began = time.monotonic()
+    with pytest.raises(LateRankError) as raised:
+        exchange.finish(in_seconds(2 if other_does == "stay silent" else 60))
     return raised.value.rank, raised.value.why, time.monotonic() - began
 
 
@@ -144,11 +191,21 @@ def wait_in_vain(group: SymmetricGroup, other_does: str) -> tuple[int, Why, floa
         ("refuse", Why.has_refused),
         ("end", Why.is_gone),
         ("call with another tag", Why.differs),
+        ("call with another size", Why.differs),
         ("stay silent", Why.is_late),
     ],
 )
 def test_a_rank_that_is_waited_for_in_vain_is_named_soon(other_does: str, why: Why) -> None:
-    ranks = Ranks(2, on_hosts, APART, wait_and_end, other_does)
+    check_named_soon(wait_in_vain, other_does, why)
+
+
+@pytest.mark.parametrize(("other_does", "why"), [("end", Why.is_gone), ("stay silent", Why.is_late)])
+def test_a_rank_that_does_not_take_what_is_sent_is_named_soon(other_does: str, why: Why) -> None:
+    check_named_soon(wait_to_send, other_does, why)
+
+
+def check_named_soon(work: Callable[..., Any], other_does: str, why: Why) -> None:
+    ranks = Ranks(2, on_hosts, APART, wait_and_end, work, other_does)
     answer = ranks._answers[0].recv_bytes()
     ranks.kill()
     result, failure = pickle.loads(answer)
@@ -158,10 +215,10 @@ def test_a_rank_that_is_waited_for_in_vain_is_named_soon(other_does: str, why: W
     assert seconds < SOON_SECONDS
 
 
-def wait_and_end(other_does: str) -> Any:
+def wait_and_end(work: Callable[..., Any], other_does: str) -> Any:
     """Without what is collective at the end, in which the other rank takes no part."""
     dist.init_process_group("gloo")
-    result = wait_in_vain(symmetric_group(), other_does)
+    result = work(symmetric_group(), other_does)
     if dist.get_rank() == 1:
         time.sleep(2 * SOON_SECONDS)
     return result

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dlrm_fused.symmetric import PeerMonitor, peer_monitor
+from dlrm_fused.symmetric import PeerMonitor, connections, peer_monitor
 
 
 class Meeting:
@@ -67,7 +67,7 @@ def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
 
 
 def test_strangers_that_find_the_port_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_monitor, "_STRANGER_SECONDS", 1.0)
+    monkeypatch.setattr(connections, "_STRANGER_SECONDS", 1.0)
     strangers: list[socket.socket] = []
 
     def intrude(address: Any) -> None:
