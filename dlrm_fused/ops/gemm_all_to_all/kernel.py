@@ -296,6 +296,7 @@ def grouped_gemm(
     weight_is_transposed: bool = False,
     silu_out: Tensor | None = None,
     silu_of: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> None:
     """out[rows of g] = x[rows of g] @ weight[g].T, for every group g; rows of no group are left as they are.
 
@@ -305,13 +306,16 @@ def grouped_gemm(
         out: [R, N], contiguous.
         silu_out: [R, N]; gets silu(out).
         silu_of: [R, N]; the product is multiplied by the derivative of silu there.
+        scale: fp32 [G, N], of the output features of a weight in float8_e4m3fn.
     """
     activation, other = NONE, out
     if silu_out is not None:
         activation, other = SILU, silu_out
     elif silu_of is not None:
         activation, other = SILU_BACKWARD, silu_of
-    _launch(x, weight, out=out, other=other, groups=groups, is_transposed=weight_is_transposed, activation=activation)
+    _launch(
+        x, weight, out=out, other=other, groups=groups, scale=scale, is_transposed=weight_is_transposed, activation=activation
+    )
 
 
 def grouped_gemm_combine(
@@ -347,9 +351,14 @@ def gemm_combine(x: Tensor, weight: Tensor, window: ReceiveWindow, scale: Tensor
     _launch(x, weight[None], scale=scale, window=window)
 
 
-def gemm(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """out [M, N] = x [M, K] @ weight [N, K].T, by the same kernel; to compare it with libraries."""
-    _launch(x, weight[None], out=out, other=out)
+def gemm(x: Tensor, weight: Tensor, out: Tensor, scale: Tensor | None = None, *, part_of: int | None = None) -> None:
+    """out [M, N] = x [M, K] @ weight [N, K].T, by the same kernel.
+
+    Args:
+        scale: fp32 [N], of a weight in float8_e4m3fn.
+        part_of: rows of the matrix whose part x is, if not all: products of all parts add up in the same order.
+    """
+    _launch(x, weight[None], out=out, other=out, scale=scale, part_of=part_of)
 
 
 def _launch(
@@ -367,9 +376,10 @@ def _launch(
     is_transposed: bool = False,
     activation: int = NONE,
     window: ReceiveWindow | None = None,
+    part_of: int | None = None,
 ) -> None:
     (rows, depth), columns = x.shape, weight.shape[2 if is_transposed else 1]
-    tiles = choose_tiles(rows, columns, depth, x.element_size(), groups.tile_rows if groups else None)
+    tiles = choose_tiles(part_of or rows, columns, depth, x.element_size(), groups.tile_rows if groups else None)
     ranks = window.channel.group.world_size if window else 1
     row_tiles = rows // tiles.rows if groups else ranks * triton.cdiv(rows // ranks, tiles.rows)
     block = [1, tiles.depth, tiles.columns] if is_transposed else [1, tiles.columns, tiles.depth]

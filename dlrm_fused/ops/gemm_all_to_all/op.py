@@ -16,6 +16,7 @@ from dlrm_fused.ops.gemm_all_to_all.chunks import multiply_and_send_chunks
 from dlrm_fused.ops.gemm_all_to_all.kernel import (
     Groups,
     Routes,
+    gemm,
     gemm_combine,
     grouped_gemm,
     grouped_gemm_combine,
@@ -42,7 +43,8 @@ def gemm_all_to_all(
             equal on all ranks. Rows of x, weight and result are multiples of 16 bytes.
         weight: [N, K], contiguous, in the workspace's dtype; or float8_e4m3fn, which has no gradient.
         scale: fp32 [N], of the weight's rows; for float8 weights, which need it.
-        schedule: ``kernel``, ``chunks``, or ``auto``, which takes what :func:`schedule_of` says. Without a GPU all are one.
+        schedule: ``kernel``, ``chunks``, or ``auto``, which takes what :func:`schedule_of` says. Without a GPU, and between
+            hosts, all are one.
 
     Returns:
         [M, N] in the workspace's dtype.
@@ -171,7 +173,8 @@ def _check_matrices(workspace: GemmWorkspace, x: Tensor, weight: Tensor, weight_
 def _send_equal_blocks(workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: Tensor | None, schedule: str) -> Tensor:
     (rows, depth), columns, blocks = x.shape, weight.shape[0], workspace.results
     if schedule == "auto":
-        schedule = "kernel" if scale is not None else schedule_of(workspace, rows, columns, depth)
+        is_kernel = scale is not None or workspace.group.hosts.are_many
+        schedule = "kernel" if is_kernel else schedule_of(workspace, rows, columns, depth)
         workspace.log_schedule(schedule, rows, columns, depth)
     call, with_kernels = (rows, columns, scale is None, schedule), uses_kernels(workspace.device)
     if schedule == "chunks" and with_kernels and not workspace.group.hosts.are_many:
@@ -199,11 +202,8 @@ def _send_routed(
         first = workspace.rank * workspace.max_rows
         grouped_gemm_combine(x, weight, routes, window, scale=scale, origins_at=origins_at, first_origin=first)
     else:
-        product = x.new_zeros(x.shape[0], columns)
-        for group, own in enumerate(routes.groups.slices()):
-            product[own] = _product(x[own], weight[group], None if scale is None else scale[group])
         scatter_rows(
-            product,
+            _grouped_product(x, weight, scale, routes.groups),
             _numbers_in_slices(routes.destinations, slots, hosts),
             window,
             rows_per_rank=slots,
@@ -215,7 +215,22 @@ def _send_routed(
     return workspace.rows_of(held, slots, columns), workspace.origins_of(held, slots).clone()
 
 
-def _product(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+def _grouped_product(x: Tensor, weight: Tensor, scale: Tensor | None, groups: Groups) -> Tensor:
+    product = x.new_zeros(x.shape[0], weight.shape[1])
+    if uses_kernels(x.device):
+        grouped_gemm(x, weight, groups, product, scale=scale)
+        return product
+    for group, own in enumerate(groups.slices()):
+        product[own] = _product(x[own], weight[group], None if scale is None else scale[group])
+    return product
+
+
+def _product(x: Tensor, weight: Tensor, scale: Tensor | None, part_of: int | None = None) -> Tensor:
+    """With kernels the bits of what they send within a host; ``part_of``: as in :func:`gemm`."""
+    if uses_kernels(x.device):
+        out = x.new_empty(x.shape[0], weight.shape[0])
+        gemm(x, weight, out, scale, part_of=part_of)
+        return out
     product = torch.nn.functional.linear(x.float(), weight.float())
     return (product if scale is None else product * scale).to(x.dtype)
 
@@ -230,12 +245,12 @@ def _multiply_and_exchange(
     result_from = workspace.rows_of(block, rows, columns).chunk(workspace.world_size)
     exchanges = []
     for shift, host in enumerate(hosts.others, start=1):
-        sent = {rank: _product(rows_of[rank], weight, scale) for rank in hosts.ranks[host]}
+        sent = {rank: _product(rows_of[rank], weight, scale, rows) for rank in hosts.ranks[host]}
         received = {rank: result_from[rank] for rank in hosts.ranks[(hosts.own - shift) % count]}
         exchanges.append(channel.exchange(sent, received, fingerprint=window.fingerprint))
     product = x.new_empty(rows, columns)
     for rank in hosts.local:
-        product.chunk(workspace.world_size)[rank].copy_(_product(rows_of[rank], weight, scale))
+        product.chunk(workspace.world_size)[rank].copy_(_product(rows_of[rank], weight, scale, rows))
     scatter_rows(product, _destinations(workspace, rows, hosts.local), window, rows_per_rank=rows, received={})
     for exchange in exchanges:
         exchange.complete()
@@ -340,7 +355,10 @@ def _fetch_equal_blocks(
         window = workspace.window(blocks, blocks.spare, *gradient.shape, "backward")
         _scatter_equal_blocks(workspace, gradient, window)
         fetched = workspace.rows_of(blocks.spare, *gradient.shape)
-        return fetched @ weight, fetched.T @ x if with_weight else x.new_empty(0)
+        x_gradient = torch.empty_like(x)
+        for part, own in zip(fetched.chunk(workspace.world_size), x_gradient.chunk(workspace.world_size), strict=True):
+            torch.mm(part, weight, out=own)  # the same products as within a host, and so the same bits
+        return x_gradient, fetched.T @ x if with_weight else x.new_empty(0)
     group, ranks, rank = workspace.group, workspace.group.world_size, workspace.group.rank
     rows, columns = gradient.shape
     main = torch.cuda.current_stream(group.device) if workspace.stream else None

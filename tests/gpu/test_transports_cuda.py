@@ -1,0 +1,203 @@
+"""Operators whose slices go between hosts as messages compute the bits of those whose ranks store into each other's memory.
+
+Every rank counts as a host of its own. All ranks have two groups: one of one host, and one in which every slice is a message.
+A machine with one GPU has two ranks that share it: its times say nothing, its results are those of two. With
+``TRITON_INTERPRET=1`` all of this runs on the CPU. ``EPOCHS=10000 pytest tests/gpu/test_transports_cuda.py`` for many epochs.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlrm_fused.ops.embedding_all_to_all import embedding_all_to_all
+from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, Routes, gemm_all_to_all, routed_gemm_all_to_all
+from dlrm_fused.ops.gemm_all_to_all.kernel import Groups
+from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace, gemv_all_reduce
+from dlrm_fused.ops.moe import ExpertWorkspace, expert_layer
+from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
+from dlrm_fused.symmetric.cuda import CudaGroup
+from dlrm_fused.training.runtime import Rank
+from tests.distributed.launch import run_ranks
+from tests.gpu.all_ranks import HALF, ON_GPU, delay, small_tiles_without_gpus
+from tests.gpu.test_embedding_all_to_all_cuda import world_of
+from tests.ops.embedding_all_to_all.world import Traffic
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a CUDA device"),
+    pytest.mark.timeout(1800),
+]
+GPUS = torch.cuda.device_count()
+RANKS = max(2, min(4, GPUS))
+EPOCHS = int(os.environ.get("EPOCHS", "100" if ON_GPU else "3"))
+TIMEOUT_SECONDS = 60.0
+COLUMNS, DEPTH = (512, 384) if ON_GPU else (32, 48)
+TILE_ROWS = 16
+
+# What a transport computes in an epoch: its number, and tensors that must have the same bits.
+Epoch = Callable[[int], Sequence[Tensor]]
+
+
+def embedding_steps(group: SymmetricGroup, traffic: Traffic) -> Epoch:
+    """Lookups and updates: sum and mean, weighted and not, row-wise tables; batches of all sizes."""
+    world = world_of(group.world_size, traffic)
+    workspace = world.workspace(group, "transports", timeout_seconds=TIMEOUT_SECONDS)
+
+    def step(_: int) -> list[Tensor]:
+        sizes = world.draw_batch_sizes()
+        own = world.draw_batches(sizes)[group.rank]
+        gradient = world.draw_gradients(sizes)[group.rank].to(group.device)
+        batch = [[getattr(lookup, key).to(group.device) for lookup in own] for key in ("indices", "offsets", "weights")]
+        output = embedding_all_to_all(workspace, *batch, sizes)
+        result = output.detach().clone()
+        output.backward(gradient)
+        return [result, *(tables.weights.clone() for tables in workspace.tables if tables is not None)]
+
+    return step
+
+
+def products(group: SymmetricGroup, dtype: torch.dtype) -> Epoch:
+    """GEMM + All-to-All of equal blocks, and its gradients."""
+    workspace = GemmWorkspace(
+        group,
+        name="transports",
+        max_rows=64 * group.world_size,
+        max_columns=COLUMNS,
+        dtype=dtype,
+        timeout_seconds=TIMEOUT_SECONDS,
+    )
+
+    def multiply(number: int) -> list[Tensor]:
+        normal = _normal(group, dtype, number)
+        x, weight = normal((1 + number % 64) * group.world_size, DEPTH), normal(COLUMNS, DEPTH)
+        result = gemm_all_to_all(workspace, x.requires_grad_(), weight.requires_grad_(), schedule="kernel")
+        return [result.detach(), *torch.autograd.grad(result, [x], normal(*result.shape))]
+
+    return multiply
+
+
+def routed_products(group: SymmetricGroup, dtype: torch.dtype) -> Epoch:
+    """Rows of two experts, each to any slot of any rank."""
+    ranks, tiles = group.world_size, 3
+    workspace = GemmWorkspace(
+        group, name="transports", max_rows=256, max_columns=COLUMNS, dtype=dtype, timeout_seconds=TIMEOUT_SECONDS
+    )
+    rows = 2 * tiles * TILE_ROWS // ranks * ranks
+    bounds = torch.tensor([0, tiles, 2 * tiles], dtype=torch.int32, device=group.device)
+    groups = Groups(TILE_ROWS, bounds, bounds[:2].clone())
+
+    def multiply(number: int) -> list[Tensor]:
+        normal = _normal(group, dtype, number)
+        # Every rank sends as many rows to each rank, to slots that no other rank has.
+        shuffled = torch.randperm(rows, generator=torch.Generator().manual_seed(number))
+        receivers, places = shuffled % ranks, shuffled // ranks * ranks + group.rank
+        destinations = (receivers * rows + places).int().to(group.device)
+        x, weight = normal(2 * tiles * TILE_ROWS, DEPTH), normal(2, COLUMNS, DEPTH)
+        result = routed_gemm_all_to_all(workspace, x.requires_grad_(), weight, Routes(groups, destinations, rows))
+        return [result.detach(), *torch.autograd.grad(result, [x], normal(*result.shape))]
+
+    return multiply
+
+
+def sums(group: SymmetricGroup) -> Epoch:
+    """GEMV + AllReduce in fp32, in which two ranks' values have one order."""
+    workspace = GemvWorkspace(
+        group, name="transports", max_columns=COLUMNS, max_rows=16, dtype=torch.float32, timeout_seconds=TIMEOUT_SECONDS
+    )
+
+    def multiply(number: int) -> list[Tensor]:
+        normal = _normal(group, torch.float32, number)
+        out, _ = gemv_all_reduce(workspace, normal(1 + number % 16, DEPTH), normal(COLUMNS, DEPTH))
+        return [out]
+
+    return multiply
+
+
+def experts(group: SymmetricGroup, dtype: torch.dtype) -> Epoch:
+    """The expert layer and all its gradients; some tokens have one expert."""
+    count, width, hidden, tokens = 2 * group.world_size, COLUMNS // 2, DEPTH, 200 if ON_GPU else 12
+    workspace = ExpertWorkspace(
+        group,
+        name="transports",
+        experts=count,
+        top_k=2,
+        max_tokens=tokens,
+        width=width,
+        dtype=dtype,
+        timeout_seconds=TIMEOUT_SECONDS,
+    )
+
+    def compute(number: int) -> list[Tensor]:
+        normal = _normal(group, dtype, number)
+        own = torch.Generator().manual_seed(1000 * number + group.rank)
+        chosen = torch.rand(tokens - number % tokens, count, generator=own).argsort(1)[:, :2].contiguous()
+        chosen[::5, 1] = -1
+        rows = len(chosen)
+        leaves = [normal(rows, width), normal(rows, 2).float(), normal(2, hidden, width), normal(2, width, hidden)]
+        x, gates, w_in, w_out = (leaf.requires_grad_() for leaf in leaves)
+        out = expert_layer(workspace, x, chosen.to(group.device), gates, w_in, w_out, 0.5)
+        return [out.detach(), *torch.autograd.grad(out, leaves, normal(*out.shape))]
+
+    return compute
+
+
+def _normal(group: SymmetricGroup, dtype: torch.dtype, number: int) -> Callable[..., Tensor]:
+    generator = torch.Generator().manual_seed(1000 * number + group.rank)
+    return lambda *shape: torch.randn(shape, generator=generator).mul_(0.1).to(group.device, dtype)
+
+
+OPERATORS: dict[str, Callable[[SymmetricGroup], Epoch]] = {
+    "embedding": partial(embedding_steps, traffic=Traffic(longest_bag=4, largest_batch=6)),
+    "embedding, SGD, 16 bits on the wire": partial(
+        embedding_steps,
+        traffic=Traffic(forward_wire=HALF, backward_wire=HALF, optimizer="sgd", longest_bag=4, largest_batch=6),
+    ),
+    "products": partial(products, dtype=HALF),
+    "products in fp32": partial(products, dtype=torch.float32),
+    "routed products": partial(routed_products, dtype=HALF),
+    "experts": partial(experts, dtype=HALF),
+    "experts in fp32": partial(experts, dtype=torch.float32),
+}
+
+
+def differing_epochs(name: str) -> dict[str, int]:
+    """On a rank: how many epochs were compared, and in how many a tensor has other bits."""
+    rank = Rank.from_environment()
+    device = torch.device("cuda", rank.index % GPUS) if ON_GPU else torch.device("cpu")
+    small_tiles_without_gpus()
+    if ON_GPU:
+        torch.cuda.set_device(device)
+        if GPUS < RANKS:
+            _let_ranks_share_a_gpu()
+    dist.init_process_group("gloo" if GPUS < RANKS else "cpu:gloo,cuda:nccl", device_id=None)
+    stores = OPERATORS[name](symmetric_group(device=device))
+    os.environ["DLRM_FUSED_HOST"] = f"host{rank.index}"
+    apart = symmetric_group(dist.new_group(range(RANKS)), device)
+    assert apart.messages is not None
+    messages, late, differing = OPERATORS[name](apart), random.Random(rank.index), 0
+    for number in range(EPOCHS):
+        by_stores = stores(number)
+        delay(late)
+        by_messages = messages(number)
+        differing += not all(map(torch.equal, by_stores, by_messages))
+    return {"epochs": EPOCHS, "differing": differing}
+
+
+def _let_ranks_share_a_gpu() -> None:
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    refused: Any = CudaGroup
+    refused._check_gpus = refused._unreachable = lambda self, gpus: []
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_messages_give_the_bits_of_stores(name: str) -> None:
+    assert run_ranks(RANKS, differing_epochs, name) == [{"epochs": EPOCHS, "differing": 0}] * RANKS
