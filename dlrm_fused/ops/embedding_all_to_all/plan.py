@@ -107,7 +107,10 @@ class BatchPlan:
         return _aligned(self.batch_sizes[rank] * self._layout.columns * self._wire) if self.is_staged else 0
 
     def sources(self, rank: int) -> int:
-        """From how many a rank receives partial sums: the ranks of its host, and every other host as a whole."""
+        """From how many a rank receives partial sums: the ranks of its host, and every other host as a whole.
+
+        They are added in the order of the hosts' first ranks, and those of its own host in that of the ranks.
+        """
         return len(self.hosts.ranks) - 1 + len(self.hosts.ranks[self.hosts.of_rank[rank]])
 
     def _source(self, sender: int, rank: int) -> int:
