@@ -72,11 +72,9 @@ def test_ranks_are_where_they_are_told_to_be() -> None:
         (THREE_HOSTS, ["embedding.sharding=table_wise"]),
         (TWO_AND_TWO, MIXED),
         (ONE_AND_THREE, ["embedding.sharding=row_wise"]),
-        pytest.param(
-            TWO_AND_TWO, ["embedding.sharding=column_wise", "embedding.shard_columns=4"], marks=pytest.mark.exhaustive
-        ),
-        pytest.param(ONE_AND_THREE, MIXED, marks=pytest.mark.exhaustive),
-        pytest.param(THREE_HOSTS, ["embedding.sharding=row_wise"], marks=pytest.mark.exhaustive),
+        pytest.param(TWO_AND_TWO, ["embedding.sharding=column_wise", "embedding.shard_columns=4"], marks=pytest.mark.slow),
+        pytest.param(ONE_AND_THREE, MIXED, marks=pytest.mark.slow),
+        pytest.param(THREE_HOSTS, ["embedding.sharding=row_wise"], marks=pytest.mark.slow),
     ],
     ids=str,
 )
