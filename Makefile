@@ -65,6 +65,7 @@ test-all-with-kernels:
 test-hosts: setup-dev
 	$(PYTEST) -m "exhaustive and not interpreted"
 	TRITON_INTERPRET=1 $(PYTEST) -m "exhaustive and interpreted"
+	KILLS=10 $(PYTEST) tests/distributed/test_two_hosts.py -k killed_at_random_moments
 
 test-fast: setup-dev
 	$(PYTEST) -n 2 -m "not interpreted and not slow" tests/unit

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import platform
 
 import torch
 
-from dlrm_fused.doctor.facts import RankFacts
+from dlrm_fused.doctor.facts import TRANSPORT_VARIABLE, RankFacts
 from dlrm_fused.doctor.gpus import ask_nvidia_smi, gpu_of
 from dlrm_fused.doctor.network import network_of_host
 from dlrm_fused.doctor.nvshmem import nvshmem_of_host
-from dlrm_fused.symmetric.memory import Host
+from dlrm_fused.symmetric.hosts import Host
 from dlrm_fused.training.runtime import Rank
 from dlrm_fused.versions import installed_versions
 
@@ -31,6 +32,7 @@ def collect_facts(rank: Rank) -> RankFacts:
         gpu=gpu_of(rank.local_index, smi) if rank.local_index < visible else None,
         network=network_of_host(),
         nvshmem=nvshmem_of_host(),
+        transport=os.environ.get(TRANSPORT_VARIABLE) or RankFacts.transport,
     )
 
 

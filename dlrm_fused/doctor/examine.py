@@ -47,7 +47,7 @@ def lead(rank: Rank, meeting: Meeting, seconds: float, shown: Callable[[Examinat
         shown: what to print of the examination.
     """
     _send_facts(rank, meeting, seconds)
-    ranks, findings = _received_facts(meeting, rank.world_size, seconds)
+    ranks, findings = _received_facts(meeting, seconds)
     findings += judge_facts(ranks)
     obstacle = next((finding.name for finding in findings if finding.name in _CUTS_OFF), "")
     plan = _Plan([]) if obstacle else _plan(ranks)
@@ -55,7 +55,7 @@ def lead(rank: Rank, meeting: Meeting, seconds: float, shown: Callable[[Examinat
     measurements: list[Measurement] = []
     if plan.pairs:
         _send_measurements(rank, meeting, plan, seconds)
-        measurements, failures = _received_measurements(meeting, rank.world_size, seconds)
+        measurements, failures = _received_measurements(meeting, seconds)
         findings += failures + judge_measurements(measurements, ranks)
     not_measured = "" if measurements else obstacle or ("no pair answered" if plan.pairs else "one rank has no peers")
     examination = Examination(rank.world_size, ranks, measurements, not_measured, findings)
@@ -83,7 +83,7 @@ def _send_facts(rank: Rank, meeting: Meeting, seconds: float) -> None:
     meeting.post("facts", attempt(lambda: collect_facts(rank), seconds))
 
 
-def _received_facts(meeting: Meeting, world_size: int, seconds: float) -> tuple[list[RankFacts], list[Finding]]:
+def _received_facts(meeting: Meeting, seconds: float) -> tuple[list[RankFacts], list[Finding]]:
     """Facts of the ranks that sent them, and a finding for each that did not."""
     ranks: list[RankFacts] = []
     findings: list[Finding] = []
@@ -120,7 +120,7 @@ def _send_measurements(rank: Rank, meeting: Meeting, plan: _Plan, seconds: float
     meeting.post("measured", attempt(lambda: measure(rank, device, plan.pairs, seconds), 2 * seconds))
 
 
-def _received_measurements(meeting: Meeting, world_size: int, seconds: float) -> tuple[list[Measurement], list[Finding]]:
+def _received_measurements(meeting: Meeting, seconds: float) -> tuple[list[Measurement], list[Finding]]:
     """All measurements, and a finding if some ranks have none to send."""
     outcomes = meeting.read_all("measured", seconds)
     errors = {

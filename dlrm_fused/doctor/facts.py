@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dlrm_fused.symmetric.memory import Host
+from dlrm_fused.symmetric.hosts import Host
+
+# How slices are to go between hosts, if not as messages; dlrm_fused/symmetric/factory.py follows it.
+TRANSPORT_VARIABLE = "DLRM_FUSED_TRANSPORT"
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,7 @@ class RankFacts:
     host_gpus: number of GPUs of the host by nvidia-smi, seen by torch or not; 0 without nvidia-smi.
     visible_gpus: number of GPUs that torch sees.
     gpu: what this rank computes on; None for the CPU.
+    transport: what DLRM_FUSED_TRANSPORT asks for, or else its default.
     """
 
     rank: int
@@ -114,6 +118,7 @@ class RankFacts:
     gpu: Gpu | None
     network: Network
     nvshmem: Nvshmem
+    transport: str = "messages"
 
     @property
     def backends(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from dlrm_fused.symmetric.memory import Host
+from dlrm_fused.symmetric.hosts import Host
 from dlrm_fused.training.runtime import Rank, process_group
 
 BANDWIDTH_BYTES = 8_000_000

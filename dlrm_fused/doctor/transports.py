@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
 
-from dlrm_fused.doctor.facts import RankFacts
+from dlrm_fused.doctor.facts import TRANSPORT_VARIABLE, RankFacts
 
 STORES = "stores"  # the peer's memory is mapped: kernels, or copies on the CPU, write into it
 MESSAGES = "messages"  # finished slices through the process group
+NVSHMEM = "nvshmem"  # finished slices by put-with-signal, from within kernels
+NONE = "none"  # comm=fused ends with an error
+
+IBGDA_ADVICE = "NVSHMEM_IB_ENABLE_IBGDA=1 lets GPUs post themselves, in place of a proxy thread"
 
 
 class Choice(NamedTuple):
@@ -24,17 +28,22 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Operator:
-    """A fused operator; ``is_within_host``: its group of ranks never reaches over hosts, so the trainer makes it."""
+    """A fused operator.
+
+    Attributes:
+        over_hosts: the setting that lets its group of ranks reach over hosts; empty if it always does.
+        needs_gpu_stores: it runs between GPUs that reach each other by stores, and not otherwise.
+    """
 
     name: str
-    is_within_host: bool = False
-    needs_gpu: bool = False
+    over_hosts: str = ""
+    needs_gpu_stores: bool = False
 
 
 OPERATORS = (
     Operator("embedding + All-to-All"),
-    Operator("feature All-to-All", needs_gpu=True),
-    Operator("GEMV + AllReduce", is_within_host=True),
+    Operator("feature All-to-All", needs_gpu_stores=True),
+    Operator("GEMV + AllReduce", over_hosts="model.tensor_parallel"),
     Operator("GEMM + All-to-All"),
     Operator("expert layer"),
 )
@@ -43,7 +52,8 @@ OPERATORS = (
 def transport_of(facts: RankFacts, peer: RankFacts) -> Choice:
     """The transport from one rank to another, by what both know of themselves.
 
-    Between hosts these are messages by default: put-with-signal through NVSHMEM has not been run on GPUs yet.
+    Between hosts it is that of DLRM_FUSED_TRANSPORT: by default messages, since put-with-signal through NVSHMEM has not run
+    on GPUs yet.
     """
     if (facts.gpu is None) != (peer.gpu is None):
         return Choice(
@@ -54,13 +64,18 @@ def transport_of(facts: RankFacts, peer: RankFacts) -> Choice:
     if facts.gpu is None or peer.gpu is None:
         return Choice(STORES, "one host: shared memory", "")
     if facts.gpu.peer_access.get(peer.gpu.uuid) is False:
-        return Choice(
-            MESSAGES,
-            "one host, but their GPUs have no peer access",
-            "`nvidia-smi topo -p2p r` shows why; switch off ACS and IOMMU in the host's BIOS, or use GPUs with NVLink",
-        )
+        why = "one host, but their GPUs have no peer access"
+        advice = "`nvidia-smi topo -p2p r` shows why; switch off ACS and IOMMU in the host's BIOS, or use GPUs with NVLink"
+        if puts_slices(facts, peer):
+            return Choice(NONE, f"{why}, without which NVSHMEM does not map memory", f"{advice}; or unset {TRANSPORT_VARIABLE}")
+        return Choice(MESSAGES, why, advice)
     link = facts.gpu.topology.get(peer.gpu.uuid, "")
     return Choice(STORES, f"one host: peer access{_over(link)}", "")
+
+
+def puts_slices(*ranks: RankFacts) -> bool:
+    """Whether these ranks put slices to other hosts, which takes GPUs."""
+    return all(facts.gpu is not None and facts.transport == NVSHMEM for facts in ranks)
 
 
 def _over(link: str) -> str:
@@ -75,14 +90,17 @@ def is_nvlink(link: str) -> bool:
 
 
 def _between_hosts(facts: RankFacts, peer: RankFacts) -> Choice:
+    transport = NVSHMEM if puts_slices(facts, peer) else MESSAGES
+    how = ", ".join(sorted({facts.nvshmem.transport, peer.nvshmem.transport}))
     if facts.host.name == peer.host.name and facts.host.boot == peer.host.boot:
-        return Choice(MESSAGES, "one host, but another container", "run all ranks of a host in one container")
+        return Choice(transport, "one host, but another container", "run all ranks of a host in one container")
     if facts.gpu is None:
         return Choice(MESSAGES, "other hosts: gloo", "")
+    if transport == NVSHMEM:
+        return Choice(NVSHMEM, f"other hosts: {TRANSPORT_VARIABLE}=nvshmem ({how})", "" if how == "IBGDA" else IBGDA_ADVICE)
     if not (facts.nvshmem.in_torch and peer.nvshmem.in_torch):
         return Choice(MESSAGES, "other hosts, without NVSHMEM: NCCL", _rdma_advice(facts, peer))
-    how = sorted({facts.nvshmem.transport, peer.nvshmem.transport})
-    why = f"other hosts: NCCL; NVSHMEM ({', '.join(how)}) is there; DLRM_FUSED_TRANSPORT=nvshmem takes it"
+    why = f"other hosts: NCCL; NVSHMEM ({how}) is there; {TRANSPORT_VARIABLE}=nvshmem takes it"
     return Choice(MESSAGES, why, _rdma_advice(facts, peer))
 
 
@@ -112,17 +130,29 @@ def peer_groups(ranks: Iterable[RankFacts]) -> list[PeerGroup]:
 
 def operator_transports(ranks: Sequence[RankFacts]) -> Mapping[str, str]:
     """By operator: the transports that it takes with ``comm=fused``, or what runs in its place."""
-    hosts = {facts.host for facts in ranks}
-    groups = {
-        False: [group.choice.transport for group in peer_groups(ranks)],
-        True: [
-            group.choice.transport for host in hosts for group in peer_groups([facts for facts in ranks if facts.host == host])
-        ],
-    }
-    has_gpus = all(facts.gpu is not None for facts in ranks)
-    return {
-        operator.name: "TorchRec's own, through gloo: the fused one needs GPUs"
-        if operator.needs_gpu and not has_gpus
-        else ", ".join(sorted(set(groups[operator.is_within_host]), reverse=True)) or "none: no peers"
-        for operator in OPERATORS
-    }
+    return {operator.name: _taken(operator, ranks) for operator in OPERATORS}
+
+
+def _taken(operator: Operator, ranks: Sequence[RankFacts]) -> str:
+    by_host: dict[object, list[RankFacts]] = defaultdict(list)
+    for facts in ranks:
+        by_host[facts.host].append(facts)
+    everywhere = _transports(ranks)
+    if operator.needs_gpu_stores and any(facts.gpu is None for facts in ranks):
+        return "TorchRec's own, through gloo: the fused one needs GPUs"
+    if operator.needs_gpu_stores and {MESSAGES, NVSHMEM} & everywhere:
+        return "TorchRec's own, through NCCL: the fused one needs stores between all ranks"
+    if not operator.over_hosts or len(by_host) < 2:
+        return _text(everywhere)
+    within = _text(set().union(*map(_transports, by_host.values())))
+    if puts_slices(*ranks):
+        within = "none: NVSHMEM takes groups of all ranks"
+    return f"{within}; with {operator.over_hosts} over hosts: {_text(everywhere)}"
+
+
+def _transports(ranks: Iterable[RankFacts]) -> set[str]:
+    return {group.choice.transport for group in peer_groups(ranks)}
+
+
+def _text(transports: Collection[str]) -> str:
+    return ", ".join(sorted(transports, key=(STORES, MESSAGES, NVSHMEM, NONE).index)) or "none: no peers"

@@ -13,6 +13,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_fused.compat.torchrec import feature_names_per_rank
 from dlrm_fused.ops.embedding_all_to_all import BagKeys, DistinctRows
 from dlrm_fused.symmetric import SymmetricGroup
+from dlrm_fused.symmetric.device import uses_kernels
+
+
+def finds_distinct_rows(group: SymmetricGroup) -> bool:
+    """Whether batches are searched for them: only where they save messages between hosts, and not by kernels."""
+    return group.hosts.are_many and not uses_kernels(group.device)
 
 
 class DistinctBags:
@@ -46,9 +52,6 @@ class DistinctBags:
         """
         if own.weights_or_none() is not None:
             return None
-        return self._find(own, looked_up, batch_sizes)
-
-    def _find(self, own: KeyedJaggedTensor, looked_up: Sequence[KeyedJaggedTensor], batch_sizes: Sequence[int]) -> DistinctRows:
         remote, rank = self._group.hosts.remote, self._group.rank
         starts = [0, *itertools.accumulate(batch_sizes)]
         numbers = torch.cat([torch.arange(size) for size in batch_sizes])

@@ -48,7 +48,7 @@ from dlrm_fused.ops.embedding_all_to_all import (
     embedding_all_to_all,
     pooled_all_to_all,
 )
-from dlrm_fused.sharding.distinct_bags import DistinctBags
+from dlrm_fused.sharding.distinct_bags import DistinctBags, finds_distinct_rows
 from dlrm_fused.sharding.options import FusedOptions
 from dlrm_fused.symmetric import SymmetricGroup
 from dlrm_fused.symmetric.device import uses_kernels
@@ -98,19 +98,17 @@ class FusedLookups:
         self._check_indices = options.check_indices
         self._distinct: DistinctBags | None = None
         row_dim = self._workspace.layout.row_dim
-        if group.hosts.are_many and not self._uses_kernels and row_dim is not None:
+        if finds_distinct_rows(group) and row_dim is not None:
             kinds = sharding_types(module)
             own = [embedding_shardings(module)[i] for i in shardings]
             self._distinct = DistinctBags(group, own, [kinds[i] for i in shardings])
         self._embedding_all_to_all = ReplayedEmbeddingAllToAll(self._workspace, self._prepare)
 
-    def __call__(
-        self, ctx: EmbeddingBagCollectionContext, input: KJTList, own: KeyedJaggedTensor | None = None
-    ) -> dict[int, Tensor]:
+    def __call__(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> dict[int, Tensor]:
         """Pooled embeddings of the local batch, by the number of the first of neighbouring sharding types. Collective.
 
         Args:
-            own: the features of the local batch, before the input dist; None on all ranks if they are not known.
+            ctx: its ``own_features``, if all ranks have them, are those of the local batch before the input dist.
         """
         # TorchRec divides by what is set when the collective runs.
         self._workspace.gradient_scale = 1 / self._workspace.world_size if get_gradient_division() else 1.0
@@ -119,7 +117,7 @@ class FusedLookups:
         if self._uses_kernels:
             output = self._in_kernels(features, batch_sizes)
         else:
-            output = self._on_host(features, batch_sizes, own)
+            output = self._on_host(features, batch_sizes, getattr(ctx, "own_features", None))
         return self._split(output)
 
     def _batch_sizes(self, ctx: EmbeddingBagCollectionContext, global_batch: int) -> list[int]:

@@ -25,6 +25,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from dlrm_fused.auto_choice import fused_is_faster
 from dlrm_fused.compat import torchrec as compat
 from dlrm_fused.errors import CommunicationError, UsageError
+from dlrm_fused.sharding.distinct_bags import finds_distinct_rows
 from dlrm_fused.sharding.fused_input_dist import FusedInputDist, covers
 from dlrm_fused.sharding.fused_lookups import FusedLookups
 from dlrm_fused.sharding.options import AUTO, FUSED, FusedOptions
@@ -192,8 +193,9 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 f"{compat.path(self)}: the batch has no feature {', '.join(sorted(missing))}; "
                 f"it has {', '.join(features.keys())}"
             )
-        # What is equal in a batch is sent to its rank once; attributes of a context are TorchRec's, and pass its pipelines.
-        ctx.own_features = features  # type: ignore[attr-defined]
+        if self._group is not None and finds_distinct_rows(self._group):
+            # FusedLookups reads it; attributes of a context are TorchRec's, and pass its pipelines.
+            ctx.own_features = features  # type: ignore[attr-defined]
         if self._input_dist is not None and self._input_dist.takes(features):
             return self._input_dist(ctx, features)
         sent = cast(Awaitable[Awaitable[KJTList]], super().input_dist(ctx, features))
@@ -242,7 +244,7 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         parts: dict[int, Awaitable[Tensor]] = {
             i: self._output_dist_of(i, ctx, input) for i in range(len(compat.lookups(self))) if i not in fused.shardings
         }
-        parts.update({i: NoWait(part) for i, part in fused(ctx, input, getattr(ctx, "own_features", None)).items()})
+        parts.update({i: NoWait(part) for i, part in fused(ctx, input).items()})
         return compat.output_of(self, parts, ctx, fused.order)
 
     def _output_dist_of(self, sharding: int, ctx: EmbeddingBagCollectionContext, input: KJTList) -> Awaitable[Tensor]:

@@ -159,22 +159,16 @@ def put_slice(channel, puts, peer, items, needed, size, fingerprint):
         size: bytes of the slice, positive.
         fingerprint: of the call, 31 bits; must be the receiver's.
     """
-    tl.debug_barrier()
-    stored = puts.counts + _STORED * channel.world + peer
-    # At system scope, since it is the network card that reads.
-    if tl.atomic_add(stored, items + tl.zeros((), tl.int64), sem="acq_rel", scope="sys") + items == needed:
-        tl.atomic_xchg(stored, tl.zeros((), tl.int64), sem="relaxed", scope="gpu")
-        # Not a load and a store: a thread that comes late would load what another has stored.
-        number = tl.atomic_add(puts.counts + _PUT * channel.world + peer, 1, sem="relaxed", scope="gpu") + 1
-        if tl.atomic_add(channel.state + FAULT, 0, sem="relaxed", scope="gpu") == 0:
-            put_with_signal(
-                slot_address(channel, puts, puts.inbox, _BOX_THERE, number, peer),
-                slot_address(channel, puts, puts.outbox, _OWN_BOX, number, peer),
-                size + tl.zeros((), tl.int64),
-                signal_word(channel, puts, ARRIVED, number, channel.rank),
-                (number << 32) + fingerprint,
-                tl.load(puts.ranks + _PE * channel.world + peer).to(tl.int32),
-            )
+    number = _count(channel, puts, _STORED, _PUT, peer, items, needed)
+    if number > 0:
+        put_with_signal(
+            slot_address(channel, puts, puts.inbox, _BOX_THERE, number, peer),
+            slot_address(channel, puts, puts.outbox, _OWN_BOX, number, peer),
+            size + tl.zeros((), tl.int64),
+            signal_word(channel, puts, ARRIVED, number, channel.rank),
+            (number << 32) + fingerprint,
+            tl.load(puts.ranks + _PE * channel.world + peer).to(tl.int32),
+        )
 
 
 @triton.jit
@@ -206,22 +200,38 @@ def release_slice(channel, puts, peer, items, needed):
     Args:
         needed: items that are counted, by all programs and launches that read the slice.
     """
+    number = _count(channel, puts, _DONE, _READ, peer, items, needed)
+    if number > 0:
+        # NVSHMEM's call for a signal alone would be made by every thread. The data is a word that nobody reads.
+        scratch = puts.memory + puts.scratch
+        put_with_signal(
+            scratch,
+            scratch,
+            tl.full((), 8, tl.int64),
+            signal_word(channel, puts, CREDIT, number, channel.rank),
+            number,
+            tl.load(puts.ranks + _PE * channel.world + peer).to(tl.int32),
+        )
+
+
+@triton.jit
+def _count(channel, puts, item_row, slice_row, peer, items, needed):
+    """Count ``items`` of a slice, and the slice when they complete it; rows of ``puts.counts``.
+
+    Returns:
+        int64 number of the slice that these items complete; 0 if they do not, or after a fault, when nothing may be put.
+    """
     tl.debug_barrier()
-    done = puts.counts + _DONE * channel.world + peer
-    if tl.atomic_add(done, items + tl.zeros((), tl.int64), sem="acq_rel", scope="sys") + items == needed:
-        tl.atomic_xchg(done, tl.zeros((), tl.int64), sem="relaxed", scope="gpu")
-        number = tl.atomic_add(puts.counts + _READ * channel.world + peer, 1, sem="relaxed", scope="gpu") + 1
-        if tl.atomic_add(channel.state + FAULT, 0, sem="relaxed", scope="gpu") == 0:
-            # NVSHMEM's call for a signal alone would be made by every thread. The data is a word that nobody reads.
-            scratch = puts.memory + puts.scratch
-            put_with_signal(
-                scratch,
-                scratch,
-                tl.full((), 8, tl.int64),
-                signal_word(channel, puts, CREDIT, number, channel.rank),
-                number,
-                tl.load(puts.ranks + _PE * channel.world + peer).to(tl.int32),
-            )
+    counted = puts.counts + item_row * channel.world + peer
+    number = tl.zeros((), tl.int64)
+    # At system scope, since it is the network card that reads.
+    if tl.atomic_add(counted, items + tl.zeros((), tl.int64), sem="acq_rel", scope="sys") + items == needed:
+        tl.atomic_xchg(counted, tl.zeros((), tl.int64), sem="relaxed", scope="gpu")
+        # Not a load and a store: a thread that comes late would load what another has stored.
+        number = tl.atomic_add(puts.counts + slice_row * channel.world + peer, 1, sem="relaxed", scope="gpu") + 1
+        if tl.atomic_add(channel.state + FAULT, 0, sem="relaxed", scope="gpu") != 0:
+            number = tl.zeros((), tl.int64)
+    return number
 
 
 @triton.jit(do_not_specialize=["size", "peer", "fingerprint"])

@@ -1,4 +1,4 @@
-"""The one interface to memory that the ranks of a process group can write.
+"""The one interface to memory that the ranks of a process group have alike, and that those of one host can write.
 
 :meth:`SymmetricGroup.allocate` gives a block of one size on every rank, through whose ``addresses`` kernels store at the ranks
 of their host. Transports implement it: :mod:`~dlrm_fused.symmetric.shared` for processes on a CPU machine,

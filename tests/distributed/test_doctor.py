@@ -197,7 +197,7 @@ def test_two_hosts_measure_their_network_and_send_messages(hosts: Hosts) -> None
 
 
 @needs_hosts
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("interface", "expected"),
     [

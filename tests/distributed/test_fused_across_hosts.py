@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor
 
 from dlrm_fused.config import Config
+from dlrm_fused.ops.embedding_all_to_all import DistinctRows, EmbeddingWorkspace, pooled_all_to_all
+from dlrm_fused.sharding import fused_lookups
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import ErrorStore, Rank
 from dlrm_fused.training.trainer import train as run_trainer
@@ -69,11 +72,9 @@ def test_ranks_are_where_they_are_told_to_be() -> None:
         (THREE_HOSTS, ["embedding.sharding=table_wise"]),
         (TWO_AND_TWO, MIXED),
         (ONE_AND_THREE, ["embedding.sharding=row_wise"]),
-        pytest.param(
-            TWO_AND_TWO, ["embedding.sharding=column_wise", "embedding.shard_columns=4"], marks=pytest.mark.exhaustive
-        ),
-        pytest.param(ONE_AND_THREE, MIXED, marks=pytest.mark.exhaustive),
-        pytest.param(THREE_HOSTS, ["embedding.sharding=row_wise"], marks=pytest.mark.exhaustive),
+        pytest.param(TWO_AND_TWO, ["embedding.sharding=column_wise", "embedding.shard_columns=4"], marks=pytest.mark.slow),
+        pytest.param(ONE_AND_THREE, MIXED, marks=pytest.mark.slow),
+        pytest.param(THREE_HOSTS, ["embedding.sharding=row_wise"], marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -111,7 +112,24 @@ def test_losses_of_layers_that_ranks_share_are_those_of_the_baseline(tmp_path: P
     assert summary(fused)["test_auc"] == pytest.approx(summary(baseline)["test_auc"], abs=1e-5)
 
 
-def test_auto_measures_with_the_network_and_gives_the_same_losses(tmp_path: Path) -> None:
-    settings = [*WITHOUT_AMPLIFIED_ROUNDING, f"training.max_steps={FEW_STEPS}"]
-    auto = train_on_hosts(tmp_path / "auto", TWO_AND_TWO, *settings, "comm=auto", "comm_strict=false")
+def train_and_list_exchanges(config: Config) -> list[bool]:
+    """Train; of each fused exchange of pooled embeddings, whether rows that several bags have went once."""
+    sent_once: list[bool] = []
+
+    def listed(workspace: EmbeddingWorkspace, pooled: list[Tensor], sizes: list[int], distinct: DistinctRows | None) -> Tensor:
+        sent_once.append(distinct is not None)
+        return pooled_all_to_all(workspace, pooled, sizes, distinct)
+
+    fused_lookups.pooled_all_to_all = listed
+    _train(config)
+    return sent_once
+
+
+def test_auto_measures_what_then_runs_with_the_network_in_it_and_gives_the_same_losses(tmp_path: Path) -> None:
+    settings = [*WITHOUT_AMPLIFIED_ROUNDING, "embedding.sharding=table_wise", f"training.max_steps={FEW_STEPS}"]
+    config = small_config(tmp_path / "auto", *settings, "comm=auto")
+    for sent_once in run_ranks(4, on_hosts, TWO_AND_TWO, train_and_list_exchanges, config):
+        assert len(sent_once) > 10
+        assert all(sent_once)
+    auto = config.run_dir
     assert losses(auto) == pytest.approx(losses(train(tmp_path / "baseline", 4, *settings)), rel=1e-5, abs=0)

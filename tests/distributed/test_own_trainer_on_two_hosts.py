@@ -110,10 +110,9 @@ def test_only_the_sharder_changes_and_the_losses_are_the_same(hosts: Hosts, tmp_
     ours = losses(hosts, strict, tmp_path / "ours")
     theirs = losses(hosts, with_torchrecs_sharder(tmp_path), tmp_path / "theirs")
     for own, baseline in zip(ours, theirs, strict=True):
-        # Gradients of one row are added up by the rank that sends them, in another order than TorchRec's; Adagrad makes more of
-        # such differences in its first steps.
+        # Gradients of one row are added up by the rank that sends them, in another order than TorchRec's.
         assert own[0] == baseline[0]
-        assert own == pytest.approx(baseline, rel=1e-2)
+        assert own == pytest.approx(baseline, rel=1e-5, abs=0)
     assert all(len(own) == 100 and own[-1] < 0.7 * own[0] for own in ours)
 
 
@@ -158,7 +157,7 @@ def waiting_for_rank_3(hosts: Hosts, folder: Path, place: str) -> Run:
 
 
 @pytest.mark.parametrize(
-    "place", [place if place == "the fused forward" else pytest.param(place, marks=pytest.mark.exhaustive) for place in PLACES]
+    "place", [place if place == "the fused forward" else pytest.param(place, marks=pytest.mark.slow) for place in PLACES]
 )
 def test_a_killed_rank_of_another_host_is_named_by_all_at_once(hosts: Hosts, tmp_path: Path, place: str) -> None:
     run = waiting_for_rank_3(hosts, tmp_path, place)

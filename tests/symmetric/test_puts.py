@@ -93,6 +93,12 @@ def put_before_it_is_complete(channel, args, peer, items, needed, size, fingerpr
 
 
 @triton.jit
+def count_twice(channel, args, peer, items, needed, size, fingerprint):
+    # An odd number would never be reached, and the receiver wait for nothing else.
+    _put_slice(channel, args, peer, 2 * items, needed + needed % 2, size, fingerprint)
+
+
+@triton.jit
 def accept_the_slice_before(channel, args, peer, fingerprint):
     number = tl.load(args.counts + channel.world + peer) + 1
     word = device_puts.signal_word(channel, args, device_puts.ARRIVED, number, peer).to(tl.pointer_type(tl.int64))
@@ -125,6 +131,7 @@ def release_at_once(channel, args, peer, items, needed):
 MUTANTS: dict[str, Callable[[Network], None]] = {
     "signal before data": signal_before_data,
     "put before it is complete": use_in_kernels("put_slice", put_before_it_is_complete),
+    "slice counted twice": use_in_kernels("put_slice", count_twice),
     "wait for the slice before": use_in_kernels("wait_for_slice", accept_the_slice_before),
     "no credit": use_in_kernels("open_slice", open_without_credit),
     "credit before it is read": use_in_kernels("release_slice", release_at_once),

@@ -27,7 +27,7 @@ from dlrm_fused.doctor.network import gloo_uses, list_rdma_ports, nccl_uses
 from dlrm_fused.doctor.nvshmem import nvshmem_transport
 from dlrm_fused.doctor.report import Examination, as_json, as_ranges, as_text
 from dlrm_fused.doctor.transports import operator_transports, transport_of
-from dlrm_fused.symmetric.memory import Host
+from dlrm_fused.symmetric.hosts import Host
 from dlrm_fused.training.runtime import Rank
 
 ROOT = Path(__file__).parents[2]
@@ -129,6 +129,24 @@ def test_hosts_send_messages_to_each_other_today() -> None:
     assert choice == ("messages", "other hosts: NCCL; NVSHMEM (IBGDA) is there; DLRM_FUSED_TRANSPORT=nvshmem takes it", "")
 
 
+def asked_for_nvshmem(ranks: Ranks, **changes: Any) -> Ranks:
+    return [replace(facts, transport="nvshmem", nvshmem=replace(facts.nvshmem, **changes)) for facts in ranks]
+
+
+def test_hosts_put_slices_where_nvshmem_is_asked_for() -> None:
+    ranks = asked_for_nvshmem(two_gpu_hosts())
+    assert transport_of(ranks[0], ranks[1]).transport == "stores"
+    assert transport_of(ranks[0], ranks[2]) == ("nvshmem", "other hosts: DLRM_FUSED_TRANSPORT=nvshmem (IBGDA)", "")
+    assert "NVSHMEM_IB_ENABLE_IBGDA=1" in transport_of(*asked_for_nvshmem(ranks[1:3], transport="proxy (ibrc)")).advice
+    taken = operator_transports(ranks)
+    assert taken["embedding + All-to-All"] == "stores, nvshmem"
+    assert taken["GEMV + AllReduce"] == (
+        "none: NVSHMEM takes groups of all ranks; with model.tensor_parallel over hosts: stores, nvshmem"
+    )
+    assert operator_transports(ranks[:2])["GEMV + AllReduce"] == "stores"
+    assert told(judge_facts(ranks)) == ""
+
+
 def test_hosts_without_nvshmem_or_rdma_are_told_what_would_be_faster() -> None:
     bare = [with_network(replace(f, nvshmem=Nvshmem(None, False, "none")), rdma=[]) for f in (gpu_rank(0), gpu_rank(2, "b"))]
     choice = transport_of(*bare)
@@ -150,8 +168,11 @@ def test_a_gpu_and_a_cpu_send_messages() -> None:
 
 def test_operators_take_the_transports_of_their_groups() -> None:
     taken = operator_transports(two_gpu_hosts())
-    assert taken["embedding + All-to-All"] == taken["feature All-to-All"] == "stores, messages"
-    assert taken["GEMV + AllReduce"] == "stores"  # tensor-parallel groups lie on one host
+    assert taken["embedding + All-to-All"] == "stores, messages"
+    assert taken["feature All-to-All"] == "TorchRec's own, through NCCL: the fused one needs stores between all ranks"
+    assert taken["GEMV + AllReduce"] == "stores; with model.tensor_parallel over hosts: stores, messages"
+    on_one_host = operator_transports(two_gpu_hosts()[:2])
+    assert on_one_host["feature All-to-All"] == on_one_host["GEMV + AllReduce"] == "stores"
     on_cpu = operator_transports(two_cpu_hosts())
     assert on_cpu["feature All-to-All"] == "TorchRec's own, through gloo: the fused one needs GPUs"
     assert set(operator_transports([cpu_rank(0)]).values()) >= {"none: no peers"}
@@ -168,7 +189,7 @@ def test_a_healthy_cluster_has_no_findings(ranks: Ranks) -> None:
 def test_on_healthy_gpu_hosts_only_nvshmem_is_noted() -> None:
     findings = judge_facts(two_gpu_hosts())
     assert [(finding.name, finding.level) for finding in findings] == [("nvshmem-unused", Level.note)] * 2
-    assert findings[0].what == "a: NVSHMEM is there (IBGDA), and not used by the trainer yet"
+    assert findings[0].what == "a: NVSHMEM is there (IBGDA), and not asked for"
 
 
 CPU, GPU = two_cpu_hosts(), two_gpu_hosts()
@@ -290,11 +311,29 @@ PLANTED: dict[str, tuple[Ranks, str]] = {
     ),
     "NVSHMEM missing": (
         [*GPU[:2], *(replace(f, nvshmem=Nvshmem(None, False, "proxy (ibrc)")) for f in GPU[2:])],
-        "note nvshmem-missing 2-3: b: libnvshmem_host.so is not found -> nothing today, * `pip install nvidia-nvshmem-cu13`",
+        "note nvshmem-missing 2-3: b: libnvshmem_host.so is not found -> nothing, * `pip install nvidia-nvshmem-cu13`",
     ),
     "NVSHMEM through a proxy": (
         [replace(f, nvshmem=Nvshmem("/lib/libnvshmem_host.so.3", True, "proxy (ibrc)")) for f in GPU],
-        "note nvshmem-unused 0-1: a: NVSHMEM is there (proxy (ibrc)), * -> nothing today; NVSHMEM_IB_ENABLE_IBGDA=1",
+        "note nvshmem-unused 0-1: a: NVSHMEM is there (proxy (ibrc)), * -> nothing; DLRM_FUSED_TRANSPORT=nvshmem "
+        "*; NVSHMEM_IB_ENABLE_IBGDA=1",
+    ),
+    "NVSHMEM missing, and asked for": (
+        asked_for_nvshmem(GPU, library=None, in_torch=False),
+        "broken nvshmem-missing 0-1: a: libnvshmem_host.so is not found, and DLRM_FUSED_TRANSPORT=nvshmem -> `pip install "
+        "nvidia-nvshmem-cu13`*; or unset DLRM_FUSED_TRANSPORT",
+    ),
+    "NVSHMEM asked for by some": (
+        [*GPU[:1], *asked_for_nvshmem(GPU[1:])],
+        "broken transport-setting 0: DLRM_FUSED_TRANSPORT is messages on a, nvshmem on a, b -> set it alike for all ranks",
+    ),
+    "NVSHMEM asked for without GPUs": (
+        asked_for_nvshmem(CPU),
+        "broken transport-setting 0-3: DLRM_FUSED_TRANSPORT=nvshmem: for CPUs it is one of: messages -> unset",
+    ),
+    "no peer access, and NVSHMEM asked for": (
+        asked_for_nvshmem([with_gpu(GPU[0], peer_access={"a-1": False}), GPU[1]]),
+        "broken no-peer-access 0-1: a: one host, but their GPUs have no peer access, without which NVSHMEM * unset",
     ),
 }
 
@@ -400,9 +439,11 @@ def test_a_gpu_is_found_in_nvidia_smis_tables_by_its_uuid(monkeypatch: pytest.Mo
     assert (without_smi.uuid, without_smi.nvlinks, without_smi.topology) == (first, None, {})
 
 
-def test_this_machine_has_facts() -> None:
+def test_this_machine_has_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DLRM_FUSED_TRANSPORT", "nvshmem")
     facts = collect_facts(Rank(index=0, world_size=1, local_index=0, host="here"))
     assert facts.host == Host.here()
+    assert facts.transport == "nvshmem"
     assert set(facts.versions) == {"torch", "torchrec", "fbgemm-gpu", "triton"}
     assert "lo" in [interface.name for interface in facts.network.interfaces if interface.is_loopback]
 
@@ -513,7 +554,7 @@ def test_programs_read_the_same_as_json() -> None:
         {"ranks": [0, 1], "backend": "gloo", "latency_us": 41.6, "gb_per_s": 1.5, "bytes": 8000000}
     ]
     assert {transport["transport"] for transport in content["transports"]} == {"stores", "messages"}
-    assert content["operators"]["GEMV + AllReduce"] == "stores"
+    assert content["operators"]["GEMM + All-to-All"] == "stores, messages"
     assert content["findings"][0]["level"] == "note"
 
 

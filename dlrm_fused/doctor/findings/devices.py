@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from dlrm_fused.doctor.facts import RankFacts
 from dlrm_fused.doctor.findings.finding import Check, Finding, Level, group_by, hosts, numbers, pairs_text, with_gpus
-from dlrm_fused.doctor.transports import MESSAGES, is_nvlink, peer_groups
+from dlrm_fused.doctor.transports import NONE, STORES, is_nvlink, peer_groups
 
 
 def _host_names(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
@@ -45,9 +45,9 @@ def _shared(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 
 def _peer_access(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    """GPUs of one host whose ranks have to send messages to each other."""
+    """GPUs of one host whose ranks do not reach each other by stores."""
     for host, alike in group_by(with_gpus(ranks), lambda facts: facts.host).items():
-        yield from _messages("no-peer-access", host.name, alike)
+        yield from _without_stores("no-peer-access", host.name, alike)
 
 
 def _containers(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
@@ -55,15 +55,16 @@ def _containers(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     for (name, _), alike in group_by(ranks, lambda facts: (facts.host.name, facts.host.boot)).items():
         # One rank of each: the others say the same.
         firsts = [together[0] for together in group_by(alike, lambda facts: facts.host).values()]
-        yield from _messages("containers", name, firsts)
+        yield from _without_stores("containers", name, firsts)
 
 
-def _messages(name: str, host: str, ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+def _without_stores(name: str, host: str, ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     for group in peer_groups(ranks):
-        if group.choice.transport == MESSAGES:
+        if group.choice.transport != STORES:
+            level = Level.broken if group.choice.transport == NONE else Level.slower
             where = sorted({rank for pair in group.pairs for rank in pair})
             what = f"{host}: {group.choice.why}: {pairs_text(group.pairs)}"
-            yield Finding(name, Level.slower, where, what, group.choice.advice)
+            yield Finding(name, level, where, what, group.choice.advice)
 
 
 def _nvlinks(ranks: Sequence[RankFacts]) -> Iterator[Finding]:

@@ -50,6 +50,7 @@ NAMES = frozenset(
         "rdma-down",
         "rdma-off",
         "no-gpudirect-rdma",
+        "transport-setting",
         "nvshmem-missing",
         "nvshmem-unused",
     }

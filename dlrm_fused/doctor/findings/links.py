@@ -1,16 +1,18 @@
-"""What makes GPUs of several hosts reach each other faster: RDMA, NVSHMEM; links that are slower than others."""
+"""How ranks of several hosts reach each other: RDMA, the transport that is asked for, NVSHMEM; links slower than others."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
 
-from dlrm_fused.doctor.facts import RankFacts
-from dlrm_fused.doctor.findings.finding import Check, Finding, Level, group_by, has_many_hosts, numbers, with_gpus
+from dlrm_fused.doctor.facts import TRANSPORT_VARIABLE, Nvshmem, RankFacts
+from dlrm_fused.doctor.findings.finding import Check, Finding, Level, group_by, has_many_hosts, hosts, numbers, with_gpus
 from dlrm_fused.doctor.measure import Measurement
+from dlrm_fused.doctor.transports import IBGDA_ADVICE, MESSAGES, NVSHMEM, puts_slices
 
 _SLOW = 0.5  # of the median of its kind
 _FEWEST = 3  # of a kind that have a median worth the name
+_INSTALL = "`pip install nvidia-nvshmem-cu13`, or NVSHMEM_HOME, bring it"
 
 
 def _rdma(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
@@ -40,22 +42,47 @@ def _rdma_fault(facts: RankFacts) -> tuple[str, Level, str, str] | None:
     return None
 
 
-def _nvshmem(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    """The trainer does not use NVSHMEM yet: that it is missing costs nothing today."""
-    if not has_many_hosts(with_gpus(ranks)):
+def _transport(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    """What DLRM_FUSED_TRANSPORT asks for and cannot be had."""
+    by_value = group_by(ranks, lambda facts: facts.transport)
+    if len(by_value) > 1:
+        what = ", ".join(f"{value} on {hosts(alike)}" for value, alike in by_value.items())
+        fewest = min(by_value.values(), key=len)
+        advice = "set it alike for all ranks, or for none"
+        yield Finding("transport-setting", Level.broken, numbers(fewest), f"{TRANSPORT_VARIABLE} is {what}", advice)
         return
-    for host, alike in group_by(with_gpus(ranks), lambda facts: facts.host).items():
-        nvshmem = alike[0].nvshmem
-        if nvshmem.library is not None and nvshmem.in_torch:
-            what = f"{host.name}: NVSHMEM is there ({nvshmem.transport}), and not used by the trainer yet"
-            advice = "nothing today"
-            if nvshmem.transport != "IBGDA":
-                advice += "; NVSHMEM_IB_ENABLE_IBGDA=1 would let GPUs post themselves, in place of a proxy thread"
-            yield Finding("nvshmem-unused", Level.note, numbers(alike), what, advice)
+    for kind, allowed in (("CPUs", [MESSAGES]), ("GPUs", [MESSAGES, NVSHMEM])):
+        alike = [facts for facts in ranks if (facts.gpu is None) == (kind == "CPUs") and facts.transport not in allowed]
+        if alike:
+            what = f"{TRANSPORT_VARIABLE}={alike[0].transport}: for {kind} it is one of: {', '.join(allowed)}"
+            yield Finding("transport-setting", Level.broken, numbers(alike), what, f"unset {TRANSPORT_VARIABLE}")
+
+
+def _nvshmem(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    """NVSHMEM that is asked for and missing, or that could be asked for between hosts."""
+    gpu_ranks = with_gpus(ranks)
+    for host, alike in group_by(gpu_ranks, lambda facts: facts.host).items():
+        nvshmem, is_asked = alike[0].nvshmem, puts_slices(*alike)
+        is_there = nvshmem.library is not None and nvshmem.in_torch
+        if is_asked and not nvshmem.in_torch:
+            what = f"{host.name}: {_missing(nvshmem)}, and {TRANSPORT_VARIABLE}=nvshmem"
+            advice = f"{_INSTALL}; or unset {TRANSPORT_VARIABLE}"
+            yield Finding("nvshmem-missing", Level.broken, numbers(alike), what, advice)
+        elif is_asked or not has_many_hosts(gpu_ranks):
             continue
-        missing = "torch's symmetric memory has no NVSHMEM backend" if nvshmem.library else "libnvshmem_host.so is not found"
-        advice = "nothing today, as the trainer does not use it; `pip install nvidia-nvshmem-cu13`, or NVSHMEM_HOME, bring it"
-        yield Finding("nvshmem-missing", Level.note, numbers(alike), f"{host.name}: {missing}", advice)
+        elif is_there:
+            what = f"{host.name}: NVSHMEM is there ({nvshmem.transport}), and not asked for"
+            advice = f"nothing; {TRANSPORT_VARIABLE}=nvshmem would put slices between hosts, which has not been run on GPUs yet"
+            if nvshmem.transport != "IBGDA":
+                advice += f"; {IBGDA_ADVICE}"
+            yield Finding("nvshmem-unused", Level.note, numbers(alike), what, advice)
+        else:
+            advice = f"nothing, as slices go as messages by default; {_INSTALL}"
+            yield Finding("nvshmem-missing", Level.note, numbers(alike), f"{host.name}: {_missing(nvshmem)}", advice)
+
+
+def _missing(nvshmem: Nvshmem) -> str:
+    return "torch's symmetric memory has no NVSHMEM backend" if nvshmem.library else "libnvshmem_host.so is not found"
 
 
 def judge_measurements(measurements: Sequence[Measurement], ranks: Sequence[RankFacts]) -> list[Finding]:
@@ -78,4 +105,4 @@ def _slow_link(measured: Measurement, median: float, between: str) -> Finding:
     return Finding("slow-link", Level.slower, measured.ranks, what, advice)
 
 
-CHECKS: tuple[Check, ...] = (_rdma, _nvshmem)
+CHECKS: tuple[Check, ...] = (_rdma, _transport, _nvshmem)

@@ -258,12 +258,13 @@ def lookup_and_scatter_kernel(
 
     Args:
         features: int64 [n, 4], :class:`~dlrm_fused.ops.embedding_all_to_all.layout.FeatureTable`.
-        bags: int64 [3 * ranks + 1], :attr:`~dlrm_fused.ops.embedding_all_to_all.plan.BatchPlan.bag_tables`.
+        bags: int64, :attr:`~dlrm_fused.ops.embedding_all_to_all.plan.BatchPlan.bag_tables`.
         blocks: items of one feature and destination, enough for the largest batch.
         to: :class:`KernelDestinations`.
         VECTOR: divides dims, columns and table offsets.
         WAITS: until the receivers are ready.
-        PARTIAL: the results are partial sums. Those of empty bags are not sent: a byte for each bag tells which are.
+        PARTIAL: the results are partial sums, on one host. Those of empty bags are not sent: a byte for each bag tells which
+            are.
     """
     if FIRST:
         epoch = begin(channel, receive_offset, fingerprint)

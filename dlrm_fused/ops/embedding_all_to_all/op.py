@@ -5,7 +5,7 @@ ranks one after the other, ``offsets`` of a lookup is feature-major: bag b of fe
 ``indices[offsets[f * B + b] : offsets[f * B + b + 1]]``, B the global batch. A program that has pooled a bag stores it straight
 into its row and columns of the output of the rank whose batch the bag belongs to, while other programs still look up: there is
 no send buffer, no collective and no concatenation. Row-wise tables send partial sums, which the destination adds in the order
-of ranks.
+of ranks, those of another host as one.
 
 Backward: the output's gradient travels the same way to the owners of the tables, into the layout [B, width] that the update
 reads. The sort of the indices, which the update needs, does not depend on it and runs beside the forward pass.

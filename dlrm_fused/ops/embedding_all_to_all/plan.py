@@ -107,7 +107,10 @@ class BatchPlan:
         return _aligned(self.batch_sizes[rank] * self._layout.columns * self._wire) if self.is_staged else 0
 
     def sources(self, rank: int) -> int:
-        """From how many a rank receives partial sums: the ranks of its host, and every other host as a whole."""
+        """From how many a rank receives partial sums: the ranks of its host, and every other host as a whole.
+
+        They are added in the order of the hosts' first ranks, and those of its own host in that of the ranks.
+        """
         return len(self.hosts.ranks) - 1 + len(self.hosts.ranks[self.hosts.of_rank[rank]])
 
     def _source(self, sender: int, rank: int) -> int:
@@ -134,12 +137,12 @@ class BatchPlan:
         return self.batch_sizes[rank] * self._layout.row_wise_columns * self._wire
 
     def _presence_bytes(self, rank: int) -> int:
-        """Of what tells which of them are not empty."""
-        return self._layout.row_wise_features * self.presence_stride(rank)
+        """Of what tells which of them are not empty: nothing on several hosts, where all are sent."""
+        return 0 if self.hosts.are_many else self._layout.row_wise_features * self.presence_stride(rank)
 
     def _host_parts_offset(self, server: int, served: int | None) -> int:
         """Byte in a rank's staging memory where its host's parts of the sums for a rank of another host begin, which it adds up
-        and sends: those of its host's ranks, then what tells which are not empty. None: behind all that it serves."""
+        and sends. None: behind all that it serves."""
         offset = self.presence_offset(server) + _aligned(self.sources(server) * self._presence_bytes(server))
         if not self._layout.row_wise_columns:
             return offset
@@ -147,8 +150,7 @@ class BatchPlan:
         for rank in hosts.served:
             if rank == served:
                 break
-            parts = len(hosts.local)
-            offset += _aligned(parts * self._partial_bytes(rank)) + _aligned(parts * self._presence_bytes(rank))
+            offset += _aligned(len(hosts.local) * self._partial_bytes(rank))
         return offset
 
     def gradients_size(self, rank: int) -> int:
@@ -185,12 +187,8 @@ class BatchPlan:
         return offset + number * self._partial_bytes(rank), self._layout.row_wise_columns
 
     def presence_destination(self, rank: int) -> int:
-        """The same for what tells which partial sums are not empty."""
-        if rank in self.hosts.local:
-            return self.presence_offset(rank) + self._source(self._rank, rank) * self._presence_bytes(rank)
-        parts = self._host_parts_offset(self.hosts.counterpart(rank, self.hosts.own), rank)
-        parts += _aligned(len(self.hosts.local) * self._partial_bytes(rank))
-        return parts + self.hosts.local.index(self._rank) * self._presence_bytes(rank)
+        """The same for what tells which partial sums are not empty, on one host."""
+        return self.presence_offset(rank) + self._source(self._rank, rank) * self._presence_bytes(rank)
 
     def goes_to_staging(self, lookup: int) -> bool:
         """Whether a lookup of this rank is received in staging memory, not in the output itself."""
@@ -221,15 +219,16 @@ class BatchPlan:
     def bag_tables(self) -> list[Tensor]:
         """What the lookup kernel needs to know of the ranks, for each lookup of this rank.
 
-        int64 [3 * ranks + 1]: the first bag of each rank and the end, the byte where each rank receives the lookup, and the
-        byte where it is told which partial sums are not empty.
+        int64 [2 * ranks + 1]: the first bag of each rank and the end, and the byte where each rank receives the lookup. On one
+        host [3 * ranks + 1]: also the byte where it is told which partial sums are not empty.
         """
         peers = range(len(self.batch_sizes))
+        told = () if self.hosts.are_many else peers
         tables = []
         for lookup in range(len(self._own)):
             first = self._layout.first_row_wise_feature(self._rank, lookup)
             bases = [self.destination(lookup, peer)[0] for peer in peers]
-            presence = [self.presence_destination(peer) + first * self.presence_stride(peer) for peer in peers]
+            presence = [self.presence_destination(peer) + first * self.presence_stride(peer) for peer in told]
             tables.append(torch.tensor([*self.starts, *bases, *presence]).to(self._device, non_blocking=True))
         return tables
 
@@ -256,7 +255,7 @@ class BatchPlan:
     def slice_bags(self) -> Tensor:
         """As :attr:`bag_tables`, where the kernel writes slices."""
         begins = [self.slice_begins.get(rank, 0) for rank in range(len(self.batch_sizes))]
-        return torch.tensor([*self.starts, *begins, *(0 for _ in begins)]).to(self._device, non_blocking=True)
+        return torch.tensor([*self.starts, *begins]).to(self._device, non_blocking=True)
 
     @cached_property
     def slice_begins(self) -> dict[int, int]:

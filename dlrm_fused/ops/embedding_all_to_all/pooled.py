@@ -2,8 +2,9 @@
 
 ``torch.ops.dlrm_fused.pooled_all_to_all(anchor, pooled, batch_sizes, workspace)``: every rank has the pooled embeddings of its
 own tables for the bags of all ranks, and gets those of all tables for its own bags. The results are stored straight into their
-columns of the destination's output; row-wise partial sums are added there in the order of ranks. The backward pass brings the
-output's gradient to the owners of the tables in the same way, divided as :attr:`EmbeddingWorkspace.gradient_scale` says.
+columns of the destination's output; row-wise partial sums are added there in the order of ranks, those of another host
+as one. The backward pass brings the output's gradient to the owners of the tables in the same way, divided as
+:attr:`EmbeddingWorkspace.gradient_scale` says.
 
 This is what ``comm=fused`` runs on the CPU, around FBGEMM's lookup: values are copied, never computed anew, so that results and
 gradients are bit-identical to those of TorchRec's table- and column-wise paths. On GPUs it serves lookups that

@@ -10,7 +10,7 @@ from torch import Tensor
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.embedding_all_to_all.plan import TILE_COLUMNS, BatchPlan
-from dlrm_fused.ops.embedding_all_to_all.scatter import to_wire
+from dlrm_fused.ops.embedding_all_to_all.scatter import store_tile
 from dlrm_fused.symmetric.device import peer_pointer
 from dlrm_fused.symmetric.device_puts import open_slice, put_slice, release_slice, wait_for_slice
 from dlrm_fused.symmetric.puts import Puts
@@ -18,21 +18,6 @@ from dlrm_fused.symmetric.puts import Puts
 _ROWS = 8  # of a program's tile
 _PROGRAMS = 264
 _FIELDS = tl.constexpr(7)
-
-
-@triton.jit
-def _copy_tile(source, source_stride, fields, block, destination, may_store, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Store ROWS rows of a tile, the block-th, at ``destination``, where the tile begins."""
-    row = block * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
-    width = tl.multiple_of(tl.load(fields + 5), 4)
-    inside = (row < tl.load(fields + 6))[:, None] & (column < width)[None, :] & may_store
-    first = tl.multiple_of(tl.load(fields + 2), 4)
-    source_row = (tl.load(fields + 1) + row)[:, None]
-    values = tl.load(source + source_row * tl.multiple_of(source_stride, 4) + (first + column)[None, :], mask=inside, other=0.0)
-    stride = tl.multiple_of(tl.load(fields + 4), 4)
-    places = destination + row[:, None].to(tl.int64) * stride + column[None, :]
-    tl.store(places, to_wire(values.to(tl.float32), destination.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["items", "row_blocks", "fingerprint"])
@@ -54,7 +39,7 @@ def put_tiles_kernel(
             place = open_slice(channel, puts, peer)
             known_peer = peer
         destination = tl.multiple_of((place + tl.load(fields + 3)).to(tl.pointer_type(WIRE)), ALIGNMENT)
-        _copy_tile(source, source_stride, fields, item % row_blocks, destination, place >= 0, ROWS, COLUMNS)
+        store_tile(source, source_stride, fields, item % row_blocks, destination, place >= 0, ROWS, COLUMNS)
         needed, size = tl.load(needs + peer) * row_blocks, tl.load(needs + channel.world + peer)
         put_slice(channel, puts, peer, 1, needed, size, fingerprint)
 
@@ -74,7 +59,7 @@ def spread_tiles_kernel(
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         fields = tiles + (item // row_blocks) * _FIELDS
         destination = peer_pointer(addresses, tl.load(fields), offset + tl.load(fields + 3), WIRE, ALIGNMENT)
-        _copy_tile(source, width, fields, item % row_blocks, destination, place >= 0, ROWS, COLUMNS)
+        store_tile(source, width, fields, item % row_blocks, destination, place >= 0, ROWS, COLUMNS)
     release_slice(channel, puts, sender, 1, tl.num_programs(0))
 
 

@@ -95,7 +95,7 @@ def add_up_present_kernel(
     presence_feature_stride, output_stride,
     SOURCES: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Sum of the partial results that are not empty, always in the order of ranks.
+    """Sum of the partial results that are not empty, always in the order of ranks, which are on one host.
 
     Args:
         presence: uint8 [SOURCES, features, rows]: 1 where there is a partial result.
@@ -123,7 +123,7 @@ def add_up_kernel(
     sources, output, rows, width, source_stride, row_stride, output_stride,
     SOURCES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Sum of partial results, always in the order of ranks, so that it is the same in every run."""
+    """Sum of partial results, always in the order of ``BatchPlan.sources``, so that it is the same in every run."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < width)[None, :]

@@ -27,6 +27,21 @@ def to_wire(values, dtype: tl.constexpr):
     return values.to(dtype)
 
 
+@triton.jit
+def store_tile(source, source_stride, fields, block, destination, may_store, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Store ROWS rows of a tile, the block-th, at ``destination``, where the tile begins."""
+    row = block * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    width = tl.multiple_of(tl.load(fields + 5), 4)
+    inside = (row < tl.load(fields + 6))[:, None] & (column < width)[None, :] & may_store
+    first = tl.multiple_of(tl.load(fields + 2), 4)
+    source_row = (tl.load(fields + 1) + row)[:, None]
+    values = tl.load(source + source_row * tl.multiple_of(source_stride, 4) + (first + column)[None, :], mask=inside, other=0.0)
+    stride = tl.multiple_of(tl.load(fields + 4), 4)
+    places = destination + row[:, None].to(tl.int64) * stride + column[None, :]
+    tl.store(places, to_wire(values.to(tl.float32), destination.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["items", "row_blocks", "receive_offset", "fingerprint"])
 def scatter_tiles_kernel(
     source, source_stride, tiles, items, row_blocks, addresses, receive_offset, channel, fingerprint,
@@ -50,18 +65,7 @@ def scatter_tiles_kernel(
         if RELATIVE:
             offset += ready_at
         destination = peer_pointer(addresses, peer, offset, WIRE, ALIGNMENT)
-        row = (item % row_blocks) * ROWS + tl.arange(0, ROWS)
-        column = tl.arange(0, COLUMNS)
-        width = tl.multiple_of(tl.load(fields + 5), 4)
-        inside = (row < tl.load(fields + 6))[:, None] & (column < width)[None, :]
-        stride = tl.multiple_of(tl.load(fields + 4), 4)
-        first = tl.multiple_of(tl.load(fields + 2), 4)
-        source_row = tl.load(fields + 1) + row
-        values = tl.load(
-            source + source_row[:, None] * tl.multiple_of(source_stride, 4) + (first + column)[None, :], mask=inside, other=0.0
-        )
-        places = destination + row[:, None].to(tl.int64) * stride + column[None, :]
-        tl.store(places, to_wire(values.to(tl.float32), WIRE), mask=inside & (ready_at >= 0))
+        store_tile(source, source_stride, fields, item % row_blocks, destination, ready_at >= 0, ROWS, COLUMNS)
     if LAST:
         finish(channel, epoch)
 

@@ -80,7 +80,7 @@ class HostSteps:
 
 
 class KernelSteps(HostSteps):
-    """The same on GPUs, and under Triton's interpreter. Nothing waits for the device."""
+    """The same on GPUs, and under Triton's interpreter. Nothing waits for the device, but to find rows for other hosts."""
 
     def zero_pads(self, rows: Tensor, destinations: Tensor, groups: Groups) -> None:
         zero_pads_kernel[(groups.local_from.numel(), triton.cdiv(groups.tile_rows, _PAD_ROWS))](

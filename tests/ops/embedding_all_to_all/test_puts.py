@@ -14,7 +14,7 @@ from tests.ops.embedding_all_to_all.test_kernels import TOLERANCE, largest_diffe
 from tests.ops.embedding_all_to_all.world import Result, Traffic, mixed_world
 from tests.ops.test_across_hosts import HOSTS
 from tests.symmetric.put_model import use_model, with_puts
-from tests.symmetric.test_puts import accept_the_slice_before, put_before_it_is_complete
+from tests.symmetric.test_puts import accept_the_slice_before, count_twice, put_before_it_is_complete
 
 pytestmark = pytest.mark.interpreted
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.interpreted
     ("hosts", "epochs"),
     [
         (HOSTS[0], 12),
-        *(pytest.param(hosts, 12, marks=pytest.mark.exhaustive) for hosts in HOSTS[1:]),
+        *(pytest.param(hosts, 12, marks=pytest.mark.slow) for hosts in HOSTS[1:]),
         pytest.param(HOSTS[0], 200, marks=[pytest.mark.exhaustive, pytest.mark.timeout(900)]),
     ],
 )
@@ -57,6 +57,7 @@ def signal_before_data() -> None:
 MUTANTS: dict[str, Callable[[], None]] = {
     "signal before data": signal_before_data,
     "put before it is complete": lambda: use_in_kernels("put_slice", put_before_it_is_complete),
+    "slice counted twice": lambda: use_in_kernels("put_slice", count_twice),
     "wait for the slice before": lambda: use_in_kernels("wait_for_slice", accept_the_slice_before),
 }
 
