@@ -62,7 +62,7 @@ WORKLOADS = {
         [
             "training.global_batch_size=512",
             "data.source=synthetic",
-            "data.path=\"\"",
+            'data.path=""',
             "data.shuffle_window_rows=0",
             "data.synthetic.tables=26",
             "data.synthetic.rows=[20000]",
