@@ -19,9 +19,6 @@ from dlrm_fused.ops.common.sum_over_hosts import SumOverHosts
 from dlrm_fused.symmetric import Channel, SymmetricGroup, symmetric_group
 
 _TIMEOUT_SECONDS = 600.0
-# Of fewer, the two levels take longer than the bytes that they save. A fixed number: a run that is started again must add up in
-# the same order.
-_FEWEST_ELEMENTS = 1 << 16
 # With a static graph, DDP arranges its buckets after two.
 _STEPS_BEFORE_BUCKETS = 2
 
@@ -67,8 +64,6 @@ def sum_gradients_over_hosts(model: nn.Module, process_group: dist.ProcessGroup,
     if not group.hosts.are_many:
         return
     elements = sum(p.numel() for p in parameters)
-    if elements < _FEWEST_ELEMENTS:
-        return
     sums = SumOverHosts(group, Channel(group, "dense gradients", _TIMEOUT_SECONDS), "dense gradients", elements)
     if measured:
         gradients = torch.zeros(elements)

@@ -62,7 +62,8 @@ _REFUSED_OFFSET = 0xFFFFFFFF
 # Bytes in which Channel.exchange puts slices, one after the other.
 _PIECE_BYTES = 1 << 18
 
-# Looks at a flag before the waiting process begins to sleep: many where every rank of the host has a core of its own.
+# Looks at a flag before the waiting process begins to sleep: many where every rank of the host has a core of its own, and waits
+# for no other host, which takes longer than to wake up.
 _MANY_YIELDS, _FEW_YIELDS = 100, 5
 _SHORTEST_SLEEP_SECONDS = 20e-6
 _LONGEST_SLEEP_SECONDS = 250e-6
@@ -99,7 +100,8 @@ class Channel:
         self.name = name
         self.timeout_seconds = timeout_seconds
         self._number = group.next_channel()
-        self._yields = _MANY_YIELDS if len(group.hosts.local) <= len(os.sched_getaffinity(0)) else _FEW_YIELDS
+        has_cores = len(group.hosts.local) <= len(os.sched_getaffinity(0))
+        self._yields = _MANY_YIELDS if has_cores and not group.hosts.are_many else _FEW_YIELDS
         self._link = None if group.messages is None else group.messages.open(self._number)
         self.flags = group.allocate(f"{name}.flags", 3 * group.world_size * 8)
         self.state = torch.zeros(8, dtype=torch.int64, device=group.device)
