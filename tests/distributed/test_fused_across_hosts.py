@@ -95,18 +95,22 @@ def test_losses_are_those_of_the_baseline(tmp_path: Path, hosts: tuple[int, ...]
 
 
 @pytest.mark.parametrize(
-    "overrides",
+    ("hosts", "overrides"),
     [
-        # Groups that share weights inside hosts, and one over both.
-        [*TRANSFORMER, "model.tensor_parallel=2"],
-        pytest.param([*TRANSFORMER, "model.tensor_parallel=4"], marks=pytest.mark.slow),
-        EXPERTS,
+        # Groups that share weights inside hosts, one over both, and two of which only one lies on both.
+        (TWO_AND_TWO, [*TRANSFORMER, "model.tensor_parallel=2"]),
+        pytest.param(TWO_AND_TWO, [*TRANSFORMER, "model.tensor_parallel=4"], marks=pytest.mark.slow),
+        (ONE_AND_THREE, [*TRANSFORMER, "model.tensor_parallel=2"]),
+        (TWO_AND_TWO, EXPERTS),
+        pytest.param(ONE_AND_THREE, [*EXPERTS, "model.experts.parallel=2"], marks=pytest.mark.slow),
     ],
-    ids=["tensor-parallel inside hosts", "tensor-parallel over hosts", "experts"],
+    ids=["weights inside hosts", "weights over hosts", "weights of some over hosts", "experts", "experts of some over hosts"],
 )
-def test_losses_of_layers_that_ranks_share_are_those_of_the_baseline(tmp_path: Path, overrides: list[str]) -> None:
+def test_losses_of_layers_that_ranks_share_are_those_of_the_baseline(
+    tmp_path: Path, hosts: tuple[int, ...], overrides: list[str]
+) -> None:
     settings = [*overrides, f"training.max_steps={FEW_STEPS}"]
-    fused = train_on_hosts(tmp_path / "fused", TWO_AND_TWO, *settings)
+    fused = train_on_hosts(tmp_path / "fused", hosts, *settings)
     baseline = train(tmp_path / "baseline", 4, *settings)
     assert losses(fused) == pytest.approx(losses(baseline), rel=1e-5, abs=0)
     assert summary(fused)["test_auc"] == pytest.approx(summary(baseline)["test_auc"], abs=1e-5)
@@ -133,3 +137,16 @@ def test_auto_measures_what_then_runs_with_the_network_in_it_and_gives_the_same_
         assert all(sent_once)
     auto = config.run_dir
     assert losses(auto) == pytest.approx(losses(train(tmp_path / "baseline", 4, *settings)), rel=1e-5, abs=0)
+
+
+@pytest.mark.parametrize("comm", ["fused", "baseline"])
+def test_a_run_of_four_ranks_that_is_started_again_has_the_bits_of_one_that_was_not(tmp_path: Path, comm: str) -> None:
+    settings = [f"comm={comm}", "checkpoint.every_steps=10", "embedding.sharding=table_wise"]
+
+    def train_for(steps: int, folder: Path) -> Path:
+        config = small_config(folder, *settings, f"training.max_steps={steps}")
+        run_ranks(4, on_hosts, TWO_AND_TWO, _train, config)
+        return config.run_dir
+
+    train_for(10, tmp_path / "twice")
+    assert losses(train_for(FEW_STEPS, tmp_path / "twice")) == losses(train_for(FEW_STEPS, tmp_path / "once"))
