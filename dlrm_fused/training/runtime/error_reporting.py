@@ -8,6 +8,7 @@ import os
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 
 from dlrm_fused.errors import UserError
 from dlrm_fused.symmetric.peer_monitor import name_lost_peer
@@ -49,8 +50,10 @@ def run_with_error_reporting(work: Callable[[Rank, ErrorStore], None]) -> None:
         if isinstance(error, SystemExit) and not error.code:
             raise
         _report(_as_user_error(error), rank, error_store)
-        # Not sys.exit: threads of collectives that will never complete would keep the process.
         flush()
+        with suppress(RuntimeError, OSError):
+            error_store.wait_for_readers()
+        # Not sys.exit: threads of collectives that will never complete would keep the process.
         os._exit(1)
 
 
