@@ -28,6 +28,8 @@ from dlrm_fused.symmetric.peer_monitor import PeerMonitor
 
 # Tag and number of bytes; ranks that differ in them make different calls.
 _HEADER = struct.Struct("!IQ")
+# Of the kernel, which may allow less: a slice that fits is written at once, and received before anybody reads.
+_BUFFER_BYTES = 1 << 22
 # Between two looks whether a rank that is waited for is gone.
 _LOOK_SECONDS = 0.05
 
@@ -77,6 +79,8 @@ class TcpLink(Link):
         for connection in connections.values():
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                connection.setsockopt(socket.SOL_SOCKET, buffer, _BUFFER_BYTES)
 
     def exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int) -> Exchange:
         incoming = {}
