@@ -32,9 +32,9 @@ def fix_order_of_sums(model: nn.Module) -> None:
     first.
     """
     for ddp, parameters in _averaged_by_ddp(model).items():
-        ddp.module.forward = lambda parameters=parameters: _zero(parameters)
+        ddp.module.forward = lambda _, parameters=parameters: _zero(parameters)
         for _ in range(_STEPS_BEFORE_BUCKETS):
-            ddp().backward()
+            ddp(parameters[0].new_zeros(())).backward()  # on GPUs DDP wants an input
         del ddp.module.forward
         for parameter in parameters:
             parameter.grad = None
