@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,8 +40,23 @@ class GraphRecorder:
         """The graph of what is launched within."""
         graph = torch.cuda.CUDAGraph()
         # Threads of NCCL and of readers go on meanwhile, and may make calls that a capture of all threads would forbid.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        with (
+            _without_garbage_collection(),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+        ):
             yield graph
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """What it frees may be an older graph, whose end would spoil a capture that is under way."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class RunCounter:
