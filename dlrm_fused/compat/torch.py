@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import Any, Literal, cast
 
 import torch
@@ -46,6 +47,26 @@ def is_alive(process_group: dist.ProcessGroup) -> bool:
 def default_store() -> dist.Store:
     """The store through which the ranks of the default process group met."""
     return dist.distributed_c10d._get_default_store()
+
+
+def nccl_backend(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Any:
+    """A communicator of NCCL that belongs to no process group. Collective.
+
+    Args:
+        timeout: of NCCL's watchdog.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, world_size, options)
+
+
+@contextmanager
+def coalesced(backend: Any) -> Iterator[list[dist.Work]]:
+    """What is sent and received within is one launch of NCCL, whose work is in the list afterwards."""
+    works: list[dist.Work] = []
+    backend._start_coalescing()
+    yield works
+    works.append(backend._end_coalescing())
 
 
 def symmetric_memory_backend(device: torch.device) -> str | None:

@@ -29,8 +29,10 @@ def fix_order_of_sums(model: nn.Module) -> None:
     In which order a collective adds up the ranks' values depends on the place of an element in its bucket, and DDP arranges
     its buckets anew after the first steps, as gradients come. A run that is started again would so add up in another order
     than an uninterrupted one. Here the buckets are arranged before the first step, as if the last parameter's gradient came
-    first.
+    first. Without gradients, as in an evaluation, it does nothing.
     """
+    if not torch.is_grad_enabled():
+        return
     for ddp, parameters in _averaged_by_ddp(model).items():
         ddp.module.forward = lambda _, parameters=parameters: _zero(parameters)
         for _ in range(_STEPS_BEFORE_BUCKETS):

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_fused.compat.torch import default_store
+from dlrm_fused.compat.torch import coalesced, default_store, nccl_backend
 from dlrm_fused.symmetric.peer_monitor import PeerMonitor
 
 # Of NCCL's own watchdog, which ends the process.
@@ -115,9 +115,7 @@ class NcclMessages(Messages):
 
     def __init__(self, process_group: dist.ProcessGroup, peer_monitor: PeerMonitor, name: str) -> None:
         store = dist.PrefixStore(f"dlrm_fused messages {name}", default_store())
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = _NCCL_TIMEOUT
-        self._nccl: Any = dist.ProcessGroupNCCL(store, process_group.rank(), process_group.size(), options)
+        self._nccl: Any = nccl_backend(store, process_group.rank(), process_group.size(), _NCCL_TIMEOUT)
         nccl = self._nccl
         # Ends kernels of NCCL that wait for a rank that is gone.
         peer_monitor.on_gone(lambda _: nccl.abort())
@@ -141,15 +139,16 @@ class _NcclLink(Link):
 
 class _NcclExchange(Exchange):
     def __init__(self, backend: Any, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
-        self._received, self._kept, self._work = received, sent, None
+        self._received, self._kept = received, sent
+        self._work: dist.Work | None = None
         if sent or received:
             # One launch, in which the order is of no importance.
-            backend._start_coalescing()
-            for rank, slice_ in sent.items():
-                backend.send([slice_], rank, 0)
-            for rank, slice_ in received.items():
-                backend.recv([slice_], rank, 0)
-            self._work = backend._end_coalescing()
+            with coalesced(backend) as works:
+                for rank, slice_ in sent.items():
+                    backend.send([slice_], rank, 0)
+                for rank, slice_ in received.items():
+                    backend.recv([slice_], rank, 0)
+            (self._work,) = works
 
     def arrivals(self, deadline: float) -> Iterator[tuple[int, Tensor]]:
         self.finish(deadline)

@@ -15,6 +15,8 @@ from dlrm_fused.training.runtime.rendezvous import is_agents_store, meeting_stor
 _FAILURE_KEY = "failure"
 _READERS_KEY = "readers"
 STORE_TIMEOUT = timedelta(seconds=10)
+# Between the first rank of a run and the last one, at most.
+_SECONDS_TO_START = 30.0
 
 
 class ErrorStore:
@@ -63,11 +65,14 @@ class ErrorStore:
         return message
 
     def wait_for_readers(self) -> None:
-        """Before this process ends because of a failure: where it serves the store, wait until the others have read of that."""
-        if self._rank.index or is_agents_store() or self._store is None:
+        """Before this process ends because of a failure: where it serves the store, wait until the others have read of that.
+
+        Once there is a process group, they hear by its connections.
+        """
+        if self._rank.index or is_agents_store() or self._store is None or dist.is_initialized():
             return
         # torchrun's agent ends the ranks of a host when one of them has ended; those of other hosts may have read nothing yet.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        until = time.monotonic() + STORE_TIMEOUT.total_seconds()
+        until = time.monotonic() + _SECONDS_TO_START
         while time.monotonic() < until and self._store.add(_READERS_KEY, 0) < self._rank.world_size - 1:
             time.sleep(0.1)
