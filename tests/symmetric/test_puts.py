@@ -203,8 +203,9 @@ def print_trouble(trouble: str) -> None:
 def test_a_lost_rank_is_named(tmp_path: Path) -> None:
     ended = run_program(4, tmp_path, 60.0, on_hosts, HOSTS, print_trouble, "lost")
     assert ended.statuses[2] == -signal.SIGKILL
-    found = re.findall(r"rank 2 on \S+ \(pid \d+\) is lost", ended.output)
-    assert len(found) == 3, ended.output
+    told = re.findall(r"rank 2 on \S+ \(pid \d+\) is lost.*?; rank (\d) on", ended.output)
+    # Rank 3, on its host, waits for the others alone, and may have heard from them before.
+    assert {"0", "1"} <= set(told), ended.output
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def routes_of_calls(tokens: list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
         chosen = choose(tokens[rank.index], rank.index)
         seen = []
         for experts in (chosen, with_wrong_ids(chosen)):
-            targets, groups = route(experts, window, count=EXPERTS, tile_rows=TILE_ROWS, rows_per_rank=10_000)
+            targets, groups, _ = route(experts, window, count=EXPERTS, tile_rows=TILE_ROWS, rows_per_rank=10_000)
             seen.append((targets, groups.bounds, groups.local_from))
         dist.barrier()
         channel.raise_fault()
