@@ -27,6 +27,8 @@ _CUTS_OFF = {
     "address-twice",
     "gpu-shared",
 }
+# Facts are waited for longer than a rank tries to gather them: ranks start at different times, and say so if they give up.
+_MARGIN_SECONDS = 2.0
 _LEAVING_SECONDS = 5.0
 _SHOWN_ERRORS, _LONGEST_ERROR = 4, 300
 
@@ -70,7 +72,7 @@ def lead(rank: Rank, meeting: Meeting, seconds: float, shown: Callable[[Examinat
 def follow(rank: Rank, meeting: Meeting, seconds: float) -> int:
     """The part of all other ranks, which wait for rank 0 longer than its own limits add up to; returns the status."""
     _send_facts(rank, meeting, seconds)
-    plan: _Plan = meeting.read("plan", 0, 3 * seconds)
+    plan: _Plan = meeting.read("plan", 0, 3 * seconds + _MARGIN_SECONDS)
     if plan.pairs:
         _send_measurements(rank, meeting, plan, seconds)
     status: int = meeting.read("status", 0, 4 * seconds)
@@ -87,7 +89,7 @@ def _received_facts(meeting: Meeting, seconds: float) -> tuple[list[RankFacts], 
     """Facts of the ranks that sent them, and a finding for each that did not."""
     ranks: list[RankFacts] = []
     findings: list[Finding] = []
-    for number, outcome in meeting.read_all("facts", seconds).items():
+    for number, outcome in meeting.read_all("facts", seconds + _MARGIN_SECONDS).items():
         if isinstance(outcome, Outcome) and outcome.value is not None:
             ranks.append(outcome.value)
         else:
