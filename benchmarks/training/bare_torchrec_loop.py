@@ -14,6 +14,7 @@ import argparse
 import itertools
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 
@@ -158,9 +159,9 @@ def main() -> None:
     if dist.get_rank() == 0:
         rate = arguments.steps * config.training.global_batch_size / seconds
         print(json.dumps({"data": arguments.data, "samples_per_second": rate, "steps": arguments.steps, "loss": loss.item()}))
-    for _ in range(_BATCHES_AHEAD):
-        pipeline.progress(stream)  # a process that ends while features are exchanged may abort
-    dist.destroy_process_group()
+    sys.stdout.flush()
+    # The pipeline exchanges features of batches to come; Python would abort where it ends while PyTorch's threads run.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from torch import Tensor
 from dlrm_fused.compat.triton import host_atomics
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.symmetric.device import channel_args, polls_per_second
+from dlrm_fused.symmetric.futex import wait_for_change, wake
 from dlrm_fused.symmetric.memory import SymmetricGroup
 from dlrm_fused.symmetric.messages import Exchange, LateRankError, Why, without_empty
 from dlrm_fused.symmetric.puts import Puts
@@ -58,6 +59,8 @@ _AWAITED_FOR = {_READY: "to be ready to receive", _ARRIVAL: "to send its data", 
 # A ready word is epoch << 32 | offset / OFFSET_UNIT; the last offset means that the rank refuses to take part.
 OFFSET_UNIT = 4096
 _REFUSED_OFFSET = 0xFFFFFFFF
+# The half of a ready word, and of an arrival word, that each epoch changes.
+_HALF = {_READY: 1, _ARRIVAL: 0}
 
 # Bytes in which Channel.exchange puts slices, one after the other.
 _PIECE_BYTES = 1 << 18
@@ -65,8 +68,8 @@ _PIECE_BYTES = 1 << 18
 # Looks at a flag before the waiting process begins to sleep: many where every rank of the host has a core of its own, and waits
 # for no other host, which takes longer than to wake up.
 _MANY_YIELDS, _FEW_YIELDS = 100, 5
-_SHORTEST_SLEEP_SECONDS = 20e-6
-_LONGEST_SLEEP_SECONDS = 250e-6
+# Between two looks of a sleeping process whether the rank that it waits for is gone.
+_LOOK_SECONDS = 0.02
 
 
 class Channel:
@@ -117,10 +120,13 @@ class Channel:
             flags, self.flags.addresses, self.state, self.control.data_ptr(), poll_limit, group.rank, group.world_size
         )
         self._control = self.control.numpy()
-        self._fingerprint = 0
+        self._fingerprint = self._unit = 0
         if not on_gpu:
             self._state = self.state.numpy()
-            self._flags = self.flags.local.view(torch.int64).numpy()
+            self._peers = [rank for rank in group.hosts.local if rank != group.rank]
+            self._flags_of = {rank: self.flags.peer(rank).view(torch.int64).numpy() for rank in group.hosts.local}
+            self._flags = self._flags_of[group.rank]
+            self._halves = self._flags.view(np.uint32)
             self._peer_flags = self.flags.addresses.tolist()
         group.peer_monitor.on_gone(_abort(self.state, self.control))
         self._puts: Puts | None = None
@@ -243,6 +249,8 @@ class Channel:
         Raises:
             CommunicationError: the wait exceeded the limit, a peer is lost, or that rank refused or has another fingerprint.
         """
+        if peer == self.group.rank:
+            return self._unit * OFFSET_UNIT
         epoch = self._next_epoch()
         word = self._wait(peer, epoch << 32, peer, _READY, time.monotonic() + self.timeout_seconds)
         offset = word & 0xFFFFFFFF
@@ -254,7 +262,8 @@ class Channel:
 
     def signal(self, peer: int) -> None:
         """Step 4: tell a rank that everything is stored in its memory; to all ranks, also this one. Host code on the CPU."""
-        _store_release(self._word(peer, self.group.world_size + self.group.rank), self._next_epoch())
+        if peer != self.group.rank:
+            self._set(peer, self.group.world_size + self.group.rank, self._next_epoch(), _ARRIVAL)
 
     def wait_arrivals(self) -> None:
         """Step 5: wait until the signals of all ranks are there, which completes the epoch. Host code on the CPU.
@@ -264,7 +273,7 @@ class Channel:
         """
         epoch = self._next_epoch()
         deadline = time.monotonic() + self.timeout_seconds
-        for peer in self.group.hosts.local:
+        for peer in self._peers:
             self._wait(self.group.world_size + peer, epoch, peer, _ARRIVAL, deadline)
         self._state[_EPOCH] = epoch
 
@@ -272,11 +281,11 @@ class Channel:
         if self.group.device.type != "cpu":
             raise UsageError(f"channel {self.name}: device={self.group.device}: only kernels can announce and wait on a GPU")
         self.raise_fault()
-        self._fingerprint = fingerprint
+        self._fingerprint, self._unit = fingerprint, unit
         rank, world_size = self.group.rank, self.group.world_size
-        for peer in self.group.hosts.local:
-            _store_release(self._word(peer, 2 * world_size + rank), fingerprint)
-            _store_release(self._word(peer, rank), self._next_epoch() << 32 | unit)
+        for peer in self._peers:
+            self._flags_of[peer][2 * world_size + rank] = fingerprint
+            self._set(peer, rank, self._next_epoch() << 32 | unit, _READY)
 
     def _next_epoch(self) -> int:
         return int(self._state[_EPOCH]) + 1
@@ -284,15 +293,22 @@ class Channel:
     def _word(self, peer: int, index: int) -> int:
         return int(self._peer_flags[peer]) + 8 * index
 
+    def _set(self, peer: int, index: int, value: int, awaited: int) -> None:
+        """Set a word of a rank's flags, and wake the rank if it waits for it."""
+        word = self._word(peer, index)
+        _store_release(word, value)
+        wake(word + 4 * _HALF[awaited])
+
     def _wait(self, index: int, value: int, peer: int, awaited: int, deadline: float) -> int:
         """Wait until a word of this rank's flags is at least ``value``; returns it."""
         looks = 0
-        sleep = _SHORTEST_SLEEP_SECONDS
+        half = 2 * index + _HALF[awaited]
         peer_monitor = self.group.peer_monitor
         while True:
             # Asked before the look: a peer may have signalled and then ended.
             gone = peer_monitor.lost_peer() is not None or peer_monitor.has_left(peer)
             expired = time.monotonic() > deadline
+            seen = int(self._halves[half])
             # The plain look is cheap, and the acquiring one orders what follows after it.
             if self._flags[index] >= value:
                 return _load_acquire(self._word(self.group.rank, index))
@@ -302,8 +318,7 @@ class Channel:
             if looks < self._yields:
                 os.sched_yield()
             else:
-                time.sleep(sleep)
-                sleep = min(2 * sleep, _LONGEST_SLEEP_SECONDS)
+                wait_for_change(self._word(self.group.rank, 0) + 4 * half, seen, _LOOK_SECONDS)
 
     def _record(self, kind: int, peer: int, awaited: int) -> None:
         epoch = int(self.state[_EPOCH]) + 1

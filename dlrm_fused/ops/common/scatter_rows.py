@@ -6,6 +6,7 @@ Rows for a rank of another host go there in one slice, whose order both sides kn
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple, Self
 
 import torch
 import triton
@@ -92,36 +93,34 @@ def scatter_rows(
     """
     memory, channel, receive_offset, fingerprint = window
     items, width, rank = targets.numel(), source.shape[1], channel.group.rank
+    by_kernel, remote = uses_kernels(memory.local.device), channel.group.hosts.remote
+    by_rank = None if by_kernel and not remote else _ByRank.of(targets, rows_per_rank, channel.group.world_size)
 
-    def select(peer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """What goes to a rank: numbers of items, rows there, values."""
-        sent = torch.nonzero((targets >= 0) & (targets // rows_per_rank == peer)).flatten()
-        values = source[sent // repeats]
-        if scale is not None:
-            values = (values.float() * scale[sent, None]).to(source.dtype)
-        return sent, targets[sent].long() % rows_per_rank, values
+    def values(peer: int) -> Tensor:
+        """What goes to a rank, in the order of its rows there."""
+        assert by_rank is not None
+        sent = by_rank.items(peer)
+        rows = source.index_select(0, sent // repeats if repeats > 1 else sent)
+        return rows if scale is None else (rows.float() * scale[sent, None]).to(source.dtype)
 
     def store(peer: int, offset: int, rows: Tensor, values: Tensor, destinations: Tensor) -> None:
         block, size = memory.peer(peer)[offset:], rows_per_rank * width * source.element_size()
-        block[:size].view(source.dtype).view(rows_per_rank, width)[rows] = values
+        block[:size].view(source.dtype).view(rows_per_rank, width).index_copy_(0, rows, values)
         if destinations_at is not None:
             block[destinations_at : destinations_at + 4 * rows_per_rank].view(torch.int32)[rows] = destinations.int()
 
     def store_at(peer: int, offset: int) -> None:
         """What the kernel does for one rank, on the CPU."""
-        sent, rows, values = select(peer)
-        store(peer, offset, rows, values, rank * destinations_per_rank + sent)
+        assert by_rank is not None
+        store(peer, offset, by_rank.rows(peer), values(peer), rank * destinations_per_rank + by_rank.items(peer))
 
     exchange = None
-    if channel.group.hosts.are_many:
+    if remote:
         assert received is not None, f"channel {channel.name}: ranks on several hosts, and nothing said of their slices"
-        slices = {}
-        for peer in channel.group.hosts.remote:
-            _, rows, values = select(peer)
-            slices[peer] = torch.empty_like(values).index_copy_(0, rows, values)
+        slices = {peer: values(peer) for peer in remote}
         arriving = {peer: source.new_empty(len(rows), width) for peer, rows in received.items()}
         exchange = channel.exchange(slices, arriving, fingerprint=fingerprint)
-    if not uses_kernels(memory.local.device):
+    if not by_kernel:
         channel.run_epoch(store_at, offset=receive_offset, fingerprint=fingerprint)
     else:
         scatter_rows_kernel[(max(1, min(triton.cdiv(items, _ROWS), _PROGRAMS)),)](
@@ -143,8 +142,37 @@ def rows_of_slices(targets: Tensor, rows_per_rank: int, hosts: Hosts) -> dict[in
 
     When results come back in that order, this is ``received``.
     """
-    rows = {}
-    for rank in hosts.remote:
-        sent = torch.nonzero(targets // rows_per_rank == rank).flatten()
-        rows[rank] = sent[targets[sent].argsort()]
-    return rows
+    if not hosts.are_many:
+        return {}
+    by_rank = _ByRank.of(targets, rows_per_rank, len(hosts.of_rank))
+    return {rank: by_rank.items(rank) for rank in hosts.remote}
+
+
+class _ByRank(NamedTuple):
+    """Items in the order of their targets: by rank, and by row there.
+
+    Attributes:
+        order: int64, the numbers of items; first those without target.
+        targets: of these items, int64.
+        bounds: [ranks + 1], where the items of a rank begin.
+        rows_per_rank: as of :func:`scatter_rows`.
+    """
+
+    order: Tensor
+    targets: Tensor
+    bounds: list[int]
+    rows_per_rank: int
+
+    @classmethod
+    def of(cls, targets: Tensor, rows_per_rank: int, ranks: int) -> Self:
+        in_order, order = targets.long().sort()
+        bounds = torch.searchsorted(in_order, torch.arange(ranks + 1, device=targets.device) * rows_per_rank)
+        return cls(order, in_order, bounds.tolist(), rows_per_rank)
+
+    def items(self, rank: int) -> Tensor:
+        """Numbers of the items that go to a rank."""
+        return self.order[self.bounds[rank] : self.bounds[rank + 1]]
+
+    def rows(self, rank: int) -> Tensor:
+        """Where they go there."""
+        return self.targets[self.bounds[rank] : self.bounds[rank + 1]] - rank * self.rows_per_rank

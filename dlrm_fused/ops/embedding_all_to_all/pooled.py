@@ -56,7 +56,10 @@ def pooled_all_to_all(
         CommunicationError: if a peer is lost, or was waited for too long.
     """
     rows = (None,) * len(DistinctRows._fields) if distinct is None else distinct
-    return torch.ops.dlrm_fused.pooled_all_to_all(workspace.anchor, list(pooled), list(batch_sizes), workspace.handle, *rows)
+    inputs = list(batch_sizes), workspace.handle, *rows
+    if torch.compiler.is_compiling():
+        return torch.ops.dlrm_fused.pooled_all_to_all(workspace.anchor, list(pooled), *inputs)
+    return _PooledAllToAll.apply(workspace.anchor, inputs, *pooled)
 
 
 _DISTINCT_ROWS = "Tensor[]? sent=None, Tensor[]? places=None, Tensor[]? numbers=None, int[]? received=None"
@@ -101,7 +104,6 @@ def checked_plan(
     return workspace.plan(batch_sizes)
 
 
-@torch.library.impl("dlrm_fused::pooled_all_to_all", ["cpu", "cuda"])
 def _forward(anchor: Tensor, pooled: list[Tensor], batch_sizes: list[int], handle: int, *rows: Any) -> Tensor:
     workspace = EmbeddingWorkspace.of(handle)
     workspace.forward_channel.raise_fault()
@@ -218,13 +220,16 @@ def _can_be_read_in_tiles(gradient: Tensor) -> bool:
     return gradient.stride()[1:] == (1,) and gradient.stride(0) % 4 == 0 and gradient.data_ptr() % alignment == 0
 
 
-@torch.library.impl("dlrm_fused::pooled_all_to_all_backward", ["cpu", "cuda"])
 def _backward(gradient: Tensor, batch_sizes: list[int], handle: int, *rows: Any) -> list[Tensor]:
     workspace = EmbeddingWorkspace.of(handle)
     received = send_gradient(workspace, workspace.plan(batch_sizes), gradient, _distinct_rows(*rows))
     # A division, as TorchRec's, so that the bits are the same for three ranks too.
     divisor = 1 / workspace.gradient_scale
     return [view.to(workspace.output_dtype, copy=True).div_(divisor) for view in received]
+
+
+torch.library.impl("dlrm_fused::pooled_all_to_all", ["cpu", "cuda"], _forward)
+torch.library.impl("dlrm_fused::pooled_all_to_all_backward", ["cpu", "cuda"], _backward)
 
 
 @torch.library.register_fake("dlrm_fused::pooled_all_to_all")
@@ -247,15 +252,37 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 
 
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    backward = torch.ops.dlrm_fused.pooled_all_to_all_backward
+    gradients = _gradients(ctx, gradient, torch.ops.dlrm_fused.pooled_all_to_all_backward)
     if ctx.received is None:
         # PyTorch leaves out arguments at the end that have their default, and wants no gradients of them.
-        return None, backward(gradient, ctx.batch_sizes, ctx.handle), None, None
-    saved, count = list(ctx.saved_tensors), len(ctx.received)
-    rows = saved[:count], saved[count : 2 * count], saved[2 * count :], ctx.received
-    gradients = backward(gradient, ctx.batch_sizes, ctx.handle, *rows)
-    nothing = [None] * count
+        return None, gradients, None, None
+    nothing = [None] * len(ctx.received)
     return None, gradients, None, None, nothing, nothing, nothing, None
 
 
+def _gradients(ctx: Any, gradient: Tensor, backward: Callable[..., list[Tensor]]) -> list[Tensor]:
+    if ctx.received is None:
+        return backward(gradient, ctx.batch_sizes, ctx.handle)
+    saved, count = list(ctx.saved_tensors), len(ctx.received)
+    rows = saved[:count], saved[count : 2 * count], saved[2 * count :], ctx.received
+    return backward(gradient, ctx.batch_sizes, ctx.handle, *rows)
+
+
 torch.library.register_autograd("dlrm_fused::pooled_all_to_all", _differentiate, setup_context=_save_for_backward)
+
+
+class _PooledAllToAll(torch.autograd.Function):
+    """The operator without PyTorch's dispatcher, whose way through Python takes as long as a message.
+
+    Arguments: the anchor, the operator's other inputs, and the pooled embeddings.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, inputs: tuple[Any, ...], *pooled: Tensor) -> Tensor:
+        output = _forward(anchor, list(pooled), *inputs)
+        _save_for_backward(ctx, (anchor, list(pooled), *inputs), output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *_gradients(ctx, gradient, _backward)

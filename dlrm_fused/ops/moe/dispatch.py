@@ -100,7 +100,10 @@ def route(experts: Tensor, window: ReceiveWindow, *, count: int, tile_rows: int,
     received = {}
     if channel.group.hosts.are_many:
         _number_rows_of_slices(first_rows, counts[channel.group.rank], channel.group.hosts)
-        received = _received_rows(counts.cpu(), tile_rows, channel.group.hosts, experts.device)
+        on_host = counts.cpu()
+        first_rows_of_ranks, _ = place_experts(on_host, channel.group.rank, tile_rows)
+        rows = _received_rows(on_host, first_rows_of_ranks, channel.group.hosts)
+        received = {rank: own.to(experts.device) for rank, own in rows.items()}
     targets = torch.empty_like(positions)
     if slots:
         place_slots_kernel[(triton.cdiv(slots, _SLOTS_OF_PROGRAM),)](
@@ -237,9 +240,11 @@ def _route_by_host(experts: Tensor, window: ReceiveWindow, count: int, tile_rows
     counts = counts_at(group.rank)
     if group.hosts.are_many:
         _exchange_counts_between_hosts(counts, window)
-    first_rows, groups = place_experts(counts, group.rank, tile_rows)
-    received = _received_rows(counts, tile_rows, group.hosts, experts.device)
-    _number_rows_of_slices(first_rows, own, group.hosts)
+    first_rows_of_ranks, groups = place_experts(counts, group.rank, tile_rows)
+    first_rows, received = first_rows_of_ranks[group.rank], dict[int, Tensor]()
+    if group.hosts.are_many:
+        received = _received_rows(counts, first_rows_of_ranks, group.hosts)
+        _number_rows_of_slices(first_rows, own, group.hosts)
     receivers = slots // (count // group.world_size)
     targets = torch.where(slots >= 0, receivers * rows_per_rank + first_rows[slots] + positions, -1)
     return RoutesToExperts(targets.int(), groups, received)
@@ -267,17 +272,21 @@ def _number_rows_of_slices(first_rows: Tensor, own: Tensor, hosts: Hosts) -> Non
     first_rows.view_as(by_rank)[remote] = in_slice[remote].to(first_rows.dtype)
 
 
-def _received_rows(counts: Tensor, tile_rows: int, hosts: Hosts, device: torch.device) -> dict[int, Tensor]:
-    """:attr:`RoutesToExperts.received`, from the counts of all ranks on the host."""
-    local = counts.shape[1] // counts.shape[0]
+def _received_rows(counts: Tensor, first_rows: Tensor, hosts: Hosts) -> dict[int, Tensor]:
+    """:attr:`RoutesToExperts.received`.
+
+    Args:
+        counts: [ranks, experts], of all ranks, on the host.
+        first_rows: of :func:`place_experts`.
+    """
+    local, remote = counts.shape[1] // counts.shape[0], list(hosts.remote)
     own = slice(hosts.rank * local, (hosts.rank + 1) * local)
-    received = {}
-    for rank in hosts.remote:
-        first_rows, lengths = place_experts(counts, rank, tile_rows)[0][own], counts[rank, own].long()
-        ends = lengths.cumsum(0)
-        rows = torch.repeat_interleave(first_rows - ends + lengths, lengths) + torch.arange(int(ends[-1]))
-        received[rank] = rows.to(device)
-    return received
+    lengths = counts[remote, own].long()
+    of_slices = lengths.sum(1).tolist()
+    flat = lengths.flatten()
+    shifts = first_rows[remote, own].flatten() - flat.cumsum(0) + flat
+    rows = torch.repeat_interleave(shifts, flat) + torch.arange(sum(of_slices))
+    return dict(zip(remote, rows.split(of_slices), strict=True))
 
 
 def count_slots(slots: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -301,21 +310,22 @@ def place_experts(counts: Tensor, rank: int, tile_rows: int) -> tuple[Tensor, Gr
         rank: this one.
 
     Returns:
-        int64 [experts]: the row in the receive block of the expert's rank at which this rank's rows begin; and the groups of
-        this rank.
+        int64 [ranks, experts]: the row in the receive block of the expert's rank at which the rows of a rank begin; and the
+        groups of this rank.
     """
     ranks, experts = counts.shape
     by_receiver = counts.long().view(ranks, ranks, experts // ranks)  # source, receiver, expert
     totals = by_receiver.sum(0)
     tiles = _ceil_div(totals, tile_rows)
     first_tiles = tiles.cumsum(1) - tiles
-    numbers = torch.arange(ranks, device=counts.device)
-    turn = (numbers[:, None] - numbers - 1) % ranks  # of a source (row) at a receiver (column)
-    is_earlier = turn < turn[rank]
-    first_rows = first_tiles * tile_rows + (by_receiver * is_earlier[:, :, None]).sum(0)
+    receiver = torch.arange(ranks, device=counts.device)[:, None]
+    source = (receiver + 1 + receiver.T) % ranks  # by receiver, in the order of their rows there
+    in_turn = by_receiver[source, receiver]
+    first_rows = torch.empty_like(by_receiver)
+    first_rows[source, receiver] = (first_tiles * tile_rows)[:, None] + in_turn.cumsum(1) - in_turn
     bounds = torch.cat([first_tiles[rank], tiles[rank].sum()[None]])
     local_from = first_tiles[rank] + _ceil_div(totals[rank] - by_receiver[rank, rank], tile_rows)
-    return first_rows.flatten(), Groups(tile_rows, bounds.int(), local_from.int())
+    return first_rows.view(ranks, experts), Groups(tile_rows, bounds.int(), local_from.int())
 
 
 def _ceil_div(value: Tensor, divisor: int) -> Tensor:

@@ -29,18 +29,19 @@ class HostSteps:
 
     def zero_pads(self, rows: Tensor, destinations: Tensor, groups: Groups) -> None:
         """Zero those rows [R, d] of the groups whose destination, int32 [R], is negative."""
-        rows[destinations < 0] = 0
 
     def hidden(self, rows: Tensor, w_in: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
         """``h = rows @ w_in[e].T`` and ``silu(h)``, both [R, f]."""
         h = rows.new_zeros(rows.shape[0], w_in.shape[1])
+        activated = torch.zeros_like(h)
         for expert, part in enumerate(groups.slices()):
             h[part] = rows[part] @ w_in[expert].T
-        return h, torch.nn.functional.silu(h)
+            activated[part] = torch.nn.functional.silu(h[part])
+        return h, activated
 
     def hidden_gradient(self, gradient: Tensor, w_out: Tensor, h: Tensor, groups: Groups) -> Tensor:
         """The gradient [R, f] of h from that of the results [R, d]: ``(gradient @ w_out[e]) * silu'(h)``."""
-        h_gradient = torch.zeros_like(h)
+        h_gradient = torch.empty_like(h)
         for expert, part in enumerate(groups.slices()):
             rate = torch.sigmoid(h[part])
             h_gradient[part] = (gradient[part] @ w_out[expert]) * (rate * (1 + h[part] * (1 - rate)))
