@@ -14,7 +14,7 @@ from dlrm_fused.auto_choice import fused_is_faster
 from dlrm_fused.config import Comm, Config
 from dlrm_fused.models.choice import compute_dtype, reachable_memory
 from dlrm_fused.models.tensor_parallel import group_size
-from dlrm_fused.ops.moe import ExpertWorkspace, expert_layer, reference
+from dlrm_fused.ops.moe import ExpertWorkspace, expert_layer_with_slots, reference
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,28 @@ class ExpertComputation:
         Returns:
             [T, d]; zeros for a token without experts.
         """
+        return self.with_slots(x, experts, gates, w_in, w_out)[0]
+
+    def with_slots(
+        self, x: Tensor, experts: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same, and int64 [E]: how many tokens of the group have each expert; None if this rank has not been told."""
         dtype = x.dtype
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
         x, w_in, w_out = x.to(dtype).contiguous(), w_in.to(dtype), w_out.to(dtype)
         scale = 1 / group_size(self.group)
         if self.workspace is None:
-            return reference(self.group, x, experts, gates, w_in, w_out, scale)
+            return reference(self.group, x, experts, gates, w_in, w_out, scale), None
         most = self.workspace.max_tokens
         calls = zip(x.split(most), experts.split(most), gates.split(most), strict=True)
-        results = [expert_layer(self.workspace, x, experts, gates, w_in, w_out, scale) for x, experts, gates in calls]
-        return results[0] if len(results) == 1 else torch.cat(results)
+        results = [
+            expert_layer_with_slots(self.workspace, x, experts, gates, w_in, w_out, scale) for x, experts, gates in calls
+        ]
+        if len(results) == 1:
+            return results[0]
+        outs, slots = zip(*results, strict=True)
+        return torch.cat(outs), torch.stack(slots).sum(0)
 
 
 def choose_computations(

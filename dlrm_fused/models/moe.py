@@ -116,13 +116,13 @@ class MixtureOfExperts(nn.Module):
         """
         routing: Routing = self.router(x)
         experts = routing.experts if mask is None else routing.experts.masked_fill(~mask[:, None], -1)
-        result = self._computation(x, experts, routing.gates, self.w_in, self.w_out)
+        result, of_group = self._computation.with_slots(x, experts, routing.gates, self.w_in, self.w_out)
         if self.shared is not None:
             result = result + self.shared(x)
         if self.training:
             slots = _count(experts, self._settings.count)
             self.load += slots
-            self._auxiliary_loss = self._losses(routing, mask, slots)
+            self._auxiliary_loss = self._losses(routing, mask, slots, of_group)
         return result
 
     def take_auxiliary_loss(self) -> Tensor | None:
@@ -134,13 +134,19 @@ class MixtureOfExperts(nn.Module):
         loss, self._auxiliary_loss = self._auxiliary_loss, None
         return loss
 
-    def _losses(self, routing: Routing, mask: Tensor | None, slots: Tensor) -> Tensor | None:
-        """Collective over all ranks."""
+    def _losses(self, routing: Routing, mask: Tensor | None, slots: Tensor, of_group: Tensor | None) -> Tensor | None:
+        """Collective over all ranks, if this one has not been told the slots of all.
+
+        Args:
+            slots: [E], of this rank.
+            of_group: [E], of the ranks that share the experts.
+        """
         settings = self._settings
         if not settings.balance_loss and not settings.z_loss:
             return None
-        slots, ranks = _sum_over_ranks(slots)
-        per_token = ranks * settings.top_k / slots.sum().clamp(min=1)
+        is_told = of_group is not None and group_size(self._computation.group) == _world_size()
+        slots = of_group if is_told else _sum_over_ranks(slots)
+        per_token = _world_size() * settings.top_k / slots.sum().clamp(min=1)
         squares, probabilities = routing.logits.logsumexp(-1).square(), routing.probabilities
         if mask is not None:
             squares, probabilities = squares * mask, probabilities * mask[:, None]
@@ -176,12 +182,16 @@ def _count(experts: Tensor, count: int) -> Tensor:
     return slots.scatter_add_(0, ids, torch.ones_like(ids))[1:]
 
 
-def _sum_over_ranks(slots: Tensor) -> tuple[Tensor, int]:
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _sum_over_ranks(slots: Tensor) -> Tensor:
     if not dist.is_initialized():
-        return slots, 1
+        return slots
     total = slots.clone()
     dist.all_reduce(total)
-    return total, dist.get_world_size()
+    return total
 
 
 def _expert_weights(experts: int, out_features: int, in_features: int, group: ProcessGroup | None) -> nn.Parameter:

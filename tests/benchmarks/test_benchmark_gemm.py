@@ -150,7 +150,7 @@ def test_tiny_cells_on_the_cpu_pass_and_are_drawn(tmp_path: Path) -> None:
 
 def _main_with_wrong_results(arguments: list[str]) -> None:
     """Rank 1 has one wrong element, of a product and of a layer's output."""
-    multiply, compute = gemm_products.gemm_all_to_all, expert_parallel.expert_layer
+    multiply, compute = gemm_products.gemm_all_to_all, expert_parallel.expert_layer_with_slots
 
     def with_mistake(result: Tensor) -> Tensor:
         if torch.distributed.get_rank() == 1:
@@ -159,7 +159,7 @@ def _main_with_wrong_results(arguments: list[str]) -> None:
         return result
 
     gemm_products.gemm_all_to_all = lambda *given, **options: with_mistake(multiply(*given, **options))
-    expert_parallel.expert_layer = lambda *given: with_mistake(compute(*given))
+    expert_parallel.expert_layer_with_slots = lambda *given: (with_mistake((found := compute(*given))[0]), found[1])
     gemm_all_to_all.main(arguments)
 
 
@@ -205,7 +205,7 @@ def _stress(arguments: list[str]) -> None:
 
 def _stress_with_rare_mistakes(arguments: list[str]) -> None:
     """In the 20th result of each operator that is not empty, one element of rank 1 differs in its last bit."""
-    multiply, compute = stress_gemm.gemm_all_to_all, expert_parallel.expert_layer
+    multiply, compute = stress_gemm.gemm_all_to_all, expert_parallel.expert_layer_with_slots
     calls = {"products": itertools.count(), "layers": itertools.count()}
 
     def with_mistake(kind: str, result: Tensor) -> Tensor:
@@ -215,7 +215,7 @@ def _stress_with_rare_mistakes(arguments: list[str]) -> None:
         return result
 
     stress_gemm.gemm_all_to_all = lambda *given, **options: with_mistake("products", multiply(*given, **options))
-    expert_parallel.expert_layer = lambda *given: with_mistake("layers", compute(*given))
+    expert_parallel.expert_layer_with_slots = lambda *given: (with_mistake("layers", (found := compute(*given))[0]), found[1])
     _stress(arguments)
 
 

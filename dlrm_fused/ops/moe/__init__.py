@@ -18,6 +18,7 @@ kernels read how much of it is used.
 """
 
 from dlrm_fused.ops.moe.op import expert_layer as expert_layer
+from dlrm_fused.ops.moe.op import expert_layer_with_slots as expert_layer_with_slots
 from dlrm_fused.ops.moe.reference import reference as reference
 from dlrm_fused.ops.moe.workspace import ExpertMemory as ExpertMemory
 from dlrm_fused.ops.moe.workspace import ExpertWorkspace as ExpertWorkspace

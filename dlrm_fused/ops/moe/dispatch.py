@@ -46,11 +46,13 @@ class RoutesToExperts(NamedTuple):
             number in the slice in place of the row; -1 for a slot without expert.
         groups: the rows of each of this rank's experts in its own receive block.
         received: by rank of another host, int64: the rows of this rank's block to which those of its slice belong.
+        slots: int64 [experts]: of all ranks together.
     """
 
     targets: Tensor
     groups: Groups
     received: Mapping[int, Tensor]
+    slots: Tensor
 
 
 def route(experts: Tensor, window: ReceiveWindow, *, count: int, tile_rows: int, rows_per_rank: int) -> RoutesToExperts:
@@ -110,7 +112,7 @@ def route(experts: Tensor, window: ReceiveWindow, *, count: int, tile_rows: int,
             experts, positions, starts, first_rows, targets, slots, count, local, rows_per_rank,
             CHUNK=chunk, SLOTS=_SLOTS_OF_PROGRAM, num_warps=4,
         )  # fmt: skip
-    return RoutesToExperts(targets, groups, received)
+    return RoutesToExperts(targets, groups, received, counts.sum(0))
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -247,7 +249,7 @@ def _route_by_host(experts: Tensor, window: ReceiveWindow, count: int, tile_rows
         _number_rows_of_slices(first_rows, own, group.hosts)
     receivers = slots // (count // group.world_size)
     targets = torch.where(slots >= 0, receivers * rows_per_rank + first_rows[slots] + positions, -1)
-    return RoutesToExperts(targets.int(), groups, received)
+    return RoutesToExperts(targets.int(), groups, received, counts.sum(0))
 
 
 def _exchange_counts_between_hosts(counts: Tensor, window: ReceiveWindow) -> None:

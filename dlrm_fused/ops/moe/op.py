@@ -48,15 +48,29 @@ def expert_layer(
         CommunicationError: if a peer is lost, was waited for too long, or makes another call. On GPUs, where kernels run
             behind the host, from a later call or ``workspace.raise_fault()``.
     """
-    return torch.ops.dlrm_fused.expert_layer(x, experts, gates, w_in, w_out, gradient_scale, workspace.handle)[0]
+    return expert_layer_with_slots(workspace, x, experts, gates, w_in, w_out, gradient_scale)[0]
 
 
-# Beside the result, what the backward pass needs: received rows with their destinations, the hidden layer before and after
-# SiLU, the experts' results by slot, and the routes.
+def expert_layer_with_slots(
+    workspace: ExpertWorkspace,
+    x: Tensor,
+    experts: Tensor,
+    gates: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    gradient_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """:func:`expert_layer`, and int64 [experts]: how many tokens of all ranks have each expert, which every rank is told."""
+    out, slots, *_ = torch.ops.dlrm_fused.expert_layer(x, experts, gates, w_in, w_out, gradient_scale, workspace.handle)
+    return out, slots
+
+
+# Beside the result and the slots of all ranks, what the backward pass needs: received rows with their destinations, the hidden
+# layer before and after SiLU, the experts' results by slot, and the routes.
 torch.library.define(
     "dlrm_fused::expert_layer",
     "(Tensor x, Tensor experts, Tensor gates, Tensor w_in, Tensor w_out, float gradient_scale, int handle) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 torch.library.define(
     "dlrm_fused::expert_layer_backward",
@@ -77,7 +91,7 @@ def _forward(
     steps = workspace.steps
 
     counting = ReceiveWindow(workspace.counts, workspace.channel, 0, fingerprint_of("routes", w_in.shape, gradient_scale))
-    targets, groups, from_hosts = route(
+    targets, groups, from_hosts, slots = route(
         experts, counting, count=workspace.experts, tile_rows=workspace.memory.tile_rows, rows_per_rank=workspace.memory.rows
     )
     received = workspace.received.receive((workspace.memory.received_bytes,), torch.uint8)
@@ -101,7 +115,7 @@ def _forward(
     steps.combine(activated, w_out, to_tokens, window, transposed=False)
     out = steps.sum_slots(workspace.slots_of(combined), targets, gates, x.shape[0], workspace.top_k)
     held = workspace.received.to_hold(received), hidden, activated, workspace.combined.to_hold(combined)
-    return out, *held, targets, groups.bounds, groups.local_from
+    return out, slots, *held, targets, groups.bounds, groups.local_from
 
 
 @torch.library.impl("dlrm_fused::expert_layer_backward", ["cpu", "cuda"])
@@ -182,6 +196,7 @@ def _fake_forward(
     hidden = x.new_empty(memory.rows, w_in.shape[1])
     return (
         torch.empty_like(x),
+        experts.new_empty(workspace.experts),
         x.new_empty(memory.received_bytes, dtype=torch.uint8),
         hidden,
         torch.empty_like(hidden),
@@ -201,7 +216,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     _, _, gates, w_in, w_out, ctx.gradient_scale, ctx.handle = inputs
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(gates, w_in, w_out, *output[1:])
+    ctx.save_for_backward(gates, w_in, w_out, *output[2:])
 
 
 def _differentiate(ctx: Any, gradient: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:

@@ -70,8 +70,8 @@ def routes_of_calls(tokens: list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
         chosen = choose(tokens[rank.index], rank.index)
         seen = []
         for experts in (chosen, with_wrong_ids(chosen)):
-            targets, groups, _ = route(experts, window, count=EXPERTS, tile_rows=TILE_ROWS, rows_per_rank=10_000)
-            seen.append((targets, groups.bounds, groups.local_from))
+            targets, groups, _, slots = route(experts, window, count=EXPERTS, tile_rows=TILE_ROWS, rows_per_rank=10_000)
+            seen.append((targets, groups.bounds, groups.local_from, slots))
         dist.barrier()
         channel.raise_fault()
         group.close()
@@ -87,7 +87,8 @@ def test_routes_are_those_of_the_host_and_wrong_ids_count_as_none() -> None:
     for rank, (slots, (_, positions)) in enumerate(zip(chosen, counted, strict=True)):
         first_rows, groups = place_experts(counts, rank, TILE_ROWS)
         wanted = torch.where(slots >= 0, slots // 13 * 10_000 + first_rows[rank][slots] + positions, -1)
-        for targets, bounds, local_from in by_rank[rank]:
+        for targets, bounds, local_from, slots_of_all in by_rank[rank]:
+            assert torch.equal(slots_of_all, counts.sum(0))
             assert torch.equal(targets, wanted.int())
             assert torch.equal(bounds, groups.bounds)
             assert torch.equal(local_from, groups.local_from)
