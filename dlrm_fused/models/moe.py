@@ -144,13 +144,13 @@ class MixtureOfExperts(nn.Module):
         settings = self._settings
         if not settings.balance_loss and not settings.z_loss:
             return None
-        is_told = of_group is not None and group_size(self._computation.group) == _world_size()
-        slots = of_group if is_told else _sum_over_ranks(slots)
-        per_token = _world_size() * settings.top_k / slots.sum().clamp(min=1)
+        if of_group is None or group_size(self._computation.group) != _world_size():
+            of_group = _sum_over_ranks(slots)
+        per_token = _world_size() * settings.top_k / of_group.sum().clamp(min=1)
         squares, probabilities = routing.logits.logsumexp(-1).square(), routing.probabilities
         if mask is not None:
             squares, probabilities = squares * mask, probabilities * mask[:, None]
-        balance = balance_loss(probabilities.sum(0) * per_token, slots)
+        balance = balance_loss(probabilities.sum(0) * per_token, of_group)
         return settings.balance_loss * balance + settings.z_loss * squares.sum() * per_token
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +10,7 @@ from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.compat.torchrec import feature_names_per_rank
-from dlrm_fused.ops.embedding_all_to_all import BagKeys, DistinctRows
+from dlrm_fused.ops.embedding_all_to_all import DistinctRows, keys_of_bags
 from dlrm_fused.symmetric import SymmetricGroup
 from dlrm_fused.symmetric.device import uses_kernels
 
@@ -37,8 +36,9 @@ class DistinctBags:
             for sharding, is_row_wise in zip(shardings, self._is_row_wise, strict=True)
             if not is_row_wise
         ]
-        # Of each rank, in the order of its lookups.
-        self._names = [[name for names in whole for name in names[rank]] for rank in range(self._group.world_size)]
+        # Of each rank of another host, in the order of its lookups; and where they are in a batch.
+        self._names = [[name for names in whole for name in names[rank]] for rank in group.hosts.remote]
+        self._places: Tensor | None = None
 
     def rows(
         self, own: KeyedJaggedTensor, looked_up: Sequence[KeyedJaggedTensor], batch_sizes: Sequence[int]
@@ -52,28 +52,24 @@ class DistinctBags:
         """
         if own.weights_or_none() is not None:
             return None
-        remote, rank = self._group.hosts.remote, self._group.rank
-        starts = [0, *itertools.accumulate(batch_sizes)]
         numbers = torch.cat([torch.arange(size) for size in batch_sizes])
         of_lookups = [
             _keys(features, numbers)
             for features, is_row_wise in zip(looked_up, self._is_row_wise, strict=True)
             if not is_row_wise and features.keys()
         ]
-        keys, exists = _empty(len(numbers)) if not of_lookups else (torch.cat(part) for part in zip(*of_lookups, strict=True))
-        of_features, place = BagKeys(keys, exists), {name: i for i, name in enumerate(own.keys())}
-        of_batch = _keys(own, numbers[starts[rank] : starts[rank + 1]])
-        everything = slice(None)
+        if self._places is None:
+            place = {name: i for i, name in enumerate(own.keys())}
+            self._places = torch.tensor([place[name] for names in self._names for name in names]).long()
         return DistinctRows.of(
-            [of_features.select(everything, slice(starts[peer], starts[peer + 1])) for peer in remote],
-            [of_batch.select(torch.tensor([place[name] for name in self._names[peer]]).long(), everything) for peer in remote],
+            torch.cat(of_lookups) if of_lookups else numbers.new_empty(0, len(numbers)),
+            _keys(own, torch.arange(own.stride())).index_select(0, self._places),
+            remote=self._group.hosts.remote,
+            batch_sizes=tuple(batch_sizes),
+            features_of_remote=[len(names) for names in self._names],
         )
 
 
-def _keys(features: KeyedJaggedTensor, numbers: Tensor) -> BagKeys:
+def _keys(features: KeyedJaggedTensor, numbers: Tensor) -> Tensor:
     lengths = features.lengths().view(len(features.keys()), -1)
-    return BagKeys.of(lengths, features.offsets(), features.values(), numbers)
-
-
-def _empty(bags: int) -> tuple[Tensor, Tensor]:
-    return torch.empty(0, bags, dtype=torch.int64), torch.empty(0, bags, dtype=torch.bool)
+    return keys_of_bags(lengths, features.offsets(), features.values(), numbers)

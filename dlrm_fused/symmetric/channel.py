@@ -360,10 +360,14 @@ class ChannelExchange:
         except LateRankError as late:
             self._fail(late, _TAKEN)
 
-    def complete(self) -> None:
-        """Wait for all that arrives, where it belongs, and until what was sent may be changed. Raises as :meth:`arrivals`."""
+    def wait_arrivals(self) -> None:
+        """Wait until all has arrived where it belongs. Raises as :meth:`arrivals`."""
         for _ in self.arrivals():
             pass
+
+    def complete(self) -> None:
+        """Wait for all that arrives, and until what was sent may be changed. Raises as :meth:`arrivals`."""
+        self.wait_arrivals()
         self.finish()
 
     def _deadline(self) -> float:

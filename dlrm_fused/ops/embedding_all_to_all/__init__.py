@@ -7,8 +7,8 @@ another library has looked up). Where things lie: ``tables.py`` (rows), ``layout
 ``prefetch_sort.py`` ahead of it. ``tuning.py`` has the lookup's block shapes. ``replay.py`` launches all as CUDA graphs.
 """
 
-from dlrm_fused.ops.embedding_all_to_all.distinct import BagKeys as BagKeys
 from dlrm_fused.ops.embedding_all_to_all.distinct import DistinctRows as DistinctRows
+from dlrm_fused.ops.embedding_all_to_all.distinct import keys_of_bags as keys_of_bags
 from dlrm_fused.ops.embedding_all_to_all.layout import ExchangeLayout as ExchangeLayout
 from dlrm_fused.ops.embedding_all_to_all.layout import LookupLayout as LookupLayout
 from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all as embedding_all_to_all

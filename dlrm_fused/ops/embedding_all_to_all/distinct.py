@@ -3,13 +3,15 @@
 Bags of one feature that hold one and the same id have the same pooled embedding, and those that hold none have zeros. Sender
 and receiver both know the ids of a slice's bags, so they agree without a word on which rows are sent, and in which order.
 Backward, the receiver adds up the gradients of the bags that share a row, and sends the sum; at the table's rank it counts as
-the gradient of one of them, of the others it is zero, so the update adds up the same gradients in another order.
+the gradient of the first of them, of the others it is zero, so the update adds up the same gradients in another order.
 
-A slice [bags, features * dim] has a place for each bag and feature, ``bag * features + feature``.
+A matrix [bags, features * dim] has a place for each bag and feature, ``bag * features + feature``.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 
@@ -18,91 +20,104 @@ from torch import Tensor
 
 # Ids are smaller; bags with several ids are told apart by numbers from here on.
 _SEVERAL_IDS = 1 << 40
+# Keys of bags are smaller, once 1 is added to them.
+_KEYS = 1 << 41
+_KEPT_BATCH_SIZES = 16
 
 
-class BagKeys(NamedTuple):
-    """What two bags of a feature have in common if their pooled embeddings are equal.
+def keys_of_bags(lengths: Tensor, offsets: Tensor, values: Tensor, numbers: Tensor) -> Tensor:
+    """int64 [features, bags]: equal for two bags of a feature whose pooled embeddings are equal.
 
-    Attributes:
-        keys: int64 [features, bags]: the id of a bag with one, a number of its own for a bag with several.
-        exists: bool [features, bags]: whether a bag has any.
-    """
-
-    keys: Tensor
-    exists: Tensor
-
-    @classmethod
-    def of(cls, lengths: Tensor, offsets: Tensor, values: Tensor, numbers: Tensor) -> Self:
-        """Args:
+    Args:
         lengths: [features, bags].
         offsets: [features * bags + 1], where bags begin in ``values``.
         values: ids, without weights.
         numbers: int64 [bags]: of the bag in its rank's batch.
-        """
-        if values.numel():
-            first = values[offsets[:-1].clamp(max=values.numel() - 1)].view_as(lengths).long()
-        else:
-            first = torch.zeros_like(lengths, dtype=torch.int64)
-        return cls(torch.where(lengths > 1, _SEVERAL_IDS + numbers, first), lengths > 0)
-
-    def select(self, features: Tensor | slice, bags: slice) -> BagKeys:
-        """Those of some features and bags."""
-        return BagKeys(self.keys[features, bags], self.exists[features, bags])
-
-    def distinct(self) -> tuple[Tensor, Tensor, int]:
-        """int64 places of the bags that exist, for each of them the number of its row, and how many rows there are."""
-        features = len(self.keys)
-        of_feature = self.keys.T * features + torch.arange(features)
-        places = torch.nonzero(self.exists.T.flatten()).flatten()
-        rows, numbers = torch.unique(of_feature.flatten()[places], return_inverse=True)
-        return places, numbers, rows.numel()
+    """
+    if not values.numel():
+        return torch.full(lengths.shape, -1)
+    first = values[offsets[:-1].clamp(max=values.numel() - 1)].view_as(lengths).long()
+    return torch.where(lengths == 1, first, torch.where(lengths > 1, _SEVERAL_IDS + numbers, -1))
 
 
 class DistinctRows(NamedTuple):
-    """Which rows go between this rank and those of other hosts, in the order of ``Hosts.remote``; tensors of int64.
+    """Which rows go between this rank and those of other hosts, in the order of ``Hosts.remote``.
 
     Attributes:
-        sent: for each row that this rank sends, one of the places that have it.
-        places: those places of a slice that this rank receives which are not zeros.
-        numbers: the row that belongs to each of them.
-        received: how many rows come.
+        sent: int64 [rows]: for each row that this rank sends, the first place that has it in its results for the global batch.
+        received: int64 [features, bags]: the row, among all that come, of each feature of those ranks and bag of this one.
+        sent_counts: how many rows go to each of those ranks.
+        received_counts: how many rows come from each.
     """
 
-    sent: list[Tensor]
-    places: list[Tensor]
-    numbers: list[Tensor]
-    received: list[int]
+    sent: Tensor
+    received: Tensor
+    sent_counts: list[int]
+    received_counts: list[int]
 
     @classmethod
-    def of(cls, looked_up: Sequence[BagKeys], own: Sequence[BagKeys]) -> Self:
+    def of(
+        cls,
+        looked_up: Tensor,
+        own: Tensor,
+        *,
+        remote: tuple[int, ...],
+        batch_sizes: tuple[int, ...],
+        features_of_remote: Sequence[int],
+    ) -> Self:
         """Args:
-        looked_up: the bags of each rank for whose features this one has the tables.
-        own: this rank's bags, of the features for which each rank has the tables.
+        looked_up: keys [features, global batch], of the features for which this rank has the tables.
+        own: keys [features, bags], of this rank's bags and the features of one remote rank after the other.
+        remote: the ranks of other hosts.
+        batch_sizes: of all ranks.
+        features_of_remote: how many each of them has.
         """
-        sent = []
-        for keys in looked_up:
-            places, numbers, count = keys.distinct()
-            sent.append(places.new_empty(count).scatter_(0, numbers, places))
-        received = [keys.distinct() for keys in own]
-        return cls(sent, *(list(values) for values in zip(*received, strict=True)))  # type: ignore[arg-type]
+        features = len(looked_up)
+        bags, firsts, places = _sent_places(remote, batch_sizes, features)
+        sent_rows, numbers = torch.unique(looked_up.index_select(1, bags) + firsts, return_inverse=True)
+        sent = places.new_full((sent_rows.numel(),), torch.iinfo(torch.int64).max)
+        sent.scatter_reduce_(0, numbers.flatten(), places, "amin")
+        received_rows, received = torch.unique(own + _first_keys(len(own)), return_inverse=True)
+        counts = _counts(sent_rows, [features] * len(remote)), _counts(received_rows, features_of_remote)
+        return cls(sent, received, *counts)
 
-    def rows_of_slice(self, number: int, slice_: Tensor, dim: int) -> Tensor:
-        """[rows, dim]: what this rank sends of the slice [bags, features * dim] for the ``number``-th rank."""
-        return slice_.reshape(-1, dim)[self.sent[number]]
+    def gradient_of_rows(self, gradient: Tensor) -> tuple[Tensor, ...]:
+        """[rows, dim], fp32, for each rank from which rows came: their gradients.
 
-    def slice_of_rows(self, number: int, rows: Tensor, bags: int, width: int) -> Tensor:
-        """The slice [bags, width] of the ``number``-th rank from the rows that it sent."""
-        slice_ = rows.new_zeros(bags * width // rows.shape[1], rows.shape[1])
-        slice_[self.places[number]] = rows[self.numbers[number]]
-        return slice_.view(bags, width)
+        Args:
+            gradient: [features * bags, dim], of what has each row: in the order of ``received``.
+        """
+        rows = gradient.new_zeros(sum(self.received_counts), gradient.shape[1], dtype=torch.float32)
+        return rows.index_add_(0, self.received.flatten(), gradient.float()).split(self.received_counts)
 
-    def gradient_of_rows(self, number: int, gradient: Tensor, dim: int) -> Tensor:
-        """[rows, dim], fp32: the gradients of the rows that the ``number``-th rank sent, from that of its slice."""
-        of_places = gradient.reshape(-1, dim)[self.places[number]].float()
-        return of_places.new_zeros(self.received[number], dim).index_add_(0, self.numbers[number], of_places)
+    def gradient_of_slice(self, number: int, rows: Tensor, bags: slice, features: int) -> Tensor:
+        """[bags, features * dim]: the gradient of the results for the ``number``-th rank from those of its rows.
 
-    def gradient_of_slice(self, number: int, rows: Tensor, bags: int, width: int) -> Tensor:
-        """[bags, width]: the gradient of the slice for the ``number``-th rank from those of its rows."""
-        gradient = rows.new_zeros(bags * width // rows.shape[1], rows.shape[1])
-        gradient[self.sent[number]] = rows
-        return gradient.view(bags, width)
+        Args:
+            bags: of that rank.
+        """
+        gradient = rows.new_zeros((bags.stop - bags.start) * features, rows.shape[1])
+        gradient.index_copy_(0, self.sent.split(self.sent_counts)[number] - bags.start * features, rows)
+        return gradient.view(bags.stop - bags.start, -1)
+
+
+@functools.lru_cache(maxsize=_KEPT_BATCH_SIZES)
+def _sent_places(remote: tuple[int, ...], batch_sizes: tuple[int, ...], features: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The bags of remote ranks; [features, bags]: what to add to their keys, so that rows of one rank and feature follow each
+    other; and, flat, their places."""
+    starts = [0, *itertools.accumulate(batch_sizes)]
+    bags = torch.cat([torch.arange(starts[rank], starts[rank + 1]) for rank in remote])
+    receivers = torch.repeat_interleave(torch.arange(len(remote)), torch.tensor([batch_sizes[rank] for rank in remote]))
+    feature = torch.arange(features)[:, None]
+    return bags, (receivers * features + feature) * _KEYS + 1, (bags * features + feature).flatten()
+
+
+@functools.cache
+def _first_keys(features: int) -> Tensor:
+    return (torch.arange(features) * _KEYS + 1)[:, None]
+
+
+def _counts(rows: Tensor, features: Sequence[int]) -> list[int]:
+    """How many of the rows belong to each rank, which has so many features."""
+    ends = torch.searchsorted(rows, torch.tensor(list(itertools.accumulate(features))) * _KEYS).tolist()
+    return [end - begin for begin, end in itertools.pairwise([0, *ends])]

@@ -104,9 +104,15 @@ class ExchangeLayout:
 
     @property
     def row_dim(self) -> int | None:
-        """The width of every feature that is not row-wise; None if they differ."""
-        dims = {dim for lookups in self.lookups for lookup in lookups if not lookup.row_wise for dim in lookup.dims}
-        return dims.pop() if len(dims) == 1 else None
+        """The width of every feature that is not row-wise, by which the output's columns can be divided; None if there is
+        none."""
+        own = [lookup for lookups in self.lookups for lookup in lookups if not lookup.row_wise]
+        dims = {dim for lookup in own for dim in lookup.dims}
+        if len(dims) != 1:
+            return None
+        (dim,) = dims
+        fit = all(column % dim == 0 for lookup in own for column in (*lookup.columns, self.columns))
+        return dim if fit else None
 
     def slice_columns(self, rank: int, lookup: int) -> tuple[int, ...]:
         """First column of each feature of a lookup in the slices of a rank's results, which have no gaps."""

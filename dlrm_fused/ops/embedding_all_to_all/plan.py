@@ -382,6 +382,16 @@ class BatchPlan:
         columns = tuple(column for lookup in own for column in lookup.columns)
         return LookupLayout(columns, tuple(dim for lookup in own for dim in lookup.dims)).runs()
 
+    @cached_property
+    def remote_places(self) -> Tensor:
+        """int64, for each feature of the ranks of other hosts and each local bag: its row where the output is seen as rows of
+        :attr:`ExchangeLayout.row_dim` columns."""
+        dim = self._layout.row_dim
+        assert dim is not None, "features have several widths"
+        own = [lookup for rank in self.hosts.remote for lookup in self._layout.lookups[rank] if not lookup.row_wise]
+        columns = torch.tensor([column // dim for lookup in own for column in lookup.columns], dtype=torch.int64)
+        return (torch.arange(self.local_batch) * (self._layout.columns // dim) + columns[:, None]).flatten()
+
     def gradient_slice_runs(self, rank: int) -> list[tuple[int, int, int]]:
         """(column in the slice, column in the output, width) of the gradients that this rank sends to one of another host."""
         runs = self.slice_runs(rank)

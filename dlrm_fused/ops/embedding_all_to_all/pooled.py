@@ -26,7 +26,7 @@ from dlrm_fused.ops.embedding_all_to_all.distinct import DistinctRows
 from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
 from dlrm_fused.ops.embedding_all_to_all.reduce import receive_output
 from dlrm_fused.ops.embedding_all_to_all.scatter import scatter_tiles
-from dlrm_fused.ops.embedding_all_to_all.slices import GradientSlices, PooledSlices, copy_tile, packed_slices
+from dlrm_fused.ops.embedding_all_to_all.slices import GradientSlices, PooledSlices, copy_tile, packed_rows, packed_slices
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
 from dlrm_fused.symmetric import abort_peers_on_error
 from dlrm_fused.symmetric.device import uses_kernels
@@ -62,7 +62,7 @@ def pooled_all_to_all(
     return _PooledAllToAll.apply(workspace.anchor, inputs, *pooled)
 
 
-_DISTINCT_ROWS = "Tensor[]? sent=None, Tensor[]? places=None, Tensor[]? numbers=None, int[]? received=None"
+_DISTINCT_ROWS = "Tensor? sent=None, Tensor? received=None, int[]? sent_counts=None, int[]? received_counts=None"
 torch.library.define(
     "dlrm_fused::pooled_all_to_all",
     f"(Tensor anchor, Tensor[] pooled, int[] batch_sizes, int handle, {_DISTINCT_ROWS}) -> Tensor",
@@ -116,7 +116,7 @@ def _forward(anchor: Tensor, pooled: list[Tensor], batch_sizes: list[int], handl
 
 def _distinct_rows(*rows: Any) -> DistinctRows | None:
     """From the operator's arguments."""
-    return None if rows[:1] in ((), (None,)) else DistinctRows(*rows)
+    return DistinctRows(*rows) if rows and rows[0] is not None else None
 
 
 def _check_pooled(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[Tensor]) -> None:
@@ -137,7 +137,7 @@ def _send(
         send_in_host(workspace, plan, pooled, receive_offset)
         return
     slices = PooledSlices(workspace, plan, distinct)
-    slices.send(packed_slices(workspace, plan, pooled))
+    slices.send(packed_slices(workspace, plan, pooled) if distinct is None else packed_rows(workspace, plan, pooled, distinct))
     send_in_host(workspace, plan, pooled, receive_offset)
     slices.send_sums()
     slices.receive(receive_offset)
@@ -246,26 +246,19 @@ def _fake_backward(gradient: Tensor, batch_sizes: list[int], handle: int, *_: An
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, _, ctx.batch_sizes, ctx.handle, *rows = inputs
     distinct = _distinct_rows(*rows)
-    ctx.received = None if distinct is None else distinct.received
+    ctx.counts = () if distinct is None else (distinct.sent_counts, distinct.received_counts)
     if distinct is not None:
-        ctx.save_for_backward(*distinct.sent, *distinct.places, *distinct.numbers)
+        ctx.save_for_backward(distinct.sent, distinct.received)
 
 
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     gradients = _gradients(ctx, gradient, torch.ops.dlrm_fused.pooled_all_to_all_backward)
-    if ctx.received is None:
-        # PyTorch leaves out arguments at the end that have their default, and wants no gradients of them.
-        return None, gradients, None, None
-    nothing = [None] * len(ctx.received)
-    return None, gradients, None, None, nothing, nothing, nothing, None
+    # PyTorch leaves out arguments at the end that have their default, and wants no gradients of them.
+    return None, gradients, None, None, *([None] * len(DistinctRows._fields) if ctx.counts else [])
 
 
 def _gradients(ctx: Any, gradient: Tensor, backward: Callable[..., list[Tensor]]) -> list[Tensor]:
-    if ctx.received is None:
-        return backward(gradient, ctx.batch_sizes, ctx.handle)
-    saved, count = list(ctx.saved_tensors), len(ctx.received)
-    rows = saved[:count], saved[count : 2 * count], saved[2 * count :], ctx.received
-    return backward(gradient, ctx.batch_sizes, ctx.handle, *rows)
+    return backward(gradient, ctx.batch_sizes, ctx.handle, *ctx.saved_tensors, *ctx.counts)
 
 
 torch.library.register_autograd("dlrm_fused::pooled_all_to_all", _differentiate, setup_context=_save_for_backward)

@@ -35,22 +35,23 @@ class PooledSlices:
         distinct: these rows are sent only.
         """
         self._workspace, self._plan, self._distinct = workspace, plan, distinct
+        self._rows: Tensor | None = None
         self._slices: ChannelExchange | None = None
         self._sums: ChannelExchange | None = None
 
     def send(self, slices: Mapping[int, Tensor]) -> None:
-        """Begin to send this rank's slice for each rank of another host."""
-        plan, workspace, distinct = self._plan, self._workspace, self._distinct
-        remote, received = plan.hosts.remote, dict[int, Tensor]()
-        for number, rank in enumerate(remote):
-            shape = plan.local_batch, plan.slice_width(rank)
-            if distinct is not None:
-                shape = distinct.received[number], _row_dim(workspace)
-            received[rank] = torch.empty(shape, dtype=workspace.forward_wire, device=workspace.device)
-        if distinct is not None:
-            slices = {
-                rank: distinct.rows_of_slice(number, slices[rank], _row_dim(workspace)) for number, rank in enumerate(remote)
+        """Begin to send this rank's slice for each rank of another host, or its distinct rows."""
+        plan, workspace = self._plan, self._workspace
+        wire, device = workspace.forward_wire, workspace.device
+        if self._distinct is None:
+            received = {
+                rank: torch.empty(plan.local_batch, plan.slice_width(rank), dtype=wire, device=device)
+                for rank in plan.hosts.remote
             }
+        else:
+            counts = self._distinct.received_counts
+            self._rows = torch.empty(sum(counts), _row_dim(workspace), dtype=wire, device=device)
+            received = dict(zip(plan.hosts.remote, self._rows.split(counts), strict=True))
         self._slices = workspace.forward_channel.exchange(slices, received, fingerprint=plan.fingerprint)
 
     def send_sums(self) -> None:
@@ -79,13 +80,15 @@ class PooledSlices:
                 spread_slice(workspace.pooled_puts, rank, width, table, plan.local_batch, window, wire)
         else:
             output = plan.staged_view(memory) if plan.is_staged else plan.output_view(memory, offset)
-            for rank, slice_ in self._slices.arrivals():
-                expanded = slice_
-                if self._distinct is not None:
-                    number = plan.hosts.remote.index(rank)
-                    expanded = self._distinct.slice_of_rows(number, slice_, plan.local_batch, plan.slice_width(rank))
-                for source, column, width in plan.slice_runs(rank):
-                    output[:, column : column + width] = expanded[:, source : source + width]
+            if self._rows is None:
+                for rank, slice_ in self._slices.arrivals():
+                    for source, column, width in plan.slice_runs(rank):
+                        output[:, column : column + width] = slice_[:, source : source + width]
+            else:
+                self._slices.wait_arrivals()
+                assert self._distinct is not None
+                rows = self._rows.index_select(0, self._distinct.received.flatten())
+                output.view(-1, _row_dim(workspace)).index_copy_(0, plan.remote_places, rows)
         if self._sums is not None:
             self._sums.complete()
         if self._slices is not None:
@@ -101,6 +104,17 @@ def packed_slices(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: Sequen
     own = [result for result, lookup in zip(pooled, workspace.own_lookups, strict=True) if not lookup.row_wise]
     width, wire = plan.slice_width(workspace.rank), workspace.forward_wire
     return {rank: _packed([result[plan.bags_of(rank)] for result in own], width, wire) for rank in plan.hosts.remote}
+
+
+def packed_rows(
+    workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: Sequence[Tensor], distinct: DistinctRows
+) -> dict[int, Tensor]:
+    """By rank of another host, the distinct rows [rows, dim] of this rank's results; ``pooled`` as above."""
+    own = [result for result, lookup in zip(pooled, workspace.own_lookups, strict=True) if not lookup.row_wise]
+    results = own[0] if len(own) == 1 else torch.cat([torch.empty(plan.global_batch, 0), *own], dim=1)
+    rows = results.reshape(-1, _row_dim(workspace)).index_select(0, distinct.sent)
+    rows = within_range(rows, workspace.forward_wire).to(workspace.forward_wire)
+    return dict(zip(plan.hosts.remote, rows.split(distinct.sent_counts), strict=True))
 
 
 class GradientSlices:
@@ -123,14 +137,12 @@ class GradientSlices:
             self._send(gradient)
 
     def _send(self, gradient: Tensor) -> None:
-        plan, workspace, distinct = self._plan, self._workspace, self._distinct
-        sent, received = dict[int, Tensor](), dict[int, Tensor]()
-        for number, rank in enumerate(plan.hosts.remote):
-            runs, width = plan.gradient_slice_runs(rank), plan.gradient_slice_width(workspace.rank, rank)
-            parts = [gradient[:, column : column + columns] for _, column, columns in runs]
-            slice_ = _packed(parts, width, workspace.backward_wire)
-            sent[rank] = slice_ if distinct is None else self._compressed(number, slice_, plan.slice_width(rank))
-            received[rank] = torch.empty(self._sizes(number, rank), dtype=workspace.backward_wire, device=workspace.device)
+        plan, workspace = self._plan, self._workspace
+        sent = self._whole(gradient) if self._distinct is None else self._compressed(gradient, self._distinct)
+        received = {
+            rank: torch.empty(self._sizes(number, rank), dtype=workspace.backward_wire, device=workspace.device)
+            for number, rank in enumerate(plan.hosts.remote)
+        }
         self._slices = workspace.backward_channel.exchange(sent, received, fingerprint=plan.fingerprint)
 
     def _sizes(self, number: int, sender: int) -> tuple[int, ...]:
@@ -140,23 +152,35 @@ class GradientSlices:
         if self._distinct is None:
             return bags, width
         row_wise = width - plan.slice_width(self._workspace.rank)
-        return (len(self._distinct.sent[number]) * _row_dim(self._workspace) + bags * row_wise,)
+        return (self._distinct.sent_counts[number] * _row_dim(self._workspace) + bags * row_wise,)
 
-    def _compressed(self, number: int, slice_: Tensor, width: int) -> Tensor:
-        """Flat: the gradients of distinct rows instead of the first ``width`` columns, then the other columns."""
-        assert self._distinct is not None
-        rows = self._distinct.gradient_of_rows(number, slice_[:, :width], _row_dim(self._workspace))
-        rows = within_range(rows, slice_.dtype).to(slice_.dtype)
-        return torch.cat([rows.flatten(), slice_[:, width:].flatten()])
+    def _whole(self, gradient: Tensor) -> dict[int, Tensor]:
+        """By rank of another host, the columns [bags, width] of the gradient that go there."""
+        return {rank: self._packed_runs(gradient, self._plan.gradient_slice_runs(rank)) for rank in self._plan.hosts.remote}
+
+    def _packed_runs(self, gradient: Tensor, runs: Sequence[tuple[int, int, int]]) -> Tensor:
+        parts = [gradient[:, column : column + columns] for _, column, columns in runs]
+        return _packed(parts, sum(columns for *_, columns in runs), self._workspace.backward_wire)
+
+    def _compressed(self, gradient: Tensor, distinct: DistinctRows) -> dict[int, Tensor]:
+        """The same, flat: the gradients of distinct rows, then the columns of row-wise tables."""
+        plan, wire = self._plan, self._workspace.backward_wire
+        of_places = gradient.reshape(-1, _row_dim(self._workspace)).index_select(0, plan.remote_places)
+        rows = [within_range(own, wire).to(wire).flatten() for own in distinct.gradient_of_rows(of_places)]
+        sent = dict(zip(plan.hosts.remote, rows, strict=True))
+        if self._workspace.layout.row_wise_columns:
+            row_wise = self._packed_runs(gradient, plan.row_wise_runs()).flatten()
+            sent.update({rank: torch.cat([sent[rank], row_wise]) for rank in plan.hosts.counterparts()})
+        return sent
 
     def _expanded(self, sender: int, flat: Tensor) -> Tensor:
         """[bags, width] from :meth:`_compressed`."""
         assert self._distinct is not None
-        number, bags = self._plan.hosts.remote.index(sender), self._plan.batch_sizes[sender]
-        width, dim = self._plan.slice_width(self._workspace.rank), _row_dim(self._workspace)
-        end = len(self._distinct.sent[number]) * dim
-        own = self._distinct.gradient_of_slice(number, flat[:end].view(-1, dim), bags, width)
-        return own if end == len(flat) else torch.cat([own, flat[end:].view(bags, -1)], dim=1)
+        plan, dim = self._plan, _row_dim(self._workspace)
+        number, features = plan.hosts.remote.index(sender), plan.slice_width(self._workspace.rank) // dim
+        end = self._distinct.sent_counts[number] * dim
+        own = self._distinct.gradient_of_slice(number, flat[:end].view(-1, dim), plan.bags_of(sender), features)
+        return own if end == len(flat) else torch.cat([own, flat[end:].view(len(own), -1)], dim=1)
 
     def receive(self) -> None:
         """Receive from all other hosts, and spread what belongs to several ranks of this one. After the epoch in the host."""
