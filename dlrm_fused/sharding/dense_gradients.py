@@ -111,7 +111,7 @@ class _MeanInThread:
 
         def work() -> None:
             try:
-                done.set_result(self._sums.sum(gradients.div_(self._world_size)))
+                done.set_result(self._sums.sum(gradients, divisor=self._world_size))
             except Exception as error:
                 done.set_result(error)
 

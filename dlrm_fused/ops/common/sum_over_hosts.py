@@ -10,6 +10,8 @@ The order of addition is fixed, ranks of a host first: all ranks hold the same b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -35,8 +37,8 @@ class SumOverHosts:
         self._shares = max(map(len, self._hosts.ranks))
         self._half = 0
 
-    def sum(self, values: Tensor, *what: object) -> Tensor:
-        """The sum over the ranks. Collective.
+    def sum(self, values: Tensor, *what: object, divisor: int = 1) -> Tensor:
+        """The sum over the ranks of what they have, divided by ``divisor``. Collective.
 
         Args:
             values: fp32, contiguous, at most ``elements``; overwritten by the sum, and returned.
@@ -55,12 +57,12 @@ class SumOverHosts:
         own = self._hosts.local.index(self._hosts.rank)
         shares = range(own, self._shares, len(self._hosts.local))
         for part, value in zip(parts[self._hosts.rank], flat.tensor_split(self._shares), strict=True):
-            part.copy_(value)
+            torch.div(value, divisor, out=part)
         meet(self._channel, fingerprint)
         for share in shares:
             # Nobody else reads this rank's copy of its own shares before the next epoch: it receives their sums.
             total = parts[self._hosts.rank][share]
-            total.copy_(self._sum_of_host([parts[rank][share] for rank in self._hosts.local]))
+            _sum([parts[rank][share] for rank in self._hosts.local], total)
             if self._hosts.are_many:
                 self._sum_between_hosts(total, share, fingerprint)
         meet(self._channel, fingerprint)
@@ -71,13 +73,6 @@ class SumOverHosts:
     def release(self) -> None:
         """Let go of the memory; nothing is summed after."""
         self._group.release(self._memory)
-
-    @staticmethod
-    def _sum_of_host(parts: list[Tensor]) -> Tensor:
-        total = parts[0].to(torch.float32, copy=True)
-        for part in parts[1:]:
-            total += part
-        return total
 
     def _sum_between_hosts(self, total: Tensor, share: int, fingerprint: int) -> None:
         """Sum in place over the ranks that have this share, one on each host."""
@@ -91,7 +86,8 @@ class SumOverHosts:
             fingerprint=fingerprint,
         ).complete()
         arrived[own] = pieces[own]
-        pieces[own] = self._sum_of_host([arrived[host] for host in sorted(arrived)]).to(self._wire)
+        own_sum = _sum([arrived[host] for host in sorted(arrived)], total.tensor_split(len(pieces))[own])
+        pieces[own] = own_sum.to(self._wire)
         self._channel.exchange(
             dict.fromkeys(others.values(), pieces[own]),
             {rank: pieces[host] for host, rank in others.items()},
@@ -99,3 +95,16 @@ class SumOverHosts:
         ).complete()
         for value, piece in zip(total.tensor_split(len(pieces)), pieces, strict=True):
             value.copy_(piece)
+
+
+def _sum(parts: Sequence[Tensor], out: Tensor) -> Tensor:
+    """The sum of the parts in their order, in fp32, in ``out``, which may be one of them."""
+    first, *others = (part.float() for part in parts)
+    if not others:
+        return out.copy_(first)
+    second, *others = others
+    kept = [part.clone() if part.data_ptr() == out.data_ptr() else part for part in others]
+    torch.add(first, second, out=out)
+    for part in kept:
+        out += part
+    return out

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +20,22 @@ from dlrm_fused.symmetric.hosts import Hosts
 
 _ALIGNMENT = 4096  # bytes: what a ready word can express
 _SLICE_ALIGNMENT = 16  # bytes that kernels store at a time
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _kept(method: _Method) -> _Method:
+    """Compute what a method of a plan returns only once for the same arguments; a plan serves many batches."""
+
+    @functools.wraps(method)
+    def of_plan(plan: BatchPlan, *args: int) -> Any:
+        key = method.__name__, args
+        if key not in plan.results:
+            plan.results[key] = method(plan, *args)
+        return plan.results[key]
+
+    return cast(_Method, of_plan)
 
 
 @dataclass(frozen=True)
@@ -64,6 +82,7 @@ class BatchPlan:
         starts: first bag of each rank in the global batch, and the end.
         fingerprint: equal on ranks that agree on the batch sizes.
         is_staged: everything is received in another dtype than the output's, hence not in the output itself.
+        results: of methods, by name and arguments.
     """
 
     def __init__(
@@ -93,6 +112,7 @@ class BatchPlan:
         self._wire, self._gradient_wire = forward_wire.itemsize, backward_wire.itemsize
         self._output_dtype = output_dtype
         self.is_staged = forward_wire != output_dtype
+        self.results: dict[object, object] = {}
 
     def bags_of(self, rank: int) -> slice:
         """A rank's bags in the global batch."""
@@ -194,6 +214,7 @@ class BatchPlan:
         """Whether a lookup of this rank is received in staging memory, not in the output itself."""
         return self.is_staged or self._own[lookup].row_wise
 
+    @_kept
     def pooled_tiles(self, lookup: int) -> list[Tile]:
         """What of a lookup's result [global batch, width] is stored where."""
         runs = LookupLayout(self._layout.destination_columns(self._rank, lookup), self._own[lookup].dims).runs()
@@ -286,10 +307,12 @@ class BatchPlan:
         """:meth:`gradient_tiles` for the kernel."""
         return tile_table(self.gradient_tiles(), self._device)
 
+    @_kept
     def gradient_tiles(self) -> list[Tile]:
         """What of the output's gradient [local batch, columns] is stored where."""
         return [tile for rank in self.hosts.local_rotation for tile in self._gradient_tiles(self._rank, rank)]
 
+    @_kept
     def spread_tiles(self, sender: int) -> list[Tile]:
         """What of a slice of gradients from another host is stored where: this rank's own columns, and, from a counterpart,
         those of row-wise tables at all ranks of this host."""
@@ -372,10 +395,12 @@ class BatchPlan:
             packed_columns += lookup.width
         return tiles
 
+    @_kept
     def slice_width(self, rank: int) -> int:
         """Columns of a rank's lookups that are not row-wise: of the slices that it sends of its results."""
         return sum(lookup.width for lookup in self._layout.lookups[rank] if not lookup.row_wise)
 
+    @_kept
     def slice_runs(self, rank: int) -> list[tuple[int, int, int]]:
         """(column in the slice, column in the output, width) of a slice of a rank's results."""
         own = [lookup for lookup in self._layout.lookups[rank] if not lookup.row_wise]
@@ -392,6 +417,7 @@ class BatchPlan:
         columns = torch.tensor([column // dim for lookup in own for column in lookup.columns], dtype=torch.int64)
         return (torch.arange(self.local_batch) * (self._layout.columns // dim) + columns[:, None]).flatten()
 
+    @_kept
     def gradient_slice_runs(self, rank: int) -> list[tuple[int, int, int]]:
         """(column in the slice, column in the output, width) of the gradients that this rank sends to one of another host."""
         runs = self.slice_runs(rank)
@@ -400,6 +426,7 @@ class BatchPlan:
             runs = [*runs, *((first + source, column, width) for source, column, width in self.row_wise_runs())]
         return runs
 
+    @_kept
     def gradient_slice_width(self, sender: int, rank: int) -> int:
         """Columns of the gradients that a sender has for a rank of another host."""
         is_counterpart = self.hosts.counterpart(sender, self.hosts.of_rank[rank]) == rank
