@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,8 +62,11 @@ def expert_layer_with_slots(
     gradient_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """:func:`expert_layer`, and int64 [experts]: how many tokens of all ranks have each expert, which every rank is told."""
-    out, slots, *_ = torch.ops.dlrm_fused.expert_layer(x, experts, gates, w_in, w_out, gradient_scale, workspace.handle)
-    return out, slots
+    inputs = x, experts, gates, w_in, w_out, gradient_scale, workspace.handle
+    if torch.compiler.is_compiling():
+        out, slots, *_ = torch.ops.dlrm_fused.expert_layer(*inputs)
+        return out, slots
+    return _ExpertLayer.apply(*inputs)
 
 
 # Beside the result and the slots of all ranks, what the backward pass needs: received rows with their destinations, the hidden
@@ -80,7 +84,6 @@ torch.library.define(
 )
 
 
-@torch.library.impl("dlrm_fused::expert_layer", ["cpu", "cuda"])
 def _forward(
     x: Tensor, experts: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, gradient_scale: float, handle: int
 ) -> tuple[Tensor, ...]:
@@ -118,7 +121,6 @@ def _forward(
     return out, slots, *held, targets, groups.bounds, groups.local_from
 
 
-@torch.library.impl("dlrm_fused::expert_layer_backward", ["cpu", "cuda"])
 def _backward(gradient: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, *held: Any) -> tuple[Tensor, ...]:
     received, hidden, activated, combined, targets, bounds, local_from, gradient_scale, handle = held
     workspace = ExpertWorkspace.of(handle)
@@ -187,6 +189,10 @@ def _check_ids(workspace: ExpertWorkspace, experts: Tensor) -> None:
         raise UsageError(f"{workspace.name}: experts[{token}] holds {int(in_order[:, 1:][repeated][0])} twice")
 
 
+torch.library.impl("dlrm_fused::expert_layer", ["cpu", "cuda"], _forward)
+torch.library.impl("dlrm_fused::expert_layer_backward", ["cpu", "cuda"], _backward)
+
+
 @torch.library.register_fake("dlrm_fused::expert_layer")
 def _fake_forward(
     x: Tensor, experts: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, gradient_scale: float, handle: int
@@ -220,10 +226,28 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _differentiate(ctx: Any, gradient: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    return _gradients(ctx, gradient, torch.ops.dlrm_fused.expert_layer_backward)
+
+
+def _gradients(ctx: Any, gradient: Tensor | None, backward: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor | None, ...]:
     assert gradient is not None, "what else the operator returns has no gradient"
-    gradients = torch.ops.dlrm_fused.expert_layer_backward(gradient, *ctx.saved_tensors, ctx.gradient_scale, ctx.handle)
-    x_gradient, gates_gradient, w_in_gradient, w_out_gradient = gradients
-    return x_gradient, None, gates_gradient, w_in_gradient, w_out_gradient, None, None
+    x_gradient, gates_gradient, *of_weights = backward(gradient, *ctx.saved_tensors, ctx.gradient_scale, ctx.handle)
+    return x_gradient, None, gates_gradient, *of_weights, None, None
 
 
 torch.library.register_autograd("dlrm_fused::expert_layer", _differentiate, setup_context=_save_for_backward)
+
+
+class _ExpertLayer(torch.autograd.Function):
+    """The operator without PyTorch's dispatcher, whose way through Python takes as long as a message. Returns what
+    :func:`expert_layer_with_slots` does."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        output = _forward(*inputs)
+        _save_for_backward(ctx, inputs, output)
+        return output[0], output[1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        return _gradients(ctx, gradient, _backward)
