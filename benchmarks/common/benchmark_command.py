@@ -23,5 +23,10 @@ def benchmark_parser(
     parser.add_argument("--cells", choices=list(cells), default=default)
     parser.add_argument("--match", default="", help="only cells in whose name this regular expression is found")
     parser.add_argument("--seconds-budget", type=float, help="no cell is begun later; the others are listed as not run")
+    parser.add_argument(
+        "--slices-by",
+        choices=["messages", "nvshmem"],
+        help="take every rank for a host of its own, to which slices go so; otherwise all ranks are one host",
+    )
     parser.add_argument("--seconds-per-cell", type=float, default=seconds_per_cell, help="of timing, for each stage of a cell")
     return parser

@@ -47,12 +47,18 @@ _MAX_CALLS_IN_A_BURST = 8
 
 @dataclass
 class World:
-    """The ranks of a run, and what they talk through."""
+    """The ranks of a run, and what they talk through.
+
+    Attributes:
+        symmetric: of the operators.
+        one_host: whose ranks reach each other's memory, whatever ``symmetric`` takes for a host.
+    """
 
     rank: int
     size: int
     device: torch.device
     symmetric: SymmetricGroup
+    one_host: SymmetricGroup
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -72,7 +78,7 @@ class World:
         synchronize(self.device)
         dist.barrier()  # no rank stores there any more
         self.symmetric.close()
-        self.symmetric = symmetric_group(self.group, self.device)
+        self.symmetric = symmetric_group(self.symmetric.process_group, self.device)
 
     def log(self, line: str) -> None:
         """Print on rank 0."""
@@ -81,8 +87,12 @@ class World:
 
 
 @contextmanager
-def open_world() -> Iterator[World]:
-    """The ranks that torchrun has started, each with its GPU, or all on the CPU of a machine without."""
+def open_world(slices_by: str | None = None) -> Iterator[World]:
+    """The ranks that torchrun has started, each with its GPU, or all on the CPU of a machine without.
+
+    Args:
+        slices_by: the transport between hosts, if every rank is to be one.
+    """
     rank, size, local_rank = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
@@ -92,7 +102,11 @@ def open_world() -> Iterator[World]:
         device = torch.device("cpu")
         torch.set_num_threads(1)
         dist.init_process_group("gloo", timeout=_COLLECTIVE_LIMIT)
-    world = World(rank, size, device, symmetric_group(dist.group.WORLD, device))
+    symmetric = one_host = symmetric_group(dist.group.WORLD, device)
+    if slices_by is not None:
+        os.environ.update(DLRM_FUSED_HOST=f"host of rank {rank}", DLRM_FUSED_TRANSPORT=slices_by)
+        symmetric = symmetric_group(dist.new_group(range(size)), device)
+    world = World(rank, size, device, symmetric, one_host)
     try:
         yield world
     finally:
@@ -326,7 +340,7 @@ def measure_ceilings(world: World) -> Ceilings:
     source, target = (torch.empty(size // 4, device=world.device).normal_() for _ in range(2))
     copy = time_interleaved(world, {"copy": lambda: target.copy_(source)}, seconds=0.1)["copy"]
     part = size // 8
-    memory = world.symmetric.allocate("benchmark: bandwidth to the peers", part * world.size)
+    memory = world.one_host.allocate("benchmark: bandwidth to the peers", part * world.size)
     peers = [(world.rank + 1 + i) % world.size for i in range(world.size - 1)]
     pieces = [_floats(memory, peer, world.rank * part, part) for peer in peers]
     own = source[: part // 4]

@@ -222,6 +222,13 @@ def test_tiny_cells_on_the_cpu_pass_and_are_drawn(tmp_path):
     assert (tmp_path / "plot.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
+def test_slices_of_ranks_that_are_hosts_of_their_own_are_measured(tmp_path):
+    report = _run(tmp_path, "--cells", "tiny", "--stage", "training", "--slices-by", "messages")
+    assert len(report["cells"]) == len(tiny_cells())
+    assert all(cell["passed"] for cell in report["cells"])
+
+
 def _main_with_wrong_results(arguments: list[str]) -> None:
     right = embedding_all_to_all.copied
 

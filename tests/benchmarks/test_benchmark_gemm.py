@@ -148,6 +148,23 @@ def test_tiny_cells_on_the_cpu_pass_and_are_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
+def test_slices_of_ranks_that_are_hosts_of_their_own_are_measured(tmp_path: Path) -> None:
+    report = _run(
+        tmp_path,
+        "--cells",
+        "tiny",
+        "--match",
+        f"{tiny_products()[0].name}|{tiny_layers()[0].name}",
+        "--seconds-per-cell",
+        "0.01",
+        "--slices-by",
+        "messages",
+    )
+    assert report["cells"]
+    assert all(cell["passed"] for cell in report["cells"])
+
+
 def _main_with_wrong_results(arguments: list[str]) -> None:
     """Rank 1 has one wrong element, of a product and of a layer's output."""
     multiply, compute = gemm_products.gemm_all_to_all, expert_parallel.expert_layer_with_slots

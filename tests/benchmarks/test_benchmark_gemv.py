@@ -114,6 +114,13 @@ def test_tiny_cells_on_the_cpu_pass_and_are_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
+def test_slices_of_ranks_that_are_hosts_of_their_own_are_measured(tmp_path: Path) -> None:
+    report = _run(tmp_path, "--cells", "tiny", "--rows", "1", "--seconds-per-cell", "0.01", "--slices-by", "messages")
+    assert report["cells"]
+    assert all(cell["passed"] for cell in report["cells"])
+
+
 def _main_with_wrong_bits(arguments: list[str]) -> None:
     """Rank 1 has other bits in one element: one row is off by less than the tolerance, in the other product by more."""
     right = gemv_all_reduce.gemv_all_reduce
