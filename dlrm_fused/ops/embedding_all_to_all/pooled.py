@@ -45,7 +45,7 @@ def pooled_all_to_all(
             rank, bags of rank 0 first.
         batch_sizes: bags of each rank; equal on all ranks.
         distinct: which results are equal, so that they need to go to another host once; given by all ranks or by none. For
-            features that all have one width, but for row-wise ones.
+            layouts that have a ``row_dim``.
 
     Returns:
         The same dtype [batch_sizes[rank], layout.columns]. It lies in symmetric memory, which is free again when no tensor uses
