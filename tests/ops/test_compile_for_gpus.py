@@ -27,7 +27,7 @@ from dlrm_fused.ops.gemm_all_to_all import chunks as gemm_chunks
 from dlrm_fused.ops.gemm_all_to_all import kernel as gemm
 from dlrm_fused.ops.gemv_all_reduce import chunks as gemv_chunks
 from dlrm_fused.ops.gemv_all_reduce import op as gemv
-from dlrm_fused.ops.gemv_all_reduce.kernel import ReceiveBuffer
+from dlrm_fused.ops.gemv_all_reduce.kernel import ReceiveBuffer, SplitBuffer
 from dlrm_fused.ops.gemv_all_reduce.tuning import Blocks, override
 from dlrm_fused.ops.moe import dispatch, steps
 from dlrm_fused.symmetric import device_puts
@@ -74,6 +74,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
     monkeypatch.setattr(JITFunction, "run", compile_only)
     monkeypatch.setattr(driver, "_active", NoGpu())
+    monkeypatch.setattr(gemv, "starts_early", lambda device, programs: True)
     for module in (scatter, dispatch, reduce):
         monkeypatch.setattr(module, "uses_kernels", lambda device: True)
     monkeypatch.setattr(update, "_check_lookup", lambda tables, indices, offsets: tables.batch_size(offsets))
@@ -152,10 +153,10 @@ def launch_copied_chunks() -> None:
 
 def launch_gemv(dtype: torch.dtype, blocks: Blocks, with_norm: bool = False) -> None:
     override(blocks)
-    workspace: Any = SimpleNamespace(world_size=WORLD, squares=torch.zeros(4096), slot_words=4096, kernel_args=channel().args)
-    workspace.buffer_args = lambda flagged: ReceiveBuffer(
-        torch.zeros(8, dtype=torch.int64), memory().addresses, 65536, 0, 8192, 30000, 31000
-    )
+    words, parts = torch.zeros(8, dtype=torch.int64), torch.zeros(4096)
+    workspace: Any = SimpleNamespace(world_size=WORLD, squares=parts, slot_words=4096, kernel_args=channel().args)
+    workspace.split_buffer = SplitBuffer(words, parts, words)
+    workspace.buffer_args = lambda flagged: ReceiveBuffer(words, memory().addresses, 65536, 0, 8192, 30000)
     x, weight, residual, bias = rows(dtype, 5, 96), rows(dtype, WIDTH, 96), rows(dtype, 5), torch.zeros(WIDTH, dtype=dtype)
     gemv._run_kernel(workspace, gemv._Inputs(x, weight, bias, residual, bias if with_norm else None, 1e-6))
 
