@@ -1,7 +1,8 @@
 """Operators whose slices go between hosts as messages compute the bits of those whose ranks store into each other's memory.
 
 Every rank counts as a host of its own. All ranks have two groups: one of one host, and one in which every slice is a message.
-With ``TRITON_INTERPRET=1`` all of this runs on the CPU. ``EPOCHS=10000 pytest tests/gpu/test_transports_cuda.py`` for many epochs.
+With ``TRITON_INTERPRET=1`` all of this runs on the CPU. ``EPOCHS=10000 pytest tests/gpu/test_transports_cuda.py`` for many
+epochs.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def launch_gemv(dtype: torch.dtype, blocks: Blocks, with_norm: bool = False) -> 
     workspace.split_buffer = SplitBuffer(words, parts, words)
     workspace.buffer_args = lambda flagged: ReceiveBuffer(words, memory().addresses, 65536, 0, 8192, 30000)
     x, weight, residual, bias = rows(dtype, 5, 96), rows(dtype, WIDTH, 96), rows(dtype, 5), torch.zeros(WIDTH, dtype=dtype)
-    gemv._run_kernel(workspace, gemv._Inputs(x, weight, bias, residual, bias if with_norm else None, 1e-6))
+    gemv.run_kernel(workspace, gemv.Inputs(x, weight, bias, residual, bias if with_norm else None, 1e-6))
 
 
 def launch_chunk_sum(dtype: torch.dtype) -> None:

@@ -68,7 +68,7 @@ torch.library.define(
 )
 
 
-class _Inputs(NamedTuple):
+class Inputs(NamedTuple):
     """As :func:`gemv_all_reduce` takes them."""
 
     x: Tensor
@@ -86,21 +86,21 @@ class _Inputs(NamedTuple):
 
 @torch.library.impl("dlrm_fused::gemv_all_reduce", ["cpu", "cuda"])
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    inputs, workspace = _Inputs(*arguments[:-1]), GemvWorkspace.of(arguments[-1])
+    inputs, workspace = Inputs(*arguments[:-1]), GemvWorkspace.of(arguments[-1])
     workspace.raise_fault()
     with abort_peers_on_error(workspace.channel):
         _check_inputs(workspace, inputs)
     if not workspace.sums_by_kernel:
         out = _sum_over_hosts(workspace, inputs)
     elif len(inputs.x) <= MAX_ROWS:
-        return _run_kernel(workspace, inputs)
+        return run_kernel(workspace, inputs)
     else:
         assert workspace.chunks is not None
         out = workspace.chunks.product(inputs.x, inputs.weight, inputs.bias, inputs.residual, inputs.fingerprint())
     return out, out.new_empty(0)
 
 
-def _check_inputs(workspace: GemvWorkspace, inputs: _Inputs) -> None:
+def _check_inputs(workspace: GemvWorkspace, inputs: Inputs) -> None:
     x, weight, name = inputs.x, inputs.weight, workspace.name
     for key, matrix in (("x", x), ("weight", weight)):
         if matrix.dim() != 2 or 0 in matrix.shape or matrix.stride(1) != 1:
@@ -122,7 +122,8 @@ def _check_inputs(workspace: GemvWorkspace, inputs: _Inputs) -> None:
             check_tensor(workspace, key, tensor, workspace.dtype, shape)
 
 
-def _run_kernel(workspace: GemvWorkspace, inputs: _Inputs) -> tuple[Tensor, Tensor]:
+def run_kernel(workspace: GemvWorkspace, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """The operator for up to 64 rows, without checks: the sum, and its norm, which is empty without ``norm_weight``."""
     x, weight, bias, residual, norm_weight, norm_eps = inputs
     (rows, depth), columns, has_norm = x.shape, weight.shape[0], norm_weight is not None
     blocks = choose_blocks(rows, columns, depth, workspace.world_size, x.element_size(), with_norm=has_norm)
@@ -144,7 +145,7 @@ def _run_kernel(workspace: GemvWorkspace, inputs: _Inputs) -> tuple[Tensor, Tens
     return out, normed
 
 
-def _sum_over_hosts(workspace: GemvWorkspace, inputs: _Inputs) -> Tensor:
+def _sum_over_hosts(workspace: GemvWorkspace, inputs: Inputs) -> Tensor:
     """The sum between processes on the CPU, and between the ranks of several hosts."""
     total = torch.nn.functional.linear(inputs.x.float(), inputs.weight.float())
     workspace.sums.sum(total, inputs.fingerprint())
@@ -157,7 +158,7 @@ def _sum_over_hosts(workspace: GemvWorkspace, inputs: _Inputs) -> Tensor:
 @torch.library.register_fake("dlrm_fused::gemv_all_reduce")
 def _fake_forward(x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     out = x.new_empty(x.shape[0], weight.shape[0])
-    has_norm = _Inputs(x, weight, *others[:-1]).norm_weight is not None
+    has_norm = Inputs(x, weight, *others[:-1]).norm_weight is not None
     return out, torch.empty_like(out) if has_norm and _norm_is_in_kernel(GemvWorkspace.of(others[-1]), x) else x.new_empty(0)
 
 

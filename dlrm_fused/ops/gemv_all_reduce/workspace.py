@@ -63,7 +63,7 @@ class GemvWorkspace(Workspace):
             self.receive_buffer = group.allocate(f"{name}.receive_buffer", 2 * self.half_words * 8)
             poll_limit = math.ceil(timeout_seconds * _polls_per_second(group.device))
             self.kernel_args = self.channel.args._replace(poll_limit=poll_limit)
-            self.split_buffer = _split_buffer(few, max_columns, most_tiles, group.device)
+            self.split_buffer = split_buffer(few, max_columns, most_tiles, group.device)
             self.squares = torch.empty(MAX_ROWS * max_columns, dtype=torch.float32, device=group.device)
             self.chunks = ChunkedSum(group, self.channel, name, max_rows * max_columns, dtype) if max_rows > MAX_ROWS else None
         else:
@@ -84,7 +84,8 @@ class GemvWorkspace(Workspace):
         )
 
 
-def _split_buffer(rows: int, columns: int, tiles: int, device: torch.device) -> SplitBuffer:
+def split_buffer(rows: int, columns: int, tiles: int, device: torch.device) -> SplitBuffer:
+    """For products of up to ``rows`` rows and so many columns, in up to ``tiles`` tiles."""
     slots = MAX_SPLITS - 1
     # The last tile may be wider than what is left of the columns.
     elements = padded(rows) * (columns + MAX_COLUMNS)
