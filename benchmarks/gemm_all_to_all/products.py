@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.common.harness import Ceilings, Timing, World, captured, relative_error, time_interleaved
 from benchmarks.gemm_all_to_all.cells import DTYPE, TOLERANCE, Product
 from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, gemm_all_to_all, schedule_of
-from dlrm_fused.ops.gemm_all_to_all.kernel import gemm
+from dlrm_fused.ops.gemm_all_to_all.kernel import Arrivals, gemm
 
 TIMEOUT_SECONDS = 60.0
 SCHEDULES = ("kernel", "chunks")
@@ -172,10 +172,10 @@ class ProductAlone(ProductRun):
     """The kernel of the operator against cuBLAS, each rank for itself."""
 
     def choose_contestants(self) -> dict[str, Multiply]:
-        result = self.new_result()
+        result, arrivals = self.new_result(), Arrivals(self.world.device)
 
         def kernel(number: int) -> Tensor:
-            gemm(*self.operands[number], out=result)
+            gemm(*self.operands[number], out=result, arrivals=arrivals)
             return result
 
         return {"kernel": kernel, "gemm": self.gemm}
