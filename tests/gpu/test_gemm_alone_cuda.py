@@ -17,7 +17,7 @@ TILES = [
     *(Tiles(128, 128, 64, band=8, warps=4, stages=3, programs=1, splits=splits) for splits in (1, 2, 4, 8)),
     Tiles(128, 256, 64, band=8, warps=8, stages=3, programs=1, splits=4),
     Tiles(64, 128, 64, band=8, warps=4, stages=4, programs=2, splits=2),
-    Tiles(64, 256, 128, band=4, warps=4, stages=3, programs=1, splits=2),
+    Tiles(64, 128, 128, band=4, warps=4, stages=4, programs=1),
 ]
 
 
