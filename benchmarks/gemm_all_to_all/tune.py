@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +47,7 @@ _ACCUMULATED_ELEMENTS = 32 * 1024
 _MAX_ELEMENTS_OF_THREAD = 128
 # Smaller tiles are loaded more often; tried only if there are few larger ones.
 _LARGE_ELEMENTS = 128 * 128
-# Of the fewest elements of all steps that a multiprocessor must compute one after the other; tiles that need more are left out.
+# Of the least share of the busiest multiprocessor, with as many splits; tiles that give it more are left out.
 _LONGEST_SHARE = 1.2
 
 
@@ -102,8 +103,10 @@ def candidates(cell: Product, most: int | None) -> list[Tiles]:
     today = chosen_tiles(cell)
     fields = ((64, 128, 256), (64, 128, 256), (64, 128), (4, 8, 16), (4, 8), (3, 4, 5), (1, 2, 3), (1, 2, 4, 8))
     useful = [tiles for field in itertools.product(*fields) if is_of_use(cell, tiles := Tiles(*field))]
-    least = min((share_of(cell, tiles) for tiles in useful), default=0.0)
-    others = [tiles for tiles in useful if share_of(cell, tiles) <= _LONGEST_SHARE * least and tiles != today]
+    least: dict[int, float] = {}
+    for tiles in useful:
+        least[tiles.splits] = min(share_of(cell, tiles), least.get(tiles.splits, math.inf))
+    others = [tiles for tiles in useful if share_of(cell, tiles) <= _LONGEST_SHARE * least[tiles.splits] and tiles != today]
     random.Random(SEED).shuffle(others)
     return [today, *others][:most]
 
