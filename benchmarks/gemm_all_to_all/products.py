@@ -13,7 +13,8 @@ from torch import Tensor
 from benchmarks.common.harness import Ceilings, Timing, World, captured, relative_error, time_interleaved
 from benchmarks.gemm_all_to_all.cells import DTYPE, TOLERANCE, Product
 from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, gemm_all_to_all, schedule_of
-from dlrm_fused.ops.gemm_all_to_all.kernel import Arrivals, gemm
+from dlrm_fused.ops.gemm_all_to_all.kernel import gemm
+from dlrm_fused.ops.gemm_all_to_all.split import Arrivals
 
 TIMEOUT_SECONDS = 60.0
 SCHEDULES = ("kernel", "chunks")

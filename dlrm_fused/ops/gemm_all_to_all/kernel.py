@@ -29,13 +29,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.workspace import ReceiveWindow
+from dlrm_fused.ops.gemm_all_to_all.split import Arrivals, add_up
 from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles, choose_tiles, tiles_of_product
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, no_channel, wait_until_all_ready
 
 # Activations of the epilogue.
 NONE, SILU, SILU_BACKWARD = 0, 1, 2
 _TILES_OF_PROGRAM = 64
-_COUNTED_PIECES = 4096
 
 
 @dataclass(frozen=True)
@@ -124,17 +124,6 @@ class GroupArgs(NamedTuple):
     count: Any  # G
 
 
-class Arrivals:
-    """Counts the pieces of split products. Calls that share one must follow each other: in a stream, or as epochs do."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._counts = torch.zeros(_COUNTED_PIECES, dtype=torch.int32, device=device)
-
-    def of(self, pieces: int) -> Tensor:
-        """int32, even numbers; every launch leaves them even."""
-        return self._counts if pieces <= len(self._counts) else self._counts.new_zeros(pieces)
-
-
 class Epilogue(NamedTuple):
     """What is read and written beside the product, as one argument of the kernel; any tensor stands for what is not used."""
 
@@ -179,38 +168,6 @@ def _store_half(
     if ACTIVATION == 1:
         pre = result.to(tl.float32)
         tl.store(rows_of_other + column[None, :], (pre * tl.sigmoid(pre)).to(DTYPE), mask=inside)
-
-
-@triton.jit
-def _add_up(left_half, right_half, epilogue, tile, piece, LEVELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The sum of the pieces of a tile: of two pieces the second to arrive adds the first one's, then of two pairs, and so on.
-
-    No program waits for another. The bits do not depend on who is second, since a + b = b + a.
-
-    Returns:
-        Both halves, and whether this program has the sum.
-    """
-    half: tl.constexpr = COLUMNS // 2
-    pieces: tl.constexpr = 1 << LEVELS
-    places = tl.arange(0, ROWS)[:, None] * half + tl.arange(0, half)[None, :]
-    partials = epilogue.partials + (tl.zeros((), tl.int64) + tile) * (pieces * ROWS * COLUMNS)
-    arrivals = epilogue.arrivals + tile * pieces
-    has_sum = tl.full((), 1, tl.int1)
-    for level in tl.static_range(LEVELS):
-        own = piece >> level
-        stored = partials + (own << level) * (ROWS * COLUMNS)
-        tl.store(stored + places, left_half, mask=has_sum)
-        tl.store(stored + ROWS * half + places, right_half, mask=has_sum)
-        tl.debug_barrier()
-        arrived = tl.atomic_add(arrivals + (own >> 1), 1, mask=has_sum, sem="acq_rel", scope="gpu")
-        has_sum &= arrived % 2 == 1
-        other = partials + ((own ^ 1) << level) * (ROWS * COLUMNS)
-        left_half += tl.load(other + places, mask=has_sum, other=0.0, cache_modifier=".cg")
-        tl.debug_barrier()  # both at once would need more registers than there are
-        right_half += tl.load(other + ROWS * half + places, mask=has_sum, other=0.0, cache_modifier=".cg")
-        arrivals += pieces >> (level + 1)
-        tl.debug_barrier()  # the next level stores where this one has loaded
-    return left_half, right_half, has_sum
 
 
 @triton.jit(do_not_specialize=["slots", "origins_at", "first_origin", "receive_offset", "fingerprint"])
@@ -302,9 +259,9 @@ def gemm_kernel(
         half: tl.constexpr = COLUMNS // 2
         left_half, right_half = _halves(product, ROWS, COLUMNS)
         if SPLIT_LEVELS > 0:
-            left_half, right_half, has_sum = _add_up(
-                left_half, right_half, epilogue, tile, piece, SPLIT_LEVELS, ROWS, COLUMNS
-            )  # fmt: skip
+            left_half, right_half, has_sum = add_up(
+                left_half, right_half, epilogue.partials, epilogue.arrivals, tile, piece, SPLIT_LEVELS, ROWS, COLUMNS
+            )
             row_is_in &= has_sum
         first_column = column_tile * COLUMNS
         scale_of_group = epilogue.scale + group * columns

@@ -1,7 +1,4 @@
-"""Tile shapes of the GEMM kernels, and the schedule of GEMM + All-to-All, by the shape of the product.
-
-Shapes that are not in the table of measurements get what the rules below say.
-"""
+"""Tile shapes of the GEMM kernels, by the shape of the product: as measured.py says, or else by the rules below."""
 
 from __future__ import annotations
 
@@ -11,8 +8,8 @@ from dlrm_fused.ops.gemm_all_to_all.measured import TILES
 
 # Multiprocessors of an H100 or H200.
 _MULTIPROCESSORS, _NEARLY_ALL = 132, 120
-# Of K, at least, for a piece to be worth its sum.
-_STEPS_OF_PIECE = 8
+# Of K, for a piece to be worth its sum.
+_LEAST_DEPTH_OF_PIECE = 2048
 
 
 @dataclass(frozen=True)
@@ -38,6 +35,11 @@ class Tiles:
     splits: int = 1
 
 
+# For products of 16 bits with few tiles; the larger first.
+_SMALL = (
+    Tiles(rows=64, columns=128, depth=128, band=4, warps=4, stages=4, programs=1),
+    Tiles(rows=64, columns=64, depth=128, band=4, warps=4, stages=5, programs=1),
+)
 _override: Tiles | None = None
 
 
@@ -78,14 +80,19 @@ def _widest(rows: int, columns: int, element_size: int, least: int) -> Tiles:
 
 
 def _by_rule(rows: int, columns: int, depth: int, element_size: int) -> Tiles:
-    """Wide tiles if they occupy nearly all multiprocessors; where even narrow ones leave half of those idle, K is split."""
+    """Wide tiles, if they occupy nearly all multiprocessors; small ones, or pieces of K, if others leave half of those idle."""
     tiles = _widest(rows, columns, element_size, _NEARLY_ALL)
-    count = -(-rows // tiles.rows) * -(-columns // tiles.columns)
-    splits = 1
-    while 2 * splits * count <= _MULTIPROCESSORS and depth // tiles.depth >= 2 * splits * _STEPS_OF_PIECE:
-        splits *= 2
-    return replace(tiles, splits=splits)
+    if element_size == 4 or 2 * _count(rows, columns, tiles) > _MULTIPROCESSORS:
+        return tiles
+    for tiles in _SMALL:
+        count, splits = _count(rows, columns, tiles), 1
+        while 2 * splits * count <= _MULTIPROCESSORS and depth >= 2 * splits * _LEAST_DEPTH_OF_PIECE:
+            splits *= 2
+        tiles = replace(tiles, splits=splits)
+        if splits * count >= _NEARLY_ALL:
+            break
+    return tiles
 
 
-def choose_schedule(rows: int, columns: int, depth: int, element_size: int) -> str:
-    return "kernel"
+def _count(rows: int, columns: int, tiles: Tiles) -> int:
+    return -(-rows // tiles.rows) * -(-columns // tiles.columns)
