@@ -1,14 +1,14 @@
 """Which tiles and which schedule make GEMM + All-to-All fastest.
 
     torchrun --standalone --nproc-per-node=4 -m benchmarks.gemm_all_to_all.tune --output tuning.json
-        [--cells tiny|full] [--match REGEX] [--most 24] [--seconds-budget 150]
+        [--alone] [--cells tiny|full|few] [--match REGEX] [--most 24] [--seconds-budget 150]
     python -m benchmarks.gemm_all_to_all.tune --table tuning.json
 
-The figures behind dlrm_fused/ops/gemm_all_to_all/tuning.py, for the products of gemm_all_to_all.py. All ranks take part in
-every call,
-with the same tiles; the schedule of chunks, which has no tiles, is one of the candidates. The fastest are timed again, longer.
-With ``--table`` it prints the fastest of each cell as source of the tuning table. Without GPUs there is one schedule, whatever
-the tiles: that tests this script.
+The figures behind dlrm_fused/ops/gemm_all_to_all/measured.py, for the products of cells.py. All ranks take part in every call,
+with the same tiles; the schedules that have no tiles, chunks and the library's, are candidates too. With ``--alone`` the kernel
+multiplies without communication, against the library's product, and one rank will do. The fastest are timed again, longer.
+With ``--table`` it prints the tiles of each cell as source of measured.py. Without GPUs tiles mean nothing:
+that tests this script.
 """
 
 from __future__ import annotations

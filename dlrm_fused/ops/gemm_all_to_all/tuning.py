@@ -35,11 +35,11 @@ class Tiles:
     splits: int = 1
 
 
-# For products of 16 bits with few tiles; the larger first.
-_SMALL = (
-    Tiles(rows=64, columns=128, depth=128, band=4, warps=4, stages=4, programs=1),
-    Tiles(rows=64, columns=64, depth=128, band=4, warps=4, stages=5, programs=1),
-)
+# For products of 16 bits with few tiles, by the most pieces of K; the larger first.
+_SMALL = {
+    2: Tiles(rows=64, columns=128, depth=128, band=4, warps=4, stages=4, programs=1),
+    8: Tiles(rows=64, columns=64, depth=128, band=4, warps=4, stages=5, programs=1),
+}
 _override: Tiles | None = None
 
 
@@ -84,9 +84,9 @@ def _by_rule(rows: int, columns: int, depth: int, element_size: int) -> Tiles:
     tiles = _widest(rows, columns, element_size, _NEARLY_ALL)
     if element_size == 4 or 2 * _count(rows, columns, tiles) > _MULTIPROCESSORS:
         return tiles
-    for tiles in _SMALL:
+    for most, tiles in _SMALL.items():
         count, splits = _count(rows, columns, tiles), 1
-        while 2 * splits * count <= _MULTIPROCESSORS and depth >= 2 * splits * _LEAST_DEPTH_OF_PIECE:
+        while splits < most and 2 * splits * count <= _MULTIPROCESSORS and depth >= 2 * splits * _LEAST_DEPTH_OF_PIECE:
             splits *= 2
         tiles = replace(tiles, splits=splits)
         if splits * count >= _NEARLY_ALL:

@@ -69,12 +69,13 @@ class GemmWorkspace(Workspace):
         # What auto has measured, by rows, columns and K.
         self.measures_schedules = measures_schedules
         self.schedules: dict[tuple[int, int, int], str] = {}
-        self._logged_shapes: set[tuple[int, int, int]] = set()
+        self._logged: set[tuple[str, int, int, int]] = set()
 
     def log_schedule(self, schedule: str, rows: int, columns: int, depth: int, why: str) -> None:
         """Log what ``auto`` takes, once for each shape, on rank 0."""
-        if self.group.rank == 0 and (rows, columns, depth) not in self._logged_shapes:
-            self._logged_shapes.add((rows, columns, depth))
+        choice = (schedule, rows, columns, depth)
+        if self.group.rank == 0 and choice not in self._logged:
+            self._logged.add(choice)
             what = f"x [{rows}, {depth}] and weight [{columns}, {depth}]"
             logger.info("%s: schedule %s for %s (%s)", self.name, schedule, what, why)
 
