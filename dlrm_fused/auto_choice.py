@@ -45,7 +45,7 @@ def fused_is_faster(
 
 
 def device_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Time of one run that the device needs, whatever the host needs to launch it. Collective if the run is."""
+    """Time of one run that the device needs, whatever the host needs to launch it. The run may be collective."""
     if device.type != "cuda":
         return _mean_seconds(run, device)
     for _ in range(_WARMUP_RUNS):  # the last tells how long the host takes
@@ -54,8 +54,8 @@ def device_seconds(run: Callable[[], object], device: torch.device) -> float:
         run()
         host_seconds = time.perf_counter() - begin
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # Meanwhile the host gets ahead.
-    sleep_on_device(min(2 * _MEASURED_RUNS * host_seconds, _LONGEST_SLEEP_SECONDS))
+    sleep_on_device(min(2 * _MEASURED_RUNS * host_seconds, _LONGEST_SLEEP_SECONDS))  # meanwhile the host gets ahead
+    run()  # ranks sleep for different times, and a collective run ends on all of them together
     start.record()
     for _ in range(_MEASURED_RUNS):
         run()
