@@ -29,7 +29,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.workspace import ReceiveWindow
-from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles, choose_tiles
+from dlrm_fused.ops.gemm_all_to_all.split import Arrivals, add_up
+from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles, choose_tiles, tiles_of_product
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, no_channel, wait_until_all_ready
 
 # Activations of the epilogue.
@@ -129,6 +130,8 @@ class Epilogue(NamedTuple):
     scale: Any  # fp32 [G, N], with SCALED
     out: Any  # [R, N], without SENDS, as ``other``: see :func:`grouped_gemm`
     other: Any
+    partials: Any  # fp32 [tiles, SPLITS, ROWS * COLUMNS], with more than one of SPLITS
+    arrivals: Any  # int32 [tiles, SPLITS], of even numbers before a launch and after it; as ``partials``
 
 
 @triton.jit
@@ -173,7 +176,7 @@ def gemm_kernel(
     receive_offset, channel, fingerprint,
     GROUPED: tl.constexpr, SENDS: tl.constexpr, TELLS_ORIGIN: tl.constexpr, TRANSPOSED: tl.constexpr,
     SCALED: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr, SPLIT_LEVELS: tl.constexpr,
 ):  # fmt: skip
     """x times weight transposed, each row stored locally or, with SENDS, where it belongs, as one epoch of a channel.
 
@@ -185,6 +188,7 @@ def gemm_kernel(
         destinations: int32 [R], rank * slots + slot or -1, with GROUPED and SENDS.
         origins_at: byte of the blocks from where an int32 for each slot gets ``first_origin`` + row of x; with TELLS_ORIGIN.
         block_rows: rows for each of the ranks, without GROUPED.
+        SPLIT_LEVELS: every tile is computed in 2^SPLIT_LEVELS pieces of K, each by a program of its own; 0 with GROUPED.
     """
     epoch = tl.zeros((), tl.int64)
     may_store = tl.full((), 1, tl.int1)
@@ -199,7 +203,12 @@ def gemm_kernel(
     band_tiles = BAND * column_tiles
     element_bytes: tl.constexpr = DTYPE.primitive_bitwidth // 8
 
-    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True):
+    steps = tl.cdiv(depth, DEPTH)
+    steps_of_piece = tl.cdiv(steps, 1 << SPLIT_LEVELS)
+    pieces = (row_tiles * column_tiles) << SPLIT_LEVELS
+
+    for number in tl.range(tl.program_id(0), pieces, tl.num_programs(0), flatten=True):
+        tile, piece = number >> SPLIT_LEVELS, number % (1 << SPLIT_LEVELS)
         first_of_band = tile // band_tiles * BAND
         band = tl.minimum(row_tiles - first_of_band, BAND)
         place = first_of_band + tile % band_tiles % band
@@ -213,7 +222,7 @@ def gemm_kernel(
             group = 0
 
         product = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for step in range(tl.cdiv(depth, DEPTH)):
+        for step in range(piece * steps_of_piece, tl.minimum(steps, (piece + 1) * steps_of_piece)):
             left = x.load([first_row, step * DEPTH])
             if TRANSPOSED:
                 right = weight.load([group, step * DEPTH, column_tile * COLUMNS]).reshape(DEPTH, COLUMNS)
@@ -249,6 +258,11 @@ def gemm_kernel(
         rows_of_other = tl.multiple_of(rows_of_other, 16)[:, None]
         half: tl.constexpr = COLUMNS // 2
         left_half, right_half = _halves(product, ROWS, COLUMNS)
+        if SPLIT_LEVELS > 0:
+            left_half, right_half, has_sum = add_up(
+                left_half, right_half, epilogue.partials, epilogue.arrivals, tile, piece, SPLIT_LEVELS, ROWS, COLUMNS
+            )
+            row_is_in &= has_sum
         first_column = column_tile * COLUMNS
         scale_of_group = epilogue.scale + group * columns
         _store_half(
@@ -343,22 +357,33 @@ def grouped_gemm_combine(
     )  # fmt: skip
 
 
-def gemm_combine(x: Tensor, weight: Tensor, window: ReceiveWindow, scale: Tensor | None = None) -> None:
+def gemm_combine(
+    x: Tensor, weight: Tensor, window: ReceiveWindow, scale: Tensor | None = None, arrivals: Arrivals | None = None
+) -> None:
     """x [M, K] @ weight [N, K].T; rows p * M / ranks ... are stored at rank p as block ``own rank``. One epoch: collective.
 
-    Args: as in :func:`grouped_gemm_combine`; scale: fp32 [N].
+    Args: as in :func:`grouped_gemm_combine`; scale: fp32 [N]; arrivals: as in :func:`gemm`.
     """
-    _launch(x, weight[None], scale=scale, window=window)
+    _launch(x, weight[None], scale=scale, window=window, arrivals=arrivals)
 
 
-def gemm(x: Tensor, weight: Tensor, out: Tensor, scale: Tensor | None = None, *, part_of: int | None = None) -> None:
+def gemm(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    scale: Tensor | None = None,
+    *,
+    part_of: int | None = None,
+    arrivals: Arrivals | None = None,
+) -> None:
     """out [M, N] = x [M, K] @ weight [N, K].T, by the same kernel.
 
     Args:
         scale: fp32 [N], of a weight in float8_e4m3fn.
         part_of: rows of the matrix whose part x is, if not all: products of all parts add up in the same order.
+        arrivals: counts the pieces where K is split; made for this call if there are none.
     """
-    _launch(x, weight[None], out=out, other=out, scale=scale, part_of=part_of)
+    _launch(x, weight[None], out=out, other=out, scale=scale, part_of=part_of, arrivals=arrivals)
 
 
 def _launch(
@@ -377,15 +402,23 @@ def _launch(
     activation: int = NONE,
     window: ReceiveWindow | None = None,
     part_of: int | None = None,
+    arrivals: Arrivals | None = None,
 ) -> None:
     (rows, depth), columns = x.shape, weight.shape[2 if is_transposed else 1]
-    tiles = choose_tiles(part_of or rows, columns, depth, x.element_size(), groups.tile_rows if groups else None)
+    shape = (part_of or rows, columns, depth, x.element_size())
+    tiles = choose_tiles(*shape, groups.tile_rows) if groups else tiles_of_product(*shape)
+    splits = 1 if groups else tiles.splits
     ranks = window.channel.group.world_size if window else 1
     row_tiles = rows // tiles.rows if groups else ranks * triton.cdiv(rows // ranks, tiles.rows)
+    pieces = row_tiles * triton.cdiv(columns, tiles.columns) * splits
+    partials = counts = None
+    if splits > 1:
+        partials = x.new_empty(pieces * tiles.rows * tiles.columns, dtype=torch.float32)
+        counts = (arrivals or Arrivals(x.device)).of(pieces)
     block = [1, tiles.depth, tiles.columns] if is_transposed else [1, tiles.columns, tiles.depth]
-    gemm_kernel[(_programs(x.device, row_tiles * triton.cdiv(columns, tiles.columns), tiles),)](
+    gemm_kernel[(_programs(x.device, pieces, tiles),)](
         TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]), TensorDescriptor.from_tensor(weight, block),
-        Epilogue(*(x if tensor is None else tensor for tensor in (scale, out, other))),
+        Epilogue(*(x if tensor is None else tensor for tensor in (scale, out, other, partials, counts))),
         groups.args(row_tiles) if groups else GroupArgs(x, x, row_tiles, 1),
         x if destinations is None else destinations, slots, origins_at or 0, first_origin,
         rows if groups else rows // ranks, columns, depth, window.memory.addresses if window else x,
@@ -393,7 +426,7 @@ def _launch(
         GROUPED=groups is not None, SENDS=window is not None, TELLS_ORIGIN=origins_at is not None,
         TRANSPOSED=is_transposed, SCALED=scale is not None, ACTIVATION=activation, DTYPE=TRITON_DTYPES[x.dtype],
         PRECISION=_precision(x.dtype), ROWS=tiles.rows, COLUMNS=tiles.columns, DEPTH=tiles.depth, BAND=tiles.band,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        SPLIT_LEVELS=splits.bit_length() - 1, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
 

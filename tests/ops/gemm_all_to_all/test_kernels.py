@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ import triton
 import triton.language as tl
 
 from dlrm_fused.ops.gemm_all_to_all import kernel as gemm_kernel
+from dlrm_fused.ops.gemm_all_to_all import tuning as gemm_tuning
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups, gemm, grouped_gemm, grouped_weight_gradient
+from dlrm_fused.ops.gemm_all_to_all.split import Arrivals
 from dlrm_fused.ops.gemm_all_to_all.tuning import override
 from dlrm_fused.symmetric import device
 from tests.distributed.launch import RankFailed
@@ -21,6 +24,7 @@ from tests.ops.gemm_all_to_all.cases import SMALL_TILES, Case, check
 pytestmark = pytest.mark.interpreted
 
 EQUAL, NARROW, CHUNKS = Case(72, 40, rows=24), Case(8, 24, rows=12), Case(72, 40, rows=24, schedule="chunks")
+LIBRARY = Case(72, 40, rows=24, schedule="library")
 ROUTED, WIDE = Case(40, 24), Case(80, 48)
 
 
@@ -66,13 +70,32 @@ def test_one_product() -> None:
     torch.testing.assert_close(out, x @ weight.T)
 
 
+@pytest.mark.parametrize("splits", [2, 4, 8])
+def test_products_of_pieces(splits: int) -> None:
+    """Also of fewer steps than pieces; and again, with what the first launch has left behind."""
+    override(replace(SMALL_TILES, splits=splits))
+    arrivals = Arrivals(torch.device("cpu"))
+    for depth in (40, 136, 136):
+        x, weight, out = torch.randn(50, depth), torch.randn(72, depth), torch.empty(50, 72)
+        gemm(x, weight, out, arrivals=arrivals)
+        torch.testing.assert_close(out, x @ weight.T, rtol=1e-5, atol=1e-4)
+
+
+def split_in_four() -> None:
+    gemm_tuning.override = lambda tiles: override(replace(tiles, splits=4))
+
+
+def test_results_of_pieces() -> None:
+    check([EQUAL, ROUTED, NARROW], ranks=2, calls=6, with_gradients=True, mutate=split_in_four)
+
+
 @pytest.mark.parametrize(("ranks", "calls"), [(1, 6), (2, 20), (3, 10), (4, 10), pytest.param(2, 100, marks=pytest.mark.slow)])
 def test_results_with_a_straggler(ranks: int, calls: int) -> None:
-    check([EQUAL, ROUTED, NARROW, CHUNKS, WIDE], ranks, calls)
+    check([EQUAL, ROUTED, NARROW, CHUNKS, LIBRARY, WIDE], ranks, calls)
 
 
 def test_gradients() -> None:
-    check([EQUAL, ROUTED, CHUNKS, WIDE], ranks=2, calls=8, with_gradients=True)
+    check([EQUAL, ROUTED, CHUNKS, LIBRARY, WIDE], ranks=2, calls=10, with_gradients=True)
 
 
 def test_sixteen_and_eight_bits() -> None:
