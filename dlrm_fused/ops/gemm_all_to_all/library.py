@@ -1,7 +1,8 @@
 """GEMM + All-to-All by the library's product and torch.distributed's All-to-All: for shapes where nothing fused is faster.
 
-Beside the product the ranks meet in an epoch of the channel, so that a lost rank, or one that makes another call, is noticed as
-by the other schedules. On GPUs the host hears of it from a later call, and NCCL's own wait ends at the process group's limit.
+Beside the product the ranks of a host meet in an epoch of the channel, so that a lost rank, or one that makes another call, is
+noticed as by the other schedules. On GPUs the host hears of it from a later call. NCCL's own wait ends at the process group's
+limit, as does any wait for ranks of other hosts.
 """
 
 from __future__ import annotations
