@@ -21,7 +21,11 @@ Shape = tuple[int, int, int]
 
 
 class Schedules:
-    """What is known of a workspace's calls, by shape: from a table, or measured by the first call with a shape."""
+    """What is known of a workspace's calls, by shape: from a table, or measured by the first call with a shape.
+
+    Attributes:
+        measured_here: by this workspace.
+    """
 
     def __init__(
         self, name: str, channel: Channel, *, may_measure: bool, measured_on: str, measured: Mapping[Shape, str]
@@ -33,14 +37,15 @@ class Schedules:
         measured_on, measured: the GPU of a table, and the table.
         """
         self._name, self._channel, self._device = name, channel, channel.group.device
-        self._may_measure = may_measure and self._device.type == "cuda"
+        self._may_measure = may_measure
         is_that_gpu = self._device.type == "cuda" and torch.cuda.get_device_name(self._device) == measured_on
-        self._known: dict[Shape, str] = dict(measured) if is_that_gpu else {}
+        self._table = measured if is_that_gpu else {}
+        self.measured_here: dict[Shape, str] = {}
         self._logged: set[tuple[str, Shape]] = set()
 
     def known(self, shape: Shape) -> str | None:
         """What was the fastest, if anybody has measured it."""
-        return self._known.get(shape)
+        return self.measured_here.get(shape) or self._table.get(shape)
 
     def choose(self, shape: Shape, names: Sequence[str], run: Callable[[str], object], rule: str) -> str:
         """What ``auto`` takes for a call. Collective: all ranks choose alike.
@@ -57,13 +62,16 @@ class Schedules:
             CommunicationError: while it measures, as the call itself.
         """
         why = "measured before"
-        if shape not in self._known and self._may_measure and not torch.cuda.is_current_stream_capturing():
+        if self.known(shape) is None and self._can_measure():
             seconds = self._seconds(names, run)
-            self._known[shape] = min(seconds, key=lambda name: seconds[name])
+            self.measured_here[shape] = min(seconds, key=lambda name: seconds[name])
             why = "measured: " + ", ".join(f"{name} {of_call * 1e3:.3f} ms" for name, of_call in seconds.items())
-        schedule = self._known.get(shape)
+        schedule = self.known(shape)
         self._log(schedule or rule, shape, why if schedule else "by rule, not measured")
         return schedule or rule
+
+    def _can_measure(self) -> bool:
+        return self._may_measure and self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
     def _seconds(self, names: Sequence[str], run: Callable[[str], object]) -> dict[str, float]:
         """Of a call by each schedule, on the slowest rank. Collective."""
