@@ -24,8 +24,8 @@ def test_products_and_their_gradients_with_a_straggler(hosts: tuple[int, ...]) -
 
 @pytest.mark.parametrize("hosts", HOSTS)
 def test_sums_are_the_same_bits_on_all_ranks_and_those_of_the_reference(hosts: tuple[int, ...]) -> None:
-    fused = run_ranks(4, on_hosts, hosts, sums.results_and_gradients, True)
-    expected = run_ranks(4, sums.results_and_gradients, False)
+    fused = run_ranks(4, on_hosts, hosts, sums.results_and_gradients, "auto")
+    expected = run_ranks(4, sums.results_and_gradients, None)
     for own, wanted in zip(fused, expected, strict=True):
         torch.testing.assert_close(own, wanted, rtol=1e-5, atol=1e-5)
         assert torch.equal(own["out"], fused[0]["out"])

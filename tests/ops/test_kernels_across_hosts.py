@@ -36,8 +36,8 @@ def test_products_and_their_gradients() -> None:
 
 
 def test_sums_are_the_same_bits_on_all_ranks() -> None:
-    fused = run_ranks(4, on_hosts, HOSTS[0], sums.results_and_gradients, True)
-    for own, wanted in zip(fused, run_ranks(4, sums.results_and_gradients, False), strict=True):
+    fused = run_ranks(4, on_hosts, HOSTS[0], sums.results_and_gradients, "auto")
+    for own, wanted in zip(fused, run_ranks(4, sums.results_and_gradients, None), strict=True):
         torch.testing.assert_close(own, wanted, rtol=1e-5, atol=1e-5)
         assert torch.equal(own["out"], fused[0]["out"])
 

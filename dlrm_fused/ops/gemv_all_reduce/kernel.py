@@ -60,6 +60,16 @@ class ReceiveBuffer(NamedTuple):
     flags_at: Any
 
 
+class Epilogue(NamedTuple):
+    """What follows the sum, as one argument of the kernel; any tensor stands for what is not used."""
+
+    bias: Any  # [n]
+    residual: Any  # [m, n]
+    norm_weight: Any  # [n]
+    normed: Any  # [m, n], the RMSNorm of the result
+    squares: Any  # fp32 [tiles, ROWS], scratch of the norm
+
+
 class SplitBuffer(NamedTuple):
     """Memory of this rank alone, through which the programs of a tile hand their parts of the sum to the last of them.
 
@@ -296,12 +306,11 @@ def _add_up(
 
 @triton.jit
 def _normalize(
-    channel, result, inside, row, column, tile, tiles, squares, norm_weight, n, norm_eps, normed,
-    ROWS: tl.constexpr, TILES: tl.constexpr,
+    channel, result, inside, row, column, tile, tiles, epilogue, n, norm_eps, ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """RMSNorm of the result's rows, of which this program has one tile; waits for the programs of the other tiles."""
     value = tl.where(inside, result.to(tl.float32), 0.0)
-    tl.store(squares + tile * ROWS + row, tl.sum(value * value, axis=1))
+    tl.store(epilogue.squares + tile * ROWS + row, tl.sum(value * value, axis=1))
     tl.debug_barrier()
     done = tl.atomic_add(channel.state + TILES_DONE, 1, sem="acq_rel", scope="gpu") + 1
     polls = tl.zeros((), tl.int64)
@@ -312,12 +321,12 @@ def _normalize(
             polls = tl.where(must_stop(channel), channel.poll_limit, polls)
     tl.debug_barrier()
     other = tl.arange(0, TILES)
-    of_tiles = tl.load(squares + other[:, None] * ROWS + row[None, :], mask=(other < tiles)[:, None], other=0.0, volatile=True)
+    places = other[:, None] * ROWS + row[None, :]
+    of_tiles = tl.load(epilogue.squares + places, mask=(other < tiles)[:, None], other=0.0, volatile=True)
     scale = tl.rsqrt(tl.sum(of_tiles, axis=0) / n + norm_eps)
-    gain = tl.load(norm_weight + column, mask=column < n, other=0.0).to(tl.float32)
-    tl.store(
-        normed + row[:, None] * n + column[None, :], (value * scale[:, None] * gain[None, :]).to(result.dtype), mask=inside
-    )
+    gain = tl.load(epilogue.norm_weight + column, mask=column < n, other=0.0).to(tl.float32)
+    normed = (value * scale[:, None] * gain[None, :]).to(result.dtype)
+    tl.store(epilogue.normed + row[:, None] * n + column[None, :], normed, mask=inside)
 
 
 @triton.jit
@@ -335,22 +344,21 @@ def _complete(channel, epoch):
 
 @triton.jit(do_not_specialize=["fingerprint", "m"])
 def gemv_all_reduce_kernel(
-    x, weight, bias, residual, norm_weight, out, normed, squares, buffer, split_buffer, channel, fingerprint, m, n, k,
-    x_stride, weight_stride, norm_eps,
+    x, weight, epilogue, out, buffer, split_buffer, channel, fingerprint, m, n, k, x_stride, weight_stride, norm_eps,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr, TILES: tl.constexpr,
     EVEN: tl.constexpr, TAGGED_SPLITS: tl.constexpr, TWO_SHOT: tl.constexpr, FLAGGED: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out [m, n] = sum over ranks of x [m, k] times weight [n, k] transposed, + bias + residual; its RMSNorm in ``normed``.
+    """out [m, n] = sum over ranks of x [m, k] times weight [n, k] transposed, + bias + residual; and its RMSNorm.
 
     A program has one tile of columns and one split of K; the last split of a tile adds the others' parts to its own and deals
     with the peers. Programs wait for earlier ones of their own launch only, except in the norm, where all are resident.
 
     Args:
+        epilogue: :class:`Epilogue`.
         fingerprint: 31 bits.
         buffer: :class:`ReceiveBuffer`.
         split_buffer: :class:`SplitBuffer`.
-        squares: fp32 [tiles, ROWS], scratch.
         ROWS: power of two, at least m.
         TILES: power of two, at least the number of tiles; with a norm only.
         TAGGED_SPLITS: parts of splits are handed on as words with tags.
@@ -398,9 +406,9 @@ def gemv_all_reduce_kernel(
                 channel, partial, parts, places, slot_words, receive_buffer, inside, tag, first_flag, tiles, epoch, FLAGGED
             )  # fmt: skip
             if HAS_BIAS:
-                total += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
+                total += tl.load(epilogue.bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
             if HAS_RESIDUAL:
-                total += tl.load(residual + row[:, None] * n + column[None, :], mask=inside, other=0.0).to(tl.float32)
+                total += tl.load(epilogue.residual + row[:, None] * n + column[None, :], mask=inside, other=0.0).to(tl.float32)
             result = total.to(out.dtype.element_ty)
         if TWO_SHOT:
             result = _spread(
@@ -409,9 +417,7 @@ def gemv_all_reduce_kernel(
             )  # fmt: skip
         tl.store(out + row[:, None] * n + column[None, :], result, mask=inside)
         if HAS_NORM:
-            _normalize(
-                channel, result, inside, row, column, tile, tiles, squares, norm_weight, n, norm_eps, normed, ROWS, TILES
-            )  # fmt: skip
+            _normalize(channel, result, inside, row, column, tile, tiles, epilogue, n, norm_eps, ROWS, TILES)
     _complete(channel, epoch)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.early_start import launch_options, starts_early
 from dlrm_fused.ops.common.workspace import check_tensor, fingerprint_of
-from dlrm_fused.ops.gemv_all_reduce.kernel import gemv_all_reduce_kernel
+from dlrm_fused.ops.gemv_all_reduce.kernel import Epilogue, gemv_all_reduce_kernel
 from dlrm_fused.ops.gemv_all_reduce.library import multiply_and_reduce
 from dlrm_fused.ops.gemv_all_reduce.schedule import AUTO, LIBRARY, check_schedule, choose_schedule
 from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_ROWS, TAGGED_SPLIT_ROWS, choose_blocks, padded
@@ -164,11 +164,16 @@ def run_kernel(workspace: GemvWorkspace, inputs: Inputs) -> tuple[Tensor, Tensor
     early = starts_early(x.device, tiles * blocks.splits)
     out = x.new_empty(rows, columns)
     normed = torch.empty_like(out) if has_norm else out.new_empty(0)
+    epilogue = Epilogue(
+        out if bias is None else bias,
+        out if residual is None else residual,
+        out if norm_weight is None else norm_weight,
+        normed,
+        workspace.squares,
+    )
     gemv_all_reduce_kernel[(tiles * blocks.splits,)](
-        x, weight, out if bias is None else bias, out if residual is None else residual,
-        norm_weight if has_norm else out, out, normed, workspace.squares, workspace.buffer_args(flagged=blocks.flagged),
-        workspace.split_buffer, workspace.kernel_args, inputs.fingerprint(blocks), rows, columns, depth, x.stride(0),
-        weight.stride(0), norm_eps,
+        x, weight, epilogue, out, workspace.buffer_args(flagged=blocks.flagged), workspace.split_buffer,
+        workspace.kernel_args, inputs.fingerprint(blocks), rows, columns, depth, x.stride(0), weight.stride(0), norm_eps,
         ROWS=padded(rows), COLUMNS=blocks.columns, DEPTH=blocks.depth, SPLITS=blocks.splits,
         TILES=triton.next_power_of_2(tiles) if has_norm else 1, EVEN=depth % (blocks.depth * blocks.splits) == 0,
         TAGGED_SPLITS=rows <= TAGGED_SPLIT_ROWS, TWO_SHOT=blocks.two_shot, FLAGGED=blocks.flagged,
