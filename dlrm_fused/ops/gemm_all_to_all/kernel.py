@@ -29,12 +29,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.workspace import ReceiveWindow
-from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles, choose_tiles
+from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles, choose_tiles, weight_gradient_tiles
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, no_channel, wait_until_all_ready
 
 # Activations of the epilogue.
 NONE, SILU, SILU_BACKWARD = 0, 1, 2
-_TILES_OF_PROGRAM = 64
+# Of which a program finds the order.
+TILES_OF_PROGRAM = 64
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,11 @@ class Groups:
         if tiles not in self._orders:
             order = torch.empty(2, tiles, dtype=torch.int32, device=self.bounds.device)
             groups = self.local_from.numel()
-            tile_order_kernel[(triton.cdiv(tiles, _TILES_OF_PROGRAM),)](
-                self.bounds, self.local_from, order, tiles, groups,
-                LANES=triton.next_power_of_2(groups), TILES=_TILES_OF_PROGRAM,
-            )  # fmt: skip
+            if tiles:
+                tile_order_kernel[(triton.cdiv(tiles, TILES_OF_PROGRAM),)](
+                    self.bounds, self.local_from, order, tiles, groups,
+                    LANES=triton.next_power_of_2(groups), TILES=TILES_OF_PROGRAM,
+                )  # fmt: skip
             self._orders[tiles] = order
         return self._orders[tiles]
 
@@ -96,22 +98,32 @@ class Routes(NamedTuple):
 
 @triton.jit(do_not_specialize=["tiles", "groups"])
 def tile_order_kernel(bounds, local_from, order, tiles, groups, LANES: tl.constexpr, TILES: tl.constexpr):
-    """See :meth:`Groups.order`. The parts of all groups for other ranks, and then those for this one, are laid end to end."""
-    lane = tl.arange(0, 2 * LANES)
-    group, is_local = lane % LANES, lane >= LANES
+    """See :meth:`Groups.order`."""
+    group = tl.arange(0, LANES)
     there = group < groups
-    middle = tl.load(local_from + group, mask=there, other=0)
-    first = tl.where(is_local, middle, tl.load(bounds + group, mask=there, other=0))
-    end = tl.where(is_local, tl.load(bounds + group + 1, mask=there, other=0), middle)
-    count = tl.maximum(end - first, 0)
-    place_end = tl.cumsum(count, axis=0)
-    place = place_end - count
-    i = tl.program_id(0) * TILES + tl.arange(0, TILES)
-    is_in = (i[:, None] >= place[None, :]) & (i[:, None] < place_end[None, :])
-    tile = tl.sum(tl.where(is_in, (first - place)[None, :] + i[:, None], 0), axis=1)
-    of_group = tl.sum(tl.where(is_in, group[None, :], 0), axis=1)
-    tl.store(order + i, tile, mask=i < tiles)
-    tl.store(order + tiles + i, of_group, mask=i < tiles)
+    first, last = tl.load(bounds + group, mask=there, other=0), tl.load(bounds + group + 1, mask=there, other=0)
+    store_order(order, tiles, first, tl.load(local_from + group, mask=there, other=0), last, TILES, LANES)
+
+
+@triton.jit
+def store_order(order, tiles, first, middle, last, TILES: tl.constexpr, LANES: tl.constexpr):
+    """This program's part of :meth:`Groups.order`: the groups' tiles for other ranks are laid end to end, then those for this.
+
+    Args:
+        first, middle, last: [LANES], of each group: its first tile, the first one for this rank alone, and the end.
+    """
+    sent, kept = middle - first, tl.maximum(last - middle, 0)
+    place_of_sent = tl.cumsum(sent, axis=0) - sent
+    place_of_kept = tl.sum(sent, axis=0) + tl.cumsum(kept, axis=0) - kept
+    i = (tl.program_id(0) * TILES + tl.arange(0, TILES))[:, None]
+    of_sent, of_kept = i - place_of_sent[None, :], i - place_of_kept[None, :]
+    is_sent = (of_sent >= 0) & (of_sent < sent[None, :])
+    is_kept = (of_kept >= 0) & (of_kept < kept[None, :])
+    tile = tl.where(is_sent, first[None, :] + of_sent, tl.where(is_kept, middle[None, :] + of_kept, 0))
+    group = tl.where(is_sent | is_kept, tl.arange(0, LANES)[None, :], 0)
+    places = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    tl.store(order + places, tl.sum(tile, axis=1), mask=places < tiles)
+    tl.store(order + tiles + places, tl.sum(group, axis=1), mask=places < tiles)
 
 
 class GroupArgs(NamedTuple):
@@ -132,7 +144,30 @@ class Epilogue(NamedTuple):
 
 
 @triton.jit
-def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def multiply(left, right, product, PRECISION: tl.constexpr):
+    """product + left [ROWS, DEPTH] @ right [DEPTH, COLUMNS]. Tensor cores want 64 rows on the left, but few columns will do."""
+    if left.shape[0] < 64:
+        return tl.dot(right.T, left.T, product, input_precision=PRECISION)
+    return tl.dot(left, right, product, input_precision=PRECISION)
+
+
+@triton.jit
+def upright(product, ROWS: tl.constexpr):
+    """As [ROWS, COLUMNS], what :func:`multiply` has added up."""
+    if ROWS < 64:
+        return tl.trans(product)
+    return product
+
+
+@triton.jit
+def no_product(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    if ROWS < 64:
+        return tl.zeros((COLUMNS, ROWS), tl.float32)
+    return tl.zeros((ROWS, COLUMNS), tl.float32)
+
+
+@triton.jit
+def halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The left and the right half of a tile: stored one after the other, they need half as much shared memory."""
     return tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
 
@@ -212,15 +247,15 @@ def gemm_kernel(
             first_row = peer * block_rows + place % tiles_of_block * ROWS
             group = 0
 
-        product = tl.zeros((ROWS, COLUMNS), tl.float32)
+        product = no_product(ROWS, COLUMNS)
         for step in range(tl.cdiv(depth, DEPTH)):
             left = x.load([first_row, step * DEPTH])
             if TRANSPOSED:
                 right = weight.load([group, step * DEPTH, column_tile * COLUMNS]).reshape(DEPTH, COLUMNS)
-                product = tl.dot(left, right.to(DTYPE), product, input_precision=PRECISION)
+                product = multiply(left, right.to(DTYPE), product, PRECISION)
             else:
                 right = weight.load([group, column_tile * COLUMNS, step * DEPTH]).reshape(COLUMNS, DEPTH)
-                product = tl.dot(left, right.to(DTYPE).T, product, input_precision=PRECISION)
+                product = multiply(left, right.to(DTYPE).T, product, PRECISION)
 
         row = first_row + tl.arange(0, ROWS)
         row_bytes = columns.to(tl.int64) * element_bytes
@@ -248,7 +283,7 @@ def gemm_kernel(
         rows_of_out = tl.multiple_of(rows_of_out, 16)[:, None]
         rows_of_other = tl.multiple_of(rows_of_other, 16)[:, None]
         half: tl.constexpr = COLUMNS // 2
-        left_half, right_half = _halves(product, ROWS, COLUMNS)
+        left_half, right_half = halves(upright(product, ROWS), ROWS, COLUMNS)
         first_column = column_tile * COLUMNS
         scale_of_group = epilogue.scale + group * columns
         _store_half(
@@ -268,7 +303,10 @@ def weight_gradient_kernel(
     a, b, out, bounds, factor, tile_rows, groups, a_columns, b_columns,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """See :func:`grouped_weight_gradient`; descriptors with blocks [DEPTH, ROWS] and [DEPTH, COLUMNS]."""
+    """See :func:`grouped_weight_gradient`; descriptors with blocks [DEPTH, ROWS], [DEPTH, COLUMNS], [1, ROWS, COLUMNS / 2].
+
+    The tensor memory accelerator stores half a tile while the other half is made ready, and the next tile begins.
+    """
     row_tiles, column_tiles = tl.cdiv(a_columns, ROWS), tl.cdiv(b_columns, COLUMNS)
     tiles_of_group = row_tiles * column_tiles
     for tile in tl.range(tl.program_id(0), groups * tiles_of_group, tl.num_programs(0)):
@@ -282,9 +320,10 @@ def weight_gradient_kernel(
             left = a.load([begin_row + step * DEPTH, first_row])
             right = b.load([begin_row + step * DEPTH, first_column])
             product = tl.dot(left.T, right, product, input_precision=PRECISION)
-        row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
-        places = out + (group.to(tl.int64) * a_columns + row[:, None]) * b_columns + column[None, :]
-        tl.store(places, (product * factor).to(DTYPE), mask=(row < a_columns)[:, None] & (column < b_columns)[None, :])
+        half: tl.constexpr = COLUMNS // 2
+        left_half, right_half = halves(product * factor, ROWS, COLUMNS)
+        out.store([group, first_row, first_column], left_half.to(DTYPE).reshape(1, ROWS, half))
+        out.store([group, first_row, first_column + half], right_half.to(DTYPE).reshape(1, ROWS, half))
 
 
 def grouped_gemm(
@@ -383,7 +422,7 @@ def _launch(
     ranks = window.channel.group.world_size if window else 1
     row_tiles = rows // tiles.rows if groups else ranks * triton.cdiv(rows // ranks, tiles.rows)
     block = [1, tiles.depth, tiles.columns] if is_transposed else [1, tiles.columns, tiles.depth]
-    gemm_kernel[(_programs(x.device, row_tiles * triton.cdiv(columns, tiles.columns), tiles),)](
+    gemm_kernel[(programs_of(x.device, row_tiles * triton.cdiv(columns, tiles.columns), tiles),)](
         TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]), TensorDescriptor.from_tensor(weight, block),
         Epilogue(*(x if tensor is None else tensor for tensor in (scale, out, other))),
         groups.args(row_tiles) if groups else GroupArgs(x, x, row_tiles, 1),
@@ -392,7 +431,7 @@ def _launch(
         window.offset if window else 0, window.channel.args if window else no_channel(x), window.fingerprint if window else 0,
         GROUPED=groups is not None, SENDS=window is not None, TELLS_ORIGIN=origins_at is not None,
         TRANSPOSED=is_transposed, SCALED=scale is not None, ACTIVATION=activation, DTYPE=TRITON_DTYPES[x.dtype],
-        PRECISION=_precision(x.dtype), ROWS=tiles.rows, COLUMNS=tiles.columns, DEPTH=tiles.depth, BAND=tiles.band,
+        PRECISION=precision(x.dtype), ROWS=tiles.rows, COLUMNS=tiles.columns, DEPTH=tiles.depth, BAND=tiles.band,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
@@ -406,23 +445,24 @@ def grouped_weight_gradient(a: Tensor, b: Tensor, groups: Groups, out: Tensor, f
         out: [G, M, N].
     """
     (count, rows, columns), element_size = out.shape, a.element_size()
-    tiles = choose_tiles(rows, columns, a.shape[0], element_size)
+    tiles = weight_gradient_tiles(element_size)
     depth = min(tiles.depth, groups.tile_rows)
-    programs = _programs(a.device, count * triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns), tiles)
+    programs = programs_of(a.device, count * triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns), tiles)
     weight_gradient_kernel[(programs,)](
         TensorDescriptor.from_tensor(a, [depth, tiles.rows]), TensorDescriptor.from_tensor(b, [depth, tiles.columns]),
-        out, groups.bounds, factor, groups.tile_rows, count, rows, columns,
-        DTYPE=TRITON_DTYPES[out.dtype], PRECISION=_precision(a.dtype), ROWS=tiles.rows, COLUMNS=tiles.columns,
+        TensorDescriptor.from_tensor(out, [1, tiles.rows, tiles.columns // 2]),
+        groups.bounds, factor, groups.tile_rows, count, rows, columns,
+        DTYPE=TRITON_DTYPES[out.dtype], PRECISION=precision(a.dtype), ROWS=tiles.rows, COLUMNS=tiles.columns,
         DEPTH=depth, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
 
-def _precision(dtype: torch.dtype) -> str:
+def precision(dtype: torch.dtype) -> str:
     """As torch multiplies fp32 matrices on GPUs."""
     return "tf32" if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" else "ieee"
 
 
-def _programs(device: torch.device, tiles: int, shape: Tiles) -> int:
+def programs_of(device: torch.device, tiles: int, shape: Tiles) -> int:
     return max(1, min(tiles, shape.programs * _multiprocessors(device)))
 
 

@@ -76,7 +76,7 @@ def memory_of_the_worst_case() -> tuple[int, int, int, list[int]]:
         workspace = make_workspace(group, WORST, max_tokens=5)
         allocated = sum(memory.size for memory in group._memories[before:])
         held = torch.ops.dlrm_fused.expert_layer(*draw(WORST, 1)[rank.index].arguments(), 1.0, workspace.handle)
-        _, _, received, hidden, activated, combined, _, bounds, _ = held
+        _, _, received, hidden, activated, combined, _, bounds, *_ = held
         rows_bytes, combined_bytes = received.numel(), combined.numel()
         assert hidden.nbytes + activated.nbytes == workspace.memory.hidden_bytes(WORST.hidden)
         group.close()
