@@ -147,23 +147,29 @@ class Epilogue(NamedTuple):
 def multiply(left, right, product, PRECISION: tl.constexpr):
     """product + left [ROWS, DEPTH] @ right [DEPTH, COLUMNS]. Tensor cores want 64 rows on the left, but few columns will do."""
     if left.shape[0] < 64:
-        return tl.dot(right.T, left.T, product, input_precision=PRECISION)
-    return tl.dot(left, right, product, input_precision=PRECISION)
+        result = tl.dot(right.T, left.T, product, input_precision=PRECISION)
+    else:
+        result = tl.dot(left, right, product, input_precision=PRECISION)
+    return result
 
 
 @triton.jit
 def upright(product, ROWS: tl.constexpr):
     """As [ROWS, COLUMNS], what :func:`multiply` has added up."""
     if ROWS < 64:
-        return tl.trans(product)
-    return product
+        result = tl.trans(product)
+    else:
+        result = product
+    return result
 
 
 @triton.jit
 def no_product(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     if ROWS < 64:
-        return tl.zeros((COLUMNS, ROWS), tl.float32)
-    return tl.zeros((ROWS, COLUMNS), tl.float32)
+        product = tl.zeros((COLUMNS, ROWS), tl.float32)
+    else:
+        product = tl.zeros((ROWS, COLUMNS), tl.float32)
+    return product
 
 
 @triton.jit
