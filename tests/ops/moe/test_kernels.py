@@ -22,12 +22,16 @@ pytestmark = pytest.mark.interpreted
 
 # 70 rows of an expert are more than a tile of 64.
 LONG = Case("two tiles of two experts, and none of the others", (40, 30), 4, 2, all_to_one)
+# 75 rows of an expert are two tiles of 64. The other cases have tiles of 16, which are multiplied the other way round.
+GATED = Case("SwiGLU in tiles of 64", (40, 35), 2, 2, all_to_one, activation="swiglu")
 CASE_OF_RANKS = {1: CASES[1][1], 2: LONG, 3: CASES[3][0], 4: CASES[4][0]}
 
 
-@pytest.mark.parametrize("ranks", CASE_OF_RANKS)
-def test_the_kernels_are_the_dense_computation(ranks: int) -> None:
-    case = CASE_OF_RANKS[ranks]
+@pytest.mark.parametrize(
+    "case", [*CASE_OF_RANKS.values(), CASES[1][3], CASES[2][3], GATED], ids=lambda case: f"{case.ranks} {case.name}"
+)
+def test_the_kernels_are_the_dense_computation(case: Case) -> None:
+    ranks = case.ranks
     by_rank = run_ranks(ranks, run_cases, [case])
     for own, wanted in zip(by_rank, expected(case, 0), strict=True):
         torch.testing.assert_close(own[0][0], wanted, rtol=1e-5, atol=1e-5)
