@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from dlrm_fused.ops.gemm_all_to_all import tuning as gemm_tuning
 from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
-from dlrm_fused.symmetric.cuda import CudaGroup
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import run_ranks
 from tests.ops.gemm_all_to_all.cases import SMALL_TILES
@@ -28,14 +27,15 @@ T = TypeVar("T")
 Check = Callable[[SymmetricGroup], Any]
 
 ON_GPU = torch.cuda.is_available()
-GPUS = torch.cuda.device_count()
-RANKS = max(2, min(4, GPUS))
+RANKS = min(4, torch.cuda.device_count()) if ON_GPU else 2
 # The interpreter has no product of bf16.
 HALF = torch.bfloat16 if ON_GPU else torch.float16
-_IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-MARKS = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2 and (ON_GPU or not _IS_INTERPRETED), reason="needs two CUDA devices")]
-# Of checks whose ranks may share a GPU: their times say nothing then, their results are those of two.
-MARKS_OF_SHARED = [pytest.mark.gpu, pytest.mark.skipif(not ON_GPU and not _IS_INTERPRETED, reason="needs a CUDA device")]
+MARKS = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        RANKS < 2 or (not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1"), reason="needs two CUDA devices"
+    ),
+]
 
 
 def checked_on_all_ranks(
@@ -73,12 +73,11 @@ def failures_of(module: str, prepare: Callable[[], None] | None = None) -> dict[
     if prepare is not None:
         prepare()
     rank = Rank.from_environment()
-    device = torch.device("cuda", rank.index % GPUS) if ON_GPU else torch.device("cpu")
+    device = torch.device("cuda", rank.index) if ON_GPU else torch.device("cpu")
     if ON_GPU:
         torch.cuda.set_device(device)
-        let_ranks_share_a_gpu()
     failures = {}
-    with process_group(rank, device if RANKS <= GPUS else torch.device("cpu")):  # NCCL wants a GPU for each
+    with process_group(rank, device):
         group = symmetric_group(device=device)
         for name, check in checks.items():
             began = time.monotonic()
@@ -91,14 +90,6 @@ def failures_of(module: str, prepare: Callable[[], None] | None = None) -> dict[
             dist.barrier()
         group.close()
     return failures
-
-
-def let_ranks_share_a_gpu() -> None:
-    """If there are more of them than GPUs."""
-    if GPUS < RANKS:
-        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-        refused: Any = CudaGroup
-        refused._check_gpus = refused._unreachable = lambda self, gpus: []
 
 
 def delay(generator: random.Random) -> None:

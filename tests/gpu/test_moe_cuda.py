@@ -25,7 +25,7 @@ from dlrm_fused.ops.moe.activations import ACTIVATIONS
 from dlrm_fused.symmetric import SymmetricGroup
 from tests.gpu.all_ranks import (
     HALF,
-    MARKS_OF_SHARED,
+    MARKS,
     ON_GPU,
     RANKS,
     captured,
@@ -36,7 +36,7 @@ from tests.gpu.all_ranks import (
 )
 from tests.ops.moe.cases import Inputs
 
-pytestmark = MARKS_OF_SHARED
+pytestmark = MARKS
 TIMEOUT_SECONDS = 20.0
 EXPERTS, TOP_K = 2 * RANKS, 2
 # The interpreter is slow.

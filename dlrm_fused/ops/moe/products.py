@@ -1,8 +1,7 @@
 """The first product of all experts with its activation, and the gradient of that: each one kernel for GPUs.
 
 Rows are in groups, as :class:`~dlrm_fused.ops.gemm_all_to_all.kernel.Groups` says; all rows of a tile are of one group, pads
-included. Stores by the tensor memory accelerator are faster for the gradient; the first product's two results want too much
-shared memory for them. The hidden layer lies as [R, P, H]: P = 1 with SiLU, whose
+included, so that the tensor memory accelerator stores whole tiles. The hidden layer lies as [R, P, H]: P = 1 with SiLU, whose
 weight has the H rows of one matrix, and P = 2 with SwiGLU, whose weight has those of the gate and then those of the other one.
 
 Sources: Elfwing et al., arXiv 1702.03118 (SiLU); Shazeer, *GLU Variants Improve Transformer*, arXiv 2002.05202 (SwiGLU).
@@ -43,7 +42,7 @@ def hidden_kernel(
     Args:
         x: descriptor [R, K], blocks [ROWS, DEPTH].
         weight: descriptor [G * P, H, K], blocks [1, COLUMNS, DEPTH]; with GATED [1, COLUMNS / 2, DEPTH].
-        hidden, activated: pointers to [R, P, H] and [R, H].
+        hidden, activated: descriptors [R, P, H] and [R, H], blocks of COLUMNS / 2 columns.
         columns: H.
         COLUMNS: of a tile; with GATED of both products together.
     """
@@ -61,9 +60,10 @@ def hidden_kernel(
                 right = weight.load([2 * group + 1, column, step * DEPTH]).reshape(half, DEPTH)
                 up = multiply(left, right.T, up, PRECISION)
             gate, up = upright(gate, ROWS).to(DTYPE), upright(up, ROWS).to(DTYPE)
-            _store(hidden, gate, first_row, 2 * columns, column, columns)
-            _store(hidden + columns, up, first_row, 2 * columns, column, columns)
-            _store(activated, (_silu(gate) * up.to(tl.float32)).to(DTYPE), first_row, columns, column, columns)
+            hidden.store([first_row, 0, column], gate.reshape(ROWS, 1, half))
+            hidden.store([first_row, 1, column], up.reshape(ROWS, 1, half))
+            gate = gate.to(tl.float32)
+            activated.store([first_row, column], (gate * tl.sigmoid(gate) * up.to(tl.float32)).to(DTYPE))
         else:
             product = no_product(ROWS, COLUMNS)
             for step in range(tl.cdiv(depth, DEPTH)):
@@ -72,24 +72,11 @@ def hidden_kernel(
                 product = multiply(left, right.T, product, PRECISION)
             left_half, right_half = halves(upright(product, ROWS), ROWS, COLUMNS)
             left_half, right_half = left_half.to(DTYPE), right_half.to(DTYPE)
-            _store(hidden, left_half, first_row, columns, column, columns)
-            _store(activated, _silu(left_half).to(DTYPE), first_row, columns, column, columns)
-            _store(hidden, right_half, first_row, columns, column + half, columns)
-            _store(activated, _silu(right_half).to(DTYPE), first_row, columns, column + half, columns)
-
-
-@triton.jit
-def _silu(rounded):
-    value = rounded.to(tl.float32)
-    return value * tl.sigmoid(value)
-
-
-@triton.jit
-def _store(matrix, values, first_row, stride, first_column, columns):
-    """Rows of so many columns from ``first_row`` on; they begin at multiples of 16 bytes: the compiler makes wide stores."""
-    row, column = first_row + tl.arange(0, values.shape[0]), first_column + tl.arange(0, values.shape[1])
-    places = tl.multiple_of(matrix + row.to(tl.int64) * stride, 16)[:, None] + column[None, :]
-    tl.store(places, values, mask=(column < columns)[None, :])
+            hidden.store([first_row, 0, column], left_half.reshape(ROWS, 1, half))
+            hidden.store([first_row, 0, column + half], right_half.reshape(ROWS, 1, half))
+            left_half, right_half = left_half.to(tl.float32), right_half.to(tl.float32)
+            activated.store([first_row, column], (left_half * tl.sigmoid(left_half)).to(DTYPE))
+            activated.store([first_row, column + half], (right_half * tl.sigmoid(right_half)).to(DTYPE))
 
 
 @triton.jit
@@ -154,14 +141,16 @@ def hidden_layer(rows: Tensor, w_in: Tensor, groups: Groups, hidden: Tensor, act
     (count, depth), width = rows.shape, activated.shape[1]
     parts = hidden.shape[1] // width
     tiles = choose_tiles(count, parts * width, depth, rows.element_size(), groups.tile_rows)
-    columns, row_tiles = tiles.columns // parts, count // tiles.rows
+    half, columns = tiles.columns // 2, tiles.columns // parts
+    row_tiles = count // tiles.rows
     hidden_kernel[(programs_of(rows.device, row_tiles * triton.cdiv(width, columns), tiles),)](
         TensorDescriptor.from_tensor(rows, [tiles.rows, tiles.depth]),
         TensorDescriptor.from_tensor(w_in.view(-1, width, depth), [1, columns, tiles.depth]),
-        hidden, activated, groups.args(row_tiles), width, depth,
+        TensorDescriptor.from_tensor(hidden.view(count, parts, width), [tiles.rows, 1, half]),
+        TensorDescriptor.from_tensor(activated, [tiles.rows, half]),
+        groups.args(row_tiles), width, depth,
         GATED=parts == 2, DTYPE=TRITON_DTYPES[rows.dtype], PRECISION=precision(rows.dtype), ROWS=tiles.rows,
-        COLUMNS=tiles.columns, DEPTH=tiles.depth, BAND=tiles.band, num_warps=tiles.warps,
-        num_stages=4 if tiles.columns == 256 else tiles.stages,  # its stores leave room for one more
+        COLUMNS=tiles.columns, DEPTH=tiles.depth, BAND=tiles.band, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
 
