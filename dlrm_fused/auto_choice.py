@@ -1,4 +1,4 @@
-"""The measurement behind ``comm=auto``: whether fused communication is the faster way to do some work."""
+"""The measurements behind ``comm=auto``, and behind operators that choose how they run."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from dlrm_fused.compat.torch import sleep_on_device
+
 logger = logging.getLogger("dlrm_fused")
 
 _WARMUP_RUNS, _MEASURED_RUNS = 3, 10
+_LONGEST_SLEEP_SECONDS = 0.05
 
 
 def fused_is_faster(
@@ -39,6 +42,26 @@ def fused_is_faster(
         of_both, chosen = (of_fused * 1e3, unfused_name, of_unfused * 1e3), "fused" if is_faster else unfused_name
         logger.info("comm=auto, %s: fused %.3f ms, %s %.3f ms: %s", work, *of_both, chosen)
     return is_faster
+
+
+def device_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Time of one run that the device needs, whatever the host needs to launch it. The run may be collective."""
+    if device.type != "cuda":
+        return _mean_seconds(run, device)
+    for _ in range(_WARMUP_RUNS):  # the last tells how long the host takes
+        _synchronize(device)
+        begin = time.perf_counter()
+        run()
+        host_seconds = time.perf_counter() - begin
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    sleep_on_device(min(2 * _MEASURED_RUNS * host_seconds, _LONGEST_SLEEP_SECONDS))  # meanwhile the host gets ahead
+    run()  # ranks sleep for different times, and a collective run ends on all of them together
+    start.record()
+    for _ in range(_MEASURED_RUNS):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / _MEASURED_RUNS / 1e3
 
 
 def _mean_seconds(run: Callable[[], object], device: torch.device) -> float:

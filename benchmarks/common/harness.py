@@ -330,8 +330,7 @@ class Ceilings:
 
     def transfer_microseconds(self, memory_bytes: float, link_bytes: float) -> float:
         """The least time in which a rank can move so many bytes of its memory, and send so many to its peers meanwhile."""
-        of_links = link_bytes / self.peer if link_bytes else 0.0  # one rank has none
-        return max(memory_bytes / self.copy, of_links) / 1e3
+        return max(memory_bytes / self.copy, link_bytes / self.peer if link_bytes else 0.0) / 1e3
 
 
 def measure_ceilings(world: World) -> Ceilings:

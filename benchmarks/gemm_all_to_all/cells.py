@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +39,15 @@ PRODUCTS = (
     (32768, 1024, 1024),
     (32768, 4096, 4096),
     (32768, 7168, 2048),
+)
+# Of fewer tiles than a GPU has multiprocessors.
+FEW_TILES = (
+    (128, 2048, 8192),
+    (256, 256, 8192),
+    (256, 1024, 4096),
+    (512, 512, 4096),
+    (512, 1024, 8192),
+    (1024, 512, 2048),
 )
 # (experts, top_k, width, hidden, tokens of a rank).
 LAYERS = (
@@ -191,10 +201,14 @@ def full_products() -> list[Product]:
     return [Product(*shape) for shape in PRODUCTS]
 
 
+def few_tiles() -> list[Product]:
+    return [Product(*shape) for shape in FEW_TILES]
+
+
 def full_layers() -> list[Layer]:
     layers = [Layer(*shape, routing) for shape, routing in itertools.product(LAYERS, ("balanced", "zipf"))]
     return [layer for layer in layers if layer.routing == "balanced" or layer.top_k < layer.experts]  # all experts: no skew
 
 
-PRODUCT_CELLS = {"tiny": tiny_products, "full": full_products}
-LAYER_CELLS = {"tiny": tiny_layers, "full": full_layers}
+PRODUCT_CELLS = {"tiny": tiny_products, "full": full_products, "few": few_tiles}
+LAYER_CELLS: dict[str, Callable[[], list[Layer]]] = {"tiny": tiny_layers, "full": full_layers, "few": list}

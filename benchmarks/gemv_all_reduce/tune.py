@@ -35,6 +35,7 @@ from dlrm_fused.ops.gemv_all_reduce.tuning import (
     ONE_SHOT_WORDS,
     RESIDENT_PROGRAMS,
     STAGE_BYTES,
+    STAGE_BYTES_OF_MANY_ROWS,
     Blocks,
     padded,
 )
@@ -59,9 +60,10 @@ def candidates(cell: Cell, ranks: int, most: int | None) -> list[Blocks]:
 
 def all_blocks(rows: int, columns: int, depth: int) -> Iterator[Blocks]:
     """Blocks worth a measurement: half a program to three for each multiprocessor, whose steps load 4 to 32 kB of weights."""
-    for tile, step, splits, warps in itertools.product((16, 32, 64, 128), (64, 128, 256), (1, 2, 3, 4, 8), (4, 8)):
+    for tile, step, splits, warps in itertools.product((16, 32, 64, 128), (64, 128, 256), (1, 2, 3, 4), (4, 8)):
         programs = -(-columns // tile) * splits
-        stages = min(6, STAGE_BYTES // (2 * step * (tile + padded(rows))))
+        room = STAGE_BYTES if rows <= 16 else STAGE_BYTES_OF_MANY_ROWS
+        stages = min(10, room // (2 * step * (tile + padded(rows))))
         fits = stages >= 2 and depth // splits >= max(step, MIN_DEPTH_OF_SPLIT)
         is_spread = RESIDENT_PROGRAMS // 2 < programs <= 3 * RESIDENT_PROGRAMS
         if fits and is_spread and 2048 <= tile * step <= 16384 and (warps == 4 or tile * step >= 8192):

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_CYCLES_PER_SECOND = 2e9  # of a GPU's clock, about
+
 
 def storage_info(file: str, offset: int, length: int) -> Any:
     """Where in a checkpoint's files a tensor lies, as torch.distributed.checkpoint (DCP) keeps it in its metadata.
@@ -37,6 +39,11 @@ def copy_all(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source to its destination, in one kernel where all have one dtype and device."""
     if destinations:
         torch._foreach_copy_(list(destinations), list(sources))
+
+
+def sleep_on_device(seconds: float) -> None:
+    """Keep the current CUDA stream idle for about so long; no public function does."""
+    torch.cuda._sleep(int(seconds * _CYCLES_PER_SECOND))
 
 
 def is_alive(process_group: dist.ProcessGroup) -> bool:

@@ -15,8 +15,9 @@ from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace
 
 # A block's feed-forward layer is so many times as wide as d_model.
 FEED_FORWARD_FACTOR = 4
-# Rows (tokens) of one fused call: enough to be fast, few enough for their memory to be small beside that of activations.
-_MAX_ROWS = 16_384
+# Rows (tokens) of one fused call at most: few enough for their memory to be small beside that of activations. What is above
+# goes in several calls, whose results are copied together.
+_MAX_ROWS = 32_768
 
 
 def choose_product(config: Config, group: dist.ProcessGroup | None, tokens: int, device: torch.device) -> RowParallelProduct:

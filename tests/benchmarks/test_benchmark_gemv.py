@@ -19,6 +19,8 @@ from triton.runtime import driver
 
 from benchmarks.common import harness
 from benchmarks.gemv_all_reduce import benchmark as gemv_all_reduce
+from benchmarks.gemv_all_reduce import cells as cells_of_gemv
+from benchmarks.gemv_all_reduce import simulated_ranks
 from benchmarks.gemv_all_reduce import stress as stress_gemv
 from benchmarks.gemv_all_reduce import tune as tune_gemv
 from benchmarks.gemv_all_reduce.cells import LARGE_ROWS, ROWS, SHAPES, Cell, large_cells, small_cells, tiny_cells, weight_copies
@@ -251,3 +253,26 @@ def test_one_element_that_differs_once_is_seen(tmp_path: Path) -> None:
     assert ended.statuses == [1, 1], ended.output
     assert report["passed"] is False
     assert sum(own["elements_that_differ"] for own in report["works"]) == 1
+
+
+@pytest.mark.interpreted
+def test_one_rank_is_simulated_by_the_kernel_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cells_of_gemv, "DTYPE", torch.float32)  # the interpreter has no product of bf16
+    simulated_ranks.main(["--cells", "tiny", "--output", str(tmp_path / "results.json"), "--commit", "abc"])
+    report = json.loads((tmp_path / "results.json").read_text())
+    assert [cell["name"] for cell in report["cells"]] == [cell.name for cell in tiny_cells() if not cell.is_large]
+    for cell in report["cells"]:
+        assert cell["one_rank_us"] > 0
+        assert cell["floor_us"] > 0
+
+
+def _take_nothing(workspace: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(len(x), len(weight))
+
+
+@pytest.mark.interpreted
+def test_wrong_results_of_simulated_ranks_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cells_of_gemv, "DTYPE", torch.float32)
+    monkeypatch.setattr(simulated_ranks, "multiply", _take_nothing)
+    with pytest.raises(RuntimeError, match="relative error"):
+        simulated_ranks.main(["--cells", "tiny", "--output", str(tmp_path / "results.json")])

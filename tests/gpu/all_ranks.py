@@ -1,6 +1,7 @@
 """Checks on all GPUs of the machine, in one launch of ranks, one after the other.
 
-With ``TRITON_INTERPRET=1`` they run on the CPU too, in two processes, without CUDA graphs.
+A machine with one GPU has two ranks that share it, and take turns there: their times say nothing, their results are those of
+two. With ``TRITON_INTERPRET=1`` they run on the CPU too, in two processes, without CUDA graphs.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import os
 import random
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import pytest
@@ -19,6 +21,7 @@ import torch.distributed as dist
 
 from dlrm_fused.ops.gemm_all_to_all import tuning as gemm_tuning
 from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
+from dlrm_fused.symmetric.cuda import CudaGroup
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import run_ranks
 from tests.ops.gemm_all_to_all.cases import SMALL_TILES
@@ -27,14 +30,14 @@ T = TypeVar("T")
 Check = Callable[[SymmetricGroup], Any]
 
 ON_GPU = torch.cuda.is_available()
-RANKS = min(4, torch.cuda.device_count()) if ON_GPU else 2
+GPUS = torch.cuda.device_count()
+RANKS = max(2, min(4, GPUS))
+SHARE_A_GPU = ON_GPU and GPUS < RANKS
 # The interpreter has no product of bf16.
 HALF = torch.bfloat16 if ON_GPU else torch.float16
 MARKS = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        RANKS < 2 or (not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1"), reason="needs two CUDA devices"
-    ),
+    pytest.mark.skipif(not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a CUDA device"),
 ]
 
 
@@ -73,11 +76,8 @@ def failures_of(module: str, prepare: Callable[[], None] | None = None) -> dict[
     if prepare is not None:
         prepare()
     rank = Rank.from_environment()
-    device = torch.device("cuda", rank.index) if ON_GPU else torch.device("cpu")
-    if ON_GPU:
-        torch.cuda.set_device(device)
     failures = {}
-    with process_group(rank, device):
+    with process_group_of_checks(rank) as device:
         group = symmetric_group(device=device)
         for name, check in checks.items():
             began = time.monotonic()
@@ -90,6 +90,32 @@ def failures_of(module: str, prepare: Callable[[], None] | None = None) -> dict[
             dist.barrier()
         group.close()
     return failures
+
+
+@contextmanager
+def process_group_of_checks(rank: Rank) -> Iterator[torch.device]:
+    """The default process group, of the ranks of the checks; gives this rank's device."""
+    if not ON_GPU:
+        device = torch.device("cpu")
+    else:
+        device = torch.device("cuda", rank.index % GPUS)
+        torch.cuda.set_device(device)
+    if not SHARE_A_GPU:
+        with process_group(rank, device):
+            yield device
+        return
+    _let_ranks_share_a_gpu()
+    dist.init_process_group("gloo")  # NCCL refuses
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def _let_ranks_share_a_gpu() -> None:
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    refused: Any = CudaGroup
+    refused._check_gpus = refused._unreachable = lambda self, gpus: []
 
 
 def delay(generator: random.Random) -> None:

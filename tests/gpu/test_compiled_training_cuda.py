@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.distributed.launch import losses, metrics
-from tests.gpu.training_runs import WITHOUT_AMPLIFIED_ROUNDING, gpu_counts, train
+from tests.gpu.training_runs import WITHOUT_AMPLIFIED_ROUNDING, gpu_counts, train_together
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,8 +19,9 @@ pytestmark = [
 @pytest.mark.parametrize("comm", ["fused", "baseline"])
 def test_losses_are_those_of_eager_mode(tmp_path: Path, comm: str) -> None:
     settings = [*WITHOUT_AMPLIFIED_ROUNDING, "model.kind=dcnv2", f"comm={comm}", "evaluation.every_steps=20"]
-    compiled = train(tmp_path / "compiled", gpu_counts()[-1], *settings)
-    eager = train(tmp_path / "eager", gpu_counts()[-1], *settings, "training.compile=never")
+    gpus = gpu_counts()[-1]
+    runs = train_together(tmp_path, {"compiled": (gpus, settings), "eager": (gpus, [*settings, "training.compile=never"])})
+    compiled, eager = runs["compiled"], runs["eager"]
     assert losses(compiled) == pytest.approx(losses(eager), rel=1e-4)
     assert losses(compiled) != losses(eager), "nothing was compiled: no sum has another order"
     of_evaluations = [[line["auc"] for line in metrics(run, "evaluation")] for run in (compiled, eager)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -37,8 +38,8 @@ TIMEOUT_SECONDS = 20.0
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 # The interpreter is slow.
 # Rows of a rank's block, columns and depths: of whole tiles, and not.
-SHAPES = ((256, 1024, 768), (33, 1032, 520), (500, 72, 2048)) if ON_GPU else ((16, 48, 32), (5, 24, 16))
-SCHEDULES = ("kernel", "chunks")
+SHAPES = ((256, 1024, 768), (33, 1032, 520), (500, 72, 2048)) if ON_GPU else ((16, 48, 32), (5, 24, 16), (7, 40, 24))
+SCHEDULES = ("kernel", "chunks", "library")
 REPLAYS = 200 if ON_GPU else 4
 # Of one rounding.
 TOLERANCE = {FP32: 1e-5, FP16: 2**-10, BF16: 2**-7}
@@ -79,7 +80,7 @@ class Products:
 
 
 def equal_blocks(group: SymmetricGroup, dtype: torch.dtype) -> None:
-    """By both schedules, of several shapes; ranks are late at random, and no result is overwritten by a later call."""
+    """By every schedule, of several shapes; ranks are late at random, and no result is overwritten by a later call."""
     products, late = Products(group, dtype), random.Random(group.rank)
     held = []
     for seed, shape in enumerate(SHAPES):
@@ -141,27 +142,28 @@ def every_tile_shape(group: SymmetricGroup) -> None:
     products = Products(group, HALF)
     given = products.draw(*SHAPES[0])
     try:
-        for choice in candidates(Product(*SHAPES[0]), 14)[1:]:
-            gemm_tuning.override(choice.tiles)
+        for tiles in candidates(Product(*SHAPES[0]), 14)[1:]:
+            gemm_tuning.override(tiles)
             products.check(gemm_all_to_all(products.workspace, *given, schedule="kernel"), *given)
     finally:
         gemm_tuning.override(None)
 
 
 def replays_of_graphs(group: SymmetricGroup) -> None:
-    """Graphs of both schedules in turn, with new operands each time, and calls without a graph between them."""
+    """Graphs of every schedule in turn, with new operands each time, and calls without a graph between them."""
     products, late = Products(group, HALF), random.Random(group.rank)
-    given = [products.draw(*shape) for shape in SHAPES[:2]]
+    given = [products.draw(*shape) for shape in SHAPES]
     replays = [
         captured(partial(gemm_all_to_all, products.workspace, *operands, schedule=schedule))
         for operands, schedule in zip(given, SCHEDULES, strict=True)
     ]
     eager = products.draw(*SHAPES[1], seed=1)
     for number in range(REPLAYS):
-        x, weight = given[number % 2]
-        x.copy_(products.draw(*SHAPES[number % 2], seed=number)[0])
+        turn = number % len(SHAPES)
+        x, weight = given[turn]
+        x.copy_(products.draw(*SHAPES[turn], seed=number)[0])
         delay(late)
-        products.check(replays[number % 2](), x, weight)
+        products.check(replays[turn](), x, weight)
         if number % 10 == 0:
             products.check(gemm_all_to_all(products.workspace, *eager), *eager)
 
@@ -179,7 +181,7 @@ def gradients(group: SymmetricGroup) -> None:
 
 
 def no_wait_of_the_host(group: SymmetricGroup) -> None:
-    """Forward and backward, by both schedules: PyTorch raises where the host would wait for the device."""
+    """Forward and backward, by every schedule: PyTorch raises where the host would wait for the device."""
     products = Products(group, HALF)
     x, weight = (tensor.requires_grad_() for tensor in products.draw(*SHAPES[0]))
     for watched in (False, True):  # the first time compiles
@@ -190,6 +192,33 @@ def no_wait_of_the_host(group: SymmetricGroup) -> None:
                 torch.autograd.grad(out, (x, weight), out.detach())
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def measured_once(group: SymmetricGroup) -> None:
+    """The first call with a shape measures all schedules; later calls take the fastest, as do graphs."""
+    products = Products(group, HALF)
+    given, (rows, columns, depth) = products.draw(*SHAPES[1]), SHAPES[1]
+    products.check(gemm_all_to_all(products.workspace, *given), *given)
+    chosen = products.workspace.schedules
+    assert chosen.keys() == {(rows * group.world_size, columns, depth)}
+    assert set(chosen.values()) <= set(SCHEDULES)
+    assert len(set(group.gather(lambda: str(chosen)))) == 1, "all ranks take the same"
+    replay = captured(partial(gemm_all_to_all, products.workspace, *given))
+    products.check(replay(), *given)
+
+
+def split_products(group: SymmetricGroup) -> None:
+    """K in pieces, for other ranks; the same bits every time."""
+    products = Products(group, HALF)
+    given = products.draw(*SHAPES[0])
+    gemm_tuning.override(replace(gemm_tuning.tiles_of_product(*SHAPES[0], 2), splits=4))
+    try:
+        first = gemm_all_to_all(products.workspace, *given, schedule="kernel").clone()
+        products.check(first, *given)
+        for _ in range(REPLAYS):
+            assert torch.equal(gemm_all_to_all(products.workspace, *given, schedule="kernel"), first)
+    finally:
+        gemm_tuning.override(None)
 
 
 def compiled(group: SymmetricGroup) -> None:
@@ -240,6 +269,7 @@ CHECKS: dict[str, Callable[[SymmetricGroup], Any]] = {
     "equal blocks in fp32": partial(equal_blocks, dtype=FP32),
     "fp8 weights": fp8_weights,
     "routed, few rows": partial(routed, dtype=HALF, tile_rows=16),
+    "products in pieces": split_products,
     "replays of graphs": replays_of_graphs,
     "gradients": gradients,
     "torch.compile": compiled,
@@ -253,6 +283,7 @@ if ON_GPU:
         "equal blocks in fp16": partial(equal_blocks, dtype=FP16),
         "routed, many rows": partial(routed, dtype=BF16, tile_rows=128),
         "every tile shape": every_tile_shape,
+        "auto measures": measured_once,
         "no wait of the host": no_wait_of_the_host,
         "another device is refused": partial(refused, change=Tensor.cpu, culprit="on cpu"),
     }

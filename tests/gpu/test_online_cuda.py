@@ -9,7 +9,7 @@ from torch import Tensor
 from dlrm_fused.serving.online import OnlineScorer
 from tests.distributed.launch import run_ranks
 from tests.serving.test_cached_attention import test_equals_the_reference  # noqa: F401 - on a GPU here
-from tests.serving.test_online import HISTORY, Requests, scores, with_scorer
+from tests.serving.test_online import HISTORY, Requests, scores, with_scorer, with_scorers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 # Its model has four heads.
@@ -22,17 +22,18 @@ def after_warm_up(scorer: OnlineScorer, requests: Requests, numbers: list[int]) 
     return scores(scorer, requests, numbers)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize(("ranks", "fused"), [(1, False), (RANKS, False), (RANKS, True)], ids=["one", "baseline", "fused"])
-def test_graphs_give_the_probabilities_of_the_full_model(ranks: int, fused: bool, dtype: torch.dtype) -> None:
+def test_graphs_give_the_probabilities_of_the_full_model(ranks: int, fused: bool) -> None:
     if fused and ranks == 1:
         pytest.skip("needs two CUDA devices")
     requests = Requests([0, 1, 65, HISTORY], count=72)
-    results = run_ranks(ranks, with_scorer, fused, dtype, after_warm_up, requests, [1, 64, 7])
-    for result in results:
-        torch.testing.assert_close(result, requests.of_full_model(), rtol=0, atol=TOLERANCES[dtype])
-        if fused:
-            assert torch.equal(result, results[0])
+    expected = requests.of_full_model()
+    results = run_ranks(ranks, with_scorers, fused, list(TOLERANCES), after_warm_up, requests, [1, 64, 7])
+    for dtype, tolerance in TOLERANCES.items():
+        for result in results:
+            torch.testing.assert_close(result[dtype], expected, rtol=0, atol=tolerance)
+            if fused:
+                assert torch.equal(result[dtype], results[0][dtype])
 
 
 def repeated(scorer: OnlineScorer, requests: Requests) -> int:

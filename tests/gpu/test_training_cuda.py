@@ -11,7 +11,7 @@ import torch
 from tests.distributed.killing import assert_same_outcome, kill_at_step
 from tests.distributed.launch import losses, small_config, start_training
 from tests.distributed.launch import train as train_ranks
-from tests.gpu.training_runs import gpu_counts, train
+from tests.gpu.training_runs import gpu_counts, train_together
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,10 +33,14 @@ def test_the_first_losses_are_the_same_on_any_number_of_gpus_and_with_any_plan(t
     # Ten steps: later on, Adagrad has amplified rounding wherever a gradient is nothing else.
     # SGD for the tables, since rowwise Adagrad is another optimizer when columns are cut.
     overrides = ("embedding.optimizer.kind=sgd", "training.max_steps=10")
-    reference = losses(train(tmp_path / "one", 1, *overrides))
-    for sharding in ("table_wise", "row_wise", "column_wise"):
-        several = losses(train(tmp_path / sharding, gpu_counts()[-1], *overrides, f"embedding.sharding={sharding}"))
-        assert several == pytest.approx(reference, rel=1e-6)
+    gpus = gpu_counts()[-1]
+    runs = {
+        "one": (1, overrides),
+        **{way: (gpus, [*overrides, f"embedding.sharding={way}"]) for way in ("table_wise", "row_wise", "column_wise")},
+    }
+    done = {name: losses(run) for name, run in train_together(tmp_path, runs).items()}
+    for name, found in done.items():
+        assert found == pytest.approx(done["one"], rel=1e-6), name
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adagrad"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.distributed.launch import losses
-from tests.gpu.training_runs import WITHOUT_AMPLIFIED_ROUNDING, check_losses_of_groups, gpu_counts, train
+from tests.gpu.training_runs import WITHOUT_AMPLIFIED_ROUNDING, check_losses_of_groups, gpu_counts, train, train_together
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,7 +31,8 @@ def test_losses_do_not_depend_on_tensor_parallelism_and_comm(tmp_path: Path) -> 
 
 def test_a_run_goes_on_with_another_tensor_parallel_size(tmp_path: Path) -> None:
     gpus = gpu_counts()[-1]
-    whole = train(tmp_path / "whole", gpus, *SETTINGS, "comm=fused")
-    train(tmp_path / "parts", gpus, *SETTINGS, "comm=fused", "training.max_steps=20")
+    fused = [*SETTINGS, "comm=fused"]
+    runs = {"whole": (gpus, fused), "parts": (gpus, [*fused, "training.max_steps=20"])}
+    whole = train_together(tmp_path, runs)["whole"]
     parts = train(tmp_path / "parts", gpus, *SETTINGS, "model.tensor_parallel=1")
     assert losses(parts) == pytest.approx(losses(whole), rel=1e-4)

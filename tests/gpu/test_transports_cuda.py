@@ -1,8 +1,8 @@
 """Operators whose slices go between hosts as messages compute the bits of those whose ranks store into each other's memory.
 
 Every rank counts as a host of its own. All ranks have two groups: one of one host, and one in which every slice is a message.
-A machine with one GPU has two ranks that share it: its times say nothing, its results are those of two. With
-``TRITON_INTERPRET=1`` all of this runs on the CPU. ``EPOCHS=10000 pytest tests/gpu/test_transports_cuda.py`` for many epochs.
+With ``TRITON_INTERPRET=1`` all of this runs on the CPU. ``EPOCHS=10000 pytest tests/gpu/test_transports_cuda.py`` for many
+epochs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -24,10 +23,9 @@ from dlrm_fused.ops.gemm_all_to_all.kernel import Groups
 from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace, gemv_all_reduce
 from dlrm_fused.ops.moe import ExpertWorkspace, expert_layer
 from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
-from dlrm_fused.symmetric.cuda import CudaGroup
 from dlrm_fused.training.runtime import Rank
 from tests.distributed.launch import run_ranks
-from tests.gpu.all_ranks import HALF, ON_GPU, delay, small_tiles_without_gpus
+from tests.gpu.all_ranks import HALF, ON_GPU, RANKS, delay, process_group_of_checks, small_tiles_without_gpus
 from tests.gpu.test_embedding_all_to_all_cuda import world_of
 from tests.ops.embedding_all_to_all.world import Traffic
 
@@ -36,8 +34,6 @@ pytestmark = [
     pytest.mark.skipif(not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a CUDA device"),
     pytest.mark.timeout(1800),
 ]
-GPUS = torch.cuda.device_count()
-RANKS = max(2, min(4, GPUS))
 EPOCHS = int(os.environ.get("EPOCHS", "100" if ON_GPU else "3"))
 TIMEOUT_SECONDS = 60.0
 COLUMNS, DEPTH = (512, 384) if ON_GPU else (32, 48)
@@ -172,30 +168,19 @@ OPERATORS: dict[str, Callable[[SymmetricGroup], Epoch]] = {
 def differing_epochs(name: str) -> dict[str, int]:
     """On a rank: how many epochs were compared, and in how many a tensor has other bits."""
     rank = Rank.from_environment()
-    device = torch.device("cuda", rank.index % GPUS) if ON_GPU else torch.device("cpu")
     small_tiles_without_gpus()
-    if ON_GPU:
-        torch.cuda.set_device(device)
-        if GPUS < RANKS:
-            _let_ranks_share_a_gpu()
-    dist.init_process_group("gloo" if GPUS < RANKS else "cpu:gloo,cuda:nccl", device_id=None)
-    stores = OPERATORS[name](symmetric_group(device=device))
-    os.environ["DLRM_FUSED_HOST"] = f"host{rank.index}"
-    apart = symmetric_group(dist.new_group(range(RANKS)), device)
-    assert apart.messages is not None
-    messages, late, differing = OPERATORS[name](apart), random.Random(rank.index), 0
-    for number in range(EPOCHS):
-        by_stores = stores(number)
-        delay(late)
-        by_messages = messages(number)
-        differing += not all(map(torch.equal, by_stores, by_messages))
+    with process_group_of_checks(rank) as device:
+        stores = OPERATORS[name](symmetric_group(device=device))
+        os.environ["DLRM_FUSED_HOST"] = f"host{rank.index}"
+        apart = symmetric_group(dist.new_group(range(RANKS)), device)
+        assert apart.messages is not None
+        messages, late, differing = OPERATORS[name](apart), random.Random(rank.index), 0
+        for number in range(EPOCHS):
+            by_stores = stores(number)
+            delay(late)
+            by_messages = messages(number)
+            differing += not all(map(torch.equal, by_stores, by_messages))
     return {"epochs": EPOCHS, "differing": differing}
-
-
-def _let_ranks_share_a_gpu() -> None:
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    refused: Any = CudaGroup
-    refused._check_gpus = refused._unreachable = lambda self, gpus: []
 
 
 @pytest.mark.parametrize("name", OPERATORS)

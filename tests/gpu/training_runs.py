@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,9 @@ _SETTINGS = [
     "training.max_steps=100",
 ]
 
+
+# Each rank of them has a process that imports torch, and shares a GPU with those of the others.
+_RUNS_AT_ONCE = 3
 
 # For comparisons of many steps: no optimizer amplifies rounding.
 WITHOUT_AMPLIFIED_ROUNDING = [
@@ -46,11 +50,23 @@ def train(folder: Path, gpus: int, *overrides: str) -> Path:
     return folder / "synthetic"
 
 
+def train_together(folder: Path, runs: Mapping[str, tuple[int, Sequence[str]]]) -> dict[str, Path]:
+    """:func:`train` of several runs at once: most of the time of a short one is its start, on the host.
+
+    Args:
+        runs: by name, which is also that of its folder: GPUs and settings.
+    """
+    with ThreadPoolExecutor(_RUNS_AT_ONCE) as pool:
+        started = {name: pool.submit(train, folder / name, gpus, *settings) for name, (gpus, settings) in runs.items()}
+        return {name: run.result() for name, run in started.items()}
+
+
 def check_losses_of_groups(folder: Path, settings: Sequence[str], size_of_groups: str) -> None:
     """Runs on all GPUs have the losses of a run on one, whatever ``size_of_groups`` and ``comm`` are."""
-    reference = losses(train(folder / "one", 1, *settings))
-    gpus = gpu_counts()[-1]
+    runs: dict[str, tuple[int, Sequence[str]]] = {"one": (1, settings)}
     for size in gpu_counts():
         for comm in ("baseline", "fused"):
-            run = train(folder / f"{comm}_{size}", gpus, *settings, f"{size_of_groups}={size}", f"comm={comm}")
-            assert losses(run) == pytest.approx(reference, rel=1e-4), (size, comm)
+            runs[f"{comm}_{size}"] = (gpu_counts()[-1], [*settings, f"{size_of_groups}={size}", f"comm={comm}"])
+    done = {name: losses(run) for name, run in train_together(folder, runs).items()}
+    for name, found in done.items():
+        assert found == pytest.approx(done["one"], rel=1e-4), name

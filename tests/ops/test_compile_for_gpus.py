@@ -25,9 +25,13 @@ from dlrm_fused.ops.embedding_all_to_all.scatter import scatter_tiles
 from dlrm_fused.ops.feature_all_to_all.kernel import fetch_kernel, send_kernel
 from dlrm_fused.ops.gemm_all_to_all import chunks as gemm_chunks
 from dlrm_fused.ops.gemm_all_to_all import kernel as gemm
+from dlrm_fused.ops.gemm_all_to_all import op as gemm_op
+from dlrm_fused.ops.gemm_all_to_all import tuning as gemm_tuning
+from dlrm_fused.ops.gemm_all_to_all.measured import TILES
+from dlrm_fused.ops.gemm_all_to_all.weight_gradient import grouped_weight_gradient
 from dlrm_fused.ops.gemv_all_reduce import chunks as gemv_chunks
 from dlrm_fused.ops.gemv_all_reduce import op as gemv
-from dlrm_fused.ops.gemv_all_reduce.kernel import ReceiveBuffer
+from dlrm_fused.ops.gemv_all_reduce.kernel import ReceiveBuffer, SplitBuffer
 from dlrm_fused.ops.gemv_all_reduce.tuning import Blocks, override
 from dlrm_fused.ops.moe import dispatch, steps
 from dlrm_fused.ops.moe.activations import ACTIVATIONS
@@ -75,6 +79,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
     monkeypatch.setattr(JITFunction, "run", compile_only)
     monkeypatch.setattr(driver, "_active", NoGpu())
+    monkeypatch.setattr(gemv, "starts_early", lambda device, programs: True)
     for module in (scatter, dispatch, reduce):
         monkeypatch.setattr(module, "uses_kernels", lambda device: True)
     monkeypatch.setattr(update, "_check_lookup", lambda tables, indices, offsets: tables.batch_size(offsets))
@@ -83,6 +88,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     monkeypatch.setattr(device_puts, "_bindings", BINDINGS)
     yield kernels
     override(None)
+    gemm_tuning.override(None)
 
 
 def channel() -> Any:
@@ -141,9 +147,9 @@ def launch_hidden_layer(activation: str, tile_rows: int) -> None:
 def launch_gemm(dtype: torch.dtype) -> None:
     x, weight, out = rows(dtype), torch.zeros(EXPERTS // WORLD, WIDTH, WIDTH, dtype=dtype), rows(dtype)
     gemm.gemm(x, weight[0], out)
-    gemm.grouped_gemm(x, weight, groups(), out, silu_out=out)
-    gemm.grouped_gemm(x, weight, groups(), out, weight_is_transposed=True, silu_of=out)
-    gemm.grouped_weight_gradient(x, x, groups(), weight)
+    gemm.grouped_gemm(x, weight, groups(), out)
+    gemm.grouped_gemm(x, weight, groups(), out, weight_is_transposed=True)
+    grouped_weight_gradient(x, x, groups(), weight)
 
 
 def launch_gemm_combine(dtype: torch.dtype, fp8: bool) -> None:
@@ -155,6 +161,15 @@ def launch_gemm_combine(dtype: torch.dtype, fp8: bool) -> None:
     gemm.grouped_gemm_combine(rows(dtype), weight, routes, window(), scale=scale, origins_at=8192)
 
 
+def launch_split_gemm(fp8: bool) -> None:
+    """K in four pieces, with and without other ranks."""
+    gemm_tuning.override(gemm_tuning.Tiles(64, 64, 128, band=4, warps=4, stages=5, programs=1, splits=4))
+    weight, scale = torch.zeros(WIDTH, 1024, dtype=HALF), torch.zeros(WIDTH) if fp8 else None
+    weight = weight.to(torch.float8_e4m3fn) if fp8 else weight
+    gemm.gemm(rows(width=1024), weight, rows(), scale)
+    gemm.gemm_combine(rows(width=1024), weight, window(), scale)
+
+
 def launch_copied_chunks() -> None:
     gemm_chunks.begin_kernel[(1,)](channel().args, 1, num_warps=1)
     gemm_chunks.finish_kernel[(1,)](channel().args, num_warps=1)
@@ -162,12 +177,12 @@ def launch_copied_chunks() -> None:
 
 def launch_gemv(dtype: torch.dtype, blocks: Blocks, with_norm: bool = False) -> None:
     override(blocks)
-    workspace: Any = SimpleNamespace(world_size=WORLD, squares=torch.zeros(4096), slot_words=4096, kernel_args=channel().args)
-    workspace.buffer_args = lambda flagged: ReceiveBuffer(
-        torch.zeros(8, dtype=torch.int64), memory().addresses, 65536, 0, 8192, 30000, 31000
-    )
+    words, parts = torch.zeros(8, dtype=torch.int64), torch.zeros(4096)
+    workspace: Any = SimpleNamespace(world_size=WORLD, squares=parts, slot_words=4096, kernel_args=channel().args)
+    workspace.split_buffer = SplitBuffer(words, parts, words)
+    workspace.buffer_args = lambda flagged: ReceiveBuffer(words, memory().addresses, 65536, 0, 8192, 30000)
     x, weight, residual, bias = rows(dtype, 5, 96), rows(dtype, WIDTH, 96), rows(dtype, 5), torch.zeros(WIDTH, dtype=dtype)
-    gemv._run_kernel(workspace, gemv._Inputs(x, weight, bias, residual, bias if with_norm else None, 1e-6))
+    gemv.run_kernel(workspace, gemv.Inputs(x, weight, bias, residual, bias if with_norm else None, 1e-6))
 
 
 def launch_chunk_sum(dtype: torch.dtype) -> None:
@@ -284,6 +299,8 @@ LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
     "gemm_fp32": (lambda: launch_gemm(SINGLE), {*OF_GEMM, "weight_gradient_kernel"}),
     "gemm_combine": (lambda: launch_gemm_combine(HALF, fp8=False), OF_GEMM),
     "gemm_combine_fp8": (lambda: launch_gemm_combine(HALF, fp8=True), OF_GEMM),
+    "gemm_split": (lambda: launch_split_gemm(fp8=False), {"gemm_kernel"}),
+    "gemm_split_fp8": (lambda: launch_split_gemm(fp8=True), {"gemm_kernel"}),
     "copied_chunks": (launch_copied_chunks, {"begin_kernel", "finish_kernel"}),
     "update_adagrad": (lambda: launch_update(SINGLE, True, [0, 1], weighted=False), OF_UPDATE),
     "update_sgd_shared_weighted_16_bits": (lambda: launch_update(HALF, False, [1, 0, 1], weighted=True), OF_UPDATE),
@@ -319,3 +336,14 @@ def test_kernels_compile_for_sm_90(name: str, compiled: dict[str, Any]) -> None:
     for kernel in compiled.values():
         assert ".target sm_90" in kernel.asm["ptx"]
         assert kernel.asm["cubin"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_measured_tiles_fit_in_shared_memory(fp8: bool, compiled: dict[str, Any]) -> None:
+    """Tiles were measured without communication, with weights in bf16."""
+    for tiles in {gemm_tuning.Tiles(*fields[:3], 8, *fields[4:]) for fields in TILES.values()}:
+        gemm_tuning.override(tiles)
+        weight, scale = torch.zeros(WIDTH, 1024, dtype=HALF), torch.zeros(WIDTH) if fp8 else None
+        gemm.gemm_combine(rows(width=1024), weight.to(gemm_op.FP8) if fp8 else weight, window(), scale)
+        assert tiles.programs * (compiled["gemm_kernel"].metadata.shared + 1024) <= 228 * 1024, tiles

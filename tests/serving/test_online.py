@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -130,13 +130,20 @@ def make_scorer(
 
 
 def with_scorer(fused: bool, dtype: torch.dtype, work: Callable[..., Any], *arguments: Any) -> Any:
+    return with_scorers(fused, [dtype], work, *arguments)[dtype]
+
+
+def with_scorers(
+    fused: bool, dtypes: Iterable[torch.dtype], work: Callable[..., Any], *arguments: Any
+) -> dict[torch.dtype, Any]:
+    """On a rank: what ``work`` gives with a scorer of each dtype, one after the other."""
     rank = Rank.from_environment()
     device = choose_device("auto", rank)
     with process_group(rank, device):
-        result = work(make_scorer(dist.group.WORLD, fused, device, dtype), *arguments)
+        results = {dtype: work(make_scorer(dist.group.WORLD, fused, device, dtype), *arguments) for dtype in dtypes}
         if fused:
             symmetric_group(None, device).close()
-        return result
+        return results
 
 
 def scores(scorer: OnlineScorer, requests: Requests, numbers: list[int]) -> Tensor:

@@ -13,6 +13,8 @@ How it runs (Punniyamurthy et al., arXiv 2305.06942, "GEMM + All-to-All"):
   straight into the memory of its ranks;
 * ``chunks``, on GPUs, for equal blocks: the library's GEMM by chunks, which a copy engine sends,
   :mod:`~dlrm_fused.ops.gemm_all_to_all.chunks`;
+* ``library``, for equal blocks: the library's GEMM, then torch.distributed's All-to-All,
+  :mod:`~dlrm_fused.ops.gemm_all_to_all.library`;
 * on the CPU: torch's product, stored in the other process's memory.
 """
 
@@ -24,7 +26,7 @@ from dlrm_fused.ops.gemm_all_to_all.op import gemm_all_to_all as gemm_all_to_all
 from dlrm_fused.ops.gemm_all_to_all.op import routed_gemm_all_to_all as routed_gemm_all_to_all
 from dlrm_fused.ops.gemm_all_to_all.reference import reference as reference
 from dlrm_fused.ops.gemm_all_to_all.reference import routed_reference as routed_reference
+from dlrm_fused.ops.gemm_all_to_all.schedule import schedule_of as schedule_of
 from dlrm_fused.ops.gemm_all_to_all.workspace import GemmWorkspace as GemmWorkspace
-from dlrm_fused.ops.gemm_all_to_all.workspace import schedule_of as schedule_of
 
 __getattr__ = moved_names(__name__)

@@ -1,4 +1,4 @@
-"""Matrix products whose rows are stored where they belong: a persistent GEMM for Hopper GPUs, and its weight gradient.
+"""Matrix products whose rows are stored where they belong: a persistent GEMM for Hopper GPUs.
 
 Every program computes tiles of the result in turn; the tensor memory accelerator (TMA) brings the operands, and the loads of
 the next tile are under way while the last one is stored. A finished tile is stored locally, or straight into the memory of
@@ -29,11 +29,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.workspace import ReceiveWindow
-from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles, choose_tiles, weight_gradient_tiles
+from dlrm_fused.ops.gemm_all_to_all.split import Arrivals, add_up
+from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles, tiles_of_groups, tiles_of_product
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, no_channel, wait_until_all_ready
 
-# Activations of the epilogue.
-NONE, SILU, SILU_BACKWARD = 0, 1, 2
 # Of which a program finds the order.
 TILES_OF_PROGRAM = 64
 
@@ -139,8 +138,9 @@ class Epilogue(NamedTuple):
     """What is read and written beside the product, as one argument of the kernel; any tensor stands for what is not used."""
 
     scale: Any  # fp32 [G, N], with SCALED
-    out: Any  # [R, N], without SENDS, as ``other``: see :func:`grouped_gemm`
-    other: Any
+    out: Any  # [R, N], without SENDS
+    partials: Any  # fp32 [tiles, SPLITS, ROWS * COLUMNS], with more than one of SPLITS
+    arrivals: Any  # int32 [tiles, SPLITS], of even numbers before a launch and after it; as ``partials``
 
 
 @triton.jit
@@ -179,33 +179,16 @@ def halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _silu_slope(pre):
-    gate = tl.sigmoid(pre)
-    return gate * (1 + pre * (1 - gate))
-
-
-@triton.jit
 def _store_half(
-    product, scale, rows_of_out, rows_of_other, row_is_in, first_column, columns,
-    SCALED: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr,
+    product, scale, rows_of_out, row_is_in, first_column, columns,
+    SCALED: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The epilogue of half a tile.
-
-    Args:
-        rows_of_out, rows_of_other: [ROWS, 1] pointers to rows; ``other`` is of what the activation reads or writes.
-    """
+    """The epilogue of half a tile; ``rows_of_out``: [ROWS, 1] pointers to rows."""
     column = first_column + tl.arange(0, WIDTH)
     inside = row_is_in[:, None] & (column < columns)[None, :]
     if SCALED:
         product *= tl.load(scale + column, mask=column < columns, other=0.0)[None, :]
-    if ACTIVATION == 2:
-        pre = tl.load(rows_of_other + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        product *= _silu_slope(pre)
-    result = product.to(DTYPE)
-    tl.store(rows_of_out + column[None, :], result, mask=inside)
-    if ACTIVATION == 1:
-        pre = result.to(tl.float32)
-        tl.store(rows_of_other + column[None, :], (pre * tl.sigmoid(pre)).to(DTYPE), mask=inside)
+    tl.store(rows_of_out + column[None, :], product.to(DTYPE), mask=inside)
 
 
 @triton.jit(do_not_specialize=["slots", "origins_at", "first_origin", "receive_offset", "fingerprint"])
@@ -213,8 +196,8 @@ def gemm_kernel(
     x, weight, epilogue, groups, destinations, slots, origins_at, first_origin, block_rows, columns, depth, addresses,
     receive_offset, channel, fingerprint,
     GROUPED: tl.constexpr, SENDS: tl.constexpr, TELLS_ORIGIN: tl.constexpr, TRANSPOSED: tl.constexpr,
-    SCALED: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
+    SCALED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr, SPLIT_LEVELS: tl.constexpr,
 ):  # fmt: skip
     """x times weight transposed, each row stored locally or, with SENDS, where it belongs, as one epoch of a channel.
 
@@ -226,6 +209,7 @@ def gemm_kernel(
         destinations: int32 [R], rank * slots + slot or -1, with GROUPED and SENDS.
         origins_at: byte of the blocks from where an int32 for each slot gets ``first_origin`` + row of x; with TELLS_ORIGIN.
         block_rows: rows for each of the ranks, without GROUPED.
+        SPLIT_LEVELS: every tile is computed in 2^SPLIT_LEVELS pieces of K, each by a program of its own; 0 with GROUPED.
     """
     epoch = tl.zeros((), tl.int64)
     may_store = tl.full((), 1, tl.int1)
@@ -240,7 +224,12 @@ def gemm_kernel(
     band_tiles = BAND * column_tiles
     element_bytes: tl.constexpr = DTYPE.primitive_bitwidth // 8
 
-    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True):
+    steps = tl.cdiv(depth, DEPTH)
+    steps_of_piece = tl.cdiv(steps, 1 << SPLIT_LEVELS)
+    pieces = (row_tiles * column_tiles) << SPLIT_LEVELS
+
+    for number in tl.range(tl.program_id(0), pieces, tl.num_programs(0), flatten=True):
+        tile, piece = number >> SPLIT_LEVELS, number % (1 << SPLIT_LEVELS)
         first_of_band = tile // band_tiles * BAND
         band = tl.minimum(row_tiles - first_of_band, BAND)
         place = first_of_band + tile % band_tiles % band
@@ -254,7 +243,7 @@ def gemm_kernel(
             group = 0
 
         product = no_product(ROWS, COLUMNS)
-        for step in range(tl.cdiv(depth, DEPTH)):
+        for step in range(piece * steps_of_piece, tl.minimum(steps, (piece + 1) * steps_of_piece)):
             left = x.load([first_row, step * DEPTH])
             if TRANSPOSED:
                 right = weight.load([group, step * DEPTH, column_tile * COLUMNS]).reshape(DEPTH, COLUMNS)
@@ -280,56 +269,28 @@ def gemm_kernel(
                 slot = (row - peer * block_rows + channel.rank * block_rows).to(tl.int64)
                 blocks = tl.load(addresses + peer) + announced_offset(channel, peer)
             rows_of_out = (blocks + slot * row_bytes).to(tl.pointer_type(DTYPE))
-            rows_of_other = rows_of_out
         else:
             row_is_in = row < block_rows
             rows_of_out = epilogue.out + row.to(tl.int64) * columns
-            rows_of_other = epilogue.other + row.to(tl.int64) * columns
         # Rows begin at multiples of 16 bytes, and so the compiler makes wide stores.
         rows_of_out = tl.multiple_of(rows_of_out, 16)[:, None]
-        rows_of_other = tl.multiple_of(rows_of_other, 16)[:, None]
         half: tl.constexpr = COLUMNS // 2
         left_half, right_half = halves(upright(product, ROWS), ROWS, COLUMNS)
+        if SPLIT_LEVELS > 0:
+            left_half, right_half, has_sum = add_up(
+                left_half, right_half, epilogue.partials, epilogue.arrivals, tile, piece, SPLIT_LEVELS, ROWS, COLUMNS
+            )
+            row_is_in &= has_sum
         first_column = column_tile * COLUMNS
         scale_of_group = epilogue.scale + group * columns
         _store_half(
-            left_half, scale_of_group, rows_of_out, rows_of_other, row_is_in, first_column, columns, SCALED, ACTIVATION, DTYPE,
-            half,
+            left_half, scale_of_group, rows_of_out, row_is_in, first_column, columns, SCALED, DTYPE, half,
         )  # fmt: skip
         _store_half(
-            right_half, scale_of_group, rows_of_out, rows_of_other, row_is_in, first_column + half, columns, SCALED, ACTIVATION,
-            DTYPE, half,
+            right_half, scale_of_group, rows_of_out, row_is_in, first_column + half, columns, SCALED, DTYPE, half,
         )  # fmt: skip
     if SENDS:
         finish(channel, epoch)
-
-
-@triton.jit
-def weight_gradient_kernel(
-    a, b, out, bounds, factor, tile_rows, groups, a_columns, b_columns,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
-    """See :func:`grouped_weight_gradient`; descriptors with blocks [DEPTH, ROWS], [DEPTH, COLUMNS], [1, ROWS, COLUMNS / 2].
-
-    The tensor memory accelerator stores half a tile while the other half is made ready, and the next tile begins.
-    """
-    row_tiles, column_tiles = tl.cdiv(a_columns, ROWS), tl.cdiv(b_columns, COLUMNS)
-    tiles_of_group = row_tiles * column_tiles
-    for tile in tl.range(tl.program_id(0), groups * tiles_of_group, tl.num_programs(0)):
-        group = tile // tiles_of_group
-        first_row = tile % tiles_of_group % row_tiles * ROWS
-        first_column = tile % tiles_of_group // row_tiles * COLUMNS
-        begin_row = tl.load(bounds + group) * tile_rows
-        steps = (tl.load(bounds + group + 1) * tile_rows - begin_row) // DEPTH
-        product = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for step in range(steps):
-            left = a.load([begin_row + step * DEPTH, first_row])
-            right = b.load([begin_row + step * DEPTH, first_column])
-            product = tl.dot(left.T, right, product, input_precision=PRECISION)
-        half: tl.constexpr = COLUMNS // 2
-        left_half, right_half = halves(product * factor, ROWS, COLUMNS)
-        out.store([group, first_row, first_column], left_half.to(DTYPE).reshape(1, ROWS, half))
-        out.store([group, first_row, first_column + half], right_half.to(DTYPE).reshape(1, ROWS, half))
 
 
 def grouped_gemm(
@@ -339,8 +300,6 @@ def grouped_gemm(
     out: Tensor,
     *,
     weight_is_transposed: bool = False,
-    silu_out: Tensor | None = None,
-    silu_of: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> None:
     """out[rows of g] = x[rows of g] @ weight[g].T, for every group g; rows of no group are left as they are.
@@ -349,18 +308,9 @@ def grouped_gemm(
         x: [R, K], contiguous; rows begin at multiples of 16 bytes, here and in all matrices.
         weight: [G, N, K] in the dtype of x; or, if ``weight_is_transposed``, [G, K, N]: then x @ weight[g].
         out: [R, N], contiguous.
-        silu_out: [R, N]; gets silu(out).
-        silu_of: [R, N]; the product is multiplied by the derivative of silu there.
         scale: fp32 [G, N], of the output features of a weight in float8_e4m3fn.
     """
-    activation, other = NONE, out
-    if silu_out is not None:
-        activation, other = SILU, silu_out
-    elif silu_of is not None:
-        activation, other = SILU_BACKWARD, silu_of
-    _launch(
-        x, weight, out=out, other=other, groups=groups, scale=scale, is_transposed=weight_is_transposed, activation=activation
-    )
+    _launch(x, weight, out=out, groups=groups, scale=scale, is_transposed=weight_is_transposed)
 
 
 def grouped_gemm_combine(
@@ -388,22 +338,33 @@ def grouped_gemm_combine(
     )  # fmt: skip
 
 
-def gemm_combine(x: Tensor, weight: Tensor, window: ReceiveWindow, scale: Tensor | None = None) -> None:
+def gemm_combine(
+    x: Tensor, weight: Tensor, window: ReceiveWindow, scale: Tensor | None = None, arrivals: Arrivals | None = None
+) -> None:
     """x [M, K] @ weight [N, K].T; rows p * M / ranks ... are stored at rank p as block ``own rank``. One epoch: collective.
 
-    Args: as in :func:`grouped_gemm_combine`; scale: fp32 [N].
+    Args: as in :func:`grouped_gemm_combine`; scale: fp32 [N]; arrivals: as in :func:`gemm`.
     """
-    _launch(x, weight[None], scale=scale, window=window)
+    _launch(x, weight[None], scale=scale, window=window, arrivals=arrivals)
 
 
-def gemm(x: Tensor, weight: Tensor, out: Tensor, scale: Tensor | None = None, *, part_of: int | None = None) -> None:
+def gemm(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    scale: Tensor | None = None,
+    *,
+    part_of: int | None = None,
+    arrivals: Arrivals | None = None,
+) -> None:
     """out [M, N] = x [M, K] @ weight [N, K].T, by the same kernel.
 
     Args:
         scale: fp32 [N], of a weight in float8_e4m3fn.
         part_of: rows of the matrix whose part x is, if not all: products of all parts add up in the same order.
+        arrivals: counts the pieces where K is split; made for this call if there are none.
     """
-    _launch(x, weight[None], out=out, other=out, scale=scale, part_of=part_of)
+    _launch(x, weight[None], out=out, scale=scale, part_of=part_of, arrivals=arrivals)
 
 
 def _launch(
@@ -411,7 +372,6 @@ def _launch(
     weight: Tensor,
     *,
     out: Tensor | None = None,
-    other: Tensor | None = None,
     groups: Groups | None = None,
     scale: Tensor | None = None,
     destinations: Tensor | None = None,
@@ -419,47 +379,33 @@ def _launch(
     origins_at: int | None = None,
     first_origin: int = 0,
     is_transposed: bool = False,
-    activation: int = NONE,
     window: ReceiveWindow | None = None,
     part_of: int | None = None,
+    arrivals: Arrivals | None = None,
 ) -> None:
     (rows, depth), columns = x.shape, weight.shape[2 if is_transposed else 1]
-    tiles = choose_tiles(part_of or rows, columns, depth, x.element_size(), groups.tile_rows if groups else None)
+    shape = (part_of or rows, columns, depth, x.element_size())
+    tiles = tiles_of_groups(columns, x.element_size(), groups.tile_rows) if groups else tiles_of_product(*shape)
+    splits = 1 if groups else tiles.splits
     ranks = window.channel.group.world_size if window else 1
     row_tiles = rows // tiles.rows if groups else ranks * triton.cdiv(rows // ranks, tiles.rows)
+    pieces = row_tiles * triton.cdiv(columns, tiles.columns) * splits
+    partials = counts = None
+    if splits > 1:
+        partials = x.new_empty(pieces * tiles.rows * tiles.columns, dtype=torch.float32)
+        counts = (arrivals or Arrivals(x.device)).of(pieces)
     block = [1, tiles.depth, tiles.columns] if is_transposed else [1, tiles.columns, tiles.depth]
-    gemm_kernel[(programs_of(x.device, row_tiles * triton.cdiv(columns, tiles.columns), tiles),)](
+    gemm_kernel[(programs_of(x.device, pieces, tiles),)](
         TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]), TensorDescriptor.from_tensor(weight, block),
-        Epilogue(*(x if tensor is None else tensor for tensor in (scale, out, other))),
+        Epilogue(*(x if tensor is None else tensor for tensor in (scale, out, partials, counts))),
         groups.args(row_tiles) if groups else GroupArgs(x, x, row_tiles, 1),
         x if destinations is None else destinations, slots, origins_at or 0, first_origin,
         rows if groups else rows // ranks, columns, depth, window.memory.addresses if window else x,
         window.offset if window else 0, window.channel.args if window else no_channel(x), window.fingerprint if window else 0,
         GROUPED=groups is not None, SENDS=window is not None, TELLS_ORIGIN=origins_at is not None,
-        TRANSPOSED=is_transposed, SCALED=scale is not None, ACTIVATION=activation, DTYPE=TRITON_DTYPES[x.dtype],
+        TRANSPOSED=is_transposed, SCALED=scale is not None, DTYPE=TRITON_DTYPES[x.dtype],
         PRECISION=precision(x.dtype), ROWS=tiles.rows, COLUMNS=tiles.columns, DEPTH=tiles.depth, BAND=tiles.band,
-        num_warps=tiles.warps, num_stages=tiles.stages,
-    )  # fmt: skip
-
-
-def grouped_weight_gradient(a: Tensor, b: Tensor, groups: Groups, out: Tensor, factor: float = 1.0) -> None:
-    """out[g] = factor * a[rows of g].T @ b[rows of g]; zeros for groups without rows. Pads must be zeros in both.
-
-    Args:
-        a: [R, M], contiguous, as all matrices here.
-        b: [R, N], in the dtype of a.
-        out: [G, M, N].
-    """
-    (count, rows, columns), element_size = out.shape, a.element_size()
-    tiles = weight_gradient_tiles(element_size)
-    depth = min(tiles.depth, groups.tile_rows)
-    programs = programs_of(a.device, count * triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns), tiles)
-    weight_gradient_kernel[(programs,)](
-        TensorDescriptor.from_tensor(a, [depth, tiles.rows]), TensorDescriptor.from_tensor(b, [depth, tiles.columns]),
-        TensorDescriptor.from_tensor(out, [1, tiles.rows, tiles.columns // 2]),
-        groups.bounds, factor, groups.tile_rows, count, rows, columns,
-        DTYPE=TRITON_DTYPES[out.dtype], PRECISION=precision(a.dtype), ROWS=tiles.rows, COLUMNS=tiles.columns,
-        DEPTH=depth, num_warps=tiles.warps, num_stages=tiles.stages,
+        SPLIT_LEVELS=splits.bit_length() - 1, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
 

@@ -20,15 +20,16 @@ from dlrm_fused.ops.gemm_all_to_all.kernel import (
     gemm_combine,
     grouped_gemm,
     grouped_gemm_combine,
-    grouped_weight_gradient,
 )
-from dlrm_fused.ops.gemm_all_to_all.workspace import ROW_BYTES, GemmWorkspace, schedule_of
+from dlrm_fused.ops.gemm_all_to_all.library import multiply_and_exchange
+from dlrm_fused.ops.gemm_all_to_all.schedule import AUTO, CHUNKS, KERNEL, LIBRARY, SCHEDULES, choose_schedule, has_library
+from dlrm_fused.ops.gemm_all_to_all.weight_gradient import grouped_weight_gradient
+from dlrm_fused.ops.gemm_all_to_all.workspace import ROW_BYTES, GemmWorkspace
 from dlrm_fused.symmetric import abort_peers_on_error
 from dlrm_fused.symmetric.device import uses_kernels
 from dlrm_fused.symmetric.hosts import Hosts
 
 FP8 = torch.float8_e4m3fn
-SCHEDULES = ("auto", "kernel", "chunks")
 
 
 def gemm_all_to_all(
@@ -43,8 +44,8 @@ def gemm_all_to_all(
             equal on all ranks. Rows of x, weight and result are multiples of 16 bytes.
         weight: [N, K], contiguous, in the workspace's dtype; or float8_e4m3fn, which has no gradient.
         scale: fp32 [N], of the weight's rows; for float8 weights, which need it.
-        schedule: ``kernel``, ``chunks``, or ``auto``, which takes what :func:`schedule_of` says. Without a GPU, and between
-            hosts, all are one.
+        schedule: ``kernel``, ``chunks``, ``library``, or ``auto``, which takes the fastest: from a table, or measured here by
+            the first call with a shape. Without a GPU, and between hosts, all but ``library`` are one.
 
     Returns:
         [M, N] in the workspace's dtype.
@@ -114,8 +115,12 @@ def _check_equal_blocks(workspace: GemmWorkspace, x: Tensor, weight: Tensor, sca
     name, ranks = workspace.name, workspace.world_size
     if schedule not in SCHEDULES:
         raise UsageError(f"{name}: schedule={schedule}; allowed: {', '.join(SCHEDULES)}")
-    if schedule == "chunks" and scale is not None:
-        raise UsageError(f"{name}: schedule=chunks: the library has no product with float8 weights and scales; allowed: kernel")
+    if schedule in (CHUNKS, LIBRARY) and scale is not None:
+        raise UsageError(
+            f"{name}: schedule={schedule}: the library has no product with float8 weights and scales; allowed: auto, kernel"
+        )
+    if schedule == LIBRARY and not has_library(workspace):
+        raise UsageError(f"{name}: schedule=library: the process group has no NCCL; allowed: auto, kernel, chunks")
     _check_matrices(workspace, x, weight, 2, scale)
     if x.shape[0] % ranks or not x.shape[0]:
         raise UsageError(f"{name}: x has {x.shape[0]} rows; needed: a positive multiple of the {ranks} ranks")
@@ -171,20 +176,28 @@ def _check_matrices(workspace: GemmWorkspace, x: Tensor, weight: Tensor, weight_
 
 
 def _send_equal_blocks(workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: Tensor | None, schedule: str) -> Tensor:
-    (rows, depth), columns, blocks = x.shape, weight.shape[0], workspace.results
-    if schedule == "auto":
-        is_kernel = scale is not None or workspace.group.hosts.are_many
-        schedule = "kernel" if is_kernel else schedule_of(workspace, rows, columns, depth)
-        workspace.log_schedule(schedule, rows, columns, depth)
+    if schedule == AUTO:
+        if scale is not None or workspace.group.hosts.are_many:
+            schedule = KERNEL
+        else:
+            shape = (x.shape[0], weight.shape[0], weight.shape[1])
+            schedule = choose_schedule(workspace, shape, lambda name: _send_by(name, workspace, x, weight, None))
+    return _send_by(schedule, workspace, x, weight, scale)
+
+
+def _send_by(schedule: str, workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+    rows, columns, blocks, hosts = x.shape[0], weight.shape[0], workspace.results, workspace.group.hosts
     call, with_kernels = (rows, columns, scale is None, schedule), uses_kernels(workspace.device)
-    if schedule == "chunks" and with_kernels and not workspace.group.hosts.are_many:
+    if schedule == LIBRARY:
+        return multiply_and_exchange(x, weight, workspace.channel, workspace.stream, fingerprint_of(*call))
+    if schedule == CHUNKS and with_kernels and not hosts.are_many:
         return multiply_and_send_chunks(x, weight, blocks, workspace.channel, workspace.stream, fingerprint_of(*call))
     block = blocks.receive((workspace.result_bytes,), torch.uint8)
     window = workspace.window(blocks, block, *call)
-    if workspace.group.hosts.are_many:
+    if hosts.are_many:
         _multiply_and_exchange(workspace, x, weight, scale, window)
     elif with_kernels:
-        gemm_combine(x, weight, window, scale)
+        gemm_combine(x, weight, window, scale, workspace.arrivals)
     else:
         scatter_rows(_product(x, weight, scale), _destinations(workspace, rows), window, rows_per_rank=rows)
     return workspace.rows_of(blocks.to_hold(block), rows, columns)

@@ -1,14 +1,15 @@
-"""Tile shapes of the GEMM kernels, and the schedule of GEMM + All-to-All, by the shape of the product.
-
-Shapes that are not in the table of measurements get what the rules below say.
-"""
+"""Tile shapes of the GEMM kernels, by the shape of the product: as measured.py says, or else by the rules below."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from dlrm_fused.ops.gemm_all_to_all.measured import TILES
+
 # Multiprocessors of an H100 or H200.
-_MULTIPROCESSORS = 132
+_MULTIPROCESSORS, _NEARLY_ALL = 132, 120
+# Of K, for a piece to be worth its sum.
+_LEAST_DEPTH_OF_PIECE = 2048
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Tiles:
         band: rows of tiles that are computed column by column, for the L2 cache.
         warps, stages: of a program; steps whose loads are on their way.
         programs: on a multiprocessor.
+        splits: pieces of K, each computed by a program of its own, a power of two.
     """
 
     rows: int
@@ -30,19 +32,14 @@ class Tiles:
     warps: int
     stages: int
     programs: int
+    splits: int = 1
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What GEMM + All-to-All does for a shape: ``kernel`` or ``chunks``, and the tiles of the kernel."""
-
-    schedule: str
-    tiles: Tiles
-
-
-# By rows, columns and K of one rank, and bytes of an element, as benchmarks/gemm_all_to_all/tune.py --table prints it. Nothing
-# has been measured yet.
-_MEASURED: dict[tuple[int, int, int, int], Choice] = {}
+# For products of 16 bits with few tiles, by the most pieces of K; the larger first.
+_SMALL = {
+    2: Tiles(rows=64, columns=128, depth=128, band=4, warps=4, stages=4, programs=1),
+    8: Tiles(rows=64, columns=64, depth=128, band=4, warps=4, stages=5, programs=1),
+}
 _override: Tiles | None = None
 
 
@@ -52,29 +49,18 @@ def override(tiles: Tiles | None) -> None:
     _override = tiles
 
 
-def choose_tiles(rows: int, columns: int, depth: int, element_size: int, tile_rows: int | None = None) -> Tiles:
-    """The tiles for a product [rows, K] x [N, K]^T.
-
-    Args:
-        element_size: bytes of an element of x.
-        tile_rows: of a tile, where the layout of the rows prescribes it.
-    """
-    tiles = _override
-    if tiles is None:
-        measured = _MEASURED.get((rows, columns, depth, element_size))
-        tiles = measured.tiles if measured else _by_rule(rows, columns, element_size)
-    if tile_rows is None or tile_rows == tiles.rows:
-        return tiles
-    if _override is not None:
-        return replace(tiles, rows=tile_rows)
-    return grouped_tiles(tile_rows, columns, element_size)
-
-
-def grouped_tiles(tile_rows: int, columns: int, element_size: int) -> Tiles:
+def tiles_of_groups(columns: int, element_size: int, tile_rows: int) -> Tiles:
     """The tiles for rows in groups, whose weights are read again for every tile of rows.
 
     A tile of few rows is done before the loads of the next have come: two programs of a multiprocessor cover for each other.
+
+    Args:
+        columns: of the result.
+        element_size: bytes of an element of x.
+        tile_rows: of a tile, which the layout of the rows prescribes.
     """
+    if _override:
+        return replace(_override, rows=tile_rows)
     depth, is_wide = 128 // element_size, columns > 128 and element_size < 4
     if tile_rows >= 128:
         return Tiles(tile_rows, 256 if is_wide else 128, depth, band=8, warps=8, stages=3, programs=1)
@@ -84,7 +70,7 @@ def grouped_tiles(tile_rows: int, columns: int, element_size: int) -> Tiles:
 def weight_gradient_tiles(element_size: int) -> Tiles:
     """Of the gradient of a group's weight. Where groups have few rows, writing it takes longest: one program stores, while
     another computes."""
-    if _override is not None:
+    if _override:
         return _override
     depth = 128 // element_size
     if element_size < 4:
@@ -92,15 +78,36 @@ def weight_gradient_tiles(element_size: int) -> Tiles:
     return Tiles(128, 128, depth, band=1, warps=8, stages=3, programs=1)
 
 
-def choose_schedule(rows: int, columns: int, depth: int, element_size: int) -> str:
-    """``kernel`` or ``chunks``."""
-    measured = _MEASURED.get((rows, columns, depth, element_size))
-    return measured.schedule if measured else "kernel"
+def tiles_of_product(rows: int, columns: int, depth: int, element_size: int) -> Tiles:
+    """The tiles for one product [rows, K] x [N, K]^T; ``element_size``: bytes of an element of x."""
+    if _override:
+        return _override
+    measured = TILES.get((rows, columns, depth, element_size))
+    return Tiles(*measured) if measured else _by_rule(rows, columns, depth, element_size)
 
 
-def _by_rule(rows: int, columns: int, element_size: int) -> Tiles:
-    """The widest tiles of which there are at least as many as multiprocessors; 128 bytes of K a step."""
+def _widest(rows: int, columns: int, element_size: int, least: int) -> Tiles:
+    """The widest tiles of which there are so many at least; 128 bytes of K a step."""
     depth = 128 // element_size
-    if (rows // 128) * (columns // 256) >= _MULTIPROCESSORS and element_size < 4:
+    if (rows // 128) * (columns // 256) >= least and element_size < 4:
         return Tiles(rows=128, columns=256, depth=depth, band=8, warps=8, stages=3, programs=1)
     return Tiles(rows=128, columns=128, depth=depth, band=8, warps=4 if element_size < 4 else 8, stages=3, programs=1)
+
+
+def _by_rule(rows: int, columns: int, depth: int, element_size: int) -> Tiles:
+    """Wide tiles, if they occupy nearly all multiprocessors; small ones, or pieces of K, if others leave half of those idle."""
+    tiles = _widest(rows, columns, element_size, _NEARLY_ALL)
+    if element_size == 4 or 2 * _count(rows, columns, tiles) > _MULTIPROCESSORS:
+        return tiles
+    for most, tiles in _SMALL.items():
+        count, splits = _count(rows, columns, tiles), 1
+        while splits < most and 2 * splits * count <= _MULTIPROCESSORS and depth >= 2 * splits * _LEAST_DEPTH_OF_PIECE:
+            splits *= 2
+        tiles = replace(tiles, splits=splits)
+        if splits * count >= _NEARLY_ALL:
+            break
+    return tiles
+
+
+def _count(rows: int, columns: int, tiles: Tiles) -> int:
+    return -(-rows // tiles.rows) * -(-columns // tiles.columns)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.workspace import Workspace, check_counts, check_dtype
-from dlrm_fused.ops.gemm_all_to_all.tuning import choose_schedule
+from dlrm_fused.ops.gemm_all_to_all.split import Arrivals
 from dlrm_fused.symmetric import BlockPool, SymmetricGroup
 
 logger = logging.getLogger("dlrm_fused")
@@ -32,6 +32,7 @@ class GemmWorkspace(Workspace):
         max_columns: int,
         dtype: torch.dtype,
         timeout_seconds: float = 600.0,
+        measures_schedules: bool = True,
     ) -> None:
         """Collective.
 
@@ -41,6 +42,7 @@ class GemmWorkspace(Workspace):
             max_columns: the largest N. Memory for three results is allocated here: two that callers may hold, and one more;
                 a caller who holds more than two gets copies.
             dtype: float32, bfloat16 or float16.
+            measures_schedules: whether ``auto`` may measure a shape that it meets for the first time, on GPUs.
 
         Raises:
             UsageError: on all ranks, if an argument is wrong on one of them, or they differ.
@@ -52,7 +54,8 @@ class GemmWorkspace(Workspace):
             most = _MAX_ROWS_OF_ALL_RANKS // group.world_size
             if max_rows > most:
                 raise UsageError(f"{name}: max_rows={max_rows}; allowed with {group.world_size} ranks: at most {most}")
-            return {"name": name, "max_rows": max_rows, "max_columns": max_columns, "dtype": dtype}
+            sizes = {"max_rows": max_rows, "max_columns": max_columns}
+            return {"name": name, **sizes, "dtype": dtype, "measures_schedules": measures_schedules}
 
         super().__init__(group, name, check, timeout_seconds=timeout_seconds)
         self.max_rows, self.max_columns, self.dtype = max_rows, max_columns, dtype
@@ -62,13 +65,19 @@ class GemmWorkspace(Workspace):
         self.results = BlockPool.with_spare(group, f"{name}.results", self.result_bytes, _HELD_RESULTS)
         # Beside the stream of the products.
         self.stream = torch.cuda.Stream(group.device, priority=-1) if group.device.type == "cuda" else None
-        self._logged_shapes: set[tuple[int, int, int]] = set()
+        self.arrivals = Arrivals(group.device)
+        # What auto has measured, by rows, columns and K.
+        self.measures_schedules = measures_schedules
+        self.schedules: dict[tuple[int, int, int], str] = {}
+        self._logged: set[tuple[str, int, int, int]] = set()
 
-    def log_schedule(self, schedule: str, rows: int, columns: int, depth: int) -> None:
+    def log_schedule(self, schedule: str, rows: int, columns: int, depth: int, why: str) -> None:
         """Log what ``auto`` takes, once for each shape, on rank 0."""
-        if self.group.rank == 0 and (rows, columns, depth) not in self._logged_shapes:
-            self._logged_shapes.add((rows, columns, depth))
-            logger.info("%s: schedule %s for x [%d, %d] and weight [%d, %d]", self.name, schedule, rows, depth, columns, depth)
+        choice = (schedule, rows, columns, depth)
+        if self.group.rank == 0 and choice not in self._logged:
+            self._logged.add(choice)
+            what = f"x [{rows}, {depth}] and weight [{columns}, {depth}]"
+            logger.info("%s: schedule %s for %s (%s)", self.name, schedule, what, why)
 
     def rows_of(self, block: Tensor, rows: int, columns: int) -> Tensor:
         """[rows, columns]: the result in a block."""
@@ -77,8 +86,3 @@ class GemmWorkspace(Workspace):
     def origins_of(self, block: Tensor, rows: int) -> Tensor:
         """int32 [rows]: where the rows of a result came from, rank * max_rows + row of x; -1 for nowhere."""
         return block[self.origins_at : self.origins_at + 4 * rows].view(torch.int32)
-
-
-def schedule_of(workspace: GemmWorkspace, rows: int, columns: int, depth: int) -> str:
-    """What ``auto`` takes for x [rows, depth] and weight [columns, depth]: ``kernel`` or ``chunks``."""
-    return choose_schedule(rows, columns, depth, workspace.dtype.itemsize)

@@ -19,8 +19,9 @@ from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.symmetric import BlockPool, Channel, SymmetricGroup
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, peer_pointer, wait_until_all_ready
 
-# Elements of a chunk's result at least, and chunks at most: smaller products do not fill a GPU.
-_CHUNK_ELEMENTS = 4 << 20
+# Elements of a chunk's result at least, and chunks at most: smaller products do not fill a GPU, and a chunk takes the host a
+# tenth of a millisecond.
+_CHUNK_ELEMENTS = 8 << 20
 _MAX_CHUNKS = 4
 # Elements of a program's block, and programs.
 _BLOCK = 4096
@@ -81,12 +82,14 @@ class ChunkedSum:
         rows, columns = x.shape[0], weight.shape[0]
         parts = self._parts.local.view(self._dtype)[: rows * columns].view(rows, columns)
         result = self._results.receive((rows, columns), self._dtype)
-        main = torch.cuda.current_stream(self._group.device) if self._stream else None
-        for first, last in _chunks(rows, columns):
+        chunks = _chunks(rows, columns)
+        beside = self._stream if len(chunks) > 1 else None
+        main = torch.cuda.current_stream(self._group.device) if beside else None
+        for first, last in chunks:
             torch.mm(x[first:last], weight.T, out=parts[first:last])
-            if self._stream and main:
-                self._stream.wait_stream(main)
-            with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+            if beside and main:
+                beside.wait_stream(main)
+            with torch.cuda.stream(beside) if beside else nullcontext():
                 elements = (last - first) * columns
                 sum_chunk_kernel[(min(triton.cdiv(elements, _BLOCK * self._group.world_size), _PROGRAMS),)](
                     self._parts.addresses, self._results.memory.addresses, result if bias is None else bias,
@@ -95,8 +98,8 @@ class ChunkedSum:
                     HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, DTYPE=TRITON_DTYPES[self._dtype],
                     VECTOR=8 if columns % 8 == 0 else 1, BLOCK=_BLOCK, num_warps=8,
                 )  # fmt: skip
-        if self._stream and main:
-            main.wait_stream(self._stream)
+        if beside and main:
+            main.wait_stream(beside)
         return self._results.to_hold(result)
 
 

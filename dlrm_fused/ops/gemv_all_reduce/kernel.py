@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dlrm_fused.ops.common.early_start import wait_for_earlier_kernels
 from dlrm_fused.symmetric.device import (
     ARRIVAL,
     EPOCH,
@@ -46,7 +47,6 @@ class ReceiveBuffer(NamedTuple):
     * ``parts_at`` m * n partial results of each rank;
     * ``sums_at`` the sums of others (TWO_SHOT);
     * ``flags_at`` the flags of tiles (FLAGGED): of partial results by rank, then of sums;
-    * ``splits_at`` slots for the splits of K but the last;
     * the end the handshake, a word for each rank.
 
     What is tagged and what is not lie at different places: a value could look like a tag.
@@ -58,7 +58,17 @@ class ReceiveBuffer(NamedTuple):
     parts_at: Any
     sums_at: Any
     flags_at: Any
-    splits_at: Any
+
+
+class SplitBuffer(NamedTuple):
+    """Memory of this rank alone, through which the programs of a tile hand their parts of the sum to the last of them.
+
+    A launch ends before the next one of its stream writes here again.
+    """
+
+    words: Any  # int64 [splits, m * n]: values with tags, for few rows
+    parts: Any  # fp32 [splits, tiles, COLUMNS * ROWS]: values as they are, each tile with a flag, for more rows
+    flags: Any  # int64 [splits, tiles]
 
 
 @triton.jit
@@ -127,18 +137,24 @@ def _receive(channel, places, inside, tag, epoch, peer):
 
 
 @triton.jit
-def _receive_tile(channel, flag, places, inside, tag, epoch, peer):
-    """The values at ``places``, as soon as their flag is of this call: data that a fence precedes."""
-    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+def _wait_for_flag(channel, flag, tag, epoch, peer, SCOPE: tl.constexpr):
+    """Wait until a flag is of this call; what was stored before it was set may be read then, if volatile."""
+    seen = tl.atomic_add(flag, 0, sem="acquire", scope=SCOPE)
     polls = tl.zeros((), tl.int64)
     while (seen != tag) & (polls < channel.poll_limit):
-        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+        seen = tl.atomic_add(flag, 0, sem="acquire", scope=SCOPE)
         polls += 1
         if polls % _STOP_CHECK == 0:
             polls = tl.where(must_stop(channel), channel.poll_limit, polls)
     if seen != tag:
         report_fault(channel, fault_kind(channel), peer, epoch, ARRIVAL)
     tl.debug_barrier()
+
+
+@triton.jit
+def _receive_tile(channel, flag, places, inside, tag, epoch, peer):
+    """The values at ``places``, as soon as their flag is of this call: data that a fence precedes."""
+    _wait_for_flag(channel, flag, tag, epoch, peer, "sys")
     return tl.load(places, mask=inside, other=0.0, volatile=True)
 
 
@@ -203,14 +219,37 @@ def _multiply(
 
 
 @triton.jit
-def _add_splits(channel, partial, splits, places, slot_words, receive_buffer, inside, tag, epoch, SPLITS: tl.constexpr):
-    """The sum over the splits of K, whose other programs have left their parts in this rank's own receive buffer."""
-    total = tl.zeros_like(partial)
+def _leave_part(
+    product, split_buffer, tile, tiles, split, places, slot_words, inside, tag,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TAGGED_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Store this split's part of a tile, [COLUMNS, ROWS], where the program of the last split reads it."""
+    if TAGGED_SPLITS:
+        tl.store(split_buffer.words + split * slot_words + places, _pack(tl.trans(product), tag), mask=inside)
+    else:
+        element = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        tl.store(split_buffer.parts + (split * tiles + tile) * COLUMNS * ROWS + element, product)
+        tl.debug_barrier()
+        tl.atomic_xchg(split_buffer.flags + split * tiles + tile, tag, sem="release", scope="gpu")
+
+
+@triton.jit
+def _add_parts(
+    channel, product, split_buffer, tile, tiles, places, slot_words, inside, tag, epoch,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, TAGGED_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """The last split's part of a tile plus those that the others leave, in their order: [ROWS, COLUMNS]."""
     here = tl.full((), channel.rank, tl.int64)
+    if TAGGED_SPLITS:
+        total = tl.trans(product)
+        for split in tl.static_range(SPLITS - 1):
+            total += _unpack(_receive(channel, split_buffer.words + split * slot_words + places, inside, tag, epoch, here))
+        return total
+    element = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
     for split in tl.static_range(SPLITS - 1):
-        slot = receive_buffer + splits + split * slot_words + places
-        total += _unpack(_receive(channel, slot, inside, tag, epoch, here))
-    return total + partial
+        _wait_for_flag(channel, split_buffer.flags + split * tiles + tile, tag, epoch, here, "gpu")
+        product += tl.load(split_buffer.parts + (split * tiles + tile) * COLUMNS * ROWS + element, volatile=True)
+    return tl.trans(product)
 
 
 @triton.jit
@@ -296,11 +335,11 @@ def _complete(channel, epoch):
 
 @triton.jit(do_not_specialize=["fingerprint", "m"])
 def gemv_all_reduce_kernel(
-    x, weight, bias, residual, norm_weight, out, normed, squares, buffer, channel, fingerprint, m, n, k, x_stride,
-    weight_stride, norm_eps,
+    x, weight, bias, residual, norm_weight, out, normed, squares, buffer, split_buffer, channel, fingerprint, m, n, k,
+    x_stride, weight_stride, norm_eps,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr, TILES: tl.constexpr,
-    EVEN: tl.constexpr, TWO_SHOT: tl.constexpr, FLAGGED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr,
+    EVEN: tl.constexpr, TAGGED_SPLITS: tl.constexpr, TWO_SHOT: tl.constexpr, FLAGGED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [m, n] = sum over ranks of x [m, k] times weight [n, k] transposed, + bias + residual; its RMSNorm in ``normed``.
 
@@ -310,10 +349,15 @@ def gemv_all_reduce_kernel(
     Args:
         fingerprint: 31 bits.
         buffer: :class:`ReceiveBuffer`.
+        split_buffer: :class:`SplitBuffer`.
         squares: fp32 [tiles, ROWS], scratch.
         ROWS: power of two, at least m.
         TILES: power of two, at least the number of tiles; with a norm only.
+        TAGGED_SPLITS: parts of splits are handed on as words with tags.
+        STARTS_EARLY: launched by programmatic dependent launch: see :mod:`~dlrm_fused.ops.common.early_start`.
     """
+    if STARTS_EARLY:
+        wait_for_earlier_kernels()
     tile, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
     tiles = tl.num_programs(0) // SPLITS
     epoch = tl.load(channel.state + EPOCH) + 1
@@ -325,19 +369,22 @@ def gemv_all_reduce_kernel(
         _send_handshake(channel, fingerprint, handshake, receive_addresses, tag)
 
     product = _multiply(x, weight, m, n, k, x_stride, weight_stride, tile, split, ROWS, COLUMNS, DEPTH, SPLITS, EVEN)
-    partial = tl.trans(product)
     row = tl.arange(0, ROWS)
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < m)[:, None] & (column < n)[None, :]
     places = row[:, None].to(tl.int64) * n + column[None, :]
     parts, first_flag = half + buffer.parts_at, half + buffer.flags_at + tile
     slot_words = n.to(tl.int64) * m
-    splits = half + buffer.splits_at
 
     if split < SPLITS - 1:
-        tl.store(receive_buffer + splits + split * slot_words + places, _pack(partial, tag), mask=inside)
+        _leave_part(
+            product, split_buffer, tile, tiles, split, places, slot_words, inside, tag, ROWS, COLUMNS, TAGGED_SPLITS
+        )  # fmt: skip
     else:
-        partial = _add_splits(channel, partial, splits, places, slot_words, receive_buffer, inside, tag, epoch, SPLITS)
+        partial = _add_parts(
+            channel, product, split_buffer, tile, tiles, places, slot_words, inside, tag, epoch, ROWS, COLUMNS, SPLITS,
+            TAGGED_SPLITS,
+        )  # fmt: skip
         _send_partial(
             channel, partial, parts, places + channel.rank * slot_words, inside, tag, tile,
             first_flag + channel.rank * tiles, receive_addresses, TWO_SHOT, FLAGGED,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,9 +9,10 @@ import triton
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
+from dlrm_fused.ops.common.early_start import launch_options, starts_early
 from dlrm_fused.ops.common.workspace import check_tensor, fingerprint_of
 from dlrm_fused.ops.gemv_all_reduce.kernel import gemv_all_reduce_kernel
-from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_ROWS, SPLIT_SLOTS, Blocks, choose_blocks
+from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_ROWS, TAGGED_SPLIT_ROWS, Blocks, choose_blocks, padded
 from dlrm_fused.ops.gemv_all_reduce.workspace import GemvWorkspace
 from dlrm_fused.symmetric import abort_peers_on_error
 
@@ -49,7 +49,16 @@ def gemv_all_reduce(
             behind the host, from a later call or ``workspace.raise_fault()``.
     """
     out, normed = torch.ops.dlrm_fused.gemv_all_reduce(x, weight, bias, residual, norm_weight, norm_eps, workspace.handle)
-    return out, None if norm_weight is None else normed
+    if norm_weight is None:
+        return out, None
+    if not _norm_is_in_kernel(workspace, x):
+        normed = torch.nn.functional.rms_norm(out, out.shape[-1:], norm_weight, norm_eps)
+    return out, normed
+
+
+def _norm_is_in_kernel(workspace: GemvWorkspace, x: Tensor) -> bool:
+    """Or else it follows the operator, as torch's own, whose backward pass is one kernel."""
+    return workspace.sums_by_kernel and x.shape[0] <= MAX_ROWS
 
 
 torch.library.define(
@@ -59,7 +68,7 @@ torch.library.define(
 )
 
 
-class _Inputs(NamedTuple):
+class Inputs(NamedTuple):
     """As :func:`gemv_all_reduce` takes them."""
 
     x: Tensor
@@ -77,23 +86,21 @@ class _Inputs(NamedTuple):
 
 @torch.library.impl("dlrm_fused::gemv_all_reduce", ["cpu", "cuda"])
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    inputs, workspace = _Inputs(*arguments[:-1]), GemvWorkspace.of(arguments[-1])
+    inputs, workspace = Inputs(*arguments[:-1]), GemvWorkspace.of(arguments[-1])
     workspace.raise_fault()
     with abort_peers_on_error(workspace.channel):
         _check_inputs(workspace, inputs)
     if not workspace.sums_by_kernel:
         out = _sum_over_hosts(workspace, inputs)
     elif len(inputs.x) <= MAX_ROWS:
-        return _run_kernel(workspace, inputs)
+        return run_kernel(workspace, inputs)
     else:
         assert workspace.chunks is not None
         out = workspace.chunks.product(inputs.x, inputs.weight, inputs.bias, inputs.residual, inputs.fingerprint())
-    if inputs.norm_weight is None:
-        return out, out.new_empty(0)
-    return out, torch.nn.functional.rms_norm(out, (out.shape[1],), inputs.norm_weight, inputs.norm_eps)
+    return out, out.new_empty(0)
 
 
-def _check_inputs(workspace: GemvWorkspace, inputs: _Inputs) -> None:
+def _check_inputs(workspace: GemvWorkspace, inputs: Inputs) -> None:
     x, weight, name = inputs.x, inputs.weight, workspace.name
     for key, matrix in (("x", x), ("weight", weight)):
         if matrix.dim() != 2 or 0 in matrix.shape or matrix.stride(1) != 1:
@@ -115,28 +122,30 @@ def _check_inputs(workspace: GemvWorkspace, inputs: _Inputs) -> None:
             check_tensor(workspace, key, tensor, workspace.dtype, shape)
 
 
-def _run_kernel(workspace: GemvWorkspace, inputs: _Inputs) -> tuple[Tensor, Tensor]:
+def run_kernel(workspace: GemvWorkspace, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """The operator for up to 64 rows, without checks: the sum, and its norm, which is empty without ``norm_weight``."""
     x, weight, bias, residual, norm_weight, norm_eps = inputs
     (rows, depth), columns, has_norm = x.shape, weight.shape[0], norm_weight is not None
     blocks = choose_blocks(rows, columns, depth, workspace.world_size, x.element_size(), with_norm=has_norm)
-    blocks = replace(blocks, splits=min(blocks.splits, 1 + SPLIT_SLOTS * workspace.slot_words // (rows * columns)))
     tiles = triton.cdiv(columns, blocks.columns)
+    early = starts_early(x.device, tiles * blocks.splits)
     out = x.new_empty(rows, columns)
     normed = torch.empty_like(out) if has_norm else out.new_empty(0)
     gemv_all_reduce_kernel[(tiles * blocks.splits,)](
         x, weight, out if bias is None else bias, out if residual is None else residual,
         norm_weight if has_norm else out, out, normed, workspace.squares, workspace.buffer_args(flagged=blocks.flagged),
-        workspace.kernel_args, inputs.fingerprint(blocks), rows, columns, depth, x.stride(0), weight.stride(0),
-        norm_eps,
-        ROWS=max(16, triton.next_power_of_2(rows)), COLUMNS=blocks.columns, DEPTH=blocks.depth, SPLITS=blocks.splits,
+        workspace.split_buffer, workspace.kernel_args, inputs.fingerprint(blocks), rows, columns, depth, x.stride(0),
+        weight.stride(0), norm_eps,
+        ROWS=padded(rows), COLUMNS=blocks.columns, DEPTH=blocks.depth, SPLITS=blocks.splits,
         TILES=triton.next_power_of_2(tiles) if has_norm else 1, EVEN=depth % (blocks.depth * blocks.splits) == 0,
-        TWO_SHOT=blocks.two_shot, FLAGGED=blocks.flagged, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-        HAS_NORM=has_norm, num_warps=blocks.warps, num_stages=blocks.stages,
+        TAGGED_SPLITS=rows <= TAGGED_SPLIT_ROWS, TWO_SHOT=blocks.two_shot, FLAGGED=blocks.flagged,
+        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, HAS_NORM=has_norm, STARTS_EARLY=early,
+        num_warps=blocks.warps, num_stages=blocks.stages, **launch_options(early),
     )  # fmt: skip
     return out, normed
 
 
-def _sum_over_hosts(workspace: GemvWorkspace, inputs: _Inputs) -> Tensor:
+def _sum_over_hosts(workspace: GemvWorkspace, inputs: Inputs) -> Tensor:
     """The sum between processes on the CPU, and between the ranks of several hosts."""
     total = torch.nn.functional.linear(inputs.x.float(), inputs.weight.float())
     workspace.sums.sum(total, inputs.fingerprint())
@@ -149,11 +158,14 @@ def _sum_over_hosts(workspace: GemvWorkspace, inputs: _Inputs) -> Tensor:
 @torch.library.register_fake("dlrm_fused::gemv_all_reduce")
 def _fake_forward(x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     out = x.new_empty(x.shape[0], weight.shape[0])
-    return out, x.new_empty(0) if _Inputs(x, weight, *others[:-1]).norm_weight is None else torch.empty_like(out)
+    has_norm = Inputs(x, weight, *others[:-1]).norm_weight is not None
+    return out, torch.empty_like(out) if has_norm and _norm_is_in_kernel(GemvWorkspace.of(others[-1]), x) else x.new_empty(0)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, bias, residual, norm_weight, ctx.norm_eps, _ = inputs
+    x, weight, bias, residual, norm_weight, ctx.norm_eps, handle = inputs
+    if not _norm_is_in_kernel(GemvWorkspace.of(handle), x):
+        norm_weight = None
     ctx.has_bias, ctx.has_residual = bias is not None, residual is not None
     ctx.save_for_backward(x, weight, norm_weight, None if norm_weight is None else output[0])
 

@@ -10,16 +10,22 @@ from dataclasses import dataclass, replace
 
 # Rows of x that the kernel for few rows takes.
 MAX_ROWS = 64
-# Columns of a tile at least.
-MIN_COLUMNS = 16
-# Parts of splits that the receive buffer has room for, in results of the largest product.
-SPLIT_SLOTS = 3
+# Columns of a tile at least and at most.
+MIN_COLUMNS, MAX_COLUMNS = 16, 256
+# Programs that share a tile at most; with more, their sum takes longer than they save.
+MAX_SPLITS = 4
+# Rows up to which they hand their parts on as words with tags; with more, a fence takes less time than twice the bytes.
+TAGGED_SPLIT_ROWS = 4
 # Programs of a launch at most where all of them wait for each other: one for each multiprocessor of an H100 or H200.
 RESIDENT_PROGRAMS = 132
+# So many of them, or more, are as good as all.
+ENOUGH_PROGRAMS = 118
 # Partial results, rows * columns, above which they are added up at one rank instead of at every rank.
 ONE_SHOT_WORDS = 32_768
-STAGE_BYTES = 96 * 1024
-MIN_DEPTH_OF_SPLIT = 256
+# Of loads on their way, for up to 16 rows and for more. With the first, two programs have room on a multiprocessor: of one
+# launch, and of the next, which starts early.
+STAGE_BYTES, STAGE_BYTES_OF_MANY_ROWS = 104 * 1024, 160 * 1024
+MIN_DEPTH_OF_SPLIT = 512
 
 
 @dataclass(frozen=True)
@@ -45,8 +51,8 @@ class Blocks:
     flagged: bool
 
 
-# By rows, columns, and K of one rank, as benchmarks/gemv_all_reduce/tune.py --table prints it. Nothing has been measured
-# yet.
+# By rows, columns, and K of one rank, as benchmarks/gemv_all_reduce/tune.py --table prints it. No shape is known to need
+# other blocks than the rule's.
 _MEASURED: dict[tuple[int, int, int], Blocks] = {}
 _override: Blocks | None = None
 
@@ -84,18 +90,36 @@ def _measured(rows: int, columns: int, depth: int) -> Blocks | None:
 
 
 def _by_rule(rows: int, columns: int, depth: int, element_size: int) -> Blocks:
-    # Every tile reads all of x: with many rows, wide tiles and more splits read less.
-    if rows > 16:
-        tile = min(128, max(MIN_COLUMNS, 1 << max(1, columns // 32).bit_length() - 1))
-    else:
-        tile = next((width for width in (128, 64, 32) if columns // width >= 96), MIN_COLUMNS)
-    tiles = -(-columns // tile)
-    splits = max(1, min(8, round(RESIDENT_PROGRAMS / tiles), depth // MIN_DEPTH_OF_SPLIT))
-    step = 128 if tile <= 64 else 64
-    stages = max(2, min(5, STAGE_BYTES // (element_size * step * (tile + padded(rows)))))
+    tile, splits = _tile_and_splits(columns, depth)
+    step = 128 if tile <= 64 and rows <= 16 else 64
     two_shot = rows * columns > ONE_SHOT_WORDS
-    warps = 8 if tile * padded(rows) >= 8192 else 4
-    return Blocks(tile, step, splits, warps, stages, two_shot, flagged=two_shot and rows > 16)
+    warps = 8 if tile >= 128 else 4
+    return Blocks(tile, step, splits, warps, _stages(rows, tile, step, element_size), two_shot, flagged=two_shot and rows > 16)
+
+
+def _stages(rows: int, tile: int, step: int, element_size: int) -> int:
+    room = STAGE_BYTES if rows <= 16 else STAGE_BYTES_OF_MANY_ROWS
+    return max(2, min(10, room // (element_size * step * (tile + padded(rows)))))
+
+
+def _tile_and_splits(columns: int, depth: int) -> tuple[int, int]:
+    """As many programs as multiprocessors, or a little less: then all have the same to do, and all begin at once.
+
+    Tiles of 64 columns were the fastest of those that come near; wider ones make for more splits, narrower ones for more reads
+    of x.
+    """
+    widest = max(MIN_COLUMNS, 1 << (columns - 1).bit_length())
+    most_splits = max(1, min(MAX_SPLITS, depth // MIN_DEPTH_OF_SPLIT))
+    choices = []
+    for tile in (64, 128, 32, 16):
+        tiles = -(-columns // tile)
+        if tile <= widest and tiles <= RESIDENT_PROGRAMS:
+            choices.append((tile, min(most_splits, RESIDENT_PROGRAMS // tiles)))
+    if not choices:
+        return 128, 1
+    programs = {choice: -(-columns // choice[0]) * choice[1] for choice in choices}
+    enough = min(max(programs.values()), ENOUGH_PROGRAMS)
+    return next(choice for choice in choices if programs[choice] >= enough)
 
 
 def _resident(blocks: Blocks, columns: int) -> Blocks:

@@ -11,8 +11,8 @@ import triton
 from dlrm_fused.ops.common.sum_over_hosts import SumOverHosts
 from dlrm_fused.ops.common.workspace import Workspace, check_counts, check_dtype
 from dlrm_fused.ops.gemv_all_reduce.chunks import ChunkedSum
-from dlrm_fused.ops.gemv_all_reduce.kernel import ReceiveBuffer, polls_per_second
-from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_ROWS, MIN_COLUMNS, SPLIT_SLOTS
+from dlrm_fused.ops.gemv_all_reduce.kernel import ReceiveBuffer, SplitBuffer, polls_per_second
+from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_COLUMNS, MAX_ROWS, MAX_SPLITS, MIN_COLUMNS, TAGGED_SPLIT_ROWS, padded
 from dlrm_fused.symmetric import SymmetricGroup
 from dlrm_fused.symmetric.device import uses_kernels
 
@@ -55,14 +55,15 @@ class GemvWorkspace(Workspace):
         self.sums_by_kernel = uses_kernels(group.device) and not group.hosts.are_many
         if self.sums_by_kernel:
             # Slots of words for each rank and for finished sums, the same for values of at most half a word, flags of the
-            # narrowest tiles, slots for splits, and handshake.
+            # narrowest tiles, and handshake.
             self.slot_words = few * max_columns
             self.flags_at = (ranks + 1) * (self.slot_words + triton.cdiv(self.slot_words, 2))
-            self.splits_at = self.flags_at + (ranks + 1) * triton.cdiv(max_columns, MIN_COLUMNS)
-            self.half_words = self.splits_at + SPLIT_SLOTS * self.slot_words + ranks
+            most_tiles = triton.cdiv(max_columns, MIN_COLUMNS)
+            self.half_words = self.flags_at + (ranks + 1) * most_tiles + ranks
             self.receive_buffer = group.allocate(f"{name}.receive_buffer", 2 * self.half_words * 8)
             poll_limit = math.ceil(timeout_seconds * _polls_per_second(group.device))
             self.kernel_args = self.channel.args._replace(poll_limit=poll_limit)
+            self.split_buffer = split_buffer(few, max_columns, most_tiles, group.device)
             self.squares = torch.empty(MAX_ROWS * max_columns, dtype=torch.float32, device=group.device)
             self.chunks = ChunkedSum(group, self.channel, name, max_rows * max_columns, dtype) if max_rows > MAX_ROWS else None
         else:
@@ -80,8 +81,19 @@ class GemvWorkspace(Workspace):
             parts_at,
             parts_at + self.world_size * slot_words,
             self.flags_at,
-            self.splits_at,
         )
+
+
+def split_buffer(rows: int, columns: int, tiles: int, device: torch.device) -> SplitBuffer:
+    """For products of up to ``rows`` rows and so many columns, in up to ``tiles`` tiles."""
+    slots = MAX_SPLITS - 1
+    # The last tile may be wider than what is left of the columns.
+    elements = padded(rows) * (columns + MAX_COLUMNS)
+    return SplitBuffer(
+        torch.zeros(slots * min(rows, TAGGED_SPLIT_ROWS) * columns, dtype=torch.int64, device=device),
+        torch.empty(slots * elements, dtype=torch.float32, device=device),
+        torch.zeros(slots * tiles, dtype=torch.int64, device=device),
+    )
 
 
 @functools.cache

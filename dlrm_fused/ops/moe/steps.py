@@ -15,7 +15,8 @@ from torch import Tensor
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.common.workspace import ReceiveWindow
-from dlrm_fused.ops.gemm_all_to_all.kernel import Groups, Routes, grouped_gemm, grouped_gemm_combine, grouped_weight_gradient
+from dlrm_fused.ops.gemm_all_to_all.kernel import Groups, Routes, grouped_gemm, grouped_gemm_combine
+from dlrm_fused.ops.gemm_all_to_all.weight_gradient import grouped_weight_gradient
 from dlrm_fused.ops.moe.activations import Activation
 from dlrm_fused.ops.moe.dispatch import clear_rows
 from dlrm_fused.ops.moe.products import hidden_layer, hidden_layer_gradient

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ import triton
 import triton.language as tl
 
 from dlrm_fused.ops.gemm_all_to_all import kernel as gemm_kernel
-from dlrm_fused.ops.gemm_all_to_all.kernel import Groups, gemm, grouped_gemm, grouped_weight_gradient
+from dlrm_fused.ops.gemm_all_to_all import tuning as gemm_tuning
+from dlrm_fused.ops.gemm_all_to_all.kernel import Groups, gemm, grouped_gemm
+from dlrm_fused.ops.gemm_all_to_all.split import Arrivals
 from dlrm_fused.ops.gemm_all_to_all.tuning import override
+from dlrm_fused.ops.gemm_all_to_all.weight_gradient import grouped_weight_gradient
 from dlrm_fused.symmetric import device
 from tests.distributed.launch import RankFailed
 from tests.ops.gemm_all_to_all.cases import SMALL_TILES, Case, check
@@ -21,6 +25,7 @@ from tests.ops.gemm_all_to_all.cases import SMALL_TILES, Case, check
 pytestmark = pytest.mark.interpreted
 
 EQUAL, NARROW, CHUNKS = Case(72, 40, rows=24), Case(8, 24, rows=12), Case(72, 40, rows=24, schedule="chunks")
+LIBRARY = Case(72, 40, rows=24, schedule="library")
 ROUTED, WIDE = Case(40, 24), Case(80, 48)
 
 
@@ -34,24 +39,18 @@ def test_tiles_for_other_ranks_come_first() -> None:
     assert order[:, :6].tolist() == [[0, 2, 3, 4, 1, 5], [0, 2, 2, 2, 0, 3]]
 
 
-def test_products_of_groups_with_their_activations() -> None:
+def test_products_of_groups() -> None:
     override(SMALL_TILES)
     groups = groups_of([2, 0, 3, 1], [1, 0, 3, 0])
     x, weight = torch.randn(128, 40), torch.randn(4, 72, 40)
     right = torch.full((128, 72), 7.0)
     for group, (first, end) in enumerate([(0, 32), (32, 32), (32, 80), (80, 96)]):
         right[first:end] = x[first:end] @ weight[group].T
-    out, activated = torch.full((128, 72), 7.0), torch.full((128, 72), 7.0)
-    grouped_gemm(x, weight, groups, out, silu_out=activated)
-    torch.testing.assert_close(out, right)
-    torch.testing.assert_close(activated[:96], torch.nn.functional.silu(right[:96]))
-
-    pre, through = torch.randn(128, 72, requires_grad=True), torch.full((128, 72), 7.0)
-    grouped_gemm(x, weight.mT.contiguous(), groups, through, weight_is_transposed=True, silu_of=pre.detach())
-    torch.nn.functional.silu(pre).backward(right)
-    assert pre.grad is not None
-    torch.testing.assert_close(through[:96], pre.grad[:96])
-    assert (through[96:] == 7).all(), "rows of no group are left as they are"
+    for is_transposed in (False, True):
+        out = torch.full((128, 72), 7.0)
+        of_x = weight.mT.contiguous() if is_transposed else weight
+        grouped_gemm(x, of_x, groups, out, weight_is_transposed=is_transposed)
+        torch.testing.assert_close(out, right)  # rows of no group are left as they are
 
     gradient = torch.empty(4, 72, 40)
     grouped_weight_gradient(right, x, groups, gradient, factor=0.5)
@@ -66,13 +65,32 @@ def test_one_product() -> None:
     torch.testing.assert_close(out, x @ weight.T)
 
 
+@pytest.mark.parametrize("splits", [2, 4, 8])
+def test_products_of_pieces(splits: int) -> None:
+    """Also of fewer steps than pieces; and again, with what the first launch has left behind."""
+    override(replace(SMALL_TILES, splits=splits))
+    arrivals = Arrivals(torch.device("cpu"))
+    for depth in (40, 136, 136):
+        x, weight, out = torch.randn(50, depth), torch.randn(72, depth), torch.empty(50, 72)
+        gemm(x, weight, out, arrivals=arrivals)
+        torch.testing.assert_close(out, x @ weight.T, rtol=1e-5, atol=1e-4)
+
+
+def split_in_four() -> None:
+    gemm_tuning.override = lambda tiles: override(replace(tiles, splits=4))
+
+
+def test_results_of_pieces() -> None:
+    check([EQUAL, ROUTED, NARROW], ranks=2, calls=6, with_gradients=True, mutate=split_in_four)
+
+
 @pytest.mark.parametrize(("ranks", "calls"), [(1, 6), (2, 20), (3, 10), (4, 10), pytest.param(2, 100, marks=pytest.mark.slow)])
 def test_results_with_a_straggler(ranks: int, calls: int) -> None:
-    check([EQUAL, ROUTED, NARROW, CHUNKS, WIDE], ranks, calls)
+    check([EQUAL, ROUTED, NARROW, CHUNKS, LIBRARY, WIDE], ranks, calls)
 
 
 def test_gradients() -> None:
-    check([EQUAL, ROUTED, CHUNKS, WIDE], ranks=2, calls=8, with_gradients=True)
+    check([EQUAL, ROUTED, CHUNKS, LIBRARY, WIDE], ranks=2, calls=10, with_gradients=True)
 
 
 def test_sixteen_and_eight_bits() -> None:

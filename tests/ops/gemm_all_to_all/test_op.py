@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, reference, routed_reference
+from dlrm_fused.ops.gemm_all_to_all.schedule import SCHEDULES
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import run_ranks
@@ -26,15 +27,16 @@ from tests.ops.gemm_all_to_all.cases import (
 )
 
 EQUAL, ROUTED = Case(72, 40, rows=24), Case(40, 24)
+LIBRARY = Case(72, 40, rows=24, schedule="library")
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_results_and_gradients_with_a_straggler(ranks: int) -> None:
-    check([EQUAL, ROUTED, Case(40, 32, rows=12, fp8=True)], ranks, calls=30, with_gradients=True)
+    check([EQUAL, ROUTED, LIBRARY, Case(40, 32, rows=12, fp8=True)], ranks, calls=32, with_gradients=True)
 
 
 def test_sixteen_bits() -> None:
-    check([EQUAL, ROUTED], ranks=2, calls=6, dtype=torch.bfloat16, with_gradients=True)
+    check([EQUAL, LIBRARY, ROUTED], ranks=2, calls=6, dtype=torch.bfloat16, with_gradients=True)
 
 
 def results_and_gradients(fused: bool, case: Case) -> list[Tensor]:
@@ -75,7 +77,8 @@ def opcheck() -> None:
         operator = torch.ops.dlrm_fused.gemm_all_to_all.default
         own = draw(EQUAL, rank.world_size, 1, torch.float32)[rank.index]
         inputs = own.x.requires_grad_(), own.weight.requires_grad_(), None
-        torch.library.opcheck(operator, (*inputs, None, None, None, 0, 0, "auto", workspace.handle))
+        for schedule in SCHEDULES:
+            torch.library.opcheck(operator, (*inputs, None, None, None, 0, 0, schedule, workspace.handle))
         own = draw(ROUTED, rank.world_size, 1, torch.float32)[rank.index]
         tiles = [torch.tensor(numbers, dtype=torch.int32) for numbers in (own.bounds, own.local_from)]
         assert len(own.local_from) == GROUPS

@@ -103,9 +103,17 @@ def more_columns(scene: BlocksAndRoutes, is_wrong: bool) -> None:
     scene.blocks(scene.workspace, weight=torch.ones(MAX_COLUMNS + 4 if is_wrong else COLUMNS, DEPTH))
 
 
-def eight_bits_by_chunks(scene: BlocksAndRoutes, is_wrong: bool) -> None:
-    eight_bits = {"weight": scene.inputs["weight"].to(FP8), "scale": torch.ones(COLUMNS)}
-    scene.blocks(scene.workspace, **({"schedule": "chunks", **eight_bits} if is_wrong else {}))  # type: ignore[arg-type]
+def eight_bits_by(schedule: str) -> Callable[[BlocksAndRoutes, bool], object]:
+    def call(scene: BlocksAndRoutes, is_wrong: bool) -> None:
+        eight_bits = {"weight": scene.inputs["weight"].to(FP8), "scale": torch.ones(COLUMNS)}
+        scene.blocks(scene.workspace, **({"schedule": schedule, **eight_bits} if is_wrong else {}))  # type: ignore[arg-type]
+
+    return call
+
+
+def other_columns_by_the_library(scene: BlocksAndRoutes, is_wrong: bool) -> None:
+    columns = COLUMNS + 4 if is_wrong else COLUMNS
+    scene.blocks(scene.workspace, "library", weight=torch.ones(columns, DEPTH))
 
 
 def use_a_closed_group(scene: BlocksAndRoutes, is_wrong: bool) -> None:
@@ -148,7 +156,9 @@ _DIFFER = "differ in shapes or settings"
 _CALLS = [
     WrongUse("x in fp16", given("x", Tensor.half), "x is torch.float16", SECOND),
     WrongUse("weights in fp8 without scale", given("weight", lambda weight: weight.to(FP8)), "without scale", SECOND),
-    WrongUse("fp8 by chunks", eight_bits_by_chunks, "schedule=chunks", SECOND),
+    WrongUse("fp8 by chunks", eight_bits_by("chunks"), "schedule=chunks", SECOND),
+    WrongUse("fp8 by the library", eight_bits_by("library"), "schedule=library", SECOND),
+    WrongUse("other columns, by the library", other_columns_by_the_library, "differ", SECOND, error=CommunicationError),
     WrongUse(
         '`schedule="fast"`',
         lambda scene, wrong: scene.blocks(scene.workspace, "fast" if wrong else "auto"),

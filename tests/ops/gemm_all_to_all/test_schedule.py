@@ -1,0 +1,137 @@
+"""Which schedule and which tiles GEMM + All-to-All takes."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dlrm_fused.errors import CommunicationError
+from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, gemm_all_to_all, schedule, tuning
+from dlrm_fused.ops.gemm_all_to_all.measured import MEASURED_ON, TILES
+from dlrm_fused.ops.gemm_all_to_all.schedule import schedule_of
+from dlrm_fused.symmetric import symmetric_group
+from dlrm_fused.training.runtime import Rank, process_group
+from tests.distributed.launch import run_ranks
+from tests.ops.gemm_all_to_all.cases import MAX_COLUMNS, MAX_ROWS, Case, call, draw, expected
+
+EQUAL, WIDE = Case(72, 40, rows=24), Case(80, 40, rows=12)
+
+
+def workspace_on(gpu: str, monkeypatch: pytest.MonkeyPatch, ranks: int = 4) -> Any:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
+    return SimpleNamespace(device=torch.device("cuda"), world_size=ranks, dtype=torch.bfloat16, schedules={})
+
+
+def test_what_was_measured_here_precedes_the_table_and_the_table_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = (16384, 4096, 1024)
+    workspace = workspace_on(MEASURED_ON, monkeypatch)
+    assert schedule_of(workspace, *shape) == "kernel"
+    assert schedule_of(workspace, 4096, 4096, 4096) == "chunks"
+    workspace.schedules[shape] = "library"
+    assert schedule_of(workspace, *shape) == "library"
+
+
+def test_the_table_holds_for_its_gpu_and_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule says otherwise of this shape."""
+    shape = (32768, 4096, 4096)
+    assert schedule_of(workspace_on(MEASURED_ON, monkeypatch), *shape) == "kernel"
+    assert schedule_of(workspace_on(MEASURED_ON, monkeypatch, ranks=2), *shape) == "chunks"
+    assert schedule_of(workspace_on("another GPU", monkeypatch), *shape) == "chunks"
+
+
+class Clock:
+    """Milliseconds of each schedule on a rank, in the order in which they are asked for; the calls are made."""
+
+    def __init__(self, *milliseconds: float) -> None:
+        self.milliseconds, self.asked = milliseconds, 0
+
+    def __call__(self, run: Any, device: torch.device) -> float:
+        run()
+        self.asked += 1
+        return self.milliseconds[(self.asked - 1) % 3] / 1e3
+
+
+def calls_by_auto(clocks: list[Clock], is_capturing: bool) -> tuple[dict[Any, str], int, list[str], float]:
+    """What was chosen, how often the clock was asked, the log, and the largest error of the results."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.disable(logging.NOTSET)
+    logger = logging.getLogger("dlrm_fused")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    rank = Rank.from_environment()
+    clock = schedule.device_seconds = clocks[rank.index]  # type: ignore[assignment]
+    schedule._can_measure = lambda workspace: not is_capturing
+    with process_group(rank, torch.device("cpu")):
+        group = symmetric_group()
+        workspace = GemmWorkspace(group, name="products", max_rows=MAX_ROWS, max_columns=MAX_COLUMNS, dtype=torch.float32)
+        errors = []
+        for number, case in enumerate([EQUAL, WIDE, EQUAL, EQUAL]):
+            inputs = draw(case, rank.world_size, number, torch.float32)
+            result = call(workspace, case, inputs[rank.index])
+            errors.append((result.double() - expected(case, inputs, rank.index)).abs().max().item())
+        group.close()
+    return workspace.schedules, clock.asked, [message for message in messages if "schedule" in message], max(errors)
+
+
+@pytest.mark.parametrize(
+    ("clocks", "fastest"),
+    [
+        ([Clock(1, 3, 2), Clock(5, 3, 2)], "library"),
+        ([Clock(1, 3, 2), Clock(1, 3, 2)], "kernel"),
+        ([Clock(4, 3, 5), Clock(2, 1, 0.5)], "chunks"),
+    ],
+)
+def test_auto_takes_what_is_fastest_on_the_slowest_rank(clocks: list[Clock], fastest: str) -> None:
+    first, second = run_ranks(2, calls_by_auto, clocks, False)
+    for chosen, asked, _, error in (first, second):
+        assert chosen == {(24, 72, 40): fastest, (12, 80, 40): fastest}
+        assert asked == 2 * 3, "each shape is measured once"
+        assert error < 1e-4
+    assert len(first[2]) == 2
+    assert f"schedule {fastest} for x [24, 40] and weight [72, 40] (measured: kernel " in first[2][0]
+    assert not second[2]
+
+
+def test_auto_does_not_measure_in_a_capture() -> None:
+    for chosen, asked, messages, error in run_ranks(2, calls_by_auto, [Clock(2, 1, 1)] * 2, True):
+        assert chosen == {}
+        assert asked == 0
+        assert error < 1e-4
+        assert all("schedule kernel for" in message and "by rule" in message for message in messages)
+
+
+def shapes_that_differ() -> None:
+    rank = Rank.from_environment()
+    schedule._can_measure = lambda workspace: True
+    with process_group(rank, torch.device("cpu")):
+        group = symmetric_group()
+        workspace = GemmWorkspace(group, name="products", max_rows=MAX_ROWS, max_columns=MAX_COLUMNS, dtype=torch.float32)
+        with pytest.raises(CommunicationError, match="differ in shapes or settings"):
+            gemm_all_to_all(workspace, torch.ones(24, 40), torch.ones(72 + 4 * rank.index, 40))
+
+
+def test_ranks_that_make_other_calls_are_noticed_while_auto_measures() -> None:
+    run_ranks(2, shapes_that_differ)
+
+
+def test_tiles_of_products() -> None:
+    wide, narrow = (128, 256), (128, 128)
+    assert tuning.tiles_of_product(1024, 1024, 4096, 2) == tuning.Tiles(*TILES[1024, 1024, 4096, 2])
+    for shape, sizes, splits in (
+        ((4096, 2048, 512, 2), wide, 1),
+        ((2048, 1024, 4096, 2), narrow, 1),
+        ((1024, 2048, 512, 4), narrow, 1),
+        ((512, 1024, 16384, 2), (64, 128), 2),
+        ((256, 1024, 8192, 2), (64, 64), 2),
+        ((256, 256, 8200, 2), (64, 64), 4),
+        ((16, 16, 64, 2), (64, 64), 1),
+    ):
+        tiles = tuning.tiles_of_product(*shape)
+        assert (tiles.rows, tiles.columns) == sizes, shape
+        assert tiles.splits == splits, shape
