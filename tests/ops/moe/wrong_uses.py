@@ -185,7 +185,7 @@ _CALLS = [
     WrongUse("gates in bf16", given("gates", Tensor.bfloat16), "gates is torch.bfloat16", SECOND),
     WrongUse("gates of fewer tokens", given("gates", lambda gates: gates[:3]), "gates has shape [3, 2]", SECOND),
     WrongUse("weights of all ranks' experts", given("w_in", lambda w: w.repeat(2, 1, 1)), "w_in has shape [4, 16, 8]", SECOND),
-    WrongUse("gates and no other half for SwiGLU", half_a_swiglu, "w_in has shape [2, 16, 8]", SECOND),
+    WrongUse("`w_in` of SiLU for SwiGLU", half_a_swiglu, "needed: [2, 8, 8]", SECOND),
     WrongUse("one weight for all experts", given("w_in", lambda w: w[0]), "w_in has shape [16, 8]", SECOND),
     WrongUse(
         "`w_out` laid out as `w_in`",
