@@ -74,7 +74,16 @@ def fused_product(
     if ranks is None:
         return RowParallelProduct(group)
     dtype = compute_dtype(config)
-    return RowParallelProduct(group, GemvWorkspace(ranks, name=name, max_columns=max_columns, dtype=dtype, max_rows=max_rows))
+    workspace = GemvWorkspace(
+        ranks,
+        name=name,
+        max_columns=max_columns,
+        dtype=dtype,
+        max_rows=max_rows,
+        # Times differ from run to run, and with schedules the rounding: comm=fused is to give the same bits in every run.
+        measures_schedules=config.comm is Comm.auto,
+    )
+    return RowParallelProduct(group, workspace)
 
 
 def _products_of_a_block(product: RowParallelProduct, config: Config, rows: int, device: torch.device) -> Callable[[], None]:

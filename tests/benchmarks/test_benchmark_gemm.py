@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,11 +22,20 @@ from benchmarks.gemm_all_to_all import benchmark as gemm_all_to_all
 from benchmarks.gemm_all_to_all import products as gemm_products
 from benchmarks.gemm_all_to_all import stress as stress_gemm
 from benchmarks.gemm_all_to_all import tune as tune_gemm
-from benchmarks.gemm_all_to_all.cells import DTYPE, Layer, Product, full_layers, full_products, tiny_layers, tiny_products
+from benchmarks.gemm_all_to_all.cells import (
+    DTYPE,
+    Layer,
+    Product,
+    few_tiles,
+    full_layers,
+    full_products,
+    tiny_layers,
+    tiny_products,
+)
 from benchmarks.gemm_all_to_all.report import plot, summarize, table
 from benchmarks.moe import profile_layer as profile_moe
 from dlrm_fused.models import expert_parallel
-from dlrm_fused.ops.gemm_all_to_all.tuning import Choice, Tiles
+from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles
 from tests.distributed.launch import Ended, run_program
 
 MEBI = 1 << 20
@@ -192,25 +202,50 @@ def test_wrong_results_fail_their_cells(tmp_path: Path) -> None:
     assert report["summary"]["op"]["ratio"] is None
 
 
-def test_what_is_tuned_begins_with_chunks_and_what_is_used_today() -> None:
-    cell = Product(8192, 4096, 4096)
-    choices = tune_gemm.candidates(cell, None)
-    assert choices[0].schedule == "chunks"
-    assert choices[1] == Choice("kernel", tune_gemm.chosen_tiles(cell))
-    assert len(set(choices)) == len(choices) > 50
-    assert all(tune_gemm.fits(choice.tiles) for choice in choices[2:])
-    assert tune_gemm.candidates(cell, 5) == choices[:5]
-    assert not tune_gemm.fits(Tiles(rows=256, columns=256, depth=64, band=8, warps=8, stages=3, programs=1))
+def test_what_is_tuned_begins_with_what_is_used_today() -> None:
+    for cell in full_products() + few_tiles():
+        choices = tune_gemm.candidates(cell, None)
+        assert choices[0] == tune_gemm.chosen_tiles(cell)
+        assert len(set(choices)) == len(choices) > 40
+        assert all(tune_gemm.is_of_use(cell, tiles) for tiles in choices[1:])
+        assert tune_gemm.candidates(cell, 5) == choices[:5]
+
+
+def test_tiles_that_are_no_use() -> None:
+    cell, tiles = Product(1024, 1024, 4096), Tiles(64, 128, 128, band=4, warps=4, stages=4, programs=1)
+    assert tune_gemm.is_of_use(cell, tiles)
+    assert tune_gemm.share_of(cell, tiles) == 64 * 128
+    assert tune_gemm.share_of(cell, replace(tiles, splits=4)) == 4 * 64 * 128 / 4
+    for change in ({"rows": 256, "columns": 256}, {"stages": 5}, {"band": 16}, {"splits": 8}):
+        assert not tune_gemm.is_of_use(cell, replace(tiles, **change)), change
+    assert not tune_gemm.is_of_use(Product(4096, 4096, 4096), tiles), "there are enough larger ones"
+
+
+def test_of_tiles_that_are_as_fast_the_largest_are_printed_as_source(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small, large, slow = (Tiles(rows, 128, 64, 8, 4, 3, 1) for rows in (64, 128, 256))
+    times = [
+        {"us": us, "schedule": schedule, "tiles": asdict(tiles)}
+        for us, schedule, tiles in (
+            (9.0, "library", slow), (10.0, "kernel", small), (10.05, "kernel", large), (10.5, "kernel", slow)
+        )
+    ]  # fmt: skip
+    cell = {"m": 1, "n": 2, "k": 3, "element_size": 2, "times": times, "library_us": 9.0}
+    (tmp_path / "results.json").write_text(json.dumps({"cells": [cell]}))
+    tune_gemm.main(["--table", str(tmp_path / "results.json")])
+    assert "(1, 2, 3, 2): (128, 128, 64, 8, 4, 3, 1, 1),  # 10.1 us; the library's 9.0" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_the_fastest_tiles_are_printed_as_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _run(tmp_path, "--cells", "tiny", "--most", "3", main=tune_gemm.main)
+@pytest.mark.parametrize("alone", [[], ["--alone"]])
+def test_the_fastest_tiles_are_printed_as_source(tmp_path: Path, capsys: pytest.CaptureFixture[str], alone: list[str]) -> None:
+    _run(tmp_path, "--cells", "tiny", "--most", "3", *alone, main=tune_gemm.main)
     tune_gemm.main(["--table", str(tmp_path / "results.json")])
-    printed: dict[str, Any] = {"Choice": Choice, "Tiles": Tiles}
+    printed: dict[str, Any] = {}
     exec(capsys.readouterr().out, printed)
-    assert list(printed["_MEASURED"]) == [(cell.m, cell.n, cell.k, 2) for cell in tiny_products()]
-    assert all(isinstance(choice.tiles, Tiles) for choice in printed["_MEASURED"].values())
+    assert list(printed["TILES"]) == [(cell.m, cell.n, cell.k, 2) for cell in tiny_products()]
+    assert all(Tiles(*fields) for fields in printed["TILES"].values())
 
 
 # The stress test.
@@ -249,7 +284,7 @@ def test_repeated_products_and_layers_with_random_delays_have_the_same_bits(tmp_
     layers = [work for work in report["works"] if "layer" in work]
     assert {work["layer"]["routing"] for work in layers} == {"balanced", "zipf"}
     assert [5, 0] in [work["tokens"] for work in layers]
-    assert {work["schedule"] for work in report["works"] if "product" in work} == {"kernel", "chunks"}
+    assert {work["schedule"] for work in report["works"] if "product" in work} == {"kernel", "chunks", "library"}
     assert all(work["relative_error"] > 0 and work["elements_that_differ"] == 0 for work in report["works"])
 
 

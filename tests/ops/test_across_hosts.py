@@ -13,11 +13,13 @@ from tests.ops.moe import cases as experts
 # Two hosts with two ranks each, whose numbers may alternate; one rank beside three; and three hosts.
 HOSTS = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 1), (0, 1, 2, 2)]
 EQUAL, ROUTED = products.Case(72, 40, rows=24), products.Case(40, 24)
+LIBRARY = products.Case(72, 40, rows=24, schedule="library")
 
 
 @pytest.mark.parametrize("hosts", HOSTS)
 def test_products_and_their_gradients_with_a_straggler(hosts: tuple[int, ...]) -> None:
-    products.check([EQUAL, ROUTED, products.Case(40, 32, rows=12, fp8=True)], 4, calls=12, with_gradients=True, hosts=hosts)
+    cases = [EQUAL, ROUTED, LIBRARY, products.Case(40, 32, rows=12, fp8=True)]
+    products.check(cases, 4, calls=16, with_gradients=True, hosts=hosts)
 
 
 @pytest.mark.parametrize("hosts", HOSTS)

@@ -1,1 +1,1 @@
-"""What operators share: workspaces, rows sent to other ranks, the measurement behind ``comm=auto``."""
+"""What operators share: workspaces, rows sent to other ranks, schedules and what is measured of them, launches."""

@@ -5,6 +5,8 @@ Nothing here is needed for a right result: for other shapes tuning.py has rules,
 
 from __future__ import annotations
 
+import torch
+
 Shape = tuple[int, int, int, int]
 
 # The GPU of all that follows.
@@ -70,3 +72,8 @@ SCHEDULES: dict[int, dict[Shape, str]] = {
         (32768, 7168, 2048, 2): "kernel",  # 1447.2, 1476.8, 2363.2
     }
 }
+
+
+def table_of(ranks: int, dtype: torch.dtype) -> dict[tuple[int, int, int], str]:
+    """The fastest schedule by rows, columns and K of one rank."""
+    return {shape[:3]: fastest for shape, fastest in SCHEDULES.get(ranks, {}).items() if shape[3] == dtype.itemsize}

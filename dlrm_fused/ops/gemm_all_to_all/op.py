@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.scatter_rows import rows_of_slices, scatter_rows
+from dlrm_fused.ops.common.schedules import has_library
 from dlrm_fused.ops.common.workspace import ReceiveWindow, check_tensor, fingerprint_of
 from dlrm_fused.ops.gemm_all_to_all.chunks import multiply_and_send_chunks
 from dlrm_fused.ops.gemm_all_to_all.kernel import (
@@ -22,7 +23,7 @@ from dlrm_fused.ops.gemm_all_to_all.kernel import (
     grouped_gemm_combine,
 )
 from dlrm_fused.ops.gemm_all_to_all.library import multiply_and_exchange
-from dlrm_fused.ops.gemm_all_to_all.schedule import AUTO, CHUNKS, KERNEL, LIBRARY, SCHEDULES, choose_schedule, has_library
+from dlrm_fused.ops.gemm_all_to_all.schedule import AUTO, CHUNKS, KERNEL, LIBRARY, SCHEDULES, choose_schedule
 from dlrm_fused.ops.gemm_all_to_all.weight_gradient import grouped_weight_gradient
 from dlrm_fused.ops.gemm_all_to_all.workspace import ROW_BYTES, GemmWorkspace
 from dlrm_fused.symmetric import abort_peers_on_error
@@ -119,7 +120,7 @@ def _check_equal_blocks(workspace: GemmWorkspace, x: Tensor, weight: Tensor, sca
         raise UsageError(
             f"{name}: schedule={schedule}: the library has no product with float8 weights and scales; allowed: auto, kernel"
         )
-    if schedule == LIBRARY and not has_library(workspace):
+    if schedule == LIBRARY and not has_library(workspace.channel):
         raise UsageError(f"{name}: schedule=library: the process group has no NCCL; allowed: auto, kernel, chunks")
     _check_matrices(workspace, x, weight, 2, scale)
     if x.shape[0] % ranks or not x.shape[0]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
+from dlrm_fused.ops.common.schedules import Schedules
 from dlrm_fused.ops.common.workspace import Workspace, check_counts, check_dtype
+from dlrm_fused.ops.gemm_all_to_all.measured import MEASURED_ON, table_of
 from dlrm_fused.ops.gemm_all_to_all.split import Arrivals
 from dlrm_fused.symmetric import BlockPool, SymmetricGroup
-
-logger = logging.getLogger("dlrm_fused")
 
 ROW_BYTES = 16  # rows of all matrices have a multiple of so many bytes
 _HELD_RESULTS = 2
@@ -66,18 +64,8 @@ class GemmWorkspace(Workspace):
         # Beside the stream of the products.
         self.stream = torch.cuda.Stream(group.device, priority=-1) if group.device.type == "cuda" else None
         self.arrivals = Arrivals(group.device)
-        # What auto has measured, by rows, columns and K.
-        self.measures_schedules = measures_schedules
-        self.schedules: dict[tuple[int, int, int], str] = {}
-        self._logged: set[tuple[str, int, int, int]] = set()
-
-    def log_schedule(self, schedule: str, rows: int, columns: int, depth: int, why: str) -> None:
-        """Log what ``auto`` takes, once for each shape, on rank 0."""
-        choice = (schedule, rows, columns, depth)
-        if self.group.rank == 0 and choice not in self._logged:
-            self._logged.add(choice)
-            what = f"x [{rows}, {depth}] and weight [{columns}, {depth}]"
-            logger.info("%s: schedule %s for %s (%s)", self.name, schedule, what, why)
+        table = table_of(self.world_size, dtype)
+        self.schedules = Schedules(name, self.channel, may_measure=measures_schedules, measured_on=MEASURED_ON, measured=table)
 
     def rows_of(self, block: Tensor, rows: int, columns: int) -> Tensor:
         """[rows, columns]: the result in a block."""

@@ -68,14 +68,21 @@ def sum_chunk_kernel(
 
 
 class ChunkedSum:
-    """Symmetric memory for products of up to ``elements`` elements, and the stream on which they are summed."""
+    """Symmetric memory for products of up to ``elements`` elements, summed on a stream beside that of the products."""
 
-    def __init__(self, group: SymmetricGroup, channel: Channel, name: str, elements: int, dtype: torch.dtype) -> None:
-        """Collective."""
-        self._group, self._channel, self._dtype = group, channel, dtype
+    def __init__(
+        self,
+        group: SymmetricGroup,
+        channel: Channel,
+        stream: torch.cuda.Stream | None,
+        name: str,
+        elements: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """Collective. Without a stream on the CPU."""
+        self._group, self._channel, self._stream, self._dtype = group, channel, stream, dtype
         self._parts = group.allocate(f"{name}.parts", elements * dtype.itemsize)
         self._results = BlockPool.with_spare(group, f"{name}.results", elements * dtype.itemsize, _HELD_RESULTS)
-        self._stream = torch.cuda.Stream(group.device, priority=-1) if group.device.type == "cuda" else None
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, fingerprint: int) -> Tensor:
         """[m, N], as :func:`~dlrm_fused.ops.gemv_all_reduce.op.gemv_all_reduce` returns it; it lies in symmetric memory."""

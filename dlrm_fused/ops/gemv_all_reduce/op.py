@@ -12,7 +12,9 @@ from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.early_start import launch_options, starts_early
 from dlrm_fused.ops.common.workspace import check_tensor, fingerprint_of
 from dlrm_fused.ops.gemv_all_reduce.kernel import gemv_all_reduce_kernel
-from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_ROWS, TAGGED_SPLIT_ROWS, Blocks, choose_blocks, padded
+from dlrm_fused.ops.gemv_all_reduce.library import multiply_and_reduce
+from dlrm_fused.ops.gemv_all_reduce.schedule import AUTO, LIBRARY, check_schedule, choose_schedule
+from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_ROWS, TAGGED_SPLIT_ROWS, choose_blocks, padded
 from dlrm_fused.ops.gemv_all_reduce.workspace import GemvWorkspace
 from dlrm_fused.symmetric import abort_peers_on_error
 
@@ -25,6 +27,8 @@ def gemv_all_reduce(
     residual: Tensor | None = None,
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
+    *,
+    schedule: str = AUTO,
 ) -> tuple[Tensor, Tensor | None]:
     """The sum over ranks of ``x @ weight.T``, + bias + residual, and its RMSNorm. Collective; differentiable.
 
@@ -38,33 +42,38 @@ def gemv_all_reduce(
         residual: [m, N], contiguous.
         norm_weight: [N], or None for no norm.
         norm_eps: added to the mean of squares.
+        schedule: ``kernel``, for up to 64 rows on GPUs; ``chunks``, for more; ``library``; or ``auto``, which takes the
+            fastest: from a table, or measured here by the first call with a shape. Without a GPU, and between hosts, all
+            but ``library`` are one.
 
     Returns:
-        [m, N] in the workspace's dtype, the same bits on all ranks, rounded once from fp32; and of the same shape its RMSNorm
-        (Zhang and Sennrich, arXiv 1910.07467) times ``norm_weight``, or None.
+        [m, N] in the workspace's dtype, the same bits on all ranks; and of the same shape its RMSNorm (Zhang and Sennrich,
+        arXiv 1910.07467) times ``norm_weight``, or None. The kernel rounds once, from fp32; chunks and library, the products
+        of the ranks too; the library, after every addition.
 
     Raises:
         UsageError: for other shapes, dtypes or devices; the other ranks raise CommunicationError, with the name of this one.
         CommunicationError: if a peer is lost, was waited for too long, or makes another call. On GPUs, where kernels run
             behind the host, from a later call or ``workspace.raise_fault()``.
     """
-    out, normed = torch.ops.dlrm_fused.gemv_all_reduce(x, weight, bias, residual, norm_weight, norm_eps, workspace.handle)
+    operator = torch.ops.dlrm_fused.gemv_all_reduce
+    out, normed = operator(x, weight, bias, residual, norm_weight, norm_eps, workspace.handle, schedule)
     if norm_weight is None:
         return out, None
-    if not _norm_is_in_kernel(workspace, x):
+    if not _norm_is_part(workspace, x):
         normed = torch.nn.functional.rms_norm(out, out.shape[-1:], norm_weight, norm_eps)
     return out, normed
 
 
-def _norm_is_in_kernel(workspace: GemvWorkspace, x: Tensor) -> bool:
-    """Or else it follows the operator, as torch's own, whose backward pass is one kernel."""
+def _norm_is_part(workspace: GemvWorkspace, x: Tensor) -> bool:
+    """Whether the norm is the operator's, as in its kernel, or follows as torch's own, whose backward pass is one kernel."""
     return workspace.sums_by_kernel and x.shape[0] <= MAX_ROWS
 
 
 torch.library.define(
     "dlrm_fused::gemv_all_reduce",
-    "(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? norm_weight, float norm_eps, int handle) "
-    "-> (Tensor, Tensor)",
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? norm_weight, float norm_eps, int handle, "
+    f'str schedule="{AUTO}") -> (Tensor, Tensor)',
 )
 
 
@@ -78,25 +87,49 @@ class Inputs(NamedTuple):
     norm_weight: Tensor | None
     norm_eps: float
 
-    def fingerprint(self, blocks: Blocks | None = None) -> int:
-        """What must be equal on all ranks, as 31 bits."""
+    def fingerprint(self, how: object) -> int:
+        """What must be equal on all ranks, as 31 bits; ``how`` the call is made, too."""
         given = [tensor is not None for tensor in (self.bias, self.residual, self.norm_weight)]
-        return fingerprint_of(tuple(self.x.shape), tuple(self.weight.shape), self.x.dtype, given, self.norm_eps, blocks)
+        return fingerprint_of(tuple(self.x.shape), tuple(self.weight.shape), self.x.dtype, given, self.norm_eps, how)
 
 
 @torch.library.impl("dlrm_fused::gemv_all_reduce", ["cpu", "cuda"])
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    inputs, workspace = Inputs(*arguments[:-1]), GemvWorkspace.of(arguments[-1])
+def _forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    handle: int,
+    schedule: str = AUTO,
+) -> tuple[Tensor, Tensor]:
+    inputs, workspace = Inputs(x, weight, bias, residual, norm_weight, norm_eps), GemvWorkspace.of(handle)
     workspace.raise_fault()
     with abort_peers_on_error(workspace.channel):
         _check_inputs(workspace, inputs)
-    if not workspace.sums_by_kernel:
+        check_schedule(workspace, schedule, len(x))
+    if schedule == AUTO:
+        shape = (len(x), len(weight), x.shape[1])
+        schedule = choose_schedule(workspace, shape, lambda name: _run(name, workspace, inputs))
+    return _run(schedule, workspace, inputs)
+
+
+def _run(schedule: str, workspace: GemvWorkspace, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """The sum, and its norm where it is part of the operator, else empty."""
+    x, weight, bias, residual, norm_weight, norm_eps = inputs
+    if schedule == LIBRARY:
+        fingerprint = inputs.fingerprint(schedule)
+        out = multiply_and_reduce(x, weight, bias, residual, workspace.channel, workspace.stream, fingerprint)
+        if norm_weight is not None and _norm_is_part(workspace, x):
+            return out, torch.nn.functional.rms_norm(out, out.shape[-1:], norm_weight, norm_eps)
+    elif not workspace.sums_by_kernel:
         out = _sum_over_hosts(workspace, inputs)
-    elif len(inputs.x) <= MAX_ROWS:
+    elif len(x) <= MAX_ROWS:
         return run_kernel(workspace, inputs)
     else:
         assert workspace.chunks is not None
-        out = workspace.chunks.product(inputs.x, inputs.weight, inputs.bias, inputs.residual, inputs.fingerprint())
+        out = workspace.chunks.product(x, weight, bias, residual, inputs.fingerprint(schedule))
     return out, out.new_empty(0)
 
 
@@ -148,7 +181,7 @@ def run_kernel(workspace: GemvWorkspace, inputs: Inputs) -> tuple[Tensor, Tensor
 def _sum_over_hosts(workspace: GemvWorkspace, inputs: Inputs) -> Tensor:
     """The sum between processes on the CPU, and between the ranks of several hosts."""
     total = torch.nn.functional.linear(inputs.x.float(), inputs.weight.float())
-    workspace.sums.sum(total, inputs.fingerprint())
+    workspace.sums.sum(total, inputs.fingerprint("hosts"))
     for part in (inputs.bias, inputs.residual):
         if part is not None:
             total += part.float()
@@ -156,15 +189,17 @@ def _sum_over_hosts(workspace: GemvWorkspace, inputs: Inputs) -> Tensor:
 
 
 @torch.library.register_fake("dlrm_fused::gemv_all_reduce")
-def _fake_forward(x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+def _fake_forward(
+    x: Tensor, weight: Tensor, bias: Any, residual: Any, norm_weight: Any, norm_eps: Any, handle: int, schedule: str = AUTO
+) -> tuple[Tensor, Tensor]:
     out = x.new_empty(x.shape[0], weight.shape[0])
-    has_norm = Inputs(x, weight, *others[:-1]).norm_weight is not None
-    return out, torch.empty_like(out) if has_norm and _norm_is_in_kernel(GemvWorkspace.of(others[-1]), x) else x.new_empty(0)
+    has_norm = norm_weight is not None and _norm_is_part(GemvWorkspace.of(handle), x)
+    return out, torch.empty_like(out) if has_norm else x.new_empty(0)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, bias, residual, norm_weight, ctx.norm_eps, handle = inputs
-    if not _norm_is_in_kernel(GemvWorkspace.of(handle), x):
+    x, weight, bias, residual, norm_weight, ctx.norm_eps, handle, *_ = inputs
+    if not _norm_is_part(GemvWorkspace.of(handle), x):
         norm_weight = None
     ctx.has_bias, ctx.has_residual = bias is not None, residual is not None
     ctx.save_for_backward(x, weight, norm_weight, None if norm_weight is None else output[0])
@@ -182,6 +217,7 @@ def _differentiate(ctx: Any, out_gradient: Tensor, normed_gradient: Tensor) -> t
         gradient.sum(0) if ctx.has_bias else None,
         gradient if ctx.has_residual else None,
         norm_weight_gradient,
+        None,
         None,
         None,
     )

@@ -8,10 +8,12 @@ import math
 import torch
 import triton
 
+from dlrm_fused.ops.common.schedules import Schedules
 from dlrm_fused.ops.common.sum_over_hosts import SumOverHosts
 from dlrm_fused.ops.common.workspace import Workspace, check_counts, check_dtype
 from dlrm_fused.ops.gemv_all_reduce.chunks import ChunkedSum
 from dlrm_fused.ops.gemv_all_reduce.kernel import ReceiveBuffer, SplitBuffer, polls_per_second
+from dlrm_fused.ops.gemv_all_reduce.measured import MEASURED_DTYPE, MEASURED_ON, SCHEDULES
 from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_COLUMNS, MAX_ROWS, MAX_SPLITS, MIN_COLUMNS, TAGGED_SPLIT_ROWS, padded
 from dlrm_fused.symmetric import SymmetricGroup
 from dlrm_fused.symmetric.device import uses_kernels
@@ -29,6 +31,7 @@ class GemvWorkspace(Workspace):
         dtype: torch.dtype,
         max_rows: int = MAX_ROWS,
         timeout_seconds: float = 600.0,
+        measures_schedules: bool = True,
     ) -> None:
         """Collective.
 
@@ -38,6 +41,7 @@ class GemvWorkspace(Workspace):
             dtype: float32, bfloat16 or float16.
             max_rows: the largest m. The memory for it is allocated here: for up to 64 rows on GPUs about
                 1.5 kB * (ranks + 3) * max_columns, for more of them three times the result besides.
+            measures_schedules: whether ``auto`` may measure a shape that it meets for the first time, on GPUs.
 
         Raises:
             UsageError: on all ranks, if an argument is wrong on one of them, or they differ.
@@ -46,11 +50,21 @@ class GemvWorkspace(Workspace):
         def check() -> dict[str, object]:
             check_dtype(name, dtype)
             check_counts(name, max_columns=max_columns, max_rows=max_rows)
-            return {"name": name, "max_columns": max_columns, "dtype": dtype, "max_rows": max_rows}
+            sizes = {"max_columns": max_columns, "max_rows": max_rows}
+            return {"name": name, **sizes, "dtype": dtype, "measures_schedules": measures_schedules}
 
         super().__init__(group, name, check, timeout_seconds=timeout_seconds)
         self.max_columns, self.max_rows, self.dtype = max_columns, max_rows, dtype
         ranks, few = group.world_size, min(max_rows, MAX_ROWS)
+        self.schedules = Schedules(
+            name,
+            self.channel,
+            may_measure=measures_schedules,
+            measured_on=MEASURED_ON,
+            measured=SCHEDULES.get(ranks, {}) if dtype == MEASURED_DTYPE else {},
+        )
+        # Beside the stream of the products.
+        self.stream = torch.cuda.Stream(group.device, priority=-1) if group.device.type == "cuda" else None
         # Kernels sum what they reach by stores.
         self.sums_by_kernel = uses_kernels(group.device) and not group.hosts.are_many
         if self.sums_by_kernel:
@@ -65,7 +79,8 @@ class GemvWorkspace(Workspace):
             self.kernel_args = self.channel.args._replace(poll_limit=poll_limit)
             self.split_buffer = split_buffer(few, max_columns, most_tiles, group.device)
             self.squares = torch.empty(MAX_ROWS * max_columns, dtype=torch.float32, device=group.device)
-            self.chunks = ChunkedSum(group, self.channel, name, max_rows * max_columns, dtype) if max_rows > MAX_ROWS else None
+            most = max_rows * max_columns
+            self.chunks = ChunkedSum(group, self.channel, self.stream, name, most, dtype) if max_rows > MAX_ROWS else None
         else:
             self.sums = SumOverHosts(group, self.channel, f"{name}.sums", max_rows * max_columns, wire=dtype)
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from dlrm_fused.errors import CommunicationError
-from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, gemm_all_to_all, schedule, tuning
-from dlrm_fused.ops.gemm_all_to_all.measured import MEASURED_ON, TILES
+from dlrm_fused.ops.common import schedules
+from dlrm_fused.ops.common.schedules import Schedules
+from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, gemm_all_to_all, tuning
+from dlrm_fused.ops.gemm_all_to_all.measured import MEASURED_ON, TILES, table_of
 from dlrm_fused.ops.gemm_all_to_all.schedule import schedule_of
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
@@ -23,7 +25,10 @@ EQUAL, WIDE = Case(72, 40, rows=24), Case(80, 40, rows=12)
 
 def workspace_on(gpu: str, monkeypatch: pytest.MonkeyPatch, ranks: int = 4) -> Any:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
-    return SimpleNamespace(device=torch.device("cuda"), world_size=ranks, dtype=torch.bfloat16, schedules={})
+    channel: Any = SimpleNamespace(group=SimpleNamespace(device=torch.device("cuda")))
+    table = table_of(ranks, torch.bfloat16)
+    known = Schedules("products", channel, may_measure=True, measured_on=MEASURED_ON, measured=table)
+    return SimpleNamespace(world_size=ranks, schedules=known)
 
 
 def test_what_was_measured_here_precedes_the_table_and_the_table_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,7 +36,7 @@ def test_what_was_measured_here_precedes_the_table_and_the_table_the_rule(monkey
     workspace = workspace_on(MEASURED_ON, monkeypatch)
     assert schedule_of(workspace, *shape) == "kernel"
     assert schedule_of(workspace, 4096, 4096, 4096) == "chunks"
-    workspace.schedules[shape] = "library"
+    workspace.schedules.measured_here[shape] = "library"
     assert schedule_of(workspace, *shape) == "library"
 
 
@@ -65,8 +70,8 @@ def calls_by_auto(clocks: list[Clock], is_capturing: bool) -> tuple[dict[Any, st
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     rank = Rank.from_environment()
-    clock = schedule.device_seconds = clocks[rank.index]  # type: ignore[assignment]
-    schedule._can_measure = lambda workspace: not is_capturing
+    clock = schedules.device_seconds = clocks[rank.index]  # type: ignore[assignment]
+    Schedules._can_measure = lambda self: not is_capturing  # type: ignore[method-assign]
     with process_group(rank, torch.device("cpu")):
         group = symmetric_group()
         workspace = GemmWorkspace(group, name="products", max_rows=MAX_ROWS, max_columns=MAX_COLUMNS, dtype=torch.float32)
@@ -76,7 +81,12 @@ def calls_by_auto(clocks: list[Clock], is_capturing: bool) -> tuple[dict[Any, st
             result = call(workspace, case, inputs[rank.index])
             errors.append((result.double() - expected(case, inputs, rank.index)).abs().max().item())
         group.close()
-    return workspace.schedules, clock.asked, [message for message in messages if "schedule" in message], max(errors)
+    return (
+        workspace.schedules.measured_here,
+        clock.asked,
+        [message for message in messages if "schedule" in message],
+        max(errors),
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,7 +118,7 @@ def test_auto_does_not_measure_in_a_capture() -> None:
 
 def shapes_that_differ() -> None:
     rank = Rank.from_environment()
-    schedule._can_measure = lambda workspace: True
+    Schedules._can_measure = lambda self: True  # type: ignore[method-assign]
     with process_group(rank, torch.device("cpu")):
         group = symmetric_group()
         workspace = GemmWorkspace(group, name="products", max_rows=MAX_ROWS, max_columns=MAX_COLUMNS, dtype=torch.float32)

@@ -46,6 +46,7 @@ class Case:
     with_bias: bool = False
     with_residual: bool = False
     with_norm: bool = False
+    schedule: str = "auto"
 
     def draw(self, ranks: int, seed: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], Tensor | None, Any, Any]:
         """x and weight of all ranks, bias, residual, norm_weight."""
@@ -97,7 +98,8 @@ def run_calls(
             if delays.random() < 0.3 or rank.index == straggler:
                 time.sleep(delays.uniform(0, 0.02))
             gemv_tuning.override(case.blocks)
-            results.append(gemv_all_reduce(workspace, xs[rank.index], weights[rank.index], bias, residual, norm_weight))
+            x, weight = xs[rank.index], weights[rank.index]
+            results.append(gemv_all_reduce(workspace, x, weight, bias, residual, norm_weight, schedule=case.schedule))
         workspace.raise_fault()
         group.close()
         return results
@@ -158,6 +160,16 @@ def test_calls_of_mixed_shapes_with_a_straggler(ranks: int, calls: int) -> None:
 
 def test_many_rows_are_summed_by_chunks() -> None:
     check([Case(70, 40, 16, with_bias=True), Case(65, 64, 16, with_residual=True), Case(2, 32, 16)], ranks=3, calls=6)
+
+
+def test_schedules_may_follow_each_other() -> None:
+    by_library = {"schedule": "library", "with_residual": True}
+    cases = [Case(2, 32, 16), Case(2, 32, 16, **by_library), Case(70, 32, 16), Case(70, 32, 16, **by_library)]
+    check(cases, ranks=2, calls=8, straggler=1)
+
+
+def test_the_library_has_the_norm_of_the_kernel() -> None:
+    check([Case(4, 32, 32, schedule="library", with_norm=True), Case(70, 32, 32, schedule="library", with_norm=True)], 2, 2)
 
 
 def many_rows_in_chunks() -> None:

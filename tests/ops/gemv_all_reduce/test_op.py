@@ -31,28 +31,29 @@ def draw(rank: int, seed: int) -> dict[str, Tensor]:
     return {name: tensor.requires_grad_() for name, tensor in arguments.items()}
 
 
-def results_and_gradients(fused: bool) -> dict[str, Tensor]:
+def results_and_gradients(schedule: str | None) -> dict[str, Tensor]:
+    """By the operator, or without a schedule by the reference."""
     rank = Rank.from_environment()
     with process_group(rank, torch.device("cpu")):
         arguments = draw(rank.index, seed=1)
-        if fused:
+        if schedule:
             group = symmetric_group()
             workspace = GemvWorkspace(group, name="sum", max_columns=COLUMNS, max_rows=ROWS, dtype=torch.float32)
-            out, normed = gemv_all_reduce(workspace, **arguments)
+            out, normed = gemv_all_reduce(workspace, **arguments, schedule=schedule)
         else:
             out, normed = reference(dist.group.WORLD, **arguments)
         assert normed is not None
         (out.sin().sum() + normed.cos().sum()).backward()
         gradients = {f"d{name}": tensor.grad for name, tensor in arguments.items()}
-        if fused:
+        if schedule:
             group.close()
         return {"out": out.detach(), "normed": normed.detach(), **gradients}
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_results_and_gradients_are_those_of_the_reference(ranks: int) -> None:
-    fused = run_ranks(ranks, results_and_gradients, True)
-    expected = run_ranks(ranks, results_and_gradients, False)
+@pytest.mark.parametrize(("ranks", "schedule"), [(1, "auto"), (3, "auto"), (3, "library")])
+def test_results_and_gradients_are_those_of_the_reference(ranks: int, schedule: str) -> None:
+    fused = run_ranks(ranks, results_and_gradients, schedule)
+    expected = run_ranks(ranks, results_and_gradients, None)
     for own, wanted in zip(fused, expected, strict=True):
         assert own.keys() == wanted.keys()
         torch.testing.assert_close(own, wanted, rtol=1e-5, atol=1e-5)

@@ -52,7 +52,7 @@ class Product(Scene):
     def tables(self) -> Sequence[Tensor]:
         return list(self.inputs.values())
 
-    def results(self, workspace: GemvWorkspace, **changes: Tensor | None) -> list[Tensor]:
+    def results(self, workspace: GemvWorkspace, **changes: Tensor | str | None) -> list[Tensor]:
         """The sum and its norm."""
         given: dict[str, Any] = {**self.inputs, **changes}
         return [result for result in gemv_all_reduce(workspace, **given) if result is not None]
@@ -81,6 +81,10 @@ def given(key: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[Prod
         scene.results(scene.workspace, **({key: change(scene.inputs[key])} if is_wrong else {}))
 
     return attempt
+
+
+def by_schedule(name: str) -> Callable[[Product, bool], object]:
+    return lambda scene, is_wrong: scene.results(scene.workspace, schedule=name if is_wrong else "auto")
 
 
 def more_columns(scene: Product, is_wrong: bool) -> None:
@@ -119,6 +123,13 @@ def go_on_after_an_error(scene: Product, is_wrong: bool) -> None:
         scene.results(scene.workspace)
 
 
+_OTHER_SETTINGS = {
+    "name": "other",
+    "dtype": torch.bfloat16,
+    "max_columns": 7,
+    "max_rows": 2,
+    "measures_schedules": False,
+}
 _CREATION = [
     WrongUse("`dtype=torch.float64`", settings(dtype=torch.float64), "dtype=torch.float64", SECOND, "dtype=torch.float64"),
     WrongUse("`max_columns=0`", settings(max_columns=0), "max_columns=0", SECOND, "max_columns=0"),
@@ -126,7 +137,7 @@ _CREATION = [
     WrongUse("`timeout_seconds=0`", settings(timeout_seconds=0.0), "timeout_seconds=0.0", SECOND, "timeout_seconds=0.0"),
     *(
         WrongUse(f"`{key}` that differs between ranks", settings(**{key: value}), f"{key} differs", SECOND, f"{key} differs")
-        for key, value in {"name": "other", "dtype": torch.bfloat16, "max_columns": 7, "max_rows": 2}.items()
+        for key, value in _OTHER_SETTINGS.items()
     ),
     WrongUse("more columns than memory holds", settings(max_columns=10**13), "but this host has", error=CommunicationError),
     WrongUse("a group that is closed", use_a_closed_group, "its group is closed"),
@@ -157,6 +168,8 @@ _CALLS = [
         SECOND,
     ),
     WrongUse("a norm's weight in bf16", given("norm_weight", Tensor.bfloat16), "norm_weight is torch.bfloat16", SECOND),
+    WrongUse("`schedule=fastest`", by_schedule("fastest"), "schedule=fastest; allowed: auto, kernel, chunks, library", SECOND),
+    WrongUse("`schedule=chunks` for few rows", by_schedule("chunks"), f"schedule=chunks for m={ROWS}", SECOND),
     WrongUse("m that differs between ranks", fewer_rows, _DIFFER, SECOND, error=CommunicationError),
     WrongUse("a bias on one rank only", given("bias", lambda _: None), _DIFFER, SECOND, error=CommunicationError),
     WrongUse("a workspace that is no longer", use_a_dropped_exchange, "no such GemvWorkspace"),

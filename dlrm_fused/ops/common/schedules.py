@@ -1,0 +1,97 @@
+"""Which of an operator's schedules ``auto`` takes: the fastest that was measured, so that it loses to none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from dlrm_fused.auto_choice import device_seconds
+from dlrm_fused.symmetric import Channel
+
+logger = logging.getLogger("dlrm_fused")
+
+AUTO, LIBRARY = "auto", "library"
+
+# Rows, columns and K of one rank.
+Shape = tuple[int, int, int]
+
+
+class Schedules:
+    """What is known of a workspace's calls, by shape: from a table, or measured by the first call with a shape.
+
+    Attributes:
+        measured_here: by this workspace.
+    """
+
+    def __init__(
+        self, name: str, channel: Channel, *, may_measure: bool, measured_on: str, measured: Mapping[Shape, str]
+    ) -> None:
+        """Args:
+        name: of the workspace, for the log.
+        channel: of its calls, whose faults a measurement raises.
+        may_measure: whether calls may, on GPUs.
+        measured_on, measured: the GPU of a table, and the table.
+        """
+        self._name, self._channel, self._device = name, channel, channel.group.device
+        self._may_measure = may_measure
+        is_that_gpu = self._device.type == "cuda" and torch.cuda.get_device_name(self._device) == measured_on
+        self._table = measured if is_that_gpu else {}
+        self.measured_here: dict[Shape, str] = {}
+        self._logged: set[tuple[str, Shape]] = set()
+
+    def known(self, shape: Shape) -> str | None:
+        """What was the fastest, if anybody has measured it."""
+        return self.measured_here.get(shape) or self._table.get(shape)
+
+    def choose(self, shape: Shape, names: Sequence[str], run: Callable[[str], object], rule: str) -> str:
+        """What ``auto`` takes for a call. Collective: all ranks choose alike.
+
+        A shape that nobody has measured is measured now, on GPUs and outside of a CUDA graph's capture. The host then waits
+        for the device.
+
+        Args:
+            names: the schedules to choose from. The first must notice ranks that make another call: NCCL would wait for them.
+            run: makes the call by one of them.
+            rule: is taken where nothing is known, and nothing may be measured.
+
+        Raises:
+            CommunicationError: while it measures, as the call itself.
+        """
+        why = "measured before"
+        if self.known(shape) is None and self._can_measure():
+            seconds = self._seconds(names, run)
+            self.measured_here[shape] = min(seconds, key=lambda name: seconds[name])
+            why = "measured: " + ", ".join(f"{name} {of_call * 1e3:.3f} ms" for name, of_call in seconds.items())
+        schedule = self.known(shape)
+        self._log(schedule or rule, shape, why if schedule else "by rule, not measured")
+        return schedule or rule
+
+    def _can_measure(self) -> bool:
+        return self._may_measure and self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+
+    def _seconds(self, names: Sequence[str], run: Callable[[str], object]) -> dict[str, float]:
+        """Of a call by each schedule, on the slowest rank. Collective."""
+        own = {}
+        for name in names:
+            own[name] = device_seconds(partial(run, name), self._device)
+            self._channel.raise_fault()
+        of_ranks = self._channel.group.gather(lambda: own)
+        return {name: max(seconds[name] for seconds in of_ranks) for name in names}
+
+    def _log(self, schedule: str, shape: Shape, why: str) -> None:
+        """Once for each choice, on rank 0."""
+        if self._channel.group.rank == 0 and (schedule, shape) not in self._logged:
+            self._logged.add((schedule, shape))
+            rows, columns, depth = shape
+            what = f"x [{rows}, {depth}] and weight [{columns}, {depth}]"
+            logger.info("%s: schedule %s for %s (%s)", self._name, schedule, what, why)
+
+
+def has_library(channel: Channel) -> bool:
+    """Whether torch.distributed communicates tensors of the ranks' device."""
+    process_group, device = channel.group.process_group, channel.group.device
+    return process_group is None or device.type == "cpu" or "nccl" in dist.get_backend_config(process_group)

@@ -1,0 +1,95 @@
+"""What ``auto`` takes of several schedules: from a table, by a measurement on all ranks, or by a rule."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dlrm_fused.errors import CommunicationError
+from dlrm_fused.ops.common import schedules
+from dlrm_fused.ops.common.schedules import Schedules
+
+SHAPE, OTHER = (1024, 512, 256), (8, 512, 256)
+NAMES = ("kernel", "library")
+
+
+class TwoRanks:
+    """A channel whose other rank measures its own times; collects the faults that are to be raised."""
+
+    def __init__(self, of_other: dict[str, float], fault: Exception | None = None) -> None:
+        self.group: Any = SimpleNamespace(rank=0, device=torch.device("cuda"), gather=lambda own: [own(), of_other])
+        self._fault = fault
+
+    def raise_fault(self) -> None:
+        if self._fault:
+            raise self._fault
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A GPU of a name, on which the run of a schedule takes the seconds that it returns."""
+    state = {"capturing": False}
+
+    def seconds(run: Callable[[], Any], device: torch.device) -> float:
+        return float(run())
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU of the table")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"])
+    monkeypatch.setattr(schedules, "device_seconds", seconds)
+    return state
+
+
+def make(channel: Any, may_measure: bool = True, measured_on: str = "GPU of the table") -> Schedules:
+    return Schedules("sums", channel, may_measure=may_measure, measured_on=measured_on, measured={SHAPE: "library"})
+
+
+def never(name: str) -> float:
+    raise AssertionError(f"{name} was measured")
+
+
+def test_a_shape_of_the_table_is_not_measured() -> None:
+    assert make(TwoRanks({})).choose(SHAPE, NAMES, never, rule="kernel") == "library"
+
+
+def test_the_table_of_another_gpu_says_nothing() -> None:
+    choice = make(TwoRanks({}), may_measure=False, measured_on="another")
+    assert choice.choose(SHAPE, NAMES, never, rule="kernel") == "kernel"
+    assert choice.known(SHAPE) is None
+
+
+def test_the_slowest_rank_decides_and_the_choice_stays(caplog: pytest.LogCaptureFixture) -> None:
+    choice = make(TwoRanks({"kernel": 0.003, "library": 0.002}))
+    own = {"kernel": 0.001, "library": 0.0025}
+    with caplog.at_level(logging.INFO, "dlrm_fused"):
+        assert choice.choose(OTHER, NAMES, own.__getitem__, rule="kernel") == "library"
+        assert choice.choose(OTHER, NAMES, never, rule="kernel") == "library"
+    assert [record.getMessage() for record in caplog.records] == [
+        "sums: schedule library for x [8, 256] and weight [512, 256] (measured: kernel 3.000 ms, library 2.500 ms)"
+    ]
+
+
+def test_nothing_is_measured_while_a_graph_is_captured_but_later(gpu: dict[str, Any]) -> None:
+    choice = make(TwoRanks({"kernel": 0.003, "library": 0.002}))
+    gpu["capturing"] = True
+    assert choice.choose(OTHER, NAMES, never, rule="kernel") == "kernel"
+    gpu["capturing"] = False
+    assert choice.choose(OTHER, NAMES, {"kernel": 0.001, "library": 0.001}.__getitem__, rule="kernel") == "library"
+
+
+def test_a_fault_ends_the_measurement() -> None:
+    measured = []
+
+    def run(name: str) -> float:
+        measured.append(name)
+        return 0.001
+
+    choice = make(TwoRanks({}, CommunicationError("rank 1 makes another call")))
+    with pytest.raises(CommunicationError, match="rank 1"):
+        choice.choose(OTHER, NAMES, run, rule="kernel")
+    assert measured == ["kernel"]
+    assert choice.known(OTHER) is None
