@@ -1,4 +1,4 @@
-"""Does the host wait for the device anywhere in a Mixture-of-Experts layer?
+"""Does the host wait for the device anywhere in a Mixture-of-Experts layer, and what do its kernels take?
 
     torchrun --standalone --nproc-per-node=4 -m benchmarks.moe.profile_layer --output profile.json
         [--steps 20] [--comm baseline] [--trace trace.json] [--tokens 8192 --width 2048 ...]
@@ -6,8 +6,8 @@
 Forward and backward of ``dlrm_fused.models.moe.MixtureOfExperts``, with its losses, in training, under ``torch.profiler``,
 after some steps that are not looked at. What counts are the host's calls of CUDA that wait for the device, in any thread, while
 it makes the steps; with ``comm=fused`` there must be none. On GPUs ``torch.cuda.set_sync_debug_mode("error")`` watches as well:
-PyTorch's own waits then raise. Exit status 1 says that there was one. Without GPUs there is no device to wait for: that tests
-this script.
+PyTorch's own waits then raise. Exit status 1 says that there was one. The report also has the microseconds of a step that each
+kernel takes on rank 0, the longest first. One rank will do. Without GPUs there is nothing to wait for: that tests this script.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.common.harness import World, describe_run, open_world, synchronize
 from benchmarks.common.results import add_report_arguments, write_results
 from benchmarks.gemm_all_to_all.cells import DTYPE
-from dlrm_fused.config import Comm, ExpertsConfig
+from dlrm_fused.config import Comm, ExpertActivation, ExpertsConfig
 from dlrm_fused.models.expert_parallel import ExpertComputation
 from dlrm_fused.models.moe import MixtureOfExperts
 from dlrm_fused.ops.moe import ExpertWorkspace
@@ -63,6 +64,15 @@ def waits(calls: Mapping[str, int]) -> dict[str, int]:
     return {name: count for name, count in calls.items() if "Synchronize" in name or name in _OTHER_WAITS}
 
 
+def kernel_microseconds(events: Iterable[FunctionEvent], steps: int) -> dict[str, float]:
+    """Of a step, by the kernel's name; the longest first."""
+    total: Counter[str] = Counter()
+    for event in events:
+        if event.device_type == DeviceType.CUDA and event.name != STEP:
+            total[event.name] += event.device_time / steps
+    return {name: round(us, 2) for name, us in total.most_common()}
+
+
 @contextmanager
 def waits_are_errors(device: torch.device) -> Iterator[None]:
     """PyTorch raises where it would wait for the device. Without GPUs it never does."""
@@ -78,7 +88,12 @@ def waits_are_errors(device: torch.device) -> Iterator[None]:
 
 def build_step(world: World, options: argparse.Namespace) -> Callable[[], None]:
     """Forward and backward of a layer. Collective."""
-    settings = ExpertsConfig(count=options.experts, top_k=options.top_k, hidden=options.hidden)
+    settings = ExpertsConfig(
+        count=options.experts,
+        top_k=options.top_k,
+        hidden=options.hidden,
+        activation=ExpertActivation[options.activation],
+    )
     workspace = None
     if options.comm == Comm.fused.name:
         workspace = ExpertWorkspace(
@@ -89,9 +104,11 @@ def build_step(world: World, options: argparse.Namespace) -> Callable[[], None]:
             max_tokens=options.tokens,
             width=options.width,
             dtype=DTYPE,
+            activation=options.activation,
             timeout_seconds=60.0,
         )
-    layer = MixtureOfExperts(options.width, settings, ExpertComputation(world.group, workspace)).to(world.device)
+    computation = ExpertComputation(world.group, workspace, options.activation)
+    layer = MixtureOfExperts(options.width, settings, computation).to(world.device)
     generator = torch.Generator(world.device).manual_seed(world.rank)
     tokens = torch.randn(options.tokens, options.width, generator=generator, device=world.device, requires_grad=True)
     leaves = [tokens, *layer.parameters()]
@@ -131,10 +148,11 @@ def profiled(world: World, options: argparse.Namespace) -> bool:
         **describe_run(world, options.commit),
         "comm": options.comm,
         "steps": options.steps,
-        "layer": {key: getattr(options, key) for key in SIZES},
+        "layer": {key: getattr(options, key) for key in (*SIZES, "activation")},
         "cuda_calls_by_rank": world.gather(calls.total()),
         "waits_by_rank": every_rank,
         "passed": passed,
+        "kernels_us": kernel_microseconds(profiler.events(), options.steps),
     }
     if world.rank == 0:
         write_results(options.output, content)
@@ -147,6 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_report_arguments(parser)
     parser.add_argument("--comm", choices=[Comm.fused.name, Comm.baseline.name], default=Comm.fused.name)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--activation", choices=[each.name for each in ExpertActivation], default=ExpertActivation.silu.name)
     for name, (default, what) in SIZES.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=f"{what}; default {default}")
     parser.add_argument("--trace", type=Path, help="the profile of rank 0, for chrome://tracing or Perfetto")

@@ -41,6 +41,13 @@ class Compile(Enum):
     never = "never"
 
 
+class ExpertActivation(Enum):
+    """What an expert makes of its first product: silu(h), or silu(gate) * up, of two matrices."""
+
+    silu = "silu"
+    swiglu = "swiglu"
+
+
 class Gate(Enum):
     """What the weights of a token's experts are: their probabilities or scores, divided by their sum."""
 
@@ -189,6 +196,8 @@ class ExpertsConfig:
     # Width of an expert's hidden layer, and of that of an expert that all tokens have; 0: no such expert.
     hidden: int = setting(256, multiple_of(8), used=_has_experts)
     shared_hidden: int = setting(0, at_least(0), used=_has_experts)
+    # Of all experts.
+    activation: ExpertActivation = ExpertActivation.silu
     gate: Gate = Gate.softmax
     # Weights of the auxiliary losses.
     balance_loss: float = setting(0.01, at_least(0), used=_has_experts)

@@ -15,6 +15,7 @@ from dlrm_fused.config import Comm, Config
 from dlrm_fused.models.choice import compute_dtype, reachable_memory
 from dlrm_fused.models.tensor_parallel import group_size
 from dlrm_fused.ops.moe import ExpertWorkspace, expert_layer_with_slots, reference
+from dlrm_fused.ops.moe.activations import ACTIVATIONS
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,12 @@ class ExpertComputation:
     Attributes:
         group: the ranks that the experts are spread over; None: this rank alone.
         workspace: of the fused operator, over the same ranks and for one layer; None: All-to-Alls and grouped products in turn.
+        activation: of the experts; the workspace's.
     """
 
     group: ProcessGroup | None = None
     workspace: ExpertWorkspace | None = None
+    activation: str = "silu"
 
     def __call__(self, x: Tensor, experts: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
         """Each token's sum over its experts. Collective over the group; in autocast's dtype where it is enabled.
@@ -40,7 +43,7 @@ class ExpertComputation:
                 must not differ between them.
             experts: [T, k] int64, numbers of experts in the whole group; -1 for none.
             gates: [T, k] float32.
-            w_in: [E / ranks, f, d], of this rank's experts.
+            w_in: [E / ranks, f, d], of this rank's experts; with SwiGLU [E / ranks, 2 * f, d].
             w_out: [E / ranks, d, f].
 
         Returns:
@@ -58,7 +61,7 @@ class ExpertComputation:
         x, w_in, w_out = x.to(dtype).contiguous(), w_in.to(dtype), w_out.to(dtype)
         scale = 1 / group_size(self.group)
         if self.workspace is None:
-            return reference(self.group, x, experts, gates, w_in, w_out, scale), None
+            return reference(self.group, x, experts, gates, w_in, w_out, scale, self.activation), None
         most = self.workspace.max_tokens
         calls = zip(x.split(most), experts.split(most), gates.split(most), strict=True)
         results = [
@@ -86,7 +89,8 @@ def choose_computations(
         UsageError: on all ranks, with ``comm_strict``, if they cannot reach each other's memory.
         CommunicationError: on all ranks, if one of them has too little memory left.
     """
-    baseline = ExpertComputation(group)
+    activation = config.model.experts.activation.name
+    baseline = ExpertComputation(group, activation=activation)
     if group is None or config.comm is Comm.baseline:
         return [baseline] * layers
     memory = reachable_memory(config, group, device, "experts")
@@ -103,11 +107,12 @@ def choose_computations(
             max_tokens=most,
             width=width,
             dtype=compute_dtype(config),
+            activation=activation,
         )
 
     first = workspace(0)
     if config.comm is Comm.auto and not fused_is_faster(
-        _step_of_a_layer(ExpertComputation(group, first), config, width, most, device),
+        _step_of_a_layer(ExpertComputation(group, first, activation), config, width, most, device),
         _step_of_a_layer(baseline, config, width, most, device),
         group,
         device,
@@ -116,7 +121,7 @@ def choose_computations(
     ):
         first.release()
         return [baseline] * layers
-    return [ExpertComputation(group, each) for each in (first, *(workspace(layer) for layer in range(1, layers)))]
+    return [ExpertComputation(group, each, activation) for each in (first, *(workspace(layer) for layer in range(1, layers)))]
 
 
 def _step_of_a_layer(
@@ -126,7 +131,8 @@ def _step_of_a_layer(
     settings, dtype = config.model.experts, compute_dtype(config)
     own = settings.count // group_size(computation.group)
     x = torch.ones(tokens, width, dtype=dtype, device=device, requires_grad=True)
-    w_in = torch.ones(own, settings.hidden, width, dtype=dtype, device=device, requires_grad=True)
+    parts = ACTIVATIONS[settings.activation.name].parts
+    w_in = torch.ones(own, parts * settings.hidden, width, dtype=dtype, device=device, requires_grad=True)
     w_out = torch.ones(own, width, settings.hidden, dtype=dtype, device=device, requires_grad=True)
     slots = torch.arange(tokens * settings.top_k, device=device).view(tokens, settings.top_k)
     gates = torch.ones(slots.shape, device=device, requires_grad=True)

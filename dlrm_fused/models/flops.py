@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dlrm_fused.config import Config, ModelKind
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.models.row_parallel import FEED_FORWARD_FACTOR
+from dlrm_fused.ops.moe.activations import ACTIVATIONS
 
 _FORWARD_PASSES_OF_A_STEP = 3
 
@@ -69,7 +70,8 @@ def _experts_of_a_token(config: Config, width: int) -> int:
     """The router, the token's experts and their weighted sum, and the expert that all tokens have."""
     experts = config.model.experts
     router, weighted_sum = _product(1, width, experts.count), _product(1, experts.top_k, width)
-    own, shared = (_mlp(width, [hidden, width]) for hidden in (experts.hidden, experts.shared_hidden))
+    matrices = 1 + ACTIVATIONS[experts.activation.name].parts
+    own, shared = (matrices * _product(1, width, hidden) for hidden in (experts.hidden, experts.shared_hidden))
     return router + experts.top_k * own + weighted_sum + shared
 
 

@@ -21,6 +21,7 @@ from dlrm_fused.config import Config, ExpertsConfig, Gate
 from dlrm_fused.errors import UsageError
 from dlrm_fused.models.expert_parallel import ExpertComputation, choose_computations
 from dlrm_fused.models.tensor_parallel import group_size, sharded_parameter
+from dlrm_fused.ops.moe.activations import ACTIVATIONS, Activation
 
 
 class Routing(NamedTuple):
@@ -75,13 +76,16 @@ def balance_loss(probabilities: Tensor, slots: Tensor) -> Tensor:
 class MixtureOfExperts(nn.Module):
     """A feed-forward layer of experts, each silu(x @ w_in.T) @ w_out.T; with all ranks' help where they share the experts.
 
+    With ``activation=swiglu`` an expert is (silu(x @ gate.T) * (x @ up.T)) @ w_out.T, and w_in holds gate and up, one below the
+    other.
+
     Args:
         width: d, of tokens and results; a multiple of 8, as ``experts.hidden`` must be.
         experts: their number, sizes, gates and losses.
         computation: how they are computed, and the ranks that they are spread over; these must divide their number.
 
     Attributes:
-        w_in: [E / ranks, f, d]; rank r of n has experts r * E / n and following.
+        w_in: [E / ranks, f, d], with SwiGLU [E / ranks, 2 * f, d]; rank r of n has experts r * E / n and following.
         w_out: [E / ranks, d, f].
         load: [E] int64, tokens that this rank has sent to each expert in training, since somebody set it to zero.
 
@@ -93,14 +97,15 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, width: int, experts: ExpertsConfig, computation: ExpertComputation | None = None) -> None:
         super().__init__()
-        self._computation = computation or ExpertComputation()
+        self._computation = computation or ExpertComputation(activation=experts.activation.name)
         group = self._computation.group
         _check_shape(width, experts, group_size(group))
         self._settings = experts
         self.router = Router(width, experts.count, experts.top_k, experts.gate)
-        self.w_in = _expert_weights(experts.count, experts.hidden, width, group)
+        activation = ACTIVATIONS[experts.activation.name]
+        self.w_in = _expert_weights(experts.count, activation.parts * experts.hidden, width, group)
         self.w_out = _expert_weights(experts.count, width, experts.hidden, group)
-        self.shared = _SharedExpert(width, experts.shared_hidden) if experts.shared_hidden else None
+        self.shared = _SharedExpert(width, experts.shared_hidden, activation) if experts.shared_hidden else None
         self.register_buffer("load", torch.zeros(experts.count, dtype=torch.int64), persistent=False)
         self._auxiliary_loss: Tensor | None = None
 
@@ -165,13 +170,14 @@ def build_experts(
 class _SharedExpert(nn.Module):
     """An expert that all tokens have, and every rank."""
 
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(self, width: int, hidden: int, activation: Activation) -> None:
         super().__init__()
-        self.into = nn.Linear(width, hidden, bias=False)
+        self._activation = activation
+        self.into = nn.Linear(width, activation.parts * hidden, bias=False)
         self.out = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.out(F.silu(self.into(x)))
+        result: Tensor = self.out(self._activation.of(self.into(x)))
         return result
 
 

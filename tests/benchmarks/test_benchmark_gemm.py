@@ -333,4 +333,4 @@ def test_a_profile_without_gpus_has_no_waits(tmp_path: Path) -> None:
     report = _run(tmp_path, *sizes, main=_profile)
     assert report["passed"] is True
     assert report["waits_by_rank"] == [{}, {}]
-    assert report["layer"] == {"experts": 4, "top_k": 2, "width": 16, "hidden": 8, "tokens": 10}
+    assert report["layer"] == {**{"experts": 4, "top_k": 2, "width": 16, "hidden": 8, "tokens": 10}, "activation": "silu"}

@@ -41,6 +41,7 @@ MODELS = {
         "model.d_model=16",
         "model.tensor_parallel=1",
         "model.experts.gate=sigmoid",
+        "model.experts.activation=swiglu",
         "data.synthetic.history_length=6",
         "data.synthetic.history_items=200",
     ],

@@ -1,6 +1,7 @@
-"""Experts on several GPUs: results and gradients against a dense computation, skew, delays, memory, no waits of the host.
+"""Experts on several GPUs: results and gradients against a dense computation, skew, delays, memory, graphs, no waits.
 
-All checks run in one launch of ranks, one after the other; each has workspaces of its own. With ``TRITON_INTERPRET=1`` they run
+All checks run in one launch of ranks, one after the other; each has workspaces of its own. A machine with one GPU has two ranks
+that share it. With ``TRITON_INTERPRET=1`` they run
 on the CPU too.
 """
 
@@ -15,14 +16,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import silu
 
 from dlrm_fused.config import ExpertsConfig
 from dlrm_fused.models.expert_parallel import ExpertComputation
 from dlrm_fused.models.moe import MixtureOfExperts
 from dlrm_fused.ops.moe import ExpertWorkspace, expert_layer, reference
+from dlrm_fused.ops.moe.activations import ACTIVATIONS
 from dlrm_fused.symmetric import SymmetricGroup
-from tests.gpu.all_ranks import HALF, MARKS, ON_GPU, RANKS, checked_on_all_ranks, delay, small_tiles_without_gpus, synchronize
+from tests.gpu.all_ranks import (
+    HALF,
+    MARKS,
+    ON_GPU,
+    RANKS,
+    SHARE_A_GPU,
+    captured,
+    checked_on_all_ranks,
+    delay,
+    small_tiles_without_gpus,
+    synchronize,
+)
 from tests.ops.moe.cases import Inputs
 
 pytestmark = MARKS
@@ -30,7 +42,7 @@ TIMEOUT_SECONDS = 20.0
 EXPERTS, TOP_K = 2 * RANKS, 2
 # The interpreter is slow.
 TOKENS, WIDTH, HIDDEN = (700, 256, 520) if ON_GPU else (12, 16, 24)
-STEPS = 200 if ON_GPU else 6
+STEPS = (40 if SHARE_A_GPU else 200) if ON_GPU else 6  # ranks that share a GPU wait for their turns
 SCALE = 0.5
 # Of fp32, and of several roundings.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2**-7, torch.bfloat16: 2**-4}
@@ -62,7 +74,9 @@ def leaves_of(given: Inputs, dtype: torch.dtype) -> list[Tensor]:
     return [value.detach().clone().requires_grad_() for value in values]
 
 
-def draw(group: SymmetricGroup, tokens: int, choose: Choose, dtype: torch.dtype, seed: int = 0) -> Inputs:
+def draw(
+    group: SymmetricGroup, tokens: int, choose: Choose, dtype: torch.dtype, seed: int = 0, activation: str = "silu"
+) -> Inputs:
     generator = torch.Generator().manual_seed(100 * seed + group.rank)
     local = EXPERTS // group.world_size
 
@@ -73,21 +87,24 @@ def draw(group: SymmetricGroup, tokens: int, choose: Choose, dtype: torch.dtype,
         x=normal(tokens, WIDTH),
         experts=choose(tokens, generator).contiguous().to(group.device),
         gates=normal(tokens, TOP_K, of=torch.float32),
-        w_in=normal(local, HIDDEN, WIDTH) * WIDTH**-0.5,
+        w_in=normal(local, ACTIVATIONS[activation].parts * HIDDEN, WIDTH) * WIDTH**-0.5,
         w_out=normal(local, WIDTH, HIDDEN) * HIDDEN**-0.5,
         out_gradient=normal(tokens, WIDTH),
     )
 
 
-def make_workspace(group: SymmetricGroup, dtype: torch.dtype) -> ExpertWorkspace:
+def make_workspace(
+    group: SymmetricGroup, dtype: torch.dtype, activation: str = "silu", max_tokens: int = TOKENS
+) -> ExpertWorkspace:
     return ExpertWorkspace(
         group,
         name="experts",
         experts=EXPERTS,
         top_k=TOP_K,
-        max_tokens=TOKENS,
+        max_tokens=max_tokens,
         width=WIDTH,
         dtype=dtype,
+        activation=activation,
         timeout_seconds=TIMEOUT_SECONDS,
     )
 
@@ -99,7 +116,7 @@ def fused(workspace: ExpertWorkspace, given: Inputs) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, given.out_gradient)]
 
 
-def dense(given: Inputs) -> list[Tensor]:
+def dense(given: Inputs, activation: str) -> list[Tensor]:
     """The same in fp32, with all experts on every rank, and for all tokens."""
     x, gates, w_in, w_out = leaves_of(given, torch.float32)
     ranks, local = dist.get_world_size(), len(w_in)
@@ -111,7 +128,7 @@ def dense(given: Inputs) -> list[Tensor]:
     out = torch.zeros_like(x)
     for expert, (into, back) in enumerate(zip(*whole, strict=True)):
         gate = (gates * (given.experts == expert)).sum(1, keepdim=True)
-        out = out + gate * (silu(x @ into.T) @ back.T)
+        out = out + gate * (ACTIVATIONS[activation].of(x @ into.T) @ back.T)
     gradients = torch.autograd.grad(out, [x, gates, *whole], given.out_gradient.float())
     own = slice(dist.get_rank() * local, (dist.get_rank() + 1) * local)
     for of_weight in gradients[2:]:
@@ -125,17 +142,19 @@ def assert_close(found: list[Tensor], right: list[Tensor], tolerance: float) -> 
         torch.testing.assert_close(own.float(), expected, rtol=tolerance, atol=tolerance * largest)
 
 
-def equal_to_dense(group: SymmetricGroup, dtype: torch.dtype, choose: Choose) -> None:
+def equal_to_dense(
+    group: SymmetricGroup, dtype: torch.dtype, choose: Choose, activation: str = "silu", most: int = TOKENS
+) -> None:
     """With all tokens, with some, and with none on the last rank; fused and the reference."""
-    workspace = make_workspace(group, dtype)
-    for seed, tokens in enumerate((TOKENS, TOKENS // 2 - 1, 0)):
+    workspace = make_workspace(group, dtype, activation, most)
+    for seed, tokens in enumerate((most, most // 2 - 1, 0)):
         is_last = group.rank == group.world_size - 1
-        given = draw(group, tokens if is_last else TOKENS - seed, choose, dtype, seed)
-        right = dense(given)
+        given = draw(group, tokens if is_last else most - seed, choose, dtype, seed, activation)
+        right = dense(given, activation)
         assert_close(fused(workspace, given), right, TOLERANCE[dtype])
         workspace.raise_fault()
         x, gates, w_in, w_out = leaves = leaves_of(given, dtype)
-        out = reference(group.process_group, x, given.experts, gates, w_in, w_out, SCALE)
+        out = reference(group.process_group, x, given.experts, gates, w_in, w_out, SCALE, activation)
         gradients = torch.autograd.grad(out, leaves, given.out_gradient)
         assert_close([out.detach(), *gradients], right, TOLERANCE[dtype])
 
@@ -167,6 +186,34 @@ def layers_of(group: SymmetricGroup, dtype: torch.dtype) -> dict[str, MixtureOfE
         torch.manual_seed(1)
         layers[name] = MixtureOfExperts(WIDTH, settings, computation).to(group.device)
     return layers
+
+
+def replays_have_the_bits_of_eager_calls(group: SymmetricGroup) -> None:
+    """CUDA graphs of the layer with its router: forward alone, and with backward and losses."""
+    layer = layers_of(group, HALF)["fused"]
+    x = torch.zeros(TOKENS, WIDTH, device=group.device, requires_grad=True)
+    leaves = [x, *layer.parameters()]
+
+    def forward() -> list[Tensor]:
+        with torch.no_grad(), torch.autocast(group.device.type, HALF, cache_enabled=False):
+            return [layer(x)]
+
+    def step() -> list[Tensor]:
+        with torch.autocast(group.device.type, HALF, cache_enabled=False):
+            out = layer(x)
+        auxiliary = layer.take_auxiliary_loss()
+        assert auxiliary is not None
+        return [out.detach(), *torch.autograd.grad(out.float().square().mean() + auxiliary, leaves)]
+
+    late = random.Random(group.rank)
+    for work in (forward, step):
+        replay = captured(work)
+        for seed in range(4):
+            with torch.no_grad():
+                x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(100 * seed + group.rank)))
+            delay(late)
+            found = [result.clone() for result in replay()]
+            assert all(map(torch.equal, found, work())), f"{work.__name__}, {seed}"
 
 
 def losses_of_training(layer: MixtureOfExperts, group: SymmetricGroup, steps: int) -> list[float]:
@@ -241,7 +288,12 @@ CHECKS: dict[str, Callable[[SymmetricGroup], Any]] = {
     "skewed in fp32": partial(equal_to_dense, dtype=torch.float32, choose=skewed),
     "all to one rank in fp32": partial(equal_to_dense, dtype=torch.float32, choose=all_to_one),
     "evenly in 16 bits": partial(equal_to_dense, dtype=HALF, choose=evenly),
+    "swiglu in fp32": partial(equal_to_dense, dtype=torch.float32, choose=skewed, activation="swiglu"),
+    "swiglu in 16 bits": partial(equal_to_dense, dtype=HALF, choose=evenly, activation="swiglu"),
+    "tiles of 16 rows": partial(equal_to_dense, dtype=HALF, choose=evenly, most=12),
+    "tiles of 32 rows, swiglu": partial(equal_to_dense, dtype=HALF, choose=evenly, activation="swiglu", most=30),
     "same bits with delays": same_bits_with_delays,
+    "graphs": replays_have_the_bits_of_eager_calls,
     "losses of both": losses_of_both,
 }
 if ON_GPU:

@@ -28,11 +28,13 @@ from dlrm_fused.ops.gemm_all_to_all import kernel as gemm
 from dlrm_fused.ops.gemm_all_to_all import op as gemm_op
 from dlrm_fused.ops.gemm_all_to_all import tuning as gemm_tuning
 from dlrm_fused.ops.gemm_all_to_all.measured import TILES
+from dlrm_fused.ops.gemm_all_to_all.weight_gradient import grouped_weight_gradient
 from dlrm_fused.ops.gemv_all_reduce import chunks as gemv_chunks
 from dlrm_fused.ops.gemv_all_reduce import op as gemv
 from dlrm_fused.ops.gemv_all_reduce.kernel import ReceiveBuffer, SplitBuffer
 from dlrm_fused.ops.gemv_all_reduce.tuning import Blocks, override
 from dlrm_fused.ops.moe import dispatch, steps
+from dlrm_fused.ops.moe.activations import ACTIVATIONS
 from dlrm_fused.symmetric import device_puts
 from dlrm_fused.symmetric.device import channel_args
 from dlrm_fused.symmetric.hosts import Hosts
@@ -121,11 +123,12 @@ def launch_scatter_rows(dtype: torch.dtype, scale: Tensor | None, destinations_a
 
 def launch_route() -> None:
     ids = torch.zeros(64, TOP_K, dtype=torch.int64)
-    dispatch.route(ids, window(), count=EXPERTS, tile_rows=TILE_ROWS, rows_per_rank=256)
+    block = rows(), torch.zeros(2 * TILE_ROWS).int()
+    dispatch.route(ids, window(), count=EXPERTS, tile_rows=TILE_ROWS, rows_per_rank=2 * TILE_ROWS, block=block)
 
 
 def launch_steps(dtype: torch.dtype) -> None:
-    of_experts, tokens = steps.KernelSteps(), rows(dtype)
+    of_experts, tokens = steps.KernelSteps(ACTIVATIONS["silu"]), rows(dtype)
     of_experts.zero_pads(tokens, torch.zeros(len(tokens)).int(), groups())
     targets = torch.zeros(len(tokens)).int()
     of_experts.sum_slots(tokens, targets, torch.zeros(64, TOP_K), 64, TOP_K)
@@ -133,12 +136,20 @@ def launch_steps(dtype: torch.dtype) -> None:
     of_experts.gates_gradient(rows(dtype, 64), tokens, targets, TOP_K)
 
 
+def launch_hidden_layer(activation: str, tile_rows: int) -> None:
+    of_experts, local = steps.KernelSteps(ACTIVATIONS[activation]), EXPERTS // WORLD
+    of_tiles = gemm.Groups(tile_rows, torch.zeros(local + 1).int(), torch.zeros(local).int())
+    w_in = torch.zeros(local, of_experts.activation.parts * WIDTH, WIDTH, dtype=HALF)
+    hidden, _ = of_experts.hidden(rows(), w_in, of_tiles)
+    of_experts.hidden_gradient(rows(), torch.zeros(local, WIDTH, WIDTH, dtype=HALF), hidden, of_tiles)
+
+
 def launch_gemm(dtype: torch.dtype) -> None:
     x, weight, out = rows(dtype), torch.zeros(EXPERTS // WORLD, WIDTH, WIDTH, dtype=dtype), rows(dtype)
     gemm.gemm(x, weight[0], out)
-    gemm.grouped_gemm(x, weight, groups(), out, silu_out=out)
-    gemm.grouped_gemm(x, weight, groups(), out, weight_is_transposed=True, silu_of=out)
-    gemm.grouped_weight_gradient(x, x, groups(), weight)
+    gemm.grouped_gemm(x, weight, groups(), out)
+    gemm.grouped_gemm(x, weight, groups(), out, weight_is_transposed=True)
+    grouped_weight_gradient(x, x, groups(), weight)
 
 
 def launch_gemm_combine(dtype: torch.dtype, fp8: bool) -> None:
@@ -275,10 +286,14 @@ OF_UPDATE = {f"{name}_kernel" for name in ("label", "order", "count", "plan", "u
 PUT_KERNELS = {"lookup_and_put_kernel", "put_tiles_kernel", "spread_tiles_kernel"}
 OF_GEMM = {"gemm_kernel", "tile_order_kernel"}
 # What is launched, and the kernels that it compiles.
+OF_HIDDEN_LAYER = {"hidden_kernel", "hidden_gradient_kernel", "tile_order_kernel"}
 LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
     "scatter_rows": (lambda: launch_scatter_rows(HALF, torch.zeros(4 * TILE_ROWS), None), {"scatter_rows_kernel"}),
     "scatter_rows_fp32": (lambda: launch_scatter_rows(SINGLE, None, 8192), {"scatter_rows_kernel"}),
-    "route": (launch_route, {"count_kernel", "exchange_counts_kernel", "place_experts_kernel", "place_slots_kernel"}),
+    "route": (launch_route, {"count_kernel", "exchange_counts_kernel", "place_kernel"}),
+    "hidden_layer": (lambda: launch_hidden_layer("silu", TILE_ROWS), OF_HIDDEN_LAYER),
+    "hidden_layer_of_few_rows": (lambda: launch_hidden_layer("silu", 16), OF_HIDDEN_LAYER),
+    "hidden_layer_swiglu": (lambda: launch_hidden_layer("swiglu", 128), OF_HIDDEN_LAYER),
     "steps": (lambda: launch_steps(HALF), {"zero_pads_kernel", "sum_slots_kernel", "gates_gradient_kernel"}),
     "gemm": (lambda: launch_gemm(HALF), {*OF_GEMM, "weight_gradient_kernel"}),
     "gemm_fp32": (lambda: launch_gemm(SINGLE), {*OF_GEMM, "weight_gradient_kernel"}),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_fused.config import Config, ExpertsConfig, Gate, ModelConfig, ModelKind, Precision, load_config
+from dlrm_fused.config import Config, ExpertActivation, ExpertsConfig, Gate, ModelConfig, ModelKind, Precision, load_config
 from dlrm_fused.datasets.batch import Batch
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError, UsageError
@@ -79,7 +79,12 @@ def dense_reference(model: MixtureOfExperts, x: Tensor) -> Tensor:
     """Every expert of every token, times the gates of those that are its own."""
     routing = model.router(x)
     gates = torch.zeros(len(x), len(model.w_in)).scatter(1, routing.experts, routing.gates)
-    hidden = F.silu(torch.einsum("td,efd->tef", x, model.w_in))
+    hidden = torch.einsum("td,efd->tef", x, model.w_in)
+    if model.w_in.shape[1] == model.w_out.shape[2]:
+        hidden = F.silu(hidden)
+    else:
+        gate, up = hidden.chunk(2, -1)
+        hidden = F.silu(gate) * up
     return torch.einsum("te,tef,edf->td", gates, hidden, model.w_out)
 
 
@@ -92,6 +97,14 @@ class TestLayer:
         model, x = layer(replace(EXPERTS, shared_hidden=8)), tokens()
         assert model.shared is not None
         shared = F.silu(x @ model.shared.into.weight.T) @ model.shared.out.weight.T
+        torch.testing.assert_close(model(x), dense_reference(model, x) + shared)
+
+    def test_swiglu_has_a_second_matrix_for_what_its_gates_multiply(self) -> None:
+        model, x = layer(replace(EXPERTS, shared_hidden=8, activation=ExpertActivation.swiglu)), tokens()
+        assert model.w_in.shape == (6, 48, WIDTH)
+        assert model.shared is not None
+        gate, up = (x @ model.shared.into.weight.T).chunk(2, -1)
+        shared = (F.silu(gate) * up) @ model.shared.out.weight.T
         torch.testing.assert_close(model(x), dense_reference(model, x) + shared)
 
     def test_result_is_in_autocasts_dtype(self) -> None:
@@ -253,6 +266,7 @@ def test_impossible_shapes(width: int, changes: dict[str, int], message: str) ->
         (["balance_loss=-0.1"], "model.experts.balance_loss=-0.1: allowed: 0 or more"),
         (["z_loss=-0.1"], "model.experts.z_loss=-0.1: allowed: 0 or more"),
         (["parallel=3"], "model.experts.parallel=3: allowed: 0, or a divisor of model.experts.count=8"),
+        (["activation=relu"], "model.experts.activation=relu: allowed: silu, swiglu"),
         (["gate=relu"], "model.experts.gate=relu: allowed: softmax, sigmoid"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Matrix products whose rows are stored where they belong: a persistent GEMM for Hopper GPUs, and its weight gradient.
+"""Matrix products whose rows are stored where they belong: a persistent GEMM for Hopper GPUs.
 
 Every program computes tiles of the result in turn; the tensor memory accelerator (TMA) brings the operands, and the loads of
 the next tile are under way while the last one is stored. A finished tile is stored locally, or straight into the memory of
@@ -30,12 +30,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.gemm_all_to_all.split import Arrivals, add_up
-from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles, choose_tiles, tiles_of_product
+from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles, tiles_of_groups, tiles_of_product
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, no_channel, wait_until_all_ready
 
-# Activations of the epilogue.
-NONE, SILU, SILU_BACKWARD = 0, 1, 2
-_TILES_OF_PROGRAM = 64
+# Of which a program finds the order.
+TILES_OF_PROGRAM = 64
 
 
 @dataclass(frozen=True)
@@ -61,10 +60,11 @@ class Groups:
         if tiles not in self._orders:
             order = torch.empty(2, tiles, dtype=torch.int32, device=self.bounds.device)
             groups = self.local_from.numel()
-            tile_order_kernel[(triton.cdiv(tiles, _TILES_OF_PROGRAM),)](
-                self.bounds, self.local_from, order, tiles, groups,
-                LANES=triton.next_power_of_2(groups), TILES=_TILES_OF_PROGRAM,
-            )  # fmt: skip
+            if tiles:
+                tile_order_kernel[(triton.cdiv(tiles, TILES_OF_PROGRAM),)](
+                    self.bounds, self.local_from, order, tiles, groups,
+                    LANES=triton.next_power_of_2(groups), TILES=TILES_OF_PROGRAM,
+                )  # fmt: skip
             self._orders[tiles] = order
         return self._orders[tiles]
 
@@ -97,22 +97,32 @@ class Routes(NamedTuple):
 
 @triton.jit(do_not_specialize=["tiles", "groups"])
 def tile_order_kernel(bounds, local_from, order, tiles, groups, LANES: tl.constexpr, TILES: tl.constexpr):
-    """See :meth:`Groups.order`. The parts of all groups for other ranks, and then those for this one, are laid end to end."""
-    lane = tl.arange(0, 2 * LANES)
-    group, is_local = lane % LANES, lane >= LANES
+    """See :meth:`Groups.order`."""
+    group = tl.arange(0, LANES)
     there = group < groups
-    middle = tl.load(local_from + group, mask=there, other=0)
-    first = tl.where(is_local, middle, tl.load(bounds + group, mask=there, other=0))
-    end = tl.where(is_local, tl.load(bounds + group + 1, mask=there, other=0), middle)
-    count = tl.maximum(end - first, 0)
-    place_end = tl.cumsum(count, axis=0)
-    place = place_end - count
-    i = tl.program_id(0) * TILES + tl.arange(0, TILES)
-    is_in = (i[:, None] >= place[None, :]) & (i[:, None] < place_end[None, :])
-    tile = tl.sum(tl.where(is_in, (first - place)[None, :] + i[:, None], 0), axis=1)
-    of_group = tl.sum(tl.where(is_in, group[None, :], 0), axis=1)
-    tl.store(order + i, tile, mask=i < tiles)
-    tl.store(order + tiles + i, of_group, mask=i < tiles)
+    first, last = tl.load(bounds + group, mask=there, other=0), tl.load(bounds + group + 1, mask=there, other=0)
+    store_order(order, tiles, first, tl.load(local_from + group, mask=there, other=0), last, TILES, LANES)
+
+
+@triton.jit
+def store_order(order, tiles, first, middle, last, TILES: tl.constexpr, LANES: tl.constexpr):
+    """This program's part of :meth:`Groups.order`: the groups' tiles for other ranks are laid end to end, then those for this.
+
+    Args:
+        first, middle, last: [LANES], of each group: its first tile, the first one for this rank alone, and the end.
+    """
+    sent, kept = middle - first, tl.maximum(last - middle, 0)
+    place_of_sent = tl.cumsum(sent, axis=0) - sent
+    place_of_kept = tl.sum(sent, axis=0) + tl.cumsum(kept, axis=0) - kept
+    i = (tl.program_id(0) * TILES + tl.arange(0, TILES))[:, None]
+    of_sent, of_kept = i - place_of_sent[None, :], i - place_of_kept[None, :]
+    is_sent = (of_sent >= 0) & (of_sent < sent[None, :])
+    is_kept = (of_kept >= 0) & (of_kept < kept[None, :])
+    tile = tl.where(is_sent, first[None, :] + of_sent, tl.where(is_kept, middle[None, :] + of_kept, 0))
+    group = tl.where(is_sent | is_kept, tl.arange(0, LANES)[None, :], 0)
+    places = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    tl.store(order + places, tl.sum(tile, axis=1), mask=places < tiles)
+    tl.store(order + tiles + places, tl.sum(group, axis=1), mask=places < tiles)
 
 
 class GroupArgs(NamedTuple):
@@ -128,46 +138,57 @@ class Epilogue(NamedTuple):
     """What is read and written beside the product, as one argument of the kernel; any tensor stands for what is not used."""
 
     scale: Any  # fp32 [G, N], with SCALED
-    out: Any  # [R, N], without SENDS, as ``other``: see :func:`grouped_gemm`
-    other: Any
+    out: Any  # [R, N], without SENDS
     partials: Any  # fp32 [tiles, SPLITS, ROWS * COLUMNS], with more than one of SPLITS
     arrivals: Any  # int32 [tiles, SPLITS], of even numbers before a launch and after it; as ``partials``
 
 
 @triton.jit
-def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def multiply(left, right, product, PRECISION: tl.constexpr):
+    """product + left [ROWS, DEPTH] @ right [DEPTH, COLUMNS]. Tensor cores want 64 rows on the left, but few columns will do."""
+    if left.shape[0] < 64:
+        result = tl.dot(right.T, left.T, product, input_precision=PRECISION)
+    else:
+        result = tl.dot(left, right, product, input_precision=PRECISION)
+    return result
+
+
+@triton.jit
+def upright(product, ROWS: tl.constexpr):
+    """As [ROWS, COLUMNS], what :func:`multiply` has added up."""
+    if ROWS < 64:
+        result = tl.trans(product)
+    else:
+        result = product
+    return result
+
+
+@triton.jit
+def no_product(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    if ROWS < 64:
+        product = tl.zeros((COLUMNS, ROWS), tl.float32)
+    else:
+        product = tl.zeros((ROWS, COLUMNS), tl.float32)
+    return product
+
+
+@triton.jit
+def halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The left and the right half of a tile: stored one after the other, they need half as much shared memory."""
     return tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
 
 
 @triton.jit
-def _silu_slope(pre):
-    gate = tl.sigmoid(pre)
-    return gate * (1 + pre * (1 - gate))
-
-
-@triton.jit
 def _store_half(
-    product, scale, rows_of_out, rows_of_other, row_is_in, first_column, columns,
-    SCALED: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr,
+    product, scale, rows_of_out, row_is_in, first_column, columns,
+    SCALED: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The epilogue of half a tile.
-
-    Args:
-        rows_of_out, rows_of_other: [ROWS, 1] pointers to rows; ``other`` is of what the activation reads or writes.
-    """
+    """The epilogue of half a tile; ``rows_of_out``: [ROWS, 1] pointers to rows."""
     column = first_column + tl.arange(0, WIDTH)
     inside = row_is_in[:, None] & (column < columns)[None, :]
     if SCALED:
         product *= tl.load(scale + column, mask=column < columns, other=0.0)[None, :]
-    if ACTIVATION == 2:
-        pre = tl.load(rows_of_other + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        product *= _silu_slope(pre)
-    result = product.to(DTYPE)
-    tl.store(rows_of_out + column[None, :], result, mask=inside)
-    if ACTIVATION == 1:
-        pre = result.to(tl.float32)
-        tl.store(rows_of_other + column[None, :], (pre * tl.sigmoid(pre)).to(DTYPE), mask=inside)
+    tl.store(rows_of_out + column[None, :], product.to(DTYPE), mask=inside)
 
 
 @triton.jit(do_not_specialize=["slots", "origins_at", "first_origin", "receive_offset", "fingerprint"])
@@ -175,7 +196,7 @@ def gemm_kernel(
     x, weight, epilogue, groups, destinations, slots, origins_at, first_origin, block_rows, columns, depth, addresses,
     receive_offset, channel, fingerprint,
     GROUPED: tl.constexpr, SENDS: tl.constexpr, TELLS_ORIGIN: tl.constexpr, TRANSPOSED: tl.constexpr,
-    SCALED: tl.constexpr, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    SCALED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr, SPLIT_LEVELS: tl.constexpr,
 ):  # fmt: skip
     """x times weight transposed, each row stored locally or, with SENDS, where it belongs, as one epoch of a channel.
@@ -221,15 +242,15 @@ def gemm_kernel(
             first_row = peer * block_rows + place % tiles_of_block * ROWS
             group = 0
 
-        product = tl.zeros((ROWS, COLUMNS), tl.float32)
+        product = no_product(ROWS, COLUMNS)
         for step in range(piece * steps_of_piece, tl.minimum(steps, (piece + 1) * steps_of_piece)):
             left = x.load([first_row, step * DEPTH])
             if TRANSPOSED:
                 right = weight.load([group, step * DEPTH, column_tile * COLUMNS]).reshape(DEPTH, COLUMNS)
-                product = tl.dot(left, right.to(DTYPE), product, input_precision=PRECISION)
+                product = multiply(left, right.to(DTYPE), product, PRECISION)
             else:
                 right = weight.load([group, column_tile * COLUMNS, step * DEPTH]).reshape(COLUMNS, DEPTH)
-                product = tl.dot(left, right.to(DTYPE).T, product, input_precision=PRECISION)
+                product = multiply(left, right.to(DTYPE).T, product, PRECISION)
 
         row = first_row + tl.arange(0, ROWS)
         row_bytes = columns.to(tl.int64) * element_bytes
@@ -248,16 +269,13 @@ def gemm_kernel(
                 slot = (row - peer * block_rows + channel.rank * block_rows).to(tl.int64)
                 blocks = tl.load(addresses + peer) + announced_offset(channel, peer)
             rows_of_out = (blocks + slot * row_bytes).to(tl.pointer_type(DTYPE))
-            rows_of_other = rows_of_out
         else:
             row_is_in = row < block_rows
             rows_of_out = epilogue.out + row.to(tl.int64) * columns
-            rows_of_other = epilogue.other + row.to(tl.int64) * columns
         # Rows begin at multiples of 16 bytes, and so the compiler makes wide stores.
         rows_of_out = tl.multiple_of(rows_of_out, 16)[:, None]
-        rows_of_other = tl.multiple_of(rows_of_other, 16)[:, None]
         half: tl.constexpr = COLUMNS // 2
-        left_half, right_half = _halves(product, ROWS, COLUMNS)
+        left_half, right_half = halves(upright(product, ROWS), ROWS, COLUMNS)
         if SPLIT_LEVELS > 0:
             left_half, right_half, has_sum = add_up(
                 left_half, right_half, epilogue.partials, epilogue.arrivals, tile, piece, SPLIT_LEVELS, ROWS, COLUMNS
@@ -266,39 +284,13 @@ def gemm_kernel(
         first_column = column_tile * COLUMNS
         scale_of_group = epilogue.scale + group * columns
         _store_half(
-            left_half, scale_of_group, rows_of_out, rows_of_other, row_is_in, first_column, columns, SCALED, ACTIVATION, DTYPE,
-            half,
+            left_half, scale_of_group, rows_of_out, row_is_in, first_column, columns, SCALED, DTYPE, half,
         )  # fmt: skip
         _store_half(
-            right_half, scale_of_group, rows_of_out, rows_of_other, row_is_in, first_column + half, columns, SCALED, ACTIVATION,
-            DTYPE, half,
+            right_half, scale_of_group, rows_of_out, row_is_in, first_column + half, columns, SCALED, DTYPE, half,
         )  # fmt: skip
     if SENDS:
         finish(channel, epoch)
-
-
-@triton.jit
-def weight_gradient_kernel(
-    a, b, out, bounds, factor, tile_rows, groups, a_columns, b_columns,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
-    """See :func:`grouped_weight_gradient`; descriptors with blocks [DEPTH, ROWS] and [DEPTH, COLUMNS]."""
-    row_tiles, column_tiles = tl.cdiv(a_columns, ROWS), tl.cdiv(b_columns, COLUMNS)
-    tiles_of_group = row_tiles * column_tiles
-    for tile in tl.range(tl.program_id(0), groups * tiles_of_group, tl.num_programs(0)):
-        group = tile // tiles_of_group
-        first_row = tile % tiles_of_group % row_tiles * ROWS
-        first_column = tile % tiles_of_group // row_tiles * COLUMNS
-        begin_row = tl.load(bounds + group) * tile_rows
-        steps = (tl.load(bounds + group + 1) * tile_rows - begin_row) // DEPTH
-        product = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for step in range(steps):
-            left = a.load([begin_row + step * DEPTH, first_row])
-            right = b.load([begin_row + step * DEPTH, first_column])
-            product = tl.dot(left.T, right, product, input_precision=PRECISION)
-        row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
-        places = out + (group.to(tl.int64) * a_columns + row[:, None]) * b_columns + column[None, :]
-        tl.store(places, (product * factor).to(DTYPE), mask=(row < a_columns)[:, None] & (column < b_columns)[None, :])
 
 
 def grouped_gemm(
@@ -308,8 +300,6 @@ def grouped_gemm(
     out: Tensor,
     *,
     weight_is_transposed: bool = False,
-    silu_out: Tensor | None = None,
-    silu_of: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> None:
     """out[rows of g] = x[rows of g] @ weight[g].T, for every group g; rows of no group are left as they are.
@@ -318,18 +308,9 @@ def grouped_gemm(
         x: [R, K], contiguous; rows begin at multiples of 16 bytes, here and in all matrices.
         weight: [G, N, K] in the dtype of x; or, if ``weight_is_transposed``, [G, K, N]: then x @ weight[g].
         out: [R, N], contiguous.
-        silu_out: [R, N]; gets silu(out).
-        silu_of: [R, N]; the product is multiplied by the derivative of silu there.
         scale: fp32 [G, N], of the output features of a weight in float8_e4m3fn.
     """
-    activation, other = NONE, out
-    if silu_out is not None:
-        activation, other = SILU, silu_out
-    elif silu_of is not None:
-        activation, other = SILU_BACKWARD, silu_of
-    _launch(
-        x, weight, out=out, other=other, groups=groups, scale=scale, is_transposed=weight_is_transposed, activation=activation
-    )
+    _launch(x, weight, out=out, groups=groups, scale=scale, is_transposed=weight_is_transposed)
 
 
 def grouped_gemm_combine(
@@ -383,7 +364,7 @@ def gemm(
         part_of: rows of the matrix whose part x is, if not all: products of all parts add up in the same order.
         arrivals: counts the pieces where K is split; made for this call if there are none.
     """
-    _launch(x, weight[None], out=out, other=out, scale=scale, part_of=part_of, arrivals=arrivals)
+    _launch(x, weight[None], out=out, scale=scale, part_of=part_of, arrivals=arrivals)
 
 
 def _launch(
@@ -391,7 +372,6 @@ def _launch(
     weight: Tensor,
     *,
     out: Tensor | None = None,
-    other: Tensor | None = None,
     groups: Groups | None = None,
     scale: Tensor | None = None,
     destinations: Tensor | None = None,
@@ -399,14 +379,13 @@ def _launch(
     origins_at: int | None = None,
     first_origin: int = 0,
     is_transposed: bool = False,
-    activation: int = NONE,
     window: ReceiveWindow | None = None,
     part_of: int | None = None,
     arrivals: Arrivals | None = None,
 ) -> None:
     (rows, depth), columns = x.shape, weight.shape[2 if is_transposed else 1]
     shape = (part_of or rows, columns, depth, x.element_size())
-    tiles = choose_tiles(*shape, groups.tile_rows) if groups else tiles_of_product(*shape)
+    tiles = tiles_of_groups(columns, x.element_size(), groups.tile_rows) if groups else tiles_of_product(*shape)
     splits = 1 if groups else tiles.splits
     ranks = window.channel.group.world_size if window else 1
     row_tiles = rows // tiles.rows if groups else ranks * triton.cdiv(rows // ranks, tiles.rows)
@@ -416,46 +395,26 @@ def _launch(
         partials = x.new_empty(pieces * tiles.rows * tiles.columns, dtype=torch.float32)
         counts = (arrivals or Arrivals(x.device)).of(pieces)
     block = [1, tiles.depth, tiles.columns] if is_transposed else [1, tiles.columns, tiles.depth]
-    gemm_kernel[(_programs(x.device, pieces, tiles),)](
+    gemm_kernel[(programs_of(x.device, pieces, tiles),)](
         TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]), TensorDescriptor.from_tensor(weight, block),
-        Epilogue(*(x if tensor is None else tensor for tensor in (scale, out, other, partials, counts))),
+        Epilogue(*(x if tensor is None else tensor for tensor in (scale, out, partials, counts))),
         groups.args(row_tiles) if groups else GroupArgs(x, x, row_tiles, 1),
         x if destinations is None else destinations, slots, origins_at or 0, first_origin,
         rows if groups else rows // ranks, columns, depth, window.memory.addresses if window else x,
         window.offset if window else 0, window.channel.args if window else no_channel(x), window.fingerprint if window else 0,
         GROUPED=groups is not None, SENDS=window is not None, TELLS_ORIGIN=origins_at is not None,
-        TRANSPOSED=is_transposed, SCALED=scale is not None, ACTIVATION=activation, DTYPE=TRITON_DTYPES[x.dtype],
-        PRECISION=_precision(x.dtype), ROWS=tiles.rows, COLUMNS=tiles.columns, DEPTH=tiles.depth, BAND=tiles.band,
+        TRANSPOSED=is_transposed, SCALED=scale is not None, DTYPE=TRITON_DTYPES[x.dtype],
+        PRECISION=precision(x.dtype), ROWS=tiles.rows, COLUMNS=tiles.columns, DEPTH=tiles.depth, BAND=tiles.band,
         SPLIT_LEVELS=splits.bit_length() - 1, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
 
-def grouped_weight_gradient(a: Tensor, b: Tensor, groups: Groups, out: Tensor, factor: float = 1.0) -> None:
-    """out[g] = factor * a[rows of g].T @ b[rows of g]; zeros for groups without rows. Pads must be zeros in both.
-
-    Args:
-        a: [R, M], contiguous, as all matrices here.
-        b: [R, N], in the dtype of a.
-        out: [G, M, N].
-    """
-    (count, rows, columns), element_size = out.shape, a.element_size()
-    tiles = choose_tiles(rows, columns, a.shape[0], element_size)
-    depth = min(tiles.depth, groups.tile_rows)
-    programs = _programs(a.device, count * triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns), tiles)
-    weight_gradient_kernel[(programs,)](
-        TensorDescriptor.from_tensor(a, [depth, tiles.rows]), TensorDescriptor.from_tensor(b, [depth, tiles.columns]),
-        out, groups.bounds, factor, groups.tile_rows, count, rows, columns,
-        DTYPE=TRITON_DTYPES[out.dtype], PRECISION=_precision(a.dtype), ROWS=tiles.rows, COLUMNS=tiles.columns,
-        DEPTH=depth, num_warps=tiles.warps, num_stages=tiles.stages,
-    )  # fmt: skip
-
-
-def _precision(dtype: torch.dtype) -> str:
+def precision(dtype: torch.dtype) -> str:
     """As torch multiplies fp32 matrices on GPUs."""
     return "tf32" if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" else "ieee"
 
 
-def _programs(device: torch.device, tiles: int, shape: Tiles) -> int:
+def programs_of(device: torch.device, tiles: int, shape: Tiles) -> int:
     return max(1, min(tiles, shape.programs * _multiprocessors(device)))
 
 

@@ -21,10 +21,10 @@ from dlrm_fused.ops.gemm_all_to_all.kernel import (
     gemm_combine,
     grouped_gemm,
     grouped_gemm_combine,
-    grouped_weight_gradient,
 )
 from dlrm_fused.ops.gemm_all_to_all.library import multiply_and_exchange
 from dlrm_fused.ops.gemm_all_to_all.schedule import AUTO, CHUNKS, KERNEL, LIBRARY, SCHEDULES, choose_schedule
+from dlrm_fused.ops.gemm_all_to_all.weight_gradient import grouped_weight_gradient
 from dlrm_fused.ops.gemm_all_to_all.workspace import ROW_BYTES, GemmWorkspace
 from dlrm_fused.symmetric import abort_peers_on_error
 from dlrm_fused.symmetric.device import uses_kernels

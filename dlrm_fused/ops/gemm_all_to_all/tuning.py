@@ -49,22 +49,37 @@ def override(tiles: Tiles | None) -> None:
     _override = tiles
 
 
-def choose_tiles(rows: int, columns: int, depth: int, element_size: int, tile_rows: int | None = None) -> Tiles:
-    """The tiles for products of groups of rows, [rows, K] x [N, K]^T together.
+def tiles_of_groups(columns: int, element_size: int, tile_rows: int) -> Tiles:
+    """The tiles for rows in groups, whose weights are read again for every tile of rows.
+
+    A tile of few rows is done before the loads of the next have come: two programs of a multiprocessor cover for each other.
 
     Args:
+        columns: of the result.
         element_size: bytes of an element of x.
-        tile_rows: of a tile, where the layout of the rows prescribes it.
+        tile_rows: of a tile, which the layout of the rows prescribes.
     """
-    tiles = _override or _widest(rows, columns, element_size, _MULTIPROCESSORS)
-    if tile_rows is None or tile_rows == tiles.rows:
-        return tiles
-    warps, programs = (4, tiles.programs) if tile_rows < 128 else (8, 1)
-    return replace(tiles, rows=tile_rows, warps=warps, programs=programs)
+    if _override:
+        return replace(_override, rows=tile_rows)
+    depth, is_wide = 128 // element_size, columns > 128 and element_size < 4
+    if tile_rows >= 128:
+        return Tiles(tile_rows, 256 if is_wide else 128, depth, band=8, warps=8, stages=3, programs=1)
+    return Tiles(tile_rows, 128, depth, band=8, warps=4, stages=4, programs=2)
+
+
+def weight_gradient_tiles(element_size: int) -> Tiles:
+    """Of the gradient of a group's weight. Where groups have few rows, writing it takes longest: one program stores, while
+    another computes."""
+    if _override:
+        return _override
+    depth = 128 // element_size
+    if element_size < 4:
+        return Tiles(128, 128, depth, band=1, warps=4, stages=3, programs=2)
+    return Tiles(128, 128, depth, band=1, warps=8, stages=3, programs=1)
 
 
 def tiles_of_product(rows: int, columns: int, depth: int, element_size: int) -> Tiles:
-    """The tiles for one product [rows, K] x [N, K]^T; arguments as of :func:`choose_tiles`."""
+    """The tiles for one product [rows, K] x [N, K]^T; ``element_size``: bytes of an element of x."""
     if _override:
         return _override
     measured = TILES.get((rows, columns, depth, element_size))

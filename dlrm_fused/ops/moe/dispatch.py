@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dlrm_fused.ops.common.workspace import ReceiveWindow
-from dlrm_fused.ops.gemm_all_to_all.kernel import Groups
+from dlrm_fused.ops.gemm_all_to_all.kernel import TILES_OF_PROGRAM, Groups, store_order
 from dlrm_fused.symmetric.device import begin, finish, peer_pointer, uses_kernels, wait_until_all_ready
 from dlrm_fused.symmetric.hosts import Hosts
 
@@ -29,6 +29,8 @@ _LANES = 128
 # Chunks and experts that a program adds up at a time.
 _SCAN_CHUNKS, _SCAN_EXPERTS = 256, 16
 _SLOTS_OF_PROGRAM = 1024
+# Pads that a program makes at a time.
+_PAD_ROWS, _PAD_COLUMNS = 16, 512
 
 
 def max_rows_of_rank(ranks: int, experts: int, top_k: int, max_tokens: int, tile_rows: int) -> int:
@@ -55,7 +57,15 @@ class RoutesToExperts(NamedTuple):
     slots: Tensor
 
 
-def route(experts: Tensor, window: ReceiveWindow, *, count: int, tile_rows: int, rows_per_rank: int) -> RoutesToExperts:
+def route(
+    experts: Tensor,
+    window: ReceiveWindow,
+    *,
+    count: int,
+    tile_rows: int,
+    rows_per_rank: int,
+    block: tuple[Tensor, Tensor] | None = None,
+) -> RoutesToExperts:
     """Routes of this rank's slots. One epoch: collective. On GPUs nothing waits for the device, if all ranks are on one host.
 
     Args:
@@ -65,6 +75,8 @@ def route(experts: Tensor, window: ReceiveWindow, *, count: int, tile_rows: int,
         count: experts of all ranks.
         tile_rows: rows of a tile.
         rows_per_rank: of a receive block.
+        block: the rows [R, d] of this rank's receive block, and their destinations, int32 [R]: kernels make pads of them, zeros
+            and -1, where no rank will store. Tiles of one row have none.
 
     Raises:
         CommunicationError: on the CPU, if a peer is lost or makes another call; on GPUs a later call raises it.
@@ -91,28 +103,28 @@ def route(experts: Tensor, window: ReceiveWindow, *, count: int, tile_rows: int,
     )  # fmt: skip
     ranks, local = channel.group.world_size, count // channel.group.world_size
     counts = memory.local.view(torch.int32)[: ranks * count].view(ranks, count)
-    if channel.group.hosts.are_many:
-        _exchange_counts_between_hosts(counts, window)
-    first_rows = torch.empty(count, dtype=torch.int32, device=experts.device)
-    groups = Groups(tile_rows, first_rows.new_empty(local + 1), first_rows.new_empty(local))
-    place_experts_kernel[(ranks,)](
-        counts, first_rows, groups.bounds, groups.local_from, count, tile_rows,
-        RANK=channel.group.rank, WORLD=ranks, LANES=triton.next_power_of_2(local), num_warps=1,
-    )  # fmt: skip
     received = {}
     if channel.group.hosts.are_many:
-        _number_rows_of_slices(first_rows, counts[channel.group.rank], channel.group.hosts)
+        _exchange_counts_between_hosts(counts, window)
         on_host = counts.cpu()
         first_rows_of_ranks, _ = place_experts(on_host, channel.group.rank, tile_rows)
         rows = _received_rows(on_host, first_rows_of_ranks, channel.group.hosts)
         received = {rank: own.to(experts.device) for rank, own in rows.items()}
-    targets = torch.empty_like(positions)
-    if slots:
-        place_slots_kernel[(triton.cdiv(slots, _SLOTS_OF_PROGRAM),)](
-            experts, positions, starts, first_rows, targets, slots, count, local, rows_per_rank,
-            CHUNK=chunk, SLOTS=_SLOTS_OF_PROGRAM, num_warps=4,
-        )  # fmt: skip
-    return RoutesToExperts(targets, groups, received, counts.sum(0))
+
+    targets, first_rows = torch.empty_like(positions), starts.new_empty(count)
+    tiles, parts = rows_per_rank // tile_rows, triton.cdiv(tile_rows, _PAD_ROWS)
+    order, slots_of_experts = starts.new_empty(2, tiles), experts.new_empty(count)
+    groups = Groups(tile_rows, starts.new_empty(local + 1), starts.new_empty(local), {tiles: order})
+    block_rows, destinations = block or (targets, targets)
+    place_kernel[(max(triton.cdiv(slots, _SLOTS_OF_PROGRAM), triton.cdiv(tiles, TILES_OF_PROGRAM), local * parts),)](
+        experts, positions, starts, counts, memory.addresses, targets, first_rows, slots_of_experts,
+        groups.bounds, groups.local_from, order, block_rows, destinations,
+        slots, count, tile_rows, tiles, rows_per_rank, block_rows.shape[-1],
+        RANK=channel.group.rank, WORLD=ranks, RANKS=triton.next_power_of_2(ranks), LANES=triton.next_power_of_2(local),
+        CHUNK=chunk, SLOTS=_SLOTS_OF_PROGRAM, TILES=TILES_OF_PROGRAM, CLEARS_PADS=block is not None, PARTS=parts,
+        PAD_ROWS=_PAD_ROWS, COLUMNS=_PAD_COLUMNS, num_warps=4,
+    )  # fmt: skip
+    return RoutesToExperts(targets, groups, received, slots_of_experts)
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -137,15 +149,15 @@ def count_kernel(
     there = (lane < CHUNK) & (slot < slots)
     id_ = tl.load(ids + slot, mask=there, other=-1)
     id_ = tl.where((id_ >= 0) & (id_ < experts), id_, -1).to(tl.int32)
-    is_earlier = lane[None, :] < lane[:, None]
-    is_of_token = (lane // TOP_K)[None, :] == (lane // TOP_K)[:, None]
-    is_repeated = tl.sum(((id_[None, :] == id_[:, None]) & is_earlier & is_of_token).to(tl.int32), axis=1) > 0
-    id_ = tl.where(is_repeated, -1, id_)
-    is_same = id_[None, :] == id_[:, None]
-    position = tl.sum((is_same & is_earlier).to(tl.int32), axis=1)
-    later = tl.sum((is_same & (lane[None, :] > lane[:, None])).to(tl.int32), axis=1)
+    for back in range(1, TOP_K):
+        is_of_token = there & (lane % TOP_K >= back)
+        id_ = tl.where(tl.load(ids + slot - back, mask=is_of_token, other=-1) == id_, -1, id_)
+    # Earlier slots count 1, others 2^16: one sum is both numbers.
+    weights = tl.where(lane[None, :] < lane[:, None], 1, 1 << 16)
+    same = tl.sum(tl.where(id_[None, :] == id_[:, None], weights, 0), axis=1)
+    position, is_last = same & 0xFFFF, same >> 16 == 1
     tl.debug_barrier()  # the zeros are stored
-    tl.store(of_chunk + id_, position + 1, mask=(id_ >= 0) & (later == 0))
+    tl.store(of_chunk + id_, position + 1, mask=(id_ >= 0) & is_last)
     tl.store(positions + slot, tl.where(id_ >= 0, position, -1), mask=there)
 
 
@@ -180,54 +192,84 @@ def exchange_counts_kernel(
     finish(channel, epoch)
 
 
-@triton.jit
-def place_experts_kernel(
-    counts, first_rows, bounds, local_from, experts, tile_rows,
-    RANK: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr,
+@triton.jit(do_not_specialize=["slots", "tiles"])
+def place_kernel(
+    ids, positions, starts, counts, addresses, targets, first_rows, slots_of_experts, bounds, local_from, order, rows,
+    destinations, slots, experts, tile_rows, tiles, rows_per_rank, width,
+    RANK: tl.constexpr, WORLD: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, SLOTS: tl.constexpr,
+    TILES: tl.constexpr, CLEARS_PADS: tl.constexpr, PARTS: tl.constexpr, PAD_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """:func:`place_experts`, program p for the experts of rank p. LANES: power of two, at least experts / WORLD."""
-    receiver = tl.program_id(0)
-    local = experts // WORLD
-    lane = tl.arange(0, LANES)
-    exists = lane < local
-    of_receiver = receiver * local + lane
-    own_turn = (RANK - receiver - 1 + WORLD) % WORLD
-    total = tl.zeros((LANES,), tl.int32)
-    before = tl.zeros((LANES,), tl.int32)
-    remote = tl.zeros((LANES,), tl.int32)
-    for source in tl.static_range(WORLD):
-        count = tl.load(counts + source * experts + of_receiver, mask=exists, other=0)
-        total += count
-        before += tl.where((source - receiver - 1 + WORLD) % WORLD < own_turn, count, 0)
-        remote += tl.where(source == receiver, 0, count)
-    tiles = tl.cdiv(total, tile_rows)
-    end = tl.cumsum(tiles, axis=0)
-    tl.store(first_rows + of_receiver, (end - tiles) * tile_rows + before, mask=exists)
-    if receiver == RANK:
-        tl.store(bounds, 0)
-        tl.store(bounds + 1 + lane, end, mask=exists)
-        tl.store(local_from + lane, end - tiles + tl.cdiv(remote, tile_rows), mask=exists)
-
-
-@triton.jit(do_not_specialize=["slots"])
-def place_slots_kernel(
-    ids, positions, starts, first_rows, targets, slots, experts, local, rows_per_rank, CHUNK: tl.constexpr, SLOTS: tl.constexpr
-):
-    """Where each slot goes: :attr:`Routes.targets`.
+    """:func:`place_experts`, and what follows from it: targets, order of tiles, pads; of each every program has a part.
 
     Args:
         positions: of :func:`count_kernel`.
         starts: int32 [chunks, experts]: slots of each expert in the chunks before.
-        first_rows: int32 [experts]: where this rank's rows begin.
-        local: experts of a rank.
+        counts: int32 [ranks, experts].
+        addresses: of the ranks' memory; 0 for ranks of other hosts, whose slices have rows of their own numbers.
+        first_rows: int32 [experts], scratch: where this rank's rows begin. All programs store the same.
+        rows, destinations: of the receive block, with CLEARS_PADS.
+        RANKS, LANES: powers of two, at least WORLD and experts / WORLD.
     """
-    slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+    program, local = tl.program_id(0), experts // WORLD
+    receiver, lane = tl.arange(0, RANKS)[:, None], tl.arange(0, LANES)[None, :]
+    exists = (receiver < WORLD) & (lane < local)
+    expert = receiver * local + lane
+    total, before = tl.zeros((RANKS, LANES), tl.int32), tl.zeros((RANKS, LANES), tl.int32)
+    remote, own = tl.zeros((RANKS, LANES), tl.int32), tl.zeros((RANKS, LANES), tl.int32)
+    own_turn = (RANK - receiver - 1 + WORLD) % WORLD
+    for source in tl.static_range(WORLD):
+        count = tl.load(counts + source * experts + expert, mask=exists, other=0)
+        total += count
+        before += tl.where((source - receiver - 1 + WORLD) % WORLD < own_turn, count, 0)
+        remote += tl.where(source == receiver, 0, count)
+        if source == RANK:
+            own += count
+    tiles_of_expert = tl.cdiv(total, tile_rows)
+    end = tl.cumsum(tiles_of_expert, axis=1)
+    is_here = tl.load(addresses + receiver, mask=receiver < WORLD, other=0) != 0
+    first_row = tl.where(is_here, (end - tiles_of_expert) * tile_rows + before, tl.cumsum(own, axis=1) - own)
+    tl.store(first_rows + expert, first_row, mask=exists)
+    tl.debug_barrier()
+
+    slot = program * SLOTS + tl.arange(0, SLOTS)
     position = tl.load(positions + slot, mask=slot < slots, other=-1)
     is_sent = position >= 0
-    expert = tl.load(ids + slot, mask=is_sent, other=0).to(tl.int32)
-    row = tl.load(starts + slot // CHUNK * experts + expert, mask=is_sent, other=0) + position
-    row += tl.load(first_rows + expert, mask=is_sent, other=0)
-    tl.store(targets + slot, tl.where(is_sent, expert // local * rows_per_rank + row, -1), mask=slot < slots)
+    id_ = tl.load(ids + slot, mask=is_sent, other=0).to(tl.int32)
+    row = tl.load(starts + slot // CHUNK * experts + id_, mask=is_sent, other=0) + position
+    row += tl.load(first_rows + id_, mask=is_sent, other=0)
+    tl.store(targets + slot, tl.where(is_sent, id_ // local * rows_per_rank + row, -1), mask=slot < slots)
+
+    # Of this rank's experts, in one dimension.
+    is_own, group = receiver == RANK, tl.arange(0, LANES)
+    last_tile = tl.sum(tl.where(is_own, end, 0), axis=0)
+    first_tile = last_tile - tl.sum(tl.where(is_own, tiles_of_expert, 0), axis=0)
+    middle = first_tile + tl.cdiv(tl.sum(tl.where(is_own, remote, 0), axis=0), tile_rows)
+    if program == 0:
+        tl.store(slots_of_experts + expert, total.to(tl.int64), mask=exists)
+        tl.store(bounds, 0)
+        tl.store(bounds + 1 + group, last_tile, mask=group < local)
+        tl.store(local_from + group, middle, mask=group < local)
+    store_order(order, tiles, first_tile, middle, last_tile, TILES, LANES)
+    if CLEARS_PADS:
+        # Program p: PAD_ROWS of those of group p // PARTS.
+        is_mine = group == program // PARTS
+        end_of_rows = tl.sum(tl.where(is_mine, first_tile * tile_rows + tl.sum(tl.where(is_own, total, 0), axis=0), 0), axis=0)
+        end_of_tiles = tl.sum(tl.where(is_mine, last_tile * tile_rows, 0), axis=0)
+        pad = end_of_rows + program % PARTS * PAD_ROWS + tl.arange(0, PAD_ROWS)
+        is_pad = pad < end_of_tiles
+        tl.store(destinations + pad, -1, mask=is_pad)
+        clear_rows(rows, pad, is_pad, width, PAD_ROWS, COLUMNS)
+
+
+@triton.jit
+def clear_rows(rows, row, is_cleared, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Zero those of ROWS rows that are to be cleared."""
+    if tl.max(is_cleared.to(tl.int32), axis=0) > 0:
+        for first in range(0, width, COLUMNS):
+            column = first + tl.arange(0, COLUMNS)
+            places = rows + row.to(tl.int64)[:, None] * tl.multiple_of(width, 4) + column[None, :]
+            zeros = tl.zeros((ROWS, COLUMNS), rows.dtype.element_ty)
+            tl.store(places, zeros, mask=is_cleared[:, None] & (column < width)[None, :])
 
 
 def _route_by_host(experts: Tensor, window: ReceiveWindow, count: int, tile_rows: int, rows_per_rank: int) -> RoutesToExperts:
@@ -262,7 +304,7 @@ def _exchange_counts_between_hosts(counts: Tensor, window: ReceiveWindow) -> Non
 
 
 def _number_rows_of_slices(first_rows: Tensor, own: Tensor, hosts: Hosts) -> None:
-    """Replace the first rows of experts on other hosts, in place, by those in the slices.
+    """Replace the first rows of experts on other hosts, in place, by those in the slices; as :func:`place_kernel` does.
 
     Args:
         first_rows: [experts], of :func:`place_experts`.

@@ -29,6 +29,9 @@ def expert_layer(
 ) -> Tensor:
     """``out[t] = sum over j of gates[t, j] * (silu(x[t] @ w_in[e].T) @ w_out[e].T)``, e = experts[t, j]. Collective.
 
+    With ``activation="swiglu"`` of the workspace, ``silu(x[t] @ gate.T) * (x[t] @ up.T)`` in place of the silu, w_in[e] being
+    gate and up one above the other.
+
     Differentiable in x, gates, w_in and w_out. The backward pass is collective too: all ranks must run it, in the same order
     as other calls of this workspace, also a rank without tokens, whose result is empty.
 
@@ -37,7 +40,7 @@ def expert_layer(
         experts: int64 [T, k]: ids from 0 to experts - 1, distinct in a row, or -1: none. On GPUs, where to look would be to
             wait for the device, other ids count as none, and so do repeated ones.
         gates: fp32 [T, k].
-        w_in: [experts / ranks, f, d], those of this rank; contiguous, as ``w_out``.
+        w_in: [experts / ranks, f, d], those of this rank; contiguous, as ``w_out``. With SwiGLU [experts / ranks, 2 * f, d].
         w_out: [experts / ranks, d, f].
         gradient_scale: factor of the gradients of w_in and w_out, which are sums over the tokens of all ranks.
 
@@ -70,16 +73,16 @@ def expert_layer_with_slots(
 
 
 # Beside the result and the slots of all ranks, what the backward pass needs: received rows with their destinations, the hidden
-# layer before and after SiLU, the experts' results by slot, and the routes.
+# layer before and after its activation, the experts' results by slot, the routes, and the order of tiles.
 torch.library.define(
     "dlrm_fused::expert_layer",
     "(Tensor x, Tensor experts, Tensor gates, Tensor w_in, Tensor w_out, float gradient_scale, int handle) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 torch.library.define(
     "dlrm_fused::expert_layer_backward",
     "(Tensor gradient, Tensor gates, Tensor w_in, Tensor w_out, Tensor received, Tensor hidden, Tensor activated, "
-    "Tensor combined, Tensor targets, Tensor bounds, Tensor local_from, float gradient_scale, int handle) "
+    "Tensor combined, Tensor targets, Tensor bounds, Tensor local_from, Tensor order, float gradient_scale, int handle) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
 )
 
@@ -93,13 +96,19 @@ def _forward(
         _check_inputs(workspace, x, experts, gates, w_in, w_out)
     steps = workspace.steps
 
-    counting = ReceiveWindow(workspace.counts, workspace.channel, 0, fingerprint_of("routes", w_in.shape, gradient_scale))
-    targets, groups, from_hosts, slots = route(
-        experts, counting, count=workspace.experts, tile_rows=workspace.memory.tile_rows, rows_per_rank=workspace.memory.rows
-    )
     received = workspace.received.receive((workspace.memory.received_bytes,), torch.uint8)
     rows, destinations = workspace.rows_of(received), workspace.destinations_of(received)
-    destinations.fill_(-1)
+    if workspace.group.hosts.are_many:
+        destinations.fill_(-1)  # slices are made of all that is not
+    counting = ReceiveWindow(workspace.counts, workspace.channel, 0, fingerprint_of("routes", w_in.shape, gradient_scale))
+    targets, groups, from_hosts, slots = route(
+        experts,
+        counting,
+        count=workspace.experts,
+        tile_rows=workspace.memory.tile_rows,
+        rows_per_rank=workspace.memory.rows,
+        block=(rows, destinations),
+    )
     scatter_rows(
         x,
         targets,
@@ -110,7 +119,6 @@ def _forward(
         destinations_per_rank=workspace.memory.slots,
         received=from_hosts,
     )
-    steps.zero_pads(rows, destinations, groups)
     hidden, activated = steps.hidden(rows, w_in, groups)
     combined = workspace.combined.receive((workspace.memory.combined_bytes,), torch.uint8)
     to_tokens = workspace.to_tokens(received, groups, targets)
@@ -118,14 +126,14 @@ def _forward(
     steps.combine(activated, w_out, to_tokens, window, transposed=False)
     out = steps.sum_slots(workspace.slots_of(combined), targets, gates, x.shape[0], workspace.top_k)
     held = workspace.received.to_hold(received), hidden, activated, workspace.combined.to_hold(combined)
-    return out, slots, *held, targets, groups.bounds, groups.local_from
+    return out, slots, *held, targets, groups.bounds, groups.local_from, groups.order(workspace.tiles)
 
 
 def _backward(gradient: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, *held: Any) -> tuple[Tensor, ...]:
-    received, hidden, activated, combined, targets, bounds, local_from, gradient_scale, handle = held
+    received, hidden, activated, combined, targets, bounds, local_from, order, gradient_scale, handle = held
     workspace = ExpertWorkspace.of(handle)
     workspace.raise_fault()
-    steps, groups = workspace.steps, Groups(workspace.memory.tile_rows, bounds, local_from)
+    steps, groups = workspace.steps, Groups(workspace.memory.tile_rows, bounds, local_from, {workspace.tiles: order})
     gradient = gradient.contiguous()
 
     # What is received here is used up before the next epoch: spare blocks serve.
@@ -157,12 +165,13 @@ def _check_inputs(workspace: ExpertWorkspace, x: Tensor, experts: Tensor, gates:
     for key, tensor, dims in (("x", x, 2), ("w_in", w_in, 3)):
         if tensor.dim() != dims:
             raise UsageError(f"{workspace.name}: {key} has shape {list(tensor.shape)}; needed: {dims} dimensions")
-    tokens, hidden = x.shape[0], w_in.shape[1]
+    tokens, parts = x.shape[0], workspace.activation.parts
+    hidden = w_in.shape[1] // parts
     expected = {
         "x": (x, workspace.dtype, [tokens, workspace.width]),
         "experts": (experts, torch.int64, [tokens, workspace.top_k]),
         "gates": (gates, torch.float32, [tokens, workspace.top_k]),
-        "w_in": (w_in, workspace.dtype, [local, hidden, workspace.width]),
+        "w_in": (w_in, workspace.dtype, [local, parts * hidden, workspace.width]),
         "w_out": (w_out, workspace.dtype, [local, workspace.width, hidden]),
     }
     for key, (tensor, dtype, shape) in expected.items():
@@ -199,17 +208,17 @@ def _fake_forward(
 ) -> tuple[Tensor, ...]:
     workspace = ExpertWorkspace.of(handle)
     memory, local = workspace.memory, workspace.local_experts
-    hidden = x.new_empty(memory.rows, w_in.shape[1])
     return (
         torch.empty_like(x),
         experts.new_empty(workspace.experts),
         x.new_empty(memory.received_bytes, dtype=torch.uint8),
-        hidden,
-        torch.empty_like(hidden),
+        x.new_empty(memory.rows, w_in.shape[1]),
+        x.new_empty(memory.rows, w_out.shape[2]),
         x.new_empty(memory.combined_bytes, dtype=torch.uint8),
         experts.new_empty(experts.numel(), dtype=torch.int32),
         experts.new_empty(local + 1, dtype=torch.int32),
         experts.new_empty(local, dtype=torch.int32),
+        experts.new_empty(2, workspace.tiles, dtype=torch.int32),
     )
 
 

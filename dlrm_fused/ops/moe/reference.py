@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.ops.common.all_to_all import all_to_all
+from dlrm_fused.ops.moe.activations import Activation
 
 
 def reference(
@@ -21,8 +22,12 @@ def reference(
     w_in: Tensor,
     w_out: Tensor,
     gradient_scale: float = 1.0,
+    activation: str = "silu",
 ) -> Tensor:
     """out[t] = sum over j of ``gates[t, j] * (silu(x[t] @ w_in[e].T) @ w_out[e].T)``, e = experts[t, j].
+
+    With ``activation="swiglu"``, ``silu(x[t] @ gate.T) * (x[t] @ up.T)`` in place of the silu, w_in[e] being gate and up one
+    above the other.
 
     This is what ``comm=baseline`` runs: All-to-All of tokens, products, All-to-All of results. Without a process group there is
     one rank.
@@ -46,7 +51,8 @@ def reference(
     of_expert = torch.arange(local, device=x.device).repeat(ranks)
     by_expert = torch.argsort(of_expert.repeat_interleave(to_receive.flatten(), output_size=sum(received)), stable=True)
     rows = _Take.apply(rows, by_expert, 1)
-    hidden = torch.nn.functional.silu(_grouped_product(rows, _with_scaled_gradient(w_in, gradient_scale), per_expert))
+    hidden = _grouped_product(rows, _with_scaled_gradient(w_in, gradient_scale), per_expert)
+    hidden = Activation.named(activation, "reference").of(hidden)
     rows = _grouped_product(hidden, _with_scaled_gradient(w_out, gradient_scale), per_expert)
     rows = all_to_all(_put(rows, by_expert, sum(received)), process_group, sent, received)
     by_token = _put(rows, order, tokens * top_k).view(tokens, top_k, x.shape[1])

@@ -1,7 +1,8 @@
 """What the expert layer computes on one rank between its transfers: both products of the experts, padding, the weighted sum.
 
 Rows lie as :mod:`~dlrm_fused.ops.moe.dispatch` says. R is the number of rows of a receive block, L that of this rank's
-experts, d the width of a token, f that of the hidden layer, k the number of experts of a token.
+experts, d the width of a token, f that of the hidden layer, p the parts of w_in (1 with SiLU, 2 with SwiGLU), k the number of
+experts of a token.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ from torch import Tensor
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.common.workspace import ReceiveWindow
-from dlrm_fused.ops.gemm_all_to_all.kernel import Groups, Routes, grouped_gemm, grouped_gemm_combine, grouped_weight_gradient
+from dlrm_fused.ops.gemm_all_to_all.kernel import Groups, Routes, grouped_gemm, grouped_gemm_combine
+from dlrm_fused.ops.gemm_all_to_all.weight_gradient import grouped_weight_gradient
+from dlrm_fused.ops.moe.activations import Activation
+from dlrm_fused.ops.moe.dispatch import clear_rows
+from dlrm_fused.ops.moe.products import hidden_layer, hidden_layer_gradient
 
 # Columns of a program's row, at most.
 _COLUMNS = 2048
@@ -27,24 +32,24 @@ class HostSteps:
     All but :meth:`combine`, an epoch of a channel, are local.
     """
 
+    def __init__(self, activation: Activation) -> None:
+        self.activation = activation
+
     def zero_pads(self, rows: Tensor, destinations: Tensor, groups: Groups) -> None:
         """Zero those rows [R, d] of the groups whose destination, int32 [R], is negative."""
 
     def hidden(self, rows: Tensor, w_in: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
-        """``h = rows @ w_in[e].T`` and ``silu(h)``, both [R, f]."""
+        """``h = rows @ w_in[e].T``, [R, p * f], and the activation of it, [R, f]."""
         h = rows.new_zeros(rows.shape[0], w_in.shape[1])
-        activated = torch.zeros_like(h)
         for expert, part in enumerate(groups.slices()):
             h[part] = rows[part] @ w_in[expert].T
-            activated[part] = torch.nn.functional.silu(h[part])
-        return h, activated
+        return h, self.activation.of(h)
 
     def hidden_gradient(self, gradient: Tensor, w_out: Tensor, h: Tensor, groups: Groups) -> Tensor:
-        """The gradient [R, f] of h from that of the results [R, d]: ``(gradient @ w_out[e]) * silu'(h)``."""
+        """The gradient [R, p * f] of h from that of the results [R, d]; that of the activation is ``gradient @ w_out[e]``."""
         h_gradient = torch.empty_like(h)
         for expert, part in enumerate(groups.slices()):
-            rate = torch.sigmoid(h[part])
-            h_gradient[part] = (gradient[part] @ w_out[expert]) * (rate * (1 + h[part] * (1 - rate)))
+            h_gradient[part] = self.activation.gradient(gradient[part] @ w_out[expert], h[part])
         return h_gradient
 
     def weight_gradient(self, gradient: Tensor, rows: Tensor, groups: Groups, scale: float) -> Tensor:
@@ -91,13 +96,13 @@ class KernelSteps(HostSteps):
 
     def hidden(self, rows: Tensor, w_in: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
         h = rows.new_empty(rows.shape[0], w_in.shape[1])
-        activated = torch.empty_like(h)
-        grouped_gemm(rows, w_in, groups, h, silu_out=activated)
+        activated = rows.new_empty(rows.shape[0], self.activation.width(w_in))
+        hidden_layer(rows, w_in, groups, h, activated)
         return h, activated
 
     def hidden_gradient(self, gradient: Tensor, w_out: Tensor, h: Tensor, groups: Groups) -> Tensor:
         h_gradient = torch.empty_like(h)
-        grouped_gemm(gradient, w_out, groups, h_gradient, weight_is_transposed=True, silu_of=h)
+        hidden_layer_gradient(gradient, w_out, h, groups, h_gradient)
         return h_gradient
 
     def weight_gradient(self, gradient: Tensor, rows: Tensor, groups: Groups, scale: float) -> Tensor:
@@ -147,11 +152,7 @@ def zero_pads_kernel(rows, destinations, bounds, tile_rows, width, ROWS: tl.cons
         in_tile = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         row = (end - 1) * tile_rows + in_tile
         is_pad = (tl.load(destinations + row, mask=in_tile < tile_rows, other=0) < 0) & (in_tile < tile_rows)
-        for first in range(0, width, COLUMNS):
-            column = first + tl.arange(0, COLUMNS)
-            places = rows + row.to(tl.int64)[:, None] * tl.multiple_of(width, 4) + column[None, :]
-            zeros = tl.zeros((ROWS, COLUMNS), rows.dtype.element_ty)
-            tl.store(places, zeros, mask=is_pad[:, None] & (column < width)[None, :])
+        clear_rows(rows, row, is_pad, width, ROWS, COLUMNS)
 
 
 @triton.jit

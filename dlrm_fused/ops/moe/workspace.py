@@ -13,6 +13,7 @@ from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.scatter_rows import rows_of_slices
 from dlrm_fused.ops.common.workspace import Workspace, check_counts, check_dtype
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups, Routes
+from dlrm_fused.ops.moe.activations import Activation
 from dlrm_fused.ops.moe.dispatch import max_rows_of_rank
 from dlrm_fused.ops.moe.steps import HostSteps, KernelSteps
 from dlrm_fused.symmetric import BlockPool, SymmetricGroup
@@ -26,8 +27,8 @@ logger = logging.getLogger("dlrm_fused")
 _ROW_BYTES = 16
 # Calls whose backward pass is still to come that need no copy of what they received.
 _HELD_CALLS = 1
-# Rows of a tile on GPUs: many for experts that have many.
-_TILE_ROWS, _FEW_TILE_ROWS = 128, 64
+# On GPUs, rows of a tile by how many rows experts have on average, if all tokens are there: from so many on.
+_TILE_ROWS = {256: 128, 48: 64, 24: 32, 0: 16}
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,10 @@ class ExpertMemory:
     symmetric_bytes: int
     element_bytes: int
 
-    def hidden_bytes(self, hidden: int) -> int:
+    def hidden_bytes(self, hidden: int, activation: str = "silu") -> int:
         """Of ordinary memory that a call holds until its backward pass, for hidden layers of so many elements."""
-        return 2 * self.rows * hidden * self.element_bytes
+        parts = Activation.named(activation, "hidden_bytes").parts
+        return (1 + parts) * self.rows * hidden * self.element_bytes
 
 
 def expert_memory(
@@ -69,7 +71,8 @@ def expert_memory(
     """
     tile_rows = 1
     if with_kernels:
-        tile_rows = _TILE_ROWS if ranks * max_tokens * top_k >= 2 * _TILE_ROWS * experts else _FEW_TILE_ROWS
+        expected = ranks * max_tokens * top_k / experts
+        tile_rows = next(tile for least, tile in _TILE_ROWS.items() if expected >= least)
     rows, slots = max_rows_of_rank(ranks, experts, top_k, max_tokens, tile_rows), max_tokens * top_k
     destinations_at = rows * width * dtype.itemsize
     received_bytes, combined_bytes = destinations_at + rows * 4, slots * width * dtype.itemsize
@@ -94,6 +97,7 @@ class ExpertWorkspace(Workspace):
 
     Attributes:
         memory: how much of it there is.
+        activation: of the experts.
     """
 
     def __init__(
@@ -106,6 +110,7 @@ class ExpertWorkspace(Workspace):
         max_tokens: int,
         width: int,
         dtype: torch.dtype,
+        activation: str = "silu",
         timeout_seconds: float = 600.0,
     ) -> None:
         """Collective.
@@ -117,12 +122,15 @@ class ExpertWorkspace(Workspace):
             max_tokens: of one rank and call.
             width: elements of a token; their bytes must be a multiple of 16.
             dtype: float32, bfloat16 or float16: of tokens, weights and results.
+            activation: ``silu``, or ``swiglu``, whose w_in has a matrix for the gates and below it one for what they multiply.
 
         Raises:
             UsageError: on all ranks, if an argument is wrong on one of them, or they differ.
         """
         self.experts, self.top_k, self.max_tokens, self.width, self.dtype = experts, top_k, max_tokens, width, dtype
+        self._activation = activation
         super().__init__(group, name, lambda: self._check_settings(group, name), timeout_seconds=timeout_seconds)
+        self.activation = Activation.named(activation, name)
         with_kernels = uses_kernels(group.device)
         self.memory = expert_memory(group.world_size, experts, top_k, max_tokens, width, dtype, with_kernels=with_kernels)
         if group.rank == 0:
@@ -135,11 +143,16 @@ class ExpertWorkspace(Workspace):
         self.counts = group.allocate(f"{name}.counts", group.world_size * experts * 4)
         self.received = BlockPool.with_spare(group, f"{name}.received", self.memory.received_bytes, _HELD_CALLS)
         self.combined = BlockPool.with_spare(group, f"{name}.combined", self.memory.combined_bytes, _HELD_CALLS)
-        self.steps = KernelSteps() if with_kernels else HostSteps()
+        self.steps = (KernelSteps if with_kernels else HostSteps)(self.activation)
 
     @property
     def local_experts(self) -> int:
         return self.experts // self.group.world_size
+
+    @property
+    def tiles(self) -> int:
+        """Rows of tiles in a receive block, whose order kernels want to know."""
+        return self.memory.rows // self.memory.tile_rows if uses_kernels(self.group.device) else 0
 
     def release(self) -> None:
         """Let go of the memory for tokens and results, of a workspace that is not used any more: once this rank has completed
@@ -171,6 +184,7 @@ class ExpertWorkspace(Workspace):
     def _check_settings(self, group: SymmetricGroup, name: str) -> Mapping[str, object]:
         """Raises UsageError; returns what must be equal on all ranks."""
         check_dtype(name, self.dtype)
+        Activation.named(self._activation, name)
         settings = {key: getattr(self, key) for key in ("experts", "top_k", "max_tokens", "width")}
         check_counts(name, **settings)
         ranks = group.world_size
@@ -179,10 +193,10 @@ class ExpertWorkspace(Workspace):
         if self.top_k > self.experts:
             raise UsageError(f"{name}: top_k={self.top_k}; needed: at most experts={self.experts}")
         check_row(name, "width", self.width, self.dtype)
-        rows = ranks * max_rows_of_rank(ranks, self.experts, self.top_k, self.max_tokens, _TILE_ROWS)
+        rows = ranks * max_rows_of_rank(ranks, self.experts, self.top_k, self.max_tokens, max(_TILE_ROWS.values()))
         if max(rows, ranks * self.max_tokens * self.top_k) >= 2**31:
             raise UsageError(f"{name}: max_tokens={self.max_tokens}: {rows} rows of all ranks; needed: less than 2**31")
-        return {"name": name, "dtype": self.dtype, **settings}
+        return {"name": name, "dtype": self.dtype, "activation": self._activation, **settings}
 
 
 def check_row(name: str, key: str, elements: int, dtype: torch.dtype) -> None:

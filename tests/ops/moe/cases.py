@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.ops.moe import ExpertWorkspace, expert_layer, reference
+from dlrm_fused.ops.moe.activations import ACTIVATIONS
 from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 
@@ -37,6 +38,7 @@ class Case:
     choose: Callable[[int, Case, torch.Generator], Tensor]
     width: int = 8
     hidden: int = 16
+    activation: str = "silu"
 
     @property
     def ranks(self) -> int:
@@ -99,7 +101,7 @@ def draw(case: Case, seed: int, dtype: torch.dtype = torch.float32) -> list[Inpu
             x=normal(tokens, case.width).to(dtype),
             experts=case.choose(tokens, case, generator),
             gates=normal(tokens, case.top_k),
-            w_in=(normal(local, case.hidden, case.width) / case.width**0.5).to(dtype),
+            w_in=(normal(local, ACTIVATIONS[case.activation].parts * case.hidden, case.width) / case.width**0.5).to(dtype),
             w_out=(normal(local, case.width, case.hidden) / case.hidden**0.5).to(dtype),
             out_gradient=normal(tokens, case.width).to(dtype),
         )
@@ -119,6 +121,13 @@ def results(out: Tensor, inputs: Inputs) -> Results:
     return {"out": out.detach(), **gradients}  # type: ignore[dict-item]
 
 
+def activate(h: Tensor, activation: str) -> Tensor:
+    if activation == "silu":
+        return torch.nn.functional.silu(h)
+    gate, up = h.view(2, -1)
+    return torch.nn.functional.silu(gate) * up
+
+
 def expected(case: Case, seed: int) -> list[Results]:
     """Of all ranks, by a loop over tokens and choices, without any workspace."""
     by_rank = draw(case, seed)
@@ -131,7 +140,7 @@ def expected(case: Case, seed: int) -> list[Results]:
             for choice, expert in enumerate(inputs.experts[token].tolist()):
                 if expert >= 0:
                     workspace = by_rank[expert // local]
-                    hidden = torch.nn.functional.silu(workspace.w_in[expert % local] @ inputs.x[token])
+                    hidden = activate(workspace.w_in[expert % local] @ inputs.x[token], case.activation)
                     row = row + inputs.gates[token, choice] * (workspace.w_out[expert % local] @ hidden)
             rows.append(row)
         outs.append(torch.stack(rows) if rows else torch.zeros(0, case.width))
@@ -164,6 +173,7 @@ def make_workspace(group: SymmetricGroup, case: Case, **settings: Any) -> Expert
         "max_tokens": max(case.tokens) + 1,
         "width": case.width,
         "dtype": torch.float32,
+        "activation": case.activation,
         "timeout_seconds": 60.0,
     }
     return ExpertWorkspace(group, **{**defaults, **settings})  # type: ignore[arg-type]
@@ -173,9 +183,9 @@ def run_fused(workspace: ExpertWorkspace, inputs: Inputs) -> Results:
     return results(expert_layer(workspace, inputs.x, inputs.experts, inputs.gates, inputs.w_in, inputs.w_out, SCALE), inputs)
 
 
-def run_reference(inputs: Inputs) -> Results:
+def run_reference(inputs: Inputs, activation: str = "silu") -> Results:
     process_group = dist.group.WORLD if dist.is_initialized() else None
-    return results(reference(process_group, *inputs.arguments(), SCALE), inputs)
+    return results(reference(process_group, *inputs.arguments(), SCALE, activation), inputs)
 
 
 def run_cases(cases: list[Case], dtype: torch.dtype = torch.float32) -> list[tuple[Results, Results]]:
@@ -188,7 +198,7 @@ def run_cases(cases: list[Case], dtype: torch.dtype = torch.float32) -> list[tup
             workspace = make_workspace(group, case, name=f"experts of case {number}", dtype=dtype)
             fused = run_fused(workspace, draw(case, number, dtype)[rank.index])
             workspace.raise_fault()
-            seen.append((fused, run_reference(draw(case, number, dtype)[rank.index])))
+            seen.append((fused, run_reference(draw(case, number, dtype)[rank.index], case.activation)))
         group.close()
         return seen
 
@@ -234,11 +244,13 @@ CASES = {
         Case(EVEN, (6,), 4, 2, evenly),
         Case("gaps", (7,), 4, 3, with_gaps),
         Case("no tokens at all", (0,), 2, 1, evenly),
+        Case("SwiGLU", (7,), 4, 3, with_gaps, activation="swiglu"),
     ],
     2: [
         Case(EVEN, (6, 5), 4, 2, evenly),
         Case("gaps, as many choices as experts", (5, 7), 4, 4, with_gaps),
         Case("one rank has no tokens", (9, 0), 4, 1, skewed),
+        Case("SwiGLU", (6, 5), 4, 2, with_gaps, activation="swiglu"),
     ],
     3: [Case("skewed, one rank has no tokens", (12, 0, 7), 6, 2, skewed), Case("gaps", (3, 4, 5), 9, 3, with_gaps)],
     4: [

@@ -10,6 +10,7 @@ from torch import Tensor
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups
 from dlrm_fused.ops.moe import dispatch as routing
+from dlrm_fused.ops.moe.activations import ACTIVATIONS
 from dlrm_fused.ops.moe.dispatch import count_slots, place_experts, route
 from dlrm_fused.ops.moe.steps import HostSteps, KernelSteps
 from dlrm_fused.symmetric import Channel, symmetric_group
@@ -21,12 +22,16 @@ pytestmark = pytest.mark.interpreted
 
 # 70 rows of an expert are more than a tile of 64.
 LONG = Case("two tiles of two experts, and none of the others", (40, 30), 4, 2, all_to_one)
+# 75 rows of an expert are two tiles of 64. The other cases have tiles of 16, which are multiplied the other way round.
+GATED = Case("SwiGLU in tiles of 64", (40, 35), 2, 2, all_to_one, activation="swiglu")
 CASE_OF_RANKS = {1: CASES[1][1], 2: LONG, 3: CASES[3][0], 4: CASES[4][0]}
 
 
-@pytest.mark.parametrize("ranks", CASE_OF_RANKS)
-def test_the_kernels_are_the_dense_computation(ranks: int) -> None:
-    case = CASE_OF_RANKS[ranks]
+@pytest.mark.parametrize(
+    "case", [*CASE_OF_RANKS.values(), CASES[1][3], CASES[2][3], GATED], ids=lambda case: f"{case.ranks} {case.name}"
+)
+def test_the_kernels_are_the_dense_computation(case: Case) -> None:
+    ranks = case.ranks
     by_rank = run_ranks(ranks, run_cases, [case])
     for own, wanted in zip(by_rank, expected(case, 0), strict=True):
         torch.testing.assert_close(own[0][0], wanted, rtol=1e-5, atol=1e-5)
@@ -110,7 +115,7 @@ def test_sums_and_gradients_of_gates_leave_out_slots_without_target() -> None:
     gradient = torch.randn(4, 2052, generator=generator)
     targets = torch.tensor([3, -1, 4, -1, -1, -1, 0, 1, 2, 7, 8, -1], dtype=torch.int32)
     slots[targets < 0] = torch.nan
-    kernels, host = KernelSteps(), HostSteps()
+    kernels, host = (kind(ACTIVATIONS["silu"]) for kind in (KernelSteps, HostSteps))
     for weights in (gates, None):
         torch.testing.assert_close(
             kernels.sum_slots(slots, targets, weights, 4, 3), host.sum_slots(slots, targets, weights, 4, 3)
@@ -128,7 +133,7 @@ def test_pads_become_zeros_and_nothing_else() -> None:
     rows, destinations = torch.full((64, 12), torch.nan), torch.full((64,), -1, dtype=torch.int32)
     is_used = torch.cat([torch.arange(19), torch.arange(32, 33)])
     destinations[is_used] = 5
-    KernelSteps().zero_pads(rows, destinations, groups)
+    KernelSteps(ACTIVATIONS["silu"]).zero_pads(rows, destinations, groups)
     is_zero = torch.ones(64, dtype=torch.bool)
     is_zero[is_used] = is_zero[48:] = False
     assert (rows[is_zero] == 0).all()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -50,19 +52,20 @@ def test_steps_with_a_straggler_and_passes_in_flight_repeat_to_the_bit() -> None
             torch.testing.assert_close(own, expected(case, seed)[rank], rtol=1e-5, atol=1e-5)
 
 
-def opcheck() -> None:
+def opcheck(activation: str) -> None:
     rank = Rank.from_environment()
     with process_group(rank, torch.device("cpu")):
         group = symmetric_group()
-        case = CASES[rank.world_size][1]
+        case = replace(CASES[rank.world_size][1], activation=activation)
         workspace = make_workspace(group, case)
         arguments = draw(case, seed=1)[rank.index].arguments()
         torch.library.opcheck(torch.ops.dlrm_fused.expert_layer.default, (*arguments, SCALE, workspace.handle))
         group.close()
 
 
-def test_opcheck() -> None:
-    run_ranks(2, opcheck)
+@pytest.mark.parametrize("activation", ["silu", "swiglu"])
+def test_opcheck(activation: str) -> None:
+    run_ranks(2, opcheck, activation)
 
 
 WORST = Case("all tokens to one rank, which has fewer experts than a token wants", (5, 5), 4, 3, all_to_one)
@@ -76,7 +79,7 @@ def memory_of_the_worst_case() -> tuple[int, int, int, list[int]]:
         workspace = make_workspace(group, WORST, max_tokens=5)
         allocated = sum(memory.size for memory in group._memories[before:])
         held = torch.ops.dlrm_fused.expert_layer(*draw(WORST, 1)[rank.index].arguments(), 1.0, workspace.handle)
-        _, _, received, hidden, activated, combined, _, bounds, _ = held
+        _, _, received, hidden, activated, combined, _, bounds, *_ = held
         rows_bytes, combined_bytes = received.numel(), combined.numel()
         assert hidden.nbytes + activated.nbytes == workspace.memory.hidden_bytes(WORST.hidden)
         group.close()
@@ -103,4 +106,11 @@ def test_memory_with_kernels_has_room_for_the_pads_of_each_expert() -> None:
     assert few.tile_rows == many.tile_rows == 128
     assert few.rows == 4 * 1024 * 2 + 7 * 128, "the rows of eight experts, which cannot all be one too many"
     assert many.rows == 4 * 1024 * 2 + 128
-    assert expert_memory(4, 128, 1, 1024, 64, torch.bfloat16, with_kernels=True).tile_rows == 64
+    assert many.hidden_bytes(64, "swiglu") == 1.5 * many.hidden_bytes(64)
+
+
+@pytest.mark.parametrize(("tokens", "tile_rows"), [(8192, 128), (4096, 64), (1024, 32), (768, 32), (512, 16), (1, 16)])
+def test_tiles_have_few_rows_where_experts_have_few(tokens: int, tile_rows: int) -> None:
+    memory = expert_memory(4, 128, 1, tokens, 64, torch.bfloat16, with_kernels=True)
+    assert memory.tile_rows == tile_rows
+    assert memory.rows <= 4 * tokens + 32 * (tile_rows - 1)

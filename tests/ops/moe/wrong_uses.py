@@ -87,6 +87,12 @@ def other_hidden(hidden: int) -> Callable[[Layer, bool], object]:
     return attempt
 
 
+def half_a_swiglu(scene: Layer, is_wrong: bool) -> None:
+    workspace = scene.make(activation="swiglu")
+    w_in = scene.inputs.w_in.detach()
+    scene.call(workspace, w_in=w_in if is_wrong else torch.cat([w_in, w_in], dim=1))
+
+
 def too_many_tokens(scene: Layer, is_wrong: bool) -> None:
     tokens = MAX_TOKENS + 1 if is_wrong else 1
     ids = torch.zeros(tokens, CASE.top_k, dtype=torch.int64)
@@ -139,6 +145,7 @@ _CREATION = [
     WrongUse("`top_k` above `experts`", settings(top_k=5), "top_k=5", SECOND, "top_k=5"),
     WrongUse("`max_tokens=2.5`", settings(max_tokens=2.5), "max_tokens=2.5", SECOND, "max_tokens=2.5"),
     WrongUse("rows that are not a multiple of 16 bytes", settings(width=10), "width=10", SECOND, "width=10"),
+    WrongUse('`activation="relu"`', settings(activation="relu"), "activation=relu", SECOND, "activation=relu"),
     WrongUse("`timeout_seconds=0`", settings(timeout_seconds=0.0), "timeout_seconds=0.0", SECOND, "timeout_seconds=0.0"),
     *(
         WrongUse(f"`{key}` that differs between ranks", settings(**{key: value}), f"{key} differs", SECOND, f"{key} differs")
@@ -149,6 +156,7 @@ _CREATION = [
             "top_k": 1,
             "max_tokens": 7,
             "width": 16,
+            "activation": "swiglu",
         }.items()
     ),
     WrongUse("more rows than int32 counts", settings(max_tokens=10**9), "max_tokens=1000000000"),
@@ -177,6 +185,7 @@ _CALLS = [
     WrongUse("gates in bf16", given("gates", Tensor.bfloat16), "gates is torch.bfloat16", SECOND),
     WrongUse("gates of fewer tokens", given("gates", lambda gates: gates[:3]), "gates has shape [3, 2]", SECOND),
     WrongUse("weights of all ranks' experts", given("w_in", lambda w: w.repeat(2, 1, 1)), "w_in has shape [4, 16, 8]", SECOND),
+    WrongUse("`w_in` of SiLU for SwiGLU", half_a_swiglu, "needed: [2, 8, 8]", SECOND),
     WrongUse("one weight for all experts", given("w_in", lambda w: w[0]), "w_in has shape [16, 8]", SECOND),
     WrongUse(
         "`w_out` laid out as `w_in`",

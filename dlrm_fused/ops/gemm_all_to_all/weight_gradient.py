@@ -1,0 +1,61 @@
+"""The gradients of the weights of groups of rows, such as those of experts, in one persistent kernel for Hopper GPUs."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
+from dlrm_fused.ops.gemm_all_to_all.kernel import Groups, halves, precision, programs_of
+from dlrm_fused.ops.gemm_all_to_all.tuning import weight_gradient_tiles
+
+
+@triton.jit
+def weight_gradient_kernel(
+    a, b, out, bounds, factor, tile_rows, groups, a_columns, b_columns,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """See :func:`grouped_weight_gradient`; descriptors with blocks [DEPTH, ROWS], [DEPTH, COLUMNS], [1, ROWS, COLUMNS / 2].
+
+    The tensor memory accelerator stores half a tile while the other half is made ready, and the next tile begins.
+    """
+    row_tiles, column_tiles = tl.cdiv(a_columns, ROWS), tl.cdiv(b_columns, COLUMNS)
+    tiles_of_group = row_tiles * column_tiles
+    for tile in tl.range(tl.program_id(0), groups * tiles_of_group, tl.num_programs(0)):
+        group = tile // tiles_of_group
+        first_row = tile % tiles_of_group % row_tiles * ROWS
+        first_column = tile % tiles_of_group // row_tiles * COLUMNS
+        begin_row = tl.load(bounds + group) * tile_rows
+        steps = (tl.load(bounds + group + 1) * tile_rows - begin_row) // DEPTH
+        product = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for step in range(steps):
+            left = a.load([begin_row + step * DEPTH, first_row])
+            right = b.load([begin_row + step * DEPTH, first_column])
+            product = tl.dot(left.T, right, product, input_precision=PRECISION)
+        half: tl.constexpr = COLUMNS // 2
+        left_half, right_half = halves(product * factor, ROWS, COLUMNS)
+        out.store([group, first_row, first_column], left_half.to(DTYPE).reshape(1, ROWS, half))
+        out.store([group, first_row, first_column + half], right_half.to(DTYPE).reshape(1, ROWS, half))
+
+
+def grouped_weight_gradient(a: Tensor, b: Tensor, groups: Groups, out: Tensor, factor: float = 1.0) -> None:
+    """out[g] = factor * a[rows of g].T @ b[rows of g]; zeros for groups without rows. Pads must be zeros in both.
+
+    Args:
+        a: [R, M], contiguous, as all matrices here.
+        b: [R, N], in the dtype of a.
+        out: [G, M, N].
+    """
+    (count, rows, columns), element_size = out.shape, a.element_size()
+    tiles = weight_gradient_tiles(element_size)
+    depth = min(tiles.depth, groups.tile_rows)
+    programs = programs_of(a.device, count * triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns), tiles)
+    weight_gradient_kernel[(programs,)](
+        TensorDescriptor.from_tensor(a, [depth, tiles.rows]), TensorDescriptor.from_tensor(b, [depth, tiles.columns]),
+        TensorDescriptor.from_tensor(out, [1, tiles.rows, tiles.columns // 2]),
+        groups.bounds, factor, groups.tile_rows, count, rows, columns,
+        DTYPE=TRITON_DTYPES[out.dtype], PRECISION=precision(a.dtype), ROWS=tiles.rows, COLUMNS=tiles.columns,
+        DEPTH=depth, num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip

@@ -1,0 +1,55 @@
+"""The activations of experts, by name, in plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dlrm_fused.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What an expert makes of its first product.
+
+    Attributes:
+        name: ``silu``: silu(h); or ``swiglu``: silu(left half of h) * right half.
+        parts: matrices of a hidden layer's width in w_in, one above the other: with ``swiglu`` that of the gate, and the other.
+    """
+
+    name: str
+    parts: int
+
+    @classmethod
+    def named(cls, name: str, owner: str) -> Activation:
+        """Raises UsageError, for the workspace or layer ``owner``, if there is none of that name."""
+        if name not in ACTIVATIONS:
+            raise UsageError(f"{owner}: activation={name}; allowed: {', '.join(ACTIVATIONS)}")
+        return ACTIVATIONS[name]
+
+    def width(self, w_in: Tensor) -> int:
+        """Of the hidden layer of experts with this w_in [..., parts * f, d]: f."""
+        return w_in.shape[-2] // self.parts
+
+    def of(self, h: Tensor) -> Tensor:
+        """[R, f] from the first product, [R, parts * f]. Differentiable."""
+        if self.parts == 1:
+            return F.silu(h)
+        gate, up = h.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def gradient(self, gradient: Tensor, h: Tensor) -> Tensor:
+        """That of h, from the gradient of :meth:`of` it."""
+        gate = h[:, : gradient.shape[1]]
+        rate = torch.sigmoid(gate)
+        slope = rate * (1 + gate * (1 - rate))
+        if self.parts == 1:
+            return gradient * slope
+        up = h[:, gradient.shape[1] :]
+        return torch.cat([gradient * up * slope, gradient * (gate * rate)], dim=1)
+
+
+ACTIVATIONS = {"silu": Activation("silu", 1), "swiglu": Activation("swiglu", 2)}
