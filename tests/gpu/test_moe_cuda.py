@@ -21,6 +21,7 @@ from dlrm_fused.config import ExpertsConfig
 from dlrm_fused.models.expert_parallel import ExpertComputation
 from dlrm_fused.models.moe import MixtureOfExperts
 from dlrm_fused.ops.moe import ExpertWorkspace, expert_layer, reference
+from dlrm_fused.ops.moe import workspace as moe_workspace
 from dlrm_fused.ops.moe.activations import ACTIVATIONS
 from dlrm_fused.symmetric import SymmetricGroup
 from tests.gpu.all_ranks import (
@@ -159,6 +160,16 @@ def equal_to_dense(
         assert_close([out.detach(), *gradients], right, TOLERANCE[dtype])
 
 
+def equal_to_dense_in_small_tiles(group: SymmetricGroup, most: int, activation: str = "silu") -> None:
+    """Of experts with so few rows that tiles of 16 or 32 suffice, which GPUs do not take by default yet."""
+    before, moe_workspace._FEWEST_TILE_ROWS = moe_workspace._FEWEST_TILE_ROWS, 16
+    try:
+        assert make_workspace(group, HALF, activation, most).memory.tile_rows < 64
+        equal_to_dense(group, HALF, evenly, activation, most)
+    finally:
+        moe_workspace._FEWEST_TILE_ROWS = before
+
+
 def same_bits_with_delays(group: SymmetricGroup) -> None:
     """Ranks are late at random; the same inputs give the same bits, and results that are held stay as they are."""
     workspace, late = make_workspace(group, HALF), random.Random(group.rank)
@@ -290,8 +301,8 @@ CHECKS: dict[str, Callable[[SymmetricGroup], Any]] = {
     "evenly in 16 bits": partial(equal_to_dense, dtype=HALF, choose=evenly),
     "swiglu in fp32": partial(equal_to_dense, dtype=torch.float32, choose=skewed, activation="swiglu"),
     "swiglu in 16 bits": partial(equal_to_dense, dtype=HALF, choose=evenly, activation="swiglu"),
-    "tiles of 16 rows": partial(equal_to_dense, dtype=HALF, choose=evenly, most=12),
-    "tiles of 32 rows, swiglu": partial(equal_to_dense, dtype=HALF, choose=evenly, activation="swiglu", most=30),
+    "tiles of 16 rows": partial(equal_to_dense_in_small_tiles, most=12),
+    "tiles of 32 rows, swiglu": partial(equal_to_dense_in_small_tiles, activation="swiglu", most=30),
     "same bits with delays": same_bits_with_delays,
     "graphs": replays_have_the_bits_of_eager_calls,
     "losses of both": losses_of_both,

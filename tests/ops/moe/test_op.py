@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dlrm_fused.ops.moe import expert_memory
+from dlrm_fused.ops.moe import workspace as moe_workspace
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import run_ranks
@@ -110,7 +111,10 @@ def test_memory_with_kernels_has_room_for_the_pads_of_each_expert() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "tile_rows"), [(8192, 128), (4096, 64), (1024, 32), (768, 32), (512, 16), (1, 16)])
-def test_tiles_have_few_rows_where_experts_have_few(tokens: int, tile_rows: int) -> None:
+def test_tiles_have_few_rows_where_experts_have_few(tokens: int, tile_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpus = expert_memory(4, 128, 1, tokens, 64, torch.bfloat16, with_kernels=True)
+    assert on_gpus.tile_rows == max(64, tile_rows), "smaller ones are not the default there yet"
+    monkeypatch.setattr(moe_workspace, "_FEWEST_TILE_ROWS", 16)
     memory = expert_memory(4, 128, 1, tokens, 64, torch.bfloat16, with_kernels=True)
     assert memory.tile_rows == tile_rows
     assert memory.rows <= 4 * tokens + 32 * (tile_rows - 1)
