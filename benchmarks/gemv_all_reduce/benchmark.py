@@ -5,7 +5,7 @@
 
 [m, K] x [N, K]^T in bf16, K split over the ranks. The contestants of a cell multiply the same operands:
 
-* fused: ``dlrm_fused.gemv_all_reduce``;
+* fused: ``dlrm_fused.gemv_all_reduce``; for m above 64 on GPUs, also by the schedules that ``auto`` does not take;
 * nccl: cuBLAS (``torch.nn.functional.linear``), then NCCL's all-reduce;
 * one_shot, two_shot: cuBLAS, which stores into symmetric memory, then ``torch.ops.symm_mem.one_shot_all_reduce_out`` or
   ``two_shot_all_reduce_``; for m up to 64;
@@ -61,6 +61,7 @@ from benchmarks.gemv_all_reduce.cells import (
 )
 from benchmarks.gemv_all_reduce.report import RIVALS, line, summarize, table
 from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace, gemv_all_reduce
+from dlrm_fused.ops.gemv_all_reduce.schedule import CHUNKS, SCATTER
 
 TIMEOUT_SECONDS = 60.0
 # A graph makes at least so many calls, so that its launch does not count.
@@ -69,22 +70,26 @@ CALLS_OF_A_GRAPH = 48
 Multiply = Callable[[Tensor, Tensor], Tensor]
 
 
-def contestants(world: World, workspace: GemvWorkspace, cell: Cell, buffer: Tensor | None) -> dict[str, Multiply]:
+def contestants(
+    world: World, workspace: GemvWorkspace, cell: Cell, buffer: Tensor | None, schedules: Sequence[str]
+) -> dict[str, Multiply]:
     """By name: from x [m, K / ranks] and weight [N, K / ranks] to [m, N].
 
     Args:
+        schedules: of the operator, beside ``auto``.
         buffer: in symmetric memory, for the all-reduces that need it; None leaves them out.
     """
 
-    def fused(x: Tensor, weight: Tensor) -> Tensor:
-        return gemv_all_reduce(workspace, x, weight)[0]
+    def fused(x: Tensor, weight: Tensor, schedule: str = "auto") -> Tensor:
+        return gemv_all_reduce(workspace, x, weight, schedule=schedule)[0]
 
     def nccl(x: Tensor, weight: Tensor) -> Tensor:
         out = linear(x, weight)
         dist.all_reduce(out)
         return out
 
-    chosen: dict[str, Multiply] = {"fused": fused, "nccl": nccl}
+    others = {schedule: partial(fused, schedule=schedule) for schedule in schedules}
+    chosen: dict[str, Multiply] = {"fused": fused, **others, "nccl": nccl}
     if buffer is not None:
         partial_result, group = buffer[: cell.m * cell.n].view(cell.m, cell.n), world.group.group_name
 
@@ -113,11 +118,19 @@ class CellRun:
         self.world, self.cell, self.workspace, self.seconds = world, cell, workspace, seconds
         self.weights = weights
         self.inputs = draw_inputs(len(weights), cell, world.rank, world.size, world.device)
-        self.contestants = contestants(world, workspace, cell, None if cell.is_large else buffer)
+        schedules = self.other_schedules() if cell.is_large and world.device.type == "cuda" else []
+        self.contestants = contestants(world, workspace, cell, None if cell.is_large else buffer, schedules)
         self.in_graphs = world.device.type == "cuda" and not cell.is_large
         turns = max(1, CALLS_OF_A_GRAPH // len(weights)) if self.in_graphs else 1
         self.calls = turns * len(weights)
         self.last_results: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def other_schedules(self) -> list[str]:
+        """Of many rows, those that auto does not take here; it has measured, unless a table knows."""
+        gemv_all_reduce(self.workspace, self.inputs[0], self.weights[0])
+        taken = self.workspace.schedules.known((self.cell.m, self.cell.n, self.cell.depth(self.world.size)))
+        return [schedule for schedule in (CHUNKS, SCATTER) if schedule != taken]
 
     def run_of(self, name: str) -> Callable[[], None]:
         """All calls of one contestant."""

@@ -127,8 +127,8 @@ def _main_with_wrong_bits(arguments: list[str]) -> None:
     """Rank 1 has other bits in one element: one row is off by less than the tolerance, in the other product by more."""
     right = gemv_all_reduce.gemv_all_reduce
 
-    def wrong(*given: Any) -> tuple[torch.Tensor, None]:
-        out, _ = right(*given)
+    def wrong(*given: Any, **how: Any) -> tuple[torch.Tensor, None]:
+        out, _ = right(*given, **how)
         if torch.distributed.get_rank() == 1:
             row, change = (0, 1) if len(out) == 1 else (2, 64)
             out.view(torch.int16)[row, 0] += change

@@ -66,8 +66,8 @@ class Sums:
             return [out]
         return [out, rms_norm(out, out.shape[1:], given["norm_weight"].double(), NORM_EPS)]
 
-    def multiply(self, given: dict[str, Tensor]) -> list[Tensor]:
-        return [result for result in gemv_all_reduce(self.workspace, **given) if result is not None]
+    def multiply(self, given: dict[str, Tensor], schedule: str = "auto") -> list[Tensor]:
+        return [result for result in gemv_all_reduce(self.workspace, **given, schedule=schedule) if result is not None]
 
     def check(self, results: list[Tensor], given: dict[str, Tensor], roundings: int = 1) -> None:
         """The results are right, up to so many roundings, and the same bits on all ranks."""
@@ -95,16 +95,17 @@ def sums(group: SymmetricGroup, dtype: torch.dtype) -> None:
                 products.check(products.multiply(chosen), chosen)
 
 
-def many_rows(group: SymmetricGroup) -> None:
-    sizes = (65, 300, 2100) if ON_GPU else (65,)
+def many_rows(group: SymmetricGroup, schedule: str = "auto") -> None:
+    sizes = (65 if schedule == "auto" else 68, 300, 2100) if ON_GPU else (66,)
     products, late = Sums(group, HALF, most_rows=max(sizes)), random.Random(group.rank)
     held = []
     for seed, rows in enumerate([*sizes, 3, *sizes]):
+        way = schedule if rows > 3 else "auto"
         given = products.draw(rows, seed=seed)
         if not ON_GPU:
             del given["norm_weight"]
         delay(late)
-        held.append((products.multiply(given), given))
+        held.append((products.multiply(given, way), given))
     for results, given in held:  # no result is overwritten by a later call
         products.check(results, given, roundings=1 + RANKS)  # the partial sums are rounded, too
 
@@ -202,6 +203,9 @@ CHECKS: dict[str, Callable[[SymmetricGroup], Any]] = {
     "sums in bf16" if ON_GPU else "sums in fp16": partial(sums, dtype=HALF),
     "sums in fp32": partial(sums, dtype=FP32),
     "many rows": many_rows,
+    "many rows by chunks": partial(many_rows, schedule="chunks"),
+    "many rows by scatter": partial(many_rows, schedule="scatter"),
+    "many rows by the library": partial(many_rows, schedule="library"),
     "every block shape": every_block_shape,
     "replays of graphs": replays_of_graphs,
     "gradients": gradients,

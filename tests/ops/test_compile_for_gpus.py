@@ -185,15 +185,14 @@ def launch_gemv(dtype: torch.dtype, blocks: Blocks, with_norm: bool = False) -> 
     gemv.run_kernel(workspace, gemv.Inputs(x, weight, bias, residual, bias if with_norm else None, 1e-6))
 
 
-def launch_chunk_sum(dtype: torch.dtype) -> None:
+def launch_sum_of_many_rows(dtype: torch.dtype, schedule: str) -> None:
     given, ours = channel(), memory()
     ours.local = torch.zeros(70 * WIDTH * dtype.itemsize, dtype=torch.uint8)
     pool = {"receive": lambda shape, dtype: torch.zeros(shape, dtype=dtype), "to_hold": lambda result: result}
     results = SimpleNamespace(memory=memory(), offset_of=lambda _: 4096, **pool)
-    chunked: Any = SimpleNamespace(
-        _group=given.group, _parts=ours, _results=results, _channel=given, _dtype=dtype, _stream=None
-    )
-    gemv_chunks.ChunkedSum.product(chunked, rows(dtype, 70), rows(dtype, WIDTH), None, rows(dtype, 70), 1)
+    many: Any = object.__new__(gemv_chunks.ManyRows)
+    many.__dict__.update(_group=given.group, _parts=ours, _results=results, _channel=given, _dtype=dtype, _stream=None)
+    getattr(many, schedule)(rows(dtype, 70), rows(dtype, WIDTH), None, rows(dtype, 70), 1)
 
 
 def launch_update(dtype: torch.dtype, adagrad: bool, features: list[int], weighted: bool) -> None:
@@ -320,7 +319,8 @@ LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
     "gemv_one_shot": (lambda: launch_gemv(HALF, ONE_SHOT), {"gemv_all_reduce_kernel"}),
     "gemv_two_shot_with_norm": (lambda: launch_gemv(HALF, TWO_SHOT, with_norm=True), {"gemv_all_reduce_kernel"}),
     "gemv_flagged_fp32": (lambda: launch_gemv(SINGLE, FLAGGED), {"gemv_all_reduce_kernel"}),
-    "gemv_chunks": (lambda: launch_chunk_sum(HALF), {"sum_chunk_kernel"}),
+    "gemv_chunks": (lambda: launch_sum_of_many_rows(HALF, "by_chunks"), {"sum_chunk_kernel"}),
+    "gemv_scatter": (lambda: launch_sum_of_many_rows(HALF, "by_scatter"), {"gemm_kernel", "sum_chunk_kernel"}),
 }
 
 

@@ -1,8 +1,10 @@
-"""Product + AllReduce for many rows: while a chunk of rows is summed over the ranks, the next one is multiplied.
+"""Product + AllReduce for many rows, in two ways. What crosses the links is that of a reduce-scatter and an all-gather.
 
-The product of a chunk is cuBLAS's, in symmetric memory. Its sum is one kernel on a stream beside: each rank reads its share of
-the chunk from all ranks, adds it up in their order, and stores the result at all of them. So a chunk crosses the links as in a
-reduce-scatter and an all-gather, without a pass through memory in between.
+* By chunks: while a chunk of rows is summed over the ranks, the next one is multiplied. The product of a chunk is cuBLAS's, in
+  symmetric memory. Its sum is one kernel on a stream beside: each rank reads its share of the chunk from all ranks, adds it up
+  in their order, and stores the result at all of them.
+* By scatter: the GEMM of :mod:`~dlrm_fused.ops.gemm_all_to_all.kernel` stores every finished tile at the rank that adds up its
+  rows, while others are computed; then the same kernel adds what has come, and stores the result at all ranks.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
+from dlrm_fused.ops.common.workspace import ReceiveWindow
+from dlrm_fused.ops.gemm_all_to_all.kernel import gemm_combine
 from dlrm_fused.symmetric import BlockPool, Channel, SymmetricGroup
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, peer_pointer, wait_until_all_ready
 
@@ -32,12 +36,15 @@ _HELD_RESULTS = 2
 @triton.jit(do_not_specialize=["chunk_offset", "elements", "receive_offset", "fingerprint"])
 def sum_chunk_kernel(
     part_addresses, result_addresses, bias, residual, chunk_offset, elements, n, receive_offset, channel, fingerprint,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DTYPE: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    SCATTERED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DTYPE: tl.constexpr, VECTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sum elements ``chunk_offset`` to ``chunk_offset + elements`` over the ranks; blocks are dealt out to the ranks in turn.
 
     Args:
         part_addresses: int64 [ranks], of the partial products, at the same place on every rank.
+        SCATTERED: instead, each rank has received what it is to add up: the same elements of all ranks' products, one after the
+            other, the p-th of as many equal parts as there are ranks on rank p.
         result_addresses: int64 [ranks], of the pool in which each rank receives at an offset of its own.
         VECTOR: divides n, ``chunk_offset`` and ``elements``.
     """
@@ -46,14 +53,22 @@ def sum_chunk_kernel(
     # The compiler makes wide loads of what it knows to be a multiple.
     chunk_offset = chunk_offset // VECTOR * VECTOR
     elements = elements // VECTOR * VECTOR
-    blocks = tl.cdiv(elements, BLOCK)
-    for block in range(tl.program_id(0) * channel.world + channel.rank, blocks, tl.num_programs(0) * channel.world):
+    first_block, stride = tl.program_id(0) * channel.world + channel.rank, tl.num_programs(0) * channel.world
+    received = peer_pointer(part_addresses, channel.rank, 0, DTYPE)
+    if SCATTERED:
+        first_block, stride = tl.program_id(0), tl.num_programs(0)
+        elements = elements // (channel.world * VECTOR) * VECTOR
+        chunk_offset += channel.rank * elements
+    for block in range(first_block, tl.cdiv(elements, BLOCK), stride):
         element = block * BLOCK + tl.arange(0, BLOCK)
         inside = (element < elements) & all_ready
         at = chunk_offset + element.to(tl.int64)
         total = tl.zeros((BLOCK,), tl.float32)
         for rank in tl.static_range(0, channel.world):
-            part = peer_pointer(part_addresses, rank, 0, DTYPE) + at
+            if SCATTERED:
+                part = received + (elements.to(tl.int64) * rank + element)
+            else:
+                part = peer_pointer(part_addresses, rank, 0, DTYPE) + at
             total += tl.load(part, mask=inside, other=0.0).to(tl.float32)
         if HAS_BIAS:
             total += tl.load(bias + at % n, mask=inside, other=0.0).to(tl.float32)
@@ -67,8 +82,8 @@ def sum_chunk_kernel(
     finish(channel, epoch)
 
 
-class ChunkedSum:
-    """Symmetric memory for products of up to ``elements`` elements, summed on a stream beside that of the products."""
+class ManyRows:
+    """Symmetric memory for products of up to ``elements`` elements and their sums."""
 
     def __init__(
         self,
@@ -79,12 +94,16 @@ class ChunkedSum:
         elements: int,
         dtype: torch.dtype,
     ) -> None:
-        """Collective. Without a stream on the CPU."""
+        """Collective.
+
+        Args:
+            stream: for sums beside products; None on the CPU.
+        """
         self._group, self._channel, self._stream, self._dtype = group, channel, stream, dtype
         self._parts = group.allocate(f"{name}.parts", elements * dtype.itemsize)
         self._results = BlockPool.with_spare(group, f"{name}.results", elements * dtype.itemsize, _HELD_RESULTS)
 
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, fingerprint: int) -> Tensor:
+    def by_chunks(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, fingerprint: int) -> Tensor:
         """[m, N], as :func:`~dlrm_fused.ops.gemv_all_reduce.op.gemv_all_reduce` returns it; it lies in symmetric memory."""
         rows, columns = x.shape[0], weight.shape[0]
         parts = self._parts.local.view(self._dtype)[: rows * columns].view(rows, columns)
@@ -97,17 +116,41 @@ class ChunkedSum:
             if beside and main:
                 beside.wait_stream(main)
             with torch.cuda.stream(beside) if beside else nullcontext():
-                elements = (last - first) * columns
-                sum_chunk_kernel[(min(triton.cdiv(elements, _BLOCK * self._group.world_size), _PROGRAMS),)](
-                    self._parts.addresses, self._results.memory.addresses, result if bias is None else bias,
-                    result if residual is None else residual, first * columns, elements, columns,
-                    self._results.offset_of(result), self._channel.args, fingerprint,
-                    HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, DTYPE=TRITON_DTYPES[self._dtype],
-                    VECTOR=8 if columns % 8 == 0 else 1, BLOCK=_BLOCK, num_warps=8,
-                )  # fmt: skip
+                self._sum(result, first, last, bias, residual, fingerprint, scattered=False)
         if beside and main:
             main.wait_stream(beside)
         return self._results.to_hold(result)
+
+    def by_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, fingerprint: int) -> Tensor:
+        """As :meth:`by_chunks`. The ranks must divide m, and rows of all matrices have a multiple of 16 bytes."""
+        # A rank makes ready for these stores when the sum of its last call, which read what is there, is done.
+        window = ReceiveWindow(self._parts, self._channel, 0, fingerprint)
+        gemm_combine(x.contiguous(), weight.contiguous(), window)
+        result = self._results.receive((x.shape[0], weight.shape[0]), self._dtype)
+        self._sum(result, 0, x.shape[0], bias, residual, fingerprint, scattered=True)
+        return self._results.to_hold(result)
+
+    def _sum(
+        self,
+        result: Tensor,
+        first: int,
+        last: int,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        fingerprint: int,
+        *,
+        scattered: bool,
+    ) -> None:
+        """Rows ``first`` to ``last`` of the result, on all ranks. One epoch."""
+        columns = result.shape[1]
+        elements = (last - first) * columns
+        sum_chunk_kernel[(min(triton.cdiv(elements, _BLOCK * self._group.world_size), _PROGRAMS),)](
+            self._parts.addresses, self._results.memory.addresses, result if bias is None else bias,
+            result if residual is None else residual, first * columns, elements, columns, self._results.offset_of(result),
+            self._channel.args, fingerprint,
+            SCATTERED=scattered, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+            DTYPE=TRITON_DTYPES[self._dtype], VECTOR=8 if columns % 8 == 0 else 1, BLOCK=_BLOCK, num_warps=8,
+        )  # fmt: skip
 
 
 def _chunks(rows: int, columns: int) -> list[tuple[int, int]]:

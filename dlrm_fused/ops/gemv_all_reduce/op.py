@@ -13,7 +13,7 @@ from dlrm_fused.ops.common.early_start import launch_options, starts_early
 from dlrm_fused.ops.common.workspace import check_tensor, fingerprint_of
 from dlrm_fused.ops.gemv_all_reduce.kernel import Epilogue, gemv_all_reduce_kernel
 from dlrm_fused.ops.gemv_all_reduce.library import multiply_and_reduce
-from dlrm_fused.ops.gemv_all_reduce.schedule import AUTO, LIBRARY, check_schedule, choose_schedule
+from dlrm_fused.ops.gemv_all_reduce.schedule import AUTO, LIBRARY, SCATTER, check_schedule, choose_schedule
 from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_ROWS, TAGGED_SPLIT_ROWS, choose_blocks, padded
 from dlrm_fused.ops.gemv_all_reduce.workspace import GemvWorkspace
 from dlrm_fused.symmetric import abort_peers_on_error
@@ -42,14 +42,14 @@ def gemv_all_reduce(
         residual: [m, N], contiguous.
         norm_weight: [N], or None for no norm.
         norm_eps: added to the mean of squares.
-        schedule: ``kernel``, for up to 64 rows on GPUs; ``chunks``, for more; ``library``; or ``auto``, which takes the
-            fastest: from a table, or measured here by the first call with a shape. Without a GPU, and between hosts, all
-            but ``library`` are one.
+        schedule: ``kernel``, for up to 64 rows on GPUs; ``chunks`` or ``scatter``, for more; ``library``; or ``auto``, which
+            takes the fastest of them but ``scatter``: from a table, or measured here by the first call with a shape.
+            Without a GPU, and between hosts, all but ``library`` are one.
 
     Returns:
         [m, N] in the workspace's dtype, the same bits on all ranks; and of the same shape its RMSNorm (Zhang and Sennrich,
-        arXiv 1910.07467) times ``norm_weight``, or None. The kernel rounds once, from fp32; chunks and library, the products
-        of the ranks too; the library, after every addition.
+        arXiv 1910.07467) times ``norm_weight``, or None. The kernel rounds once, from fp32; the others, the products of the
+        ranks too; the library, after every addition.
 
     Raises:
         UsageError: for other shapes, dtypes or devices; the other ranks raise CommunicationError, with the name of this one.
@@ -108,7 +108,7 @@ def _forward(
     workspace.raise_fault()
     with abort_peers_on_error(workspace.channel):
         _check_inputs(workspace, inputs)
-        check_schedule(workspace, schedule, len(x))
+        check_schedule(workspace, schedule, x, weight)
     if schedule == AUTO:
         shape = (len(x), len(weight), x.shape[1])
         schedule = choose_schedule(workspace, shape, lambda name: _run(name, workspace, inputs))
@@ -128,8 +128,9 @@ def _run(schedule: str, workspace: GemvWorkspace, inputs: Inputs) -> tuple[Tenso
     elif len(x) <= MAX_ROWS:
         return run_kernel(workspace, inputs)
     else:
-        assert workspace.chunks is not None
-        out = workspace.chunks.product(x, weight, bias, residual, inputs.fingerprint(schedule))
+        assert workspace.many_rows is not None
+        multiply = workspace.many_rows.by_scatter if schedule == SCATTER else workspace.many_rows.by_chunks
+        out = multiply(x, weight, bias, residual, inputs.fingerprint(schedule))
     return out, out.new_empty(0)
 
 

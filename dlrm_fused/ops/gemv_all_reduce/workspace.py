@@ -11,7 +11,7 @@ import triton
 from dlrm_fused.ops.common.schedules import Schedules
 from dlrm_fused.ops.common.sum_over_hosts import SumOverHosts
 from dlrm_fused.ops.common.workspace import Workspace, check_counts, check_dtype
-from dlrm_fused.ops.gemv_all_reduce.chunks import ChunkedSum
+from dlrm_fused.ops.gemv_all_reduce.chunks import ManyRows
 from dlrm_fused.ops.gemv_all_reduce.kernel import ReceiveBuffer, SplitBuffer, polls_per_second
 from dlrm_fused.ops.gemv_all_reduce.measured import MEASURED_DTYPE, MEASURED_ON, SCHEDULES
 from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_COLUMNS, MAX_ROWS, MAX_SPLITS, MIN_COLUMNS, TAGGED_SPLIT_ROWS, padded
@@ -80,7 +80,7 @@ class GemvWorkspace(Workspace):
             self.split_buffer = split_buffer(few, max_columns, most_tiles, group.device)
             self.squares = torch.empty(MAX_ROWS * max_columns, dtype=torch.float32, device=group.device)
             most = max_rows * max_columns
-            self.chunks = ChunkedSum(group, self.channel, self.stream, name, most, dtype) if max_rows > MAX_ROWS else None
+            self.many_rows = ManyRows(group, self.channel, self.stream, name, most, dtype) if max_rows > MAX_ROWS else None
         else:
             self.sums = SumOverHosts(group, self.channel, f"{name}.sums", max_rows * max_columns, wire=dtype)
 

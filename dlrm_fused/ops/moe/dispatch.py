@@ -12,7 +12,7 @@ What goes to a rank of another host is a slice: the rows of its experts one expe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -117,8 +117,8 @@ def route(
     groups = Groups(tile_rows, starts.new_empty(local + 1), starts.new_empty(local), {tiles: order})
     block_rows, destinations = block or (targets, targets)
     place_kernel[(max(triton.cdiv(slots, _SLOTS_OF_PROGRAM), triton.cdiv(tiles, TILES_OF_PROGRAM), local * parts),)](
-        experts, positions, starts, counts, memory.addresses, targets, first_rows, slots_of_experts,
-        groups.bounds, groups.local_from, order, block_rows, destinations,
+        SlotArgs(experts, positions, starts, targets), counts, memory.addresses, first_rows, slots_of_experts, groups.bounds,
+        groups.local_from, order, block_rows, destinations,
         slots, count, tile_rows, tiles, rows_per_rank, block_rows.shape[-1],
         RANK=channel.group.rank, WORLD=ranks, RANKS=triton.next_power_of_2(ranks), LANES=triton.next_power_of_2(local),
         CHUNK=chunk, SLOTS=_SLOTS_OF_PROGRAM, TILES=TILES_OF_PROGRAM, CLEARS_PADS=block is not None, PARTS=parts,
@@ -192,18 +192,26 @@ def exchange_counts_kernel(
     finish(channel, epoch)
 
 
+class SlotArgs(NamedTuple):
+    """What is known of each of a rank's slots, as one argument of the kernel."""
+
+    ids: Any  # int64, of experts
+    positions: Any  # int32, of count_kernel
+    starts: Any  # int32 [chunks, experts]: slots of each expert in the chunks before
+    targets: Any  # int32: RoutesToExperts.targets, to be stored
+
+
 @triton.jit(do_not_specialize=["slots", "tiles"])
 def place_kernel(
-    ids, positions, starts, counts, addresses, targets, first_rows, slots_of_experts, bounds, local_from, order, rows,
-    destinations, slots, experts, tile_rows, tiles, rows_per_rank, width,
+    of_slots, counts, addresses, first_rows, slots_of_experts, bounds, local_from, order, rows, destinations, slots, experts,
+    tile_rows, tiles, rows_per_rank, width,
     RANK: tl.constexpr, WORLD: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, SLOTS: tl.constexpr,
     TILES: tl.constexpr, CLEARS_PADS: tl.constexpr, PARTS: tl.constexpr, PAD_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """:func:`place_experts`, and what follows from it: targets, order of tiles, pads; of each every program has a part.
 
     Args:
-        positions: of :func:`count_kernel`.
-        starts: int32 [chunks, experts]: slots of each expert in the chunks before.
+        of_slots: :class:`SlotArgs`.
         counts: int32 [ranks, experts].
         addresses: of the ranks' memory; 0 for ranks of other hosts, whose slices have rows of their own numbers.
         first_rows: int32 [experts], scratch: where this rank's rows begin. All programs store the same.
@@ -232,12 +240,12 @@ def place_kernel(
     tl.debug_barrier()
 
     slot = program * SLOTS + tl.arange(0, SLOTS)
-    position = tl.load(positions + slot, mask=slot < slots, other=-1)
+    position = tl.load(of_slots.positions + slot, mask=slot < slots, other=-1)
     is_sent = position >= 0
-    id_ = tl.load(ids + slot, mask=is_sent, other=0).to(tl.int32)
-    row = tl.load(starts + slot // CHUNK * experts + id_, mask=is_sent, other=0) + position
+    id_ = tl.load(of_slots.ids + slot, mask=is_sent, other=0).to(tl.int32)
+    row = tl.load(of_slots.starts + slot // CHUNK * experts + id_, mask=is_sent, other=0) + position
     row += tl.load(first_rows + id_, mask=is_sent, other=0)
-    tl.store(targets + slot, tl.where(is_sent, id_ // local * rows_per_rank + row, -1), mask=slot < slots)
+    tl.store(of_slots.targets + slot, tl.where(is_sent, id_ // local * rows_per_rank + row, -1), mask=slot < slots)
 
     # Of this rank's experts, in one dimension.
     is_own, group = receiver == RANK, tl.arange(0, LANES)

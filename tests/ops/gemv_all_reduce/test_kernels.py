@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dlrm_fused.errors import CommunicationError, UsageError
+from dlrm_fused.ops.gemm_all_to_all import tuning as gemm_tuning
 from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace, gemv_all_reduce
 from dlrm_fused.ops.gemv_all_reduce import kernel as gemv_kernel
 from dlrm_fused.ops.gemv_all_reduce import tuning as gemv_tuning
@@ -23,6 +24,7 @@ from dlrm_fused.ops.gemv_all_reduce.tuning import Blocks
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import run_ranks
+from tests.ops.gemm_all_to_all.cases import SMALL_TILES
 
 pytestmark = pytest.mark.interpreted
 
@@ -92,6 +94,7 @@ def run_calls(
         )
         delays = random.Random(rank.index)
         results: Results = []
+        gemm_tuning.override(SMALL_TILES)
         for call in range(calls):
             case = cases[call % len(cases)]
             xs, weights, bias, residual, norm_weight = case.draw(rank.world_size, call, dtype)
@@ -163,9 +166,18 @@ def test_many_rows_are_summed_by_chunks() -> None:
 
 
 def test_schedules_may_follow_each_other() -> None:
-    by_library = {"schedule": "library", "with_residual": True}
-    cases = [Case(2, 32, 16), Case(2, 32, 16, **by_library), Case(70, 32, 16), Case(70, 32, 16, **by_library)]
-    check(cases, ranks=2, calls=8, straggler=1)
+    few, many = Case(2, 32, 16), Case(70, 32, 16, with_residual=True)
+    cases = [few, replace(few, schedule="library"), many, *(replace(many, schedule=way) for way in ("scatter", "library"))]
+    check(cases, ranks=2, calls=10, straggler=1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_tiles_are_scattered_to_the_ranks_that_add_them_up(ranks: int) -> None:
+    cases = [
+        Case(72, 36, 20, with_bias=True, with_residual=True, schedule="scatter"),
+        Case(66, 48, 16, with_residual=True, with_norm=True, schedule="scatter"),
+    ]
+    check(cases, ranks=ranks, calls=6, straggler=ranks - 1)
 
 
 def test_the_library_has_the_norm_of_the_kernel() -> None:

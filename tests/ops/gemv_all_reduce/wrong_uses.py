@@ -87,6 +87,13 @@ def by_schedule(name: str) -> Callable[[Product, bool], object]:
     return lambda scene, is_wrong: scene.results(scene.workspace, schedule=name if is_wrong else "auto")
 
 
+def scatter_odd_rows(scene: Product, is_wrong: bool) -> None:
+    """On the CPU all schedules are one; what they ask for is the same."""
+    workspace = scene.make(name="many rows", max_rows=65)
+    changes = {"x": torch.ones(65, DEPTH), "bias": None, "residual": None, "norm_weight": None}
+    scene.results(workspace, **changes, schedule="scatter" if is_wrong else "auto")
+
+
 def more_columns(scene: Product, is_wrong: bool) -> None:
     count = MAX_COLUMNS + 1 if is_wrong else COLUMNS
     scene.results(scene.workspace, weight=torch.ones(count, DEPTH), bias=None, residual=None, norm_weight=None)
@@ -168,8 +175,16 @@ _CALLS = [
         SECOND,
     ),
     WrongUse("a norm's weight in bf16", given("norm_weight", Tensor.bfloat16), "norm_weight is torch.bfloat16", SECOND),
-    WrongUse("`schedule=fastest`", by_schedule("fastest"), "schedule=fastest; allowed: auto, kernel, chunks, library", SECOND),
+    WrongUse(
+        "`schedule=fastest`",
+        by_schedule("fastest"),
+        "schedule=fastest; allowed: auto, kernel, chunks, scatter, library",
+        SECOND,
+    ),
     WrongUse("`schedule=chunks` for few rows", by_schedule("chunks"), f"schedule=chunks for m={ROWS}", SECOND),
+    WrongUse(
+        "rows to scatter that the ranks do not divide", scatter_odd_rows, "needed: a multiple of the 2 ranks for m", SECOND
+    ),
     WrongUse("m that differs between ranks", fewer_rows, _DIFFER, SECOND, error=CommunicationError),
     WrongUse("a bias on one rank only", given("bias", lambda _: None), _DIFFER, SECOND, error=CommunicationError),
     WrongUse("a workspace that is no longer", use_a_dropped_exchange, "no such GemvWorkspace"),
