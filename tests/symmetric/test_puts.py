@@ -123,6 +123,11 @@ def use_in_kernels(name: str, function: object) -> Callable[[Network], None]:
     return use
 
 
+def wait_for_the_slice_before(network: Network) -> None:
+    network.longest_delay = 0.02
+    device_puts.wait_for_slice = accept_the_slice_before
+
+
 @triton.jit
 def release_at_once(channel, args, peer, items, needed):
     _release_slice(channel, args, peer, items, tl.maximum(needed - 1, 1))
@@ -132,7 +137,7 @@ MUTANTS: dict[str, Callable[[Network], None]] = {
     "signal before data": signal_before_data,
     "put before it is complete": use_in_kernels("put_slice", put_before_it_is_complete),
     "slice counted twice": use_in_kernels("put_slice", count_twice),
-    "wait for the slice before": use_in_kernels("wait_for_slice", accept_the_slice_before),
+    "wait for the slice before": wait_for_the_slice_before,
     "no credit": use_in_kernels("open_slice", open_without_credit),
     "credit before it is read": use_in_kernels("release_slice", release_at_once),
 }
