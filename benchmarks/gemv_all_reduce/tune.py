@@ -34,10 +34,8 @@ from dlrm_fused.ops.gemv_all_reduce.tuning import (
     MIN_DEPTH_OF_SPLIT,
     ONE_SHOT_WORDS,
     RESIDENT_PROGRAMS,
-    STAGE_BYTES,
-    STAGE_BYTES_OF_MANY_ROWS,
     Blocks,
-    padded,
+    most_stages,
 )
 
 CALLS_OF_A_GRAPH = 24
@@ -62,8 +60,7 @@ def all_blocks(rows: int, columns: int, depth: int) -> Iterator[Blocks]:
     """Blocks worth a measurement: half a program to three for each multiprocessor, whose steps load 4 to 32 kB of weights."""
     for tile, step, splits, warps in itertools.product((16, 32, 64, 128), (64, 128, 256), (1, 2, 3, 4), (4, 8)):
         programs = -(-columns // tile) * splits
-        room = STAGE_BYTES if rows <= 16 else STAGE_BYTES_OF_MANY_ROWS
-        stages = min(10, room // (2 * step * (tile + padded(rows))))
+        stages = most_stages(rows, tile, step, DTYPE.itemsize)
         fits = stages >= 2 and depth // splits >= max(step, MIN_DEPTH_OF_SPLIT)
         is_spread = RESIDENT_PROGRAMS // 2 < programs <= 3 * RESIDENT_PROGRAMS
         if fits and is_spread and 2048 <= tile * step <= 16384 and (warps == 4 or tile * step >= 8192):

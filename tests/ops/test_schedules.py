@@ -22,7 +22,9 @@ class TwoRanks:
     """A channel whose other rank measures its own times; collects the faults that are to be raised."""
 
     def __init__(self, of_other: dict[str, float], fault: Exception | None = None) -> None:
-        self.group: Any = SimpleNamespace(rank=0, device=torch.device("cuda"), gather=lambda own: [own(), of_other])
+        self.group: Any = SimpleNamespace(
+            rank=0, process_group=None, device=torch.device("cuda"), gather=lambda own: [own(), of_other]
+        )
         self._fault = fault
 
     def raise_fault(self) -> None:

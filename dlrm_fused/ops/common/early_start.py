@@ -15,6 +15,8 @@ import torch
 import triton
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dlrm_fused.ops.common.devices import multiprocessors
+
 
 @triton.jit
 def wait_for_earlier_kernels():
@@ -29,7 +31,7 @@ def starts_early(device: torch.device, programs: int) -> bool:
     With more programs than that, those of the next kernel take the places of this one's last, and some multiprocessors get
     more work than others.
     """
-    return device.type == "cuda" and programs <= _multiprocessors(device)
+    return device.type == "cuda" and programs <= multiprocessors(device) and _has_dependent_launches(device)
 
 
 def launch_options(early: bool) -> dict[str, Any]:
@@ -38,7 +40,5 @@ def launch_options(early: bool) -> dict[str, Any]:
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    """0 for GPUs without dependent launches."""
-    properties = torch.cuda.get_device_properties(device)
-    return int(properties.multi_processor_count) if properties.major >= 9 else 0
+def _has_dependent_launches(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)

@@ -25,6 +25,7 @@ class Schedules:
 
     Attributes:
         measured_here: by this workspace.
+        has_library: whether torch.distributed communicates tensors of the ranks' device.
     """
 
     def __init__(
@@ -41,6 +42,10 @@ class Schedules:
         is_that_gpu = self._device.type == "cuda" and torch.cuda.get_device_name(self._device) == measured_on
         self._table = measured if is_that_gpu else {}
         self.measured_here: dict[Shape, str] = {}
+        process_group = channel.group.process_group
+        self.has_library = (
+            process_group is None or self._device.type == "cpu" or "nccl" in dist.get_backend_config(process_group)
+        )
         self._logged: set[tuple[str, Shape]] = set()
 
     def known(self, shape: Shape) -> str | None:
@@ -89,9 +94,3 @@ class Schedules:
             rows, columns, depth = shape
             what = f"x [{rows}, {depth}] and weight [{columns}, {depth}]"
             logger.info("%s: schedule %s for %s (%s)", self._name, schedule, what, why)
-
-
-def has_library(channel: Channel) -> bool:
-    """Whether torch.distributed communicates tensors of the ranks' device."""
-    process_group, device = channel.group.process_group, channel.group.device
-    return process_group is None or device.type == "cpu" or "nccl" in dist.get_backend_config(process_group)

@@ -26,13 +26,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
+from dlrm_fused.ops.common.devices import multiprocessors
 from dlrm_fused.ops.common.dtypes import DTYPES
 from dlrm_fused.ops.embedding_all_to_all import update_kernels as kernels
 from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables, RowwiseAdagrad, Sgd
@@ -221,17 +221,12 @@ def _tile_rows(block: int, device: torch.device) -> int:
 def _chunk_length(device: torch.device, count: int, tile_rows: int) -> int:
     if device.type == "cpu":
         return 2 * tile_rows
-    tiles = triton.cdiv(count, tile_rows * _CHUNKS_PER_MULTIPROCESSOR * _multiprocessors(device))
+    tiles = triton.cdiv(count, tile_rows * _CHUNKS_PER_MULTIPROCESSOR * multiprocessors(device))
     return tile_rows * min(tiles, _LONGEST_CHUNK // tile_rows)
 
 
 def _merge_programs(device: torch.device) -> int:
-    return 3 if device.type == "cpu" else _MERGES_PER_MULTIPROCESSOR * _multiprocessors(device)
-
-
-@lru_cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return 3 if device.type == "cpu" else _MERGES_PER_MULTIPROCESSOR * multiprocessors(device)
 
 
 def _label(tables: LocalTables, indices: Tensor, offsets: Tensor, batch_size: int) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,6 @@ The rows of x belong together in one of two ways:
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dlrm_fused.ops.common.devices import multiprocessors
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.gemm_all_to_all.split import Arrivals, add_up
@@ -415,11 +415,5 @@ def precision(dtype: torch.dtype) -> str:
 
 
 def programs_of(device: torch.device, tiles: int, shape: Tiles) -> int:
-    return max(1, min(tiles, shape.programs * _multiprocessors(device)))
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).multi_processor_count)
-    return 3  # the interpreter's: some programs have several tiles, in small tests too
+    # Three for the interpreter: some programs have several tiles, in small tests too.
+    return max(1, min(tiles, shape.programs * (multiprocessors(device) if device.type == "cuda" else 3)))

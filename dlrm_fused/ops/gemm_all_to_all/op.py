@@ -11,7 +11,6 @@ from torch import Tensor
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.scatter_rows import rows_of_slices, scatter_rows
-from dlrm_fused.ops.common.schedules import has_library
 from dlrm_fused.ops.common.workspace import ReceiveWindow, check_tensor, fingerprint_of
 from dlrm_fused.ops.gemm_all_to_all.chunks import multiply_and_send_chunks
 from dlrm_fused.ops.gemm_all_to_all.kernel import (
@@ -120,7 +119,7 @@ def _check_equal_blocks(workspace: GemmWorkspace, x: Tensor, weight: Tensor, sca
         raise UsageError(
             f"{name}: schedule={schedule}: the library has no product with float8 weights and scales; allowed: auto, kernel"
         )
-    if schedule == LIBRARY and not has_library(workspace.channel):
+    if schedule == LIBRARY and not workspace.schedules.has_library:
         raise UsageError(f"{name}: schedule=library: the process group has no NCCL; allowed: auto, kernel, chunks")
     _check_matrices(workspace, x, weight, 2, scale)
     if x.shape[0] % ranks or not x.shape[0]:

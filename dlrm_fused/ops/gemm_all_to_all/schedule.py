@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from dlrm_fused.ops.common.schedules import AUTO as AUTO
 from dlrm_fused.ops.common.schedules import LIBRARY as LIBRARY
-from dlrm_fused.ops.common.schedules import Shape, has_library
+from dlrm_fused.ops.common.schedules import Shape
 from dlrm_fused.ops.gemm_all_to_all.workspace import GemmWorkspace
 
 KERNEL, CHUNKS = "kernel", "chunks"
@@ -29,7 +29,7 @@ def choose_schedule(workspace: GemmWorkspace, shape: Shape, run: Callable[[str],
     Raises:
         CommunicationError: while it measures, as the call itself.
     """
-    names = [KERNEL, CHUNKS] + [LIBRARY] * has_library(workspace.channel)
+    names = [KERNEL, CHUNKS] + [LIBRARY] * workspace.schedules.has_library
     return workspace.schedules.choose(shape, names, run, rule=_by_rule(workspace.world_size, shape[0], shape[2]))
 
 

@@ -10,8 +10,8 @@ How it runs:
 * up to 64 rows on GPUs: one kernel (:mod:`~dlrm_fused.ops.gemv_all_reduce.kernel`), as in Punniyamurthy et al., arXiv
   2305.06942;
 * more rows on GPUs: cuBLAS by chunks of rows, the sum of each beside the product of the next
-  (:mod:`~dlrm_fused.ops.gemv_all_reduce.chunks`, which
-  has another way too), or the library's product and all-reduce, whichever was measured to be faster;
+  (:mod:`~dlrm_fused.ops.gemv_all_reduce.chunks`, which has another way too), or the library's product and all-reduce,
+  whichever was measured to be faster;
 * on the CPU: torch's product, and a sum through shared memory.
 
 The order of addition is that of ranks, everywhere: all ranks get the same bits.

@@ -10,12 +10,12 @@ import torch
 from dlrm_fused.ops.common.schedules import Shape
 
 # The GPU and the dtype of all that follows.
-MEASURED_ON, MEASURED_DTYPE = "NVIDIA H200", torch.bfloat16
+MEASURED_ON, _MEASURED_DTYPE = "NVIDIA H200", torch.bfloat16
 
 # By ranks, on one host with NVLink. Microseconds of chunks and library at commit 47fb11a:
 # torchrun --nproc-per-node=2 -m benchmarks.gemv_all_reduce.benchmark --cells large
 # From benchmarks/results/gemm_all_reduce_2_h200.json, where products were cut into as many chunks as they are now.
-SCHEDULES: dict[int, dict[Shape, str]] = {
+_SCHEDULES: dict[int, dict[Shape, str]] = {
     2: {
         (16384, 2048, 4096): "chunks",  # 569.2, 602.0
         (8192, 4096, 8192): "chunks",  # 933.0, 949.5
@@ -30,3 +30,8 @@ SCHEDULES: dict[int, dict[Shape, str]] = {
         (16384, 8192, 14336): "library",  # 6635.7, 5965.3
     }
 }
+
+
+def table_of(ranks: int, dtype: torch.dtype) -> dict[Shape, str]:
+    """The fastest schedule by rows, columns and K of one rank."""
+    return _SCHEDULES.get(ranks, {}) if dtype == _MEASURED_DTYPE else {}

@@ -9,7 +9,7 @@ from torch import Tensor
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.schedules import AUTO as AUTO
 from dlrm_fused.ops.common.schedules import LIBRARY as LIBRARY
-from dlrm_fused.ops.common.schedules import Shape, has_library
+from dlrm_fused.ops.common.schedules import Shape
 from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_ROWS
 from dlrm_fused.ops.gemv_all_reduce.workspace import GemvWorkspace
 
@@ -28,7 +28,7 @@ def check_schedule(workspace: GemvWorkspace, schedule: str, x: Tensor, weight: T
     name, rows, ranks, bytes_ = workspace.name, len(x), workspace.world_size, x.element_size()
     if schedule not in SCHEDULES:
         raise UsageError(f"{name}: schedule={schedule}; allowed: {', '.join(SCHEDULES)}")
-    if schedule == LIBRARY and not has_library(workspace.channel):
+    if schedule == LIBRARY and not workspace.schedules.has_library:
         raise UsageError(f"{name}: schedule=library: the process group has no NCCL; allowed: auto, kernel, chunks, scatter")
     if (schedule == KERNEL and rows > MAX_ROWS) or (schedule in (CHUNKS, SCATTER) and rows <= MAX_ROWS):
         raise UsageError(
@@ -52,7 +52,7 @@ def choose_schedule(workspace: GemvWorkspace, shape: Shape, run: Callable[[str],
     """
     rows, columns, depth = shape
     fused = KERNEL if rows <= MAX_ROWS else CHUNKS
-    if not workspace.sums_by_kernel or rows <= _ROWS_OF_THE_KERNEL or not has_library(workspace.channel):
+    if not workspace.sums_by_kernel or rows <= _ROWS_OF_THE_KERNEL or not workspace.schedules.has_library:
         return fused
     is_beyond = fused == CHUNKS and (rows * columns >= _MOST_ELEMENTS or depth > _MOST_DEPTH)
     return workspace.schedules.choose(shape, (fused, LIBRARY), run, rule=LIBRARY if is_beyond else fused)

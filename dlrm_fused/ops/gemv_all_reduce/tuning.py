@@ -24,7 +24,8 @@ ENOUGH_PROGRAMS = 118
 ONE_SHOT_WORDS = 32_768
 # Of loads on their way, for up to 16 rows and for more. With the first, two programs have room on a multiprocessor: of one
 # launch, and of the next, which starts early.
-STAGE_BYTES, STAGE_BYTES_OF_MANY_ROWS = 104 * 1024, 160 * 1024
+_STAGE_BYTES, _STAGE_BYTES_OF_MANY_ROWS = 104 * 1024, 160 * 1024
+_MOST_STAGES = 10
 MIN_DEPTH_OF_SPLIT = 512
 
 
@@ -94,12 +95,14 @@ def _by_rule(rows: int, columns: int, depth: int, element_size: int) -> Blocks:
     step = 128 if tile <= 64 and rows <= 16 else 64
     two_shot = rows * columns > ONE_SHOT_WORDS
     warps = 8 if tile >= 128 else 4
-    return Blocks(tile, step, splits, warps, _stages(rows, tile, step, element_size), two_shot, flagged=two_shot and rows > 16)
+    stages = max(2, most_stages(rows, tile, step, element_size))
+    return Blocks(tile, step, splits, warps, stages, two_shot, flagged=two_shot and rows > 16)
 
 
-def _stages(rows: int, tile: int, step: int, element_size: int) -> int:
-    room = STAGE_BYTES if rows <= 16 else STAGE_BYTES_OF_MANY_ROWS
-    return max(2, min(10, room // (element_size * step * (tile + padded(rows)))))
+def most_stages(rows: int, tile: int, step: int, element_size: int) -> int:
+    """Steps whose loads have room."""
+    room = _STAGE_BYTES if rows <= 16 else _STAGE_BYTES_OF_MANY_ROWS
+    return min(_MOST_STAGES, room // (element_size * step * (tile + padded(rows))))
 
 
 def _tile_and_splits(columns: int, depth: int) -> tuple[int, int]:

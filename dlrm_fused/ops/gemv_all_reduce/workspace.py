@@ -13,7 +13,7 @@ from dlrm_fused.ops.common.sum_over_hosts import SumOverHosts
 from dlrm_fused.ops.common.workspace import Workspace, check_counts, check_dtype
 from dlrm_fused.ops.gemv_all_reduce.chunks import ManyRows
 from dlrm_fused.ops.gemv_all_reduce.kernel import ReceiveBuffer, SplitBuffer, polls_per_second
-from dlrm_fused.ops.gemv_all_reduce.measured import MEASURED_DTYPE, MEASURED_ON, SCHEDULES
+from dlrm_fused.ops.gemv_all_reduce.measured import MEASURED_ON, table_of
 from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_COLUMNS, MAX_ROWS, MAX_SPLITS, MIN_COLUMNS, TAGGED_SPLIT_ROWS, padded
 from dlrm_fused.symmetric import SymmetricGroup
 from dlrm_fused.symmetric.device import uses_kernels
@@ -56,13 +56,8 @@ class GemvWorkspace(Workspace):
         super().__init__(group, name, check, timeout_seconds=timeout_seconds)
         self.max_columns, self.max_rows, self.dtype = max_columns, max_rows, dtype
         ranks, few = group.world_size, min(max_rows, MAX_ROWS)
-        self.schedules = Schedules(
-            name,
-            self.channel,
-            may_measure=measures_schedules,
-            measured_on=MEASURED_ON,
-            measured=SCHEDULES.get(ranks, {}) if dtype == MEASURED_DTYPE else {},
-        )
+        table = table_of(ranks, dtype)
+        self.schedules = Schedules(name, self.channel, may_measure=measures_schedules, measured_on=MEASURED_ON, measured=table)
         # Beside the stream of the products.
         self.stream = torch.cuda.Stream(group.device, priority=-1) if group.device.type == "cuda" else None
         # Kernels sum what they reach by stores.

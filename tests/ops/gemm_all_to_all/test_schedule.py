@@ -25,7 +25,7 @@ EQUAL, WIDE = Case(72, 40, rows=24), Case(80, 40, rows=12)
 
 def workspace_on(gpu: str, monkeypatch: pytest.MonkeyPatch, ranks: int = 4) -> Any:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
-    channel: Any = SimpleNamespace(group=SimpleNamespace(device=torch.device("cuda")))
+    channel: Any = SimpleNamespace(group=SimpleNamespace(device=torch.device("cuda"), process_group=None))
     table = table_of(ranks, torch.bfloat16)
     known = Schedules("products", channel, may_measure=True, measured_on=MEASURED_ON, measured=table)
     return SimpleNamespace(world_size=ranks, schedules=known)
