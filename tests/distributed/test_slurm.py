@@ -113,6 +113,7 @@ def test_a_cluster_leaves_nothing_behind(tmp_path: Path) -> None:
     with Slurm(nodes=1) as slurm:
         job = slurm.submit(tmp_path, "--wrap=sleep 1000")
         job.wait_for("RUNNING", 60)
-        assert len(slurm.processes()) > 3  # munged, slurmctld, slurmd, and the job's
+        # A job is RUNNING before its processes have started: they come after munged, slurmctld and slurmd.
+        wait_until(lambda: len(slurm.processes()) > 3, 60, lambda: str(slurm.processes()))
     wait_until(lambda: not slurm.processes(), 60, lambda: str(slurm.processes()))
     assert not slurm.folder.exists()
