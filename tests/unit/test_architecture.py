@@ -19,7 +19,7 @@ FLOORS = (
     {"models", "sharding"},
     {"serving"},
     {"training"},
-    {"application", "doctor"},
+    {"application", "doctor", "scaleout"},
     {"cli"},
 )
 FLOOR_OF = {part: number for number, floor in enumerate(FLOORS) for part in floor}

@@ -1,0 +1,103 @@
+"""What collectives send: phases, each of which starts when the one before is there.
+
+``size`` is what a rank holds, in bytes, as in nccl-tests: the tensor of an AllReduce, all that a rank sends in an
+All-to-All (its own part included), the result of an AllGather, the input of a ReduceScatter.
+
+Algorithms: ring (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69(2), 2009); direct and pairwise exchange (Thakur,
+Rabenseifner, Gropp, Int. J. High Perform. Comput. Appl. 19(1), 2005); hierarchical: within hosts, then along rails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+
+import simpy
+
+from dlrm_fused.scaleout.network import Network
+from dlrm_fused.scaleout.topologies import Flows, Topology
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Flows that start together, each with ``bytes_each`` a round; a round starts when the one before is there."""
+
+    flows: Sequence[Flows]
+    bytes_each: float
+    rounds: int = 1
+
+
+def all_to_all_direct(topology: Topology, size: float) -> list[Phase]:
+    """Every rank sends all its messages at once."""
+    return [Phase(topology.all_pairs(), size / topology.ranks)]
+
+
+def all_to_all_pairwise(topology: Topology, size: float) -> list[Phase]:
+    """One message at a time. Its steps are taken as alike: the links of a step are those of all pairs, on average."""
+    peers = topology.ranks - 1
+    if peers == 0:
+        return []
+    evenly = [
+        Flows(some.count, {name: crossed / peers for name, crossed in some.crossings.items()}, some.latency)
+        for some in topology.all_pairs()
+    ]
+    return [Phase(evenly, size / topology.ranks, rounds=peers)]
+
+
+def all_to_all_hierarchical(topology: Topology, size: float) -> list[Phase]:
+    """Within hosts to the rank on the rail of the receiver, then along rails: one message a host, not one a rank."""
+    return [
+        Phase(topology.within_hosts(), size / topology.ranks_per_host),
+        Phase(topology.rails(), size * topology.ranks_per_host / topology.ranks),
+    ]
+
+
+def reduce_scatter_ring(topology: Topology, size: float) -> list[Phase]:
+    return [Phase(topology.ring(), size / topology.ranks, topology.ranks - 1)]
+
+
+all_gather_ring = reduce_scatter_ring
+
+
+def all_reduce_ring(topology: Topology, size: float) -> list[Phase]:
+    return reduce_scatter_ring(topology, size) + all_gather_ring(topology, size)
+
+
+def all_reduce_direct(topology: Topology, size: float) -> list[Phase]:
+    """Every rank sums its part, and sends the sum to all: two messages to every other rank."""
+    return 2 * [Phase(topology.all_pairs(), size / topology.ranks)]
+
+
+def all_reduce_hierarchical(topology: Topology, size: float) -> list[Phase]:
+    """ReduceScatter in each host, AllReduce along rails, AllGather in each host, all by rings."""
+    inside = Phase(topology.ring_within_hosts(), size / topology.ranks_per_host, topology.ranks_per_host - 1)
+    hosts = topology.ranks // topology.ranks_per_host
+    between = Phase(topology.ring_of_rails(), size / topology.ranks, 2 * (hosts - 1))
+    return [inside, between, inside]
+
+
+Collective = Callable[[Topology, float], list[Phase]]
+
+COLLECTIVES: dict[str, dict[str, Collective]] = {
+    "all_to_all": {"direct": all_to_all_direct, "pairwise": all_to_all_pairwise, "hierarchical": all_to_all_hierarchical},
+    "all_reduce": {"ring": all_reduce_ring, "direct": all_reduce_direct, "hierarchical": all_reduce_hierarchical},
+    "all_gather": {"ring": all_gather_ring},
+    "reduce_scatter": {"ring": reduce_scatter_ring},
+}
+
+
+def run(environment: simpy.Environment, network: Network, phases: Sequence[Phase]) -> simpy.Process:
+    """Send them; the process ends when the last phase is there."""
+    return environment.process(_in_turn(environment, network, phases))
+
+
+def _in_turn(environment: simpy.Environment, network: Network, phases: Sequence[Phase]) -> Generator[simpy.Event, object, None]:
+    for phase in phases:
+        yield environment.all_of([network.send(flows, phase.bytes_each, phase.rounds) for flows in phase.flows])
+
+
+def seconds(topology: Topology, phases: Sequence[Phase]) -> float:
+    """Time of the collective alone on the network, from the start of all ranks."""
+    environment = simpy.Environment()
+    environment.run(run(environment, Network(environment, topology.links), phases))
+    return float(environment.now)

@@ -1,0 +1,294 @@
+"""Which links the flows between ranks cross, by classes: all members of a class are alike by the topology's symmetry.
+
+A topology names its classes of links, and says for the pairs of ranks that a pattern of communication uses (all pairs, the
+neighbours of a ring) how many flows are alike and which links each of them crosses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+from dlrm_fused.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Links:
+    """Equal links, each in one direction. ``bytes_per_second`` is the rate of one."""
+
+    count: int
+    bytes_per_second: float
+
+
+@dataclass(frozen=True)
+class Flows:
+    """Equal flows between pairs of ranks.
+
+    Args:
+        count: How many.
+        crossings: For each class of links, how many of them one flow crosses. A fraction: it is divided over several
+            routes.
+        latency: Seconds from the moment when the last byte has been sent until it is there.
+    """
+
+    count: int
+    crossings: Mapping[str, float] = field(hash=False)
+    latency: float
+
+
+class Topology(Protocol):
+    """Ranks and the links between them."""
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def ranks_per_host(self) -> int: ...
+
+    @property
+    def links(self) -> Mapping[str, Links]: ...
+
+    def all_pairs(self) -> list[Flows]:
+        """One flow from every rank to every other one."""
+        ...
+
+    def within_hosts(self) -> list[Flows]:
+        """One flow from every rank to every other one of its host."""
+        ...
+
+    def rails(self) -> list[Flows]:
+        """One flow from every rank to the rank of the same place in every other host."""
+        ...
+
+    def ring(self) -> list[Flows]:
+        """One flow from every rank to the next one, in the order of the ranks and back to the first."""
+        ...
+
+    def ring_within_hosts(self) -> list[Flows]:
+        """As ``ring``, in every host for itself."""
+        ...
+
+    def ring_of_rails(self) -> list[Flows]:
+        """One flow from every rank to the rank of the same place in the next host."""
+        ...
+
+
+def _without_empty(flows: list[Flows]) -> list[Flows]:
+    return [some for some in flows if some.count]
+
+
+@dataclass(frozen=True)
+class Switch:
+    """Ranks on one switch that is never the bottleneck: an NVLink domain, or hosts of one rank each.
+
+    Args:
+        ranks: Their number; each sends and receives at ``bytes_per_second`` at the same time.
+        latency: Seconds from rank to rank.
+    """
+
+    ranks: int
+    bytes_per_second: float
+    latency: float
+
+    @property
+    def ranks_per_host(self) -> int:
+        return self.ranks
+
+    @property
+    def links(self) -> Mapping[str, Links]:
+        return {name: Links(self.ranks, self.bytes_per_second) for name in ("port out", "port in")}
+
+    def _flows(self, peers: int) -> list[Flows]:
+        return _without_empty([Flows(self.ranks * peers, {"port out": 1, "port in": 1}, self.latency)])
+
+    def all_pairs(self) -> list[Flows]:
+        return self._flows(self.ranks - 1)
+
+    within_hosts = all_pairs
+
+    def rails(self) -> list[Flows]:
+        return []
+
+    def ring(self) -> list[Flows]:
+        return self._flows(min(self.ranks - 1, 1))
+
+    ring_within_hosts = ring
+
+    def ring_of_rails(self) -> list[Flows]:
+        return []
+
+
+@dataclass(frozen=True)
+class Torus:
+    """A torus of two dimensions, one rank a node, a link in each direction to each neighbour (a ring where ``rows`` is 1).
+
+    Messages take a shortest way, first along the row. Where both directions of a row or column are as long, half of the
+    bytes takes each.
+
+    Args:
+        bytes_per_second: Of one link in one direction.
+        latency: Seconds a hop.
+    """
+
+    rows: int
+    columns: int
+    bytes_per_second: float
+    latency: float
+
+    @property
+    def ranks(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def ranks_per_host(self) -> int:
+        return 1
+
+    @cached_property
+    def links(self) -> Mapping[str, Links]:
+        directions = (("east", self.columns), ("west", self.columns), ("south", self.rows), ("north", self.rows))
+        return {name: Links(self.ranks, self.bytes_per_second) for name, size in directions if size > 1}
+
+    def _to(self, row: int, column: int) -> Flows:
+        """The flows of all ranks to the one so many rows and columns further."""
+        along_row = _ways(column, self.columns, "east", "west")
+        along_column = _ways(row, self.rows, "south", "north")
+        hops = sum(along_row.values()) + sum(along_column.values())
+        return Flows(self.ranks, {**along_row, **along_column}, hops * self.latency)
+
+    def all_pairs(self) -> list[Flows]:
+        return [self._to(row, column) for row in range(self.rows) for column in range(self.columns) if row or column]
+
+    def within_hosts(self) -> list[Flows]:
+        return []
+
+    def rails(self) -> list[Flows]:
+        return self.all_pairs()
+
+    def ring(self) -> list[Flows]:
+        """Along a Hamiltonian cycle, where there is one whose edges are links; a rank's next one is a neighbour."""
+        if self.ranks == 1:
+            return []
+        if self.rows > 1 and self.columns > 1 and self.ranks % 2:
+            raise UsageError(f"a torus of {self.rows} x {self.columns} has no ring modelled here; make one side even")
+        return [Flows(self.ranks, self._evenly_over_all_links(), self.latency)]
+
+    def _evenly_over_all_links(self) -> Mapping[str, float]:
+        """As many rings as there are directions, each with its share of the bytes: none waits for another one's links."""
+        return {name: 1 / len(self.links) for name in self.links}
+
+    def ring_within_hosts(self) -> list[Flows]:
+        return []
+
+    def ring_of_rails(self) -> list[Flows]:
+        return self.ring()
+
+
+def _ways(distance: int, size: int, forward: str, backward: str) -> dict[str, float]:
+    """Hops in each direction of a ring of ``size`` to a rank ``distance`` further."""
+    back = size - distance
+    if distance == 0:
+        return {}
+    if distance == back:
+        return {forward: distance / 2, backward: distance / 2}
+    return {forward: distance} if distance < back else {backward: back}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts of GPUs: an NVLink domain in each, a NIC for each GPU, rail-optimized fat tree between them.
+
+    NIC i of every host of a pod is on one leaf switch, rail i. A message between other rails, or pods, crosses the spine;
+    NCCL's PXN way, over NVLink to the GPU on the rail of the receiver, is ``rail_by_nvlink``.
+
+    Args:
+        nvlink, nic: Bytes/s of one GPU in one direction.
+        nvlink_latency, nic_latency: Seconds from rank to rank.
+        hosts_per_pod: Hosts whose rails end on the same leaf switches.
+        oversubscription: Bandwidth of all NICs over that of the spine; 1 is a full fat tree.
+    """
+
+    hosts: int
+    ranks_per_host: int
+    nvlink: float
+    nic: float
+    nvlink_latency: float
+    nic_latency: float
+    hosts_per_pod: int = 32
+    oversubscription: float = 1.0
+    rail_by_nvlink: bool = True
+
+    def __post_init__(self) -> None:
+        if self.hosts > self.hosts_per_pod and self.hosts % self.hosts_per_pod:
+            raise UsageError(
+                f"hosts is {self.hosts}: it must be at most, or a multiple of, hosts_per_pod = {self.hosts_per_pod}"
+            )
+
+    @property
+    def ranks(self) -> int:
+        return self.hosts * self.ranks_per_host
+
+    @cached_property
+    def links(self) -> Mapping[str, Links]:
+        links = {"nvlink out": Links(self.ranks, self.nvlink), "nvlink in": Links(self.ranks, self.nvlink)}
+        if self.hosts > 1:
+            spine = Links(self.ranks, self.nic / self.oversubscription)
+            links |= {"nic out": Links(self.ranks, self.nic), "nic in": Links(self.ranks, self.nic), "spine": spine}
+        return links
+
+    def _inside(self, peers: int) -> list[Flows]:
+        return _without_empty([Flows(self.ranks * peers, {"nvlink out": 1, "nvlink in": 1}, self.nvlink_latency)])
+
+    def _outside(self, hosts: int, ranks_a_host: int, *, same_rail: bool, same_pod: bool) -> Flows:
+        crossings: dict[str, float] = {"nic out": 1, "nic in": 1}
+        latency = self.nic_latency
+        changes_rail = not same_rail
+        if changes_rail and self.rail_by_nvlink:
+            crossings |= {"nvlink out": 1, "nvlink in": 1}
+            latency += self.nvlink_latency
+            changes_rail = False
+        if changes_rail or not same_pod:
+            crossings["spine"] = 1
+        return Flows(self.ranks * hosts * ranks_a_host, crossings, latency)
+
+    def _to_other_hosts(self, ranks_a_host: int, *, same_rail: bool) -> list[Flows]:
+        near = min(self.hosts, self.hosts_per_pod) - 1
+        far = self.hosts - 1 - near
+        return _without_empty(
+            [
+                self._outside(near, ranks_a_host, same_rail=same_rail, same_pod=True),
+                self._outside(far, ranks_a_host, same_rail=same_rail, same_pod=False),
+            ]
+        )
+
+    def all_pairs(self) -> list[Flows]:
+        other_rails = self._to_other_hosts(self.ranks_per_host - 1, same_rail=False)
+        return self.within_hosts() + self.rails() + other_rails
+
+    def within_hosts(self) -> list[Flows]:
+        return self._inside(self.ranks_per_host - 1)
+
+    def rails(self) -> list[Flows]:
+        return self._to_other_hosts(1, same_rail=True)
+
+    def ring(self) -> list[Flows]:
+        """As many rings as a host has ranks, each of which leaves it by another NIC and has its share of the bytes."""
+        if self.hosts == 1:
+            return self.ring_within_hosts()
+        inside = (self.ranks_per_host - 1) / self.ranks_per_host
+        flow = Flows(
+            self.ranks,
+            {"nvlink out": inside, "nvlink in": inside, "nic out": 1 / self.ranks_per_host, "nic in": 1 / self.ranks_per_host},
+            max(self.nic_latency, self.nvlink_latency),
+        )
+        return [flow]
+
+    def ring_within_hosts(self) -> list[Flows]:
+        return self._inside(min(self.ranks_per_host - 1, 1))
+
+    def ring_of_rails(self) -> list[Flows]:
+        if self.hosts == 1:
+            return []
+        # Between pods once in a ring through each of them; a slice waits for the slowest link, which is no spine of its own.
+        return [Flows(self.ranks, {"nic out": 1, "nic in": 1}, self.nic_latency)]
