@@ -1,7 +1,7 @@
-"""What fusion brings on many hosts: a discrete-event model of networks and collectives.
+"""What fusion brings on many hosts: a discrete-event model of networks, collectives and steps.
 
 It reads in this order: ``fair_sharing`` (how flows divide links), ``topologies`` (which links a flow crosses), ``network``
-(flows in time, as SimPy events), ``collectives`` (what an algorithm sends, in which order).
+(flows in time, as SimPy events), ``collectives`` (what an algorithm sends, in which order), ``step`` (tasks on streams).
 
 Equal ranks are simulated once: links and flows come in classes whose members all behave alike, so that the cost of a
 collective grows with the number of classes and not with the number of ranks.
