@@ -73,7 +73,7 @@ class RankingTask(nn.Module):
         has_experts = bool(self.expert_layers)
         is_one_graph = logits_of is not None and not has_experts and is_compiled(compile, device)
         self._dense_part = (
-            DensePart(logits_of, device.type, self._autocast, is_one_graph, has_experts, self._dense_layers)
+            DensePart(logits_of, device.type, self._autocast, is_one_graph, has_experts, self.dense_layers)
             if logits_of is not None
             else None
         )
@@ -87,6 +87,11 @@ class RankingTask(nn.Module):
     def captured(self) -> CapturedFunction[tuple[Tensor, Tensor]] | None:
         """What gives the gradients of all dense parameters at once; None for a model that autograd runs through."""
         return self._dense_part.captured if self._dense_part is not None else None
+
+    @property
+    def dense_part(self) -> DensePart | None:
+        """What follows the embeddings; None for a model that is not called in two parts."""
+        return self._dense_part
 
     def forward(self, batch: Batch) -> tuple[Tensor, Output]:
         """Return the loss, [], to call backward on, and the detached :class:`Output`."""
@@ -103,7 +108,8 @@ class RankingTask(nn.Module):
                 loss = loss + auxiliary
         return loss, output
 
-    def _dense_layers(self) -> list[nn.Module]:
+    def dense_layers(self) -> list[nn.Module]:
+        """Of the model, all that has no tables."""
         return [layer for layer in self.model.children() if layer is not self.model.sparse_arch]
 
     def _logits(self, batch: Batch) -> Tensor:

@@ -42,17 +42,8 @@ def make_plan(
         local_world_size=local_world_size,
         **_memory(device, local_world_size),
     )
-    batch_size = max(1, config.training.global_batch_size // world_size)
-    constraints = table_constraints(config.embedding, schema, world_size)
-    planner = EmbeddingShardingPlanner(
-        topology=topology,
-        batch_size=batch_size,
-        enumerator=None if config.comm is Comm.baseline else fused_enumerator(topology, batch_size, constraints),
-        constraints=constraints,
-        debug=False,
-    )
     try:
-        return planner.collective_plan(model, sharders, dist.GroupMember.WORLD)
+        return planner_for(config, schema, topology).collective_plan(model, sharders, dist.GroupMember.WORLD)
     except (PlannerError, RuntimeError) as error:
         if getattr(error, "error_type", None) is PlannerErrorType.INSUFFICIENT_STORAGE:
             weights = sum(feature.rows for feature in schema.tables) * config.embedding.dim
@@ -65,6 +56,24 @@ def make_plan(
         raise ConfigError(
             f"embedding.sharding={config.embedding.sharding.name}: no plan for {world_size} ranks: {reason}"
         ) from None
+
+
+def planner_for(config: Config, schema: DatasetSchema, topology: Topology) -> EmbeddingShardingPlanner:
+    """The planner of the config for the ranks of a topology, which need not be there.
+
+    Raises:
+        ConfigError: as of :func:`table_constraints`.
+    """
+    world_size = topology.world_size
+    batch_size = max(1, config.training.global_batch_size // world_size)
+    constraints = table_constraints(config.embedding, schema, world_size)
+    return EmbeddingShardingPlanner(
+        topology=topology,
+        batch_size=batch_size,
+        enumerator=None if config.comm is Comm.baseline else fused_enumerator(topology, batch_size, constraints),
+        constraints=constraints,
+        debug=False,
+    )
 
 
 def _memory(device: torch.device, local_world_size: int) -> dict[str, int]:

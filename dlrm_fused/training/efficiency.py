@@ -91,15 +91,19 @@ def row_bytes(config: Config, schema: DatasetSchema, plan: ShardingPlan, ranks: 
     moves less. Every row of a data-parallel table is updated. Tables in the host's memory do not count.
     """
     rows_of = {feature.name: feature.rows for feature in schema.tables}
-    ids_of, touched = _ids_per_sample(config, schema), 0.0
+    ids_of, touched = ids_per_sample(config, schema), 0.0
     for name, sharding in _placed(plan):
         if _is_data_parallel(sharding):
             touched += rows_of[name]
         elif sharding.compute_kernel not in _KERNELS_ON_HOST:
             touched += min(config.training.global_batch_size * ids_of[name], rows_of[name]) / ranks
     weight_bytes = 2 if config.embedding.dtype is TableDtype.fp16 else _FLOAT32_BYTES
-    state_bytes = _STATES_OF_A_WEIGHT[config.embedding.optimizer.kind] * _FLOAT32_BYTES
-    return touched * config.embedding.dim * (3 * weight_bytes + 2 * state_bytes)
+    return touched * config.embedding.dim * (3 * weight_bytes + state_bytes(config))
+
+
+def state_bytes(config: Config) -> int:
+    """What an update reads and writes of the states of one weight, those that are as wide as its row."""
+    return 2 * _STATES_OF_A_WEIGHT[config.embedding.optimizer.kind] * _FLOAT32_BYTES
 
 
 def pooled_bytes(config: Config, schema: DatasetSchema, plan: ShardingPlan, ranks: int, device: torch.device) -> float:
@@ -112,7 +116,7 @@ def pooled_bytes(config: Config, schema: DatasetSchema, plan: ShardingPlan, rank
     bags = _bags_per_sample(schema)
     columns = sum(bags[name] * _columns_of_shards(sharding) for name, sharding in _placed(plan))
     embedding, output = config.embedding, pooled_dtype(config, device)
-    both_ways = sum(_bytes_on_the_wire(wire, output) for wire in (embedding.forward_wire, embedding.backward_wire))
+    both_ways = sum(bytes_on_the_wire(wire, output) for wire in (embedding.forward_wire, embedding.backward_wire))
     return (ranks - 1) / ranks * samples * columns * both_ways
 
 
@@ -153,7 +157,7 @@ def _bags_per_sample(schema: DatasetSchema) -> dict[str, int]:
     return {feature.name: schema.history_length + 1 if feature.name in tokens else 1 for feature in schema.tables}
 
 
-def _ids_per_sample(config: Config, schema: DatasetSchema) -> dict[str, float]:
+def ids_per_sample(config: Config, schema: DatasetSchema) -> dict[str, float]:
     """By table, on average."""
     bags, settings = _bags_per_sample(schema), config.embedding.tables
     return {
@@ -162,5 +166,6 @@ def _ids_per_sample(config: Config, schema: DatasetSchema) -> dict[str, float]:
     }
 
 
-def _bytes_on_the_wire(wire: WireDtype, output: OutputDtype) -> int:
+def bytes_on_the_wire(wire: WireDtype, output: OutputDtype) -> int:
+    """Of one number of a pooled embedding."""
     return 2 if wire is not WireDtype.fp32 or output is not OutputDtype.fp32 else 4

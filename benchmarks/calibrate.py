@@ -1,0 +1,180 @@
+"""Rates of one rank for ``python -m dlrm_fused.scaleout``: products, elementwise kernels, lookups, updates, launches.
+
+    python -m benchmarks.calibrate --output h100.json
+
+Every other measurement is left out of the fit; ``held_out`` has the relative error of each of these. On a GPU, kernels are
+replayed from a CUDA graph, as the trainer replays its dense part; lookups and updates are FBGEMM's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
+
+from benchmarks.common.environment import describe_environment, device_name
+from benchmarks.common.results import add_report_arguments, write_results
+from dlrm_fused.scaleout.machine import Machine, as_json, fit_line
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_ROUNDS = 7
+
+# Work (operations or bytes) and seconds.
+Points = list[tuple[float, float]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_report_arguments(parser)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    scale = 1 if device.type == "cuda" else 64  # CPUs are so much slower
+
+    memory = _elementwise(device, [2**exponent // scale for exponent in range(16, 31)])
+    products = {name: _products(device, dtype, scale) for name, dtype in _DTYPES.items()}
+    lookups, updates = _tables(device, [1, 2, 4, 8, 16, 32, 64, 128], 16384 // scale)
+    measured = {"memory": memory, **{f"products {name}": points for name, points in products.items()}}
+    measured |= {"lookup": lookups, "update": updates}
+
+    fits = {name: fit_line(*zip(*points[::2], strict=True)) for name, points in measured.items()}
+    launch = fits["memory"][0]
+    machine = Machine(
+        name=device_name(device),
+        launch=launch,
+        memory=fits["memory"][1],
+        products={name: fits[f"products {name}"][1] for name in _DTYPES},
+        half_products={name: max(0, fits[f"products {name}"][0] - launch) * fits[f"products {name}"][1] for name in _DTYPES},
+        lookup=fits["lookup"][1],
+        update=fits["update"][1],
+        collective=_collective(device),
+    )
+    report = {
+        **describe_environment([device_name(device)], options.commit),
+        "machine_measured": {name: [list(point) for point in points] for name, points in measured.items()},
+        "held_out": {name: _errors(points[1::2], *fits[name]) for name, points in measured.items()},
+        "machine": as_json(machine),
+    }
+    write_results(options.output, report)
+    for name, errors in report["held_out"].items():
+        print(f"{name}: median error on held-out sizes {100 * statistics.median(map(abs, errors)):.1f}%")
+
+
+def _errors(points: Points, fixed: float, rate: float) -> list[float]:
+    """Of the fit: predicted over measured, less 1."""
+    return [(fixed + work / rate) / seconds - 1 for work, seconds in points]
+
+
+def _elementwise(device: torch.device, sizes: Sequence[int]) -> Points:
+    """Bytes read and written by ``a + b``."""
+    points = []
+    for size in sizes:
+        a, b, result = (torch.ones(size // 4, device=device) for _ in range(3))
+        points.append((3.0 * a.nbytes, _seconds(device, partial(torch.add, a, b, out=result))))
+    return points
+
+
+def _products(device: torch.device, dtype: torch.dtype, scale: int) -> Points:
+    """Layers of the models here: rows of a batch, inputs, outputs."""
+    shapes = [
+        (rows // scale * 2, inputs, outputs)
+        for rows in (2048, 8192, 32768)
+        for inputs, outputs in ((128, 256), (512, 256), (512, 512), (3456, 512), (512, 3456), (1024, 1024), (3456, 1024))
+    ]
+    points = []
+    for rows, inputs, outputs in sorted(shapes, key=lambda shape: shape[0] * shape[1] * shape[2]):
+        a, b = torch.randn(rows, inputs, device=device, dtype=dtype), torch.randn(inputs, outputs, device=device, dtype=dtype)
+        points.append((2.0 * rows * inputs * outputs, _seconds(device, partial(torch.matmul, a, b))))
+    return points
+
+
+def _tables(
+    device: torch.device, poolings: Sequence[int], samples: int, rows: int = 1_000_000, dim: int = 128
+) -> tuple[Points, Points]:
+    """Bytes of rows read by a lookup; read and written by its backward pass with rowwise Adagrad. Uniform ids."""
+    is_gpu = device.type == "cuda"
+    place = EmbeddingLocation.DEVICE if is_gpu else EmbeddingLocation.HOST
+    table = SplitTableBatchedEmbeddingBagsCodegen(
+        [(rows, dim, place, ComputeDevice.CUDA if is_gpu else ComputeDevice.CPU)],
+        optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        learning_rate=0.01,
+    ).to(device)
+    lookups, updates = [], []
+    for pooling in poolings:
+        ids = torch.randint(rows, (samples * pooling,), device=device)
+        offsets = torch.arange(0, samples * pooling + 1, pooling, device=device)
+        pooled = table(ids, offsets)
+        gradient = torch.ones_like(pooled)
+        bytes_read = 4.0 * dim * samples * pooling
+        lookups.append((bytes_read, _seconds(device, partial(table, ids, offsets), captured=False)))
+
+        def both(ids: torch.Tensor = ids, offsets: torch.Tensor = offsets, gradient: torch.Tensor = gradient) -> None:
+            table(ids, offsets).backward(gradient)
+
+        updates.append((2 * bytes_read, max(1e-9, _seconds(device, both, captured=False) - lookups[-1][1])))
+    return lookups, updates
+
+
+def _collective(device: torch.device) -> float:
+    """An AllReduce of one number that goes nowhere: what starting one takes."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "store"
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1)
+        number = torch.ones(1, device=device)
+        seconds = _seconds(device, lambda: dist.all_reduce(number), captured=False)
+        dist.destroy_process_group()
+    return seconds
+
+
+def _seconds(device: torch.device, function: Callable[[], object], *, captured: bool = True, calls: int = 20) -> float:
+    """Of one call, the median of several rounds after a warm-up."""
+    for _ in range(3):
+        function()
+    if device.type != "cuda":
+        calls = 3
+        return statistics.median(_wall_seconds(function, calls) for _ in range(_ROUNDS))
+    run = _graph(function, calls) if captured else (lambda: [function() for _ in range(calls)])
+    run()
+    times = []
+    for _ in range(_ROUNDS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / calls)
+    return statistics.median(times)
+
+
+def _wall_seconds(function: Callable[[], object], calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        function()
+    return (time.perf_counter() - start) / calls
+
+
+def _graph(function: Callable[[], object], calls: int) -> Callable[[], object]:
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            function()
+    return graph.replay
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

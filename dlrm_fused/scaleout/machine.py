@@ -1,0 +1,89 @@
+"""How long a rank computes: a roofline fitted to measured kernels.
+
+A kernel takes a launch, and then the longer of its matrix products at the machine's rate and of its bytes at the bandwidth of
+its memory (Williams, Waterman, Patterson, *Roofline*, Commun. ACM 52(4), 2009). Products of few operations, which do not fill
+the machine, run at a lower rate: rate = peak * flops / (flops + half), Hockney's r_infinity and n_1/2 (Parallel Computing
+1(3), 1984). ``benchmarks/calibrate.py`` writes the file that :func:`read` reads.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_fused.errors import ConfigError
+from dlrm_fused.scaleout.dense_part import Kernel
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates of one rank, in seconds, bytes/s and floating-point operations/s.
+
+    Args:
+        name: What was measured.
+        launch: Seconds between the starts of two kernels that do nothing.
+        memory: Bandwidth of elementwise kernels, reading and writing.
+        products: Peak of matrix products, by dtype (bf16, fp32).
+        half_products: Operations of a product that runs at half of the peak, by dtype.
+        lookup: Bandwidth of embedding rows that are read and pooled.
+        update: Bandwidth of embedding rows that are read and written by the fused optimizer.
+        collective: Seconds that a collective of no bytes takes on one rank's stream.
+    """
+
+    name: str
+    launch: float
+    memory: float
+    products: Mapping[str, float]
+    half_products: Mapping[str, float]
+    lookup: float
+    update: float
+    collective: float
+
+    def seconds(self, kernel: Kernel, dtype: str) -> float:
+        compute = 0.0
+        if kernel.flops:
+            compute = (kernel.flops + self.half_products[dtype]) / self.products[dtype]
+        return self.launch + max(compute, kernel.bytes / self.memory)
+
+
+def read(path: Path) -> Machine:
+    """Raises: ConfigError: no such file, or it is no calibration."""
+    try:
+        found = json.loads(path.read_text())["machine"]
+    except FileNotFoundError:
+        raise ConfigError(f"machine={path}: no such file; benchmarks/calibrate.py writes one") from None
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(f"machine={path}: not a calibration, as benchmarks/calibrate.py writes it") from None
+    wanted = {field.name for field in fields(Machine)}
+    if not isinstance(found, dict) or set(found) != wanted:
+        raise ConfigError(f"machine={path}: expected {', '.join(sorted(wanted))} under machine; measure again")
+    machine = Machine(**found)
+    rates = [machine.memory, machine.lookup, machine.update, *machine.products.values()]
+    times = [machine.launch, machine.collective, *machine.half_products.values()]
+    if not all(math.isfinite(value) and value > 0 for value in rates) or not all(0 <= value < math.inf for value in times):
+        raise ConfigError(f"machine={path}: rates must be above 0 and times not below it; measure again")
+    return machine
+
+
+def as_json(machine: Machine) -> dict[str, object]:
+    return asdict(machine)
+
+
+def fit_line(work: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """A fixed time and a rate: seconds = fixed + work / rate, by least squares of the relative errors.
+
+    Returns:
+        fixed seconds, not below 0, and the work of a second.
+    """
+    x, y = np.asarray(work, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
+    terms: NDArray[np.float64] = np.stack([np.ones_like(x), x], axis=1) / y[:, None]
+    fixed, slope = np.linalg.lstsq(terms, np.ones_like(y), rcond=None)[0]
+    if fixed < 0:
+        fixed, slope = 0.0, float((x / y).sum() / ((x / y) ** 2).sum())
+    return float(fixed), 1 / float(slope)

@@ -1,0 +1,159 @@
+"""What each rank computes and sends in a step of the trainer: from its config, its model and the planner's plan.
+
+All ranks are taken as alike: each has the work of the one that the plan gives most, since all wait for that one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torchrec.distributed.planner import Topology as PlannersTopology
+from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.types import ParameterSharding, ShardingPlan, ShardingType
+
+from dlrm_fused.config import Compile, Config, OutputDtype, TableDtype
+from dlrm_fused.datasets.schema import DatasetSchema
+from dlrm_fused.errors import ConfigError
+from dlrm_fused.models import build_model
+from dlrm_fused.scaleout.dense_part import DenseKernels, trace
+from dlrm_fused.sharding.output_dtype import pooled_dtype
+from dlrm_fused.sharding.parallel import make_sharder
+from dlrm_fused.sharding.planning import planner_for
+from dlrm_fused.training.efficiency import bytes_on_the_wire, ids_per_sample, state_bytes
+
+_ID_BYTES = 8
+_DTYPES = {OutputDtype.fp32: torch.float32, OutputDtype.fp16: torch.float16, OutputDtype.bf16: torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Of one rank's step; bytes are those of the whole batch of the rank, its own part of an exchange included.
+
+    Args:
+        samples: Of a rank.
+        dense: Kernels of the dense part.
+        id_bytes: What an input dist sends.
+        lookup_bytes, update_bytes: Of rows, on the rank that has most of them.
+        pooled_bytes, pooled_gradient_bytes: What the average rank sends of pooled embeddings and of their gradients.
+        imbalance: What the rank that sends most of them sends, over the average; 1 for an even plan.
+        gradient_bytes: Of dense parameters, which an AllReduce averages.
+        parameter_bytes: Read and written by the dense optimizer.
+    """
+
+    samples: float
+    dense: DenseKernels
+    id_bytes: float
+    lookup_bytes: float
+    update_bytes: float
+    pooled_bytes: float
+    pooled_gradient_bytes: float
+    imbalance: float
+    gradient_bytes: float
+    parameter_bytes: float
+
+
+def workload(config: Config, schema: DatasetSchema, ranks: int, ranks_per_host: int, memory_gib: float) -> Workload:
+    """What a step of ``training.global_batch_size`` samples makes a GPU do.
+
+    Raises:
+        ConfigError: a model that is not covered; no plan fits into ``memory_gib`` a rank.
+    """
+    device = torch.device("cuda")
+    output = pooled_dtype(config, device)
+    eager = replace(config, training=replace(config.training, compile=Compile.never))
+    task = build_model(eager, schema, ranks, torch.device("cpu"))
+    samples = max(1, config.training.global_batch_size // ranks)
+    compiled = config.training.compile is not Compile.never
+    dense = trace(task, schema, config.embedding.dim, samples, _DTYPES[output], compiled=compiled)
+
+    sharder = make_sharder(config.embedding, device, config.comm, False, output)
+    try:
+        with _quiet_planner():
+            topology = PlannersTopology(
+                world_size=ranks,
+                compute_device=device.type,
+                local_world_size=min(ranks, ranks_per_host),
+                hbm_cap=int(memory_gib * 2**30),
+            )
+            plan = planner_for(config, schema, topology).plan(task, [sharder])
+    except PlannerError as error:
+        raise ConfigError(f"no plan for {ranks} ranks of {memory_gib:g} GiB: {' '.join(str(error).split())[:200]}") from None
+
+    parameters = sum(parameter.numel() for layer in task.dense_layers() for parameter in layer.parameters())
+    embedding = config.embedding
+    load = _Load(config, schema, plan, ranks)
+    return Workload(
+        samples=samples,
+        dense=dense,
+        id_bytes=samples * _ID_BYTES * sum(ids_per_sample(config, schema).values()),
+        lookup_bytes=load.rows_of_busiest * load.weight_bytes,
+        update_bytes=load.rows_of_busiest * (2 * load.weight_bytes + state_bytes(config)),
+        pooled_bytes=load.pooled_columns * samples * bytes_on_the_wire(embedding.forward_wire, output),
+        pooled_gradient_bytes=load.pooled_columns * samples * bytes_on_the_wire(embedding.backward_wire, output),
+        imbalance=load.imbalance,
+        gradient_bytes=4 * parameters,
+        parameter_bytes=4 * parameters * 5,  # gradient and state read, weight read and written, state written
+    )
+
+
+class _Load:
+    """How the plan spreads rows and columns. Attributes: as of :class:`Workload`; rows are counted in columns of weights."""
+
+    def __init__(self, config: Config, schema: DatasetSchema, plan: ShardingPlan, ranks: int) -> None:
+        self.weight_bytes = 2 if config.embedding.dtype is TableDtype.fp16 else 4
+        rows: defaultdict[int, float] = defaultdict(float)
+        columns: defaultdict[int, float] = defaultdict(float)
+        ids = ids_per_sample(config, schema)
+        batch = max(ranks, config.training.global_batch_size)
+        for name, sharding in _placed(plan):
+            for piece in _pieces(sharding):
+                rows[piece.rank] += batch * ids[name] * piece.share_of_ids * piece.columns
+                columns[piece.rank] += piece.sent_columns
+        self.rows_of_busiest = max(rows.values(), default=0.0)
+        self.pooled_columns = sum(columns.values())
+        self.imbalance = max(columns.values()) * ranks / self.pooled_columns if columns else 1.0
+
+
+def _placed(plan: ShardingPlan) -> Iterator[tuple[str, ParameterSharding]]:
+    for module_plan in plan.plan.values():
+        yield from module_plan.items()
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A shard: its rank, its columns, those of its results that go to other hosts, and its share of the table's ids."""
+
+    rank: int
+    columns: int
+    sent_columns: float
+    share_of_ids: float
+
+
+def _pieces(sharding: ParameterSharding) -> Iterator[_Piece]:
+    if sharding.sharding_type == ShardingType.DATA_PARALLEL.value or sharding.sharding_spec is None:
+        return
+    shards = [shard for shard in sharding.sharding_spec.shards if shard.shard_sizes[0]]
+    rows = max(shard.shard_offsets[0] + shard.shard_sizes[0] for shard in shards)
+    # The ranks of a host add what they have of a table, before it is sent.
+    is_summed_in_hosts = sharding.sharding_type in (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
+    for shard in shards:
+        columns = shard.shard_sizes[1]
+        share = shard.shard_sizes[0] / rows
+        yield _Piece(shard.placement.rank(), columns, columns * share if is_summed_in_hosts else columns, share)
+
+
+@contextmanager
+def _quiet_planner() -> Iterator[None]:
+    """Without its warnings: of kernels that the config excludes, for each table, and of a topology that is described here."""
+    logger = logging.getLogger("torchrec")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

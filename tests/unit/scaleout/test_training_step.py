@@ -1,0 +1,200 @@
+"""Steps of the trainer, simulated from its config, its model and the planner's plan."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from dlrm_fused.config import Config, load_config
+from dlrm_fused.datasets import open_dataset
+from dlrm_fused.datasets.schema import DatasetSchema
+from dlrm_fused.models import build_model
+from dlrm_fused.models.flops import training_flops
+from dlrm_fused.scaleout.command import main
+from dlrm_fused.scaleout.dense_part import DenseKernels, Kernel, trace
+from dlrm_fused.scaleout.machine import Machine, fit_line
+from dlrm_fused.scaleout.step import simulate
+from dlrm_fused.scaleout.topologies import Switch
+from dlrm_fused.scaleout.training_step import Algorithms, tasks_of_step
+from dlrm_fused.scaleout.workload import Workload, workload
+
+DCNV2 = "configs/criteo_1tb_dcnv2_synthetic.yaml"
+MACHINE = Machine("made up", 2e-6, 2e12, {"bf16": 5e14, "fp32": 5e13}, {"bf16": 1e9, "fp32": 1e8}, 2e12, 1e12, 2e-5)
+SMALL = [
+    "data.synthetic.rows=[1000]",
+    "data.synthetic.pooling=[2]",
+    "data.synthetic.tables=4",
+    "embedding.dim=32",
+    "model.bottom_mlp=[64,32]",
+]
+
+
+def of(path: str, *settings: str) -> tuple[Config, DatasetSchema]:
+    config = load_config(path, settings)
+    return config, open_dataset(config, torch.device("cpu")).schema
+
+
+class TestTrace:
+    @staticmethod
+    def kernels(path: str, *, compiled: bool = True) -> tuple[DenseKernels, float]:
+        """And the operations of the model's own count."""
+        config, schema = of(path, "training.compile=never")
+        task = build_model(config, schema, 1, torch.device("cpu"))
+        flops = training_flops(config, schema)
+        assert flops is not None
+        return trace(task, schema, config.embedding.dim, 64, torch.float32, compiled=compiled), 64.0 * flops
+
+    # The trace has no gradient of the inputs of the first layer, which the count includes.
+    @pytest.mark.parametrize(("path", "without"), [(DCNV2, 0.001), ("configs/synthetic.yaml", 0.05)])
+    def test_has_the_operations_that_the_model_counts(self, path: str, without: float) -> None:
+        kernels, counted = self.kernels(path)
+        traced = sum(kernel.flops for kernel in [*kernels.forward, *kernels.backward])
+        assert (1 - without) * counted <= traced <= counted
+
+    def test_a_third_of_them_is_forward(self) -> None:
+        kernels, counted = self.kernels(DCNV2)
+        assert sum(kernel.flops for kernel in kernels.forward) == pytest.approx(counted / 3, rel=1e-3)
+
+    def test_compiling_launches_fewer_kernels_and_moves_fewer_bytes(self) -> None:
+        eager, compiled = self.kernels(DCNV2, compiled=False)[0], self.kernels(DCNV2)[0]
+        for part in ("forward", "backward"):
+            ours, theirs = getattr(compiled, part), getattr(eager, part)
+            assert len(ours) < len(theirs)
+            assert sum(kernel.bytes for kernel in ours) < sum(kernel.bytes for kernel in theirs)
+
+
+class TestMachine:
+    def test_a_fit_finds_the_fixed_time_and_the_rate(self) -> None:
+        work = [1.0, 10.0, 1000.0]
+        assert fit_line(work, [3e-6 + some / 2e6 for some in work]) == pytest.approx((3e-6, 2e6))
+
+    def test_a_fit_has_no_negative_time(self) -> None:
+        assert fit_line([10.0, 20.0], [1.0, 3.0])[0] == 0
+
+    def test_a_kernel_takes_the_longer_of_its_operations_and_its_bytes(self) -> None:
+        products, copies = Kernel("mm", 1e12, 1e6), Kernel("mm", 1e6, 1e12)
+        assert MACHINE.seconds(products, "fp32") == pytest.approx(2e-6 + (1e12 + 1e8) / 5e13)
+        assert MACHINE.seconds(copies, "fp32") == pytest.approx(2e-6 + 0.5)
+
+
+class TestWorkload:
+    def test_is_that_of_the_planned_tables(self) -> None:
+        work = workload(*of(DCNV2, *SMALL, "embedding.sharding=table_wise", "training.global_batch_size=64"), 2, 8, 40)
+        assert work.samples == 32
+        assert work.pooled_bytes == 32 * 4 * 32 * 2  # bf16
+        assert work.id_bytes == 32 * 4 * 2 * 8
+        assert work.lookup_bytes == pytest.approx(64 * 2 * 2 * 32 * 4)  # two of four tables, two ids a bag
+        assert work.imbalance == 1
+
+    def test_the_rank_with_most_tables_counts_for_all(self) -> None:
+        settings = [*SMALL, "data.synthetic.tables=3", "embedding.sharding=table_wise"]
+        assert workload(*of(DCNV2, *settings), 2, 8, 40).imbalance == pytest.approx(2 / 1.5)
+
+    def test_row_wise_tables_send_partial_sums_of_every_rank(self) -> None:
+        whole, cut = (
+            workload(*of(DCNV2, *SMALL, f"embedding.sharding={sharding}"), 4, 8, 40) for sharding in ("table_wise", "row_wise")
+        )
+        assert cut.pooled_bytes == 4 * whole.pooled_bytes
+        assert cut.lookup_bytes == pytest.approx(whole.lookup_bytes)
+
+    def test_dense_gradients_do_not_depend_on_ranks(self) -> None:
+        config, schema = of(DCNV2, *SMALL)
+        one, many = workload(config, schema, 1, 8, 40), workload(config, schema, 16, 8, 40)
+        assert one.gradient_bytes == many.gradient_bytes > 0
+
+
+class TestStep:
+    WORK = Workload(
+        1024, DenseKernels([Kernel("mm", 1e10, 1e6)], [Kernel("mm", 2e10, 2e6)]), 1e5, 1e9, 2e9, 1e8, 1e8, 1, 1e7, 5e7
+    )
+
+    def seconds(self, work: Workload, ranks: int, *, is_fused: bool) -> float:
+        network = Switch(ranks, 1e11, 1e-6)
+        return simulate(tasks_of_step(work, MACHINE, network, Algorithms(), "bf16", is_fused=is_fused), network).seconds
+
+    def test_fused_hides_the_shorter_of_lookup_and_exchange(self) -> None:
+        lookup, exchange = 1e9 / 2e12, 15 / 16 * 1e8 / 1e11
+        saved = self.seconds(self.WORK, 16, is_fused=False) - self.seconds(self.WORK, 16, is_fused=True)
+        assert saved == pytest.approx(min(lookup, exchange) * 63 / 64 + MACHINE.collective, rel=0.02)
+
+    def test_a_rank_alone_communicates_nothing(self) -> None:
+        alone = self.seconds(self.WORK, 1, is_fused=True)
+        kernels = sum(MACHINE.seconds(kernel, "bf16") for kernel in [*self.WORK.dense.forward, *self.WORK.dense.backward])
+        tables = 2 * MACHINE.launch + 1e9 / 2e12 + 2e9 / 1e12
+        optimizer = MACHINE.launch + 5e7 / 2e12
+        assert alone == pytest.approx(kernels + tables + optimizer + MACHINE.collective)
+
+    def test_the_critical_path_fills_the_step(self) -> None:
+        network = Switch(8, 1e11, 1e-6)
+        timeline = simulate(tasks_of_step(self.WORK, MACHINE, network, Algorithms(), "bf16", is_fused=False), network)
+        assert sum(span.end - span.start for span in timeline.critical_path()) == pytest.approx(timeline.seconds)
+
+
+@pytest.fixture
+def scenario(tmp_path: Path) -> Path:
+    machine = tmp_path / "machine.json"
+    machine.write_text(json.dumps({"machine": asdict(MACHINE)}))
+    path = tmp_path / "scenario.yaml"
+    settings = "".join(f"    - {setting}\n" for setting in SMALL)
+    path.write_text(f"train:\n  config: {DCNV2}\n  settings:\n{settings}machine: {machine}\nhosts: [1, 2]\n")
+    return path
+
+
+class TestCommand:
+    def test_prints_a_table_and_writes_csv_and_timelines(
+        self, scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert (
+            main(["--config", str(scenario), "--output", str(tmp_path / "out"), "samples_per_rank=64", "epoch_samples=1000000"])
+            == 0
+        )
+        rows = list(csv.DictReader((tmp_path / "out/steps.csv").open()))
+        assert [(row["hosts"], row["ranks"], row["comm"]) for row in rows] == [
+            (hosts, ranks, comm) for hosts, ranks in (("1", "8"), ("2", "16")) for comm in ("baseline", "fused")
+        ]
+        for row in rows:
+            seconds = float(row["step_ms"]) / 1e3
+            assert float(row["samples_per_second"]) == pytest.approx(64 * int(row["ranks"]) / seconds)
+            timeline = json.loads((tmp_path / f"out/{row['hosts']}_hosts_{row['comm']}.json").read_text())
+            assert max(e["ts"] + e["dur"] for e in timeline["traceEvents"] if e["ph"] == "X") == pytest.approx(1e6 * seconds)
+        assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
+
+    @pytest.mark.parametrize(
+        ("override", "told"),
+        [
+            ("slices=0", "slices=0: allowed: above 0"),
+            ("slices=many", "many"),
+            ("slice=3", "slice"),
+            ("slices", "'slices': expected key=value"),
+            ("hosts=[]", "hosts=[]: name at least one"),
+            ("hosts=[0]", "hosts[0]=0: allowed: above 0"),
+            ("hosts=[33]", "hosts_per_pod = 32"),
+            ("samples_per_rank=-1", "samples_per_rank=-1: allowed: 0 or more"),
+            ("memory_gib=0", "memory_gib=0.0: allowed: above 0"),
+            ("memory_gib=0.001", "no plan for 8 ranks of 0.001 GiB"),
+            ("network.kind=mesh", "mesh"),
+            ("network.kind=torus", "network.ranks_per_host=8: allowed with network.kind=torus: 1"),
+            ("network.oversubscription=0.5", "network.oversubscription=0.5: allowed: 1"),
+            ("network.nic_gb_per_second=0", "network.nic_gb_per_second=0.0: allowed: above 0"),
+            ("network.nic_latency_us=-1", "network.nic_latency_us=-1.0: allowed: 0 or more"),
+            ("all_to_all=ring", "all_to_all=ring: allowed: direct, pairwise, hierarchical"),
+            ("all_reduce=fast", "all_reduce=fast: allowed: ring"),
+            ("machine=none.json", "machine=none.json: no such file"),
+            (f"machine={DCNV2}", "not a calibration"),
+            ("machine=''", "machine is not set"),
+            ("train.config=none.yaml", "none.yaml: no such file"),
+            ("train.settings=[model.kind=transformer,data.synthetic.history_length=4]", "model.kind"),
+        ],
+    )
+    def test_says_in_a_line_what_is_wrong(
+        self, scenario: Path, override: str, told: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["--config", str(scenario), override]) == 1
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert told in lines[-1]
+        assert len(lines) == 1
