@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 _CYCLES_PER_SECOND = 2e9  # of a GPU's clock, about
 
@@ -130,3 +131,8 @@ def rendezvous(block: Tensor, process_group: dist.ProcessGroup) -> Any:
     from torch.distributed import _symmetric_memory
 
     return _symmetric_memory.rendezvous(block, process_group)
+
+
+def tensors_without_memory() -> AbstractContextManager[object]:
+    """Within it, new tensors have shapes and dtypes only; operations may mix them with tensors from outside."""
+    return FakeTensorMode(allow_non_fake_inputs=True)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import flop_registry
 
+from dlrm_fused.compat.torch import tensors_without_memory
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.models import RankingTask
@@ -84,7 +84,7 @@ def _graph(
         losses, _ = part(dense, pooled, labels, weights)
         return [losses, *torch.autograd.grad(losses, [pooled, *parameters])]
 
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with tensors_without_memory():
         dense = torch.empty(samples, len(schema.dense_features))
         pooled = torch.empty(samples, len(schema.tables), dim, dtype=pooled_dtype, requires_grad=True)
         traced = make_fx(step)(dense, pooled, torch.empty(samples), torch.empty(samples))
