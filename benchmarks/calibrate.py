@@ -25,6 +25,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
 
 from benchmarks.common.environment import describe_environment, device_name
 from benchmarks.common.results import add_report_arguments, write_results
+from dlrm_fused.scaleout.dense_part import Kernel
 from dlrm_fused.scaleout.machine import Machine, as_json, fit_line
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -43,38 +44,55 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     scale = 1 if device.type == "cuda" else 64  # CPUs are so much slower
 
-    memory = _elementwise(device, [2**exponent // scale for exponent in range(16, 31)])
-    products = {name: _products(device, dtype, scale) for name, dtype in _DTYPES.items()}
-    lookups, updates = _tables(device, [1, 2, 4, 8, 16, 32, 64, 128], 16384 // scale)
-    measured = {"memory": memory, **{f"products {name}": points for name, points in products.items()}}
-    measured |= {"lookup": lookups, "update": updates}
+    launch = _elementwise(device, [4])[0][1]
+    # Sizes beyond the L2 cache of a GPU, and lookups that last longer than the host needs to launch them.
+    memory = _elementwise(device, [(2**28 if scale == 1 else 2**25) // 4 * quarters for quarters in range(4, 16)])
+    lookups, updates = _tables(device, [32, 48, 64, 96, 128, 192, 256], 65536 // scale**2, 10_000_000 // scale)
+    lines = {"memory": memory, "lookup": lookups, "update": updates}
+    fits = {name: fit_line(*zip(*points[::2], strict=True)) for name, points in lines.items()}
+    held_out = {name: _errors(points[1::2], *fits[name]) for name, points in lines.items()}
 
-    fits = {name: fit_line(*zip(*points[::2], strict=True)) for name, points in measured.items()}
-    launch = fits["memory"][0]
+    products = {name: _products(device, dtype, scale) for name, dtype in _DTYPES.items()}
+    peaks = {name: _peak_and_half(points[::2], launch, fits["memory"][1]) for name, points in products.items()}
     machine = Machine(
         name=device_name(device),
         launch=launch,
         memory=fits["memory"][1],
-        products={name: fits[f"products {name}"][1] for name in _DTYPES},
-        half_products={name: max(0, fits[f"products {name}"][0] - launch) * fits[f"products {name}"][1] for name in _DTYPES},
+        products={name: peak for name, (peak, _) in peaks.items()},
+        half_products={name: half for name, (_, half) in peaks.items()},
         lookup=fits["lookup"][1],
         update=fits["update"][1],
         collective=_collective(device),
     )
+    for name, measured in products.items():
+        held_out[f"products {name}"] = [machine.seconds(kernel, name) / seconds - 1 for kernel, seconds in measured[1::2]]
     report = {
         **describe_environment([device_name(device)], options.commit),
-        "machine_measured": {name: [list(point) for point in points] for name, points in measured.items()},
-        "held_out": {name: _errors(points[1::2], *fits[name]) for name, points in measured.items()},
+        "measured": {
+            **{name: [list(point) for point in points] for name, points in lines.items()},
+            **{
+                f"products {name}": [[kernel.flops, kernel.bytes, seconds] for kernel, seconds in measured]
+                for name, measured in products.items()
+            },
+        },
+        "held_out": held_out,
         "machine": as_json(machine),
     }
     write_results(options.output, report)
-    for name, errors in report["held_out"].items():
+    for name, errors in held_out.items():
         print(f"{name}: median error on held-out sizes {100 * statistics.median(map(abs, errors)):.1f}%")
 
 
 def _errors(points: Points, fixed: float, rate: float) -> list[float]:
     """Of the fit: predicted over measured, less 1."""
     return [(fixed + work / rate) / seconds - 1 for work, seconds in points]
+
+
+def _peak_and_half(measured: Sequence[tuple[Kernel, float]], launch: float, memory: float) -> tuple[float, float]:
+    """Of :class:`Machine`, from the products that memory does not bound."""
+    bound = [(kernel.flops, seconds) for kernel, seconds in measured if kernel.bytes / memory < seconds / 2]
+    fixed, peak = fit_line(*zip(*bound, strict=True))
+    return peak, max(0.0, fixed - launch) * peak
 
 
 def _elementwise(device: torch.device, sizes: Sequence[int]) -> Points:
@@ -86,23 +104,22 @@ def _elementwise(device: torch.device, sizes: Sequence[int]) -> Points:
     return points
 
 
-def _products(device: torch.device, dtype: torch.dtype, scale: int) -> Points:
+def _products(device: torch.device, dtype: torch.dtype, scale: int) -> list[tuple[Kernel, float]]:
     """Layers of the models here: rows of a batch, inputs, outputs."""
     shapes = [
         (rows // scale * 2, inputs, outputs)
         for rows in (2048, 8192, 32768)
         for inputs, outputs in ((128, 256), (512, 256), (512, 512), (3456, 512), (512, 3456), (1024, 1024), (3456, 1024))
     ]
-    points = []
+    measured = []
     for rows, inputs, outputs in sorted(shapes, key=lambda shape: shape[0] * shape[1] * shape[2]):
         a, b = torch.randn(rows, inputs, device=device, dtype=dtype), torch.randn(inputs, outputs, device=device, dtype=dtype)
-        points.append((2.0 * rows * inputs * outputs, _seconds(device, partial(torch.matmul, a, b))))
-    return points
+        moved = float(a.nbytes + b.nbytes + rows * outputs * a.element_size())
+        measured.append((Kernel("mm", 2.0 * rows * inputs * outputs, moved), _seconds(device, partial(torch.matmul, a, b))))
+    return measured
 
 
-def _tables(
-    device: torch.device, poolings: Sequence[int], samples: int, rows: int = 1_000_000, dim: int = 128
-) -> tuple[Points, Points]:
+def _tables(device: torch.device, poolings: Sequence[int], samples: int, rows: int, dim: int = 128) -> tuple[Points, Points]:
     """Bytes of rows read by a lookup; read and written by its backward pass with rowwise Adagrad. Uniform ids."""
     is_gpu = device.type == "cuda"
     place = EmbeddingLocation.DEVICE if is_gpu else EmbeddingLocation.HOST
