@@ -4,18 +4,21 @@
 All-to-All (its own part included), the result of an AllGather, the input of a ReduceScatter.
 
 Algorithms: ring (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69(2), 2009); direct and pairwise exchange (Thakur,
-Rabenseifner, Gropp, Int. J. High Perform. Comput. Appl. 19(1), 2005); hierarchical: within hosts, then along rails.
+Rabenseifner, Gropp, Int. J. High Perform. Comput. Appl. 19(1), 2005); two trees (Sanders, Speck, Traeff, Parallel Computing
+35(12), 2009); hierarchical: within hosts, then along rails.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import simpy
 
+from dlrm_fused.errors import UsageError
 from dlrm_fused.scaleout.network import Network
-from dlrm_fused.scaleout.topologies import Flows, Topology
+from dlrm_fused.scaleout.topologies import Flows, Topology, Torus
 
 
 @dataclass(frozen=True)
@@ -76,11 +79,40 @@ def all_reduce_hierarchical(topology: Topology, size: float) -> list[Phase]:
     return [inside, between, inside]
 
 
+def all_reduce_tree(topology: Topology, size: float) -> list[Phase]:
+    """Two binary trees of ranks, each with half of the bytes, up and down; pipelined. A rank that is a leaf in one of them is
+    inside the other, so all send and receive as much: nearly twice ``size``. With hosts: rings inside, trees along rails.
+
+    The ranks of a tree are taken as spread over the network as all pairs are.
+
+    Raises:
+        UsageError: on a torus, where the edges of a tree are no links.
+    """
+    if isinstance(topology, Torus):
+        raise UsageError("all_reduce=tree: a torus has links between neighbours only; choose ring or direct")
+    hosts = topology.ranks // topology.ranks_per_host
+    if hosts == 1:
+        return _trees(topology.all_pairs(), topology.ranks, size)
+    inside = Phase(topology.ring_within_hosts(), size / topology.ranks_per_host, topology.ranks_per_host - 1)
+    return [inside, *_trees(topology.rails(), hosts, size / topology.ranks_per_host), inside]
+
+
+def _trees(pairs: Sequence[Flows], ranks: int, size: float) -> list[Phase]:
+    up_and_down = 2 * math.floor(math.log2(ranks))
+    deep = [replace(flows, latency=(flows.lead + flows.latency) * up_and_down, lead=0.0) for flows in pairs]
+    return [Phase(deep, 2 * size / ranks)]
+
+
 Collective = Callable[[Topology, float], list[Phase]]
 
 COLLECTIVES: dict[str, dict[str, Collective]] = {
     "all_to_all": {"direct": all_to_all_direct, "pairwise": all_to_all_pairwise, "hierarchical": all_to_all_hierarchical},
-    "all_reduce": {"ring": all_reduce_ring, "direct": all_reduce_direct, "hierarchical": all_reduce_hierarchical},
+    "all_reduce": {
+        "ring": all_reduce_ring,
+        "direct": all_reduce_direct,
+        "hierarchical": all_reduce_hierarchical,
+        "tree": all_reduce_tree,
+    },
     "all_gather": {"ring": all_gather_ring},
     "reduce_scatter": {"ring": reduce_scatter_ring},
 }

@@ -21,8 +21,9 @@ _TOGETHER = 1e-12
 class _Transfer:
     usage: np.ndarray
     left: float
-    latency: float
     delivered: simpy.Event
+    latency: float = 0.0
+    earliest: float = 0.0
     rate: float = 0.0
     ends: float = math.inf
 
@@ -71,13 +72,21 @@ class Network:
             raise UsageError(f"flows cross {sorted(unknown)}, which are not links of this network: {self._names}")
         usage = np.array([flows.count * flows.crossings.get(name, 0.0) for name in self._names])
         total = bytes_each * rounds
-        transfer = _Transfer(usage, total, flows.latency * rounds, self._environment.event())
-        if total == 0:
+        latency = flows.latency * rounds
+        if flows.idle is None:
+            transfer = _Transfer(usage, total, self._environment.event(), latency)
+        else:
+            earliest = self._environment.now + latency + flows.idle * total
+            transfer = _Transfer(usage, total, self._environment.event(), earliest=earliest)
+        self._after(flows.lead, lambda: self._start(transfer)) if flows.lead else self._start(transfer)
+        return transfer.delivered
+
+    def _start(self, transfer: _Transfer) -> None:
+        if transfer.left == 0:
             self._deliver(transfer)
         else:
             self._transfers.append(transfer)
             self._settle_later()
-        return transfer.delivered
 
     def _settle_later(self) -> None:
         """Rates are found once for all flows that start at the same moment."""
@@ -107,7 +116,8 @@ class Network:
             self._deliver(transfer)
 
     def _deliver(self, transfer: _Transfer) -> None:
-        self._after(transfer.latency, transfer.delivered.succeed)
+        left = max(transfer.latency, transfer.earliest - self._environment.now)
+        self._after(left, transfer.delivered.succeed)
 
     def _share(self) -> None:
         self._generation += 1

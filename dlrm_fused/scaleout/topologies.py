@@ -31,11 +31,17 @@ class Flows:
         crossings: For each class of links, how many of them one flow crosses. A fraction: it is divided over several
             routes.
         latency: Seconds from the moment when the last byte has been sent until it is there.
+        lead: Seconds before the first byte comes to the links that are shared, such as those over NVLink to another rail.
+        idle: Of a ring of unequal links only: seconds that a byte takes a hop, on average, if nothing else is on the links.
+            Its rounds are not in step, so that slow links are always busy, or a message goes round without waiting: it
+            takes the longer of its bytes at its rate, and of ``latency`` and ``idle`` for each hop.
     """
 
     count: int
     crossings: Mapping[str, float] = field(hash=False)
     latency: float
+    lead: float = 0.0
+    idle: float | None = None
 
 
 class Topology(Protocol):
@@ -242,15 +248,15 @@ class Cluster:
 
     def _outside(self, hosts: int, ranks_a_host: int, *, same_rail: bool, same_pod: bool) -> Flows:
         crossings: dict[str, float] = {"nic out": 1, "nic in": 1}
-        latency = self.nic_latency
+        lead = 0.0
         changes_rail = not same_rail
         if changes_rail and self.rail_by_nvlink:
             crossings |= {"nvlink out": 1, "nvlink in": 1}
-            latency += self.nvlink_latency
+            lead = self.nvlink_latency
             changes_rail = False
         if changes_rail or not same_pod:
             crossings["spine"] = 1
-        return Flows(self.ranks * hosts * ranks_a_host, crossings, latency)
+        return Flows(self.ranks * hosts * ranks_a_host, crossings, self.nic_latency, lead)
 
     def _to_other_hosts(self, ranks_a_host: int, *, same_rail: bool) -> list[Flows]:
         near = min(self.hosts, self.hosts_per_pod) - 1
@@ -276,13 +282,12 @@ class Cluster:
         """As many rings as a host has ranks, each of which leaves it by another NIC and has its share of the bytes."""
         if self.hosts == 1:
             return self.ring_within_hosts()
-        inside = (self.ranks_per_host - 1) / self.ranks_per_host
-        flow = Flows(
-            self.ranks,
-            {"nvlink out": inside, "nvlink in": inside, "nic out": 1 / self.ranks_per_host, "nic in": 1 / self.ranks_per_host},
-            max(self.nic_latency, self.nvlink_latency),
-        )
-        return [flow]
+        outside = 1 / self.ranks_per_host
+        inside = 1 - outside
+        latency = inside * self.nvlink_latency + outside * self.nic_latency
+        idle = (inside / self.nvlink + outside / self.nic) / self.ranks_per_host
+        crossings = {"nvlink out": inside, "nvlink in": inside, "nic out": outside, "nic in": outside}
+        return [Flows(self.ranks, crossings, latency, idle=idle)]
 
     def ring_within_hosts(self) -> list[Flows]:
         return self._inside(min(self.ranks_per_host - 1, 1))
