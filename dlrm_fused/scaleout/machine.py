@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +50,17 @@ class Machine:
         if kernel.flops:
             compute = (kernel.flops + self.half_products[dtype]) / self.products[dtype]
         return self.launch + max(compute, kernel.bytes / self.memory)
+
+    def slower(self, factor: float) -> Machine:
+        """One whose kernels take ``factor`` times as long."""
+        return replace(
+            self,
+            launch=self.launch * factor,
+            memory=self.memory / factor,
+            products={dtype: rate / factor for dtype, rate in self.products.items()},
+            lookup=self.lookup / factor,
+            update=self.update / factor,
+        )
 
 
 def read(path: Path) -> Machine:

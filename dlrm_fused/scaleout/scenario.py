@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -15,6 +15,8 @@ from yaml import YAMLError
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.scaleout.collectives import COLLECTIVES
 from dlrm_fused.scaleout.topologies import Cluster, Switch, Topology, Torus
+
+_TRAINER = "train.settings."
 
 
 class NetworkKind(Enum):
@@ -49,6 +51,27 @@ class NetworkSettings:
 
 
 @dataclass
+class RateSettings:
+    """Factors of what the machine's calibration says, to ask what another one would bring."""
+
+    memory: float = 1.0
+    products: float = 1.0
+    lookup: float = 1.0
+    update: float = 1.0
+
+
+@dataclass
+class HostSettings:
+    """Milliseconds that a rank's process needs to launch a step, by ``comm``: those of a step with few samples, measured.
+
+    A step takes at least as long; 0 leaves it out.
+    """
+
+    baseline: float = 0.0
+    fused: float = 0.0
+
+
+@dataclass
 class Scenario:
     """
     Attributes:
@@ -59,6 +82,11 @@ class Scenario:
         all_to_all, all_reduce: algorithms.
         slices: parts in which a fused kernel sends its result.
         epoch_samples: of the GPU hours of an epoch; 0 leaves them out.
+        straggling: how unequal ranks are: the deviation of the logarithm of the time that one computes. 0: all alike.
+        seed: of stragglers.
+        sweep: settings and the values that they take in turn, in all combinations. Settings of the trainer are named with
+            ``train.settings.`` before them, as in ``train.settings.embedding.dim: [64, 128]``.
+        sensitivity: as ``sweep``, for ``--tornado``, which changes one setting at a time.
     """
 
     name: str = "scaleout"
@@ -72,6 +100,12 @@ class Scenario:
     all_reduce: str = "ring"
     slices: int = 64
     epoch_samples: int = 0
+    machine_rates: RateSettings = field(default_factory=RateSettings)
+    host_ms: HostSettings = field(default_factory=HostSettings)
+    straggling: float = 0.0
+    seed: int = 0
+    sweep: dict[str, list[Any]] = field(default_factory=dict)
+    sensitivity: dict[str, list[Any]] = field(default_factory=dict)
 
 
 def load_scenario(path: Path, overrides: Sequence[str]) -> Scenario:
@@ -96,6 +130,25 @@ def load_scenario(path: Path, overrides: Sequence[str]) -> Scenario:
     return scenario
 
 
+def changed(scenario: Scenario, key: str, value: object) -> Scenario:
+    """With one setting changed: of the scenario, or of the trainer with ``train.settings.`` before its name.
+
+    Raises:
+        ConfigError: no such setting, or a value that is not allowed. Settings of the trainer are checked when it is read.
+    """
+    if key.startswith(_TRAINER):
+        settings = [*scenario.train.settings, f"{key.removeprefix(_TRAINER)}={value}"]
+        return replace(scenario, train=replace(scenario.train, settings=settings))
+    try:
+        settings_of = OmegaConf.structured(scenario)
+        OmegaConf.update(settings_of, key, value)
+        found = cast(Scenario, OmegaConf.to_object(settings_of))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{key}={value}: {str(error).splitlines()[0]}") from None
+    _check(found)
+    return found
+
+
 def _check(scenario: Scenario) -> None:
     network = scenario.network
     positive = {
@@ -105,11 +158,15 @@ def _check(scenario: Scenario) -> None:
         "network.nvlink_gb_per_second": network.nvlink_gb_per_second,
         "network.nic_gb_per_second": network.nic_gb_per_second,
         "network.hosts_per_pod": network.hosts_per_pod,
+        **{f"machine_rates.{name}": factor for name, factor in asdict(scenario.machine_rates).items()},
         **{f"hosts[{number}]": hosts for number, hosts in enumerate(scenario.hosts)},
     }
     not_negative = {
         "samples_per_rank": scenario.samples_per_rank,
         "epoch_samples": scenario.epoch_samples,
+        "straggling": scenario.straggling,
+        "seed": scenario.seed,
+        **{f"host_ms.{name}": time for name, time in asdict(scenario.host_ms).items()},
         "network.nvlink_latency_us": network.nvlink_latency_us,
         "network.nic_latency_us": network.nic_latency_us,
     }
@@ -121,6 +178,10 @@ def _check(scenario: Scenario) -> None:
             raise ConfigError(f"{key}={value}: allowed: 0 or more")
     if network.oversubscription < 1:
         raise ConfigError(f"network.oversubscription={network.oversubscription}: allowed: 1 (a full fat tree) or more")
+    for question in ("sweep", "sensitivity"):
+        for key, values in getattr(scenario, question).items():
+            if not values:
+                raise ConfigError(f"{question}.{key}=[]: give at least one value, or leave it out")
     if not scenario.hosts:
         raise ConfigError("hosts=[]: name at least one number of hosts")
     for key in ("all_to_all", "all_reduce"):

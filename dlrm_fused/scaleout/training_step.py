@@ -17,7 +17,7 @@ from dlrm_fused.scaleout.step import Communicate, Compute, ComputeAndSend, Task
 from dlrm_fused.scaleout.topologies import Topology
 from dlrm_fused.scaleout.workload import Workload
 
-MAIN, IDS, EMBEDDINGS, GRADIENTS = "main", "input dist", "All-to-All", "AllReduce"
+HOST, MAIN, IDS, EMBEDDINGS, GRADIENTS = "host", "main", "input dist", "All-to-All", "AllReduce"
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,22 @@ class Algorithms:
 
 
 def tasks_of_step(
-    work: Workload, machine: Machine, topology: Topology, algorithms: Algorithms, dtype: str, *, is_fused: bool
+    work: Workload,
+    machine: Machine,
+    topology: Topology,
+    algorithms: Algorithms,
+    dtype: str,
+    *,
+    is_fused: bool,
+    host_seconds: float = 0.0,
 ) -> list[Task]:
-    """Args: dtype: of matrix products, ``bf16`` or ``fp32``."""
-    return list(_tasks(work, machine, topology, algorithms, dtype, is_fused))
+    """
+    Args:
+        dtype: of matrix products, ``bf16`` or ``fp32``.
+        host_seconds: in which a rank's process launches a step; it runs ahead of the GPU, so the longer of both counts.
+    """
+    launches = [Task("the host's launches", HOST, Compute(host_seconds))] if host_seconds else []
+    return [*launches, *_tasks(work, machine, topology, algorithms, dtype, is_fused)]
 
 
 def _tasks(

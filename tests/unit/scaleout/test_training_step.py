@@ -15,9 +15,11 @@ from dlrm_fused.datasets import open_dataset
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.models import build_model
 from dlrm_fused.models.flops import training_flops
+from dlrm_fused.scaleout.answers import slowest_rank
 from dlrm_fused.scaleout.command import main
 from dlrm_fused.scaleout.dense_part import DenseKernels, Kernel, trace
 from dlrm_fused.scaleout.machine import Machine, fit_line
+from dlrm_fused.scaleout.scenario import load_scenario
 from dlrm_fused.scaleout.step import simulate
 from dlrm_fused.scaleout.topologies import Switch
 from dlrm_fused.scaleout.training_step import Algorithms, tasks_of_step
@@ -129,6 +131,13 @@ class TestStep:
         optimizer = MACHINE.launch + 5e7 / 2e12
         assert alone == pytest.approx(kernels + tables + optimizer + MACHINE.collective)
 
+    def test_takes_at_least_what_the_host_needs_to_launch_it(self) -> None:
+        network = Switch(8, 1e11, 1e-6)
+        device = self.seconds(self.WORK, 8, is_fused=True)
+        for host in (0.5 * device, 2 * device):
+            tasks = tasks_of_step(self.WORK, MACHINE, network, Algorithms(), "bf16", is_fused=True, host_seconds=host)
+            assert simulate(tasks, network).seconds == pytest.approx(max(host, device))
+
     def test_the_critical_path_fills_the_step(self) -> None:
         network = Switch(8, 1e11, 1e-6)
         timeline = simulate(tasks_of_step(self.WORK, MACHINE, network, Algorithms(), "bf16", is_fused=False), network)
@@ -164,11 +173,49 @@ class TestCommand:
             assert max(e["ts"] + e["dur"] for e in timeline["traceEvents"] if e["ph"] == "X") == pytest.approx(1e6 * seconds)
         assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
 
+    def test_sweeps_all_combinations(self, scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        shapes = "sweep={network.nic_gb_per_second: [25, 50], train.settings.training.precision: [bf16, fp32]}"
+        assert main(["--config", str(scenario), "--output", str(tmp_path / "out"), "hosts=[2]", shapes]) == 0
+        rows = list(csv.DictReader((tmp_path / "out/steps.csv").open()))
+        chosen = [(row["network.nic_gb_per_second"], row["train.settings.training.precision"]) for row in rows[::2]]
+        assert chosen == [("25", "bf16"), ("25", "fp32"), ("50", "bf16"), ("50", "fp32")]
+        steps = [float(row["step_ms"]) for row in rows if row["comm"] == "baseline"]
+        assert steps[0] > steps[2]  # more bandwidth
+        assert steps[1] > steps[0]  # fp32
+        assert len(list((tmp_path / "out").glob("*.json"))) == len(rows)
+
+    def test_draws_what_assumptions_are_worth(self, scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        picture = tmp_path / "tornado.png"
+        asked = "sensitivity={slices: [8, 512], network.nic_gb_per_second: [5, 500], seed: [0, 1]}"
+        assert main(["--config", str(scenario), "--tornado", str(picture), "hosts=[2]", asked]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert "network.nic_gb_per_second" in lines[1]  # what changes most comes first
+        assert "seed" in lines[-1]  # without straggling it changes nothing
+        assert picture.stat().st_size > 1000
+
+    def test_draws_scaling(self, scenario: Path, tmp_path: Path) -> None:
+        picture = tmp_path / "scaling.png"
+        assert main(["--config", str(scenario), "--plot", str(picture)]) == 0
+        assert picture.stat().st_size > 1000
+
+    def test_stragglers_are_drawn_by_the_seed_and_are_more_among_more_ranks(self, scenario: Path) -> None:
+        given = load_scenario(scenario, ["straggling=0.1", "seed=3"])
+        assert slowest_rank(given, 64) == slowest_rank(given, 64) > 1
+        assert slowest_rank(given, 4096) > slowest_rank(given, 8)
+        assert slowest_rank(load_scenario(scenario, []), 4096) == 1
+
     @pytest.mark.parametrize(
         ("override", "told"),
         [
             ("slices=0", "slices=0: allowed: above 0"),
             ("slices=many", "many"),
+            ("straggling=-0.1", "straggling=-0.1: allowed: 0 or more"),
+            ("machine_rates.lookup=0", "machine_rates.lookup=0.0: allowed: above 0"),
+            ("host_ms.fused=-1", "host_ms.fused=-1.0: allowed: 0 or more"),
+            ("sweep={slices: []}", "sweep.slices=[]: give at least one value"),
+            ("sweep={slice: [1]}", "slice=1"),
+            ("sweep={slices: [0]}", "slices=0: allowed: above 0"),
+            ("sweep={train.settings.embedding.dims: [4]}", "dims"),
             ("slice=3", "slice"),
             ("slices", "'slices': expected key=value"),
             ("hosts=[]", "hosts=[]: name at least one"),
