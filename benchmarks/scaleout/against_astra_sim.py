@@ -116,7 +116,7 @@ def build(clone: Path, driver: Path) -> Callable[[Wires, list[Message]], float]:
 
 
 def _input(wires: Wires, sent: list[Message]) -> str:
-    """A rank has so many bytes under way as its links hold, as windows of a transport are set, and 32 chunks a link.
+    """A channel has so many bytes under way as its links hold, as windows of a transport are set, and eight chunks a link.
 
     With everything on the links at once, what passes through a node of a torus would wait for all that starts there.
     """
@@ -124,13 +124,15 @@ def _input(wires: Wires, sent: list[Message]) -> str:
     latency = sum(share * sum(wires.links[hop][1] for hop in pairwise(route)) for share, route in ways) / (wires.ranks - 1)
     rates = [rate for (start, _), (rate, _) in wires.links.items() if start == 0]
     chunk = max(message.bytes for message in sent) / _CHUNKS
-    lines = [str(int(sum(rates) * latency + 32 * len(rates) * chunk)), f"{wires.devices} {len(wires.links)}"]
+    lines = [str(int(sum(rates) * latency + 8 * len(rates) * chunk)), f"{wires.devices} {len(wires.links)}"]
     for (start, end), (rate, of_link) in wires.links.items():
         lines.append(f"{start} {end} {rate * _UNIT * 1e9 / 2**30:.17g} {of_link / _UNIT:.17g}")
     lines.append(str(len(sent)))
     for message in sent:
         waits, route = " ".join(map(str, message.after)), " ".join(map(str, message.route))
-        lines.append(f"{message.bytes:.17g} {_CHUNKS} {len(message.after)} {waits} {len(message.route)} {route}")
+        lines.append(
+            f"{message.channel} {message.bytes:.17g} {_CHUNKS} {len(message.after)} {waits} {len(message.route)} {route}"
+        )
     return "\n".join(lines)
 
 

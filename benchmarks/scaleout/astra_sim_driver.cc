@@ -1,7 +1,7 @@
 // Sends given messages over given links in ASTRA-Sim's analytical network backend (congestion aware), and prints when the
 // last one is there. benchmarks/scaleout/against_astra_sim.py writes the input, and says how this is built.
 //
-// Input: the window of a rank; devices, links; for each link its ends, GiB/s and latency; messages; for each message its bytes, its chunks, the
+// Input: the window of a channel; devices, links; for each link its ends, GiB/s and latency; messages; for each message its channel, its bytes, its chunks, the
 // number of messages that it waits for and these, the number of devices on its route and these.
 #include <cstdio>
 #include <deque>
@@ -19,14 +19,14 @@ using namespace NetworkAnalyticalCongestionAware;
 
 struct Message;
 
-// A rank sends its messages chunk by chunk in turn, since messages that start together share its links. At most a window of
-// bytes is under way.
+// A rank sends the messages of a channel chunk by chunk in turn, since those that start together share its links. At most a
+// window of bytes is under way.
 struct Sender {
   std::deque<Message*> ready;
   uint64_t in_flight = 0;
 };
 
-static std::map<int, Sender> senders;
+static std::map<std::pair<int, int>, Sender> senders;  // by rank and channel
 static uint64_t window = 0;
 
 class GivenLinks final : public Topology {
@@ -94,8 +94,8 @@ int main() {
   std::vector<Message> messages(count);
   for (auto& message : messages) {
     double bytes = 0;
-    int length = 0;
-    std::cin >> bytes >> message.chunks_to_send >> message.waits_for;
+    int length = 0, channel = 0;
+    std::cin >> channel >> bytes >> message.chunks_to_send >> message.waits_for;
     message.chunk_bytes = static_cast<uint64_t>(bytes / message.chunks_to_send);
     message.chunks_to_come = message.chunks_to_send;
     for (int wait = 0; wait < message.waits_for; wait++) {
@@ -109,14 +109,14 @@ int main() {
       std::cin >> device;
       message.route.push_back(topology.device(device));
     }
-    message.sender = &senders[devices.at(0)];
+    message.sender = &senders[{devices.at(0), channel}];
     if (message.waits_for == 0) message.sender->ready.push_back(&message);
   }
   if (!std::cin) {
     std::cerr << "the input ends too early\n";
     return 1;
   }
-  for (auto& [rank, sender] : senders) send(sender);
+  for (auto& [channel, sender] : senders) send(sender);
   while (!queue->finished()) queue->proceed();
   for (const auto& message : messages)
     if (message.chunks_to_come) {

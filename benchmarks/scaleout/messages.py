@@ -15,11 +15,17 @@ Route = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Message:
-    """Args: route: devices, from the sender to the receiver; after: earlier messages, by their place in the list."""
+    """
+    Args:
+        route: devices, from the sender to the receiver.
+        after: earlier messages, by their place in the list.
+        channel: messages of one channel of a rank share a window; each ring is a channel, as in NCCL.
+    """
 
     route: Route
     bytes: float
     after: tuple[int, ...] = ()
+    channel: int = 0
 
 
 @dataclass
@@ -130,10 +136,10 @@ class _Plan:
         self.wires = wires
         self.messages: list[Message] = []
 
-    def send(self, source: int, target: int, size: float, after: Iterable[int] = ()) -> list[int]:
+    def send(self, source: int, target: int, size: float, after: Iterable[int] = (), channel: int = 0) -> list[int]:
         first = len(self.messages)
         waits = tuple(after)
-        self.messages += [Message(route, size * share, waits) for share, route in self.wires.routes(source, target)]
+        self.messages += [Message(route, size * share, waits, channel) for share, route in self.wires.routes(source, target)]
         return list(range(first, len(self.messages)))
 
     def exchange(
@@ -154,11 +160,11 @@ class _Plan:
     ) -> dict[int, list[int]]:
         """In each step every rank passes on to the next one what came in the step before. Returns the last to come."""
         last: dict[int, list[int]] = defaultdict(list)
-        for ring in rings:
+        for channel, ring in enumerate(rings):
             arrived = {rank: list((after or {}).get(rank, ())) for rank in ring}
             for _ in range(steps):
                 sent = {
-                    ring[(place + 1) % len(ring)]: self.send(rank, ring[(place + 1) % len(ring)], size, arrived[rank])
+                    ring[(place + 1) % len(ring)]: self.send(rank, ring[(place + 1) % len(ring)], size, arrived[rank], channel)
                     for place, rank in enumerate(ring)
                 }
                 arrived = sent

@@ -61,7 +61,7 @@ def _tasks(
     yield from collective("ids of the next batch", IDS, all_to_all(topology, work.id_bytes))
 
     lookup = machine.launch + work.lookup_bytes / machine.lookup
-    if is_fused:
+    if is_fused and work.is_covered:
         pairs = _uneven([Phase(topology.all_pairs(), work.pooled_bytes / topology.ranks)], work.imbalance, "out")[0]
         yield Task("lookup and All-to-All", MAIN, ComputeAndSend(lookup, pairs.flows, pairs.bytes_each, algorithms.slices))
         ready: tuple[str, ...] = ()

@@ -21,6 +21,7 @@ from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.models import build_model
 from dlrm_fused.scaleout.dense_part import DenseKernels, trace
+from dlrm_fused.sharding.estimates import UNCOVERED_ACROSS_HOSTS
 from dlrm_fused.sharding.output_dtype import pooled_dtype
 from dlrm_fused.sharding.parallel import make_sharder
 from dlrm_fused.sharding.planning import planner_for
@@ -41,6 +42,7 @@ class Workload:
         lookup_bytes, update_bytes: Of rows, on the rank that has most of them.
         pooled_bytes, pooled_gradient_bytes: What the average rank sends of pooled embeddings and of their gradients.
         imbalance: What the rank that sends most of them sends, over the average; 1 for an even plan.
+        is_covered: Whether ``comm=fused`` covers all tables of the plan; the others it leaves to TorchRec's path.
         gradient_bytes: Of dense parameters, which an AllReduce averages.
         parameter_bytes: Read and written by the dense optimizer.
     """
@@ -53,6 +55,7 @@ class Workload:
     pooled_bytes: float
     pooled_gradient_bytes: float
     imbalance: float
+    is_covered: bool
     gradient_bytes: float
     parameter_bytes: float
 
@@ -96,6 +99,7 @@ def workload(config: Config, schema: DatasetSchema, ranks: int, ranks_per_host: 
         pooled_bytes=load.pooled_columns * samples * bytes_on_the_wire(embedding.forward_wire, output),
         pooled_gradient_bytes=load.pooled_columns * samples * bytes_on_the_wire(embedding.backward_wire, output),
         imbalance=load.imbalance,
+        is_covered=ranks <= ranks_per_host or not load.sharding_types.intersection(UNCOVERED_ACROSS_HOSTS),
         gradient_bytes=4 * parameters,
         parameter_bytes=4 * parameters * 5,  # gradient and state read, weight read and written, state written
     )
@@ -110,7 +114,9 @@ class _Load:
         columns: defaultdict[int, float] = defaultdict(float)
         ids = ids_per_sample(config, schema)
         batch = max(ranks, config.training.global_batch_size)
+        self.sharding_types: set[str] = set()
         for name, sharding in _placed(plan):
+            self.sharding_types.add(sharding.sharding_type)
             for piece in _pieces(sharding):
                 rows[piece.rank] += batch * ids[name] * piece.share_of_ids * piece.columns
                 columns[piece.rank] += piece.sent_columns

@@ -25,7 +25,7 @@ from torchrec.distributed.types import ShardingType
 
 from dlrm_fused.sharding.support import TableSettings, reason_against
 
-_UNCOVERED_ACROSS_HOSTS = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
+UNCOVERED_ACROSS_HOSTS = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
 
 
 class FusedPerfEstimator(EmbeddingPerfEstimator):
@@ -64,8 +64,8 @@ class FusedEnumerator(EmbeddingEnumerator):
         options = super().enumerate(*args, **kwargs)
         if not self._has_hosts:
             return options
-        has_other = {option.name for option in options if option.sharding_type not in _UNCOVERED_ACROSS_HOSTS}
-        return [o for o in options if o.sharding_type not in _UNCOVERED_ACROSS_HOSTS or o.name not in has_other]
+        has_other = {option.name for option in options if option.sharding_type not in UNCOVERED_ACROSS_HOSTS}
+        return [o for o in options if o.sharding_type not in UNCOVERED_ACROSS_HOSTS or o.name not in has_other]
 
 
 def overlapped(perf: Perf) -> Perf:

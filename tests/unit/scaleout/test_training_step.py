@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -104,6 +104,11 @@ class TestWorkload:
         assert cut.pooled_bytes == 4 * whole.pooled_bytes
         assert cut.lookup_bytes == pytest.approx(whole.lookup_bytes)
 
+    def test_grid_plans_are_not_covered_across_hosts(self) -> None:
+        config, schema = of(DCNV2, *SMALL, "embedding.sharding=grid_shard", "comm=fused")
+        assert workload(config, schema, 4, 4, 40).is_covered
+        assert not workload(config, schema, 8, 4, 40).is_covered
+
     def test_dense_gradients_do_not_depend_on_ranks(self) -> None:
         config, schema = of(DCNV2, *SMALL)
         one, many = workload(config, schema, 1, 8, 40), workload(config, schema, 16, 8, 40)
@@ -112,7 +117,7 @@ class TestWorkload:
 
 class TestStep:
     WORK = Workload(
-        1024, DenseKernels([Kernel("mm", 1e10, 1e6)], [Kernel("mm", 2e10, 2e6)]), 1e5, 1e9, 2e9, 1e8, 1e8, 1, 1e7, 5e7
+        1024, DenseKernels([Kernel("mm", 1e10, 1e6)], [Kernel("mm", 2e10, 2e6)]), 1e5, 1e9, 2e9, 1e8, 1e8, 1, True, 1e7, 5e7
     )
 
     def seconds(self, work: Workload, ranks: int, *, is_fused: bool) -> float:
@@ -130,6 +135,10 @@ class TestStep:
         tables = 2 * MACHINE.launch + 1e9 / 2e12 + 2e9 / 1e12
         optimizer = MACHINE.launch + 5e7 / 2e12
         assert alone == pytest.approx(kernels + tables + optimizer + MACHINE.collective)
+
+    def test_what_fused_does_not_cover_takes_the_time_of_the_baseline(self) -> None:
+        uncovered = replace(self.WORK, is_covered=False)
+        assert self.seconds(uncovered, 16, is_fused=True) == self.seconds(self.WORK, 16, is_fused=False)
 
     def test_takes_at_least_what_the_host_needs_to_launch_it(self) -> None:
         network = Switch(8, 1e11, 1e-6)
