@@ -70,7 +70,8 @@ def sensitivities(scenario: Scenario) -> tuple[float, list[Sensitivity]]:
     found = []
     for key, values in tqdm(scenario.sensitivity.items(), desc="sensitivity", disable=None, leave=False):
         found.append(Sensitivity(key, tuple(values), tuple(saved(changed(only, key, value)) for value in values)))
-    return saved(only), sorted(found, key=lambda one: min(one.saved) - max(one.saved))
+    own = saved(only)
+    return own, sorted(found, key=lambda one: min(own, *one.saved) - max(own, *one.saved))
 
 
 class _Planned:

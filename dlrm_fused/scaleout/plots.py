@@ -35,9 +35,10 @@ def tornado(path: Path, saved: float, found: Sequence[Sensitivity], title: str) 
     plt = _pyplot()
     figure, axes = plt.subplots(figsize=(9, 1.5 + 0.4 * len(found)))
     for place, one in enumerate(reversed(found)):
-        axes.barh(place, 100 * (max(one.saved) - min(one.saved)), left=100 * min(one.saved), color="tab:blue")
+        least, most = min(saved, *one.saved), max(saved, *one.saved)
+        axes.barh(place, 100 * (most - least), left=100 * least, color="tab:blue")
         for value, share in zip(one.values, one.saved, strict=True):
-            axes.annotate(f" {value} ", (100 * share, place), va="center", ha="left" if share == max(one.saved) else "right")
+            axes.annotate(f" {value} ", (100 * share, place), va="center", ha="right" if share == least else "left")
     axes.axvline(100 * saved, color="black")
     axes.set_yticks(range(len(found)), [one.key.removeprefix("train.settings.") for one in reversed(found)])
     axes.set(title=title, xlabel="what fusion saves of a step, %")
