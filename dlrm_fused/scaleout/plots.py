@@ -42,7 +42,8 @@ def tornado(path: Path, saved: float, found: Sequence[Sensitivity], title: str) 
     axes.axvline(100 * saved, color="black")
     axes.set_yticks(range(len(found)), [one.key.removeprefix("train.settings.") for one in reversed(found)])
     axes.set(title=title, xlabel="what fusion saves of a step, %")
-    axes.margins(x=0.2)
+    axes.use_sticky_edges = False  # bars start where labels need room
+    axes.margins(x=0.1, y=0.02)
     _save(plt, figure, path)
 
 
