@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.ops.common.meeting import meet_beside
-from dlrm_fused.symmetric import Channel
+from dlrm_fused.symmetric import Channel, name_lost_peer
 
 
 def multiply_and_exchange(
@@ -33,5 +33,6 @@ def multiply_and_exchange(
     if channel.group.process_group is None:
         return product
     result = torch.empty_like(product)
-    dist.all_to_all_single(result, product, group=channel.group.process_group)
+    with name_lost_peer():  # lost between the epoch and here
+        dist.all_to_all_single(result, product, group=channel.group.process_group)
     return result
