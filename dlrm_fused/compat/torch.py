@@ -136,3 +136,23 @@ def rendezvous(block: Tensor, process_group: dist.ProcessGroup) -> Any:
 def tensors_without_memory() -> AbstractContextManager[object]:
     """Within it, new tensors have shapes and dtypes only; operations may mix them with tensors from outside."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def ranks_without_peers(world_size: int) -> Iterator[None]:
+    """Within it, this process is rank 0 of so many, and collectives return at once: for tracing a model of many ranks.
+
+    The backend has no public module.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def traced_group(group: torch.ScriptObject) -> dist.ProcessGroup:
+    """The process group of a collective in a graph that make_fx has traced."""
+    return dist.ProcessGroup.unbox(group)

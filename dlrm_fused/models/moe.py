@@ -85,6 +85,7 @@ class MixtureOfExperts(nn.Module):
         computation: how they are computed, and the ranks that they are spread over; these must divide their number.
 
     Attributes:
+        computation: as the argument says.
         w_in: [E / ranks, f, d], with SwiGLU [E / ranks, 2 * f, d]; rank r of n has experts r * E / n and following.
         w_out: [E / ranks, d, f].
         load: [E] int64, tokens that this rank has sent to each expert in training, since somebody set it to zero.
@@ -97,8 +98,8 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, width: int, experts: ExpertsConfig, computation: ExpertComputation | None = None) -> None:
         super().__init__()
-        self._computation = computation or ExpertComputation(activation=experts.activation.name)
-        group = self._computation.group
+        self.computation = computation or ExpertComputation(activation=experts.activation.name)
+        group = self.computation.group
         _check_shape(width, experts, group_size(group))
         self._settings = experts
         self.router = Router(width, experts.count, experts.top_k, experts.gate)
@@ -121,7 +122,7 @@ class MixtureOfExperts(nn.Module):
         """
         routing: Routing = self.router(x)
         experts = routing.experts if mask is None else routing.experts.masked_fill(~mask[:, None], -1)
-        result, of_group = self._computation.with_slots(x, experts, routing.gates, self.w_in, self.w_out)
+        result, of_group = self.computation.with_slots(x, experts, routing.gates, self.w_in, self.w_out)
         if self.shared is not None:
             result = result + self.shared(x)
         if self.training:
@@ -149,7 +150,7 @@ class MixtureOfExperts(nn.Module):
         settings = self._settings
         if not settings.balance_loss and not settings.z_loss:
             return None
-        if of_group is None or group_size(self._computation.group) != _world_size():
+        if of_group is None or group_size(self.computation.group) != _world_size():
             of_group = _sum_over_ranks(slots)
         per_token = _world_size() * settings.top_k / of_group.sum().clamp(min=1)
         squares, probabilities = routing.logits.logsumexp(-1).square(), routing.probabilities

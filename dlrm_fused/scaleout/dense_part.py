@@ -1,29 +1,44 @@
-"""The kernels of a model's dense part, forward and backward, traced from the model that the trainer would build.
+"""What follows the embeddings in a step, forward and backward: kernels and exchanges, traced from the trainer's own model.
 
-PyTorch's tracer runs the model on tensors without memory and notes each operation. A matrix product is a kernel. Of the other
-operations, a compiled model makes one kernel of each chain between products; in eager mode each of them is one.
+PyTorch's tracer runs the model as one of so many ranks, on tensors without memory, and notes each operation. A matrix product
+is a kernel, and so is an attention. Of the other operations, a compiled model makes one kernel of each chain between products;
+in eager mode each of them is one. Collectives are those of ``comm=baseline``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_fused.compat.torch import tensors_without_memory
+from dlrm_fused.compat.torch import tensors_without_memory, traced_group
+from dlrm_fused.datasets.batch import Batch
 from dlrm_fused.datasets.schema import DatasetSchema
-from dlrm_fused.errors import ConfigError
 from dlrm_fused.models import RankingTask
+from dlrm_fused.scaleout.even_experts import spread_evenly
 
-# Operations that give a tensor another shape and move nothing.
-_VIEWS = {
-    *("t", "transpose", "permute", "view", "_unsafe_view", "expand"),
-    *("squeeze", "unsqueeze", "slice", "select", "alias", "detach"),
+# Operations that give a tensor another shape, or take memory for one, and move nothing.
+_MOVE_NOTHING = {
+    *("t", "transpose", "permute", "view", "_unsafe_view", "expand", "unbind", "split", "getitem"),
+    *("squeeze", "unsqueeze", "slice", "select", "alias", "detach", "empty", "new_empty"),
+}
+# Operations that put rows elsewhere, and those that no compiler joins to others.
+_COPIES = {"index_select", "index_add", "new_zeros"}
+_ALONE = {"index_select", "index_add", "sort", "topk"}
+_COLLECTIVES = {"alltoall_base_": "all_to_all", "allreduce_": "all_reduce", "_allgather_base_": "all_gather"}
+# Attention has other names on CPUs, where the model is traced.
+_ATTENTION = {
+    "_scaled_dot_product_flash_attention_for_cpu": torch.ops.aten._scaled_dot_product_flash_attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": torch.ops.aten._scaled_dot_product_flash_attention_backward,
 }
 
 
@@ -32,98 +47,241 @@ class Kernel:
     """Work of a GPU between two launches.
 
     Args:
-        flops: Of a matrix product; 0 for everything else.
+        flops: Of a matrix product or an attention; 0 for everything else.
         bytes: Read from memory and written to it.
+        is_copy: Whether it only puts rows elsewhere.
     """
 
     name: str
     flops: float
     bytes: float
+    is_copy: bool = False
 
 
 @dataclass(frozen=True)
-class DenseKernels:
-    """Attributes: forward, backward: Kernels in their order."""
+class Exchange:
+    """A collective that the next kernel waits for.
 
-    forward: Sequence[Kernel]
-    backward: Sequence[Kernel]
+    Args:
+        collective: A key of :data:`~dlrm_fused.scaleout.collectives.COLLECTIVES`.
+        bytes: What a rank holds, as there.
+        ranks: Of one of the groups of consecutive ranks that exchange.
+        has_numbers: Whether it is of integers: how many rows come, not the rows.
+    """
+
+    collective: str
+    bytes: float
+    ranks: int
+    has_numbers: bool = False
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """Of a dense parameter.
+
+    Args:
+        after: The index of the backward pass's last piece of work before it is there.
+        is_sharded: Whether the ranks of a group hold pieces of the parameter.
+    """
+
+    after: int
+    bytes: float
+    is_sharded: bool
+
+
+@dataclass(frozen=True)
+class DenseWork:
+    """Attributes:
+    forward, backward: in their order.
+    gradients: in the order in which they are there.
+    """
+
+    forward: Sequence[Kernel | Exchange]
+    backward: Sequence[Kernel | Exchange]
+    gradients: Sequence[Gradient] = ()
+
+    @property
+    def kernels(self) -> list[Kernel]:
+        return [work for work in (*self.forward, *self.backward) if isinstance(work, Kernel)]
 
 
 def trace(
     task: RankingTask, schema: DatasetSchema, dim: int, samples: int, pooled: torch.dtype, *, compiled: bool
-) -> DenseKernels:
-    """The kernels of one rank's step.
+) -> DenseWork:
+    """What one rank does.
 
     Args:
-        task: built for the CPU, not compiled.
+        task: built for the CPU, not compiled; with ``comm=baseline``, on the ranks of
+            :func:`~dlrm_fused.compat.torch.ranks_without_peers`.
         dim: columns of an embedding.
         samples: of one rank.
         pooled: dtype of what the embedding stage returns.
-
-    Raises:
-        ConfigError: a model that is not called in two parts.
     """
-    part = task.dense_part
-    if part is None:
-        raise ConfigError("model.kind: the scale-out model covers those whose dense part follows the embeddings: dlrm, dcnv2")
-    graph = _graph(part, task, schema, dim, samples, pooled)
-    nodes = [node for node in graph.nodes if node.op == "call_function" and _name(node) not in _VIEWS]
-    output = next(node for node in graph.nodes if node.op == "output")
-    loss = nodes.index(_source(output.args[0][0]))
-    return DenseKernels(
-        list(_kernels(nodes[: loss + 1], compiled=compiled)), list(_kernels(nodes[loss + 1 :], compiled=compiled))
+    for layer in task.expert_layers:
+        spread_evenly(layer)
+    parameters = [parameter for layer in task.dense_layers() for parameter in layer.parameters()]
+    module = _graph(task, schema, dim, samples, pooled, parameters)
+    nodes = [node for node in module.graph.nodes if node.op == "call_function" and _name(node) not in _MOVE_NOTHING]
+    output = next(node for node in module.graph.nodes if node.op == "output")
+    loss, *of_tensors = output.args[0]
+    gradients = dict(zip(parameters, of_tensors[-len(parameters) :], strict=True))
+    ends_forward = nodes.index(_source(loss)) + 1
+
+    forward, backward = _Work(module, compiled=compiled), _Work(module, compiled=compiled)
+    forward.add(nodes[:ends_forward])
+    backward.add(nodes[ends_forward:])
+    last = len(backward.work) - 1
+    return DenseWork(
+        forward.work,
+        backward.work,
+        sorted(
+            (
+                # A compiled function gives all of its gradients at once.
+                Gradient(
+                    last if compiled else backward.end_of(_source(node)),
+                    float(parameter.numel() * parameter.element_size()),
+                    getattr(parameter, "shard_dim", None) is not None,
+                )
+                for parameter, node in gradients.items()
+                if node is not None
+            ),
+            key=lambda gradient: gradient.after,
+        ),
     )
 
 
-def _graph(
-    part: torch.nn.Module, task: RankingTask, schema: DatasetSchema, dim: int, samples: int, pooled_dtype: torch.dtype
-) -> fx.Graph:
-    parameters = [parameter for layer in task.dense_layers() for parameter in layer.parameters()]
+class _Pooled(nn.Module):
+    """In place of the embedding stage: returns what it is given."""
 
-    def step(dense: Tensor, pooled: Tensor, labels: Tensor, weights: Tensor) -> list[Tensor]:
-        losses, _ = part(dense, pooled, labels, weights)
-        return [losses, *torch.autograd.grad(losses, [pooled, *parameters])]
+    def __init__(self, *embeddings: Tensor) -> None:
+        super().__init__()
+        self._embeddings = embeddings
+
+    def forward(self, *_: object) -> Any:
+        return self._embeddings if len(self._embeddings) > 1 else self._embeddings[0]
+
+
+@contextmanager
+def _embeddings_given(task: RankingTask, *embeddings: Tensor) -> Iterator[None]:
+    stage = task.embedding_stage
+    task.model.sparse_arch = _Pooled(*embeddings)
+    try:
+        yield
+    finally:
+        task.model.sparse_arch = stage
+
+
+def _graph(
+    task: RankingTask,
+    schema: DatasetSchema,
+    dim: int,
+    samples: int,
+    pooled_dtype: torch.dtype,
+    parameters: Sequence[nn.Parameter],
+) -> fx.GraphModule:
+    ids = KeyedJaggedTensor.empty()
+
+    def step(dense: Tensor, labels: Tensor, weights: Tensor, lengths: Tensor, *embeddings: Tensor) -> list[Tensor | None]:
+        batch = Batch(dense, ids, labels, weights, samples, ids, lengths)
+        with _embeddings_given(task, *embeddings), _NormsInOneKernel():
+            loss, _ = task(batch)
+        return [loss, *torch.autograd.grad(loss, [*embeddings, *parameters], allow_unused=True)]
 
     with tensors_without_memory():
         dense = torch.empty(samples, len(schema.dense_features))
-        pooled = torch.empty(samples, len(schema.tables), dim, dtype=pooled_dtype, requires_grad=True)
-        traced = make_fx(step)(dense, pooled, torch.empty(samples), torch.empty(samples))
-    graph: fx.Graph = traced.graph
-    return graph
+        embeddings = [torch.empty(samples, len(schema.sparse_features), dim, dtype=pooled_dtype, requires_grad=True)]
+        if schema.token_features:
+            tokens = samples * (schema.history_length + 1)
+            embeddings.append(torch.empty(tokens, len(schema.token_features) * dim, dtype=pooled_dtype, requires_grad=True))
+        lengths = torch.empty(samples, dtype=torch.int32)
+        return make_fx(step)(dense, torch.empty(samples), torch.empty(samples), lengths, *embeddings)
+
+
+class _NormsInOneKernel(TorchFunctionMode):
+    """An RMS norm is a kernel on GPUs and many operations here; a layer norm is one everywhere, and moves as many bytes."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.rms_norm:
+            x, shape = args
+            return nn.functional.layer_norm(x, shape, kwargs["weight"])
+        return func(*args, **(kwargs or {}))
 
 
 def _name(node: fx.Node) -> str:
-    return str(node.target).removeprefix("aten.").split(".")[0]
+    target = node.target
+    return target.__name__ if isinstance(target, type(math.exp)) else str(target).split(".")[1]
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """The node that computed what this one is a view of."""
-    while node.op == "call_function" and _name(node) in _VIEWS:
+    """The node that computed what this one is a view of, or has exchanged."""
+    while node.op == "call_function" and (_name(node) in _MOVE_NOTHING or _name(node) in _COLLECTIVES):
+        if not node.all_input_nodes or _name(node).endswith("empty"):
+            break
         node = node.all_input_nodes[0]
     return node
 
 
-def _kernels(nodes: Sequence[fx.Node], *, compiled: bool) -> Iterator[Kernel]:
-    chain: list[fx.Node] = []
-    for node in nodes:
-        flops = _flops(node)
-        if flops or not compiled:
-            yield from _chain(chain)
-            chain = []
-            yield Kernel(_name(node), flops, _size(node) + sum(map(_size, _inputs(node))))
-        else:
-            chain.append(node)
-    yield from _chain(chain)
+class _Work:
+    """Operations of a graph as kernels and exchanges.
+
+    Attributes:
+        work: in the order of the operations.
+    """
+
+    def __init__(self, module: fx.GraphModule, *, compiled: bool) -> None:
+        self.work: list[Kernel | Exchange] = []
+        self._module, self._compiled = module, compiled
+        self._chain: list[fx.Node] = []
+        self._ends: dict[fx.Node, int] = {}
+
+    def add(self, nodes: Sequence[fx.Node]) -> None:
+        for node in nodes:
+            flops = _flops(node)
+            if _name(node) in _COLLECTIVES:
+                self._end_chain()
+                self._append(self._exchange(node), node)
+            elif flops or not self._compiled or _name(node) in _ALONE:
+                self._end_chain()
+                moved = _size(node) + sum(map(_size, _inputs(node)))
+                self._append(Kernel(_name(node), flops, moved, _name(node) in _COPIES), node)
+            else:
+                self._chain.append(node)
+        self._end_chain()
+
+    def end_of(self, node: fx.Node) -> int:
+        """The index of the work after which the node's result is there; 0 for what no kernel here computes."""
+        return self._ends.get(node, 0)
+
+    def _append(self, work: Kernel | Exchange, *nodes: fx.Node) -> None:
+        for node in nodes:
+            self._ends[node] = len(self.work)
+        self.work.append(work)
+
+    def _end_chain(self) -> None:
+        if self._chain:
+            self._append(_kernel_of_chain(self._chain), *self._chain)
+            self._chain = []
+
+    def _exchange(self, node: fx.Node) -> Exchange:
+        held = node.args[0]
+        tensor = held[0] if isinstance(held, (list, tuple)) else held
+        assert isinstance(tensor, fx.Node)
+        handles = [getattr(self._module, str(given.target)) for given in node.all_input_nodes if given.op == "get_attr"]
+        return Exchange(
+            _COLLECTIVES[_name(node)],
+            _size(tensor),
+            traced_group(handles[0]).size(),
+            not tensor.meta["val"].is_floating_point(),
+        )
 
 
-def _chain(nodes: Sequence[fx.Node]) -> Iterator[Kernel]:
+def _kernel_of_chain(nodes: Sequence[fx.Node]) -> Kernel:
     """One kernel, which reads what others computed and writes what others use."""
-    if not nodes:
-        return
     own = set(nodes)
     read = {source for node in nodes for source in _inputs(node) if source not in own}
     written = [node for node in nodes if any(user not in own for user in _users(node))]
-    yield Kernel("+".join(dict.fromkeys(map(_name, nodes))), 0, sum(map(_size, read)) + sum(map(_size, written)))
+    names = dict.fromkeys(map(_name, nodes))
+    return Kernel("+".join(names), 0, sum(map(_size, read)) + sum(map(_size, written)), names.keys() <= _COPIES)
 
 
 def _inputs(node: fx.Node) -> list[fx.Node]:
@@ -132,21 +290,27 @@ def _inputs(node: fx.Node) -> list[fx.Node]:
 
 def _users(node: fx.Node) -> Iterator[fx.Node]:
     for user in node.users:
-        if user.op == "call_function" and _name(user) in _VIEWS:
+        if user.op == "call_function" and _name(user) in _MOVE_NOTHING:
             yield from _users(user)
         else:
             yield user
 
 
 def _flops(node: fx.Node) -> float:
-    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    attention = _ATTENTION.get(_name(node))
+    count = flop_registry.get(attention or getattr(node.target, "overloadpacket", None))
     if count is None:
         return 0
     values = [given.meta["val"] if isinstance(given, fx.Node) else given for given in node.args]
-    return float(count(*values, out_val=node.meta["val"]))
+    if attention is None:
+        return float(count(*values, out_val=node.meta["val"]))
+    is_backward, is_causal = _name(node).endswith("backward"), True in node.args
+    flops = count(*values[: 4 if is_backward else 3], out_val=node.meta["val"][0])
+    return float(flops) / (2 if is_causal else 1)
 
 
 def _size(node: fx.Node) -> float:
-    """Bytes; 0 for what is no tensor."""
+    """Bytes of a tensor, or of several; 0 for what is none."""
     value = node.meta.get("val")
-    return float(math.prod(value.shape) * value.element_size()) if isinstance(value, Tensor) else 0.0
+    tensors = [value] if isinstance(value, Tensor) else [part for part in value or () if isinstance(part, Tensor)]
+    return float(sum(math.prod(tensor.shape) * tensor.element_size() for tensor in tensors))

@@ -2,7 +2,8 @@
 
 While a batch is trained, the ids of the next one are exchanged. ``comm=baseline``: lookup, All-to-All, dense part, forward and
 backward, All-to-All of gradients, update of tables; an AllReduce of dense gradients runs beside the last two. ``comm=fused``:
-lookup and exchange are one kernel, which sends each slice of pooled embeddings when it is computed.
+lookup and exchange are one kernel, which sends each slice of pooled embeddings when it is computed, and so are the products of
+experts and tensor-parallel layers with their exchanges.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from dlrm_fused.scaleout.collectives import COLLECTIVES, Phase
-from dlrm_fused.scaleout.dense_part import Kernel
+from dlrm_fused.scaleout.dense_part import Exchange, Gradient, Kernel
+from dlrm_fused.scaleout.fused_dense import SendingKernel, fused
+from dlrm_fused.scaleout.groups import consecutive, strided
 from dlrm_fused.scaleout.machine import Machine
 from dlrm_fused.scaleout.step import Communicate, Compute, ComputeAndSend, Task
 from dlrm_fused.scaleout.topologies import Topology
 from dlrm_fused.scaleout.workload import Workload
 
 HOST, MAIN, IDS, EMBEDDINGS, GRADIENTS = "host", "main", "input dist", "All-to-All", "AllReduce"
+_BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,14 @@ class Algorithms:
     all_to_all: str = "direct"
     all_reduce: str = "ring"
     slices: int = 64
+
+    def phases(self, collective: str, topology: Topology, size: float) -> list[Phase]:
+        """
+        Args:
+            collective: A key of :data:`~dlrm_fused.scaleout.collectives.COLLECTIVES`.
+            size: In bytes, as there.
+        """
+        return COLLECTIVES[collective][getattr(self, collective, "ring")](topology, size)
 
 
 def tasks_of_step(
@@ -43,48 +55,120 @@ def tasks_of_step(
     Args:
         dtype: of matrix products, ``bf16`` or ``fp32``.
         host_seconds: in which a rank's process launches a step; it runs ahead of the GPU, so the longer of both counts.
+
+    Raises:
+        UsageError: groups of ranks that the topology does not have.
     """
     launches = [Task("the host's launches", HOST, Compute(host_seconds))] if host_seconds else []
-    return [*launches, *_tasks(work, machine, topology, algorithms, dtype, is_fused)]
+    return [*launches, *_Step(work, machine, topology, algorithms, dtype, is_fused).tasks()]
 
 
-def _tasks(
-    work: Workload, machine: Machine, topology: Topology, algorithms: Algorithms, dtype: str, is_fused: bool
-) -> Iterator[Task]:
-    all_to_all = COLLECTIVES["all_to_all"][algorithms.all_to_all]
-    all_reduce = COLLECTIVES["all_reduce"][algorithms.all_reduce]
+class _Step:
+    def __init__(
+        self, work: Workload, machine: Machine, topology: Topology, algorithms: Algorithms, dtype: str, is_fused: bool
+    ) -> None:
+        self._work, self._machine, self._topology = work, machine, topology
+        self._algorithms, self._dtype, self._is_fused = algorithms, dtype, is_fused
+        self._last = ""
+        self._last_gradients: tuple[str, ...] = ()
 
-    def collective(name: str, stream: str, phases: Sequence[Phase], after: tuple[str, ...] = ()) -> Iterator[Task]:
-        yield Task(f"start of {name}", stream, Compute(machine.collective), after)
+    def tasks(self) -> Iterator[Task]:
+        work, machine = self._work, self._machine
+        yield from self._exchange("ids of the next batch", IDS, self._phases("all_to_all", work.id_bytes))
+        yield from self._lookup()
+        yield from self._pass("forward", work.dense.forward)
+        yield from self._pass("backward", work.dense.backward, work.dense.gradients)
+
+        ready = self._last
+        exchange = _uneven(self._phases("all_to_all", work.pooled_gradient_bytes), work.imbalance, "in")
+        yield from self._exchange("gradients of embeddings", EMBEDDINGS, exchange, (ready,))
+        update = machine.launch + work.update_bytes / machine.update
+        yield Task("update of tables", MAIN, Compute(update), ("gradients of embeddings",))
+        optimizer = machine.seconds(Kernel("optimizer", 0, work.parameter_bytes), self._dtype)
+        yield Task("dense optimizer", MAIN, Compute(optimizer), self._last_gradients)
+
+    def _lookup(self) -> Iterator[Task]:
+        work = self._work
+        lookup = self._machine.launch + work.lookup_bytes / self._machine.lookup
+        if self._is_fused and work.is_covered:
+            direct = [Phase(self._topology.all_pairs(), work.pooled_bytes / self._topology.ranks)]
+            (pairs,) = _uneven(direct, work.imbalance, "out")
+            sent = ComputeAndSend(lookup, pairs.flows, pairs.bytes_each, self._algorithms.slices)
+            yield Task("lookup and All-to-All", MAIN, sent)
+            self._last = "lookup and All-to-All"
+        else:
+            yield Task("lookup", MAIN, Compute(lookup))
+            exchange = _uneven(self._phases("all_to_all", work.pooled_bytes), work.imbalance, "out")
+            yield from self._exchange("pooled embeddings", EMBEDDINGS, exchange, ("lookup",))
+            self._last = "pooled embeddings"
+
+    def _pass(self, part: str, pieces: Sequence[Kernel | Exchange], gradients: Sequence[Gradient] = ()) -> Iterator[Task]:
+        """AllReduces of dense gradients start when these are there."""
+        buckets = _buckets(gradients)
+        in_order = fused(pieces, is_backward=part == "backward") if self._is_fused else enumerate(pieces)
+        for number, piece in in_order:
+            name = f"{part} {number}: {_name(piece)}"
+            yield from self._piece(name, piece)
+            self._last = name
+            while buckets and buckets[0].after <= number:
+                yield from self._bucket(buckets.pop(0))
+        sharded = sum(gradient.bytes for gradient in gradients if gradient.is_sharded)
+        if sharded:
+            phases = self._algorithms.phases("all_reduce", strided(self._topology, self._work.group_ranks), sharded)
+            yield from self._exchange("gradients of shards", GRADIENTS, phases, (self._last,))
+
+    def _piece(self, name: str, piece: Kernel | Exchange | SendingKernel) -> Iterator[Task]:
+        after = (self._last,)
+        match piece:
+            case Kernel():
+                yield Task(name, MAIN, Compute(self._machine.seconds(piece, self._dtype)), after)
+            case Exchange():
+                group = consecutive(self._topology, piece.ranks)
+                yield from self._exchange(name, MAIN, self._algorithms.phases(piece.collective, group, piece.bytes), after)
+            case SendingKernel(kernel, exchange):
+                group = consecutive(self._topology, exchange.ranks)
+                # An AllReduce sends parts to be summed, and sums.
+                messages = 2 if exchange.collective == "all_reduce" else 1
+                each = messages * exchange.bytes / exchange.ranks
+                seconds = self._machine.seconds(kernel, self._dtype)
+                yield Task(name, MAIN, ComputeAndSend(seconds, group.all_pairs(), each, self._algorithms.slices), after)
+
+    def _bucket(self, bucket: Gradient) -> Iterator[Task]:
+        phases = self._phases("all_reduce", bucket.bytes)
+        yield from self._exchange(f"dense gradients {bucket.after}", GRADIENTS, phases, (self._last,))
+
+    def _phases(self, collective: str, size: float) -> list[Phase]:
+        """Among all ranks."""
+        return self._algorithms.phases(collective, self._topology, size)
+
+    def _exchange(self, name: str, stream: str, phases: Sequence[Phase], after: tuple[str, ...] = ()) -> Iterator[Task]:
+        if stream == GRADIENTS:
+            self._last_gradients = (name,)
+        yield Task(f"start of {name}", stream, Compute(self._machine.collective), after)
         yield Task(name, stream, Communicate(phases))
 
-    yield from collective("ids of the next batch", IDS, all_to_all(topology, work.id_bytes))
 
-    lookup = machine.launch + work.lookup_bytes / machine.lookup
-    if is_fused and work.is_covered:
-        pairs = _uneven([Phase(topology.all_pairs(), work.pooled_bytes / topology.ranks)], work.imbalance, "out")[0]
-        yield Task("lookup and All-to-All", MAIN, ComputeAndSend(lookup, pairs.flows, pairs.bytes_each, algorithms.slices))
-        ready: tuple[str, ...] = ()
-    else:
-        yield Task("lookup", MAIN, Compute(lookup))
-        exchange = _uneven(all_to_all(topology, work.pooled_bytes), work.imbalance, "out")
-        yield from collective("pooled embeddings", EMBEDDINGS, exchange, ("lookup",))
-        ready = ("pooled embeddings",)
+def _buckets(gradients: Sequence[Gradient]) -> list[Gradient]:
+    """Gradients that all ranks average, together as DistributedDataParallel sends them."""
+    buckets: list[Gradient] = []
+    for gradient in gradients:
+        if gradient.is_sharded:
+            continue
+        if buckets and (buckets[-1].bytes < _BUCKET_BYTES or buckets[-1].after == gradient.after):
+            buckets[-1] = replace(gradient, bytes=gradient.bytes + buckets[-1].bytes)
+        else:
+            buckets.append(gradient)
+    return buckets
 
-    last = ""
-    for part, kernels in (("forward", work.dense.forward), ("backward", work.dense.backward)):
-        for number, kernel in enumerate(kernels):
-            last = f"{part} {number}: {kernel.name}"
-            yield Task(last, MAIN, Compute(machine.seconds(kernel, dtype)), ready)
-            ready = ()
 
-    yield from collective("dense gradients", GRADIENTS, all_reduce(topology, work.gradient_bytes), (last,))
-    exchange = _uneven(all_to_all(topology, work.pooled_gradient_bytes), work.imbalance, "in")
-    yield from collective("gradients of embeddings", EMBEDDINGS, exchange, (last,))
-    update = machine.launch + work.update_bytes / machine.update
-    yield Task("update of tables", MAIN, Compute(update), ("gradients of embeddings",))
-    optimizer = machine.seconds(Kernel("optimizer", 0, work.parameter_bytes), dtype)
-    yield Task("dense optimizer", MAIN, Compute(optimizer), ("dense gradients",))
+def _name(piece: Kernel | Exchange | SendingKernel) -> str:
+    match piece:
+        case Kernel(name):
+            return name
+        case Exchange(collective):
+            return collective
+        case SendingKernel(kernel, exchange):
+            return f"{kernel.name} and {exchange.collective}"
 
 
 def _uneven(phases: Sequence[Phase], imbalance: float, direction: str) -> list[Phase]:

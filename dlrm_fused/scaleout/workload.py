@@ -6,28 +6,34 @@ All ranks are taken as alike: each has the work of the one that the plan gives m
 from __future__ import annotations
 
 import logging
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torchrec.distributed.planner import Topology as PlannersTopology
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.types import ParameterSharding, ShardingPlan, ShardingType
 
-from dlrm_fused.config import Compile, Config, OutputDtype, TableDtype
+from dlrm_fused.compat.torch import ranks_without_peers
+from dlrm_fused.config import Comm, Compile, Config, DenseOptimizerKind, ModelKind, OutputDtype, TableDtype
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError
-from dlrm_fused.models import build_model
-from dlrm_fused.scaleout.dense_part import DenseKernels, trace
+from dlrm_fused.models import RankingTask, build_model
+from dlrm_fused.scaleout.dense_part import DenseWork, trace
 from dlrm_fused.sharding.estimates import UNCOVERED_ACROSS_HOSTS
+from dlrm_fused.sharding.groups import expert_parallel_size, tensor_parallel_size
 from dlrm_fused.sharding.output_dtype import pooled_dtype
 from dlrm_fused.sharding.parallel import make_sharder
 from dlrm_fused.sharding.planning import planner_for
-from dlrm_fused.training.efficiency import bytes_on_the_wire, ids_per_sample, state_bytes
+from dlrm_fused.training.efficiency import bags_per_sample, bytes_on_the_wire, ids_per_sample, state_bytes
 
 _ID_BYTES = 8
+# Numbers that an optimizer keeps for each parameter.
+_STATES = {DenseOptimizerKind.sgd: 0, DenseOptimizerKind.adagrad: 1, DenseOptimizerKind.adam: 2}
 _DTYPES = {OutputDtype.fp32: torch.float32, OutputDtype.fp16: torch.float16, OutputDtype.bf16: torch.bfloat16}
 
 
@@ -37,18 +43,19 @@ class Workload:
 
     Args:
         samples: Of a rank.
-        dense: Kernels of the dense part.
+        dense: What follows the embeddings.
+        group_ranks: Ranks that share the weights of layers, experts or a Transformer's blocks; 1 without such layers.
         id_bytes: What an input dist sends.
         lookup_bytes, update_bytes: Of rows, on the rank that has most of them.
         pooled_bytes, pooled_gradient_bytes: What the average rank sends of pooled embeddings and of their gradients.
         imbalance: What the rank that sends most of them sends, over the average; 1 for an even plan.
         is_covered: Whether ``comm=fused`` covers all tables of the plan; the others it leaves to TorchRec's path.
-        gradient_bytes: Of dense parameters, which an AllReduce averages.
         parameter_bytes: Read and written by the dense optimizer.
     """
 
     samples: float
-    dense: DenseKernels
+    dense: DenseWork
+    group_ranks: int
     id_bytes: float
     lookup_bytes: float
     update_bytes: float
@@ -56,7 +63,6 @@ class Workload:
     pooled_gradient_bytes: float
     imbalance: float
     is_covered: bool
-    gradient_bytes: float
     parameter_bytes: float
 
 
@@ -64,19 +70,20 @@ def workload(config: Config, schema: DatasetSchema, ranks: int, ranks_per_host: 
     """What a step of ``training.global_batch_size`` samples makes a GPU do.
 
     Raises:
-        ConfigError: a model that is not covered; no plan fits into ``memory_gib`` a rank.
+        ConfigError: ranks that layers cannot be shared by; no plan fits into ``memory_gib`` a rank.
     """
     device = torch.device("cuda")
     output = pooled_dtype(config, device)
-    eager = replace(config, training=replace(config.training, compile=Compile.never))
-    task = build_model(eager, schema, ranks, torch.device("cpu"))
     samples = max(1, config.training.global_batch_size // ranks)
-    compiled = config.training.compile is not Compile.never
-    dense = trace(task, schema, config.embedding.dim, samples, _DTYPES[output], compiled=compiled)
+    group_ranks = _group_ranks(config, ranks, ranks_per_host)
+    with _quiet(), ranks_without_peers(ranks):
+        task = _on_many_ranks(config, schema, ranks, group_ranks)
+        compiled = config.training.compile is not Compile.never and task.dense_part is not None
+        dense = trace(task, schema, config.embedding.dim, samples, _DTYPES[output], compiled=compiled)
 
     sharder = make_sharder(config.embedding, device, config.comm, False, output)
     try:
-        with _quiet_planner():
+        with _quiet():
             topology = PlannersTopology(
                 world_size=ranks,
                 compute_device=device.type,
@@ -93,6 +100,7 @@ def workload(config: Config, schema: DatasetSchema, ranks: int, ranks_per_host: 
     return Workload(
         samples=samples,
         dense=dense,
+        group_ranks=group_ranks,
         id_bytes=samples * _ID_BYTES * sum(ids_per_sample(config, schema).values()),
         lookup_bytes=load.rows_of_busiest * load.weight_bytes,
         update_bytes=load.rows_of_busiest * (2 * load.weight_bytes + state_bytes(config)),
@@ -100,9 +108,23 @@ def workload(config: Config, schema: DatasetSchema, ranks: int, ranks_per_host: 
         pooled_gradient_bytes=load.pooled_columns * samples * bytes_on_the_wire(embedding.backward_wire, output),
         imbalance=load.imbalance,
         is_covered=ranks <= ranks_per_host or not load.sharding_types.intersection(UNCOVERED_ACROSS_HOSTS),
-        gradient_bytes=4 * parameters,
-        parameter_bytes=4 * parameters * 5,  # gradient and state read, weight read and written, state written
+        parameter_bytes=4 * parameters * (3 + 2 * _STATES[config.training.dense_optimizer.kind]),
     )
+
+
+def _group_ranks(config: Config, ranks: int, ranks_per_host: int) -> int:
+    if config.model.experts.count:
+        return expert_parallel_size(config.model.experts, ranks)
+    if config.model.kind is ModelKind.transformer:
+        return tensor_parallel_size(config.model, [min(ranks, ranks_per_host)] * ranks)
+    return 1
+
+
+def _on_many_ranks(config: Config, schema: DatasetSchema, ranks: int, group_ranks: int) -> RankingTask:
+    """The model of rank 0, whose operations and collectives are in turn."""
+    in_turn = replace(config, comm=Comm.baseline, training=replace(config.training, compile=Compile.never))
+    group = dist.new_group(list(range(group_ranks))) if group_ranks < ranks else dist.group.WORLD
+    return build_model(in_turn, schema, ranks, torch.device("cpu"), group)
 
 
 class _Load:
@@ -112,14 +134,14 @@ class _Load:
         self.weight_bytes = 2 if config.embedding.dtype is TableDtype.fp16 else 4
         rows: defaultdict[int, float] = defaultdict(float)
         columns: defaultdict[int, float] = defaultdict(float)
-        ids = ids_per_sample(config, schema)
+        ids, bags = ids_per_sample(config, schema), bags_per_sample(schema)
         batch = max(ranks, config.training.global_batch_size)
         self.sharding_types: set[str] = set()
         for name, sharding in _placed(plan):
             self.sharding_types.add(sharding.sharding_type)
             for piece in _pieces(sharding):
                 rows[piece.rank] += batch * ids[name] * piece.share_of_ids * piece.columns
-                columns[piece.rank] += piece.sent_columns
+                columns[piece.rank] += piece.sent_columns * bags[name]
         self.rows_of_busiest = max(rows.values(), default=0.0)
         self.pooled_columns = sum(columns.values())
         self.imbalance = max(columns.values()) * ranks / self.pooled_columns if columns else 1.0
@@ -154,12 +176,17 @@ def _pieces(sharding: ParameterSharding) -> Iterator[_Piece]:
 
 
 @contextmanager
-def _quiet_planner() -> Iterator[None]:
-    """Without its warnings: of kernels that the config excludes, for each table, and of a topology that is described here."""
-    logger = logging.getLogger("torchrec")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+def _quiet() -> Iterator[None]:
+    """Without the planner's warnings, of kernels that the config excludes, for each table, and of a topology that is described
+    here; and without the tracer's, of calls that only other tracers need."""
+    loggers = [logging.getLogger(name) for name in ("torchrec", "torch.fx")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -113,7 +113,7 @@ def pooled_bytes(config: Config, schema: DatasetSchema, plan: ShardingPlan, rank
     piece. Ids do not count.
     """
     samples = config.training.global_batch_size / ranks
-    bags = _bags_per_sample(schema)
+    bags = bags_per_sample(schema)
     columns = sum(bags[name] * _columns_of_shards(sharding) for name, sharding in _placed(plan))
     embedding, output = config.embedding, pooled_dtype(config, device)
     both_ways = sum(bytes_on_the_wire(wire, output) for wire in (embedding.forward_wire, embedding.backward_wire))
@@ -151,7 +151,7 @@ def _columns_of_shards(sharding: ParameterSharding) -> int:
     return 0 if sharding.sharding_spec is None else sum(shard.shard_sizes[1] for shard in sharding.sharding_spec.shards)
 
 
-def _bags_per_sample(schema: DatasetSchema) -> dict[str, int]:
+def bags_per_sample(schema: DatasetSchema) -> dict[str, int]:
     """By table: each bag gives a pooled embedding."""
     tokens = {feature.name for feature in schema.token_features}
     return {feature.name: schema.history_length + 1 if feature.name in tokens else 1 for feature in schema.tables}
@@ -159,7 +159,7 @@ def _bags_per_sample(schema: DatasetSchema) -> dict[str, int]:
 
 def ids_per_sample(config: Config, schema: DatasetSchema) -> dict[str, float]:
     """By table, on average."""
-    bags, settings = _bags_per_sample(schema), config.embedding.tables
+    bags, settings = bags_per_sample(schema), config.embedding.tables
     return {
         feature.name: bags[feature.name] * (settings.get(feature.name, TableConfig()).pooling_factor or feature.pooling_factor)
         for feature in schema.tables

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from dlrm_fused.compat.torch import ranks_without_peers
 from dlrm_fused.config import Config, load_config
 from dlrm_fused.datasets import open_dataset
 from dlrm_fused.datasets.schema import DatasetSchema
@@ -17,7 +20,8 @@ from dlrm_fused.models import build_model
 from dlrm_fused.models.flops import training_flops
 from dlrm_fused.scaleout.answers import slowest_rank
 from dlrm_fused.scaleout.command import main
-from dlrm_fused.scaleout.dense_part import DenseKernels, Kernel, trace
+from dlrm_fused.scaleout.dense_part import DenseWork, Exchange, Gradient, Kernel, trace
+from dlrm_fused.scaleout.fused_dense import SendingKernel, fused
 from dlrm_fused.scaleout.machine import Machine, fit_line
 from dlrm_fused.scaleout.scenario import load_scenario
 from dlrm_fused.scaleout.step import simulate
@@ -41,33 +45,101 @@ def of(path: str, *settings: str) -> tuple[Config, DatasetSchema]:
     return config, open_dataset(config, torch.device("cpu")).schema
 
 
+EXPERTS = [*SMALL, "model.experts.count=8", "model.experts.top_k=2", "model.experts.hidden=32", "model.top_mlp=[64,32,1]"]
+TRANSFORMER = [
+    *("configs/transformer_large.yaml", "model.d_model=64", "model.heads=4", "model.layers=2"),
+    *("data.synthetic.history_length=16", "data.synthetic.history_items=100", *SMALL),
+]
+
+
+def exchanges(pieces: Sequence[Kernel | Exchange]) -> list[Exchange]:
+    return [piece for piece in pieces if isinstance(piece, Exchange)]
+
+
 class TestTrace:
     @staticmethod
-    def kernels(path: str, *, compiled: bool = True) -> tuple[DenseKernels, float]:
-        """And the operations of the model's own count."""
-        config, schema = of(path, "training.compile=never")
-        task = build_model(config, schema, 1, torch.device("cpu"))
+    def traced(path: str, *settings: str, ranks: int = 1, samples: int = 64, compiled: bool = True) -> tuple[DenseWork, float]:
+        """As of one of the ranks, which share layers; and the operations of the model's own count."""
+        config, schema = of(path, "training.compile=never", "comm=baseline", *settings)
+        with ranks_without_peers(ranks):
+            task = build_model(config, schema, ranks, torch.device("cpu"), dist.group.WORLD)
+            work = trace(task, schema, config.embedding.dim, samples, torch.float32, compiled=compiled)
         flops = training_flops(config, schema)
         assert flops is not None
-        return trace(task, schema, config.embedding.dim, 64, torch.float32, compiled=compiled), 64.0 * flops
+        return work, float(samples) * flops
 
     # The trace has no gradient of the inputs of the first layer, which the count includes.
     @pytest.mark.parametrize(("path", "without"), [(DCNV2, 0.001), ("configs/synthetic.yaml", 0.05)])
     def test_has_the_operations_that_the_model_counts(self, path: str, without: float) -> None:
-        kernels, counted = self.kernels(path)
-        traced = sum(kernel.flops for kernel in [*kernels.forward, *kernels.backward])
+        kernels, counted = self.traced(path)
+        traced = sum(kernel.flops for kernel in kernels.kernels)
         assert (1 - without) * counted <= traced <= counted
 
     def test_a_third_of_them_is_forward(self) -> None:
-        kernels, counted = self.kernels(DCNV2)
-        assert sum(kernel.flops for kernel in kernels.forward) == pytest.approx(counted / 3, rel=1e-3)
+        kernels, counted = self.traced(DCNV2)
+        forward = sum(kernel.flops for kernel in kernels.forward if isinstance(kernel, Kernel))
+        assert forward == pytest.approx(counted / 3, rel=1e-3)
 
     def test_compiling_launches_fewer_kernels_and_moves_fewer_bytes(self) -> None:
-        eager, compiled = self.kernels(DCNV2, compiled=False)[0], self.kernels(DCNV2)[0]
+        eager, compiled = self.traced(DCNV2, compiled=False)[0], self.traced(DCNV2)[0]
         for part in ("forward", "backward"):
             ours, theirs = getattr(compiled, part), getattr(eager, part)
             assert len(ours) < len(theirs)
             assert sum(kernel.bytes for kernel in ours) < sum(kernel.bytes for kernel in theirs)
+
+    def test_of_experts_exchanges_rows_there_and_back_and_their_gradients(self) -> None:
+        work, _ = self.traced("configs/synthetic.yaml", *EXPERTS, ranks=4)
+        rows = 64 * 2 * 64 * 4.0  # two experts of a sample, 64 columns, fp32
+        counts = Exchange("all_to_all", 8 * 8.0, 4, has_numbers=True)
+        tokens = Exchange("all_to_all", rows, 4)
+        slots = Exchange("all_reduce", 8 * 8.0, 4, has_numbers=True)
+        assert exchanges(work.forward) == [counts, tokens, tokens, slots]
+        assert exchanges(work.backward) == [tokens, tokens]
+
+    def test_of_experts_does_as_much_on_any_number_of_ranks(self) -> None:
+        one, four = (self.traced("configs/synthetic.yaml", *EXPERTS, ranks=ranks)[0] for ranks in (1, 4))
+        assert sum(kernel.flops for kernel in one.kernels) == sum(kernel.flops for kernel in four.kernels)
+        shards = {ranks: sum(g.bytes for g in work.gradients if g.is_sharded) for ranks, work in ((1, one), (4, four))}
+        whole = {ranks: sum(g.bytes for g in work.gradients) for ranks, work in ((1, one), (4, four))}
+        assert shards[1] == 0
+        assert shards[4] == 8 / 4 * 2 * 64 * 32 * 4
+        assert whole[1] - whole[4] == 3 * shards[4]
+
+    def test_of_a_transformer_sums_each_row_parallel_product(self) -> None:
+        work, counted = self.traced(*TRANSFORMER, ranks=2, samples=8)
+        all_tokens, candidates = (2 * 8 * length * 64 * 2.0 for length in (1 + 16, 1))
+        summed = [found for found in exchanges(work.forward) if found.collective == "all_reduce"]
+        # Attention and feed-forward layer of each block; the last block computes the candidates only.
+        assert [found.bytes for found in summed] == 2 * [all_tokens] + 2 * [candidates]
+        flops = sum(kernel.flops for kernel in work.kernels)
+        assert flops == pytest.approx(counted, rel=0.25)
+
+    def test_gradients_are_there_when_they_are_computed(self) -> None:
+        """The last layers' first; a compiled model gives all at once."""
+        eager, compiled = (self.traced(DCNV2, compiled=compiled)[0].gradients for compiled in (False, True))
+        assert len({gradient.after for gradient in eager}) > 10
+        assert len({gradient.after for gradient in compiled}) == 1
+        assert sum(g.bytes for g in eager) == sum(g.bytes for g in compiled)
+
+
+class TestFused:
+    COPY, PRODUCT, OTHER = Kernel("index_select", 0, 8, is_copy=True), Kernel("mm", 9, 9), Kernel("add", 0, 4)
+    ROWS, COUNTS = Exchange("all_to_all", 1e6, 4), Exchange("all_to_all", 64, 4, has_numbers=True)
+    SUM = Exchange("all_reduce", 1e6, 4)
+
+    def test_a_product_sends_its_rows_and_copies_are_not_needed(self) -> None:
+        pieces = [self.PRODUCT, self.COPY, self.ROWS, self.COPY, self.OTHER]
+        assert list(fused(pieces, is_backward=False)) == [(2, SendingKernel(self.PRODUCT, self.ROWS)), (4, self.OTHER)]
+
+    def test_tokens_are_sent_by_what_gathers_them(self) -> None:
+        pieces = [self.OTHER, self.COUNTS, self.COPY, self.ROWS, self.COPY, self.PRODUCT]
+        sent = (3, SendingKernel(self.COPY, self.ROWS))
+        assert list(fused(pieces, is_backward=True)) == [(0, self.OTHER), sent, (5, self.PRODUCT)]
+
+    def test_forward_a_row_parallel_product_sums(self) -> None:
+        pieces = [self.OTHER, self.PRODUCT, self.SUM]
+        assert list(fused(pieces, is_backward=False)) == [(0, self.OTHER), (2, SendingKernel(self.PRODUCT, self.SUM))]
+        assert list(fused(pieces, is_backward=True)) == list(enumerate(pieces))
 
 
 class TestMachine:
@@ -112,13 +184,20 @@ class TestWorkload:
     def test_dense_gradients_do_not_depend_on_ranks(self) -> None:
         config, schema = of(DCNV2, *SMALL)
         one, many = workload(config, schema, 1, 8, 40), workload(config, schema, 16, 8, 40)
-        assert one.gradient_bytes == many.gradient_bytes > 0
+        assert one.parameter_bytes == many.parameter_bytes > 0
+
+    def test_tokens_of_histories_have_embeddings_too(self) -> None:
+        one, more = (
+            workload(*of(*TRANSFORMER, "embedding.sharding=table_wise", *longer), 2, 2, 40)
+            for longer in ([], ["data.synthetic.history_length=32"])
+        )
+        tokens = one.samples * 16 * 3 * 32 * 2  # 16 more, of three tables of 32 columns in bf16
+        assert more.pooled_bytes - one.pooled_bytes == tokens
 
 
 class TestStep:
-    WORK = Workload(
-        1024, DenseKernels([Kernel("mm", 1e10, 1e6)], [Kernel("mm", 2e10, 2e6)]), 1e5, 1e9, 2e9, 1e8, 1e8, 1, True, 1e7, 5e7
-    )
+    DENSE = DenseWork([Kernel("mm", 1e10, 1e6)], [Kernel("mm", 2e10, 2e6)], [Gradient(0, 1e7, is_sharded=False)])
+    WORK = Workload(1024, DENSE, 1, 1e5, 1e9, 2e9, 1e8, 1e8, 1, True, 5e7)
 
     def seconds(self, work: Workload, ranks: int, *, is_fused: bool) -> float:
         network = Switch(ranks, 1e11, 1e-6)
@@ -131,7 +210,7 @@ class TestStep:
 
     def test_a_rank_alone_communicates_nothing(self) -> None:
         alone = self.seconds(self.WORK, 1, is_fused=True)
-        kernels = sum(MACHINE.seconds(kernel, "bf16") for kernel in [*self.WORK.dense.forward, *self.WORK.dense.backward])
+        kernels = sum(MACHINE.seconds(kernel, "bf16") for kernel in self.DENSE.kernels)
         tables = 2 * MACHINE.launch + 1e9 / 2e12 + 2e9 / 1e12
         optimizer = MACHINE.launch + 5e7 / 2e12
         assert alone == pytest.approx(kernels + tables + optimizer + MACHINE.collective)
@@ -146,6 +225,25 @@ class TestStep:
         for host in (0.5 * device, 2 * device):
             tasks = tasks_of_step(self.WORK, MACHINE, network, Algorithms(), "bf16", is_fused=True, host_seconds=host)
             assert simulate(tasks, network).seconds == pytest.approx(max(host, device))
+
+    def test_gradients_that_are_there_early_are_averaged_beside_the_backward_pass(self) -> None:
+        tableless = replace(self.WORK, pooled_gradient_bytes=0, update_bytes=0)
+        backward = [Kernel("mm", 2e12, 2e6), Kernel("mm", 2e12, 2e6)]
+        late, early = (
+            replace(tableless, dense=DenseWork([], backward, [Gradient(first, 3e7, False), Gradient(1, 3e7, False)]))
+            for first in (1, 0)
+        )
+        averaging = 2 * 15 / 16 * 3e7 / 1e11
+        saved = self.seconds(late, 16, is_fused=True) - self.seconds(early, 16, is_fused=True)
+        assert saved == pytest.approx(averaging, rel=0.1)
+
+    def test_fused_experts_hide_the_shorter_of_product_and_exchange(self) -> None:
+        rows, product = Exchange("all_to_all", 1e8, 16), Kernel("bmm", 1e12, 1e6)
+        work = replace(self.WORK, dense=DenseWork([product, rows], [Kernel("mm", 2e10, 2e6)]), group_ranks=16)
+        saved = self.seconds(work, 16, is_fused=False) - self.seconds(work, 16, is_fused=True)
+        of_lookup = self.seconds(self.WORK, 16, is_fused=False) - self.seconds(self.WORK, 16, is_fused=True)
+        exchange = 15 / 16 * 1e8 / 1e11
+        assert saved - of_lookup == pytest.approx(exchange * 63 / 64 + MACHINE.collective, rel=0.05)
 
     def test_the_critical_path_fills_the_step(self) -> None:
         network = Switch(8, 1e11, 1e-6)
@@ -244,13 +342,22 @@ class TestCommand:
             (f"machine={DCNV2}", "not a calibration"),
             ("machine=''", "machine is not set"),
             ("train.config=none.yaml", "none.yaml: no such file"),
-            ("train.settings=[model.kind=transformer,data.synthetic.history_length=4]", "model.kind"),
+            (
+                "train.settings=[model.kind=transformer]",
+                "data.synthetic.history_length=0: allowed: 1 or more with model.kind=transformer",
+            ),
+            ("train.settings=['model.experts.count=4','model.top_mlp=[64,32,1]']", "model.experts.parallel=0, all 8 ranks"),
+            (
+                "network={kind: torus, ranks_per_host: 1} ; hosts=[4] ; "
+                "train.settings=['model.experts.count=4','model.experts.parallel=2','model.top_mlp=[64,32,1]']",
+                "layers that 2 of 4 ranks share: allowed on torus: all ranks, one rank",
+            ),
         ],
     )
     def test_says_in_a_line_what_is_wrong(
         self, scenario: Path, override: str, told: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert main(["--config", str(scenario), override]) == 1
+        assert main(["--config", str(scenario), *override.split(" ; ")]) == 1
         lines = capsys.readouterr().err.strip().splitlines()
         assert told in lines[-1]
         assert len(lines) == 1
