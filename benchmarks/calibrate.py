@@ -50,11 +50,14 @@ def main() -> None:
     # Sizes beyond the L2 cache of a GPU, and lookups that last longer than the host needs to launch them.
     memory = _elementwise(device, [(2**28 if scale == 1 else 2**25) // 4 * quarters for quarters in range(4, 16)])
     lookups, updates = _tables(device, [32, 48, 64, 96, 128, 192, 256], 65536 // scale**2, 10_000_000 // scale)
-    lines = {"memory": memory, "lookup": lookups, "update": updates}
+    optimizer = _optimizer(device, [(2**26 // scale) * eighths // 8 for eighths in range(2, 10)])
+    lines = {"memory": memory, "lookup": lookups, "update": updates, "optimizer": optimizer}
     fits = {name: fit_line(*zip(*_fitted(points), strict=True)) for name, points in lines.items()}
     held_out = {name: _errors(_left_out(points), *fits[name]) for name, points in lines.items()}
 
-    products = {name: _products(device, dtype, scale) for name, dtype in _DTYPES.items()}
+    # Not in bf16 on CPUs, many of which emulate it.
+    dtypes = _DTYPES if device.type == "cuda" else {"fp32": torch.float32}
+    products = {name: _products(device, dtype, scale) for name, dtype in dtypes.items()}
     peaks = {name: _peak_and_half(_fitted(points), launch, fits["memory"][1]) for name, points in products.items()}
     machine = Machine(
         name=device_name(device),
@@ -64,6 +67,7 @@ def main() -> None:
         half_products={name: half for name, (_, half) in peaks.items()},
         lookup=fits["lookup"][1],
         update=fits["update"][1],
+        optimizer=fits["optimizer"][1],
         collective=_collective(device),
     )
     for name, measured in products.items():
@@ -156,6 +160,17 @@ def _tables(device: torch.device, poolings: Sequence[int], samples: int, rows: i
 
         updates.append((2 * bytes_read, max(1e-9, _seconds(device, both, captured=False) - lookups[-1][1])))
     return lookups, updates
+
+
+def _optimizer(device: torch.device, sizes: Sequence[int]) -> Points:
+    """Bytes read and written by Adam in one pass; by the number of parameters."""
+    points = []
+    for size in sizes:
+        weight = torch.nn.Parameter(torch.zeros(size, device=device))
+        weight.grad = torch.ones_like(weight)
+        adam = torch.optim.Adam([weight], fused=True)
+        points.append((7.0 * weight.nbytes, _seconds(device, adam.step, captured=False)))
+    return points
 
 
 def _collective(device: torch.device) -> float:

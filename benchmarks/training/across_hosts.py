@@ -32,7 +32,7 @@ from benchmarks.training.runs_on_hosts import train_on_hosts
 _COMMS = ("fused", "baseline")
 _LARGEST_LOSS_DIFFERENCE = 1e-5
 # SGD has no division by small sums, which would amplify the rounding of sums in another order: losses can be compared.
-_SETTINGS = [
+SETTINGS = [
     "embedding.optimizer.kind=sgd",
     "embedding.optimizer.learning_rate=1",
     "training.dense_optimizer.kind=sgd",
@@ -116,7 +116,7 @@ def measure(
     """
     workload = WORKLOADS[name]
     strict = "true" if comm == "fused" else "false"
-    settings = [*_SETTINGS, *workload.settings, *lengths.settings(), *overrides, f"comm={comm}", f"comm_strict={strict}"]
+    settings = [*SETTINGS, *workload.settings, *lengths.settings(), *overrides, f"comm={comm}", f"comm_strict={strict}"]
     hosts.shape(gbit_per_second * 1e9)
     with tempfile.TemporaryDirectory() as scratch:
         run = train_on_hosts(hosts, ranks, workload.config, settings, Path(scratch) / "runs", lengths.warmup)

@@ -33,6 +33,7 @@ class Machine:
         half_products: Operations of a product that runs at half of the peak, by dtype.
         lookup: Bandwidth of embedding rows that are read and pooled.
         update: Bandwidth of embedding rows that are read and written by the fused optimizer.
+        optimizer: Bandwidth of the dense optimizer, reading and writing.
         collective: Seconds that a collective of no bytes takes on one rank's stream.
     """
 
@@ -43,6 +44,7 @@ class Machine:
     half_products: Mapping[str, float]
     lookup: float
     update: float
+    optimizer: float
     collective: float
 
     def seconds(self, kernel: Kernel, dtype: str) -> float:
@@ -60,6 +62,7 @@ class Machine:
             products={dtype: rate / factor for dtype, rate in self.products.items()},
             lookup=self.lookup / factor,
             update=self.update / factor,
+            optimizer=self.optimizer / factor,
         )
 
 
@@ -75,7 +78,7 @@ def read(path: Path) -> Machine:
     if not isinstance(found, dict) or set(found) != wanted:
         raise ConfigError(f"machine={path}: expected {', '.join(sorted(wanted))} under machine; measure again")
     machine = Machine(**found)
-    rates = [machine.memory, machine.lookup, machine.update, *machine.products.values()]
+    rates = [machine.memory, machine.lookup, machine.update, machine.optimizer, *machine.products.values()]
     times = [machine.launch, machine.collective, *machine.half_products.values()]
     if not all(math.isfinite(value) and value > 0 for value in rates) or not all(0 <= value < math.inf for value in times):
         raise ConfigError(f"machine={path}: rates must be above 0 and times not below it; measure again")

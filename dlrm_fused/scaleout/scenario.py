@@ -64,7 +64,7 @@ class RateSettings:
 class HostSettings:
     """Milliseconds that a rank's process needs to launch a step, by ``comm``: those of a step with few samples, measured.
 
-    A step takes at least as long; 0 leaves it out.
+    A GPU's step takes at least as long; on CPUs, which compute themselves, it is added. 0 leaves it out.
     """
 
     baseline: float = 0.0

@@ -54,12 +54,14 @@ def tasks_of_step(
     """
     Args:
         dtype: of matrix products, ``bf16`` or ``fp32``.
-        host_seconds: in which a rank's process launches a step; it runs ahead of the GPU, so the longer of both counts.
+        host_seconds: in which a rank's process launches a step. It runs ahead of a GPU, so the longer of both counts; a CPU
+            computes after it.
 
     Raises:
         UsageError: groups of ranks that the topology does not have.
     """
-    launches = [Task("the host's launches", HOST, Compute(host_seconds))] if host_seconds else []
+    stream = MAIN if work.is_on_cpu else HOST
+    launches = [Task("the host's launches", stream, Compute(host_seconds))] if host_seconds else []
     return [*launches, *_Step(work, machine, topology, algorithms, dtype, is_fused).tasks()]
 
 
@@ -84,7 +86,7 @@ class _Step:
         yield from self._exchange("gradients of embeddings", EMBEDDINGS, exchange, (ready,))
         update = machine.launch + work.update_bytes / machine.update
         yield Task("update of tables", MAIN, Compute(update), ("gradients of embeddings",))
-        optimizer = machine.seconds(Kernel("optimizer", 0, work.parameter_bytes), self._dtype)
+        optimizer = machine.launch + work.parameter_bytes / machine.optimizer
         yield Task("dense optimizer", MAIN, Compute(optimizer), self._last_gradients)
 
     def _lookup(self) -> Iterator[Task]:

@@ -51,6 +51,7 @@ class Workload:
         imbalance: What the rank that sends most of them sends, over the average; 1 for an even plan.
         is_covered: Whether ``comm=fused`` covers all tables of the plan; the others it leaves to TorchRec's path.
         parameter_bytes: Read and written by the dense optimizer.
+        is_on_cpu: Whether there is no GPU.
     """
 
     samples: float
@@ -64,21 +65,25 @@ class Workload:
     imbalance: float
     is_covered: bool
     parameter_bytes: float
+    is_on_cpu: bool = False
 
 
 def workload(config: Config, schema: DatasetSchema, ranks: int, ranks_per_host: int, memory_gib: float) -> Workload:
-    """What a step of ``training.global_batch_size`` samples makes a GPU do.
+    """What a step of ``training.global_batch_size`` samples makes a rank do: a GPU, or with ``runtime.device=cpu`` a core.
 
     Raises:
         ConfigError: ranks that layers cannot be shared by; no plan fits into ``memory_gib`` a rank.
     """
-    device = torch.device("cuda")
+    device = torch.device("cpu" if config.runtime.device == "cpu" else "cuda")
     output = pooled_dtype(config, device)
     samples = max(1, config.training.global_batch_size // ranks)
     group_ranks = _group_ranks(config, ranks, ranks_per_host)
     with _quiet(), ranks_without_peers(ranks):
         task = _on_many_ranks(config, schema, ranks, group_ranks)
-        compiled = config.training.compile is not Compile.never and task.dense_part is not None
+        compiles = config.training.compile is Compile.always or (
+            config.training.compile is Compile.auto and device.type == "cuda"
+        )
+        compiled = compiles and task.dense_part is not None
         dense = trace(task, schema, config.embedding.dim, samples, _DTYPES[output], compiled=compiled)
 
     sharder = make_sharder(config.embedding, device, config.comm, False, output)
@@ -109,6 +114,7 @@ def workload(config: Config, schema: DatasetSchema, ranks: int, ranks_per_host: 
         imbalance=load.imbalance,
         is_covered=ranks <= ranks_per_host or not load.sharding_types.intersection(UNCOVERED_ACROSS_HOSTS),
         parameter_bytes=4 * parameters * (3 + 2 * _STATES[config.training.dense_optimizer.kind]),
+        is_on_cpu=device.type == "cpu",
     )
 
 

@@ -30,7 +30,7 @@ from dlrm_fused.scaleout.training_step import Algorithms, tasks_of_step
 from dlrm_fused.scaleout.workload import Workload, workload
 
 DCNV2 = "configs/criteo_1tb_dcnv2_synthetic.yaml"
-MACHINE = Machine("made up", 2e-6, 2e12, {"bf16": 5e14, "fp32": 5e13}, {"bf16": 1e9, "fp32": 1e8}, 2e12, 1e12, 2e-5)
+MACHINE = Machine("made up", 2e-6, 2e12, {"bf16": 5e14, "fp32": 5e13}, {"bf16": 1e9, "fp32": 1e8}, 2e12, 1e12, 2e12, 2e-5)
 SMALL = [
     "data.synthetic.rows=[1000]",
     "data.synthetic.pooling=[2]",
