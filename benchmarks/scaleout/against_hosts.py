@@ -3,9 +3,9 @@
     python -m benchmarks.calibrate --device cpu --output cpu.json
     python -m benchmarks.scaleout.against_hosts --machine cpu.json --output results.json
 
-Two network namespaces with a rank each, as of ``benchmarks/training/across_hosts.py``, which says what that needs. The step of
-few samples on an unshaped network gives the milliseconds that a rank's process needs besides (``host_ms``); it is of the same
-config and ``comm``, and no cell of the comparison. Nothing else comes from steps.
+Two network namespaces with a rank each, as of ``benchmarks/training/across_hosts.py``, which says what that needs. What a rank's
+process does besides the kernels, such as reading samples and sorting ids (``host_ms``), is a line through two batch sizes that
+are no cells of the comparison, on a network without limit: measured less simulated. Nothing else comes from steps.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ from dlrm_fused.scaleout.scenario import HostSettings, NetworkKind, NetworkSetti
 
 RANKS = [1, 1]
 COMMS = ("baseline", "fused")
-_WARMUP, _STEPS, _INTERVAL = 10, 40, 5
-_FEW_SAMPLES = 16
+_WARMUP, _STEPS, _INTERVAL = 5, 20, 5
+_CALIBRATED_BATCHES = (512, 2048)
 _UNSHAPED_GBIT_PER_SECOND = 100.0
 _PAYLOAD = 1448 / 1514  # of an Ethernet frame of TCP
 
@@ -66,7 +67,7 @@ class Cell:
 CELLS = [
     Cell(model, batch, rate)
     for model, rates in (("DLRM", (0.5, 2.0)), ("DCNv2", (0.2, 1.0)))
-    for batch in (4096,)
+    for batch in (1024, 4096)
     for rate in rates
 ]
 
@@ -102,20 +103,17 @@ def simulated_ms(cell: Cell, machine: Path, host_ms: HostSettings) -> dict[str, 
 def compare(cells: Sequence[Cell], machine: Path, rounds: int) -> list[dict[str, Any]]:
     """A row for each cell and ``comm``; the median of the rounds counts."""
     with Hosts(len(RANKS)) as hosts:
-        few = {cell.model: Cell(cell.model, _FEW_SAMPLES, _UNSHAPED_GBIT_PER_SECOND) for cell in cells}
-        host_ms = {
-            model: HostSettings(**{comm: _median(hosts, cell, comm, rounds)["step_ms"] for comm in COMMS})
-            for model, cell in few.items()
-        }
+        lines = {model: _host_lines(hosts, model, machine, rounds) for model in {cell.model: None for cell in cells}}
         rows = []
         for cell in cells:
-            simulated = simulated_ms(cell, machine, host_ms[cell.model])
+            host_ms = HostSettings(**{comm: max(0.0, line(cell.batch)) for comm, line in lines[cell.model].items()})
+            simulated = simulated_ms(cell, machine, host_ms)
             for comm in COMMS:
                 found = _median(hosts, cell, comm, rounds)
                 row = {
                     **vars(cell),
                     "comm": comm,
-                    "host_ms": getattr(host_ms[cell.model], comm),
+                    "host_ms": getattr(host_ms, comm),
                     "simulated_ms": simulated[comm],
                     **found,
                     "error": simulated[comm] / found["step_ms"] - 1,
@@ -123,6 +121,25 @@ def compare(cells: Sequence[Cell], machine: Path, rounds: int) -> list[dict[str,
                 print(_line(row), flush=True)
                 rows.append(row)
     return rows
+
+
+def _host_lines(hosts: Hosts, model: str, machine: Path, rounds: int) -> dict[str, Callable[[float], float]]:
+    """By ``comm``: milliseconds by batch."""
+    cells = [Cell(model, batch, _UNSHAPED_GBIT_PER_SECOND) for batch in _CALIBRATED_BATCHES]
+    simulated = [simulated_ms(cell, machine, HostSettings()) for cell in cells]
+    lines = {}
+    for comm in COMMS:
+        besides = [
+            _median(hosts, cell, comm, rounds)["step_ms"] - own[comm] for cell, own in zip(cells, simulated, strict=True)
+        ]
+        slope, start = statistics.linear_regression(_CALIBRATED_BATCHES, besides)
+        print(f"{model} {comm}: {start:.2f} ms and {1e3 * slope:.2f} ms for 1,000 samples besides", flush=True)
+        lines[comm] = partial(_on_line, start, slope)
+    return lines
+
+
+def _on_line(start: float, slope: float, batch: float) -> float:
+    return start + slope * batch
 
 
 def _median(hosts: Hosts, cell: Cell, comm: str, rounds: int) -> dict[str, Any]:

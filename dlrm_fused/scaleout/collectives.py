@@ -118,6 +118,21 @@ COLLECTIVES: dict[str, dict[str, Collective]] = {
 }
 
 
+def all_reduce_auto(topology: Topology, size: float) -> list[Phase]:
+    """The faster of ring and trees, as NCCL chooses; on a torus the ring."""
+    ring = all_reduce_ring(topology, size)
+    if isinstance(topology, Torus):
+        return ring
+    tree = all_reduce_tree(topology, size)
+    return min((ring, tree), key=lambda phases: seconds(topology, phases))
+
+
+def algorithms_of(collective: str) -> dict[str, Collective]:
+    """What can be asked for, by name: those of :data:`COLLECTIVES`, and ``auto`` for an AllReduce."""
+    chosen = {"auto": all_reduce_auto} if collective == "all_reduce" else {}
+    return {**chosen, **COLLECTIVES[collective]}
+
+
 def run(environment: simpy.Environment, network: Network, phases: Sequence[Phase]) -> simpy.Process:
     """Send them; the process ends when the last phase is there."""
     return environment.process(_in_turn(environment, network, phases))

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from dlrm_fused.errors import ConfigError
-from dlrm_fused.scaleout.collectives import COLLECTIVES
+from dlrm_fused.scaleout.collectives import algorithms_of
 from dlrm_fused.scaleout.topologies import Cluster, Switch, Topology, Torus
 
 _TRAINER = "train.settings."
@@ -79,7 +79,7 @@ class Scenario:
         memory_gib: of a rank, for the planner.
         hosts: a step is simulated for each.
         samples_per_rank: weak scaling; 0 leaves ``training.global_batch_size`` as it is, strong scaling.
-        all_to_all, all_reduce: algorithms.
+        all_to_all, all_reduce: algorithms; ``auto`` is the faster of ring and trees, as NCCL chooses.
         slices: parts in which a fused kernel sends its result.
         epoch_samples: of the GPU hours of an epoch; 0 leaves them out.
         straggling: how unequal ranks are: the deviation of the logarithm of the time that one computes. 0: all alike.
@@ -97,7 +97,7 @@ class Scenario:
     hosts: list[int] = field(default_factory=lambda: [1, 2, 4, 8])
     samples_per_rank: int = 0
     all_to_all: str = "direct"
-    all_reduce: str = "ring"
+    all_reduce: str = "auto"
     slices: int = 64
     epoch_samples: int = 0
     machine_rates: RateSettings = field(default_factory=RateSettings)
@@ -185,8 +185,8 @@ def _check(scenario: Scenario) -> None:
     if not scenario.hosts:
         raise ConfigError("hosts=[]: name at least one number of hosts")
     for key in ("all_to_all", "all_reduce"):
-        if getattr(scenario, key) not in COLLECTIVES[key]:
-            raise ConfigError(f"{key}={getattr(scenario, key)}: allowed: {', '.join(COLLECTIVES[key])}")
+        if getattr(scenario, key) not in algorithms_of(key):
+            raise ConfigError(f"{key}={getattr(scenario, key)}: allowed: {', '.join(algorithms_of(key))}")
     if network.kind is not NetworkKind.cluster and network.ranks_per_host != 1:
         raise ConfigError(
             f"network.ranks_per_host={network.ranks_per_host}: allowed with network.kind={network.kind.name}: 1; "

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from dlrm_fused.scaleout.collectives import COLLECTIVES, Phase
+from dlrm_fused.scaleout.collectives import Phase, algorithms_of
 from dlrm_fused.scaleout.dense_part import Exchange, Gradient, Kernel
 from dlrm_fused.scaleout.fused_dense import SendingKernel, fused
 from dlrm_fused.scaleout.groups import consecutive, strided
@@ -26,10 +26,10 @@ _BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's
 
 @dataclass(frozen=True)
 class Algorithms:
-    """Names in :data:`~dlrm_fused.scaleout.collectives.COLLECTIVES`, and the parts in which a fused kernel sends its result."""
+    """Names of :func:`~dlrm_fused.scaleout.collectives.algorithms_of`, and the parts in which a fused kernel sends."""
 
     all_to_all: str = "direct"
-    all_reduce: str = "ring"
+    all_reduce: str = "auto"
     slices: int = 64
 
     def phases(self, collective: str, topology: Topology, size: float) -> list[Phase]:
@@ -38,7 +38,7 @@ class Algorithms:
             collective: A key of :data:`~dlrm_fused.scaleout.collectives.COLLECTIVES`.
             size: In bytes, as there.
         """
-        return COLLECTIVES[collective][getattr(self, collective, "ring")](topology, size)
+        return algorithms_of(collective)[getattr(self, collective, "ring")](topology, size)
 
 
 def tasks_of_step(

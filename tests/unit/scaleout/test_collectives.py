@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.scaleout import collectives
-from dlrm_fused.scaleout.collectives import COLLECTIVES, Phase, seconds
+from dlrm_fused.scaleout.collectives import COLLECTIVES, Phase, algorithms_of, seconds
 from dlrm_fused.scaleout.fair_sharing import max_min_rates
 from dlrm_fused.scaleout.network import Network
 from dlrm_fused.scaleout.topologies import Cluster, Flows, Links, Switch, Topology, Torus
@@ -279,3 +279,15 @@ def test_hosts_fill_their_pods() -> None:
 def test_a_flow_that_crosses_nothing_has_no_rate() -> None:
     with pytest.raises(UsageError, match="at least one link"):
         max_min_rates(np.zeros((1, 1)), np.ones(1))
+
+
+@pytest.mark.parametrize(("size", "name"), [(2**10, "tree"), (2**30, "ring")])
+def test_auto_takes_trees_for_few_bytes_and_the_ring_for_many(size: int, name: str) -> None:
+    hosts = Cluster(hosts=128, ranks_per_host=8, nvlink=450e9, nic=50e9, nvlink_latency=2e-6, nic_latency=5e-6)
+    chosen, same = (seconds(hosts, algorithms_of("all_reduce")[some](hosts, size)) for some in ("auto", name))
+    assert chosen == same
+
+
+def test_auto_takes_the_ring_of_a_torus() -> None:
+    torus = Torus(4, 4, 1e11, 1e-6)
+    assert algorithms_of("all_reduce")["auto"](torus, 2**20) == COLLECTIVES["all_reduce"]["ring"](torus, 2**20)

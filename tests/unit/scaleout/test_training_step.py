@@ -337,7 +337,7 @@ class TestCommand:
             ("network.nic_gb_per_second=0", "network.nic_gb_per_second=0.0: allowed: above 0"),
             ("network.nic_latency_us=-1", "network.nic_latency_us=-1.0: allowed: 0 or more"),
             ("all_to_all=ring", "all_to_all=ring: allowed: direct, pairwise, hierarchical"),
-            ("all_reduce=fast", "all_reduce=fast: allowed: ring"),
+            ("all_reduce=fast", "all_reduce=fast: allowed: auto, ring"),
             ("machine=none.json", "machine=none.json: no such file"),
             (f"machine={DCNV2}", "not a calibration"),
             ("machine=''", "machine is not set"),

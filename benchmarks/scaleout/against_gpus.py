@@ -1,0 +1,118 @@
+"""Steps of the trainer on GPUs, from raw results in benchmarks/results, beside those that ``dlrm_fused.scaleout`` says.
+
+    python -m benchmarks.scaleout.against_gpus --output results.json
+
+The step of the smallest batch of a file with several gives the milliseconds that the host needs (``host_ms``), and is no row.
+Nothing else comes from steps. The embedding stage is compared where the GPU's work, and not the host, sets the pace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.environment import ROOT, describe_environment
+from benchmarks.common.results import add_report_arguments, write_results
+from dlrm_fused.config import Comm
+from dlrm_fused.scaleout.answers import sweep
+from dlrm_fused.scaleout.scenario import HostSettings, NetworkSettings, Scenario, TrainSettings
+from dlrm_fused.scaleout.step import Timeline
+
+RESULTS = ROOT / "benchmarks/results"
+DCNV2 = "configs/criteo_1tb_dcnv2_synthetic.yaml"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of ``benchmarks.training.compare_settings``."""
+
+    file: str
+    config: str
+    gpus: int
+    has_host_ms: bool = True
+
+
+SOURCES = (
+    Source("training_batch_sizes_one_h200.json", DCNV2, 1),
+    Source("training_batch_sizes_2_h200.json", DCNV2, 2),
+    Source("training_moe_large_one_h200.json", "configs/moe_large.yaml", 1, has_host_ms=False),
+    Source("training_transformer_large_one_h200.json", "configs/transformer_large.yaml", 1, has_host_ms=False),
+)
+
+
+def rows_of(source: Source, machine: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file, each with ``simulated_ms`` and ``step_ms``, and both times of the embedding stage."""
+    runs = json.loads((RESULTS / source.file).read_text())["runs"]
+    for comm in Comm.baseline, Comm.fused:
+        own = sorted((run for run in runs if f"comm={comm.name}" in run["settings"]), key=lambda run: run["batch"])
+        own = [run for run in own if run["batch"] >= 4096 or not source.has_host_ms]
+        host_ms = own.pop(0)["median_parts"]["step_ms"] if own and source.has_host_ms else 0.0
+        for run in own:
+            simulated, timeline = _simulated(source, run, comm, host_ms, machine)
+            measured = run["median_parts"]
+            yield {
+                "file": source.file,
+                "gpus": source.gpus,
+                "batch": run["batch"],
+                "comm": comm.name,
+                "host_ms": host_ms,
+                "simulated_ms": simulated,
+                "step_ms": measured["step_ms"],
+                "error": simulated / measured["step_ms"] - 1,
+                "simulated_embedding_ms": 1e3 * _embedding_seconds(timeline),
+                "embedding_ms": measured["embedding_ms"],
+                "is_paced_by_gpu": simulated > host_ms,
+            }
+
+
+def _simulated(source: Source, run: dict[str, Any], comm: Comm, host_ms: float, machine: Path) -> tuple[float, Timeline]:
+    settings = [setting for setting in run["settings"].split() if not setting.startswith("comm=")]
+    scenario = Scenario(
+        train=TrainSettings(source.config, settings),
+        machine=str(machine),
+        memory_gib=130,
+        network=NetworkSettings(ranks_per_host=source.gpus),
+        hosts=[1],
+        samples_per_rank=run["batch"] // source.gpus,
+        host_ms=HostSettings(baseline=host_ms, fused=host_ms),
+    )
+    return next((row["step_ms"], timeline) for row, timeline in sweep(scenario) if row["comm"] == comm.name)
+
+
+def _embedding_seconds(timeline: Timeline) -> float:
+    """From the start of the lookup until all pooled embeddings are there."""
+    spans = {span.task.name: span for span in timeline.spans}
+    if "lookup and All-to-All" in spans:
+        fused = spans["lookup and All-to-All"]
+        return fused.end - fused.start
+    return spans["pooled embeddings"].end - spans["lookup"].start
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    lines = [f"{'GPUs':>4} {'batch':>6} {'comm':<9} {'simulated':>9} {'measured':>9} {'error':>7} {'embedding stage':>18}"]
+    for row in rows:
+        stage = f"{row['simulated_embedding_ms']:.2f} / {row['embedding_ms']:.2f}" if row["is_paced_by_gpu"] else ""
+        lines.append(
+            f"{row['gpus']:>4} {row['batch']:>6} {row['comm']:<9} {row['simulated_ms']:>9.2f} {row['step_ms']:>9.2f} "
+            f"{100 * row['error']:>+6.1f}% {stage:>18}  {row['file']}"
+        )
+    within = sum(abs(row["error"]) <= 0.15 for row in rows)
+    return "\n".join([*lines, f"{within} of {len(rows)} steps within 15%"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machine", type=Path, default=RESULTS / "calibration_one_h200.json")
+    add_report_arguments(parser)
+    options = parser.parse_args()
+    rows = [row for source in SOURCES for row in rows_of(source, options.machine)]
+    write_results(options.output, {**describe_environment([], options.commit), "rows": rows})
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
