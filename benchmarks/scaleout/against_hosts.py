@@ -3,9 +3,9 @@
     python -m benchmarks.calibrate --device cpu --output cpu.json
     python -m benchmarks.scaleout.against_hosts --machine cpu.json --output results.json
 
-Two network namespaces with a rank each, as of ``benchmarks/training/across_hosts.py``, which says what that needs. What a rank's
-process does besides the kernels, such as reading samples and sorting ids (``host_ms``), is a line through two batch sizes that
-are no cells of the comparison, on a network without limit: measured less simulated. Nothing else comes from steps.
+Two network namespaces with a rank each, as of ``benchmarks/training/across_hosts.py``, which says what that needs. What a
+rank's process does besides the kernels, such as reading samples and sorting ids (``host_ms``), is a line through two batch
+sizes that are no cells of the comparison, on a network without limit: measured less simulated. Nothing else comes from steps.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _host_lines(hosts: Hosts, model: str, machine: Path, rounds: int) -> dict[st
     """By ``comm``: milliseconds by batch."""
     cells = [Cell(model, batch, _UNSHAPED_GBIT_PER_SECOND) for batch in _CALIBRATED_BATCHES]
     simulated = [simulated_ms(cell, machine, HostSettings()) for cell in cells]
-    lines = {}
+    lines: dict[str, Callable[[float], float]] = {}
     for comm in COMMS:
         besides = [
             _median(hosts, cell, comm, rounds)["step_ms"] - own[comm] for cell, own in zip(cells, simulated, strict=True)

@@ -142,6 +142,7 @@ def _machine(scenario: Scenario) -> Machine:
         memory=machine.memory * factors.memory,
         lookup=machine.lookup * factors.lookup,
         update=machine.update * factors.update,
+        optimizer=machine.optimizer * factors.optimizer,
         products={dtype: rate * factors.products for dtype, rate in machine.products.items()},
     )
 

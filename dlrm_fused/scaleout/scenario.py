@@ -58,6 +58,7 @@ class RateSettings:
     products: float = 1.0
     lookup: float = 1.0
     update: float = 1.0
+    optimizer: float = 1.0
 
 
 @dataclass
