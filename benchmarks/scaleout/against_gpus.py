@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.common.environment import ROOT, describe_environment
 from benchmarks.common.results import add_report_arguments, write_results
-from dlrm_fused.config import Comm
+from dlrm_fused.config import Comm, load_config
 from dlrm_fused.scaleout.answers import sweep
 from dlrm_fused.scaleout.scenario import HostSettings, NetworkSettings, Scenario, TrainSettings
 from dlrm_fused.scaleout.step import Timeline
@@ -28,59 +28,103 @@ DCNV2 = "configs/criteo_1tb_dcnv2_synthetic.yaml"
 
 @dataclass(frozen=True)
 class Source:
-    """A file of ``benchmarks.training.compare_settings``."""
+    """A file with runs of one config.
+
+    Args:
+        variants: Those of its runs that are the trainer as it was, by their names; of other files, all.
+        settings: Of all runs.
+        has_host_ms: Whether the smallest of its batches gives the time of the host.
+    """
 
     file: str
     config: str
     gpus: int
-    has_host_ms: bool = True
+    variants: tuple[str, ...] = ()
+    settings: str = ""
+    has_host_ms: bool = False
 
 
 SOURCES = (
-    Source("training_batch_sizes_one_h200.json", DCNV2, 1),
-    Source("training_batch_sizes_2_h200.json", DCNV2, 2),
-    Source("training_moe_large_one_h200.json", "configs/moe_large.yaml", 1, has_host_ms=False),
-    Source("training_transformer_large_one_h200.json", "configs/transformer_large.yaml", 1, has_host_ms=False),
+    Source("training_batch_sizes_one_h200.json", DCNV2, 1, has_host_ms=True),
+    Source("training_one_h200.json", DCNV2, 1),
+    Source("training_batch_sizes_2_h200.json", DCNV2, 2, has_host_ms=True),
+    Source(
+        "training_large_variants_2_h200.json",
+        DCNV2,
+        2,
+        variants=("as it is: features exchanged by kernels, flat parameters",),
+        settings="comm=fused",
+    ),
+    Source(
+        "training_16_bit_embeddings_2_h200.json",
+        DCNV2,
+        2,
+        variants=("eager, fp32 embeddings", "compiled, bf16 embeddings"),
+    ),
+    Source("training_moe_large_one_h200.json", "configs/moe_large.yaml", 1),
+    Source("training_transformer_large_one_h200.json", "configs/transformer_large.yaml", 1),
 )
+_SMALLEST_BATCH = 4096  # of those that give the time of the host
+
+
+@dataclass(frozen=True)
+class Run:
+    """A measured run. Attributes: parts: medians in milliseconds."""
+
+    comm: Comm
+    batch: int
+    settings: tuple[str, ...]
+    parts: dict[str, float]
+
+
+def runs_of(source: Source) -> Iterator[Run]:
+    for run in json.loads((RESULTS / source.file).read_text())["runs"]:
+        if source.variants and run["variant"] not in source.variants:
+            continue
+        settings = [*source.settings.split(), *run.get("settings", "").split()]
+        (comm,) = (Comm(setting.removeprefix("comm=")) for setting in settings if setting.startswith("comm="))
+        others = tuple(setting for setting in settings if not setting.startswith("comm="))
+        batch = run.get("batch") or load_config(source.config, others).training.global_batch_size
+        yield Run(comm, batch, others, run.get("median_parts") or run["median_parts_ms"])
 
 
 def rows_of(source: Source, machine: Path) -> Iterator[dict[str, Any]]:
     """The rows of a file, each with ``simulated_ms`` and ``step_ms``, and both times of the embedding stage."""
-    runs = json.loads((RESULTS / source.file).read_text())["runs"]
     for comm in Comm.baseline, Comm.fused:
-        own = sorted((run for run in runs if f"comm={comm.name}" in run["settings"]), key=lambda run: run["batch"])
-        own = [run for run in own if run["batch"] >= 4096 or not source.has_host_ms]
-        host_ms = own.pop(0)["median_parts"]["step_ms"] if own and source.has_host_ms else 0.0
-        for run in own:
-            simulated, timeline = _simulated(source, run, comm, host_ms, machine)
-            measured = run["median_parts"]
+        runs = sorted((run for run in runs_of(source) if run.comm is comm), key=lambda run: run.batch)
+        host_ms = 0.0
+        if source.has_host_ms:
+            smallest, *runs = [run for run in runs if run.batch >= _SMALLEST_BATCH]
+            host_ms = smallest.parts["step_ms"]
+        for run in runs:
+            simulated, timeline = _simulated(source, run, host_ms, machine)
             yield {
                 "file": source.file,
                 "gpus": source.gpus,
-                "batch": run["batch"],
+                "batch": run.batch,
                 "comm": comm.name,
+                "settings": " ".join(run.settings),
                 "host_ms": host_ms,
                 "simulated_ms": simulated,
-                "step_ms": measured["step_ms"],
-                "error": simulated / measured["step_ms"] - 1,
+                "step_ms": run.parts["step_ms"],
+                "error": simulated / run.parts["step_ms"] - 1,
                 "simulated_embedding_ms": 1e3 * _embedding_seconds(timeline),
-                "embedding_ms": measured["embedding_ms"],
+                "embedding_ms": run.parts["embedding_ms"],
                 "is_paced_by_gpu": simulated > host_ms,
             }
 
 
-def _simulated(source: Source, run: dict[str, Any], comm: Comm, host_ms: float, machine: Path) -> tuple[float, Timeline]:
-    settings = [setting for setting in run["settings"].split() if not setting.startswith("comm=")]
+def _simulated(source: Source, run: Run, host_ms: float, machine: Path) -> tuple[float, Timeline]:
     scenario = Scenario(
-        train=TrainSettings(source.config, settings),
+        train=TrainSettings(source.config, list(run.settings)),
         machine=str(machine),
         memory_gib=130,
         network=NetworkSettings(ranks_per_host=source.gpus),
         hosts=[1],
-        samples_per_rank=run["batch"] // source.gpus,
+        samples_per_rank=run.batch // source.gpus,
         host_ms=HostSettings(baseline=host_ms, fused=host_ms),
     )
-    return next((row["step_ms"], timeline) for row, timeline in sweep(scenario) if row["comm"] == comm.name)
+    return next((row["step_ms"], timeline) for row, timeline in sweep(scenario) if row["comm"] == run.comm.name)
 
 
 def _embedding_seconds(timeline: Timeline) -> float:
@@ -98,10 +142,15 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         stage = f"{row['simulated_embedding_ms']:.2f} / {row['embedding_ms']:.2f}" if row["is_paced_by_gpu"] else ""
         lines.append(
             f"{row['gpus']:>4} {row['batch']:>6} {row['comm']:<9} {row['simulated_ms']:>9.2f} {row['step_ms']:>9.2f} "
-            f"{100 * row['error']:>+6.1f}% {stage:>18}  {row['file']}"
+            f"{100 * row['error']:>+6.1f}% {stage:>18}  {row['file']} {_unlike_the_config(row['settings'])}"
         )
     within = sum(abs(row["error"]) <= 0.15 for row in rows)
     return "\n".join([*lines, f"{within} of {len(rows)} steps within 15%"])
+
+
+def _unlike_the_config(settings: str) -> str:
+    """Those that change what is computed."""
+    return " ".join(setting for setting in settings.split() if "samples" not in setting)
 
 
 def main() -> None:
