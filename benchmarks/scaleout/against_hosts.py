@@ -14,7 +14,7 @@ import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -100,11 +100,10 @@ def simulated_ms(cell: Cell, machine: Path, host_ms: HostSettings) -> dict[str, 
     return {row["comm"]: row["step_ms"] for row, _ in sweep(scenario)}
 
 
-def compare(cells: Sequence[Cell], machine: Path, rounds: int) -> list[dict[str, Any]]:
+def compare(cells: Sequence[Cell], machine: Path, rounds: int) -> Iterator[dict[str, Any]]:
     """A row for each cell and ``comm``; the median of the rounds counts."""
     with Hosts(len(RANKS)) as hosts:
         lines = {model: _host_lines(hosts, model, machine, rounds) for model in {cell.model: None for cell in cells}}
-        rows = []
         for cell in cells:
             host_ms = HostSettings(**{comm: max(0.0, line(cell.batch)) for comm, line in lines[cell.model].items()})
             simulated = simulated_ms(cell, machine, host_ms)
@@ -118,9 +117,7 @@ def compare(cells: Sequence[Cell], machine: Path, rounds: int) -> list[dict[str,
                     **found,
                     "error": simulated[comm] / found["step_ms"] - 1,
                 }
-                print(_line(row), flush=True)
-                rows.append(row)
-    return rows
+                yield row
 
 
 def _host_lines(hosts: Hosts, model: str, machine: Path, rounds: int) -> dict[str, Callable[[float], float]]:
@@ -162,10 +159,14 @@ def main() -> None:
     options = parser.parse_args()
     if reason := obstacle():
         raise SystemExit(f"this machine cannot have several hosts: {reason}")
-    rows = compare(CELLS, options.machine, options.rounds)
     calibration = json.loads(options.machine.read_text())
     environment = describe_environment(["CPU"] * sum(RANKS), options.commit)
-    write_results(options.output, {**environment, "calibration": calibration, "rows": rows})
+    rows: list[dict[str, Any]] = []
+    for row in compare(CELLS, options.machine, options.rounds):
+        rows.append(row)
+        print(_line(row), flush=True)
+        # After each row, so that what was measured is there if a later one fails.
+        write_results(options.output, {**environment, "calibration": calibration, "rows": rows})
     within = sum(abs(row["error"]) <= 0.15 for row in rows)
     print(f"{within} of {len(rows)} within 15%")
 
