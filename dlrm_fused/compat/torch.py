@@ -14,6 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 _CYCLES_PER_SECOND = 2e9  # of a GPU's clock, about
 
+# Attention's operations by their names on CPUs: those whose arithmetic torch.utils.flop_counter knows. They have no public name.
+ATTENTION_OF_GPUS = {
+    "_scaled_dot_product_flash_attention_for_cpu": torch.ops.aten._scaled_dot_product_flash_attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": torch.ops.aten._scaled_dot_product_flash_attention_backward,
+}
+
 
 def storage_info(file: str, offset: int, length: int) -> Any:
     """Where in a checkpoint's files a tensor lies, as torch.distributed.checkpoint (DCP) keeps it in its metadata.

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_fused.compat.torch import tensors_without_memory, traced_group
+from dlrm_fused.compat.torch import ATTENTION_OF_GPUS, tensors_without_memory, traced_group
 from dlrm_fused.datasets.batch import Batch
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.models import RankingTask
@@ -35,11 +35,6 @@ _MOVE_NOTHING = {
 _COPIES = {"index_select", "index_add", "new_zeros"}
 _ALONE = {"index_select", "index_add", "sort", "topk"}
 _COLLECTIVES = {"alltoall_base_": "all_to_all", "allreduce_": "all_reduce", "_allgather_base_": "all_gather"}
-# Attention has other names on CPUs, where the model is traced.
-_ATTENTION = {
-    "_scaled_dot_product_flash_attention_for_cpu": torch.ops.aten._scaled_dot_product_flash_attention,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": torch.ops.aten._scaled_dot_product_flash_attention_backward,
-}
 
 
 @dataclass(frozen=True)
@@ -297,7 +292,7 @@ def _users(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _flops(node: fx.Node) -> float:
-    attention = _ATTENTION.get(_name(node))
+    attention = ATTENTION_OF_GPUS.get(_name(node))
     count = flop_registry.get(attention or getattr(node.target, "overloadpacket", None))
     if count is None:
         return 0
