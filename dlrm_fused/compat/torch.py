@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 _CYCLES_PER_SECOND = 2e9  # of a GPU's clock, about
 
-# Attention's operations by their names on CPUs: those whose arithmetic torch.utils.flop_counter knows. They have no public name.
+# Attention's operations by their names on CPUs: those that torch.utils.flop_counter knows. They have no public name.
 ATTENTION_OF_GPUS = {
     "_scaled_dot_product_flash_attention_for_cpu": torch.ops.aten._scaled_dot_product_flash_attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": torch.ops.aten._scaled_dot_product_flash_attention_backward,
