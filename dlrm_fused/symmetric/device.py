@@ -156,6 +156,21 @@ def wait(channel, word, value):
 
 
 @triton.jit
+def order_bulk_loads(ON_GPU: tl.constexpr):
+    """After a :func:`wait`, before loads by descriptors (TMA): they go another way than plain loads, which the wait orders.
+
+    Source: "Proxies" in NVIDIA's *PTX ISA*, ``fence.proxy.async``.
+
+    Args:
+        ON_GPU: false under the interpreter, which has no instructions of its own.
+    """
+    if ON_GPU:
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def must_stop(channel):
     """Whether the host has aborted the epoch, or another program has met a fault."""
     aborted = tl.atomic_add(channel.state + ABORT, 0, sem="relaxed", scope="sys")

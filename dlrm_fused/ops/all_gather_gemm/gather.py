@@ -1,0 +1,222 @@
+"""AllGather + GEMM by any schedule: the rows of all ranks are multiplied while those of peers are on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dlrm_fused.ops.all_gather_gemm.kernel import multiply_arriving
+from dlrm_fused.ops.all_gather_gemm.reference import all_gather
+from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace
+from dlrm_fused.ops.common.meeting import meet_beside
+from dlrm_fused.ops.common.scatter_rows import scatter_rows
+from dlrm_fused.ops.common.workspace import fingerprint_of
+from dlrm_fused.ops.schedules import Kind, Mover, Pair, Piece, Schedule, Task, make_plan, run_plan
+from dlrm_fused.ops.schedules.piece_flags import ends_of
+from dlrm_fused.ops.schedules.plan import cut
+from dlrm_fused.symmetric import name_lost_peer
+from dlrm_fused.symmetric.device import uses_kernels
+
+
+class Gathering(NamedTuple):
+    """A product of gathered rows.
+
+    Attributes:
+        out: [M, N], an ordinary tensor.
+        rows: gives [M, K], the gathered rows, until the workspace's next call.
+    """
+
+    out: Tensor
+    rows: Callable[[], Tensor]
+
+
+def gather_and_multiply(
+    workspace: ShardWorkspace, x: Tensor, weight: Tensor, schedule: Schedule, *, is_transposed: bool = False
+) -> Gathering:
+    """The rows of all ranks @ weight.T. Collective.
+
+    Args:
+        x: [M / ranks, K], contiguous.
+        weight: [N, K]; or [K, N] if ``is_transposed``.
+    """
+    if workspace.world_size > 1 and schedule.mover is not Mover.library and _is_by_kernels(workspace):
+        call = _Call(workspace, x, weight, schedule, is_transposed)
+        run_plan(make_plan(Pair.all_gather_gemm, schedule, workspace.world_size, len(x)), call.actions, workspace.stream)
+        return Gathering(call.out, call.gathered_rows)
+    if workspace.world_size == 1:
+        gathered = x
+    elif schedule.mover is Mover.library:
+        gathered = _gathered_by_library(workspace, x, fingerprint_of("gather", schedule.name, *x.shape, *weight.shape))
+    else:
+        gathered = _gathered_as_rows(workspace, x)
+    return Gathering(gathered @ (weight if is_transposed else weight.T), lambda: gathered)
+
+
+def gather_beside(workspace: ShardWorkspace, x: Tensor) -> Callable[[], Tensor]:
+    """Begin to gather rows beside what follows; the function that is returned waits for them. Both are collective.
+
+    Meanwhile the workspace may multiply and scatter, not gather.
+
+    Args:
+        x: [M / ranks, K], contiguous.
+
+    Returns:
+        Gives [M, K], until the workspace's next call.
+    """
+    if workspace.world_size == 1:
+        return lambda: x
+    if not _is_by_kernels(workspace):
+        gathered = _gathered_as_rows(workspace, x)
+        return lambda: gathered
+    ranks, rank, pieces, stream = workspace.world_size, workspace.rank, workspace.pieces_beside, workspace.gather_stream
+    main = torch.cuda.current_stream(workspace.device) if stream else None
+    if stream and main:
+        stream.wait_stream(main)
+    with torch.cuda.stream(stream) if stream else nullcontext():
+        pieces.begin(fingerprint_of("gather beside", *x.shape))
+        for shift in range(1, ranks):
+            peer = (rank + shift) % ranks
+            workspace.matrix(workspace.gathered, peer, (ranks, *x.shape))[rank].copy_(x, non_blocking=True)
+            pieces.mark(peer, 0)
+        own = workspace.matrix(workspace.gathered, rank, (ranks, *x.shape))
+        own[rank].copy_(x, non_blocking=True)
+
+    def wait() -> Tensor:
+        if stream and main:
+            main.wait_stream(stream)
+        for shift in range(1, ranks):
+            pieces.wait((rank - shift) % ranks, 0)
+        pieces.complete()
+        return own.flatten(0, 1)
+
+    return wait
+
+
+def _is_by_kernels(workspace: ShardWorkspace) -> bool:
+    return uses_kernels(workspace.device) and not workspace.group.hosts.are_many
+
+
+def _gathered_as_rows(workspace: ShardWorkspace, x: Tensor) -> Tensor:
+    """[M, K]: the rows of all ranks, in the workspace's memory until its next call. One epoch; between hosts as well.
+
+    Args:
+        x: [M / ranks, K], contiguous.
+    """
+    ranks, rows = workspace.world_size, len(x)
+    gathered = workspace.matrix(workspace.gathered, workspace.rank, (ranks * rows, x.shape[1]))
+    all_rows = ranks * rows
+    own = torch.arange(rows, dtype=torch.int32, device=x.device) + workspace.rank * rows
+    # Every row goes to all ranks; for another host's rank it is a row of a slice, in the order of the rows.
+    of_slice = own - workspace.rank * rows
+    hosts = workspace.group.hosts
+    targets = torch.stack([rank * all_rows + (of_slice if rank in hosts.remote else own) for rank in range(ranks)], dim=1)
+    received = {rank: torch.arange(rank * rows, (rank + 1) * rows, device=x.device) for rank in hosts.remote}
+    scatter_rows(
+        x,
+        targets.flatten(),
+        workspace.window_of(workspace.gathered, "gather", *x.shape),
+        rows_per_rank=all_rows,
+        repeats=ranks,
+        received=received if hosts.are_many else None,
+    )
+    return gathered
+
+
+def _gathered_by_library(workspace: ShardWorkspace, x: Tensor, fingerprint: int) -> Tensor:
+    process_group = workspace.group.process_group
+    assert process_group is not None
+    with name_lost_peer():
+        return meet_beside(lambda: all_gather(x, process_group), workspace.channel, workspace.stream, fingerprint)
+
+
+class _Call:
+    """One call on this rank: what starts each task of its plan."""
+
+    def __init__(self, workspace: ShardWorkspace, x: Tensor, weight: Tensor, schedule: Schedule, is_transposed: bool) -> None:
+        self._workspace, self._x, self._weight, self._schedule = workspace, x, weight, schedule
+        self._is_transposed = is_transposed
+        self._factor = weight if is_transposed else weight.T
+        self._ranks, self._rank, (self._rows, depth) = workspace.world_size, workspace.rank, x.shape
+        # Parts of the inner dimension lie one after the other, so that each is contiguous.
+        self._part_depth = depth // schedule.depth_parts
+        self._shape = (schedule.depth_parts, self._ranks, self._rows, self._part_depth)
+        self.out = x.new_empty(self._ranks * self._rows, self._factor.shape[1])
+        self._sums: dict[Piece, Tensor] = {}  # over parts of the inner dimension, in fp32
+        fingerprint = fingerprint_of("gather", schedule.name, *x.shape, *weight.shape, is_transposed)
+        self.actions = {
+            Kind.begin: lambda _: workspace.pieces.begin(fingerprint),
+            Kind.move: self._move,
+            Kind.gate: self._wait,
+            Kind.compute: self._multiply,
+            Kind.end: lambda _: workspace.pieces.complete(),
+        }
+
+    def gathered_rows(self) -> Tensor:
+        """[M, K], when the call has been started; this rank's rows join the peers' now."""
+        gathered = self._workspace.matrix(self._workspace.gathered, self._rank, self._shape)
+        for part, own in enumerate(self._x.chunk(self._schedule.depth_parts, dim=1)):
+            gathered[part, self._rank].copy_(own)
+        return gathered.permute(1, 2, 0, 3).reshape(self._ranks * self._rows, -1)
+
+    def _number(self, piece: Piece) -> int:
+        return piece.depth_part * len(self._schedule.parts) + piece.number
+
+    def _source(self, piece: Piece) -> int:
+        return (self._rank - piece.shift) % self._ranks
+
+    def _part(self, matrix: Tensor, piece: Piece) -> Tensor:
+        """Columns of a matrix [rows, K] that belong to a piece."""
+        first = piece.depth_part * self._part_depth
+        return matrix[:, first : first + self._part_depth]
+
+    def _move(self, task: Task) -> None:
+        (piece,) = task.pieces
+        peer = (self._rank + piece.shift) % self._ranks
+        place = self._workspace.matrix(self._workspace.gathered, peer, self._shape)[piece.depth_part, self._rank]
+        # A copy engine copies what is contiguous.
+        sent = self._part(self._x[piece.first : piece.last], piece).contiguous()
+        place[piece.first : piece.last].copy_(sent, non_blocking=True)
+        self._workspace.pieces.mark(peer, self._number(piece))
+
+    def _wait(self, task: Task) -> None:
+        for piece in task.pieces:
+            self._workspace.pieces.wait(self._source(piece), self._number(piece))
+
+    def _multiply(self, task: Task) -> None:
+        if self._schedule.is_one_product:
+            multiply_arriving(
+                self._x, self._workspace.gathered, self._weight, self.out, self._workspace.pieces,
+                ends_of(cut(self._rows, self._schedule.parts)), self._workspace.channel, self._workspace.pushed,
+                pushes=self._schedule.mover is Mover.same_kernel, is_transposed=self._is_transposed,
+            )  # fmt: skip
+            return
+        (piece,) = task.pieces
+        rows = slice(piece.first, piece.last)
+        out = self.out.view(self._ranks, self._rows, -1)[self._source(piece), rows]
+        if piece.shift == 0:
+            torch.mm(self._x, self._factor, out=out)
+            return
+        shape = self._shape
+        x = self._workspace.matrix(self._workspace.gathered, self._rank, shape)[piece.depth_part, self._source(piece), rows]
+        if self._schedule.depth_parts == 1:
+            torch.mm(x, self._factor, out=out)
+        else:
+            self._add_up(x, piece, out)
+
+    def _add_up(self, x: Tensor, piece: Piece, out: Tensor) -> None:
+        """Add the product of a part of the inner dimension to that of the parts before; the sum is rounded once."""
+        first = piece.depth_part * self._part_depth
+        factor = self._factor[first : first + self._part_depth]
+        of_rows = piece._replace(depth_part=0)
+        if x.device.type == "cuda" and x.dtype != torch.float32:
+            product = torch.mm(x, factor, out_dtype=torch.float32)
+        else:
+            product = x.float() @ factor.float()
+        total = self._sums[of_rows].add_(product) if of_rows in self._sums else product
+        if piece.depth_part == self._schedule.depth_parts - 1:
+            out.copy_(total)
+        self._sums[of_rows] = total

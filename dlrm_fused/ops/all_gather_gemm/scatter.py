@@ -1,0 +1,125 @@
+"""GEMM + ReduceScatter by any schedule: while products for one rank travel, those for the next are computed.
+
+What is sent is rounded once, to the dtype; the sum is fp32, in the kernel that multiplies the own rows, and rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dlrm_fused.ops.all_gather_gemm.kernel import multiply_and_add
+from dlrm_fused.ops.all_gather_gemm.reference import reduce_scatter
+from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace
+from dlrm_fused.ops.common.meeting import meet_beside
+from dlrm_fused.ops.common.scatter_rows import scatter_rows
+from dlrm_fused.ops.common.workspace import fingerprint_of
+from dlrm_fused.ops.gemm_all_to_all.kernel import gemm_combine
+from dlrm_fused.ops.schedules import Kind, Mover, Pair, Schedule, Task, make_plan, run_plan
+from dlrm_fused.ops.schedules.piece_flags import ends_of
+from dlrm_fused.ops.schedules.plan import cut
+from dlrm_fused.symmetric import name_lost_peer
+from dlrm_fused.symmetric.device import uses_kernels
+
+
+def multiply_and_scatter(
+    workspace: ShardWorkspace, x: Tensor, weight: Tensor, schedule: Schedule, *, is_transposed: bool = False
+) -> Tensor:
+    """[M / ranks, N]: this rank's rows of the sum over ranks of x @ weight.T, in an ordinary tensor. Collective.
+
+    Args:
+        x: [M, K], contiguous.
+        weight: [N, K]; or [K, N] if ``is_transposed``.
+    """
+    factor = weight if is_transposed else weight.T
+    if workspace.world_size == 1:
+        return x @ factor
+    fingerprint = fingerprint_of("scatter", schedule.name, *x.shape, *weight.shape, is_transposed)
+    if schedule.mover is Mover.library:
+        return _scattered_by_library(workspace, x, factor, fingerprint)
+    if not uses_kernels(workspace.device) or workspace.group.hosts.are_many:
+        return _scattered_as_rows(workspace, x.float() @ factor.float())
+    call = _Call(workspace, x, weight, schedule, is_transposed, fingerprint)
+    rows = len(x) // workspace.world_size
+    run_plan(make_plan(Pair.gemm_reduce_scatter, schedule, workspace.world_size, rows), call.actions, workspace.stream)
+    return call.out
+
+
+def _scattered_by_library(workspace: ShardWorkspace, x: Tensor, factor: Tensor, fingerprint: int) -> Tensor:
+    process_group = workspace.group.process_group
+    assert process_group is not None
+    product = meet_beside(lambda: x @ factor, workspace.channel, workspace.stream, fingerprint)
+    with name_lost_peer():  # lost between the epoch and here
+        return reduce_scatter(product, process_group)
+
+
+def _scattered_as_rows(workspace: ShardWorkspace, product: Tensor) -> Tensor:
+    """Of an fp32 product: rows for peers go there, rounded to the dtype, and are added up in the order of ranks."""
+    ranks, rank, (all_rows, columns) = workspace.world_size, workspace.rank, product.shape
+    rows, hosts = all_rows // ranks, workspace.group.hosts
+    received = workspace.matrix(workspace.received, rank, (ranks, rows, columns))
+    numbers = torch.arange(rows, dtype=torch.int32, device=product.device)
+    # The p-th block of rows goes to rank p as block ``rank`` there, to another host's rank as a slice.
+    targets = [peer * all_rows + numbers + (0 if peer in hosts.remote else rank * rows) for peer in range(ranks)]
+    targets[rank] = torch.full_like(numbers, -1)
+    scatter_rows(
+        product.to(workspace.dtype),
+        torch.cat(targets),
+        workspace.window_of(workspace.received, "scatter", all_rows, columns),
+        rows_per_rank=all_rows,
+        received={peer: numbers.long() + peer * rows for peer in hosts.remote} if hosts.are_many else None,
+    )
+    total = torch.zeros_like(product[:rows])
+    for peer in range(ranks):
+        if peer != rank:
+            total += received[peer].float()
+    return (total + product.view(ranks, rows, columns)[rank]).to(workspace.dtype)
+
+
+class _Call:
+    """One call on this rank: what starts each task of its plan."""
+
+    def __init__(
+        self, workspace: ShardWorkspace, x: Tensor, weight: Tensor, schedule: Schedule, is_transposed: bool, fingerprint: int
+    ) -> None:
+        self._workspace, self._weight, self._schedule = workspace, weight, schedule
+        self._is_transposed, self._fingerprint = is_transposed, fingerprint
+        self._factor = weight if is_transposed else weight.T
+        self._ranks, self._rank, columns = workspace.world_size, workspace.rank, self._factor.shape[1]
+        self._rows = len(x) // self._ranks
+        self._x, self._shards = x, x.view(self._ranks, self._rows, -1)
+        self._shape = (self._ranks, self._rows, columns)
+        self.out = x.new_empty(self._rows, columns)
+        self._is_one_kernel = schedule.mover is Mover.same_kernel
+        self._sent = x.new_empty(0 if self._is_one_kernel else self._ranks, self._rows, columns)
+        self.actions = {
+            Kind.begin: lambda _: workspace.pieces.begin(fingerprint),
+            Kind.compute: self._multiply,
+            Kind.move: self._move,
+            Kind.combine: self._multiply_own_rows,
+            Kind.end: lambda _: workspace.pieces.complete(),
+        }
+
+    def _multiply(self, task: Task) -> None:
+        if self._is_one_kernel:
+            window = self._workspace.window_of(self._workspace.received, self._fingerprint)
+            gemm_combine(self._x, self._weight, window, is_transposed=self._is_transposed, leaves_own_rows=True)
+            return
+        (piece,) = task.pieces
+        peer, rows = (self._rank + piece.shift) % self._ranks, slice(piece.first, piece.last)
+        torch.mm(self._shards[peer, rows], self._factor, out=self._sent[peer, rows])
+
+    def _move(self, task: Task) -> None:
+        (piece,) = task.pieces
+        peer, rows = (self._rank + piece.shift) % self._ranks, slice(piece.first, piece.last)
+        place = self._workspace.matrix(self._workspace.received, peer, self._shape)[self._rank]
+        place[rows].copy_(self._sent[peer, rows], non_blocking=True)
+        self._workspace.pieces.mark(peer, piece.number)
+
+    def _multiply_own_rows(self, _: Task) -> None:
+        received = self._workspace.matrix(self._workspace.received, self._rank, self._shape)
+        ends = ends_of(cut(self._rows, self._schedule.parts))
+        multiply_and_add(
+            self._shards[self._rank], self._weight, self.out, received, self._workspace.pieces, ends,
+            self._workspace.channel, waits=not self._is_one_kernel, is_transposed=self._is_transposed,
+        )  # fmt: skip

@@ -1,0 +1,56 @@
+"""Which schedule ``auto`` takes for AllGather + GEMM and for GEMM + ReduceScatter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dlrm_fused.errors import UsageError
+from dlrm_fused.ops.all_gather_gemm.workspace import MAX_PIECES, ShardWorkspace
+from dlrm_fused.ops.common.schedules import AUTO as AUTO
+from dlrm_fused.ops.common.schedules import LIBRARY, Shape
+from dlrm_fused.ops.schedules import SCHEDULES, Pair, Schedule
+
+NAMES = {
+    Pair.all_gather_gemm: (
+        LIBRARY, "kernel", "chunks", "chunks_2", "chunks_4", "tapered", "deep_2", "arriving", "arriving_4",
+    ),
+    Pair.gemm_reduce_scatter: (LIBRARY, "kernel", "chunks", "chunks_2", "chunks_4", "tapered"),
+}  # fmt: skip
+# What auto chooses from. The first notices ranks that make another call.
+_CANDIDATES = {
+    Pair.all_gather_gemm: ("chunks", "arriving", "arriving_4", "chunks_2", LIBRARY),
+    Pair.gemm_reduce_scatter: ("chunks_2", "chunks_4", "kernel", LIBRARY),
+}
+assert all(len(SCHEDULES[name].parts) * SCHEDULES[name].depth_parts <= MAX_PIECES for names in NAMES.values() for name in names)
+
+
+def check_schedule(workspace: ShardWorkspace, pair: Pair, schedule: str, depth: int) -> None:
+    """Raises UsageError if a call with this inner dimension cannot be made so."""
+    name, allowed = workspace.name, (AUTO, *NAMES[pair])
+    if schedule not in allowed:
+        raise UsageError(f"{name}: schedule={schedule}; allowed for {pair}: {', '.join(allowed)}")
+    if schedule == LIBRARY and not workspace.schedules[pair].has_library:
+        raise UsageError(f"{name}: schedule=library: the process group has no NCCL; take another one, or auto")
+    parts = 1 if schedule == AUTO else SCHEDULES[schedule].depth_parts
+    unit = parts * 16 // workspace.dtype.itemsize
+    if parts > 1 and depth % unit:
+        raise UsageError(f"{name}: schedule={schedule}: K={depth}; needed: a multiple of {unit}, to be cut into {parts} parts")
+
+
+def choose_schedule(
+    workspace: ShardWorkspace, pair: Pair, shape: Shape, schedule: str, run: Callable[[Schedule], object]
+) -> Schedule:
+    """The schedule of a call; ``auto`` measures where nothing is known. Collective: all ranks choose alike.
+
+    Args:
+        shape: rows of all ranks, columns and K of the product.
+        run: makes the call by a schedule.
+
+    Raises:
+        CommunicationError: while it measures, as the call itself.
+    """
+    if schedule != AUTO:
+        return SCHEDULES[schedule]
+    names = [name for name in _CANDIDATES[pair] if name != LIBRARY or workspace.schedules[pair].has_library]
+    chosen = workspace.schedules[pair].choose(shape, names, lambda name: run(SCHEDULES[name]), rule=names[0])
+    return SCHEDULES[chosen]

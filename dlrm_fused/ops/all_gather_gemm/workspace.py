@@ -1,0 +1,95 @@
+"""The symmetric memory of AllGather + GEMM and of GEMM + ReduceScatter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dlrm_fused.errors import UsageError
+from dlrm_fused.ops.all_gather_gemm.measured import MEASURED_ON, table_of
+from dlrm_fused.ops.common.schedules import Schedules
+from dlrm_fused.ops.common.workspace import ReceiveWindow, Workspace, check_counts, check_dtype, fingerprint_of
+from dlrm_fused.ops.schedules import Pair
+from dlrm_fused.ops.schedules.piece_flags import PieceFlags
+from dlrm_fused.symmetric import SymmetricGroup, SymmetricMemory
+
+ROW_BYTES = 16  # rows of all matrices have a multiple of so many bytes
+MAX_PIECES = 8  # of a shard
+# Rows of all ranks' blocks are counted in 31 bits.
+_MAX_ROWS_OF_ALL_RANKS = 2**31 - 1
+
+
+class ShardWorkspace(Workspace):
+    """The symmetric memory in which shards are gathered, and products for other ranks received. Making one is collective.
+
+    Calls may share it, of both operators and of any layers.
+    """
+
+    def __init__(
+        self,
+        group: SymmetricGroup,
+        *,
+        name: str,
+        max_rows: int,
+        max_columns: int,
+        dtype: torch.dtype,
+        timeout_seconds: float = 600.0,
+        measures_schedules: bool = True,
+    ) -> None:
+        """Collective.
+
+        Args:
+            group, name, timeout_seconds: as for :class:`~dlrm_fused.ops.common.workspace.Workspace`.
+            max_rows: of all ranks together, M.
+            max_columns: of what travels: K of ``all_gather_gemm``, N of ``gemm_reduce_scatter``; for gradients the same ones.
+                Memory for two matrices [max_rows, max_columns] is allocated here.
+            dtype: float32, bfloat16 or float16.
+            measures_schedules: whether ``auto`` may measure a shape that it meets for the first time, on GPUs.
+
+        Raises:
+            UsageError: on all ranks, if an argument is wrong on one of them, or they differ.
+        """
+
+        def check() -> dict[str, object]:
+            check_dtype(name, dtype)
+            check_counts(name, max_rows=max_rows, max_columns=max_columns)
+            most = _MAX_ROWS_OF_ALL_RANKS // group.world_size
+            if max_rows > most:
+                raise UsageError(f"{name}: max_rows={max_rows}; allowed with {group.world_size} ranks: at most {most}")
+            sizes = {"max_rows": max_rows, "max_columns": max_columns}
+            return {"name": name, **sizes, "dtype": dtype, "measures_schedules": measures_schedules}
+
+        super().__init__(group, name, check, timeout_seconds=timeout_seconds, channels=("", "beside"))
+        self.max_rows, self.max_columns, self.dtype = max_rows, max_columns, dtype
+        size = max_rows * max_columns * dtype.itemsize
+        self.gathered = group.allocate(f"{name}.gathered", size)
+        self.received = group.allocate(f"{name}.received", size)
+        self.pieces = PieceFlags(self.channel, f"{name}.pieces", MAX_PIECES)
+        # Of rows that are gathered beside another call.
+        self.pieces_beside = PieceFlags(self.channels[1], f"{name}.pieces_beside", 1)
+        self.pushed = torch.zeros(1, dtype=torch.int64, device=group.device)
+        # Beside the stream of the products.
+        self.stream, self.gather_stream = (
+            torch.cuda.Stream(group.device, priority=-1) if group.device.type == "cuda" else None for _ in range(2)
+        )
+        self.schedules = {
+            pair: Schedules(
+                f"{name}, {pair}",
+                self.channel,
+                may_measure=measures_schedules,
+                measured_on=MEASURED_ON,
+                measured=table_of(pair, self.world_size, dtype),
+            )
+            for pair in (Pair.all_gather_gemm, Pair.gemm_reduce_scatter)
+        }
+
+    def matrix(self, memory: SymmetricMemory, rank: int, shape: Sequence[int]) -> Tensor:
+        """The matrix, of this shape, that ``memory`` has on a rank of this host."""
+        elements = torch.Size(shape).numel()
+        return memory.peer(rank)[: elements * self.dtype.itemsize].view(self.dtype).view(*shape)
+
+    def window_of(self, memory: SymmetricMemory, *what: object) -> ReceiveWindow:
+        """For one epoch of the channel, in which ranks receive at the beginning of ``memory``."""
+        return ReceiveWindow(memory, self.channel, 0, fingerprint_of(*what))

@@ -1,0 +1,187 @@
+"""The tasks of one call, in the order in which a rank starts them: what a schedule means for a pair and a number of ranks.
+
+All ranks make the same plan, each with its own peers: with ``shift`` s a rank sends to rank + s, and receives from rank - s.
+So while a rank's move of shift s is on its way, what it receives with that shift is too, and a task that waits for a peer's
+move is described by the rank's own move of the same piece.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dlrm_fused.ops.schedules.schedule import Mover, Pair, Schedule
+
+# Pieces begin at multiples of so many rows, where they have as many: the rows of a tile of a matrix product.
+ROW_UNIT = 128
+
+
+class Kind(enum.StrEnum):
+    """What a task does."""
+
+    begin = "begin"  # tells the peers that this rank can receive, and waits until they can
+    collective = "collective"  # the library's, for all pieces at once
+    compute = "compute"
+    move = "move"
+    gate = "gate"  # waits until a piece has come
+    combine = "combine"  # puts what has come where it belongs, or adds it up
+    end = "end"  # all of this rank's moves are done
+
+
+class Lane(enum.StrEnum):
+    """Where a task runs: tasks of a lane follow each other."""
+
+    main = "main"  # the caller's stream
+    beside = "beside"  # a stream of its own
+
+
+class Piece(NamedTuple):
+    """A part of the rows that go to, or come from, one rank.
+
+    Attributes:
+        shift: of the rank; 0 is this one.
+        first, last: rows of the shard, ``last`` exclusive.
+        number: of the piece among those of its rank.
+        depth_part: which of the equal pieces of the inner dimension.
+    """
+
+    shift: int
+    first: int
+    last: int
+    number: int = 0
+    depth_part: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.last - self.first
+
+
+@dataclass(frozen=True)
+class Task:
+    """One step of a call.
+
+    Attributes:
+        pieces: with which it deals, in that order.
+        after: earlier tasks of the other lane for which it waits; of a task of several pieces, for that of its own piece.
+        arrivals: moves by which the peers send what it needs: those of its pieces, in their order; none for own pieces.
+        is_inside: whether the kernel of another task does it, in which case nothing is to be started for it.
+    """
+
+    kind: Kind
+    lane: Lane
+    pieces: tuple[Piece, ...] = ()
+    after: tuple[int, ...] = ()
+    arrivals: tuple[int, ...] = ()
+    is_inside: bool = False
+
+
+Plan = tuple[Task, ...]
+
+
+def make_plan(pair: Pair, schedule: Schedule, ranks: int, shard_rows: int) -> Plan:
+    """The tasks of a call.
+
+    Args:
+        shard_rows: rows that go from one rank to another; of ``gemm_all_reduce`` those of the whole matrix.
+
+    Raises:
+        ValueError: the pair cannot be run so.
+    """
+    if schedule.mover is Mover.library:
+        return _serial(pair, ranks, shard_rows)
+    if pair is Pair.gemm_all_reduce:
+        return _sums_beside(schedule, shard_rows)
+    if schedule.mover is Mover.other_kernel:
+        raise ValueError(f"{pair}: schedule {schedule.name} is for {Pair.gemm_all_reduce}")
+    if schedule.depth_parts > 1 and not pair.moves_first:
+        raise ValueError(f"{pair}: schedule {schedule.name} sends pieces of a sum over the inner dimension; none is finished")
+    own = Piece(0, 0, shard_rows)
+    remote = _pieces_of_peers(schedule, ranks, shard_rows)
+    if schedule.mover is Mover.same_kernel:
+        return _in_one_kernel(pair, own, remote)
+    return _gathered(schedule, own, remote) if pair.moves_first else _scattered(pair, own, remote)
+
+
+def cut(rows: int, parts: Sequence[int]) -> list[tuple[int, int]]:
+    """First and last row (exclusive) of each piece; pieces without rows are left out."""
+    unit = ROW_UNIT if rows >= ROW_UNIT * len(parts) else 1
+    ends = [round(rows * end / sum(parts) / unit) * unit for end in itertools.accumulate(parts)]
+    bounds = [0, *ends[:-1], rows]
+    return [(first, last) for first, last in itertools.pairwise(bounds) if first < last]
+
+
+def _pieces_of_peers(schedule: Schedule, ranks: int, shard_rows: int) -> list[Piece]:
+    """In the order in which they travel: a piece of every peer, then the next of each, so that all links are busy."""
+    return [
+        Piece(shift, first, last, number, depth_part)
+        for depth_part in range(schedule.depth_parts)
+        for number, (first, last) in enumerate(cut(shard_rows, schedule.parts))
+        for shift in range(1, ranks)
+    ]
+
+
+def _serial(pair: Pair, ranks: int, shard_rows: int) -> Plan:
+    pieces = tuple(Piece(shift, 0, shard_rows) for shift in range(ranks if pair is not Pair.gemm_all_reduce else 1))
+    collective, compute = Task(Kind.collective, Lane.main, pieces), Task(Kind.compute, Lane.main, pieces)
+    return (collective, compute) if pair.moves_first else (compute, collective)
+
+
+def _in_one_kernel(pair: Pair, own: Piece, remote: list[Piece]) -> Plan:
+    """One kernel moves and computes: shards before all, results piece by piece, own ones last."""
+    if pair.moves_first:
+        moves = [Task(Kind.move, Lane.main, (piece,), is_inside=True) for piece in remote]
+        compute = Task(Kind.compute, Lane.main, (own, *remote), arrivals=tuple(range(1, len(moves) + 1)))
+        return (Task(Kind.begin, Lane.main), *moves, compute, Task(Kind.end, Lane.main))
+    moves = [Task(Kind.move, Lane.beside, (piece,), after=(0,), is_inside=True) for piece in remote]
+    arrivals = tuple(range(1, len(remote) + 1))
+    if pair is Pair.gemm_reduce_scatter:  # a second kernel: the product of own rows is added to what has come
+        compute = Task(Kind.compute, Lane.main, tuple(remote))
+        return (compute, *moves, Task(Kind.combine, Lane.main, (own,), arrivals=arrivals))
+    compute = Task(Kind.compute, Lane.main, (*remote, own))
+    return (compute, *moves, Task(Kind.gate, Lane.main, tuple(remote), arrivals=arrivals, is_inside=True))
+
+
+def _gathered(schedule: Schedule, own: Piece, remote: list[Piece]) -> Plan:
+    """Shards travel, own first to be multiplied while they do."""
+    tasks = [Task(Kind.begin, Lane.beside)]
+    tasks += [Task(Kind.move, Lane.beside, (piece,)) for piece in remote]
+    moves = tuple(range(1, len(tasks)))
+    if schedule.is_one_product:
+        tasks.append(Task(Kind.compute, Lane.main, (own, *remote), arrivals=moves))
+    else:
+        tasks.append(Task(Kind.compute, Lane.main, (own,)))
+        for piece, move in zip(remote, moves, strict=True):
+            tasks.append(Task(Kind.gate, Lane.main, (piece,), arrivals=(move,)))
+            tasks.append(Task(Kind.compute, Lane.main, (piece,)))
+    return (*tasks, Task(Kind.end, Lane.main, after=moves[-1:]))
+
+
+def _scattered(pair: Pair, own: Piece, remote: list[Piece]) -> Plan:
+    """Results travel, while the next ones are computed; own ones are computed last."""
+    tasks = [Task(Kind.begin, Lane.beside)]
+    moves: list[int] = []
+    for piece in remote:
+        tasks.append(Task(Kind.compute, Lane.main, (piece,)))
+        moves.append(len(tasks))
+        tasks.append(Task(Kind.move, Lane.beside, (piece,), after=(len(tasks) - 1,)))
+    if pair is Pair.gemm_reduce_scatter:  # the product of own rows is added to what has come, tile by tile
+        tasks.append(Task(Kind.combine, Lane.main, (own,), arrivals=tuple(moves)))
+    else:
+        tasks.append(Task(Kind.compute, Lane.main, (own,)))
+        for piece, move in zip(remote, moves, strict=True):
+            tasks.append(Task(Kind.gate, Lane.main, (piece,), arrivals=(move,)))
+            tasks.append(Task(Kind.combine, Lane.main, (piece,)))
+    return (*tasks, Task(Kind.end, Lane.main, after=tuple(moves[-1:])))
+
+
+def _sums_beside(schedule: Schedule, rows: int) -> Plan:
+    """A chunk of rows is summed over the ranks while the next one is multiplied."""
+    tasks: list[Task] = []
+    for number, (first, last) in enumerate(cut(rows, schedule.parts)):
+        piece = Piece(0, first, last, number)
+        tasks.append(Task(Kind.compute, Lane.main, (piece,)))
+        tasks.append(Task(Kind.combine, Lane.beside, (piece,), after=(len(tasks) - 1,)))
+    return (*tasks, Task(Kind.end, Lane.main, after=(len(tasks) - 1,)))

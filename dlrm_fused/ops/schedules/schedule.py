@@ -1,0 +1,78 @@
+"""The vocabulary of schedules: what is cut, who moves it, and how often the computation is launched."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Pair(enum.StrEnum):
+    """A computation and its collective.
+
+    Of matrices, M is the number of rows of all ranks together, and each rank's *shard* has M / ranks of them.
+    """
+
+    all_gather_gemm = "all_gather_gemm"  # shards of x travel, then are multiplied
+    gemm_reduce_scatter = "gemm_reduce_scatter"  # products of all rows are added up over the ranks, each for its shard
+    gemm_all_to_all = "gemm_all_to_all"  # each rank gets its block of all ranks' products
+    gemm_all_reduce = "gemm_all_reduce"  # products of all rows are added up over the ranks, for all of them
+    embedding_all_to_all = "embedding_all_to_all"  # pooled rows of this rank's tables go to the ranks of their samples
+
+    @property
+    def moves_first(self) -> bool:
+        """Whether the data travel before they are computed with; else results travel."""
+        return self is Pair.all_gather_gemm
+
+
+class Mover(enum.StrEnum):
+    """Who moves data between ranks."""
+
+    library = "library"  # torch.distributed's collective, between two computations that do not overlap with it
+    same_kernel = "same_kernel"  # the programs that compute store at the peers
+    other_kernel = "other_kernel"  # a kernel on a stream beside, which takes multiprocessors from the computation
+    copy_engine = "copy_engine"  # DMA on a stream beside, which takes none
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One way to run a pair.
+
+    Attributes:
+        name: by which an operator's ``schedule`` argument names it.
+        mover: who moves.
+        parts: sizes, relative to each other, of the pieces into which the rows that go to or come from one rank are cut; in the
+            order in which they travel.
+        depth_parts: equal pieces into which the inner dimension of the product is cut besides.
+        is_one_product: one kernel computes with all pieces, each as it arrives; else each piece is a product of its own.
+    """
+
+    name: str
+    mover: Mover
+    parts: tuple[int, ...] = (1,)
+    depth_parts: int = 1
+    is_one_product: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.parts or min(self.parts) < 1 or self.depth_parts < 1:
+            raise ValueError(
+                f"schedule {self.name}: parts={self.parts}, depth_parts={self.depth_parts}; needed: at least 1 each"
+            )
+
+    @property
+    def overlaps(self) -> bool:
+        return self.mover is not Mover.library
+
+
+_ALL = (
+    Schedule("library", Mover.library),
+    Schedule("kernel", Mover.same_kernel, is_one_product=True),
+    Schedule("chunks", Mover.copy_engine),
+    Schedule("chunks_2", Mover.copy_engine, parts=(1, 1)),
+    Schedule("chunks_4", Mover.copy_engine, parts=(1, 1, 1, 1)),
+    Schedule("tapered", Mover.copy_engine, parts=(4, 2, 1, 1)),
+    Schedule("deep_2", Mover.copy_engine, depth_parts=2),
+    Schedule("arriving", Mover.copy_engine, is_one_product=True),
+    Schedule("arriving_4", Mover.copy_engine, parts=(1, 1, 1, 1), is_one_product=True),
+    Schedule("sums_beside", Mover.other_kernel, parts=(1, 1, 1, 1)),
+)
+SCHEDULES = {schedule.name: schedule for schedule in _ALL}
