@@ -18,7 +18,7 @@ from benchmarks.common.harness import geometric_mean
 Result = Mapping[str, Any]
 
 # Whose results they are, by the first of these keys that their cells have.
-_OPERATORS = {"pooling": "embedding_all_to_all", "size": "gemv_all_reduce", "us": "gemm_all_to_all"}
+_OPERATORS = {"pooling": "embedding_all_to_all", "size": "gemv_all_reduce", "pair": "all_gather_gemm", "us": "gemm_all_to_all"}
 _WORST_CELLS = 3
 
 

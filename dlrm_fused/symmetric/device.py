@@ -165,9 +165,7 @@ def order_bulk_loads(ON_GPU: tl.constexpr):
         ON_GPU: false under the interpreter, which has no instructions of its own.
     """
     if ON_GPU:
-        tl.inline_asm_elementwise(
-            "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
+        tl.inline_asm_elementwise("fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Calls of AllGather + GEMM and GEMM + ReduceScatter with what must come out of them, for tests of kernels and of the CPU's path."""
+"""Calls of AllGather + GEMM and GEMM + ReduceScatter with what must come out of them, for tests of both paths."""
 
 from __future__ import annotations
 

@@ -36,7 +36,9 @@ def test_three_ranks_with_more_shapes() -> None:
 
 
 def test_sixteen_bits() -> None:
-    check([Case(GATHER, 20, 40, 32, "arriving"), Case(SCATTER, 20, 40, 32, "chunks_2")], 2, 2, torch.float16, with_gradients=True)
+    check(
+        [Case(GATHER, 20, 40, 32, "arriving"), Case(SCATTER, 20, 40, 32, "chunks_2")], 2, 2, torch.float16, with_gradients=True
+    )
 
 
 @triton.jit

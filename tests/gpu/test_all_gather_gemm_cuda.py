@@ -1,0 +1,229 @@
+"""AllGather + GEMM and GEMM + ReduceScatter on several GPUs: results, gradients, CUDA graphs, torch.compile, faults.
+
+All checks run in one launch of ranks, one after the other; each has a workspace of its own. With ``TRITON_INTERPRET=1`` they
+run on the CPU too, without CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlrm_fused.errors import CommunicationError, UsageError
+from dlrm_fused.ops.all_gather_gemm import (
+    ShardWorkspace,
+    all_gather_gemm,
+    gemm_reduce_scatter,
+    reference,
+    scatter_reference,
+)
+from dlrm_fused.ops.all_gather_gemm.schedule import NAMES
+from dlrm_fused.ops.schedules import Pair
+from dlrm_fused.symmetric import SymmetricGroup
+from tests.gpu.all_ranks import (
+    HALF,
+    MARKS,
+    ON_GPU,
+    SHARE_A_GPU,
+    captured,
+    checked_on_all_ranks,
+    delay,
+    small_tiles_without_gpus,
+    synchronize,
+)
+
+pytestmark = MARKS
+TIMEOUT_SECONDS = 20.0
+FP32 = torch.float32
+GATHER, SCATTER = Pair.all_gather_gemm, Pair.gemm_reduce_scatter
+OPERATORS = {GATHER: all_gather_gemm, SCATTER: gemm_reduce_scatter}
+REFERENCES = {GATHER: reference, SCATTER: scatter_reference}
+# Rows of a shard, columns and depths: of whole tiles, and not. The interpreter is slow.
+SHAPES = ((512, 1024, 768), (33, 1032, 544), (700, 72, 2048)) if ON_GPU else ((16, 48, 32), (5, 24, 16), (7, 40, 48))
+REPLAYS = 200 if ON_GPU else 3
+# Of one rounding, and of sums that are rounded in between.
+TOLERANCE = {FP32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
+
+
+def schedules(pair: Pair) -> list[str]:
+    """But NCCL's, which refuses ranks that share a GPU."""
+    return [name for name in NAMES[pair] if name != "library" or not SHARE_A_GPU]
+
+
+class Layers:
+    """Products of random operands over one workspace, and what they must be."""
+
+    def __init__(self, group: SymmetricGroup, dtype: torch.dtype) -> None:
+        self.group, self.dtype = group, dtype
+        rows, columns = max(shape[0] for shape in SHAPES), max(max(shape[1:]) for shape in SHAPES)
+        self.workspace = ShardWorkspace(
+            group,
+            name="layers",
+            max_rows=rows * group.world_size,
+            max_columns=columns,
+            dtype=dtype,
+            timeout_seconds=TIMEOUT_SECONDS,
+        )
+
+    def draw(self, pair: Pair, rows: int, columns: int, depth: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+        """x and weight of this rank; so many rows of a shard."""
+        generator = torch.Generator().manual_seed(100 * seed + self.group.rank + 1)
+        x = torch.randn(rows if pair.moves_first else rows * self.group.world_size, depth, generator=generator)
+        weight = torch.randn(columns, depth, generator=generator) * depth**-0.5
+        return x.to(self.group.device, self.dtype), weight.to(self.group.device, self.dtype)
+
+    def call(self, pair: Pair, operands: tuple[Tensor, Tensor], schedule: str = "auto") -> Tensor:
+        return OPERATORS[pair](self.workspace, *operands, schedule=schedule)
+
+    def check(self, pair: Pair, result: Tensor, operands: tuple[Tensor, Tensor]) -> None:
+        """That it is the reference's, in fp64."""
+        self.workspace.raise_fault()
+        right = REFERENCES[pair](dist.group.WORLD, *(tensor.detach().double() for tensor in operands))
+        self.assert_close(result, right)
+
+    def assert_close(self, found: Tensor, right: Tensor) -> None:
+        tolerance = TOLERANCE[self.dtype]
+        torch.testing.assert_close(found.double(), right.double(), rtol=tolerance, atol=tolerance * right.abs().max().item())
+
+
+def every_schedule(group: SymmetricGroup, dtype: torch.dtype) -> None:
+    """Of several shapes; ranks are late at random, and no result is overwritten by a later call."""
+    layers, late = Layers(group, dtype), random.Random(group.rank)
+    held = []
+    for seed, shape in enumerate(SHAPES):
+        for pair in OPERATORS:
+            for schedule in schedules(pair):
+                given = layers.draw(pair, *shape, seed)
+                delay(late)
+                held.append((pair, layers.call(pair, given, schedule), given))
+    for pair, result, given in held:
+        layers.check(pair, result, given)
+
+
+def replays_of_graphs(group: SymmetricGroup) -> None:
+    """Graphs of every schedule in turn, with new operands each time; the results of late ranks are the same."""
+    layers, late = Layers(group, HALF), random.Random(group.rank)
+    graphs = []
+    for pair in OPERATORS:
+        for schedule in schedules(pair):
+            if schedule == "library":
+                continue
+            given = layers.draw(pair, *SHAPES[0])
+            graphs.append((pair, given, captured(partial(layers.call, pair, given, schedule))))
+    for number in range(REPLAYS):
+        pair, given, replay = graphs[number % len(graphs)]
+        for old, new in zip(given, layers.draw(pair, *SHAPES[0], number), strict=True):
+            old.copy_(new)
+        delay(late)
+        result = replay()
+        if number >= REPLAYS - len(graphs) or number % 17 == 0:
+            layers.check(pair, result, given)
+
+
+def same_bits(group: SymmetricGroup) -> None:
+    """Every schedule, again and again, whoever is late."""
+    layers, late = Layers(group, HALF), random.Random(group.rank)
+    for pair in OPERATORS:
+        given = layers.draw(pair, *SHAPES[0])
+        for schedule in schedules(pair):
+            if schedule == "library":
+                continue
+            first = layers.call(pair, given, schedule).clone()
+            for _ in range(10 if ON_GPU else 1):
+                delay(late)
+                assert torch.equal(layers.call(pair, given, schedule), first), (pair, schedule)
+
+
+def gradients(group: SymmetricGroup, schedule: str) -> None:
+    """Those of the reference."""
+    layers = Layers(group, FP32)
+    for pair in OPERATORS:
+        seen = []
+        for is_fused in (True, False):
+            x, weight = (tensor.requires_grad_() for tensor in layers.draw(pair, *SHAPES[1]))
+            if is_fused:
+                result = layers.call(pair, (x, weight), schedule)
+            else:
+                result = REFERENCES[pair](dist.group.WORLD, x, weight)
+            result.sin().sum().backward()
+            seen.append((x.grad, weight.grad))
+        layers.workspace.raise_fault()
+        for found, right in zip(*seen, strict=True):
+            assert found is not None
+            assert right is not None
+            layers.assert_close(found, right)
+
+
+def no_wait_of_the_host(group: SymmetricGroup) -> None:
+    """Forward and backward, by every schedule: PyTorch raises where the host would wait for the device."""
+    layers = Layers(group, HALF)
+    for pair in OPERATORS:
+        x, weight = (tensor.requires_grad_() for tensor in layers.draw(pair, *SHAPES[0]))
+        for schedule in schedules(pair):
+            layers.call(pair, (x, weight), schedule).sum().backward()  # compiles
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                layers.call(pair, (x, weight), schedule).sum().backward()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+
+def compiled(group: SymmetricGroup) -> None:
+    layers = Layers(group, FP32)
+    for pair in OPERATORS:
+        given = layers.draw(pair, *SHAPES[1])
+
+        @torch.compile(fullgraph=True)
+        def step(x: Tensor, weight: Tensor, pair: Pair = pair) -> Tensor:
+            return layers.call(pair, (x * 2, weight), "chunks") + 1
+
+        layers.check(pair, step(*given) - 1, (given[0] * 2, given[1]))
+
+
+def refused(group: SymmetricGroup, change: Callable[[Tensor], Tensor], culprit: str) -> None:
+    """Rank 1 gives a wrong x: it is told so, the others that it was rank 1."""
+    layers = Layers(group, FP32)
+    x, weight = layers.draw(GATHER, *SHAPES[0])
+    wrong = group.rank == 1
+    with pytest.raises(UsageError if wrong else CommunicationError) as raised:
+        layers.call(GATHER, (change(x) if wrong else x, weight), "chunks")
+        synchronize()
+        layers.workspace.raise_fault()
+    assert (culprit if wrong else "rank 1 on") in str(raised.value)
+
+
+def ranks_that_differ(group: SymmetricGroup, pair: Pair, schedule: str) -> None:
+    layers = Layers(group, FP32)
+    rows, columns, depth = SHAPES[0]
+    given = layers.draw(pair, rows, columns - 8 * (group.rank % 2), depth)
+    with pytest.raises(CommunicationError, match="differ in shapes or settings"):
+        layers.call(pair, given, schedule)
+        synchronize()
+        layers.workspace.raise_fault()
+
+
+CHECKS: dict[str, Callable[[SymmetricGroup], Any]] = {
+    "every schedule in 16 bits": partial(every_schedule, dtype=HALF),
+    "every schedule in fp32": partial(every_schedule, dtype=FP32),
+    "replays of graphs": replays_of_graphs,
+    "the same bits": same_bits,
+    "gradients of chunks": partial(gradients, schedule="chunks"),
+    "gradients of kernels": partial(gradients, schedule="kernel"),
+    "torch.compile": compiled,
+    "another dtype is refused": partial(refused, change=Tensor.half, culprit="x is torch.float16"),
+    "another depth is refused": partial(refused, change=lambda x: x[:, 8:].contiguous(), culprit="their K must be equal"),
+    "ranks that differ, gathering": partial(ranks_that_differ, pair=GATHER, schedule="arriving"),
+    "ranks that differ, scattering": partial(ranks_that_differ, pair=SCATTER, schedule="chunks_2"),
+}
+if ON_GPU:
+    CHECKS["no wait of the host"] = no_wait_of_the_host
+
+
+failures, test_on_all_ranks = checked_on_all_ranks(__name__, CHECKS, small_tiles_without_gpus)
