@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-from dlrm_fused.ops.all_gather_gemm.kernel import multiply_and_add, multiply_arriving
+from dlrm_fused.ops.all_gather_gemm.kernel import Epoch, multiply_and_add, multiply_and_send, multiply_arriving
 from dlrm_fused.ops.common import scatter_rows as scatter
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.embedding_all_to_all import ExchangeLayout, LookupLayout, put_tiles, reduce, update
@@ -177,33 +177,34 @@ def launch_copied_chunks() -> None:
     gemm_chunks.finish_kernel[(1,)](channel().args, num_warps=1)
 
 
-def piece_flags() -> Any:
+def piece_flags(early: bool = True) -> Any:
     pieces: Any = object.__new__(PieceFlags)
     words = torch.zeros(8, dtype=torch.int64)
-    pieces.__dict__.update(_channel=channel(), stamp=words[:1], args=PieceArgs(words, memory().addresses, 8))
+    pieces.__dict__.update(_channel=channel(), _early=early, args=PieceArgs(words, memory().addresses, words, 8))
     return pieces
 
 
-def launch_piece_flags() -> None:
-    pieces = piece_flags()
+def launch_piece_flags(early: bool) -> None:
+    pieces = piece_flags(early)
     pieces.begin(1)
-    pieces.wait(1, 2)
+    pieces.wait(1, 2, 3)
     pieces.complete()
-    mark_kernel[(1,)](memory().addresses, pieces.stamp, num_warps=1)
+    mark_kernel[(1,)](pieces.args, channel().args, 0, 2, num_warps=1)
 
 
 def launch_products_of_pieces(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     """Rows of a shard, columns and depth."""
     count, columns, depth = shape
     own, weight, ours = rows(dtype, count, depth), rows(dtype, columns, depth), memory()
-    ours.local = torch.zeros(WORLD * own.numel() * dtype.itemsize, dtype=torch.uint8)
-    given, pieces, pushed = channel(), piece_flags(), torch.zeros(1, dtype=torch.int64)
-    out = rows(dtype, WORLD * count, columns)
+    ours.local = torch.zeros(WORLD * count * max(depth, columns) * dtype.itemsize, dtype=torch.uint8)
+    out, counters = rows(dtype, WORLD * count, columns), torch.zeros(WORLD, dtype=torch.int64)
+    x = rows(dtype, WORLD * count, depth)
     for pushes, ends, is_transposed in ((False, (count // 4, count // 2, count), False), (True, (count,), True)):
         of_product = weight.T.contiguous() if is_transposed else weight
-        multiply_arriving(own, ours, of_product, out, pieces, ends, given, pushed, pushes=pushes, is_transposed=is_transposed)
-        multiply_and_add(own, of_product, out[:count], out, pieces, ends, given, waits=not pushes, is_transposed=is_transposed)
-    gemm.gemm_combine(out, weight.new_zeros(depth, columns), window(), is_transposed=True, leaves_own_rows=True)
+        epoch = Epoch(channel(), piece_flags(), 1, ends, counters)
+        multiply_arriving(own, ours, of_product, out, epoch, pushes=pushes, is_transposed=is_transposed)
+        multiply_and_add(own, of_product, out[:count], out, epoch, is_transposed=is_transposed)
+        multiply_and_send(x, of_product, out[:count], ours, epoch, is_transposed=is_transposed)
 
 
 def launch_gemv(dtype: torch.dtype, blocks: Blocks, with_norm: bool = False) -> None:
@@ -315,7 +316,8 @@ FLAGGED = Blocks(columns=16, depth=64, splits=1, warps=4, stages=3, two_shot=Tru
 OF_UPDATE = {f"{name}_kernel" for name in ("label", "order", "count", "plan", "update", "merge", "product")}
 PUT_KERNELS = {"lookup_and_put_kernel", "put_tiles_kernel", "spread_tiles_kernel"}
 OF_GEMM = {"gemm_kernel", "tile_order_kernel"}
-OF_PIECES = {"arriving_gemm_kernel", "adding_gemm_kernel", "gemm_kernel"}
+OF_FLAGS = {"begin_kernel", "gate_kernel", "complete_kernel", "mark_kernel"}
+OF_PIECES = {"arriving_gemm_kernel", "adding_gemm_kernel", "sending_gemm_kernel"}
 # What is launched, and the kernels that it compiles.
 OF_HIDDEN_LAYER = {"hidden_kernel", "hidden_gradient_kernel", "tile_order_kernel"}
 LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
@@ -333,7 +335,8 @@ LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
     "gemm_split": (lambda: launch_split_gemm(fp8=False), {"gemm_kernel"}),
     "gemm_split_fp8": (lambda: launch_split_gemm(fp8=True), {"gemm_kernel"}),
     "copied_chunks": (launch_copied_chunks, {"begin_kernel", "finish_kernel"}),
-    "piece_flags": (launch_piece_flags, {"begin_kernel", "gate_kernel", "complete_kernel", "mark_kernel"}),
+    "piece_flags": (lambda: launch_piece_flags(early=True), OF_FLAGS),
+    "piece_flags_of_shared_memory": (lambda: launch_piece_flags(early=False), OF_FLAGS),
     "products_of_pieces": (lambda: launch_products_of_pieces(HALF, (512, 1024, 1024)), OF_PIECES),
     "products_of_pieces_fp32": (lambda: launch_products_of_pieces(SINGLE, (128, 256, 256)), OF_PIECES),
     "update_adagrad": (lambda: launch_update(SINGLE, True, [0, 1], weighted=False), OF_UPDATE),

@@ -2,82 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dlrm_fused.ops.all_gather_gemm.kernel import multiply_arriving
+from dlrm_fused.ops.all_gather_gemm.kernel import Epoch, multiply_arriving
 from dlrm_fused.ops.all_gather_gemm.reference import all_gather
-from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace
-from dlrm_fused.ops.common.meeting import meet_beside
+from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace, Started
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.common.workspace import fingerprint_of
 from dlrm_fused.ops.schedules import Kind, Mover, Pair, Piece, Schedule, Task, make_plan, run_plan
 from dlrm_fused.ops.schedules.piece_flags import ends_of
 from dlrm_fused.ops.schedules.plan import cut
 from dlrm_fused.symmetric import name_lost_peer
-from dlrm_fused.symmetric.device import uses_kernels
-
-
-class Gathering(NamedTuple):
-    """A product of gathered rows.
-
-    Attributes:
-        out: [M, N], an ordinary tensor.
-        rows: gives [M, K], the gathered rows, until the workspace's next call.
-    """
-
-    out: Tensor
-    rows: Callable[[], Tensor]
 
 
 def gather_and_multiply(
     workspace: ShardWorkspace, x: Tensor, weight: Tensor, schedule: Schedule, *, is_transposed: bool = False
-) -> Gathering:
-    """The rows of all ranks @ weight.T. Collective.
+) -> Started:
+    """[M, N] = the rows of all ranks @ weight.T. Collective.
 
     Args:
         x: [M / ranks, K], contiguous.
         weight: [N, K]; or [K, N] if ``is_transposed``.
     """
-    if workspace.world_size > 1 and schedule.mover is not Mover.library and _is_by_kernels(workspace):
-        call = _Call(workspace, x, weight, schedule, is_transposed)
+    fingerprint = fingerprint_of("gather", schedule.name, *x.shape, *weight.shape, is_transposed)
+    if workspace.is_by_kernels and schedule.mover is not Mover.library:
+        call = _Call(workspace, x, weight, schedule, is_transposed, fingerprint)
         run_plan(make_plan(Pair.all_gather_gemm, schedule, workspace.world_size, len(x)), call.actions, workspace.stream)
-        return Gathering(call.out, call.gathered_rows)
+        return Started(call.out, call.gathered_rows, workspace.pieces.complete)
     if workspace.world_size == 1:
         gathered = x
     elif schedule.mover is Mover.library:
-        gathered = _gathered_by_library(workspace, x, fingerprint_of("gather", schedule.name, *x.shape, *weight.shape))
+        gathered = _gathered_by_library(workspace, x, fingerprint)
     else:
         gathered = _gathered_as_rows(workspace, x)
-    return Gathering(gathered @ (weight if is_transposed else weight.T), lambda: gathered)
+    return Started(gathered @ (weight if is_transposed else weight.T), lambda: gathered, lambda: None)
 
 
-def gather_beside(workspace: ShardWorkspace, x: Tensor) -> Callable[[], Tensor]:
-    """Begin to gather rows beside what follows; the function that is returned waits for them. Both are collective.
+def gather_beside(workspace: ShardWorkspace, x: Tensor) -> Started:
+    """Begin to gather rows beside what follows; ``rows`` waits for them. Collective.
 
-    Meanwhile the workspace may multiply and scatter, not gather.
+    Meanwhile the workspace may multiply and scatter, not gather; that call is to be released when this one is, not before.
 
     Args:
         x: [M / ranks, K], contiguous.
 
     Returns:
-        Gives [M, K], until the workspace's next call.
+        With x as ``out``.
     """
-    if workspace.world_size == 1:
-        return lambda: x
-    if not _is_by_kernels(workspace):
-        gathered = _gathered_as_rows(workspace, x)
-        return lambda: gathered
+    if not workspace.is_by_kernels:
+        gathered = x if workspace.world_size == 1 else _gathered_as_rows(workspace, x)
+        return Started(x, lambda: gathered, lambda: None)
     ranks, rank, pieces, stream = workspace.world_size, workspace.rank, workspace.pieces_beside, workspace.gather_stream
+    fingerprint = fingerprint_of("gather beside", *x.shape)
     main = torch.cuda.current_stream(workspace.device) if stream else None
     if stream and main:
         stream.wait_stream(main)
     with torch.cuda.stream(stream) if stream else nullcontext():
-        pieces.begin(fingerprint_of("gather beside", *x.shape))
+        pieces.begin(fingerprint)
         for shift in range(1, ranks):
             peer = (rank + shift) % ranks
             workspace.matrix(workspace.gathered, peer, (ranks, *x.shape))[rank].copy_(x, non_blocking=True)
@@ -85,19 +69,14 @@ def gather_beside(workspace: ShardWorkspace, x: Tensor) -> Callable[[], Tensor]:
         own = workspace.matrix(workspace.gathered, rank, (ranks, *x.shape))
         own[rank].copy_(x, non_blocking=True)
 
-    def wait() -> Tensor:
+    def rows() -> Tensor:
         if stream and main:
             main.wait_stream(stream)
         for shift in range(1, ranks):
-            pieces.wait((rank - shift) % ranks, 0)
-        pieces.complete()
+            pieces.wait((rank - shift) % ranks, 0, fingerprint)
         return own.flatten(0, 1)
 
-    return wait
-
-
-def _is_by_kernels(workspace: ShardWorkspace) -> bool:
-    return uses_kernels(workspace.device) and not workspace.group.hosts.are_many
+    return Started(x, rows, pieces.complete)
 
 
 def _gathered_as_rows(workspace: ShardWorkspace, x: Tensor) -> Tensor:
@@ -130,13 +109,21 @@ def _gathered_by_library(workspace: ShardWorkspace, x: Tensor, fingerprint: int)
     process_group = workspace.group.process_group
     assert process_group is not None
     with name_lost_peer():
-        return meet_beside(lambda: all_gather(x, process_group), workspace.channel, workspace.stream, fingerprint)
+        return workspace.meet_beside(lambda: all_gather(x, process_group), fingerprint)
 
 
 class _Call:
     """One call on this rank: what starts each task of its plan."""
 
-    def __init__(self, workspace: ShardWorkspace, x: Tensor, weight: Tensor, schedule: Schedule, is_transposed: bool) -> None:
+    def __init__(
+        self,
+        workspace: ShardWorkspace,
+        x: Tensor,
+        weight: Tensor,
+        schedule: Schedule,
+        is_transposed: bool,
+        fingerprint: int,
+    ) -> None:
         self._workspace, self._x, self._weight, self._schedule = workspace, x, weight, schedule
         self._is_transposed = is_transposed
         self._factor = weight if is_transposed else weight.T
@@ -146,13 +133,13 @@ class _Call:
         self._shape = (schedule.depth_parts, self._ranks, self._rows, self._part_depth)
         self.out = x.new_empty(self._ranks * self._rows, self._factor.shape[1])
         self._sums: dict[Piece, Tensor] = {}  # over parts of the inner dimension, in fp32
-        fingerprint = fingerprint_of("gather", schedule.name, *x.shape, *weight.shape, is_transposed)
+        ends = ends_of(cut(self._rows, schedule.parts))
+        self._epoch = Epoch(workspace.channel, workspace.pieces, fingerprint, ends, workspace.counters)
         self.actions = {
             Kind.begin: lambda _: workspace.pieces.begin(fingerprint),
             Kind.move: self._move,
             Kind.gate: self._wait,
             Kind.compute: self._multiply,
-            Kind.end: lambda _: workspace.pieces.complete(),
         }
 
     def gathered_rows(self) -> Tensor:
@@ -184,13 +171,12 @@ class _Call:
 
     def _wait(self, task: Task) -> None:
         for piece in task.pieces:
-            self._workspace.pieces.wait(self._source(piece), self._number(piece))
+            self._workspace.pieces.wait(self._source(piece), self._number(piece), self._epoch.fingerprint)
 
     def _multiply(self, task: Task) -> None:
         if self._schedule.is_one_product:
             multiply_arriving(
-                self._x, self._workspace.gathered, self._weight, self.out, self._workspace.pieces,
-                ends_of(cut(self._rows, self._schedule.parts)), self._workspace.channel, self._workspace.pushed,
+                self._x, self._workspace.gathered, self._weight, self.out, self._epoch,
                 pushes=self._schedule.mover is Mover.same_kernel, is_transposed=self._is_transposed,
             )  # fmt: skip
             return

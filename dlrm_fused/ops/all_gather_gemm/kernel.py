@@ -1,7 +1,8 @@
-"""Matrix products with pieces that arrive while others are multiplied: persistent GEMMs for Hopper GPUs.
+"""Matrix products with pieces that arrive, or leave, while others are multiplied: persistent GEMMs for Hopper GPUs.
 
 * :func:`multiply_arriving`: rows of all ranks, this one's first, those of others piece by piece when they have come.
 * :func:`multiply_and_add`: rows of this rank, with what other ranks have sent of their products added to each tile.
+* :func:`multiply_and_send`: rows of the peers, stored there, then those of this rank as before, in one kernel.
 
 Tiles, operands and epilogue are those of :mod:`~dlrm_fused.ops.gemm_all_to_all.kernel`.
 """
@@ -9,6 +10,8 @@ Tiles, operands and epilogue are those of :mod:`~dlrm_fused.ops.gemm_all_to_all.
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -18,12 +21,33 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.gemm_all_to_all.kernel import halves, multiply, no_product, precision, programs_of, upright
 from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles, tiles_of_product
-from dlrm_fused.ops.schedules.piece_flags import PieceFlags, end_of_piece, piece_of_row, wait_for_piece
+from dlrm_fused.ops.schedules.piece_flags import PieceFlags, end_of_piece, mark_piece, piece_of_row, wait_for_piece
 from dlrm_fused.symmetric import Channel, SymmetricMemory
-from dlrm_fused.symmetric.device import order_bulk_loads, peer_pointer, signal
+from dlrm_fused.symmetric.device import order_bulk_loads, peer_pointer
 
 # Elements that a program stores at a peer at a time.
 _PUSHED_BLOCK = 8192
+
+
+class Epoch(NamedTuple):
+    """In which a kernel moves pieces, or waits for them.
+
+    Attributes:
+        channel, pieces, fingerprint: of the call.
+        ends: where each piece of a shard ends.
+        counters: int64 [ranks], zero; for these kernels alone.
+    """
+
+    channel: Channel
+    pieces: PieceFlags
+    fingerprint: int
+    ends: tuple[int, ...]
+    counters: Tensor
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """Of a kernel that waits for pieces."""
+        return self.ends, self.pieces.args, self.channel.args, self.fingerprint
 
 
 @triton.jit
@@ -99,12 +123,22 @@ def _multiply_piece(
 
 
 @triton.jit
-def _push(own, addresses, pieces, pushed, stamp, elements, channel, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+def _is_last(counter):
+    """Whether this program is the last of its grid to come here, after all that they stored; the counter is 0 again then."""
+    tl.debug_barrier()
+    is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1
+    if is_last:
+        tl.atomic_xchg(counter, tl.zeros((), tl.int64), sem="relaxed", scope="gpu")
+    return is_last
+
+
+@triton.jit
+def _push(own, addresses, pieces, counters, elements, channel, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
     """Store this rank's rows at all peers, all programs together; the last one to end tells them.
 
     Args:
         addresses: int64 [ranks], of the memory in which shards are gathered.
-        pushed: int64 [1], programs that have ended; 0 before and after.
+        counters: int64 [ranks], 0 before and after.
         elements: of a shard.
     """
     element_bytes: tl.constexpr = DTYPE.primitive_bitwidth // 8
@@ -113,19 +147,17 @@ def _push(own, addresses, pieces, pushed, stamp, elements, channel, DTYPE: tl.co
         place = first + tl.arange(0, BLOCK)
         values = tl.load(own + place, mask=place < elements)
         for i in tl.static_range(1, channel.world):
-            tl.store(peer_pointer(addresses, (channel.rank + i) % channel.world, first_byte, DTYPE) + place, values,
-                     mask=place < elements)  # fmt: skip
-    tl.debug_barrier()
-    if tl.atomic_add(pushed, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
-        tl.atomic_xchg(pushed, tl.zeros((), tl.int64), sem="relaxed", scope="gpu")
+            shard = peer_pointer(addresses, (channel.rank + i) % channel.world, first_byte, DTYPE)
+            tl.store(shard + place, values, mask=place < elements)
+    if _is_last(counters):
         for i in tl.static_range(1, channel.world):
-            flags = peer_pointer(pieces.addresses, (channel.rank + i) % channel.world, 0, tl.int64)
-            signal(flags + channel.rank * pieces.of_rank, tl.load(stamp))
+            mark_piece(channel, pieces, (channel.rank + i) % channel.world, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["fingerprint"])
 def arriving_gemm_kernel(
-    own, gathered, weight, own_elements, out, addresses, pushed, stamp, shard_rows, columns, depth, ends, pieces, channel,
+    own, gathered, weight, own_elements, out, addresses, counters, shard_rows, columns, depth, ends, pieces, channel,
+    fingerprint,
     PUSHES: tl.constexpr, TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, ON_GPU: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -139,7 +171,7 @@ def arriving_gemm_kernel(
         PUSHES: whether this kernel moves, too.
     """
     if PUSHES:
-        _push(own_elements, addresses, pieces, pushed, stamp, shard_rows * depth, channel, DTYPE, BLOCK)
+        _push(own_elements, addresses, pieces, counters, shard_rows * depth, channel, DTYPE, BLOCK)
     number = tl.program_id(0)
     number = _multiply_piece(
         own, weight, out, number, 0, shard_rows, channel.rank * shard_rows, columns, depth,
@@ -148,7 +180,7 @@ def arriving_gemm_kernel(
     peers: tl.constexpr = channel.world - 1
     for segment in range(0, len(ends) * peers):
         piece, source = segment // peers, (channel.rank + channel.world - 1 - segment % peers) % channel.world
-        wait_for_piece(channel, pieces, source, piece)
+        wait_for_piece(channel, pieces, source, piece, fingerprint)
         order_bulk_loads(ON_GPU)
         first = source * shard_rows + end_of_piece(ends, piece - 1)
         end = source * shard_rows + end_of_piece(ends, piece)
@@ -171,23 +203,29 @@ def _add_received(product, received, row, column, inside, shard_elements, column
 
 
 @triton.jit
-def adding_gemm_kernel(
-    x, weight, out, received, rows, columns, depth, ends, pieces, channel,
+def _multiply_and_add(
+    x, weight, out, received, number, first_row, rows, columns, depth, ends, pieces, channel, fingerprint,
     WAITS: tl.constexpr, TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    """See :func:`multiply_and_add`; ``received``: [ranks, rows, N]."""
+    """This program's tiles of the product of own rows, with what the peers have sent.
+
+    Args:
+        number: this program's first tile.
+        first_row: of the own rows in x.
+    """
     row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
-    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True):
+    # The loads of a loop that contains a wait would not be pipelined, those of the loop within it are.
+    for tile in tl.range(number, row_tiles * column_tiles, tl.num_programs(0), flatten=not WAITS):
         row_tile, column_tile = tile_of(tile, row_tiles, column_tiles, BAND)
         product = product_of_tile(
-            x, weight, row_tile * ROWS, column_tile * COLUMNS, depth, TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH
-        )
+            x, weight, first_row + row_tile * ROWS, column_tile * COLUMNS, depth,
+            TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH,
+        )  # fmt: skip
         if WAITS:
-            last = tl.minimum(row_tile * ROWS + ROWS, rows) - 1
-            piece = piece_of_row(ends, last)
+            piece = piece_of_row(ends, tl.minimum(row_tile * ROWS + ROWS, rows) - 1)
             for i in tl.static_range(1, channel.world):
-                wait_for_piece(channel, pieces, (channel.rank + i) % channel.world, piece)
+                wait_for_piece(channel, pieces, (channel.rank + i) % channel.world, piece, fingerprint)
         row = row_tile * ROWS + tl.arange(0, ROWS)
         half: tl.constexpr = COLUMNS // 2
         left_half, right_half = halves(upright(product, ROWS), ROWS, COLUMNS)
@@ -202,72 +240,119 @@ def adding_gemm_kernel(
         tl.store(rows_of_out + column[None, :], total, mask=inside)
 
 
+@triton.jit(do_not_specialize=["fingerprint"])
+def adding_gemm_kernel(
+    x, weight, out, received, rows, columns, depth, ends, pieces, channel, fingerprint,
+    TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    """See :func:`multiply_and_add`; ``received``: [ranks, rows, N]."""
+    _multiply_and_add(
+        x, weight, out, received, tl.program_id(0), 0, rows, columns, depth, ends, pieces, channel, fingerprint,
+        True, TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH, BAND,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["fingerprint"])
+def sending_gemm_kernel(
+    x, weight, out, received, addresses, counters, rows, columns, depth, ends, pieces, channel, fingerprint,
+    TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    """See :func:`multiply_and_send`; ``rows``: of a shard."""
+    element_bytes: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    number = tl.program_id(0)
+    for i in range(1, channel.world):
+        peer = (channel.rank + i) % channel.world
+        block = peer_pointer(addresses, peer, channel.rank * rows * columns.to(tl.int64) * element_bytes, DTYPE)
+        number = _multiply_piece(
+            x, weight, block, number, peer * rows, (peer + 1) * rows, -peer * rows, columns, depth,
+            TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH, BAND,
+        )  # fmt: skip
+        if _is_last(counters + i):
+            mark_piece(channel, pieces, peer, 0)
+    _multiply_and_add(
+        x, weight, out, received, number, channel.rank * rows, rows, columns, depth, ends, pieces, channel, fingerprint,
+        True, TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH, BAND,
+    )  # fmt: skip
+
+
 def multiply_arriving(
     own: Tensor,
     memory: SymmetricMemory,
     weight: Tensor,
     out: Tensor,
-    pieces: PieceFlags,
-    ends: tuple[int, ...],
-    channel: Channel,
-    pushed: Tensor,
+    epoch: Epoch,
     *,
     pushes: bool,
     is_transposed: bool,
 ) -> None:
-    """out [ranks * m, N] = the rows of all ranks @ weight.T, the peers' when they have come. Within an epoch.
+    """out [ranks * m, N] = the rows of all ranks @ weight.T, the peers' when they have come.
 
     Args:
         own: [m, K], contiguous; rows begin at multiples of 16 bytes, here and in all matrices.
         memory: where the peers' rows come, each shard in its place.
         weight: [N, K], or [K, N] if ``is_transposed``.
-        ends: where each piece of a shard ends.
-        pushed: int64 [1], zero; for this kernel alone.
         pushes: whether this kernel sends the own rows to the peers, in one piece.
     """
-    (rows, depth), columns, ranks = own.shape, out.shape[1], channel.group.world_size
+    (rows, depth), columns, ranks = own.shape, out.shape[1], epoch.channel.group.world_size
     gathered = memory.local[: ranks * own.numel() * own.element_size()].view(own.dtype).view(-1, depth)
     tiles = tiles_of_product(len(out), columns, depth, own.element_size())
     count = ranks * triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns)
-    # Programs that wait for all of another rank's must not be followed by others of their grid in the interpreter.
-    programs = 1 if pushes and own.device.type == "cpu" else programs_of(own.device, count, tiles)
-    arriving_gemm_kernel[(programs,)](
+    arriving_gemm_kernel[(_programs(own, count, tiles, is_awaited=pushes),)](
         TensorDescriptor.from_tensor(own, [tiles.rows, tiles.depth]),
         TensorDescriptor.from_tensor(gathered, [tiles.rows, tiles.depth]), _weight_blocks(weight, tiles, is_transposed),
-        own, out, memory.addresses, pushed, pieces.stamp, rows, columns, depth, ends, pieces.args, channel.args,
+        own, out, memory.addresses, epoch.counters, rows, columns, depth, *epoch.args,
         PUSHES=pushes, ON_GPU=own.device.type == "cuda", BLOCK=_PUSHED_BLOCK, **_constants(own, tiles, is_transposed),
     )  # fmt: skip
 
 
-def multiply_and_add(
-    x: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    received: Tensor,
-    pieces: PieceFlags,
-    ends: tuple[int, ...],
-    channel: Channel,
-    *,
-    waits: bool,
-    is_transposed: bool,
-) -> None:
-    """out [m, N] = x @ weight.T + what the peers have sent.
+def multiply_and_add(x: Tensor, weight: Tensor, out: Tensor, received: Tensor, epoch: Epoch, *, is_transposed: bool) -> None:
+    """out [m, N] = x @ weight.T + what the peers have sent, when it has come.
 
     Args:
         x: [m, K], contiguous.
         weight: as in :func:`multiply_arriving`.
         received: [ranks, m, N] in the dtype of x; this rank's own part is not read.
-        ends: where each piece of the rows ends.
-        waits: whether pieces may still be on their way; within an epoch.
     """
     (rows, depth), columns = x.shape, out.shape[1]
     tiles = tiles_of_product(rows, columns, depth, x.element_size())
     count = triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns)
-    adding_gemm_kernel[(programs_of(x.device, count, tiles),)](
+    adding_gemm_kernel[(_programs(x, count, tiles, is_awaited=False),)](
         TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]), _weight_blocks(weight, tiles, is_transposed),
-        out, received, rows, columns, depth, ends, pieces.args, channel.args,
-        WAITS=waits, **_constants(x, tiles, is_transposed),
+        out, received, rows, columns, depth, *epoch.args, **_constants(x, tiles, is_transposed),
     )  # fmt: skip
+
+
+def multiply_and_send(
+    x: Tensor, weight: Tensor, out: Tensor, memory: SymmetricMemory, epoch: Epoch, *, is_transposed: bool
+) -> None:
+    """x @ weight.T: rows of the peers are stored there, in one piece; then out [m, N], as :func:`multiply_and_add`.
+
+    Args:
+        x: [ranks * m, K], contiguous.
+        weight: as in :func:`multiply_arriving`.
+        memory: where each rank receives [ranks, m, N].
+    """
+    (rows, columns), depth, ranks = out.shape, x.shape[1], epoch.channel.group.world_size
+    tiles = tiles_of_product(len(x), columns, depth, x.element_size())
+    count = ranks * triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns)
+    received = memory.local[: ranks * out.numel() * out.element_size()].view(out.dtype)
+    sending_gemm_kernel[(_programs(x, count, tiles, is_awaited=True),)](
+        TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]), _weight_blocks(weight, tiles, is_transposed),
+        out, received, memory.addresses, epoch.counters, rows, columns, depth, *epoch.args,
+        **_constants(x, tiles, is_transposed),
+    )  # fmt: skip
+
+
+def _programs(x: Tensor, count: int, tiles: Tiles, *, is_awaited: bool) -> int:
+    """Of a launch.
+
+    Args:
+        is_awaited: whether a program waits for those of another rank that do the same. The interpreter runs the programs of a
+            grid one after the other, hence there is one.
+    """
+    return 1 if is_awaited and x.device.type == "cpu" else programs_of(x.device, count, tiles)
 
 
 def _weight_blocks(weight: Tensor, tiles: Tiles, is_transposed: bool) -> TensorDescriptor:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.all_gather_gemm.gather import Gathering, gather_and_multiply, gather_beside
+from dlrm_fused.ops.all_gather_gemm.gather import gather_and_multiply, gather_beside
 from dlrm_fused.ops.all_gather_gemm.scatter import multiply_and_scatter
 from dlrm_fused.ops.all_gather_gemm.schedule import AUTO, NAMES, check_schedule, choose_schedule
-from dlrm_fused.ops.all_gather_gemm.workspace import ROW_BYTES, ShardWorkspace
+from dlrm_fused.ops.all_gather_gemm.workspace import ROW_BYTES, ShardWorkspace, Started
 from dlrm_fused.ops.common.workspace import check_tensor
-from dlrm_fused.ops.schedules import Pair
+from dlrm_fused.ops.schedules import Pair, Schedule
 from dlrm_fused.symmetric import abort_peers_on_error
 
 GATHER, SCATTER = Pair.all_gather_gemm, Pair.gemm_reduce_scatter
@@ -79,7 +79,7 @@ def _gather(x: Tensor, weight: Tensor, schedule: str, handle: int) -> Tensor:
     with abort_peers_on_error(workspace.channel):
         _check(workspace, x, weight, all_rows=len(x) * workspace.world_size, travelling=x.shape[-1])
         check_schedule(workspace, GATHER, schedule, weight.shape[1])
-    return _gathered(workspace, x, weight, schedule, is_transposed=False).out
+    return _released(_gathered(workspace, x, weight, schedule, is_transposed=False))
 
 
 @torch.library.impl("dlrm_fused::gemm_reduce_scatter", ["cpu", "cuda"])
@@ -91,7 +91,7 @@ def _scatter(x: Tensor, weight: Tensor, schedule: str, handle: int) -> Tensor:
         check_schedule(workspace, SCATTER, schedule, weight.shape[1])
         if len(x) % workspace.world_size:
             raise UsageError(f"{workspace.name}: x has {len(x)} rows; needed: a multiple of the {workspace.world_size} ranks")
-    return _scattered(workspace, x, weight, schedule, is_transposed=False)
+    return _released(_scattered(workspace, x, weight, schedule, is_transposed=False))
 
 
 def _check(workspace: ShardWorkspace, x: Tensor, weight: Tensor, *, all_rows: int, travelling: int) -> None:
@@ -110,24 +110,29 @@ def _check(workspace: ShardWorkspace, x: Tensor, weight: Tensor, *, all_rows: in
             raise UsageError(f"{name}: {key}={size} is above max_{key}={limit} of the workspace; make it with more")
 
 
-def _gathered(workspace: ShardWorkspace, x: Tensor, weight: Tensor, schedule: str, *, is_transposed: bool) -> Gathering:
-    columns = weight.shape[1] if is_transposed else len(weight)
-    shape = (len(x) * workspace.world_size, columns, x.shape[1])
-    chosen = choose_schedule(
-        workspace, GATHER, shape, schedule,
-        lambda tried: gather_and_multiply(workspace, x, weight, tried, is_transposed=is_transposed),
-    )  # fmt: skip
-    return gather_and_multiply(workspace, x, weight, chosen, is_transposed=is_transposed)
+def _gathered(workspace: ShardWorkspace, x: Tensor, weight: Tensor, schedule: str, *, is_transposed: bool) -> Started:
+    return _started(workspace, GATHER, len(x) * workspace.world_size, x, weight, schedule, is_transposed)
 
 
-def _scattered(workspace: ShardWorkspace, x: Tensor, weight: Tensor, schedule: str, *, is_transposed: bool) -> Tensor:
-    columns = weight.shape[1] if is_transposed else len(weight)
-    shape = (len(x), columns, x.shape[1])
-    chosen = choose_schedule(
-        workspace, SCATTER, shape, schedule,
-        lambda tried: multiply_and_scatter(workspace, x, weight, tried, is_transposed=is_transposed),
-    )  # fmt: skip
-    return multiply_and_scatter(workspace, x, weight, chosen, is_transposed=is_transposed)
+def _scattered(workspace: ShardWorkspace, x: Tensor, weight: Tensor, schedule: str, *, is_transposed: bool) -> Started:
+    return _started(workspace, SCATTER, len(x), x, weight, schedule, is_transposed)
+
+
+def _started(
+    workspace: ShardWorkspace, pair: Pair, all_rows: int, x: Tensor, weight: Tensor, schedule: str, is_transposed: bool
+) -> Started:
+    start = gather_and_multiply if pair is GATHER else multiply_and_scatter
+
+    def run(chosen: Schedule) -> Started:
+        return start(workspace, x, weight, chosen, is_transposed=is_transposed)
+
+    shape = (all_rows, weight.shape[1] if is_transposed else len(weight), x.shape[1])
+    return run(choose_schedule(workspace, pair, shape, schedule, lambda tried: _released(run(tried))))
+
+
+def _released(call: Started) -> Tensor:
+    call.release()
+    return call.out
 
 
 @torch.library.impl("dlrm_fused::all_gather_gemm_backward", ["cpu", "cuda"])
@@ -136,9 +141,12 @@ def _gather_backward(gradient: Tensor, x: Tensor, weight: Tensor, schedule: str,
     workspace = ShardWorkspace.of(handle)
     workspace.raise_fault()
     gradient = gradient.contiguous()
-    gathered_rows = gather_beside(workspace, x)
-    x_gradient = _scattered(workspace, gradient, weight, _for_pair(SCATTER, schedule), is_transposed=True)
-    return x_gradient, gradient.T @ gathered_rows()
+    gathering = gather_beside(workspace, x)
+    scattering = _scattered(workspace, gradient, weight, _for_pair(SCATTER, schedule), is_transposed=True)
+    weight_gradient = gradient.T @ gathering.rows()
+    gathering.release()
+    scattering.release()
+    return scattering.out, weight_gradient
 
 
 @torch.library.impl("dlrm_fused::gemm_reduce_scatter_backward", ["cpu", "cuda"])
@@ -146,7 +154,9 @@ def _scatter_backward(gradient: Tensor, x: Tensor, weight: Tensor, schedule: str
     workspace = ShardWorkspace.of(handle)
     workspace.raise_fault()
     gathering = _gathered(workspace, gradient.contiguous(), weight, _for_pair(GATHER, schedule), is_transposed=True)
-    return gathering.out, gathering.rows().T @ x
+    weight_gradient = gathering.rows().T @ x
+    gathering.release()
+    return gathering.out, weight_gradient
 
 
 def _for_pair(pair: Pair, schedule: str) -> str:

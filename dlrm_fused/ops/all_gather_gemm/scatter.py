@@ -8,47 +8,49 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dlrm_fused.ops.all_gather_gemm.kernel import multiply_and_add
+from dlrm_fused.ops.all_gather_gemm.kernel import Epoch, multiply_and_add, multiply_and_send
 from dlrm_fused.ops.all_gather_gemm.reference import reduce_scatter
-from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace
-from dlrm_fused.ops.common.meeting import meet_beside
+from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace, Started
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.common.workspace import fingerprint_of
-from dlrm_fused.ops.gemm_all_to_all.kernel import gemm_combine
 from dlrm_fused.ops.schedules import Kind, Mover, Pair, Schedule, Task, make_plan, run_plan
 from dlrm_fused.ops.schedules.piece_flags import ends_of
 from dlrm_fused.ops.schedules.plan import cut
 from dlrm_fused.symmetric import name_lost_peer
-from dlrm_fused.symmetric.device import uses_kernels
 
 
 def multiply_and_scatter(
     workspace: ShardWorkspace, x: Tensor, weight: Tensor, schedule: Schedule, *, is_transposed: bool = False
-) -> Tensor:
-    """[M / ranks, N]: this rank's rows of the sum over ranks of x @ weight.T, in an ordinary tensor. Collective.
+) -> Started:
+    """[M / ranks, N]: this rank's rows of the sum over ranks of x @ weight.T. Collective.
 
     Args:
         x: [M, K], contiguous.
         weight: [N, K]; or [K, N] if ``is_transposed``.
+
+    Returns:
+        With x as what ``rows`` gives: nothing is gathered.
     """
     factor = weight if is_transposed else weight.T
-    if workspace.world_size == 1:
-        return x @ factor
     fingerprint = fingerprint_of("scatter", schedule.name, *x.shape, *weight.shape, is_transposed)
-    if schedule.mover is Mover.library:
-        return _scattered_by_library(workspace, x, factor, fingerprint)
-    if not uses_kernels(workspace.device) or workspace.group.hosts.are_many:
-        return _scattered_as_rows(workspace, x.float() @ factor.float())
-    call = _Call(workspace, x, weight, schedule, is_transposed, fingerprint)
-    rows = len(x) // workspace.world_size
-    run_plan(make_plan(Pair.gemm_reduce_scatter, schedule, workspace.world_size, rows), call.actions, workspace.stream)
-    return call.out
+    if workspace.is_by_kernels and schedule.mover is not Mover.library:
+        call = _Call(workspace, x, weight, schedule, is_transposed, fingerprint)
+        plan = make_plan(Pair.gemm_reduce_scatter, schedule, workspace.world_size, len(x) // workspace.world_size)
+        run_plan(plan, call.actions, workspace.stream)
+        return Started(call.out, lambda: x, workspace.pieces.complete)
+    if workspace.world_size == 1:
+        out = x @ factor
+    elif schedule.mover is Mover.library:
+        out = _scattered_by_library(workspace, x, factor, fingerprint)
+    else:
+        out = _scattered_as_rows(workspace, x.float() @ factor.float())
+    return Started(out, lambda: x, lambda: None)
 
 
 def _scattered_by_library(workspace: ShardWorkspace, x: Tensor, factor: Tensor, fingerprint: int) -> Tensor:
     process_group = workspace.group.process_group
     assert process_group is not None
-    product = meet_beside(lambda: x @ factor, workspace.channel, workspace.stream, fingerprint)
+    product = workspace.meet_beside(lambda: x @ factor, fingerprint)
     with name_lost_peer():  # lost between the epoch and here
         return reduce_scatter(product, process_group)
 
@@ -80,31 +82,38 @@ class _Call:
     """One call on this rank: what starts each task of its plan."""
 
     def __init__(
-        self, workspace: ShardWorkspace, x: Tensor, weight: Tensor, schedule: Schedule, is_transposed: bool, fingerprint: int
+        self,
+        workspace: ShardWorkspace,
+        x: Tensor,
+        weight: Tensor,
+        schedule: Schedule,
+        is_transposed: bool,
+        fingerprint: int,
     ) -> None:
-        self._workspace, self._weight, self._schedule = workspace, weight, schedule
-        self._is_transposed, self._fingerprint = is_transposed, fingerprint
+        self._workspace, self._x, self._weight, self._is_transposed = workspace, x, weight, is_transposed
         self._factor = weight if is_transposed else weight.T
         self._ranks, self._rank, columns = workspace.world_size, workspace.rank, self._factor.shape[1]
         self._rows = len(x) // self._ranks
-        self._x, self._shards = x, x.view(self._ranks, self._rows, -1)
+        self._shards = x.view(self._ranks, self._rows, -1)
         self._shape = (self._ranks, self._rows, columns)
         self.out = x.new_empty(self._rows, columns)
-        self._is_one_kernel = schedule.mover is Mover.same_kernel
-        self._sent = x.new_empty(0 if self._is_one_kernel else self._ranks, self._rows, columns)
+        is_one_kernel = schedule.mover is Mover.same_kernel
+        self._sent = x.new_empty(0 if is_one_kernel else self._ranks, self._rows, columns)
+        ends = ends_of(cut(self._rows, schedule.parts))
+        self._epoch = Epoch(workspace.channel, workspace.pieces, fingerprint, ends, workspace.counters)
         self.actions = {
             Kind.begin: lambda _: workspace.pieces.begin(fingerprint),
-            Kind.compute: self._multiply,
+            Kind.compute: self._multiply_and_send if is_one_kernel else self._multiply,
             Kind.move: self._move,
             Kind.combine: self._multiply_own_rows,
-            Kind.end: lambda _: workspace.pieces.complete(),
         }
 
+    def _multiply_and_send(self, _: Task) -> None:
+        multiply_and_send(
+            self._x, self._weight, self.out, self._workspace.received, self._epoch, is_transposed=self._is_transposed
+        )
+
     def _multiply(self, task: Task) -> None:
-        if self._is_one_kernel:
-            window = self._workspace.window_of(self._workspace.received, self._fingerprint)
-            gemm_combine(self._x, self._weight, window, is_transposed=self._is_transposed, leaves_own_rows=True)
-            return
         (piece,) = task.pieces
         peer, rows = (self._rank + piece.shift) % self._ranks, slice(piece.first, piece.last)
         torch.mm(self._shards[peer, rows], self._factor, out=self._sent[peer, rows])
@@ -118,8 +127,5 @@ class _Call:
 
     def _multiply_own_rows(self, _: Task) -> None:
         received = self._workspace.matrix(self._workspace.received, self._rank, self._shape)
-        ends = ends_of(cut(self._rows, self._schedule.parts))
-        multiply_and_add(
-            self._shards[self._rank], self._weight, self.out, received, self._workspace.pieces, ends,
-            self._workspace.channel, waits=not self._is_one_kernel, is_transposed=self._is_transposed,
-        )  # fmt: skip
+        own = self._shards[self._rank]
+        multiply_and_add(own, self._weight, self.out, received, self._epoch, is_transposed=self._is_transposed)

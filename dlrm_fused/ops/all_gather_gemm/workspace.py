@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.all_gather_gemm.measured import MEASURED_ON, table_of
+from dlrm_fused.ops.common.meeting import meet_beside
 from dlrm_fused.ops.common.schedules import Schedules
 from dlrm_fused.ops.common.workspace import ReceiveWindow, Workspace, check_counts, check_dtype, fingerprint_of
 from dlrm_fused.ops.schedules import Pair
 from dlrm_fused.ops.schedules.piece_flags import PieceFlags
 from dlrm_fused.symmetric import SymmetricGroup, SymmetricMemory
+from dlrm_fused.symmetric.device import uses_kernels
 
 ROW_BYTES = 16  # rows of all matrices have a multiple of so many bytes
 MAX_PIECES = 8  # of a shard
 # Rows of all ranks' blocks are counted in 31 bits.
 _MAX_ROWS_OF_ALL_RANKS = 2**31 - 1
+
+
+class Started(NamedTuple):
+    """A call that has been started.
+
+    Attributes:
+        out: its result, an ordinary tensor.
+        rows: gives the rows that were gathered, [M, K], until ``release``.
+        release: to be called once, before the next call: the workspace's memory is needed no more.
+    """
+
+    out: Tensor
+    rows: Callable[[], Tensor]
+    release: Callable[[], None]
 
 
 class ShardWorkspace(Workspace):
@@ -66,10 +83,10 @@ class ShardWorkspace(Workspace):
         size = max_rows * max_columns * dtype.itemsize
         self.gathered = group.allocate(f"{name}.gathered", size)
         self.received = group.allocate(f"{name}.received", size)
-        self.pieces = PieceFlags(self.channel, f"{name}.pieces", MAX_PIECES)
-        # Of rows that are gathered beside another call.
-        self.pieces_beside = PieceFlags(self.channels[1], f"{name}.pieces_beside", 1)
-        self.pushed = torch.zeros(1, dtype=torch.int64, device=group.device)
+        self.pieces = PieceFlags(self.channel, f"{name}.pieces", MAX_PIECES, has_own_memory=True)
+        # Of rows that are gathered beside another call. Two channels share that memory.
+        self.pieces_beside = PieceFlags(self.channels[1], f"{name}.pieces_beside", 1, has_own_memory=False)
+        self.counters = torch.zeros(group.world_size, dtype=torch.int64, device=group.device)
         # Beside the stream of the products.
         self.stream, self.gather_stream = (
             torch.cuda.Stream(group.device, priority=-1) if group.device.type == "cuda" else None for _ in range(2)
@@ -84,6 +101,16 @@ class ShardWorkspace(Workspace):
             )
             for pair in (Pair.all_gather_gemm, Pair.gemm_reduce_scatter)
         }
+
+    @property
+    def is_by_kernels(self) -> bool:
+        """Whether copy engines and kernels reach all ranks; else rows go by any transport, and then are multiplied."""
+        return self.world_size > 1 and uses_kernels(self.device) and not self.group.hosts.are_many
+
+    def meet_beside(self, work: Callable[[], Tensor], fingerprint: int) -> Tensor:
+        """As :func:`~dlrm_fused.ops.common.meeting.meet_beside`, on the channel of the calls."""
+        meeting = self.pieces.meet if self.is_by_kernels else None
+        return meet_beside(work, self.channel, self.stream, fingerprint, meeting=meeting)
 
     def matrix(self, memory: SymmetricMemory, rank: int, shape: Sequence[int]) -> Tensor:
         """The matrix, of this shape, that ``memory`` has on a rank of this host."""

@@ -38,7 +38,14 @@ def meet(channel: Channel, fingerprint: int, receive_offset: int = 0) -> None:
         channel.run_epoch(lambda *_: None, offset=receive_offset, fingerprint=fingerprint)
 
 
-def meet_beside(work: Callable[[], T], channel: Channel, stream: torch.cuda.Stream | None, fingerprint: int) -> T:
+def meet_beside(
+    work: Callable[[], T],
+    channel: Channel,
+    stream: torch.cuda.Stream | None,
+    fingerprint: int,
+    *,
+    meeting: Callable[[int], None] | None = None,
+) -> T:
     """The result of ``work``, beside which the ranks :func:`meet`; what follows in the current stream follows both.
 
     A collective of torch.distributed that follows would wait for a lost rank, or for one that makes another call, until the
@@ -46,12 +53,16 @@ def meet_beside(work: Callable[[], T], channel: Channel, stream: torch.cuda.Stre
 
     Args:
         stream: for the epoch; None on the CPU.
+        meeting: what runs the epoch of this fingerprint, if not :func:`meet`.
     """
     main = torch.cuda.current_stream(channel.group.device) if stream else None
     if stream and main:
         stream.wait_stream(main)
     with torch.cuda.stream(stream) if stream else nullcontext():
-        meet(channel, fingerprint)
+        if meeting is None:
+            meet(channel, fingerprint)
+        else:
+            meeting(fingerprint)
     result = work()
     if stream and main:
         main.wait_stream(stream)

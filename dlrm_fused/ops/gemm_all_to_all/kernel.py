@@ -193,8 +193,8 @@ def _store_half(
 
 @triton.jit(do_not_specialize=["slots", "origins_at", "first_origin", "receive_offset", "fingerprint"])
 def gemm_kernel(
-    x, weight, epilogue, groups, destinations, slots, origins_at, first_origin, block_rows, block_count, columns, depth,
-    addresses, receive_offset, channel, fingerprint,
+    x, weight, epilogue, groups, destinations, slots, origins_at, first_origin, block_rows, columns, depth, addresses,
+    receive_offset, channel, fingerprint,
     GROUPED: tl.constexpr, SENDS: tl.constexpr, TELLS_ORIGIN: tl.constexpr, TRANSPOSED: tl.constexpr,
     SCALED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr, SPLIT_LEVELS: tl.constexpr,
@@ -209,7 +209,6 @@ def gemm_kernel(
         destinations: int32 [R], rank * slots + slot or -1, with GROUPED and SENDS.
         origins_at: byte of the blocks from where an int32 for each slot gets ``first_origin`` + row of x; with TELLS_ORIGIN.
         block_rows: rows for each of the ranks, without GROUPED.
-        block_count: how many of them are computed, this rank's last.
         SPLIT_LEVELS: every tile is computed in 2^SPLIT_LEVELS pieces of K, each by a program of its own; 0 with GROUPED.
     """
     epoch = tl.zeros((), tl.int64)
@@ -218,7 +217,7 @@ def gemm_kernel(
         epoch = begin(channel, receive_offset, fingerprint)
         may_store = wait_until_all_ready(channel, epoch, fingerprint)
     tiles_of_block = tl.cdiv(block_rows, ROWS)
-    row_tiles = tiles_of_block * block_count
+    row_tiles = tiles_of_block * channel.world
     if GROUPED:
         row_tiles = tl.load(groups.bounds + groups.count)
     column_tiles = tl.cdiv(columns, COLUMNS)
@@ -340,25 +339,13 @@ def grouped_gemm_combine(
 
 
 def gemm_combine(
-    x: Tensor,
-    weight: Tensor,
-    window: ReceiveWindow,
-    scale: Tensor | None = None,
-    arrivals: Arrivals | None = None,
-    *,
-    is_transposed: bool = False,
-    leaves_own_rows: bool = False,
+    x: Tensor, weight: Tensor, window: ReceiveWindow, scale: Tensor | None = None, arrivals: Arrivals | None = None
 ) -> None:
     """x [M, K] @ weight [N, K].T; rows p * M / ranks ... are stored at rank p as block ``own rank``. One epoch: collective.
 
     Args: as in :func:`grouped_gemm_combine`; scale: fp32 [N]; arrivals: as in :func:`gemm`.
-        is_transposed: weight is [K, N].
-        leaves_own_rows: this rank's own block is not computed.
     """
-    _launch(
-        x, weight[None], scale=scale, window=window, arrivals=arrivals, is_transposed=is_transposed,
-        block_count=window.channel.group.world_size - leaves_own_rows,
-    )  # fmt: skip
+    _launch(x, weight[None], scale=scale, window=window, arrivals=arrivals)
 
 
 def gemm(
@@ -395,14 +382,13 @@ def _launch(
     window: ReceiveWindow | None = None,
     part_of: int | None = None,
     arrivals: Arrivals | None = None,
-    block_count: int = 1,
 ) -> None:
     (rows, depth), columns = x.shape, weight.shape[2 if is_transposed else 1]
     shape = (part_of or rows, columns, depth, x.element_size())
     tiles = tiles_of_groups(columns, x.element_size(), groups.tile_rows) if groups else tiles_of_product(*shape)
     splits = 1 if groups else tiles.splits
     ranks = window.channel.group.world_size if window else 1
-    row_tiles = rows // tiles.rows if groups else block_count * triton.cdiv(rows // ranks, tiles.rows)
+    row_tiles = rows // tiles.rows if groups else ranks * triton.cdiv(rows // ranks, tiles.rows)
     pieces = row_tiles * triton.cdiv(columns, tiles.columns) * splits
     partials = counts = None
     if splits > 1:
@@ -414,7 +400,7 @@ def _launch(
         Epilogue(*(x if tensor is None else tensor for tensor in (scale, out, partials, counts))),
         groups.args(row_tiles) if groups else GroupArgs(x, x, row_tiles, 1),
         x if destinations is None else destinations, slots, origins_at or 0, first_origin,
-        rows if groups else rows // ranks, block_count, columns, depth, window.memory.addresses if window else x,
+        rows if groups else rows // ranks, columns, depth, window.memory.addresses if window else x,
         window.offset if window else 0, window.channel.args if window else no_channel(x), window.fingerprint if window else 0,
         GROUPED=groups is not None, SENDS=window is not None, TELLS_ORIGIN=origins_at is not None,
         TRANSPOSED=is_transposed, SCALED=scale is not None, DTYPE=TRITON_DTYPES[x.dtype],

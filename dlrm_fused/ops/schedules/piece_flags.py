@@ -3,6 +3,9 @@
 Pieces that a copy engine moves have no kernel that could signal behind them: a program beside a product might wait for a
 multiprocessor until the product ends. So the copy engine moves the flag too, after the piece and in the same stream. A flag
 holds the number of the epoch; it is never reset.
+
+Where memory is for such epochs alone, a rank tells its peers at the end of one that they may send in the next: no send waits
+for a message that crosses the links first.
 """
 
 from __future__ import annotations
@@ -19,8 +22,13 @@ from dlrm_fused.symmetric.device import (
     ARRIVAL,
     EPOCH,
     FAULT,
+    MISMATCH,
+    READY,
+    REFUSED,
+    REFUSED_OFFSET,
     begin,
     fault_kind,
+    peer_pointer,
     report_fault,
     signal,
     wait,
@@ -29,83 +37,148 @@ from dlrm_fused.symmetric.device import (
 
 
 class PieceArgs(NamedTuple):
-    """The flags, as one argument of a kernel that waits for pieces."""
+    """The flags, as one argument of a kernel."""
 
-    flags: Any  # int64 [ranks, of_rank], this rank's: of the pieces that come from each rank
+    # int64, this rank's: [ranks, of_rank] of the pieces that come from each rank, [ranks] the last epoch that each has
+    # completed, [2, ranks] which call each makes, in epochs of even and of odd numbers.
+    flags: Any
     addresses: Any  # int64 [ranks], of the flags of all ranks
+    stamp: Any  # int64 [1], the epoch in which this rank may send
     of_rank: Any
 
 
 @triton.jit(do_not_specialize=["fingerprint"])
-def begin_kernel(stamp, channel, fingerprint):
-    """Begin an epoch, and wait until all ranks are ready for it; then the stamp is its number. One program."""
-    epoch = begin(channel, tl.zeros((), tl.int64), fingerprint)
-    if wait_until_all_ready(channel, epoch, fingerprint):
-        tl.store(stamp, epoch)
+def begin_kernel(pieces, channel, fingerprint, EARLY: tl.constexpr):
+    """Begin an epoch, and wait until all ranks can receive in it; then the stamp is its number. One program.
+
+    Args:
+        EARLY: whether a rank can receive when its last epoch is complete.
+    """
+    epoch = tl.load(channel.state + EPOCH) + 1
+    for i in tl.static_range(1, channel.world):
+        flags = peer_pointer(pieces.addresses, (channel.rank + i) % channel.world, 0, tl.int64)
+        tl.store(flags + _place_of_call(channel, pieces, channel.rank, epoch), fingerprint + tl.zeros((), tl.int64))
+    begin(channel, tl.zeros((), tl.int64), fingerprint)
+    if EARLY:
+        can_send = wait_for_ends(channel, pieces, epoch - 1)
+    else:
+        can_send = wait_until_all_ready(channel, epoch, fingerprint)
+    if can_send:
+        tl.store(pieces.stamp, epoch)
 
 
 @triton.jit
-def mark_kernel(flag_address, stamp):
-    """Set a flag of a rank, where no copy engine does it. One program."""
-    signal(tl.load(flag_address).to(tl.pointer_type(tl.int64)), tl.load(stamp))
+def _place_of_call(channel, pieces, rank, epoch):
+    """A rank may be one epoch ahead, never two, hence two places."""
+    return channel.world * (pieces.of_rank + 1 + epoch % 2) + rank
 
 
-@triton.jit(do_not_specialize=["source", "number"])
-def gate_kernel(pieces, channel, source, number):
+@triton.jit
+def wait_for_ends(channel, pieces, epoch):
+    """Wait until all ranks have completed an epoch.
+
+    Returns:
+        Whether they have.
+    """
+    have_ended = tl.full((), 1, tl.int1)
+    for i in tl.static_range(1, channel.world):
+        peer = (channel.rank + i) % channel.world
+        if wait(channel, pieces.flags + channel.world * pieces.of_rank + peer, epoch) < epoch:
+            report_fault(channel, fault_kind(channel), peer, epoch + 1, READY)
+            have_ended = tl.zeros((), tl.int1)
+    return have_ended
+
+
+@triton.jit
+def mark_kernel(pieces, channel, peer, number):
+    """Tell a peer that a piece of this rank has come, where no copy engine does it. One program."""
+    mark_piece(channel, pieces, peer, number)
+
+
+@triton.jit
+def mark_piece(channel, pieces, peer, number):
+    """Tell a peer that a piece of this rank, stored by this program or before it, has come."""
+    flags = peer_pointer(pieces.addresses, peer, 0, tl.int64)
+    signal(flags + channel.rank * pieces.of_rank + number, tl.load(pieces.stamp))
+
+
+@triton.jit(do_not_specialize=["source", "number", "fingerprint"])
+def gate_kernel(pieces, channel, source, number, fingerprint):
     """Wait until a piece of a rank has come, and so all that it sent before. One program."""
-    wait_for_piece(channel, pieces, source, number)
+    wait_for_piece(channel, pieces, source, number, fingerprint)
 
 
 @triton.jit
-def complete_kernel(channel):
-    """End the epoch of :func:`begin_kernel`: all pieces have been waited for. One program."""
-    if tl.load(channel.state + FAULT) == 0:
-        tl.store(channel.state + EPOCH, tl.load(channel.state + EPOCH) + 1)
-
-
-@triton.jit
-def wait_for_piece(channel, pieces, source, number):
+def wait_for_piece(channel, pieces, source, number, fingerprint):
     """Wait until piece ``number`` of rank ``source`` has come in the epoch that runs; the host hears of it if it does not."""
     epoch = tl.load(channel.state + EPOCH) + 1
-    if wait(channel, pieces.flags + source * pieces.of_rank + number, epoch) < epoch:
-        report_fault(channel, fault_kind(channel), source, epoch, ARRIVAL)
+    # Only a rank that has begun, with the same call, sends the piece.
+    ready = wait(channel, channel.flags + source, epoch << 32)
+    call = tl.load(pieces.flags + _place_of_call(channel, pieces, source, epoch), volatile=True)
+    if ready < epoch << 32:
+        report_fault(channel, fault_kind(channel), source, epoch, READY)
+    elif ready == (epoch << 32) + REFUSED_OFFSET:
+        report_fault(channel, REFUSED, source, epoch, READY)
+    elif call != fingerprint:
+        report_fault(channel, MISMATCH, source, epoch, READY)
+    else:
+        seen = wait(channel, pieces.flags + source * pieces.of_rank + number, epoch)
+        if seen < epoch:
+            report_fault(channel, fault_kind(channel), source, epoch, ARRIVAL)
+
+
+@triton.jit
+def complete_kernel(pieces, channel, EARLY: tl.constexpr):
+    """End the epoch of :func:`begin_kernel`: all pieces have been waited for, and are needed no more. One program."""
+    if tl.load(channel.state + FAULT) == 0:
+        epoch = tl.load(channel.state + EPOCH) + 1
+        tl.store(channel.state + EPOCH, epoch)
+        if EARLY:
+            for i in tl.static_range(1, channel.world):
+                flags = peer_pointer(pieces.addresses, (channel.rank + i) % channel.world, 0, tl.int64)
+                signal(flags + channel.world * pieces.of_rank + channel.rank, epoch)
 
 
 class PieceFlags:
-    """The flags of one channel, and the steps of an epoch whose data a copy engine moves."""
+    """The flags of one channel, and the steps of an epoch whose data a copy engine moves. Steps are in the current stream."""
 
-    def __init__(self, channel: Channel, name: str, most: int) -> None:
+    def __init__(self, channel: Channel, name: str, most: int, *, has_own_memory: bool) -> None:
         """Collective.
 
         Args:
             most: pieces from one rank to another in an epoch.
+            has_own_memory: whether the memory in which pieces come, and the channel, are for such epochs alone.
         """
         self.most = most
-        self._channel, group = channel, channel.group
-        self._memory = group.allocate(name, group.world_size * most * 8)
-        self.stamp = torch.zeros(1, dtype=torch.int64, device=group.device)
-        self.args = PieceArgs(self._memory.local.view(torch.int64), self._memory.addresses, most)
+        self._channel, self._early, group = channel, has_own_memory, channel.group
+        self._memory = group.allocate(name, group.world_size * (most + 3) * 8)
+        self._stamp = torch.zeros(1, dtype=torch.int64, device=group.device)
+        self.args = PieceArgs(self._memory.local.view(torch.int64), self._memory.addresses, self._stamp, most)
 
     def begin(self, fingerprint: int) -> None:
-        """Tell the peers that this rank can receive, and wait for theirs; in the current stream, as all that follows."""
-        begin_kernel[(1,)](self.stamp, self._channel.args, fingerprint, num_warps=1)
+        """Tell the peers which call this is, and wait until they can receive."""
+        begin_kernel[(1,)](self.args, self._channel.args, fingerprint, EARLY=self._early, num_warps=1)
+
+    def meet(self, fingerprint: int) -> None:
+        """An epoch without pieces, which waits for the calls of all peers."""
+        begin_kernel[(1,)](self.args, self._channel.args, fingerprint, EARLY=False, num_warps=1)
+        self.complete()
 
     def mark(self, peer: int, number: int) -> None:
         """Tell a peer that a piece of this rank has come; behind the copy that moved it."""
-        place = self._channel.group.rank * self.most + number
-        flag = self._memory.peer(peer).view(torch.int64)[place : place + 1]
-        if flag.device.type == "cuda":
-            flag.copy_(self.stamp, non_blocking=True)
+        if self._stamp.device.type == "cuda":
+            place = self._channel.group.rank * self.most + number
+            self._memory.peer(peer).view(torch.int64)[place : place + 1].copy_(self._stamp, non_blocking=True)
         else:
-            mark_kernel[(1,)](torch.tensor([flag.data_ptr()]), self.stamp, num_warps=1)
+            mark_kernel[(1,)](self.args, self._channel.args, peer, number, num_warps=1)
 
-    def wait(self, source: int, number: int) -> None:
-        """Let the current stream wait for a piece."""
-        gate_kernel[(1,)](self.args, self._channel.args, source, number, num_warps=1)
+    def wait(self, source: int, number: int, fingerprint: int) -> None:
+        """Wait for a piece."""
+        gate_kernel[(1,)](self.args, self._channel.args, source, number, fingerprint, num_warps=1)
 
     def complete(self) -> None:
-        """After all waits."""
-        complete_kernel[(1,)](self._channel.args, num_warps=1)
+        """After all waits, when what has come is needed no more."""
+        complete_kernel[(1,)](self.args, self._channel.args, EARLY=self._early, num_warps=1)
 
 
 @triton.jit

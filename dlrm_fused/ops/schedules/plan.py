@@ -131,17 +131,13 @@ def _serial(pair: Pair, ranks: int, shard_rows: int) -> Plan:
 
 def _in_one_kernel(pair: Pair, own: Piece, remote: list[Piece]) -> Plan:
     """One kernel moves and computes: shards before all, results piece by piece, own ones last."""
+    begin, end, arrivals = Task(Kind.begin, Lane.main), Task(Kind.end, Lane.main), tuple(range(1, len(remote) + 1))
     if pair.moves_first:
         moves = [Task(Kind.move, Lane.main, (piece,), is_inside=True) for piece in remote]
-        compute = Task(Kind.compute, Lane.main, (own, *remote), arrivals=tuple(range(1, len(moves) + 1)))
-        return (Task(Kind.begin, Lane.main), *moves, compute, Task(Kind.end, Lane.main))
-    moves = [Task(Kind.move, Lane.beside, (piece,), after=(0,), is_inside=True) for piece in remote]
-    arrivals = tuple(range(1, len(remote) + 1))
-    if pair is Pair.gemm_reduce_scatter:  # a second kernel: the product of own rows is added to what has come
-        compute = Task(Kind.compute, Lane.main, tuple(remote))
-        return (compute, *moves, Task(Kind.combine, Lane.main, (own,), arrivals=arrivals))
-    compute = Task(Kind.compute, Lane.main, (*remote, own))
-    return (compute, *moves, Task(Kind.gate, Lane.main, tuple(remote), arrivals=arrivals, is_inside=True))
+        return (begin, *moves, Task(Kind.compute, Lane.main, (own, *remote), arrivals=arrivals), end)
+    moves = [Task(Kind.move, Lane.beside, (piece,), after=(1,), is_inside=True) for piece in remote]
+    last = Task(Kind.combine, Lane.main, tuple(remote), arrivals=tuple(i + 1 for i in arrivals), is_inside=True)
+    return (begin, Task(Kind.compute, Lane.main, (*remote, own)), *moves, last, end)
 
 
 def _gathered(schedule: Schedule, own: Piece, remote: list[Piece]) -> Plan:
