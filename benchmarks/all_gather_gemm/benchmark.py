@@ -37,8 +37,8 @@ from benchmarks.common.harness import (
 from benchmarks.gemm_all_to_all.cells import DTYPE, TOLERANCE
 from dlrm_fused.ops.all_gather_gemm import ShardWorkspace
 
-# Of a sum that is rounded in between: each rank's product, and NCCL's sum.
-SUM_TOLERANCE = 2 * TOLERANCE
+# Of a sum whose terms are rounded to bf16; terms may be larger than the sum.
+SUM_TOLERANCE = 8 * 2**-8
 
 
 class Run:

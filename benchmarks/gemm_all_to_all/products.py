@@ -17,7 +17,7 @@ from dlrm_fused.ops.gemm_all_to_all.kernel import gemm
 from dlrm_fused.ops.gemm_all_to_all.split import Arrivals
 
 TIMEOUT_SECONDS = 60.0
-SCHEDULES = ("kernel", "chunks", "library")
+SCHEDULES = ("kernel", "chunks", "chunks_2", "chunks_4", "tapered", "library")
 # Shorter calls are timed in CUDA graphs, so that launches do not count.
 GRAPH_MICROSECONDS = 50.0
 # Results of a workspace that may be held. Those of a graph are held for ever.

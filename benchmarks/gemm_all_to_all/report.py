@@ -26,7 +26,11 @@ class Stage:
 
 
 STAGES = {
-    "op": Stage("GEMM + All-to-All", "fused / (cuBLAS + NCCL)", ("fused", "kernel", "chunks", "library", "nccl", "gemm")),
+    "op": Stage(
+        "GEMM + All-to-All",
+        "fused / (cuBLAS + NCCL)",
+        ("fused", "kernel", "chunks", "chunks_2", "chunks_4", "tapered", "library", "nccl", "gemm"),
+    ),
     "gemm": Stage("GEMM alone", "kernel / cuBLAS", ("kernel", "gemm")),
     "layer_forward": Stage("expert layer, forward", "fused / unfused", ("fused", "baseline")),
     "layer_training": Stage("expert layer, forward + backward", "fused / unfused", ("fused", "baseline")),

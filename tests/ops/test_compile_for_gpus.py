@@ -24,7 +24,6 @@ from dlrm_fused.ops.embedding_all_to_all.layout import feature_tables
 from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
 from dlrm_fused.ops.embedding_all_to_all.scatter import scatter_tiles
 from dlrm_fused.ops.feature_all_to_all.kernel import fetch_kernel, send_kernel
-from dlrm_fused.ops.gemm_all_to_all import chunks as gemm_chunks
 from dlrm_fused.ops.gemm_all_to_all import kernel as gemm
 from dlrm_fused.ops.gemm_all_to_all import op as gemm_op
 from dlrm_fused.ops.gemm_all_to_all import tuning as gemm_tuning
@@ -170,11 +169,6 @@ def launch_split_gemm(fp8: bool) -> None:
     weight = weight.to(torch.float8_e4m3fn) if fp8 else weight
     gemm.gemm(rows(width=1024), weight, rows(), scale)
     gemm.gemm_combine(rows(width=1024), weight, window(), scale)
-
-
-def launch_copied_chunks() -> None:
-    gemm_chunks.begin_kernel[(1,)](channel().args, 1, num_warps=1)
-    gemm_chunks.finish_kernel[(1,)](channel().args, num_warps=1)
 
 
 def piece_flags(early: bool = True) -> Any:
@@ -334,7 +328,6 @@ LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
     "gemm_combine_fp8": (lambda: launch_gemm_combine(HALF, fp8=True), OF_GEMM),
     "gemm_split": (lambda: launch_split_gemm(fp8=False), {"gemm_kernel"}),
     "gemm_split_fp8": (lambda: launch_split_gemm(fp8=True), {"gemm_kernel"}),
-    "copied_chunks": (launch_copied_chunks, {"begin_kernel", "finish_kernel"}),
     "piece_flags": (lambda: launch_piece_flags(early=True), OF_FLAGS),
     "piece_flags_of_shared_memory": (lambda: launch_piece_flags(early=False), OF_FLAGS),
     "products_of_pieces": (lambda: launch_products_of_pieces(HALF, (512, 1024, 1024)), OF_PIECES),

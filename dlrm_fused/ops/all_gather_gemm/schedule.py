@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.all_gather_gemm.workspace import MAX_PIECES, ShardWorkspace
+from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace
 from dlrm_fused.ops.common.schedules import AUTO as AUTO
 from dlrm_fused.ops.common.schedules import LIBRARY, Shape
 from dlrm_fused.ops.schedules import SCHEDULES, Pair, Schedule
@@ -21,7 +21,6 @@ _CANDIDATES = {
     Pair.all_gather_gemm: ("chunks", "arriving", "arriving_4", "chunks_2", LIBRARY),
     Pair.gemm_reduce_scatter: ("chunks_2", "chunks_4", "kernel", LIBRARY),
 }
-assert all(len(SCHEDULES[name].parts) * SCHEDULES[name].depth_parts <= MAX_PIECES for names in NAMES.values() for name in names)
 
 
 def check_schedule(workspace: ShardWorkspace, pair: Pair, schedule: str, depth: int) -> None:

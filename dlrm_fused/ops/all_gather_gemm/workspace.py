@@ -13,13 +13,12 @@ from dlrm_fused.ops.all_gather_gemm.measured import MEASURED_ON, table_of
 from dlrm_fused.ops.common.meeting import meet_beside
 from dlrm_fused.ops.common.schedules import Schedules
 from dlrm_fused.ops.common.workspace import ReceiveWindow, Workspace, check_counts, check_dtype, fingerprint_of
-from dlrm_fused.ops.schedules import Pair
+from dlrm_fused.ops.schedules import MOST_PIECES, Pair
 from dlrm_fused.ops.schedules.piece_flags import PieceFlags
 from dlrm_fused.symmetric import SymmetricGroup, SymmetricMemory
 from dlrm_fused.symmetric.device import uses_kernels
 
 ROW_BYTES = 16  # rows of all matrices have a multiple of so many bytes
-MAX_PIECES = 8  # of a shard
 # Rows of all ranks' blocks are counted in 31 bits.
 _MAX_ROWS_OF_ALL_RANKS = 2**31 - 1
 
@@ -83,7 +82,7 @@ class ShardWorkspace(Workspace):
         size = max_rows * max_columns * dtype.itemsize
         self.gathered = group.allocate(f"{name}.gathered", size)
         self.received = group.allocate(f"{name}.received", size)
-        self.pieces = PieceFlags(self.channel, f"{name}.pieces", MAX_PIECES, has_own_memory=True)
+        self.pieces = PieceFlags(self.channel, f"{name}.pieces", MOST_PIECES, has_own_memory=True)
         # Of rows that are gathered beside another call. Two channels share that memory.
         self.pieces_beside = PieceFlags(self.channels[1], f"{name}.pieces_beside", 1, has_own_memory=False)
         self.counters = torch.zeros(group.world_size, dtype=torch.int64, device=group.device)

@@ -22,9 +22,10 @@ from dlrm_fused.ops.gemm_all_to_all.kernel import (
     grouped_gemm_combine,
 )
 from dlrm_fused.ops.gemm_all_to_all.library import multiply_and_exchange
-from dlrm_fused.ops.gemm_all_to_all.schedule import AUTO, CHUNKS, KERNEL, LIBRARY, SCHEDULES, choose_schedule
+from dlrm_fused.ops.gemm_all_to_all.schedule import AUTO, BY_PIECES, KERNEL, LIBRARY, SCHEDULES, choose_schedule
 from dlrm_fused.ops.gemm_all_to_all.weight_gradient import grouped_weight_gradient
 from dlrm_fused.ops.gemm_all_to_all.workspace import ROW_BYTES, GemmWorkspace
+from dlrm_fused.ops.schedules import SCHEDULES as ALL_SCHEDULES
 from dlrm_fused.symmetric import abort_peers_on_error
 from dlrm_fused.symmetric.device import uses_kernels
 from dlrm_fused.symmetric.hosts import Hosts
@@ -44,8 +45,9 @@ def gemm_all_to_all(
             equal on all ranks. Rows of x, weight and result are multiples of 16 bytes.
         weight: [N, K], contiguous, in the workspace's dtype; or float8_e4m3fn, which has no gradient.
         scale: fp32 [N], of the weight's rows; for float8 weights, which need it.
-        schedule: ``kernel``, ``chunks``, ``library``, or ``auto``, which takes the fastest: from a table, or measured here by
-            the first call with a shape. Without a GPU, and between hosts, all but ``library`` are one.
+        schedule: ``kernel``, ``chunks``, ``chunks_2``, ``chunks_4``, ``tapered`` or ``library``, see docs/schedules.md; or
+            ``auto``, which takes the fastest of ``kernel``, ``chunks`` and ``library``: from a table, or measured here by the
+            first call with a shape. Without a GPU, and between hosts, all but ``library`` are one.
 
     Returns:
         [M, N] in the workspace's dtype.
@@ -115,7 +117,7 @@ def _check_equal_blocks(workspace: GemmWorkspace, x: Tensor, weight: Tensor, sca
     name, ranks = workspace.name, workspace.world_size
     if schedule not in SCHEDULES:
         raise UsageError(f"{name}: schedule={schedule}; allowed: {', '.join(SCHEDULES)}")
-    if schedule in (CHUNKS, LIBRARY) and scale is not None:
+    if schedule in (*BY_PIECES, LIBRARY) and scale is not None:
         raise UsageError(
             f"{name}: schedule={schedule}: the library has no product with float8 weights and scales; allowed: auto, kernel"
         )
@@ -190,8 +192,11 @@ def _send_by(schedule: str, workspace: GemmWorkspace, x: Tensor, weight: Tensor,
     call, with_kernels = (rows, columns, scale is None, schedule), uses_kernels(workspace.device)
     if schedule == LIBRARY:
         return multiply_and_exchange(x, weight, workspace.channel, workspace.stream, fingerprint_of(*call))
-    if schedule == CHUNKS and with_kernels and not hosts.are_many:
-        return multiply_and_send_chunks(x, weight, blocks, workspace.channel, workspace.stream, fingerprint_of(*call))
+    if schedule in BY_PIECES and with_kernels and not hosts.are_many:
+        return multiply_and_send_chunks(
+            x, weight, ALL_SCHEDULES[schedule], blocks, workspace.channel, workspace.pieces, workspace.stream,
+            fingerprint_of(*call),
+        )  # fmt: skip
     block = blocks.receive((workspace.result_bytes,), torch.uint8)
     window = workspace.window(blocks, block, *call)
     if hosts.are_many:

@@ -10,7 +10,9 @@ from dlrm_fused.ops.common.schedules import Shape
 from dlrm_fused.ops.gemm_all_to_all.workspace import GemmWorkspace
 
 KERNEL, CHUNKS = "kernel", "chunks"
-SCHEDULES = (AUTO, KERNEL, CHUNKS, LIBRARY)
+# By a copy engine: names of dlrm_fused.ops.schedules.
+BY_PIECES = (CHUNKS, "chunks_2", "chunks_4", "tapered")
+SCHEDULES = (AUTO, KERNEL, *BY_PIECES, LIBRARY)
 # Where nothing was measured: by chunks of so many rows, and so deep, the library's product is at its best.
 _CHUNK_ROWS, _CHUNK_DEPTH = 1024, 4096
 

@@ -10,6 +10,8 @@ from dlrm_fused.ops.common.schedules import Schedules
 from dlrm_fused.ops.common.workspace import Workspace, check_counts, check_dtype
 from dlrm_fused.ops.gemm_all_to_all.measured import MEASURED_ON, table_of
 from dlrm_fused.ops.gemm_all_to_all.split import Arrivals
+from dlrm_fused.ops.schedules import MOST_PIECES
+from dlrm_fused.ops.schedules.piece_flags import PieceFlags
 from dlrm_fused.symmetric import BlockPool, SymmetricGroup
 
 ROW_BYTES = 16  # rows of all matrices have a multiple of so many bytes
@@ -63,6 +65,7 @@ class GemmWorkspace(Workspace):
         self.results = BlockPool.with_spare(group, f"{name}.results", self.result_bytes, _HELD_RESULTS)
         # Beside the stream of the products.
         self.stream = torch.cuda.Stream(group.device, priority=-1) if group.device.type == "cuda" else None
+        self.pieces = PieceFlags(self.channel, f"{name}.pieces", MOST_PIECES, has_own_memory=False)
         self.arrivals = Arrivals(group.device)
         table = table_of(self.world_size, dtype)
         self.schedules = Schedules(name, self.channel, may_measure=measures_schedules, measured_on=MEASURED_ON, measured=table)

@@ -9,8 +9,7 @@
 
 from __future__ import annotations
 
-import itertools
-from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 import triton
@@ -20,6 +19,7 @@ from torch import Tensor
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.gemm_all_to_all.kernel import gemm_combine
+from dlrm_fused.ops.schedules import SCHEDULES, Kind, Pair, Task, make_plan, run_plan
 from dlrm_fused.symmetric import BlockPool, Channel, SymmetricGroup
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, peer_pointer, wait_until_all_ready
 
@@ -27,6 +27,7 @@ from dlrm_fused.symmetric.device import announced_offset, begin, finish, peer_po
 # tenth of a millisecond.
 _CHUNK_ELEMENTS = 8 << 20
 _MAX_CHUNKS = 4
+SUMS_BESIDE = SCHEDULES["sums_beside"]
 # Elements of a program's block, and programs.
 _BLOCK = 4096
 _PROGRAMS = 128
@@ -108,17 +109,19 @@ class ManyRows:
         rows, columns = x.shape[0], weight.shape[0]
         parts = self._parts.local.view(self._dtype)[: rows * columns].view(rows, columns)
         result = self._results.receive((rows, columns), self._dtype)
-        chunks = _chunks(rows, columns)
-        beside = self._stream if len(chunks) > 1 else None
-        main = torch.cuda.current_stream(self._group.device) if beside else None
-        for first, last in chunks:
-            torch.mm(x[first:last], weight.T, out=parts[first:last])
-            if beside and main:
-                beside.wait_stream(main)
-            with torch.cuda.stream(beside) if beside else nullcontext():
-                self._sum(result, first, last, bias, residual, fingerprint, scattered=False)
-        if beside and main:
-            main.wait_stream(beside)
+        count = _chunks(rows, columns)
+        schedule = replace(SUMS_BESIDE, parts=(1,) * count)
+
+        def multiply(task: Task) -> None:
+            (piece,) = task.pieces
+            torch.mm(x[piece.first : piece.last], weight.T, out=parts[piece.first : piece.last])
+
+        def add_up(task: Task) -> None:
+            (piece,) = task.pieces
+            self._sum(result, piece.first, piece.last, bias, residual, fingerprint, scattered=False)
+
+        plan = make_plan(Pair.gemm_all_reduce, schedule, self._group.world_size, rows)
+        run_plan(plan, {Kind.compute: multiply, Kind.combine: add_up}, self._stream if count > 1 else None)
         return self._results.to_hold(result)
 
     def by_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, fingerprint: int) -> Tensor:
@@ -153,8 +156,6 @@ class ManyRows:
         )  # fmt: skip
 
 
-def _chunks(rows: int, columns: int) -> list[tuple[int, int]]:
-    """First and last row (exclusive) of each chunk."""
-    count = max(1, min(_MAX_CHUNKS, rows, rows * columns // _CHUNK_ELEMENTS))
-    bounds = [rows * i // count for i in range(count + 1)]
-    return list(itertools.pairwise(bounds))
+def _chunks(rows: int, columns: int) -> int:
+    """How many."""
+    return max(1, min(_MAX_CHUNKS, rows, rows * columns // _CHUNK_ELEMENTS))

@@ -16,6 +16,7 @@ from dlrm_fused.ops.schedules.plan import Lane as Lane
 from dlrm_fused.ops.schedules.plan import Piece as Piece
 from dlrm_fused.ops.schedules.plan import Task as Task
 from dlrm_fused.ops.schedules.plan import make_plan as make_plan
+from dlrm_fused.ops.schedules.schedule import MOST_PIECES as MOST_PIECES
 from dlrm_fused.ops.schedules.schedule import SCHEDULES as SCHEDULES
 from dlrm_fused.ops.schedules.schedule import Mover as Mover
 from dlrm_fused.ops.schedules.schedule import Pair as Pair

@@ -76,3 +76,4 @@ _ALL = (
     Schedule("sums_beside", Mover.other_kernel, parts=(1, 1, 1, 1)),
 )
 SCHEDULES = {schedule.name: schedule for schedule in _ALL}
+MOST_PIECES = max(len(schedule.parts) * schedule.depth_parts for schedule in _ALL)  # from one rank to another
