@@ -17,6 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dlrm_fused.ops.common import cache_policy
+from dlrm_fused.ops.common.cache_hints import load, store
+from dlrm_fused.ops.common.cache_policy import Stream, once
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.symmetric.device import peer_pointer
 
@@ -63,30 +66,41 @@ def cached_attention(projected: Tensor, cache: Tensor, layer: int, max_keys: int
     result = torch.empty(rows, heads, d_head, dtype=projected.dtype, device=projected.device)
     columns = max(16, triton.next_power_of_2(d_head))
     scale = d_head**-0.5 * 1.4426950408889634  # so that the exponential is of base 2
+    policy = cache_policy.choose(projected.device, lambda: _streams(projected, parts, max_keys))
     _part_kernel[(heads, splits)](
         projected, cache, parts, weights, rows, layer, scale,
         HEADS=heads, D_HEAD=d_head, COLUMNS=columns, ROWS=max(16, triton.next_power_of_2(rows)), KEYS=_KEYS,
-        DTYPE=TRITON_DTYPES[projected.dtype], num_warps=4, num_stages=2,
+        DTYPE=TRITON_DTYPES[projected.dtype], CACHE=policy, num_warps=4, num_stages=2,
     )  # fmt: skip
     _merge_kernel[(heads, rows)](
         projected, parts, weights, result, rows, scale,
-        HEADS=heads, D_HEAD=d_head, COLUMNS=columns, SPLITS=splits, num_warps=2,
+        HEADS=heads, D_HEAD=d_head, COLUMNS=columns, SPLITS=splits, CACHE=policy, num_warps=2,
     )  # fmt: skip
     return result
+
+
+def _streams(projected: Tensor, parts: Tensor, max_keys: int) -> dict[str, Stream]:
+    """Of the longest history; one program of each head and split reads its keys for all rows."""
+    _, heads, _, d_head = projected.shape
+    return {
+        "history": once(2 * heads * max_keys * d_head * projected.element_size()),
+        "activations": Stream(projected.nbytes, projected.nbytes * parts.shape[0]),
+        "results": once(parts.nbytes),
+    }
 
 
 @triton.jit(do_not_specialize=["rows", "layer"])
 def _part_kernel(
     projected, cache, parts, weights, rows, layer, scale,
     HEADS: tl.constexpr, D_HEAD: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    DTYPE: tl.constexpr,
+    DTYPE: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """All rows' attention to one split of one head's keys, and the base-2 logarithm of its sum of exponentials."""
     head, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     of_query = (row < rows)[:, None] & (column < D_HEAD)[None, :]
     query = projected + row[:, None] * (HEADS * 3 * D_HEAD) + head * 3 * D_HEAD + column[None, :]
-    queries = tl.load(query, mask=of_query, other=0.0)
+    queries = load(query, CACHE, "activations", mask=of_query, other=0.0)
     count = tl.load(cache + 1).to(tl.int32)
     steps = tl.cdiv(tl.cdiv(count, splits), KEYS)
     first = split * steps * KEYS
@@ -101,8 +115,8 @@ def _part_kernel(
         inside = place < count
         of_key = inside[:, None] & (column < D_HEAD)[None, :]
         at = place[:, None] * D_HEAD + column[None, :]
-        key = tl.load(keys + at, mask=of_key, other=0.0)
-        value = tl.load(values + at, mask=of_key, other=0.0)
+        key = load(keys + at, CACHE, "history", mask=of_key, other=0.0)
+        value = load(values + at, CACHE, "history", mask=of_key, other=0.0)
         scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
         scores = tl.where(inside[None, :], scores, float("-inf"))
         now_highest = tl.maximum(highest, tl.max(scores, axis=1))
@@ -113,14 +127,14 @@ def _part_kernel(
         highest = now_highest
     attended /= tl.where(total > 0, total, 1.0)[:, None]
     part = (split * HEADS + head) * rows + row
-    tl.store(parts + part[:, None] * D_HEAD + column[None, :], attended, mask=of_query)
+    store(parts + part[:, None] * D_HEAD + column[None, :], attended, CACHE, "results", mask=of_query)
     tl.store(weights + part, highest + tl.log2(total), mask=row < rows)  # -inf for a split without keys
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _merge_kernel(
     projected, parts, weights, result, rows, scale,
-    HEADS: tl.constexpr, D_HEAD: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
+    HEADS: tl.constexpr, D_HEAD: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """One row of one head: the parts, and its own key and value, in proportion to their sums of exponentials."""
     head, row = tl.program_id(0), tl.program_id(1)
@@ -138,4 +152,5 @@ def _merge_kernel(
     attended = tl.load(parts + part[:, None] * D_HEAD + column[None, :], mask=of_head[None, :], other=0.0)
     total = tl.sum(attended * share[:, None], axis=0) + value * own_share
     total /= tl.sum(share, axis=0) + own_share
-    tl.store(result + (row * HEADS + head) * D_HEAD + column, total.to(result.dtype.element_ty), mask=of_head)
+    at_result = result + (row * HEADS + head) * D_HEAD + column
+    store(at_result, total.to(result.dtype.element_ty), CACHE, "results", mask=of_head)

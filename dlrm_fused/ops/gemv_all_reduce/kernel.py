@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dlrm_fused.ops.common.cache_hints import load, store
 from dlrm_fused.ops.common.early_start import wait_for_earlier_kernels
 from dlrm_fused.symmetric.device import (
     ARRIVAL,
@@ -202,6 +203,7 @@ def _check_handshake(channel, fingerprint, receive_buffer, handshake, tag, epoch
 def _multiply(
     x, weight, m, n, k, x_stride, weight_stride, tile, split,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr, EVEN: tl.constexpr,
+    CACHE: tl.constexpr,
 ):  # fmt: skip
     """One tile of weight times x transposed, over this split's part of K: fp32 [COLUMNS, ROWS]."""
     row = tl.arange(0, ROWS)
@@ -216,12 +218,12 @@ def _multiply(
     product = tl.zeros((COLUMNS, ROWS), tl.float32)
     for step in range(0, steps):
         if EVEN:
-            weights = tl.load(left)
-            factors = tl.load(right, mask=exists, other=0.0)
+            weights = load(left, CACHE, "weights")
+            factors = load(right, CACHE, "activations", mask=exists, other=0.0)
         else:
             inside = begin + step * DEPTH + depth < k
-            weights = tl.load(left, mask=inside[None, :], other=0.0)
-            factors = tl.load(right, mask=inside[:, None] & exists, other=0.0)
+            weights = load(left, CACHE, "weights", mask=inside[None, :], other=0.0)
+            factors = load(right, CACHE, "activations", mask=inside[:, None] & exists, other=0.0)
         product = tl.dot(weights, factors, product, input_precision="ieee")
         left += DEPTH
         right += DEPTH
@@ -348,6 +350,7 @@ def gemv_all_reduce_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr, TILES: tl.constexpr,
     EVEN: tl.constexpr, TAGGED_SPLITS: tl.constexpr, TWO_SHOT: tl.constexpr, FLAGGED: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, STARTS_EARLY: tl.constexpr,
+    CACHE: tl.constexpr,
 ):  # fmt: skip
     """out [m, n] = sum over ranks of x [m, k] times weight [n, k] transposed, + bias + residual; and its RMSNorm.
 
@@ -376,7 +379,7 @@ def gemv_all_reduce_kernel(
     if tl.program_id(0) == 0:
         _send_handshake(channel, fingerprint, handshake, receive_addresses, tag)
 
-    product = _multiply(x, weight, m, n, k, x_stride, weight_stride, tile, split, ROWS, COLUMNS, DEPTH, SPLITS, EVEN)
+    product = _multiply(x, weight, m, n, k, x_stride, weight_stride, tile, split, ROWS, COLUMNS, DEPTH, SPLITS, EVEN, CACHE)
     row = tl.arange(0, ROWS)
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < m)[:, None] & (column < n)[None, :]
@@ -415,7 +418,7 @@ def gemv_all_reduce_kernel(
                 channel, result, row, tile, half + buffer.sums_at, first_flag + channel.world * tiles, m, n, receive_buffer,
                 receive_addresses, tag, epoch, ROWS, COLUMNS, FLAGGED,
             )  # fmt: skip
-        tl.store(out + row[:, None] * n + column[None, :], result, mask=inside)
+        store(out + row[:, None] * n + column[None, :], result, CACHE, "results", mask=inside)
         if HAS_NORM:
             _normalize(channel, result, inside, row, column, tile, tiles, epilogue, n, norm_eps, ROWS, TILES)
     _complete(channel, epoch)
