@@ -122,8 +122,9 @@ def add_up_present_kernel(
     total = tl.zeros((ROWS, DIM), tl.float32)
     for source in tl.static_range(SOURCES):
         is_there = tl.load(of_rows + source * presence_source_stride, mask=exists, other=0) != 0
-        at_source = sources + source * source_stride + places
-        partial = load(at_source, CACHE, "received", mask=is_there[:, None] & of_dim, other=0.0)
+        partial = load(
+            sources + source * source_stride + places, CACHE, "received", mask=is_there[:, None] & of_dim, other=0.0
+        )  # fmt: skip
         total += partial.to(tl.float32)
     at_output = row[:, None] * output_stride + (tl.multiple_of(tl.load(fields + 3), 4) + lane)[None, :]
     store(output + at_output, to_wire(total, output.dtype.element_ty), CACHE, "results", mask=exists[:, None] & of_dim)

@@ -250,8 +250,10 @@ def place_kernel(
     id_ = load(of_slots.ids + slot, CACHE, "routes", mask=is_sent, other=0).to(tl.int32)
     row = tl.load(of_slots.starts + slot // CHUNK * experts + id_, mask=is_sent, other=0) + position
     row += tl.load(first_rows + id_, mask=is_sent, other=0)
-    target = tl.where(is_sent, id_ // local * rows_per_rank + row, -1)
-    store(of_slots.targets + slot, target, CACHE, "results", mask=slot < slots)
+    store(
+        of_slots.targets + slot, tl.where(is_sent, id_ // local * rows_per_rank + row, -1), CACHE, "results",
+        mask=slot < slots,
+    )  # fmt: skip
 
     # Of this rank's experts, in one dimension.
     is_own, group = receiver == RANK, tl.arange(0, LANES)

@@ -177,8 +177,9 @@ def sum_slots_kernel(
     for choice in tl.static_range(TOP_K):
         slot = token * TOP_K + choice
         is_there = tl.load(targets + slot) >= 0
-        at_slot = slots + slot * tl.multiple_of(width, 4) + column
-        row = load(at_slot, CACHE, "received", mask=inside & is_there, other=0.0).to(tl.float32)
+        row = load(slots + slot * tl.multiple_of(width, 4) + column, CACHE, "received", mask=inside & is_there, other=0.0).to(
+            tl.float32
+        )
         if WEIGHTED:
             row *= tl.where(is_there, tl.load(gates + slot), 0.0)
         total += row
