@@ -55,16 +55,16 @@ def _finish_staged(workspace: EmbeddingWorkspace, plan: BatchPlan, output: Tenso
     elif workspace.layout.row_wise_columns:
         partial_sums = plan.partial_sums_view(workspace.staging())
         for source, column, width in plan.row_wise_runs():
-            _add_up(partial_sums[:, :, source : source + width], output[:, column : column + width], workspace)
+            add_up(partial_sums[:, :, source : source + width], output[:, column : column + width])
     if plan.is_staged:
         staged = plan.staged_view(workspace.staging())
         for column, width in plan.direct_runs():
-            _add_up(staged[None, :, column : column + width], output[:, column : column + width], workspace)
+            add_up(staged[None, :, column : column + width], output[:, column : column + width])
 
 
-def _add_up(sources: Tensor, output: Tensor, workspace: EmbeddingWorkspace) -> None:
+def add_up(sources: Tensor, output: Tensor) -> None:
     """output [rows, width] = sum in fp32 over the first dimension of sources [n, rows, width], in its order."""
-    if not uses_kernels(workspace.device):
+    if not uses_kernels(output.device):
         total = output if output.dtype == torch.float32 else torch.empty_like(output, dtype=torch.float32)
         total.copy_(sources[0])
         for source in sources[1:]:
