@@ -87,7 +87,7 @@ def _distinct(count: float, rows: float, exponent: float) -> float:
 # The selector.
 
 # Of the L2 cache, what one launch can hold: the other half has other data, and both halves of the chip hold what both read.
-_CAPACITY = 0.5
+CAPACITY = 0.5
 # Passes from which on a stream counts as read again.
 _READ_AGAIN = 1.5
 # Of a stream that is read again, the share of accesses that must find their place in the cache for it to be kept there.
@@ -111,7 +111,7 @@ def select(streams: Mapping[str, Stream], l2_bytes: float, zipf_exponent: float)
         streams: by name.
         zipf_exponent: of the rows that are looked up; 0: uniform.
     """
-    capacity = _CAPACITY * l2_bytes
+    capacity = CAPACITY * l2_bytes
     if sum(stream.distinct for stream in streams.values()) <= capacity:
         return OFF
     kept = {

@@ -64,10 +64,6 @@ class SetAside:
         finally:
             self._set(_Window())
 
-    def forget(self) -> None:
-        """Nothing of what has been kept is preferred any longer."""
-        _call("cuCtxResetPersistingL2Cache")
-
     def _set(self, window: _Window) -> None:
         stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
         _call("cuStreamSetAttribute", stream, _STREAM_ACCESS_POLICY_WINDOW, ctypes.byref(window))
@@ -89,8 +85,13 @@ def set_aside(device: torch.device) -> Iterator[SetAside]:
         yield own
     finally:
         torch.cuda.synchronize(device)
-        own.forget()
+        forget_kept()
         _call("cuCtxSetLimit", _LIMIT_PERSISTING_L2, before)
+
+
+def forget_kept() -> None:
+    """From now on no line of the L2 cache is kept rather than another, whatever was asked for before."""
+    _call("cuCtxResetPersistingL2Cache")
 
 
 def _attribute(attribute: int, device: torch.device) -> int:
