@@ -182,7 +182,7 @@ def _gemv(m: int, n: int, k: int, sets: int) -> Workload:
 
         return Run([partial(call, own) for own in range(sets)])
 
-    return Workload(f"GEMV [{m}, {k}] x [{n}, {k}]", ("weights", "activations", "results"), make)
+    return Workload(f"GEMV [{m}, {k}] x [{n}, {k}]", ("results",), make)
 
 
 def _window(world: World, name: str, size: int) -> ReceiveWindow:
@@ -294,7 +294,7 @@ def _attention(rows: int, heads: int, keys: int, d_head: int, layers: int) -> Wo
         return Run([partial(call, layer) for layer in range(layers)])
 
     name = f"attention of {rows} rows to {keys} keys, {heads} heads of {d_head}"
-    return Workload(name, ("history", "activations", "results"), make)
+    return Workload(name, ("results",), make)
 
 
 _SINGLE, _HALF = torch.float32, torch.float16

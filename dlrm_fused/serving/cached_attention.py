@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dlrm_fused.ops.common import cache_policy
-from dlrm_fused.ops.common.cache_hints import load, store
-from dlrm_fused.ops.common.cache_policy import Stream, once
+from dlrm_fused.ops.common.cache_hints import store
+from dlrm_fused.ops.common.cache_policy import once
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.symmetric.device import peer_pointer
 
@@ -66,7 +66,7 @@ def cached_attention(projected: Tensor, cache: Tensor, layer: int, max_keys: int
     result = torch.empty(rows, heads, d_head, dtype=projected.dtype, device=projected.device)
     columns = max(16, triton.next_power_of_2(d_head))
     scale = d_head**-0.5 * 1.4426950408889634  # so that the exponential is of base 2
-    policy = cache_policy.choose(projected.device, lambda: _streams(projected, parts, max_keys))
+    policy = cache_policy.choose(projected.device, lambda: {"results": once(parts.nbytes)})
     _part_kernel[(heads, splits)](
         projected, cache, parts, weights, rows, layer, scale,
         HEADS=heads, D_HEAD=d_head, COLUMNS=columns, ROWS=max(16, triton.next_power_of_2(rows)), KEYS=_KEYS,
@@ -77,16 +77,6 @@ def cached_attention(projected: Tensor, cache: Tensor, layer: int, max_keys: int
         HEADS=heads, D_HEAD=d_head, COLUMNS=columns, SPLITS=splits, CACHE=policy, num_warps=2,
     )  # fmt: skip
     return result
-
-
-def _streams(projected: Tensor, parts: Tensor, max_keys: int) -> dict[str, Stream]:
-    """Of the longest history; one program of each head and split reads its keys for all rows."""
-    _, heads, _, d_head = projected.shape
-    return {
-        "history": once(2 * heads * max_keys * d_head * projected.element_size()),
-        "activations": Stream(projected.nbytes, projected.nbytes * parts.shape[0]),
-        "results": once(parts.nbytes),
-    }
 
 
 @triton.jit(do_not_specialize=["rows", "layer"])
@@ -100,7 +90,7 @@ def _part_kernel(
     row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     of_query = (row < rows)[:, None] & (column < D_HEAD)[None, :]
     query = projected + row[:, None] * (HEADS * 3 * D_HEAD) + head * 3 * D_HEAD + column[None, :]
-    queries = load(query, CACHE, "activations", mask=of_query, other=0.0)
+    queries = tl.load(query, mask=of_query, other=0.0)
     count = tl.load(cache + 1).to(tl.int32)
     steps = tl.cdiv(tl.cdiv(count, splits), KEYS)
     first = split * steps * KEYS
@@ -115,8 +105,8 @@ def _part_kernel(
         inside = place < count
         of_key = inside[:, None] & (column < D_HEAD)[None, :]
         at = place[:, None] * D_HEAD + column[None, :]
-        key = load(keys + at, CACHE, "history", mask=of_key, other=0.0)
-        value = load(values + at, CACHE, "history", mask=of_key, other=0.0)
+        key = tl.load(keys + at, mask=of_key, other=0.0)
+        value = tl.load(values + at, mask=of_key, other=0.0)
         scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
         scores = tl.where(inside[None, :], scores, float("-inf"))
         now_highest = tl.maximum(highest, tl.max(scores, axis=1))

@@ -1,8 +1,8 @@
 """Cache hints for what kernels load and store: the *streams* of memory accesses, and how a kernel applies the hint of each.
 
 A stream is what a kernel reads or writes for one purpose, such as the rows of a table. PTX takes cache operators and eviction
-priorities "as performance hints only": they change neither results nor the order of memory accesses. Waits for other ranks and
-what is read after a wait of the same kernel take none.
+priorities "as performance hints only": they change neither results nor the order of memory accesses. None are given where
+they would be lost, since Triton pipelines the operands of products, by cp.async or TMA, without them.
 """
 
 from __future__ import annotations
@@ -51,10 +51,8 @@ class CachePolicy:
     old_rows: Hint = EVICT_FIRST  # of tables, by the update
     gradients: Hint = HARDWARE
     order: Hint = HARDWARE  # of the sorted lookup
-    weights: Hint = HARDWARE  # of a GEMV; those of a GEMM come by TMA, which takes no hints
-    activations: Hint = HARDWARE  # of a GEMV, and rows that are sent
+    activations: Hint = HARDWARE  # rows that are sent
     received: Hint = HARDWARE  # what peers have stored
-    history: Hint = HARDWARE  # kept keys and values
     routes: Hint = HARDWARE  # of tokens to experts
     # Stores.
     sent: Hint = HARDWARE  # to peers, and what a rank sends to itself

@@ -28,7 +28,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dlrm_fused.ops.common import cache_policy
 from dlrm_fused.ops.common.cache_hints import store
-from dlrm_fused.ops.common.cache_policy import Stream, once
+from dlrm_fused.ops.common.cache_policy import once
 from dlrm_fused.ops.common.devices import multiprocessors
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.workspace import ReceiveWindow
@@ -400,6 +400,7 @@ def _launch(
     if splits > 1:
         partials = x.new_empty(pieces * tiles.rows * tiles.columns, dtype=torch.float32)
         counts = (arrivals or Arrivals(x.device)).of(pieces)
+    stored = rows * columns * x.element_size()
     block = [1, tiles.depth, tiles.columns] if is_transposed else [1, tiles.columns, tiles.depth]
     gemm_kernel[(programs_of(x.device, pieces, tiles),)](
         TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]), TensorDescriptor.from_tensor(weight, block),
@@ -411,14 +412,9 @@ def _launch(
         GROUPED=groups is not None, SENDS=window is not None, TELLS_ORIGIN=origins_at is not None,
         TRANSPOSED=is_transposed, SCALED=scale is not None, DTYPE=TRITON_DTYPES[x.dtype],
         PRECISION=precision(x.dtype), ROWS=tiles.rows, COLUMNS=tiles.columns, DEPTH=tiles.depth, BAND=tiles.band,
-        SPLIT_LEVELS=splits.bit_length() - 1, CACHE=cache_policy.choose(x.device, lambda: _streams(x, columns, window)),
+        SPLIT_LEVELS=splits.bit_length() - 1, CACHE=cache_policy.choose(x.device, lambda: {"sent" if window else "results": once(stored)}),
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
-
-
-def _streams(x: Tensor, columns: int, window: ReceiveWindow | None) -> dict[str, Stream]:
-    """What is stored; operands come by TMA, which takes no hints."""
-    return {"sent" if window else "results": once(x.shape[0] * columns * x.element_size())}
 
 
 def precision(dtype: torch.dtype) -> str:

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_fused.ops.common.cache_hints import load, store
+from dlrm_fused.ops.common.cache_hints import store
 from dlrm_fused.ops.common.early_start import wait_for_earlier_kernels
 from dlrm_fused.symmetric.device import (
     ARRIVAL,
@@ -203,7 +203,6 @@ def _check_handshake(channel, fingerprint, receive_buffer, handshake, tag, epoch
 def _multiply(
     x, weight, m, n, k, x_stride, weight_stride, tile, split,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr, EVEN: tl.constexpr,
-    CACHE: tl.constexpr,
 ):  # fmt: skip
     """One tile of weight times x transposed, over this split's part of K: fp32 [COLUMNS, ROWS]."""
     row = tl.arange(0, ROWS)
@@ -218,12 +217,12 @@ def _multiply(
     product = tl.zeros((COLUMNS, ROWS), tl.float32)
     for step in range(0, steps):
         if EVEN:
-            weights = load(left, CACHE, "weights")
-            factors = load(right, CACHE, "activations", mask=exists, other=0.0)
+            weights = tl.load(left)
+            factors = tl.load(right, mask=exists, other=0.0)
         else:
             inside = begin + step * DEPTH + depth < k
-            weights = load(left, CACHE, "weights", mask=inside[None, :], other=0.0)
-            factors = load(right, CACHE, "activations", mask=inside[:, None] & exists, other=0.0)
+            weights = tl.load(left, mask=inside[None, :], other=0.0)
+            factors = tl.load(right, mask=inside[:, None] & exists, other=0.0)
         product = tl.dot(weights, factors, product, input_precision="ieee")
         left += DEPTH
         right += DEPTH
@@ -379,7 +378,7 @@ def gemv_all_reduce_kernel(
     if tl.program_id(0) == 0:
         _send_handshake(channel, fingerprint, handshake, receive_addresses, tag)
 
-    product = _multiply(x, weight, m, n, k, x_stride, weight_stride, tile, split, ROWS, COLUMNS, DEPTH, SPLITS, EVEN, CACHE)
+    product = _multiply(x, weight, m, n, k, x_stride, weight_stride, tile, split, ROWS, COLUMNS, DEPTH, SPLITS, EVEN)
     row = tl.arange(0, ROWS)
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < m)[:, None] & (column < n)[None, :]
