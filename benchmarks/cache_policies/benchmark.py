@@ -105,16 +105,16 @@ def selected(workload: Workload, run: Run) -> tuple[CachePolicy, dict[str, Any]]
     seen: list[tuple[CachePolicy, dict[str, Any]]] = []
     select = cache_policy.select
 
-    def listen(streams: Mapping[str, Stream], l2_bytes: float, zipf_exponent: float) -> CachePolicy:
+    def listen(streams: Mapping[str, Stream], l2_bytes: float) -> CachePolicy:
         known = {
             name: {
                 "distinct_bytes": stream.distinct,
                 "passes": stream.passes,
-                "kept_share": stream.kept_share(cache_policy.CAPACITY * l2_bytes, zipf_exponent),
+                "kept_share": stream.kept_share(cache_policy.CAPACITY * l2_bytes),
             }
             for name, stream in streams.items()
         }
-        seen.append((select(streams, l2_bytes, zipf_exponent), known))
+        seen.append((select(streams, l2_bytes), known))
         return seen[-1][0]
 
     with mock.patch.object(cache_policy, "select", listen):

@@ -16,6 +16,7 @@ from functools import cache
 
 import torch
 
+from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.cache_hints import EVICT_FIRST, EVICT_LAST, OFF, STATIC, STORES, CachePolicy, Hint, with_hints
 
 # What launches say of their streams.
@@ -28,25 +29,26 @@ class Stream:
     Attributes:
         distinct: bytes of different places, as expected.
         accessed: bytes of all accesses.
-        places: bytes that may be accessed at all, of which the launch picks some by chance; 0: all are accessed in turn.
-        row: bytes of a place, with ``places``.
+        rows: among which the launch picks by chance; 0: all places are accessed in turn.
+        zipf_exponent: of the frequencies of these rows; 0: all are equally frequent.
     """
 
     distinct: float
     accessed: float
-    places: float = 0.0
-    row: float = 0.0
+    rows: float = 0.0
+    row_bytes: float = 0.0
+    zipf_exponent: float = 0.0
 
     @property
     def passes(self) -> float:
         """How often a place is accessed."""
         return self.accessed / self.distinct if self.distinct else 1.0
 
-    def kept_share(self, capacity: float, zipf_exponent: float) -> float:
-        """The share of accesses that find their place in a cache of so many bytes which keeps the most frequent places."""
-        if not self.places:
+    def kept_share(self, capacity: float) -> float:
+        """The share of accesses whose reuse distance a cache of so many bytes bridges, if it keeps the most frequent places."""
+        if not self.rows:
             return min(1.0, capacity / self.distinct) if self.distinct else 1.0
-        return _share_of_hottest(min(capacity, self.places) / self.row, self.places / self.row, zipf_exponent)
+        return _share_of_hottest(capacity / self.row_bytes, self.rows, self.zipf_exponent)
 
 
 def once(size: float) -> Stream:
@@ -57,15 +59,15 @@ def once(size: float) -> Stream:
 def picked(count: float, rows: float, row_bytes: float, zipf_exponent: float | None = None) -> Stream:
     """``count`` rows that are looked up among so many, with the exponent that :func:`use` was told or the one given."""
     exponent = _zipf_exponent if zipf_exponent is None else zipf_exponent
-    return Stream(_distinct(count, rows, exponent) * row_bytes, count * row_bytes, rows * row_bytes, row_bytes)
+    return Stream(_distinct(count, rows, exponent) * row_bytes, count * row_bytes, rows, row_bytes, exponent)
 
 
 def _harmonic(count: float, exponent: float) -> float:
-    """sum of i^-exponent for i = 1 .. count, by the integral with the trapezoid's correction."""
+    """sum of i^-exponent for i = 1 .. count, by the formula of Euler and Maclaurin."""
     if count <= 1:
         return count
     integral = math.log(count) if abs(exponent - 1) < 1e-9 else (count ** (1 - exponent) - 1) / (1 - exponent)
-    return integral + (1 + count**-exponent) / 2
+    return integral + (1 + count**-exponent) / 2 + exponent * (1 - count ** (-exponent - 1)) / 12
 
 
 def _share_of_hottest(count: float, rows: float, exponent: float) -> float:
@@ -94,44 +96,35 @@ _READ_AGAIN = 1.5
 _WORTH_KEEPING = 0.3
 
 
-def select(streams: Mapping[str, Stream], l2_bytes: float, zipf_exponent: float) -> CachePolicy:
+def select(streams: Mapping[str, Stream], l2_bytes: float) -> CachePolicy:
     """The hints of a launch.
 
-    ========================================  ============  =============================================
-    a stream                                  is hinted     because
-    ========================================  ============  =============================================
-    of a launch that the cache holds          off           nothing is displaced
-    read again, and largely kept in the cache  evict_last    each access saved is one of memory
-    read again, but hardly kept               off           the hardware's choice is as good
-    read once, beside one that is kept        evict_first   it would displace what is read again
-    stored, too large for the next kernel     evict_first   the next kernel reads it from memory anyway
-    ========================================  ============  =============================================
-
-    Args:
-        streams: by name.
-        zipf_exponent: of the rows that are looked up; 0: uniform.
+    * The cache holds all that the launch touches: none, since nothing displaces anything.
+    * A stream is read again, and enough of that finds its place in the cache: ``evict_last``.
+    * Beside such a stream, one that passes once and is larger than the cache: ``evict_first``, whether read or stored: the next
+      kernel would not find it in the cache either.
+    * Else none: with nothing to protect, the hardware's choice is as good.
     """
-    capacity = CAPACITY * l2_bytes
+    capacity = CAPACITY * l2_bytes  # what comes again after more bytes than that is not there any more
     if sum(stream.distinct for stream in streams.values()) <= capacity:
         return OFF
     kept = {
         name
         for name, stream in streams.items()
-        if name not in STORES and stream.passes >= _READ_AGAIN and stream.kept_share(capacity, zipf_exponent) >= _WORTH_KEEPING
+        if name not in STORES and stream.passes >= _READ_AGAIN and stream.kept_share(capacity) >= _WORTH_KEEPING
     }
-    hints = dict.fromkeys(kept, EVICT_LAST)
-    for name, stream in streams.items():
-        is_read_once = name not in STORES and stream.passes < _READ_AGAIN
-        if kept and ((is_read_once and stream.distinct > capacity) or (name in STORES and stream.distinct > capacity)):
-            hints[name] = EVICT_FIRST
-    return _interned(tuple(sorted(hints.items())))
+    if not kept:
+        return OFF
+    passing = {name for name, stream in streams.items() if stream.passes < _READ_AGAIN and stream.distinct > capacity}
+    return _interned(tuple((name, EVICT_LAST if name in kept else EVICT_FIRST) for name in sorted(kept | passing)))
 
 
 @cache
 def _interned(hints: tuple[tuple[str, Hint], ...]) -> CachePolicy:
-    return with_hints(**dict(hints)) if hints else OFF
+    return with_hints(**dict(hints))
 
 
+SELECTED = "selected"
 _used: CachePolicy | None = OFF  # None: selected for each launch
 _zipf_exponent = 0.0
 
@@ -144,9 +137,14 @@ def use(policy: CachePolicy | str, zipf_exponent: float = 0.0) -> None:
     Args:
         policy: "off" or another of :data:`STATIC`, a policy of one's own, or "selected": :func:`select` for each launch.
         zipf_exponent: of the rows that are looked up, which a launch cannot know; for "selected".
+
+    Raises:
+        UsageError: there is no policy of this name.
     """
     global _used, _zipf_exponent
-    _used = None if policy == "selected" else STATIC[policy] if isinstance(policy, str) else policy
+    if isinstance(policy, str) and policy not in (SELECTED, *STATIC):
+        raise UsageError(f"cache policy {policy!r}; allowed: {', '.join((SELECTED, *STATIC))}, or a CachePolicy")
+    _used = None if policy == SELECTED else STATIC[policy] if isinstance(policy, str) else policy
     _zipf_exponent = zipf_exponent
 
 
@@ -156,7 +154,7 @@ def choose(device: torch.device, streams: Callable[[], Mapping[str, Stream]]) ->
     Args:
         streams: describes those of the launch; asked only where it matters.
     """
-    return _used if _used is not None else select(streams(), _l2_bytes(device), _zipf_exponent)
+    return _used if _used is not None else select(streams(), _l2_bytes(device))
 
 
 @cache

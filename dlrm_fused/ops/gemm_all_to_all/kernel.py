@@ -400,7 +400,8 @@ def _launch(
     if splits > 1:
         partials = x.new_empty(pieces * tiles.rows * tiles.columns, dtype=torch.float32)
         counts = (arrivals or Arrivals(x.device)).of(pieces)
-    stored = rows * columns * x.element_size()
+    stream, stored = "sent" if window else "results", rows * columns * x.element_size()
+    policy = cache_policy.choose(x.device, lambda: {stream: once(stored)})
     block = [1, tiles.depth, tiles.columns] if is_transposed else [1, tiles.columns, tiles.depth]
     gemm_kernel[(programs_of(x.device, pieces, tiles),)](
         TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]), TensorDescriptor.from_tensor(weight, block),
@@ -412,7 +413,7 @@ def _launch(
         GROUPED=groups is not None, SENDS=window is not None, TELLS_ORIGIN=origins_at is not None,
         TRANSPOSED=is_transposed, SCALED=scale is not None, DTYPE=TRITON_DTYPES[x.dtype],
         PRECISION=precision(x.dtype), ROWS=tiles.rows, COLUMNS=tiles.columns, DEPTH=tiles.depth, BAND=tiles.band,
-        SPLIT_LEVELS=splits.bit_length() - 1, CACHE=cache_policy.choose(x.device, lambda: {"sent" if window else "results": once(stored)}),
+        SPLIT_LEVELS=splits.bit_length() - 1, CACHE=policy,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
