@@ -300,7 +300,7 @@ _SINGLE, _HALF = torch.float32, torch.float16
 
 
 def full() -> list[Workload]:
-    """Of every kernel that takes hints. A pass over all sets of data moves more than an L2 cache holds, but in a small table."""
+    """Of every kernel that takes hints. Sets of data together are larger than the L2 cache, except of small tables."""
     return [
         *(_lookup(_Embedding(128, _SINGLE, zipf, 4_000_000, 32768, 16)) for zipf in (0.0, 0.6, 0.9, 1.05, 1.2)),
         _lookup(_Embedding(32, _SINGLE, 1.05, 8_000_000, 131072, 16)),
