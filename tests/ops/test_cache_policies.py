@@ -41,7 +41,7 @@ def given(policy: CachePolicy) -> dict[str, str]:
 
 def lookup(rows: float, zipf_exponent: float, sent: float) -> dict[str, Stream]:
     """A million rows of 512 bytes."""
-    return {"rows": picked(1e6, rows, 512, zipf_exponent), "indices": once(8 * MB), "sent": once(sent)}
+    return {"rows": picked(1e6, rows, 512, zipf_exponent=zipf_exponent), "indices": once(8 * MB), "sent": once(sent)}
 
 
 # The selector.
@@ -81,11 +81,17 @@ def test_estimates_for_zipf_rows_are_those_of_exact_sums(exponent: float) -> Non
     rows, count, kept = 50_000, 20_000, 3_000
     frequencies = torch.arange(1, rows + 1, dtype=torch.float64) ** -exponent
     frequencies /= frequencies.sum()
-    stream = picked(count, rows, 100, exponent)
+    stream = picked(count, rows, 100, zipf_exponent=exponent)
     expected = -torch.expm1(-count * frequencies).sum().item()
     assert stream.distinct / 100 == pytest.approx(expected, rel=0.01)
     assert stream.kept_share(kept * 100) == pytest.approx(frequencies[:kept].sum().item(), rel=0.02)
     assert stream.kept_share(1e12) == pytest.approx(1.0)
+
+
+def test_tables_of_one_lookup_share_the_cache() -> None:
+    one, eight = picked(1e5, 1e6, 512, 1, 1.05), picked(8e5, 1e6, 512, 8, 1.05)
+    assert eight.distinct == pytest.approx(8 * one.distinct)
+    assert eight.kept_share(8 * MB) == pytest.approx(one.kept_share(MB))
 
 
 # Turning it on.

@@ -29,14 +29,16 @@ class Stream:
     Attributes:
         distinct: bytes of different places, as expected.
         accessed: bytes of all accesses.
-        rows: among which the launch picks by chance; 0: all places are accessed in turn.
-        zipf_exponent: of the frequencies of these rows; 0: all are equally frequent.
+        rows: of each table, among which the launch picks by chance; 0: all places are accessed in turn.
+        row_bytes, tables: of the same.
+        zipf_exponent: of the frequencies of a table's rows; 0: all are equally frequent.
     """
 
     distinct: float
     accessed: float
     rows: float = 0.0
     row_bytes: float = 0.0
+    tables: int = 1
     zipf_exponent: float = 0.0
 
     @property
@@ -48,7 +50,7 @@ class Stream:
         """The share of accesses whose reuse distance a cache of so many bytes bridges, if it keeps the most frequent places."""
         if not self.rows:
             return min(1.0, capacity / self.distinct) if self.distinct else 1.0
-        return _share_of_hottest(capacity / self.row_bytes, self.rows, self.zipf_exponent)
+        return _share_of_hottest(capacity / self.row_bytes / self.tables, self.rows, self.zipf_exponent)
 
 
 def once(size: float) -> Stream:
@@ -56,10 +58,15 @@ def once(size: float) -> Stream:
     return Stream(size, size)
 
 
-def picked(count: float, rows: float, row_bytes: float, zipf_exponent: float | None = None) -> Stream:
-    """``count`` rows that are looked up among so many, with the exponent that :func:`use` was told or the one given."""
+def picked(count: float, rows: float, row_bytes: float, tables: int = 1, zipf_exponent: float | None = None) -> Stream:
+    """``count`` rows that are looked up in tables of ``rows`` rows each.
+
+    Args:
+        zipf_exponent: unless given, what :func:`use` was told.
+    """
     exponent = _zipf_exponent if zipf_exponent is None else zipf_exponent
-    return Stream(_distinct(count, rows, exponent) * row_bytes, count * row_bytes, rows, row_bytes, exponent)
+    distinct = tables * _distinct(count / tables, rows, exponent)
+    return Stream(distinct * row_bytes, count * row_bytes, rows, row_bytes, tables, exponent)
 
 
 def _harmonic(count: float, exponent: float) -> float:

@@ -115,13 +115,13 @@ def _blocks(workspace: EmbeddingWorkspace, plan: BatchPlan, lookup: Lookup) -> t
 
 
 def _streams(workspace: EmbeddingWorkspace, plan: BatchPlan, lookup: Lookup) -> dict[str, Stream]:
-    """Of a launch, as far as the host knows them: rows of all tables alike."""
+    """Of a launch, as far as the host knows them: a table for each feature, all of one size."""
     features, tables = lookup.features, workspace.tables[lookup.number]
     share = features.count / max(1, len(tables.feature_tables))
     picks, row_bytes = share * lookup.indices.numel(), features.block_dim * lookup.weights.element_size()
-    bags = features.count * plan.global_batch
+    rows, bags = tables.total_rows / len(tables.rows), features.count * plan.global_batch
     return {
-        "rows": picked(picks, share * lookup.weights.nbytes / row_bytes, row_bytes),
+        "rows": picked(picks, rows, row_bytes, features.count),
         "indices": once(share * lookup.indices.nbytes),
         "offsets": once(share * lookup.offsets.nbytes),
         "sent": once(bags * features.block_dim * workspace.forward_wire.itemsize),

@@ -215,9 +215,9 @@ def per_sample_weight_gradients(
 
 
 def _streams(tables: LocalTables, order: SortedLookup, gradients: Tensor) -> dict[str, Stream]:
-    """Of an update, as far as the host knows them: rows of all tables alike."""
-    count, row_bytes = order.keys.numel(), tables.weights.nbytes / max(1, tables.total_rows)
-    updated = once(picked(count, tables.total_rows, row_bytes).distinct)
+    """Of an update, as far as the host knows them: all tables of one size."""
+    count, number, row_bytes = order.keys.numel(), len(tables.rows), tables.weights.nbytes / tables.total_rows
+    updated = once(picked(count, tables.total_rows / number, row_bytes, number).distinct)
     parts = count * gradients.nbytes / max(1, len(gradients) * len(tables.feature_dims))
     return {
         "old_rows": updated,
