@@ -138,13 +138,15 @@ def synchronize(device: torch.device) -> None:
 class _Clock:
     """Times bursts of calls that begin on all ranks together."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, world: World, before: Callable[[], object] | None) -> None:
+        self._world, self._before = world, before
         self._on_gpu = world.device.type == "cuda"
         self._token = torch.zeros(1, device=world.device)
 
     def seconds(self, call: Callable[[], object], calls: int, host_seconds: float = 0.0) -> float:
         """Time of so many calls, which the host enqueues in about ``host_seconds``. Collective."""
+        if self._before is not None:
+            self._before()
         if not self._on_gpu:
             dist.barrier()
             began = time.perf_counter()
@@ -173,7 +175,11 @@ class _Clock:
 
 
 def time_interleaved(
-    world: World, candidates: Mapping[str, Callable[[], object]], seconds: float, rounds: tuple[int, int] = (8, 30)
+    world: World,
+    candidates: Mapping[str, Callable[[], object]],
+    seconds: float,
+    rounds: tuple[int, int] = (8, 30),
+    before: Callable[[], object] | None = None,
 ) -> dict[str, Timing]:
     """Time each candidate's call on all ranks at once, in turns. Collective.
 
@@ -181,8 +187,9 @@ def time_interleaved(
         candidates: by name; equal names on all ranks, in one order. Each call is made several times before it is timed.
         seconds: to spend, about.
         rounds: the fewest and the most rounds, whatever the seconds.
+        before: is called before each burst of calls, outside of the time.
     """
-    clock = _Clock(world)
+    clock = _Clock(world, before)
     for call in candidates.values():
         for _ in range(2):
             call()

@@ -10,6 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dlrm_fused.ops.common import cache_policy
+from dlrm_fused.ops.common.cache_hints import load, store
+from dlrm_fused.ops.common.cache_policy import Stream, once, picked
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.embedding_all_to_all.layout import FeatureTable
 from dlrm_fused.ops.embedding_all_to_all.plan import PRESENCE_UNIT, BatchPlan
@@ -111,12 +114,27 @@ def _blocks(workspace: EmbeddingWorkspace, plan: BatchPlan, lookup: Lookup) -> t
     return blocks, triton.cdiv(max(plan.batch_sizes), blocks.bags)
 
 
-def _constants(workspace: EmbeddingWorkspace, lookup: Lookup, blocks: Blocks) -> dict[str, Any]:
+def _streams(workspace: EmbeddingWorkspace, plan: BatchPlan, lookup: Lookup) -> dict[str, Stream]:
+    """Of a launch, as far as the host knows them: a table for each feature, all of one size."""
+    features, tables = lookup.features, workspace.tables[lookup.number]
+    share = features.count / max(1, len(tables.feature_tables))
+    picks, row_bytes = share * lookup.indices.numel(), features.block_dim * lookup.weights.element_size()
+    rows, bags = tables.total_rows / len(tables.rows), features.count * plan.global_batch
+    return {
+        "rows": picked(picks, rows, row_bytes, features.count),
+        "indices": once(share * lookup.indices.nbytes),
+        "offsets": once(share * lookup.offsets.nbytes),
+        "sent": once(bags * features.block_dim * workspace.forward_wire.itemsize),
+    }
+
+
+def _constants(workspace: EmbeddingWorkspace, plan: BatchPlan, lookup: Lookup, blocks: Blocks) -> dict[str, Any]:
     features = lookup.features
     return {
         "WEIGHTED": lookup.is_weighted, "MEAN": workspace.tables[lookup.number].mean,
         "WIRE": TRITON_DTYPES[workspace.forward_wire], "VECTOR": features.vector, "BAGS": blocks.bags, "ROWS": blocks.rows,
         "SPLIT": blocks.split, "DIM": features.block_dim, "EXACT_DIM": features.is_exact, "num_warps": blocks.warps,
+        "CACHE": cache_policy.choose(workspace.device, lambda: _streams(workspace, plan, lookup)),
     }  # fmt: skip
 
 
@@ -146,7 +164,7 @@ def lookup_and_scatter(
         per_feature, plan.global_batch, items, to, receive_offset, workspace.forward_channel.args, plan.fingerprint,
         RELATIVE=destinations.is_relative, WAITS=destinations.awaits_receivers,
         PARTIAL=workspace.own_lookups[lookup.number].row_wise and not plan.hosts.are_many, FIRST=first, LAST=last,
-        **_constants(workspace, lookup, blocks),
+        **_constants(workspace, plan, lookup, blocks),
     )  # fmt: skip
 
 
@@ -164,39 +182,39 @@ def lookup_and_put(workspace: EmbeddingWorkspace, plan: BatchPlan, puts: Puts, l
         puts.kernel(lookup_and_put_kernel)[(min(items, blocks.programs),)](
             *lookup.tensors, lookup.features.table, plan.slice_bags,
             per_feature, plan.global_batch, items, plan.slice_receivers, receivers, plan.slice_width(workspace.rank), needed,
-            workspace.forward_channel.args, puts.args, plan.fingerprint, **_constants(workspace, lookup, blocks),
+            workspace.forward_channel.args, puts.args, plan.fingerprint, **_constants(workspace, plan, lookup, blocks),
         )  # fmt: skip
 
 
 @triton.jit
-def _bags(of_feature, first_bag, end_bag, number):
+def _bags(of_feature, first_bag, end_bag, number, CACHE: tl.constexpr):
     """Bags of a feature from ``first_bag`` on: which they are, whether they exist, their first index and their length."""
     bag = first_bag + number
     exists = bag < end_bag
-    begin_row = tl.load(of_feature + bag, mask=exists, other=0)
-    length = (tl.load(of_feature + bag + 1, mask=exists, other=0) - begin_row).to(tl.int32)
+    begin_row = load(of_feature + bag, CACHE, "offsets", mask=exists, other=0)
+    length = (load(of_feature + bag + 1, CACHE, "offsets", mask=exists, other=0) - begin_row).to(tl.int32)
     return bag, exists, begin_row, length
 
 
 @triton.jit
 def _add_rows(
     pooled, table, indices, factors, length, step, dim, lane,
-    ROWS: tl.constexpr, SPLIT: tl.constexpr, WEIGHTED: tl.constexpr, EXACT_DIM: tl.constexpr,
+    ROWS: tl.constexpr, SPLIT: tl.constexpr, WEIGHTED: tl.constexpr, EXACT_DIM: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """Add rows ``step`` to ``step + ROWS`` of each share: all of them are on their way before the first is added."""
     numbers: tl.tuple = ()
     for r in tl.static_range(ROWS):
-        numbers += (tl.load(indices + (step + r) * SPLIT, mask=step + r < length, other=0).to(tl.int64),)
+        numbers += (load(indices + (step + r) * SPLIT, CACHE, "indices", mask=step + r < length, other=0).to(tl.int64),)
     rows: tl.tuple = ()
     for r in tl.static_range(ROWS):
         inside = (step + r < length)[:, None]
         if not EXACT_DIM:
             inside = inside & (lane < dim)[None, :]
-        rows += (tl.load(table + numbers[r][:, None] * dim + lane[None, :], mask=inside, other=0.0),)
+        rows += (load(table + numbers[r][:, None] * dim + lane[None, :], CACHE, "rows", mask=inside, other=0.0),)
     for r in tl.static_range(ROWS):
         row = rows[r].to(tl.float32)
         if WEIGHTED:
-            row *= tl.load(factors + (step + r) * SPLIT, mask=step + r < length, other=0.0)[:, None]
+            row *= load(factors + (step + r) * SPLIT, CACHE, "indices", mask=step + r < length, other=0.0)[:, None]
         pooled += row
     return pooled
 
@@ -205,7 +223,7 @@ def _add_rows(
 def _pool(
     item, weights, indices, offsets, sample_weights, features, bags, blocks, global_batch, receivers, receiver_count,
     WEIGHTED: tl.constexpr, MEAN: tl.constexpr, VECTOR: tl.constexpr, BAGS: tl.constexpr, ROWS: tl.constexpr,
-    SPLIT: tl.constexpr, DIM: tl.constexpr, EXACT_DIM: tl.constexpr,
+    SPLIT: tl.constexpr, DIM: tl.constexpr, EXACT_DIM: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """Pool the bags of an item of work: BAGS bags of one feature and one destination.
 
@@ -229,18 +247,18 @@ def _pool(
     dim = DIM if EXACT_DIM else tl.multiple_of(tl.load(fields + 2), VECTOR)
     of_feature = offsets + tl.load(fields) * global_batch
 
-    bag, exists, begin_row, length = _bags(of_feature, first_bag, end_bag, share // SPLIT)
+    bag, exists, begin_row, length = _bags(of_feature, first_bag, end_bag, share // SPLIT, CACHE)
     begin_share = begin_row + share % SPLIT
     share_length = (length - share % SPLIT + SPLIT - 1) // SPLIT
     pooled = tl.zeros((BAGS * SPLIT, DIM), tl.float32)
     for step in range(0, tl.max(share_length, axis=0), ROWS):
         pooled = _add_rows(
             pooled, table, indices + begin_share, sample_weights + begin_share, share_length, step, dim, lane,
-            ROWS, SPLIT, WEIGHTED, EXACT_DIM,
+            ROWS, SPLIT, WEIGHTED, EXACT_DIM, CACHE,
         )  # fmt: skip
     if SPLIT > 1:
         pooled = tl.sum(tl.reshape(pooled, (BAGS, SPLIT, DIM)), axis=1)
-        bag, exists, begin_row, length = _bags(of_feature, first_bag, end_bag, tl.arange(0, BAGS))
+        bag, exists, begin_row, length = _bags(of_feature, first_bag, end_bag, tl.arange(0, BAGS), CACHE)
     if MEAN:
         pooled = pooled / tl.maximum(length, 1).to(tl.float32)[:, None]
     return pooled, bag, exists, length, fields, of_receiver
@@ -252,7 +270,7 @@ def lookup_and_scatter_kernel(
     fingerprint,
     WEIGHTED: tl.constexpr, MEAN: tl.constexpr, RELATIVE: tl.constexpr, WAITS: tl.constexpr, PARTIAL: tl.constexpr,
     FIRST: tl.constexpr, LAST: tl.constexpr, WIRE: tl.constexpr, VECTOR: tl.constexpr, BAGS: tl.constexpr, ROWS: tl.constexpr,
-    SPLIT: tl.constexpr, DIM: tl.constexpr, EXACT_DIM: tl.constexpr,
+    SPLIT: tl.constexpr, DIM: tl.constexpr, EXACT_DIM: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """Pool bags and store them at the ranks they belong to.
 
@@ -276,7 +294,7 @@ def lookup_and_scatter_kernel(
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         pooled, bag, exists, length, fields, of_receiver = _pool(
             item, weights, indices, offsets, sample_weights, features, bags, blocks, global_batch, to.receivers,
-            to.receiver_count, WEIGHTED, MEAN, VECTOR, BAGS, ROWS, SPLIT, DIM, EXACT_DIM,
+            to.receiver_count, WEIGHTED, MEAN, VECTOR, BAGS, ROWS, SPLIT, DIM, EXACT_DIM, CACHE,
         )  # fmt: skip
         peer = tl.load(of_receiver)
         receiver = tl.load(of_receiver + 1)
@@ -302,7 +320,7 @@ def lookup_and_scatter_kernel(
         stored = sent[:, None]
         if not EXACT_DIM:
             stored = stored & (lane < tl.load(fields + 2))[None, :]
-        tl.store(places, to_wire(pooled, WIRE), mask=stored)
+        store(places, to_wire(pooled, WIRE), CACHE, "sent", mask=stored)
     if LAST:
         finish(channel, epoch)
 
@@ -312,7 +330,7 @@ def lookup_and_put_kernel(
     weights, indices, offsets, sample_weights, features, bags, blocks, global_batch, items, receivers, receiver_count,
     stride, needed, channel, puts, fingerprint,
     WEIGHTED: tl.constexpr, MEAN: tl.constexpr, WIRE: tl.constexpr, VECTOR: tl.constexpr, BAGS: tl.constexpr,
-    ROWS: tl.constexpr, SPLIT: tl.constexpr, DIM: tl.constexpr, EXACT_DIM: tl.constexpr,
+    ROWS: tl.constexpr, SPLIT: tl.constexpr, DIM: tl.constexpr, EXACT_DIM: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """Pool bags, write them into slices for ranks of other hosts, and put a slice when all its items are there.
 
@@ -328,7 +346,7 @@ def lookup_and_put_kernel(
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         pooled, bag, exists, _length, fields, of_receiver = _pool(
             item, weights, indices, offsets, sample_weights, features, bags, blocks, global_batch, receivers, receiver_count,
-            WEIGHTED, MEAN, VECTOR, BAGS, ROWS, SPLIT, DIM, EXACT_DIM,
+            WEIGHTED, MEAN, VECTOR, BAGS, ROWS, SPLIT, DIM, EXACT_DIM, CACHE,
         )  # fmt: skip
         peer = tl.load(of_receiver)
         if peer != known_peer:
@@ -341,6 +359,6 @@ def lookup_and_put_kernel(
         stored = (exists & (place >= 0))[:, None]
         if not EXACT_DIM:
             stored = stored & (lane < tl.load(fields + 2))[None, :]
-        tl.store(places, to_wire(pooled, WIRE), mask=stored)
+        store(places, to_wire(pooled, WIRE), CACHE, "sent", mask=stored)
         size = (tl.load(bags + peer + 1) - first_bag) * stride * (WIRE.primitive_bitwidth // 8)
         put_slice(channel, puts, peer, 1, needed, size, fingerprint)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dlrm_fused.ops.common.cache_hints import OFF  # links between hosts are slower than any cache
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.embedding_all_to_all.plan import TILE_COLUMNS, BatchPlan
@@ -23,7 +24,7 @@ _FIELDS = tl.constexpr(7)
 @triton.jit(do_not_specialize=["items", "row_blocks", "fingerprint"])
 def put_tiles_kernel(
     source, source_stride, tiles, items, row_blocks, needs, channel, puts, fingerprint,
-    WIRE: tl.constexpr, ALIGNMENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    WIRE: tl.constexpr, ALIGNMENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """Write tiles of ``source`` into slices for ranks of other hosts, and put a slice when all its tiles are there.
 
@@ -39,7 +40,7 @@ def put_tiles_kernel(
             place = open_slice(channel, puts, peer)
             known_peer = peer
         destination = tl.multiple_of((place + tl.load(fields + 3)).to(tl.pointer_type(WIRE)), ALIGNMENT)
-        store_tile(source, source_stride, fields, item % row_blocks, destination, place >= 0, ROWS, COLUMNS)
+        store_tile(source, source_stride, fields, item % row_blocks, destination, place >= 0, ROWS, COLUMNS, CACHE)
         needed, size = tl.load(needs + peer) * row_blocks, tl.load(needs + channel.world + peer)
         put_slice(channel, puts, peer, 1, needed, size, fingerprint)
 
@@ -47,7 +48,7 @@ def put_tiles_kernel(
 @triton.jit(do_not_specialize=["sender", "items", "row_blocks", "offset", "fingerprint"])
 def spread_tiles_kernel(
     sender, width, tiles, items, row_blocks, addresses, offset, channel, puts, fingerprint,
-    WIRE: tl.constexpr, ALIGNMENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    WIRE: tl.constexpr, ALIGNMENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """Wait for a slice, and store its tiles in the memory of ranks of this host, from byte ``offset`` on.
 
@@ -59,7 +60,7 @@ def spread_tiles_kernel(
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         fields = tiles + (item // row_blocks) * _FIELDS
         destination = peer_pointer(addresses, tl.load(fields), offset + tl.load(fields + 3), WIRE, ALIGNMENT)
-        store_tile(source, width, fields, item % row_blocks, destination, place >= 0, ROWS, COLUMNS)
+        store_tile(source, width, fields, item % row_blocks, destination, place >= 0, ROWS, COLUMNS, CACHE)
     release_slice(channel, puts, sender, 1, tl.num_programs(0))
 
 
@@ -75,7 +76,7 @@ def put_gradient(puts: Puts, gradient: Tensor, plan: BatchPlan, window: ReceiveW
         puts.kernel(put_tiles_kernel)[(min(items, _PROGRAMS),)](
             gradient, gradient.stride(0), plan.gradient_slice_table, items, row_blocks, plan.gradient_slice_needs,
             window.channel.args, puts.args, window.fingerprint,
-            WIRE=TRITON_DTYPES[wire], ALIGNMENT=4 * wire.itemsize, ROWS=_ROWS, COLUMNS=TILE_COLUMNS, num_warps=4,
+            WIRE=TRITON_DTYPES[wire], ALIGNMENT=4 * wire.itemsize, ROWS=_ROWS, COLUMNS=TILE_COLUMNS, CACHE=OFF, num_warps=4,
         )  # fmt: skip
 
 
@@ -95,5 +96,5 @@ def spread_slice(
     puts.kernel(spread_tiles_kernel)[(min(items, _PROGRAMS),)](
         sender, width, table, items, row_blocks, window.memory.addresses, window.offset,
         window.channel.args, puts.args, window.fingerprint,
-        WIRE=TRITON_DTYPES[wire], ALIGNMENT=4 * wire.itemsize, ROWS=_ROWS, COLUMNS=TILE_COLUMNS, num_warps=4,
+        WIRE=TRITON_DTYPES[wire], ALIGNMENT=4 * wire.itemsize, ROWS=_ROWS, COLUMNS=TILE_COLUMNS, CACHE=OFF, num_warps=4,
     )  # fmt: skip

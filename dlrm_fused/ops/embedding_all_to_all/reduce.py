@@ -9,6 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dlrm_fused.ops.common import cache_policy
+from dlrm_fused.ops.common.cache_hints import load, store
+from dlrm_fused.ops.common.cache_policy import Stream, once
 from dlrm_fused.ops.common.dtypes import within_range
 from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
 from dlrm_fused.ops.embedding_all_to_all.scatter import to_wire
@@ -52,16 +55,16 @@ def _finish_staged(workspace: EmbeddingWorkspace, plan: BatchPlan, output: Tenso
     elif workspace.layout.row_wise_columns:
         partial_sums = plan.partial_sums_view(workspace.staging())
         for source, column, width in plan.row_wise_runs():
-            _add_up(partial_sums[:, :, source : source + width], output[:, column : column + width], workspace)
+            add_up(partial_sums[:, :, source : source + width], output[:, column : column + width])
     if plan.is_staged:
         staged = plan.staged_view(workspace.staging())
         for column, width in plan.direct_runs():
-            _add_up(staged[None, :, column : column + width], output[:, column : column + width], workspace)
+            add_up(staged[None, :, column : column + width], output[:, column : column + width])
 
 
-def _add_up(sources: Tensor, output: Tensor, workspace: EmbeddingWorkspace) -> None:
+def add_up(sources: Tensor, output: Tensor) -> None:
     """output [rows, width] = sum in fp32 over the first dimension of sources [n, rows, width], in its order."""
-    if not uses_kernels(workspace.device):
+    if not uses_kernels(output.device):
         total = output if output.dtype == torch.float32 else torch.empty_like(output, dtype=torch.float32)
         total.copy_(sources[0])
         for source in sources[1:]:
@@ -73,7 +76,8 @@ def _add_up(sources: Tensor, output: Tensor, workspace: EmbeddingWorkspace) -> N
     if rows:
         add_up_kernel[(triton.cdiv(rows, _ROWS), triton.cdiv(width, _COLUMNS))](
             sources, output, rows, width, sources.stride(0), sources.stride(1), output.stride(0),
-            SOURCES=sources.shape[0], ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4,
+            SOURCES=sources.shape[0], ROWS=_ROWS, COLUMNS=_COLUMNS,
+            CACHE=cache_policy.choose(output.device, lambda: _streams(sources, output)), num_warps=4,
         )  # fmt: skip
 
 
@@ -85,15 +89,21 @@ def _add_up_present(workspace: EmbeddingWorkspace, plan: BatchPlan, output: Tens
         add_up_present_kernel[(triton.cdiv(plan.local_batch, rows), features.count)](
             partial_sums, presence, output, features.table, plan.local_batch, partial_sums.stride(0),
             partial_sums.stride(1), presence.stride(0), presence.stride(1), output.stride(0),
-            SOURCES=partial_sums.shape[0], ROWS=rows, DIM=features.block_dim, num_warps=4,
+            SOURCES=partial_sums.shape[0], ROWS=rows, DIM=features.block_dim,
+            CACHE=cache_policy.choose(output.device, lambda: _streams(partial_sums, output)), num_warps=4,
         )  # fmt: skip
+
+
+def _streams(sources: Tensor, output: Tensor) -> dict[str, Stream]:
+    """Of what adds up; what is not sent counts too."""
+    return {"received": once(sources.nbytes), "results": once(output.nbytes)}
 
 
 @triton.jit(do_not_specialize=["rows"])
 def add_up_present_kernel(
     sources, presence, output, features, rows, source_stride, row_stride, presence_source_stride,
     presence_feature_stride, output_stride,
-    SOURCES: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+    SOURCES: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """Sum of the partial results that are not empty, always in the order of ranks, which are on one host.
 
@@ -112,24 +122,27 @@ def add_up_present_kernel(
     total = tl.zeros((ROWS, DIM), tl.float32)
     for source in tl.static_range(SOURCES):
         is_there = tl.load(of_rows + source * presence_source_stride, mask=exists, other=0) != 0
-        partial = tl.load(sources + source * source_stride + places, mask=is_there[:, None] & of_dim, other=0.0)
+        partial = load(
+            sources + source * source_stride + places, CACHE, "received", mask=is_there[:, None] & of_dim, other=0.0
+        )  # fmt: skip
         total += partial.to(tl.float32)
     at_output = row[:, None] * output_stride + (tl.multiple_of(tl.load(fields + 3), 4) + lane)[None, :]
-    tl.store(output + at_output, to_wire(total, output.dtype.element_ty), mask=exists[:, None] & of_dim)
+    store(output + at_output, to_wire(total, output.dtype.element_ty), CACHE, "results", mask=exists[:, None] & of_dim)
 
 
 @triton.jit(do_not_specialize=["rows", "width"])
 def add_up_kernel(
     sources, output, rows, width, source_stride, row_stride, output_stride,
-    SOURCES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SOURCES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """Sum of partial results, always in the order of ``BatchPlan.sources``, so that it is the same in every run."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < width)[None, :]
     at_sources = row[:, None] * row_stride + column[None, :]
-    total = tl.load(sources + at_sources, mask=inside, other=0.0).to(tl.float32)
+    total = load(sources + at_sources, CACHE, "received", mask=inside, other=0.0).to(tl.float32)
     for source in tl.static_range(1, SOURCES):
-        total += tl.load(sources + source * source_stride + at_sources, mask=inside, other=0.0).to(tl.float32)
+        at_source = sources + source * source_stride + at_sources
+        total += load(at_source, CACHE, "received", mask=inside, other=0.0).to(tl.float32)
     places = output + row[:, None] * output_stride + column[None, :]
-    tl.store(places, to_wire(total, output.dtype.element_ty), mask=inside)
+    store(places, to_wire(total, output.dtype.element_ty), CACHE, "results", mask=inside)

@@ -32,6 +32,8 @@ import triton
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
+from dlrm_fused.ops.common import cache_policy
+from dlrm_fused.ops.common.cache_policy import Stream, once, picked
 from dlrm_fused.ops.common.devices import multiprocessors
 from dlrm_fused.ops.common.dtypes import DTYPES
 from dlrm_fused.ops.embedding_all_to_all import update_kernels as kernels
@@ -164,7 +166,8 @@ def apply_gradients(
             tables.weights, momentum, known.rate.value, eps, seed, order.keys, order.samples, order.chunks,
             partials, known.tables, cancelled,
         )  # fmt: skip
-        shapes = {"DIM": known.blocks[block], "BLOCK_D": block}
+        policy = cache_policy.choose(device, lambda: _streams(tables, order, gradients))
+        shapes = {"DIM": known.blocks[block], "BLOCK_D": block, "CACHE": policy}
         kernels.update_kernel[(programs,)](
             args, first, last, gradients, gradients.stride(0), scale, order.features, known.columns, order.coefficients,
             order.positions, per_sample_weights,
@@ -209,6 +212,19 @@ def per_sample_weight_gradients(
         num_warps=1,
     )  # fmt: skip
     return products
+
+
+def _streams(tables: LocalTables, order: SortedLookup, gradients: Tensor) -> dict[str, Stream]:
+    """Of an update, as far as the host knows them: all tables of one size."""
+    count, number, row_bytes = order.keys.numel(), len(tables.rows), tables.weights.nbytes / tables.total_rows
+    updated = once(picked(count, tables.total_rows / number, row_bytes, number).distinct)
+    parts = count * gradients.nbytes / max(1, len(gradients) * len(tables.feature_dims))
+    return {
+        "old_rows": updated,
+        "new_rows": updated,
+        "gradients": Stream(min(gradients.nbytes, parts), parts),
+        "order": once(order.keys.nbytes + order.samples.nbytes),
+    }
 
 
 # Shapes of launches. On the CPU, under Triton's interpreter, everything is small, so that small tests cross every border.

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from dlrm_fused.ops.common.cache_hints import load, store
+
 # The sort of a lookup.
 
 
@@ -189,9 +191,8 @@ def _inside(columns, dim, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def _read_rows(args, key, row_offset, columns, updated, inside):
-    # A row passes once; the gradients, which are read again and again, shall stay in the cache.
-    old = tl.load(args.weights + row_offset + columns, mask=updated[:, None] & inside, other=0.0, eviction_policy="evict_first")
+def _read_rows(args, key, row_offset, columns, updated, inside, CACHE: tl.constexpr):
+    old = load(args.weights + row_offset + columns, CACHE, "old_rows", mask=updated[:, None] & inside, other=0.0)
     if args.momentum is not None:
         old_momentum = tl.load(args.momentum + key, mask=updated, other=0.0)
     else:
@@ -200,7 +201,9 @@ def _read_rows(args, key, row_offset, columns, updated, inside):
 
 
 @triton.jit
-def _update_rows(args, key, row_offset, columns, updated, inside, dim, old, old_momentum, gradient):
+def _update_rows(
+    args, key, row_offset, columns, updated, inside, dim, old, old_momentum, gradient, CACHE: tl.constexpr
+):  # fmt: skip
     """One step of the optimizer for the rows of a tile that are to be updated; the gradient is 0 outside of the columns."""
     rate = tl.load(args.learning_rate)
     step = rate * gradient
@@ -213,7 +216,7 @@ def _update_rows(args, key, row_offset, columns, updated, inside, dim, old, old_
         rounded = _round_stochastically(new, key[:, None], columns, tl.load(args.seed), args.weights.dtype.element_ty)
     else:
         rounded = new.to(args.weights.dtype.element_ty)
-    tl.store(args.weights + row_offset + columns, rounded, mask=updated[:, None] & inside, eviction_policy="evict_first")
+    store(args.weights + row_offset + columns, rounded, CACHE, "new_rows", mask=updated[:, None] & inside)
 
 
 @triton.jit(do_not_specialize=["first_table", "last_table"])
@@ -221,7 +224,7 @@ def update_kernel(
     args, first_table, last_table, gradients, gradient_stride, scale, features, feature_columns, coefficients,
     positions, per_sample_weights,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-    GRADIENT_VECTOR: tl.constexpr,
+    GRADIENT_VECTOR: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """Sum the gradients of each row in a chunk of sorted positions, and update the rows whose positions all lie in it.
 
@@ -256,15 +259,15 @@ def update_kernel(
     keys = args.keys + begin
     samples = args.samples + begin
     # What a tile reads first is loaded while the tile before is in work.
-    next_key = tl.load(keys + row, mask=row < length, other=0)
-    next_record = tl.load(samples + row, mask=row < length, other=0)
+    next_key = load(keys + row, CACHE, "order", mask=row < length, other=0)
+    next_record = load(samples + row, CACHE, "order", mask=row < length, other=0)
     for start in range(0, length, ROWS):
         key, record = next_key, next_record
         place = start + row
         exists = place < length
         next_place = place + ROWS
-        next_key = tl.load(keys + next_place, mask=next_place < length, other=0)
-        next_record = tl.load(samples + next_place, mask=next_place < length, other=0)
+        next_key = load(keys + next_place, CACHE, "order", mask=next_place < length, other=0)
+        next_record = load(samples + next_place, CACHE, "order", mask=next_place < length, other=0)
         is_first, is_last, sample = record & 1, (record & 2) != 0, record >> 2
         is_head = continues & (key == head_key)
         updated = exists & is_last & (is_head == 0)
@@ -276,9 +279,9 @@ def update_kernel(
         else:
             gradient_offset += column
         # Behind the end it is sample 0 whose gradient is read, for nothing.
-        gradient = tl.load(gradients + gradient_offset + columns, mask=inside, other=0.0)
+        gradient = load(gradients + gradient_offset + columns, CACHE, "gradients", mask=inside, other=0.0)
         row_offset = tl.multiple_of(base + key[:, None].to(tl.int64) * dim, (4, 4))
-        old, old_momentum = _read_rows(args, key, row_offset, columns, updated, inside)
+        old, old_momentum = _read_rows(args, key, row_offset, columns, updated, inside, CACHE)
 
         coefficient = tl.zeros((ROWS,), dtype=tl.float32) + scale
         if coefficients is not None:
@@ -292,7 +295,7 @@ def update_kernel(
         _, gradient = tl.associative_scan((starts, gradient), 0, _add_in_runs)
         carry = tl.sum(tl.where((row == ROWS - 1)[:, None], gradient, 0.0), 0)
 
-        _update_rows(args, key, row_offset, columns, updated, inside, dim, old, old_momentum, gradient)
+        _update_rows(args, key, row_offset, columns, updated, inside, dim, old, old_momentum, gradient, CACHE)
         is_partial = exists & (is_last | (place == length - 1)) & (updated == 0)
         if tl.max(is_partial.to(tl.int32), 0) > 0:
             slot = 2 * chunk + tl.where(is_head, 0, 1)
@@ -303,7 +306,7 @@ def update_kernel(
 @triton.jit(do_not_specialize=["first_table", "last_table"])
 def merge_kernel(
     args, first_table, last_table, crossings,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """Update the rows whose runs go beyond a chunk: add what the chunk where a run begins and those that follow have left."""
     if args.cancelled is not None:  # noqa: SIM102 - known at compile time
@@ -325,14 +328,14 @@ def merge_kernel(
             row_offset = tl.multiple_of(tl.load(args.tables + 3 * table) + run_key.to(tl.int64) * dim, 4)
             key = tl.zeros((1,), dtype=args.keys.dtype.element_ty) + run_key
             updated = tl.full((1,), 1, dtype=tl.int1)
-            old, old_momentum = _read_rows(args, key, row_offset, columns, updated, inside)
+            old, old_momentum = _read_rows(args, key, row_offset, columns, updated, inside, CACHE)
             gradient = tl.load(args.partials + (2 * chunk + 1).to(tl.int64) * BLOCK_D + columns, mask=inside, other=0.0)
             for start in range(0, follow, ROWS):
                 nth_after = start + tl.arange(0, ROWS)
                 partial = args.partials + 2 * (chunk + 1 + nth_after)[:, None].to(tl.int64) * BLOCK_D + columns
                 follows = (nth_after < follow)[:, None]
                 gradient += tl.sum(tl.load(partial, mask=follows & inside, other=0.0), 0)[None, :]
-            _update_rows(args, key, row_offset, columns, updated, inside, dim, old, old_momentum, gradient)
+            _update_rows(args, key, row_offset, columns, updated, inside, dim, old, old_momentum, gradient, CACHE)
 
 
 @triton.jit(do_not_specialize=["count", "batch_size", "widest"])

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dlrm_fused.ops.common.cache_hints import store
 from dlrm_fused.ops.common.early_start import wait_for_earlier_kernels
 from dlrm_fused.symmetric.device import (
     ARRIVAL,
@@ -348,6 +349,7 @@ def gemv_all_reduce_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr, TILES: tl.constexpr,
     EVEN: tl.constexpr, TAGGED_SPLITS: tl.constexpr, TWO_SHOT: tl.constexpr, FLAGGED: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, STARTS_EARLY: tl.constexpr,
+    CACHE: tl.constexpr,
 ):  # fmt: skip
     """out [m, n] = sum over ranks of x [m, k] times weight [n, k] transposed, + bias + residual; and its RMSNorm.
 
@@ -415,7 +417,7 @@ def gemv_all_reduce_kernel(
                 channel, result, row, tile, half + buffer.sums_at, first_flag + channel.world * tiles, m, n, receive_buffer,
                 receive_addresses, tag, epoch, ROWS, COLUMNS, FLAGGED,
             )  # fmt: skip
-        tl.store(out + row[:, None] * n + column[None, :], result, mask=inside)
+        store(out + row[:, None] * n + column[None, :], result, CACHE, "results", mask=inside)
         if HAS_NORM:
             _normalize(channel, result, inside, row, column, tile, tiles, epilogue, n, norm_eps, ROWS, TILES)
     _complete(channel, epoch)

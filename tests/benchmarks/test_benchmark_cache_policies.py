@@ -1,0 +1,117 @@
+"""The benchmark of cache policies: what it says of workloads, which policies it times once, and that it sees other results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.cache_policies import benchmark, workloads
+from benchmarks.cache_policies.benchmark import candidates
+from benchmarks.cache_policies.report import line, summarize, text
+from benchmarks.cache_policies.workloads import Run, Workload, full
+from dlrm_fused.ops.common import cache_policy
+from dlrm_fused.ops.common.cache_hints import EVICT_LAST, OFF, STATIC, with_hints
+from tests.distributed.launch import run_program
+
+
+def cell(name: str, selected: float, best: float, **others: Any) -> dict[str, Any]:
+    """Of a workload whose calls take 10 us by default."""
+    ratios = {"selected_over_best": selected / best, "selected_over_off": selected, "best_over_off": best}
+    hints = {"off": {"rows": "off"}, "selected": {"rows": "evict_last"}, "best": "loads .cg", "us": {"off": 10.0}}
+    return {"name": name, "passed": True, "differ": [], **ratios, **hints, **others}
+
+
+def test_the_summary_has_means_and_names_what_is_beyond_the_bounds() -> None:
+    cells = [
+        cell("a", 0.9, 0.9),
+        cell("b", 1.05, 1.0),
+        cell("c", 0.1, 0.1, passed=False, differ=["loads .cg"]),
+        {"name": "d", "passed": False, "error": "rank 0: out of memory"},
+    ]
+    summary = summarize(cells)
+    assert summary["failed"] == ["c", "d"]
+    assert summary["selected_over_off"]["mean"] == pytest.approx((0.9 * 1.05) ** 0.5)
+    assert summary["selected_over_best"]["most"] == pytest.approx(1.05)
+    assert summary["beyond 2% of the best"] == summary["slower than off by 1%"] == ["b"]
+    printed = text({"summary": summary})
+    assert "4 workloads, 2 failed: c, d" in printed
+    assert "slower than off by 1%: b" in printed
+
+
+def test_a_line_says_what_was_selected_and_what_failed() -> None:
+    assert "best static loads .cg 0.900, selected 0.950 (rows evict_last), selected / best 1.056" in line(cell("a", 0.95, 0.9))
+    assert line(cell("a", 1.0, 1.0, passed=False, differ=["loads .cg"])).endswith("FAILED, other results than off: loads .cg")
+    assert line({"name": "d", "passed": False, "error": "out of memory"}) == "d: FAILED out of memory"
+
+
+def test_policies_that_are_the_same_for_a_workload_are_timed_once() -> None:
+    workload = Workload("sums", ("received", "results"), lambda world: Run([]))
+    found = candidates(workload, OFF)
+    names = {own.name: own.names for own in found.values()}
+    assert names["off"] == ["off", "no hints", "selected"]
+    assert names["loads .cg"] == ["loads .cg", "received .cg"]
+    assert {"received evict_last", "stores .wt"} <= names.keys()
+    assert set(STATIC) | {"selected"} <= {name for own in found.values() for name in own.names}
+    # What the selector gives, and no static policy, is one of its own.
+    with_own = candidates(workload, with_hints(received=EVICT_LAST, results=EVICT_LAST))
+    assert "selected" in {own.name for own in with_own.values()}
+
+
+def test_there_are_workloads_of_every_kernel_that_takes_hints() -> None:
+    assert len(full()) >= 17
+    assert len({workload.name for workload in full()}) == len(full())
+    streams = {stream for workload in full() for stream in workload.streams}
+    assert streams == set(OFF.hints())
+
+
+def _run(folder: Path, *arguments: str, main: Any = benchmark.main) -> dict[str, Any]:
+    given = ["--output", "results.json", "--workloads", "tiny", "--seconds-per-workload", "0.01", *arguments]
+    ended = run_program(1, folder, 240.0, main, given)
+    assert ended.statuses == [0], ended.output
+    return dict(json.loads((folder / "results.json").read_text()))
+
+
+@pytest.mark.interpreted
+def test_tiny_workloads_on_the_cpu_pass(tmp_path: Path) -> None:
+    report = _run(tmp_path, "--match", "sum of|sent", "--commit", "abc")
+    assert [cell["name"] for cell in report["cells"]] == [
+        "GEMM 32 x 32 x 32, sent",
+        "sum of 2 parts 6 x 16 float32",
+        "sum of 2 experts 4 x 16",
+    ]
+    for own in report["cells"]:
+        assert own["passed"]
+        assert own["best"] in own["us"]
+        assert own["selected_over_best"] == pytest.approx(own["selected_over_off"] / own["best_over_off"])
+        timed = {name for first in own["us"] for name in (first, *own["same_kernels"].get(first, ()))}
+        assert timed >= {*STATIC, "selected"}
+        assert set(own["streams"]) >= set(own["selected"])
+    assert report["commit"] == "abc"
+    assert report["summary"]["failed"] == []
+
+
+def _main_with_other_results(arguments: list[str]) -> None:
+    """One policy changes one element."""
+    right = workloads.add_up
+
+    def wrong(sources: Tensor, output: Tensor) -> None:
+        right(sources, output)
+        if cache_policy._used is STATIC["stores .wt"]:
+            output.view(torch.int32)[1, 2] += 1
+
+    workloads.add_up = wrong
+    benchmark.main(arguments)
+
+
+@pytest.mark.interpreted
+def test_a_policy_with_other_results_fails_its_workload(tmp_path: Path) -> None:
+    report = _run(tmp_path, "--match", "sum of 2 parts", main=_main_with_other_results)
+    (own,) = report["cells"]
+    assert not own["passed"]
+    assert own["differ"] == ["stores .wt"]
+    assert report["summary"]["failed"] == [own["name"]]
