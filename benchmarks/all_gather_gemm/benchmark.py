@@ -12,6 +12,7 @@ script, not the speed.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import re
 from collections.abc import Sequence
@@ -100,6 +101,7 @@ class Run:
         result = self.report.attempt(entry, work)
         if result is not None:
             self.report.add({**entry, **result})
+        gc.collect()  # contestants refer to their run, and it to them
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -47,7 +47,7 @@ ARRIVAL = tl.constexpr(1)
 # A ready word is epoch << 32 | offset / 4096; this offset says that the rank has refused to take part.
 REFUSED_OFFSET = tl.constexpr(0xFFFFFFFF)
 OFFSET_UNIT = tl.constexpr(4096)
-_ABORT_CHECK = tl.constexpr(64)  # polls between two looks at the abort word
+ABORT_CHECK = tl.constexpr(64)  # polls between two looks at the abort word
 
 
 class ChannelArgs(NamedTuple):
@@ -150,7 +150,7 @@ def wait(channel, word, value):
     while (seen < value) & (polls < channel.poll_limit):
         seen = tl.atomic_add(word, 0, sem="acquire", scope="sys")
         polls += 1
-        if polls % _ABORT_CHECK == 0:
+        if polls % ABORT_CHECK == 0:
             polls = tl.where(must_stop(channel), channel.poll_limit, polls)
     return seen
 
@@ -290,7 +290,7 @@ def _wait_for_all(channel, words, there, value):
         seen = tl.atomic_add(words, nothing, mask=there, sem="acquire", scope="sys")
         missing = tl.sum(tl.where(there & (seen < value), 1, 0), axis=0)
         polls += 1
-        if polls % _ABORT_CHECK == 0:
+        if polls % ABORT_CHECK == 0:
             polls = tl.where(must_stop(channel), channel.poll_limit, polls)
     return seen
 

@@ -18,10 +18,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dlrm_fused.ops.all_gather_gemm.tuning import tiles_of_pieces
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.gemm_all_to_all.kernel import halves, multiply, no_product, precision, programs_of, upright
-from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles, tiles_of_product
-from dlrm_fused.ops.schedules.piece_flags import PieceFlags, end_of_piece, mark_piece, piece_of_row, wait_for_piece
+from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles
+from dlrm_fused.ops.schedules.piece_flags import PieceFlags, end_of_piece, mark_piece, wait_for_piece
 from dlrm_fused.symmetric import Channel, SymmetricMemory
 from dlrm_fused.symmetric.device import order_bulk_loads, peer_pointer
 
@@ -203,41 +204,60 @@ def _add_received(product, received, row, column, inside, shard_elements, column
 
 
 @triton.jit
-def _multiply_and_add(
-    x, weight, out, received, number, first_row, rows, columns, depth, ends, pieces, channel, fingerprint,
-    WAITS: tl.constexpr, TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+def _add_and_store(
+    product, out, received, row, end_row, first_column, rows, columns, channel,
+    DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A tile of own rows, with what the peers have sent."""
+    half: tl.constexpr = COLUMNS // 2
+    left_half, right_half = halves(upright(product, ROWS), ROWS, COLUMNS)
+    rows_of_out = tl.multiple_of(out + row.to(tl.int64) * columns, 16)[:, None]
+    column = first_column + tl.arange(0, half)
+    inside = (row < end_row)[:, None] & (column < columns)[None, :]
+    total = _add_received(left_half, received, row, column, inside, rows * columns, columns, channel, DTYPE)
+    tl.store(rows_of_out + column[None, :], total, mask=inside)
+    column += half
+    inside = (row < end_row)[:, None] & (column < columns)[None, :]
+    total = _add_received(right_half, received, row, column, inside, rows * columns, columns, channel, DTYPE)
+    tl.store(rows_of_out + column[None, :], total, mask=inside)
+
+
+@triton.jit
+def _multiply_and_add_piece(
+    x, weight, out, received, number, first_of_x, first_row, end_row, rows, columns, depth, channel,
+    TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    """This program's tiles of the product of own rows, with what the peers have sent.
+    """This program's tiles of own rows ``first_row`` to ``end_row``, with what the peers have sent.
 
     Args:
-        number: this program's first tile.
-        first_row: of the own rows in x.
+        number: this program's first tile of the piece.
+        first_of_x: where own rows begin in x.
+
+    Returns:
+        This program's first tile of the piece that follows.
     """
-    row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
-    # The loads of a loop that contains a wait would not be pipelined, those of the loop within it are.
-    for tile in tl.range(number, row_tiles * column_tiles, tl.num_programs(0), flatten=not WAITS):
+    row_tiles, column_tiles = tl.cdiv(end_row - first_row, ROWS), tl.cdiv(columns, COLUMNS)
+    tiles, programs = row_tiles * column_tiles, tl.num_programs(0)
+    for tile in tl.range(number, tiles, programs, flatten=True):
         row_tile, column_tile = tile_of(tile, row_tiles, column_tiles, BAND)
+        first = first_row + row_tile * ROWS
         product = product_of_tile(
-            x, weight, first_row + row_tile * ROWS, column_tile * COLUMNS, depth,
+            x, weight, first_of_x + first, column_tile * COLUMNS, depth,
             TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH,
         )  # fmt: skip
-        if WAITS:
-            piece = piece_of_row(ends, tl.minimum(row_tile * ROWS + ROWS, rows) - 1)
-            for i in tl.static_range(1, channel.world):
-                wait_for_piece(channel, pieces, (channel.rank + i) % channel.world, piece, fingerprint)
-        row = row_tile * ROWS + tl.arange(0, ROWS)
-        half: tl.constexpr = COLUMNS // 2
-        left_half, right_half = halves(upright(product, ROWS), ROWS, COLUMNS)
-        rows_of_out = tl.multiple_of(out + row.to(tl.int64) * columns, 16)[:, None]
-        column = column_tile * COLUMNS + tl.arange(0, half)
-        inside = (row < rows)[:, None] & (column < columns)[None, :]
-        total = _add_received(left_half, received, row, column, inside, rows * columns, columns, channel, DTYPE)
-        tl.store(rows_of_out + column[None, :], total, mask=inside)
-        column += half
-        inside = (row < rows)[:, None] & (column < columns)[None, :]
-        total = _add_received(right_half, received, row, column, inside, rows * columns, columns, channel, DTYPE)
-        tl.store(rows_of_out + column[None, :], total, mask=inside)
+        row = first + tl.arange(0, ROWS)
+        _add_and_store(
+            product, out, received, row, end_row, column_tile * COLUMNS, rows, columns, channel, DTYPE, ROWS, COLUMNS
+        )
+    return number + tl.cdiv(tl.maximum(tiles - number, 0), programs) * programs - tiles
+
+
+@triton.jit
+def _wait_for_peers(channel, pieces, piece, fingerprint):
+    """Wait until a piece of every peer has come."""
+    for i in tl.static_range(1, channel.world):
+        wait_for_piece(channel, pieces, (channel.rank + i) % channel.world, piece, fingerprint)
 
 
 @triton.jit(do_not_specialize=["fingerprint"])
@@ -247,10 +267,13 @@ def adding_gemm_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     """See :func:`multiply_and_add`; ``received``: [ranks, rows, N]."""
-    _multiply_and_add(
-        x, weight, out, received, tl.program_id(0), 0, rows, columns, depth, ends, pieces, channel, fingerprint,
-        True, TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH, BAND,
-    )  # fmt: skip
+    number = tl.program_id(0)
+    for piece in range(0, len(ends)):
+        _wait_for_peers(channel, pieces, piece, fingerprint)
+        number = _multiply_and_add_piece(
+            x, weight, out, received, number, 0, end_of_piece(ends, piece - 1), end_of_piece(ends, piece), rows, columns,
+            depth, channel, TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH, BAND,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["fingerprint"])
@@ -259,21 +282,39 @@ def sending_gemm_kernel(
     TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    """See :func:`multiply_and_send`; ``rows``: of a shard."""
+    """See :func:`multiply_and_send`; ``rows``: of a shard.
+
+    Each program multiplies its first tile of own rows before it looks whether its stores at the peers are done: they are on
+    their way meanwhile.
+    """
     element_bytes: tl.constexpr = DTYPE.primitive_bitwidth // 8
     number = tl.program_id(0)
-    for i in range(1, channel.world):
-        peer = (channel.rank + i) % channel.world
+    for shift in range(1, channel.world):
+        peer = (channel.rank + shift) % channel.world
         block = peer_pointer(addresses, peer, channel.rank * rows * columns.to(tl.int64) * element_bytes, DTYPE)
         number = _multiply_piece(
             x, weight, block, number, peer * rows, (peer + 1) * rows, -peer * rows, columns, depth,
             TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH, BAND,
         )  # fmt: skip
-        if _is_last(counters + i):
-            mark_piece(channel, pieces, peer, 0)
-    _multiply_and_add(
-        x, weight, out, received, number, channel.rank * rows, rows, columns, depth, ends, pieces, channel, fingerprint,
-        True, TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH, BAND,
+    own = channel.rank * rows
+    row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
+    row_tile, column_tile = tile_of(tl.minimum(number, row_tiles * column_tiles - 1), row_tiles, column_tiles, BAND)
+    product = no_product(ROWS, COLUMNS)
+    if number < row_tiles * column_tiles:
+        product = product_of_tile(
+            x, weight, own + row_tile * ROWS, column_tile * COLUMNS, depth,
+            TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH,
+        )  # fmt: skip
+    if _is_last(counters):
+        for i in tl.static_range(1, channel.world):
+            mark_piece(channel, pieces, (channel.rank + i) % channel.world, 0)
+    _wait_for_peers(channel, pieces, 0, fingerprint)
+    if number < row_tiles * column_tiles:
+        row = row_tile * ROWS + tl.arange(0, ROWS)
+        _add_and_store(product, out, received, row, rows, column_tile * COLUMNS, rows, columns, channel, DTYPE, ROWS, COLUMNS)
+    _multiply_and_add_piece(
+        x, weight, out, received, number + tl.num_programs(0), own, 0, rows, rows, columns, depth, channel,
+        TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH, BAND,
     )  # fmt: skip
 
 
@@ -297,7 +338,7 @@ def multiply_arriving(
     """
     (rows, depth), columns, ranks = own.shape, out.shape[1], epoch.channel.group.world_size
     gathered = memory.local[: ranks * own.numel() * own.element_size()].view(own.dtype).view(-1, depth)
-    tiles = tiles_of_product(len(out), columns, depth, own.element_size())
+    tiles = tiles_of_pieces(len(out), columns, depth, own.element_size())
     count = ranks * triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns)
     arriving_gemm_kernel[(_programs(own, count, tiles, is_awaited=pushes),)](
         TensorDescriptor.from_tensor(own, [tiles.rows, tiles.depth]),
@@ -316,7 +357,7 @@ def multiply_and_add(x: Tensor, weight: Tensor, out: Tensor, received: Tensor, e
         received: [ranks, m, N] in the dtype of x; this rank's own part is not read.
     """
     (rows, depth), columns = x.shape, out.shape[1]
-    tiles = tiles_of_product(rows, columns, depth, x.element_size())
+    tiles = tiles_of_pieces(rows, columns, depth, x.element_size())
     count = triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns)
     adding_gemm_kernel[(_programs(x, count, tiles, is_awaited=False),)](
         TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]), _weight_blocks(weight, tiles, is_transposed),
@@ -335,7 +376,7 @@ def multiply_and_send(
         memory: where each rank receives [ranks, m, N].
     """
     (rows, columns), depth, ranks = out.shape, x.shape[1], epoch.channel.group.world_size
-    tiles = tiles_of_product(len(x), columns, depth, x.element_size())
+    tiles = tiles_of_pieces(len(x), columns, depth, x.element_size())
     count = ranks * triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns)
     received = memory.local[: ranks * out.numel() * out.element_size()].view(out.dtype)
     sending_gemm_kernel[(_programs(x, count, tiles, is_awaited=True),)](

@@ -12,9 +12,9 @@ from dlrm_fused.ops.schedules import SCHEDULES, Pair, Schedule
 
 NAMES = {
     Pair.all_gather_gemm: (
-        LIBRARY, "kernel", "chunks", "chunks_2", "chunks_4", "tapered", "deep_2", "arriving", "arriving_4",
+        LIBRARY, "kernel", "chunks", "chunks_2", "chunks_4", "tapered", "deep_2", "arriving", "arriving_4", "arriving_8",
     ),
-    Pair.gemm_reduce_scatter: (LIBRARY, "kernel", "chunks", "chunks_2", "chunks_4", "tapered"),
+    Pair.gemm_reduce_scatter: (LIBRARY, "kernel", "chunks", "chunks_2", "chunks_4", "chunks_8", "tapered"),
 }  # fmt: skip
 # What auto chooses from. The first notices ranks that make another call.
 _CANDIDATES = {

@@ -49,6 +49,11 @@ def override(tiles: Tiles | None) -> None:
     _override = tiles
 
 
+def overridden() -> bool:
+    """Whether :func:`override` decides."""
+    return _override is not None
+
+
 def tiles_of_groups(columns: int, element_size: int, tile_rows: int) -> Tiles:
     """The tiles for rows in groups, whose weights are read again for every tile of rows.
 

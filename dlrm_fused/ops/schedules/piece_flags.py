@@ -19,6 +19,7 @@ import triton.language as tl
 
 from dlrm_fused.symmetric import Channel
 from dlrm_fused.symmetric.device import (
+    ABORT_CHECK,
     ARRIVAL,
     EPOCH,
     FAULT,
@@ -28,6 +29,7 @@ from dlrm_fused.symmetric.device import (
     REFUSED_OFFSET,
     begin,
     fault_kind,
+    must_stop,
     peer_pointer,
     report_fault,
     signal,
@@ -55,13 +57,15 @@ def begin_kernel(pieces, channel, fingerprint, EARLY: tl.constexpr):
         EARLY: whether a rank can receive when its last epoch is complete.
     """
     epoch = tl.load(channel.state + EPOCH) + 1
-    for i in tl.static_range(1, channel.world):
-        flags = peer_pointer(pieces.addresses, (channel.rank + i) % channel.world, 0, tl.int64)
-        tl.store(flags + _place_of_call(channel, pieces, channel.rank, epoch), fingerprint + tl.zeros((), tl.int64))
-    begin(channel, tl.zeros((), tl.int64), fingerprint)
+    if tl.load(channel.state + FAULT) == 0:
+        for i in tl.static_range(1, channel.world):
+            flags = peer_pointer(pieces.addresses, (channel.rank + i) % channel.world, 0, tl.int64)
+            # Plain stores suffice for a word that says all by itself, and need no answer from the peer.
+            tl.store(flags + _place_of_call(channel, pieces, channel.rank, epoch), (epoch << 32) + fingerprint)
     if EARLY:
         can_send = wait_for_ends(channel, pieces, epoch - 1)
     else:
+        begin(channel, tl.zeros((), tl.int64), fingerprint)
         can_send = wait_until_all_ready(channel, epoch, fingerprint)
     if can_send:
         tl.store(pieces.stamp, epoch)
@@ -112,19 +116,36 @@ def gate_kernel(pieces, channel, source, number, fingerprint):
 def wait_for_piece(channel, pieces, source, number, fingerprint):
     """Wait until piece ``number`` of rank ``source`` has come in the epoch that runs; the host hears of it if it does not."""
     epoch = tl.load(channel.state + EPOCH) + 1
-    # Only a rank that has begun, with the same call, sends the piece.
-    ready = wait(channel, channel.flags + source, epoch << 32)
-    call = tl.load(pieces.flags + _place_of_call(channel, pieces, source, epoch), volatile=True)
-    if ready < epoch << 32:
-        report_fault(channel, fault_kind(channel), source, epoch, READY)
-    elif ready == (epoch << 32) + REFUSED_OFFSET:
-        report_fault(channel, REFUSED, source, epoch, READY)
-    elif call != fingerprint:
+    # Only a rank that makes the same call sends the piece.
+    call = _wait_for_call(channel, pieces.flags + _place_of_call(channel, pieces, source, epoch), source, epoch)
+    if call < epoch << 32:
+        kind = tl.where(_has_refused(channel, source, epoch), REFUSED, fault_kind(channel))
+        report_fault(channel, kind.to(tl.int64), source, epoch, READY)
+    elif call != (epoch << 32) + fingerprint:
         report_fault(channel, MISMATCH, source, epoch, READY)
     else:
         seen = wait(channel, pieces.flags + source * pieces.of_rank + number, epoch)
         if seen < epoch:
             report_fault(channel, fault_kind(channel), source, epoch, ARRIVAL)
+
+
+@triton.jit
+def _has_refused(channel, source, epoch):
+    return tl.atomic_add(channel.flags + source, 0, sem="relaxed", scope="sys") == (epoch << 32) + REFUSED_OFFSET
+
+
+@triton.jit
+def _wait_for_call(channel, word, source, epoch):
+    """As :func:`~dlrm_fused.symmetric.device.wait`, for a rank that may refuse."""
+    seen = tl.atomic_add(word, 0, sem="acquire", scope="sys")
+    polls = tl.zeros((), tl.int64)
+    while (seen < epoch << 32) & (polls < channel.poll_limit):
+        seen = tl.atomic_add(word, 0, sem="acquire", scope="sys")
+        polls += 1
+        if polls % ABORT_CHECK == 0:
+            stops = must_stop(channel) | _has_refused(channel, source, epoch)
+            polls = tl.where(stops, channel.poll_limit, polls)
+    return seen
 
 
 @triton.jit
@@ -136,7 +157,7 @@ def complete_kernel(pieces, channel, EARLY: tl.constexpr):
         if EARLY:
             for i in tl.static_range(1, channel.world):
                 flags = peer_pointer(pieces.addresses, (channel.rank + i) % channel.world, 0, tl.int64)
-                signal(flags + channel.world * pieces.of_rank + channel.rank, epoch)
+                tl.store(flags + channel.world * pieces.of_rank + channel.rank, epoch)
 
 
 class PieceFlags:
@@ -185,19 +206,6 @@ class PieceFlags:
     def complete(self) -> None:
         """After all waits, when what has come is needed no more."""
         complete_kernel[(1,)](self.args, self._channel.args, EARLY=self._early, num_warps=1)
-
-
-@triton.jit
-def piece_of_row(ends, row):
-    """The number of the piece that has a row.
-
-    Args:
-        ends: tuple, the end of each piece.
-    """
-    number = tl.zeros((), tl.int32)
-    for i in tl.static_range(len(ends) - 1):
-        number += tl.where(row >= ends[i], 1, 0)
-    return number
 
 
 @triton.jit

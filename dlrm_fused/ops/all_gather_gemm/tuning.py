@@ -1,0 +1,32 @@
+"""Tile shapes of products of pieces: as measured for the product alone, or those that leave the fewest multiprocessors idle."""
+
+from __future__ import annotations
+
+from dlrm_fused.ops.gemm_all_to_all import tuning
+from dlrm_fused.ops.gemm_all_to_all.measured import TILES
+from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles
+
+# Multiprocessors of an H100 or H200.
+_MULTIPROCESSORS = 132
+# Of 16-bit elements, with the share of the widest tile's speed that each reaches: of the products alone on one H200,
+# benchmarks/results/tune_gemm_alone_one_h200.json; the smallest has been measured only where few tiles are all there are.
+_SHAPES = (
+    (Tiles(rows=128, columns=256, depth=64, band=8, warps=8, stages=3, programs=1), 1.0),
+    (Tiles(rows=128, columns=128, depth=64, band=8, warps=4, stages=5, programs=1), 0.97),
+    (Tiles(rows=64, columns=128, depth=128, band=8, warps=4, stages=4, programs=1), 0.9),
+    (Tiles(rows=64, columns=64, depth=128, band=8, warps=4, stages=5, programs=1), 0.75),
+)
+
+
+def tiles_of_pieces(rows: int, columns: int, depth: int, element_size: int) -> Tiles:
+    """For a persistent kernel that multiplies pieces one after the other, [rows, K] x [N, K]^T together."""
+    measured = TILES.get((rows, columns, depth, element_size))
+    if tuning.overridden() or element_size != 2 or (measured and Tiles(*measured).splits == 1):
+        return tuning.tiles_of_product(rows, columns, depth, element_size)
+
+    def time(shape: tuple[Tiles, float]) -> float:
+        tiles, speed = shape
+        count = -(-rows // tiles.rows) * -(-columns // tiles.columns)
+        return -(-count // _MULTIPROCESSORS) * tiles.rows * tiles.columns / speed
+
+    return min(_SHAPES, key=time)[0]
