@@ -35,6 +35,7 @@ from dlrm_fused.ops.gemv_all_reduce.kernel import ReceiveBuffer, SplitBuffer
 from dlrm_fused.ops.gemv_all_reduce.tuning import Blocks, override
 from dlrm_fused.ops.moe import dispatch, steps
 from dlrm_fused.ops.moe.activations import ACTIVATIONS
+from dlrm_fused.ops.schedules import Streams
 from dlrm_fused.ops.schedules.piece_flags import PieceArgs, PieceFlags, mark_kernel
 from dlrm_fused.symmetric import device_puts
 from dlrm_fused.symmetric.device import channel_args
@@ -217,7 +218,9 @@ def launch_sum_of_many_rows(dtype: torch.dtype, schedule: str) -> None:
     pool = {"receive": lambda shape, dtype: torch.zeros(shape, dtype=dtype), "to_hold": lambda result: result}
     results = SimpleNamespace(memory=memory(), offset_of=lambda _: 4096, **pool)
     many: Any = object.__new__(gemv_chunks.ManyRows)
-    many.__dict__.update(_group=given.group, _parts=ours, _results=results, _channel=given, _dtype=dtype, _stream=None)
+    many.__dict__.update(
+        _group=given.group, _parts=ours, _results=results, _channel=given, _dtype=dtype, _streams=Streams(rows().device)
+    )
     getattr(many, schedule)(rows(dtype, 70), rows(dtype, WIDTH), None, rows(dtype, 70), 1)
 
 

@@ -12,7 +12,7 @@ from dlrm_fused.ops.all_gather_gemm.reference import all_gather
 from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace, Started
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.common.workspace import fingerprint_of
-from dlrm_fused.ops.schedules import Kind, Mover, Pair, Piece, Schedule, Task, make_plan, run_plan
+from dlrm_fused.ops.schedules import Kind, Mover, Pair, Piece, Schedule, Task, make_plan
 from dlrm_fused.ops.schedules.piece_flags import ends_of
 from dlrm_fused.ops.schedules.plan import cut
 from dlrm_fused.symmetric import name_lost_peer
@@ -30,7 +30,7 @@ def gather_and_multiply(
     fingerprint = fingerprint_of("gather", schedule.name, *x.shape, *weight.shape, is_transposed)
     if workspace.is_by_kernels and schedule.mover is not Mover.library:
         call = _Call(workspace, x, weight, schedule, is_transposed, fingerprint)
-        run_plan(make_plan(Pair.all_gather_gemm, schedule, workspace.world_size, len(x)), call.actions, workspace.stream)
+        workspace.streams.run(make_plan(Pair.all_gather_gemm, schedule, workspace.world_size, len(x)), call.actions)
         return Started(call.out, call.gathered_rows, workspace.pieces.complete)
     if workspace.world_size == 1:
         gathered = x
@@ -138,6 +138,7 @@ class _Call:
         self.actions = {
             Kind.begin: lambda _: workspace.pieces.begin(fingerprint),
             Kind.move: self._move,
+            Kind.mark: self._mark,
             Kind.gate: self._wait,
             Kind.compute: self._multiply,
         }
@@ -167,7 +168,10 @@ class _Call:
         # A copy engine copies what is contiguous.
         sent = self._part(self._x[piece.first : piece.last], piece).contiguous()
         place[piece.first : piece.last].copy_(sent, non_blocking=True)
-        self._workspace.pieces.mark(peer, self._number(piece))
+
+    def _mark(self, task: Task) -> None:
+        (piece,) = task.pieces
+        self._workspace.pieces.mark((self._rank + piece.shift) % self._ranks, self._number(piece))
 
     def _wait(self, task: Task) -> None:
         for piece in task.pieces:

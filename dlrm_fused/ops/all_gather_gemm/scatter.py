@@ -13,7 +13,7 @@ from dlrm_fused.ops.all_gather_gemm.reference import reduce_scatter
 from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace, Started
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.common.workspace import fingerprint_of
-from dlrm_fused.ops.schedules import Kind, Mover, Pair, Schedule, Task, make_plan, run_plan
+from dlrm_fused.ops.schedules import Kind, Mover, Pair, Schedule, Task, make_plan
 from dlrm_fused.ops.schedules.piece_flags import ends_of
 from dlrm_fused.ops.schedules.plan import cut
 from dlrm_fused.symmetric import name_lost_peer
@@ -36,7 +36,7 @@ def multiply_and_scatter(
     if workspace.is_by_kernels and schedule.mover is not Mover.library:
         call = _Call(workspace, x, weight, schedule, is_transposed, fingerprint)
         plan = make_plan(Pair.gemm_reduce_scatter, schedule, workspace.world_size, len(x) // workspace.world_size)
-        run_plan(plan, call.actions, workspace.stream)
+        workspace.streams.run(plan, call.actions)
         return Started(call.out, lambda: x, workspace.pieces.complete)
     if workspace.world_size == 1:
         out = x @ factor
@@ -105,6 +105,7 @@ class _Call:
             Kind.begin: lambda _: workspace.pieces.begin(fingerprint),
             Kind.compute: self._multiply_and_send if is_one_kernel else self._multiply,
             Kind.move: self._move,
+            Kind.mark: self._mark,
             Kind.combine: self._multiply_own_rows,
         }
 
@@ -123,7 +124,10 @@ class _Call:
         peer, rows = (self._rank + piece.shift) % self._ranks, slice(piece.first, piece.last)
         place = self._workspace.matrix(self._workspace.received, peer, self._shape)[self._rank]
         place[rows].copy_(self._sent[peer, rows], non_blocking=True)
-        self._workspace.pieces.mark(peer, piece.number)
+
+    def _mark(self, task: Task) -> None:
+        (piece,) = task.pieces
+        self._workspace.pieces.mark((self._rank + piece.shift) % self._ranks, piece.number)
 
     def _multiply_own_rows(self, _: Task) -> None:
         received = self._workspace.matrix(self._workspace.received, self._rank, self._shape)

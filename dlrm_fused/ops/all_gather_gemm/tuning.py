@@ -8,13 +8,12 @@ from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles
 
 # Multiprocessors of an H100 or H200.
 _MULTIPROCESSORS = 132
-# Of 16-bit elements, with the share of the widest tile's speed that each reaches: of the products alone on one H200,
-# benchmarks/results/tune_gemm_alone_one_h200.json; the smallest has been measured only where few tiles are all there are.
+# Of 16-bit elements, with the share of the widest tile's speed that each reaches.
 _SHAPES = (
     (Tiles(rows=128, columns=256, depth=64, band=8, warps=8, stages=3, programs=1), 1.0),
-    (Tiles(rows=128, columns=128, depth=64, band=8, warps=4, stages=5, programs=1), 0.97),
-    (Tiles(rows=64, columns=128, depth=128, band=8, warps=4, stages=4, programs=1), 0.9),
-    (Tiles(rows=64, columns=64, depth=128, band=8, warps=4, stages=5, programs=1), 0.75),
+    (Tiles(rows=128, columns=128, depth=64, band=8, warps=4, stages=3, programs=2), 0.98),
+    (Tiles(rows=64, columns=128, depth=128, band=8, warps=4, stages=4, programs=1), 0.75),
+    (Tiles(rows=64, columns=64, depth=128, band=8, warps=4, stages=5, programs=1), 0.6),
 )
 
 
@@ -27,6 +26,7 @@ def tiles_of_pieces(rows: int, columns: int, depth: int, element_size: int) -> T
     def time(shape: tuple[Tiles, float]) -> float:
         tiles, speed = shape
         count = -(-rows // tiles.rows) * -(-columns // tiles.columns)
-        return -(-count // _MULTIPROCESSORS) * tiles.rows * tiles.columns / speed
+        rounds = -(-count // (_MULTIPROCESSORS * tiles.programs)) * tiles.programs
+        return rounds * tiles.rows * tiles.columns / speed
 
     return min(_SHAPES, key=time)[0]

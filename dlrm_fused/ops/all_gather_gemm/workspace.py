@@ -13,7 +13,7 @@ from dlrm_fused.ops.all_gather_gemm.measured import MEASURED_ON, table_of
 from dlrm_fused.ops.common.meeting import meet_beside
 from dlrm_fused.ops.common.schedules import Schedules
 from dlrm_fused.ops.common.workspace import ReceiveWindow, Workspace, check_counts, check_dtype, fingerprint_of
-from dlrm_fused.ops.schedules import MOST_PIECES, Pair
+from dlrm_fused.ops.schedules import MOST_PIECES, Pair, Streams
 from dlrm_fused.ops.schedules.piece_flags import PieceFlags
 from dlrm_fused.symmetric import SymmetricGroup, SymmetricMemory
 from dlrm_fused.symmetric.device import uses_kernels
@@ -86,10 +86,8 @@ class ShardWorkspace(Workspace):
         # Of rows that are gathered beside another call. Two channels share that memory.
         self.pieces_beside = PieceFlags(self.channels[1], f"{name}.pieces_beside", 1, has_own_memory=False)
         self.counters = torch.zeros(group.world_size, dtype=torch.int64, device=group.device)
-        # Beside the stream of the products.
-        self.stream, self.gather_stream = (
-            torch.cuda.Stream(group.device, priority=-1) if group.device.type == "cuda" else None for _ in range(2)
-        )
+        self.streams = Streams(group.device)
+        self.gather_stream = torch.cuda.Stream(group.device, priority=-1) if group.device.type == "cuda" else None
         self.schedules = {
             pair: Schedules(
                 f"{name}, {pair}",
@@ -109,7 +107,7 @@ class ShardWorkspace(Workspace):
     def meet_beside(self, work: Callable[[], Tensor], fingerprint: int) -> Tensor:
         """As :func:`~dlrm_fused.ops.common.meeting.meet_beside`, on the channel of the calls."""
         meeting = self.pieces.meet if self.is_by_kernels else None
-        return meet_beside(work, self.channel, self.stream, fingerprint, meeting=meeting)
+        return meet_beside(work, self.channel, self.streams.beside, fingerprint, meeting=meeting)
 
     def matrix(self, memory: SymmetricMemory, rank: int, shape: Sequence[int]) -> Tensor:
         """The matrix, of this shape, that ``memory`` has on a rank of this host."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dlrm_fused.ops.schedules import Kind, Pair, Schedule, Task, make_plan, run_plan
+from dlrm_fused.ops.schedules import Kind, Pair, Schedule, Streams, Task, make_plan
 from dlrm_fused.ops.schedules.piece_flags import PieceFlags
 from dlrm_fused.symmetric import BlockPool, Channel
 
@@ -21,7 +21,7 @@ def multiply_and_send_chunks(
     blocks: BlockPool,
     channel: Channel,
     pieces: PieceFlags,
-    stream: torch.cuda.Stream | None,
+    streams: Streams,
     fingerprint: int,
 ) -> Tensor:
     """Row block s of the result is this rank's block of rank s's x @ weight.T. One epoch: collective.
@@ -31,7 +31,7 @@ def multiply_and_send_chunks(
         weight: [N, K].
         schedule: whose mover is a copy engine.
         blocks: symmetric memory whose spare block has room for a result.
-        stream: for what goes on beside the products; None on the CPU, under Triton's interpreter.
+        streams: for what goes on beside the products.
         fingerprint: must be equal on all ranks.
 
     Returns:
@@ -56,7 +56,10 @@ def multiply_and_send_chunks(
         (piece,) = task.pieces
         peer, rows = (rank + piece.shift) % ranks, slice(piece.first, piece.last)
         received_at(peer)[rank][rows].copy_(sent_to[peer][rows], non_blocking=True)
-        pieces.mark(peer, piece.number)
+
+    def mark(task: Task) -> None:
+        (piece,) = task.pieces
+        pieces.mark((rank + piece.shift) % ranks, piece.number)
 
     def wait(task: Task) -> None:
         for piece in task.pieces:
@@ -71,9 +74,10 @@ def multiply_and_send_chunks(
         Kind.begin: lambda _: pieces.begin(fingerprint),
         Kind.compute: multiply,
         Kind.move: move,
+        Kind.mark: mark,
         Kind.gate: wait,
         Kind.combine: copy_out,
         Kind.end: lambda _: pieces.complete(),
     }
-    run_plan(make_plan(Pair.gemm_all_to_all, schedule, ranks, len(x) // ranks), actions, stream)
+    streams.run(make_plan(Pair.gemm_all_to_all, schedule, ranks, len(x) // ranks), actions)
     return result

@@ -191,10 +191,10 @@ def _send_by(schedule: str, workspace: GemmWorkspace, x: Tensor, weight: Tensor,
     rows, columns, blocks, hosts = x.shape[0], weight.shape[0], workspace.results, workspace.group.hosts
     call, with_kernels = (rows, columns, scale is None, schedule), uses_kernels(workspace.device)
     if schedule == LIBRARY:
-        return multiply_and_exchange(x, weight, workspace.channel, workspace.stream, fingerprint_of(*call))
+        return multiply_and_exchange(x, weight, workspace.channel, workspace.streams.beside, fingerprint_of(*call))
     if schedule in BY_PIECES and with_kernels and not hosts.are_many:
         return multiply_and_send_chunks(
-            x, weight, ALL_SCHEDULES[schedule], blocks, workspace.channel, workspace.pieces, workspace.stream,
+            x, weight, ALL_SCHEDULES[schedule], blocks, workspace.channel, workspace.pieces, workspace.streams,
             fingerprint_of(*call),
         )  # fmt: skip
     block = blocks.receive((workspace.result_bytes,), torch.uint8)
@@ -379,21 +379,22 @@ def _fetch_equal_blocks(
         return x_gradient, fetched.T @ x if with_weight else x.new_empty(0)
     group, ranks, rank = workspace.group, workspace.group.world_size, workspace.group.rank
     rows, columns = gradient.shape
-    main = torch.cuda.current_stream(group.device) if workspace.stream else None
+    beside = workspace.streams.beside
+    main = torch.cuda.current_stream(group.device) if beside else None
     received = workspace.rows_of(workspace.results.spare, rows, columns)
     received_from, sent_to = received.chunk(ranks), gradient.chunk(ranks)
     destinations = _destinations(workspace, rows).chunk(ranks)
     x_gradient = torch.empty_like(x)
     gradient_of = x_gradient.chunk(ranks)
-    if workspace.stream and main:
-        workspace.stream.wait_stream(main)
+    if beside and main:
+        beside.wait_stream(main)
     arrivals = []
-    with torch.cuda.stream(workspace.stream) if workspace.stream else nullcontext():
+    with torch.cuda.stream(beside) if beside else nullcontext():
         for shift in range(1, ranks):
             to = (rank + shift) % ranks
             window = workspace.window(workspace.results, workspace.results.spare, rows, columns, "backward", shift)
             scatter_rows(sent_to[to], destinations[to], window, rows_per_rank=rows)
-            arrivals.append(workspace.stream.record_event() if workspace.stream else None)
+            arrivals.append(beside.record_event() if beside else None)
     torch.mm(sent_to[rank], weight, out=gradient_of[rank])
     received_from[rank].copy_(sent_to[rank])
     for shift, arrival in enumerate(arrivals, start=1):

@@ -10,7 +10,7 @@ from dlrm_fused.ops.common.schedules import Schedules
 from dlrm_fused.ops.common.workspace import Workspace, check_counts, check_dtype
 from dlrm_fused.ops.gemm_all_to_all.measured import MEASURED_ON, table_of
 from dlrm_fused.ops.gemm_all_to_all.split import Arrivals
-from dlrm_fused.ops.schedules import MOST_PIECES
+from dlrm_fused.ops.schedules import MOST_PIECES, Streams
 from dlrm_fused.ops.schedules.piece_flags import PieceFlags
 from dlrm_fused.symmetric import BlockPool, SymmetricGroup
 
@@ -63,8 +63,7 @@ class GemmWorkspace(Workspace):
         self.origins_at = -(-max_rows * max_columns * dtype.itemsize // ROW_BYTES) * ROW_BYTES
         self.result_bytes = self.origins_at + 4 * max_rows
         self.results = BlockPool.with_spare(group, f"{name}.results", self.result_bytes, _HELD_RESULTS)
-        # Beside the stream of the products.
-        self.stream = torch.cuda.Stream(group.device, priority=-1) if group.device.type == "cuda" else None
+        self.streams = Streams(group.device)
         self.pieces = PieceFlags(self.channel, f"{name}.pieces", MOST_PIECES, has_own_memory=False)
         self.arrivals = Arrivals(group.device)
         table = table_of(self.world_size, dtype)

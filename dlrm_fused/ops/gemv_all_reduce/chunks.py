@@ -19,7 +19,7 @@ from torch import Tensor
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.gemm_all_to_all.kernel import gemm_combine
-from dlrm_fused.ops.schedules import SCHEDULES, Kind, Pair, Task, make_plan, run_plan
+from dlrm_fused.ops.schedules import SCHEDULES, Kind, Pair, Streams, Task, make_plan
 from dlrm_fused.symmetric import BlockPool, Channel, SymmetricGroup
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, peer_pointer, wait_until_all_ready
 
@@ -90,7 +90,7 @@ class ManyRows:
         self,
         group: SymmetricGroup,
         channel: Channel,
-        stream: torch.cuda.Stream | None,
+        streams: Streams,
         name: str,
         elements: int,
         dtype: torch.dtype,
@@ -98,9 +98,9 @@ class ManyRows:
         """Collective.
 
         Args:
-            stream: for sums beside products; None on the CPU.
+            streams: for sums beside products.
         """
-        self._group, self._channel, self._stream, self._dtype = group, channel, stream, dtype
+        self._group, self._channel, self._streams, self._dtype = group, channel, streams, dtype
         self._parts = group.allocate(f"{name}.parts", elements * dtype.itemsize)
         self._results = BlockPool.with_spare(group, f"{name}.results", elements * dtype.itemsize, _HELD_RESULTS)
 
@@ -121,7 +121,7 @@ class ManyRows:
             self._sum(result, piece.first, piece.last, bias, residual, fingerprint, scattered=False)
 
         plan = make_plan(Pair.gemm_all_reduce, schedule, self._group.world_size, rows)
-        run_plan(plan, {Kind.compute: multiply, Kind.combine: add_up}, self._stream if count > 1 else None)
+        self._streams.run(plan, {Kind.compute: multiply, Kind.combine: add_up})
         return self._results.to_hold(result)
 
     def by_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, fingerprint: int) -> Tensor:

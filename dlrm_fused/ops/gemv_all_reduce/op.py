@@ -122,7 +122,7 @@ def _run(schedule: str, workspace: GemvWorkspace, inputs: Inputs) -> tuple[Tenso
     x, weight, bias, residual, norm_weight, norm_eps = inputs
     if schedule == LIBRARY:
         fingerprint = inputs.fingerprint(schedule)
-        out = multiply_and_reduce(x, weight, bias, residual, workspace.channel, workspace.stream, fingerprint)
+        out = multiply_and_reduce(x, weight, bias, residual, workspace.channel, workspace.streams.beside, fingerprint)
         if norm_weight is not None and _norm_is_part(workspace, x):
             return out, torch.nn.functional.rms_norm(out, out.shape[-1:], norm_weight, norm_eps)
     elif not workspace.sums_by_kernel:

@@ -15,6 +15,7 @@ from dlrm_fused.ops.gemv_all_reduce.chunks import ManyRows
 from dlrm_fused.ops.gemv_all_reduce.kernel import ReceiveBuffer, SplitBuffer, polls_per_second
 from dlrm_fused.ops.gemv_all_reduce.measured import MEASURED_ON, table_of
 from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_COLUMNS, MAX_ROWS, MAX_SPLITS, MIN_COLUMNS, TAGGED_SPLIT_ROWS, padded
+from dlrm_fused.ops.schedules import Streams
 from dlrm_fused.symmetric import SymmetricGroup
 from dlrm_fused.symmetric.device import uses_kernels
 
@@ -58,8 +59,7 @@ class GemvWorkspace(Workspace):
         ranks, few = group.world_size, min(max_rows, MAX_ROWS)
         table = table_of(ranks, dtype)
         self.schedules = Schedules(name, self.channel, may_measure=measures_schedules, measured_on=MEASURED_ON, measured=table)
-        # Beside the stream of the products.
-        self.stream = torch.cuda.Stream(group.device, priority=-1) if group.device.type == "cuda" else None
+        self.streams = Streams(group.device)
         # Kernels sum what they reach by stores.
         self.sums_by_kernel = uses_kernels(group.device) and not group.hosts.are_many
         if self.sums_by_kernel:
@@ -75,7 +75,7 @@ class GemvWorkspace(Workspace):
             self.split_buffer = split_buffer(few, max_columns, most_tiles, group.device)
             self.squares = torch.empty(MAX_ROWS * max_columns, dtype=torch.float32, device=group.device)
             most = max_rows * max_columns
-            self.many_rows = ManyRows(group, self.channel, self.stream, name, most, dtype) if max_rows > MAX_ROWS else None
+            self.many_rows = ManyRows(group, self.channel, self.streams, name, most, dtype) if max_rows > MAX_ROWS else None
         else:
             self.sums = SumOverHosts(group, self.channel, f"{name}.sums", max_rows * max_columns, wire=dtype)
 

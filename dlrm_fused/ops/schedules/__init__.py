@@ -10,7 +10,7 @@ A pair is a product or a lookup, and a collective before or after it (:class:`~d
 Source of the space of schedules: *FiCCO*, arXiv 2512.10236, and Punniyamurthy et al., arXiv 2305.06942.
 """
 
-from dlrm_fused.ops.schedules.executor import run_plan as run_plan
+from dlrm_fused.ops.schedules.executor import Streams as Streams
 from dlrm_fused.ops.schedules.plan import Kind as Kind
 from dlrm_fused.ops.schedules.plan import Lane as Lane
 from dlrm_fused.ops.schedules.plan import Piece as Piece

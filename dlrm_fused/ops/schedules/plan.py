@@ -26,6 +26,7 @@ class Kind(enum.StrEnum):
     collective = "collective"  # the library's, for all pieces at once
     compute = "compute"
     move = "move"
+    mark = "mark"  # tells the peer that a piece has come
     gate = "gate"  # waits until a piece has come
     combine = "combine"  # puts what has come where it belongs, or adds it up
     end = "end"  # all of this rank's moves are done
@@ -36,6 +37,7 @@ class Lane(enum.StrEnum):
 
     main = "main"  # the caller's stream
     beside = "beside"  # a stream of its own
+    marks = "marks"  # another one, so that the next move need not wait for a mark
 
 
 class Piece(NamedTuple):
@@ -65,8 +67,8 @@ class Task:
 
     Attributes:
         pieces: with which it deals, in that order.
-        after: earlier tasks of the other lane for which it waits; of a task of several pieces, for that of its own piece.
-        arrivals: moves by which the peers send what it needs: those of its pieces, in their order; none for own pieces.
+        after: earlier tasks of other lanes for which it waits; of a task of several pieces, for that of its own piece.
+        arrivals: by which the peers send what it needs: moves, or their marks, of its pieces in their order; none for own ones.
         is_inside: whether the kernel of another task does it, in which case nothing is to be started for it.
     """
 
@@ -143,41 +145,48 @@ def _in_one_kernel(pair: Pair, own: Piece, remote: list[Piece]) -> Plan:
 def _gathered(schedule: Schedule, own: Piece, remote: list[Piece]) -> Plan:
     """Shards travel, own first to be multiplied while they do."""
     tasks = [Task(Kind.begin, Lane.beside)]
-    tasks += [Task(Kind.move, Lane.beside, (piece,)) for piece in remote]
-    moves = tuple(range(1, len(tasks)))
+    marks = [_add_move(tasks, piece) for piece in remote]
     if schedule.is_one_product:
-        tasks.append(Task(Kind.compute, Lane.main, (own, *remote), arrivals=moves))
+        tasks.append(Task(Kind.compute, Lane.main, (own, *remote), arrivals=tuple(marks)))
     else:
         tasks.append(Task(Kind.compute, Lane.main, (own,)))
-        for piece, move in zip(remote, moves, strict=True):
-            tasks.append(Task(Kind.gate, Lane.main, (piece,), arrivals=(move,)))
+        for piece, mark in zip(remote, marks, strict=True):
+            tasks.append(Task(Kind.gate, Lane.main, (piece,), arrivals=(mark,)))
             tasks.append(Task(Kind.compute, Lane.main, (piece,)))
-    return (*tasks, Task(Kind.end, Lane.main, after=moves[-1:]))
+    return (*tasks, Task(Kind.end, Lane.main, after=tuple(marks[-1:])))
 
 
 def _scattered(pair: Pair, own: Piece, remote: list[Piece]) -> Plan:
     """Results travel, while the next ones are computed; own ones are computed last."""
     tasks = [Task(Kind.begin, Lane.beside)]
-    moves: list[int] = []
+    marks: list[int] = []
     for piece in remote:
         tasks.append(Task(Kind.compute, Lane.main, (piece,)))
-        moves.append(len(tasks))
-        tasks.append(Task(Kind.move, Lane.beside, (piece,), after=(len(tasks) - 1,)))
+        marks.append(_add_move(tasks, piece, after=(len(tasks) - 1,)))
     if pair is Pair.gemm_reduce_scatter:  # the product of own rows is added to what has come, tile by tile
-        tasks.append(Task(Kind.combine, Lane.main, (own,), arrivals=tuple(moves)))
+        tasks.append(Task(Kind.combine, Lane.main, (own,), arrivals=tuple(marks)))
     else:
         tasks.append(Task(Kind.compute, Lane.main, (own,)))
-        for piece, move in zip(remote, moves, strict=True):
-            tasks.append(Task(Kind.gate, Lane.main, (piece,), arrivals=(move,)))
+        for piece, mark in zip(remote, marks, strict=True):
+            tasks.append(Task(Kind.gate, Lane.main, (piece,), arrivals=(mark,)))
             tasks.append(Task(Kind.combine, Lane.main, (piece,)))
-    return (*tasks, Task(Kind.end, Lane.main, after=tuple(moves[-1:])))
+    return (*tasks, Task(Kind.end, Lane.main, after=tuple(marks[-1:])))
+
+
+def _add_move(tasks: list[Task], piece: Piece, after: tuple[int, ...] = ()) -> int:
+    """Add a move and its mark; the number of the mark."""
+    tasks.append(Task(Kind.move, Lane.beside, (piece,), after=after))
+    tasks.append(Task(Kind.mark, Lane.marks, (piece,), after=(len(tasks) - 1,)))
+    return len(tasks) - 1
 
 
 def _sums_beside(schedule: Schedule, rows: int) -> Plan:
     """A chunk of rows is summed over the ranks while the next one is multiplied."""
     tasks: list[Task] = []
-    for number, (first, last) in enumerate(cut(rows, schedule.parts)):
+    bounds = cut(rows, schedule.parts)
+    lane = Lane.beside if len(bounds) > 1 else Lane.main
+    for number, (first, last) in enumerate(bounds):
         piece = Piece(0, first, last, number)
         tasks.append(Task(Kind.compute, Lane.main, (piece,)))
-        tasks.append(Task(Kind.combine, Lane.beside, (piece,), after=(len(tasks) - 1,)))
+        tasks.append(Task(Kind.combine, lane, (piece,), after=(len(tasks) - 1,)))
     return (*tasks, Task(Kind.end, Lane.main, after=(len(tasks) - 1,)))
