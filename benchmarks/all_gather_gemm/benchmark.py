@@ -32,6 +32,7 @@ from benchmarks.common.harness import (
     compile_ahead,
     describe_run,
     measure_ceilings,
+    measure_contention,
     measure_teraflops,
     open_world,
 )
@@ -52,6 +53,7 @@ class Run:
         head = {
             **describe_run(world, options.commit),
             "ceilings": {"unit": "GB/s of a rank", **asdict(self.ceilings), "teraflops": self.teraflops},
+            "contention": measure_contention(world, DTYPE),
             "dtype": str(DTYPE).removeprefix("torch."),
             "tolerances": {"all_gather_gemm": TOLERANCE, "gemm_reduce_scatter": SUM_TOLERANCE},
         }

@@ -408,6 +408,44 @@ def measure_teraflops(world: World, dtype: torch.dtype) -> float:
     return 2 * size**3 / timing.microseconds / 1e6
 
 
+def measure_contention(world: World, dtype: torch.dtype) -> dict[str, float]:
+    """How many times as long the library's product takes while pieces come and go beside it, on the slowest rank. Collective.
+
+    Returns:
+        By who moves them: ``copy_engine``, and ``other_kernel``, whose programs take multiprocessors, too.
+    """
+    if world.device.type != "cuda" or world.size == 1:
+        return {}
+    size, part, repeats = 8192, 1 << 26, 24
+    x, weight = (torch.empty(size, size, dtype=dtype, device=world.device).normal_() for _ in range(2))
+    out, beside = torch.empty_like(x), torch.cuda.Stream(priority=-1)
+    memory = world.one_host.allocate("benchmark: contention", part * world.size)
+    pieces = [_floats(memory, (world.rank + 1 + i) % world.size, world.rank * part, part) for i in range(world.size - 1)]
+    own = torch.empty(part // 4, device=world.device).normal_()
+    sends: dict[str, Callable[[Tensor], object]] = {
+        "alone": lambda piece: None,
+        "copy_engine": lambda piece: piece.copy_(own, non_blocking=True),
+        "other_kernel": lambda piece: torch.add(own, 1.0, out=piece),
+    }
+    milliseconds: dict[str, list[float]] = {name: [] for name in sends}
+    for _ in range(8):
+        for name, send in sends.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            synchronize(world.device)
+            dist.barrier()
+            with torch.cuda.stream(beside):
+                for number in range(repeats):
+                    send(pieces[number % len(pieces)])
+            torch.cuda._sleep(int(2e-4 * _SLEEP_CYCLES_PER_SECOND))  # until the pieces are on their way
+            start.record()
+            torch.mm(x, weight.t(), out=out)
+            end.record()
+            synchronize(world.device)
+            milliseconds[name].append(start.elapsed_time(end))
+    medians = {name: max(world.gather(statistics.median(times))) for name, times in milliseconds.items()}
+    return {name: medians[name] / medians["alone"] for name in sends if name != "alone"}
+
+
 class Report:
     """The JSON of a benchmark of many cells, written anew after each. The methods are collective.
 

@@ -82,6 +82,9 @@ class Task:
 
 Plan = tuple[Task, ...]
 
+# Not beside a product: its programs may fill all multiprocessors before the one that begins has found a place.
+_BEGIN = Task(Kind.begin, Lane.main)
+
 
 def make_plan(pair: Pair, schedule: Schedule, ranks: int, shard_rows: int) -> Plan:
     """The tasks of a call.
@@ -133,19 +136,19 @@ def _serial(pair: Pair, ranks: int, shard_rows: int) -> Plan:
 
 def _in_one_kernel(pair: Pair, own: Piece, remote: list[Piece]) -> Plan:
     """One kernel moves and computes: shards before all, results piece by piece, own ones last."""
-    begin, end, arrivals = Task(Kind.begin, Lane.main), Task(Kind.end, Lane.main), tuple(range(1, len(remote) + 1))
+    end, arrivals = Task(Kind.end, Lane.main), tuple(range(1, len(remote) + 1))
     if pair.moves_first:
         moves = [Task(Kind.move, Lane.main, (piece,), is_inside=True) for piece in remote]
-        return (begin, *moves, Task(Kind.compute, Lane.main, (own, *remote), arrivals=arrivals), end)
+        return (_BEGIN, *moves, Task(Kind.compute, Lane.main, (own, *remote), arrivals=arrivals), end)
     moves = [Task(Kind.move, Lane.beside, (piece,), after=(1,), is_inside=True) for piece in remote]
     last = Task(Kind.combine, Lane.main, tuple(remote), arrivals=tuple(i + 1 for i in arrivals), is_inside=True)
-    return (begin, Task(Kind.compute, Lane.main, (*remote, own)), *moves, last, end)
+    return (_BEGIN, Task(Kind.compute, Lane.main, (*remote, own)), *moves, last, end)
 
 
 def _gathered(schedule: Schedule, own: Piece, remote: list[Piece]) -> Plan:
     """Shards travel, own first to be multiplied while they do."""
-    tasks = [Task(Kind.begin, Lane.beside)]
-    marks = [_add_move(tasks, piece) for piece in remote]
+    tasks = [_BEGIN]
+    marks = [_add_move(tasks, piece, after=(0,)) for piece in remote]
     if schedule.is_one_product:
         tasks.append(Task(Kind.compute, Lane.main, (own, *remote), arrivals=tuple(marks)))
     else:
@@ -158,7 +161,7 @@ def _gathered(schedule: Schedule, own: Piece, remote: list[Piece]) -> Plan:
 
 def _scattered(pair: Pair, own: Piece, remote: list[Piece]) -> Plan:
     """Results travel, while the next ones are computed; own ones are computed last."""
-    tasks = [Task(Kind.begin, Lane.beside)]
+    tasks = [_BEGIN]
     marks: list[int] = []
     for piece in remote:
         tasks.append(Task(Kind.compute, Lane.main, (piece,)))

@@ -1,0 +1,53 @@
+"""What the rule knows of a machine: rates that are measured once, and costs of starting things.
+
+Rates come from ``python -m dlrm_fused.doctor`` or from the ceilings of a benchmark, costs from a fit to measured calls
+(benchmarks/schedules); of machines that nobody has measured, rates from data sheets with the costs of those that somebody has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Of one rank.
+
+    Attributes:
+        name: for people.
+        teraflops: 10^12 operations a second, of the library's product of large matrices in 16 bits.
+        memory: GB/s, bytes read plus bytes written within the GPU.
+        peer_copies, peer_stores: GB/s to all peers together, by copy engines and by stores of a kernel.
+        multiprocessors: of the GPU.
+        library_share: of ``peer_copies``, what the library's collectives reach.
+        kernel_share: of the library's speed, what this project's products reach.
+        contention: factor on the time of a product while pieces come and go beside it.
+        started_us: from the end of one kernel to the work of the next in its stream.
+        tile_us: of a product, for the first loads and the last stores.
+        move_us: a copy engine's, beside the bytes.
+        mark_us: until a peer knows that a piece has come.
+        wait_us: of a gate, and of a kernel that finds its piece there.
+        collective_us: the library's, beside the bytes.
+        gemv_us: of a product of few rows beside the bytes of its weight, summed over the ranks by stores.
+        lookup_share: of ``memory``, what the library's lookup of embedding rows reaches.
+        kernel_lookup_share: the same of this project's lookup.
+    """
+
+    name: str
+    teraflops: float
+    memory: float
+    peer_copies: float
+    peer_stores: float
+    multiprocessors: int
+    library_share: float = 0.8
+    kernel_share: float = 0.97
+    contention: float = 1.03
+    started_us: float = 1.0
+    tile_us: float = 3.0
+    move_us: float = 3.0
+    mark_us: float = 4.0
+    wait_us: float = 1.5
+    collective_us: float = 15.0
+    gemv_us: float = 5.0
+    lookup_share: float = 0.5
+    kernel_lookup_share: float = 0.7
