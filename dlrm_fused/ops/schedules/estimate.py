@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from dlrm_fused.ops.schedules.machine import Machine
 from dlrm_fused.ops.schedules.plan import Kind, Lane, Piece, Plan, Task, make_plan
-from dlrm_fused.ops.schedules.schedule import Mover, Pair, Schedule
+from dlrm_fused.ops.schedules.schedule import Pair, Schedule
 
 # Rows and columns of tiles, with the share of the largest one's speed that each reaches.
 _TILES = ((256, 128, 1.0), (128, 128, 0.95), (64, 128, 0.8), (64, 64, 0.65))

@@ -161,7 +161,8 @@ def _gathered(schedule: Schedule, own: Piece, remote: list[Piece]) -> Plan:
 
 def _scattered(pair: Pair, own: Piece, remote: list[Piece]) -> Plan:
     """Results travel, while the next ones are computed; own ones are computed last."""
-    tasks = [_BEGIN]
+    # Where other calls use the memory, too, peers have to answer first; the first move is after a product in any case.
+    tasks = [_BEGIN if pair is Pair.gemm_reduce_scatter else Task(Kind.begin, Lane.beside)]
     marks: list[int] = []
     for piece in remote:
         tasks.append(Task(Kind.compute, Lane.main, (piece,)))
