@@ -55,7 +55,7 @@ def test_policies_that_are_the_same_for_a_workload_are_timed_once() -> None:
     found = candidates(workload, OFF)
     names = {own.name: own.names for own in found.values()}
     assert names["off"] == ["off", "no hints", "selected"]
-    assert names["loads .cg"] == ["loads .cg", "received .cg"]
+    assert names["loads evict_first"] == ["loads evict_first", "received evict_first"]
     assert {"received evict_last", "stores .wt"} <= names.keys()
     assert set(STATIC) | {"selected"} <= {name for own in found.values() for name in own.names}
     # What the selector gives, and no static policy, is one of its own.
