@@ -75,8 +75,8 @@ def _distinct(count: float, rows: float, exponent: float) -> float:
 
 # The selector.
 
-# What kernels gather in whole rows from places that indices name. No other stream gains from a hint: what is read in turn needs
-# each cache line several times in a row, which evict_first cuts short.
+# What kernels gather in whole rows from places that indices name. Other streams hardly gain from hints: what is read in turn
+# needs each cache line several times in a row, which evict_first may cut short.
 _GATHERED = ("rows", "gradients")
 # Passes from which on a stream counts as read again. Measured: 1.2 gain from evict_first, 2.1 lose.
 _READ_AGAIN = 1.5
