@@ -9,7 +9,7 @@ exception where the name of the workload says so. For each, these take turns:
 * ``off``: as the kernels run by default, which is the hardware's choice for every stream but the rows of an update;
 * the other static policies of :data:`~dlrm_fused.ops.common.cache_hints.STATIC`: one choice for all loads or all stores;
 * ``selected``: the hints that :func:`~dlrm_fused.ops.common.cache_policy.select` gives each stream;
-* for evidence, each hint for each stream alone.
+* for evidence, hints for each stream alone (``python -m benchmarks.cache_policies.replay`` asks the selector again later).
 
 Policies that give the workload's streams the same hints are the same compiled kernels, and are timed once. Before each burst
 the L2 cache is filled with other data. ``off``, the selected and the best static policy are then timed once more, longer, and
@@ -51,7 +51,7 @@ WINDOW = "L2 window"
 # Calls that are shorter run as CUDA graphs, which go through the sets of data until they have lasted so long.
 _GRAPH_MICROSECONDS, _SHORTEST_GRAPH_MICROSECONDS = 50.0, 300.0
 # What each stream is tried with, alone.
-_TRIED_LOADS, _TRIED_STORES = (".cg", "evict_first", "evict_last"), (".cg", ".cs", ".wt", "evict_first")
+_TRIED_LOADS, _TRIED_STORES = ("evict_first", "evict_last"), (".cg", ".cs", ".wt", "evict_first")
 
 Hints = tuple[str, ...]
 Pass = Callable[[], object]
@@ -106,14 +106,7 @@ def selected(workload: Workload, run: Run) -> tuple[CachePolicy, dict[str, Any]]
     select = cache_policy.select
 
     def listen(streams: Mapping[str, Stream], l2_bytes: float) -> CachePolicy:
-        known = {
-            name: {
-                "distinct_bytes": stream.distinct,
-                "passes": stream.passes,
-                "kept_share": stream.kept_share(cache_policy.CAPACITY * l2_bytes),
-            }
-            for name, stream in streams.items()
-        }
+        known = {name: {"distinct_bytes": stream.distinct, "passes": stream.passes} for name, stream in streams.items()}
         seen.append((select(streams, l2_bytes), known))
         return seen[-1][0]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -79,6 +80,7 @@ class _Embedding:
     pooling: int
     tables: int = 1
     sets: int = 3
+    gradients: int = 1  # of an update: sets; 1: the cache may hold them from the call before, as if they had just arrived
 
     @property
     def name(self) -> str:
@@ -138,9 +140,9 @@ class _Embedding:
         assert isinstance(tables.optimizer, RowwiseAdagrad)
         state = tables.weights, tables.optimizer.momentum
         start = [tensor.clone() for tensor in state]
-        gradients = torch.randn(self.bags, self.tables * self.dim, device=world.device)
+        sets_of_gradients = torch.randn(self.gradients, self.bags, self.tables * self.dim, device=world.device)
 
-        def call(indices: Tensor, offsets: Tensor) -> Callable[[], list[Tensor]]:
+        def call(indices: Tensor, offsets: Tensor, gradients: Tensor) -> Callable[[], list[Tensor]]:
             order = sort_lookup(tables, indices, offsets)
 
             def update() -> list[Tensor]:
@@ -153,7 +155,8 @@ class _Embedding:
             for tensor, first in zip(state, start, strict=True):
                 tensor.copy_(first)
 
-        return Run([call(*own) for own in drawn], state=state, reset=reset)
+        calls = [call(*own, gradients) for own, gradients in zip(drawn, cycle(sets_of_gradients), strict=False)]
+        return Run(calls, state=state, reset=reset)
 
 
 def _lookup(embedding: _Embedding) -> Workload:
@@ -162,7 +165,8 @@ def _lookup(embedding: _Embedding) -> Workload:
 
 def _update(embedding: _Embedding) -> Workload:
     streams = ("old_rows", "gradients", "order", "new_rows")
-    return Workload(f"update {embedding.name}", streams, embedding.updates, embedding.zipf)
+    gradients = "" if embedding.gradients == 1 else ", gradients of each call"
+    return Workload(f"update {embedding.name}{gradients}", streams, embedding.updates, embedding.zipf)
 
 
 def _half(world: World) -> torch.dtype:
@@ -300,28 +304,31 @@ _SINGLE, _HALF = torch.float32, torch.float16
 
 
 def full() -> list[Workload]:
-    """Of every kernel that takes hints. Sets of data together are larger than the L2 cache, except of small tables."""
+    """Of every kernel that takes hints. Sets of data together are larger than the L2 cache, except of small tables and the
+    gradients that the calls of an update share."""
     return [
         *(_lookup(_Embedding(128, _SINGLE, zipf, 4_000_000, 32768, 16)) for zipf in (0.0, 0.6, 0.9, 1.05, 1.2)),
         _lookup(_Embedding(32, _SINGLE, 1.05, 8_000_000, 131072, 16)),
         _lookup(_Embedding(64, _HALF, 0.0, 8_000_000, 65536, 16)),
+        _lookup(_Embedding(128, _HALF, 0.0, 4_000_000, 65536, 16)),
         _lookup(_Embedding(64, _SINGLE, 0.9, 8_000_000, 65536, 16)),
         _lookup(_Embedding(256, _HALF, 1.05, 4_000_000, 32768, 16)),
         _lookup(_Embedding(128, _HALF, 1.05, 500_000, 8192, 16, tables=8)),
         _lookup(_Embedding(128, _SINGLE, 1.05, 4_000_000, 131072, 1)),
         _lookup(_Embedding(128, _SINGLE, 0.0, 20_000, 32768, 16)),
         _lookup(_Embedding(128, _SINGLE, 0.0, 100_000, 32768, 16)),
-        _update(_Embedding(128, _SINGLE, 0.0, 1_000_000, 16384, 16)),
-        _update(_Embedding(128, _SINGLE, 1.05, 1_000_000, 16384, 16)),
+        *(_update(_Embedding(128, _SINGLE, zipf, 1_000_000, 16384, 16)) for zipf in (0.0, 0.6, 0.9, 1.05, 1.2)),
+        _update(_Embedding(128, _SINGLE, 1.05, 1_000_000, 16384, 16, gradients=3)),
+        _update(_Embedding(128, _SINGLE, 0.0, 1_000_000, 131072, 1)),
+        # Uniform rows, but all that a call touches fits in the cache.
+        _update(_Embedding(64, _HALF, 0.0, 4_000_000, 16384, 16)),
         _update(_Embedding(64, _HALF, 1.05, 4_000_000, 131072, 1)),
+        _update(_Embedding(64, _HALF, 1.05, 4_000_000, 131072, 1, gradients=3)),
         _gemv(1, 4096, 8192, sets=4),
-        _gemv(16, 4096, 8192, sets=4),
-        _gemm(8192, 8192, 1024, sends=False),
         _gemm(8192, 8192, 1024, sends=True),
         _put(65536, 1024, 1, shuffled=False),
         _put(32768, 1024, 4, shuffled=True),
         _reduce(4, 16384, 512, _SINGLE),
-        _reduce(4, 32768, 512, _HALF),
         _sum_slots(32768, 2, 1024),
         _route(262144, 4, 64, sets=8),
         _attention(16, 16, 8192, 64, layers=4),

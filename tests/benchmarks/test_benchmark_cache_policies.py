@@ -12,6 +12,7 @@ from torch import Tensor
 
 from benchmarks.cache_policies import benchmark, workloads
 from benchmarks.cache_policies.benchmark import candidates
+from benchmarks.cache_policies.replay import replay
 from benchmarks.cache_policies.report import line, summarize, text
 from benchmarks.cache_policies.workloads import Run, Workload, full
 from dlrm_fused.ops.common import cache_policy
@@ -54,12 +55,28 @@ def test_policies_that_are_the_same_for_a_workload_are_timed_once() -> None:
     found = candidates(workload, OFF)
     names = {own.name: own.names for own in found.values()}
     assert names["off"] == ["off", "no hints", "selected"]
-    assert names["loads .cg"] == ["loads .cg", "received .cg"]
+    assert names["loads evict_first"] == ["loads evict_first", "received evict_first"]
     assert {"received evict_last", "stores .wt"} <= names.keys()
     assert set(STATIC) | {"selected"} <= {name for own in found.values() for name in own.names}
     # What the selector gives, and no static policy, is one of its own.
     with_own = candidates(workload, with_hints(received=EVICT_LAST, results=EVICT_LAST))
     assert "selected" in {own.name for own in with_own.values()}
+
+
+def lookup_of_uniform_rows(**us: float) -> dict[str, Any]:
+    """As recorded, when the selector gave no hints."""
+    hints = dict.fromkeys(("rows", "indices", "sent"), "off")
+    streams = {"rows": {"distinct_bytes": 250e6, "passes": 1.1}, "sent": {"distinct_bytes": 17e6, "passes": 1.0}}
+    record = {"name": "lookup", "passed": True, "differ": [], "streams": streams, "off": hints, "selected": hints}
+    return {**record, "window": {"over_off": 0.95}, "us": {"off": 100.0, **us}}
+
+
+def test_a_recorded_run_tells_what_the_selector_would_cost_now() -> None:
+    now = replay(lookup_of_uniform_rows(**{"loads evict_first": 96.0, "rows evict_last": 90.0}), 52.4e6)
+    assert now["selected"] == {"rows": "evict_first", "indices": "evict_first", "sent": "off"}
+    assert now["best"] == benchmark.WINDOW
+    assert (now["selected_over_off"], now["best_over_off"]) == (pytest.approx(0.96), pytest.approx(0.95))
+    assert line(replay(lookup_of_uniform_rows(), 52.4e6)) == "lookup: FAILED not timed: rows evict_first, indices evict_first"
 
 
 def test_there_are_workloads_of_every_kernel_that_takes_hints() -> None:

@@ -1,8 +1,7 @@
-"""Which cache hints a launch gives its kernel's streams: off, one choice for all, or each by its reuse distance.
+"""Which cache hints a launch gives its kernel's streams: off, one choice for all, or what the selector makes of their sizes.
 
-Some streams pass once and only displace what others read again, so that one choice for all streams is rarely the best. The
-selector estimates for each how much it would find in the cache again, from its size, how often it is read, and the skew of the
-rows that are looked up.
+Some streams pass once and only displace what others read again, so that one choice for all streams is rarely the best. What
+decides is how large the streams are and how often each place is read, which follows from the skew of the rows looked up.
 
 Source: Alsop et al., *Optimizing GPU Cache Policies for MI Workloads*, arXiv 1910.00134.
 """
@@ -29,28 +28,15 @@ class Stream:
     Attributes:
         distinct: bytes of different places, as expected.
         accessed: bytes of all accesses.
-        rows: of each table, among which the launch picks by chance; 0: all places are accessed in turn.
-        row_bytes, tables: of the same.
-        zipf_exponent: of the frequencies of a table's rows; 0: all are equally frequent.
     """
 
     distinct: float
     accessed: float
-    rows: float = 0.0
-    row_bytes: float = 0.0
-    tables: int = 1
-    zipf_exponent: float = 0.0
 
     @property
     def passes(self) -> float:
         """How often a place is accessed."""
         return self.accessed / self.distinct if self.distinct else 1.0
-
-    def kept_share(self, capacity: float) -> float:
-        """The share of accesses whose reuse distance a cache of so many bytes bridges, if it keeps the most frequent places."""
-        if not self.rows:
-            return min(1.0, capacity / self.distinct) if self.distinct else 1.0
-        return _share_of_hottest(capacity / self.row_bytes / self.tables, self.rows, self.zipf_exponent)
 
 
 def once(size: float) -> Stream:
@@ -62,11 +48,10 @@ def picked(count: float, rows: float, row_bytes: float, tables: int = 1, zipf_ex
     """``count`` rows that are looked up in tables of ``rows`` rows each.
 
     Args:
-        zipf_exponent: unless given, what :func:`use` was told.
+        zipf_exponent: of the frequencies of a table's rows; 0: all equally frequent; unless given, what :func:`use` was told.
     """
     exponent = _zipf_exponent if zipf_exponent is None else zipf_exponent
-    distinct = tables * _distinct(count / tables, rows, exponent)
-    return Stream(distinct * row_bytes, count * row_bytes, rows, row_bytes, tables, exponent)
+    return Stream(tables * _distinct(count / tables, rows, exponent) * row_bytes, count * row_bytes)
 
 
 def _harmonic(count: float, exponent: float) -> float:
@@ -75,11 +60,6 @@ def _harmonic(count: float, exponent: float) -> float:
         return count
     integral = math.log(count) if abs(exponent - 1) < 1e-9 else (count ** (1 - exponent) - 1) / (1 - exponent)
     return integral + (1 + count**-exponent) / 2 + exponent * (1 - count ** (-exponent - 1)) / 12
-
-
-def _share_of_hottest(count: float, rows: float, exponent: float) -> float:
-    """Of accesses that follow Zipf's law, the share on the ``count`` most frequent rows."""
-    return _harmonic(min(count, rows), exponent) / _harmonic(rows, exponent)
 
 
 def _distinct(count: float, rows: float, exponent: float) -> float:
@@ -95,35 +75,38 @@ def _distinct(count: float, rows: float, exponent: float) -> float:
 
 # The selector.
 
-# Of the L2 cache, what one launch can hold: the other half has other data, and both halves of the chip hold what both read.
-CAPACITY = 0.5
-# Passes from which on a stream counts as read again.
+# What kernels gather in whole rows from places that indices name. Other streams hardly gain from hints: what is read in turn
+# needs each cache line several times in a row, which evict_first may cut short.
+_GATHERED = ("rows", "gradients")
+# Passes from which on a stream counts as read again. Measured: 1.2 gain from evict_first, 2.1 lose.
 _READ_AGAIN = 1.5
-# Of a stream that is read again, the share of accesses that must find their place in the cache for it to be kept there.
-_WORTH_KEEPING = 0.3
 
 
 def select(streams: Mapping[str, Stream], l2_bytes: float) -> CachePolicy:
-    """The hints of a launch.
+    """The hints of a launch that gathers rows; others have none. The L2 cache has two halves, and both may hold what both read.
 
-    * The cache holds all that the launch touches: none, since nothing displaces anything.
-    * A stream is read again, and enough of that finds its place in the cache: ``evict_last``.
-    * Beside such a stream, one that passes once and is larger than the cache: ``evict_first``, whether read or stored: the next
-      kernel would not find it in the cache either.
-    * Else none: with nothing to protect, the hardware's choice is as good.
+    * The gathered rows pass once, and are larger than a half: all loads ``evict_first``, since none finds its place again.
+    * All that the launch touches fits in the cache if it is there once, but not in both halves: the gathered rows
+      ``evict_first``. In an update also where it would fit in both.
+    * The gathered rows fit in a half, and a larger stream passes: they ``evict_last``, and that stream ``evict_first``.
+    * Else none.
     """
-    capacity = CAPACITY * l2_bytes  # what comes again after more bytes than that is not there any more
-    if sum(stream.distinct for stream in streams.values()) <= capacity:
+    gathered = next((name for name in _GATHERED if name in streams), None)
+    if gathered is None:
         return OFF
-    kept = {
-        name
-        for name, stream in streams.items()
-        if name not in STORES and stream.passes >= _READ_AGAIN and stream.kept_share(capacity) >= _WORTH_KEEPING
-    }
-    if not kept:
-        return OFF
-    passing = {name for name, stream in streams.items() if stream.passes < _READ_AGAIN and stream.distinct > capacity}
-    return _interned(tuple((name, EVICT_LAST if name in kept else EVICT_FIRST) for name in sorted(kept | passing)))
+    own, half = streams[gathered], l2_bytes / 2
+    if own.passes < _READ_AGAIN and own.distinct > half:
+        return STATIC["loads evict_first"]
+    read = sum(stream.distinct for name, stream in streams.items() if name not in STORES)
+    # The places of new_rows are those of old_rows.
+    stored = sum(stream.distinct for name, stream in streams.items() if name in STORES and name != "new_rows")
+    if read + stored <= l2_bytes:
+        fits_twice = gathered == "rows" and 2 * read + stored <= l2_bytes
+        return OFF if fits_twice else _interned(((gathered, EVICT_FIRST),))
+    passing = sorted(name for name, stream in streams.items() if stream.passes < _READ_AGAIN and stream.distinct > half)
+    if own.distinct <= half and passing:
+        return _interned(((gathered, EVICT_LAST), *((name, EVICT_FIRST) for name in passing)))
+    return OFF
 
 
 @cache
@@ -136,23 +119,26 @@ _used: CachePolicy | None = OFF  # None: selected for each launch
 _zipf_exponent = 0.0
 
 
-def use(policy: CachePolicy | str, zipf_exponent: float = 0.0) -> None:
+def use(policy: CachePolicy | str, zipf_exponent: float | None = None) -> None:
     """From now on launch the kernels of this process with a policy, for measuring: hints never change results.
 
     CUDA graphs keep the policy under which they were captured.
 
     Args:
         policy: "off" or another of :data:`STATIC`, a policy of one's own, or "selected": :func:`select` for each launch.
-        zipf_exponent: of the rows that are looked up, which a launch cannot know; for "selected".
+        zipf_exponent: of the rows that are looked up, which a launch cannot know; "selected" needs it. 0: all equally frequent.
 
     Raises:
-        UsageError: there is no policy of this name.
+        UsageError: there is no policy of this name, or "selected" is told no exponent.
     """
     global _used, _zipf_exponent
     if isinstance(policy, str) and policy not in (SELECTED, *STATIC):
         raise UsageError(f"cache policy {policy!r}; allowed: {', '.join((SELECTED, *STATIC))}, or a CachePolicy")
+    # Hints for rows that are taken for uniform, and are not, make lookups slower.
+    if policy == SELECTED and zipf_exponent is None:
+        raise UsageError("cache policy 'selected' needs zipf_exponent: of the rows that are looked up; 0: all equally frequent")
     _used = None if policy == SELECTED else STATIC[policy] if isinstance(policy, str) else policy
-    _zipf_exponent = zipf_exponent
+    _zipf_exponent = zipf_exponent or 0.0
 
 
 def choose(device: torch.device, streams: Callable[[], Mapping[str, Stream]]) -> CachePolicy:
