@@ -1,7 +1,7 @@
 """AllGather + GEMM and GEMM + ReduceScatter by every schedule, against NCCL and cuBLAS.
 
     torchrun --standalone --nproc-per-node=2 -m benchmarks.all_gather_gemm.benchmark --output results.json
-        [--cells tiny|full] [--match REGEX] [--seconds-budget 300]
+        [--cells tiny|full] [--match REGEX] [--schedules chunks arriving_4] [--seconds-budget 300]
 
 The baseline is NCCL's ``all_gather_into_tensor`` or ``reduce_scatter_tensor`` beside cuBLAS, into memory allocated before. All
 contestants take turns, results are compared with fp64, and a cell whose results are wrong is reported as failed. The floor of
@@ -47,7 +47,7 @@ class Run:
     """All cells, and the report that is written after each."""
 
     def __init__(self, world: World, options: argparse.Namespace) -> None:
-        self.world, self.seconds = world, options.seconds_per_cell
+        self.world, self.seconds, self.schedules = world, options.seconds_per_cell, options.schedules
         self.ceilings = measure_ceilings(world)
         self.teraflops = measure_teraflops(world, DTYPE)
         head = {
@@ -97,7 +97,9 @@ class Run:
         tolerance = TOLERANCE if cell.pair.moves_first else SUM_TOLERANCE
 
         def work() -> dict[str, Any]:
-            return LayerRun(self.world, cell, workspace, self.seconds, tolerance).result(self.ceilings, self.teraflops)
+            return LayerRun(
+                self.world, cell, workspace, self.seconds, tolerance, schedules_of(cell.pair, self.schedules)
+            ).result(self.ceilings, self.teraflops)
 
         entry = {"name": cell.name, **asdict(cell)}
         result = self.report.attempt(entry, work)
@@ -109,7 +111,9 @@ class Run:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = benchmark_parser(__doc__, CELLS, "full", 0.3).parse_args(arguments)
+    parser = benchmark_parser(__doc__, CELLS, "full", 0.3)
+    parser.add_argument("--schedules", nargs="+", help="only these, of all that a pair has")
+    options = parser.parse_args(arguments)
     with open_world(options.slices_by) as world:
         Run(world, options).work()
 

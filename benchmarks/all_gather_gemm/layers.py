@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,8 +24,16 @@ class LayerRun(ProductRun):
 
     cell: Layer
 
-    def __init__(self, world: World, cell: Layer, workspace: ShardWorkspace, seconds: float, tolerance: float) -> None:
-        self.workspace, self.tolerance = workspace, tolerance
+    def __init__(
+        self,
+        world: World,
+        cell: Layer,
+        workspace: ShardWorkspace,
+        seconds: float,
+        tolerance: float,
+        schedules: Sequence[str],
+    ) -> None:
+        self.workspace, self.tolerance, self.schedules = workspace, tolerance, schedules
         super().__init__(world, cell, seconds)
 
     def choose_contestants(self) -> dict[str, Multiply]:
@@ -46,7 +54,7 @@ class LayerRun(ProductRun):
         def by_schedule(name: str, number: int) -> Tensor:
             return call(self.workspace, cell.pair, *self.operands[number], name)
 
-        schedules = {name: partial(by_schedule, name) for name in schedules_of(cell.pair) if name != "library"}
+        schedules = {name: partial(by_schedule, name) for name in self.schedules}
         return {"nccl": nccl, **schedules, "gemm": self.gemm}
 
     def new_result(self) -> Tensor:
@@ -90,8 +98,9 @@ class LayerRun(ProductRun):
         }
 
 
-def schedules_of(pair: Pair) -> tuple[str, ...]:
-    return NAMES[pair]
+def schedules_of(pair: Pair, only: Sequence[str] | None = None) -> tuple[str, ...]:
+    """All of the pair but the library's, which is the baseline; or only those of them that are named."""
+    return tuple(name for name in NAMES[pair] if name != "library" and (only is None or name in only))
 
 
 def call(workspace: ShardWorkspace, pair: Pair, x: Tensor, weight: Tensor, schedule: str) -> Tensor:

@@ -73,7 +73,7 @@ def make_replays(world: World, options: argparse.Namespace) -> Replays:
     works: list[Work] = [
         LayerWork(world, workspace, cell, schedule, number)
         for number, cell in enumerate(cells)
-        for schedule in schedules_of(cell.pair)
+        for schedule in (*schedules_of(cell.pair), "library")
     ]
     return Replays(world, works, delay, options.seed)
 

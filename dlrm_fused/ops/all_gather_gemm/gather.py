@@ -31,14 +31,14 @@ def gather_and_multiply(
     if workspace.is_by_kernels and schedule.mover is not Mover.library:
         call = _Call(workspace, x, weight, schedule, is_transposed, fingerprint)
         workspace.streams.run(make_plan(Pair.all_gather_gemm, schedule, workspace.world_size, len(x)), call.actions)
-        return Started(call.out, call.gathered_rows, workspace.pieces.complete)
+        return Started(call.out, call.gathered_rows, workspace.release)
     if workspace.world_size == 1:
         gathered = x
     elif schedule.mover is Mover.library:
         gathered = _gathered_by_library(workspace, x, fingerprint)
     else:
         gathered = _gathered_as_rows(workspace, x)
-    return Started(gathered @ (weight if is_transposed else weight.T), lambda: gathered, lambda: None)
+    return Started(gathered @ (weight if is_transposed else weight.T), lambda: gathered, workspace.release)
 
 
 def gather_beside(workspace: ShardWorkspace, x: Tensor) -> Started:

@@ -37,14 +37,14 @@ def multiply_and_scatter(
         call = _Call(workspace, x, weight, schedule, is_transposed, fingerprint)
         plan = make_plan(Pair.gemm_reduce_scatter, schedule, workspace.world_size, len(x) // workspace.world_size)
         workspace.streams.run(plan, call.actions)
-        return Started(call.out, lambda: x, workspace.pieces.complete)
+        return Started(call.out, lambda: x, workspace.release)
     if workspace.world_size == 1:
         out = x @ factor
     elif schedule.mover is Mover.library:
         out = _scattered_by_library(workspace, x, factor, fingerprint)
     else:
         out = _scattered_as_rows(workspace, x.float() @ factor.float())
-    return Started(out, lambda: x, lambda: None)
+    return Started(out, lambda: x, workspace.release)
 
 
 def _scattered_by_library(workspace: ShardWorkspace, x: Tensor, factor: Tensor, fingerprint: int) -> Tensor:

@@ -104,8 +104,13 @@ class ShardWorkspace(Workspace):
         """Whether copy engines and kernels reach all ranks; else rows go by any transport, and then are multiplied."""
         return self.world_size > 1 and uses_kernels(self.device) and not self.group.hosts.are_many
 
+    def release(self) -> None:
+        """End the epoch of a call, where there is one: peers may send for the next."""
+        if self.is_by_kernels:
+            self.pieces.complete()
+
     def meet_beside(self, work: Callable[[], Tensor], fingerprint: int) -> Tensor:
-        """As :func:`~dlrm_fused.ops.common.meeting.meet_beside`, on the channel of the calls."""
+        """As :func:`~dlrm_fused.ops.common.meeting.meet_beside`, in an epoch of the calls, which :meth:`release` ends."""
         meeting = self.pieces.meet if self.is_by_kernels else None
         return meet_beside(work, self.channel, self.streams.beside, fingerprint, meeting=meeting)
 

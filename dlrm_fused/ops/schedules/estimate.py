@@ -115,7 +115,7 @@ class _Clock:
 
     def __init__(self, size: Size, schedule: Schedule, machine: Machine, plan: Plan) -> None:
         self.size, self.schedule, self.machine, self.plan = size, schedule, machine, plan
-        self.free = dict.fromkeys(("main", "beside", "marks", "links"), 0.0)
+        self.free = dict.fromkeys(("main", "beside", "links"), 0.0)
         self.spans: list[Span] = []
         self.ended: dict[int, dict[Piece, float]] = {}  # by number of a task, and piece
         has_moves = any(task.kind is Kind.move and not task.is_inside for task in plan)

@@ -181,7 +181,7 @@ class PieceFlags:
         begin_kernel[(1,)](self.args, self._channel.args, fingerprint, EARLY=self._early, num_warps=1)
 
     def meet(self, fingerprint: int) -> None:
-        """An epoch of empty pieces, which waits for the calls of all peers."""
+        """Begin an epoch of empty pieces, which waits for the calls of all peers."""
         group = self._channel.group
         peers = [(group.rank + shift) % group.world_size for shift in range(1, group.world_size)]
         self.begin(fingerprint)
@@ -189,7 +189,6 @@ class PieceFlags:
             self.mark(peer, 0)
         for peer in peers:
             self.wait(peer, 0, fingerprint)
-        self.complete()
 
     def mark(self, peer: int, number: int) -> None:
         """Tell a peer that a piece of this rank has come; behind the copy that moved it."""

@@ -36,8 +36,7 @@ class Lane(enum.StrEnum):
     """Where a task runs: tasks of a lane follow each other."""
 
     main = "main"  # the caller's stream
-    beside = "beside"  # a stream of its own
-    marks = "marks"  # another one, so that the next move need not wait for a mark
+    beside = "beside"  # a stream of its own, of moves and of what tells of them: a copy engine makes all copies one by one
 
 
 class Piece(NamedTuple):
@@ -67,7 +66,7 @@ class Task:
 
     Attributes:
         pieces: with which it deals, in that order.
-        after: earlier tasks of other lanes for which it waits; of a task of several pieces, for that of its own piece.
+        after: earlier tasks of the other lane for which it waits; of a task of several pieces, for that of its own piece.
         arrivals: by which the peers send what it needs: moves, or their marks, of its pieces in their order; none for own ones.
         is_inside: whether the kernel of another task does it, in which case nothing is to be started for it.
     """
@@ -180,7 +179,7 @@ def _scattered(pair: Pair, own: Piece, remote: list[Piece]) -> Plan:
 def _add_move(tasks: list[Task], piece: Piece, after: tuple[int, ...] = ()) -> int:
     """Add a move and its mark; the number of the mark."""
     tasks.append(Task(Kind.move, Lane.beside, (piece,), after=after))
-    tasks.append(Task(Kind.mark, Lane.marks, (piece,), after=(len(tasks) - 1,)))
+    tasks.append(Task(Kind.mark, Lane.beside, (piece,)))
     return len(tasks) - 1
 
 

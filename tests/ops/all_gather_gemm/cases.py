@@ -178,4 +178,4 @@ def check(
     found: list[Any] = run_ranks(
         ranks, on_hosts, hosts or (0,) * ranks, run_calls, cases, calls, dtype, with_gradients, straggler, delay_seconds, mutate
     )
-    assert found == [[]] * ranks
+    assert found == [[]] * ranks, found
