@@ -37,7 +37,7 @@ def gather_and_multiply(
     elif schedule.mover is Mover.library:
         gathered = _gathered_by_library(workspace, x, fingerprint)
     else:
-        gathered = _gathered_as_rows(workspace, x)
+        gathered = _gathered_as_rows(workspace, x, fingerprint)
     return Started(gathered @ (weight if is_transposed else weight.T), lambda: gathered, workspace.release)
 
 
@@ -52,11 +52,11 @@ def gather_beside(workspace: ShardWorkspace, x: Tensor) -> Started:
     Returns:
         With x as ``out``.
     """
+    fingerprint = fingerprint_of("gather beside", *x.shape)
     if not workspace.is_by_kernels:
-        gathered = x if workspace.world_size == 1 else _gathered_as_rows(workspace, x)
+        gathered = x if workspace.world_size == 1 else _gathered_as_rows(workspace, x, fingerprint)
         return Started(x, lambda: gathered, lambda: None)
     ranks, rank, pieces, stream = workspace.world_size, workspace.rank, workspace.pieces_beside, workspace.gather_stream
-    fingerprint = fingerprint_of("gather beside", *x.shape)
     main = torch.cuda.current_stream(workspace.device) if stream else None
     if stream and main:
         stream.wait_stream(main)
@@ -79,7 +79,7 @@ def gather_beside(workspace: ShardWorkspace, x: Tensor) -> Started:
     return Started(x, rows, pieces.complete)
 
 
-def _gathered_as_rows(workspace: ShardWorkspace, x: Tensor) -> Tensor:
+def _gathered_as_rows(workspace: ShardWorkspace, x: Tensor, fingerprint: int) -> Tensor:
     """[M, K]: the rows of all ranks, in the workspace's memory until its next call. One epoch; between hosts as well.
 
     Args:
@@ -97,7 +97,7 @@ def _gathered_as_rows(workspace: ShardWorkspace, x: Tensor) -> Tensor:
     scatter_rows(
         x,
         targets.flatten(),
-        workspace.window_of(workspace.gathered, "gather", *x.shape),
+        workspace.window_of(workspace.gathered, fingerprint),
         rows_per_rank=all_rows,
         repeats=ranks,
         received=received if hosts.are_many else None,

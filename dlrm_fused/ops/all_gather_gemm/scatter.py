@@ -43,7 +43,7 @@ def multiply_and_scatter(
     elif schedule.mover is Mover.library:
         out = _scattered_by_library(workspace, x, factor, fingerprint)
     else:
-        out = _scattered_as_rows(workspace, x.float() @ factor.float())
+        out = _scattered_as_rows(workspace, x.float() @ factor.float(), fingerprint)
     return Started(out, lambda: x, workspace.release)
 
 
@@ -55,7 +55,7 @@ def _scattered_by_library(workspace: ShardWorkspace, x: Tensor, factor: Tensor, 
         return reduce_scatter(product, process_group)
 
 
-def _scattered_as_rows(workspace: ShardWorkspace, product: Tensor) -> Tensor:
+def _scattered_as_rows(workspace: ShardWorkspace, product: Tensor, fingerprint: int) -> Tensor:
     """Of an fp32 product: rows for peers go there, rounded to the dtype, and are added up in the order of ranks."""
     ranks, rank, (all_rows, columns) = workspace.world_size, workspace.rank, product.shape
     rows, hosts = all_rows // ranks, workspace.group.hosts
@@ -67,7 +67,7 @@ def _scattered_as_rows(workspace: ShardWorkspace, product: Tensor) -> Tensor:
     scatter_rows(
         product.to(workspace.dtype),
         torch.cat(targets),
-        workspace.window_of(workspace.received, "scatter", all_rows, columns),
+        workspace.window_of(workspace.received, fingerprint),
         rows_per_rank=all_rows,
         received={peer: numbers.long() + peer * rows for peer in hosts.remote} if hosts.are_many else None,
     )

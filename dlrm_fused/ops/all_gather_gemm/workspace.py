@@ -12,7 +12,7 @@ from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.all_gather_gemm.measured import MEASURED_ON, table_of
 from dlrm_fused.ops.common.meeting import meet_beside
 from dlrm_fused.ops.common.schedules import Schedules
-from dlrm_fused.ops.common.workspace import ReceiveWindow, Workspace, check_counts, check_dtype, fingerprint_of
+from dlrm_fused.ops.common.workspace import ReceiveWindow, Workspace, check_counts, check_dtype
 from dlrm_fused.ops.schedules import MOST_PIECES, Pair, Streams
 from dlrm_fused.ops.schedules.piece_flags import PieceFlags
 from dlrm_fused.symmetric import SymmetricGroup, SymmetricMemory
@@ -119,6 +119,6 @@ class ShardWorkspace(Workspace):
         elements = torch.Size(shape).numel()
         return memory.peer(rank)[: elements * self.dtype.itemsize].view(self.dtype).view(*shape)
 
-    def window_of(self, memory: SymmetricMemory, *what: object) -> ReceiveWindow:
+    def window_of(self, memory: SymmetricMemory, fingerprint: int) -> ReceiveWindow:
         """For one epoch of the channel, in which ranks receive at the beginning of ``memory``."""
-        return ReceiveWindow(memory, self.channel, 0, fingerprint_of(*what))
+        return ReceiveWindow(memory, self.channel, 0, fingerprint)

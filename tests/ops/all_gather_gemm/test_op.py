@@ -1,0 +1,142 @@
+"""AllGather + GEMM and GEMM + ReduceScatter between processes on the CPU: results, gradients, faults, and as operators of
+PyTorch."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlrm_fused.errors import CommunicationError, UsageError
+from dlrm_fused.ops.all_gather_gemm import reference, scatter_reference
+from dlrm_fused.ops.all_gather_gemm.schedule import AUTO, NAMES
+from dlrm_fused.ops.schedules import Pair
+from dlrm_fused.symmetric import symmetric_group
+from dlrm_fused.training.runtime import Rank, process_group
+from tests.distributed.launch import run_program, run_ranks
+from tests.ops.all_gather_gemm.cases import Case, call, check, draw, new_workspace
+
+GATHER, SCATTER = Case(Pair.all_gather_gemm, 24, 72, 40), Case(Pair.gemm_reduce_scatter, 24, 72, 40)
+# Without kernels, and between hosts, all schedules but the library's are one.
+BOTH_PATHS = [
+    Case(pair, rows, columns, depth, schedule)
+    for schedule in (AUTO, "library")
+    for pair in (Pair.all_gather_gemm, Pair.gemm_reduce_scatter)
+    for rows, columns, depth in ((24, 72, 40), (5, 8, 16))
+]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_results_and_gradients_with_a_straggler(ranks: int) -> None:
+    check(BOTH_PATHS, ranks, calls=4 * len(BOTH_PATHS), with_gradients=True)
+
+
+def test_sixteen_bits() -> None:
+    check(BOTH_PATHS, ranks=2, calls=len(BOTH_PATHS), dtype=torch.bfloat16, with_gradients=True)
+
+
+def results_and_gradients(is_fused: bool, case: Case) -> list[Tensor]:
+    rank = Rank.from_environment()
+    with process_group(rank, torch.device("cpu")):
+        own = draw(case, rank.world_size, 1, torch.float32)[rank.index]
+        x, weight = own.x.requires_grad_(), own.weight.requires_grad_()
+        if is_fused:
+            group = symmetric_group()
+            result = call(workspace := new_workspace(group), case, x, weight)
+        else:
+            result = (reference if case.pair.moves_first else scatter_reference)(dist.group.WORLD, x, weight)
+        result.sin().sum().backward()
+        if is_fused:
+            workspace.raise_fault()
+            group.close()
+        assert x.grad is not None
+        assert weight.grad is not None
+        return [result.detach(), x.grad, weight.grad]
+
+
+@pytest.mark.parametrize("case", [GATHER, SCATTER], ids=["all_gather_gemm", "gemm_reduce_scatter"])
+def test_the_reference_is_the_same(case: Case) -> None:
+    fused, unfused = (run_ranks(3, results_and_gradients, is_fused, case) for is_fused in (True, False))
+    torch.testing.assert_close(fused, unfused, rtol=1e-5, atol=1e-5)
+
+
+def opcheck() -> None:
+    rank = Rank.from_environment()
+    with process_group(rank, torch.device("cpu")):
+        group = symmetric_group()
+        workspace = new_workspace(group)
+        for case in (GATHER, SCATTER):
+            operator = getattr(torch.ops.dlrm_fused, case.pair).default
+            own = draw(case, rank.world_size, 1, torch.float32)[rank.index]
+            x, weight = own.x.requires_grad_(), own.weight.requires_grad_()
+            for schedule in (AUTO, *NAMES[case.pair]):
+                torch.library.opcheck(operator, (x, weight, schedule, workspace.handle))
+        group.close()
+
+
+def test_opcheck() -> None:
+    run_ranks(2, opcheck)
+
+
+def error_of_a_call(case: Case, is_refused: bool) -> str:
+    """What a rank is told when rank 1 gives x in fp64, or a weight of other columns."""
+    rank = Rank.from_environment()
+    with process_group(rank, torch.device("cpu")):
+        workspace = new_workspace(symmetric_group())
+        own = draw(case, rank.world_size, 1, torch.float32)[rank.index]
+        x, weight = own.x, own.weight
+        if rank.index == 1:
+            x, weight = (x.double(), weight) if is_refused else (x, weight[:-4])
+        answer = "no error"
+        try:
+            call(workspace, case, x, weight)
+        except (UsageError, CommunicationError) as error:
+            answer = f"{type(error).__name__}: {error}"
+        dist.barrier()  # who ends earlier is taken for lost
+        return answer
+
+
+@pytest.mark.parametrize("case", BOTH_PATHS[::2], ids=lambda case: f"{case.pair} {case.schedule}")
+def test_a_rank_that_refuses_a_call_is_named(case: Case) -> None:
+    first, second, third = run_ranks(3, error_of_a_call, case, True)
+    assert second.startswith("UsageError: layers: x is torch.float64")
+    for told in (first, third):
+        assert told.startswith("CommunicationError")
+        assert "rank 1 on" in told
+        assert "did not take part" in told
+
+
+@pytest.mark.parametrize("case", BOTH_PATHS[::2], ids=lambda case: f"{case.pair} {case.schedule}")
+def test_ranks_that_make_other_calls_are_told_at_once(case: Case) -> None:
+    for told in run_ranks(2, error_of_a_call, case, False):
+        assert told.startswith("CommunicationError")
+        assert "differ in shapes or settings" in told
+
+
+def call_until_rank_1_is_killed() -> None:
+    """Forward and backward, by both operators and both paths; prints what this rank is told."""
+    rank = Rank.from_environment()
+    with process_group(rank, torch.device("cpu")):
+        workspace = new_workspace(symmetric_group())
+        for number, case in enumerate(itertools.cycle(BOTH_PATHS)):
+            if rank.index == 1 and number == 2 * len(BOTH_PATHS) + 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            own = draw(case, rank.world_size, number, torch.float32)[rank.index]
+            try:
+                call(workspace, case, own.x.requires_grad_(), own.weight.requires_grad_()).sum().backward()
+            except CommunicationError as error:
+                print(error, flush=True)
+                os._exit(0)  # the process group would wait for the rank that is gone
+
+
+def test_every_other_rank_names_a_rank_that_is_killed(tmp_path: Path) -> None:
+    ended = run_program(3, tmp_path, 240.0, call_until_rank_1_is_killed)
+    assert ended.statuses == [0, -signal.SIGKILL, 0], ended.output
+    assert len(re.findall(r"rank 1 on \S+ \(pid \d+\) is lost", ended.output)) == 2, ended.output
