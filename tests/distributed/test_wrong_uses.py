@@ -20,6 +20,7 @@ from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed import sharder_wrong_uses as sharder
 from tests.distributed.launch import run_ranks
+from tests.ops.all_gather_gemm import wrong_uses as sharded_rows
 from tests.ops.embedding_all_to_all import wrong_uses as embeddings
 from tests.ops.gemm_all_to_all import wrong_uses as gemm
 from tests.ops.gemv_all_reduce import wrong_uses as gemv
@@ -35,6 +36,7 @@ WITHOUT_KERNELS: dict[str, tuple[Callable[[], Scene], list[WrongUse]]] = {
     "The sharder": (sharder.Sharded, sharder.SHARDER),
     "`gemv_all_reduce`": (gemv.Product, gemv.USES),
     "`gemm_all_to_all`": (gemm.BlocksAndRoutes, gemm.USES),
+    "`all_gather_gemm` and `gemm_reduce_scatter`": (sharded_rows.Layers, sharded_rows.USES),
     "`expert_layer`": (experts.Layer, experts.USES),
 }
 WITH_KERNELS: dict[str, tuple[Callable[[], Scene], list[WrongUse]]] = {

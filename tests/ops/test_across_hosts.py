@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from dlrm_fused.ops.schedules import Pair
 from tests.distributed.launch import on_hosts, run_ranks
+from tests.ops.all_gather_gemm import cases as layers
 from tests.ops.gemm_all_to_all import cases as products
 from tests.ops.gemv_all_reduce import test_op as sums
 from tests.ops.moe import cases as experts
@@ -14,12 +18,20 @@ from tests.ops.moe import cases as experts
 HOSTS = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 1), (0, 1, 2, 2)]
 EQUAL, ROUTED = products.Case(72, 40, rows=24), products.Case(40, 24)
 LIBRARY = products.Case(72, 40, rows=24, schedule="library")
+GATHERED, SCATTERED = layers.Case(Pair.all_gather_gemm, 24, 72, 40), layers.Case(Pair.gemm_reduce_scatter, 24, 72, 40)
 
 
 @pytest.mark.parametrize("hosts", HOSTS)
 def test_products_and_their_gradients_with_a_straggler(hosts: tuple[int, ...]) -> None:
     cases = [EQUAL, ROUTED, LIBRARY, products.Case(40, 32, rows=12, fp8=True)]
     products.check(cases, 4, calls=16, with_gradients=True, hosts=hosts)
+
+
+@pytest.mark.parametrize("hosts", [*HOSTS, (0, 0, 1)])
+def test_products_of_sharded_rows_and_their_gradients_with_a_straggler(hosts: tuple[int, ...]) -> None:
+    by_the_library = [replace(case, schedule="library") for case in (GATHERED, SCATTERED)]
+    cases = [GATHERED, SCATTERED, *by_the_library, replace(GATHERED, rows=5), replace(SCATTERED, rows=5)]
+    layers.check(cases, len(hosts), calls=18, with_gradients=True, hosts=hosts)
 
 
 @pytest.mark.parametrize("hosts", HOSTS)

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from tests.distributed.launch import on_hosts, run_ranks
+from tests.ops.all_gather_gemm import cases as layers
 from tests.ops.embedding_all_to_all.test_kernels import TOLERANCE, largest_difference, run_world, small_world
 from tests.ops.embedding_all_to_all.world import Traffic, mixed_world
 from tests.ops.gemm_all_to_all import cases as products
 from tests.ops.gemv_all_reduce import test_op as sums
 from tests.ops.moe import cases as experts
-from tests.ops.test_across_hosts import EQUAL, HOSTS, ROUTED
+from tests.ops.test_across_hosts import EQUAL, GATHERED, HOSTS, ROUTED, SCATTERED
 
 pytestmark = pytest.mark.interpreted
 
@@ -33,6 +34,10 @@ def test_poolings_dims_and_index_dtypes_of_all_kinds(traffic: Traffic, tolerance
 
 def test_products_and_their_gradients() -> None:
     products.check([EQUAL, ROUTED], 4, calls=2, with_gradients=True, hosts=HOSTS[0])
+
+
+def test_products_of_sharded_rows_and_their_gradients() -> None:
+    layers.check([GATHERED, SCATTERED], 4, calls=2, with_gradients=True, hosts=HOSTS[0])
 
 
 def test_sums_are_the_same_bits_on_all_ranks() -> None:

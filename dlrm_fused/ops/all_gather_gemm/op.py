@@ -30,7 +30,7 @@ def all_gather_gemm(workspace: ShardWorkspace, x: Tensor, weight: Tensor, *, sch
             be equal on all ranks. Rows of x, weight and result are multiples of 16 bytes.
         weight: [N, K], contiguous, in the workspace's dtype: this rank's part of the output features.
         schedule: one of ``library``, ``kernel``, ``chunks``, ``chunks_2``, ``chunks_4``, ``tapered``, ``deep_2``,
-            ``arriving`` and ``arriving_4``, see docs/schedules.md; or ``auto``, which takes the fastest: from a table, or
+            ``arriving``, ``arriving_4`` and ``arriving_8``, see docs/schedules.md; or ``auto``, which takes the fastest: from a table, or
             measured here by the first call with a shape. Without a GPU, and between hosts, all but ``library`` are one.
 
     Returns:
@@ -53,7 +53,7 @@ def gemm_reduce_scatter(workspace: ShardWorkspace, x: Tensor, weight: Tensor, *,
         x: [M, K], contiguous, in the workspace's dtype: this rank's part of the input features; M a multiple of the ranks, at
             most ``max_rows``. Shapes must be equal on all ranks. Rows of all matrices are multiples of 16 bytes.
         weight: [N, K], contiguous; N at most ``max_columns``.
-        schedule: one of ``library``, ``kernel``, ``chunks``, ``chunks_2``, ``chunks_4`` and ``tapered``, or ``auto``.
+        schedule: one of ``library``, ``kernel``, ``chunks``, ``chunks_2``, ``chunks_4``, ``chunks_8`` and ``tapered``, or ``auto``.
 
     Returns:
         [M / ranks, N] in the workspace's dtype. But for ``library``, peers' products are rounded once and added up in fp32.
@@ -77,7 +77,7 @@ def _gather(x: Tensor, weight: Tensor, schedule: str, handle: int) -> Tensor:
     workspace = ShardWorkspace.of(handle)
     workspace.raise_fault()
     with abort_peers_on_error(workspace.channel):
-        _check(workspace, x, weight, all_rows=len(x) * workspace.world_size, travelling=x.shape[-1])
+        _check(workspace, GATHER, x, weight)
         check_schedule(workspace, GATHER, schedule, weight.shape[1])
     return _released(_gathered(workspace, x, weight, schedule, is_transposed=False))
 
@@ -87,14 +87,14 @@ def _scatter(x: Tensor, weight: Tensor, schedule: str, handle: int) -> Tensor:
     workspace = ShardWorkspace.of(handle)
     workspace.raise_fault()
     with abort_peers_on_error(workspace.channel):
-        _check(workspace, x, weight, all_rows=len(x), travelling=len(weight))
+        _check(workspace, SCATTER, x, weight)
         check_schedule(workspace, SCATTER, schedule, weight.shape[1])
         if len(x) % workspace.world_size:
             raise UsageError(f"{workspace.name}: x has {len(x)} rows; needed: a multiple of the {workspace.world_size} ranks")
     return _released(_scattered(workspace, x, weight, schedule, is_transposed=False))
 
 
-def _check(workspace: ShardWorkspace, x: Tensor, weight: Tensor, *, all_rows: int, travelling: int) -> None:
+def _check(workspace: ShardWorkspace, pair: Pair, x: Tensor, weight: Tensor) -> None:
     name = workspace.name
     for key, matrix in (("x", x), ("weight", weight)):
         if matrix.dim() != 2 or 0 in matrix.shape:
@@ -102,12 +102,16 @@ def _check(workspace: ShardWorkspace, x: Tensor, weight: Tensor, *, all_rows: in
         check_tensor(workspace, key, matrix, workspace.dtype, matrix.shape)
     if x.shape[1] != weight.shape[1]:
         raise UsageError(f"{name}: x is [rows, {x.shape[1]}], weight [N, {weight.shape[1]}]; their K must be equal")
-    for key, size in (("K", x.shape[1]), ("N", len(weight))):
+    columns = {"K": x.shape[1], "N": len(weight)}
+    for key, size in columns.items():
         if size * workspace.dtype.itemsize % ROW_BYTES:
             raise UsageError(f"{name}: {key}={size} elements of {workspace.dtype}; needed: a multiple of {ROW_BYTES} bytes")
-    for key, size, limit in (("rows", all_rows, workspace.max_rows), ("columns", travelling, workspace.max_columns)):
-        if size > limit:
-            raise UsageError(f"{name}: {key}={size} is above max_{key}={limit} of the workspace; make it with more")
+    all_rows, travelling = len(x) * (workspace.world_size if pair.moves_first else 1), "K" if pair.moves_first else "N"
+    if all_rows > workspace.max_rows:
+        raise UsageError(f"{name}: M={all_rows} is above max_rows={workspace.max_rows} of the workspace; make it with more")
+    if columns[travelling] > workspace.max_columns:
+        size, limit = columns[travelling], workspace.max_columns
+        raise UsageError(f"{name}: {travelling}={size} is above max_columns={limit} of the workspace; make it with more")
 
 
 def _gathered(workspace: ShardWorkspace, x: Tensor, weight: Tensor, schedule: str, *, is_transposed: bool) -> Started:
