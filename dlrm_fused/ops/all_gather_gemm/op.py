@@ -30,8 +30,9 @@ def all_gather_gemm(workspace: ShardWorkspace, x: Tensor, weight: Tensor, *, sch
             be equal on all ranks. Rows of x, weight and result are multiples of 16 bytes.
         weight: [N, K], contiguous, in the workspace's dtype: this rank's part of the output features.
         schedule: one of ``library``, ``kernel``, ``chunks``, ``chunks_2``, ``chunks_4``, ``tapered``, ``deep_2``,
-            ``arriving``, ``arriving_4`` and ``arriving_8``, see docs/schedules.md; or ``auto``, which takes the fastest: from a table, or
-            measured here by the first call with a shape. Without a GPU, and between hosts, all but ``library`` are one.
+            ``arriving``, ``arriving_4`` and ``arriving_8``, see docs/schedules.md; or ``auto``, which takes the fastest: from a
+            table, or measured here by the first call with a shape. Without a GPU, and between hosts, all but ``library`` are
+            one.
 
     Returns:
         [M, N] in the workspace's dtype.
@@ -53,7 +54,8 @@ def gemm_reduce_scatter(workspace: ShardWorkspace, x: Tensor, weight: Tensor, *,
         x: [M, K], contiguous, in the workspace's dtype: this rank's part of the input features; M a multiple of the ranks, at
             most ``max_rows``. Shapes must be equal on all ranks. Rows of all matrices are multiples of 16 bytes.
         weight: [N, K], contiguous; N at most ``max_columns``.
-        schedule: one of ``library``, ``kernel``, ``chunks``, ``chunks_2``, ``chunks_4``, ``chunks_8`` and ``tapered``, or ``auto``.
+        schedule: one of ``library``, ``kernel``, ``chunks``, ``chunks_2``, ``chunks_4``, ``chunks_8`` and ``tapered``, or
+            ``auto``.
 
     Returns:
         [M / ranks, N] in the workspace's dtype. But for ``library``, peers' products are rounded once and added up in fp32.

@@ -96,12 +96,12 @@ def make_plan(pair: Pair, schedule: Schedule, ranks: int, shard_rows: int) -> Pl
     """
     if schedule.mover is Mover.library:
         return _serial(pair, ranks, shard_rows)
+    if schedule.depth_parts > 1 and not pair.moves_first:
+        raise ValueError(f"{pair}: schedule {schedule.name} sends pieces of a sum over the inner dimension; none is finished")
     if pair is Pair.gemm_all_reduce:
         return _sums_beside(schedule, shard_rows)
     if schedule.mover is Mover.other_kernel:
         raise ValueError(f"{pair}: schedule {schedule.name} is for {Pair.gemm_all_reduce}")
-    if schedule.depth_parts > 1 and not pair.moves_first:
-        raise ValueError(f"{pair}: schedule {schedule.name} sends pieces of a sum over the inner dimension; none is finished")
     own = Piece(0, 0, shard_rows)
     remote = _pieces_of_peers(schedule, ranks, shard_rows)
     if schedule.mover is Mover.same_kernel:
@@ -112,7 +112,7 @@ def make_plan(pair: Pair, schedule: Schedule, ranks: int, shard_rows: int) -> Pl
 def cut(rows: int, parts: Sequence[int]) -> list[tuple[int, int]]:
     """First and last row (exclusive) of each piece; pieces without rows are left out."""
     unit = ROW_UNIT if rows >= ROW_UNIT * len(parts) else 1
-    ends = [round(rows * end / sum(parts) / unit) * unit for end in itertools.accumulate(parts)]
+    ends = [min(rows, round(rows * end / sum(parts) / unit) * unit) for end in itertools.accumulate(parts)]
     bounds = [0, *ends[:-1], rows]
     return [(first, last) for first, last in itertools.pairwise(bounds) if first < last]
 

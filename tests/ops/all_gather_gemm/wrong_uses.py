@@ -103,7 +103,8 @@ def by_schedule(pair: Pair, schedule: str) -> Attempt:
 
 
 def cut_an_odd_depth(scene: Layers, is_wrong: bool) -> None:
-    scene.call(scene.workspace, GATHER, "deep_2" if is_wrong else "auto", x=torch.ones(ROWS, 12), weight=torch.ones(COLUMNS, 12))
+    changes = {"x": torch.ones(ROWS, 12), "weight": torch.ones(COLUMNS, 12)}
+    scene.call(scene.workspace, GATHER, "deep_2" if is_wrong else "auto", **changes)
 
 
 def use_a_closed_group(scene: Layers, is_wrong: bool) -> None:
