@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from dlrm_fused.errors import CommunicationError as CommunicationError
     from dlrm_fused.errors import UsageError as UsageError
     from dlrm_fused.errors import UserError as UserError
+    from dlrm_fused.ops.all_gather_gemm.op import all_gather_gemm as all_gather_gemm
+    from dlrm_fused.ops.all_gather_gemm.op import gemm_reduce_scatter as gemm_reduce_scatter
+    from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace as ShardWorkspace
     from dlrm_fused.ops.embedding_all_to_all.layout import ExchangeLayout as ExchangeLayout
     from dlrm_fused.ops.embedding_all_to_all.layout import LookupLayout as LookupLayout
     from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all as embedding_all_to_all
@@ -61,6 +64,9 @@ _DEFINED_IN = {
     "GemvWorkspace": "dlrm_fused.ops.gemv_all_reduce.workspace",
     "gemm_all_to_all": "dlrm_fused.ops.gemm_all_to_all.op",
     "GemmWorkspace": "dlrm_fused.ops.gemm_all_to_all.workspace",
+    "all_gather_gemm": "dlrm_fused.ops.all_gather_gemm.op",
+    "gemm_reduce_scatter": "dlrm_fused.ops.all_gather_gemm.op",
+    "ShardWorkspace": "dlrm_fused.ops.all_gather_gemm.workspace",
     "expert_layer": "dlrm_fused.ops.moe.op",
     "ExpertWorkspace": "dlrm_fused.ops.moe.workspace",
     "expert_memory": "dlrm_fused.ops.moe.workspace",

@@ -47,7 +47,10 @@ def test_the_import_loads_no_library_and_takes_less_than_a_third_of_a_second() -
 
 
 def test_operators_are_imported_without_torchrec() -> None:
-    operators = "symmetric_group, gemv_all_reduce, gemm_all_to_all, expert_layer, embedding_all_to_all, pooled_all_to_all"
+    operators = (
+        "symmetric_group, gemv_all_reduce, gemm_all_to_all, all_gather_gemm, gemm_reduce_scatter, expert_layer, "
+        "embedding_all_to_all, pooled_all_to_all"
+    )
     program = (
         f"import sys; from dlrm_fused import {operators}; print([m for m in ('torchrec', 'fbgemm_gpu') if m in sys.modules])"
     )
