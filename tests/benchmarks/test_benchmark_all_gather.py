@@ -147,7 +147,7 @@ def _main_with_wrong_results(arguments: list[str]) -> None:
             result[2, 3] += 1
         return result
 
-    layers.call = with_mistake
+    layers.call = with_mistake  # type: ignore[assignment]
     benchmark.main(arguments)
 
 
@@ -179,7 +179,7 @@ def _stress_with_a_rare_mistake(arguments: list[str]) -> None:
             result.view(torch.int16)[0, 3] += 1
         return result
 
-    stress.call = with_mistake
+    stress.call = with_mistake  # type: ignore[assignment]
     _stress(arguments)
 
 
