@@ -17,13 +17,13 @@ from dlrm_fused.ops.schedules.plan import ROW_UNIT, Plan, cut
 
 GATHER, SCATTER = Pair.all_gather_gemm, Pair.gemm_reduce_scatter
 BLOCKS, SUMS, LOOKUPS = Pair.gemm_all_to_all, Pair.gemm_all_reduce, Pair.embedding_all_to_all
-OVERLAPPING = [schedule for schedule in SCHEDULES.values() if schedule.overlaps]
-# Results travel by all but those that cut the inner dimension, and those of another kernel, which are for sums.
-OF_SHARDS = [schedule for schedule in OVERLAPPING if schedule.mover is not Mover.other_kernel]
+# In pieces, of which each rank has one of every other.
+OF_SHARDS = [schedule for schedule in SCHEDULES.values() if schedule.mover in (Mover.same_kernel, Mover.copy_engine)]
 OF_RESULTS = [schedule for schedule in OF_SHARDS if schedule.depth_parts == 1]
 PLANS = [
     *((GATHER, schedule) for schedule in OF_SHARDS),
     *((pair, schedule) for pair in (SCATTER, BLOCKS, LOOKUPS) for schedule in OF_RESULTS),
+    (SUMS, SCHEDULES["kernel"]),
 ]
 # Fewer rows than pieces; of whole tiles, and not.
 ROWS = (1, 7, 100, 1024, 5000)
@@ -46,14 +46,13 @@ def tasks(plan: Plan, *kinds: Kind) -> list[tuple[int, Task]]:
     return [(number, task) for number, task in enumerate(plan) if task.kind in kinds]
 
 
-def is_product(task: Task) -> bool:
-    """Whether rows are multiplied: while sums are combined those of this rank are, too, unless a kernel has done it."""
-    return task.kind is Kind.compute or (task.kind is Kind.combine and task.pieces[0].shift == 0)
-
-
 def products(plan: Plan) -> list[tuple[int, Piece]]:
     """Pieces in the order in which they are computed, with the number of the task."""
-    return [(number, piece) for number, task in enumerate(plan) if is_product(task) for piece in task.pieces]
+    computed = [(number, piece) for number, task in tasks(plan, Kind.compute) for piece in task.pieces]
+    if any(piece.shift == 0 for _, piece in computed):
+        return computed
+    # Own rows are computed where what has come is added to them.
+    return [*computed, *((number, piece) for number, task in tasks(plan, Kind.combine) for piece in task.pieces)]
 
 
 def rows_of(pieces: Iterable[Piece], shift: int, depth_part: int = 0) -> list[int]:
@@ -67,7 +66,7 @@ def is_after(plan: Plan, later: int, earlier: int) -> bool:
     before = {later}
     for number in range(later, -1, -1):
         if number in before:
-            of_lane = [other for other in range(number) if plan[other].lane is plan[number].lane and not plan[other].is_inside]
+            of_lane = [other for other in range(number) if plan[other].lane is plan[number].lane]
             before |= {*plan[number].after, *of_lane[-1:]}
     return earlier in before
 
@@ -128,18 +127,17 @@ def test_a_result_moves_when_it_has_been_computed(pair: Pair, schedule: Schedule
 
 @by_plan
 def test_what_a_peer_has_sent_is_used_when_it_has_come(pair: Pair, schedule: Schedule) -> None:
-    """Each use of a piece waits for the peer's move or mark of the same piece, itself or by a gate before it."""
+    """A piece is awaited once, by the peer's move or mark of the same piece: by the task that uses it, or a gate before that."""
     for _, _, plan in plans(pair, schedule):
         uses = tasks(plan, Kind.compute) if pair is GATHER else tasks(plan, Kind.combine)
         sent = [piece for _, task in tasks(plan, Kind.move) for piece in task.pieces]
-        used: list[Piece] = []
+        awaited = [piece for task in plan for number in task.arrivals for piece in plan[number].pieces]
+        assert Counter(awaited) == Counter(sent)
         for number, task in uses:
             gates = [gate for gate, other in tasks(plan, Kind.gate) if is_after(plan, number, gate)]
             arrived = {piece for waiting in (number, *gates) for i in plan[waiting].arrivals for piece in plan[i].pieces}
-            needed = sent if pair is SCATTER else [piece for piece in task.pieces if piece.shift]
+            needed = sent if pair in (SCATTER, SUMS) else [piece for piece in task.pieces if piece.shift]
             assert set(needed) <= arrived
-            used += needed
-        assert Counter(used) == Counter(sent)
 
 
 @by_plan
@@ -200,7 +198,7 @@ def test_the_librarys_collective_and_one_computation_do_not_overlap(pair: Pair) 
         assert [task.kind for task in plan] == [Kind.collective, Kind.compute][:: 1 if pair.moves_first else -1]
         for task in plan:
             assert task.lane is Lane.main
-            assert task.pieces == tuple(Piece(shift, 0, rows) for shift in range(1 if pair is SUMS else ranks))
+            assert task.pieces == tuple(Piece(shift, 0, rows) for shift in range(ranks))
 
 
 @pytest.mark.parametrize("parts", [(1,), (1, 1), (1, 1, 1, 1)])
@@ -214,6 +212,15 @@ def test_a_chunk_is_summed_while_the_next_is_multiplied(parts: tuple[int, ...]) 
             assert task.after == (multiplied,)
             assert task.lane is (Lane.beside if len(bounds) > 1 else Lane.main)
             assert is_after(plan, len(plan) - 1, number)
+
+
+@pytest.mark.parametrize("pair", [BLOCKS, LOOKUPS])
+def test_another_kernel_moves_when_all_is_computed(pair: Pair) -> None:
+    for ranks, rows, (compute, move) in plans(pair, SCHEDULES["copied"]):
+        own, *remote = (Piece(shift, 0, rows) for shift in range(ranks))
+        assert (compute.kind, compute.pieces) == (Kind.compute, (own, *remote))
+        assert (move.kind, move.pieces) == (Kind.move, tuple(remote))
+        assert compute.lane is move.lane is Lane.main
 
 
 @settings(deadline=None)
@@ -268,10 +275,10 @@ def test_fewer_rows_than_pieces_are_a_row_each() -> None:
 # What is refused.
 
 
-@pytest.mark.parametrize("pair", [GATHER, SCATTER, BLOCKS, LOOKUPS])
-def test_sums_of_another_kernel_are_for_sums_alone(pair: Pair) -> None:
-    with pytest.raises(ValueError, match=f"^{pair}: schedule sums_beside is for gemm_all_reduce$"):
-        make_plan(pair, SCHEDULES["sums_beside"], 4, 1024)
+@pytest.mark.parametrize("name", ["copied", "sums_beside"])
+def test_another_kernel_moves_results_alone(name: str) -> None:
+    with pytest.raises(ValueError, match="^all_gather_gemm: nothing to move after the computation$"):
+        make_plan(GATHER, SCHEDULES[name], 4, 1024)
 
 
 @pytest.mark.parametrize("pair", [SCATTER, BLOCKS, SUMS, LOOKUPS])

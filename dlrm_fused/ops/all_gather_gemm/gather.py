@@ -7,14 +7,13 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from dlrm_fused.ops.all_gather_gemm.kernel import Epoch, multiply_arriving
+from dlrm_fused.ops.all_gather_gemm.call import PiecesCall
+from dlrm_fused.ops.all_gather_gemm.kernel import multiply_arriving
 from dlrm_fused.ops.all_gather_gemm.reference import all_gather
 from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace, Started
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.common.workspace import fingerprint_of
 from dlrm_fused.ops.schedules import Kind, Mover, Pair, Piece, Schedule, Task, make_plan
-from dlrm_fused.ops.schedules.piece_flags import ends_of
-from dlrm_fused.ops.schedules.plan import cut
 from dlrm_fused.symmetric import name_lost_peer
 
 
@@ -29,7 +28,7 @@ def gather_and_multiply(
     """
     fingerprint = fingerprint_of("gather", schedule.name, *x.shape, *weight.shape, is_transposed)
     if workspace.is_by_kernels and schedule.mover is not Mover.library:
-        call = _Call(workspace, x, weight, schedule, is_transposed, fingerprint)
+        call = _Gather(workspace, x, weight, schedule, is_transposed, fingerprint)
         workspace.streams.run(make_plan(Pair.all_gather_gemm, schedule, workspace.world_size, len(x)), call.actions)
         return Started(call.out, call.gathered_rows, workspace.release)
     if workspace.world_size == 1:
@@ -112,101 +111,72 @@ def _gathered_by_library(workspace: ShardWorkspace, x: Tensor, fingerprint: int)
         return workspace.meet_beside(lambda: all_gather(x, process_group), fingerprint)
 
 
-class _Call:
-    """One call on this rank: what starts each task of its plan."""
+class _Gather(PiecesCall):
+    """Shards go to the peers, and are multiplied."""
 
     def __init__(
-        self,
-        workspace: ShardWorkspace,
-        x: Tensor,
-        weight: Tensor,
-        schedule: Schedule,
-        is_transposed: bool,
-        fingerprint: int,
+        self, workspace: ShardWorkspace, x: Tensor, weight: Tensor, schedule: Schedule, is_transposed: bool, fingerprint: int
     ) -> None:
-        self._workspace, self._x, self._weight, self._schedule = workspace, x, weight, schedule
-        self._is_transposed = is_transposed
-        self._factor = weight if is_transposed else weight.T
-        self._ranks, self._rank, (self._rows, depth) = workspace.world_size, workspace.rank, x.shape
+        super().__init__(workspace, x, weight, schedule, is_transposed=is_transposed, fingerprint=fingerprint, rows=len(x))
         # Parts of the inner dimension lie one after the other, so that each is contiguous.
-        self._part_depth = depth // schedule.depth_parts
-        self._shape = (schedule.depth_parts, self._ranks, self._rows, self._part_depth)
-        self.out = x.new_empty(self._ranks * self._rows, self._factor.shape[1])
+        self._part_depth = x.shape[1] // schedule.depth_parts
+        self._shape = (schedule.depth_parts, self.ranks, self.rows, self._part_depth)
+        self.out = x.new_empty(self.ranks * self.rows, self.factor.shape[1])
         self._sums: dict[Piece, Tensor] = {}  # over parts of the inner dimension, in fp32
-        ends = ends_of(cut(self._rows, schedule.parts))
-        self._epoch = Epoch(workspace.channel, workspace.pieces, fingerprint, ends, workspace.counters)
-        self.actions = {
-            Kind.begin: lambda _: workspace.pieces.begin(fingerprint),
-            Kind.move: self._move,
-            Kind.mark: self._mark,
-            Kind.gate: self._wait,
-            Kind.compute: self._multiply,
-        }
+        compute = self._multiply_arriving if schedule.is_one_product else self._multiply
+        self.actions |= {Kind.move: self._move, Kind.gate: self._wait, Kind.compute: compute}
 
     def gathered_rows(self) -> Tensor:
         """[M, K], when the call has been started; this rank's rows join the peers' now."""
-        gathered = self._workspace.matrix(self._workspace.gathered, self._rank, self._shape)
-        for part, own in enumerate(self._x.chunk(self._schedule.depth_parts, dim=1)):
-            gathered[part, self._rank].copy_(own)
-        return gathered.permute(1, 2, 0, 3).reshape(self._ranks * self._rows, -1)
+        gathered = self._gathered_on(self.rank)
+        for part, own in enumerate(self.x.chunk(self.schedule.depth_parts, dim=1)):
+            gathered[part, self.rank].copy_(own)
+        return gathered.permute(1, 2, 0, 3).reshape(self.ranks * self.rows, -1)
 
-    def _number(self, piece: Piece) -> int:
-        return piece.depth_part * len(self._schedule.parts) + piece.number
+    def _gathered_on(self, rank: int) -> Tensor:
+        """[parts of the inner dimension, ranks, rows of a shard, K of a part]."""
+        return self.workspace.matrix(self.workspace.gathered, rank, self._shape)
 
-    def _source(self, piece: Piece) -> int:
-        return (self._rank - piece.shift) % self._ranks
-
-    def _part(self, matrix: Tensor, piece: Piece) -> Tensor:
-        """Columns of a matrix [rows, K] that belong to a piece."""
-        first = piece.depth_part * self._part_depth
-        return matrix[:, first : first + self._part_depth]
+    def _depth_of(self, piece: Piece) -> slice:
+        return slice(piece.depth_part * self._part_depth, (piece.depth_part + 1) * self._part_depth)
 
     def _move(self, task: Task) -> None:
         (piece,) = task.pieces
-        peer = (self._rank + piece.shift) % self._ranks
-        place = self._workspace.matrix(self._workspace.gathered, peer, self._shape)[piece.depth_part, self._rank]
+        rows = slice(piece.first, piece.last)
         # A copy engine copies what is contiguous.
-        sent = self._part(self._x[piece.first : piece.last], piece).contiguous()
-        place[piece.first : piece.last].copy_(sent, non_blocking=True)
-
-    def _mark(self, task: Task) -> None:
-        (piece,) = task.pieces
-        self._workspace.pieces.mark((self._rank + piece.shift) % self._ranks, self._number(piece))
+        sent = self.x[rows, self._depth_of(piece)].contiguous()
+        self._gathered_on(self.peer(piece))[piece.depth_part, self.rank, rows].copy_(sent, non_blocking=True)
 
     def _wait(self, task: Task) -> None:
         for piece in task.pieces:
-            self._workspace.pieces.wait(self._source(piece), self._number(piece), self._epoch.fingerprint)
+            self.workspace.pieces.wait(self.source(piece), self.number(piece), self.epoch.fingerprint)
+
+    def _multiply_arriving(self, _: Task) -> None:
+        pushes = self.schedule.mover is Mover.same_kernel
+        memory = self.workspace.gathered
+        multiply_arriving(self.x, memory, self.weight, self.out, self.epoch, pushes=pushes, is_transposed=self.is_transposed)
 
     def _multiply(self, task: Task) -> None:
-        if self._schedule.is_one_product:
-            multiply_arriving(
-                self._x, self._workspace.gathered, self._weight, self.out, self._epoch,
-                pushes=self._schedule.mover is Mover.same_kernel, is_transposed=self._is_transposed,
-            )  # fmt: skip
-            return
         (piece,) = task.pieces
         rows = slice(piece.first, piece.last)
-        out = self.out.view(self._ranks, self._rows, -1)[self._source(piece), rows]
+        out = self.out.view(self.ranks, self.rows, -1)[self.source(piece), rows]
         if piece.shift == 0:
-            torch.mm(self._x, self._factor, out=out)
+            torch.mm(self.x, self.factor, out=out)
             return
-        shape = self._shape
-        x = self._workspace.matrix(self._workspace.gathered, self._rank, shape)[piece.depth_part, self._source(piece), rows]
-        if self._schedule.depth_parts == 1:
-            torch.mm(x, self._factor, out=out)
+        x = self._gathered_on(self.rank)[piece.depth_part, self.source(piece), rows]
+        if self.schedule.depth_parts == 1:
+            torch.mm(x, self.factor, out=out)
         else:
             self._add_up(x, piece, out)
 
     def _add_up(self, x: Tensor, piece: Piece, out: Tensor) -> None:
         """Add the product of a part of the inner dimension to that of the parts before; the sum is rounded once."""
-        first = piece.depth_part * self._part_depth
-        factor = self._factor[first : first + self._part_depth]
-        of_rows = piece._replace(depth_part=0)
+        factor, of_rows = self.factor[self._depth_of(piece)], piece._replace(depth_part=0)
         if x.device.type == "cuda" and x.dtype != torch.float32:
             product = torch.mm(x, factor, out_dtype=torch.float32)
         else:
             product = x.float() @ factor.float()
         total = self._sums[of_rows].add_(product) if of_rows in self._sums else product
-        if piece.depth_part == self._schedule.depth_parts - 1:
+        if piece.depth_part == self.schedule.depth_parts - 1:
             out.copy_(total)
         self._sums[of_rows] = total

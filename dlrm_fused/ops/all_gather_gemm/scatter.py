@@ -8,14 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dlrm_fused.ops.all_gather_gemm.kernel import Epoch, multiply_and_add, multiply_and_send
+from dlrm_fused.ops.all_gather_gemm.call import PiecesCall
+from dlrm_fused.ops.all_gather_gemm.kernel import multiply_and_add, multiply_and_send
 from dlrm_fused.ops.all_gather_gemm.reference import reduce_scatter
 from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace, Started
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.common.workspace import fingerprint_of
 from dlrm_fused.ops.schedules import Kind, Mover, Pair, Schedule, Task, make_plan
-from dlrm_fused.ops.schedules.piece_flags import ends_of
-from dlrm_fused.ops.schedules.plan import cut
 from dlrm_fused.symmetric import name_lost_peer
 
 
@@ -34,7 +33,7 @@ def multiply_and_scatter(
     factor = weight if is_transposed else weight.T
     fingerprint = fingerprint_of("scatter", schedule.name, *x.shape, *weight.shape, is_transposed)
     if workspace.is_by_kernels and schedule.mover is not Mover.library:
-        call = _Call(workspace, x, weight, schedule, is_transposed, fingerprint)
+        call = _Scatter(workspace, x, weight, schedule, is_transposed, fingerprint)
         plan = make_plan(Pair.gemm_reduce_scatter, schedule, workspace.world_size, len(x) // workspace.world_size)
         workspace.streams.run(plan, call.actions)
         return Started(call.out, lambda: x, workspace.release)
@@ -78,58 +77,40 @@ def _scattered_as_rows(workspace: ShardWorkspace, product: Tensor, fingerprint: 
     return (total + product.view(ranks, rows, columns)[rank]).to(workspace.dtype)
 
 
-class _Call:
-    """One call on this rank: what starts each task of its plan."""
+class _Scatter(PiecesCall):
+    """Products for the peers are computed and go there, then own rows are."""
 
     def __init__(
-        self,
-        workspace: ShardWorkspace,
-        x: Tensor,
-        weight: Tensor,
-        schedule: Schedule,
-        is_transposed: bool,
-        fingerprint: int,
+        self, workspace: ShardWorkspace, x: Tensor, weight: Tensor, schedule: Schedule, is_transposed: bool, fingerprint: int
     ) -> None:
-        self._workspace, self._x, self._weight, self._is_transposed = workspace, x, weight, is_transposed
-        self._factor = weight if is_transposed else weight.T
-        self._ranks, self._rank, columns = workspace.world_size, workspace.rank, self._factor.shape[1]
-        self._rows = len(x) // self._ranks
-        self._shards = x.view(self._ranks, self._rows, -1)
-        self._shape = (self._ranks, self._rows, columns)
-        self.out = x.new_empty(self._rows, columns)
+        rows = len(x) // workspace.world_size
+        super().__init__(workspace, x, weight, schedule, is_transposed=is_transposed, fingerprint=fingerprint, rows=rows)
+        self._shards = x.view(self.ranks, rows, -1)
+        self._shape = (self.ranks, rows, self.factor.shape[1])
+        self.out = x.new_empty(self._shape[1:])
         is_one_kernel = schedule.mover is Mover.same_kernel
-        self._sent = x.new_empty(0 if is_one_kernel else self._ranks, self._rows, columns)
-        ends = ends_of(cut(self._rows, schedule.parts))
-        self._epoch = Epoch(workspace.channel, workspace.pieces, fingerprint, ends, workspace.counters)
-        self.actions = {
-            Kind.begin: lambda _: workspace.pieces.begin(fingerprint),
-            Kind.compute: self._multiply_and_send if is_one_kernel else self._multiply,
-            Kind.move: self._move,
-            Kind.mark: self._mark,
-            Kind.combine: self._multiply_own_rows,
-        }
+        self._sent = x.new_empty(0 if is_one_kernel else self.ranks, *self._shape[1:])
+        compute = self._multiply_and_send if is_one_kernel else self._multiply
+        self.actions |= {Kind.compute: compute, Kind.move: self._move, Kind.combine: self._multiply_own_rows}
+
+    def _received_on(self, rank: int) -> Tensor:
+        """[ranks, rows of a shard, N]."""
+        return self.workspace.matrix(self.workspace.received, rank, self._shape)
 
     def _multiply_and_send(self, _: Task) -> None:
-        multiply_and_send(
-            self._x, self._weight, self.out, self._workspace.received, self._epoch, is_transposed=self._is_transposed
-        )
+        memory = self.workspace.received
+        multiply_and_send(self.x, self.weight, self.out, memory, self.epoch, is_transposed=self.is_transposed)
 
     def _multiply(self, task: Task) -> None:
         (piece,) = task.pieces
-        peer, rows = (self._rank + piece.shift) % self._ranks, slice(piece.first, piece.last)
-        torch.mm(self._shards[peer, rows], self._factor, out=self._sent[peer, rows])
+        peer, rows = self.peer(piece), slice(piece.first, piece.last)
+        torch.mm(self._shards[peer, rows], self.factor, out=self._sent[peer, rows])
 
     def _move(self, task: Task) -> None:
         (piece,) = task.pieces
-        peer, rows = (self._rank + piece.shift) % self._ranks, slice(piece.first, piece.last)
-        place = self._workspace.matrix(self._workspace.received, peer, self._shape)[self._rank]
-        place[rows].copy_(self._sent[peer, rows], non_blocking=True)
-
-    def _mark(self, task: Task) -> None:
-        (piece,) = task.pieces
-        self._workspace.pieces.mark((self._rank + piece.shift) % self._ranks, piece.number)
+        peer, rows = self.peer(piece), slice(piece.first, piece.last)
+        self._received_on(peer)[self.rank, rows].copy_(self._sent[peer, rows], non_blocking=True)
 
     def _multiply_own_rows(self, _: Task) -> None:
-        received = self._workspace.matrix(self._workspace.received, self._rank, self._shape)
-        own = self._shards[self._rank]
-        multiply_and_add(own, self._weight, self.out, received, self._epoch, is_transposed=self._is_transposed)
+        own, received = self._shards[self.rank], self._received_on(self.rank)
+        multiply_and_add(own, self.weight, self.out, received, self.epoch, is_transposed=self.is_transposed)

@@ -9,6 +9,9 @@ from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace
 from dlrm_fused.ops.common.schedules import AUTO as AUTO
 from dlrm_fused.ops.common.schedules import LIBRARY, Shape
 from dlrm_fused.ops.schedules import SCHEDULES, Pair, Schedule
+from dlrm_fused.ops.schedules.estimate import Size
+from dlrm_fused.ops.schedules.machines import machine_of
+from dlrm_fused.ops.schedules.rule import SPACE, choose
 
 NAMES = {
     Pair.all_gather_gemm: (
@@ -16,11 +19,6 @@ NAMES = {
     ),
     Pair.gemm_reduce_scatter: (LIBRARY, "kernel", "chunks", "chunks_2", "chunks_4", "chunks_8", "tapered"),
 }  # fmt: skip
-# What auto chooses from. The first notices ranks that make another call.
-_CANDIDATES = {
-    Pair.all_gather_gemm: ("chunks", "arriving", "arriving_4", "chunks_2", LIBRARY),
-    Pair.gemm_reduce_scatter: ("chunks_2", "chunks_4", "kernel", LIBRARY),
-}
 
 
 def check_schedule(workspace: ShardWorkspace, pair: Pair, schedule: str, depth: int) -> None:
@@ -50,6 +48,10 @@ def choose_schedule(
     """
     if schedule != AUTO:
         return SCHEDULES[schedule]
-    names = [name for name in _CANDIDATES[pair] if name != LIBRARY or workspace.schedules[pair].has_library]
-    chosen = workspace.schedules[pair].choose(shape, names, lambda name: run(SCHEDULES[name]), rule=names[0])
+    rows, columns, depth = shape
+    size = Size(pair, workspace.world_size, rows, columns, depth, workspace.dtype.itemsize)
+    # The first that is measured notices ranks that make another call; the library's would wait for them.
+    names = [name for name in SPACE[pair] if name != LIBRARY] + [LIBRARY] * workspace.schedules[pair].has_library
+    rule = choose(size, machine_of(workspace.device)) if workspace.is_by_kernels else names[0]
+    chosen = workspace.schedules[pair].choose(shape, names, lambda name: run(SCHEDULES[name]), rule=rule)
     return SCHEDULES[chosen]

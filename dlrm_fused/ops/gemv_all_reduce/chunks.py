@@ -9,8 +9,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
@@ -19,15 +17,10 @@ from torch import Tensor
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.gemm_all_to_all.kernel import gemm_combine
-from dlrm_fused.ops.schedules import SCHEDULES, Kind, Pair, Streams, Task, make_plan
+from dlrm_fused.ops.schedules import Kind, Pair, Streams, Task, make_plan, sums_beside
 from dlrm_fused.symmetric import BlockPool, Channel, SymmetricGroup
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, peer_pointer, wait_until_all_ready
 
-# Elements of a chunk's result at least, and chunks at most: smaller products do not fill a GPU, and a chunk takes the host a
-# tenth of a millisecond.
-_CHUNK_ELEMENTS = 8 << 20
-_MAX_CHUNKS = 4
-SUMS_BESIDE = SCHEDULES["sums_beside"]
 # Elements of a program's block, and programs.
 _BLOCK = 4096
 _PROGRAMS = 128
@@ -109,8 +102,6 @@ class ManyRows:
         rows, columns = x.shape[0], weight.shape[0]
         parts = self._parts.local.view(self._dtype)[: rows * columns].view(rows, columns)
         result = self._results.receive((rows, columns), self._dtype)
-        count = _chunks(rows, columns)
-        schedule = replace(SUMS_BESIDE, parts=(1,) * count)
 
         def multiply(task: Task) -> None:
             (piece,) = task.pieces
@@ -120,7 +111,7 @@ class ManyRows:
             (piece,) = task.pieces
             self._sum(result, piece.first, piece.last, bias, residual, fingerprint, scattered=False)
 
-        plan = make_plan(Pair.gemm_all_reduce, schedule, self._group.world_size, rows)
+        plan = make_plan(Pair.gemm_all_reduce, sums_beside(rows, columns), self._group.world_size, rows)
         self._streams.run(plan, {Kind.compute: multiply, Kind.combine: add_up})
         return self._results.to_hold(result)
 
@@ -154,8 +145,3 @@ class ManyRows:
             SCATTERED=scattered, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
             DTYPE=TRITON_DTYPES[self._dtype], VECTOR=8 if columns % 8 == 0 else 1, BLOCK=_BLOCK, num_warps=8,
         )  # fmt: skip
-
-
-def _chunks(rows: int, columns: int) -> int:
-    """How many."""
-    return max(1, min(_MAX_CHUNKS, rows, rows * columns // _CHUNK_ELEMENTS))

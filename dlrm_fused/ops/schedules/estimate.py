@@ -1,22 +1,28 @@
-"""How long a call takes by a schedule, on paper: the tasks of its plan, each with a time from sizes alone.
+"""How long a call takes by a schedule, on paper: the tasks of its plan, each with a time from sizes and rates alone.
 
-A product takes as many rounds of tiles as the multiprocessors need for them, a move its bytes over the links, one move at a
-time. Lanes are as the executor runs them, and peers are assumed to do the same at the same time.
+A product takes as many rounds of tiles as the multiprocessors need for them, or as long as its operands take to be read; a
+piece as long as the links take for it, behind the pieces before. Lanes are as the executor runs them, and the peers are taken
+to do the same at the same time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from dlrm_fused.ops.schedules.machine import Machine
 from dlrm_fused.ops.schedules.plan import Kind, Lane, Piece, Plan, Task, make_plan
-from dlrm_fused.ops.schedules.schedule import Pair, Schedule
+from dlrm_fused.ops.schedules.schedule import Mover, Pair, Schedule
 
-# Rows and columns of tiles, with the share of the largest one's speed that each reaches.
-_TILES = ((256, 128, 1.0), (128, 128, 0.95), (64, 128, 0.8), (64, 64, 0.65))
-# Rows up to which a product is bound by reading its weight, and one kernel sums it over the ranks.
+# What it takes to read a row that has been read before, from the cache, beside reading it from memory.
+_AGAIN = 0.35
+# Of a product that takes as long as its weight takes to be read.
 FEW_ROWS = 64
+# Rows and columns of tiles, with the share of the largest ones' speed that each reaches: the library's, and our kernels'.
+_SHAPES = ((256, 128, 1.0), (192, 128, 0.98), (128, 128, 0.95), (96, 128, 0.93), (64, 128, 0.85), (64, 64, 0.7))
+_TILES = (*_SHAPES, *((columns, rows, share) for rows, columns, share in _SHAPES))
+_KERNEL_TILES = ((128, 256, 1.0), (256, 128, 0.95), (64, 128, 0.75), (64, 64, 0.6))
 
 
 @dataclass(frozen=True)
@@ -27,62 +33,72 @@ class Size:
         pair: what is computed and communicated.
         ranks: on one host.
         rows: M, of all ranks together where rows are sharded; of a lookup, samples of all ranks.
-        columns: N of the product on this rank; of a lookup, elements of all its tables' pooled rows of a sample.
+        columns: N of the product on this rank; of a lookup, elements of a sample's pooled rows in this rank's tables.
         depth: K of the product on this rank; of a lookup, rows that are pooled into one.
-        element_bytes: of an element of x and of what travels; of a lookup, of what travels.
-        row_bytes: of a lookup, bytes of a looked-up element.
+        element_bytes: of an element of what travels.
+        row_bytes: of an element that is looked up.
+        distinct_share: different rows among those that are looked up.
     """
 
     pair: Pair
     ranks: int
     rows: int
     columns: int
-    depth: int
+    depth: float
     element_bytes: int = 2
     row_bytes: int = 4
+    distinct_share: float = 1.0
 
     @property
-    def travelling(self) -> int:
+    def is_lookup(self) -> bool:
+        return self.pair is Pair.embedding_all_to_all
+
+    @property
+    def travelling(self) -> float:
         """Columns of what travels."""
         return self.depth if self.pair.moves_first else self.columns
 
     @property
     def shard_rows(self) -> int:
-        """Rows that go from one rank to another; of an all-reduce, those of the whole matrix."""
-        return self.rows if self.pair is Pair.gemm_all_reduce else self.rows // self.ranks
+        """Rows that go from one rank to another; of an all-reduce by chunks, those of the whole matrix."""
+        return max(1, self.rows // self.ranks)
 
     @property
     def link_bytes(self) -> float:
         """That a rank sends at least."""
         passes = 2 if self.pair is Pair.gemm_all_reduce else 1
-        return passes * self.rows / self.ranks * (self.ranks - 1) * self.travelling * self.element_bytes
+        return passes * self.shard_rows * (self.ranks - 1) * self.travelling * self.element_bytes
 
     @property
     def operations(self) -> float:
         """Multiplications and additions."""
-        return (1 if self.pair is Pair.embedding_all_to_all else 2) * self.rows * self.columns * self.depth
+        return (1 if self.is_lookup else 2) * self.rows * self.columns * self.depth
 
     @property
     def memory_bytes(self) -> float:
-        """MK + NK + MN of a product; rows read and pooled rows written of a lookup."""
-        if self.pair is Pair.embedding_all_to_all:
-            return self.rows * self.columns * (self.depth * self.row_bytes + self.element_bytes)
-        elements = self.rows * self.depth + self.columns * self.depth + self.rows * self.columns
-        return elements * self.element_bytes
+        """MK + NK + MN of a product; of a lookup, the rows that are read and those that are written."""
+        return self.bytes_of_rows(self.rows, self.depth)
 
     @property
     def operations_per_byte(self) -> float:
         """The arithmetic intensity of the computation."""
         return self.operations / self.memory_bytes
 
+    def bytes_of_rows(self, rows: int, depth: float) -> float:
+        """That so many rows of the computation read and write."""
+        if self.is_lookup:
+            read = depth * self.row_bytes * (self.distinct_share + (1 - self.distinct_share) * _AGAIN)
+            return rows * self.columns * (read + self.element_bytes)
+        return (rows * depth + self.columns * depth + rows * self.columns) * self.element_bytes
+
 
 @dataclass(frozen=True)
 class Span:
-    """When a task, or a piece of it, runs: microseconds from the beginning of the call."""
+    """When a task deals with a piece: microseconds from the beginning of the call."""
 
-    task: Task
+    kind: Kind
+    lane: Lane
     piece: Piece | None
-    lane: str
     begin: float
     end: float
 
@@ -103,159 +119,178 @@ def estimate(size: Size, schedule: Schedule, machine: Machine) -> Timeline:
     Raises:
         ValueError: the pair cannot be run so.
     """
-    plan = make_plan(size.pair, schedule, size.ranks, size.shard_rows)
-    clock = _Clock(size, schedule, machine, plan)
-    for number, task in enumerate(plan):
-        clock.run(number, task)
+    rows = size.rows if size.pair is Pair.gemm_all_reduce and schedule.mover is Mover.other_kernel else size.shard_rows
+    clock = _Clock(make_plan(size.pair, schedule, size.ranks, rows), _Times(size, schedule, machine))
     return Timeline(schedule, size, tuple(clock.spans), max(clock.free.values()))
 
 
 class _Clock:
     """Runs a plan on paper: each lane does one task after the other."""
 
-    def __init__(self, size: Size, schedule: Schedule, machine: Machine, plan: Plan) -> None:
-        self.size, self.schedule, self.machine, self.plan = size, schedule, machine, plan
-        self.free = dict.fromkeys(("main", "beside", "links"), 0.0)
-        self.spans: list[Span] = []
-        self.ended: dict[int, dict[Piece, float]] = {}  # by number of a task, and piece
-        has_moves = any(task.kind is Kind.move and not task.is_inside for task in plan)
-        self.slowed = machine.contention if has_moves else 1.0
+    def __init__(self, plan: Plan, times: _Times) -> None:
+        self.times, self.spans = times, list[Span]()
+        self.free = dict.fromkeys(Lane, 0.0)
+        self.ended: list[dict[Piece, float]] = []  # by task
+        for task in plan:
+            self.ended.append(self._run(task))
 
-    def run(self, number: int, task: Task) -> None:
-        started = self.machine.started_us if not task.is_inside else 0.0
-        lane = task.lane.value
-        begin = max([self.free[lane] + started, *(self._end_of(other, task.pieces) for other in task.after)])
-        ends: dict[Piece, float] = {}
-        match task.kind:
-            case Kind.begin:
-                end = begin + self.machine.wait_us
-            case Kind.collective:
-                end = begin + self.machine.collective_us + self._library_us()
-            case Kind.move:
-                begin, end = self._move(begin, task)
-                ends[task.pieces[0]] = end
-                self.free["links"] = end
-            case Kind.mark:
-                end = begin + self.machine.mark_us
-                ends[task.pieces[0]] = end
-            case Kind.gate:
-                end = max([begin, *self._arrivals(task)]) + self.machine.wait_us
-            case Kind.compute | Kind.combine:
-                end = self._compute(begin, task, ends)
-            case Kind.end:
-                end = begin
-        self.ended[number] = ends or dict.fromkeys(task.pieces, end)
-        if not (task.kind is Kind.move and task.is_inside and task.lane is Lane.beside):
-            self.free[lane] = max(self.free[lane], end)
-        if not ends and task.kind is not Kind.end:
-            self.spans.append(Span(task, None, lane, begin, end))
+    def _run(self, task: Task) -> dict[Piece, float]:
+        """When each piece of the task is done."""
+        if task.is_inside and task.after:  # stores of tiles that a kernel computes
+            return {piece: self._end_of(task.after[0], piece) + self.times.machine.wait_us for piece in task.pieces}
+        started = 0.0 if task.is_inside or self.times.is_part_of_launch(task) else self.times.machine.started_us
+        now = (
+            max([self.free[task.lane], *(self._end_of(other, task.pieces[0]) for other in task.after if task.pieces)]) + started
+        )
+        if task.kind is Kind.end:
+            now = max([now, *(max(self.ended[other].values()) for other in task.after)])
+        first, ended = now, dict[Piece, float]()
+        for piece, arrival, duration in self._steps(task):
+            begin = max(now, arrival)
+            now = begin + duration
+            # Tiles of another piece run beside those of a small one, none of which takes less than a round.
+            ended[piece] = max(now, max(first, arrival) + self.times.least_us(task))
+            self.spans.append(Span(task.kind, task.lane, piece, begin, ended[piece]))
+        if not task.pieces and task.kind is Kind.begin:
+            now += self.times.of(task, None)
+            self.spans.append(Span(task.kind, task.lane, None, self.free[task.lane], now))
+        self.free[task.lane] = max([now, *ended.values()])
+        return ended or dict.fromkeys(task.pieces, now)
 
-    def _end_of(self, number: int, pieces: Sequence[Piece]) -> float:
-        """When a task, of which these pieces are needed, has ended."""
+    def _end_of(self, number: int, piece: Piece) -> float:
+        """When a task has done a piece; all of it, if it does not have that piece."""
         ended = self.ended[number]
-        return max((end for piece, end in ended.items() if piece in pieces), default=max(ended.values(), default=0.0))
+        return ended.get(piece, max(ended.values(), default=0.0))
 
-    def _arrivals(self, task: Task) -> list[float]:
-        return [max(self.ended[number].values()) for number in task.arrivals]
-
-    def _move(self, begin: float, task: Task) -> tuple[float, float]:
-        """Of one piece; inside a kernel, stores go on while later tiles are computed."""
-        (piece,) = task.pieces
-        bytes_ = piece.rows * self._travelling_of(piece) * self.size.element_bytes
-        if task.is_inside:
-            rate = self.machine.peer_stores * 1e3
-            if task.after:  # from the first round of tiles on
-                first = self.spans_of(task.after[0])[0].begin + self._round_us()
-                end = max(begin + min(bytes_, self._round_bytes()) / rate, max(first, self.free["links"]) + bytes_ / rate)
-                end += self.machine.wait_us
-                self.spans.append(Span(task, piece, "links", first, end))
-                return first, end
-            end = begin + bytes_ / rate + self.machine.wait_us
-        else:
-            begin = max(begin, self.free["links"])
-            end = begin + self.machine.move_us + bytes_ / self.machine.peer_copies / 1e3
-        self.spans.append(Span(task, piece, "links", begin, end))
-        return begin, end
-
-    def spans_of(self, number: int) -> list[Span]:
-        return [span for span in self.spans if span.task is self.plan[number]]
-
-    def _compute(self, begin: float, task: Task, ends: dict[Piece, float]) -> float:
-        if task.kind is Kind.combine:
-            return self._combine(begin, task, ends)
-        arrivals = dict(zip(task.pieces[-len(task.arrivals) :], self._arrivals(task), strict=True)) if task.arrivals else {}
-        is_kernel, at = self.schedule.is_one_product, begin + self.machine.tile_us
-        for piece in task.pieces:
-            came = arrivals.get(piece, 0.0) if self.size.pair.moves_first else 0.0
-            first = max(at, came + (self.machine.wait_us if came else 0.0))
-            at = first + self._computation_us(piece, is_kernel, is_part=len(task.pieces) > 1)
-            ends[piece] = at
-            self.spans.append(Span(task, piece, task.lane.value, first, at))
-        if len(task.pieces) > 1:  # the last round of tiles is not full
-            at += 0.5 * self._round_us()
-        return at
-
-    def _combine(self, begin: float, task: Task, ends: dict[Piece, float]) -> float:
-        arrivals = self._arrivals(task)
-        pair, machine, end = self.size.pair, self.machine, begin
-        if pair is Pair.gemm_reduce_scatter and not task.is_inside:
+    def _steps(self, task: Task) -> Iterator[tuple[Piece, float, float]]:
+        """What a task does one after the other: a piece, when it may begin, and how long it takes."""
+        arrivals = [max(self.ended[other].values()) + self.times.machine.wait_us for other in task.arrivals]
+        if task.kind is Kind.collective:
+            yield task.pieces[0], 0.0, self.times.of(task, task.pieces[0])
+        elif len(task.pieces) > 1 and not self.times.schedule.is_one_product:  # one launch for all
+            all_rows = Piece(0, 0, sum(piece.rows for piece in task.pieces))
+            yield all_rows, 0.0, self.times.of(replace(task, pieces=(all_rows,)), all_rows)
+        elif task.kind is Kind.combine and len(task.pieces) == 1 and len(arrivals) > 1:  # own rows, piece by piece
             (own,) = task.pieces
-            share = 1 / len(arrivals)
-            at = begin + machine.tile_us
-            for came in arrivals:  # own rows of a piece, when the peers' have come
-                at = max(at, came + machine.wait_us) + share * self._computation_us(own, True, is_part=True)
-            end = at + 0.5 * self._round_us()
-        elif pair is Pair.gemm_all_reduce:
-            (piece,) = task.pieces
-            bytes_ = self.size.link_bytes * piece.rows / self.size.rows
-            end = max(begin, self.free["links"]) + machine.collective_us / 3 + bytes_ / machine.peer_stores / 1e3
-            self.free["links"] = end
-        elif pair is Pair.gemm_all_to_all and not task.is_inside:
-            (piece,) = task.pieces
-            end = max([begin, *arrivals]) + 2 * piece.rows * self.size.columns * self.size.element_bytes / machine.memory / 1e3
+            for arrival in arrivals:
+                yield own, arrival, self.times.of(task, own) / len(arrivals)
         else:
-            end = max([begin, *arrivals])
-        self.spans.append(Span(task, task.pieces[0], task.lane.value, begin, end))
-        for piece in task.pieces:
-            ends[piece] = end
-        return end
+            own_first = [0.0] * (len(task.pieces) - len(arrivals))
+            for piece, arrival in zip(task.pieces, own_first + arrivals, strict=True):
+                yield piece, arrival, self.times.of(task, piece)
 
-    def _travelling_of(self, piece: Piece) -> float:
-        return self.size.travelling / self.schedule.depth_parts if self.size.pair.moves_first else self.size.travelling
 
-    def _computation_us(self, piece: Piece, is_kernel: bool, is_part: bool) -> float:
-        """Of a piece; ``is_part``: tiles of other pieces fill its last round."""
+class _Times:
+    """Microseconds of tasks."""
+
+    def __init__(self, size: Size, schedule: Schedule, machine: Machine) -> None:
+        self.size, self.schedule, self.machine = size, schedule, machine
+        self._is_by_copies = schedule.mover is Mover.copy_engine
+        self._slowed = self._contention()
+        # Of one launch of this project's kernel: the rows that it computes, its time for them, and for a round of tiles.
+        added = size.pair is Pair.gemm_reduce_scatter and not schedule.is_one_product
+        self._kernel_rows = size.shard_rows * (1 if added else size.ranks)
+        self._kernel_us, self._round_us = product_us(self._kernel_rows, size.columns, size.depth, machine, _KERNEL_TILES)
+
+    def of(self, task: Task, piece: Piece | None) -> float:
+        """Of a task and one of its pieces."""
         size, machine = self.size, self.machine
-        if size.pair is Pair.embedding_all_to_all:
-            share = machine.kernel_lookup_share if is_kernel else machine.lookup_share
-            return size.memory_bytes * piece.rows / size.rows / machine.memory / 1e3 / share
+        if piece is None or task.kind in (Kind.begin, Kind.gate):
+            return machine.wait_us
+        if task.kind is Kind.collective:
+            return machine.collective_us + size.link_bytes / (machine.peer_copies * machine.library_share * 1e3)
+        if task.kind is Kind.mark:
+            return machine.mark_us
+        if task.kind is Kind.move:
+            if self._is_by_copies:
+                return machine.move_us + self._bytes(piece) / machine.peer_copies / 1e3
+            return machine.wait_us + self._bytes(piece) / machine.peer_stores / 1e3
+        if task.kind is Kind.combine:
+            return self._combination(piece)
+        return self._computation(task, piece)
+
+    def least_us(self, task: Task) -> float:
+        """Of any piece."""
+        return self._round_us / self.machine.kernel_share if self._is_persistent(task) and self._has_tiles else 0.0
+
+    @property
+    def _has_tiles(self) -> bool:
+        return not self.size.is_lookup and self.size.rows > FEW_ROWS
+
+    def is_part_of_launch(self, task: Task) -> bool:
+        """Whether the task is the end of another kernel: with few rows, that of the product adds up, too."""
+        adds_up = self.size.pair is Pair.gemm_all_reduce and self.schedule.is_one_product and self.size.rows <= FEW_ROWS
+        has_no_epoch = self.schedule.is_one_product and self.size.pair not in (Pair.all_gather_gemm, Pair.gemm_reduce_scatter)
+        return adds_up if task.kind is Kind.combine else task.kind is Kind.end and (has_no_epoch or not self._has_epoch)
+
+    @property
+    def _has_epoch(self) -> bool:
+        return self.schedule.mover in (Mover.same_kernel, Mover.copy_engine)
+
+    def _is_persistent(self, task: Task) -> bool:
+        own_rows_are_added = task.kind is Kind.combine and self.size.pair is Pair.gemm_reduce_scatter
+        return own_rows_are_added or (task.kind is Kind.compute and self.schedule.is_one_product)
+
+    def _bytes(self, piece: Piece) -> float:
+        parts = self.schedule.depth_parts if self.size.pair.moves_first else 1
+        return piece.rows * self.size.travelling / parts * self.size.element_bytes
+
+    def _computation(self, task: Task, piece: Piece) -> float:
+        size, machine = self.size, self.machine
+        is_first = piece == task.pieces[0]
         parts = self.schedule.depth_parts if piece.shift else 1
-        depth = size.depth / parts
-        memory = (piece.rows * depth + size.columns * depth + piece.rows * size.columns) * size.element_bytes
-        floor = memory / machine.memory / 1e3
-        speed = machine.teraflops * (machine.kernel_share if is_kernel else 1.0)
-        if is_part:
-            return max(floor, 2 * piece.rows * size.columns * depth / speed / 1e6) * self.slowed
-        return max(floor, product_us(piece.rows, size.columns, depth, speed, machine.multiprocessors)) * self.slowed
+        time = machine.tile_us * is_first + self._rows_us(piece.rows, size.depth / parts, self._is_persistent(task))
+        stores = self.schedule.mover is Mover.same_kernel and not size.pair.moves_first and piece.shift > 0
+        if not stores:
+            return time
+        # The links have nothing to do until the first tiles are computed.
+        return max(time, min(time, self._round_us) + self._bytes(piece) / machine.peer_stores / 1e3)
 
-    def _round_us(self) -> float:
-        """Of one tile on every multiprocessor."""
-        speed = self.machine.teraflops / self.machine.multiprocessors
-        return 2 * 128 * 256 * self.size.depth / speed / 1e6 if self.size.pair is not Pair.embedding_all_to_all else 2.0
+    def _rows_us(self, rows: int, depth: float, is_persistent: bool) -> float:
+        """Of so many rows of the computation."""
+        size, machine = self.size, self.machine
+        if size.is_lookup:
+            share = machine.kernel_lookup_share if self.schedule.mover is Mover.same_kernel else machine.lookup_share
+            return size.bytes_of_rows(rows, depth) / machine.memory / share / 1e3
+        floor = size.bytes_of_rows(rows, depth) / machine.memory / 1e3
+        if is_persistent:  # the weight is read once, and rounds of tiles are filled, for all pieces together
+            read_us = size.memory_bytes / machine.memory / 1e3
+            tiles_us = self._kernel_us / machine.kernel_share if self._has_tiles else 0.0
+            return max(read_us, tiles_us) * rows / self._kernel_rows * self._slowed
+        return max(floor, product_us(rows, size.columns, depth, machine)[0]) * self._slowed
 
-    def _round_bytes(self) -> float:
-        return self.machine.multiprocessors * 128 * 256 * self.size.element_bytes
+    def _combination(self, piece: Piece) -> float:
+        size, machine = self.size, self.machine
+        bytes_ = piece.rows * size.columns * size.element_bytes
+        if size.pair is Pair.gemm_reduce_scatter:
+            return self._rows_us(piece.rows, size.depth, is_persistent=True)
+        if size.pair is Pair.gemm_all_reduce:  # a reduce-scatter and an all-gather, or the latter alone
+            if size.rows <= FEW_ROWS:  # words that say by themselves that they have come
+                return machine.wait_us
+            passes = 2 if self.schedule.mover is Mover.other_kernel else 1
+            return machine.sum_us + passes * bytes_ * (size.ranks - 1) / size.ranks / machine.peer_stores / 1e3
+        return 2 * bytes_ / machine.memory / 1e3
 
-    def _library_us(self) -> float:
-        return self.size.link_bytes / (self.machine.peer_copies * self.machine.library_share) / 1e3
+    def _contention(self) -> float:
+        """The factor on products: as long as pieces are on their way, at most all the time."""
+        factors = {Mover.copy_engine: self.machine.contention, Mover.other_kernel: self.machine.kernel_contention}
+        is_alone = self.schedule.mover is Mover.other_kernel and len(self.schedule.parts) == 1
+        if self.schedule.mover not in factors or self.size.is_lookup or is_alone:
+            return 1.0
+        link_us = self.size.link_bytes / self.machine.peer_copies / 1e3
+        product = self.size.operations / self.machine.teraflops / 1e6
+        return 1 + (factors[self.schedule.mover] - 1) * min(1.0, link_us / product)
 
 
-def product_us(rows: int, columns: int, depth: float, teraflops: float, multiprocessors: int) -> float:
-    """Of the library, which takes the tiles that suit."""
+def product_us(
+    rows: int, columns: int, depth: float, machine: Machine, tiles: Sequence[tuple[int, int, float]] = _TILES
+) -> tuple[float, float]:
+    """Of a product with the tiles that suit it, and of one round of them: a tile on each multiprocessor."""
 
-    def of_tiles(tile: tuple[int, int, float]) -> float:
+    def of_tiles(tile: tuple[int, int, float]) -> tuple[float, float]:
         tile_rows, tile_columns, share = tile
-        rounds = -(-(-(-rows // tile_rows) * -(-columns // tile_columns)) // multiprocessors)
-        return rounds * 2 * tile_rows * tile_columns * depth * multiprocessors / teraflops / 1e6 / share
+        rounds = math.ceil(math.ceil(rows / tile_rows) * math.ceil(columns / tile_columns) / machine.multiprocessors)
+        round_us = 2 * tile_rows * tile_columns * depth * machine.multiprocessors / machine.teraflops / 1e6 / share
+        return rounds * round_us, round_us
 
-    return min(map(of_tiles, _TILES))
+    return min(map(of_tiles, tiles))

@@ -21,14 +21,15 @@ class Machine:
         multiprocessors: of the GPU.
         library_share: of ``peer_copies``, what the library's collectives reach.
         kernel_share: of the library's speed, what this project's products reach.
-        contention: factor on the time of a product while pieces come and go beside it.
+        contention: factor on the time of a product while copy engines move pieces beside it.
+        kernel_contention: the same while another kernel does.
         started_us: from the end of one kernel to the work of the next in its stream.
         tile_us: of a product, for the first loads and the last stores.
         move_us: a copy engine's, beside the bytes.
         mark_us: until a peer knows that a piece has come.
         wait_us: of a gate, and of a kernel that finds its piece there.
         collective_us: the library's, beside the bytes.
-        gemv_us: of a product of few rows beside the bytes of its weight, summed over the ranks by stores.
+        sum_us: of a kernel that adds up over the ranks what they have, beside the bytes.
         lookup_share: of ``memory``, what the library's lookup of embedding rows reaches.
         kernel_lookup_share: the same of this project's lookup.
     """
@@ -42,12 +43,13 @@ class Machine:
     library_share: float = 0.8
     kernel_share: float = 0.97
     contention: float = 1.03
+    kernel_contention: float = 1.5
     started_us: float = 1.0
     tile_us: float = 3.0
     move_us: float = 3.0
     mark_us: float = 4.0
     wait_us: float = 1.5
     collective_us: float = 15.0
-    gemv_us: float = 5.0
+    sum_us: float = 8.0
     lookup_share: float = 0.5
     kernel_lookup_share: float = 0.7

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from dlrm_fused.ops.schedules.schedule import Mover, Pair, Schedule
@@ -89,19 +89,17 @@ def make_plan(pair: Pair, schedule: Schedule, ranks: int, shard_rows: int) -> Pl
     """The tasks of a call.
 
     Args:
-        shard_rows: rows that go from one rank to another; of ``gemm_all_reduce`` those of the whole matrix.
+        shard_rows: rows that go from one rank to another; of an all-reduce by another kernel, those of the whole matrix.
 
     Raises:
         ValueError: the pair cannot be run so.
     """
     if schedule.mover is Mover.library:
         return _serial(pair, ranks, shard_rows)
+    if schedule.mover is Mover.other_kernel:
+        return _sums_beside(schedule, shard_rows) if pair is Pair.gemm_all_reduce else _moved_after(pair, ranks, shard_rows)
     if schedule.depth_parts > 1 and not pair.moves_first:
         raise ValueError(f"{pair}: schedule {schedule.name} sends pieces of a sum over the inner dimension; none is finished")
-    if pair is Pair.gemm_all_reduce:
-        return _sums_beside(schedule, shard_rows)
-    if schedule.mover is Mover.other_kernel:
-        raise ValueError(f"{pair}: schedule {schedule.name} is for {Pair.gemm_all_reduce}")
     own = Piece(0, 0, shard_rows)
     remote = _pieces_of_peers(schedule, ranks, shard_rows)
     if schedule.mover is Mover.same_kernel:
@@ -128,7 +126,7 @@ def _pieces_of_peers(schedule: Schedule, ranks: int, shard_rows: int) -> list[Pi
 
 
 def _serial(pair: Pair, ranks: int, shard_rows: int) -> Plan:
-    pieces = tuple(Piece(shift, 0, shard_rows) for shift in range(ranks if pair is not Pair.gemm_all_reduce else 1))
+    pieces = tuple(Piece(shift, 0, shard_rows) for shift in range(ranks))
     collective, compute = Task(Kind.collective, Lane.main, pieces), Task(Kind.compute, Lane.main, pieces)
     return (collective, compute) if pair.moves_first else (compute, collective)
 
@@ -140,8 +138,13 @@ def _in_one_kernel(pair: Pair, own: Piece, remote: list[Piece]) -> Plan:
         moves = [Task(Kind.move, Lane.main, (piece,), is_inside=True) for piece in remote]
         return (_BEGIN, *moves, Task(Kind.compute, Lane.main, (own, *remote), arrivals=arrivals), end)
     moves = [Task(Kind.move, Lane.beside, (piece,), after=(1,), is_inside=True) for piece in remote]
-    last = Task(Kind.combine, Lane.main, tuple(remote), arrivals=tuple(i + 1 for i in arrivals), is_inside=True)
-    return (_BEGIN, Task(Kind.compute, Lane.main, (*remote, own)), *moves, last, end)
+    came = tuple(i + 1 for i in arrivals)
+    if pair is Pair.gemm_all_reduce:  # each rank adds up its shard, and tells all
+        last = Task(Kind.combine, Lane.main, (own,), arrivals=came)
+    else:
+        last = Task(Kind.gate, Lane.main, tuple(remote), arrivals=came, is_inside=True)
+    begin = _BEGIN if pair is Pair.gemm_reduce_scatter else replace(_BEGIN, is_inside=True)
+    return (begin, Task(Kind.compute, Lane.main, (*remote, own)), *moves, last, end)
 
 
 def _gathered(schedule: Schedule, own: Piece, remote: list[Piece]) -> Plan:
@@ -181,6 +184,14 @@ def _add_move(tasks: list[Task], piece: Piece, after: tuple[int, ...] = ()) -> i
     tasks.append(Task(Kind.move, Lane.beside, (piece,), after=after))
     tasks.append(Task(Kind.mark, Lane.beside, (piece,)))
     return len(tasks) - 1
+
+
+def _moved_after(pair: Pair, ranks: int, shard_rows: int) -> Plan:
+    """All results first, then a kernel that stores them at the peers."""
+    if pair.moves_first:
+        raise ValueError(f"{pair}: nothing to move after the computation")
+    own, *remote = (Piece(shift, 0, shard_rows) for shift in range(ranks))
+    return (Task(Kind.compute, Lane.main, (own, *remote)), Task(Kind.move, Lane.main, tuple(remote)))
 
 
 def _sums_beside(schedule: Schedule, rows: int) -> Plan:

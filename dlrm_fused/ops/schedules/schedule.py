@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 class Pair(enum.StrEnum):
@@ -75,7 +75,18 @@ _ALL = (
     Schedule("arriving", Mover.copy_engine, is_one_product=True),
     Schedule("arriving_4", Mover.copy_engine, parts=(1, 1, 1, 1), is_one_product=True),
     Schedule("arriving_8", Mover.copy_engine, parts=(1,) * 8, is_one_product=True),
+    Schedule("copied", Mover.other_kernel),
     Schedule("sums_beside", Mover.other_kernel, parts=(1, 1, 1, 1)),
 )
 SCHEDULES = {schedule.name: schedule for schedule in _ALL}
+# Elements of a chunk of a sum at least, and chunks at most: smaller products do not fill a GPU, and a chunk takes the host a
+# tenth of a millisecond.
+_SUMMED_ELEMENTS = 8 << 20
+_MOST_SUMS = 4
 MOST_PIECES = max(len(schedule.parts) * schedule.depth_parts for schedule in _ALL)  # from one rank to another
+
+
+def sums_beside(rows: int, columns: int) -> Schedule:
+    """In as many chunks as suit a product of this size."""
+    chunks = max(1, min(_MOST_SUMS, rows, rows * columns // _SUMMED_ELEMENTS))
+    return replace(SCHEDULES["sums_beside"], parts=(1,) * chunks)

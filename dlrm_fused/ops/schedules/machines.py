@@ -1,0 +1,70 @@
+"""Machines that the rule knows.
+
+Rates of the H100 and the H200 are measured ceilings of benchmarks in this repository. Costs are fitted to half of the calls
+that were measured on two H100s, by ``python -m benchmarks.schedules.rule`` (docs/schedules.md); the other machines have them
+too, and of the rates in data sheets the shares that an H100 reaches of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from dlrm_fused.ops.schedules.machine import Machine
+
+H100 = Machine(
+    "NVIDIA H100 80GB HBM3",
+    teraflops=784.5,
+    memory=3001.0,
+    peer_copies=378.2,
+    peer_stores=363.0,
+    multiprocessors=132,
+    library_share=0.58,
+    kernel_share=0.89,
+    contention=1.055,
+    kernel_contention=1.61,
+    started_us=2.3,
+    tile_us=3.4,
+    move_us=0.4,
+    mark_us=0.7,
+    wait_us=1.3,
+    collective_us=8.9,
+    sum_us=20.2,
+    lookup_share=0.65,
+    kernel_lookup_share=0.69,
+)
+H200 = replace(H100, name="NVIDIA H200", memory=4300.0, peer_copies=385.0, peer_stores=347.0)
+MEASURED = {machine.name: machine for machine in (H100, H200)}
+
+# Dense bf16 teraflops, GB/s of memory, GB/s to the peers in one direction, multiprocessors; of NVIDIA's data sheets.
+_DATA_SHEETS = {
+    "NVIDIA H100 SXM": (989.0, 3350.0, 450.0, 132),
+    "NVIDIA A100 SXM 80 GB": (312.0, 2039.0, 300.0, 108),
+    "NVIDIA B200 SXM": (2250.0, 8000.0, 900.0, 148),
+    "NVIDIA H100 PCIe, no NVLink": (756.0, 2000.0, 64.0, 114),
+}
+
+
+def from_data_sheet(name: str) -> Machine:
+    """A machine of which nothing has been measured."""
+    teraflops, memory, peers, multiprocessors = _DATA_SHEETS[name]
+    of_h100 = _DATA_SHEETS["NVIDIA H100 SXM"]
+    return replace(
+        H100,
+        name=name,
+        teraflops=teraflops * H100.teraflops / of_h100[0],
+        memory=memory * H100.memory / of_h100[1],
+        peer_copies=peers * H100.peer_copies / of_h100[2],
+        peer_stores=peers * H100.peer_stores / of_h100[2],
+        multiprocessors=multiprocessors,
+    )
+
+
+UNMEASURED = tuple(name for name in _DATA_SHEETS if name != "NVIDIA H100 SXM")
+
+
+def machine_of(device: torch.device) -> Machine:
+    """Of a rank's device; an H100 stands for GPUs that nobody has measured."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return MEASURED.get(name, H100)

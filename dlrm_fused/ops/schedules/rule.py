@@ -1,0 +1,55 @@
+"""The rule: of the schedules that are worth it for a pair, the one whose estimate is shortest."""
+
+from __future__ import annotations
+
+from dlrm_fused.ops.schedules.estimate import FEW_ROWS, Size, Timeline, estimate
+from dlrm_fused.ops.schedules.machine import Machine
+from dlrm_fused.ops.schedules.schedule import SCHEDULES, Pair, Schedule, sums_beside
+
+# Of the schedules that were measured, those without which some call would take noticeably longer; docs/schedules.md.
+SPACE = {
+    Pair.all_gather_gemm: ("library", "kernel", "chunks", "chunks_2", "chunks_4", "arriving"),
+    Pair.gemm_reduce_scatter: ("library", "kernel", "chunks_2", "chunks_4"),
+    Pair.gemm_all_to_all: ("library", "kernel", "chunks", "chunks_2"),
+    Pair.gemm_all_reduce: ("library", "kernel", "sums_beside"),
+    Pair.embedding_all_to_all: ("library", "kernel", "copied"),
+}
+
+
+def space_of(size: Size) -> tuple[str, ...]:
+    """The schedules that a call of this size can be run by, of :data:`SPACE`."""
+    has_few_rows = size.pair is Pair.gemm_all_reduce and size.rows <= FEW_ROWS
+    return ("library", "kernel") if has_few_rows else SPACE[size.pair]
+
+
+def schedule_of(size: Size, name: str) -> Schedule:
+    """The schedule of a name, for a call of this size."""
+    return sums_beside(size.rows, size.columns) if name == "sums_beside" else SCHEDULES[name]
+
+
+def estimates(size: Size, machine: Machine) -> dict[str, Timeline]:
+    """By name of the schedule, the shortest first."""
+    found = {name: estimate(size, schedule_of(size, name), machine) for name in space_of(size)}
+    return dict(sorted(found.items(), key=lambda entry: entry[1].microseconds))
+
+
+def choose(size: Size, machine: Machine) -> str:
+    """The name of the schedule whose estimate is shortest."""
+    return next(iter(estimates(size, machine)))
+
+
+def explain(size: Size, machine: Machine) -> str:
+    """What the choice rests on, for people: sizes, bounds, and all estimates."""
+    found = estimates(size, machine)
+    compute_us = max(size.operations / machine.teraflops / 1e6, size.memory_bytes / machine.memory / 1e3)
+    if size.is_lookup:
+        compute_us = size.memory_bytes / machine.memory / 1e3
+    link_us = size.link_bytes / machine.peer_copies / 1e3
+    lines = [
+        f"{size.pair}: M {size.rows}, N {size.columns}, K {size.depth:g} on each of {size.ranks} ranks, {machine.name}",
+        f"  {size.operations_per_byte:.0f} operations a byte; computing alone {compute_us:.1f} us, the links {link_us:.1f} us",
+    ]
+    if not size.is_lookup:
+        lines.append(f"  products take {machine.contention:.2f} times as long while copies run beside them")
+    lines += [f"  {name:<12} {timeline.microseconds:9.1f} us" for name, timeline in found.items()]
+    return "\n".join([*lines, f"  taken: {next(iter(found))}"])

@@ -1,0 +1,163 @@
+"""The rule that chooses schedules: its estimates, what it takes, how it explains itself; how it fares with measured calls."""
+
+from __future__ import annotations
+
+import itertools
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.schedules.measured import Call, read_calls
+from benchmarks.schedules.rule import always, by_rule, fit, judge, squared_error
+from dlrm_fused.ops.schedules import SCHEDULES, Lane, Mover, Pair
+from dlrm_fused.ops.schedules.__main__ import main
+from dlrm_fused.ops.schedules.estimate import Size, estimate
+from dlrm_fused.ops.schedules.machines import H100, H200, UNMEASURED, from_data_sheet, machine_of
+from dlrm_fused.ops.schedules.rule import SPACE, choose, estimates, explain, schedule_of, space_of
+from dlrm_fused.ops.schedules.timeline import draw, table
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results/schedules"
+FILES = [
+    RESULTS / f"{name}_2_h100.json"
+    for name in ("all_gather_gemm", "gemm_all_to_all", "gemv_all_reduce", "embedding_all_to_all")
+]
+GATHER = Size(Pair.all_gather_gemm, 2, 16384, 1280, 8192)
+SIZES = [
+    GATHER,
+    Size(Pair.gemm_reduce_scatter, 4, 16384, 8192, 1024),
+    Size(Pair.gemm_all_to_all, 2, 8192, 4096, 4096),
+    Size(Pair.gemm_all_reduce, 2, 8, 8192, 4096),
+    Size(Pair.gemm_all_reduce, 8, 8192, 8192, 4096),
+    Size(Pair.embedding_all_to_all, 4, 8192, 2048, 20, 4),
+]
+
+
+def microseconds(size: Size, name: str, machine: object = H100) -> float:
+    return estimate(size, schedule_of(size, name), machine).microseconds  # type: ignore[arg-type]
+
+
+def test_sizes_of_a_call() -> None:
+    """x [8192, 8192] of each of two ranks, weight [1280, 8192], 16 bits."""
+    assert GATHER.link_bytes == 2 * 8192 * 8192
+    assert GATHER.operations == 2 * 16384 * 1280 * 8192
+    assert GATHER.memory_bytes == 2 * (16384 * 8192 + 1280 * 8192 + 16384 * 1280)
+    assert Size(Pair.gemm_all_reduce, 4, 64, 8, 8).link_bytes == 2 * 2 * 64 * 8 * 3 / 4
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size.pair}-{size.ranks}")
+def test_no_schedule_is_faster_than_the_links_or_the_product(size: Size) -> None:
+    product_us = 0.0 if size.is_lookup else size.operations / H100.teraflops / 1e6
+    for name, timeline in estimates(size, H100).items():
+        fastest_link = max(H100.peer_copies, H100.peer_stores) * 1e3
+        assert timeline.microseconds >= max(product_us, size.link_bytes / fastest_link), name
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size.pair}-{size.ranks}")
+def test_slower_links_never_help_and_the_library_has_all_of_their_time(size: Size) -> None:
+    slower = replace(H100, peer_copies=H100.peer_copies / 4, peer_stores=H100.peer_stores / 4)
+    for name in space_of(size):
+        assert microseconds(size, name, slower) >= microseconds(size, name), name
+    collective_us = size.link_bytes / (H100.peer_copies * H100.library_share) / 1e3
+    lost = microseconds(size, "library", slower) - microseconds(size, "library")
+    assert lost == pytest.approx(3 * collective_us)
+
+
+def test_pieces_hide_what_a_shard_cannot() -> None:
+    """Where links take longer than the product of own rows, the rest of a shard is waited for, but only one of its pieces."""
+    slow = replace(H100, peer_copies=H100.peer_copies / 3)
+    assert microseconds(GATHER, "chunks_4", slow) < microseconds(GATHER, "chunks", slow) < microseconds(GATHER, "library", slow)
+    fast = replace(H100, peer_copies=H100.peer_copies * 100)
+    assert microseconds(GATHER, "chunks", fast) < microseconds(GATHER, "chunks_4", fast)
+
+
+def test_copies_that_disturb_a_product_count() -> None:
+    disturbed = replace(H100, contention=2.0)
+    assert microseconds(GATHER, "chunks", disturbed) > 1.3 * microseconds(GATHER, "chunks")
+    assert microseconds(GATHER, "library", disturbed) == microseconds(GATHER, "library")
+
+
+def test_small_calls_go_in_one_kernel_and_large_ones_by_a_copy_engine() -> None:
+    assert choose(Size(Pair.gemm_reduce_scatter, 2, 256, 1024, 512), H100) == "kernel"
+    assert SCHEDULES[choose(Size(Pair.gemm_reduce_scatter, 2, 65536, 8192, 1024), H100)].mover is Mover.copy_engine
+    assert SCHEDULES[choose(Size(Pair.all_gather_gemm, 2, 65536, 4096, 4096), H100)].mover is Mover.copy_engine
+
+
+def test_few_rows_are_not_summed_beside_their_product() -> None:
+    assert "sums_beside" not in estimates(Size(Pair.gemm_all_reduce, 16, 8, 8192, 1792), H100)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size.pair}-{size.ranks}")
+def test_it_explains_itself_and_is_drawn(size: Size) -> None:
+    lines = explain(size, H200).splitlines()
+    assert lines[-1] == f"  taken: {choose(size, H200)}"
+    assert sum(line.endswith(" us") for line in lines[-1 - len(space_of(size)) : -1]) == len(space_of(size))
+    for timeline in estimates(size, H200).values():
+        picture = ElementTree.fromstring(draw(timeline))
+        titles = picture.findall(".//{http://www.w3.org/2000/svg}title")
+        assert len(titles) == len(timeline.spans) == len(table(timeline).splitlines())
+        assert all(0 <= span.begin <= span.end <= timeline.microseconds + 1e-6 for span in timeline.spans)
+
+
+@pytest.mark.parametrize("name", ["library", "chunks", "chunks_4", "tapered", "deep_2"])
+def test_a_lane_does_one_thing_at_a_time(name: str) -> None:
+    spans = estimate(GATHER, SCHEDULES[name], H100).spans
+    for lane in Lane:
+        own = sorted((span.begin, span.end) for span in spans if span.lane is lane)
+        assert all(end <= begin + 1e-9 for (_, end), (begin, _) in itertools.pairwise(own))
+
+
+def test_machines() -> None:
+    assert machine_of(torch.device("cpu")) is H100
+    assert {from_data_sheet(name).name for name in UNMEASURED} == set(UNMEASURED)
+    assert from_data_sheet("NVIDIA B200 SXM").teraflops == pytest.approx(2250 / 989 * H100.teraflops)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    call = ["--pair", "all_gather_gemm", "--rows", "16384", "--columns", "1280", "--depth", "8192"]
+    assert main([*call, "--ranks", "2", "--schedule", "chunks_4", "--draw", str(tmp_path / "timeline.svg")]) == 0
+    assert "taken: " in capsys.readouterr().out
+    assert ElementTree.parse(tmp_path / "timeline.svg").getroot().tag.endswith("svg")
+    for wrong, message in {
+        ("--ranks", "1"): "--ranks=1: needed: at least 1, of ranks at least 2",
+        ("--ranks", "2", "--schedule", "copied"): "--schedule=copied: all_gather_gemm: nothing to move after the computation",
+    }.items():
+        with pytest.raises(SystemExit):
+            main([*call, *wrong])
+        assert message in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def calls() -> list[Call]:
+    return read_calls(FILES)
+
+
+def test_measured_calls_are_read(calls: list[Call]) -> None:
+    assert len(calls) == 179
+    assert {call.size.pair for call in calls} == set(SPACE)
+    (call,) = (call for call in calls if call.name == "all_gather_gemm 16384x3584x4096")
+    assert call.microseconds["chunks"] == pytest.approx(636, abs=1)
+    assert call.microseconds["library"] == pytest.approx(906, abs=1)
+
+
+def test_the_rule_is_better_than_any_schedule_for_all(calls: list[Call]) -> None:
+    """With the costs that are in the package, on all measured calls."""
+    of_rule = judge(calls, by_rule(H100))
+    assert of_rule["fastest"] > 0.75
+    assert of_rule["within_3_percent"] > 0.85
+    assert of_rule["mean_loss"] < 0.03
+    for mover in (Mover.library, Mover.same_kernel, Mover.copy_engine):
+        rival = judge(calls, always(mover))
+        assert of_rule["fastest"] > rival["fastest"]
+        assert of_rule["mean_loss"] < rival["mean_loss"]
+
+
+def test_a_fit_finds_the_costs_of_made_up_calls() -> None:
+    """Whose times are estimates with other costs."""
+    real = replace(H100, collective_us=20.0, mark_us=6.0)
+    made = [Call(size, {name: microseconds(size, name, real) for name in space_of(size)}) for size in SIZES]
+    fitted = fit(made, H100)
+    assert squared_error(made, fitted) < 0.05 * squared_error(made, H100)
+    assert fitted.collective_us == pytest.approx(20.0, rel=0.1)
