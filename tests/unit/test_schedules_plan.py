@@ -127,7 +127,7 @@ def test_a_result_moves_when_it_has_been_computed(pair: Pair, schedule: Schedule
 
 @by_plan
 def test_what_a_peer_has_sent_is_used_when_it_has_come(pair: Pair, schedule: Schedule) -> None:
-    """A piece is awaited once, by the peer's move or mark of the same piece: by the task that uses it, or a gate before that."""
+    """A piece is awaited once, with the peer's move or mark of it: by the task that uses it, or by a gate before that."""
     for _, _, plan in plans(pair, schedule):
         uses = tasks(plan, Kind.compute) if pair is GATHER else tasks(plan, Kind.combine)
         sent = [piece for _, task in tasks(plan, Kind.move) for piece in task.pieces]
@@ -277,7 +277,7 @@ def test_fewer_rows_than_pieces_are_a_row_each() -> None:
 
 @pytest.mark.parametrize("name", ["copied", "sums_beside"])
 def test_another_kernel_moves_results_alone(name: str) -> None:
-    with pytest.raises(ValueError, match="^all_gather_gemm: nothing to move after the computation$"):
+    with pytest.raises(ValueError, match=r"^all_gather_gemm: nothing to move after the computation$"):
         make_plan(GATHER, SCHEDULES[name], 4, 1024)
 
 
