@@ -65,7 +65,7 @@ FULL = Size(
 TINY = Size(
     products=(Product(3, 16, 8), Product(7, 8, 16)),
     layers=(Layer(2, 2, 8, 16, 10, "zipf"), Layer(1, 1, 16, 8, 5, "balanced")),
-    operands=2,
+    operands=3,  # as many products as schedules
     delay=200.0,
 )
 
@@ -137,7 +137,9 @@ def make_replays(world: World, options: argparse.Namespace) -> Replays:
     layers = [replace(cell, experts=cell.experts * world.size) for cell in size.layers]
     workspace = new_workspace(world, "stress", max(cell.m for cell in products), max(cell.n for cell in products))
     works: list[Work] = [
-        ProductWork(world, workspace, cell, i + j) for i, cell in enumerate(products) for j in range(size.operands)
+        ProductWork(world, workspace, cell, i * size.operands + j)
+        for i, cell in enumerate(products)
+        for j in range(size.operands)
     ]
     for cell in layers:
         expert_exchange = new_expert_workspace(world, cell, f"stress {cell.name}")
