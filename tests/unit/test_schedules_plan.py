@@ -287,6 +287,17 @@ def test_results_of_a_part_of_the_inner_dimension_do_not_travel(pair: Pair) -> N
         make_plan(pair, SCHEDULES["deep_2"], 4, 1024)
 
 
+@pytest.mark.parametrize("name", ["chunks", "chunks_4", "arriving"])
+def test_a_copy_engine_does_not_add_up_for_all_ranks(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^gemm_all_reduce: schedule {name}: a copy engine adds nothing up"):
+        make_plan(SUMS, SCHEDULES[name], 4, 1024)
+
+
+def test_sums_of_own_rows_are_not_left_to_a_kernel_that_moves() -> None:
+    with pytest.raises(ValueError, match=r"^gemm_reduce_scatter: what has come has to be added up$"):
+        make_plan(SCATTER, SCHEDULES["copied"], 4, 1024)
+
+
 @pytest.mark.parametrize(("parts", "depth_parts"), [((), 1), ((1, 0), 1), ((1, -1), 1), ((1,), 0)])
 def test_a_schedule_of_no_pieces_is_refused(parts: tuple[int, ...], depth_parts: int) -> None:
     with pytest.raises(ValueError, match=r"schedule none: parts=.*; needed: at least 1 each"):

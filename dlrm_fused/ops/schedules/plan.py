@@ -100,6 +100,8 @@ def make_plan(pair: Pair, schedule: Schedule, ranks: int, shard_rows: int) -> Pl
         return _sums_beside(schedule, shard_rows) if pair is Pair.gemm_all_reduce else _moved_after(pair, ranks, shard_rows)
     if schedule.depth_parts > 1 and not pair.moves_first:
         raise ValueError(f"{pair}: schedule {schedule.name} sends pieces of a sum over the inner dimension; none is finished")
+    if schedule.mover is Mover.copy_engine and pair is Pair.gemm_all_reduce:
+        raise ValueError(f"{pair}: schedule {schedule.name}: a copy engine adds nothing up")
     own = Piece(0, 0, shard_rows)
     remote = _pieces_of_peers(schedule, ranks, shard_rows)
     if schedule.mover is Mover.same_kernel:
@@ -188,8 +190,9 @@ def _add_move(tasks: list[Task], piece: Piece, after: tuple[int, ...] = ()) -> i
 
 def _moved_after(pair: Pair, ranks: int, shard_rows: int) -> Plan:
     """All results first, then a kernel that stores them at the peers."""
-    if pair.moves_first:
-        raise ValueError(f"{pair}: nothing to move after the computation")
+    if pair.moves_first or pair is Pair.gemm_reduce_scatter:
+        why = "nothing to move after the computation" if pair.moves_first else "what has come has to be added up"
+        raise ValueError(f"{pair}: {why}")
     own, *remote = (Piece(shift, 0, shard_rows) for shift in range(ranks))
     return (Task(Kind.compute, Lane.main, (own, *remote)), Task(Kind.move, Lane.main, tuple(remote)))
 
