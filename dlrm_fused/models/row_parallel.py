@@ -1,4 +1,4 @@
-"""Which operator multiplies and sums in row-parallel layers: what ``comm`` means for them."""
+"""Which operators multiply and communicate in tensor-parallel layers: what ``comm`` means for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch.distributed as dist
 from dlrm_fused.auto_choice import fused_is_faster
 from dlrm_fused.config import Comm, Config
 from dlrm_fused.models.choice import compute_dtype, reachable_memory
-from dlrm_fused.models.tensor_parallel import RowParallelProduct
+from dlrm_fused.models.tensor_parallel import LayerProducts
+from dlrm_fused.ops.all_gather_gemm import ShardWorkspace
+from dlrm_fused.ops.all_gather_gemm.workspace import ROW_BYTES
 from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace
 
 # A block's feed-forward layer is so many times as wide as d_model.
@@ -20,10 +22,11 @@ FEED_FORWARD_FACTOR = 4
 _MAX_ROWS = 32_768
 
 
-def choose_product(config: Config, group: dist.ProcessGroup | None, tokens: int, device: torch.device) -> RowParallelProduct:
+def choose_product(config: Config, group: dist.ProcessGroup | None, tokens: int, device: torch.device) -> LayerProducts:
     """The product of ``config.comm`` for the model's row-parallel layers. Collective over the group.
 
-    With ``auto``, both ways are measured: the two products of a block, forward, with the rows of a training batch.
+    With ``auto``, all ways are measured: the products of a block, forward, with the rows of a training batch. That in which
+    each rank has its own rows between layers is among them on GPUs of one host.
 
     Args:
         group: ranks that share the layers; None for this rank alone, where there is nothing to sum.
@@ -34,7 +37,7 @@ def choose_product(config: Config, group: dist.ProcessGroup | None, tokens: int,
         CommunicationError: on all ranks, if one of them has too little memory left.
     """
     if group is None:
-        return RowParallelProduct()
+        return LayerProducts()
     rows = [
         group.size() * -(-samples // dist.get_world_size()) * tokens
         for samples in (config.training.global_batch_size, config.evaluation.global_batch_size)
@@ -43,7 +46,7 @@ def choose_product(config: Config, group: dist.ProcessGroup | None, tokens: int,
     fused = fused_product(config, group, device, "row-parallel layers", width, min(max(rows), _MAX_ROWS))
     if fused.workspace is None or config.comm is Comm.fused:
         return fused
-    baseline = RowParallelProduct(group)
+    baseline = LayerProducts(group)
     is_faster = fused_is_faster(
         _products_of_a_block(fused, config, rows[0], device),
         _products_of_a_block(baseline, config, rows[0], device),
@@ -52,12 +55,41 @@ def choose_product(config: Config, group: dist.ProcessGroup | None, tokens: int,
         work=f"row-parallel layers of {rows[0]} rows",
         unfused_name="product and all-reduce",
     )
-    return fused if is_faster else baseline
+    whole = fused if is_faster else baseline
+    sharded = _sharded_products(fused, config, min(max(rows), _MAX_ROWS))
+    if sharded is None:
+        return whole
+    is_faster = fused_is_faster(
+        _products_of_a_block(sharded, config, rows[0], device),
+        _products_of_a_block(whole, config, rows[0], device),
+        group,
+        device,
+        work=f"layers of {rows[0]} rows, each rank with its own between them",
+        unfused_name="all ranks with all rows",
+    )
+    return sharded if is_faster else whole
+
+
+def _sharded_products(fused: LayerProducts, config: Config, max_rows: int) -> LayerProducts | None:
+    """Those of sequence parallelism, over the ranks of ``fused``; None without GPUs that reach each other's memory.
+
+    Collective over the group.
+    """
+    assert fused.workspace is not None
+    ranks, width, dtype = fused.workspace.group, config.model.d_model, compute_dtype(config)
+    fits = width // ranks.world_size * dtype.itemsize % ROW_BYTES == 0
+    if ranks.device.type != "cuda" or ranks.hosts.are_many or not fits:
+        return None
+    max_rows -= max_rows % ranks.world_size
+    return LayerProducts(
+        fused.group,
+        shards=ShardWorkspace(ranks, name="tensor-parallel layers", max_rows=max_rows, max_columns=width, dtype=dtype),
+    )
 
 
 def fused_product(
     config: Config, group: dist.ProcessGroup | None, device: torch.device, name: str, max_columns: int, max_rows: int
-) -> RowParallelProduct:
+) -> LayerProducts:
     """Products and sums in one operator, in the dtype of ``training.precision``. Collective over the group.
 
     Without a workspace where there is nothing to sum, with ``comm=baseline``, and if ranks cannot reach each other's memory.
@@ -69,10 +101,10 @@ def fused_product(
         UsageError, CommunicationError: as :func:`choose_product`.
     """
     if group is None or group.size() == 1 or config.comm is Comm.baseline:
-        return RowParallelProduct(group)
+        return LayerProducts(group)
     ranks = reachable_memory(config, group, device, "tensor-parallel layers")
     if ranks is None:
-        return RowParallelProduct(group)
+        return LayerProducts(group)
     dtype = compute_dtype(config)
     workspace = GemvWorkspace(
         ranks,
@@ -83,21 +115,25 @@ def fused_product(
         # Times differ from run to run, and with schedules the rounding: comm=fused is to give the same bits in every run.
         measures_schedules=config.comm is Comm.auto,
     )
-    return RowParallelProduct(group, workspace)
+    return LayerProducts(group, workspace)
 
 
-def _products_of_a_block(product: RowParallelProduct, config: Config, rows: int, device: torch.device) -> Callable[[], None]:
-    """What makes the two products of a block. Collective."""
+def _products_of_a_block(product: LayerProducts, config: Config, rows: int, device: torch.device) -> Callable[[], None]:
+    """What makes the four products of a block. Collective."""
     assert product.group is not None
-    width, dtype = config.model.d_model, compute_dtype(config)
-    depths = [width // product.group.size(), FEED_FORWARD_FACTOR * width // product.group.size()]
-    inputs = [torch.ones(rows, depth, dtype=dtype, device=device) for depth in depths]
-    weights = [torch.ones(width, depth, dtype=dtype, device=device) for depth in depths]
-    residual, norm_weight = torch.ones(rows, width, dtype=dtype, device=device), torch.ones(width, dtype=dtype, device=device)
+    width, dtype, ranks = config.model.d_model, compute_dtype(config), product.group.size()
+    norm_weight = torch.ones(width, dtype=dtype, device=device)
+    between = torch.ones(rows // ranks if product.shards else rows, width, dtype=dtype, device=device)
+    # Of a column-parallel weight, and of the row-parallel one behind it: of the attention's three results it takes one.
+    sizes = [(3 * width // ranks, width // ranks), (FEED_FORWARD_FACTOR * width // ranks,) * 2]
+    weights = [
+        (torch.ones(columns, width, dtype=dtype, device=device), torch.ones(width, depth, dtype=dtype, device=device))
+        for columns, depth in sizes
+    ]
 
     @torch.no_grad()
     def multiply() -> None:
-        for x, weight in zip(inputs, weights, strict=True):
-            product(x, weight, residual, norm_weight)
+        for into, out_of in weights:
+            product(product.columns(between, into)[:, : out_of.shape[1]], out_of, between, norm_weight)
 
     return multiply

@@ -7,7 +7,11 @@ equal. Gradients there are those of the mean of the ranks' losses, as DDP's aver
 or not. The parameters of sharded layers carry ``shard_dim``, the dimension that is sharded: rank r of n holds the r-th of n
 equal pieces of it.
 
-Source: Shoeybi et al., *Megatron-LM*, arXiv 1909.08053.
+With :attr:`LayerProducts.shards` each rank keeps its own samples between the layers (sequence parallelism): column-parallel
+layers gather them while they multiply, row-parallel ones give each rank its own.
+
+Sources: Shoeybi et al., *Megatron-LM*, arXiv 1909.08053; Korthikanti et al., *Reducing Activation Recomputation in Large
+Transformer Models*, arXiv 2205.05198.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from dlrm_fused.errors import UsageError
+from dlrm_fused.ops.all_gather_gemm import ShardWorkspace, all_gather_gemm, gemm_reduce_scatter
 from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace, gemv_all_reduce, reference
 
 NORM_EPS = 1e-6  # of all RMS norms
@@ -99,18 +104,77 @@ class _CopyToRanks(torch.autograd.Function):
         return total, None
 
 
+class _MeanOfRanks(torch.autograd.Function):
+    """A weight whose gradient is of the sum of the ranks' losses, as one of their mean."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.ranks, None
+
+
 @dataclass(frozen=True)
-class RowParallelProduct:
-    """How row-parallel layers multiply and sum: the one place where ``comm`` matters to a tensor-parallel model.
+class LayerProducts:
+    """How sharded layers multiply and communicate: the one place where ``comm`` matters to a tensor-parallel model.
 
     Attributes:
         group: the ranks that hold the pieces; None: this rank alone. One rank communicates nothing.
         workspace: of the fused operator, over the same ranks, for any number of rows; None: a matrix product, then an
             all-reduce.
+        shards: of the operators of sequence parallelism, over the same ranks: then each rank has its own samples between
+            layers, and ``workspace`` is not used.
     """
 
     group: ProcessGroup | None = None
     workspace: GemvWorkspace | None = None
+    shards: ShardWorkspace | None = None
+
+    def enter(self, x: Tensor) -> Tensor:
+        """This rank's samples [b, ...] as the layers take them: those of all ranks, [n * b, ...], or its own."""
+        return x if self.shards else gather_samples(x, self.group)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """This rank's samples [b, ...] of what layers gave."""
+        return x if self.shards else own_samples(x, self.group)
+
+    def columns(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The product of a column-parallel layer.
+
+        Args:
+            x: [s, ..., K], the samples between layers.
+            weight: [N_local, K].
+
+        Returns:
+            [n * b, ..., N_local], of the samples of all ranks.
+        """
+        if self.shards is None:
+            return F.linear(copy_to_ranks(x, self.group), weight)
+        workspace, ranks = self.shards, self.shards.world_size
+        x, weight = self._in_compute_dtype(x), _MeanOfRanks.apply(self._in_compute_dtype(weight), ranks)
+        rows = x.flatten(0, -2).contiguous()
+        # What the workspace has no memory for goes in several calls.
+        parts = [all_gather_gemm(workspace, part, weight) for part in rows.split(workspace.max_rows // ranks)]
+        if len(parts) == 1:
+            out = parts[0]
+        else:
+            out = torch.cat([part.unflatten(0, (ranks, -1)) for part in parts], dim=1).flatten(0, 1)
+        return out.view(ranks * x.shape[0], *x.shape[1:-1], len(weight))
+
+    def _in_compute_dtype(self, x: Tensor) -> Tensor:
+        """In autocast's dtype, where it is enabled."""
+        kind = x.device.type
+        return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+    def _scatter(self, workspace: ShardWorkspace, x: Tensor, weight: Tensor) -> Tensor:
+        """[rows of own samples, N]: the sum over ranks of x [rows of all, K_local] @ weight.T."""
+        ranks = workspace.world_size
+        weight = _MeanOfRanks.apply(weight, ranks)
+        parts = x.unflatten(0, (ranks, -1)).split(workspace.max_rows // ranks, dim=1)
+        return torch.cat([gemm_reduce_scatter(workspace, part.flatten(0, 1).contiguous(), weight) for part in parts])
 
     def __call__(self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``out``, the sum over ranks of x @ weight.T, plus ``residual``, and its RMS norm times ``norm_weight``.
@@ -118,20 +182,20 @@ class RowParallelProduct:
         All are computed in autocast's dtype where it is enabled.
 
         Args:
-            x: [..., K_local], this rank's part of the features.
+            x: [n * b, ..., K_local], this rank's part of the features, of the samples of all ranks.
             weight: [N, K_local].
-            residual: [..., N], equal on all ranks.
+            residual: [s, ..., N], the samples between layers.
             norm_weight: [N].
 
         Returns:
-            out and its norm, each [..., N], equal on all ranks.
+            out and its norm, each [s, ..., N].
         """
-        dtype = x.dtype
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
         shape = residual.shape
-        x, residual = x.to(dtype).flatten(0, -2), residual.to(dtype).flatten(0, -2)
-        weight, norm_weight = weight.to(dtype), norm_weight.to(dtype)
+        x = self._in_compute_dtype(x).flatten(0, -2)
+        residual, weight, norm_weight = residual.to(x.dtype).flatten(0, -2), weight.to(x.dtype), norm_weight.to(x.dtype)
+        if self.shards is not None:
+            out = self._scatter(self.shards, x, weight) + residual
+            return out.view(shape), rms_norm(out, norm_weight).view(shape)
         if self.workspace is None:
             out, normed = reference(self.group, x, weight, None, residual, norm_weight, NORM_EPS)
         else:
@@ -154,14 +218,14 @@ class ColumnParallelLinear(nn.Module):
         weight: [out_features / ranks, in_features].
     """
 
-    def __init__(self, in_features: int, out_features: int, group: ProcessGroup | None) -> None:
+    def __init__(self, in_features: int, out_features: int, products: LayerProducts) -> None:
         super().__init__()
-        self._group = group
-        self.weight = _shard_of_weight(in_features, out_features, 0, group)
+        self._products = products
+        self.weight = _shard_of_weight(in_features, out_features, 0, products.group)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in_features], equal on all ranks, to [..., out_features / ranks]."""
-        return F.linear(copy_to_ranks(x, self._group), self.weight)
+        """[s, ..., in_features], the samples between layers, to [n * b, ..., out_features / ranks]."""
+        return self._products.columns(x, self.weight)
 
 
 class RowParallelLinear(nn.Module):
@@ -171,13 +235,13 @@ class RowParallelLinear(nn.Module):
         weight: [out_features, in_features / ranks].
     """
 
-    def __init__(self, in_features: int, out_features: int, product: RowParallelProduct) -> None:
+    def __init__(self, in_features: int, out_features: int, product: LayerProducts) -> None:
         super().__init__()
         self._product = product
         self.weight = _shard_of_weight(in_features, out_features, 1, product.group)
 
     def forward(self, x: Tensor, residual: Tensor, norm_weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Like :class:`RowParallelProduct`, which it calls."""
+        """Like :class:`LayerProducts`, which it calls."""
         return self._product(x, self.weight, residual, norm_weight)
 
 

@@ -30,11 +30,10 @@ from dlrm_fused.models.row_parallel import FEED_FORWARD_FACTOR, choose_product
 from dlrm_fused.models.tables import InFeatureOrder, embedding_tables
 from dlrm_fused.models.tensor_parallel import (
     ColumnParallelLinear,
+    LayerProducts,
     RowParallelLinear,
-    RowParallelProduct,
     gather_samples,
     group_size,
-    own_samples,
     rms_norm,
 )
 
@@ -52,17 +51,17 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self, d_model: int, heads: int, d_ff: int, product: RowParallelProduct, experts: MixtureOfExperts | None = None
+        self, d_model: int, heads: int, d_ff: int, product: LayerProducts, experts: MixtureOfExperts | None = None
     ) -> None:
         super().__init__()
         self._d_head = d_model // heads
         self.attention_norm = nn.Parameter(torch.ones(d_model))
-        self.qkv = ColumnParallelLinear(d_model, 3 * d_model, product.group)
+        self.qkv = ColumnParallelLinear(d_model, 3 * d_model, product)
         self.attention_out = RowParallelLinear(d_model, d_model, product)
         self.feed_forward_norm = nn.Parameter(torch.ones(d_model))
         self.experts = experts
         if experts is None:
-            self.feed_forward_in = ColumnParallelLinear(d_model, d_ff, product.group)
+            self.feed_forward_in = ColumnParallelLinear(d_model, d_ff, product)
             self.feed_forward_out = RowParallelLinear(d_ff, d_model, product)
 
     def project(self, normed: Tensor) -> Tensor:
@@ -115,11 +114,11 @@ class HistoryTransformer(nn.Module):
         layers: int,
         d_ff: int,
         history_length: int,
-        product: RowParallelProduct | None = None,
+        product: LayerProducts | None = None,
         experts: Sequence[MixtureOfExperts] = (),
     ) -> None:
         super().__init__()
-        product = product or RowParallelProduct()
+        product = product or LayerProducts()
         _check_shape(d_model, heads, layers, d_ff, history_length, group_size(product.group))
         if experts and (len(experts) != layers or group_size(product.group) > 1):
             raise UsageError(
@@ -155,7 +154,8 @@ class HistoryTransformer(nn.Module):
         distances = (candidates[:, None] - places).clamp(min=0)
         x = self.input(tokens).view(*distances.shape, -1)
         x = x + F.embedding(distances, self.positions).to(x.dtype)  # with autocast, half as much to gather
-        x, candidates = gather_samples(x, group), gather_samples(candidates, group)
+        x, candidates_of_x = self.product.enter(x), self.product.enter(candidates)
+        candidates = gather_samples(candidates, group)
         seen = places <= candidates[:, None]
         real_tokens = seen if real is None else seen & real[:, None]
         *full, (last, final_norm) = stages = self.stages()
@@ -166,12 +166,12 @@ class HistoryTransformer(nn.Module):
             x, normed = block.finish(attended.transpose(1, 2), x, next_norm, real_tokens)
         # Of the last block, only the candidates' outputs are used.
         queries, keys, values = last.project(normed).permute(3, 0, 2, 1, 4)
-        samples = torch.arange(len(candidates), device=tokens.device)
+        samples, samples_of_x = (torch.arange(len(of), device=tokens.device) for of in (candidates, x))
         attended = F.scaled_dot_product_attention(
             queries[samples, :, candidates].unsqueeze(2), keys, values, attn_mask=seen[:, None, None]
         )
-        _, encoded = last.finish(attended.squeeze(2), x[samples, candidates], final_norm, real)
-        return own_samples(encoded, group)
+        _, encoded = last.finish(attended.squeeze(2), x[samples_of_x, candidates_of_x], final_norm, real)
+        return self.product.leave(encoded)
 
 
 def _check_shape(d_model: int, heads: int, layers: int, d_ff: int, history_length: int, ranks: int) -> None:
@@ -291,11 +291,11 @@ def build(config: Config, schema: DatasetSchema, device: torch.device, group: di
     if not shape.experts.count:
         return build_transformer(config, schema, choose_product(config, group, tokens, device))
     experts = build_experts(config, group, layers=shape.layers, width=shape.d_model, tokens=tokens, device=device)
-    return build_transformer(config, schema, RowParallelProduct(), experts)
+    return build_transformer(config, schema, LayerProducts(), experts)
 
 
 def build_transformer(
-    config: Config, schema: DatasetSchema, product: RowParallelProduct, experts: Sequence[MixtureOfExperts] = ()
+    config: Config, schema: DatasetSchema, product: LayerProducts, experts: Sequence[MixtureOfExperts] = ()
 ) -> TransformerDLRM:
     """The model of ``model.kind=transformer``, whose layers are sharded over the ranks of ``product``.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,8 +11,9 @@ from torch import Tensor
 
 from dlrm_fused.config import ModelConfig
 from dlrm_fused.errors import UsageError
-from dlrm_fused.models.tensor_parallel import RowParallelProduct
+from dlrm_fused.models.tensor_parallel import LayerProducts
 from dlrm_fused.models.transformer import HistoryTransformer
+from dlrm_fused.ops.all_gather_gemm import ShardWorkspace
 from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace
 from dlrm_fused.sharding.groups import tensor_parallel_groups
 from dlrm_fused.symmetric import symmetric_group
@@ -21,7 +24,7 @@ SAMPLES, HISTORY, WIDTH = 12, 3, 5
 SHAPE = {"token_width": WIDTH, "d_model": 24, "heads": 12, "layers": 2, "d_ff": 48, "history_length": HISTORY}
 
 
-def transformer(product: RowParallelProduct | None = None, **changes: int) -> HistoryTransformer:
+def transformer(product: LayerProducts | None = None, **changes: int) -> HistoryTransformer:
     torch.manual_seed(1)
     return HistoryTransformer(**(SHAPE | changes), product=product)
 
@@ -53,17 +56,21 @@ def whole(piece: Tensor, dim: int | None, group: dist.ProcessGroup | None) -> Te
     return torch.cat(pieces, dim)
 
 
-def on_ranks(tensor_parallel: int, fused: bool) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+def on_ranks(tensor_parallel: int, how: str) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """Encodings, gradients as a trainer gets them, and weights, put together from all ranks."""
     rank = Rank.from_environment()
     with process_group(rank, torch.device("cpu")):
         groups = tensor_parallel_groups(ModelConfig(tensor_parallel=tensor_parallel, heads=SHAPE["heads"]))
-        exchange = None
-        if fused:
+        products = LayerProducts(groups.model_parallel)
+        if how != "unfused":
             memory = symmetric_group(groups.model_parallel)
             rows = SAMPLES * (HISTORY + 1) // 3  # fewer than there are: several calls
-            exchange = GemvWorkspace(memory, name="test", max_columns=SHAPE["d_model"], dtype=torch.float32, max_rows=rows)
-        model = transformer(RowParallelProduct(groups.model_parallel, exchange))
+            sizes = {"max_rows": rows, "max_columns": SHAPE["d_model"], "dtype": torch.float32}
+            if how == "sums":
+                products = replace(products, workspace=GemvWorkspace(memory, name="test", **sizes))
+            else:
+                products = replace(products, shards=ShardWorkspace(memory, name="test", **sizes))
+        model = transformer(products)
         encoded, gradients = encodings_and_gradients(model, rank.index, rank.world_size)
         gathered = {"encoded": whole(encoded, 0, dist.group.WORLD), "tokens": whole(gradients["tokens"], 0, dist.group.WORLD)}
         weights = {}
@@ -73,19 +80,29 @@ def on_ranks(tensor_parallel: int, fused: bool) -> tuple[Tensor, dict[str, Tenso
             mean = average(gradients[name], dist.group.WORLD if dim is None else groups.data_parallel)
             gathered[name] = whole(mean, dim, groups.model_parallel)
             weights[name] = whole(parameter.detach(), dim, groups.model_parallel)
-        if exchange is not None:
-            exchange.group.close()
+        if how != "unfused":
+            memory.close()
         return gathered.pop("encoded"), gathered, weights
 
 
 @pytest.mark.parametrize(
-    ("ranks", "tensor_parallel", "fused"),
-    [(2, 2, False), (3, 3, False), (4, 2, False), (2, 1, False), (2, 2, True), (4, 2, True)],
+    ("ranks", "tensor_parallel", "how"),
+    [
+        (2, 2, "unfused"),
+        (3, 3, "unfused"),
+        (4, 2, "unfused"),
+        (2, 1, "unfused"),
+        (2, 2, "sums"),
+        (4, 2, "sums"),
+        (2, 2, "shards"),
+        (3, 3, "shards"),
+        (4, 2, "shards"),
+    ],
 )
-def test_any_number_of_ranks_gives_the_same(ranks: int, tensor_parallel: int, fused: bool) -> None:
+def test_any_number_of_ranks_gives_the_same(ranks: int, tensor_parallel: int, how: str) -> None:
     model = transformer()
     encoded, gradients = encodings_and_gradients(model, 0, 1)
-    for result in run_ranks(ranks, on_ranks, tensor_parallel, fused):
+    for result in run_ranks(ranks, on_ranks, tensor_parallel, how):
         torch.testing.assert_close(result[0], encoded, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(result[1], gradients, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(result[2], dict(model.state_dict()), rtol=0, atol=0)
@@ -93,7 +110,7 @@ def test_any_number_of_ranks_gives_the_same(ranks: int, tensor_parallel: int, fu
 
 def error_of(changes: dict[str, int]) -> str:
     with process_group(Rank.from_environment(), torch.device("cpu")), pytest.raises(UsageError) as raised:
-        transformer(RowParallelProduct(dist.group.WORLD), **changes)
+        transformer(LayerProducts(dist.group.WORLD), **changes)
     return str(raised.value)
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from dlrm_fused.config import Config
 from dlrm_fused.models.row_parallel import choose_product
-from dlrm_fused.models.tensor_parallel import RowParallelProduct
+from dlrm_fused.models.tensor_parallel import LayerProducts
 from tests.distributed.launch import WITHOUT_AMPLIFIED_ROUNDING, evaluate, losses, run_ranks, small_config, summary, train
 from tests.distributed.without_symmetric_memory import choose_without_symmetric_memory
 
@@ -91,7 +91,7 @@ def test_a_run_goes_on_with_another_tensor_parallel_size(tmp_path, alone, before
     assert_same_run(run, alone)
 
 
-def product(config: Config, group: dist.ProcessGroup, device: torch.device) -> RowParallelProduct:
+def product(config: Config, group: dist.ProcessGroup, device: torch.device) -> LayerProducts:
     return choose_product(config, group, 7, device)
 
 

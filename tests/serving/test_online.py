@@ -19,7 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.config import Split
 from dlrm_fused.errors import ConfigError, UsageError
-from dlrm_fused.models.tensor_parallel import RowParallelProduct
+from dlrm_fused.models.tensor_parallel import LayerProducts
 from dlrm_fused.models.transformer import HistoryTransformer, TransformerDLRM
 from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace
 from dlrm_fused.serving.online import MAX_CANDIDATES, Candidates, History, OnlineScorer
@@ -43,7 +43,7 @@ def tables(features: dict[str, int]) -> EmbeddingBagCollection:
     return EmbeddingBagCollection(configs, device=torch.device("cpu"))
 
 
-def full_model(product: RowParallelProduct | None = None) -> TransformerDLRM:
+def full_model(product: LayerProducts | None = None) -> TransformerDLRM:
     """The same on every rank, but for the pieces of cut layers."""
     torch.manual_seed(1)
     transformer = HistoryTransformer(
@@ -113,7 +113,7 @@ def make_scorer(
     if fused:
         memory = symmetric_group(group, device)
         workspace = GemvWorkspace(memory, name="online", max_columns=16, dtype=dtype, max_rows=max_rows)
-    model = full_model(RowParallelProduct(group, workspace))
+    model = full_model(LayerProducts(group, workspace))
     sparse = model.sparse_arch
     cut = ShardedTables(ROWS, DIM, group, dtype, device)
     for collection in (sparse.embedding_bag_collection, sparse.token_embedding_bag_collection):
