@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.errors import CommunicationError, UsageError
+from dlrm_fused.models.tensor_parallel import LayerProducts
+from dlrm_fused.models.transformer import HistoryTransformer
 from dlrm_fused.ops.all_gather_gemm import (
     ShardWorkspace,
     all_gather_gemm,
@@ -161,6 +163,32 @@ def gradients(group: SymmetricGroup, schedule: str) -> None:
             layers.assert_close(found, right)
 
 
+def transformer(group: SymmetricGroup) -> None:
+    """The same encodings and gradients with rows sharded between layers as with all rows on all ranks."""
+    layers, seen = Layers(group, FP32), []
+    generator = torch.Generator().manual_seed(group.rank)
+    heads, samples, history = 4 * group.world_size, 3, 4
+    tokens = torch.randn(samples * (history + 1), 8, generator=generator).to(group.device)
+    lengths = torch.randint(0, history + 1, (samples,), generator=generator).to(group.device)
+    for shards in (layers.workspace, None):
+        torch.manual_seed(1)
+        model = HistoryTransformer(
+            token_width=8, d_model=4 * heads, heads=heads, layers=2, d_ff=4 * heads, history_length=history,
+            product=LayerProducts(dist.group.WORLD, shards=shards),
+        ).to(group.device)  # fmt: skip
+        encoded = model(tokens, lengths)
+        encoded.sin().sum().backward()
+        # What all ranks have is averaged by data parallelism, a shard is not.
+        gradients = [parameter.grad for parameter in model.parameters()]
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            if getattr(parameter, "shard_dim", None) is None:
+                dist.all_reduce(gradient)
+        seen.append([encoded.detach(), *gradients])
+    layers.workspace.raise_fault()
+    for found, right in zip(*seen, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+
+
 def no_wait_of_the_host(group: SymmetricGroup) -> None:
     """Forward and backward, by every schedule: PyTorch raises where the host would wait for the device."""
     layers = Layers(group, HALF)
@@ -217,6 +245,7 @@ CHECKS: dict[str, Callable[[SymmetricGroup], Any]] = {
     "gradients of chunks": partial(gradients, schedule="chunks"),
     "gradients of kernels": partial(gradients, schedule="kernel"),
     "torch.compile": compiled,
+    "layers of the Transformer": transformer,
     "another dtype is refused": partial(refused, change=Tensor.half, culprit="x is torch.float16"),
     "another depth is refused": partial(refused, change=lambda x: x[:, 8:].contiguous(), culprit="their K must be equal"),
     "ranks that differ, gathering": partial(ranks_that_differ, pair=GATHER, schedule="arriving"),
