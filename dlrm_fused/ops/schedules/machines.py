@@ -7,6 +7,7 @@ too, and of the rates in data sheets the shares that an H100 reaches of its own.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -64,6 +65,7 @@ def from_data_sheet(name: str) -> Machine:
 UNMEASURED = tuple(name for name in _DATA_SHEETS if name != "NVIDIA H100 SXM")
 
 
+@functools.cache
 def machine_of(device: torch.device) -> Machine:
     """Of a rank's device; an H100 stands for GPUs that nobody has measured."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""

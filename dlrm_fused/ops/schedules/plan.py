@@ -8,6 +8,7 @@ move is described by the rank's own move of the same piece.
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -80,11 +81,14 @@ class Task:
 
 
 Plan = tuple[Task, ...]
+# Calls repeat a few shapes, step after step.
+_KEPT_PLANS = 1024
 
 # Not beside a product: its programs may fill all multiprocessors before the one that begins has found a place.
 _BEGIN = Task(Kind.begin, Lane.main)
 
 
+@functools.lru_cache(maxsize=_KEPT_PLANS)
 def make_plan(pair: Pair, schedule: Schedule, ranks: int, shard_rows: int) -> Plan:
     """The tasks of a call.
 

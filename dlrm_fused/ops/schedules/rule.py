@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 from dlrm_fused.ops.schedules.estimate import FEW_ROWS, Size, Timeline, estimate
 from dlrm_fused.ops.schedules.machine import Machine
 from dlrm_fused.ops.schedules.schedule import SCHEDULES, Pair, Schedule, sums_beside
 
+# Calls repeat a few shapes, step after step, and estimates take longer than a call's launches.
+_KEPT_CHOICES = 1024
 # Of the schedules that were measured, those without which some call would take noticeably longer; docs/schedules.md.
 SPACE = {
     Pair.all_gather_gemm: ("library", "kernel", "chunks", "chunks_2", "chunks_4", "arriving"),
@@ -33,6 +37,7 @@ def estimates(size: Size, machine: Machine) -> dict[str, Timeline]:
     return dict(sorted(found.items(), key=lambda entry: entry[1].microseconds))
 
 
+@functools.lru_cache(maxsize=_KEPT_CHOICES)
 def choose(size: Size, machine: Machine) -> str:
     """The name of the schedule whose estimate is shortest."""
     return next(iter(estimates(size, machine)))

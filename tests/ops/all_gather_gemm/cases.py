@@ -17,10 +17,9 @@ from dlrm_fused.ops.schedules import Pair
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import on_hosts, run_ranks
-from tests.ops.gemm_all_to_all.cases import SMALL_TILES
+from tests.ops.gemm_all_to_all.cases import SMALL_TILES, difference
 
 MAX_ROWS, MAX_COLUMNS = 120, 80
-TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 
 
 @dataclass(frozen=True)
@@ -119,8 +118,8 @@ def run_calls(
             result = call(workspace, case, x, weight)
             held = [*held[-2:], (number, result.detach(), expected(case, inputs, rank.index))]
             for earlier, given, right in held:
-                if difference := _difference(given, right, dtype):
-                    wrong.append(f"call {earlier}, {cases[earlier % len(cases)]}: {difference}")
+                if found := difference(given, right, dtype):
+                    wrong.append(f"call {earlier}, {cases[earlier % len(cases)]}: {found}")
             if with_gradients:
                 wrong += _wrong_gradients(case, inputs, rank.index, (x, weight), result, number, dtype)
         workspace.raise_fault()
@@ -144,18 +143,10 @@ def _wrong_gradients(
     result.backward(gradients[rank])
     right = expected_gradients(case, inputs, rank, gradients)
     return [
-        f"call {number}, {case}, gradient of {name}: {difference}"
+        f"call {number}, {case}, gradient of {name}: {found}"
         for name, leaf, gradient in zip(("x", "weight"), leaves, right, strict=True)
-        if leaf.grad is None or (difference := _difference(leaf.grad, gradient, dtype))
+        if leaf.grad is None or (found := difference(leaf.grad, gradient, dtype))
     ]
-
-
-def _difference(given: Tensor, right: Tensor, dtype: torch.dtype) -> str:
-    """What differs by more than the rounding of the dtype; empty if nothing does."""
-    if given.shape != right.shape:
-        return f"shape {list(given.shape)} instead of {list(right.shape)}"
-    worst = (given.double() - right).abs().max().item()
-    return "" if worst <= TOLERANCES[dtype] * max(1.0, right.abs().max().item()) else f"differs by {worst:.3g}"
 
 
 def check(

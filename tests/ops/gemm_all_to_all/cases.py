@@ -169,8 +169,8 @@ def run_calls(
             result = call(workspace, case, own)
             held = [*held[-2:], (number, result.detach(), expected(case, inputs, rank.index))]
             for earlier, given, right in held:
-                if difference := _difference(given, right, dtype):
-                    wrong.append(f"call {earlier}: {difference}")
+                if found := difference(given, right, dtype):
+                    wrong.append(f"call {earlier}: {found}")
             if with_gradients:
                 wrong += _wrong_gradients(case, inputs, rank.index, result, number, dtype)
         workspace.raise_fault()
@@ -191,13 +191,13 @@ def _wrong_gradients(case: Case, inputs: list[Inputs], rank: int, result: Tensor
     if not case.fp8:
         pairs.append(("weight", own.weight.grad, weight_gradient))
     return [
-        f"call {number}, gradient of {name}: {difference}"
+        f"call {number}, gradient of {name}: {found}"
         for name, given, right in pairs
-        if given is None or (difference := _difference(given, right, dtype))
+        if given is None or (found := difference(given, right, dtype))
     ]
 
 
-def _difference(given: Tensor, right: Tensor, dtype: torch.dtype) -> str:
+def difference(given: Tensor, right: Tensor, dtype: torch.dtype) -> str:
     """What differs by more than the rounding of the dtype; empty if nothing does. NaN in ``right`` is not looked at."""
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}[dtype]
     there = ~right.isnan()
