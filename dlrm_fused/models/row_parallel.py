@@ -67,7 +67,11 @@ def choose_product(config: Config, group: dist.ProcessGroup | None, tokens: int,
         work=f"layers of {rows[0]} rows, each rank with its own between them",
         unfused_name="all ranks with all rows",
     )
-    return sharded if is_faster else whole
+    if is_faster:
+        return sharded
+    assert sharded.shards is not None
+    sharded.shards.close()
+    return whole
 
 
 def _sharded_products(fused: LayerProducts, config: Config, max_rows: int) -> LayerProducts | None:

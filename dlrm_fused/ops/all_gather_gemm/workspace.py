@@ -109,6 +109,11 @@ class ShardWorkspace(Workspace):
         if self.is_by_kernels:
             self.pieces.complete()
 
+    def close(self) -> None:
+        """Let go of the memory in which rows come; there are no calls any more. On each rank, when its last call is done."""
+        for memory in (self.gathered, self.received):
+            self.group.release(memory)
+
     def meet_beside(self, work: Callable[[], Tensor], fingerprint: int) -> Tensor:
         """As :func:`~dlrm_fused.ops.common.meeting.meet_beside`, in an epoch of the calls, which :meth:`release` ends."""
         meeting = self.pieces.meet if self.is_by_kernels else None

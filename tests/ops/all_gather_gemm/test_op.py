@@ -3,10 +3,12 @@ PyTorch."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import re
 import signal
+import weakref
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.errors import CommunicationError, UsageError
-from dlrm_fused.ops.all_gather_gemm import reference, scatter_reference
+from dlrm_fused.ops.all_gather_gemm import all_gather_gemm, reference, scatter_reference
 from dlrm_fused.ops.all_gather_gemm.schedule import AUTO, NAMES
 from dlrm_fused.ops.schedules import Pair
 from dlrm_fused.symmetric import symmetric_group
@@ -140,3 +142,24 @@ def test_every_other_rank_names_a_rank_that_is_killed(tmp_path: Path) -> None:
     ended = run_program(3, tmp_path, 240.0, call_until_rank_1_is_killed)
     assert ended.statuses == [0, -signal.SIGKILL, 0], ended.output
     assert len(re.findall(r"rank 1 on \S+ \(pid \d+\) is lost", ended.output)) == 2, ended.output
+
+
+def memory_that_stays() -> bool:
+    rank = Rank.from_environment()
+    with process_group(rank, torch.device("cpu")):
+        group = symmetric_group()
+        workspace = new_workspace(group)
+        x, weight = torch.ones(8, 16), torch.ones(16, 16)
+        assert (all_gather_gemm(workspace, x, weight) == 16).all()
+        memory = weakref.ref(workspace.gathered)
+        workspace.close()
+        del workspace
+        gc.collect()
+        stays = memory() is not None
+        dist.barrier()
+        group.close()
+        return stays
+
+
+def test_a_closed_workspace_gives_its_memory_free_before_the_group_does() -> None:
+    assert run_ranks(2, memory_that_stays) == [False, False]
