@@ -192,34 +192,31 @@ def arriving_gemm_kernel(
 
 
 @triton.jit
-def _add_received(product, received, row, column, inside, shard_elements, columns, channel, DTYPE: tl.constexpr):
-    """The sum of a part of a tile over the ranks, in fp32: those of the peers in their order, then this rank's."""
+def _add_received(product, received, first_row, first_column, rows, channel, DTYPE: tl.constexpr):
+    """The sum of half a tile over the ranks, in fp32: those of the peers in their order, then this rank's."""
     total = tl.zeros(product.shape, tl.float32)
-    place = row[:, None].to(tl.int64) * columns + column[None, :]
     for i in tl.static_range(0, channel.world):
         if i != channel.rank:
-            part = received + i * shard_elements.to(tl.int64) + place
-            total += tl.load(part, mask=inside, other=0.0).to(tl.float32)
+            total += received.load([i * rows + first_row, first_column]).to(tl.float32)
     return (total + product).to(DTYPE)
 
 
 @triton.jit
 def _add_and_store(
-    product, out, received, row, end_row, first_column, rows, columns, channel,
+    product, out, received, first_row, end_row, first_column, rows, columns, channel,
     DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of own rows, with what the peers have sent."""
+    """A tile of own rows, with what the peers have sent; ``received`` as in :func:`adding_gemm_kernel`."""
     half: tl.constexpr = COLUMNS // 2
     left_half, right_half = halves(upright(product, ROWS), ROWS, COLUMNS)
+    row = first_row + tl.arange(0, ROWS)
     rows_of_out = tl.multiple_of(out + row.to(tl.int64) * columns, 16)[:, None]
     column = first_column + tl.arange(0, half)
-    inside = (row < end_row)[:, None] & (column < columns)[None, :]
-    total = _add_received(left_half, received, row, column, inside, rows * columns, columns, channel, DTYPE)
-    tl.store(rows_of_out + column[None, :], total, mask=inside)
+    total = _add_received(left_half, received, first_row, first_column, rows, channel, DTYPE)
+    tl.store(rows_of_out + column[None, :], total, mask=(row < end_row)[:, None] & (column < columns)[None, :])
     column += half
-    inside = (row < end_row)[:, None] & (column < columns)[None, :]
-    total = _add_received(right_half, received, row, column, inside, rows * columns, columns, channel, DTYPE)
-    tl.store(rows_of_out + column[None, :], total, mask=inside)
+    total = _add_received(right_half, received, first_row, first_column + half, rows, channel, DTYPE)
+    tl.store(rows_of_out + column[None, :], total, mask=(row < end_row)[:, None] & (column < columns)[None, :])
 
 
 @triton.jit
@@ -246,30 +243,30 @@ def _multiply_and_add_piece(
             x, weight, first_of_x + first, column_tile * COLUMNS, depth,
             TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH,
         )  # fmt: skip
-        row = first + tl.arange(0, ROWS)
         _add_and_store(
-            product, out, received, row, end_row, column_tile * COLUMNS, rows, columns, channel, DTYPE, ROWS, COLUMNS
+            product, out, received, first, end_row, column_tile * COLUMNS, rows, columns, channel, DTYPE, ROWS, COLUMNS
         )
     return number + tl.cdiv(tl.maximum(tiles - number, 0), programs) * programs - tiles
 
 
 @triton.jit
-def _wait_for_peers(channel, pieces, piece, fingerprint):
+def _wait_for_peers(channel, pieces, piece, fingerprint, ON_GPU: tl.constexpr):
     """Wait until a piece of every peer has come."""
     for i in tl.static_range(1, channel.world):
         wait_for_piece(channel, pieces, (channel.rank + i) % channel.world, piece, fingerprint)
+    order_bulk_loads(ON_GPU)
 
 
 @triton.jit(do_not_specialize=["fingerprint"])
 def adding_gemm_kernel(
     x, weight, out, received, rows, columns, depth, ends, pieces, channel, fingerprint,
-    TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, ON_GPU: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    """See :func:`multiply_and_add`; ``received``: [ranks, rows, N]."""
+    """See :func:`multiply_and_add`; ``received``: descriptor [ranks * rows, N], blocks [ROWS, COLUMNS // 2]."""
     number = tl.program_id(0)
     for piece in range(0, len(ends)):
-        _wait_for_peers(channel, pieces, piece, fingerprint)
+        _wait_for_peers(channel, pieces, piece, fingerprint, ON_GPU)
         number = _multiply_and_add_piece(
             x, weight, out, received, number, 0, end_of_piece(ends, piece - 1), end_of_piece(ends, piece), rows, columns,
             depth, channel, TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH, BAND,
@@ -279,10 +276,10 @@ def adding_gemm_kernel(
 @triton.jit(do_not_specialize=["fingerprint"])
 def sending_gemm_kernel(
     x, weight, out, received, addresses, counters, rows, columns, depth, ends, pieces, channel, fingerprint,
-    TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, ON_GPU: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    """See :func:`multiply_and_send`; ``rows``: of a shard.
+    """See :func:`multiply_and_send`; ``rows``: of a shard; ``received``: as in :func:`adding_gemm_kernel`.
 
     Each program multiplies its first tile of own rows before it looks whether its stores at the peers are done: they are on
     their way meanwhile.
@@ -308,10 +305,11 @@ def sending_gemm_kernel(
     if _is_last(counters):
         for i in tl.static_range(1, channel.world):
             mark_piece(channel, pieces, (channel.rank + i) % channel.world, 0)
-    _wait_for_peers(channel, pieces, 0, fingerprint)
+    _wait_for_peers(channel, pieces, 0, fingerprint, ON_GPU)
     if number < row_tiles * column_tiles:
-        row = row_tile * ROWS + tl.arange(0, ROWS)
-        _add_and_store(product, out, received, row, rows, column_tile * COLUMNS, rows, columns, channel, DTYPE, ROWS, COLUMNS)
+        _add_and_store(
+            product, out, received, row_tile * ROWS, rows, column_tile * COLUMNS, rows, columns, channel, DTYPE, ROWS, COLUMNS
+        )
     _multiply_and_add_piece(
         x, weight, out, received, number + tl.num_programs(0), own, 0, rows, rows, columns, depth, channel,
         TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH, BAND,
@@ -357,11 +355,12 @@ def multiply_and_add(x: Tensor, weight: Tensor, out: Tensor, received: Tensor, e
         received: [ranks, m, N] in the dtype of x; this rank's own part is not read.
     """
     (rows, depth), columns = x.shape, out.shape[1]
-    tiles = tiles_of_pieces(rows, columns, depth, x.element_size())
+    tiles = tiles_of_pieces(rows, columns, depth, x.element_size(), adds=True)
     count = triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns)
     adding_gemm_kernel[(_programs(x, count, tiles, is_awaited=False),)](
         TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]), _weight_blocks(weight, tiles, is_transposed),
-        out, received, rows, columns, depth, *epoch.args, **_constants(x, tiles, is_transposed),
+        out, _received_blocks(received.view(-1, columns), tiles), rows, columns, depth, *epoch.args,
+        ON_GPU=x.device.type == "cuda", **_constants(x, tiles, is_transposed),
     )  # fmt: skip
 
 
@@ -376,13 +375,13 @@ def multiply_and_send(
         memory: where each rank receives [ranks, m, N].
     """
     (rows, columns), depth, ranks = out.shape, x.shape[1], epoch.channel.group.world_size
-    tiles = tiles_of_pieces(len(x), columns, depth, x.element_size())
+    tiles = tiles_of_pieces(len(x), columns, depth, x.element_size(), adds=True)
     count = ranks * triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns)
-    received = memory.local[: ranks * out.numel() * out.element_size()].view(out.dtype)
+    received = memory.local[: ranks * out.numel() * out.element_size()].view(out.dtype).view(-1, columns)
     sending_gemm_kernel[(_programs(x, count, tiles, is_awaited=True),)](
         TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]), _weight_blocks(weight, tiles, is_transposed),
-        out, received, memory.addresses, epoch.counters, rows, columns, depth, *epoch.args,
-        **_constants(x, tiles, is_transposed),
+        out, _received_blocks(received, tiles), memory.addresses, epoch.counters, rows, columns, depth, *epoch.args,
+        ON_GPU=x.device.type == "cuda", **_constants(x, tiles, is_transposed),
     )  # fmt: skip
 
 
@@ -399,6 +398,11 @@ def _programs(x: Tensor, count: int, tiles: Tiles, *, is_awaited: bool) -> int:
 def _weight_blocks(weight: Tensor, tiles: Tiles, is_transposed: bool) -> TensorDescriptor:
     block = [tiles.depth, tiles.columns] if is_transposed else [tiles.columns, tiles.depth]
     return TensorDescriptor.from_tensor(weight, block)
+
+
+def _received_blocks(received: Tensor, tiles: Tiles) -> TensorDescriptor:
+    """Half a tile each."""
+    return TensorDescriptor.from_tensor(received, [tiles.rows, tiles.columns // 2])
 
 
 def _constants(x: Tensor, tiles: Tiles, is_transposed: bool) -> dict[str, object]:

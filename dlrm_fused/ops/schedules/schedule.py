@@ -70,7 +70,7 @@ _ALL = (
     Schedule("chunks_2", Mover.copy_engine, parts=(1, 1)),
     Schedule("chunks_4", Mover.copy_engine, parts=(1, 1, 1, 1)),
     Schedule("chunks_8", Mover.copy_engine, parts=(1,) * 8),
-    Schedule("tapered", Mover.copy_engine, parts=(4, 2, 1, 1)),
+    Schedule("tapered", Mover.copy_engine, parts=(1, 3, 3, 1)),
     Schedule("deep_2", Mover.copy_engine, depth_parts=2),
     Schedule("arriving", Mover.copy_engine, is_one_product=True),
     Schedule("arriving_4", Mover.copy_engine, parts=(1, 1, 1, 1), is_one_product=True),
