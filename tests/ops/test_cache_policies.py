@@ -66,6 +66,11 @@ def test_rows_that_hardly_come_again_pass(rows: float, row_bytes: float, bags: i
     assert given(select(lookup(rows, row_bytes, bags, 16, zipf_exponent, 16.8 * MB), L2)) == PASSING
 
 
+@pytest.mark.parametrize("row_bytes", [256, 512], ids=["1.04", "predicted"])
+def test_rows_that_pass_have_no_hint_where_their_results_do_not_stay_either(row_bytes: float) -> None:
+    assert select(lookup(4e6, row_bytes, 65536, 16, 0.0, 33.6 * MB), L2) is OFF
+
+
 @pytest.mark.parametrize(
     ("rows", "row_bytes", "zipf_exponent", "sent"),
     [(4e6, 512, 0.9, 16.8), (4e6, 512, 1.05, 16.8), (4e6, 512, 1.05, 33.6), (1e5, 512, 0.0, 16.8)],
@@ -95,12 +100,23 @@ def test_gradients_are_kept_beside_rows_that_pass() -> None:
     assert given(select(update(1e6, 512, 16384, 16, 0.0, 8.4 * MB), L2)) == {"gradients": "evict_last"}  # 0.98
 
 
-def test_gradients_of_an_update_that_fits_are_evicted_first() -> None:
-    assert given(select(update(1e6, 512, 16384, 16, 1.05, 8.4 * MB), L2)) == {"gradients": "evict_first"}  # 0.86
+@pytest.mark.parametrize(
+    ("rows", "row_bytes", "bags", "pooling", "gradients"),
+    [(1e6, 512, 16384, 16, 8.4), (4e6, 128, 131072, 1, 33.6)],
+    ids=["0.86", "0.81"],
+)
+def test_gradients_of_an_update_that_fits_once_but_not_in_both_halves_are_evicted_first(
+    rows: float, row_bytes: float, bags: int, pooling: int, gradients: float
+) -> None:
+    assert given(select(update(rows, row_bytes, bags, pooling, 1.05, gradients * MB), L2)) == {"gradients": "evict_first"}
 
 
-def test_an_update_that_reads_each_gradient_once_passes() -> None:
-    assert given(select(update(4e6, 128, 131072, 1, 1.05, 33.6 * MB), L2)) == PASSING  # 0.82
+def test_an_update_that_fits_in_both_halves_has_no_hint() -> None:
+    assert select(update(1e6, 512, 16384, 16, 1.2, 8.4 * MB), L2) is OFF
+
+
+def test_gradients_that_are_read_once_and_do_not_fit_have_no_hint() -> None:
+    assert select(update(1e6, 512, 131072, 1, 0.0, 67.1 * MB), L2) is OFF
 
 
 @pytest.mark.parametrize(
