@@ -86,10 +86,10 @@ def select(streams: Mapping[str, Stream], l2_bytes: float) -> CachePolicy:
     """The hints of a launch that gathers rows; others have none. The L2 cache has two halves, and both may hold what both read.
 
     * A lookup whose rows pass once and are larger than a half, and whose results fit in a half: all loads ``evict_first``.
-      No row is found again, and the results stay in the cache, which then need not be written to memory to make room.
+      Hardly a row is found again, and the results stay in the cache, which then need not be written to memory to make room.
     * All that the launch touches fits in the cache if it is there once, but not in both halves: the gathered rows
       ``evict_first``.
-    * The gathered rows fit in a half, and a larger stream passes: they ``evict_last``, and that stream ``evict_first``.
+    * An update whose gradients fit in a half, while the larger rows pass: gradients ``evict_last``.
     * Else none.
     """
     gathered = next((name for name in _GATHERED if name in streams), None)
@@ -102,16 +102,15 @@ def select(streams: Mapping[str, Stream], l2_bytes: float) -> CachePolicy:
     if gathered == "rows" and own.passes < _READ_AGAIN and own.distinct > half and stored <= half:
         return STATIC["loads evict_first"]
     if read + stored <= l2_bytes:
-        return OFF if 2 * read + stored <= l2_bytes else _interned(((gathered, EVICT_FIRST),))
-    passing = sorted(name for name, stream in streams.items() if stream.passes < _READ_AGAIN and stream.distinct > half)
-    if own.distinct <= half and passing:
-        return _interned(((gathered, EVICT_LAST), *((name, EVICT_FIRST) for name in passing)))
+        return OFF if 2 * read + stored <= l2_bytes else _interned(gathered, EVICT_FIRST)
+    if gathered == "gradients" and own.distinct <= half < streams["old_rows"].distinct:
+        return _interned("gradients", EVICT_LAST)
     return OFF
 
 
 @cache
-def _interned(hints: tuple[tuple[str, Hint], ...]) -> CachePolicy:
-    return with_hints(**dict(hints))
+def _interned(stream: str, hint: Hint) -> CachePolicy:
+    return with_hints(**{stream: hint})
 
 
 SELECTED = "selected"
