@@ -216,7 +216,7 @@ class WorkloadRun:
         differ = self.differing()
         self.choose_graphs()
         passes = {own.name: self.pass_of(partial(self.go_through, own.policy)) for own in self.candidates.values()}
-        first = self.clock.times(passes, 0.6 * seconds, 60)
+        first = self.clock.times(passes, 0.6 * seconds, 40)
         us = {name: timing.microseconds / self.calls_of_pass for name, timing in first.items()}
         off, hardware, chosen = map(self.name_of, (OFF, STATIC["no hints"], self.selected))
         best = min((own.name for own in self.candidates.values() if own.name in STATIC), key=lambda name: us[name])

@@ -340,10 +340,9 @@ def full() -> list[Workload]:
     together are larger than the L2 cache, except of small tables and the gradients that the calls of an update share."""
     lookups = [
         _lookup(_Embedding(128, _SINGLE, 0.0, 4_000_000, 32768, 16)),
-        # As many uniform rows of 256 bytes, with results of 16.8 and 33.6 MB, and of 512 bytes with 33.6 MB: whether it is
-        # the size of rows or of results that decides about evict_first.
-        _lookup(_Embedding(128, _HALF, 0.0, 4_000_000, 65536, 16)),
-        _lookup(_Embedding(128, _HALF, 0.0, 4_000_000, 32768, 16)),
+        # Uniform rows of 256 bytes with results of 33.6, 16.8 and 25.2 MB, and of 512 bytes with 33.6 MB: whether it is the
+        # size of rows or of results that decides about evict_first.
+        *(_lookup(_Embedding(128, _HALF, 0.0, 4_000_000, bags, 16)) for bags in (65536, 32768, 49152)),
         _lookup(_Embedding(128, _SINGLE, 0.0, 4_000_000, 65536, 16)),
         _lookup(_Embedding(64, _HALF, 0.0, 8_000_000, 65536, 16)),
         *(_lookup(_Embedding(128, _SINGLE, zipf, 4_000_000, 32768, 16)) for zipf in (1.05, 1.2, 0.9, 0.6, 1.3)),
