@@ -45,7 +45,7 @@ def replay(cell: Mapping[str, Any], l2_bytes: float) -> dict[str, Any]:
         given = ", ".join(f"{stream} {hint}" for stream, hint in selected.items() if hint != cell["off"][stream])
         return {**record, "passed": False, "error": f"not timed: {given}"}
     static = {name: us[name] for name in us if name in STATIC}
-    if "over_off" in cell["window"]:
+    if "over_off" in cell["window"] and "rows" in cell["off"]:
         static["L2 window"] = cell["window"]["over_off"] * us["off"]
     best = min(static, key=lambda name: static[name])
     return {
@@ -54,6 +54,7 @@ def replay(cell: Mapping[str, Any], l2_bytes: float) -> dict[str, Any]:
         "best": best,
         "selected_over_best": own / static[best],
         "selected_over_off": own / us["off"],
+        "selected_over_hardware": own / us.get("no hints", us["off"]),
         "best_over_off": static[best] / us["off"],
     }
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import cycle
+from itertools import chain, cycle, zip_longest
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ class Run:
         calls: each with a set of data of its own, in turn; they return what they have computed.
         state: what all calls share, and may change.
         reset: puts the state back.
-        hot: memory whose hottest part comes first, for a window of the L2 cache.
+        hot: [n] memory whose hottest part comes first, for a window of the L2 cache.
     """
 
     calls: Sequence[Callable[[], Sequence[Tensor]]]
@@ -80,7 +81,9 @@ class _Embedding:
     pooling: int
     tables: int = 1
     sets: int = 3
-    gradients: int = 1  # of an update: sets; 1: the cache may hold them from the call before, as if they had just arrived
+    # Of updates. Those that all calls share may be in the cache from the call before; those that are just stored, by a kernel
+    # that is timed, too, are there as if peers had sent them.
+    gradients: Literal["shared", "of each call", "just stored"] = "shared"
 
     @property
     def name(self) -> str:
@@ -116,7 +119,9 @@ class _Embedding:
         return [(own, offsets) for own in indices]
 
     def lookups(self, world: World) -> Run:
-        tables, drawn = self.local_tables(world.device), self.draw(world.device)
+        return self._lookups_in(self.local_tables(world.device), world)
+
+    def _lookups_in(self, tables: LocalTables, world: World) -> Run:
         columns, dims = tuple(self.dim * table for table in range(self.tables)), (self.dim,) * self.tables
         layout = ExchangeLayout(((LookupLayout(columns, dims),),), self.tables * self.dim)
         workspace = EmbeddingWorkspace(world.symmetric, layout, name=self.name, timeout_seconds=TIMEOUT_SECONDS)
@@ -133,19 +138,38 @@ class _Embedding:
             return [output]
 
         hot = tables.weights[: self.rows * self.dim] if self.tables == 1 else None
-        return Run([partial(look_up, *own) for own in drawn], hot=hot)
+        return Run([partial(look_up, *own) for own in self.draw(world.device)], hot=hot)
 
     def updates(self, world: World) -> Run:
-        tables, drawn = self.local_tables(world.device), self.draw(world.device)
+        sets = self.sets if self.gradients == "of each call" else 1
+        gradients = torch.randn(sets, self.bags, self.tables * self.dim, device=world.device)
+        return self._updates_of(self.local_tables(world.device), gradients)
+
+    def steps(self, world: World) -> Run:
+        """A lookup, and the update of what it has read; between them one kernel reads the results and stores the gradients."""
+        tables = self.local_tables(world.device)
+        gradients = torch.empty(1, self.bags, self.tables * self.dim, device=world.device)
+        lookups, updates = self._lookups_in(tables, world), self._updates_of(tables, gradients)
+
+        def call(look_up: Callable[[], Sequence[Tensor]], update: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
+            (pooled,) = look_up()
+            torch.mul(pooled, 0.01, out=gradients[0])
+            return [pooled, *update()]
+
+        calls = [partial(call, *pair) for pair in zip(lookups.calls, updates.calls, strict=True)]
+        return Run(calls, state=updates.state, reset=updates.reset)
+
+    def _updates_of(self, tables: LocalTables, sets_of_gradients: Tensor) -> Run:
         assert isinstance(tables.optimizer, RowwiseAdagrad)
         state = tables.weights, tables.optimizer.momentum
         start = [tensor.clone() for tensor in state]
-        sets_of_gradients = torch.randn(self.gradients, self.bags, self.tables * self.dim, device=world.device)
 
         def call(indices: Tensor, offsets: Tensor, gradients: Tensor) -> Callable[[], list[Tensor]]:
             order = sort_lookup(tables, indices, offsets)
 
             def update() -> list[Tensor]:
+                if self.gradients == "just stored":
+                    gradients.fill_(0.01)
                 apply_gradients(tables, order, gradients, indices, offsets)
                 return []
 
@@ -155,18 +179,26 @@ class _Embedding:
             for tensor, first in zip(state, start, strict=True):
                 tensor.copy_(first)
 
+        drawn = self.draw(sets_of_gradients.device)
         calls = [call(*own, gradients) for own, gradients in zip(drawn, cycle(sets_of_gradients), strict=False)]
         return Run(calls, state=state, reset=reset)
 
 
+_LOOKUP_STREAMS = ("rows", "indices", "offsets", "sent")
+_UPDATE_STREAMS = ("old_rows", "gradients", "order", "new_rows")
+
+
 def _lookup(embedding: _Embedding) -> Workload:
-    return Workload(f"lookup {embedding.name}", ("rows", "indices", "offsets", "sent"), embedding.lookups, embedding.zipf)
+    return Workload(f"lookup {embedding.name}", _LOOKUP_STREAMS, embedding.lookups, embedding.zipf)
 
 
 def _update(embedding: _Embedding) -> Workload:
-    streams = ("old_rows", "gradients", "order", "new_rows")
-    gradients = "" if embedding.gradients == 1 else ", gradients of each call"
-    return Workload(f"update {embedding.name}{gradients}", streams, embedding.updates, embedding.zipf)
+    gradients = "" if embedding.gradients == "shared" else f", gradients {embedding.gradients}"
+    return Workload(f"update {embedding.name}{gradients}", _UPDATE_STREAMS, embedding.updates, embedding.zipf)
+
+
+def _step(embedding: _Embedding) -> Workload:
+    return Workload(f"lookup and update {embedding.name}", _LOOKUP_STREAMS + _UPDATE_STREAMS, embedding.steps, embedding.zipf)
 
 
 def _half(world: World) -> torch.dtype:
@@ -294,7 +326,7 @@ def _attention(rows: int, heads: int, keys: int, d_head: int, layers: int) -> Wo
         def call(layer: int) -> list[Tensor]:
             return [cached_attention(projected, cache, layer, keys)]
 
-        return Run([partial(call, layer) for layer in range(layers)], state=[kept])
+        return Run([partial(call, layer) for layer in range(layers)], state=[kept], hot=kept[0].flatten())
 
     name = f"attention of {rows} rows to {keys} keys, {heads} heads of {d_head}"
     return Workload(name, ("results",), make)
@@ -304,35 +336,47 @@ _SINGLE, _HALF = torch.float32, torch.float16
 
 
 def full() -> list[Workload]:
-    """Of every kernel that takes hints. Sets of data together are larger than the L2 cache, except of small tables and the
-    gradients that the calls of an update share."""
-    return [
-        *(_lookup(_Embedding(128, _SINGLE, zipf, 4_000_000, 32768, 16)) for zipf in (0.0, 0.6, 0.9, 1.05, 1.2)),
-        _lookup(_Embedding(32, _SINGLE, 1.05, 8_000_000, 131072, 16)),
+    """Of every kernel that takes hints, the kinds in turn, so that a run that is cut short has some of each. Sets of data
+    together are larger than the L2 cache, except of small tables and the gradients that the calls of an update share."""
+    lookups = [
+        _lookup(_Embedding(128, _SINGLE, 0.0, 4_000_000, 32768, 16)),
+        # Uniform rows of 256 bytes with results of 33.6, 16.8 and 25.2 MB, and of 512 bytes with 33.6 MB: whether it is the
+        # size of rows or of results that decides about evict_first.
+        *(_lookup(_Embedding(128, _HALF, 0.0, 4_000_000, bags, 16)) for bags in (65536, 32768, 49152)),
+        _lookup(_Embedding(128, _SINGLE, 0.0, 4_000_000, 65536, 16)),
         _lookup(_Embedding(64, _HALF, 0.0, 8_000_000, 65536, 16)),
-        _lookup(_Embedding(128, _HALF, 0.0, 4_000_000, 65536, 16)),
+        *(_lookup(_Embedding(128, _SINGLE, zipf, 4_000_000, 32768, 16)) for zipf in (1.05, 1.2, 0.9, 0.6, 1.3)),
+        _lookup(_Embedding(64, _SINGLE, 1.2, 8_000_000, 65536, 16)),
         _lookup(_Embedding(64, _SINGLE, 0.9, 8_000_000, 65536, 16)),
+        _lookup(_Embedding(128, _SINGLE, 1.05, 4_000_000, 131072, 1)),
         _lookup(_Embedding(256, _HALF, 1.05, 4_000_000, 32768, 16)),
         _lookup(_Embedding(128, _HALF, 1.05, 500_000, 8192, 16, tables=8)),
-        _lookup(_Embedding(128, _SINGLE, 1.05, 4_000_000, 131072, 1)),
+        _lookup(_Embedding(32, _SINGLE, 1.05, 8_000_000, 131072, 16)),
         _lookup(_Embedding(128, _SINGLE, 0.0, 20_000, 32768, 16)),
         _lookup(_Embedding(128, _SINGLE, 0.0, 100_000, 32768, 16)),
-        *(_update(_Embedding(128, _SINGLE, zipf, 1_000_000, 16384, 16)) for zipf in (0.0, 0.6, 0.9, 1.05, 1.2)),
-        _update(_Embedding(128, _SINGLE, 1.05, 1_000_000, 16384, 16, gradients=3)),
-        _update(_Embedding(128, _SINGLE, 0.0, 1_000_000, 131072, 1)),
+    ]
+    updates = [
+        _update(_Embedding(128, _SINGLE, 1.05, 1_000_000, 16384, 16)),
+        _update(_Embedding(128, _SINGLE, 1.05, 1_000_000, 16384, 16, gradients="of each call")),
+        _update(_Embedding(64, _HALF, 1.05, 4_000_000, 131072, 1)),
+        _update(_Embedding(64, _HALF, 1.05, 4_000_000, 131072, 1, gradients="of each call")),
+        _update(_Embedding(64, _HALF, 1.05, 4_000_000, 131072, 1, gradients="just stored")),
+        *(_update(_Embedding(128, _SINGLE, zipf, 1_000_000, 16384, 16)) for zipf in (0.0, 1.2, 0.9, 0.6)),
         # Uniform rows, but all that a call touches fits in the cache.
         _update(_Embedding(64, _HALF, 0.0, 4_000_000, 16384, 16)),
-        _update(_Embedding(64, _HALF, 1.05, 4_000_000, 131072, 1)),
-        _update(_Embedding(64, _HALF, 1.05, 4_000_000, 131072, 1, gradients=3)),
-        _gemv(1, 4096, 8192, sets=4),
-        _gemm(8192, 8192, 1024, sends=True),
-        _put(65536, 1024, 1, shuffled=False),
+        _update(_Embedding(128, _SINGLE, 0.0, 1_000_000, 131072, 1)),
+    ]
+    steps = [_step(_Embedding(128, _SINGLE, zipf, 1_000_000, 16384, 16)) for zipf in (1.05, 0.0)]
+    products = [_gemm(8192, 8192, 1024, sends=True), _gemv(1, 4096, 8192, sets=4), _attention(16, 16, 8192, 64, layers=4)]
+    rows = [
         _put(32768, 1024, 4, shuffled=True),
         _reduce(4, 16384, 512, _SINGLE),
-        _sum_slots(32768, 2, 1024),
         _route(262144, 4, 64, sets=8),
-        _attention(16, 16, 8192, 64, layers=4),
+        _put(65536, 1024, 1, shuffled=False),
+        _sum_slots(32768, 2, 1024),
     ]
+    turns = zip_longest(lookups, updates, steps, products, rows)
+    return [workload for workload in chain.from_iterable(turns) if workload is not None]
 
 
 def tiny() -> list[Workload]:
@@ -340,6 +384,7 @@ def tiny() -> list[Workload]:
     return [
         _lookup(_Embedding(16, _SINGLE, 1.05, 200, 12, 3, sets=2)),
         _update(_Embedding(8, _SINGLE, 0.0, 50, 6, 2, sets=2)),
+        _step(_Embedding(8, _SINGLE, 1.05, 50, 6, 2, sets=2)),
         _gemv(1, 32, 64, sets=2),
         _gemm(32, 32, 32, sends=False),
         _gemm(32, 32, 32, sends=True),

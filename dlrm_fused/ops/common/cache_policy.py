@@ -85,33 +85,32 @@ _READ_AGAIN = 1.5
 def select(streams: Mapping[str, Stream], l2_bytes: float) -> CachePolicy:
     """The hints of a launch that gathers rows; others have none. The L2 cache has two halves, and both may hold what both read.
 
-    * The gathered rows pass once, and are larger than a half: all loads ``evict_first``, since none finds its place again.
+    * A lookup whose rows pass once and are larger than a half, and whose results fit in a half: all loads ``evict_first``.
+      Hardly a row is found again, and the results stay in the cache, which then need not be written to memory to make room.
     * All that the launch touches fits in the cache if it is there once, but not in both halves: the gathered rows
-      ``evict_first``. In an update also where it would fit in both.
-    * The gathered rows fit in a half, and a larger stream passes: they ``evict_last``, and that stream ``evict_first``.
+      ``evict_first``.
+    * An update whose gradients fit in a half, while the larger rows pass: gradients ``evict_last``.
     * Else none.
     """
     gathered = next((name for name in _GATHERED if name in streams), None)
     if gathered is None:
         return OFF
     own, half = streams[gathered], l2_bytes / 2
-    if own.passes < _READ_AGAIN and own.distinct > half:
-        return STATIC["loads evict_first"]
     read = sum(stream.distinct for name, stream in streams.items() if name not in STORES)
     # The places of new_rows are those of old_rows.
     stored = sum(stream.distinct for name, stream in streams.items() if name in STORES and name != "new_rows")
+    if gathered == "rows" and own.passes < _READ_AGAIN and own.distinct > half and stored <= half:
+        return STATIC["loads evict_first"]
     if read + stored <= l2_bytes:
-        fits_twice = gathered == "rows" and 2 * read + stored <= l2_bytes
-        return OFF if fits_twice else _interned(((gathered, EVICT_FIRST),))
-    passing = sorted(name for name, stream in streams.items() if stream.passes < _READ_AGAIN and stream.distinct > half)
-    if own.distinct <= half and passing:
-        return _interned(((gathered, EVICT_LAST), *((name, EVICT_FIRST) for name in passing)))
+        return OFF if 2 * read + stored <= l2_bytes else _interned(gathered, EVICT_FIRST)
+    if gathered == "gradients" and own.distinct <= half < streams["old_rows"].distinct:
+        return _interned("gradients", EVICT_LAST)
     return OFF
 
 
 @cache
-def _interned(hints: tuple[tuple[str, Hint], ...]) -> CachePolicy:
-    return with_hints(**dict(hints))
+def _interned(stream: str, hint: Hint) -> CachePolicy:
+    return with_hints(**{stream: hint})
 
 
 SELECTED = "selected"
