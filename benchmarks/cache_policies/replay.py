@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cache_policies.report import line, summarize, text
+from benchmarks.cache_policies.workloads import LOOKUP_STREAMS
 from dlrm_fused.ops.common.cache_hints import LOAD_HINTS, OFF, STATIC, STORE_HINTS, STORES, with_hints
 from dlrm_fused.ops.common.cache_policy import Stream, select
 
@@ -33,20 +34,32 @@ def measured_hints(cell: Mapping[str, Any], name: str) -> Hints:
     return {stream: hints[stream] for stream in cell["off"]}
 
 
+def selected_hints(streams: Mapping[str, Stream], l2_bytes: float) -> Hints:
+    """Of all streams of the launches whose streams these are: a lookup, an update, both one after the other, or another one."""
+    lookup = {name: own for name, own in streams.items() if name in LOOKUP_STREAMS}
+    others = {name: own for name, own in streams.items() if name not in LOOKUP_STREAMS}
+    hints = select(others, l2_bytes).hints()
+    if "rows" in lookup:
+        of_lookup = select(lookup, l2_bytes).hints()
+        hints |= {name: of_lookup[name] for name in LOOKUP_STREAMS}
+    return hints
+
+
 def replay(cell: Mapping[str, Any], l2_bytes: float) -> dict[str, Any]:
     """A workload's record with today's choice; an error where its hints were not timed."""
     known = cell["streams"].items()
     streams = {name: Stream(own["distinct_bytes"], own["distinct_bytes"] * own["passes"]) for name, own in known}
-    hints = select(streams, l2_bytes).hints()
-    selected, us = {stream: hints[stream] for stream in cell["off"]}, cell["us"]
+    hints, us = selected_hints(streams, l2_bytes), cell["us"]
+    selected = {stream: hints[stream] for stream in cell["off"]}
     record = {"name": cell["name"], "off": cell["off"], "selected": selected, "us": us, "differ": cell["differ"]}
     own = next((us[name] for name in us if measured_hints(cell, name) == selected), None)
     if own is None:
         given = ", ".join(f"{stream} {hint}" for stream, hint in selected.items() if hint != cell["off"][stream])
         return {**record, "passed": False, "error": f"not timed: {given}"}
     static = {name: us[name] for name in us if name in STATIC}
-    if "over_off" in cell["window"] and "rows" in cell["off"]:
-        static["L2 window"] = cell["window"]["over_off"] * us["off"]
+    window = cell["window"]
+    if "over_off" in window and "rows" in cell["off"]:
+        static["L2 window"] = window["us"] / window["off_us"][0] * us["off"]
     best = min(static, key=lambda name: static[name])
     return {
         **record,

@@ -184,12 +184,12 @@ class _Embedding:
         return Run(calls, state=state, reset=reset)
 
 
-_LOOKUP_STREAMS = ("rows", "indices", "offsets", "sent")
+LOOKUP_STREAMS = ("rows", "indices", "offsets", "sent")
 _UPDATE_STREAMS = ("old_rows", "gradients", "order", "new_rows")
 
 
 def _lookup(embedding: _Embedding) -> Workload:
-    return Workload(f"lookup {embedding.name}", _LOOKUP_STREAMS, embedding.lookups, embedding.zipf)
+    return Workload(f"lookup {embedding.name}", LOOKUP_STREAMS, embedding.lookups, embedding.zipf)
 
 
 def _update(embedding: _Embedding) -> Workload:
@@ -198,7 +198,7 @@ def _update(embedding: _Embedding) -> Workload:
 
 
 def _step(embedding: _Embedding) -> Workload:
-    return Workload(f"lookup and update {embedding.name}", _LOOKUP_STREAMS + _UPDATE_STREAMS, embedding.steps, embedding.zipf)
+    return Workload(f"lookup and update {embedding.name}", LOOKUP_STREAMS + _UPDATE_STREAMS, embedding.steps, embedding.zipf)
 
 
 def _half(world: World) -> torch.dtype:

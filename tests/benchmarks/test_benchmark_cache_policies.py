@@ -74,7 +74,7 @@ def lookup_of_uniform_rows(**us: float) -> dict[str, Any]:
     hints = dict.fromkeys(("rows", "indices", "sent"), "off")
     streams = {"rows": {"distinct_bytes": 250e6, "passes": 1.1}, "sent": {"distinct_bytes": 17e6, "passes": 1.0}}
     record = {"name": "lookup", "passed": True, "differ": [], "streams": streams, "off": hints, "selected": hints}
-    return {**record, "window": {"over_off": 0.95}, "us": {"off": 100.0, **us}}
+    return {**record, "window": {"off_us": [100.0, 160.0], "us": 95.0, "over_off": 0.95}, "us": {"off": 100.0, **us}}
 
 
 def test_a_recorded_run_tells_what_the_selector_would_cost_now() -> None:

@@ -355,7 +355,7 @@ def multiply_and_add(x: Tensor, weight: Tensor, out: Tensor, received: Tensor, e
         received: [ranks, m, N] in the dtype of x; this rank's own part is not read.
     """
     (rows, depth), columns = x.shape, out.shape[1]
-    tiles = tiles_of_pieces(rows, columns, depth, x.element_size(), adds=True)
+    tiles = tiles_of_pieces(rows, columns, depth, x.element_size(), added=1.0)
     count = triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns)
     adding_gemm_kernel[(_programs(x, count, tiles, is_awaited=False),)](
         TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]), _weight_blocks(weight, tiles, is_transposed),
@@ -375,7 +375,7 @@ def multiply_and_send(
         memory: where each rank receives [ranks, m, N].
     """
     (rows, columns), depth, ranks = out.shape, x.shape[1], epoch.channel.group.world_size
-    tiles = tiles_of_pieces(len(x), columns, depth, x.element_size(), adds=True)
+    tiles = tiles_of_pieces(len(x), columns, depth, x.element_size(), added=1 / ranks)
     count = ranks * triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns)
     received = memory.local[: ranks * out.numel() * out.element_size()].view(out.dtype).view(-1, columns)
     sending_gemm_kernel[(_programs(x, count, tiles, is_awaited=True),)](

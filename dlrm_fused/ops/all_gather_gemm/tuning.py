@@ -11,7 +11,7 @@ _MULTIPROCESSORS = 132
 # Of 16-bit elements, with the share of the widest tile's speed that each reaches. Measured on two H100s.
 _SHAPES = (
     (Tiles(rows=128, columns=256, depth=64, band=8, warps=8, stages=3, programs=1), 1.0),
-    (Tiles(rows=128, columns=128, depth=64, band=8, warps=4, stages=3, programs=2), 0.95),
+    (Tiles(rows=128, columns=128, depth=64, band=8, warps=4, stages=3, programs=2), 0.92),
     (Tiles(rows=64, columns=128, depth=128, band=8, warps=4, stages=4, programs=1), 0.75),
     (Tiles(rows=64, columns=64, depth=128, band=8, warps=4, stages=5, programs=1), 0.6),
 )
@@ -20,12 +20,12 @@ _SHAPES = (
 _ADDING = {1: 300, 2: 150}
 
 
-def tiles_of_pieces(rows: int, columns: int, depth: int, element_size: int, *, adds: bool = False) -> Tiles:
+def tiles_of_pieces(rows: int, columns: int, depth: int, element_size: int, *, added: float = 0.0) -> Tiles:
     """For a persistent kernel that multiplies pieces one after the other, [rows, K] x [N, K]^T together.
 
     Args:
         element_size: bytes of an element.
-        adds: whether it adds to each tile what the peers have sent.
+        added: share of the tiles to which it adds what the peers have sent.
     """
     measured = TILES.get((rows, columns, depth, element_size))
     if tuning.overridden() or element_size != 2 or (measured and Tiles(*measured).splits == 1):
@@ -35,6 +35,6 @@ def tiles_of_pieces(rows: int, columns: int, depth: int, element_size: int, *, a
         tiles, speed = shape
         count = -(-rows // tiles.rows) * -(-columns // tiles.columns)
         rounds = -(-count // (_MULTIPROCESSORS * tiles.programs)) * tiles.programs
-        return rounds * tiles.rows * tiles.columns * (depth / speed + adds * _ADDING[tiles.programs])
+        return rounds * tiles.rows * tiles.columns * (depth / speed + added * _ADDING[tiles.programs])
 
     return min(_SHAPES, key=time)[0]
