@@ -15,6 +15,8 @@ from dlrm_fused.ops.schedules.estimate import Size
 # Rows up to which auto always takes the kernel of GEMV + AllReduce.
 _ROWS_OF_THE_KERNEL = 16
 _BYTES = {"fp32": 4, "fp16": 2}
+# Interquartile range over median, from which on a time was disturbed.
+_NOT_STEADY = 0.5
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,17 @@ class Call:
 
 
 def read_calls(files: Sequence[Path]) -> list[Call]:
-    """Of all cells that passed, in the order of the files."""
-    return [call for file in files for call in _calls_of(json.loads(file.read_text()))]
+    """Of all cells that passed, in the order of the files: the times that were steady.
+
+    Of cells that several files have, the shorter time of each schedule counts: what disturbs a run takes time.
+    """
+    calls: dict[Size, Call] = {}
+    for file in files:
+        for call in _calls_of(json.loads(file.read_text())):
+            before = calls[call.size].microseconds if call.size in calls else {}
+            shorter = {name: min(us, before.get(name, us)) for name, us in call.microseconds.items()}
+            calls[call.size] = Call(call.size, {**before, **shorter})
+    return list(calls.values())
 
 
 def read_ceilings(file: Path) -> tuple[str, Ceilings, float, float]:
@@ -63,8 +74,9 @@ def _calls_of(report: Mapping[str, Any]) -> Iterator[Call]:
 def _product(cell: Mapping[str, Any], ranks: int) -> Call:
     """Of GEMM + All-to-All, AllGather + GEMM, or GEMM + ReduceScatter."""
     pair = Pair(cell.get("pair", Pair.gemm_all_to_all))
-    times = {name: time for name, time in cell["us"].items() if name not in ("gemm", "fused", "nccl")}
-    return Call(Size(pair, ranks, cell["m"], cell["n"], cell["k"]), {**times, "library": cell["us"]["nccl"]})
+    names = {name: name for name in cell["us"] if name not in ("gemm", "fused", "nccl", "library")}
+    times = _steady(cell, cell["us"], {**names, "library": "nccl"})
+    return Call(Size(pair, ranks, cell["m"], cell["n"], cell["k"]), times)
 
 
 def _sum(cell: Mapping[str, Any], ranks: int) -> Iterator[Call]:
@@ -72,11 +84,11 @@ def _sum(cell: Mapping[str, Any], ranks: int) -> Iterator[Call]:
     us, size = cell["us"], Size(Pair.gemm_all_reduce, ranks, cell["m"], cell["n"], cell["k"] // ranks)
     if cell["size"] == "small":
         if cell["m"] <= _ROWS_OF_THE_KERNEL:
-            yield Call(size, {"kernel": us["fused"], "library": us["nccl"]})
+            yield Call(size, _steady(cell, us, {"kernel": "fused", "library": "nccl"}))
         return
-    names = {"chunks": "sums_beside", "scatter": "kernel"}
-    times = {name: us[key] if key in us else us["fused"] for key, name in names.items()}
-    yield Call(size, {**times, "library": us["nccl"]})
+    listed = {"sums_beside": "chunks", "kernel": "scatter"}
+    names = {name: key if key in us else "fused" for name, key in listed.items()}
+    yield Call(size, _steady(cell, us, {**names, "library": "nccl"}))
 
 
 def _lookup(cell: Mapping[str, Any], ranks: int) -> Call:
@@ -84,4 +96,11 @@ def _lookup(cell: Mapping[str, Any], ranks: int) -> Call:
     columns = cell["tables"] * cell["dim"]
     distinct = cell["distinct_rows"] / cell["lookups"]
     size = Size(Pair.embedding_all_to_all, ranks, cell["bags"], columns, pooled, 4, _BYTES[cell["dtype"]], distinct)
-    return Call(size, {"kernel": cell["fused_us"], "copied": cell["copy_us"], "library": cell["baseline_us"]})
+    names = {"kernel": "fused", "copied": "copy", "library": "baseline"}
+    return Call(size, _steady(cell, {name: cell[f"{name}_us"] for name in names.values()}, names))
+
+
+def _steady(cell: Mapping[str, Any], us: Mapping[str, float], names: Mapping[str, str]) -> dict[str, float]:
+    """Times by schedule, without those that were disturbed; ``names``: of each schedule in the cell."""
+    spread = cell["spread"]  # the schedule that auto took may stand there as ``fused`` alone
+    return {name: us[key] for name, key in names.items() if spread.get(key, spread.get("fused")) < _NOT_STEADY}

@@ -26,8 +26,8 @@ from dlrm_fused.ops.schedules.machine import Machine
 from dlrm_fused.ops.schedules.rule import schedule_of, space_of
 
 FITTED = (
-    "library_share", "kernel_share", "kernel_contention", "started_us", "tile_us", "move_us", "mark_us", "wait_us",
-    "collective_us", "sum_us", "lookup_share", "kernel_lookup_share",
+    "library_share", "kernel_share", "kernel_contention", "started_us", "tile_us", "copy_start_us", "move_us", "mark_us",
+    "wait_us", "collective_us", "sum_us", "sum_share", "lookup_share", "kernel_lookup_share",
 )  # fmt: skip
 # Of an error that all schedules of a call share, which changes no choice.
 _WEIGHT_OF_COMMON_ERROR = 0.2
@@ -38,14 +38,9 @@ _MULTIPROCESSORS = {"NVIDIA H100 80GB HBM3": 132, "NVIDIA H200": 132}
 Choose = Callable[[Call], str]
 
 
-def measured_space(call: Call) -> list[str]:
-    """The schedules that the rule may take, and that were measured."""
-    return [name for name in space_of(call.size) if name in call.microseconds]
-
-
 def estimated(call: Call, machine: Machine) -> dict[str, float]:
     """Microseconds by schedule."""
-    return {name: estimate(call.size, schedule_of(call.size, name), machine).microseconds for name in measured_space(call)}
+    return {name: estimate(call.size, schedule_of(call.size, name), machine).microseconds for name in space_of(call.size)}
 
 
 def fit(calls: Sequence[Call], machine: Machine) -> Machine:
@@ -85,7 +80,7 @@ def always(mover: Mover) -> Choose:
     """The first schedule of this kind that the pair has; the library's if it has none."""
 
     def choose(call: Call) -> str:
-        return next((name for name in measured_space(call) if SCHEDULES[name].mover is mover), "library")
+        return next((name for name in space_of(call.size) if SCHEDULES[name].mover is mover), "library")
 
     return choose
 
@@ -94,7 +89,7 @@ def judge(calls: Sequence[Call], choose: Choose) -> dict[str, Any]:
     """How often the fastest is chosen, how often one within 3 % of it, and what a wrong choice loses."""
     losses = []
     for call in calls:
-        fastest = min(call.microseconds[name] for name in measured_space(call))
+        fastest = min(call.microseconds[name] for name in space_of(call.size))
         losses.append(call.microseconds[choose(call)] / fastest - 1)
     wrong = [loss for loss in losses if loss > 0]
     return {
@@ -123,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     gpu, ceilings, teraflops, contention = read_ceilings(options.results[0])
-    calls = read_calls(options.results)
+    calls = [call for call in read_calls(options.results) if set(space_of(call.size)) <= call.microseconds.keys()]
     random.Random(options.seed).shuffle(calls)
     fitted, judged = calls[: len(calls) // 2], calls[len(calls) // 2 :]
     report: dict[str, Any] = {

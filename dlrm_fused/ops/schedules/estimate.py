@@ -23,6 +23,8 @@ FEW_ROWS = 64
 _SHAPES = ((256, 128, 1.0), (192, 128, 0.98), (128, 128, 0.95), (96, 128, 0.93), (64, 128, 0.85), (64, 64, 0.7))
 _TILES = (*_SHAPES, *((columns, rows, share) for rows, columns, share in _SHAPES))
 _KERNEL_TILES = ((128, 256, 1.0), (256, 128, 0.95), (64, 128, 0.75), (64, 64, 0.6))
+# Of a maximum: multiplication and stores at the peers that take equally long take 1.26 times that together.
+_SHARPNESS = 3
 
 
 @dataclass(frozen=True)
@@ -139,9 +141,8 @@ class _Clock:
         if task.is_inside and task.after:  # stores of tiles that a kernel computes
             return {piece: self._end_of(task.after[0], piece) + self.times.machine.wait_us for piece in task.pieces}
         started = 0.0 if task.is_inside or self.times.is_part_of_launch(task) else self.times.machine.started_us
-        now = (
-            max([self.free[task.lane], *(self._end_of(other, task.pieces[0]) for other in task.after if task.pieces)]) + started
-        )
+        awaited = [self._end_of(other, task.pieces[0]) + self.times.start_us(task) for other in task.after if task.pieces]
+        now = max([self.free[task.lane], *awaited]) + started
         if task.kind is Kind.end:
             now = max([now, *(max(self.ended[other].values()) for other in task.after)])
         first, ended = now, dict[Piece, float]()
@@ -190,7 +191,9 @@ class _Times:
         # Of one launch of this project's kernel: the rows that it computes, its time for them, and for a round of tiles.
         added = size.pair is Pair.gemm_reduce_scatter and not schedule.is_one_product
         self._kernel_rows = size.shard_rows * (1 if added else size.ranks)
-        self._kernel_us, self._round_us = product_us(self._kernel_rows, size.columns, size.depth, machine, _KERNEL_TILES)
+        self._kernel_us, self._round_us = product_us(
+            self._kernel_rows, size.columns, size.depth + machine.store_depth, machine, _KERNEL_TILES
+        )
 
     def of(self, task: Task, piece: Piece | None) -> float:
         """Of a task and one of its pieces."""
@@ -204,10 +207,16 @@ class _Times:
         if task.kind is Kind.move:
             if self._is_by_copies:
                 return machine.move_us + self._bytes(piece) / machine.peer_copies / 1e3
-            return machine.wait_us + self._bytes(piece) / machine.peer_stores / 1e3
+            # A kernel of its own waits until the peers can receive, tells them when it has stored, and waits for theirs.
+            epoch_us = 2 * machine.wait_us + machine.mark_us if self.schedule.mover is Mover.other_kernel else machine.wait_us
+            return epoch_us + self._bytes(piece) / machine.peer_stores / 1e3
         if task.kind is Kind.combine:
             return self._combination(piece)
         return self._computation(task, piece)
+
+    def start_us(self, task: Task) -> float:
+        """From the end of what a task of the other lane waits for to its beginning."""
+        return self.machine.copy_start_us if task.kind is Kind.move and self._is_by_copies else 0.0
 
     def least_us(self, task: Task) -> float:
         """Of any piece."""
@@ -244,7 +253,8 @@ class _Times:
         if not stores:
             return time
         # The links have nothing to do until the first tiles are computed.
-        return max(time, min(time, self._round_us) + self._bytes(piece) / machine.peer_stores / 1e3)
+        stores_us = min(time, self._round_us) + self._bytes(piece) / machine.peer_stores / 1e3
+        return (time**_SHARPNESS + stores_us**_SHARPNESS) ** (1 / _SHARPNESS)
 
     def _rows_us(self, rows: int, depth: float, is_persistent: bool) -> float:
         """Of so many rows of the computation."""
@@ -263,12 +273,14 @@ class _Times:
         size, machine = self.size, self.machine
         bytes_ = piece.rows * size.columns * size.element_bytes
         if size.pair is Pair.gemm_reduce_scatter:
-            return self._rows_us(piece.rows, size.depth, is_persistent=True)
+            multiplied = size.depth + machine.store_depth
+            return self._rows_us(piece.rows, size.depth, is_persistent=True) * (multiplied + machine.add_depth) / multiplied
         if size.pair is Pair.gemm_all_reduce:  # a reduce-scatter and an all-gather, or the latter alone
             if size.rows <= FEW_ROWS:  # words that say by themselves that they have come
                 return machine.wait_us
             passes = 2 if self.schedule.mover is Mover.other_kernel else 1
-            return machine.sum_us + passes * bytes_ * (size.ranks - 1) / size.ranks / machine.peer_stores / 1e3
+            stored = passes * bytes_ * (size.ranks - 1) / size.ranks
+            return machine.sum_us + stored / machine.peer_stores / machine.sum_share / 1e3
         return 2 * bytes_ / machine.memory / 1e3
 
     def _contention(self) -> float:

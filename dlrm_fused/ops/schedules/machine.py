@@ -20,16 +20,20 @@ class Machine:
         peer_copies, peer_stores: GB/s to all peers together, by copy engines and by stores of a kernel.
         multiprocessors: of the GPU.
         library_share: of ``peer_copies``, what the library's collectives reach.
-        kernel_share: of the library's speed, what this project's products reach.
+        kernel_share: of the library's speed, what this project's products reach between two tiles.
+        store_depth: what storing a tile takes them; in units of the product's inner dimension, which could be multiplied meanwhile.
+        add_depth: the same of adding to a tile what the peers have sent.
         contention: factor on the time of a product while copy engines move pieces beside it.
         kernel_contention: the same while another kernel does.
         started_us: from the end of one kernel to the work of the next in its stream.
         tile_us: of a product, for the first loads and the last stores.
+        copy_start_us: until a copy engine begins with a copy, from the end of what the copy waits for.
         move_us: a copy engine's, beside the bytes.
         mark_us: until a peer knows that a piece has come.
         wait_us: of a gate, and of a kernel that finds its piece there.
         collective_us: the library's, beside the bytes.
         sum_us: of a kernel that adds up over the ranks what they have, beside the bytes.
+        sum_share: of ``peer_stores``, what such a kernel reaches.
         lookup_share: of ``memory``, what the library's lookup of embedding rows reaches.
         kernel_lookup_share: the same of this project's lookup.
     """
@@ -42,14 +46,18 @@ class Machine:
     multiprocessors: int
     library_share: float = 0.8
     kernel_share: float = 0.97
+    store_depth: float = 75.0
+    add_depth: float = 200.0
     contention: float = 1.03
     kernel_contention: float = 1.5
     started_us: float = 1.0
     tile_us: float = 3.0
-    move_us: float = 3.0
+    copy_start_us: float = 3.0
+    move_us: float = 1.0
     mark_us: float = 4.0
     wait_us: float = 1.5
     collective_us: float = 15.0
     sum_us: float = 8.0
+    sum_share: float = 0.8
     lookup_share: float = 0.5
     kernel_lookup_share: float = 0.7

@@ -12,8 +12,8 @@ from dlrm_fused.ops.schedules.schedule import SCHEDULES, Pair, Schedule, sums_be
 _KEPT_CHOICES = 1024
 # Of the schedules that were measured, those without which some call would take noticeably longer; docs/schedules.md.
 SPACE = {
-    Pair.all_gather_gemm: ("library", "kernel", "chunks", "chunks_2", "chunks_4", "arriving"),
-    Pair.gemm_reduce_scatter: ("library", "kernel", "chunks_2", "chunks_4"),
+    Pair.all_gather_gemm: ("library", "kernel", "chunks", "chunks_4", "arriving"),
+    Pair.gemm_reduce_scatter: ("library", "kernel", "chunks_2", "tapered"),
     Pair.gemm_all_to_all: ("library", "kernel", "chunks", "chunks_2"),
     Pair.gemm_all_reduce: ("library", "kernel", "sums_beside"),
     Pair.embedding_all_to_all: ("library", "kernel", "copied"),
