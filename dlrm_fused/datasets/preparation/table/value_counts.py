@@ -43,7 +43,7 @@ class ValueCounter:
         self._pending.append(table if counts.all() else table.filter(counts > 0))
         self._entries += len(self._pending[-1])
         if self._entries > ENTRIES_IN_MEMORY:
-            merged = _merge(self._pending)
+            merged = self._merged()
             self._pending, self._entries = [merged], len(merged)
             if self._entries > ENTRIES_IN_MEMORY // 2:
                 self._spill(merged)
@@ -62,9 +62,9 @@ class ValueCounter:
     def _parts(self) -> Iterator[pa.Table]:
         """All counts, each value in one part only."""
         if not self._writers:
-            yield _merge([self._schema.empty_table(), *self._pending])
+            yield self._merged()
             return
-        self._spill(_merge(self._pending))
+        self._spill(self._merged())
         for writer in self._writers:
             writer.close()
         for number in range(PARTS):
@@ -82,6 +82,9 @@ class ValueCounter:
         for writer, start, stop in zip(self._writers, [0, *ends], ends, strict=False):
             writer.write_table(counts.take(order[start:stop]))
         self._pending, self._entries = [], 0
+
+    def _merged(self) -> pa.Table:
+        return _merge([self._schema.empty_table(), *self._pending])
 
     def _file(self, number: int) -> Path:
         return self._path.with_name(f"{self._path.name}.{number}")
