@@ -15,8 +15,8 @@ file                     dtype          content
 Ids are found by a value's *key*, 64 bits that are different for different whole numbers, and for different texts as good as
 surely: among 10 million texts two have the same key with a probability of 3 in a million.
 
-This module, and the hashes and errors that it imports, need NumPy alone, so that a server can apply a transformation without the
-libraries that learned it.
+This module, and the hashes and errors that it imports, need NumPy alone, so that a server can apply a transformation without
+the libraries that learned it.
 """
 
 from __future__ import annotations

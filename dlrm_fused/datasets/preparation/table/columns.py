@@ -68,10 +68,10 @@ def read_labels(block: Block, name: str) -> NDArray[np.uint8]:
     Raises:
         DataError: if one is missing or something else.
     """
-    numbers = _numbers(block, name, f"--label {name}")
+    numbers = _numbers(block, name, "--label")
     wrong = np.flatnonzero((numbers != 0) & (numbers != 1))
     if wrong.size:
-        _refuse(block, name, f"--label {name}", int(wrong[0]), "0 and 1; derive such a column, or leave the row out")
+        _refuse(block, name, "--label", int(wrong[0]), "0 and 1; derive such a column, or leave the row out")
     return numbers.astype(np.uint8)
 
 
@@ -81,10 +81,10 @@ def read_numbers(block: Block, name: str) -> NDArray[np.float64]:
     Raises:
         DataError: if one is not a number, infinite, or too large for float32.
     """
-    numbers = _numbers(block, name, f"--dense {name}")
+    numbers = _numbers(block, name, "--dense")
     wrong = np.flatnonzero(np.abs(numbers) > _MAX_FLOAT32)
     if wrong.size:
-        _refuse(block, name, f"--dense {name}", int(wrong[0]), "finite numbers of float32; mend the value or leave it empty")
+        _refuse(block, name, "--dense", int(wrong[0]), "finite numbers of float32; mend the value or leave it empty")
     return numbers
 
 
@@ -126,9 +126,7 @@ def read_times(block: Block, name: str, option: str) -> Int:
     microseconds = times.cast(pa.int64()).to_numpy()
     future = np.flatnonzero(microseconds > (time.time() + _DAY_SECONDS) * MICROSECONDS)
     if future.size:
-        _refuse(
-            block, name, option, int(future[0]), "times up to now, numbers being seconds since 1970; is the unit another one?"
-        )
+        _refuse(block, name, option, int(future[0]), "times up to now, numbers in seconds since 1970; is the unit another one?")
     return microseconds
 
 
@@ -230,8 +228,12 @@ def _first_not(array: pa.Array, wanted: pa.DataType) -> int:
 
 
 def _refuse(block: Block, name: str, option: str, row: int, allowed: str) -> Any:
-    raise DataError(f"{option}: {_shown(block.columns[name][row].as_py())} in {block.where(row)}; allowed: {allowed}") from None
+    raise DataError(
+        f"{option} {name}: {_shown(block.columns[name][row].as_py())} in {block.where(row)}; allowed: {allowed}"
+    ) from None
 
 
 def _shown(value: object) -> str:
-    return "a missing value" if value is None else repr(value)[:60]
+    if value is None:
+        return "a missing value"
+    return repr(value)[:60] if isinstance(value, str) else str(value)[:60]
