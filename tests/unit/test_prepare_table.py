@@ -177,6 +177,7 @@ def test_the_set_does_not_depend_on_how_the_table_is_cut(
     options = ["--dense", "age:quantile"]  # sums of numbers are rounded in the order of blocks, quantiles are not
     prepare(source, tmp_path / "one", *options)
     monkeypatch.setattr(files, "BLOCK_ROWS", 33)
+    monkeypatch.setattr(value_counts, "ENTRIES_IN_MEMORY", 20)
     parts = [write_table(table.slice(at, 90), tmp_path / f"part{at:03}.parquet") for at in range(0, ROWS, 90)]
     prepare(parts, tmp_path / "other", *options, "--workers", workers)
     assert same_files(tmp_path / "one", tmp_path / "other")

@@ -114,8 +114,8 @@ def check_sparse(files: Sequence[TableFile], columns: Sequence[SparseColumn]) ->
             fits = values is column.values or values is Values.integer or file.is_text
             if is_list != column.is_list or not fits:
                 raise DataError(
-                    f"--input {file.path}: column {column.name} holds {_phrase(values, is_list)}, where the transformation was made for "
-                    f"{_phrase(column.values, column.is_list)}; write the column as it was then"
+                    f"--input {file.path}: column {column.name} holds {_phrase(values, is_list)}, where the transformation was "
+                    f"made for {_phrase(column.values, column.is_list)}; write the column as it was then"
                 )
 
 

@@ -136,7 +136,8 @@ def _read_schema(path: Path, suffix: str) -> pa.Schema:
 
 def _read_batches(file: TableFile, columns: list[str]) -> Iterator[pa.RecordBatch]:
     if file.suffix in PARQUET:
-        with pa.parquet.ParquetFile(file.path) as parquet:
+        # What is buffered ahead would be held until the end of the file.
+        with pa.parquet.ParquetFile(file.path, pre_buffer=False) as parquet:
             yield from parquet.iter_batches(BLOCK_ROWS, columns=columns)
     elif file.suffix in IPC:
         with pa.OSFile(str(file.path)) as source:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,7 @@ from dlrm_fused.datasets.preparation.table.splits import (
 from dlrm_fused.datasets.preparation.table.survey import Question, Survey, survey_block
 from dlrm_fused.datasets.preparation.table.writing import write_set
 from dlrm_fused.datasets.preparation.threads import map_in_order
-from dlrm_fused.datasets.preparation.writer import PROPOSED_CONFIG, SCRATCH, new_output
+from dlrm_fused.datasets.preparation.writer import PROPOSED_CONFIG, new_output
 from dlrm_fused.datasets.schema import PreparedInfo
 from dlrm_fused.datasets.transformation import (
     TRANSFORMATION,
@@ -123,8 +122,9 @@ def prepare_table(options: TableOptions) -> PreparedInfo:
     """
     table = _open_table(options)
     with new_output(options.output, options.overwrite) as folder:
-        survey = table.survey(counted=set(options.sparse) - options.hash_buckets.keys(), scratch=folder)
-        transformation = learn(survey, options.min_frequency, options.hash_buckets, options.history)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            survey = table.survey(set(options.sparse) - options.hash_buckets.keys(), Path(scratch))
+            transformation = learn(survey, options.min_frequency, options.hash_buckets, options.history)
         transformation.save(folder / TRANSFORMATION)
         origin = {"data_set": "table", **_plain(asdict(options))}
         info = write_set(
@@ -141,8 +141,8 @@ def describe_table(options: TableOptions) -> str:
         DataError: if an option, a file or a value is wrong.
     """
     table = _open_table(options)
-    with tempfile.TemporaryDirectory() as folder:
-        survey = table.survey(counted=set(options.sparse), scratch=Path(folder))
+    with tempfile.TemporaryDirectory() as scratch:
+        survey = table.survey(set(options.sparse), Path(scratch))
         return describe(survey, options.min_frequency, options.hash_buckets, options.history, options.output)
 
 
@@ -189,15 +189,19 @@ class _Table:
         return self.question.split
 
     def survey(self, counted: set[str], scratch: Path) -> Survey:
-        """Read all rows once; the values of the sparse columns ``counted`` are counted."""
-        question = Question(**{**vars(self.question), "counted": frozenset(counted)})
-        with _scratch(scratch) as folder:
-            survey = Survey(question, folder)
-            blocks = map_in_order(partial(survey_block, question=question), read_blocks(self.files, self.columns), self.workers)
-            with tqdm(desc="reading", unit=" rows", unit_scale=True) as bar:
-                for block in blocks:
-                    survey.add(block)
-                    bar.update(int(block.rows.sum()))
+        """Read all rows once.
+
+        Args:
+            counted: names of the sparse columns whose values are counted.
+            scratch: folder for files of counts, which are read when the counts are asked for.
+        """
+        question = replace(self.question, counted=frozenset(counted))
+        survey = Survey(question, scratch)
+        blocks = map_in_order(partial(survey_block, question=question), read_blocks(self.files, self.columns), self.workers)
+        with tqdm(desc="reading", unit=" rows", unit_scale=True) as bar:
+            for block in blocks:
+                survey.add(block)
+                bar.update(int(block.rows.sum()))
         return survey
 
 
@@ -280,13 +284,6 @@ def _interactions(files: Sequence[TableFile], history: HistoryColumns | None) ->
         return None
     user, item = (grouping_column(files, HISTORY, name) for name in (history.user, history.items[0]))
     return InteractionColumns(user, item, history.time)
-
-
-@contextmanager
-def _scratch(folder: Path) -> Iterator[Path]:
-    """A folder in ``folder`` for the time of a pass."""
-    with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder) as path:
-        yield Path(path)
 
 
 def _plain(value: Any) -> Any:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from dlrm_fused.datasets.preparation.table.columns import keys_of
 
-ENTRIES_IN_MEMORY = 2**22
+ENTRIES_IN_MEMORY = 2**19
 PARTS = 64
 _SCHEMA_OF = {kind: pa.schema([("value", kind), ("count", pa.int64())]) for kind in (pa.int64(), pa.string())}
 
