@@ -1,7 +1,8 @@
 """How fast is ``data/prepare.py table``, how much memory does it take, and does ``apply`` give the same bits?
 
 Generates Parquet files of 12 columns (a label, 4 numbers, 6 columns of ids as text and whole numbers, a list of 5 ids on
-average), popularity following a power law, prepares them by the command that users run, and applies the result to the same rows:
+average), popularity following a power law, prepares them by the command that users run, and applies the result to the same
+rows:
 
     python -m benchmarks.data.prepare_table [--rows 5000000 20000000] [--repeats 3]
 

@@ -1,7 +1,7 @@
 """Counting how often each value of a column occurs, in bounded memory.
 
-Counts are added up in memory. When there are too many, they are moved to files, each of which has all counts of the values with
-certain keys (as in a hash join on disk); at the end one file after the other is added up.
+Counts are added up in memory. When there are too many, they are moved to a file, in parts by the keys of the values (as in a
+hash join on disk); at the end one part after the other is added up over all files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ValueCounter:
         self._path = path
         self._pending: list[pa.Table] = []
         self._entries = 0
-        self._writers: list[pa.RecordBatchStreamWriter] = []
+        self._files: list[Path] = []
         self.distinct = 0  # known after frequent()
 
     def add(self, values: pa.Array, counts: NDArray[np.int64]) -> None:
@@ -61,33 +61,38 @@ class ValueCounter:
 
     def _parts(self) -> Iterator[pa.Table]:
         """All counts, each value in one part only."""
-        if not self._writers:
+        if not self._files:
             yield self._merged()
             return
-        self._spill(self._merged())
-        for writer in self._writers:
-            writer.close()
+        if self._entries:
+            self._spill(self._merged())
         for number in range(PARTS):
-            with pa.OSFile(str(self._file(number))) as source:
-                yield _merge([pa.ipc.open_stream(source).read_all()])
-            self._file(number).unlink()
+            yield _merge([self._read(path, number) for path in self._files])
+        for path in self._files:
+            path.unlink()
 
     def _spill(self, counts: pa.Table) -> None:
-        if not self._writers:
-            self._writers = [pa.ipc.new_stream(str(self._file(number)), self._schema) for number in range(PARTS)]
+        """Move the counts to the next file, one batch for each part."""
         values = counts["value"].combine_chunks()
         part = (keys_of(values).view(np.uint64) % np.uint64(PARTS)).astype(np.uint8)
-        order = np.argsort(part, kind="stable")
-        ends = np.searchsorted(part[order], np.arange(PARTS), side="right").tolist()
-        for writer, start, stop in zip(self._writers, [0, *ends], ends, strict=False):
-            writer.write_table(counts.take(order[start:stop]))
+        sorted_counts = counts.take(np.argsort(part, kind="stable")).combine_chunks()
+        sizes = np.bincount(part, minlength=PARTS).tolist()
+        path = self._path.with_name(f"{self._path.name}.{len(self._files)}")
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, self._schema) as writer:
+            start = 0
+            for size in sizes:
+                columns = [column.chunk(0).slice(start, size) for column in sorted_counts.columns]
+                writer.write_batch(pa.record_batch(columns, schema=self._schema))
+                start += size
+        self._files.append(path)
         self._pending, self._entries = [], 0
+
+    def _read(self, path: Path, number: int) -> pa.Table:
+        with pa.OSFile(str(path)) as source:
+            return pa.Table.from_batches([pa.ipc.open_file(source).get_batch(number)])
 
     def _merged(self) -> pa.Table:
         return _merge([self._schema.empty_table(), *self._pending])
-
-    def _file(self, number: int) -> Path:
-        return self._path.with_name(f"{self._path.name}.{number}")
 
 
 def _merge(tables: list[pa.Table]) -> pa.Table:
