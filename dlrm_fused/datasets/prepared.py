@@ -69,7 +69,9 @@ class PreparedDataset:
     def _files(self, split: Split) -> _SplitFiles:
         if split not in self._splits:
             there = ", ".join(known.name for known in self._splits)
-            raise DataError(f"{self._folder}: holds no split {split.name}, only {there}; name that one, or prepare another set")
+            raise DataError(
+                f"{self._folder}: holds no split {split.name}, only {there}; name another split, or prepare a set that has it"
+            )
         return self._splits[split]
 
 

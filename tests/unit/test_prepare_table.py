@@ -267,7 +267,7 @@ def test_the_reader_of_a_set_with_one_split_refuses_the_others(tmp_path: Path, s
     assert dataset.samples(Split.test) == ROWS
     samples = dataset.read(Split.test, torch.arange(ROWS))
     assert samples.sparse["tags"].values().tolist() == new.splits["test"]["tags.values"].tolist()
-    with pytest.raises(DataError, match=r"new: holds no split train, only test; name that one, or prepare another set"):
+    with pytest.raises(DataError, match=r"new: holds no split train, only test; name another split, or prepare a set"):
         dataset.samples(Split.train)
 
 
