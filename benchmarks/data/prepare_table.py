@@ -28,7 +28,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from benchmarks.common.environment import ROOT
+from benchmarks.common.environment import ROOT, command_line, current_commit
 from benchmarks.common.results import write_results
 from benchmarks.data.measured_run import MeasuredRun, measured_run, processor
 from dlrm_fused.datasets.preparation.writer import SPLITS
@@ -75,6 +75,8 @@ def main() -> None:
             "python": platform.python_version(),
             "pyarrow": pa.__version__,
         },
+        "commit": current_commit(),
+        "command": command_line(),
         "workers": args.workers,
         "medians": _medians(measurements),
         "measurements": [asdict(m) for m in measurements],

@@ -57,37 +57,42 @@ def same_files(left: Path, right: Path) -> bool:
 
 
 @pytest.mark.parametrize("min_frequency", [1, 3, 9])
+@pytest.mark.parametrize("name", ["user", "color", "tags"])
 def test_frequent_values_of_training_rows_are_numbered_from_the_most_frequent_on(
-    tmp_path: Path, table: pa.Table, min_frequency: int
+    tmp_path: Path, table: pa.Table, name: str, min_frequency: int
 ) -> None:
     table, split = with_split(table)
     source = write_table(table, tmp_path / "table.parquet")
-    prepared = prepare(
-        source,
-        tmp_path / "out",
-        "--split-by-column",
-        "fold",
-        "--min-frequency",
-        str(min_frequency),
-        "--sparse",
-        "user,color,tags",
-    )
-    for name in ("user", "color", "tags"):
-        rows = [[None] if value is None else value if isinstance(value, list) else [value] for value in table[name].to_pylist()]
-        train = [row for row, s in zip(rows, split, strict=True) if s == 0]
-        for number, of_split in enumerate(SPLITS):
-            wanted = expected_ids([row for row, s in zip(rows, split, strict=True) if s == number], train, min_frequency)
-            assert prepared.ids(of_split, name) == wanted
-        (feature,) = [f for f in prepared.info.schema.sparse_features if f.name == name]
-        assert feature.rows == FIRST_KEPT + sum(
-            n >= min_frequency for n in Counter(v for row in train for v in row if v is not None).values()
-        )
-        assert feature.jagged == (name == "tags")
-    mean_length = np.mean([1 if tags is None else len(tags) for tags in table["tags"].to_pylist()])
-    assert prepared.info.schema.sparse_features[2].pooling_factor == round(float(mean_length), 4)
+    options = ["--split-by-column", "fold", "--min-frequency", str(min_frequency), "--sparse", name]
+    prepared = prepare(source, tmp_path / "out", *options)
+    rows = [value if isinstance(value, list) else [value] for value in table[name].to_pylist()]
+    train = [row for row, s in zip(rows, split, strict=True) if s == 0]
+    for number, of_split in enumerate(SPLITS):
+        wanted = expected_ids([row for row, s in zip(rows, split, strict=True) if s == number], train, min_frequency)
+        assert prepared.ids(of_split, name) == wanted
+    (feature,) = prepared.info.schema.sparse_features
+    counts = Counter(value for row in train for value in row if value is not None)
+    assert feature.rows == FIRST_KEPT + sum(count >= min_frequency for count in counts.values())
+    assert feature.jagged == (name == "tags")
+    assert feature.pooling_factor == round(float(np.mean([len(row) for row in rows])), 4)
+
+
+def test_rows_keep_their_order_and_labels(tmp_path: Path, table: pa.Table) -> None:
+    table, split = with_split(table)
+    prepared = prepare(write_table(table, tmp_path / "table.parquet"), tmp_path / "out", "--split-by-column", "fold")
     for number, of_split in enumerate(SPLITS):
         labels = table["clicked"].to_numpy()[split == number]
         np.testing.assert_array_equal(prepared.splits[of_split]["labels"], labels)
+
+
+def test_a_block_whose_lists_are_all_missing_or_empty(tmp_path: Path, table: pa.Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "BLOCK_ROWS", 10)
+    lists = [None] * 10 + [[]] * 10 + table["tags"].to_pylist()[20:]
+    changed = table.set_column(5, "tags", pa.array(lists, pa.list_(pa.string())))
+    changed = changed.append_column("fold", pa.array(["train"] * 300 + ["validation"] * 50 + ["test"] * 50))
+    source = write_table(changed, tmp_path / "table.parquet")
+    prepared = prepare(source, tmp_path / "out", "--split-by-column", "fold")
+    assert prepared.ids("train", "tags")[:20] == [[MISSING]] * 10 + [[]] * 10
 
 
 def test_hashed_values_need_no_vocabulary(tmp_path: Path, source: Path) -> None:

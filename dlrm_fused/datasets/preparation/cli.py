@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "data/prepare.py
             return _fail(f"--output {args.output}: the disk is full; free some space there and run the same command again")
         return _fail(f"{error.filename or args.output}: {error.strerror or error}")
     except KeyboardInterrupt:
-        return _fail(f"interrupted; --output {args.output} is incomplete, run the same command again")
+        return _fail(f"interrupted before --output {args.output} was complete; run the same command again")
     print(done if isinstance(done, str) else _summary(args.output, done))
     return 0
 

@@ -43,7 +43,7 @@ class Question:
 
 @dataclass(frozen=True)
 class ValueLengths:
-    """Numbers of values of a sparse column in training rows."""
+    """How many values a sparse column has in training rows, in all and in a row."""
 
     values: int = 0
     missing: int = 0
@@ -53,11 +53,14 @@ class ValueLengths:
 
 @dataclass
 class BlockSurvey:
-    """What one block contributes; all of it but ``rows`` and ``labels`` is of training rows.
+    """What one block contributes; all of it but ``rows`` and ``positives`` is of training rows.
 
     Attributes:
         rows, positives: of each split.
-        sampled: random numbers of rows with a place in a sample, and their dense values [n, D].
+        moments, extremes: of each dense column.
+        sampled: of rows, the random numbers by which they are sampled, and the columns that quantiles are taken of [n, Q].
+        lengths: of each sparse column.
+        counts: distinct values and their numbers, by name of the column.
     """
 
     rows: NDArray[np.int64]
