@@ -126,6 +126,9 @@ def test_new_rows_have_histories_of_new_rows(tmp_path: Path, table: pa.Table) ->
     assert new.info.samples == {"test": ROWS}
     assert new.info.schema.history_length == LENGTH
     assert tokens(new) == tokens(one)
+    again = prepare(tmp_path / "t.parquet", tmp_path / "again", *options, "--held-out", "0.2", command="apply")
+    assert again.info.samples == one.info.samples
+    np.testing.assert_array_equal(again.splits["train"]["history"], one.splits["train"]["history"])
 
 
 def test_the_reader_takes_the_histories(tmp_path: Path, table: pa.Table) -> None:

@@ -58,8 +58,11 @@ class SplitOptions:
     by_time: str = ""
     by_column: str = ""
 
-    def check(self) -> None:
+    def check(self, history: HistoryColumns | None) -> None:
         """
+        Args:
+            history: what histories are made of; rows must then be split by its time.
+
         Raises:
             DataError: if the options contradict each other.
         """
@@ -67,6 +70,12 @@ class SplitOptions:
             raise DataError(f"--held-out={self.held_out}: allowed: above 0, below 1")
         if self.by_time and self.by_column:
             raise DataError(f"{BY_TIME} {self.by_time}: not together with {BY_COLUMN} {self.by_column}; keep one of them")
+        other = self.by_column or self.by_time
+        if history and other not in ("", history.time):
+            raise DataError(
+                f"{HISTORY}: rows are split by its time, {history.time}, and not by {other}, since otherwise histories of "
+                "training rows would tell labels of the test; leave that option out"
+            )
 
 
 @dataclass(frozen=True)
@@ -155,7 +164,7 @@ def apply_transformation(options: ApplyOptions) -> PreparedInfo:
     transformation = Transformation.load(options.transformation / TRANSFORMATION)
     columns = tuple(encoding.column for encoding in transformation.sparse)
     if options.split:
-        options.split.check()
+        options.split.check(transformation.history)
     files = [open_file(path) for path in find_files(options.input)]
     choice = ColumnChoice(
         transformation.label,
@@ -166,7 +175,7 @@ def apply_transformation(options: ApplyOptions) -> PreparedInfo:
     )
     check_types(files, choice)
     check_sparse(files, columns)
-    split = _split(files, options.split) if options.split else OneSplit("test")
+    split = _split(files, options.split, transformation.history) if options.split else OneSplit("test")
     interactions = _interactions(files, transformation.history)
     with new_output(options.output, options.overwrite) as folder:
         transformation.save(folder / TRANSFORMATION)
@@ -207,7 +216,7 @@ class _Table:
 
 def _open_table(options: TableOptions) -> _Table:
     _check_numbers(options)
-    options.split.check()
+    options.split.check(options.history)
     choice = ColumnChoice(
         options.label,
         tuple(options.dense),
@@ -220,11 +229,7 @@ def _open_table(options: TableOptions) -> _Table:
     files = [open_file(path) for path in find_files(options.input)]
     sparse = choose_sparse(files, choice)
     interactions = _interactions(files, options.history)
-    split = (
-        TimeSplit.of(files, options.history.time, HISTORY, options.split.held_out)
-        if options.history
-        else _split(files, options.split)
-    )
+    split = _split(files, options.split, options.history)
     question = Question(options.label, options.dense, sparse, split, frozenset())
     return _Table(files, choice.names(), question, interactions, options.workers)
 
@@ -247,12 +252,6 @@ def _check_history(options: TableOptions) -> None:
         return
     if history.length < 1:
         raise DataError(f"--history-length={history.length}: allowed: 1 or more")
-    if options.split.by_column or options.split.by_time not in ("", history.time):
-        other = options.split.by_column or options.split.by_time
-        raise DataError(
-            f"{HISTORY}: rows are split by its time, {history.time}, and not by {other}, since otherwise histories of "
-            "training rows would tell labels of the test; leave that option out"
-        )
     for name in history.items:
         if name not in options.sparse:
             raise DataError(f"{HISTORY}: {name} is not in --sparse; add it there")
@@ -271,7 +270,9 @@ def _history_columns(history: HistoryColumns | None) -> list[tuple[str, str]]:
     return [(HISTORY, history.user), (HISTORY, history.time)] if history else []
 
 
-def _split(files: Sequence[TableFile], options: SplitOptions) -> Split:
+def _split(files: Sequence[TableFile], options: SplitOptions, history: HistoryColumns | None) -> Split:
+    if history:
+        return TimeSplit.of(files, history.time, HISTORY, options.held_out)
     if options.by_time:
         return TimeSplit.of(files, options.by_time, BY_TIME, options.held_out)
     if options.by_column:
