@@ -336,6 +336,25 @@ def test_an_interrupted_preparation_leaves_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["table.parquet"]
 
 
+def test_what_a_killed_preparation_left_is_replaced(tmp_path: Path, source: Path) -> None:
+    prepare(source, tmp_path / "out")
+    (tmp_path / "out").rename(tmp_path / "out.partial")
+    (tmp_path / "out.partial/dataset.json").unlink()
+    (tmp_path / "out.partial/scratch").mkdir()
+    prepare(source, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "table.parquet"]
+
+
+def test_a_folder_of_somebody_else_is_not_taken_for_a_leftover(
+    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial/thesis.tex").write_text("years of work")
+    assert cli.main(["table", "--input", str(source), "--output", str(tmp_path / "out"), *COLUMNS]) == 1
+    assert "out.partial: holds other files, such as thesis.tex; choose an empty or new folder" in capsys.readouterr().err
+    assert (tmp_path / "out.partial/thesis.tex").read_text() == "years of work"
+
+
 # What the preparation is made of
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -30,7 +31,7 @@ from dlrm_fused.datasets.preparation.table.splits import (
 from dlrm_fused.datasets.preparation.table.survey import Question, Survey, survey_block
 from dlrm_fused.datasets.preparation.table.writing import write_set
 from dlrm_fused.datasets.preparation.threads import map_in_order
-from dlrm_fused.datasets.preparation.writer import PROPOSED_CONFIG, new_output
+from dlrm_fused.datasets.preparation.writer import PROPOSED_CONFIG, SCRATCH, new_output
 from dlrm_fused.datasets.schema import PreparedInfo
 from dlrm_fused.datasets.transformation import (
     TRANSFORMATION,
@@ -131,9 +132,11 @@ def prepare_table(options: TableOptions) -> PreparedInfo:
     """
     table = _open_table(options)
     with new_output(options.output, options.overwrite) as folder:
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            survey = table.survey(set(options.sparse) - options.hash_buckets.keys(), Path(scratch))
-            transformation = learn(survey, options.min_frequency, options.hash_buckets, options.history)
+        scratch = folder / SCRATCH
+        scratch.mkdir()
+        survey = table.survey(set(options.sparse) - options.hash_buckets.keys(), scratch)
+        transformation = learn(survey, options.min_frequency, options.hash_buckets, options.history)
+        shutil.rmtree(scratch)
         transformation.save(folder / TRANSFORMATION)
         origin = {"data_set": "table", **_plain(asdict(options))}
         info = write_set(
