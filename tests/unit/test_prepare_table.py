@@ -175,6 +175,17 @@ def test_whole_numbers_that_pandas_made_floating_are_whole_numbers(tmp_path: Pat
     assert same_files(tmp_path / "one", tmp_path / "other")
 
 
+@pytest.mark.parametrize("separator", [",", "; "])
+def test_text_is_cut_at_any_separator(tmp_path: Path, table: pa.Table, separator: str) -> None:
+    lists = [tags or [None] for tags in table["tags"].to_pylist()]
+    joined = pa.array([separator.join(tag or "" for tag in tags) for tags in lists])
+    one = write_table(table.set_column(5, "tags", pa.array(lists, pa.list_(pa.string()))), tmp_path / "one.parquet")
+    other = write_table(table.set_column(5, "tags", joined), tmp_path / "other.parquet")
+    prepare(one, tmp_path / "one")
+    prepare(other, tmp_path / "other", "--separated", f"tags={separator}")
+    assert same_files(tmp_path / "one", tmp_path / "other")
+
+
 @pytest.mark.parametrize("workers", ["1", "3"])
 def test_the_set_does_not_depend_on_how_the_table_is_cut(
     tmp_path: Path, table: pa.Table, source: Path, monkeypatch: pytest.MonkeyPatch, workers: str

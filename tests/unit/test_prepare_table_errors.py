@@ -231,7 +231,7 @@ COLUMN_CHOICES = {
         OK, "--separated time: is not in --sparse; add it there", ("--separated", "time=|")
     ),
     "a separator without its column": Wrong(
-        OK, "--separated tags: allowed: COLUMN=VALUE, several ones with commas between them", ("--separated", "tags")
+        OK, "--separated tags: allowed: a column, =, and its value; --help shows how", ("--separated", "tags")
     ),
 }
 VALUES = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,9 +31,10 @@ def add_table(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sparse", default="", metavar="COLUMN,...", help="columns of ids: whole numbers, text, lists of them")
     parser.add_argument(
         "--separated",
-        default="",
-        metavar="COLUMN=SEPARATOR,...",
-        help="text columns of --sparse that hold several values, such as genres=|",
+        nargs="+",
+        default=[],
+        metavar="COLUMN=SEPARATOR",
+        help="text columns of --sparse that hold several values, such as 'genres=|'",
     )
     parser.add_argument(
         "--min-frequency",
@@ -128,7 +130,8 @@ def _table_options(args: argparse.Namespace) -> TableOptions:
         separated=_pairs("--separated", args.separated),
         min_frequency=args.min_frequency,
         hash_buckets={
-            name: _whole("--hash-buckets", name, count) for name, count in _pairs("--hash-buckets", args.hash_buckets).items()
+            name: _whole("--hash-buckets", name, count)
+            for name, count in _pairs("--hash-buckets", _names(args.hash_buckets)).items()
         },
         split=_split_options(args),
         history=history,
@@ -160,12 +163,12 @@ def _dense(text: str) -> dict[str, DenseKind]:
     return dense
 
 
-def _pairs(option: str, text: str) -> dict[str, str]:
+def _pairs(option: str, entries: Sequence[str]) -> dict[str, str]:
     pairs: dict[str, str] = {}
-    for entry in _names(text):
+    for entry in entries:
         name, _, value = entry.partition("=")
         if not name or not value:
-            raise DataError(f"{option} {entry}: allowed: COLUMN=VALUE, several ones with commas between them")
+            raise DataError(f"{option} {entry}: allowed: a column, =, and its value; --help shows how")
         pairs[name] = value
     return pairs
 
