@@ -15,21 +15,18 @@ import argparse
 import json
 import os
 import platform
-import resource
-import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 import polars as pl
-import psutil
 
 from benchmarks.common.environment import ROOT
 from benchmarks.common.results import write_results
+from benchmarks.data.measured_run import measured_run, processor
 
 RESULT = ROOT / "benchmarks/results/prepare_criteo.json"
 # Distinct ids of each column of the Kaggle set.
@@ -39,7 +36,6 @@ CARDINALITIES = [
 ]
 MISSING_SHARE = 0.1
 GENERATED_ROWS_AT_ONCE = 250_000
-SAMPLING_SECONDS = 0.02
 MODES = {"min_frequency": ["--min-frequency", "3"], "hash_rows": ["--hash-rows", "1000000"]}
 
 
@@ -73,7 +69,7 @@ def main() -> None:
             source.unlink()
     report = {
         "machine": {
-            "cpu": _cpu(),
+            "cpu": processor(),
             "cores": os.cpu_count(),
             "python": platform.python_version(),
             "polars": pl.__version__,
@@ -109,40 +105,8 @@ def generate(path: Path, rows: int) -> None:
 def measure(prepare: Path, source: Path, output: Path, rows: int, mode: str, workers: int) -> Measurement:
     """Run the command once."""
     command = [sys.executable, str(prepare), "criteo", "--input", str(source), "--output", str(output), "--overwrite"]
-    cpu_before, start = _children_cpu_seconds(), time.perf_counter()
-    process = subprocess.Popen([*command, "--workers", str(workers), *MODES[mode]], stderr=subprocess.DEVNULL)
-    peak_pss, peak_rss = 0, 0
-    while process.poll() is None:
-        pss, rss = _tree_memory(process.pid)
-        peak_pss, peak_rss = max(peak_pss, pss), max(peak_rss, rss)
-        time.sleep(SAMPLING_SECONDS)
-    seconds = time.perf_counter() - start
-    if process.returncode != 0:
-        sys.exit(f"{' '.join(command)} failed with exit code {process.returncode}")
-    cpu = _children_cpu_seconds() - cpu_before
-    peaks = round(peak_pss / 2**20, 1), round(peak_rss / 2**20, 1)
-    return Measurement(mode, rows, round(seconds, 3), round(rows / seconds), round(cpu, 3), *peaks)
-
-
-def _children_cpu_seconds() -> float:
-    """CPU time of all processes that have ended: what tells the cost on a machine that others use too."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
-
-
-def _tree_memory(pid: int) -> tuple[int, int]:
-    """Sums of PSS and RSS in bytes over a process and its descendants."""
-    pss, rss = 0, 0
-    try:
-        for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
-            try:
-                memory = process.memory_full_info()
-            except psutil.Error:
-                continue
-            pss, rss = pss + memory.pss, rss + memory.rss
-    except psutil.NoSuchProcess:
-        pass
-    return pss, rss
+    run = measured_run([*command, "--workers", str(workers), *MODES[mode]])
+    return Measurement(mode, rows, rows_per_second=round(rows / run.wall_seconds), **vars(run))
 
 
 def _medians(measurements: list[Measurement]) -> dict[str, dict[str, float]]:
@@ -151,11 +115,6 @@ def _medians(measurements: list[Measurement]) -> dict[str, dict[str, float]]:
         groups.setdefault(f"{m.mode}, {m.rows} rows", []).append(m)
     names = ("wall_seconds", "rows_per_second", "cpu_seconds", "peak_pss_mib", "peak_rss_mib")
     return {key: {n: round(median(getattr(m, n) for m in group), 1) for n in names} for key, group in groups.items()}
-
-
-def _cpu() -> str:
-    names = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
-    return names[0] if names else platform.processor()
 
 
 if __name__ == "__main__":

@@ -30,7 +30,11 @@ class Dataset(Protocol):
         ...
 
     def samples(self, split: Split) -> int:
-        """Number of samples of a split."""
+        """Number of samples of a split.
+
+        Raises:
+            DataError: if the data set has no such split.
+        """
         ...
 
     def read(self, split: Split, rows: Tensor) -> Samples:

@@ -5,13 +5,16 @@ All values are int64, as a NumPy array or a tensor, and stand for 64 random bits
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
-Bits = TypeVar("Bits", NDArray[np.int64], Tensor)
+# Preparations and saved transformations hash without torch.
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Bits = TypeVar("Bits", NDArray[np.int64], "Tensor")
 
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9

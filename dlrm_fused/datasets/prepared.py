@@ -27,7 +27,7 @@ class PreparedDataset:
         table_rows: rows of every table, in order of ``schema.tables``; ids are taken modulo them. Default: those of the set.
 
     Raises:
-        DataError: if a file is missing, truncated, or contradicts ``dataset.json``, or a split has no samples.
+        DataError: if a file is missing, truncated, or contradicts ``dataset.json``, or a split that it names has no samples.
     """
 
     generator_device = None
@@ -39,16 +39,17 @@ class PreparedDataset:
         info = PreparedInfo.load(folder)
         stored = info.schema
         self.schema = stored.with_table_rows(table_rows) if table_rows else stored
-        self._splits = {split: _SplitFiles(folder, split, info) for split in Split}
+        self._splits = {split: _SplitFiles(folder, split, info) for split in Split if split.name in info.samples}
+        self._folder = folder
         self._sparse_modulo = _modulo(stored.sparse_features, self.schema.sparse_features)
         self._token_modulo = _modulo(stored.token_features, self.schema.token_features)
         self._interactions = Interactions(folder, info) if stored.token_features else None
 
     def samples(self, split: Split) -> int:
-        return self._splits[split].samples
+        return self._files(split).samples
 
     def read(self, split: Split, rows: Tensor) -> Samples:
-        files, positions = self._splits[split], rows.numpy()
+        files, positions = self._files(split), rows.numpy()
         ids, lengths = files.ids.read(positions)
         names = [feature.name for feature in self.schema.sparse_features]
         samples = Samples(
@@ -64,6 +65,14 @@ class PreparedDataset:
             samples.tokens = sparse_from_features(names, _take_modulo(ids, self._token_modulo), lengths, bags)
             samples.history_lengths = torch.from_numpy((windows[:, 1] - windows[:, 0]).astype(np.int32))
         return samples
+
+    def _files(self, split: Split) -> _SplitFiles:
+        if split not in self._splits:
+            there = ", ".join(known.name for known in self._splits)
+            raise DataError(
+                f"{self._folder}: holds no split {split.name}, only {there}; name another split, or prepare a set that has it"
+            )
+        return self._splits[split]
 
 
 def _modulo(stored: Sequence[SparseFeature], wanted: Sequence[SparseFeature]) -> list[np.int32 | None]:
@@ -81,7 +90,7 @@ class _SplitFiles:
         schema = info.schema
         self._where = f"{folder}, split {split.name}"
         self._dense_names = schema.dense_features
-        self.samples = info.samples.get(split.name, 0)
+        self.samples = info.samples[split.name]
         if self.samples < 1:
             raise DataError(f"{folder / SCHEMA_FILE}: split {split.name} has {self.samples} samples, expected 1 or more")
         path = folder / split.name

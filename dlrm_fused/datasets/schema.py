@@ -89,7 +89,7 @@ class PreparedInfo:
     """The content of ``dataset.json``.
 
     Attributes:
-        samples: rows of each split, by its name.
+        samples: rows of each split, by its name; a set need not have all splits.
         origin: how the set was made (source files, options, counts of malformed lines), for people to read.
         interactions: rows of the folder ``interactions``; 0 without token features.
     """

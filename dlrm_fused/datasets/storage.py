@@ -145,4 +145,4 @@ class _JaggedColumn:
 def ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """The numbers [start, start + length) of every pair, one range after the other."""
     ends = lengths.cumsum()
-    return np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
+    return np.arange(lengths.sum()) + np.repeat(starts - (ends - lengths), lengths)

@@ -58,6 +58,8 @@ def train(config: Config, rank: Rank, error_store: ErrorStore) -> None:
                 f"{rank.world_size}"
             )
         dataset = open_dataset(config, device)
+        for split in Split:
+            dataset.samples(split)  # a split that is missing is told now, not when it is needed
         step = _prepare_folder(folder, config, rank)
         sharded = build(config, dataset.schema, device)
         Trainer(config, rank, device, folder, dataset, sharded, step).run()

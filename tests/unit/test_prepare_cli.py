@@ -83,7 +83,7 @@ def test_an_interrupted_preparation_leaves_no_set_and_can_be_repeated(
 
         patch.setattr(criteo, "_encode_block", interrupt)
         assert cli.main([*command, "--overwrite"]) == 1
-    assert "is incomplete, run the same command again" in capsys.readouterr().err
+    assert "was complete; run the same command again" in capsys.readouterr().err
     with pytest.raises(DataError, match=r"no prepared data set"):
         PreparedInfo.load(tmp_path / "out")
     assert cli.main(command) == 0

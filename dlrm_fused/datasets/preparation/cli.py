@@ -12,6 +12,7 @@ from pathlib import Path
 from dlrm_fused.config import SyntheticConfig
 from dlrm_fused.datasets.preparation.criteo import CriteoOptions, available_cores, prepare_criteo
 from dlrm_fused.datasets.preparation.movielens import MovieLensOptions, SplitBy, prepare_movielens
+from dlrm_fused.datasets.preparation.table.arguments import add_apply, add_table
 from dlrm_fused.datasets.schema import PreparedInfo
 from dlrm_fused.errors import UserError
 
@@ -20,7 +21,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "data/prepare.py
     """Run one preparation; returns the exit code, 1 for an error, whose message it prints."""
     args = _parser(program).parse_args(arguments)
     try:
-        info: PreparedInfo = args.prepare(args)
+        done: PreparedInfo | str = args.prepare(args)
     except UserError as error:
         return _fail(str(error))
     except OSError as error:
@@ -28,11 +29,15 @@ def main(arguments: Sequence[str] | None = None, program: str = "data/prepare.py
             return _fail(f"--output {args.output}: the disk is full; free some space there and run the same command again")
         return _fail(f"{error.filename or args.output}: {error.strerror or error}")
     except KeyboardInterrupt:
-        return _fail(f"interrupted; --output {args.output} is incomplete, run the same command again")
+        return _fail(f"interrupted before --output {args.output} was complete; run the same command again")
+    print(done if isinstance(done, str) else _summary(args.output, done))
+    return 0
+
+
+def _summary(output: Path, info: PreparedInfo) -> str:
     samples = ", ".join(f"{count:,} {split}" for split, count in info.samples.items())
     tokens = f", {len(info.schema.token_features)} token features" if info.schema.token_features else ""
-    print(f"{args.output}: {samples} samples, {len(info.schema.sparse_features)} sparse features{tokens}")
-    return 0
+    return f"{output}: {samples} samples, {len(info.schema.sparse_features)} sparse features{tokens}"
 
 
 def _fail(message: str) -> int:
@@ -42,7 +47,9 @@ def _fail(message: str) -> int:
 
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=program, description="Prepare a data set for training.")
-    commands = parser.add_subparsers(required=True, metavar="{movielens,criteo,synthetic}")
+    commands = parser.add_subparsers(required=True, metavar="{table,apply,movielens,criteo,synthetic}")
+    add_table(commands.add_parser("table", help="tables of your own: Parquet, Arrow IPC, CSV, TSV"))
+    add_apply(commands.add_parser("apply", help="other rows, with the transformation of a prepared table"))
     _add_movielens(commands)
     _add_criteo(commands)
     _add_synthetic(commands)

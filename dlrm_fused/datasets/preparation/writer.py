@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,16 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from dlrm_fused.datasets.schema import INTERACTIONS, SCHEMA_FILE
+from dlrm_fused.datasets.transformation import TRANSFORMATION
 from dlrm_fused.errors import DataError
 
 SPLITS = ("train", "validation", "test")
 HEADER_BYTES = 128
 SCRATCH = "scratch"
+PROPOSED_CONFIG = "config.yaml"
+# All that a preparation may have written into its folder.
+_FILES = (SCHEMA_FILE, SCHEMA_FILE + ".partial", PROPOSED_CONFIG)
+_FOLDERS = (SCRATCH, INTERACTIONS, TRANSFORMATION, *SPLITS)
 
 
 def claim_output(folder: Path, overwrite: bool) -> None:
@@ -23,23 +30,51 @@ def claim_output(folder: Path, overwrite: bool) -> None:
     Raises:
         DataError: if it holds a complete set or other files, and ``overwrite`` is false; or if it is not a folder.
     """
-    if folder.exists() and not folder.is_dir():
-        raise DataError(f"--output {folder}: is a file, not a folder")
-    folders = (SCRATCH, INTERACTIONS, *SPLITS)
-    ours = {SCHEMA_FILE, SCHEMA_FILE + ".partial", *folders}
-    present = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    if not overwrite and SCHEMA_FILE in present:
-        raise DataError(f"--output {folder}: holds a prepared set already; pass --overwrite to replace it")
-    if present - ours:
-        other = min(present - ours)
-        raise DataError(f"--output {folder}: holds other files, such as {other}; choose an empty or new folder")
-    (folder / SCHEMA_FILE).unlink(missing_ok=True)  # first: without it the set is incomplete
-    (folder / (SCHEMA_FILE + ".partial")).unlink(missing_ok=True)
-    for name in folders:
+    _check_output(folder, overwrite)
+    # First: without it the set is incomplete.
+    for name in _FILES:
+        (folder / name).unlink(missing_ok=True)
+    for name in _FOLDERS:
         if (folder / name).exists():
             shutil.rmtree(folder / name)
     for name in SPLITS:
         (folder / name).mkdir(parents=True)
+
+
+@contextmanager
+def new_output(folder: Path, overwrite: bool) -> Iterator[Path]:
+    """A new folder beside ``folder`` to write a set into; it takes that name at the end, and is removed if something fails.
+
+    So a set that is there already stays whole until the new one is.
+
+    Raises:
+        DataError: as :func:`claim_output`.
+    """
+    _check_output(folder, overwrite)
+    partial, replaced = (folder.with_name(f"{folder.name}.{suffix}") for suffix in ("partial", "replaced"))
+    for leftover in (partial, replaced):
+        _check_output(leftover, overwrite=True)
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        if folder.exists():
+            folder.rename(replaced)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _check_output(folder: Path, overwrite: bool) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise DataError(f"--output {folder}: is a file, not a folder")
+    present = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    if not overwrite and SCHEMA_FILE in present:
+        raise DataError(f"--output {folder}: holds a prepared set already; pass --overwrite to replace it")
+    others = present - {*_FILES, *_FOLDERS}
+    if others:
+        raise DataError(f"--output {folder}: holds other files, such as {min(others)}; choose an empty or new folder")
 
 
 class NpyAppender:

@@ -1,0 +1,177 @@
+"""Which columns of a table are what, checked against the columns that its files have."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from dlrm_fused.datasets.preparation.table.files import TableFile
+from dlrm_fused.datasets.transformation import SparseColumn, Values
+from dlrm_fused.errors import DataError
+
+_FEATURE_NAME = re.compile(r"[\w-][\w.-]*")  # it becomes the name of files and of a table
+_NUMBERS = "numbers"
+_LIST = "a list"
+
+
+@dataclass(frozen=True)
+class ColumnChoice:
+    """Columns by their use.
+
+    Attributes:
+        separators: of text columns that hold several values each.
+        other: columns that are read beside features and label, such as a time.
+    """
+
+    label: str
+    dense: tuple[str, ...]
+    sparse: tuple[str, ...]
+    separators: dict[str, str]
+    other: tuple[tuple[str, str], ...] = ()
+
+    def check(self) -> None:
+        """
+        Raises:
+            DataError: if a column has two uses, or a name that a feature cannot have.
+        """
+        if not self.sparse:
+            raise DataError("--sparse: no column given; name at least one column of ids, such as --sparse user,item")
+        uses = [("label", self.label), *(("dense", n) for n in self.dense), *(("sparse", n) for n in self.sparse)]
+        seen: dict[str, str] = {}
+        for use, name in uses:
+            if name in seen:
+                both = f"twice in --{use}" if seen[name] == use else f"in both --{seen[name]} and --{use}"
+                raise DataError(f"--{use} {name}: is {both}; keep one of them")
+            seen[name] = use
+            if not _FEATURE_NAME.fullmatch(name):
+                raise DataError(f"--{use} {name!r}: allowed: letters, digits, '_', '-' and '.'; rename the column")
+        for name in self.separators.keys() - set(self.sparse):
+            raise DataError(f"--separated {name}: is not in --sparse; add it there")
+        for option, name in self.other:
+            if name == self.label:
+                raise DataError(f"{option} {name}: is the label; choose another column")
+
+    def names(self) -> list[str]:
+        """All columns to read, each once."""
+        return list(dict.fromkeys([self.label, *self.dense, *self.sparse, *(name for _, name in self.other)]))
+
+
+def choose_sparse(files: Sequence[TableFile], choice: ColumnChoice) -> tuple[SparseColumn, ...]:
+    """What the sparse columns hold, from the columns of the files.
+
+    Raises:
+        DataError: if a column is missing in a file, or of a type that does not fit its use, or differs between files.
+    """
+    check_types(files, choice)
+    return tuple(_sparse_column(files, "--sparse", name, choice.separators.get(name, "")) for name in choice.sparse)
+
+
+def grouping_column(files: Sequence[TableFile], option: str, name: str) -> SparseColumn:
+    """The column by whose values rows are grouped.
+
+    Raises:
+        DataError: if it holds lists, or is of a type that ids cannot have.
+    """
+    column = _sparse_column(files, option, name, "")
+    if column.is_list:
+        raise DataError(f"{option}: {name} holds lists; name a column with one value a row")
+    return column
+
+
+def check_types(files: Sequence[TableFile], choice: ColumnChoice) -> None:
+    """
+    Raises:
+        DataError: if a column is missing in a file, or a label or a dense column holds no numbers.
+    """
+    uses = [("--label", choice.label), *(("--dense", name) for name in choice.dense)]
+    others = [*(("--sparse", name) for name in choice.sparse), *choice.other]
+    for file in files:
+        for option, name in [*uses, *others]:
+            if name not in file.schema.names:
+                there = ", ".join(file.schema.names[:12])
+                raise DataError(f"{option} {name}: no such column in {file.path}; it has {there}")
+        for option, name in uses:
+            found = _described(file.schema.field(name).type)
+            if found not in (_NUMBERS, Values.integer.name, None) and not (found == Values.text.name and file.is_text):
+                raise DataError(f"{option} {name}: {found} in {file.path}; allowed: a column of numbers")
+
+
+def check_sparse(files: Sequence[TableFile], columns: Sequence[SparseColumn]) -> None:
+    """
+    Raises:
+        DataError: if a file's column cannot hold what a transformation was made for.
+    """
+    for file in files:
+        for column in columns:
+            held = _held(file, "--sparse", column.name, column.separator)
+            if held is None:
+                continue
+            values, is_list = held
+            # A whole number can be written as text; a text file has nothing but text.
+            fits = values is column.values or values is Values.integer or file.is_text
+            if is_list != column.is_list or not fits:
+                raise DataError(
+                    f"--input {file.path}: column {column.name} holds {_phrase(values, is_list)}, where the transformation was "
+                    f"made for {_phrase(column.values, column.is_list)}; write the column as it was then"
+                )
+
+
+def _sparse_column(files: Sequence[TableFile], option: str, name: str, separator: str) -> SparseColumn:
+    held_by_file = [(held, file.path) for file in files if (held := _held(file, option, name, separator)) is not None]
+    if not held_by_file:
+        raise DataError(f"{option} {name}: all values are missing; leave the column out")
+    first, first_path = held_by_file[0]
+    for held, path in held_by_file:
+        if held != first:
+            raise DataError(
+                f"{option} {name}: {_phrase(*first)} in {first_path}, but {_phrase(*held)} in {path}; "
+                "write all files with one type"
+            )
+    return SparseColumn(name, *first, separator)
+
+
+def _held(file: TableFile, option: str, name: str, separator: str) -> tuple[Values, bool] | None:
+    """What values a column of a file holds, and whether in lists; None where it has no type, since all are missing."""
+    data_type = file.schema.field(name).type
+    is_list = _is_list(data_type)
+    found = _described(data_type.value_type if is_list else data_type)
+    if found is None:
+        return None
+    if separator and (is_list or found != Values.text.name):
+        raise DataError(f"--separated {name}: {found if not is_list else 'lists'} in {file.path}; allowed: a column of text")
+    if found == _NUMBERS:  # perhaps whole ones; reading them tells
+        found = Values.integer.name
+    if found not in Values.__members__:
+        raise DataError(
+            f"{option} {name}: {data_type} in {file.path}; allowed: text, whole numbers, and lists of them; cast the column"
+        )
+    return Values[found], is_list or bool(separator)
+
+
+def _described(data_type: pa.DataType) -> str | None:
+    """A name of :class:`Values`, ``_NUMBERS`` for others; what else it is; None for a type of missing values only."""
+    types = pa.types
+    if types.is_dictionary(data_type):
+        return _described(data_type.value_type)
+    if types.is_null(data_type):
+        return None
+    if types.is_integer(data_type) or types.is_boolean(data_type):
+        return Values.integer.name
+    if types.is_floating(data_type) or types.is_decimal(data_type):
+        return _NUMBERS
+    if types.is_string(data_type) or types.is_large_string(data_type) or types.is_string_view(data_type):
+        return Values.text.name
+    return _LIST if _is_list(data_type) else str(data_type)
+
+
+def _is_list(data_type: pa.DataType) -> bool:
+    types = pa.types
+    return types.is_list(data_type) or types.is_large_list(data_type) or types.is_fixed_size_list(data_type)
+
+
+def _phrase(values: Values, is_list: bool) -> str:
+    what = "whole numbers" if values is Values.integer else "text"
+    return f"lists of {what}" if is_list else what

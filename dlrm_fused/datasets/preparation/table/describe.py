@@ -1,0 +1,84 @@
+"""What a table holds, for people to read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from dlrm_fused.datasets.preparation.table.interactions import token_name
+from dlrm_fused.datasets.preparation.table.learning import check_kept, check_survey
+from dlrm_fused.datasets.preparation.table.proposed_config import proposed_config
+from dlrm_fused.datasets.preparation.table.splits import TRAIN
+from dlrm_fused.datasets.preparation.table.survey import Survey
+from dlrm_fused.datasets.preparation.writer import SPLITS
+from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
+from dlrm_fused.datasets.transformation import CONSTANT, FIRST_KEPT, HistoryColumns, SparseColumn
+from dlrm_fused.errors import DataError
+
+
+def describe(
+    survey: Survey, min_frequency: int, hash_buckets: Mapping[str, int], history: HistoryColumns | None, output: Path
+) -> str:
+    """Findings about training rows, and the proposed config, or why the table cannot be prepared like this.
+
+    Args:
+        survey: with the values of all sparse columns counted.
+        output: the folder that the config would name.
+    """
+    kept: dict[str, int] = {}
+    for name, counter in survey.counters.items():
+        kept[name] = len(counter.frequent(min_frequency))
+    found = "\n".join([*_rows(survey), "", *_dense(survey), *_sparse(survey, kept, min_frequency, hash_buckets)])
+    try:
+        check_survey(survey)
+        for name in kept.keys() - hash_buckets.keys():
+            check_kept(name, kept[name], survey.counters[name].distinct, min_frequency)
+    except DataError as error:
+        return f"{found}\n\nIt cannot be prepared like this: {error}"
+    rows = {name: hash_buckets.get(name, FIRST_KEPT + count) for name, count in kept.items()}
+    schema = DatasetSchema(
+        tuple(survey.question.dense) or (CONSTANT,),
+        tuple(SparseFeature(name, count) for name, count in rows.items()),
+        tuple(SparseFeature(token_name(name), rows[name]) for name in history.items) if history else (),
+        history.length if history else 0,
+    )
+    return f"{found}\n\nProposed config:\n\n{proposed_config(schema, int(survey.rows[TRAIN]), output)}"
+
+
+def _rows(survey: Survey) -> list[str]:
+    total, positives = int(survey.rows.sum()), int(survey.positives.sum())
+    splits = ", ".join(f"{count:,} {name}" for name, count in zip(SPLITS, survey.rows, strict=True))
+    label = survey.question.label
+    return [f"{total:,} rows: {splits}", f"label {label}: 1 in {positives:,} rows, {positives / total:.2%}"]
+
+
+def _dense(survey: Survey) -> list[str]:
+    lines = []
+    for name, moments in survey.moments.items():
+        missing = 1 - moments.count / max(int(survey.rows[TRAIN]), 1)
+        low, high = survey.extremes[name]
+        known = f"from {low:g} to {high:g}" if moments.count else "no value"
+        lines.append(f"dense {name}: {known}, {missing:.2%} missing, {survey.question.dense[name].name}")
+    return lines
+
+
+def _sparse(survey: Survey, kept: Mapping[str, int], min_frequency: int, hash_buckets: Mapping[str, int]) -> list[str]:
+    lines = []
+    for column in survey.question.sparse:
+        lengths = survey.lengths[column.name]
+        distinct = survey.counters[column.name].distinct
+        missing = lengths.missing / max(lengths.values, 1)
+        line = f"sparse {column.name}: {_type(column)}, {distinct:,} different, {missing:.2%} missing"
+        if column.is_list:
+            mean = lengths.values / max(int(survey.rows[TRAIN]), 1)
+            line += f", {lengths.shortest} to {lengths.longest} values a row, {mean:.2f} on average"
+        if column.name in hash_buckets:
+            line += f", hashed into {hash_buckets[column.name]:,} rows"
+        else:
+            line += f", {kept[column.name]:,} of them {min_frequency} times or more"
+        lines.append(line)
+    return lines
+
+
+def _type(column: SparseColumn) -> str:
+    return f"{'list of ' if column.is_list else ''}{column.values.name}"

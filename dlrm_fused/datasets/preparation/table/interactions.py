@@ -1,0 +1,171 @@
+"""Histories of a table's rows: each row is an interaction of its user, at a time, with what its token columns say.
+
+Rows are encoded in the order of the files; what histories need of them is kept in files until all rows are there, since the
+rows of a user may lie anywhere. Then about 200 bytes of memory are taken for each row.
+"""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_fused.datasets.preparation.histories import GAP_ROWS, Histories, find_histories, mean_bag, write_interactions
+from dlrm_fused.datasets.preparation.table.columns import MICROSECONDS, Categories, read_categories, read_times
+from dlrm_fused.datasets.preparation.table.files import Block
+from dlrm_fused.datasets.preparation.writer import SCRATCH, SPLITS, NpyAppender, write_array
+from dlrm_fused.datasets.schema import SparseFeature
+from dlrm_fused.datasets.storage import ranges
+from dlrm_fused.datasets.transformation import IdEncoding, Int, SparseColumn, Transformation
+
+HISTORY = "--history"
+TOKEN_LABEL, TOKEN_GAP = "token_label", "token_gap"
+LABEL_ROWS = 2
+
+
+def token_name(column: str) -> str:
+    """The name of the token feature that a column becomes."""
+    return f"token_{column}"
+
+
+@dataclass(frozen=True)
+class Interactions:
+    """Of n rows: [n] each.
+
+    Attributes:
+        users, items: numbers that are different for different ones.
+        seconds: since 1970.
+    """
+
+    users: Int
+    items: Int
+    seconds: Int
+
+
+@dataclass(frozen=True)
+class InteractionColumns:
+    user: SparseColumn
+    item: SparseColumn
+    time: str
+
+    def read(self, block: Block) -> Interactions:
+        """A row whose user is missing is of a user of its own."""
+        users = _row_keys(read_categories(block, self.user))
+        nobody = users == 0
+        users[nobody] = -1 - block.first - np.flatnonzero(nobody)
+        return Interactions(
+            users,
+            _row_keys(read_categories(block, self.item)),
+            read_times(block, self.time, HISTORY) // MICROSECONDS,
+        )
+
+
+def _row_keys(values: Categories) -> Int:
+    """The key of each row's value, 0 for a missing one: [n]."""
+    return np.append(values.keys(), 0)[values.number]
+
+
+class InteractionFiles:
+    """What histories need of all rows, in the order in which they are read.
+
+    Args:
+        output: folder of the prepared set.
+    """
+
+    def __init__(self, output: Path, transformation: Transformation) -> None:
+        assert transformation.history is not None
+        encodings = {encoding.column.name: encoding for encoding in transformation.sparse}
+        self._tokens = [encodings[name] for name in transformation.history.items]
+        self._columns = [encoding.column.name for encoding in transformation.sparse if not encoding.column.is_list]
+        self._length = transformation.history.length
+        self._output = output
+        self._folder = output / SCRATCH
+        self._stack = ExitStack()
+
+    def __enter__(self) -> InteractionFiles:
+        self._folder.mkdir(exist_ok=True)
+        dtypes: dict[str, Any] = {
+            "split": np.uint8,
+            "labels": np.uint8,
+            "users": np.int64,
+            "items": np.int64,
+            "seconds": np.int64,
+        }
+        for encoding in self._tokens:
+            dtypes[encoding.column.name] = np.int32
+            if encoding.column.is_list:
+                dtypes[f"{encoding.column.name}.lengths"] = np.int64
+        self._files = {name: self._stack.enter_context(NpyAppender(self._path(name), dtype)) for name, dtype in dtypes.items()}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def append(
+        self,
+        split: NDArray[np.uint8],
+        interactions: Interactions | None,
+        single: NDArray[np.int32],
+        jagged: dict[str, tuple[NDArray[np.int32], Int]],
+        labels: NDArray[np.uint8],
+    ) -> None:
+        """Add the rows that come next."""
+        assert interactions is not None
+        parts: dict[str, NDArray[Any]] = {"split": split, "labels": labels, **vars(interactions)}
+        for encoding in self._tokens:
+            name = encoding.column.name
+            if encoding.column.is_list:
+                parts[name], offsets = jagged[name]
+                parts[f"{name}.lengths"] = np.diff(offsets)
+            else:
+                parts[name] = single[:, self._columns.index(name)]
+        for name, part in parts.items():
+            self._files[name].append(part)
+
+    def finish(self) -> tuple[SparseFeature, ...]:
+        """Write ``history.npy`` of all splits and the folder ``interactions``; returns the token features."""
+        self._stack.close()
+        histories = find_histories(self._read("users"), self._read("items"), self._read("seconds"), self._length)
+        split = self._read("split")
+        for number, name in enumerate(SPLITS):
+            write_array(self._output / name / "history.npy", histories.windows[split == number], np.int64)
+        features, single, jagged = [], [], {}
+        for encoding in self._tokens:
+            name = token_name(encoding.column.name)
+            if encoding.column.is_list:
+                values, offsets = self._in_order(encoding, histories.order)
+                jagged[name] = values, offsets
+                features.append(self._feature(name, encoding.rows, histories, np.diff(offsets)))
+            else:
+                single.append(self._read(encoding.column.name)[histories.order])
+                features.append(self._feature(name, encoding.rows, histories))
+        single += [self._read("labels")[histories.order], histories.gap[histories.order]]
+        features.append(self._feature(TOKEN_LABEL, LABEL_ROWS, histories, history_only=True))
+        features.append(self._feature(TOKEN_GAP, GAP_ROWS, histories))
+        write_interactions(self._output, np.stack(single, axis=1), jagged)
+        shutil.rmtree(self._folder)
+        return tuple(features)
+
+    def _in_order(self, encoding: IdEncoding, order: Int) -> tuple[Int, Int]:
+        """Values and offsets of a jagged token feature, in the order of interactions."""
+        values, lengths = self._read(encoding.column.name), self._read(f"{encoding.column.name}.lengths")
+        starts = (lengths.cumsum() - lengths)[order]
+        offsets = np.concatenate([[0], lengths[order].cumsum()])
+        return values[ranges(starts, lengths[order])], offsets
+
+    def _feature(
+        self, name: str, rows: int, histories: Histories, lengths: Int | None = None, history_only: bool = False
+    ) -> SparseFeature:
+        pooling = mean_bag(histories.windows, self._length, lengths, history_only)
+        return SparseFeature(name, rows, pooling, lengths is not None, history_only)
+
+    def _read(self, name: str) -> NDArray[Any]:
+        return np.load(self._path(name), mmap_mode="r")
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}.npy"

@@ -1,0 +1,104 @@
+"""Learning a transformation from a survey of training rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from dlrm_fused.datasets.preparation.table.columns import keys_of, text_buffers
+from dlrm_fused.datasets.preparation.table.splits import TRAIN
+from dlrm_fused.datasets.preparation.table.statistics import quantiles, scaling
+from dlrm_fused.datasets.preparation.table.survey import Survey
+from dlrm_fused.datasets.preparation.writer import SPLITS
+from dlrm_fused.datasets.transformation import (
+    FIRST_KEPT,
+    DenseKind,
+    DenseTransform,
+    HistoryColumns,
+    IdEncoding,
+    SparseColumn,
+    Transformation,
+    Vocabulary,
+)
+from dlrm_fused.errors import DataError
+
+
+def learn(
+    survey: Survey, min_frequency: int, hash_buckets: Mapping[str, int], history: HistoryColumns | None
+) -> Transformation:
+    """
+    Args:
+        min_frequency: values that occur less often in training rows have no id of their own.
+        hash_buckets: rows of the tables of those columns that are hashed instead.
+
+    Raises:
+        DataError: if the training rows do not tell what is needed.
+    """
+    check_survey(survey)
+    question = survey.question
+    dense = tuple(_dense(survey, name, kind) for name, kind in question.dense.items())
+    sparse = tuple(
+        IdEncoding(column, hash_buckets[column.name])
+        if column.name in hash_buckets
+        else _numbered(survey, column, min_frequency)
+        for column in question.sparse
+    )
+    return Transformation(question.label, dense, sparse, history)
+
+
+def check_survey(survey: Survey) -> None:
+    """
+    Raises:
+        DataError: if a split has no rows, a column no values in training rows, or their labels are all the same.
+    """
+    for name, rows in zip(SPLITS, survey.rows, strict=True):
+        if not rows:
+            counts = ", ".join(f"{count} {split}" for split, count in zip(SPLITS, survey.rows, strict=True))
+            raise DataError(f"--input: no row for the {name} split ({counts}); give more rows, or split them in another way")
+    positives, rows = survey.positives[TRAIN], survey.rows[TRAIN]
+    if positives in (0, rows):
+        raise DataError(
+            f"--label {survey.question.label}: is {int(positives > 0)} in all {rows} training rows, so there is nothing to "
+            "learn; choose another column or other rows"
+        )
+    unknown = [("--dense", name) for name, moments in survey.moments.items() if not moments.count]
+    unknown += [("--sparse", name) for name, lengths in survey.lengths.items() if lengths.missing == lengths.values]
+    for option, name in unknown:
+        raise DataError(f"{option} {name}: all values are missing in {rows} training rows; leave the column out")
+
+
+def _dense(survey: Survey, name: str, kind: DenseKind) -> DenseTransform:
+    if kind is DenseKind.quantile:
+        return quantiles(name, survey.sample()[name])
+    return scaling(name, kind, survey.moments[name])
+
+
+def _numbered(survey: Survey, column: SparseColumn, min_frequency: int) -> IdEncoding:
+    counter = survey.counters[column.name]
+    kept = counter.frequent(min_frequency)
+    check_kept(column.name, len(kept), counter.distinct, min_frequency)
+    return IdEncoding(column, FIRST_KEPT + len(kept), _vocabulary(kept["value"].combine_chunks()))
+
+
+def check_kept(name: str, kept: int, distinct: int, min_frequency: int) -> None:
+    """
+    Raises:
+        DataError: if no value of a column is frequent enough for an id of its own.
+    """
+    if not kept:
+        raise DataError(
+            f"--sparse {name}: none of its {distinct} values occurs --min-frequency={min_frequency} times in training rows; "
+            f"lower that, use --hash-buckets {name}=N, or leave the column out"
+        )
+
+
+def _vocabulary(values: pa.Array) -> Vocabulary:
+    keys = keys_of(values)
+    if pa.types.is_integer(values.type):
+        return Vocabulary.of(keys, values.to_numpy().astype(np.int64), None)
+    data, offsets = text_buffers(values)
+    stored: tuple[Any, Any] = data.copy(), offsets
+    return Vocabulary.of(keys, *stored)

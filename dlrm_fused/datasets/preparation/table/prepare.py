@@ -1,0 +1,301 @@
+"""Preparing a table of one's own, and applying what was learned to other rows."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from dlrm_fused.datasets.preparation.table.choice import ColumnChoice, check_sparse, check_types, choose_sparse, grouping_column
+from dlrm_fused.datasets.preparation.table.describe import describe
+from dlrm_fused.datasets.preparation.table.files import TableFile, find_files, open_file, read_blocks
+from dlrm_fused.datasets.preparation.table.interactions import HISTORY, TOKEN_GAP, TOKEN_LABEL, InteractionColumns, token_name
+from dlrm_fused.datasets.preparation.table.learning import learn
+from dlrm_fused.datasets.preparation.table.proposed_config import proposed_config
+from dlrm_fused.datasets.preparation.table.splits import (
+    BY_COLUMN,
+    BY_TIME,
+    ColumnSplit,
+    OneSplit,
+    RandomSplit,
+    Split,
+    TimeSplit,
+)
+from dlrm_fused.datasets.preparation.table.survey import Question, Survey, survey_block
+from dlrm_fused.datasets.preparation.table.writing import write_set
+from dlrm_fused.datasets.preparation.threads import map_in_order
+from dlrm_fused.datasets.preparation.writer import PROPOSED_CONFIG, SCRATCH, new_output
+from dlrm_fused.datasets.schema import PreparedInfo
+from dlrm_fused.datasets.transformation import (
+    TRANSFORMATION,
+    DenseKind,
+    HistoryColumns,
+    Transformation,
+)
+from dlrm_fused.errors import DataError
+
+MAX_ROWS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class SplitOptions:
+    """
+    Attributes:
+        held_out: share of the rows that are not for training, half for validation and half for the test.
+        seed: of the random split.
+        by_time: column of times; the newest rows are held out. Empty: drawn at random.
+        by_column: column of the splits' names. Empty: there is none.
+    """
+
+    held_out: float = 0.2
+    seed: int = 1
+    by_time: str = ""
+    by_column: str = ""
+
+    def check(self, history: HistoryColumns | None) -> None:
+        """
+        Args:
+            history: what histories are made of; rows must then be split by its time.
+
+        Raises:
+            DataError: if the options contradict each other.
+        """
+        if not 0 < self.held_out < 1:
+            raise DataError(f"--held-out={self.held_out}: allowed: above 0, below 1")
+        if self.by_time and self.by_column:
+            raise DataError(f"{BY_TIME} {self.by_time}: not together with {BY_COLUMN} {self.by_column}; keep one of them")
+        other = self.by_column or self.by_time
+        if history and other not in ("", history.time):
+            raise DataError(
+                f"{HISTORY}: rows are split by its time, {history.time}, and not by {other}, since otherwise histories of "
+                "training rows would tell labels of the test; leave that option out"
+            )
+
+
+@dataclass(frozen=True)
+class TableOptions:
+    """
+    Attributes:
+        input: files, or patterns that name files.
+        dense: columns, and what becomes of their values.
+        separated: separators of text columns that hold several values each.
+        min_frequency: values that occur less often in training rows share one id.
+        hash_buckets: rows of the tables of columns whose values are hashed instead.
+        history: what histories are made of; None for none.
+        workers: threads.
+    """
+
+    input: tuple[str, ...]
+    output: Path
+    label: str
+    dense: dict[str, DenseKind]
+    sparse: tuple[str, ...]
+    separated: dict[str, str] = field(default_factory=dict)
+    min_frequency: int = 3
+    hash_buckets: dict[str, int] = field(default_factory=dict)
+    split: SplitOptions = field(default_factory=SplitOptions)
+    history: HistoryColumns | None = None
+    workers: int = 1
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class ApplyOptions:
+    """
+    Attributes:
+        transformation: a prepared set.
+        input: files, or patterns that name files.
+        split: None: all rows are for the test.
+        workers: threads.
+    """
+
+    transformation: Path
+    input: tuple[str, ...]
+    output: Path
+    split: SplitOptions | None = None
+    workers: int = 1
+    overwrite: bool = False
+
+
+def prepare_table(options: TableOptions) -> PreparedInfo:
+    """Learn a transformation from a table, and write the table as a prepared set, with a config to train on it.
+
+    Raises:
+        DataError: if an option, a file or a value is wrong, or the output is taken. Then nothing is written.
+    """
+    table = _open_table(options)
+    with new_output(options.output, options.overwrite) as folder:
+        scratch = folder / SCRATCH
+        scratch.mkdir()
+        survey = table.survey(set(options.sparse) - options.hash_buckets.keys(), scratch)
+        transformation = learn(survey, options.min_frequency, options.hash_buckets, options.history)
+        shutil.rmtree(scratch)
+        transformation.save(folder / TRANSFORMATION)
+        origin = {"data_set": "table", **_plain(asdict(options))}
+        info = write_set(
+            table.files, table.columns, transformation, table.split, table.interactions, folder, options.workers, origin
+        )
+        (folder / PROPOSED_CONFIG).write_text(proposed_config(info.schema, info.samples["train"], options.output))
+    return info
+
+
+def describe_table(options: TableOptions) -> str:
+    """What a table holds, and the config that would be proposed for it; nothing is written.
+
+    Raises:
+        DataError: if an option, a file or a value is wrong.
+    """
+    table = _open_table(options)
+    with tempfile.TemporaryDirectory() as scratch:
+        survey = table.survey(set(options.sparse), Path(scratch))
+        return describe(survey, options.min_frequency, options.hash_buckets, options.history, options.output)
+
+
+def apply_transformation(options: ApplyOptions) -> PreparedInfo:
+    """Write other rows as a prepared set, with the transformation of another one.
+
+    Raises:
+        DataError: if an option, a file or a value is wrong, or the output is taken. Then nothing is written.
+    """
+    transformation = Transformation.load(options.transformation / TRANSFORMATION)
+    columns = tuple(encoding.column for encoding in transformation.sparse)
+    if options.split:
+        options.split.check(transformation.history)
+    files = [open_file(path) for path in find_files(options.input)]
+    choice = ColumnChoice(
+        transformation.label,
+        tuple(feature.name for feature in transformation.dense),
+        tuple(column.name for column in columns),
+        {column.name: column.separator for column in columns if column.separator},
+        (*_split_columns(options.split), *_history_columns(transformation.history)),
+    )
+    check_types(files, choice)
+    check_sparse(files, columns)
+    split = _split(files, options.split, transformation.history) if options.split else OneSplit("test")
+    interactions = _interactions(files, transformation.history)
+    with new_output(options.output, options.overwrite) as folder:
+        transformation.save(folder / TRANSFORMATION)
+        origin = {"data_set": "table", **_plain(asdict(options))}
+        return write_set(files, choice.names(), transformation, split, interactions, folder, options.workers, origin)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """The files of a table and how they are read."""
+
+    files: list[TableFile]
+    columns: list[str]
+    question: Question
+    interactions: InteractionColumns | None
+    workers: int
+
+    @property
+    def split(self) -> Split:
+        return self.question.split
+
+    def survey(self, counted: set[str], scratch: Path) -> Survey:
+        """Read all rows once.
+
+        Args:
+            counted: names of the sparse columns whose values are counted.
+            scratch: folder for files of counts, which are read when the counts are asked for.
+        """
+        question = replace(self.question, counted=frozenset(counted))
+        survey = Survey(question, scratch)
+        blocks = map_in_order(partial(survey_block, question=question), read_blocks(self.files, self.columns), self.workers)
+        with tqdm(desc="reading", unit=" rows", unit_scale=True) as bar:
+            for block in blocks:
+                survey.add(block)
+                bar.update(int(block.rows.sum()))
+        return survey
+
+
+def _open_table(options: TableOptions) -> _Table:
+    _check_numbers(options)
+    options.split.check(options.history)
+    choice = ColumnChoice(
+        options.label,
+        tuple(options.dense),
+        options.sparse,
+        options.separated,
+        (*_split_columns(options.split), *_history_columns(options.history)),
+    )
+    choice.check()
+    _check_history(options)
+    files = [open_file(path) for path in find_files(options.input)]
+    sparse = choose_sparse(files, choice)
+    interactions = _interactions(files, options.history)
+    split = _split(files, options.split, options.history)
+    question = Question(options.label, options.dense, sparse, split, frozenset())
+    return _Table(files, choice.names(), question, interactions, options.workers)
+
+
+def _check_numbers(options: TableOptions) -> None:
+    def require(condition: bool, option: str, value: object, allowed: str) -> None:
+        if not condition:
+            raise DataError(f"--{option}={value}: allowed: {allowed}")
+
+    require(options.min_frequency >= 1, "min-frequency", options.min_frequency, "1 or more")
+    require(options.workers >= 1, "workers", options.workers, "1 or more")
+    for name, buckets in options.hash_buckets.items():
+        require(2 <= buckets <= MAX_ROWS, "hash-buckets", f"{name}={buckets}", f"2 to {MAX_ROWS}")
+        require(name in options.sparse, "hash-buckets", f"{name}={buckets}", "columns of --sparse; add it there")
+
+
+def _check_history(options: TableOptions) -> None:
+    history = options.history
+    if history is None:
+        return
+    if history.length < 1:
+        raise DataError(f"--history-length={history.length}: allowed: 1 or more")
+    for name in history.items:
+        if name not in options.sparse:
+            raise DataError(f"{HISTORY}: {name} is not in --sparse; add it there")
+    tokens = {TOKEN_LABEL, TOKEN_GAP, *map(token_name, history.items)}
+    for name in tokens & set(options.sparse):
+        raise DataError(f"--sparse {name}: is the name of a token feature of {HISTORY}; rename the column")
+
+
+def _split_columns(options: SplitOptions | None) -> list[tuple[str, str]]:
+    if options is None:
+        return []
+    return [(option, name) for option, name in ((BY_TIME, options.by_time), (BY_COLUMN, options.by_column)) if name]
+
+
+def _history_columns(history: HistoryColumns | None) -> list[tuple[str, str]]:
+    return [(HISTORY, history.user), (HISTORY, history.time)] if history else []
+
+
+def _split(files: Sequence[TableFile], options: SplitOptions, history: HistoryColumns | None) -> Split:
+    if history:
+        return TimeSplit.of(files, history.time, HISTORY, options.held_out)
+    if options.by_time:
+        return TimeSplit.of(files, options.by_time, BY_TIME, options.held_out)
+    if options.by_column:
+        return ColumnSplit(options.by_column)
+    return RandomSplit(options.held_out, options.seed)
+
+
+def _interactions(files: Sequence[TableFile], history: HistoryColumns | None) -> InteractionColumns | None:
+    if history is None:
+        return None
+    user, item = (grouping_column(files, HISTORY, name) for name in (history.user, history.items[0]))
+    return InteractionColumns(user, item, history.time)
+
+
+def _plain(value: Any) -> Any:
+    """A value of options for JSON."""
+    if isinstance(value, dict):
+        return {key: _plain(content) for key, content in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(content) for content in value]
+    if isinstance(value, Enum):
+        return value.name
+    return str(value) if isinstance(value, Path) else value

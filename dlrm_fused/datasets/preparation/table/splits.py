@@ -1,0 +1,107 @@
+"""Which rows are for training, validation and test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from dlrm_fused.datasets.hashing import derive_key
+from dlrm_fused.datasets.preparation.table.columns import read_texts, read_times
+from dlrm_fused.datasets.preparation.table.files import Block, TableFile, read_blocks
+from dlrm_fused.datasets.preparation.table.sampling import RowSample, row_bits, sample_bits
+from dlrm_fused.datasets.preparation.writer import SPLITS
+from dlrm_fused.errors import DataError
+
+TRAIN = SPLITS.index("train")
+BY_TIME, BY_COLUMN = "--split-by-time", "--split-by-column"
+
+
+class Split(Protocol):
+    def assign(self, block: Block) -> NDArray[np.uint8]:
+        """The split of each row of a block, as its position in ``SPLITS``: [n]."""
+        ...
+
+
+@dataclass(frozen=True)
+class OneSplit:
+    """All rows are of one split."""
+
+    name: str
+
+    def assign(self, block: Block) -> NDArray[np.uint8]:
+        return np.full(len(block), SPLITS.index(self.name), np.uint8)
+
+
+@dataclass(frozen=True)
+class RandomSplit:
+    """Rows are drawn by the seed and their position in the table.
+
+    Attributes:
+        held_out: the share of rows that are not for training; half of it is for validation.
+    """
+
+    held_out: float
+    seed: int
+
+    def assign(self, block: Block) -> NDArray[np.uint8]:
+        drawn = row_bits(derive_key(4, self.seed), block.first, len(block)) / 2.0**64
+        return _by_thresholds(drawn, [1 - self.held_out, 1 - self.held_out / 2])
+
+
+@dataclass(frozen=True)
+class TimeSplit:
+    """The newest rows are for the test, those before them for validation.
+
+    Attributes:
+        starts: microseconds since 1970 from which on rows are for validation, and for the test.
+    """
+
+    column: str
+    option: str
+    starts: tuple[int, int]
+
+    @staticmethod
+    def of(files: Sequence[TableFile], column: str, option: str, held_out: float) -> TimeSplit:
+        """Cut the rows of a table, of equal times none apart. Where there are very many, a sample of them is cut.
+
+        Args:
+            option: names where the column comes from in messages.
+        """
+        sample = RowSample()
+        for block in read_blocks(files, [column]):
+            sample.add(sample_bits(block.first, len(block)), read_times(block, column, option))
+        times = np.sort(sample.values())
+        at = [min(round(len(times) * share), len(times) - 1) for share in (1 - held_out, 1 - held_out / 2)]
+        return TimeSplit(column, option, (int(times[at[0]]), int(times[at[1]])))
+
+    def assign(self, block: Block) -> NDArray[np.uint8]:
+        return _by_thresholds(read_times(block, self.column, self.option), list(self.starts))
+
+
+@dataclass(frozen=True)
+class ColumnSplit:
+    """A column says which split a row belongs to."""
+
+    column: str
+
+    def assign(self, block: Block) -> NDArray[np.uint8]:
+        names = read_texts(block, self.column)
+        found = pc.fill_null(pc.index_in(names, pa.array(SPLITS)), len(SPLITS)).to_numpy()
+        wrong = np.flatnonzero(found == len(SPLITS))
+        if wrong.size:
+            row = int(wrong[0])
+            raise DataError(
+                f"{BY_COLUMN} {self.column}: {names[row].as_py()!r} in {block.where(row)}; allowed: {', '.join(SPLITS)}; "
+                "rename the value, or leave the row out"
+            )
+        return found.astype(np.uint8)
+
+
+def _by_thresholds(values: NDArray, starts: Sequence[float]) -> NDArray[np.uint8]:
+    return np.searchsorted(starts, values, side="right").astype(np.uint8)

@@ -1,0 +1,175 @@
+"""The first pass over a table: what it holds, and what the transformation is learned from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from dlrm_fused.datasets.preparation.table.columns import (
+    MISSING_VALUE,
+    read_categories,
+    read_labels,
+    read_numbers,
+)
+from dlrm_fused.datasets.preparation.table.files import Block
+from dlrm_fused.datasets.preparation.table.sampling import RowSample, sample_bits
+from dlrm_fused.datasets.preparation.table.splits import TRAIN, Split
+from dlrm_fused.datasets.preparation.table.statistics import Moments, before_scaling
+from dlrm_fused.datasets.preparation.table.value_counts import ValueCounter
+from dlrm_fused.datasets.preparation.writer import SPLITS
+from dlrm_fused.datasets.transformation import DenseKind, SparseColumn, Values
+
+_NO_LENGTH = 2**31 - 1  # longer than any
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be found out of each block.
+
+    Attributes:
+        counted: names of the sparse columns whose values are counted.
+    """
+
+    label: str
+    dense: dict[str, DenseKind]
+    sparse: tuple[SparseColumn, ...]
+    split: Split
+    counted: frozenset[str]
+
+
+@dataclass(frozen=True)
+class ValueLengths:
+    """How many values a sparse column has in training rows, in all and in a row."""
+
+    values: int = 0
+    missing: int = 0
+    shortest: int = 0
+    longest: int = 0
+
+
+@dataclass
+class BlockSurvey:
+    """What one block contributes; all of it but ``rows`` and ``positives`` is of training rows.
+
+    Attributes:
+        rows, positives: of each split.
+        moments, extremes: of each dense column.
+        sampled: of rows, the random numbers by which they are sampled, and the columns that quantiles are taken of [n, Q].
+        lengths: of each sparse column.
+        counts: distinct values and their numbers, by name of the column.
+    """
+
+    rows: NDArray[np.int64]
+    positives: NDArray[np.int64]
+    moments: list[Moments] = field(default_factory=list)
+    extremes: list[tuple[float, float]] = field(default_factory=list)
+    sampled: tuple[NDArray[np.uint64], NDArray[np.float64]] | None = None
+    lengths: list[ValueLengths] = field(default_factory=list)
+    counts: dict[str, tuple[pa.Array, NDArray[np.int64]]] = field(default_factory=dict)
+
+
+def survey_block(block: Block, question: Question) -> BlockSurvey:
+    """
+    Raises:
+        DataError: if a value cannot be used.
+    """
+    split = question.split.assign(block)
+    labels = read_labels(block, question.label)
+    survey = BlockSurvey(np.bincount(split, minlength=len(SPLITS)), np.bincount(split, labels, len(SPLITS)).astype(np.int64))
+    is_train = split == TRAIN
+    _survey_dense(block, question.dense, is_train, survey)
+    for column in question.sparse:
+        _survey_sparse(block, column, is_train, survey, column.name in question.counted)
+    return survey
+
+
+def _survey_dense(block: Block, dense: dict[str, DenseKind], is_train: NDArray[np.bool_], survey: BlockSurvey) -> None:
+    sampled = []
+    for name, kind in dense.items():
+        values = read_numbers(block, name)[is_train]
+        known = values[~np.isnan(values)]
+        survey.moments.append(Moments.of(before_scaling(kind, known)))
+        survey.extremes.append((known.min(initial=np.inf), known.max(initial=-np.inf)))
+        if kind is DenseKind.quantile:
+            sampled.append(values)
+    if sampled:
+        bits = sample_bits(block.first, len(block))[is_train]
+        survey.sampled = bits, np.stack(sampled, axis=1)
+
+
+def _survey_sparse(block: Block, column: SparseColumn, is_train: NDArray[np.bool_], survey: BlockSurvey, count: bool) -> None:
+    values = read_categories(block, column)
+    lengths = np.ones(len(block), np.int64) if values.offsets is None else np.diff(values.offsets)
+    number = values.number[is_train if values.offsets is None else np.repeat(is_train, lengths)]
+    of_train = lengths[is_train]
+    missing = int((number == MISSING_VALUE).sum())
+    shortest, longest = int(of_train.min(initial=_NO_LENGTH)), int(of_train.max(initial=0))
+    survey.lengths.append(ValueLengths(number.size, missing, shortest, longest))
+    if count:
+        counts = np.bincount(number + 1, minlength=len(values.distinct) + 1)[1:]  # without the missing ones
+        survey.counts[column.name] = values.distinct, counts
+
+
+class Survey:
+    """What all blocks together tell, of training rows unless stated otherwise.
+
+    Args:
+        scratch: folder for files of counts.
+
+    Attributes:
+        rows, positives: of each split, by its position in ``SPLITS``.
+        moments, extremes: of each dense column.
+        lengths: of each sparse column.
+        counters: by name of the column.
+    """
+
+    def __init__(self, question: Question, scratch: Path) -> None:
+        self.question = question
+        self.rows = np.zeros(len(SPLITS), np.int64)
+        self.positives = np.zeros(len(SPLITS), np.int64)
+        self.moments = {name: Moments() for name in question.dense}
+        self.extremes = dict.fromkeys(question.dense, (np.inf, -np.inf))
+        self.lengths: dict[str, ValueLengths] = {}
+        types = {Values.integer: pa.int64(), Values.text: pa.string()}
+        self.counters = {
+            column.name: ValueCounter(types[column.values], scratch / column.name)
+            for column in question.sparse
+            if column.name in question.counted
+        }
+        self._sample = RowSample()
+
+    def add(self, block: BlockSurvey) -> None:
+        """Add the block that comes next."""
+        self.rows += block.rows
+        self.positives += block.positives
+        for name, moments, (low, high) in zip(self.question.dense, block.moments, block.extremes, strict=True):
+            self.moments[name].add(moments)
+            self.extremes[name] = min(self.extremes[name][0], low), max(self.extremes[name][1], high)
+        if block.sampled:
+            self._sample.add(*block.sampled)
+        for column, lengths in zip(self.question.sparse, block.lengths, strict=True):
+            self.lengths[column.name] = _joined(self.lengths.get(column.name), lengths)
+        for name, (values, counts) in block.counts.items():
+            self.counters[name].add(values, counts)
+
+    def sample(self) -> dict[str, NDArray[np.float64]]:
+        """A sample of the known values of each column with quantiles: [m]."""
+        names = [name for name, kind in self.question.dense.items() if kind is DenseKind.quantile]
+        if not names:
+            return {}
+        return {name: column[~np.isnan(column)] for name, column in zip(names, self._sample.values().T, strict=True)}
+
+
+def _joined(left: ValueLengths | None, right: ValueLengths) -> ValueLengths:
+    if left is None:
+        return right
+    return ValueLengths(
+        left.values + right.values,
+        left.missing + right.missing,
+        min(left.shortest, right.shortest),
+        max(left.longest, right.longest),
+    )

@@ -1,0 +1,163 @@
+"""Saved transformations: ids and dense inputs, of whole columns or of single values, with NumPy alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dlrm_fused.datasets.transformation import (
+    FIRST_HASHED,
+    FIRST_KEPT,
+    MISSING,
+    UNSEEN,
+    DenseKind,
+    DenseTransform,
+    HistoryColumns,
+    IdEncoding,
+    SparseColumn,
+    Transformation,
+    Values,
+    Vocabulary,
+    integer_keys,
+    text_keys,
+)
+from dlrm_fused.errors import DataError
+
+ROOT = Path(__file__).parents[2]
+TEXTS = ["red", "", "blue", "red ", "red\0", "\0", "eight888", "nine99999", "sixteen 16161616", "é", "日本", "x" * 1000]
+
+
+def packed(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    data = [text.encode() for text in texts]
+    return np.frombuffer(b"".join(data), np.uint8), np.cumsum([0, *map(len, data)], dtype=np.int64)
+
+
+def text_encoding(texts: list[str]) -> IdEncoding:
+    data, offsets = packed(texts)
+    vocabulary = Vocabulary.of(text_keys(data, offsets), data, offsets)
+    return IdEncoding(SparseColumn("color", Values.text), FIRST_KEPT + len(texts), vocabulary)
+
+
+def integer_encoding(values: list[int]) -> IdEncoding:
+    array = np.array(values, np.int64)
+    vocabulary = Vocabulary.of(integer_keys(array), array, None)
+    return IdEncoding(SparseColumn("user", Values.integer), FIRST_KEPT + len(values), vocabulary)
+
+
+def test_different_texts_have_different_keys() -> None:
+    assert len(set(text_keys(*packed(TEXTS)).tolist())) == len(TEXTS)
+
+
+def test_the_key_of_a_text_does_not_depend_on_its_neighbours() -> None:
+    together = text_keys(*packed(TEXTS))
+    for text, key in zip(TEXTS, together, strict=True):
+        assert text_keys(*packed([text])).tolist() == [key]
+
+
+def test_keys_never_change() -> None:
+    """Saved vocabularies hold them."""
+    assert text_keys(*packed(["red", "sixteen 16161616"])).tolist() == [-1172614157585611894, 1655411304046800116]
+    assert integer_keys(np.array([0, -1, 2**62])).tolist() == [5095610196844313600, -3642288131749336026, 4144848552329095882]
+
+
+def test_values_are_numbered_in_the_order_given_and_others_are_unseen_or_missing() -> None:
+    assert integer_encoding([70, -5, 2**63 - 1]).of_values([-5, 70, 2**63 - 1, 71, None, "70"]).tolist() == [
+        FIRST_KEPT + 1,
+        FIRST_KEPT,
+        FIRST_KEPT + 2,
+        UNSEEN,
+        MISSING,
+        FIRST_KEPT,
+    ]
+    assert text_encoding(["red", "blue"]).of_values(["blue", "", None, "green", "red"]).tolist() == [3, MISSING, MISSING, 1, 2]
+
+
+def test_an_empty_vocabulary_knows_nothing() -> None:
+    assert integer_encoding([]).of_values([1, None]).tolist() == [UNSEEN, MISSING]
+
+
+def test_hashed_values_fill_all_rows_but_that_of_missing_ones() -> None:
+    encoding = IdEncoding(SparseColumn("user", Values.integer), rows=10)
+    ids = encoding.of_values([*range(1000), None])
+    assert ids[-1] == MISSING
+    assert sorted(set(ids[:-1].tolist())) == list(range(FIRST_HASHED, 10))
+    assert np.bincount(ids)[1:].min() > 60
+
+
+@pytest.mark.parametrize("kind", list(DenseKind))
+def test_a_missing_number_becomes_0(kind: DenseKind) -> None:
+    transform = DenseTransform("price", kind, 3.0, 2.0, (1.0, 2.0), (-1.0, 1.0))
+    assert transform.apply(np.array([np.nan])).tolist() == [0.0]
+
+
+def test_numbers_are_scaled() -> None:
+    standardized = DenseTransform("price", DenseKind.standardize, mean=3.0, deviation=2.0)
+    assert standardized.apply(np.array([3.0, 7.0, -1.0])).tolist() == [0.0, 2.0, -2.0]
+    logarithmic = DenseTransform("price", DenseKind.log, mean=1.0, deviation=0.5)
+    np.testing.assert_allclose(logarithmic.apply(np.array([np.e - 1, 0.0, 1 - np.e])), [0.0, -2.0, -4.0], atol=1e-6)
+    quantile = DenseTransform("price", DenseKind.quantile, points=(0.0, 10.0, 20.0), positions=(-0.5, 0.0, 0.5))
+    assert quantile.apply(np.array([-100.0, 0.0, 5.0, 15.0, 99.0])).tolist() == [-0.5, -0.5, -0.25, 0.25, 0.5]
+
+
+def example() -> Transformation:
+    dense = (
+        DenseTransform("price", DenseKind.log, 0.1 + 0.2, 1 / 3),
+        DenseTransform("age", DenseKind.quantile, points=(1.0, 2.0), positions=(-0.9, 0.9)),
+    )
+    hashed = IdEncoding(SparseColumn("tags", Values.text, True, "|"), 100)
+    history = HistoryColumns("user", "time", ("user", "color"), 20)
+    return Transformation("clicked", dense, (integer_encoding([5, 4]), text_encoding(["red", "é"]), hashed), history)
+
+
+def test_a_saved_transformation_is_the_same(tmp_path: Path) -> None:
+    saved = example()
+    saved.save(tmp_path / "t")
+    loaded = Transformation.load(tmp_path / "t")
+    assert (loaded.label, loaded.dense, loaded.history) == (saved.label, saved.dense, saved.history)
+    assert [(e.column, e.rows) for e in loaded.sparse] == [(e.column, e.rows) for e in saved.sparse]
+    values = ["red", "é", "5", None, "4"]
+    for number in (1, 2):
+        assert loaded.sparse[number].of_values(values).tolist() == saved.sparse[number].of_values(values).tolist()
+    user, color, _ = loaded.sparse
+    assert user.vocabulary is not None
+    assert user.vocabulary.values.tolist() == [5, 4]
+    assert color.vocabulary is not None
+    assert color.vocabulary.values.tobytes().decode() == "redé"
+
+
+def test_a_saved_transformation_is_applied_without_the_libraries_that_learned_it(tmp_path: Path) -> None:
+    example().save(tmp_path / "t")
+    program = (
+        "import sys; from pathlib import Path; from dlrm_fused.datasets.transformation import Transformation; "
+        "t = Transformation.load(Path(sys.argv[1])); print(t.sparse[1].of_values(['é', 'x']).tolist(), "
+        "sys.modules.keys() & {'torch', 'pyarrow', 'polars'})"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "t")], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "[3, 1] set()\n", done.stderr
+
+
+def test_a_damaged_transformation_is_told(tmp_path: Path) -> None:
+    example().save(tmp_path / "t")
+    path = tmp_path / "t/transformation.json"
+    content = path.read_text()
+    for wrong, expected in (
+        (content[:100], r"t: damaged \(JSONDecodeError"),
+        (
+            json.dumps({**json.loads(content), "format_version": 9}),
+            r"transformation.json: format version 9, this release reads 1",
+        ),
+        (content.replace('"rows": 4', '"rows": 5'), r"user has 2 keys for 5 rows\); prepare the set again"),
+        (content.replace('"log"', '"sine"'), r"damaged \(KeyError: 'sine'\)"),
+    ):
+        path.write_text(wrong)
+        with pytest.raises(DataError, match=expected):
+            Transformation.load(tmp_path / "t")
+    path.write_text(content)
+    (tmp_path / "t/color.keys.npy").unlink()
+    with pytest.raises(DataError, match=r"color\.keys\.npy: missing; 'data/prepare\.py table' writes it"):
+        Transformation.load(tmp_path / "t")
