@@ -3,7 +3,8 @@
     python -m benchmarks.schedules.rule gathered.json products.json sums.json lookups.json --output rule.json
 
 The files are results of benchmarks/all_gather_gemm (first: its ceilings are the machine's rates), gemm_all_to_all,
-gemv_all_reduce and embedding_all_to_all, of one machine. Which calls are fitted and which are judged is drawn by ``--seed``
+gemv_all_reduce and embedding_all_to_all, of one machine. Times that were not steady do not count, nor calls without a time for
+each schedule that the rule may take. Which calls are fitted and which are judged is drawn by ``--seed``
 and listed in the output before anything is fitted. Beside the rule stand its rivals: always the same kind of schedule.
 """
 
@@ -36,6 +37,11 @@ _NEAR = 1.03
 _MULTIPROCESSORS = {"NVIDIA H100 80GB HBM3": 132, "NVIDIA H200": 132}
 
 Choose = Callable[[Call], str]
+
+
+def read_complete_calls(files: Sequence[Path]) -> list[Call]:
+    """Those of which every schedule that the rule may take has a time."""
+    return [call for call in read_calls(files) if set(space_of(call.size)) <= call.microseconds.keys()]
 
 
 def estimated(call: Call, machine: Machine) -> dict[str, float]:
@@ -118,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     gpu, ceilings, teraflops, contention = read_ceilings(options.results[0])
-    calls = [call for call in read_calls(options.results) if set(space_of(call.size)) <= call.microseconds.keys()]
+    calls = read_complete_calls(options.results)
     random.Random(options.seed).shuffle(calls)
     fitted, judged = calls[: len(calls) // 2], calls[len(calls) // 2 :]
     report: dict[str, Any] = {

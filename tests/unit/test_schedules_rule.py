@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.schedules.measured import Call, read_calls
-from benchmarks.schedules.rule import always, by_rule, fit, judge, squared_error
+from benchmarks.schedules.measured import Call
+from benchmarks.schedules.rule import always, by_rule, fit, judge, read_complete_calls, squared_error
 from dlrm_fused.ops.schedules import SCHEDULES, Lane, Mover, Pair
 from dlrm_fused.ops.schedules.__main__ import main
 from dlrm_fused.ops.schedules.estimate import Size, estimate
@@ -22,7 +22,7 @@ from dlrm_fused.ops.schedules.timeline import draw, table
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/schedules"
 FILES = [
     RESULTS / f"{name}_2_h100.json"
-    for name in ("all_gather_gemm", "gemm_all_to_all", "gemv_all_reduce", "embedding_all_to_all")
+    for name in ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_to_all", "gemv_all_reduce", "embedding_all_to_all")
 ]
 GATHER = Size(Pair.all_gather_gemm, 2, 16384, 1280, 8192)
 SIZES = [
@@ -131,23 +131,23 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
 
 @pytest.fixture(scope="module")
 def calls() -> list[Call]:
-    return read_calls(FILES)
+    return read_complete_calls(FILES)
 
 
 def test_measured_calls_are_read(calls: list[Call]) -> None:
-    assert len(calls) == 179
+    assert len(calls) == 174
     assert {call.size.pair for call in calls} == set(SPACE)
     (call,) = (call for call in calls if call.name == "all_gather_gemm 16384x3584x4096")
-    assert call.microseconds["chunks"] == pytest.approx(636, abs=1)
-    assert call.microseconds["library"] == pytest.approx(906, abs=1)
+    assert call.microseconds["chunks"] == pytest.approx(637, abs=1)
+    assert call.microseconds["library"] == pytest.approx(907, abs=1)
 
 
 def test_the_rule_is_better_than_any_schedule_for_all(calls: list[Call]) -> None:
     """With the costs that are in the package, on all measured calls."""
     of_rule = judge(calls, by_rule(H100))
-    assert of_rule["fastest"] > 0.75
-    assert of_rule["within_3_percent"] > 0.85
-    assert of_rule["mean_loss"] < 0.03
+    assert of_rule["fastest"] > 0.85
+    assert of_rule["within_3_percent"] > 0.93
+    assert of_rule["mean_loss"] < 0.01
     for mover in (Mover.library, Mover.same_kernel, Mover.copy_engine):
         rival = judge(calls, always(mover))
         assert of_rule["fastest"] > rival["fastest"]

@@ -46,8 +46,8 @@ def gemm_all_to_all(
         weight: [N, K], contiguous, in the workspace's dtype; or float8_e4m3fn, which has no gradient.
         scale: fp32 [N], of the weight's rows; for float8 weights, which need it.
         schedule: ``kernel``, ``chunks``, ``chunks_2``, ``chunks_4``, ``tapered`` or ``library``, see docs/schedules.md; or
-            ``auto``, which takes the fastest of ``kernel``, ``chunks`` and ``library``: from a table, or measured here by the
-            first call with a shape. Without a GPU, and between hosts, all but ``library`` are one.
+            ``auto``, which takes the fastest of ``kernel``, ``chunks``, ``chunks_2`` and ``library``: from a table, or measured
+            here by the first call with a shape. Without a GPU, and between hosts, all but ``library`` are one.
 
     Returns:
         [M, N] in the workspace's dtype.

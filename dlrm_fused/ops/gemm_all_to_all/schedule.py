@@ -8,12 +8,17 @@ from dlrm_fused.ops.common.schedules import AUTO as AUTO
 from dlrm_fused.ops.common.schedules import LIBRARY as LIBRARY
 from dlrm_fused.ops.common.schedules import Shape
 from dlrm_fused.ops.gemm_all_to_all.workspace import GemmWorkspace
+from dlrm_fused.ops.schedules import Pair
+from dlrm_fused.ops.schedules.rule import SPACE
 
 KERNEL, CHUNKS = "kernel", "chunks"
 # By a copy engine: names of dlrm_fused.ops.schedules.
 BY_PIECES = (CHUNKS, "chunks_2", "chunks_4", "tapered")
 SCHEDULES = (AUTO, KERNEL, *BY_PIECES, LIBRARY)
-# Where nothing was measured: by chunks of so many rows, and so deep, the library's product is at its best.
+# Which auto measures, besides the library's.
+_OWN = tuple(name for name in SPACE[Pair.gemm_all_to_all] if name != LIBRARY)
+# Where nothing was measured: by chunks of so many rows, and so deep, the library's product is at its best. The rule of
+# dlrm_fused.ops.schedules is better with two ranks, but loses up to 27 % with four (docs/schedules.md).
 _CHUNK_ROWS, _CHUNK_DEPTH = 1024, 4096
 
 
@@ -31,7 +36,7 @@ def choose_schedule(workspace: GemmWorkspace, shape: Shape, run: Callable[[str],
     Raises:
         CommunicationError: while it measures, as the call itself.
     """
-    names = [KERNEL, CHUNKS] + [LIBRARY] * workspace.schedules.has_library
+    names = [*_OWN, *[LIBRARY] * workspace.schedules.has_library]
     return workspace.schedules.choose(shape, names, run, rule=_by_rule(workspace.world_size, shape[0], shape[2]))
 
 

@@ -45,7 +45,7 @@ def gemv_all_reduce(
         norm_weight: [N], or None for no norm.
         norm_eps: added to the mean of squares.
         schedule: ``kernel``, for up to 64 rows on GPUs; ``chunks`` or ``scatter``, for more; ``library``; or ``auto``, which
-            takes the fastest of them but ``scatter``: from a table, or measured here by the first call with a shape.
+            takes the fastest of them: from a table, or measured here by the first call with a shape.
             Without a GPU, and between hosts, all but ``library`` are one.
 
     Returns:

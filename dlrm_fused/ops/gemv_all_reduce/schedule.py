@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -12,15 +12,18 @@ from dlrm_fused.ops.common.schedules import LIBRARY as LIBRARY
 from dlrm_fused.ops.common.schedules import Shape
 from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_ROWS
 from dlrm_fused.ops.gemv_all_reduce.workspace import GemvWorkspace
+from dlrm_fused.ops.schedules import Pair
+from dlrm_fused.ops.schedules.estimate import Size
+from dlrm_fused.ops.schedules.machines import machine_of
+from dlrm_fused.ops.schedules.rule import choose
 
-# Scatter has not run on several GPUs yet, and so auto leaves it out.
 KERNEL, CHUNKS, SCATTER = "kernel", "chunks", "scatter"
 SCHEDULES = (AUTO, KERNEL, CHUNKS, SCATTER, LIBRARY)
 _ROW_BYTES = 16  # of which rows have a multiple where they are scattered
 # With so many rows the kernel has been faster than the library in every shape that was measured, on two and on four GPUs.
 _ROWS_OF_THE_KERNEL = 16
-# Where nothing was measured: results with more elements, and deeper products, leave a sum beside them no room.
-_MOST_ELEMENTS, _MOST_DEPTH = 64 << 20, 8192
+# Of many rows, by their names in dlrm_fused.ops.schedules.
+_OF_MANY_ROWS = {"sums_beside": CHUNKS, "kernel": SCATTER, "library": LIBRARY}
 
 
 def check_schedule(workspace: GemvWorkspace, schedule: str, x: Tensor, weight: Tensor) -> None:
@@ -34,7 +37,7 @@ def check_schedule(workspace: GemvWorkspace, schedule: str, x: Tensor, weight: T
         raise UsageError(
             f"{name}: schedule={schedule} for m={rows}; needed: up to {MAX_ROWS} rows for kernel, more for chunks and scatter"
         )
-    if schedule == SCATTER and (rows % ranks or any(size * bytes_ % _ROW_BYTES for size in (x.shape[1], len(weight)))):
+    if schedule == SCATTER and not _can_scatter(workspace, (rows, len(weight), x.shape[1])):
         raise UsageError(
             f"{name}: schedule=scatter: m={rows}, N={len(weight)}, K={x.shape[1]}; needed: a multiple of the {ranks} ranks "
             f"for m, and of {_ROW_BYTES // bytes_} for N and K"
@@ -50,9 +53,21 @@ def choose_schedule(workspace: GemvWorkspace, shape: Shape, run: Callable[[str],
     Raises:
         CommunicationError: while it measures, as the call itself.
     """
-    rows, columns, depth = shape
-    fused = KERNEL if rows <= MAX_ROWS else CHUNKS
+    rows = shape[0]
+    own = [KERNEL] if rows <= MAX_ROWS else [CHUNKS] + [SCATTER] * _can_scatter(workspace, shape)
     if not workspace.sums_by_kernel or rows <= _ROWS_OF_THE_KERNEL or not workspace.schedules.has_library:
-        return fused
-    is_beyond = fused == CHUNKS and (rows * columns >= _MOST_ELEMENTS or depth > _MOST_DEPTH)
-    return workspace.schedules.choose(shape, (fused, LIBRARY), run, rule=LIBRARY if is_beyond else fused)
+        return own[0]
+    rule = KERNEL if rows <= MAX_ROWS else _by_rule(workspace, shape, [*own, LIBRARY])
+    return workspace.schedules.choose(shape, [*own, LIBRARY], run, rule=rule)
+
+
+def _can_scatter(workspace: GemvWorkspace, shape: Shape) -> bool:
+    rows, *sizes = shape
+    return rows % workspace.world_size == 0 and not any(size * workspace.dtype.itemsize % _ROW_BYTES for size in sizes)
+
+
+def _by_rule(workspace: GemvWorkspace, shape: Shape, names: Sequence[str]) -> str:
+    """For more rows than the kernel takes: the schedule of these whose estimate is shortest."""
+    size = Size(Pair.gemm_all_reduce, workspace.world_size, *shape, workspace.dtype.itemsize)
+    allowed = tuple(name for name, own in _OF_MANY_ROWS.items() if own in names)
+    return _OF_MANY_ROWS[choose(size, machine_of(workspace.device), allowed)]

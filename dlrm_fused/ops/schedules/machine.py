@@ -21,7 +21,7 @@ class Machine:
         multiprocessors: of the GPU.
         library_share: of ``peer_copies``, what the library's collectives reach.
         kernel_share: of the library's speed, what this project's products reach between two tiles.
-        store_depth: what storing a tile takes them; in units of the product's inner dimension, which could be multiplied meanwhile.
+        store_depth: what storing a tile takes them, in units of the inner dimension that could be multiplied meanwhile.
         add_depth: the same of adding to a tile what the peers have sent.
         contention: factor on the time of a product while copy engines move pieces beside it.
         kernel_contention: the same while another kernel does.

@@ -57,7 +57,7 @@ class Clock:
     def __call__(self, run: Any, device: torch.device) -> float:
         run()
         self.asked += 1
-        return self.milliseconds[(self.asked - 1) % 3] / 1e3
+        return self.milliseconds[(self.asked - 1) % len(self.milliseconds)] / 1e3
 
 
 def calls_by_auto(clocks: list[Clock], is_capturing: bool) -> tuple[dict[Any, str], int, list[str], float]:
@@ -92,16 +92,16 @@ def calls_by_auto(clocks: list[Clock], is_capturing: bool) -> tuple[dict[Any, st
 @pytest.mark.parametrize(
     ("clocks", "fastest"),
     [
-        ([Clock(1, 3, 2), Clock(5, 3, 2)], "library"),
-        ([Clock(1, 3, 2), Clock(1, 3, 2)], "kernel"),
-        ([Clock(4, 3, 5), Clock(2, 1, 0.5)], "chunks"),
+        ([Clock(1, 3, 9, 2), Clock(5, 3, 9, 2)], "library"),
+        ([Clock(1, 3, 9, 2), Clock(1, 3, 9, 2)], "kernel"),
+        ([Clock(4, 3, 9, 5), Clock(2, 1, 9, 0.5)], "chunks"),
     ],
 )
 def test_auto_takes_what_is_fastest_on_the_slowest_rank(clocks: list[Clock], fastest: str) -> None:
     first, second = run_ranks(2, calls_by_auto, clocks, False)
     for chosen, asked, _, error in (first, second):
         assert chosen == {(24, 72, 40): fastest, (12, 80, 40): fastest}
-        assert asked == 2 * 3, "each shape is measured once"
+        assert asked == 2 * 4, "each shape is measured once"
         assert error < 1e-4
     assert len(first[2]) == 2
     assert f"schedule {fastest} for x [24, 40] and weight [72, 40] (measured: kernel " in first[2][0]
@@ -109,7 +109,7 @@ def test_auto_takes_what_is_fastest_on_the_slowest_rank(clocks: list[Clock], fas
 
 
 def test_auto_does_not_measure_in_a_capture() -> None:
-    for chosen, asked, messages, error in run_ranks(2, calls_by_auto, [Clock(2, 1, 1)] * 2, True):
+    for chosen, asked, messages, error in run_ranks(2, calls_by_auto, [Clock(2, 1, 9, 1)] * 2, True):
         assert chosen == {}
         assert asked == 0
         assert error < 1e-4
