@@ -52,7 +52,10 @@ def timelines(output: Path) -> None:
 
 
 def heat_map(calls: Sequence[Call], output: Path) -> None:
-    """By pair: each call's time by its fastest schedule over the library's, and which schedule that is."""
+    """By pair: each call's time by its fastest schedule over the library's, and which schedule that is.
+
+    Calls whose time by the library was not steady are left out.
+    """
     import matplotlib
 
     matplotlib.use("Agg")  # no display is needed
@@ -61,7 +64,7 @@ def heat_map(calls: Sequence[Call], output: Path) -> None:
     pairs = list(dict.fromkeys(call.size.pair for call in calls))
     canvas, axes = plt.subplots(1, len(pairs), squeeze=False, figsize=(5.5 * len(pairs), 7), layout="constrained")
     for axis, pair in zip(axes.flat, pairs, strict=True):
-        own = [call for call in calls if call.size.pair is pair]
+        own = [call for call in calls if call.size.pair is pair and "library" in call.microseconds]
         rows = sorted({call.size.rows for call in own})
         shapes = sorted({(call.size.columns, call.size.depth) for call in own})
         ratios = [[float("nan")] * len(rows) for _ in shapes]

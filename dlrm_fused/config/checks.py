@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dlrm_fused.config.registry import DataSource, ModelKind
-from dlrm_fused.config.schema import Comm, Config, EmbeddingOptimizerKind, ModelConfig
+from dlrm_fused.config.schema import CacheHints, Comm, Config, EmbeddingOptimizerKind, ModelConfig
 from dlrm_fused.config.setting import check_bounds, require
 
 
@@ -117,6 +117,9 @@ def _check_embedding(config: Config) -> None:
         columns,
         f"0, or a multiple of 4 that divides embedding.dim={embedding.dim}",
     )
+    has_hints = embedding.cache_hints is not CacheHints.off
+    without = "off with comm=baseline, whose kernels take no hints"
+    require(not has_hints or config.comm is not Comm.baseline, "embedding.cache_hints", embedding.cache_hints.name, without)
     if config.data.source is DataSource.criteo_npy:
         require(bool(embedding.rows), "embedding.rows", embedding.rows, "the rows of every table, for data.source=criteo_npy")
     optimizer = embedding.optimizer

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from dlrm_fused.config import Config
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.models import build_model
+from dlrm_fused.ops.common import cache_policy
 from dlrm_fused.sharding.groups import model_parallel_groups
 from dlrm_fused.sharding.parallel import ShardedModel, shard
 
@@ -19,6 +20,7 @@ def build(config: Config, schema: DatasetSchema, device: torch.device) -> Sharde
         ConfigError: if the model does not go with the data set or the ranks, or no plan satisfies the config.
         UsageError: with ``comm_strict``, if ``comm=fused`` does not cover all of the model.
     """
+    cache_policy.use(config.embedding.cache_hints.name, config.embedding.zipf_exponent)
     groups = model_parallel_groups(config.model)
     task = build_model(config, schema, dist.get_world_size(), device, groups.model_parallel if groups else None)
     return shard(task, config, schema, device, groups)

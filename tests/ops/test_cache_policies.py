@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +13,14 @@ from torch import Tensor
 
 from benchmarks.cache_policies.workloads import tiny
 from benchmarks.common.harness import open_world
+from dlrm_fused.config import load_config
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common import cache_policy
 from dlrm_fused.ops.common.cache_hints import HARDWARE, LOADS, OFF, STATIC, STORES, CachePolicy, Hint, with_hints
 from dlrm_fused.ops.common.cache_policy import Stream, once, picked, select
 from dlrm_fused.ops.common.l2_persistence import set_aside
 from dlrm_fused.serving.cached_attention import cached_attention
+from dlrm_fused.training import build
 from tests.distributed.launch import run_ranks
 from tests.ops.test_compile_for_gpus import LAUNCHES
 from tests.ops.test_compile_for_gpus import compiled as compiled
@@ -180,6 +183,26 @@ def test_the_selector_is_told_the_skew_that_a_launch_cannot_know() -> None:
     assert cache_policy.choose(CPU, rows) is OFF
     with pytest.raises(UsageError, match="'selected' needs zipf_exponent"):
         cache_policy.use("selected")
+
+
+@pytest.mark.parametrize(("setting", "hints"), [("off", {}), ("selected", PASSING)])
+def test_a_model_is_built_with_the_hints_that_its_config_asks_for(
+    setting: str, hints: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "config.yaml").write_text("data: {source: synthetic}\ncomm: fused")
+    config = load_config(tmp_path / "config.yaml", [f"embedding.cache_hints={setting}"])
+    found: list[dict[str, str]] = []
+
+    def build_model(*_: object) -> None:
+        streams = {"rows": picked(1e6, 4e6, 512), "sent": once(1e5)}
+        found.append(given(cache_policy.choose(CPU, lambda: streams)))
+
+    monkeypatch.setattr(build, "build_model", build_model)
+    monkeypatch.setattr(build, "shard", lambda *_: None)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    schema: Any = None
+    build.build(config, schema, CPU)
+    assert found == [hints]
 
 
 def test_an_unknown_policy_is_refused_with_those_that_there_are() -> None:

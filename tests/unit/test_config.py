@@ -228,6 +228,10 @@ class TestContradictions:
             (["embedding.dim=6", "model.bottom_mlp=[6]"], ("embedding.dim=6", "multiple of 4")),
             (["embedding.shard_columns=12"], ("embedding.shard_columns=12", "divides embedding.dim=64")),
             (
+                ["embedding.cache_hints=selected", "comm=baseline"],
+                ("embedding.cache_hints=selected", "comm=baseline"),
+            ),
+            (
                 ["embedding.optimizer.kind=sgd", "embedding.optimizer.weight_decay=0.1"],
                 ("embedding.optimizer.weight_decay=0.1", "embedding.optimizer.kind=sgd"),
             ),
