@@ -117,9 +117,9 @@ def _check_embedding(config: Config) -> None:
         columns,
         f"0, or a multiple of 4 that divides embedding.dim={embedding.dim}",
     )
-    has_hints = embedding.cache_hints is not CacheHints.off
-    without = "off with comm=baseline, whose kernels take no hints"
-    require(not has_hints or config.comm is not Comm.baseline, "embedding.cache_hints", embedding.cache_hints.name, without)
+    is_selected = embedding.cache_hints is CacheHints.selected
+    without = "default with comm=baseline, whose kernels take no hints"
+    require(not is_selected or config.comm is not Comm.baseline, "embedding.cache_hints", embedding.cache_hints.name, without)
     if config.data.source is DataSource.criteo_npy:
         require(bool(embedding.rows), "embedding.rows", embedding.rows, "the rows of every table, for data.source=criteo_npy")
     optimizer = embedding.optimizer

@@ -120,7 +120,7 @@ class EmbeddingOptimizerKind(Enum):
 
 
 class CacheHints(Enum):
-    off = "off"
+    default = "default"
     selected = "selected"
 
 
@@ -271,8 +271,8 @@ class EmbeddingConfig:
     # Number format on the wire (quantized communication), forward and backward.
     forward_wire: WireDtype = WireDtype.fp32
     backward_wire: WireDtype = WireDtype.fp32
-    # Hints for the GPU's caches in lookups and updates of comm=fused: none, or those that suit zipf_exponent.
-    cache_hints: CacheHints = CacheHints.off
+    # Hints for the GPU's caches in lookups and updates of comm=fused: those of all runs, or what suits sizes and zipf_exponent.
+    cache_hints: CacheHints = CacheHints.default
     # Popularity of ids: probability of the k-th most popular ~ 1 / k^zipf_exponent; 0 is uniform. For cache_hints=selected.
     zipf_exponent: float = setting(0.0, at_least(0))
     tables: dict[str, TableConfig] = field(default_factory=dict)

@@ -6,9 +6,11 @@ import torch
 import torch.distributed as dist
 
 from dlrm_fused.config import Config
+from dlrm_fused.config.schema import CacheHints
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.models import build_model
 from dlrm_fused.ops.common import cache_policy
+from dlrm_fused.ops.common.cache_hints import OFF
 from dlrm_fused.sharding.groups import model_parallel_groups
 from dlrm_fused.sharding.parallel import ShardedModel, shard
 
@@ -20,7 +22,8 @@ def build(config: Config, schema: DatasetSchema, device: torch.device) -> Sharde
         ConfigError: if the model does not go with the data set or the ranks, or no plan satisfies the config.
         UsageError: with ``comm_strict``, if ``comm=fused`` does not cover all of the model.
     """
-    cache_policy.use(config.embedding.cache_hints.name, config.embedding.zipf_exponent)
+    is_selected = config.embedding.cache_hints is CacheHints.selected
+    cache_policy.use(cache_policy.SELECTED if is_selected else OFF, config.embedding.zipf_exponent)
     groups = model_parallel_groups(config.model)
     task = build_model(config, schema, dist.get_world_size(), device, groups.model_parallel if groups else None)
     return shard(task, config, schema, device, groups)

@@ -185,7 +185,7 @@ def test_the_selector_is_told_the_skew_that_a_launch_cannot_know() -> None:
         cache_policy.use("selected")
 
 
-@pytest.mark.parametrize(("setting", "hints"), [("off", {}), ("selected", PASSING)])
+@pytest.mark.parametrize(("setting", "hints"), [("default", {}), ("selected", PASSING)])
 def test_a_model_is_built_with_the_hints_that_its_config_asks_for(
     setting: str, hints: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
