@@ -140,6 +140,14 @@ def _check_training(config: Config) -> None:
         every,
         "1 or more, since training.target_auc is checked by evaluations",
     )
+    patience = config.evaluation.patience
+    require(not patience or every > 0, "evaluation.every_steps", every, f"1 or more with evaluation.patience={patience}")
+    require(
+        not patience or config.checkpoint.keep_best,
+        "checkpoint.keep_best",
+        "false",
+        f"true with evaluation.patience={patience}, since the best checkpoint is the one to keep then",
+    )
     require(
         not schedule.decay_steps or schedule.decay_start_step >= schedule.warmup_steps,
         "training.schedule.decay_start_step",

@@ -323,6 +323,8 @@ class EvaluationConfig:
     global_batch_size: int = setting(65_536, at_least(1))
     # Samples of an evaluation during training; 0 takes the whole split.
     max_samples: int = setting(0, at_least(0))
+    # Ends training after so many evaluations in a row without a new best AUC; 0 never does.
+    patience: int = setting(0, at_least(0))
 
 
 @dataclass

@@ -39,6 +39,11 @@ def reaches_target(config: Config, auc: float | None) -> bool:
     return auc is not None and 0 < config.training.target_auc <= auc
 
 
+def loses_patience(config: Config, evaluations_since_best: int) -> bool:
+    """Whether a run ends since its AUC has not risen for so many evaluations."""
+    return 0 < config.evaluation.patience <= evaluations_since_best
+
+
 class RunFolder:
     """``output_dir/name`` with config.yaml, plan.txt, metrics.jsonl, tensorboard/, checkpoints/ and summary.json."""
 
@@ -64,9 +69,11 @@ class RunFolder:
         step = self.checkpoints.last()
         is_finished = summary.get("steps", 0) >= config.training.max_steps
         if step is None:
-            return is_finished or bool(summary.get("reached_target"))
-        # Not what the summary says of the target: a higher one may be wanted now.
-        is_finished |= bool(summary) and reaches_target(config, self.checkpoints.progress(step).validation_auc)
+            return is_finished or bool(summary.get("reached_target")) or bool(summary.get("lost_patience"))
+        # Not what the summary says: a higher target, or more patience, may be wanted now.
+        progress = self.checkpoints.progress(step)
+        has_ended = reaches_target(config, progress.validation_auc) or loses_patience(config, progress.evaluations_since_best)
+        is_finished |= bool(summary) and has_ended
         if is_finished:
             self._check_same_settings(config, step)
         return is_finished

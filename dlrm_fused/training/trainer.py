@@ -30,7 +30,7 @@ from dlrm_fused.training.metrics import BinaryMetricValues, LossTracker
 from dlrm_fused.training.next_steps import next_steps
 from dlrm_fused.training.peaks import data_sheet_peaks
 from dlrm_fused.training.pipeline import TrainingPipeline
-from dlrm_fused.training.run_folder import RunFolder, reaches_target
+from dlrm_fused.training.run_folder import RunFolder, loses_patience, reaches_target
 from dlrm_fused.training.runtime import ErrorStore, Rank, join_run
 from dlrm_fused.training.schedule import LearningRates
 from dlrm_fused.training.step_timer import StepTimer
@@ -104,7 +104,8 @@ class Trainer:
         self._checkpoints = CheckpointWriter(folder.checkpoints, config.checkpoint, device)
         self._loss = float("nan")
         self._best_auc = -1.0
-        self._reached_target = False
+        self._evaluations_since_best = 0
+        self._reached_target = self._lost_patience = False
         if start_step:
             self._continue_from(start_step)
         if config.checkpoint.every_steps:
@@ -124,6 +125,8 @@ class Trainer:
         restore(self._folder.checkpoints.of(step), self._sharded, progress, self._device)
         self._loss = progress.loss
         self._reached_target = reaches_target(self._config, progress.validation_auc)
+        self._evaluations_since_best = progress.evaluations_since_best
+        self._lost_patience = loses_patience(self._config, self._evaluations_since_best)
         best = self._folder.checkpoints.best()
         if best is not None:
             self._best_auc = self._folder.checkpoints.progress(best).validation_auc or self._best_auc
@@ -157,6 +160,7 @@ class Trainer:
                 "samples_per_second": self._throughput.overall(),
                 "steps": self._step,
                 "reached_target": self._reached_target,
+                "lost_patience": self._lost_patience,
                 "wall_seconds": time.monotonic() - began,
             }
         )
@@ -179,7 +183,7 @@ class Trainer:
         profiler = Profiler(self._folder.path, config.telemetry.profile_steps, self._rank.index, self._device)
         try:
             self._throughput.start(self._step)
-            while self._step < config.training.max_steps and not self._reached_target:
+            while self._step < config.training.max_steps and not (self._reached_target or self._lost_patience):
                 profiler.before_step(self._step + 1)
                 self._rates.apply(self._step)
                 output = self._pipeline.progress(loader)
@@ -200,12 +204,18 @@ class Trainer:
         if saves or evaluates or is_multiple(self._step, self._config.telemetry.log_every_steps):
             self._report_training(output)
         auc = self._evaluate() if evaluates else None
-        self._reached_target = reaches_target(self._config, auc)
-        is_best = auc is not None and auc > self._best_auc
-        if is_best and auc is not None:
-            self._best_auc = auc
-        if saves or self._reached_target or (is_best and self._config.checkpoint.keep_best):
+        is_best = auc is not None and self._note_auc(auc)
+        if saves or self._reached_target or self._lost_patience or (is_best and self._config.checkpoint.keep_best):
             self._save(auc)
+
+    def _note_auc(self, auc: float) -> bool:
+        """Whether it is the best so far; it may end the run."""
+        is_best = auc > self._best_auc
+        self._best_auc = max(auc, self._best_auc)
+        self._evaluations_since_best = 0 if is_best else self._evaluations_since_best + 1
+        self._reached_target = reaches_target(self._config, auc)
+        self._lost_patience = loses_patience(self._config, self._evaluations_since_best)
+        return is_best
 
     def _report_training(self, output: Output) -> None:
         losses = self._losses.read()
@@ -269,6 +279,7 @@ class Trainer:
             world_size=self._rank.world_size,
             validation_auc=auc,
             settings=flatten(self._config),
+            evaluations_since_best=self._evaluations_since_best,
         )
         self._checkpoints.save(self._sharded, progress)
 

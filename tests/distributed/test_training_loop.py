@@ -27,6 +27,7 @@ from tests.distributed.launch import (
     run_script,
     sharded_model,
     small_config,
+    summary,
     train,
 )
 
@@ -186,3 +187,19 @@ def test_the_run_ends_at_the_target(tmp_path):
     assert aucs[-1] >= 0.7
     assert all(auc < 0.7 for auc in aucs[:-1])
     assert max(losses(run)) == 10 * len(aucs)
+
+
+def test_the_run_ends_when_its_auc_does_not_rise_any_more(tmp_path):
+    """Nothing is learned at such rates. What ended so is left alone, and needs no more steps when it is continued."""
+    nothing = ("training.dense_optimizer.learning_rate=1e-12", "embedding.optimizer.learning_rate=1e-12")
+    settings = ("evaluation.patience=2", "evaluation.every_steps=5", "training.max_steps=500", *nothing)
+    run = train(tmp_path, 2, *settings)
+    aucs = [line["auc"] for line in metrics(run, "evaluation")]
+    since_best = [number - max(range(number + 1), key=lambda i: aucs[i]) for number in range(len(aucs))]
+    assert since_best[-1] == 2
+    assert max(since_best[:-1]) < 2
+    assert summary(run)["lost_patience"]
+    assert summary(run)["steps"] == 5 * len(aucs)
+    (run / "summary.json").unlink()
+    train(tmp_path, 2, *settings)
+    assert summary(run)["steps"] == 5 * len(aucs)

@@ -219,6 +219,11 @@ class TestContradictions:
                 [*TRANSFORMER, "data.source=criteo_npy", "data.path=x", "embedding.rows=[9]"],
                 ("data.source=criteo_npy", "model.kind=transformer"),
             ),
+            (["evaluation.patience=2"], ("evaluation.every_steps=0", "evaluation.patience=2")),
+            (
+                ["evaluation.patience=2", "evaluation.every_steps=5", "checkpoint.keep_best=false"],
+                ("checkpoint.keep_best=false", "evaluation.patience=2"),
+            ),
             (["training.target_auc=0.8"], ("evaluation.every_steps=0", "training.target_auc is checked by evaluations")),
             (["data.source=prepared"], ("data.path=''", "data.source=prepared")),
             (["data.source=criteo_npy", "data.path=x"], ("embedding.rows=[]", "data.source=criteo_npy")),

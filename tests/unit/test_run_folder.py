@@ -1,7 +1,7 @@
 """Whether a run starts, continues or is left alone, and which checkpoints it has."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -24,10 +24,13 @@ def folder(config) -> RunFolder:
     return RunFolder(config.run_dir)
 
 
-def add_checkpoint(folder: CheckpointFolder, config: Config, step: int, auc: float | None = None) -> Path:
+def add_checkpoint(
+    folder: CheckpointFolder, config: Config, step: int, auc: float | None = None, evaluations_since_best: int = 0
+) -> Path:
     path = folder.of(step)
     path.mkdir(parents=True)
     progress = Progress(step=step, samples=step, loss=0.5, world_size=1, validation_auc=auc, settings=flatten(config))
+    progress = replace(progress, evaluations_since_best=evaluations_since_best)
     (path / "progress.json").write_text(json.dumps(asdict(progress)))
     return path
 
@@ -88,9 +91,9 @@ class TestSettings:
 
 
 class TestIsFinished:
-    def write_summary(self, folder: RunFolder, steps: int, reached_target: bool = False) -> None:
+    def write_summary(self, folder: RunFolder, steps: int, **ended_by: bool) -> None:
         folder.path.mkdir()
-        (folder.path / "summary.json").write_text(json.dumps({"steps": steps, "reached_target": reached_target}))
+        (folder.path / "summary.json").write_text(json.dumps({"steps": steps, **ended_by}))
 
     def test_without_a_summary(self, folder, config):
         assert not folder.is_finished(config)
@@ -113,6 +116,15 @@ class TestIsFinished:
         config.training.target_auc = 0.7
         assert folder.is_finished(config)
         config.training.target_auc = 0.8
+        assert not folder.is_finished(config)
+
+    def test_patience_was_lost_until_more_is_wanted(self, folder, config):
+        self.write_summary(folder, 10, lost_patience=True)
+        assert folder.is_finished(config)
+        add_checkpoint(folder.checkpoints, config, 10, auc=0.7, evaluations_since_best=2)
+        config.evaluation.patience = 2
+        assert folder.is_finished(config)
+        config.evaluation.patience = 3
         assert not folder.is_finished(config)
 
     def test_a_damaged_summary(self, folder, config):

@@ -25,6 +25,7 @@ class Progress:
         world_size: ranks that wrote the checkpoint.
         validation_auc: of an evaluation at this very step, if there was one.
         settings: the flattened config.
+        evaluations_since_best: how many there were since the one with the highest AUC.
     """
 
     step: int
@@ -33,6 +34,7 @@ class Progress:
     world_size: int
     validation_auc: float | None
     settings: dict[str, object]
+    evaluations_since_best: int = 0
 
 
 class CheckpointFolder:
