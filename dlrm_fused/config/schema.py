@@ -336,6 +336,8 @@ class CheckpointConfig:
     keep_best: bool = True
     # Continue the run of the same name from its last checkpoint; false puts the old run aside and starts anew.
     resume: bool = True
+    # Folder of a run, such as runs/a, whose weights a new run begins with; rows of tables are matched by their values.
+    warm_start: str = ""
 
 
 @dataclass

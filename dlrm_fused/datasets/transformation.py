@@ -229,6 +229,11 @@ class HistoryColumns:
     length: int
 
 
+def token_name(column: str) -> str:
+    """The token feature that a column of items becomes."""
+    return f"token_{column}"
+
+
 @dataclass(frozen=True)
 class Transformation:
     """
@@ -247,6 +252,12 @@ class Transformation:
     def dense_features(self) -> tuple[str, ...]:
         """Names of the dense features; where a table has none there is one, ``CONSTANT``, since models need one."""
         return tuple(feature.name for feature in self.dense) or (CONSTANT,)
+
+    def tables_of(self, encoding: IdEncoding) -> tuple[str, ...]:
+        """Names of the features, and so of the tables, whose ids an encoding gives: the column's, and that of its tokens."""
+        name = encoding.column.name
+        has_tokens = self.history is not None and name in self.history.items
+        return (name, token_name(name)) if has_tokens else (name,)
 
     def save(self, folder: Path) -> None:
         """Write the folder, which must not exist."""

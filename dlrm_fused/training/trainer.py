@@ -35,6 +35,7 @@ from dlrm_fused.training.runtime import ErrorStore, Rank, join_run
 from dlrm_fused.training.schedule import LearningRates
 from dlrm_fused.training.step_timer import StepTimer
 from dlrm_fused.training.telemetry import Profiler, RunWriter, gpu_memory_gib
+from dlrm_fused.training.warm_start import warm_start
 
 logger = logging.getLogger("dlrm_fused")
 
@@ -108,6 +109,8 @@ class Trainer:
         self._reached_target = self._lost_patience = False
         if start_step:
             self._continue_from(start_step)
+        elif config.checkpoint.warm_start:
+            warm_start(config, sharded, dataset.schema)
         if config.checkpoint.every_steps:
             self._checkpoints.allocate(sharded)
         self._timer = StepTimer(device, every=_TIMED_STEPS_APART if device.type == "cuda" else 1)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from dlrm_fused.datasets.preparation.table.interactions import token_name
 from dlrm_fused.datasets.preparation.table.learning import check_kept, check_survey
 from dlrm_fused.datasets.preparation.table.proposed_config import proposed_config
 from dlrm_fused.datasets.preparation.table.splits import TRAIN
 from dlrm_fused.datasets.preparation.table.survey import Survey
 from dlrm_fused.datasets.preparation.writer import SPLITS
 from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
-from dlrm_fused.datasets.transformation import CONSTANT, FIRST_KEPT, HistoryColumns, SparseColumn
+from dlrm_fused.datasets.transformation import CONSTANT, FIRST_KEPT, HistoryColumns, SparseColumn, token_name
 from dlrm_fused.errors import DataError
 
 

@@ -21,16 +21,11 @@ from dlrm_fused.datasets.preparation.table.files import Block
 from dlrm_fused.datasets.preparation.writer import SCRATCH, SPLITS, NpyAppender, write_array
 from dlrm_fused.datasets.schema import SparseFeature
 from dlrm_fused.datasets.storage import ranges
-from dlrm_fused.datasets.transformation import IdEncoding, Int, SparseColumn, Transformation
+from dlrm_fused.datasets.transformation import IdEncoding, Int, SparseColumn, Transformation, token_name
 
 HISTORY = "--history"
 TOKEN_LABEL, TOKEN_GAP = "token_label", "token_gap"
 LABEL_ROWS = 2
-
-
-def token_name(column: str) -> str:
-    """The name of the token feature that a column becomes."""
-    return f"token_{column}"
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from dlrm_fused.datasets.preparation.table.choice import ColumnChoice, check_sparse, check_types, choose_sparse, grouping_column
 from dlrm_fused.datasets.preparation.table.describe import describe
 from dlrm_fused.datasets.preparation.table.files import TableFile, find_files, open_file, read_blocks
-from dlrm_fused.datasets.preparation.table.interactions import HISTORY, TOKEN_GAP, TOKEN_LABEL, InteractionColumns, token_name
+from dlrm_fused.datasets.preparation.table.interactions import HISTORY, TOKEN_GAP, TOKEN_LABEL, InteractionColumns
 from dlrm_fused.datasets.preparation.table.learning import learn
 from dlrm_fused.datasets.preparation.table.proposed_config import proposed_config
 from dlrm_fused.datasets.preparation.table.splits import (
@@ -38,6 +38,7 @@ from dlrm_fused.datasets.transformation import (
     DenseKind,
     HistoryColumns,
     Transformation,
+    token_name,
 )
 from dlrm_fused.errors import DataError
 

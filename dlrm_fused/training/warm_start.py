@@ -1,0 +1,156 @@
+"""The weights of another run, for the first step of a new one whose vocabularies may have grown."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dlrm_fused.config import Config, load_config
+from dlrm_fused.config.registry import DataSource
+from dlrm_fused.datasets.schema import DatasetSchema
+from dlrm_fused.datasets.transformation import MISSING, TRANSFORMATION, UNSEEN, IdEncoding, Transformation
+from dlrm_fused.errors import CheckpointError
+from dlrm_fused.sharding.parallel import ShardedModel
+from dlrm_fused.training.checkpoint import LocalShards, RawReader, model_state, restore_tensors
+from dlrm_fused.training.run_folder import RunFolder
+
+logger = logging.getLogger("dlrm_fused")
+
+# Of a table that each rank reads at a time, whatever part of it becomes its own.
+_BLOCK_ROWS = 1 << 20
+_NEW = -1
+
+
+@dataclass(frozen=True)
+class RowMap:
+    """Which rows of a table go on.
+
+    Attributes:
+        old_rows: of the other run's table.
+        old_ids: int64 [rows of the new table]: the id that the value had in the other run; -1 for a value that it did not know.
+    """
+
+    old_rows: int
+    old_ids: NDArray[np.int64]
+
+    @staticmethod
+    def of(old: IdEncoding, new: IdEncoding) -> RowMap:
+        """By the values of two vocabularies; missing and unseen values have the same ids in all."""
+        assert old.vocabulary is not None
+        assert new.vocabulary is not None
+        old_ids = np.full(new.rows, _NEW, np.int64)
+        old_ids[[MISSING, UNSEEN]] = MISSING, UNSEEN
+        found = old.vocabulary.find(np.asarray(new.vocabulary.keys))
+        old_ids[new.vocabulary.ids] = np.where(found == UNSEEN, _NEW, found)
+        return RowMap(old.rows, old_ids)
+
+
+def warm_start(config: Config, sharded: ShardedModel, schema: DatasetSchema) -> None:
+    """Give a new model the weights of the run ``checkpoint.warm_start``: its best checkpoint, or its last. Collective.
+
+    Rows of tables go on under the ids that their values have now, if both data sets were made by ``data/prepare.py table`` or
+    ``apply``; values that the other run did not know keep their initial weights. Without transformations, all tables must be as
+    large as before. Optimizers begin anew.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it does not fit the model, or rows cannot be matched.
+        ConfigError, DataError: the other run's config or transformation cannot be read.
+    """
+    run = RunFolder(Path(config.checkpoint.warm_start))
+    step = run.checkpoints.best() or run.checkpoints.last()
+    if step is None:
+        raise CheckpointError(f"{_setting(run)}: holds no checkpoint; name the folder of a run, such as runs/a")
+    maps = _row_maps(run, config)
+    _check_rows(run, maps, schema)
+    path, state = run.checkpoints.of(step), model_state(sharded)
+    weights = {f"table.{table}.weight": rows for table, rows in maps.items()}
+    restore_tensors(path, {key: value for key, value in state.items() if key not in weights})
+    for key, rows in weights.items():
+        # A rank that holds nothing of a table takes part in reading it all the same.
+        table = state.get(key, LocalShards((len(rows.old_ids), config.embedding.dim), []))
+        assert isinstance(table, LocalShards)
+        restore_rows(path, key, table, rows)
+    logger.info("weights of %s, step %d; rows of %d tables matched by their values", run.path, step, len(maps))
+
+
+def _setting(run: RunFolder) -> str:
+    return f"checkpoint.warm_start={run.path}"
+
+
+def _check_rows(run: RunFolder, maps: Mapping[str, RowMap], schema: DatasetSchema) -> None:
+    for table in schema.tables:
+        ids = len(maps[table.name].old_ids) if table.name in maps else table.rows
+        if table.rows != ids:
+            raise CheckpointError(
+                f"{_setting(run)}: {table.name} has {table.rows} rows for {ids} ids; allowed: embedding.max_rows=0"
+            )
+
+
+def restore_rows(path: Path, key: str, table: LocalShards, rows: RowMap) -> None:
+    """Fill the rows of a table that go on from a checkpoint; the others stay as they are. Collective.
+
+    Args:
+        key: of the table's weight.
+
+    Raises:
+        CheckpointError: the checkpoint's table has another number of rows or columns, or cannot be read.
+    """
+    if key not in RawReader(path).read_metadata().state_dict_metadata:
+        raise CheckpointError(f"{path}: has no {key}; a model with other features cannot begin with its weights")
+    columns = table.shape[1]
+    widths = {at[1]: shard.shape[1] for at, shard in table.shards}
+    for first in range(0, rows.old_rows, _BLOCK_ROWS):
+        count = min(_BLOCK_ROWS, rows.old_rows - first)
+        blocks = {column: _empty_block(table, column, count, width) for column, width in widths.items()}
+        request = LocalShards((rows.old_rows, columns), [((first, column), block) for column, block in blocks.items()])
+        restore_tensors(path, {key: request})
+        for (row, column), shard in table.shards:
+            old_ids = torch.from_numpy(rows.old_ids[row : row + len(shard)])
+            here = torch.nonzero((old_ids >= first) & (old_ids < first + count)).flatten()
+            block = blocks[column]
+            shard[here.to(shard.device)] = block[(old_ids[here] - first).to(block.device)]
+
+
+def _empty_block(table: LocalShards, column: int, rows: int, width: int) -> Tensor:
+    like = next(shard for at, shard in table.shards if at[1] == column)
+    return like.new_empty(rows, width)
+
+
+def _row_maps(run: RunFolder, config: Config) -> dict[str, RowMap]:
+    """Of the tables whose values have vocabularies."""
+    folders = {str(run.path): _transformation_of(load_config(run.path / "config.yaml")), "this run": _transformation_of(config)}
+    without = [name for name, folder in folders.items() if not folder.is_dir()]
+    if len(without) == 1:
+        raise CheckpointError(
+            f"{_setting(run)}: the data of {without[0]} has no {TRANSFORMATION}, that of the other run has one: rows cannot be "
+            "matched; prepare both with data/prepare.py table"
+        )
+    if without:
+        return {}
+    old, new = map(Transformation.load, folders.values())
+    old_of = {encoding.column.name: encoding for encoding in old.sparse}
+    maps: dict[str, RowMap] = {}
+    for encoding in new.sparse:
+        before = old_of.get(encoding.column.name)
+        if before is None or before.vocabulary is None or encoding.vocabulary is None:
+            continue  # a hash knows no values: its table must be as large as before
+        if before.column.values is not encoding.column.values:
+            raise CheckpointError(
+                f"{_setting(run)}: {encoding.column.name} had {before.column.values.name} values there, "
+                f"and has {encoding.column.values.name} values now: rows cannot be matched"
+            )
+        maps |= dict.fromkeys(new.tables_of(encoding), RowMap.of(before, encoding))
+    return maps
+
+
+def _transformation_of(config: Config) -> Path:
+    """Where it is, if there is one: sources that read no folder have none."""
+    folder = "" if config.data.source is DataSource.synthetic else config.data.path
+    return Path(folder, TRANSFORMATION) if folder else Path("no data set", TRANSFORMATION)

@@ -1,0 +1,159 @@
+"""A new run that begins with the weights of another one, whose vocabularies have grown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute
+import pytest
+import torch
+
+from dlrm_fused.config import Config, load_config
+from dlrm_fused.datasets.preparation import cli
+from dlrm_fused.datasets.transformation import FIRST_KEPT, TRANSFORMATION, Transformation
+from dlrm_fused.errors import CheckpointError
+from dlrm_fused.training.checkpoint import LocalShards, model_state
+from dlrm_fused.training.warm_start import warm_start
+from tests.distributed.launch import (
+    Pieces,
+    RankFailed,
+    load_tables,
+    losses,
+    run_ranks,
+    sharded_model,
+    start_training,
+)
+from tests.unit.tables import random_table, write_table
+
+FEATURES = ("user", "color", "tags")
+STEPS = ("training.max_steps=6", "evaluation.every_steps=3", "embedding.optimizer.learning_rate=1")
+
+
+def prepared(folder: Path, table: pa.Table, *options: str) -> Path:
+    """A set made of a table; returns its folder."""
+    source = write_table(table, folder.with_suffix(".parquet"))
+    columns = ["--label", "clicked", "--dense", "price,age", "--sparse", ",".join(FEATURES), "--min-frequency", "2"]
+    assert cli.main(["table", "--input", str(source), "--output", str(folder), *columns, *options]) == 0
+    return folder
+
+
+def config_of(data: Path, name: str, *overrides: str) -> Config:
+    fixed = [f"output_dir={data.parent}", f"name={name}", "runtime.device=cpu", *STEPS]
+    return load_config(data / "config.yaml", [*fixed, *overrides])
+
+
+def grown_table() -> pa.Table:
+    """More rows of more users, and a color that is new and the most frequent one."""
+    table = random_table(900, seed=1)
+    users = pa.compute.if_else(pa.compute.greater(table["age"], 60), pa.compute.add(table["user"], 7), table["user"])
+    colors = pa.compute.if_else(pa.compute.less(table["age"], 50), pa.scalar("violet"), table["color"])
+    table = table.set_column(table.schema.get_field_index("user"), "user", users)
+    return table.set_column(table.schema.get_field_index("color"), "color", colors)
+
+
+@pytest.fixture(scope="module")
+def old_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trained on two ranks."""
+    config = config_of(prepared(tmp_path_factory.mktemp("old") / "set", random_table()), "old")
+    start_training(config, ranks=2).wait()
+    return config.run_dir
+
+
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("new") / "set", grown_table())
+
+
+def beginning(config: Config) -> Pieces:
+    """On a rank: the tables of a model that has begun with the weights of another run."""
+    with sharded_model(config, torch.device("cpu")) as (dataset, sharded):
+        warm_start(config, sharded, dataset.schema)
+        return {key: value.shards for key, value in model_state(sharded).items() if isinstance(value, LocalShards)}
+
+
+def whole(by_rank: list[Pieces], key: str) -> torch.Tensor:
+    """A table, of any plan."""
+    pieces = [piece for pieces in by_rank for piece in pieces.get(key, [])]
+    rows, columns = (max(at[dim] + piece.shape[dim] for at, piece in pieces) for dim in (0, 1))
+    table = torch.full((rows, columns), torch.nan)
+    for (row, column), piece in pieces:
+        table[row : row + piece.shape[0], column : column + piece.shape[1]] = piece
+    return table
+
+
+def values_of(data: Path, feature: str) -> dict[object, int]:
+    """The id of each value that has one of its own."""
+    transformation = Transformation.load(data / TRANSFORMATION)
+    (encoding,) = (own for own in transformation.sparse if own.column.name == feature)
+    assert encoding.vocabulary is not None
+    return {int(key): int(own) for key, own in zip(encoding.vocabulary.keys, encoding.vocabulary.ids, strict=True)}
+
+
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "column_wise"])
+def test_values_keep_their_rows_under_new_ids_and_new_values_begin_anew(old_run: Path, grown: Path, sharding: str) -> None:
+    config = config_of(grown, f"new_{sharding}", f"checkpoint.warm_start={old_run}", f"embedding.sharding={sharding}")
+    begun, initial = run_ranks(2, beginning, config), load_tables(config, 2, None)
+    old = load_tables(load_config(old_run / "config.yaml"), 1, 6)
+    for feature in FEATURES:
+        key = f"table.{feature}.weight"
+        new_rows, cold_rows, old_rows = (whole(loaded, key) for loaded in (begun, initial, old))
+        old_ids, new_ids = values_of(old_run.parent / "set", feature), values_of(grown, feature)
+        kept, added = new_ids.keys() & old_ids.keys(), new_ids.keys() - old_ids.keys()
+        assert kept
+        assert added or feature == "tags"
+        assert torch.equal(new_rows[:FIRST_KEPT], old_rows[:FIRST_KEPT])
+        for value in kept:
+            assert torch.equal(new_rows[new_ids[value]], old_rows[old_ids[value]])
+        for value in added:
+            assert torch.equal(new_rows[new_ids[value]], cold_rows[new_ids[value]])
+    assert values_of(grown, "color") != values_of(old_run.parent / "set", "color"), "ids have moved"
+
+
+def test_a_run_begins_and_continues(old_run: Path, grown: Path) -> None:
+    config = config_of(grown, "warm", f"checkpoint.warm_start={old_run}")
+    start_training(config, ranks=2).wait()
+    assert set(losses(config.run_dir))
+    more = config_of(grown, "warm", f"checkpoint.warm_start={old_run}", "training.max_steps=9")
+    start_training(more, ranks=2).wait()
+    assert max(losses(more.run_dir)) == 9
+
+
+def hashed(folder: Path) -> list[str]:
+    return [f"data.path={prepared(folder / 'set', random_table(), '--hash-buckets', 'user=17')}"]
+
+
+def without_transformation(folder: Path) -> list[str]:
+    return ["data.source=synthetic", "data.synthetic.dense_features=2", "data.synthetic.tables=3"]
+
+
+def users_as_text(folder: Path) -> list[str]:
+    table = random_table()
+    text = table.set_column(table.schema.get_field_index("user"), "user", table["user"].cast(pa.string()))
+    return [f"data.path={prepared(folder / 'set', text)}"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda folder: [f"checkpoint.warm_start={folder}"], "holds no checkpoint; name the folder of a run, such as runs/a"),
+        (lambda folder: ["embedding.dim=8", "model.bottom_mlp=[64,8]"], r"it belongs to other settings"),
+        (
+            lambda folder: ["embedding.max_rows=5"],
+            r"user has 5 rows for \d+ ids; allowed: embedding.max_rows=0",
+        ),
+        (hashed, r"table.user.weight has shape .*: it belongs to other settings"),
+        (without_transformation, "the data of this run has no transformation, .*: rows cannot be matched"),
+        (users_as_text, "user had integer values there, and has text values now: rows cannot be matched"),
+    ],
+    ids=["no run", "another dim", "fewer rows than ids", "hashed now", "no transformation", "another type"],
+)
+def test_what_cannot_go_on_is_said_in_one_line(
+    tmp_path: Path, old_run: Path, grown: Path, change: Callable[[Path], list[str]], message: str
+) -> None:
+    config = config_of(grown, "refused", f"checkpoint.warm_start={old_run}", f"output_dir={tmp_path}", *change(tmp_path))
+    with pytest.raises(RankFailed, match=message) as failed:
+        run_ranks(1, beginning, config)
+    assert isinstance(failed.value.error, CheckpointError)
+    assert "\n" not in str(failed.value.error)
