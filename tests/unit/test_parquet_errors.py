@@ -75,8 +75,8 @@ def test_the_set_is_good_without_changes(config: Config) -> None:
         ({"user": None, "tags": None}, "set/train/a.parquet: a column of whole numbers, for a sparse feature, is missing"),
         (
             {"city": pa.array(["a", "b", "c", "d"])},
-            "set/train/a.parquet: column city is string, allowed: floating-point numbers (a dense feature), whole numbers or lists "
-            "of them (ids of a sparse feature); leave it out, or prepare the files with data/prepare.py table",
+            "set/train/a.parquet: column city is string, allowed: floating-point numbers (a dense feature), whole numbers or "
+            "lists of them (ids of a sparse feature); leave it out, or prepare the files with data/prepare.py table",
         ),
         ({"tags": pa.array([["a"]] * 4)}, "column tags is list<element: string>, allowed: "),
         ({"tags": pa.array([[0.5]] * 4)}, "column tags is list<element: double>, allowed: "),
@@ -214,8 +214,8 @@ def test_fewer_row_groups_than_ranks_are_refused(config: Config) -> None:
 def test_the_rows_of_tables_are_asked_for_where_files_do_not_state_them(config: Config, rows: list[int]) -> None:
     config.embedding.rows = rows
     assert refused(config) == (
-        f"embedding.rows={rows}: allowed: 2 numbers, one for each of user, tags, since set/train/a.parquet does not state the rows "
-        "of their tables"
+        f"embedding.rows={rows}: allowed: 2 numbers, one for each of user, tags, since set/train/a.parquet does not state the "
+        "rows of their tables"
     )
 
 
