@@ -74,8 +74,8 @@ class ParquetDataset:
         groups = self._groups(Split.train).groups
         if len(groups) < world_size:
             raise DataError(
-                f"{self._folder / Split.train.name}: {len(groups)} row groups for {world_size} ranks, expected one or more for "
-                "each; write the files with smaller row groups"
+                f"{self._folder / Split.train.name}: fewer row groups ({len(groups)}) than ranks ({world_size}); "
+                "write the files with smaller row groups"
             )
         batch_size, window_rows = config.training.global_batch_size, config.data.shuffle_window_rows
         return RowGroupOrder([group.rows for group in groups], batch_size, window_rows, config.seed)

@@ -234,7 +234,7 @@ def _array(table: pa.Table, name: str, group: RowGroup) -> pa.Array:
 
 def _without_nulls(array: pa.Array, name: str, group: RowGroup) -> pa.Array:
     if array.null_count:
-        raise DataError(f"{group}: column {name} has {array.null_count} nulls; fill them, or leave their rows out")
+        raise DataError(f"{group}: column {name} has nulls ({array.null_count}); fill them, or leave their rows out")
     return array
 
 
@@ -244,7 +244,7 @@ def _values(array: pa.Array) -> NDArray[Any]:
 
 
 def _ids_of_table(ids: NDArray[Any], feature: SparseFeature, table_rows: int, group: RowGroup) -> NDArray[np.int32]:
-    check_below(ids, feature.rows, feature.name, str(group), f"{_REMEDY}, or set embedding.rows")
+    check_below(ids, feature.rows, feature.name, str(group), "correct the ids, or the rows that are stated for the table")
     ids = ids.astype(np.int32, copy=False)
     return ids % np.int32(table_rows) if table_rows < feature.rows else ids
 

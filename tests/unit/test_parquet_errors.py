@@ -92,9 +92,9 @@ def test_the_set_is_good_without_changes(config: Config) -> None:
             "set/train/a.parquet, row group 1: a label is 2, allowed: 0 and 1; correct the file",
         ),
         ({"label": pa.array([0, 1, 0.5, 0])}, "row group 1: a label is 0.5, allowed: 0 and 1"),
-        ({"label": pa.array([0, 1, None, 0])}, "row group 1: column label has 1 nulls; fill them, or leave their rows out"),
+        ({"label": pa.array([0, 1, None, 0])}, "row group 1: column label has nulls (1); fill them, or leave their rows out"),
         ({"label": pa.array([float("nan"), 1, 1, 0])}, "row group 0: a label is nan, allowed: 0 and 1"),
-        ({"price": pa.array([0.5, 1, None, None])}, "row group 1: column price has 2 nulls; fill them"),
+        ({"price": pa.array([0.5, 1, None, None])}, "row group 1: column price has nulls (2); fill them"),
         (
             {"price": pa.array([0.5, 1, float("inf"), 1])},
             "row group 1: dense feature price has a NaN or infinite value; correct",
@@ -102,13 +102,13 @@ def test_the_set_is_good_without_changes(config: Config) -> None:
         ({"price": pa.array([0.5, 1, 1e300, 1])}, "row group 1: dense feature price has a NaN or infinite value; correct"),
         (
             {"user": pa.array([0, 10, 3, 4])},
-            "row group 0: feature user has the id 10, allowed: 0 to 9; correct the file, or set embedding.rows",
+            "row group 0: feature user has the id 10, allowed: 0 to 9; correct the ids, or the rows that are stated for the table",
         ),
         ({"user": pa.array([0, -1, 3, 4])}, "row group 0: feature user has the id -1, allowed: 0 to 9"),
         ({"user": pa.array([0, 2**63, 3, 4], pa.uint64())}, f"row group 0: feature user has the id {2**63}, allowed: 0 to 9"),
-        ({"user": pa.array([0, None, 3, 4])}, "row group 0: column user has 1 nulls; fill them"),
-        ({"tags": pa.array([[0], None, [1], [2]])}, "row group 0: column tags has 1 nulls; fill them"),
-        ({"tags": pa.array([[0], [1, None], [1], [2]])}, "row group 0: column tags has 1 nulls; fill them"),
+        ({"user": pa.array([0, None, 3, 4])}, "row group 0: column user has nulls (1); fill them"),
+        ({"tags": pa.array([[0], None, [1], [2]])}, "row group 0: column tags has nulls (1); fill them"),
+        ({"tags": pa.array([[0], [1, None], [1], [2]])}, "row group 0: column tags has nulls (1); fill them"),
         ({"tags": pa.array([[0], [1, 5], [1], [2]])}, "row group 0: feature tags has the id 5, allowed: 0 to 4"),
     ],
 )
@@ -206,7 +206,7 @@ def test_a_split_that_is_missing_is_named_when_it_is_asked_for(config: Config) -
 def test_fewer_row_groups_than_ranks_are_refused(config: Config) -> None:
     train(config, ranks=2)
     assert refused(config, ranks=3) == (
-        "set/train: 2 row groups for 3 ranks, expected one or more for each; write the files with smaller row groups"
+        "set/train: fewer row groups (2) than ranks (3); write the files with smaller row groups"
     )
 
 
