@@ -32,7 +32,7 @@ def _check_run(config: Config) -> None:
 
 def _check_data(config: Config) -> None:
     data, synthetic = config.data, config.data.synthetic
-    if data.source is not DataSource.synthetic:
+    if data.source in (DataSource.prepared, DataSource.parquet, DataSource.criteo_npy):
         require(bool(data.path), "data.path", repr(data.path), f"the data set's folder, for data.source={data.source.name}")
     for key in ("rows", "pooling"):
         values: list[int] = getattr(synthetic, key)

@@ -96,6 +96,7 @@ class ParquetDataset:
         ids: dict[str, list[NDArray[np.int32]]] = {name: [] for name in self._columns.jagged}
         for run, number, within in groups.runs(positions):
             group = requested[number].result()
+            # With "clip", NumPy writes to `out` without a copy between; all are in range.
             group.dense.take(within, axis=0, out=dense[run], mode="clip")
             group.labels.take(within, out=labels[run], mode="clip")
             group.single.take(within, axis=0, out=single[run], mode="clip")

@@ -170,16 +170,40 @@ def columns_of(schema: pa.Schema, path: Path) -> Columns:
 
 
 def stated_rows(schema: pa.Schema, feature: str) -> int | None:
-    """Rows of the feature's table, if the files state them."""
-    value = (schema.field(feature).metadata or {}).get(ROWS, b"")
-    return int(value) if value.isdigit() and int(value) > 0 else None
+    """Rows of the feature's table, if the files state them.
+
+    Raises:
+        DataError: if what they state is not a whole number, 1 or more.
+    """
+    rows = _stated(schema, feature, ROWS)
+    if rows is not None and (rows < 1 or rows % 1):
+        raise DataError(f"column {feature}: its metadata state {rows:g} rows, expected a whole number, 1 or more; {_REMEDY}")
+    return None if rows is None else int(rows)
+
+
+def _stated(schema: pa.Schema, feature: str, key: bytes) -> float | None:
+    """A number in the metadata of a field."""
+    metadata = schema.field(feature).metadata or {}
+    if key not in metadata:
+        return None
+    text = metadata[key]
+    try:
+        return float(text)
+    except ValueError:
+        raise DataError(
+            f"column {feature}: its metadata state {key.decode()}={text.decode(errors='replace')}, expected a number; {_REMEDY}"
+        ) from None
 
 
 def pooling_factor(schema: pa.Schema, groups: Sequence[RowGroup], feature: str) -> float:
-    """Ids of a sample on average, as the files state them, or else of the first file; there an empty list counts as one."""
-    stated = (schema.field(feature).metadata or {}).get(POOLING_FACTOR)
+    """Ids of a sample on average, as the files state them, or else of the first file; there an empty list counts as one.
+
+    Raises:
+        DataError: if what they state is not a number.
+    """
+    stated = _stated(schema, feature, POOLING_FACTOR)
     if stated is not None:
-        return float(stated)
+        return stated
     footer = groups[0].footer
     parts = [footer.row_group(number) for number in range(footer.num_row_groups)]
     values = sum(

@@ -102,7 +102,8 @@ def test_the_set_is_good_without_changes(config: Config) -> None:
         ({"price": pa.array([0.5, 1, 1e300, 1])}, "row group 1: dense feature price has a NaN or infinite value; correct"),
         (
             {"user": pa.array([0, 10, 3, 4])},
-            "row group 0: feature user has the id 10, allowed: 0 to 9; correct the ids, or the rows that are stated for the table",
+            "row group 0: feature user has the id 10, allowed: 0 to 9; correct the ids, or the rows that are stated for the "
+            "table",
         ),
         ({"user": pa.array([0, -1, 3, 4])}, "row group 0: feature user has the id -1, allowed: 0 to 9"),
         ({"user": pa.array([0, 2**63, 3, 4], pa.uint64())}, f"row group 0: feature user has the id {2**63}, allowed: 0 to 9"),
@@ -217,6 +218,22 @@ def test_the_rows_of_tables_are_asked_for_where_files_do_not_state_them(config: 
         f"embedding.rows={rows}: allowed: 2 numbers, one for each of user, tags, since set/train/a.parquet does not state the "
         "rows of their tables"
     )
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ({"rows": "many"}, "column tags: its metadata state rows=many, expected a number; correct the file"),
+        ({"rows": "0"}, "column tags: its metadata state 0 rows, expected a whole number, 1 or more; correct the file"),
+        ({"pooling_factor": "x"}, "column tags: its metadata state pooling_factor=x, expected a number; correct the file"),
+    ],
+)
+def test_metadata_that_state_no_number_are_refused(config: Config, stated: dict[str, str], message: str) -> None:
+    table = pa.table(GOOD)
+    table = table.cast(table.schema.set(3, table.schema.field("tags").with_metadata(stated)))
+    for split in Split:
+        pq.write_table(table, Path(config.data.path) / split.name / "a.parquet")
+    assert refused(config) == message
 
 
 def test_histories_cannot_come_from_parquet_files(config: Config) -> None:
