@@ -1,4 +1,4 @@
-"""Prepare a data set: ``python data/prepare.py {table,apply,movielens,criteo,synthetic} --help``. See data/README.md."""
+"""Prepare a data set: ``python data/prepare.py {table,apply,movielens,criteo,synthetic,parquet} --help``; data/README.md."""
 
 from __future__ import annotations
 

@@ -64,16 +64,16 @@ def criteo_npy(folder: Path, samples: int, is_multi_hot: bool) -> CriteoNpyDatas
     return CriteoNpyDataset(folder, [ROWS] * FEATURES)
 
 
-def samples_per_second(dataset: Dataset, config: Config, seconds: float) -> float:
-    """Of a loader that has nothing to wait for, after its first batches."""
-    with TrainLoader(dataset, config, 0, 1, torch.device("cpu")) as loader:
+def samples_per_second(dataset: Dataset, config: Config, seconds: float, world_size: int = 1) -> float:
+    """Of the loader of rank 0, which has nothing to wait for, after its first batches; no other rank runs."""
+    with TrainLoader(dataset, config, 0, world_size, torch.device("cpu")) as loader:
         for _ in range(config.data.prefetch_batches + config.data.workers):
             next(loader)
         batches, began = 0, time.perf_counter()
         while time.perf_counter() - began < seconds:
             next(loader)
             batches += 1
-        return batches * config.training.global_batch_size / (time.perf_counter() - began)
+        return batches * config.training.global_batch_size / world_size / (time.perf_counter() - began)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -32,7 +32,7 @@ def _check_run(config: Config) -> None:
 
 def _check_data(config: Config) -> None:
     data, synthetic = config.data, config.data.synthetic
-    if data.source in (DataSource.prepared, DataSource.criteo_npy):
+    if data.source in (DataSource.prepared, DataSource.parquet, DataSource.criteo_npy):
         require(bool(data.path), "data.path", repr(data.path), f"the data set's folder, for data.source={data.source.name}")
     for key in ("rows", "pooling"):
         values: list[int] = getattr(synthetic, key)
@@ -100,7 +100,8 @@ def _check_transformer(config: Config) -> None:
         f"0, or a divisor of model.heads={model.heads}, since ranks take whole heads",
     )
     source, history_length = config.data.source, config.data.synthetic.history_length
-    require(source is not DataSource.criteo_npy, "data.source", source.name, "prepared, synthetic with model.kind=transformer")
+    has_tokens = source in (DataSource.prepared, DataSource.synthetic)
+    require(has_tokens, "data.source", source.name, "prepared, synthetic with model.kind=transformer")
     require(
         history_length >= 1 or source is not DataSource.synthetic,
         "data.synthetic.history_length",

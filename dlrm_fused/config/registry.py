@@ -22,5 +22,6 @@ class DataSource(Enum):
     """Where samples come from, by their :data:`dlrm_fused.datasets.OpenDataset`."""
 
     prepared = "dlrm_fused.datasets.prepared:open_prepared"  # a folder that data/prepare.py wrote
+    parquet = "dlrm_fused.datasets.parquet:open_parquet"  # Parquet files, read as they are
     criteo_npy = "dlrm_fused.datasets.criteo_npy:open_criteo_npy"  # the files of TorchRec's or MLPerf's scripts
     synthetic = "dlrm_fused.datasets.synthetic:open_synthetic"  # generated on the fly

@@ -180,7 +180,7 @@ class SyntheticConfig:
 @dataclass
 class DataConfig:
     source: DataSource = DataSource.prepared
-    # Folder of the data set (prepared, criteo_npy).
+    # Folder of the data set (prepared, parquet, criteo_npy).
     path: str = ""
     # Rows that are shuffled together; 0 keeps the order of the files.
     shuffle_window_rows: int = setting(16_777_216, at_least(0))
@@ -257,7 +257,7 @@ class EmbeddingConfig:
     dtype: TableDtype = TableDtype.fp32
     # Caps the rows of every table (ids are taken modulo the cap); 0 keeps the rows of the data set.
     max_rows: int = setting(0, at_least(0))
-    # Rows of every table in order of the features; required for criteo_npy, which does not state them.
+    # Rows of every table in order of the features; required where the data do not state them: criteo_npy, perhaps parquet.
     rows: list[int] = setting([], each_positive("positive numbers"))
     # Standard deviation of the initial weights; 0 means uniform in +-sqrt(1 / rows), as in the DLRM paper.
     init_std: float = setting(0.0, at_least(0))

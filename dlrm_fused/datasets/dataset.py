@@ -7,8 +7,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from dlrm_fused.config import Split
+from dlrm_fused.config import Config, Split
 from dlrm_fused.datasets.batch import Samples
+from dlrm_fused.datasets.row_group_order import RowGroupOrder
 from dlrm_fused.datasets.schema import DatasetSchema
 
 
@@ -43,6 +44,31 @@ class Dataset(Protocol):
         Raises:
             DataError: if the stored data contradict the schema.
         """
+        ...
+
+
+class Order(Protocol):
+    """The order in which epochs visit the samples of a split."""
+
+    def rows(self, epoch: int, start: int, stop: int) -> Tensor:
+        """Rows at positions [start, stop) of the epoch: int64 [stop - start]."""
+        ...
+
+
+@runtime_checkable
+class ReadsRowGroups(Protocol):
+    """A :class:`Dataset` that reads many samples in order to have one, and so says in which order to train on them."""
+
+    def training_order(self, config: Config, world_size: int) -> RowGroupOrder:
+        """The order of the training split, which is the same for any number of ranks.
+
+        Raises:
+            DataError: if there are more ranks than row groups.
+        """
+        ...
+
+    def read_ahead(self, split: Split, rows: Tensor) -> None:
+        """Begin to read what :meth:`Dataset.read` of ``rows`` needs; does not wait."""
         ...
 
 

@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.config import Config, Split
 from dlrm_fused.datasets.batch import Batch, Samples
-from dlrm_fused.datasets.dataset import Dataset, ReadsBatches
+from dlrm_fused.datasets.dataset import Dataset, Order, ReadsBatches, ReadsRowGroups
 from dlrm_fused.datasets.order import SampleOrder
 from dlrm_fused.errors import ConfigError
 
@@ -75,8 +75,7 @@ class TrainLoader(_Loader):
                 "the samples of the training split"
             )
         self.batches_per_epoch = samples // self._global_batch_size
-        window_rows = config.data.shuffle_window_rows if dataset.generator_device is None else 0
-        self._order = SampleOrder(samples, window_rows, config.seed, dataset.generator_device or "cpu")
+        self._order, self._steps_ahead = _training_order(dataset, config, world_size)
         self._dataset = dataset
         self._rank = rank
         self._world_size = world_size
@@ -98,9 +97,15 @@ class TrainLoader(_Loader):
             if not self._generated:
                 self._generated.extend(self._generate(step, self._dataset))
             return self._generated.popleft()
+        if isinstance(self._dataset, ReadsRowGroups) and step % self._steps_ahead == 0:
+            self._dataset.read_ahead(Split.train, self._rows(step + self._steps_ahead))
+        _, _, share = self._share(step)
+        return _read(self._dataset, Split.train, self._rows(step), share, self._global_batch_size, self._world_size)
+
+    def _rows(self, step: int) -> Tensor:
+        """This rank's rows of the data set; one of them if it has no share, since padding is made of samples."""
         epoch, start, share = self._share(step)
-        rows = self._order.rows(epoch, start, start + max(share, 1))
-        return _read(self._dataset, Split.train, rows, share, self._global_batch_size, self._world_size)
+        return self._order.rows(epoch, start, start + max(share, 1))
 
     def _share(self, step: int) -> tuple[int, int, int]:
         """The epoch of a step, and where in it this rank's samples begin, and how many they are."""
@@ -116,6 +121,15 @@ class TrainLoader(_Loader):
         count = min(dataset.batches_at_once(size), self.batches_per_epoch - step % self.batches_per_epoch)
         rows = self._order.rows(epoch, start, start + (count - 1) * batch + size).unfold(0, size, batch)
         return [_as_batch(samples, share, batch, self._world_size) for samples in dataset.read_batches(Split.train, rows)]
+
+
+def _training_order(dataset: Dataset, config: Config, world_size: int) -> tuple[Order, int]:
+    """The order of the training split, and how many steps ahead to begin reading, of a set that can."""
+    if isinstance(dataset, ReadsRowGroups):
+        order = dataset.training_order(config, world_size)
+        return order, order.batches_of_half_a_group
+    window_rows = config.data.shuffle_window_rows if dataset.generator_device is None else 0
+    return SampleOrder(dataset.samples(Split.train), window_rows, config.seed, dataset.generator_device or "cpu"), 0
 
 
 class EvaluationLoader(_Loader):

@@ -50,23 +50,24 @@ def check_array(array: NDArray[Any], name: str, shape: Sequence[int | None], dty
         raise DataError(f"{name}: stored in column-major order, expected row-major; write it with np.ascontiguousarray")
 
 
-def check_below(ids: NDArray[Any], rows: int, feature: str, where: str) -> None:
+_PREPARE_AGAIN = "prepare the set again"
+
+
+def check_below(ids: NDArray[Any], rows: int, feature: str, where: str, remedy: str = _PREPARE_AGAIN) -> None:
     """Raise DataError unless all ids are in [0, rows)."""
     if not ids.size:
         return
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= rows:
-        raise DataError(
-            f"{where}: feature {feature} has the id {low if low < 0 else high}, allowed: 0 to {rows - 1}; prepare the set again"
-        )
+        raise DataError(f"{where}: feature {feature} has the id {low if low < 0 else high}, allowed: 0 to {rows - 1}; {remedy}")
 
 
-def check_finite(dense: NDArray[np.float32], names: Sequence[str], where: str) -> None:
+def check_finite(dense: NDArray[np.float32], names: Sequence[str], where: str, remedy: str = _PREPARE_AGAIN) -> None:
     """Raise DataError unless all values of the dense features ([b, D]) are finite."""
     # One NaN or infinity makes its sum so.
     for name, total in zip(names, dense.sum(axis=0, dtype=np.float64), strict=True):
         if not np.isfinite(total):
-            raise DataError(f"{where}: dense feature {name} has a NaN or infinite value; prepare the set again")
+            raise DataError(f"{where}: dense feature {name} has a NaN or infinite value; {remedy}")
 
 
 def check_labels(labels: NDArray[Any], where: str) -> None:

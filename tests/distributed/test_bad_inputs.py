@@ -19,9 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
+from dlrm_fused.datasets.preparation.parquet import ParquetOptions, write_parquet
 from tests.distributed.launch import SMALL, run_script, train
 from tests.unit.prepared_sets import write_prepared_set
 
@@ -161,6 +164,18 @@ def prepared(described: str, culprit: str, spoil: Prepare, *overrides: str) -> B
     return BadInput(described, culprit, [*arguments, *overrides], prepare)
 
 
+def parquet(described: str, culprit: str, spoil: Prepare, *overrides: str) -> BadInput:
+    """The prepared set of :func:`prepared` as Parquet files ``files``, of 50 rows a row group, that are spoiled."""
+
+    def prepare(folder: Path) -> None:
+        write_prepared_set(folder / "set")
+        write_parquet(ParquetOptions(folder / "set", folder / "files", row_group_rows=50))
+        spoil(folder / "files")
+
+    arguments = ["--config", "small.yaml", "data.source=parquet", "data.path=files", "training.global_batch_size=16"]
+    return BadInput(described, culprit, [*arguments, *overrides], prepare)
+
+
 def criteo(described: str, culprit: str, spoil: Prepare, *overrides: str) -> BadInput:
     """A day of TorchRec's Criteo files that is spoiled."""
 
@@ -218,6 +233,24 @@ def remove(name: str) -> Prepare:
     return lambda folder: (folder / name).unlink()
 
 
+def change_column(name: str, column: int, row: int, value: object) -> Prepare:
+    """Write a Parquet file anew, with another value."""
+
+    def spoil(folder: Path) -> None:
+        table = pq.read_table(folder / name)
+        values = table.column(column).to_pylist()
+        values[row] = value
+        table = table.set_column(column, table.field(column), pa.array(values, table.field(column).type))
+        pq.write_table(table, folder / name, row_group_size=50)
+
+    return spoil
+
+
+def write_one_row_group(folder: Path) -> None:
+    path = folder / "train/part-00000.parquet"
+    pq.write_table(pq.read_table(path), path)
+
+
 def compress(folder: Path) -> None:
     columns = {str(i): np.ones((100, 2), np.int32) for i in range(26)}
     np.savez_compressed(folder / "day_0_sparse_multi_hot.npz", **columns)
@@ -261,6 +294,15 @@ DATA_SETS = [
     ),
     prepared("a label 2, in step 6, of rank 1", "a label is 2", store("train/labels.npy", 92, 2)),
     prepared("a NaN, in step 6, of rank 0", "dense feature dense_1", store("train/dense.npy", (84, 1), np.nan)),
+    parquet("a folder without Parquet files", "files/test: no file matches", remove("test/part-00000.parquet")),
+    parquet("a Parquet file cut off", "files/test/part-00000.parquet: damaged", cut("test/part-00000.parquet", 200)),
+    parquet("one row group for two ranks", "files/train: fewer row groups", write_one_row_group),
+    parquet(
+        "an id out of range in a Parquet file, from step 3 on",
+        "row group 1: feature user has the id 50",
+        change_column("train/part-00000.parquet", 3, 92, 50),
+    ),
+    parquet("a null in a Parquet file", "column item has nulls (1)", change_column("train/part-00000.parquet", 5, 92, None)),
     criteo("a folder without days", "data.path=days", remove("day_0_dense.npy")),
     criteo("a day with labels of other length", "day_0_labels.npy", replace("day_0_labels.npy", np.zeros((99, 1), np.int32))),
     criteo("a compressed `npz`", "np.savez_compressed", compress),

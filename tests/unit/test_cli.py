@@ -26,7 +26,7 @@ def dlrm_fused(*arguments: str) -> subprocess.CompletedProcess[str]:
     [
         ("train", "usage: dlrm-fused train [-h] --config CONFIG"),
         ("eval", "usage: dlrm-fused eval [-h] --run RUN"),
-        ("prepare", "usage: dlrm-fused prepare [-h] {table,apply,movielens,criteo,synthetic}"),
+        ("prepare", "usage: dlrm-fused prepare [-h] {table,apply,movielens,criteo,synthetic,parquet}"),
     ],
 )
 def test_each_command_says_how_it_is_used(command: str, usage: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from dlrm_fused.config import SyntheticConfig
 from dlrm_fused.datasets.preparation.criteo import CriteoOptions, available_cores, prepare_criteo
 from dlrm_fused.datasets.preparation.movielens import MovieLensOptions, SplitBy, prepare_movielens
+from dlrm_fused.datasets.preparation.parquet import ROW_GROUP_ROWS, ParquetOptions, write_parquet
 from dlrm_fused.datasets.preparation.table.arguments import add_apply, add_table
 from dlrm_fused.datasets.schema import PreparedInfo
 from dlrm_fused.errors import UserError
@@ -47,12 +48,13 @@ def _fail(message: str) -> int:
 
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=program, description="Prepare a data set for training.")
-    commands = parser.add_subparsers(required=True, metavar="{table,apply,movielens,criteo,synthetic}")
+    commands = parser.add_subparsers(required=True, metavar="{table,apply,movielens,criteo,synthetic,parquet}")
     add_table(commands.add_parser("table", help="tables of your own: Parquet, Arrow IPC, CSV, TSV"))
     add_apply(commands.add_parser("apply", help="other rows, with the transformation of a prepared table"))
     _add_movielens(commands)
     _add_criteo(commands)
     _add_synthetic(commands)
+    _add_parquet(commands)
     return parser
 
 
@@ -173,6 +175,25 @@ def _add_synthetic(commands: argparse._SubParsersAction[argparse.ArgumentParser]
             parser.add_argument(name, type=of_type, default=default, metavar="N", help=f"default {default}")
     parser.add_argument("--seed", type=int, default=1, help="decides every sample (default 1)")
     parser.set_defaults(prepare=_prepare_synthetic)
+
+
+def _add_parquet(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("parquet", help="a prepared set as Parquet files, for data.source=parquet")
+    parser.add_argument("--input", type=Path, required=True, help="folder of a prepared set")
+    parser.add_argument("--output", type=Path, required=True, help="new folder for the files of each split")
+    parser.add_argument(
+        "--row-group-rows", type=_positive, default=ROW_GROUP_ROWS, metavar="N", help=f"default {ROW_GROUP_ROWS}"
+    )
+    parser.set_defaults(
+        prepare=lambda args: write_parquet(ParquetOptions(args.input, args.output, args.row_group_rows)),
+    )
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: allowed: 1 or more")
+    return value
 
 
 def _prepare_synthetic(args: argparse.Namespace) -> PreparedInfo:

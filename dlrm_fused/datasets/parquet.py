@@ -1,0 +1,175 @@
+"""Reader of Parquet files that are not prepared; :mod:`dlrm_fused.datasets.parquet_files` describes their columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dlrm_fused.config import Config, Split
+from dlrm_fused.datasets.batch import Samples, sparse_from_features
+from dlrm_fused.datasets.opening import rows_of_tables
+from dlrm_fused.datasets.parquet_files import (
+    Columns,
+    DecodedRowGroup,
+    RowGroup,
+    check_same_columns,
+    columns_of,
+    decode,
+    open_files,
+    pooling_factor,
+    stated_rows,
+)
+from dlrm_fused.datasets.row_group_cache import RowGroupCache
+from dlrm_fused.datasets.row_group_order import RowGroupOrder, equal_runs
+from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
+from dlrm_fused.datasets.storage import ranges
+from dlrm_fused.errors import ConfigError, DataError
+
+
+class ParquetDataset:
+    """The Parquet files of a folder for each split, read row group by row group in background threads.
+
+    Memory is that of the row groups in use, see :class:`~dlrm_fused.datasets.row_group_cache.RowGroupCache`.
+
+    Args:
+        config: ``data.path``, ``data.workers``, ``embedding.rows`` and ``embedding.max_rows`` are used.
+
+    Raises:
+        ConfigError: if ``embedding.rows`` is missing although the files do not state the rows of all tables, or has another
+            number of entries.
+        DataError: if a folder that is there holds no files, or one that is damaged or empty, or columns differ.
+    """
+
+    generator_device = None
+
+    def __init__(self, config: Config) -> None:
+        self._folder = Path(config.data.path)
+        if not self._folder.is_dir():
+            raise DataError(f"data.path={self._folder}: no such folder; it needs a folder of Parquet files for each split")
+        opened = {split: open_files(self._folder / split.name) for split in Split if (self._folder / split.name).is_dir()}
+        if not opened:
+            names = ", ".join(split.name for split in Split)
+            raise DataError(f"data.path={self._folder}: none of the folders {names}; put the Parquet files of each split there")
+        groups, schema = next(iter(opened.values()))
+        for others, other_schema in opened.values():
+            check_same_columns(other_schema, str(others[0].path), schema, str(groups[0].path))
+        self._columns = columns_of(schema, groups[0].path)
+        stored = _stored_schema(schema, groups, self._columns, config)
+        self._stored_features = stored.sparse_features
+        self.schema = stored.with_table_rows(rows_of_tables(config, [feature.rows for feature in stored.tables]))
+        pool = ThreadPoolExecutor(config.data.workers, thread_name_prefix="parquet")
+        self._splits = {split: _SplitGroups(groups, self._decode, pool) for split, (groups, _) in opened.items()}
+
+    def samples(self, split: Split) -> int:
+        return int(self._groups(split).starts[-1])
+
+    def training_order(self, config: Config, world_size: int) -> RowGroupOrder:
+        groups = self._groups(Split.train).groups
+        if len(groups) < world_size:
+            raise DataError(
+                f"{self._folder / Split.train.name}: fewer row groups ({len(groups)}) than ranks ({world_size}); "
+                "write the files with smaller row groups"
+            )
+        batch_size, window_rows = config.training.global_batch_size, config.data.shuffle_window_rows
+        return RowGroupOrder([group.rows for group in groups], batch_size, window_rows, config.seed)
+
+    def read_ahead(self, split: Split, rows: Tensor) -> None:
+        self._groups(split).request(rows.numpy())
+
+    def read(self, split: Split, rows: Tensor) -> Samples:
+        positions = rows.numpy()
+        groups = self._groups(split)
+        requested = groups.request(positions)
+        features = self.schema.sparse_features
+        dense = np.empty((positions.size, len(self._columns.dense)), np.float32)
+        labels = np.empty(positions.size, np.float32)
+        # As in the row groups, a row for each sample; transposed when complete.
+        single = np.empty((positions.size, len(features) - len(self._columns.jagged)), np.int32)
+        lengths = {name: np.empty(positions.size, np.int64) for name in self._columns.jagged}
+        ids: dict[str, list[NDArray[np.int32]]] = {name: [] for name in self._columns.jagged}
+        for run, number, within in groups.runs(positions):
+            group = requested[number].result()
+            # With "clip", NumPy writes to `out` without a copy between; all are in range.
+            group.dense.take(within, axis=0, out=dense[run], mode="clip")
+            group.labels.take(within, out=labels[run], mode="clip")
+            group.single.take(within, axis=0, out=single[run], mode="clip")
+            for name, (values, offsets) in group.jagged.items():
+                starts = offsets.take(within).astype(np.int64)
+                lengths[name][run] = offsets.take(within + 1) - starts
+                ids[name].append(values.take(ranges(starts, lengths[name][run])))
+        columns = iter(np.ascontiguousarray(single.T))
+        return Samples(
+            dense=torch.from_numpy(dense),
+            sparse=sparse_from_features(
+                [feature.name for feature in features],
+                [np.concatenate(ids[feature.name]) if feature.jagged else next(columns) for feature in features],
+                [lengths[feature.name] if feature.jagged else 1 for feature in features],
+                positions.size,
+            ),
+            labels=torch.from_numpy(labels),
+        )
+
+    def _groups(self, split: Split) -> _SplitGroups:
+        if split not in self._splits:
+            there = ", ".join(known.name for known in self._splits)
+            raise DataError(f"{self._folder}: holds no split {split.name}, only {there}; put Parquet files into {split.name}/")
+        return self._splits[split]
+
+    def _decode(self, group: RowGroup) -> DecodedRowGroup:
+        table_rows = [feature.rows for feature in self.schema.sparse_features]
+        return decode(group, self._columns, self._stored_features, table_rows)
+
+
+class _SplitGroups:
+    """The row groups of a split, and which rows lie in which."""
+
+    def __init__(
+        self, groups: Sequence[RowGroup], decode_group: Callable[[RowGroup], DecodedRowGroup], pool: ThreadPoolExecutor
+    ) -> None:
+        self.groups = groups
+        self.starts = np.cumsum([0, *(group.rows for group in groups)])
+        self._cache = RowGroupCache(lambda number: decode_group(groups[number]), pool)
+
+    def request(self, rows: NDArray[np.int64]) -> dict[int, Future[DecodedRowGroup]]:
+        """Have the row groups of ``rows`` read, by their numbers."""
+        return self._cache.request(dict.fromkeys(self._numbers(rows).tolist()))
+
+    def runs(self, rows: NDArray[np.int64]) -> Iterator[tuple[slice, int, NDArray[np.int64]]]:
+        """Parts of ``rows`` that lie in one row group: which part, the row group's number, rows counted from its first."""
+        numbers = self._numbers(rows)
+        within = rows - self.starts[numbers]
+        for run in equal_runs(numbers):
+            yield run, int(numbers[run.start]), within[run]
+
+    def _numbers(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.searchsorted(self.starts, rows, side="right") - 1
+
+
+def _stored_schema(schema: pa.Schema, groups: Sequence[RowGroup], columns: Columns, config: Config) -> DatasetSchema:
+    """The features, with tables of as many rows as the files state, or else ``embedding.rows``."""
+    table_rows = [rows for rows in (stated_rows(schema, name) for name in columns.sparse) if rows]
+    if len(table_rows) < len(columns.sparse):
+        table_rows = config.embedding.rows
+        if len(table_rows) != len(columns.sparse):
+            raise ConfigError(
+                f"embedding.rows={table_rows}: allowed: {len(columns.sparse)} numbers, one for each of "
+                f"{', '.join(columns.sparse)}, since {groups[0].path} does not state the rows of their tables"
+            )
+    factors = [pooling_factor(schema, groups, name) if name in columns.jagged else 1.0 for name in columns.sparse]
+    features = (
+        SparseFeature(name, rows, factor, jagged=name in columns.jagged)
+        for name, rows, factor in zip(columns.sparse, table_rows, factors, strict=True)
+    )
+    return DatasetSchema(columns.dense, tuple(features))
+
+
+def open_parquet(config: Config, device: torch.device) -> ParquetDataset:
+    """The set of ``data.source=parquet``; an :data:`~dlrm_fused.datasets.OpenDataset`."""
+    return ParquetDataset(config)

@@ -1,0 +1,281 @@
+"""Parquet files of samples: what their columns mean, and reading a row group.
+
+The columns of all files are the same, and their types tell what they are:
+
+==========================  ==============================================================================
+column                      content
+==========================  ==============================================================================
+``label``                   0 or 1, of any numeric type or bool
+floating-point numbers      a dense feature, already transformed
+whole numbers               ids of a sparse feature, one a sample
+lists of whole numbers      ids of a jagged sparse feature
+==========================  ==============================================================================
+
+Nulls are not allowed. The metadata of the field of a sparse feature may state the ``rows`` of its table and its
+``pooling_factor``, as ``data/prepare.py parquet`` writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from dlrm_fused.datasets.schema import SparseFeature
+from dlrm_fused.datasets.storage import check_below, check_finite
+from dlrm_fused.errors import DataError
+
+LABEL = "label"
+ROWS, POOLING_FACTOR = b"rows", b"pooling_factor"
+_REMEDY = "correct the file"
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """One row group of a file, to be read by its footer without parsing it again."""
+
+    path: Path
+    footer: pq.FileMetaData
+    number: int
+
+    @property
+    def rows(self) -> int:
+        return int(self.footer.row_group(self.number).num_rows)
+
+    def __str__(self) -> str:
+        return f"{self.path}, row group {self.number}"
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Features by their kind, in order of their columns.
+
+    Attributes:
+        dense: names.
+        sparse: names.
+        jagged: names of those sparse features whose columns hold lists.
+    """
+
+    dense: tuple[str, ...]
+    sparse: tuple[str, ...]
+    jagged: frozenset[str]
+
+
+@dataclass(frozen=True)
+class DecodedRowGroup:
+    """The samples of a row group, checked.
+
+    Attributes:
+        labels: [n] float32, 0 or 1.
+        dense: [n, D] float32.
+        single: [n, S] int32, ids of the sparse features that are not jagged.
+        jagged: of each jagged feature, its ids [total] int32, and where each sample's begin, [n + 1].
+    """
+
+    labels: NDArray[np.float32]
+    dense: NDArray[np.float32]
+    single: NDArray[np.int32]
+    jagged: dict[str, tuple[NDArray[np.int32], NDArray[Any]]]
+
+
+def open_files(folder: Path) -> tuple[list[RowGroup], pa.Schema]:
+    """The row groups of ``folder/*.parquet`` in the order of the names, and the columns of all files.
+
+    Raises:
+        DataError: if there is no such file, or one is damaged, empty, or has other columns than the first.
+    """
+    paths = sorted(folder.glob("*.parquet"))
+    if not paths:
+        raise DataError(f"{folder}: no file matches *.parquet; data.path={folder.parent} needs a folder of them for each split")
+    groups: list[RowGroup] = []
+    first: pa.Schema | None = None
+    for path in paths:
+        footer, schema = _read_footer(path)
+        if footer.num_rows == 0:
+            raise DataError(f"{path}: holds no rows; remove it")
+        first = schema if first is None else first
+        check_same_columns(schema, str(path), first, str(paths[0]))
+        numbers = range(footer.num_row_groups)
+        groups += [RowGroup(path, footer, number) for number in numbers if footer.row_group(number).num_rows]
+    assert first is not None
+    return groups, first
+
+
+def _read_footer(path: Path) -> tuple[pq.FileMetaData, pa.Schema]:
+    try:
+        with pq.ParquetFile(path, memory_map=True) as file:
+            return file.metadata, file.schema_arrow
+    except (pa.ArrowException, OSError) as error:
+        raise _damaged(str(path), error) from None
+
+
+def _damaged(where: str, error: Exception) -> DataError:
+    return DataError(f"{where}: damaged or truncated ({str(error).splitlines()[0]}); write the file again")
+
+
+def check_same_columns(schema: pa.Schema, path: str, expected: pa.Schema, expected_path: str) -> None:
+    """Raise DataError unless both have the same columns, of the same types and in the same order."""
+    for name in expected.names:
+        if name not in schema.names:
+            raise DataError(f"{path}: column {name} is missing, which {expected_path} has; {_REMEDY}")
+        found, wanted = schema.field(name).type, expected.field(name).type
+        if found != wanted:
+            raise DataError(f"{path}: column {name} is {found}, but {wanted} in {expected_path}; {_REMEDY}")
+    if schema.names != expected.names:
+        raise DataError(
+            f"{path}: columns {', '.join(schema.names)}, but {', '.join(expected.names)} in {expected_path}; {_REMEDY}"
+        )
+
+
+def columns_of(schema: pa.Schema, path: Path) -> Columns:
+    """What the columns mean.
+
+    Raises:
+        DataError: if a column has a type that no feature has, or there is no label, dense or sparse feature.
+    """
+    dense, sparse, jagged = [], [], set()
+    for field in schema:
+        kind = field.type
+        if schema.names.count(field.name) > 1:
+            raise DataError(f"{path}: several columns are named {field.name}; rename them")
+        if field.name == LABEL:
+            if not (pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+                raise DataError(f"{path}: column {LABEL} is {kind}, allowed: numbers or bool, all 0 or 1; {_REMEDY}")
+        elif pa.types.is_floating(kind):
+            dense.append(field.name)
+        elif pa.types.is_integer(kind):
+            sparse.append(field.name)
+        elif (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and pa.types.is_integer(kind.value_type):
+            sparse.append(field.name)
+            jagged.add(field.name)
+        else:
+            raise DataError(
+                f"{path}: column {field.name} is {kind}, allowed: floating-point numbers (a dense feature), whole numbers or "
+                "lists of them (ids of a sparse feature); leave it out, or prepare the files with data/prepare.py table"
+            )
+    for name, there in {
+        f"column {LABEL} is": LABEL in schema.names,
+        "a column of floating-point numbers, for a dense feature, is": dense,
+        "a column of whole numbers, for a sparse feature, is": sparse,
+    }.items():
+        if not there:
+            raise DataError(f"{path}: {name} missing; its columns are {', '.join(schema.names)}")
+    return Columns(tuple(dense), tuple(sparse), frozenset(jagged))
+
+
+def stated_rows(schema: pa.Schema, feature: str) -> int | None:
+    """Rows of the feature's table, if the files state them.
+
+    Raises:
+        DataError: if what they state is not a whole number, 1 or more.
+    """
+    rows = _stated(schema, feature, ROWS)
+    if rows is not None and (rows < 1 or rows % 1):
+        raise DataError(f"column {feature}: its metadata state {rows:g} rows, expected a whole number, 1 or more; {_REMEDY}")
+    return None if rows is None else int(rows)
+
+
+def _stated(schema: pa.Schema, feature: str, key: bytes) -> float | None:
+    """A number in the metadata of a field."""
+    metadata = schema.field(feature).metadata or {}
+    if key not in metadata:
+        return None
+    text = metadata[key]
+    try:
+        return float(text)
+    except ValueError:
+        raise DataError(
+            f"column {feature}: its metadata state {key.decode()}={text.decode(errors='replace')}, expected a number; {_REMEDY}"
+        ) from None
+
+
+def pooling_factor(schema: pa.Schema, groups: Sequence[RowGroup], feature: str) -> float:
+    """Ids of a sample on average, as the files state them, or else of the first file; there an empty list counts as one.
+
+    Raises:
+        DataError: if what they state is not a number.
+    """
+    stated = _stated(schema, feature, POOLING_FACTOR)
+    if stated is not None:
+        return stated
+    footer = groups[0].footer
+    parts = [footer.row_group(number) for number in range(footer.num_row_groups)]
+    values = sum(
+        part.column(i).num_values
+        for part in parts
+        for i in range(part.num_columns)
+        if part.column(i).path_in_schema.split(".")[0] == feature
+    )
+    return values / footer.num_rows
+
+
+def decode(group: RowGroup, columns: Columns, features: Sequence[SparseFeature], table_rows: Sequence[int]) -> DecodedRowGroup:
+    """Read a row group on the calling thread.
+
+    Args:
+        features: the sparse features; ids must be in [0, ``rows``).
+        table_rows: of each; ids are taken modulo them.
+
+    Raises:
+        DataError: if the file is damaged, or holds a null, a label other than 0 and 1, a dense value that is not finite, or
+            an id out of range; names the file, the row group and the column.
+    """
+    try:
+        # The footer is at hand, so that opening the file reads nothing.
+        with pq.ParquetFile(group.path, metadata=group.footer, memory_map=True) as file:
+            table = file.read_row_group(group.number, use_threads=False)
+    except (pa.ArrowException, OSError) as error:
+        raise _damaged(str(group), error) from None
+    dense = np.empty((table.num_rows, len(columns.dense)), np.float32)
+    for number, name in enumerate(columns.dense):
+        with np.errstate(over="ignore"):  # becomes infinite, which is told
+            dense[:, number] = _values(_array(table, name, group))
+    check_finite(dense, columns.dense, str(group), _REMEDY)
+    single = np.empty((table.num_rows, len(columns.sparse) - len(columns.jagged)), np.int32)
+    jagged = {}
+    into = iter(single.T)
+    for feature, rows in zip(features, table_rows, strict=True):
+        array = _array(table, feature.name, group)
+        if feature.jagged:
+            offsets = array.offsets.to_numpy()
+            ids = _values(_without_nulls(array.values, feature.name, group))[offsets[0] : offsets[-1]]
+            jagged[feature.name] = (_ids_of_table(ids, feature, rows, group), offsets - offsets[0])
+        else:
+            next(into)[:] = _ids_of_table(_values(array), feature, rows, group)
+    return DecodedRowGroup(_labels(table, group), dense, single, jagged)
+
+
+def _array(table: pa.Table, name: str, group: RowGroup) -> pa.Array:
+    column = table.column(name)
+    return _without_nulls(column.chunk(0) if column.num_chunks == 1 else column.combine_chunks(), name, group)
+
+
+def _without_nulls(array: pa.Array, name: str, group: RowGroup) -> pa.Array:
+    if array.null_count:
+        raise DataError(f"{group}: column {name} has nulls ({array.null_count}); fill them, or leave their rows out")
+    return array
+
+
+def _values(array: pa.Array) -> NDArray[Any]:
+    """A view of the memory that Arrow has decoded into; bool has another format there."""
+    return np.asarray(array.to_numpy(zero_copy_only=not pa.types.is_boolean(array.type)))
+
+
+def _ids_of_table(ids: NDArray[Any], feature: SparseFeature, table_rows: int, group: RowGroup) -> NDArray[np.int32]:
+    check_below(ids, feature.rows, feature.name, str(group), "correct the ids, or the rows that are stated for the table")
+    ids = ids.astype(np.int32, copy=False)
+    return ids % np.int32(table_rows) if table_rows < feature.rows else ids
+
+
+def _labels(table: pa.Table, group: RowGroup) -> NDArray[np.float32]:
+    labels = _values(_array(table, LABEL, group)).astype(np.float32)
+    wrong = labels[(labels != 0) & (labels != 1)]
+    if wrong.size:
+        raise DataError(f"{group}: a label is {wrong[0]:g}, allowed: 0 and 1; {_REMEDY}")
+    return labels

@@ -1,0 +1,94 @@
+"""A prepared set as Parquet files, as ``data.source=parquet`` reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dlrm_fused.datasets.parquet_files import LABEL, POOLING_FACTOR, ROWS
+from dlrm_fused.datasets.preparation.writer import new_output
+from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo
+from dlrm_fused.datasets.storage import IdColumns, map_array
+from dlrm_fused.errors import DataError
+
+ROW_GROUP_ROWS = 131_072
+
+
+@dataclass(frozen=True)
+class ParquetOptions:
+    """Options of ``data/prepare.py parquet``; ``row_group_rows`` is 1 or more."""
+
+    input: Path
+    output: Path
+    row_group_rows: int = ROW_GROUP_ROWS
+
+
+def write_parquet(options: ParquetOptions) -> PreparedInfo:
+    """Write each split of a prepared set as one Parquet file, its rows in the same order.
+
+    Returns:
+        What the prepared set holds.
+
+    Raises:
+        DataError: if ``input`` holds no prepared set, or one whose features Parquet files cannot hold; or if ``output`` is not
+            empty. Nothing is written then.
+    """
+    info = PreparedInfo.load(options.input)
+    _check_writable(info.schema, options.input)
+    if options.output.is_dir() and any(options.output.iterdir()):
+        raise DataError(f"--output {options.output}: is not empty; choose an empty or new folder")
+    with new_output(options.output, overwrite=False) as folder:
+        for split, rows in info.samples.items():
+            (folder / split).mkdir()
+            _write_split(
+                options.input / split, folder / split / "part-00000.parquet", info.schema, rows, options.row_group_rows
+            )
+    return info
+
+
+def _check_writable(schema: DatasetSchema, folder: Path) -> None:
+    if schema.token_features:
+        raise DataError(
+            f"--input {folder}: has histories, which Parquet files of samples cannot hold; train on the prepared set"
+        )
+    names = [LABEL, *schema.dense_features, *(feature.name for feature in schema.sparse_features)]
+    for name in names:
+        if names.count(name) > 1:
+            raise DataError(
+                f"--input {folder}: two columns would be named {name}; rename the feature and prepare the set again"
+            )
+
+
+def _write_split(source: Path, path: Path, schema: DatasetSchema, rows: int, group_rows: int) -> None:
+    labels = map_array(source / "labels.npy", [rows], ["uint8"])
+    dense = map_array(source / "dense.npy", [rows, len(schema.dense_features)], ["float32"])
+    ids = IdColumns(source, schema.sparse_features, rows, str(source))
+    columns = _arrow_schema(schema)
+    with pq.ParquetWriter(path, columns) as writer:
+        for start in range(0, rows, group_rows):
+            group = np.arange(start, min(start + group_rows, rows))
+            arrays = [pa.array(labels[group]), *(pa.array(column) for column in dense[group].T)]
+            for feature, values, lengths in zip(schema.sparse_features, *ids.read(group), strict=True):
+                if feature.jagged:
+                    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+                    arrays.append(pa.ListArray.from_arrays(pa.array(offsets), pa.array(values)))
+                else:
+                    arrays.append(pa.array(values))
+            writer.write_table(pa.table(arrays, schema=columns), row_group_size=group_rows)
+
+
+def _arrow_schema(schema: DatasetSchema) -> pa.Schema:
+    dense = [pa.field(name, pa.float32()) for name in schema.dense_features]
+    sparse = [
+        pa.field(
+            feature.name,
+            pa.list_(pa.int32()) if feature.jagged else pa.int32(),
+            metadata={ROWS: str(feature.rows), POOLING_FACTOR: repr(float(feature.pooling_factor))},
+        )
+        for feature in schema.sparse_features
+    ]
+    return pa.schema([pa.field(LABEL, pa.uint8()), *dense, *sparse])
