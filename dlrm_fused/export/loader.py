@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, timezone
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -150,8 +151,11 @@ def load(folder: str | Path) -> Model:
     arrays = read_safetensors(folder / "tables.safetensors")
     names = [feature["name"] for feature in info["sparse_features"] + info["token_features"]]
     tables = tuple(Table(arrays[f"{name}.rows"], arrays.get(f"{name}.scales")) for name in names)
-    program = torch.export.load(folder / "dense.pt2")
-    return Model(info, program.module(), tables, read_rows(folder, info))
+    try:
+        dense_part = torch.export.load(folder / "dense.pt2").module()
+    except Exception as error:  # a damaged archive may raise anything
+        raise ValueError(f"{folder / 'dense.pt2'}: damaged ({type(error).__name__}); export the model again") from error
+    return Model(info, dense_part, tables, read_rows(folder, info))
 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:
@@ -385,7 +389,7 @@ class TableRows(Rows):
         check_names(history, {self.time, self.label, *self.items}, wheres)
         past = [_seconds(each[self.time], self.time, at) for each, at in zip(history, wheres, strict=True)]
         now = _seconds(row[self.time], self.time, where)
-        for at, (before, after) in enumerate(zip(past, [*past[1:], now], strict=True)):
+        for at, (before, after) in enumerate(pairwise([*past, now])):
             if before > after or (at == len(past) - 1 and before == now):
                 shown = history[at][self.time]
                 _refuse(wheres[at], self.time, shown, f"times in ascending order, before the row's own, {row[self.time]!r}")
