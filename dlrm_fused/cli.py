@@ -135,7 +135,9 @@ def export(arguments: Sequence[str] | None = None, program: str | None = None) -
     parser.add_argument("--run", required=True, type=Path, help="folder of the run, such as runs/quickstart")
     parser.add_argument("--output", required=True, type=Path, help="the folder to write, which must not exist")
     parser.add_argument("--checkpoint", default="last", help="best, last or a step (default: last)")
-    parser.add_argument("--tables", default="fp32", choices=["fp32", "fp16", "int8"], help="their number format (default: fp32)")
+    parser.add_argument(
+        "--tables", default="fp32", choices=["fp32", "fp16", "int8"], help="their number format (default: fp32)"
+    )
     parser.add_argument("--split", default="test", choices=[split.name for split in Split], help="for the AUC (default: test)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the run")
     parser.help_if_wanted(arguments)

@@ -73,9 +73,7 @@ def _write(folder: Path, saved: SavedRun, schema: DatasetSchema, table_dtype: st
     shutil.copyfile(loader.__file__, folder / "loader.py")
     program = export_dense_part(weights.model, saved.config, schema)
     torch.export.save(program, folder / "dense.pt2")
-    write_tables(
-        folder / "tables.safetensors", {name: convert(table, table_dtype) for name, table in weights.tables.items()}
-    )
+    write_tables(folder / "tables.safetensors", {name: convert(table, table_dtype) for name, table in weights.tables.items()})
     tables = tuple(loader.Table(weights.tables[feature.name]) for feature in schema.tables)
     return loader.Model(info, program.module(), tables, loader.read_rows(folder, info))
 

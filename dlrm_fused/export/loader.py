@@ -381,7 +381,9 @@ class TableRows(Rows):
             self.tokens["token_gap"] = Ids(_GAP_ROWS, rows["token_gap"], False)
 
     def features(self) -> set[str]:
-        return {number.name for number in self.numbers} | self.categories.keys() | ({self.time, HISTORY} if self.time else set())
+        return (
+            {number.name for number in self.numbers} | self.categories.keys() | ({self.time, HISTORY} if self.time else set())
+        )
 
     def interactions(self, row: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
         history = _history(row, where)
@@ -411,7 +413,9 @@ def check_names(rows: Iterable[Any], names: Iterable[str], wheres: Sequence[str]
             unknown, missing = sorted(map(str, row.keys() - wanted)), sorted(wanted - row.keys())
             if unknown:
                 has = ", ".join(sorted(wanted))
-                raise InputError(f"{where}: unknown feature {_shown(unknown[0])}={_shown(row.get(unknown[0]))}; the model has: {has}")
+                raise InputError(
+                    f"{where}: unknown feature {_shown(unknown[0])}={_shown(row.get(unknown[0]))}; the model has: {has}"
+                )
             raise InputError(f"{where}: feature {missing[0]} is missing; each row has all features")
 
 

@@ -58,6 +58,4 @@ def _serve(model: Path, host: str, port: int, limits: Limits) -> None:
         loaded = load(model)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"--model {model}: {error}") from None
-    uvicorn.run(
-        build_service(loaded, limits), host=host, port=port, access_log=False, timeout_graceful_shutdown=_GRACE_SECONDS
-    )
+    uvicorn.run(build_service(loaded, limits), host=host, port=port, access_log=False, timeout_graceful_shutdown=_GRACE_SECONDS)

@@ -14,11 +14,12 @@ import pytest
 import safetensors.numpy
 from packaging.requirements import Requirement
 
+from benchmarks.serving.rows import prepared_rows
 from dlrm_fused.errors import CheckpointError, ConfigError, DataError, UserError
 from dlrm_fused.export.loader import load
 from dlrm_fused.export.tables import convert
 from tests.distributed.launch import train
-from tests.export.exporting import export, predictions_of_eval, prepared_rows
+from tests.export.exporting import export, predictions_of_eval
 
 ROOT = Path(__file__).parents[2]
 EXPERTS = ["model.experts.count=8", "model.experts.hidden=16"]
@@ -132,7 +133,9 @@ def test_tables_are_safetensors(dlrm: Path, tmp_path: Path, table_dtype: str) ->
 
 
 def test_int8_rounds_each_row_to_a_254th_of_its_largest_value() -> None:
-    weight = np.random.default_rng(0).normal(size=(100, 16)).astype(np.float32) * np.logspace(-6, 3, 100, dtype=np.float32)[:, None]
+    weight = (
+        np.random.default_rng(0).normal(size=(100, 16)).astype(np.float32) * np.logspace(-6, 3, 100, dtype=np.float32)[:, None]
+    )
     weight[7] = 0
     table = convert(weight, "int8")
     assert table.scales is not None
