@@ -1,4 +1,4 @@
-"""The commands: ``dlrm-fused train``, ``eval``, ``export`` and ``prepare``; train.py, eval.py and export.py are the first three."""
+"""The commands ``dlrm-fused train``, ``eval``, ``export`` and ``prepare``; train.py, eval.py, export.py are the first three."""
 
 from __future__ import annotations
 

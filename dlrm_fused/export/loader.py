@@ -16,10 +16,10 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date, datetime, timezone
+from datetime import UTC, date, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -227,7 +227,7 @@ class Ids(Values):
 
 
 class Categories(Values):
-    """Values of a column of the table that the model was trained on; dlrm_fused/datasets/transformation.py defines their ids."""
+    """Values of a column of the table that the model was trained on, as dlrm_fused/datasets/transformation.py has them."""
 
     def __init__(self, folder: Path, column: Mapping[str, Any], rows: int) -> None:
         super().__init__(column["is_list"])
@@ -472,7 +472,7 @@ def _seconds(value: Any, name: str, where: str) -> int:
         if isinstance(value, date) and not isinstance(value, datetime):
             value = datetime(value.year, value.month, value.day)
         if isinstance(value, datetime):
-            value = (value if value.tzinfo else value.replace(tzinfo=timezone.utc)).timestamp()
+            value = (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
         if not isinstance(value, bool):
             return math.floor(value)
     except (ValueError, TypeError, OverflowError):
@@ -523,5 +523,5 @@ def _shown(value: Any) -> str:
     return shown if len(shown) <= 80 else f"{shown[:80]}..."
 
 
-def _refuse(where: str, name: str, value: Any, allowed: str) -> Any:
+def _refuse(where: str, name: str, value: Any, allowed: str) -> NoReturn:
     raise InputError(f"{where}, feature {name}: {_shown(value)}; allowed: {allowed}")

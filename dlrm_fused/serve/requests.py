@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from fastapi import HTTPException, Request
 
-from dlrm_fused.export.loader import Inputs, InputError, Model
+from dlrm_fused.export.loader import InputError, Inputs, Model
 from dlrm_fused.serve.limits import Limits
 
 _BODY_SECONDS = 30  # for a body to arrive
@@ -60,7 +60,7 @@ def parse(body: bytes, model: Model, limits: Limits) -> Inputs:
 
 def request_schema(model: Model) -> dict[str, Any]:
     """What /docs says of a request: the features of a row."""
-    features = {name: {} for name in sorted(model.rows.features())}
+    features: dict[str, dict[str, Any]] = {name: {} for name in sorted(model.rows.features())}
     for number in model.rows.numbers:
         features[number.name] = {"description": "a number, or null" if number.allows_missing else "a number"}
     named = {**{name: value for name, value in model.rows.tokens.items() if name in features}, **model.rows.categories}
