@@ -68,7 +68,7 @@ def _write(folder: Path, saved: SavedRun, schema: DatasetSchema, table_dtype: st
         _check_names(Transformation.load(transformation))
         shutil.copytree(transformation, folder / TRANSFORMATION)
     info = _info(saved, schema, table_dtype)
-    (folder / "model.json").write_text(json.dumps(info, indent=2) + "\n")
+    (folder / "manifest.json").write_text(json.dumps(info, indent=2) + "\n")
     (folder / "config.yaml").write_text(to_yaml(saved.config))
     shutil.copyfile(loader.__file__, folder / "loader.py")
     program = export_dense_part(weights.model, saved.config, schema)
@@ -118,7 +118,7 @@ def _check_names(transformation: Transformation) -> None:
 
 
 def _add_quality(folder: Path, quality: Quality) -> None:
-    path = folder / "model.json"
+    path = folder / "manifest.json"
     info = json.loads(path.read_text())
     quality_info = {**dataclasses.asdict(quality), "auc_difference": quality.auc_difference}
     path.write_text(json.dumps({**info, "quality": quality_info}, indent=2) + "\n")

@@ -4,7 +4,7 @@
     model = load("model")
     probabilities = model.predict([{"price": 3.5, "item": "a17", "categories": ["x", "y"]}])
 
-The folder: ``model.json`` says what the model takes, ``dense.pt2`` is the part after the embeddings, by torch.export,
+The folder: ``manifest.json`` says what the model takes, ``dense.pt2`` is the part after the embeddings, by torch.export,
 ``tables.safetensors`` holds for each table ``<table>.rows`` ([rows, dim], float32, float16 or int8) and, for int8,
 ``<table>.scales`` ([rows] float32, by which a row is multiplied). Where ``transformation/`` is there, rows have the columns of
 the table that the model was trained on; otherwise ids and numbers as a prepared data set has them.
@@ -97,7 +97,7 @@ class Model:
     """An exported model. Any thread may predict, several at a time.
 
     Attributes:
-        info: the content of ``model.json``.
+        info: the content of ``manifest.json``.
         dense_part: maps dense features, pooled embeddings and, with histories, those of tokens and history lengths to
             probabilities [n].
         tables: of each sparse and token feature, in their order.
@@ -145,7 +145,7 @@ def load(folder: str | Path) -> Model:
         FileNotFoundError: if a file is missing.
     """
     folder = Path(folder)
-    info = json.loads((folder / "model.json").read_text())
+    info = json.loads((folder / "manifest.json").read_text())
     if info["format_version"] != FORMAT_VERSION:
         raise ValueError(f"{folder}: format version {info['format_version']}, this loader reads {FORMAT_VERSION}; export again")
     arrays = read_safetensors(folder / "tables.safetensors")

@@ -44,8 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _serve(model: Path, host: str, port: int, limits: Limits) -> None:
     limits.check()
-    if not (model / "model.json").is_file():
-        raise ConfigError(f"--model {model}: no exported model there (model.json is missing); export.py writes one")
+    if not (model / "manifest.json").is_file():
+        raise ConfigError(f"--model {model}: no exported model there (manifest.json is missing); export.py writes one")
     try:
         import uvicorn
 

@@ -69,7 +69,7 @@ def test_smaller_tables_cost_little_auc(run: Path, tmp_path: Path, table_dtype: 
     quality = export(run, tmp_path / "model", table_dtype)
     assert quality.samples == 1501
     assert abs(quality.auc_difference) < bound
-    written = json.loads((tmp_path / "model/model.json").read_text())
+    written = json.loads((tmp_path / "model/manifest.json").read_text())
     assert written["quality"]["auc_difference"] == quality.auc_difference
     assert written["table_dtype"] == table_dtype
 
@@ -161,7 +161,7 @@ def test_the_command_says_what_it_has_written(dlrm: Path, tmp_path: Path) -> Non
         "config.yaml",
         "dense.pt2",
         "loader.py",
-        "model.json",
+        "manifest.json",
         "tables.safetensors",
     }
     again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -200,7 +200,7 @@ def test_an_export_that_fails_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["tables.safetensors", "model.json", "dense.pt2"])
+@pytest.mark.parametrize("name", ["tables.safetensors", "manifest.json", "dense.pt2"])
 def test_a_damaged_model_is_not_loaded(dlrm: Path, tmp_path: Path, name: str) -> None:
     export(dlrm, tmp_path / "model")
     path = tmp_path / "model" / name

@@ -196,7 +196,7 @@ def test_an_error_of_the_model_is_that_of_its_batch_alone() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "nowhere"], "--model nowhere: no exported model there (model.json is missing); export.py writes one"),
+        (["--model", "nowhere"], "--model nowhere: no exported model there (manifest.json is missing); export.py writes one"),
         (["--model", "MODEL", "--max-rows", "0"], "--max-rows 0: allowed: 1 or more"),
         (["--model", "MODEL", "--max-waiting-rows", "5"], "--max-waiting-rows 5: allowed: --max-rows 1024 or more"),
         (["--model", "DAMAGED"], "cut off or damaged; export the model again"),
@@ -205,7 +205,7 @@ def test_an_error_of_the_model_is_that_of_its_batch_alone() -> None:
 def test_a_service_that_cannot_start_says_why_in_one_line(
     run: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
-    for name in ("model.json", "dense.pt2", "tables.safetensors"):
+    for name in ("manifest.json", "dense.pt2", "tables.safetensors"):
         (tmp_path / name).write_bytes((run / "model" / name).read_bytes())
     tables = tmp_path / "tables.safetensors"
     tables.write_bytes(tables.read_bytes()[:-9])
