@@ -14,6 +14,7 @@ import pytest
 from dlrm_fused.config import load_config
 from dlrm_fused.datasets.preparation import cli
 from dlrm_fused.datasets.transformation import IdEncoding, Transformation
+from dlrm_fused.errors import ConfigError
 from dlrm_fused.export.loader import InputError, Model, TableRows, load
 from tests.distributed.launch import start_training
 from tests.export.exporting import export, predictions_of_eval
@@ -183,3 +184,17 @@ def test_a_wrong_history_is_named(history_model: Model, change: dict[str, Any], 
     with pytest.raises(InputError) as raised:
         history_model.predict([{**NOW, **change}])
     assert message in str(raised.value)
+
+
+def test_a_column_named_as_histories_are_is_refused(tmp_path: Path) -> None:
+    new = table(600, seed=1).rename_columns({"color": "history"})
+    source = write_table(new, tmp_path / "table.parquet")
+    columns = ["--label", "clicked", "--dense", "price", "--sparse", "user,history"]
+    assert cli.main(["table", "--input", str(source), "--output", str(tmp_path / "set"), *columns]) == 0
+    config = load_config(tmp_path / "set/config.yaml", [f"output_dir={tmp_path}", "runtime.device=cpu", *SMALL])
+    start_training(config, ranks=1).wait()
+    with pytest.raises(
+        ConfigError, match="column history: rows have their past interactions under that name; rename the column"
+    ):
+        export(config.run_dir, tmp_path / "model")
+    assert not (tmp_path / "model").exists()

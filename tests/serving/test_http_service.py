@@ -176,6 +176,16 @@ def test_rows_beyond_those_that_may_wait_are_refused_at_once_and_the_others_scor
     assert scored == [3, 3]  # together they would have been more than max_rows
 
 
+def test_an_overloaded_service_says_so_with_503(run: Path, rows: list[dict[str, Any]]) -> None:
+    with running_service(run / "model", ["--max-rows", "1", "--max-waiting-rows", "1"]) as service:
+        load = send(service.port, questions_of(run / "model", rows, 1), clients=16, seconds=1)
+        assert post(service, {"rows": rows[:1]})[0] == 200
+    assert load.seconds
+    assert load.lost
+    assert {lost.partition(":")[0] for lost in load.lost} == {"status 503"}
+    assert "rows are waiting; try again later" in load.lost[0]
+
+
 def test_an_error_of_the_model_is_that_of_its_batch_alone() -> None:
     def score(batch: Inputs) -> np.ndarray:
         if len(batch) == 2:
