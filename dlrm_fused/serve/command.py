@@ -27,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", required=True, type=Path, help="folder that export.py wrote")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine alone)")
     parser.add_argument("--port", default=8000, type=int, help="default: 8000")
+    parser.add_argument("--threads", default=1, type=int, help="that compute a batch, of torch (default: 1)")
     for name, default, text in (
         ("max-body-bytes", Limits.max_body_bytes, "of a request; larger ones get 413"),
         ("max-rows", Limits.max_rows, "of a request, and of a batch of requests"),
@@ -34,16 +35,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ):
         parser.add_argument(f"--{name}", default=default, type=int, help=f"{text} (default: {default})")
     parsed = parser.parse_args(arguments)
+    limits = Limits(parsed.max_body_bytes, parsed.max_rows, parsed.max_waiting_rows)
     try:
-        _serve(parsed.model, parsed.host, parsed.port, Limits(parsed.max_body_bytes, parsed.max_rows, parsed.max_waiting_rows))
+        _serve(parsed.model, parsed.host, parsed.port, parsed.threads, limits)
     except UserError as error:
         print(f"ERROR {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def _serve(model: Path, host: str, port: int, limits: Limits) -> None:
+def _serve(model: Path, host: str, port: int, threads: int, limits: Limits) -> None:
     limits.check()
+    if threads < 1:
+        raise ConfigError(f"--threads {threads}: allowed: 1 or more")
     if not (model / "manifest.json").is_file():
         raise ConfigError(f"--model {model}: no exported model there (manifest.json is missing); export.py writes one")
     try:
@@ -52,8 +56,12 @@ def _serve(model: Path, host: str, port: int, limits: Limits) -> None:
         from dlrm_fused.serve.service import build_service
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed; the service needs: pip install '.[serve]'") from None
+    import torch
+
     from dlrm_fused.export.loader import load
 
+    # Threads of one batch wait for each other, busily: on cores that others use too, several are slower than one.
+    torch.set_num_threads(threads)
     try:
         loaded = load(model)
     except (OSError, ValueError, KeyError) as error:

@@ -208,6 +208,7 @@ def test_an_error_of_the_model_is_that_of_its_batch_alone() -> None:
     [
         (["--model", "nowhere"], "--model nowhere: no exported model there (manifest.json is missing); export.py writes one"),
         (["--model", "MODEL", "--max-rows", "0"], "--max-rows 0: allowed: 1 or more"),
+        (["--model", "MODEL", "--threads", "0"], "--threads 0: allowed: 1 or more"),
         (["--model", "MODEL", "--max-waiting-rows", "5"], "--max-waiting-rows 5: allowed: --max-rows 1024 or more"),
         (["--model", "DAMAGED"], "cut off or damaged; export the model again"),
     ],
