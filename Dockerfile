@@ -3,9 +3,27 @@
 #   docker run --gpus all --ipc host -v "$PWD/data/criteo:/app/data/criteo" -v "$PWD/runs:/app/runs" dlrm_fused \
 #       torchrun --standalone --nproc-per-node=gpu train.py --config configs/criteo_kaggle.yaml data.path=data/criteo
 # Data sets and runs are mounted, never copied into it; the container's user (10001) must be able to write to runs/.
+#
+# A service of an exported model, on CPUs (docs/export_and_serve.md):
+#   docker build -t dlrm_fused_serve --target serve .
+#   docker run -p 8000:8000 -v "$PWD/model:/model:ro" dlrm_fused_serve
+
+# Torch's CPU build, NumPy and the HTTP framework; of this package only what the service imports.
+FROM python:3.12.12-slim AS serve
+RUN useradd --create-home --uid 10001 server
+WORKDIR /app
+COPY requirements/cpu.txt requirements/serve.txt requirements/
+RUN grep '^torch==' requirements/cpu.txt > requirements/torch.txt \
+    && pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu -r requirements/torch.txt -r requirements/serve.txt
+COPY dlrm_fused/__init__.py dlrm_fused/deprecated.py dlrm_fused/errors.py dlrm_fused/
+COPY dlrm_fused/export/__init__.py dlrm_fused/export/loader.py dlrm_fused/export/
+COPY dlrm_fused/serve dlrm_fused/serve
+USER 10001
+EXPOSE 8000
+ENTRYPOINT ["python", "-m", "dlrm_fused.serve", "--model", "/model", "--host", "0.0.0.0"]
 
 # The CUDA release of requirements/cuda.txt's torch, whose wheels bring the CUDA libraries; Ubuntu's Python is 3.12.
-FROM nvidia/cuda:13.0.2-base-ubuntu24.04
+FROM nvidia/cuda:13.0.2-base-ubuntu24.04 AS train
 
 # Triton compiles launchers with a C compiler.
 # hadolint ignore=DL3008

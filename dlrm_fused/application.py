@@ -1,6 +1,7 @@
-"""Training and evaluating runs: what the commands and train.py and eval.py do, as functions.
+"""Training, evaluating and exporting runs: what the commands and train.py, eval.py and export.py do, as functions.
 
-Each is called on all ranks of a run, that is in every process that torchrun has started, or in one process without torchrun.
+Each is called on all ranks of a run, that is in every process that torchrun has started, or in one process without torchrun;
+an export runs in one process.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dlrm_fused.config import Split, load_config
+from dlrm_fused.errors import ConfigError
 from dlrm_fused.versions import check_versions
 
 if TYPE_CHECKING:
@@ -83,3 +85,18 @@ def evaluate_on(
     from dlrm_fused.training.offline_evaluation import evaluate_run
 
     evaluate_run(run, checkpoint, split, overrides, predictions, rank, error_store)
+
+
+def export_on(
+    rank: Rank, run: Path, output: Path, checkpoint: str, table_dtype: str, split: Split, overrides: Sequence[str]
+) -> None:
+    """Write an exported model, and print how its AUC compares with that in fp32, where errors are raised."""
+    if rank.world_size > 1:
+        raise ConfigError(f"{rank.world_size} processes: an export runs in one; start it without torchrun")
+    check_versions()
+    from dlrm_fused.export.folder import export_run
+
+    quality = export_run(run, checkpoint, output, table_dtype, split, overrides)
+    print(f"{output}: tables in {table_dtype}")
+    print(f"AUC of {quality.samples} {quality.split} samples: {quality.auc:.6f}; in fp32: {quality.auc_fp32:.6f}")
+    print(f"difference of AUC: {quality.auc_difference:+.6f}")

@@ -1,4 +1,4 @@
-"""The commands: ``dlrm-fused train``, ``eval`` and ``prepare``; train.py and eval.py are the first two."""
+"""The commands ``dlrm-fused train``, ``eval``, ``export`` and ``prepare``; train.py, eval.py, export.py are the first three."""
 
 from __future__ import annotations
 
@@ -29,11 +29,19 @@ own options). ``key=value`` overrides such as ``embedding.sharding=row_wise`` ch
 prints latencies and writes ``online.json``.
 """
 
+EXPORT = """\
+Export a run: ``python export.py --run runs/quickstart --output model [--tables fp32|fp16|int8]``.
+
+Writes a folder that ``model/loader.py`` predicts with; that needs torch and NumPy alone. Prints the AUC on the test set beside
+that of the model with tables in fp32. One process will do, whatever the run was trained with.
+"""
+
 COMMANDS = """\
-usage: dlrm-fused {train,eval,prepare} ...
+usage: dlrm-fused {train,eval,export,prepare} ...
 
   train     train a model on this rank; on several: torchrun --nproc-per-node=2 --no-python dlrm-fused train ...
   eval      evaluate a run, or time online scoring with it
+  export    write a model that torch and NumPy alone predict with
   prepare   prepare a data set
 
 `dlrm-fused COMMAND --help` lists the arguments of each.\
@@ -47,8 +55,9 @@ def main() -> int:
         from dlrm_fused.datasets.preparation.cli import main as prepare
 
         return prepare(arguments, "dlrm-fused prepare")
-    if name in ("train", "eval"):
-        (train if name == "train" else evaluate)(arguments, f"dlrm-fused {name}")
+    commands = {"train": train, "eval": evaluate, "export": export}
+    if name in commands:
+        commands[name](arguments, f"dlrm-fused {name}")
         return 0
     asks_for_help = name in ("-h", "--help")
     print(COMMANDS, file=sys.stdout if asks_for_help else sys.stderr)
@@ -118,3 +127,27 @@ def _evaluate(rank: Rank, error_store: ErrorStore, parser: _Parser, arguments: S
     from dlrm_fused.training.online_evaluation import score_run_online
 
     score_run_online(run, checkpoint, split, overrides, parsed.requests, rank, error_store)
+
+
+def export(arguments: Sequence[str] | None = None, program: str | None = None) -> None:
+    """Export as ``arguments`` say, by default those of this process; an error ends the process with one message."""
+    parser = _Parser(program, description=EXPORT, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", required=True, type=Path, help="folder of the run, such as runs/quickstart")
+    parser.add_argument("--output", required=True, type=Path, help="the folder to write, which must not exist")
+    parser.add_argument("--checkpoint", default="last", help="best, last or a step (default: last)")
+    parser.add_argument(
+        "--tables", default="fp32", choices=["fp32", "fp16", "int8"], help="their number format (default: fp32)"
+    )
+    parser.add_argument("--split", default="test", choices=[split.name for split in Split], help="for the AUC (default: test)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the run")
+    parser.help_if_wanted(arguments)
+    from dlrm_fused.training.runtime import run_with_error_reporting
+
+    run_with_error_reporting(lambda rank, _: _export(rank, parser, arguments))
+
+
+def _export(rank: Rank, parser: _Parser, arguments: Sequence[str] | None) -> None:
+    from dlrm_fused.application import export_on
+
+    parsed = parser.parse_args(arguments)
+    export_on(rank, parsed.run, parsed.output, parsed.checkpoint, parsed.tables, Split[parsed.split], parsed.overrides)

@@ -166,7 +166,7 @@ class HistoryTransformer(nn.Module):
             x, normed = block.finish(attended.transpose(1, 2), x, next_norm, real_tokens)
         # Of the last block, only the candidates' outputs are used.
         queries, keys, values = last.project(normed).permute(3, 0, 2, 1, 4)
-        samples, samples_of_x = (torch.arange(len(of), device=tokens.device) for of in (candidates, x))
+        samples, samples_of_x = (torch.arange(of.shape[0], device=tokens.device) for of in (candidates, x))
         attended = F.scaled_dot_product_attention(
             queries[samples, :, candidates].unsqueeze(2), keys, values, attn_mask=seen[:, None, None]
         )

@@ -19,7 +19,8 @@ FLOORS = (
     {"models", "sharding"},
     {"serving"},
     {"training"},
-    {"application", "doctor", "scaleout"},
+    {"export"},
+    {"application", "doctor", "scaleout", "serve"},
     {"cli"},
 )
 FLOOR_OF = {part: number for number, floor in enumerate(FLOORS) for part in floor}

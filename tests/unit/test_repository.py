@@ -45,6 +45,14 @@ def test_what_make_installs_is_within_the_ranges_of_the_package(device: str) -> 
         assert dependency.specifier.contains(pin.version), f"{pins[dependency.name]} is outside {dependency}"
 
 
+def test_what_the_service_is_tested_with_is_within_the_ranges_of_its_extra() -> None:
+    pins = {pin.name: pin for pin in read_requirements("serve")}
+    for dependency in map(Requirement, read_project()["optional-dependencies"]["serve"]):
+        (pin,) = pins[dependency.name].specifier
+        assert dependency.specifier.contains(pin.version), f"{pins[dependency.name]} is outside {dependency}"
+    assert pins["numpy"] in read_requirements("base")
+
+
 def test_the_cpu_extra_has_what_torchrec_needs_but_fbgemm_gpu() -> None:
     """TorchRec is installed beside it without its dependencies: see dlrm_fused/versions.py."""
     project = read_project()
@@ -61,7 +69,7 @@ def test_every_folder_of_the_package_is_installed() -> None:
 
 
 def test_everything_is_pinned() -> None:
-    for requirement in read_requirements("base", "cpu", "cuda", "torchrec", "dev"):
+    for requirement in read_requirements("base", "cpu", "cuda", "torchrec", "serve", "dev"):
         assert [specifier.operator for specifier in requirement.specifier] == ["=="], requirement
 
 
@@ -167,11 +175,15 @@ def test_launches_on_many_nodes_let_a_lost_host_be_replaced(launch: str) -> None
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in (ROOT / launch).read_text()
 
 
-def test_the_image_is_pinned_and_runs_without_root_and_without_data() -> None:
-    dockerfile = (ROOT / "Dockerfile").read_text()
-    (base,) = re.findall(r"^FROM (\S+)$", dockerfile, re.MULTILINE)
-    assert re.fullmatch(r"nvidia/cuda:\d+\.\d+\.\d+-\S+", base)
-    assert re.findall(r"^USER (\S+)$", dockerfile, re.MULTILINE)[-1] not in ("0", "root")
+def test_images_are_pinned_and_run_without_root_and_without_data() -> None:
+    _, *stages = re.split(r"^FROM ", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
+    names = []
+    for stage in stages:
+        name, base = stage.split()[2], stage.split()[0]
+        names.append(name)
+        assert re.fullmatch(r"(nvidia/cuda|python):\d+\.\d+\.\d+-\S+", base)
+        assert re.findall(r"^USER (\S+)$", stage, re.MULTILINE)[-1] not in ("0", "root")
+    assert names == ["serve", "train"]  # the last is what is built by default
     assert {"data/*/", "runs", ".venv", ".git"} <= set((ROOT / ".dockerignore").read_text().split())
 
 

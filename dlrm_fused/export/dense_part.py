@@ -1,0 +1,93 @@
+"""The part of a model after its tables, as one program of torch.export."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from dlrm_fused.config import Config
+from dlrm_fused.datasets.schema import DatasetSchema
+from dlrm_fused.errors import ConfigError
+from dlrm_fused.models.expert_parallel import ExpertComputation
+from dlrm_fused.models.moe import MixtureOfExperts
+from dlrm_fused.models.transformer import TransformerDLRM
+from dlrm_fused.ops.moe.activations import ACTIVATIONS
+
+_EXAMPLES = 3  # rows of the example inputs; 1 would be taken for a constant
+
+
+def export_dense_part(model: nn.Module, config: Config, schema: DatasetSchema) -> ExportedProgram:
+    """The program, for any number n of rows, that gives probabilities [n] of these tensors:
+
+    dense [n, dense features]; pooled embeddings [n, F, D]; of a model that reads histories also the tokens' embeddings
+    [n * T, Ft * D], T = history length + 1, and history lengths [n] int64.
+
+    Args:
+        model: of the config, its dense weights on the CPU; it loses its tables.
+
+    Raises:
+        ConfigError: if the model is of a kind that cannot be called without its tables.
+    """
+    if not isinstance(model, TransformerDLRM) and not hasattr(model, "logits_of"):
+        raise ConfigError(f"model.kind={config.model.kind.name}: a model without a method logits_of cannot be exported")
+    model.sparse_arch = nn.Identity()
+    for layer in model.modules():
+        if isinstance(layer, MixtureOfExperts):
+            layer.computation = ExportableExperts(activation=config.model.experts.activation.name)
+    rows, dim = Dim("rows", min=1), config.embedding.dim
+    example: list[Tensor] = [
+        torch.zeros(_EXAMPLES, len(schema.dense_features)),
+        torch.zeros(_EXAMPLES, len(schema.sparse_features), dim),
+    ]
+    shapes: list[Any] = [{0: rows}, {0: rows}]
+    if isinstance(model, TransformerDLRM):
+        tokens = schema.history_length + 1
+        example += [
+            torch.zeros(_EXAMPLES * tokens, len(schema.token_features) * dim),
+            torch.zeros(_EXAMPLES, dtype=torch.int64),
+        ]
+        shapes += [{0: tokens * rows}, {0: rows}]
+    with torch.no_grad():
+        return torch.export.export(
+            _Probabilities(model).eval(), tuple(example), dynamic_shapes={"inputs": tuple(shapes)}, strict=False
+        )
+
+
+class _Probabilities(nn.Module):
+    """The model without its tables."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """As the program of :func:`export_dense_part`."""
+        return self._logits(*inputs).squeeze(-1).float().sigmoid()
+
+    def _logits(self, dense: Tensor, pooled: Tensor, *histories: Tensor) -> Tensor:
+        model: Any = self.model
+        if isinstance(model, TransformerDLRM):
+            encoded = model.transformer(*histories)
+            return model.over_arch(model.dense_arch(dense), pooled, encoded)
+        has_experts = any(isinstance(layer, MixtureOfExperts) for layer in model.modules())
+        return model.logits_of(dense, pooled, *([None] if has_experts else []))
+
+
+@dataclass(frozen=True)
+class ExportableExperts(ExpertComputation):
+    """Experts of one process as operators whose shapes alone depend on the data: the other ways count tokens on the host."""
+
+    def with_slots(
+        self, x: Tensor, experts: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        activation = ACTIVATIONS[self.activation]
+        result = torch.zeros_like(x)
+        for expert, (into, out) in enumerate(zip(w_in, w_out, strict=True)):
+            token, slot = (experts == expert).nonzero(as_tuple=True)
+            hidden = activation.of(x[token] @ into.T)
+            result = result.index_add(0, token, (hidden @ out.T) * gates[token, slot, None])
+        return result, None

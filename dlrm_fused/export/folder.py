@@ -1,0 +1,124 @@
+"""From a run to the folder of an exported model: the work of export.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlrm_fused.config import DataSource, Split, to_yaml
+from dlrm_fused.datasets import open_dataset
+from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo, SparseFeature
+from dlrm_fused.datasets.transformation import TRANSFORMATION, Transformation
+from dlrm_fused.errors import ConfigError
+from dlrm_fused.export import loader
+from dlrm_fused.export.dense_part import export_dense_part
+from dlrm_fused.export.quality import Quality, compare
+from dlrm_fused.export.tables import convert, write_tables
+from dlrm_fused.export.weights import ALONE, restore_weights
+from dlrm_fused.training.saved_run import SavedRun
+
+
+def export_run(run: Path, checkpoint: str, output: Path, table_dtype: str, split: Split, overrides: Sequence[str]) -> Quality:
+    """Write a self-contained folder, complete or not at all; :mod:`dlrm_fused.export.loader` says what is in it.
+
+    Args:
+        run: folder of the run.
+        checkpoint: ``best``, ``last`` or a step.
+        output: the folder, which must not exist.
+        table_dtype: one of :data:`~dlrm_fused.export.tables.TABLE_DTYPES`.
+        split: on which the AUC is compared with that in fp32.
+        overrides: ``key=value`` settings that replace those of the run.
+
+    Raises:
+        CheckpointError: if the run or the checkpoint does not exist, or does not fit.
+        ConfigError: if the output exists, or the model cannot be exported.
+        DataError: if the data set, which tells the features, is missing or damaged.
+    """
+    if output.exists():
+        raise ConfigError(f"--output {output}: exists already; name another folder, or remove this one")
+    saved = SavedRun.open(run, checkpoint, [*overrides, *ALONE])
+    dataset = open_dataset(saved.config, torch.device("cpu"))
+    partial = output.with_name(f".{output.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        in_fp32 = _write(partial, saved, dataset.schema, table_dtype)
+        quality = compare(loader.load(partial), in_fp32, dataset, split)
+        _add_quality(partial, quality)
+        os.rename(partial, output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return quality
+
+
+def _write(folder: Path, saved: SavedRun, schema: DatasetSchema, table_dtype: str) -> loader.Model:
+    """Write all but the quality; returns the model with tables in fp32."""
+    weights = restore_weights(saved, schema)
+    if not getattr(weights.model, "reads_histories", False):
+        schema = dataclasses.replace(schema, token_features=(), history_length=0)
+    transformation = _transformation(saved)
+    if transformation is not None:
+        _check_names(Transformation.load(transformation))
+        shutil.copytree(transformation, folder / TRANSFORMATION)
+    info = _info(saved, schema, table_dtype)
+    (folder / "manifest.json").write_text(json.dumps(info, indent=2) + "\n")
+    (folder / "config.yaml").write_text(to_yaml(saved.config))
+    shutil.copyfile(loader.__file__, folder / "loader.py")
+    program = export_dense_part(weights.model, saved.config, schema)
+    torch.export.save(program, folder / "dense.pt2")
+    write_tables(folder / "tables.safetensors", {name: convert(table, table_dtype) for name, table in weights.tables.items()})
+    tables = tuple(loader.Table(weights.tables[feature.name]) for feature in schema.tables)
+    return loader.Model(info, program.module(), tables, loader.read_rows(folder, info))
+
+
+def _info(saved: SavedRun, schema: DatasetSchema, table_dtype: str) -> dict[str, Any]:
+    stored = {feature.name: feature.rows for feature in _stored_schema(saved, schema).tables}
+
+    def described(feature: SparseFeature) -> dict[str, Any]:
+        ids = max(stored[feature.name], feature.rows)
+        kept = {name: getattr(feature, name) for name in ("name", "rows", "jagged", "history_only")}
+        return {**kept, "ids": ids}
+
+    return {
+        "format_version": loader.FORMAT_VERSION,
+        "run": saved.config.name,
+        "step": saved.step,
+        "table_dtype": table_dtype,
+        "dense_features": list(schema.dense_features),
+        "sparse_features": [described(feature) for feature in schema.sparse_features],
+        "token_features": [described(feature) for feature in schema.token_features],
+        "history_length": schema.history_length,
+    }
+
+
+def _stored_schema(saved: SavedRun, schema: DatasetSchema) -> DatasetSchema:
+    """Of a prepared set, whose ids are taken modulo the rows of the model's tables; of others the model's."""
+    data = saved.config.data
+    return PreparedInfo.load(Path(data.path)).schema if data.source is DataSource.prepared else schema
+
+
+def _transformation(saved: SavedRun) -> Path | None:
+    """Of a set from a table of one's own; other sets have none."""
+    data = saved.config.data
+    path = Path(data.path) / TRANSFORMATION
+    return path if data.source is DataSource.prepared and path.is_dir() else None
+
+
+def _check_names(transformation: Transformation) -> None:
+    names = {*transformation.dense_features, *(encoding.column.name for encoding in transformation.sparse)}
+    if loader.HISTORY in names:
+        raise ConfigError(f"column {loader.HISTORY}: rows have their past interactions under that name; rename the column")
+
+
+def _add_quality(folder: Path, quality: Quality) -> None:
+    path = folder / "manifest.json"
+    info = json.loads(path.read_text())
+    quality_info = {**dataclasses.asdict(quality), "auc_difference": quality.auc_difference}
+    path.write_text(json.dumps({**info, "quality": quality_info}, indent=2) + "\n")

@@ -1,0 +1,71 @@
+"""How well an exported model predicts, compared with the model in fp32."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from dlrm_fused.config import Split
+from dlrm_fused.datasets import Dataset
+from dlrm_fused.datasets.batch import Samples
+from dlrm_fused.export.loader import Bags, Inputs, Model
+from dlrm_fused.training.metrics import BinaryMetrics
+
+_BATCH_SAMPLES = 16_384
+
+
+@dataclass(frozen=True)
+class Quality:
+    """AUC on the samples of a split.
+
+    Attributes:
+        auc: of the exported model.
+        auc_fp32: with tables in fp32.
+    """
+
+    split: str
+    samples: int
+    auc: float
+    auc_fp32: float
+
+    @property
+    def auc_difference(self) -> float:
+        return self.auc - self.auc_fp32
+
+
+def compare(model: Model, in_fp32: Model, dataset: Dataset, split: Split) -> Quality:
+    """The quality of ``model`` beside that of the same model in fp32.
+
+    Raises:
+        DataError: if the data set has no such split, or is damaged.
+    """
+    device = torch.device("cpu")
+    metrics = [BinaryMetrics(device), BinaryMetrics(device)]
+    for samples in _batches(dataset, split):
+        inputs = inputs_of(samples, has_tokens=bool(model.info["token_features"]))
+        for each, values in zip((model, in_fp32), metrics, strict=True):
+            probabilities = torch.from_numpy(each.score(inputs))
+            values.update(probabilities.double().logit(), samples.labels, torch.ones_like(samples.labels))
+    auc, auc_fp32 = (values.compute() for values in metrics)
+    return Quality(split.name, auc.samples, auc.auc, auc_fp32.auc)
+
+
+def inputs_of(samples: Samples, has_tokens: bool) -> Inputs:
+    """Samples of a data set as an exported model takes them."""
+    dense, lengths = samples.dense.numpy(), torch.zeros(len(samples.dense), dtype=torch.int64)
+    parts = [samples.sparse]
+    if has_tokens and samples.tokens is not None and samples.history_lengths is not None:
+        parts.append(samples.tokens)
+        lengths = samples.history_lengths.long()
+    features = itertools.chain.from_iterable(part.to_dict().values() for part in parts)
+    bags = tuple(Bags(feature.values().long().numpy(), feature.lengths().long().numpy()) for feature in features)
+    return Inputs(dense, bags, lengths.numpy())
+
+
+def _batches(dataset: Dataset, split: Split) -> Iterator[Samples]:
+    count = dataset.samples(split)
+    for first in range(0, count, _BATCH_SAMPLES):
+        yield dataset.read(split, torch.arange(first, min(first + _BATCH_SAMPLES, count)))

@@ -1,0 +1,69 @@
+"""The command line of the service."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dlrm_fused.errors import ConfigError, UserError
+from dlrm_fused.serve.limits import Limits
+
+DESCRIPTION = """\
+Serve an exported model: ``python -m dlrm_fused.serve --model model [--port 8000]``.
+
+POST /predict takes {"rows": [{...}]}; /docs describes the features, /health says that the model is there, /metrics is for
+Prometheus. SIGTERM ends the service after the requests that it has begun.
+"""
+_GRACE_SECONDS = 30  # for requests that have begun when the service is told to end
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until told to end; returns the exit code, 1 with one line on stderr for what a user can mend."""
+    parser = argparse.ArgumentParser(
+        "python -m dlrm_fused.serve", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, type=Path, help="folder that export.py wrote")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine alone)")
+    parser.add_argument("--port", default=8000, type=int, help="default: 8000")
+    parser.add_argument("--threads", default=1, type=int, help="that compute a batch, of torch (default: 1)")
+    for name, default, text in (
+        ("max-body-bytes", Limits.max_body_bytes, "of a request; larger ones get 413"),
+        ("max-rows", Limits.max_rows, "of a request, and of a batch of requests"),
+        ("max-waiting-rows", Limits.max_waiting_rows, "of all requests that wait; those beyond get 503"),
+    ):
+        parser.add_argument(f"--{name}", default=default, type=int, help=f"{text} (default: {default})")
+    parsed = parser.parse_args(arguments)
+    limits = Limits(parsed.max_body_bytes, parsed.max_rows, parsed.max_waiting_rows)
+    try:
+        _serve(parsed.model, parsed.host, parsed.port, parsed.threads, limits)
+    except UserError as error:
+        print(f"ERROR {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _serve(model: Path, host: str, port: int, threads: int, limits: Limits) -> None:
+    limits.check()
+    if threads < 1:
+        raise ConfigError(f"--threads {threads}: allowed: 1 or more")
+    if not (model / "manifest.json").is_file():
+        raise ConfigError(f"--model {model}: no exported model there (manifest.json is missing); export.py writes one")
+    try:
+        import uvicorn
+
+        from dlrm_fused.serve.service import build_service
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error.name} is not installed; the service needs: pip install '.[serve]'") from None
+    import torch
+
+    from dlrm_fused.export.loader import load
+
+    # Threads of one batch wait for each other, busily: on cores that others use too, several are slower than one.
+    torch.set_num_threads(threads)
+    try:
+        loaded = load(model)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"--model {model}: {error}") from None
+    uvicorn.run(build_service(loaded, limits), host=host, port=port, access_log=False, timeout_graceful_shutdown=_GRACE_SECONDS)

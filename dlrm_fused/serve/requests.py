@@ -1,0 +1,77 @@
+"""From the body of a request to rows, or to the status that says what is wrong with it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, NoReturn
+
+from fastapi import HTTPException, Request
+
+from dlrm_fused.export.loader import InputError, Inputs, Model
+from dlrm_fused.serve.limits import Limits
+
+_BODY_SECONDS = 30  # for a body to arrive
+
+
+async def read_body(request: Request, limits: Limits) -> bytes:
+    """The body.
+
+    Raises:
+        HTTPException: 413 if it is too large, 408 if it does not arrive.
+    """
+    size, parts = 0, []
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            # A body that is too large is read to its end, and forgotten: clients that are still sending see no answer.
+            async for part in request.stream():
+                size += len(part)
+                if size <= limits.max_body_bytes:
+                    parts.append(part)
+                else:
+                    parts.clear()
+    except TimeoutError:
+        raise HTTPException(408, f"the body has not arrived within {_BODY_SECONDS} s") from None
+    if size > limits.max_body_bytes:
+        raise HTTPException(413, f"the body has {size} bytes; allowed: {limits.max_body_bytes}; send fewer rows at a time")
+    return b"".join(parts)
+
+
+def parse(body: bytes, model: Model, limits: Limits) -> Inputs:
+    """The inputs of the rows in a body.
+
+    Raises:
+        HTTPException: 400 if it is no JSON, 413 if it has too many rows, 422 if rows cannot be used.
+    """
+    try:
+        content = json.loads(body, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise HTTPException(400, f"the body is not JSON: {str(error)[:200] or type(error).__name__}") from None
+    rows = content.get("rows") if isinstance(content, dict) and content.keys() == {"rows"} else None
+    if not isinstance(rows, list):
+        raise HTTPException(422, 'the body must be an object with a list of rows: {"rows": [{...}]}')
+    if len(rows) > limits.max_rows:
+        raise HTTPException(413, f"{len(rows)} rows; allowed: {limits.max_rows} in a request")
+    try:
+        return model.encode(rows)
+    except InputError as error:
+        raise HTTPException(422, str(error)) from None
+
+
+def request_schema(model: Model) -> dict[str, Any]:
+    """What /docs says of a request: the features of a row."""
+    features: dict[str, dict[str, Any]] = {name: {} for name in sorted(model.rows.features())}
+    for number in model.rows.numbers:
+        features[number.name] = {"description": "a number, or null" if number.allows_missing else "a number"}
+    named = {**{name: value for name, value in model.rows.tokens.items() if name in features}, **model.rows.categories}
+    for name, values in named.items():
+        features[name] = {"description": f"a list of {values.allowed}" if values.is_list else values.allowed}
+    if model.rows.tokens:
+        features["history"] = {"description": "past interactions, oldest first", "type": "array"}
+    row = {"type": "object", "properties": features, "required": list(features), "additionalProperties": False}
+    body = {"type": "object", "properties": {"rows": {"type": "array", "items": row}}, "required": ["rows"]}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}}
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")

@@ -1,0 +1,32 @@
+"""Exports of runs, and what eval.py predicts with these."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import polars
+from numpy.typing import NDArray
+
+from dlrm_fused.config import Split
+from dlrm_fused.export.folder import export_run
+from dlrm_fused.export.quality import Quality
+from dlrm_fused.training.offline_evaluation import evaluate_run
+from dlrm_fused.training.runtime import ErrorStore, Rank
+from tests.distributed.launch import run_ranks
+
+
+def export(run: Path, output: Path, table_dtype: str = "fp32", *overrides: str) -> Quality:
+    return export_run(run, "last", output, table_dtype, Split.test, overrides)
+
+
+def predictions_of_eval(run: Path, *overrides: str) -> NDArray[np.float32]:
+    """What eval.py predicts on the test split, [n]."""
+    path = run / "predictions.parquet"
+    run_ranks(1, _evaluate, run, path, overrides)
+    return polars.read_parquet(path)["prediction"].to_numpy()
+
+
+def _evaluate(run: Path, path: Path, overrides: tuple[str, ...]) -> None:
+    rank = Rank.from_environment()
+    evaluate_run(run, "last", Split.test, overrides, path, rank, ErrorStore(rank))
