@@ -61,7 +61,7 @@ def _own_names(tree: ast.Module) -> set[str]:
     """Names that a module gives to something, and those that the modules of its classes' bases do."""
     names = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
