@@ -126,31 +126,37 @@ def _empty_block(table: LocalShards, column: int, rows: int, width: int) -> Tens
 def _row_maps(run: RunFolder, config: Config) -> dict[str, RowMap]:
     """Of the tables whose values have vocabularies."""
     folders = {str(run.path): _transformation_of(load_config(run.path / "config.yaml")), "this run": _transformation_of(config)}
-    without = [name for name, folder in folders.items() if not folder.is_dir()]
-    if len(without) == 1:
+    there = [folder for folder in folders.values() if folder is not None]
+    if not there:
+        return {}
+    if len(there) == 1:
+        without = next(name for name, folder in folders.items() if folder is None)
         raise CheckpointError(
-            f"{_setting(run)}: the data of {without[0]} has no {TRANSFORMATION}, that of the other run has one: rows cannot be "
+            f"{_setting(run)}: the data of {without} has no {TRANSFORMATION}, that of the other run has one: rows cannot be "
             "matched; prepare both with data/prepare.py table"
         )
-    if without:
-        return {}
-    old, new = map(Transformation.load, folders.values())
+    old, new = map(Transformation.load, there)
     old_of = {encoding.column.name: encoding for encoding in old.sparse}
     maps: dict[str, RowMap] = {}
     for encoding in new.sparse:
         before = old_of.get(encoding.column.name)
-        if before is None or before.vocabulary is None or encoding.vocabulary is None:
-            continue  # a hash knows no values: its table must be as large as before
-        if before.column.values is not encoding.column.values:
+        if before is None:
+            continue  # a feature that the other model does not have, which is told when its weights are read
+        if _kind_of(before) != _kind_of(encoding):
             raise CheckpointError(
-                f"{_setting(run)}: {encoding.column.name} had {before.column.values.name} values there, "
-                f"and has {encoding.column.values.name} values now: rows cannot be matched"
+                f"{_setting(run)}: {encoding.column.name} had {_kind_of(before)} there, and has {_kind_of(encoding)} now: "
+                "rows cannot be matched"
             )
-        maps |= dict.fromkeys(new.tables_of(encoding), RowMap.of(before, encoding))
+        if encoding.vocabulary is not None:  # a hash knows no values, but gives the same ids to as many rows
+            maps |= dict.fromkeys(new.tables_of(encoding), RowMap.of(before, encoding))
     return maps
 
 
-def _transformation_of(config: Config) -> Path:
-    """Where it is, if there is one: sources that read no folder have none."""
-    folder = "" if config.data.source is DataSource.synthetic else config.data.path
-    return Path(folder, TRANSFORMATION) if folder else Path("no data set", TRANSFORMATION)
+def _kind_of(encoding: IdEncoding) -> str:
+    return f"{'hashed ' if encoding.vocabulary is None else ''}{encoding.column.values.name} values"
+
+
+def _transformation_of(config: Config) -> Path | None:
+    """Where it is, if the data of a run has one."""
+    folder = Path(config.data.path, TRANSFORMATION)
+    return folder if config.data.source is not DataSource.synthetic and folder.is_dir() else None
