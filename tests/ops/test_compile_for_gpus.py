@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-from dlrm_fused.ops.all_gather_gemm.kernel import Epoch, multiply_and_add, multiply_and_send, multiply_arriving
+from dlrm_fused.ops.all_gather_gemm.kernel import Epoch, multiply_and_add, multiply_and_send, multiply_arriving, push_and_multiply
 from dlrm_fused.ops.common import scatter_rows as scatter
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.embedding_all_to_all import ExchangeLayout, LookupLayout, put_tiles, reduce, update
@@ -172,18 +172,17 @@ def launch_split_gemm(fp8: bool) -> None:
     gemm.gemm_combine(rows(width=1024), weight, window(), scale)
 
 
-def piece_flags(early: bool = True) -> Any:
+def piece_flags(has_own_channel: bool = True) -> Any:
     pieces: Any = object.__new__(PieceFlags)
     words = torch.zeros(8, dtype=torch.int64)
-    pieces.__dict__.update(_channel=channel(), _early=early, args=PieceArgs(words, memory().addresses, words, 8))
+    pieces.__dict__.update(_channel=channel(), _own=has_own_channel, args=PieceArgs(words, memory().addresses, words, 8))
     return pieces
 
 
-def launch_piece_flags(early: bool) -> None:
-    pieces = piece_flags(early)
+def launch_piece_flags(has_own_channel: bool) -> None:
+    pieces = piece_flags(has_own_channel)
     pieces.begin(1)
-    pieces.wait(1, 2, 3)
-    pieces.complete()
+    pieces.wait(1, 2)
     mark_kernel[(1,)](pieces.args, channel().args, 0, 2, num_warps=1)
 
 
@@ -194,10 +193,11 @@ def launch_products_of_pieces(dtype: torch.dtype, shape: tuple[int, int, int]) -
     ours.local = torch.zeros(WORLD * count * max(depth, columns) * dtype.itemsize, dtype=torch.uint8)
     out, counters = rows(dtype, WORLD * count, columns), torch.zeros(WORLD, dtype=torch.int64)
     x = rows(dtype, WORLD * count, depth)
-    for pushes, ends, is_transposed in ((False, (count // 4, count // 2, count), False), (True, (count,), True)):
+    for ends, is_transposed in (((count // 4, count // 2, count), False), ((count,), True)):
         of_product = weight.T.contiguous() if is_transposed else weight
         epoch = Epoch(channel(), piece_flags(), 1, ends, counters)
-        multiply_arriving(own, ours, of_product, out, epoch, pushes=pushes, is_transposed=is_transposed)
+        multiply_arriving(own, ours, of_product, out, epoch, is_transposed=is_transposed)
+        push_and_multiply(own, ours, of_product, out, epoch, is_transposed=is_transposed)
         multiply_and_add(own, of_product, out[:count], out, epoch, is_transposed=is_transposed)
         multiply_and_send(x, of_product, out[:count], ours, epoch, is_transposed=is_transposed)
 
@@ -313,8 +313,8 @@ FLAGGED = Blocks(columns=16, depth=64, splits=1, warps=4, stages=3, two_shot=Tru
 OF_UPDATE = {f"{name}_kernel" for name in ("label", "order", "count", "plan", "update", "merge", "product")}
 PUT_KERNELS = {"lookup_and_put_kernel", "put_tiles_kernel", "spread_tiles_kernel"}
 OF_GEMM = {"gemm_kernel", "tile_order_kernel"}
-OF_FLAGS = {"begin_kernel", "gate_kernel", "complete_kernel", "mark_kernel"}
-OF_PIECES = {"arriving_gemm_kernel", "adding_gemm_kernel", "sending_gemm_kernel"}
+OF_FLAGS = {"begin_kernel", "gate_kernel", "mark_kernel"}
+OF_PIECES = {"arriving_gemm_kernel", "pushing_gemm_kernel", "adding_gemm_kernel", "sending_gemm_kernel"}
 # What is launched, and the kernels that it compiles.
 OF_HIDDEN_LAYER = {"hidden_kernel", "hidden_gradient_kernel", "tile_order_kernel"}
 LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
@@ -331,8 +331,8 @@ LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
     "gemm_combine_fp8": (lambda: launch_gemm_combine(HALF, fp8=True), OF_GEMM),
     "gemm_split": (lambda: launch_split_gemm(fp8=False), {"gemm_kernel"}),
     "gemm_split_fp8": (lambda: launch_split_gemm(fp8=True), {"gemm_kernel"}),
-    "piece_flags": (lambda: launch_piece_flags(early=True), OF_FLAGS),
-    "piece_flags_of_shared_memory": (lambda: launch_piece_flags(early=False), OF_FLAGS),
+    "piece_flags": (lambda: launch_piece_flags(has_own_channel=True), OF_FLAGS),
+    "piece_flags_of_shared_memory": (lambda: launch_piece_flags(has_own_channel=False), OF_FLAGS),
     "products_of_pieces": (lambda: launch_products_of_pieces(HALF, (512, 1024, 1024)), OF_PIECES),
     "products_of_pieces_fp32": (lambda: launch_products_of_pieces(SINGLE, (128, 256, 256)), OF_PIECES),
     "update_adagrad": (lambda: launch_update(SINGLE, True, [0, 1], weighted=False), OF_UPDATE),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.ops.all_gather_gemm.call import PiecesCall
-from dlrm_fused.ops.all_gather_gemm.kernel import multiply_arriving
+from dlrm_fused.ops.all_gather_gemm.kernel import multiply_arriving, push_and_multiply
 from dlrm_fused.ops.all_gather_gemm.reference import all_gather
 from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace, Started
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
@@ -30,20 +30,20 @@ def gather_and_multiply(
     if workspace.is_by_kernels and schedule.mover is not Mover.library:
         call = _Gather(workspace, x, weight, schedule, is_transposed, fingerprint)
         workspace.streams.run(make_plan(Pair.all_gather_gemm, schedule, workspace.world_size, len(x)), call.actions)
-        return Started(call.out, call.gathered_rows, workspace.release)
+        return Started(call.out, call.gathered_rows)
     if workspace.world_size == 1:
         gathered = x
     elif schedule.mover is Mover.library:
         gathered = _gathered_by_library(workspace, x, fingerprint)
     else:
         gathered = _gathered_as_rows(workspace, x, fingerprint)
-    return Started(gathered @ (weight if is_transposed else weight.T), lambda: gathered, workspace.release)
+    return Started(gathered @ (weight if is_transposed else weight.T), lambda: gathered)
 
 
 def gather_beside(workspace: ShardWorkspace, x: Tensor) -> Started:
     """Begin to gather rows beside what follows; ``rows`` waits for them. Collective.
 
-    Meanwhile the workspace may multiply and scatter, not gather; that call is to be released when this one is, not before.
+    Meanwhile the workspace may multiply and scatter once, not gather.
 
     Args:
         x: [M / ranks, K], contiguous.
@@ -54,7 +54,7 @@ def gather_beside(workspace: ShardWorkspace, x: Tensor) -> Started:
     fingerprint = fingerprint_of("gather beside", *x.shape)
     if not workspace.is_by_kernels:
         gathered = x if workspace.world_size == 1 else _gathered_as_rows(workspace, x, fingerprint)
-        return Started(x, lambda: gathered, lambda: None)
+        return Started(x, lambda: gathered)
     ranks, rank, pieces, stream = workspace.world_size, workspace.rank, workspace.pieces_beside, workspace.gather_stream
     main = torch.cuda.current_stream(workspace.device) if stream else None
     if stream and main:
@@ -72,10 +72,10 @@ def gather_beside(workspace: ShardWorkspace, x: Tensor) -> Started:
         if stream and main:
             main.wait_stream(stream)
         for shift in range(1, ranks):
-            pieces.wait((rank - shift) % ranks, 0, fingerprint)
+            pieces.wait((rank - shift) % ranks, 0)
         return own.flatten(0, 1)
 
-    return Started(x, rows, pieces.complete)
+    return Started(x, rows)
 
 
 def _gathered_as_rows(workspace: ShardWorkspace, x: Tensor, fingerprint: int) -> Tensor:
@@ -149,12 +149,12 @@ class _Gather(PiecesCall):
 
     def _wait(self, task: Task) -> None:
         for piece in task.pieces:
-            self.workspace.pieces.wait(self.source(piece), self.number(piece), self.epoch.fingerprint)
+            self.workspace.pieces.wait(self.source(piece), self.number(piece))
 
     def _multiply_arriving(self, _: Task) -> None:
-        pushes = self.schedule.mover is Mover.same_kernel
+        multiplication = push_and_multiply if self.schedule.mover is Mover.same_kernel else multiply_arriving
         memory = self.workspace.gathered
-        multiply_arriving(self.x, memory, self.weight, self.out, self.epoch, pushes=pushes, is_transposed=self.is_transposed)
+        multiplication(self.x, memory, self.weight, self.out, self.epoch, is_transposed=self.is_transposed)
 
     def _multiply(self, task: Task) -> None:
         (piece,) = task.pieces

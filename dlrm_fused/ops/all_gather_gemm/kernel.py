@@ -1,6 +1,7 @@
 """Matrix products with pieces that arrive, or leave, while others are multiplied: persistent GEMMs for Hopper GPUs.
 
 * :func:`multiply_arriving`: rows of all ranks, this one's first, those of others piece by piece when they have come.
+* :func:`push_and_multiply`: the same in a kernel that moves, too: some programs store at the peers, while others multiply.
 * :func:`multiply_and_add`: rows of this rank, with what other ranks have sent of their products added to each tile.
 * :func:`multiply_and_send`: rows of the peers, stored there, then those of this rank as before, in one kernel.
 
@@ -18,11 +19,19 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dlrm_fused.ops.all_gather_gemm.tuning import tiles_of_pieces
+from dlrm_fused.ops.all_gather_gemm.tuning import pushers_of, tiles_of_pieces
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.gemm_all_to_all.kernel import halves, multiply, no_product, precision, programs_of, upright
 from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles
-from dlrm_fused.ops.schedules.piece_flags import PieceFlags, end_of_piece, mark_piece, wait_for_piece
+from dlrm_fused.ops.schedules.piece_flags import (
+    PieceFlags,
+    begin_epoch,
+    end_of_piece,
+    mark_piece,
+    tell_call,
+    wait_for_calls,
+    wait_for_piece,
+)
 from dlrm_fused.symmetric import Channel, SymmetricMemory
 from dlrm_fused.symmetric.device import order_bulk_loads, peer_pointer
 
@@ -36,7 +45,7 @@ class Epoch(NamedTuple):
     Attributes:
         channel, pieces, fingerprint: of the call.
         ends: where each piece of a shard ends.
-        counters: int64 [ranks], zero; for these kernels alone.
+        counters: int64 [2], zero; for these kernels alone: of programs that have begun, and of those that have moved all.
     """
 
     channel: Channel
@@ -48,7 +57,7 @@ class Epoch(NamedTuple):
     @property
     def args(self) -> tuple[Any, ...]:
         """Of a kernel that waits for pieces."""
-        return self.ends, self.pieces.args, self.channel.args, self.fingerprint
+        return self.ends, self.pieces.args, self.channel.args
 
 
 @triton.jit
@@ -98,7 +107,7 @@ def _store_tile(product, out, first_out, row, row_is_in, first_column, columns, 
 
 @triton.jit
 def _multiply_piece(
-    x, weight, out, number, first_row, end_row, first_out, columns, depth,
+    x, weight, out, number, programs, first_row, end_row, first_out, columns, depth,
     TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
@@ -106,12 +115,13 @@ def _multiply_piece(
 
     Args:
         number: this program's first tile of the piece.
+        programs: that have tiles of it.
 
     Returns:
         This program's first tile of the piece that follows.
     """
     row_tiles, column_tiles = tl.cdiv(end_row - first_row, ROWS), tl.cdiv(columns, COLUMNS)
-    tiles, programs = row_tiles * column_tiles, tl.num_programs(0)
+    tiles = row_tiles * column_tiles
     for tile in tl.range(number, tiles, programs, flatten=True):
         row_tile, column_tile = tile_of(tile, row_tiles, column_tiles, BAND)
         first = first_row + row_tile * ROWS
@@ -124,71 +134,132 @@ def _multiply_piece(
 
 
 @triton.jit
-def _is_last(counter):
-    """Whether this program is the last of its grid to come here, after all that they stored; the counter is 0 again then."""
+def _is_last(counter, programs):
+    """Whether this program is the last of so many to come here, after all that they stored; the counter is 0 again then."""
     tl.debug_barrier()
-    is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1
+    is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == programs - 1
     if is_last:
         tl.atomic_xchg(counter, tl.zeros((), tl.int64), sem="relaxed", scope="gpu")
     return is_last
 
 
 @triton.jit
-def _push(own, addresses, pieces, counters, elements, channel, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-    """Store this rank's rows at all peers, all programs together; the last one to end tells them.
+def _push(own, addresses, pieces, counter, elements, pushers, epoch, channel, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    """Store this rank's rows at all peers, the first programs together; the last one to end tells them.
 
     Args:
         addresses: int64 [ranks], of the memory in which shards are gathered.
-        counters: int64 [ranks], 0 before and after.
+        counter: int64, 0 before and after.
         elements: of a shard.
     """
     element_bytes: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    first_byte = channel.rank * elements.to(tl.int64) * element_bytes
-    for first in range(tl.program_id(0) * BLOCK, elements, tl.num_programs(0) * BLOCK):
-        place = first + tl.arange(0, BLOCK)
-        values = tl.load(own + place, mask=place < elements)
+    first_byte = channel.rank * elements * element_bytes
+    first, stride = tl.program_id(0) * BLOCK, pushers * BLOCK
+    place = first + tl.arange(0, BLOCK)
+    values = tl.load(own + place, mask=place < elements)
+    for _ in range(first, elements, stride):
+        # The next ones are on their way from memory, while these leave.
+        following = tl.load(own + place + stride, mask=place + stride < elements)
         for i in tl.static_range(1, channel.world):
             shard = peer_pointer(addresses, (channel.rank + i) % channel.world, first_byte, DTYPE)
             tl.store(shard + place, values, mask=place < elements)
-    if _is_last(counters):
+        place += stride
+        values = following
+    if _is_last(counter, pushers):
         for i in tl.static_range(1, channel.world):
-            mark_piece(channel, pieces, (channel.rank + i) % channel.world, 0)
+            mark_piece(channel, pieces, (channel.rank + i) % channel.world, 0, epoch)
 
 
-@triton.jit(do_not_specialize=["fingerprint"])
-def arriving_gemm_kernel(
-    own, gathered, weight, own_elements, out, addresses, counters, shard_rows, columns, depth, ends, pieces, channel,
-    fingerprint,
-    PUSHES: tl.constexpr, TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, ON_GPU: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit
+def _multiply_arriving(
+    gathered, weight, out, number, shard_rows, columns, depth, ends, pieces, channel, epoch,
+    TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, ON_GPU: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    """See :func:`multiply_arriving`.
+    """This program's tiles of the peers' rows, in the order in which they come.
 
     Args:
-        own: descriptor [shard_rows, K]; ``own_elements`` points to the same.
-        gathered: descriptor [ranks * shard_rows, K].
-        weight: as in :func:`product_of_tile`.
-        ends: tuple: where each piece of a shard ends.
-        PUSHES: whether this kernel moves, too.
+        number: this program's first tile of the first piece.
     """
-    if PUSHES:
-        _push(own_elements, addresses, pieces, counters, shard_rows * depth, channel, DTYPE, BLOCK)
-    number = tl.program_id(0)
-    number = _multiply_piece(
-        own, weight, out, number, 0, shard_rows, channel.rank * shard_rows, columns, depth,
-        TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH, BAND,
-    )  # fmt: skip
     peers: tl.constexpr = channel.world - 1
     for segment in range(0, len(ends) * peers):
         piece, source = segment // peers, (channel.rank + channel.world - 1 - segment % peers) % channel.world
-        wait_for_piece(channel, pieces, source, piece, fingerprint)
+        wait_for_piece(channel, pieces, source, piece, epoch)
         order_bulk_loads(ON_GPU)
         first = source * shard_rows + end_of_piece(ends, piece - 1)
         end = source * shard_rows + end_of_piece(ends, piece)
         number = _multiply_piece(
-            gathered, weight, out, number, first, end, 0, columns, depth,
+            gathered, weight, out, number, tl.num_programs(0), first, end, 0, columns, depth,
             TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH, BAND,
         )  # fmt: skip
+
+
+@triton.jit
+def arriving_gemm_kernel(
+    own, gathered, weight, out, shard_rows, columns, depth, ends, pieces, channel,
+    TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, ON_GPU: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    """See :func:`multiply_arriving`.
+
+    Args:
+        own: descriptor [shard_rows, K].
+        gathered: descriptor [ranks * shard_rows, K].
+        weight: as in :func:`product_of_tile`.
+        ends: tuple: where each piece of a shard ends.
+    """
+    number = _multiply_piece(
+        own, weight, out, tl.program_id(0), tl.num_programs(0), 0, shard_rows, channel.rank * shard_rows, columns, depth,
+        TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH, BAND,
+    )  # fmt: skip
+    _multiply_arriving(
+        gathered, weight, out, number, shard_rows, columns, depth, ends, pieces, channel, tl.load(pieces.stamp),
+        TRANSPOSED, DTYPE, PRECISION, ON_GPU, ROWS, COLUMNS, DEPTH, BAND,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["fingerprint", "pushers"])
+def pushing_gemm_kernel(
+    own, gathered, weight, own_elements, out, addresses, counters, shard_rows, columns, depth, ends, pieces, channel,
+    fingerprint, pushers,
+    TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, ON_GPU: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """See :func:`push_and_multiply`.
+
+    The first programs push, and then have the first tiles of the peers' rows; the other programs begin with those of own rows.
+
+    Args:
+        own_elements: points to what ``own`` describes.
+        own, gathered, weight, ends: as in :func:`arriving_gemm_kernel`; the shard is one piece.
+    """
+    epoch = begin_epoch(channel, counters)
+    program = tl.program_id(0)
+    if program < pushers:
+        if program == 0:
+            tell_call(channel, pieces, epoch, fingerprint)
+        if wait_for_calls(channel, pieces, epoch, fingerprint):
+            _push(
+                own_elements,
+                addresses,
+                pieces,
+                counters + 1,
+                depth.to(tl.int64) * shard_rows,
+                pushers,
+                epoch,
+                channel,
+                DTYPE,
+                BLOCK,
+            )
+    else:
+        _multiply_piece(
+            own, weight, out, program - pushers, tl.num_programs(0) - pushers, 0, shard_rows, channel.rank * shard_rows,
+            columns, depth, TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH, BAND,
+        )  # fmt: skip
+    _multiply_arriving(
+        gathered, weight, out, program, shard_rows, columns, depth, ends, pieces, channel, epoch,
+        TRANSPOSED, DTYPE, PRECISION, ON_GPU, ROWS, COLUMNS, DEPTH, BAND,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -250,23 +321,23 @@ def _multiply_and_add_piece(
 
 
 @triton.jit
-def _wait_for_peers(channel, pieces, piece, fingerprint, ON_GPU: tl.constexpr):
+def _wait_for_peers(channel, pieces, piece, epoch, ON_GPU: tl.constexpr):
     """Wait until a piece of every peer has come."""
     for i in tl.static_range(1, channel.world):
-        wait_for_piece(channel, pieces, (channel.rank + i) % channel.world, piece, fingerprint)
+        wait_for_piece(channel, pieces, (channel.rank + i) % channel.world, piece, epoch)
     order_bulk_loads(ON_GPU)
 
 
-@triton.jit(do_not_specialize=["fingerprint"])
+@triton.jit
 def adding_gemm_kernel(
-    x, weight, out, received, rows, columns, depth, ends, pieces, channel, fingerprint,
+    x, weight, out, received, rows, columns, depth, ends, pieces, channel,
     TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, ON_GPU: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     """See :func:`multiply_and_add`; ``received``: descriptor [ranks * rows, N], blocks [ROWS, COLUMNS // 2]."""
-    number = tl.program_id(0)
+    number, epoch = tl.program_id(0), tl.load(pieces.stamp)
     for piece in range(0, len(ends)):
-        _wait_for_peers(channel, pieces, piece, fingerprint, ON_GPU)
+        _wait_for_peers(channel, pieces, piece, epoch, ON_GPU)
         number = _multiply_and_add_piece(
             x, weight, out, received, number, 0, end_of_piece(ends, piece - 1), end_of_piece(ends, piece), rows, columns,
             depth, channel, TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH, BAND,
@@ -285,12 +356,16 @@ def sending_gemm_kernel(
     their way meanwhile.
     """
     element_bytes: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    number = tl.program_id(0)
+    epoch, number = begin_epoch(channel, counters), tl.program_id(0)
+    if number == 0:
+        tell_call(channel, pieces, epoch, fingerprint)
+    can_send = wait_for_calls(channel, pieces, epoch, fingerprint)
     for shift in range(1, channel.world):
         peer = (channel.rank + shift) % channel.world
         block = peer_pointer(addresses, peer, channel.rank * rows * columns.to(tl.int64) * element_bytes, DTYPE)
         number = _multiply_piece(
-            x, weight, block, number, peer * rows, (peer + 1) * rows, -peer * rows, columns, depth,
+            x, weight, block, number, tl.num_programs(0), peer * rows, tl.where(can_send, peer + 1, peer) * rows,
+            -peer * rows, columns, depth,
             TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH, BAND,
         )  # fmt: skip
     own = channel.rank * rows
@@ -302,10 +377,10 @@ def sending_gemm_kernel(
             x, weight, own + row_tile * ROWS, column_tile * COLUMNS, depth,
             TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH,
         )  # fmt: skip
-    if _is_last(counters):
+    if _is_last(counters + 1, tl.num_programs(0)) & can_send:
         for i in tl.static_range(1, channel.world):
-            mark_piece(channel, pieces, (channel.rank + i) % channel.world, 0)
-    _wait_for_peers(channel, pieces, 0, fingerprint, ON_GPU)
+            mark_piece(channel, pieces, (channel.rank + i) % channel.world, 0, epoch)
+    _wait_for_peers(channel, pieces, 0, epoch, ON_GPU)
     if number < row_tiles * column_tiles:
         _add_and_store(
             product, out, received, row_tile * ROWS, rows, column_tile * COLUMNS, rows, columns, channel, DTYPE, ROWS, COLUMNS
@@ -317,14 +392,7 @@ def sending_gemm_kernel(
 
 
 def multiply_arriving(
-    own: Tensor,
-    memory: SymmetricMemory,
-    weight: Tensor,
-    out: Tensor,
-    epoch: Epoch,
-    *,
-    pushes: bool,
-    is_transposed: bool,
+    own: Tensor, memory: SymmetricMemory, weight: Tensor, out: Tensor, epoch: Epoch, *, is_transposed: bool
 ) -> None:
     """out [ranks * m, N] = the rows of all ranks @ weight.T, the peers' when they have come.
 
@@ -332,17 +400,30 @@ def multiply_arriving(
         own: [m, K], contiguous; rows begin at multiples of 16 bytes, here and in all matrices.
         memory: where the peers' rows come, each shard in its place.
         weight: [N, K], or [K, N] if ``is_transposed``.
-        pushes: whether this kernel sends the own rows to the peers, in one piece.
     """
     (rows, depth), columns, ranks = own.shape, out.shape[1], epoch.channel.group.world_size
-    gathered = memory.local[: ranks * own.numel() * own.element_size()].view(own.dtype).view(-1, depth)
-    tiles = tiles_of_pieces(len(out), columns, depth, own.element_size())
+    tiles = tiles_of_pieces((rows, rows * (ranks - 1)), columns, depth, own.element_size())
     count = ranks * triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns)
-    arriving_gemm_kernel[(_programs(own, count, tiles, is_awaited=pushes),)](
-        TensorDescriptor.from_tensor(own, [tiles.rows, tiles.depth]),
-        TensorDescriptor.from_tensor(gathered, [tiles.rows, tiles.depth]), _weight_blocks(weight, tiles, is_transposed),
-        own, out, memory.addresses, epoch.counters, rows, columns, depth, *epoch.args,
-        PUSHES=pushes, ON_GPU=own.device.type == "cuda", BLOCK=_PUSHED_BLOCK, **_constants(own, tiles, is_transposed),
+    arriving_gemm_kernel[(programs_of(own.device, count, tiles),)](
+        *_shards(own, memory, ranks, tiles), _weight_blocks(weight, tiles, is_transposed), out, rows, columns, depth,
+        *epoch.args,
+        ON_GPU=own.device.type == "cuda", **_constants(own, tiles, is_transposed),
+    )  # fmt: skip
+
+
+def push_and_multiply(
+    own: Tensor, memory: SymmetricMemory, weight: Tensor, out: Tensor, epoch: Epoch, *, is_transposed: bool
+) -> None:
+    """As :func:`multiply_arriving`, in an epoch that the kernel begins; it sends the own rows to the peers, in one piece."""
+    (rows, depth), columns, ranks = own.shape, out.shape[1], epoch.channel.group.world_size
+    pushers = pushers_of(columns, ranks - 1, own.device)
+    tiles = tiles_of_pieces((rows, rows * (ranks - 1)), columns, depth, own.element_size(), pushers=pushers)
+    count = triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns)
+    programs = programs_of(own.device, max(pushers + count, (ranks - 1) * count), tiles)
+    pushing_gemm_kernel[(programs,)](
+        *_shards(own, memory, ranks, tiles), _weight_blocks(weight, tiles, is_transposed),
+        own, out, memory.addresses, epoch.counters, rows, columns, depth, *epoch.args, epoch.fingerprint, pushers,
+        ON_GPU=own.device.type == "cuda", BLOCK=_PUSHED_BLOCK, **_constants(own, tiles, is_transposed),
     )  # fmt: skip
 
 
@@ -355,9 +436,9 @@ def multiply_and_add(x: Tensor, weight: Tensor, out: Tensor, received: Tensor, e
         received: [ranks, m, N] in the dtype of x; this rank's own part is not read.
     """
     (rows, depth), columns = x.shape, out.shape[1]
-    tiles = tiles_of_pieces(rows, columns, depth, x.element_size(), added=1.0)
+    tiles = tiles_of_pieces((rows,), columns, depth, x.element_size(), added=1.0)
     count = triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns)
-    adding_gemm_kernel[(_programs(x, count, tiles, is_awaited=False),)](
+    adding_gemm_kernel[(programs_of(x.device, count, tiles),)](
         TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]), _weight_blocks(weight, tiles, is_transposed),
         out, _received_blocks(received.view(-1, columns), tiles), rows, columns, depth, *epoch.args,
         ON_GPU=x.device.type == "cuda", **_constants(x, tiles, is_transposed),
@@ -367,7 +448,8 @@ def multiply_and_add(x: Tensor, weight: Tensor, out: Tensor, received: Tensor, e
 def multiply_and_send(
     x: Tensor, weight: Tensor, out: Tensor, memory: SymmetricMemory, epoch: Epoch, *, is_transposed: bool
 ) -> None:
-    """x @ weight.T: rows of the peers are stored there, in one piece; then out [m, N], as :func:`multiply_and_add`.
+    """x @ weight.T: rows of the peers are stored there, in one piece; then out [m, N], as :func:`multiply_and_add`. The kernel
+    begins the epoch.
 
     Args:
         x: [ranks * m, K], contiguous.
@@ -375,24 +457,23 @@ def multiply_and_send(
         memory: where each rank receives [ranks, m, N].
     """
     (rows, columns), depth, ranks = out.shape, x.shape[1], epoch.channel.group.world_size
-    tiles = tiles_of_pieces(len(x), columns, depth, x.element_size(), added=1 / ranks)
+    tiles = tiles_of_pieces((rows * (ranks - 1), rows), columns, depth, x.element_size(), added=1 / ranks)
     count = ranks * triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns)
     received = memory.local[: ranks * out.numel() * out.element_size()].view(out.dtype).view(-1, columns)
-    sending_gemm_kernel[(_programs(x, count, tiles, is_awaited=True),)](
+    # Each program waits for those of another rank, and the interpreter runs the programs of a grid one after the other.
+    programs = programs_of(x.device, count, tiles) if x.device.type == "cuda" else 1
+    sending_gemm_kernel[(programs,)](
         TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]), _weight_blocks(weight, tiles, is_transposed),
         out, _received_blocks(received, tiles), memory.addresses, epoch.counters, rows, columns, depth, *epoch.args,
-        ON_GPU=x.device.type == "cuda", **_constants(x, tiles, is_transposed),
+        epoch.fingerprint, ON_GPU=x.device.type == "cuda", **_constants(x, tiles, is_transposed),
     )  # fmt: skip
 
 
-def _programs(x: Tensor, count: int, tiles: Tiles, *, is_awaited: bool) -> int:
-    """Of a launch.
-
-    Args:
-        is_awaited: whether a program waits for those of another rank that do the same. The interpreter runs the programs of a
-            grid one after the other, hence there is one.
-    """
-    return 1 if is_awaited and x.device.type == "cpu" else programs_of(x.device, count, tiles)
+def _shards(own: Tensor, memory: SymmetricMemory, ranks: int, tiles: Tiles) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """This rank's rows, and the place of the rows of all."""
+    gathered = memory.local[: ranks * own.numel() * own.element_size()].view(own.dtype).view(-1, own.shape[1])
+    block = [tiles.rows, tiles.depth]
+    return TensorDescriptor.from_tensor(own, block), TensorDescriptor.from_tensor(gathered, block)
 
 
 def _weight_blocks(weight: Tensor, tiles: Tiles, is_transposed: bool) -> TensorDescriptor:

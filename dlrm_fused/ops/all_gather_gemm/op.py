@@ -81,7 +81,7 @@ def _gather(x: Tensor, weight: Tensor, schedule: str, handle: int) -> Tensor:
     with abort_peers_on_error(workspace.channel):
         _check(workspace, GATHER, x, weight)
         check_schedule(workspace, GATHER, schedule, weight.shape[1])
-    return _released(_gathered(workspace, x, weight, schedule, is_transposed=False))
+    return _gathered(workspace, x, weight, schedule, is_transposed=False).out
 
 
 @torch.library.impl("dlrm_fused::gemm_reduce_scatter", ["cpu", "cuda"])
@@ -93,7 +93,7 @@ def _scatter(x: Tensor, weight: Tensor, schedule: str, handle: int) -> Tensor:
         check_schedule(workspace, SCATTER, schedule, weight.shape[1])
         if len(x) % workspace.world_size:
             raise UsageError(f"{workspace.name}: x has {len(x)} rows; needed: a multiple of the {workspace.world_size} ranks")
-    return _released(_scattered(workspace, x, weight, schedule, is_transposed=False))
+    return _scattered(workspace, x, weight, schedule, is_transposed=False).out
 
 
 def _check(workspace: ShardWorkspace, pair: Pair, x: Tensor, weight: Tensor) -> None:
@@ -133,12 +133,7 @@ def _started(
         return start(workspace, x, weight, chosen, is_transposed=is_transposed)
 
     shape = (all_rows, weight.shape[1] if is_transposed else len(weight), x.shape[1])
-    return run(choose_schedule(workspace, pair, shape, schedule, lambda tried: _released(run(tried))))
-
-
-def _released(call: Started) -> Tensor:
-    call.release()
-    return call.out
+    return run(choose_schedule(workspace, pair, shape, schedule, run))
 
 
 @torch.library.impl("dlrm_fused::all_gather_gemm_backward", ["cpu", "cuda"])
@@ -150,8 +145,6 @@ def _gather_backward(gradient: Tensor, x: Tensor, weight: Tensor, schedule: str,
     gathering = gather_beside(workspace, x)
     scattering = _scattered(workspace, gradient, weight, _for_pair(SCATTER, schedule), is_transposed=True)
     weight_gradient = gradient.T @ gathering.rows()
-    gathering.release()
-    scattering.release()
     return scattering.out, weight_gradient
 
 
@@ -161,7 +154,6 @@ def _scatter_backward(gradient: Tensor, x: Tensor, weight: Tensor, schedule: str
     workspace.raise_fault()
     gathering = _gathered(workspace, gradient.contiguous(), weight, _for_pair(GATHER, schedule), is_transposed=True)
     weight_gradient = gathering.rows().T @ x
-    gathering.release()
     return gathering.out, weight_gradient
 
 

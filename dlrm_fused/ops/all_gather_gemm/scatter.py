@@ -36,14 +36,14 @@ def multiply_and_scatter(
         call = _Scatter(workspace, x, weight, schedule, is_transposed, fingerprint)
         plan = make_plan(Pair.gemm_reduce_scatter, schedule, workspace.world_size, len(x) // workspace.world_size)
         workspace.streams.run(plan, call.actions)
-        return Started(call.out, lambda: x, workspace.release)
+        return Started(call.out, lambda: x)
     if workspace.world_size == 1:
         out = x @ factor
     elif schedule.mover is Mover.library:
         out = _scattered_by_library(workspace, x, factor, fingerprint)
     else:
         out = _scattered_as_rows(workspace, x.float() @ factor.float(), fingerprint)
-    return Started(out, lambda: x, workspace.release)
+    return Started(out, lambda: x)
 
 
 def _scattered_by_library(workspace: ShardWorkspace, x: Tensor, factor: Tensor, fingerprint: int) -> Tensor:

@@ -18,6 +18,8 @@ from dlrm_fused.ops.schedules.piece_flags import PieceFlags
 from dlrm_fused.symmetric import SymmetricGroup, SymmetricMemory
 from dlrm_fused.symmetric.device import uses_kernels
 
+# Of programs of a launch: those that have begun, and those that have stored at the peers.
+COUNTERS = 2
 ROW_BYTES = 16  # rows of all matrices have a multiple of so many bytes
 # Rows of all ranks' blocks are counted in 31 bits.
 _MAX_ROWS_OF_ALL_RANKS = 2**31 - 1
@@ -28,13 +30,11 @@ class Started(NamedTuple):
 
     Attributes:
         out: its result, an ordinary tensor.
-        rows: gives the rows that were gathered, [M, K], until ``release``.
-        release: to be called once, before the next call: the workspace's memory is needed no more.
+        rows: gives the rows that were gathered, [M, K], until the next call.
     """
 
     out: Tensor
     rows: Callable[[], Tensor]
-    release: Callable[[], None]
 
 
 class ShardWorkspace(Workspace):
@@ -82,10 +82,10 @@ class ShardWorkspace(Workspace):
         size = max_rows * max_columns * dtype.itemsize
         self.gathered = group.allocate(f"{name}.gathered", size)
         self.received = group.allocate(f"{name}.received", size)
-        self.pieces = PieceFlags(self.channel, f"{name}.pieces", MOST_PIECES, has_own_memory=True)
-        # Of rows that are gathered beside another call. Two channels share that memory.
-        self.pieces_beside = PieceFlags(self.channels[1], f"{name}.pieces_beside", 1, has_own_memory=False)
-        self.counters = torch.zeros(group.world_size, dtype=torch.int64, device=group.device)
+        self.pieces = PieceFlags(self.channel, f"{name}.pieces", MOST_PIECES, has_own_channel=True)
+        # Of rows that are gathered beside another call.
+        self.pieces_beside = PieceFlags(self.channels[1], f"{name}.pieces_beside", 1, has_own_channel=False)
+        self.counters = torch.zeros(COUNTERS, dtype=torch.int64, device=group.device)
         self.streams = Streams(group.device)
         self.gather_stream = torch.cuda.Stream(group.device, priority=-1) if group.device.type == "cuda" else None
         self.schedules = {
@@ -104,19 +104,14 @@ class ShardWorkspace(Workspace):
         """Whether copy engines and kernels reach all ranks; else rows go by any transport, and then are multiplied."""
         return self.world_size > 1 and uses_kernels(self.device) and not self.group.hosts.are_many
 
-    def release(self) -> None:
-        """End the epoch of a call, where there is one: peers may send for the next."""
-        if self.is_by_kernels:
-            self.pieces.complete()
-
     def close(self) -> None:
         """Let go of the memory in which rows come; there are no calls any more. On each rank, when its last call is done."""
         for memory in (self.gathered, self.received):
             self.group.release(memory)
 
     def meet_beside(self, work: Callable[[], Tensor], fingerprint: int) -> Tensor:
-        """As :func:`~dlrm_fused.ops.common.meeting.meet_beside`, in an epoch of the calls, which :meth:`release` ends."""
-        meeting = self.pieces.meet if self.is_by_kernels else None
+        """As :func:`~dlrm_fused.ops.common.meeting.meet_beside`, in an epoch of the calls."""
+        meeting = self.pieces.begin if self.is_by_kernels else None
         return meet_beside(work, self.channel, self.streams.beside, fingerprint, meeting=meeting)
 
     def matrix(self, memory: SymmetricMemory, rank: int, shape: Sequence[int]) -> Tensor:

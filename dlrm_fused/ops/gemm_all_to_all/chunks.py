@@ -63,7 +63,7 @@ def multiply_and_send_chunks(
 
     def wait(task: Task) -> None:
         for piece in task.pieces:
-            pieces.wait((rank - piece.shift) % ranks, piece.number, fingerprint)
+            pieces.wait((rank - piece.shift) % ranks, piece.number)
 
     def copy_out(task: Task) -> None:
         for piece in task.pieces:
@@ -77,7 +77,6 @@ def multiply_and_send_chunks(
         Kind.mark: mark,
         Kind.gate: wait,
         Kind.combine: copy_out,
-        Kind.end: lambda _: pieces.complete(),
     }
     streams.run(make_plan(Pair.gemm_all_to_all, schedule, ranks, len(x) // ranks), actions)
     return result

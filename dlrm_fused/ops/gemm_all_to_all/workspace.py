@@ -64,7 +64,7 @@ class GemmWorkspace(Workspace):
         self.result_bytes = self.origins_at + 4 * max_rows
         self.results = BlockPool.with_spare(group, f"{name}.results", self.result_bytes, _HELD_RESULTS)
         self.streams = Streams(group.device)
-        self.pieces = PieceFlags(self.channel, f"{name}.pieces", MOST_PIECES, has_own_memory=False)
+        self.pieces = PieceFlags(self.channel, f"{name}.pieces", MOST_PIECES, has_own_channel=False)
         self.arrivals = Arrivals(group.device)
         table = table_of(self.world_size, dtype)
         self.schedules = Schedules(name, self.channel, may_measure=measures_schedules, measured_on=MEASURED_ON, measured=table)

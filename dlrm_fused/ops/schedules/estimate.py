@@ -140,7 +140,8 @@ class _Clock:
         """When each piece of the task is done."""
         if task.is_inside and task.after:  # stores of tiles that a kernel computes
             return {piece: self._end_of(task.after[0], piece) + self.times.machine.wait_us for piece in task.pieces}
-        started = 0.0 if task.is_inside or self.times.is_part_of_launch(task) else self.times.machine.started_us
+        is_launch = not task.is_inside and task.kind is not Kind.end and not self.times.is_part_of_launch(task)
+        started = self.times.machine.started_us if is_launch else 0.0
         awaited = [self._end_of(other, task.pieces[0]) + self.times.start_us(task) for other in task.after if task.pieces]
         now = max([self.free[task.lane], *awaited]) + started
         if task.kind is Kind.end:
@@ -229,12 +230,7 @@ class _Times:
     def is_part_of_launch(self, task: Task) -> bool:
         """Whether the task is the end of another kernel: with few rows, that of the product adds up, too."""
         adds_up = self.size.pair is Pair.gemm_all_reduce and self.schedule.is_one_product and self.size.rows <= FEW_ROWS
-        has_no_epoch = self.schedule.is_one_product and self.size.pair not in (Pair.all_gather_gemm, Pair.gemm_reduce_scatter)
-        return adds_up if task.kind is Kind.combine else task.kind is Kind.end and (has_no_epoch or not self._has_epoch)
-
-    @property
-    def _has_epoch(self) -> bool:
-        return self.schedule.mover in (Mover.same_kernel, Mover.copy_engine)
+        return task.kind is Kind.combine and adds_up
 
     def _is_persistent(self, task: Task) -> bool:
         own_rows_are_added = task.kind is Kind.combine and self.size.pair is Pair.gemm_reduce_scatter

@@ -23,14 +23,14 @@ ROW_UNIT = 128
 class Kind(enum.StrEnum):
     """What a task does."""
 
-    begin = "begin"  # tells the peers that this rank can receive, and waits until they can
+    begin = "begin"  # meets the peers, which can receive then
     collective = "collective"  # the library's, for all pieces at once
     compute = "compute"
     move = "move"
     mark = "mark"  # tells the peer that a piece has come
     gate = "gate"  # waits until a piece has come
     combine = "combine"  # puts what has come where it belongs, or adds it up
-    end = "end"  # all of this rank's moves are done
+    end = "end"  # the caller's stream waits for this rank's last move
 
 
 class Lane(enum.StrEnum):
@@ -138,19 +138,18 @@ def _serial(pair: Pair, ranks: int, shard_rows: int) -> Plan:
 
 
 def _in_one_kernel(pair: Pair, own: Piece, remote: list[Piece]) -> Plan:
-    """One kernel moves and computes: shards before all, results piece by piece, own ones last."""
-    end, arrivals = Task(Kind.end, Lane.main), tuple(range(1, len(remote) + 1))
-    if pair.moves_first:
-        moves = [Task(Kind.move, Lane.main, (piece,), is_inside=True) for piece in remote]
-        return (_BEGIN, *moves, Task(Kind.compute, Lane.main, (own, *remote), arrivals=arrivals), end)
+    """One kernel meets the peers, moves and computes: shards before all, results piece by piece, own ones last."""
+    begin, arrivals = replace(_BEGIN, is_inside=True), tuple(range(1, len(remote) + 1))
+    if pair.moves_first:  # some programs move, while others multiply own rows
+        moves = [Task(Kind.move, Lane.beside, (piece,), is_inside=True) for piece in remote]
+        return (begin, *moves, Task(Kind.compute, Lane.main, (own, *remote), arrivals=arrivals))
     moves = [Task(Kind.move, Lane.beside, (piece,), after=(1,), is_inside=True) for piece in remote]
     came = tuple(i + 1 for i in arrivals)
     if pair is Pair.gemm_all_reduce:  # each rank adds up its shard, and tells all
         last = Task(Kind.combine, Lane.main, (own,), arrivals=came)
     else:
         last = Task(Kind.gate, Lane.main, tuple(remote), arrivals=came, is_inside=True)
-    begin = _BEGIN if pair is Pair.gemm_reduce_scatter else replace(_BEGIN, is_inside=True)
-    return (begin, Task(Kind.compute, Lane.main, (*remote, own)), *moves, last, end)
+    return (begin, Task(Kind.compute, Lane.main, (*remote, own)), *moves, last)
 
 
 def _gathered(schedule: Schedule, own: Piece, remote: list[Piece]) -> Plan:
@@ -169,7 +168,7 @@ def _gathered(schedule: Schedule, own: Piece, remote: list[Piece]) -> Plan:
 
 def _scattered(pair: Pair, own: Piece, remote: list[Piece]) -> Plan:
     """Results travel, while the next ones are computed; own ones are computed last."""
-    # Where other calls use the memory, too, peers have to answer first; the first move is after a product in any case.
+    # Where other calls use the channel, too, meeting takes longer; the first move is after a product in any case.
     tasks = [_BEGIN if pair is Pair.gemm_reduce_scatter else Task(Kind.begin, Lane.beside)]
     marks: list[int] = []
     for piece in remote:
@@ -180,7 +179,7 @@ def _scattered(pair: Pair, own: Piece, remote: list[Piece]) -> Plan:
     else:
         tasks.append(Task(Kind.compute, Lane.main, (own,)))
         for piece, mark in zip(remote, marks, strict=True):
-            tasks.append(Task(Kind.gate, Lane.main, (piece,), arrivals=(mark,)))
+            tasks.append(Task(Kind.gate, Lane.main, (piece,), after=(0,), arrivals=(mark,)))
             tasks.append(Task(Kind.combine, Lane.main, (piece,)))
     return (*tasks, Task(Kind.end, Lane.main, after=tuple(marks[-1:])))
 

@@ -48,25 +48,26 @@ def test_sixteen_bits() -> None:
 
 
 @triton.jit
-def look_without_waiting(channel, pieces, source, number, fingerprint):
+def look_without_waiting(channel, pieces, source, number, epoch):
     pass
 
 
 @triton.jit
-def assume_ends(channel, pieces, epoch):
+def assume_calls(channel, pieces, epoch, fingerprint):
     return True
 
 
 def without_waits_between_products() -> None:
-    piece_flags.PieceFlags.wait = lambda self, source, number, fingerprint: None  # type: ignore[method-assign]
+    piece_flags.PieceFlags.wait = lambda self, source, number: None  # type: ignore[method-assign]
 
 
 def without_waits_in_kernels() -> None:
     kernel.wait_for_piece = look_without_waiting
 
 
-def without_waits_for_the_last_epoch() -> None:
-    piece_flags.wait_for_ends = assume_ends
+def without_meetings() -> None:
+    piece_flags.wait_for_calls = assume_calls
+    kernel.wait_for_calls = assume_calls
 
 
 @pytest.mark.parametrize(
@@ -75,9 +76,20 @@ def without_waits_for_the_last_epoch() -> None:
         (Case(GATHER, 40, 72, 24, "chunks_2"), without_waits_between_products),
         (Case(GATHER, 40, 72, 24, "arriving_4"), without_waits_in_kernels),
         (Case(SCATTER, 40, 72, 24, "chunks_2"), without_waits_in_kernels),
-        (Case(GATHER, 40, 72, 24, "chunks"), without_waits_for_the_last_epoch),
+        (Case(GATHER, 40, 72, 24, "kernel"), without_waits_in_kernels),
+        (Case(SCATTER, 40, 72, 24, "kernel"), without_waits_in_kernels),
+        (Case(GATHER, 40, 72, 24, "chunks"), without_meetings),
+        (Case(GATHER, 40, 72, 24, "kernel"), without_meetings),
     ],
-    ids=["chunks without waits", "arriving without waits", "sums without waits", "stores into memory that is read"],
+    ids=[
+        "chunks without waits",
+        "arriving without waits",
+        "sums without waits",
+        "a kernel that gathers without waits",
+        "a kernel that sums without waits",
+        "copies into memory that is read",
+        "stores into memory that is read",
+    ],
 )
 def test_a_broken_protocol_is_noticed(case: Case, mutate: Callable[[], None]) -> None:
     """Else the tests above would pass by luck."""
