@@ -147,7 +147,7 @@ def test_nobody_waits_for_a_later_task(pair: Pair, schedule: Schedule) -> None:
         for number, task in enumerate(plan):
             assert all(0 <= other < number for other in (*task.after, *task.arrivals))
             assert all(plan[other].kind in (Kind.move, Kind.mark) for other in task.arrivals)
-            assert all(not plan[other].is_inside for other in task.after)
+            assert task.is_inside or all(not plan[other].is_inside for other in task.after)
 
 
 @by_plan
@@ -178,7 +178,6 @@ def test_destinations_of_different_ranks_are_different(pair: Pair, schedule: Sch
 @by_plan
 def test_a_call_ends_when_its_moves_have(pair: Pair, schedule: Schedule) -> None:
     for _, _, plan in plans(pair, schedule):
-        assert [number for number, _ in tasks(plan, Kind.end)] == [len(plan) - 1]
         assert all(is_after(plan, len(plan) - 1, number) for number, task in tasks(plan, Kind.move) if not task.is_inside)
 
 
@@ -330,7 +329,7 @@ def test_kinds_without_an_action_are_passed_over() -> None:
 def test_a_kernel_that_moves_is_all_that_is_started() -> None:
     for pair in (GATHER, SCATTER):
         plan = make_plan(pair, SCHEDULES["kernel"], 4, 8)
-        assert started_by(plan, list(Kind)) == [Kind.begin, Kind.compute, Kind.end]
+        assert started_by(plan, list(Kind)) == [Kind.compute]
 
 
 def test_the_cpu_has_no_stream_beside() -> None:

@@ -457,7 +457,7 @@ def multiply_and_send(
         memory: where each rank receives [ranks, m, N].
     """
     (rows, columns), depth, ranks = out.shape, x.shape[1], epoch.channel.group.world_size
-    tiles = tiles_of_pieces((rows * (ranks - 1), rows), columns, depth, x.element_size(), added=1 / ranks)
+    tiles = tiles_of_pieces((len(x),), columns, depth, x.element_size(), added=1 / ranks)
     count = ranks * triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns)
     received = memory.local[: ranks * out.numel() * out.element_size()].view(out.dtype).view(-1, columns)
     # Each program waits for those of another rank, and the interpreter runs the programs of a grid one after the other.

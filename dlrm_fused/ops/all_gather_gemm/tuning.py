@@ -12,20 +12,22 @@ from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles
 # Multiprocessors of an H100 or H200.
 _MULTIPROCESSORS = 132
 # Of 16-bit elements, with the share of the widest tile's speed that each reaches with all its programs on a multiprocessor, and
-# with one alone. Measured on two H100s.
+# with one alone. Measured on two H200s.
 _SHAPES = (
-    (Tiles(rows=128, columns=256, depth=64, band=8, warps=8, stages=3, programs=1), 1.0, 1.0),
+    (Tiles(rows=128, columns=256, depth=64, band=8, warps=8, stages=4, programs=1), 1.0, 1.0),
     (Tiles(rows=128, columns=128, depth=64, band=8, warps=4, stages=3, programs=2), 0.92, 0.7),
+    (Tiles(rows=128, columns=128, depth=64, band=8, warps=8, stages=5, programs=1), 0.92, 0.92),
+    (Tiles(rows=64, columns=256, depth=64, band=8, warps=4, stages=4, programs=1), 0.88, 0.88),
     (Tiles(rows=64, columns=128, depth=128, band=8, warps=4, stages=4, programs=1), 0.75, 0.75),
     (Tiles(rows=64, columns=64, depth=128, band=8, warps=4, stages=5, programs=1), 0.6, 0.6),
 )
 # What it takes to add what has come to a tile, by programs on a multiprocessor: of two, one adds while the other multiplies.
 # In units of K that could be multiplied meanwhile.
-_ADDING = {1: 300, 2: 150}
+_ADDING = {1: 400, 2: 150}
 # Programs that push shall end with the tiles of own rows beside, whose time is in proportion to the columns. Few cannot fill
 # the links, many are not needed.
-_PUSHERS_TIMES_COLUMNS = 40_000
-_PUSHERS = (4, 24)
+_PUSHERS_TIMES_COLUMNS = 80_000
+_PUSHERS = (8, 24)
 
 
 def pushers_of(columns: int, peers: int, device: torch.device) -> int:

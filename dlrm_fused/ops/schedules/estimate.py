@@ -22,7 +22,7 @@ FEW_ROWS = 64
 # Rows and columns of tiles, with the share of the largest ones' speed that each reaches: the library's, and our kernels'.
 _SHAPES = ((256, 128, 1.0), (192, 128, 0.98), (128, 128, 0.95), (96, 128, 0.93), (64, 128, 0.85), (64, 64, 0.7))
 _TILES = (*_SHAPES, *((columns, rows, share) for rows, columns, share in _SHAPES))
-_KERNEL_TILES = ((128, 256, 1.0), (256, 128, 0.95), (64, 128, 0.75), (64, 64, 0.6))
+_KERNEL_TILES = ((128, 256, 1.0), (128, 128, 0.92), (64, 256, 0.88), (64, 128, 0.75), (64, 64, 0.6))
 # Of a maximum: multiplication and stores at the peers that take equally long take 1.26 times that together.
 _SHARPNESS = 3
 
@@ -138,7 +138,7 @@ class _Clock:
 
     def _run(self, task: Task) -> dict[Piece, float]:
         """When each piece of the task is done."""
-        if task.is_inside and task.after:  # stores of tiles that a kernel computes
+        if task.is_inside and task.kind is Kind.move and not self.times.size.pair.moves_first:  # stores of computed tiles
             return {piece: self._end_of(task.after[0], piece) + self.times.machine.wait_us for piece in task.pieces}
         is_launch = not task.is_inside and task.kind is not Kind.end and not self.times.is_part_of_launch(task)
         started = self.times.machine.started_us if is_launch else 0.0
@@ -189,9 +189,9 @@ class _Times:
         self.size, self.schedule, self.machine = size, schedule, machine
         self._is_by_copies = schedule.mover is Mover.copy_engine
         self._slowed = self._contention()
-        # Of one launch of this project's kernel: the rows that it computes, its time for them, and for a round of tiles.
+        # Of this project's kernel: rows whose tiles it computes together, its time for them, and for a round of tiles.
         added = size.pair is Pair.gemm_reduce_scatter and not schedule.is_one_product
-        self._kernel_rows = size.shard_rows * (1 if added else size.ranks)
+        self._kernel_rows = size.shard_rows * (1 if added or size.pair.moves_first else size.ranks)
         self._kernel_us, self._round_us = product_us(
             self._kernel_rows, size.columns, size.depth + machine.store_depth, machine, _KERNEL_TILES
         )
@@ -259,8 +259,8 @@ class _Times:
             share = machine.kernel_lookup_share if self.schedule.mover is Mover.same_kernel else machine.lookup_share
             return size.bytes_of_rows(rows, depth) / machine.memory / share / 1e3
         floor = size.bytes_of_rows(rows, depth) / machine.memory / 1e3
-        if is_persistent:  # the weight is read once, and rounds of tiles are filled, for all pieces together
-            read_us = size.memory_bytes / machine.memory / 1e3
+        if is_persistent:  # the weight is read once, and rounds of tiles are filled, for the pieces of a shard together
+            read_us = size.bytes_of_rows(self._kernel_rows, size.depth) / machine.memory / 1e3
             tiles_us = self._kernel_us / machine.kernel_share if self._has_tiles else 0.0
             return max(read_us, tiles_us) * rows / self._kernel_rows * self._slowed
         return max(floor, product_us(rows, size.columns, depth, machine)[0]) * self._slowed

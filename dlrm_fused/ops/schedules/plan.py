@@ -141,7 +141,7 @@ def _in_one_kernel(pair: Pair, own: Piece, remote: list[Piece]) -> Plan:
     """One kernel meets the peers, moves and computes: shards before all, results piece by piece, own ones last."""
     begin, arrivals = replace(_BEGIN, is_inside=True), tuple(range(1, len(remote) + 1))
     if pair.moves_first:  # some programs move, while others multiply own rows
-        moves = [Task(Kind.move, Lane.beside, (piece,), is_inside=True) for piece in remote]
+        moves = [Task(Kind.move, Lane.beside, (piece,), after=(0,), is_inside=True) for piece in remote]
         return (begin, *moves, Task(Kind.compute, Lane.main, (own, *remote), arrivals=arrivals))
     moves = [Task(Kind.move, Lane.beside, (piece,), after=(1,), is_inside=True) for piece in remote]
     came = tuple(i + 1 for i in arrivals)
