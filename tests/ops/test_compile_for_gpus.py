@@ -15,7 +15,13 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-from dlrm_fused.ops.all_gather_gemm.kernel import Epoch, multiply_and_add, multiply_and_send, multiply_arriving, push_and_multiply
+from dlrm_fused.ops.all_gather_gemm.kernel import (
+    Epoch,
+    multiply_and_add,
+    multiply_and_send,
+    multiply_arriving,
+    push_and_multiply,
+)
 from dlrm_fused.ops.common import scatter_rows as scatter
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.embedding_all_to_all import ExchangeLayout, LookupLayout, put_tiles, reduce, update

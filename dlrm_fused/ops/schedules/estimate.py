@@ -172,10 +172,12 @@ class _Clock:
         elif len(task.pieces) > 1 and not self.times.schedule.is_one_product:  # one launch for all
             all_rows = Piece(0, 0, sum(piece.rows for piece in task.pieces))
             yield all_rows, 0.0, self.times.of(replace(task, pieces=(all_rows,)), all_rows)
-        elif task.kind is Kind.combine and len(task.pieces) == 1 and len(arrivals) > 1:  # own rows, piece by piece
+        elif task.kind is Kind.combine and len(task.pieces) == 1 and arrivals:  # own rows, piece by piece
             (own,) = task.pieces
+            # A kernel that has moved, too, multiplies a tile before it waits.
+            lead = self.times.least_us(task) if task.is_inside else 0.0
             for arrival in arrivals:
-                yield own, arrival, self.times.of(task, own) / len(arrivals)
+                yield own, arrival - lead, self.times.of(task, own) / len(arrivals)
         else:
             own_first = [0.0] * (len(task.pieces) - len(arrivals))
             for piece, arrival in zip(task.pieces, own_first + arrivals, strict=True):

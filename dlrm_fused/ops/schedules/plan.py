@@ -145,6 +145,9 @@ def _in_one_kernel(pair: Pair, own: Piece, remote: list[Piece]) -> Plan:
         return (begin, *moves, Task(Kind.compute, Lane.main, (own, *remote), arrivals=arrivals))
     moves = [Task(Kind.move, Lane.beside, (piece,), after=(1,), is_inside=True) for piece in remote]
     came = tuple(i + 1 for i in arrivals)
+    if pair is Pair.gemm_reduce_scatter:
+        last = Task(Kind.combine, Lane.main, (own,), arrivals=came, is_inside=True)
+        return (begin, Task(Kind.compute, Lane.main, tuple(remote)), *moves, last)
     if pair is Pair.gemm_all_reduce:  # each rank adds up its shard, and tells all
         last = Task(Kind.combine, Lane.main, (own,), arrivals=came)
     else:
