@@ -5,9 +5,6 @@
 * :func:`multiply_and_add`: rows of this rank, with what other ranks have sent of their products added to each tile.
 * :func:`multiply_and_send`: rows of the peers, stored there, then those of this rank as before, in one kernel.
 
-Stores at a peer take microseconds until they are done, and a program that tells of them has to wait for that. So the last
-kernel tells of a piece when it has multiplied the next tile.
-
 Tiles, operands and epilogue are those of :mod:`~dlrm_fused.ops.gemm_all_to_all.kernel`.
 """
 
@@ -22,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dlrm_fused.ops.all_gather_gemm.tuning import pushers_of, tiles_of_pieces
+from dlrm_fused.ops.all_gather_gemm.tuning import tiles_and_pushers, tiles_of_pieces
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.gemm_all_to_all.kernel import halves, multiply, no_product, precision, programs_of, upright
 from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles
@@ -48,8 +45,7 @@ class Epoch(NamedTuple):
     Attributes:
         channel, pieces, fingerprint: of the call.
         ends: where each piece of a shard ends.
-        counters: int64 [1 + pieces for all peers], zero; for these kernels alone: of programs that have begun, and of those
-            that have stored a piece.
+        counters: int64 [2], zero; for these kernels alone: of programs that have begun, and of those that have moved all.
     """
 
     channel: Channel
@@ -148,35 +144,30 @@ def _is_last(counter, programs):
 
 
 @triton.jit
-def _push(
-    own, addresses, pieces, counters, shard_rows, depth, ends, pushers, epoch, channel,
-    DTYPE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Store this rank's rows at all peers, the first programs together; the last one to have stored a piece tells them.
+def _push(own, addresses, pieces, counter, elements, pushers, epoch, channel, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    """Store this rank's rows at all peers, the first programs together; the last one to end tells them.
 
     Args:
         addresses: int64 [ranks], of the memory in which shards are gathered.
-        counters: int64 [pieces], 0 before and after.
+        counter: int64, 0 before and after.
+        elements: of a shard.
     """
     element_bytes: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    row_elements, stride = depth.to(tl.int64), pushers * BLOCK
-    first_byte = channel.rank * shard_rows * row_elements * element_bytes
-    for piece in range(0, len(ends)):
-        end = end_of_piece(ends, piece) * row_elements
-        first = end_of_piece(ends, piece - 1) * row_elements + tl.program_id(0) * BLOCK
-        place = first + tl.arange(0, BLOCK)
-        values = tl.load(own + place, mask=place < end)
-        for _ in range(first, end, stride):
-            # The next ones are on their way from memory, while these leave.
-            following = tl.load(own + place + stride, mask=place + stride < end)
-            for i in tl.static_range(1, channel.world):
-                shard = peer_pointer(addresses, (channel.rank + i) % channel.world, first_byte, DTYPE)
-                tl.store(shard + place, values, mask=place < end)
-            place += stride
-            values = following
-        if _is_last(counters + piece, pushers):
-            for i in tl.static_range(1, channel.world):
-                mark_piece(channel, pieces, (channel.rank + i) % channel.world, piece, epoch)
+    first_byte = channel.rank * elements * element_bytes
+    first, stride = tl.program_id(0) * BLOCK, pushers * BLOCK
+    place = first + tl.arange(0, BLOCK)
+    values = tl.load(own + place, mask=place < elements)
+    for _ in range(first, elements, stride):
+        # The next ones are on their way from memory, while these leave.
+        following = tl.load(own + place + stride, mask=place + stride < elements)
+        for i in tl.static_range(1, channel.world):
+            shard = peer_pointer(addresses, (channel.rank + i) % channel.world, first_byte, DTYPE)
+            tl.store(shard + place, values, mask=place < elements)
+        place += stride
+        values = following
+    if _is_last(counter, pushers):
+        for i in tl.static_range(1, channel.world):
+            mark_piece(channel, pieces, (channel.rank + i) % channel.world, 0, epoch)
 
 
 @triton.jit
@@ -240,7 +231,7 @@ def pushing_gemm_kernel(
 
     Args:
         own_elements: points to what ``own`` describes.
-        own, gathered, weight, ends: as in :func:`arriving_gemm_kernel`.
+        own, gathered, weight, ends: as in :func:`arriving_gemm_kernel`; the shard is one piece.
     """
     epoch = begin_epoch(channel, counters)
     program = tl.program_id(0)
@@ -248,7 +239,18 @@ def pushing_gemm_kernel(
         if program == 0:
             tell_call(channel, pieces, epoch, fingerprint)
         if wait_for_calls(channel, pieces, epoch, fingerprint):
-            _push(own_elements, addresses, pieces, counters + 1, shard_rows, depth, ends, pushers, epoch, channel, DTYPE, BLOCK)
+            _push(
+                own_elements,
+                addresses,
+                pieces,
+                counters + 1,
+                depth.to(tl.int64) * shard_rows,
+                pushers,
+                epoch,
+                channel,
+                DTYPE,
+                BLOCK,
+            )
     else:
         _multiply_piece(
             own, weight, out, program - pushers, tl.num_programs(0) - pushers, 0, shard_rows, channel.rank * shard_rows,
@@ -342,14 +344,6 @@ def adding_gemm_kernel(
         )  # fmt: skip
 
 
-@triton.jit
-def _tell_of_segment(channel, pieces, counters, segment, epoch, can_send):
-    """That the last program has stored its tiles of a segment: a piece for one peer."""
-    peers: tl.constexpr = channel.world - 1
-    if _is_last(counters + segment, tl.num_programs(0)) & can_send:
-        mark_piece(channel, pieces, (channel.rank + 1 + segment % peers) % channel.world, segment // peers, epoch)
-
-
 @triton.jit(do_not_specialize=["fingerprint"])
 def sending_gemm_kernel(
     x, weight, out, received, addresses, counters, rows, columns, depth, ends, pieces, channel, fingerprint,
@@ -358,67 +352,43 @@ def sending_gemm_kernel(
 ):  # fmt: skip
     """See :func:`multiply_and_send`; ``rows``: of a shard; ``received``: as in :func:`adding_gemm_kernel`.
 
-    Each program multiplies its first tile of a piece before it looks whether its stores of the piece before are done, or
-    whether the peers' have come: they are on their way meanwhile.
+    Each program multiplies its first tile of own rows before it looks whether its stores at the peers are done: they are on
+    their way meanwhile.
     """
     element_bytes: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    peers: tl.constexpr = channel.world - 1
-    segments, programs = len(ends) * peers, tl.num_programs(0)
     epoch, number = begin_epoch(channel, counters), tl.program_id(0)
     if number == 0:
         tell_call(channel, pieces, epoch, fingerprint)
     can_send = wait_for_calls(channel, pieces, epoch, fingerprint)
-    column_tiles = tl.cdiv(columns, COLUMNS)
-
-    for segment in range(0, segments):
-        piece, peer = segment // peers, (channel.rank + 1 + segment % peers) % channel.world
+    for shift in range(1, channel.world):
+        peer = (channel.rank + shift) % channel.world
         block = peer_pointer(addresses, peer, channel.rank * rows * columns.to(tl.int64) * element_bytes, DTYPE)
-        first, end = peer * rows + end_of_piece(ends, piece - 1), peer * rows + end_of_piece(ends, piece)
-        row_tiles = tl.cdiv(end - first, ROWS)
-        tiles = row_tiles * column_tiles
-        has_tile = (number < tiles) & can_send
-        row_tile, column_tile = tile_of(tl.minimum(number, tiles - 1), row_tiles, column_tiles, BAND)
-        first_row = first + row_tile * ROWS
-        product = no_product(ROWS, COLUMNS)
-        if has_tile:
-            product = product_of_tile(
-                x, weight, first_row, column_tile * COLUMNS, depth, TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH
-            )
-        if segment > 0:
-            _tell_of_segment(channel, pieces, counters + 1, segment - 1, epoch, can_send)
-        if has_tile:
-            row = first_row + tl.arange(0, ROWS)
-            _store_tile(product, block, -peer * rows, row, row < end, column_tile * COLUMNS, columns, DTYPE, ROWS, COLUMNS)
         number = _multiply_piece(
-            x, weight, block, number + tl.where(has_tile, programs, 0), programs, first, tl.where(can_send, end, first),
+            x, weight, block, number, tl.num_programs(0), peer * rows, tl.where(can_send, peer + 1, peer) * rows,
             -peer * rows, columns, depth,
             TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH, BAND,
         )  # fmt: skip
-
     own = channel.rank * rows
-    for piece in range(0, len(ends)):
-        first, end = end_of_piece(ends, piece - 1), end_of_piece(ends, piece)
-        row_tiles = tl.cdiv(end - first, ROWS)
-        tiles = row_tiles * column_tiles
-        has_tile = number < tiles
-        row_tile, column_tile = tile_of(tl.minimum(number, tiles - 1), row_tiles, column_tiles, BAND)
-        first_row = first + row_tile * ROWS
-        product = no_product(ROWS, COLUMNS)
-        if has_tile:
-            product = product_of_tile(
-                x, weight, own + first_row, column_tile * COLUMNS, depth, TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH
-            )
-        if piece == 0:
-            _tell_of_segment(channel, pieces, counters + 1, segments - 1, epoch, can_send)
-        _wait_for_peers(channel, pieces, piece, epoch, ON_GPU)
-        if has_tile:
-            _add_and_store(
-                product, out, received, first_row, end, column_tile * COLUMNS, rows, columns, channel, DTYPE, ROWS, COLUMNS
-            )
-        number = _multiply_and_add_piece(
-            x, weight, out, received, number + tl.where(has_tile, programs, 0), own, first, end, rows, columns, depth,
-            channel, TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH, BAND,
+    row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
+    row_tile, column_tile = tile_of(tl.minimum(number, row_tiles * column_tiles - 1), row_tiles, column_tiles, BAND)
+    product = no_product(ROWS, COLUMNS)
+    if number < row_tiles * column_tiles:
+        product = product_of_tile(
+            x, weight, own + row_tile * ROWS, column_tile * COLUMNS, depth,
+            TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH,
         )  # fmt: skip
+    if _is_last(counters + 1, tl.num_programs(0)) & can_send:
+        for i in tl.static_range(1, channel.world):
+            mark_piece(channel, pieces, (channel.rank + i) % channel.world, 0, epoch)
+    _wait_for_peers(channel, pieces, 0, epoch, ON_GPU)
+    if number < row_tiles * column_tiles:
+        _add_and_store(
+            product, out, received, row_tile * ROWS, rows, column_tile * COLUMNS, rows, columns, channel, DTYPE, ROWS, COLUMNS
+        )
+    _multiply_and_add_piece(
+        x, weight, out, received, number + tl.num_programs(0), own, 0, rows, rows, columns, depth, channel,
+        TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH, BAND,
+    )  # fmt: skip
 
 
 def multiply_arriving(
@@ -432,7 +402,7 @@ def multiply_arriving(
         weight: [N, K], or [K, N] if ``is_transposed``.
     """
     (rows, depth), columns, ranks = own.shape, out.shape[1], epoch.channel.group.world_size
-    tiles = tiles_of_pieces((rows, rows * (ranks - 1)), columns, depth, own.element_size())
+    tiles = tiles_of_pieces(rows, columns, depth, own.element_size(), peers=ranks - 1)
     count = ranks * triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns)
     arriving_gemm_kernel[(programs_of(own.device, count, tiles),)](
         *_shards(own, memory, ranks, tiles), _weight_blocks(weight, tiles, is_transposed), out, rows, columns, depth,
@@ -444,10 +414,9 @@ def multiply_arriving(
 def push_and_multiply(
     own: Tensor, memory: SymmetricMemory, weight: Tensor, out: Tensor, epoch: Epoch, *, is_transposed: bool
 ) -> None:
-    """As :func:`multiply_arriving`, in an epoch that the kernel begins; it sends the own rows to the peers."""
+    """As :func:`multiply_arriving`, in an epoch that the kernel begins; it sends the own rows to the peers, in one piece."""
     (rows, depth), columns, ranks = own.shape, out.shape[1], epoch.channel.group.world_size
-    pushers = pushers_of(columns, ranks - 1, own.device)
-    tiles = tiles_of_pieces((rows, rows * (ranks - 1)), columns, depth, own.element_size(), pushers=pushers)
+    tiles, pushers = tiles_and_pushers(rows, columns, depth, own.element_size(), ranks - 1, own.device)
     count = triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns)
     programs = programs_of(own.device, max(pushers + count, (ranks - 1) * count), tiles)
     pushing_gemm_kernel[(programs,)](
@@ -466,7 +435,7 @@ def multiply_and_add(x: Tensor, weight: Tensor, out: Tensor, received: Tensor, e
         received: [ranks, m, N] in the dtype of x; this rank's own part is not read.
     """
     (rows, depth), columns = x.shape, out.shape[1]
-    tiles = tiles_of_pieces((rows,), columns, depth, x.element_size(), added=1.0)
+    tiles = tiles_of_pieces(rows, columns, depth, x.element_size(), added=1.0)
     count = triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns)
     adding_gemm_kernel[(programs_of(x.device, count, tiles),)](
         TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]), _weight_blocks(weight, tiles, is_transposed),
@@ -478,9 +447,8 @@ def multiply_and_add(x: Tensor, weight: Tensor, out: Tensor, received: Tensor, e
 def multiply_and_send(
     x: Tensor, weight: Tensor, out: Tensor, memory: SymmetricMemory, epoch: Epoch, *, is_transposed: bool
 ) -> None:
-    """x @ weight.T: rows of the peers are stored there, piece by piece; then out [m, N], as :func:`multiply_and_add`.
-
-    The kernel begins the epoch.
+    """x @ weight.T: rows of the peers are stored there, in one piece; then out [m, N], as :func:`multiply_and_add`. The kernel
+    begins the epoch.
 
     Args:
         x: [ranks * m, K], contiguous.
@@ -488,7 +456,7 @@ def multiply_and_send(
         memory: where each rank receives [ranks, m, N].
     """
     (rows, columns), depth, ranks = out.shape, x.shape[1], epoch.channel.group.world_size
-    tiles = tiles_of_pieces((len(x),), columns, depth, x.element_size(), added=1 / ranks)
+    tiles = tiles_of_pieces(len(x), columns, depth, x.element_size(), added=1 / ranks)
     count = ranks * triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns)
     received = memory.local[: ranks * out.numel() * out.element_size()].view(out.dtype).view(-1, columns)
     # Each program waits for those of another rank, and the interpreter runs the programs of a grid one after the other.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from dlrm_fused.ops.gemm_all_to_all import tuning
@@ -16,7 +14,7 @@ _MULTIPROCESSORS = 132
 _SHAPES = (
     (Tiles(rows=128, columns=256, depth=64, band=8, warps=8, stages=4, programs=1), 1.0, 1.0),
     (Tiles(rows=128, columns=128, depth=64, band=8, warps=4, stages=3, programs=2), 0.92, 0.7),
-    (Tiles(rows=128, columns=128, depth=64, band=8, warps=8, stages=5, programs=1), 0.92, 0.92),
+    (Tiles(rows=128, columns=128, depth=64, band=8, warps=8, stages=5, programs=1), 0.85, 0.95),
     (Tiles(rows=64, columns=256, depth=64, band=8, warps=4, stages=4, programs=1), 0.88, 0.88),
     (Tiles(rows=64, columns=128, depth=128, band=8, warps=4, stages=4, programs=1), 0.75, 0.75),
     (Tiles(rows=64, columns=64, depth=128, band=8, warps=4, stages=5, programs=1), 0.6, 0.6),
@@ -27,50 +25,65 @@ _ADDING = {1: 400, 2: 150}
 # Programs that push shall end with the tiles of own rows beside, whose time is in proportion to the columns. Few cannot fill
 # the links, many are not needed.
 _PUSHERS_TIMES_COLUMNS = 80_000
-_PUSHERS = (8, 24)
+_FEWEST_PUSHERS, _MOST_PUSHERS = 8, 24
 
 
-def pushers_of(columns: int, peers: int, device: torch.device) -> int:
-    """Programs of a launch that store the own rows at the peers, while others multiply them."""
-    if device.type == "cpu":  # where the programs of a grid run one after the other
-        return 1
-    fewest, most = _PUSHERS
-    return max(fewest, min(most, round(_PUSHERS_TIMES_COLUMNS * peers / columns)))
-
-
-def tiles_of_pieces(
-    phases: Sequence[int], columns: int, depth: int, element_size: int, *, added: float = 0.0, pushers: int = 0
-) -> Tiles:
+def tiles_of_pieces(rows: int, columns: int, depth: int, element_size: int, *, peers: int = 0, added: float = 0.0) -> Tiles:
     """For a persistent kernel that multiplies pieces one after the other.
 
     Args:
-        phases: rows of x; those of a phase are multiplied when those of the one before are.
+        rows: of x that it multiplies first.
         columns, depth: N and K.
         element_size: bytes of an element.
+        peers: ranks of which it multiplies as many rows each, when they have come.
         added: share of the tiles to which it adds what the peers have sent.
-        pushers: programs that have no tiles in the first phase.
     """
+    return _fastest(rows, columns, depth, element_size, peers, added)
+
+
+def tiles_and_pushers(
+    rows: int, columns: int, depth: int, element_size: int, peers: int, device: torch.device
+) -> tuple[Tiles, int]:
+    """As :func:`tiles_of_pieces`, for a kernel some programs of which store its rows at the peers first; and how many do."""
+    if device.type == "cpu":  # where the programs of a grid run one after the other
+        return tiles_of_pieces(rows, columns, depth, element_size, peers=peers), 1
+    tiles = _fastest(rows, columns, depth, element_size, peers, added=0.0)
+    pushers = max(_FEWEST_PUSHERS, min(_MOST_PUSHERS, round(_PUSHERS_TIMES_COLUMNS * peers / columns)))
+    return tiles, _left_by(_count(rows, columns, tiles), tiles, pushers)
+
+
+def _fastest(rows: int, columns: int, depth: int, element_size: int, peers: int, added: float) -> Tiles:
     if tuning.overridden() or element_size != 2:
-        return tuning.tiles_of_product(sum(phases), columns, depth, element_size)
+        return tuning.tiles_of_product(rows * (1 + peers), columns, depth, element_size)
 
     def time(shape: tuple[Tiles, float, float]) -> float:
         tiles, speed, speed_alone = shape
-        first, *others = (-(-rows // tiles.rows) * -(-columns // tiles.columns) for rows in phases)
-        rounds = _rounds(first, tiles.programs, speed / speed_alone, pushers)
-        rounds += sum(_rounds(count, tiles.programs, speed / speed_alone) for count in others)
+        rounds = _rounds((1 + peers) * _count(rows, columns, tiles), tiles.programs, speed / speed_alone)
+        if peers:  # whose rows come while a tile of own ones is multiplied
+            rounds = max(rounds, 2 * speed / speed_alone)
         return rounds * tiles.rows * tiles.columns * (depth + added * _ADDING[tiles.programs]) / speed
 
     return min(_SHAPES, key=time)[0]
 
 
-def _rounds(count: int, programs: int, alone: float, taken: int = 0) -> float:
+def _count(rows: int, columns: int, tiles: Tiles) -> int:
+    return -(-rows // tiles.rows) * -(-columns // tiles.columns)
+
+
+def _left_by(count: int, tiles: Tiles, pushers: int) -> int:
+    """So many pushers, or as many fewer as it takes for the tiles to need the fewest rounds beside them."""
+    programs = _MULTIPROCESSORS * tiles.programs
+    rounds = -(-count // (programs - _FEWEST_PUSHERS))
+    return min(pushers, programs - -(-count // rounds))
+
+
+def _rounds(count: int, programs: int, alone: float) -> float:
     """What so many tiles take, in tiles of a multiprocessor that is full.
 
     Args:
+        programs: on a multiprocessor.
         alone: what a tile takes on a multiprocessor of its own.
-        taken: programs that have none.
     """
-    full, rest = divmod(count, _MULTIPROCESSORS * programs - taken)
-    if rest == 0:
-        return full * programs
-    return full * programs + (alone if rest <= _MULTIPROCESSORS - taken else programs)
+    full, rest = divmod(count, _MULTIPROCESSORS * programs)
+    last = 0.0 if rest == 0 else alone if rest <= _MULTIPROCESSORS else programs
+    return full * programs + last

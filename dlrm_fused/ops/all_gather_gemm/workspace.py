@@ -18,6 +18,8 @@ from dlrm_fused.ops.schedules.piece_flags import PieceFlags
 from dlrm_fused.symmetric import SymmetricGroup, SymmetricMemory
 from dlrm_fused.symmetric.device import uses_kernels
 
+# Of programs of a launch: those that have begun, and those that have stored at the peers.
+COUNTERS = 2
 ROW_BYTES = 16  # rows of all matrices have a multiple of so many bytes
 # Rows of all ranks' blocks are counted in 31 bits.
 _MAX_ROWS_OF_ALL_RANKS = 2**31 - 1
@@ -83,7 +85,7 @@ class ShardWorkspace(Workspace):
         self.pieces = PieceFlags(self.channel, f"{name}.pieces", MOST_PIECES, has_own_channel=True)
         # Of rows that are gathered beside another call.
         self.pieces_beside = PieceFlags(self.channels[1], f"{name}.pieces_beside", 1, has_own_channel=False)
-        self.counters = torch.zeros(1 + MOST_PIECES * (group.world_size - 1), dtype=torch.int64, device=group.device)
+        self.counters = torch.zeros(COUNTERS, dtype=torch.int64, device=group.device)
         self.streams = Streams(group.device)
         self.gather_stream = torch.cuda.Stream(group.device, priority=-1) if group.device.type == "cuda" else None
         self.schedules = {

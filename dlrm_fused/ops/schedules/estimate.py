@@ -151,12 +151,12 @@ class _Clock:
             begin = max(now, arrival)
             now = begin + duration
             # Tiles of another piece run beside those of a small one, none of which takes less than a round.
-            ended[piece] = max(now, max(first, arrival) + self.times.least_us(task))
+            ended[piece] = max(now, (arrival if task.is_inside else max(first, arrival)) + self.times.least_us(task))
             self.spans.append(Span(task.kind, task.lane, piece, begin, ended[piece]))
         if not task.pieces and task.kind is Kind.begin:
             now += self.times.of(task, None)
             self.spans.append(Span(task.kind, task.lane, None, self.free[task.lane], now))
-        self.free[task.lane] = max([now, *ended.values()])
+        self.free[task.lane] = now if self.times.goes_on(task) else max([now, *ended.values()])
         return ended or dict.fromkeys(task.pieces, now)
 
     def _end_of(self, number: int, piece: Piece) -> float:
@@ -224,6 +224,10 @@ class _Times:
     def least_us(self, task: Task) -> float:
         """Of any piece."""
         return self._round_us / self.machine.kernel_share if self._is_persistent(task) and self._has_tiles else 0.0
+
+    def goes_on(self, task: Task) -> bool:
+        """Whether the kernel of a task has tiles of a later task as well."""
+        return task.kind is Kind.compute and self.schedule.is_one_product and self.size.pair is Pair.gemm_reduce_scatter
 
     @property
     def _has_tiles(self) -> bool:

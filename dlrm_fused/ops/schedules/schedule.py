@@ -66,7 +66,6 @@ class Schedule:
 _ALL = (
     Schedule("library", Mover.library),
     Schedule("kernel", Mover.same_kernel, is_one_product=True),
-    Schedule("kernel_4", Mover.same_kernel, parts=(1, 1, 1, 1), is_one_product=True),
     Schedule("chunks", Mover.copy_engine),
     Schedule("chunks_2", Mover.copy_engine, parts=(1, 1)),
     Schedule("chunks_4", Mover.copy_engine, parts=(1, 1, 1, 1)),
