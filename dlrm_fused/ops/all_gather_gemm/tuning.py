@@ -16,8 +16,8 @@ _SHAPES = (
     (Tiles(rows=128, columns=128, depth=64, band=8, warps=4, stages=3, programs=2), 0.92, 0.7),
     (Tiles(rows=128, columns=128, depth=64, band=8, warps=8, stages=5, programs=1), 0.85, 0.95),
     (Tiles(rows=64, columns=256, depth=64, band=8, warps=4, stages=4, programs=1), 0.88, 0.88),
-    (Tiles(rows=64, columns=128, depth=128, band=8, warps=4, stages=4, programs=1), 0.75, 0.75),
-    (Tiles(rows=64, columns=64, depth=128, band=8, warps=4, stages=5, programs=1), 0.6, 0.6),
+    (Tiles(rows=64, columns=128, depth=128, band=8, warps=4, stages=4, programs=1), 0.62, 0.75),
+    (Tiles(rows=64, columns=64, depth=128, band=8, warps=4, stages=5, programs=1), 0.46, 0.6),
 )
 # What it takes to add what has come to a tile, by programs on a multiprocessor: of two, one adds while the other multiplies.
 # In units of K that could be multiplied meanwhile.
