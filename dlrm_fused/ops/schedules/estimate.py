@@ -283,7 +283,7 @@ class _Times:
             passes = 2 if self.schedule.mover is Mover.other_kernel else 1
             stored = passes * bytes_ * (size.ranks - 1) / size.ranks
             return machine.sum_us + stored / machine.peer_stores / machine.sum_share / 1e3
-        return 2 * bytes_ / machine.memory / 1e3
+        return machine.tile_us + 2 * bytes_ / machine.memory / 1e3
 
     def _contention(self) -> float:
         """The factor on products: as long as pieces are on their way, at most all the time."""
