@@ -15,11 +15,13 @@ import safetensors.numpy
 from packaging.requirements import Requirement
 
 from benchmarks.serving.rows import prepared_rows
+from dlrm_fused.datasets.preparation.parquet import ParquetOptions, write_parquet
 from dlrm_fused.errors import CheckpointError, ConfigError, DataError, UserError
 from dlrm_fused.export.loader import load
 from dlrm_fused.export.tables import convert
 from tests.distributed.launch import train
 from tests.export.exporting import export, predictions_of_eval
+from tests.unit.prepared_sets import write_prepared_set
 
 ROOT = Path(__file__).parents[2]
 EXPERTS = ["model.experts.count=8", "model.experts.hidden=16"]
@@ -144,12 +146,17 @@ def test_int8_rounds_each_row_to_a_254th_of_its_largest_value() -> None:
     assert not table.rows[7].any()
 
 
-def test_rows_of_a_capped_table_are_found_modulo_the_cap(tmp_path: Path) -> None:
-    run = train(tmp_path, 1, "training.max_steps=20", "embedding.max_rows=100")
+@pytest.mark.parametrize("source", ["synthetic", "prepared", "parquet"])
+def test_rows_of_a_capped_table_are_found_modulo_the_cap(tmp_path: Path, source: str) -> None:
+    if source != "synthetic":
+        write_prepared_set(tmp_path / "prepared", {"train": 500, "validation": 50, "test": 50})
+        write_parquet(ParquetOptions(tmp_path / "prepared", tmp_path / "parquet", row_group_rows=100))
+    data = [f"data.source={source}", f"data.path={tmp_path / source}"]
+    run = train(tmp_path, 1, "training.max_steps=20", "embedding.max_rows=10", *data)
     export(run, tmp_path / "model")
-    np.testing.assert_allclose(
-        load(tmp_path / "model").predict(prepared_rows(run)), predictions_of_eval(run), rtol=0, atol=1e-6
-    )
+    # As they are stored, while synthetic ids are made for the rows of the tables.
+    rows = prepared_rows(run, overrides=[] if source == "synthetic" else ["embedding.max_rows=0"])
+    np.testing.assert_allclose(load(tmp_path / "model").predict(rows), predictions_of_eval(run), rtol=0, atol=1e-6)
 
 
 def test_the_command_says_what_it_has_written(dlrm: Path, tmp_path: Path) -> None:
