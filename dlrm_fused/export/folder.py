@@ -78,6 +78,8 @@ def _write(folder: Path, saved: SavedRun, dataset: Dataset, table_dtype: str) ->
     program = export_dense_part(weights.model, saved.config, schema)
     torch.export.save(program, folder / "dense.pt2")
     write_tables(folder / "tables.safetensors", {name: convert(table, table_dtype) for name, table in weights.tables.items()})
+    # safetensors lets the owner alone read its file, whatever the umask; the service may be another user.
+    shutil.copymode(folder / "manifest.json", folder / "tables.safetensors")
     tables = tuple(loader.Table(weights.tables[feature.name]) for feature in schema.tables)
     return loader.Model(info, program.module(), tables, loader.read_rows(folder, info))
 

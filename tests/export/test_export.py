@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import subprocess
 import sys
 from importlib import metadata
@@ -175,6 +177,16 @@ def test_the_command_says_what_it_has_written(dlrm: Path, tmp_path: Path) -> Non
     assert again.returncode == 1
     assert "ERROR --output model: exists already" in again.stderr + again.stdout
     assert "Traceback" not in again.stderr
+
+
+def test_whoever_the_umask_allows_may_read_an_export(dlrm: Path, tmp_path: Path) -> None:
+    umask = os.umask(0o022)
+    try:
+        export(dlrm, tmp_path / "model")
+    finally:
+        os.umask(umask)
+    files = [path for path in (tmp_path / "model").rglob("*") if path.is_file()]
+    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in files} == {path.name: 0o644 for path in files}
 
 
 @pytest.mark.parametrize(
