@@ -1,4 +1,4 @@
-"""Write MovieLens ratings as one Parquet file, as logs of one's own would be: ``--output ratings.parquet``.
+"""Write MovieLens ratings as one Parquet file, as logs of one's own would be: ``--output logs/ratings.parquet``.
 
 A row for each rating, with what the release tells of its user and movie: user, item, timestamp, year, genres (a list), age,
 gender, occupation, and the label ``liked``, 1 for a rating of 4 or higher. docs/from_logs_to_service.md begins with it.
@@ -51,16 +51,21 @@ def main() -> int:
     parser.add_argument(
         "--source", default="recbole", help="folder of a release; default: the 100K one, out of PyPI's recbole package"
     )
-    parser.add_argument("--output", type=Path, required=True, help="Parquet file")
+    parser.add_argument("--output", type=Path, required=True, help="the Parquet file; its folder is made")
     args = parser.parse_args()
+    malformed = MalformedLines(max_share=1)  # they are left out and told; data/prepare.py movielens refuses many
     try:
-        malformed = MalformedLines(0)
-        release = read_source(args.source, malformed)
-        malformed.finish()
+        table = ratings_table(read_source(args.source, malformed))
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(table, args.output)
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    pq.write_table(ratings_table(release), args.output)
+    except OSError as error:
+        print(f"error: --output {args.output}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    if malformed.count:
+        print(malformed.report(), file=sys.stderr)
     return 0
 
 

@@ -94,11 +94,12 @@ def test_from_a_parquet_file_to_an_answer_in_eight_commands(checkout: Path) -> N
 def test_from_a_csv_file_to_answers_in_eight_commands(checkout: Path) -> None:
     commands = commands_of("A CSV file")
     assert len(commands.splitlines()) <= 8
-    (checkout / "train.txt").symlink_to(CRITEO_SAMPLE)
+    (checkout / "logs").mkdir()
+    (checkout / "logs/train.txt").symlink_to(CRITEO_SAMPLE)
     ended = run_in_bash(commands, checkout)
     assert ended.status == 0, ended.errors
     assert summary(checkout / "runs/criteo")["test_auc"] > 0.6
-    rows = json.loads((checkout / "rows.json").read_text())["rows"]
+    rows = json.loads((checkout / "logs/rows.json").read_text())["rows"]
     probabilities = answered(ended)
     assert len(probabilities) == 2
     np.testing.assert_allclose(probabilities, load(checkout / "criteo_model").predict(rows), rtol=0, atol=1e-6)
