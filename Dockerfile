@@ -15,9 +15,10 @@ WORKDIR /app
 COPY requirements/cpu.txt requirements/serve.txt requirements/
 RUN grep '^torch==' requirements/cpu.txt > requirements/torch.txt \
     && pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu -r requirements/torch.txt -r requirements/serve.txt
-COPY dlrm_fused/__init__.py dlrm_fused/deprecated.py dlrm_fused/errors.py dlrm_fused/
-COPY dlrm_fused/export/__init__.py dlrm_fused/export/loader.py dlrm_fused/export/
-COPY dlrm_fused/serve dlrm_fused/serve
+# Owned by the user of the service, who could not read what a strict umask has checked out.
+COPY --chown=10001 dlrm_fused/__init__.py dlrm_fused/deprecated.py dlrm_fused/errors.py dlrm_fused/
+COPY --chown=10001 dlrm_fused/export/__init__.py dlrm_fused/export/loader.py dlrm_fused/export/
+COPY --chown=10001 dlrm_fused/serve dlrm_fused/serve
 USER 10001
 EXPOSE 8000
 ENTRYPOINT ["python", "-m", "dlrm_fused.serve", "--model", "/model", "--host", "0.0.0.0"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,16 @@ from dlrm_fused.datasets.batch import Samples
 from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
 
 
-def prepared_rows(run: Path, count: int | None = None, with_history: bool = False) -> list[dict[str, Any]]:
+def prepared_rows(
+    run: Path, count: int | None = None, with_history: bool = False, overrides: Sequence[str] = ()
+) -> list[dict[str, Any]]:
     """The first ``count`` samples of the test split, by default all, as rows of ids and numbers.
 
     Args:
         with_history: give rows what a model reads that reads histories.
+        overrides: ``key=value`` settings in place of those of the run.
     """
-    dataset = open_dataset(load_config(run / "config.yaml", []), torch.device("cpu"))
+    dataset = open_dataset(load_config(run / "config.yaml", overrides), torch.device("cpu"))
     schema = dataset.schema
     samples = dataset.read(Split.test, torch.arange(count or dataset.samples(Split.test)))
     columns = {name: samples.dense[:, at].tolist() for at, name in enumerate(schema.dense_features)}

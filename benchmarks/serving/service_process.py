@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,10 +39,21 @@ class Service:
 @contextmanager
 def running_service(model: Path, options: Sequence[str] = ()) -> Iterator[Service]:
     """Start the service on a free port; at the end it is told to end, and must do so with status 0."""
+    with running_command([sys.executable, "-m", "dlrm_fused.serve", "--model", str(model), *options], ROOT) as service:
+        yield service
+
+
+@contextmanager
+def running_command(command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None) -> Iterator[Service]:
+    """As :func:`running_service`, of a command to which ``--port`` is added.
+
+    Args:
+        folder: where it is started.
+        environment: its variables; default: those of this process.
+    """
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = int(probe.getsockname()[1])
-    command = [sys.executable, "-m", "dlrm_fused.serve", "--model", str(model), "--port", str(port), *options]
-    process = subprocess.Popen(command, cwd=ROOT)
+    process = subprocess.Popen([*command, "--port", str(port)], cwd=folder, env=environment)
     service = Service(port, process)
     try:
         _wait_until_healthy(service)

@@ -19,7 +19,8 @@ from yaml import MarkedYAMLError, YAMLError
 
 from dlrm_fused.config.checks import check_consistency
 from dlrm_fused.config.keys import allowed, is_group, known_keys, member_type, nearest, type_of
-from dlrm_fused.config.schema import Config
+from dlrm_fused.config.registry import DataSource
+from dlrm_fused.config.schema import PARQUET_WINDOW_ROWS, Config, DataConfig
 from dlrm_fused.errors import ConfigError
 
 _MISSING = "???"  # OmegaConf's word for a value that is still to come
@@ -35,11 +36,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         (_read_yaml(Path(path)), str(path)),
         *((_parse_override(override), "the command line") for override in overrides),
     ]
-    for update, origin in updates:
-        _check_tree(cast(dict[Any, Any], OmegaConf.to_container(update, resolve=False)), Config, "", origin)
+    trees = [cast(dict[Any, Any], OmegaConf.to_container(update, resolve=False)) for update, _ in updates]
+    for tree, (_, origin) in zip(trees, updates, strict=True):
+        _check_tree(tree, Config, "", origin)
     config = _merge(updates)
     _check_references(config, Config, "")
     typed = cast(Config, OmegaConf.to_object(config))
+    _apply_defaults_of_source(typed.data, [tree.get("data", {}) for tree in trees])
     check_consistency(typed)
     return typed
 
@@ -122,6 +125,12 @@ def _merge(updates: Sequence[tuple[DictConfig, str]]) -> DictConfig:
 def _defaults() -> DictConfig:
     """Of all settings, with their types; not to be changed."""
     return cast(DictConfig, OmegaConf.structured(Config))
+
+
+def _apply_defaults_of_source(data: DataConfig, updates: Iterable[Mapping[str, Any]]) -> None:
+    """Give settings of ``data`` that no update has the defaults of its source, where these differ from the schema's."""
+    if data.source is DataSource.parquet and not any("shuffle_window_rows" in update for update in updates):
+        data.shuffle_window_rows = PARQUET_WINDOW_ROWS
 
 
 def _check_tree(tree: Mapping[Any, Any], group: Any, prefix: str, origin: str) -> None:

@@ -23,6 +23,8 @@ from dlrm_fused.config.setting import (
 )
 
 MAX_INT32 = 2**31 - 1
+# Default of data.shuffle_window_rows with data.source=parquet, which holds the window in memory.
+PARQUET_WINDOW_ROWS = 1_048_576
 
 
 class Comm(Enum):
@@ -182,7 +184,7 @@ class DataConfig:
     source: DataSource = DataSource.prepared
     # Folder of the data set (prepared, parquet, criteo_npy).
     path: str = ""
-    # Rows that are shuffled together; 0 keeps the order of the files.
+    # Rows that are shuffled together; 0 keeps the order of the files. Where a config does not set it, parquet has its own.
     shuffle_window_rows: int = setting(16_777_216, at_least(0))
     # Threads that assemble batches, and batches each rank holds ready.
     workers: int = setting(2, at_least(1))

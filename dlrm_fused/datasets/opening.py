@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from dlrm_fused.config import Config
+from dlrm_fused.config import Config, DataSource
+from dlrm_fused.datasets.transformation import TRANSFORMATION
 from dlrm_fused.errors import ConfigError, DataError
 
 _MAX_ROWS = 2**31 - 1
@@ -20,6 +21,12 @@ def folder_of(config: Config) -> Path:
     if not Path(config.data.path).is_dir():
         raise DataError(f"data.path={config.data.path}: no such folder; prepare a data set with data/prepare.py")
     return Path(config.data.path)
+
+
+def transformation_of(config: Config) -> Path | None:
+    """The folder of the :class:`~dlrm_fused.datasets.transformation.Transformation` that the set was made by, if it has one."""
+    folder = Path(config.data.path, TRANSFORMATION)
+    return folder if config.data.source is not DataSource.synthetic and folder.is_dir() else None
 
 
 def rows_of_tables(config: Config, stated: Sequence[int]) -> list[int]:

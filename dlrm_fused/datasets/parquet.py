@@ -45,6 +45,10 @@ class ParquetDataset:
         ConfigError: if ``embedding.rows`` is missing although the files do not state the rows of all tables, or has another
             number of entries.
         DataError: if a folder that is there holds no files, or one that is damaged or empty, or columns differ.
+
+    Attributes:
+        schema: with tables as the config caps them.
+        stored_schema: of the files: their ids are in [0, rows) of it.
     """
 
     generator_device = None
@@ -61,8 +65,7 @@ class ParquetDataset:
         for others, other_schema in opened.values():
             check_same_columns(other_schema, str(others[0].path), schema, str(groups[0].path))
         self._columns = columns_of(schema, groups[0].path)
-        stored = _stored_schema(schema, groups, self._columns, config)
-        self._stored_features = stored.sparse_features
+        self.stored_schema = stored = _stored_schema(schema, groups, self._columns, config)
         self.schema = stored.with_table_rows(rows_of_tables(config, [feature.rows for feature in stored.tables]))
         pool = ThreadPoolExecutor(config.data.workers, thread_name_prefix="parquet")
         self._splits = {split: _SplitGroups(groups, self._decode, pool) for split, (groups, _) in opened.items()}
@@ -124,7 +127,7 @@ class ParquetDataset:
 
     def _decode(self, group: RowGroup) -> DecodedRowGroup:
         table_rows = [feature.rows for feature in self.schema.sparse_features]
-        return decode(group, self._columns, self._stored_features, table_rows)
+        return decode(group, self._columns, self.stored_schema.sparse_features, table_rows)
 
 
 class _SplitGroups:

@@ -28,6 +28,10 @@ class PreparedDataset:
 
     Raises:
         DataError: if a file is missing, truncated, or contradicts ``dataset.json``, or a split that it names has no samples.
+
+    Attributes:
+        schema: with tables of ``table_rows``.
+        stored_schema: of the files: their ids are in [0, rows) of it.
     """
 
     generator_device = None
@@ -37,7 +41,7 @@ class PreparedDataset:
         if not folder.is_dir():
             raise DataError(f"data.path={folder}: no such folder; prepare a data set with data/prepare.py")
         info = PreparedInfo.load(folder)
-        stored = info.schema
+        self.stored_schema = stored = info.schema
         self.schema = stored.with_table_rows(table_rows) if table_rows else stored
         self._splits = {split: _SplitFiles(folder, split, info) for split in Split if split.name in info.samples}
         self._folder = folder

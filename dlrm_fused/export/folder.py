@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from dlrm_fused.config import DataSource, Split, to_yaml
-from dlrm_fused.datasets import open_dataset
-from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo, SparseFeature
+from dlrm_fused.config import Split, to_yaml
+from dlrm_fused.datasets import Dataset, open_dataset
+from dlrm_fused.datasets.opening import transformation_of
+from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
 from dlrm_fused.datasets.transformation import TRANSFORMATION, Transformation
-from dlrm_fused.errors import ConfigError
+from dlrm_fused.errors import ConfigError, DataError
 from dlrm_fused.export import loader
 from dlrm_fused.export.dense_part import export_dense_part
 from dlrm_fused.export.quality import Quality, compare
@@ -49,7 +50,7 @@ def export_run(run: Path, checkpoint: str, output: Path, table_dtype: str, split
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        in_fp32 = _write(partial, saved, dataset.schema, table_dtype)
+        in_fp32 = _write(partial, saved, dataset, table_dtype)
         quality = compare(loader.load(partial), in_fp32, dataset, split)
         _add_quality(partial, quality)
         os.rename(partial, output)
@@ -58,31 +59,36 @@ def export_run(run: Path, checkpoint: str, output: Path, table_dtype: str, split
     return quality
 
 
-def _write(folder: Path, saved: SavedRun, schema: DatasetSchema, table_dtype: str) -> loader.Model:
+def _write(folder: Path, saved: SavedRun, dataset: Dataset, table_dtype: str) -> loader.Model:
     """Write all but the quality; returns the model with tables in fp32."""
+    schema = dataset.schema
     weights = restore_weights(saved, schema)
     if not getattr(weights.model, "reads_histories", False):
         schema = dataclasses.replace(schema, token_features=(), history_length=0)
-    transformation = _transformation(saved)
+    transformation = transformation_of(saved.config)
     if transformation is not None:
-        _check_names(Transformation.load(transformation))
+        _check_transformation(Transformation.load(transformation), schema, transformation)
         shutil.copytree(transformation, folder / TRANSFORMATION)
-    info = _info(saved, schema, table_dtype)
+    # Ids of a stored set are taken modulo the rows of the model's tables; others are made for these.
+    stored: DatasetSchema = getattr(dataset, "stored_schema", schema)
+    info = _info(saved, schema, stored, table_dtype)
     (folder / "manifest.json").write_text(json.dumps(info, indent=2) + "\n")
     (folder / "config.yaml").write_text(to_yaml(saved.config))
     shutil.copyfile(loader.__file__, folder / "loader.py")
     program = export_dense_part(weights.model, saved.config, schema)
     torch.export.save(program, folder / "dense.pt2")
     write_tables(folder / "tables.safetensors", {name: convert(table, table_dtype) for name, table in weights.tables.items()})
+    # safetensors lets the owner alone read its file, whatever the umask; the service may be another user.
+    shutil.copymode(folder / "manifest.json", folder / "tables.safetensors")
     tables = tuple(loader.Table(weights.tables[feature.name]) for feature in schema.tables)
     return loader.Model(info, program.module(), tables, loader.read_rows(folder, info))
 
 
-def _info(saved: SavedRun, schema: DatasetSchema, table_dtype: str) -> dict[str, Any]:
-    stored = {feature.name: feature.rows for feature in _stored_schema(saved, schema).tables}
+def _info(saved: SavedRun, schema: DatasetSchema, stored: DatasetSchema, table_dtype: str) -> dict[str, Any]:
+    stored_rows = {feature.name: feature.rows for feature in stored.tables}
 
     def described(feature: SparseFeature) -> dict[str, Any]:
-        ids = max(stored[feature.name], feature.rows)
+        ids = max(stored_rows[feature.name], feature.rows)
         kept = {name: getattr(feature, name) for name in ("name", "rows", "jagged", "history_only")}
         return {**kept, "ids": ids}
 
@@ -98,21 +104,14 @@ def _info(saved: SavedRun, schema: DatasetSchema, table_dtype: str) -> dict[str,
     }
 
 
-def _stored_schema(saved: SavedRun, schema: DatasetSchema) -> DatasetSchema:
-    """Of a prepared set, whose ids are taken modulo the rows of the model's tables; of others the model's."""
-    data = saved.config.data
-    return PreparedInfo.load(Path(data.path)).schema if data.source is DataSource.prepared else schema
-
-
-def _transformation(saved: SavedRun) -> Path | None:
-    """Of a set from a table of one's own; other sets have none."""
-    data = saved.config.data
-    path = Path(data.path) / TRANSFORMATION
-    return path if data.source is DataSource.prepared and path.is_dir() else None
-
-
-def _check_names(transformation: Transformation) -> None:
-    names = {*transformation.dense_features, *(encoding.column.name for encoding in transformation.sparse)}
+def _check_transformation(transformation: Transformation, schema: DatasetSchema, folder: Path) -> None:
+    names = (*transformation.dense_features, *(encoding.column.name for encoding in transformation.sparse))
+    of_set = (*schema.dense_features, *(feature.name for feature in schema.sparse_features))
+    if names != of_set:
+        raise DataError(
+            f"{folder}: makes the features {', '.join(names)}, but the data set beside it has {', '.join(of_set)}; "
+            "put the transformation there that the set was made by, or none"
+        )
     if loader.HISTORY in names:
         raise ConfigError(f"column {loader.HISTORY}: rows have their past interactions under that name; rename the column")
 

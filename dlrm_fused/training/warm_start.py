@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm_fused.config import Config, load_config
-from dlrm_fused.config.registry import DataSource
+from dlrm_fused.datasets.opening import transformation_of
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.datasets.transformation import MISSING, TRANSFORMATION, UNSEEN, IdEncoding, Transformation
 from dlrm_fused.errors import CheckpointError
@@ -125,7 +125,7 @@ def _empty_block(table: LocalShards, column: int, rows: int, width: int) -> Tens
 
 def _row_maps(run: RunFolder, config: Config) -> dict[str, RowMap]:
     """Of the tables whose values have vocabularies."""
-    folders = {str(run.path): _transformation_of(load_config(run.path / "config.yaml")), "this run": _transformation_of(config)}
+    folders = {str(run.path): transformation_of(load_config(run.path / "config.yaml")), "this run": transformation_of(config)}
     there = [folder for folder in folders.values() if folder is not None]
     if not there:
         return {}
@@ -154,9 +154,3 @@ def _row_maps(run: RunFolder, config: Config) -> dict[str, RowMap]:
 
 def _kind_of(encoding: IdEncoding) -> str:
     return f"{'hashed ' if encoding.vocabulary is None else ''}{encoding.column.values.name} values"
-
-
-def _transformation_of(config: Config) -> Path | None:
-    """Where it is, if the data of a run has one."""
-    folder = Path(config.data.path, TRANSFORMATION)
-    return folder if config.data.source is not DataSource.synthetic and folder.is_dir() else None

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import csv
+import subprocess
+import sys
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 
 from dlrm_fused.config import load_config
 from dlrm_fused.datasets.preparation import cli
-from dlrm_fused.datasets.preparation.malformed import MalformedLines
-from dlrm_fused.datasets.preparation.movielens import download_recbole
-from dlrm_fused.datasets.preparation.movielens_releases import read_release
-from dlrm_fused.errors import DataError
 from tests.distributed.launch import RankFailed, evaluate, losses, start_training, summary
 from tests.unit.tables import random_table, write_table
 
-CRITEO_SAMPLE = Path(__file__).parents[3] / "shared/data/criteo_kaggle_sample.tsv"
+ROOT = Path(__file__).parents[2]
+CRITEO_SAMPLE = ROOT.parent / "shared/data/criteo_kaggle_sample.tsv"
 
 
 def prepare(source: Path, output: Path, label: str, dense: str, sparse: str, *options: str) -> Path:
@@ -38,29 +35,13 @@ def train(config: Path, output: Path, *overrides: str) -> Path:
 @pytest.fixture(scope="module")
 def movielens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Ratings of MovieLens-100K with what is known of movies and users, as one Parquet file."""
-    folder = tmp_path_factory.mktemp("movielens")
-    try:
-        release = read_release(download_recbole(folder), MalformedLines(0))
-    except DataError as error:
-        pytest.skip(f"MovieLens cannot be downloaded: {error}")
-    ratings = release.ratings
-    movies = [release.movies[movie] for movie in ratings["movie"].to_list()]
-    users = [release.users[user] for user in ratings["user"].to_list()]
-    table = pa.table(
-        {
-            "liked": (ratings["rating"] >= 4).to_list(),
-            "user": ratings["user"].to_list(),
-            "item": ratings["movie"].to_list(),
-            "timestamp": pa.array(ratings["timestamp"].to_list()).cast(pa.timestamp("s")),
-            "year": [movie.year for movie in movies],
-            "genres": [list(movie.genres) for movie in movies],
-            "age": [user.age for user in users],
-            "gender": [user.gender for user in users],
-            "occupation": [user.occupation for user in users],
-        }
-    )
-    pa.parquet.write_table(table, folder / "ratings.parquet")
-    return folder / "ratings.parquet"
+    path = tmp_path_factory.mktemp("movielens") / "ratings.parquet"
+    command = [sys.executable, str(ROOT / "data/movielens_ratings.py"), "--output", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "pip cannot download" in done.stderr:
+        pytest.skip(f"MovieLens: {done.stderr}")
+    assert done.returncode == 0, done.stderr
+    return path
 
 
 @pytest.mark.slow

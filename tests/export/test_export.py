@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import subprocess
 import sys
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import safetensors.numpy
+from numpy.typing import NDArray
 from packaging.requirements import Requirement
 
 from benchmarks.serving.rows import prepared_rows
+from benchmarks.serving.service_process import running_service
+from dlrm_fused.datasets.preparation.parquet import ParquetOptions, write_parquet
 from dlrm_fused.errors import CheckpointError, ConfigError, DataError, UserError
 from dlrm_fused.export.loader import load
+from dlrm_fused.export.quality import Quality
 from dlrm_fused.export.tables import convert
 from tests.distributed.launch import train
 from tests.export.exporting import export, predictions_of_eval
+from tests.unit.prepared_sets import write_prepared_set
 
 ROOT = Path(__file__).parents[2]
 EXPERTS = ["model.experts.count=8", "model.experts.hidden=16"]
@@ -52,16 +61,39 @@ def dlrm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("dlrm"), 1, "training.max_steps=40")
 
 
-def test_predictions_are_those_of_eval(run: Path, tmp_path: Path) -> None:
-    quality = export(run, tmp_path / "model")
-    model = load(tmp_path / "model")
-    rows = prepared_rows(run, with_history=bool(model.info["history_length"]))
-    expected = predictions_of_eval(run)
+@dataclass(frozen=True)
+class Exported:
+    """A run's export in fp32: its folder, the rows of the test split, and what eval.py predicts for them."""
+
+    folder: Path
+    quality: Quality
+    rows: list[dict[str, Any]]
+    expected: NDArray[np.float32]
+
+
+@pytest.fixture(scope="module")
+def exported(run: Path) -> Exported:
+    folder = run.parent / "model"
+    quality = export(run, folder)
+    rows = prepared_rows(run, with_history=bool(load(folder).info["history_length"]))
+    return Exported(folder, quality, rows, predictions_of_eval(run))
+
+
+def test_predictions_are_those_of_eval(run: Path, exported: Exported) -> None:
+    model, rows, expected = load(exported.folder), exported.rows, exported.expected
     assert len(rows) == 1501
     np.testing.assert_allclose(model.predict(rows), expected, rtol=0, atol=1e-6)
     np.testing.assert_allclose(model.predict(rows[:1]), expected[:1], rtol=0, atol=1e-6)
-    assert quality.auc_difference == 0
-    assert quality.auc == pytest.approx(json.loads((run / "eval.json").read_text())["auc"], abs=1e-6)
+    assert exported.quality.auc_difference == 0
+    assert exported.quality.auc == pytest.approx(json.loads((run / "eval.json").read_text())["auc"], abs=1e-6)
+
+
+def test_a_thousand_rows_over_http_are_predicted_as_eval_predicts_them(exported: Exported) -> None:
+    body = json.dumps({"rows": exported.rows[:1000]}).encode()
+    with running_service(exported.folder) as service:
+        status, answer = service.request("POST", "/predict", body)
+    assert status == 200, answer
+    np.testing.assert_allclose(json.loads(answer)["probabilities"], exported.expected[:1000], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(("table_dtype", "bound"), [("fp16", 1e-4), ("int8", 1e-3)])
@@ -97,22 +129,21 @@ def environment_of(folder: Path, *packages: str) -> Path:
     return folder
 
 
-def test_the_loader_needs_torch_and_numpy_alone(run: Path, tmp_path: Path) -> None:
-    export(run, tmp_path / "model")
+def test_the_loader_needs_torch_and_numpy_alone(exported: Exported, tmp_path: Path) -> None:
     (tmp_path / "packages").mkdir()
     packages = environment_of(tmp_path / "packages", "torch", "numpy")
-    rows = prepared_rows(run, with_history="transformer" in run.parent.name)[:20]
+    rows = exported.rows[:20]
     done = subprocess.run(
         [sys.executable, "-S", "-c", PREDICT],
-        cwd=tmp_path,
-        env={"PYTHONPATH": f"{tmp_path / 'model'}:{packages}"},
+        cwd=exported.folder.parent,
+        env={"PYTHONPATH": f"{exported.folder}:{packages}"},
         input=json.dumps(rows),
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    np.testing.assert_allclose(json.loads(done.stdout), load(tmp_path / "model").predict(rows), rtol=0, atol=1e-7)
+    np.testing.assert_allclose(json.loads(done.stdout), load(exported.folder).predict(rows), rtol=0, atol=1e-7)
 
 
 def test_an_arrow_table_is_as_good_as_dicts(dlrm: Path, tmp_path: Path) -> None:
@@ -144,12 +175,17 @@ def test_int8_rounds_each_row_to_a_254th_of_its_largest_value() -> None:
     assert not table.rows[7].any()
 
 
-def test_rows_of_a_capped_table_are_found_modulo_the_cap(tmp_path: Path) -> None:
-    run = train(tmp_path, 1, "training.max_steps=20", "embedding.max_rows=100")
+@pytest.mark.parametrize("source", ["synthetic", "prepared", "parquet"])
+def test_rows_of_a_capped_table_are_found_modulo_the_cap(tmp_path: Path, source: str) -> None:
+    if source != "synthetic":
+        write_prepared_set(tmp_path / "prepared", {"train": 500, "validation": 50, "test": 50})
+        write_parquet(ParquetOptions(tmp_path / "prepared", tmp_path / "parquet", row_group_rows=100))
+    data = [f"data.source={source}", f"data.path={tmp_path / source}"]
+    run = train(tmp_path, 1, "training.max_steps=20", "embedding.max_rows=10", *data)
     export(run, tmp_path / "model")
-    np.testing.assert_allclose(
-        load(tmp_path / "model").predict(prepared_rows(run)), predictions_of_eval(run), rtol=0, atol=1e-6
-    )
+    # As they are stored, while synthetic ids are made for the rows of the tables.
+    rows = prepared_rows(run, overrides=[] if source == "synthetic" else ["embedding.max_rows=0"])
+    np.testing.assert_allclose(load(tmp_path / "model").predict(rows), predictions_of_eval(run), rtol=0, atol=1e-6)
 
 
 def test_the_command_says_what_it_has_written(dlrm: Path, tmp_path: Path) -> None:
@@ -168,6 +204,16 @@ def test_the_command_says_what_it_has_written(dlrm: Path, tmp_path: Path) -> Non
     assert again.returncode == 1
     assert "ERROR --output model: exists already" in again.stderr + again.stdout
     assert "Traceback" not in again.stderr
+
+
+def test_whoever_the_umask_allows_may_read_an_export(dlrm: Path, tmp_path: Path) -> None:
+    umask = os.umask(0o022)
+    try:
+        export(dlrm, tmp_path / "model")
+    finally:
+        os.umask(umask)
+    files = [path for path in (tmp_path / "model").rglob("*") if path.is_file()]
+    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in files} == {path.name: 0o644 for path in files}
 
 
 @pytest.mark.parametrize(

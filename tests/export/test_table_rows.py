@@ -14,7 +14,7 @@ import pytest
 from dlrm_fused.config import load_config
 from dlrm_fused.datasets.preparation import cli
 from dlrm_fused.datasets.transformation import IdEncoding, Transformation
-from dlrm_fused.errors import ConfigError
+from dlrm_fused.errors import ConfigError, DataError
 from dlrm_fused.export.loader import InputError, Model, TableRows, load
 from tests.distributed.launch import start_training
 from tests.export.exporting import export, predictions_of_eval
@@ -38,7 +38,13 @@ def run_of(folder: Path, *options: str) -> Path:
     source = write_table(table(600, seed=1), folder / "table.parquet")
     command = ["table", "--input", str(source), "--output", str(folder / "set"), *COLUMNS, *options]
     assert cli.main(command) == 0
-    config = load_config(folder / "set/config.yaml", [f"output_dir={folder}", "runtime.device=cpu", *SMALL])
+    return train(folder)
+
+
+def train(folder: Path, *overrides: str) -> Path:
+    """Train by the config that was proposed for ``folder/set``; returns the run."""
+    settings = ["name=run", f"output_dir={folder}", "runtime.device=cpu", *SMALL, *overrides]
+    config = load_config(folder / "set/config.yaml", settings)
     start_training(config, ranks=1).wait()
     return config.run_dir
 
@@ -65,12 +71,12 @@ def history_model(history_run: Path) -> Model:
     return load(history_run.parent / "model")
 
 
-def expected(run: Path, new: pa.Table, folder: Path) -> np.ndarray:
+def expected(run: Path, new: pa.Table, folder: Path, *overrides: str) -> np.ndarray:
     """What eval.py predicts for rows that data/prepare.py apply has transformed."""
     source = write_table(new, folder / "new.parquet")
     command = ["apply", "--transformation", str(run.parent / "set"), "--input", str(source), "--output", str(folder / "new")]
     assert cli.main(command) == 0
-    return predictions_of_eval(run, f"data.path={folder / 'new'}")
+    return predictions_of_eval(run, f"data.path={folder / 'new'}", *overrides)
 
 
 def test_rows_of_the_table_are_predicted_as_apply_and_eval_predict_them(run: Path, model: Model, tmp_path: Path) -> None:
@@ -80,6 +86,37 @@ def test_rows_of_the_table_are_predicted_as_apply_and_eval_predict_them(run: Pat
     # Through JSON as well.
     sent = json.loads(json.dumps(rows.to_pylist()))
     assert model.predict(sent).tolist() == model.predict(rows).tolist()
+
+
+def as_parquet(prepared: Path, output: Path) -> Path:
+    """A prepared set as Parquet files."""
+    command = ["parquet", "--input", str(prepared), "--output", str(output), "--row-group-rows", "100"]
+    assert cli.main(command) == 0
+    return output
+
+
+@pytest.mark.parametrize("cap", [[], ["embedding.max_rows=7"]])
+def test_a_run_on_parquet_files_of_ids_takes_rows_of_the_table_too(run: Path, tmp_path: Path, cap: list[str]) -> None:
+    parquet = as_parquet(run.parent / "set", tmp_path / "parquet")
+    (tmp_path / "set").symlink_to(run.parent / "set")
+    of_parquet = train(tmp_path, "data.source=parquet", f"data.path={parquet}", *cap)
+    export(of_parquet, tmp_path / "model")
+    new = table(500, seed=2)
+    predictions = load(tmp_path / "model").predict(new.drop_columns(["clicked", "time"]))
+    of_eval = expected(of_parquet, new, tmp_path, "data.source=prepared")
+    np.testing.assert_allclose(predictions, of_eval, rtol=0, atol=1e-6)
+
+
+def test_a_transformation_of_another_set_is_refused(run: Path, tmp_path: Path) -> None:
+    parquet = as_parquet(run.parent / "set", tmp_path / "parquet")
+    path = parquet / "transformation/transformation.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "sparse": content["sparse"][::-1]}))
+    with pytest.raises(
+        DataError, match="makes the features price, age, tags, color, user, but the data set beside it has price"
+    ):
+        export(run, tmp_path / "model", "fp32", "data.source=parquet", f"data.path={parquet}")
+    assert not (tmp_path / "model").exists()
 
 
 def with_histories(new: pa.Table) -> list[dict[str, Any]]:
@@ -191,10 +228,9 @@ def test_a_column_named_as_histories_are_is_refused(tmp_path: Path) -> None:
     source = write_table(new, tmp_path / "table.parquet")
     columns = ["--label", "clicked", "--dense", "price", "--sparse", "user,history"]
     assert cli.main(["table", "--input", str(source), "--output", str(tmp_path / "set"), *columns]) == 0
-    config = load_config(tmp_path / "set/config.yaml", [f"output_dir={tmp_path}", "runtime.device=cpu", *SMALL])
-    start_training(config, ranks=1).wait()
+    run = train(tmp_path)
     with pytest.raises(
         ConfigError, match="column history: rows have their past interactions under that name; rename the column"
     ):
-        export(config.run_dir, tmp_path / "model")
+        export(run, tmp_path / "model")
     assert not (tmp_path / "model").exists()

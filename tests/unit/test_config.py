@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dlrm_fused.config import Config, EmbeddingOptimizerKind, Sharding, flatten, known_keys, load_config, to_yaml
+from dlrm_fused.config.schema import PARQUET_WINDOW_ROWS
 from dlrm_fused.errors import ConfigError
 
 Load = Callable[..., Config]
@@ -44,6 +45,13 @@ class TestReading:
 
     def test_the_last_of_two_overrides_wins(self, load):
         assert load("seed=3", "seed=4").seed == 4
+
+    def test_parquet_has_a_smaller_window_unless_one_is_set(self, load):
+        parquet = "data: {source: parquet, path: logs}"
+        assert load(yaml=parquet).data.shuffle_window_rows == PARQUET_WINDOW_ROWS < Config().data.shuffle_window_rows
+        assert load("data.source=prepared", yaml=parquet).data.shuffle_window_rows == Config().data.shuffle_window_rows
+        assert load("data.shuffle_window_rows=16777216", yaml=parquet).data.shuffle_window_rows == 16_777_216
+        assert load(yaml="data: {source: parquet, path: logs, shuffle_window_rows: 0}").data.shuffle_window_rows == 0
 
     def test_enumerations_lists_and_tables(self, load):
         config = load(

@@ -95,13 +95,21 @@ def prepare_movielens(options: MovieLensOptions) -> PreparedInfo:
         )
     claim_output(options.output, options.overwrite)
     malformed = MalformedLines(options.max_malformed)
-    if options.source == "recbole":
-        with tempfile.TemporaryDirectory() as folder:
-            release = read_release(download_recbole(Path(folder)), malformed)
-    else:
-        release = read_release(Path(options.source), malformed)
+    release = read_source(options.source, malformed)
     malformed.finish()
     return _write(release, options, malformed)
+
+
+def read_source(source: str, malformed: MalformedLines) -> Release:
+    """The release in a folder, or, for ``recbole``, the 100K one, downloaded.
+
+    Raises:
+        DataError: if it cannot be downloaded, is not a release, or has too many malformed lines.
+    """
+    if source != "recbole":
+        return read_release(Path(source), malformed)
+    with tempfile.TemporaryDirectory() as folder:
+        return read_release(download_recbole(Path(folder)), malformed)
 
 
 def download_recbole(folder: Path) -> Path:

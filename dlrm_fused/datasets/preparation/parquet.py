@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from dlrm_fused.datasets.parquet_files import LABEL, POOLING_FACTOR, ROWS
 from dlrm_fused.datasets.preparation.writer import new_output
 from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo
 from dlrm_fused.datasets.storage import IdColumns, map_array
+from dlrm_fused.datasets.transformation import TRANSFORMATION
 from dlrm_fused.errors import DataError
 
 ROW_GROUP_ROWS = 131_072
@@ -28,7 +30,7 @@ class ParquetOptions:
 
 
 def write_parquet(options: ParquetOptions) -> PreparedInfo:
-    """Write each split of a prepared set as one Parquet file, its rows in the same order.
+    """Write each split of a prepared set as one Parquet file, its rows in the same order, and beside them its transformation.
 
     Returns:
         What the prepared set holds.
@@ -47,6 +49,8 @@ def write_parquet(options: ParquetOptions) -> PreparedInfo:
             _write_split(
                 options.input / split, folder / split / "part-00000.parquet", info.schema, rows, options.row_group_rows
             )
+        if (options.input / TRANSFORMATION).is_dir():
+            shutil.copytree(options.input / TRANSFORMATION, folder / TRANSFORMATION)
     return info
 
 
