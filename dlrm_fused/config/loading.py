@@ -50,7 +50,7 @@ def to_yaml(config: Config) -> str:
 
 
 def flatten(config: Config) -> dict[str, object]:
-    """Every setting by its dotted key, enumerations by name; for comparing two configs."""
+    """Every setting by its dotted key, members by name as a whole, enumerations by name; for comparing two configs."""
     return dict(_flatten(_settings(config), ""))
 
 
@@ -64,11 +64,13 @@ def _with_names_of_enumerations(settings: Iterable[tuple[str, Any]]) -> dict[str
 
 
 def _flatten(tree: dict[str, Any], prefix: str) -> Iterable[tuple[str, object]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
+    settings = known_keys()
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and key not in settings:
+            yield from _flatten(value, f"{key}.")
         else:
-            yield f"{prefix}{key}", value
+            yield key, value
 
 
 def _read_yaml(path: Path) -> DictConfig:

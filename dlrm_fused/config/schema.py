@@ -167,6 +167,8 @@ class SyntheticConfig:
     train_samples: int = setting(1_000_000, at_least(1))
     validation_samples: int = setting(100_000, at_least(1))
     test_samples: int = setting(100_000, at_least(1))
+    # Labels, each with effects of its own.
+    labels: int = setting(1, at_least(1))
     # Standard deviation of the planted logit: larger is easier to predict.
     signal: float = setting(2.0, at_least(0))
     # Groups of samples, told by their dense features, whose labels follow different rules; 1 for one rule.
@@ -214,7 +216,7 @@ class ExpertsConfig:
 @dataclass
 class ModelConfig:
     kind: ModelKind = ModelKind.dlrm
-    # Widths of the layers; the bottom one must end with embedding.dim, the top one with 1.
+    # Widths of the layers; the bottom one must end with embedding.dim, the top one with 1, which is that of each label.
     bottom_mlp: list[int] = setting([512, 256, 64], _WIDTHS)
     top_mlp: list[int] = setting([512, 256, 1], _WIDTHS)
     # DCNv2 only: number of low-rank cross layers and their rank.
@@ -311,7 +313,9 @@ class TrainingConfig:
     compile: Compile = Compile.auto
     dense_optimizer: DenseOptimizerConfig = field(default_factory=DenseOptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    # Ends training as soon as an evaluation reaches this AUC; 0 never does.
+    # Weights of the labels' losses, by name, for data of several labels; 1 where none is given.
+    task_weights: dict[str, float] = setting({}, at_least(0))
+    # Ends training as soon as an evaluation reaches this AUC, of the first label; 0 never does.
     target_auc: float = setting(0.0, between(0, 1))
 
 
@@ -323,7 +327,7 @@ class EvaluationConfig:
     global_batch_size: int = setting(65_536, at_least(1))
     # Samples of an evaluation during training; 0 takes the whole split.
     max_samples: int = setting(0, at_least(0))
-    # Ends training after so many evaluations in a row without a new best AUC; 0 never does.
+    # Ends training after so many evaluations in a row without a new best AUC, of the first label; 0 never does.
     patience: int = setting(0, at_least(0))
 
 

@@ -27,11 +27,11 @@ def setting(default: Any, bound: Bound | None = None, *, used: Callable[[Any], b
 
     Args:
         default: its value; a list or a group is copied for each owner.
-        bound: holds for every value; None allows all of its type.
+        bound: holds for every value, of numbers by name for each of them; None allows all of its type.
         used: asked of the whole config, whether the setting means something there; otherwise its bound does not hold.
     """
     metadata = {_BOUND: bound, _USED: used}
-    if isinstance(default, list):
+    if isinstance(default, list | dict):
         return field(default_factory=lambda: copy.copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
@@ -56,7 +56,10 @@ def _bounded(group: Any, prefix: str) -> Iterator[tuple[str, Any, Bound | None, 
             yield from _bounded(value, f"{key}.")
         elif isinstance(value, dict):
             for name, member in value.items():
-                yield from _bounded(member, f"{key}.{name}.")
+                if is_dataclass(member):
+                    yield from _bounded(member, f"{key}.{name}.")
+                else:
+                    yield f"{key}.{name}", member, each.metadata.get(_BOUND), each.metadata.get(_USED)
         else:
             yield key, value, each.metadata.get(_BOUND), each.metadata.get(_USED)
 
