@@ -21,6 +21,7 @@ _IN_WORDS = {
     bool: "true or false",
     str: "a text",
     list[int]: "a list of whole numbers, such as [64,32]",
+    list[str]: "a list of texts, such as [clicked,bought]",
     dict[str, TableConfig]: "a group of settings for each table, by its name",
     dict[str, float]: "a number for each label, by its name",
 }

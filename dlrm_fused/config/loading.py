@@ -145,7 +145,7 @@ def _check_tree(tree: Mapping[Any, Any], group: Any, prefix: str, origin: str) -
 def _has_shape(value: Any, kind: Any) -> bool:
     if is_group(kind):
         return isinstance(value, dict)
-    if kind == list[int] and isinstance(value, list):
+    if kind in (list[int], list[str]) and isinstance(value, list):
         return all(_has_shape(member, int) for member in value)
     return not isinstance(value, (dict, list)) and value != _MISSING
 

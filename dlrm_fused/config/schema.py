@@ -15,6 +15,7 @@ from dlrm_fused.config.setting import (
     POSITIVE,
     at_least,
     between,
+    different,
     each_positive,
     matching,
     multiple_of,
@@ -186,6 +187,9 @@ class DataConfig:
     path: str = ""
     # Rows that are shuffled together; 0 keeps the order of the files.
     shuffle_window_rows: int = setting(16_777_216, at_least(0))
+    # Of parquet: columns of labels, the first of which decides which checkpoint is best; a column of samples' weights, or none.
+    labels: list[str] = setting(["label"], different("one or more different columns"))
+    sample_weight: str = ""
     # Threads that assemble batches, and batches each rank holds ready.
     workers: int = setting(2, at_least(1))
     prefetch_batches: int = setting(4, at_least(1))

@@ -95,6 +95,11 @@ def each_positive(words: str, *, minimum_length: int = 0) -> Bound:
     return Bound(lambda values: len(values) >= minimum_length and all(value >= 1 for value in values), words)
 
 
+def different(words: str) -> Bound:
+    """Of a list of one or more, no two of which are the same."""
+    return Bound(lambda values: 0 < len(values) == len(set(values)), words)
+
+
 def matching(pattern: str, words: str) -> Bound:
     """Of a text, from its first character to its last."""
     return Bound(lambda text: re.fullmatch(pattern, text) is not None, words)

@@ -14,7 +14,7 @@ from dlrm_fused.config import Config, Split
 from dlrm_fused.datasets.batch import Samples, sparse_from_features
 from dlrm_fused.datasets.interactions import HistoryWindows, Interactions
 from dlrm_fused.datasets.opening import folder_of, rows_of_tables
-from dlrm_fused.datasets.schema import SCHEMA_FILE, PreparedInfo, SparseFeature
+from dlrm_fused.datasets.schema import SCHEMA_FILE, PreparedInfo, SparseFeature, labels_shape
 from dlrm_fused.datasets.storage import IdColumns, check_finite, check_labels, check_weights, map_array
 from dlrm_fused.errors import DataError
 
@@ -96,7 +96,7 @@ class _SplitFiles:
             raise DataError(f"{folder / SCHEMA_FILE}: split {split.name} has {self.samples} samples, expected 1 or more")
         path = folder / split.name
         self._dense = map_array(path / "dense.npy", [self.samples, len(schema.dense_features)], ["float32"])
-        self._labels = map_array(path / "labels.npy", [self.samples, *schema.labels_shape], ["uint8"])
+        self._labels = map_array(path / "labels.npy", [self.samples, *labels_shape(schema.labels)], ["uint8"])
         self._weights = map_array(path / "weights.npy", [self.samples], ["float32"]) if schema.has_weights else None
         self.ids = IdColumns(path, schema.sparse_features, self.samples, self._where)
         self.windows = HistoryWindows(path, self.samples, info) if schema.token_features else None

@@ -60,6 +60,11 @@ class SparseFeature:
     history_only: bool = False
 
 
+def labels_shape(labels: Sequence[str]) -> tuple[int, ...]:
+    """What follows the number of samples in the shape of the labels of these names."""
+    return (len(labels),) if len(labels) > 1 else ()
+
+
 @dataclass(frozen=True)
 class DatasetSchema:
     """The features of a data set, and its labels, each in {0, 1}.
@@ -79,11 +84,6 @@ class DatasetSchema:
     history_length: int = 0
     labels: tuple[str, ...] = (LABEL,)
     has_weights: bool = False
-
-    @property
-    def labels_shape(self) -> tuple[int, ...]:
-        """What follows the number of samples in the shape of their labels."""
-        return (len(self.labels),) if len(self.labels) > 1 else ()
 
     @property
     def tables(self) -> tuple[SparseFeature, ...]:

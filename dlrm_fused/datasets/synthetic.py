@@ -23,7 +23,7 @@ from dlrm_fused.config import Config, Split, SyntheticConfig
 from dlrm_fused.datasets.batch import Samples
 from dlrm_fused.datasets.hashing import combine, derive_key, shift_right, split_mix
 from dlrm_fused.datasets.opening import rows_of_tables
-from dlrm_fused.datasets.schema import LABEL, DatasetSchema, SparseFeature
+from dlrm_fused.datasets.schema import LABEL, DatasetSchema, SparseFeature, labels_shape
 from dlrm_fused.versions import has_c_compiler
 
 # Ids follow an inverse distribution function that is interpolated between 4,096 quantiles, kept in units of 1 / 256 row.
@@ -153,7 +153,7 @@ class SyntheticDataset:
     def _labels(self, drawn: _Drawn) -> Tensor:
         """[b] of one label, else [b, L]."""
         labels = (drawn.label_uniform < self._probability(drawn)).float()
-        return labels.view(-1, *self.schema.labels_shape)
+        return labels.view(-1, *labels_shape(self.schema.labels))
 
     def _probability(self, drawn: _Drawn) -> Tensor:
         """[b, L]."""

@@ -123,6 +123,7 @@ class Trainer:
 
     def _continue_from(self, step: int) -> None:
         progress = self._folder.checkpoints.progress(step)
+        self._folder.checkpoints.check_labels(step, self._dataset.schema.labels)
         restore(self._folder.checkpoints.of(step), self._sharded, progress, self._device)
         self._loss = progress.loss
         self._reached_target = reaches_target(self._config, progress.validation_auc)
@@ -285,6 +286,7 @@ class Trainer:
             validation_auc=auc,
             settings=flatten(self._config),
             evaluations_since_best=self._evaluations_since_best,
+            labels=self._dataset.schema.labels,
         )
         self._checkpoints.save(self._sharded, progress)
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from dlrm_fused.config import Split, SyntheticConfig, most_segments
 from dlrm_fused.datasets.batch import Samples
 from dlrm_fused.datasets.preparation.writer import NpyAppender, claim_output
-from dlrm_fused.datasets.schema import INTERACTIONS, DatasetSchema, PreparedInfo
+from dlrm_fused.datasets.schema import INTERACTIONS, DatasetSchema, PreparedInfo, labels_shape
 from dlrm_fused.datasets.synthetic import SyntheticDataset
 from dlrm_fused.errors import DataError
 
@@ -105,7 +105,7 @@ def _write_split(
             return stack.enter_context(NpyAppender(folder / f"{name}.npy", dtype, row_shape))
 
         labels, dense = (
-            open_file("labels", np.uint8, schema.labels_shape),
+            open_file("labels", np.uint8, labels_shape(schema.labels)),
             open_file("dense", np.float32, (len(schema.dense_features),)),
         )
         ids = open_file("single", np.int32, (len(single),))
