@@ -33,5 +33,5 @@ def task_weights(setting: Mapping[str, float], labels: Sequence[str]) -> list[fl
         raise ConfigError(f"training.task_weights={dict(setting)}: the data set has one label; leave the weights out")
     unknown = [name for name in setting if name not in labels]
     if unknown:
-        raise ConfigError(f"training.task_weights.{unknown[0]}: no such label; the data set has {', '.join(labels)}")
+        raise ConfigError(f"training.task_weights.{unknown[0]}: no such label; the data set has: {', '.join(labels)}")
     return [setting.get(name, 1.0) for name in labels]

@@ -254,7 +254,7 @@ class Trainer:
         for label, (low, negated_high) in zip(self._dataset.schema.labels, bounds.view(2, -1).T.tolist(), strict=True):
             if low == -negated_high and self._config.training.global_batch_size > 1:
                 raise TrainingError(
-                    f"step {self._step}: the model predicts the same {label} for every sample (logit {low:g}); "
+                    f"step {self._step}: the model predicts the same{self._named(label)} for every sample (logit {low:g}); "
                     "its layers have died: lower the learning rates, or check the features"
                 )
 
@@ -271,11 +271,15 @@ class Trainer:
         for label, of_label in values.items():
             if of_label.constant:
                 raise TrainingError(
-                    f"step {self._step}: the model predicts {label} {of_label.min_prediction:g} for every sample of the "
-                    f"{config.evaluation.split.name} split; lower the learning rates, or check the features"
+                    f"step {self._step}: the model predicts{self._named(label)} {of_label.min_prediction:g} for every sample "
+                    f"of the {config.evaluation.split.name} split; lower the learning rates, or check the features"
                 )
         self._writer.evaluation(self._step, config.evaluation.split.name, report(values))
         return next(iter(values.values())).auc
+
+    def _named(self, label: str) -> str:
+        """A label in a message; a single one goes without saying."""
+        return f" {label}" if len(self._dataset.schema.labels) > 1 else ""
 
     def _save(self, auc: float | None) -> None:
         progress = Progress(

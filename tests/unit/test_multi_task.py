@@ -102,7 +102,7 @@ class TestTaskWeights:
         assert task_weights({"bought": 0.5}, LABELS) == [1, 0.5, 1]
 
     def test_of_an_unknown_label_are_refused(self) -> None:
-        with pytest.raises(ConfigError, match=r"training.task_weights.sold: no such label; the data set has clicked, bought"):
+        with pytest.raises(ConfigError, match=r"training.task_weights.sold: no such label; the data set has: clicked, bought"):
             task_weights({"bought": 1, "sold": 1}, LABELS)
 
     def test_of_a_single_label_are_refused(self) -> None:
