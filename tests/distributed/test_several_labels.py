@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -146,22 +147,28 @@ def test_losses_of_weighted_samples_are_the_same_on_any_number_of_ranks(
 
 def test_what_samples_of_weight_0_say_changes_nothing(weighted: Path, weighted_run: Path, tmp_path: Path) -> None:
     """Their labels are turned around; losses and metrics stay, bit for bit."""
-    (tmp_path / "set").mkdir()
-    for path in weighted.iterdir():
-        (tmp_path / "set" / path.name).symlink_to(path)
+    shutil.copytree(weighted, tmp_path / "turned")
     for split in ("train", "validation", "test"):
-        (tmp_path / "set" / split).unlink()
-        (tmp_path / "set" / split).mkdir()
-        for path in (weighted / split).iterdir():
-            (tmp_path / "set" / split / path.name).symlink_to(path)
         labels, weights = (np.load(weighted / split / f"{name}.npy") for name in ("labels", "weights"))
         assert 0 < (weights == 0).sum() < len(weights)
         labels[weights == 0] ^= 1
-        (tmp_path / "set" / split / "labels.npy").unlink()
-        np.save(tmp_path / "set" / split / "labels.npy", labels)
-    run = train_set(weighted, tmp_path, 1, f"data.path={tmp_path / 'set'}")
+        np.save(tmp_path / "turned" / split / "labels.npy", labels)
+    run = train_set(weighted, tmp_path, 1, f"data.path={tmp_path / 'turned'}")
     assert losses(run) == losses(weighted_run)
     assert metrics(run, "evaluation") == metrics(weighted_run, "evaluation")
+
+
+def test_a_prediction_does_not_depend_on_the_weight_of_its_sample(weighted: Path, tmp_path: Path) -> None:
+    """With experts, from which padding is kept, samples of weight 0 are none."""
+    run = train_set(weighted, tmp_path, 2, "model.experts.count=4", "model.experts.hidden=8", "training.max_steps=10")
+    shutil.copytree(weighted, tmp_path / "of_weight_1")
+    path = tmp_path / "of_weight_1/test/weights.npy"
+    weights = np.load(path)
+    assert not weights.all()
+    np.save(path, np.ones_like(weights))
+    weighted_predictions = predictions_of_eval(run)
+    assert weighted_predictions.shape == (len(weights), 2)
+    np.testing.assert_array_equal(weighted_predictions, predictions_of_eval(run, f"data.path={tmp_path / 'of_weight_1'}"))
 
 
 def test_parquet_files_give_the_losses_of_the_prepared_set(weighted: Path, weighted_run: Path, tmp_path: Path) -> None:

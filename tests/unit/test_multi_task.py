@@ -12,6 +12,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from dlrm_fused.config import Compile, Config, Precision, Split, load_config
 from dlrm_fused.datasets.batch import Batch, Samples, sparse_from_features
 from dlrm_fused.datasets.loader import TrainLoader
+from dlrm_fused.datasets.preparation import cli
+from dlrm_fused.datasets.prepared import PreparedDataset
 from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
 from dlrm_fused.datasets.synthetic import SyntheticDataset
 from dlrm_fused.errors import ConfigError
@@ -216,6 +218,15 @@ class TestSyntheticLabels:
         assert torch.equal(alone.labels, among.labels[:, 0])
         assert torch.equal(alone.dense, among.dense)
         assert torch.equal(alone.sparse.values(), among.sparse.values())
+
+    def test_are_written_to_a_prepared_set(self, tmp_path) -> None:
+        sizes = [f"--{split}-samples" for split in ("train", "validation", "test")]
+        options = ["--tables", "2", "--rows", "20", "--labels", "2", *(word for size in sizes for word in (size, "60"))]
+        assert cli.main(["synthetic", "--output", str(tmp_path / "set"), *options]) == 0
+        settings = replace(Config().data.synthetic, tables=2, rows=[20], labels=2)
+        rows = torch.arange(60)
+        written = PreparedDataset(tmp_path / "set").read(Split.test, rows).labels
+        assert torch.equal(written, SyntheticDataset(settings, 1, CPU).read(Split.test, rows).labels)
 
     def test_each_has_effects_of_its_own_and_is_as_easy_to_predict(self) -> None:
         settings = replace(Config().data.synthetic, tables=6, rows=[200], labels=2, test_samples=20_000)
