@@ -54,7 +54,8 @@ def evaluate(
     with loader:
         for batch in loader:
             _, output = model(batch.to(device, non_blocking=True))
-            for of_label, logits, labels in zip(metrics.values(), *map(by_label, (output.logits, output.labels)), strict=True):
+            by_metrics = zip(metrics.values(), by_label(output.logits), by_label(output.labels), strict=True)
+            for of_label, logits, labels in by_metrics:
                 of_label.update(logits, labels, output.sample_weights)
             if observe is not None:
                 observe(output)
