@@ -52,7 +52,7 @@ def evaluate(
         checkpoint: ``best``, ``last`` or a step.
         split: ``train``, ``validation`` or ``test``.
         overrides: ``key=value`` settings that replace those of the run.
-        predictions: a Parquet file to write the prediction and label of every sample to.
+        predictions: a Parquet file to write the predictions and labels of every sample to.
     """
     from dlrm_fused.training.runtime import run_with_error_reporting
 
@@ -98,5 +98,7 @@ def export_on(
 
     quality = export_run(run, checkpoint, output, table_dtype, split, overrides)
     print(f"{output}: tables in {table_dtype}")
-    print(f"AUC of {quality.samples} {quality.split} samples: {quality.auc:.6f}; in fp32: {quality.auc_fp32:.6f}")
-    print(f"difference of AUC: {quality.auc_difference:+.6f}")
+    for label, each in quality.items():
+        of_label = f" of {label}" if len(quality) > 1 else ""
+        print(f"AUC{of_label} of {each.samples} {each.split} samples: {each.auc:.6f}; in fp32: {each.auc_fp32:.6f}")
+        print(f"difference of AUC{of_label}: {each.auc_difference:+.6f}")

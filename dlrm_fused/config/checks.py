@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dlrm_fused.config.registry import DataSource, ModelKind
-from dlrm_fused.config.schema import CacheHints, Comm, Config, EmbeddingOptimizerKind, ModelConfig
+from dlrm_fused.config.schema import CacheHints, Comm, Config, DataConfig, EmbeddingOptimizerKind, ModelConfig
 from dlrm_fused.config.setting import check_bounds, require
 
 
@@ -34,6 +34,10 @@ def _check_data(config: Config) -> None:
     data, synthetic = config.data, config.data.synthetic
     if data.source in (DataSource.prepared, DataSource.parquet, DataSource.criteo_npy):
         require(bool(data.path), "data.path", repr(data.path), f"the data set's folder, for data.source={data.source.name}")
+    if data.source is not DataSource.parquet:
+        words = "with data.source=parquet alone; other data state their labels and weights"
+        require(data.labels == DataConfig().labels, "data.labels", data.labels, words)
+        require(not data.sample_weight, "data.sample_weight", data.sample_weight, words)
     for key in ("rows", "pooling"):
         values: list[int] = getattr(synthetic, key)
         valid = len(values) in (1, synthetic.tables) and all(v >= 1 for v in values)

@@ -12,6 +12,8 @@ from typing import Any, get_type_hints
 from dlrm_fused.config.schema import Config, TableConfig
 
 TABLES = "embedding.tables"
+# Types of settings that have a member for each table or label, and those of their members.
+_BY_NAME: dict[Any, Any] = {dict[str, TableConfig]: TableConfig, dict[str, float]: float}
 
 _IN_WORDS = {
     int: "a whole number",
@@ -19,7 +21,9 @@ _IN_WORDS = {
     bool: "true or false",
     str: "a text",
     list[int]: "a list of whole numbers, such as [64,32]",
+    list[str]: "a list of texts, such as [clicked,bought]",
     dict[str, TableConfig]: "a group of settings for each table, by its name",
+    dict[str, float]: "a number for each label, by its name",
 }
 
 
@@ -38,7 +42,7 @@ def _keys_of(schema: Any, prefix: str) -> Iterator[str]:
 
 def member_type(group: Any, name: str) -> Any:
     """The type of a setting of a group; None for a name that the group does not have."""
-    return TableConfig if group == dict[str, TableConfig] else _types(group).get(name)
+    return _BY_NAME[group] if group in _BY_NAME else _types(group).get(name)
 
 
 @cache
@@ -56,7 +60,7 @@ def type_of(key: str) -> Any:
 
 def is_group(kind: Any) -> bool:
     """Whether a setting of this type has settings of its own."""
-    return is_dataclass(kind) or kind == dict[str, TableConfig]
+    return is_dataclass(kind) or kind in _BY_NAME
 
 
 def allowed(kind: Any) -> str:

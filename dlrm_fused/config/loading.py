@@ -53,7 +53,7 @@ def to_yaml(config: Config) -> str:
 
 
 def flatten(config: Config) -> dict[str, object]:
-    """Every setting by its dotted key, enumerations by name; for comparing two configs."""
+    """Every setting by its dotted key, members by name as a whole, enumerations by name; for comparing two configs."""
     return dict(_flatten(_settings(config), ""))
 
 
@@ -67,11 +67,13 @@ def _with_names_of_enumerations(settings: Iterable[tuple[str, Any]]) -> dict[str
 
 
 def _flatten(tree: dict[str, Any], prefix: str) -> Iterable[tuple[str, object]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
+    settings = known_keys()
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and key not in settings:
+            yield from _flatten(value, f"{key}.")
         else:
-            yield f"{prefix}{key}", value
+            yield key, value
 
 
 def _read_yaml(path: Path) -> DictConfig:
@@ -152,7 +154,7 @@ def _check_tree(tree: Mapping[Any, Any], group: Any, prefix: str, origin: str) -
 def _has_shape(value: Any, kind: Any) -> bool:
     if is_group(kind):
         return isinstance(value, dict)
-    if kind == list[int] and isinstance(value, list):
+    if kind in (list[int], list[str]) and isinstance(value, list):
         return all(_has_shape(member, int) for member in value)
     return not isinstance(value, (dict, list)) and value != _MISSING
 

@@ -15,6 +15,7 @@ from dlrm_fused.config.setting import (
     POSITIVE,
     at_least,
     between,
+    different,
     each_positive,
     matching,
     multiple_of,
@@ -169,6 +170,8 @@ class SyntheticConfig:
     train_samples: int = setting(1_000_000, at_least(1))
     validation_samples: int = setting(100_000, at_least(1))
     test_samples: int = setting(100_000, at_least(1))
+    # Labels, each with effects of its own.
+    labels: int = setting(1, at_least(1))
     # Standard deviation of the planted logit: larger is easier to predict.
     signal: float = setting(2.0, at_least(0))
     # Groups of samples, told by their dense features, whose labels follow different rules; 1 for one rule.
@@ -186,6 +189,9 @@ class DataConfig:
     path: str = ""
     # Rows that are shuffled together; 0 keeps the order of the files. Where a config does not set it, parquet has its own.
     shuffle_window_rows: int = setting(16_777_216, at_least(0))
+    # Of parquet: columns of labels, the first of which decides which checkpoint is best; a column of samples' weights, or none.
+    labels: list[str] = setting(["label"], different("one or more different columns"))
+    sample_weight: str = ""
     # Threads that assemble batches, and batches each rank holds ready.
     workers: int = setting(2, at_least(1))
     prefetch_batches: int = setting(4, at_least(1))
@@ -216,7 +222,7 @@ class ExpertsConfig:
 @dataclass
 class ModelConfig:
     kind: ModelKind = ModelKind.dlrm
-    # Widths of the layers; the bottom one must end with embedding.dim, the top one with 1.
+    # Widths of the layers; the bottom one must end with embedding.dim, the top one with 1, which is that of each label.
     bottom_mlp: list[int] = setting([512, 256, 64], _WIDTHS)
     top_mlp: list[int] = setting([512, 256, 1], _WIDTHS)
     # DCNv2 only: number of low-rank cross layers and their rank.
@@ -313,7 +319,9 @@ class TrainingConfig:
     compile: Compile = Compile.auto
     dense_optimizer: DenseOptimizerConfig = field(default_factory=DenseOptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    # Ends training as soon as an evaluation reaches this AUC; 0 never does.
+    # Weights of the labels' losses, by name, for data of several labels; 1 where none is given.
+    task_weights: dict[str, float] = setting({}, at_least(0))
+    # Ends training as soon as an evaluation reaches this AUC, of the first label; 0 never does.
     target_auc: float = setting(0.0, between(0, 1))
 
 
@@ -325,7 +333,7 @@ class EvaluationConfig:
     global_batch_size: int = setting(65_536, at_least(1))
     # Samples of an evaluation during training; 0 takes the whole split.
     max_samples: int = setting(0, at_least(0))
-    # Ends training after so many evaluations in a row without a new best AUC; 0 never does.
+    # Ends training after so many evaluations in a row without a new best AUC, of the first label; 0 never does.
     patience: int = setting(0, at_least(0))
 
 

@@ -27,11 +27,11 @@ def setting(default: Any, bound: Bound | None = None, *, used: Callable[[Any], b
 
     Args:
         default: its value; a list or a group is copied for each owner.
-        bound: holds for every value; None allows all of its type.
+        bound: holds for every value, of numbers by name for each of them; None allows all of its type.
         used: asked of the whole config, whether the setting means something there; otherwise its bound does not hold.
     """
     metadata = {_BOUND: bound, _USED: used}
-    if isinstance(default, list):
+    if isinstance(default, list | dict):
         return field(default_factory=lambda: copy.copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
@@ -56,7 +56,10 @@ def _bounded(group: Any, prefix: str) -> Iterator[tuple[str, Any, Bound | None, 
             yield from _bounded(value, f"{key}.")
         elif isinstance(value, dict):
             for name, member in value.items():
-                yield from _bounded(member, f"{key}.{name}.")
+                if is_dataclass(member):
+                    yield from _bounded(member, f"{key}.{name}.")
+                else:
+                    yield f"{key}.{name}", member, each.metadata.get(_BOUND), each.metadata.get(_USED)
         else:
             yield key, value, each.metadata.get(_BOUND), each.metadata.get(_USED)
 
@@ -90,6 +93,11 @@ def one_of(*choices: str) -> Bound:
 def each_positive(words: str, *, minimum_length: int = 0) -> Bound:
     """Of a list of int."""
     return Bound(lambda values: len(values) >= minimum_length and all(value >= 1 for value in values), words)
+
+
+def different(words: str) -> Bound:
+    """Of a list of one or more, no two of which are the same."""
+    return Bound(lambda values: 0 < len(values) == len(set(values)), words)
 
 
 def matching(pattern: str, words: str) -> Bound:

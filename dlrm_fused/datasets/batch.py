@@ -24,10 +24,11 @@ class Samples:
     Attributes:
         dense: [b, D] float32.
         sparse: ids of all sparse features, feature after feature; lengths int32 [F * b].
-        labels: [b] float32, each 0 or 1.
+        labels: [b] float32, each 0 or 1; [b, L] of L > 1 labels, in the order of the schema.
         tokens: ids of all token features, keys in the order of the schema, of stride b * T: bag i * T + t is token t of
             sample i; None without token features.
         history_lengths: [b] int32, n of each sample; None without token features.
+        weights: [b] float32, what each sample counts, 0 or more; None where all count the same.
     """
 
     dense: Tensor
@@ -35,6 +36,7 @@ class Samples:
     labels: Tensor
     tokens: KeyedJaggedTensor | None = None
     history_lengths: Tensor | None = None
+    weights: Tensor | None = None
 
 
 _Moved = TypeVar("_Moved", Tensor, KeyedJaggedTensor)
@@ -47,10 +49,12 @@ class Batch(Pipelineable):
     Attributes:
         dense: [b, D] float32.
         sparse: ids of all sparse features, keys in the order of the schema; values int32 or int64, lengths int32 [F * b].
-        labels: [b] float32, each 0 or 1.
+        labels: as in :class:`Samples`.
         weights: [b] float32, 1 for a sample and 0 for padding: b is the same on all ranks, however uneven their shares.
         global_size: samples of this batch over all ranks, padding not counted.
         tokens, history_lengths: as in :class:`Samples`; padding has a history of length 0, and no ids for its candidate.
+        sample_weights: [b] float32, what each sample counts in the loss and the metrics, 0 for padding; None where that is
+            ``weights``.
     """
 
     dense: Tensor
@@ -60,12 +64,14 @@ class Batch(Pipelineable):
     global_size: int
     tokens: KeyedJaggedTensor | None = None
     history_lengths: Tensor | None = None
+    sample_weights: Tensor | None = None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         return self._with_each(lambda part: part.to(device, non_blocking=non_blocking))
 
     def record_stream(self, stream: torch.Stream) -> None:
-        for part in (self.dense, self.sparse, self.labels, self.weights, self.tokens, self.history_lengths):
+        always = (self.dense, self.sparse, self.labels, self.weights)
+        for part in (*always, self.tokens, self.history_lengths, self.sample_weights):
             if part is not None:
                 part.record_stream(stream)
 
@@ -81,6 +87,7 @@ class Batch(Pipelineable):
             global_size=self.global_size,
             tokens=None if self.tokens is None else move(self.tokens),
             history_lengths=None if self.history_lengths is None else move(self.history_lengths),
+            sample_weights=None if self.sample_weights is None else move(self.sample_weights),
         )
 
 

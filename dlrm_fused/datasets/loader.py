@@ -203,25 +203,36 @@ def _as_batch(samples: Samples, share: int, global_size: int, world_size: int) -
     padded_share, size = -(-global_size // world_size), len(samples.labels)
     if padded_share > size:
         samples = _pad(samples, padded_share - size)
-    weights = torch.ones_like(samples.labels)
+    weights = samples.labels.new_ones(len(samples.labels))
     if share < len(weights):
         weights[share:] = 0
-    return Batch(samples.dense, samples.sparse, samples.labels, weights, global_size, samples.tokens, samples.history_lengths)
+    sample_weights = None if samples.weights is None else samples.weights * weights
+    return Batch(
+        samples.dense,
+        samples.sparse,
+        samples.labels,
+        weights,
+        global_size,
+        samples.tokens,
+        samples.history_lengths,
+        sample_weights,
+    )
 
 
 def _pad(samples: Samples, count: int) -> Samples:
     """Append ``count`` samples without any ids, so that they touch no row of a table."""
     tokens, lengths = samples.tokens, samples.history_lengths
     if tokens is not None and lengths is not None:
-        tokens_per_sample = tokens.stride() // samples.labels.numel()
+        tokens_per_sample = tokens.stride() // len(samples.labels)
         tokens = _with_empty_bags(tokens, count * tokens_per_sample)
         lengths = torch.nn.functional.pad(lengths, (0, count))
     return Samples(
         dense=torch.nn.functional.pad(samples.dense, (0, 0, 0, count)),
         sparse=_with_empty_bags(samples.sparse, count),
-        labels=torch.nn.functional.pad(samples.labels, (0, count)),
+        labels=torch.nn.functional.pad(samples.labels, (0, 0) * (samples.labels.dim() - 1) + (0, count)),
         tokens=tokens,
         history_lengths=lengths,
+        weights=None if samples.weights is None else torch.nn.functional.pad(samples.weights, (0, count)),
     )
 
 

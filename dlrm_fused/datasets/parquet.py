@@ -28,7 +28,7 @@ from dlrm_fused.datasets.parquet_files import (
 )
 from dlrm_fused.datasets.row_group_cache import RowGroupCache
 from dlrm_fused.datasets.row_group_order import RowGroupOrder, equal_runs
-from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
+from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature, labels_shape
 from dlrm_fused.datasets.storage import ranges
 from dlrm_fused.errors import ConfigError, DataError
 
@@ -39,7 +39,7 @@ class ParquetDataset:
     Memory is that of the row groups in use, see :class:`~dlrm_fused.datasets.row_group_cache.RowGroupCache`.
 
     Args:
-        config: ``data.path``, ``data.workers``, ``embedding.rows`` and ``embedding.max_rows`` are used.
+        config: ``data``, ``embedding.rows`` and ``embedding.max_rows`` are used.
 
     Raises:
         ConfigError: if ``embedding.rows`` is missing although the files do not state the rows of all tables, or has another
@@ -64,7 +64,7 @@ class ParquetDataset:
         groups, schema = next(iter(opened.values()))
         for others, other_schema in opened.values():
             check_same_columns(other_schema, str(others[0].path), schema, str(groups[0].path))
-        self._columns = columns_of(schema, groups[0].path)
+        self._columns = columns_of(schema, groups[0].path, config.data.labels, config.data.sample_weight)
         self.stored_schema = stored = _stored_schema(schema, groups, self._columns, config)
         self.schema = stored.with_table_rows(rows_of_tables(config, [feature.rows for feature in stored.tables]))
         pool = ThreadPoolExecutor(config.data.workers, thread_name_prefix="parquet")
@@ -92,7 +92,8 @@ class ParquetDataset:
         requested = groups.request(positions)
         features = self.schema.sparse_features
         dense = np.empty((positions.size, len(self._columns.dense)), np.float32)
-        labels = np.empty(positions.size, np.float32)
+        labels = np.empty((positions.size, *labels_shape(self.schema.labels)), np.float32)
+        weights = np.empty(positions.size, np.float32) if self.schema.has_weights else None
         # As in the row groups, a row for each sample; transposed when complete.
         single = np.empty((positions.size, len(features) - len(self._columns.jagged)), np.int32)
         lengths = {name: np.empty(positions.size, np.int64) for name in self._columns.jagged}
@@ -101,7 +102,9 @@ class ParquetDataset:
             group = requested[number].result()
             # With "clip", NumPy writes to `out` without a copy between; all are in range.
             group.dense.take(within, axis=0, out=dense[run], mode="clip")
-            group.labels.take(within, out=labels[run], mode="clip")
+            group.labels.take(within, axis=0, out=labels[run], mode="clip")
+            if weights is not None and group.weights is not None:
+                group.weights.take(within, out=weights[run], mode="clip")
             group.single.take(within, axis=0, out=single[run], mode="clip")
             for name, (values, offsets) in group.jagged.items():
                 starts = offsets.take(within).astype(np.int64)
@@ -117,6 +120,7 @@ class ParquetDataset:
                 positions.size,
             ),
             labels=torch.from_numpy(labels),
+            weights=None if weights is None else torch.from_numpy(weights),
         )
 
     def _groups(self, split: Split) -> _SplitGroups:
@@ -170,7 +174,7 @@ def _stored_schema(schema: pa.Schema, groups: Sequence[RowGroup], columns: Colum
         SparseFeature(name, rows, factor, jagged=name in columns.jagged)
         for name, rows, factor in zip(columns.sparse, table_rows, factors, strict=True)
     )
-    return DatasetSchema(columns.dense, tuple(features))
+    return DatasetSchema(columns.dense, tuple(features), labels=columns.labels, has_weights=bool(columns.sample_weight))
 
 
 def open_parquet(config: Config, device: torch.device) -> ParquetDataset:

@@ -5,14 +5,16 @@ The columns of all files are the same, and their types tell what they are:
 ==========================  ==============================================================================
 column                      content
 ==========================  ==============================================================================
-``label``                   0 or 1, of any numeric type or bool
+a label                     0 or 1, of any numeric type or bool
+the weight of samples       what each sample counts, finite and 0 or more, of any numeric type; there need be none
 floating-point numbers      a dense feature, already transformed
 whole numbers               ids of a sparse feature, one a sample
 lists of whole numbers      ids of a jagged sparse feature
 ==========================  ==============================================================================
 
-Nulls are not allowed. The metadata of the field of a sparse feature may state the ``rows`` of its table and its
-``pooling_factor``, as ``data/prepare.py parquet`` writes them.
+The config names the columns of labels, unless there is one called ``label``, and that of weights. Nulls are not allowed. The
+metadata of the field of a sparse feature may state the ``rows`` of its table and its ``pooling_factor``, as
+``data/prepare.py parquet`` writes them.
 """
 
 from __future__ import annotations
@@ -27,11 +29,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from dlrm_fused.datasets.schema import SparseFeature
-from dlrm_fused.datasets.storage import check_below, check_finite
+from dlrm_fused.datasets.schema import SparseFeature, labels_shape
+from dlrm_fused.datasets.storage import check_below, check_finite, check_weights
 from dlrm_fused.errors import DataError
 
-LABEL = "label"
 ROWS, POOLING_FACTOR = b"rows", b"pooling_factor"
 _REMEDY = "correct the file"
 
@@ -60,11 +61,15 @@ class Columns:
         dense: names.
         sparse: names.
         jagged: names of those sparse features whose columns hold lists.
+        labels: names, in the order of the config.
+        sample_weight: the name, empty where samples have no weights.
     """
 
     dense: tuple[str, ...]
     sparse: tuple[str, ...]
     jagged: frozenset[str]
+    labels: tuple[str, ...]
+    sample_weight: str
 
 
 @dataclass(frozen=True)
@@ -72,16 +77,18 @@ class DecodedRowGroup:
     """The samples of a row group, checked.
 
     Attributes:
-        labels: [n] float32, 0 or 1.
+        labels: [n] float32, 0 or 1; [n, L] of several labels.
         dense: [n, D] float32.
         single: [n, S] int32, ids of the sparse features that are not jagged.
         jagged: of each jagged feature, its ids [total] int32, and where each sample's begin, [n + 1].
+        weights: [n] float32, 0 or more; None where samples have no weights.
     """
 
     labels: NDArray[np.float32]
     dense: NDArray[np.float32]
     single: NDArray[np.int32]
     jagged: dict[str, tuple[NDArray[np.int32], NDArray[Any]]]
+    weights: NDArray[np.float32] | None
 
 
 def open_files(folder: Path) -> tuple[list[RowGroup], pa.Schema]:
@@ -133,20 +140,26 @@ def check_same_columns(schema: pa.Schema, path: str, expected: pa.Schema, expect
         )
 
 
-def columns_of(schema: pa.Schema, path: Path) -> Columns:
+def columns_of(schema: pa.Schema, path: Path, labels: Sequence[str], sample_weight: str) -> Columns:
     """What the columns mean.
+
+    Args:
+        labels: ``data.labels``.
+        sample_weight: ``data.sample_weight``.
 
     Raises:
         DataError: if a column has a type that no feature has, or there is no label, dense or sparse feature.
     """
     dense, sparse, jagged = [], [], set()
+    named = [*labels, *([sample_weight] if sample_weight else [])]
     for field in schema:
         kind = field.type
         if schema.names.count(field.name) > 1:
             raise DataError(f"{path}: several columns are named {field.name}; rename them")
-        if field.name == LABEL:
+        if field.name in named:
             if not (pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)):
-                raise DataError(f"{path}: column {LABEL} is {kind}, allowed: numbers or bool, all 0 or 1; {_REMEDY}")
+                allowed = "numbers, 0 or more" if field.name == sample_weight else "numbers or bool, all 0 or 1"
+                raise DataError(f"{path}: column {field.name} is {kind}, allowed: {allowed}; {_REMEDY}")
         elif pa.types.is_floating(kind):
             dense.append(field.name)
         elif pa.types.is_integer(kind):
@@ -160,13 +173,14 @@ def columns_of(schema: pa.Schema, path: Path) -> Columns:
                 "lists of them (ids of a sparse feature); leave it out, or prepare the files with data/prepare.py table"
             )
     for name, there in {
-        f"column {LABEL} is": LABEL in schema.names,
+        **{f"column {name}, of data.labels, is": name in schema.names for name in labels},
+        **({f"column {sample_weight}, of data.sample_weight, is": sample_weight in schema.names} if sample_weight else {}),
         "a column of floating-point numbers, for a dense feature, is": dense,
         "a column of whole numbers, for a sparse feature, is": sparse,
     }.items():
         if not there:
             raise DataError(f"{path}: {name} missing; its columns are {', '.join(schema.names)}")
-    return Columns(tuple(dense), tuple(sparse), frozenset(jagged))
+    return Columns(tuple(dense), tuple(sparse), frozenset(jagged), tuple(labels), sample_weight)
 
 
 def stated_rows(schema: pa.Schema, feature: str) -> int | None:
@@ -223,8 +237,8 @@ def decode(group: RowGroup, columns: Columns, features: Sequence[SparseFeature],
         table_rows: of each; ids are taken modulo them.
 
     Raises:
-        DataError: if the file is damaged, or holds a null, a label other than 0 and 1, a dense value that is not finite, or
-            an id out of range; names the file, the row group and the column.
+        DataError: if the file is damaged, or holds a null, a label other than 0 and 1, a dense value or weight that cannot be,
+            or an id out of range; names the file, the row group and the column.
     """
     try:
         # The footer is at hand, so that opening the file reads nothing.
@@ -248,7 +262,9 @@ def decode(group: RowGroup, columns: Columns, features: Sequence[SparseFeature],
             jagged[feature.name] = (_ids_of_table(ids, feature, rows, group), offsets - offsets[0])
         else:
             next(into)[:] = _ids_of_table(_values(array), feature, rows, group)
-    return DecodedRowGroup(_labels(table, group), dense, single, jagged)
+    labels = np.stack([_label(table, name, group) for name in columns.labels], axis=1)
+    shape = (table.num_rows, *labels_shape(columns.labels))
+    return DecodedRowGroup(labels.reshape(shape), dense, single, jagged, _weights(table, columns, group))
 
 
 def _array(table: pa.Table, name: str, group: RowGroup) -> pa.Array:
@@ -273,9 +289,19 @@ def _ids_of_table(ids: NDArray[Any], feature: SparseFeature, table_rows: int, gr
     return ids % np.int32(table_rows) if table_rows < feature.rows else ids
 
 
-def _labels(table: pa.Table, group: RowGroup) -> NDArray[np.float32]:
-    labels = _values(_array(table, LABEL, group)).astype(np.float32)
+def _label(table: pa.Table, name: str, group: RowGroup) -> NDArray[np.float32]:
+    labels = _values(_array(table, name, group)).astype(np.float32)
     wrong = labels[(labels != 0) & (labels != 1)]
     if wrong.size:
-        raise DataError(f"{group}: a label is {wrong[0]:g}, allowed: 0 and 1; {_REMEDY}")
+        raise DataError(f"{group}, column {name}: a label is {wrong[0]:g}, allowed: 0 and 1; {_REMEDY}")
     return labels
+
+
+def _weights(table: pa.Table, columns: Columns, group: RowGroup) -> NDArray[np.float32] | None:
+    name = columns.sample_weight
+    if not name:
+        return None
+    with np.errstate(over="ignore"):  # becomes infinite, which is told
+        weights = _values(_array(table, name, group)).astype(np.float32)
+    check_weights(weights, f"{group}, column {name}", _REMEDY)
+    return weights

@@ -14,8 +14,8 @@ from dlrm_fused.config import Config, Split
 from dlrm_fused.datasets.batch import Samples, sparse_from_features
 from dlrm_fused.datasets.interactions import HistoryWindows, Interactions
 from dlrm_fused.datasets.opening import folder_of, rows_of_tables
-from dlrm_fused.datasets.schema import SCHEMA_FILE, PreparedInfo, SparseFeature
-from dlrm_fused.datasets.storage import IdColumns, check_finite, check_labels, map_array
+from dlrm_fused.datasets.schema import SCHEMA_FILE, PreparedInfo, SparseFeature, labels_shape
+from dlrm_fused.datasets.storage import IdColumns, check_finite, check_labels, check_weights, map_array
 from dlrm_fused.errors import DataError
 
 
@@ -60,6 +60,7 @@ class PreparedDataset:
             dense=torch.from_numpy(files.read_dense(positions)),
             sparse=sparse_from_features(names, _take_modulo(ids, self._sparse_modulo), lengths, positions.size),
             labels=torch.from_numpy(files.read_labels(positions)),
+            weights=files.read_weights(positions),
         )
         if self._interactions is not None and files.windows is not None:
             windows = files.windows.read(positions)
@@ -99,7 +100,8 @@ class _SplitFiles:
             raise DataError(f"{folder / SCHEMA_FILE}: split {split.name} has {self.samples} samples, expected 1 or more")
         path = folder / split.name
         self._dense = map_array(path / "dense.npy", [self.samples, len(schema.dense_features)], ["float32"])
-        self._labels = map_array(path / "labels.npy", [self.samples], ["uint8"])
+        self._labels = map_array(path / "labels.npy", [self.samples, *labels_shape(schema.labels)], ["uint8"])
+        self._weights = map_array(path / "weights.npy", [self.samples], ["float32"]) if schema.has_weights else None
         self.ids = IdColumns(path, schema.sparse_features, self.samples, self._where)
         self.windows = HistoryWindows(path, self.samples, info) if schema.token_features else None
 
@@ -109,9 +111,16 @@ class _SplitFiles:
         return dense
 
     def read_labels(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        labels = self._labels.take(rows)
+        labels = self._labels.take(rows, axis=0)
         check_labels(labels, self._where)
         return labels.astype(np.float32)
+
+    def read_weights(self, rows: NDArray[np.int64]) -> Tensor | None:
+        if self._weights is None:
+            return None
+        weights = self._weights.take(rows)
+        check_weights(weights, self._where)
+        return torch.from_numpy(weights)
 
 
 def open_prepared(config: Config, device: torch.device) -> PreparedDataset:

@@ -6,7 +6,8 @@ and one folder per split (``train``, ``validation``, ``test``) of ``.npy`` files
 ===========================  ==================  ==========================================================
 file                         shape, dtype        content
 ===========================  ==================  ==========================================================
-``labels.npy``               [rows] uint8        0 or 1
+``labels.npy``               [rows] uint8        0 or 1; [rows, L] of L > 1 labels
+``weights.npy``              [rows] float32      what each sample counts, 0 or more; only in sets with weights
 ``dense.npy``                [rows, D] float32   dense features, already transformed
 ``single.npy``               [rows, S] int32     ids of the features with exactly one id a sample, in schema order
 ``<feature>.values.npy``     [total] int32       ids of a jagged feature, sample after sample
@@ -31,10 +32,13 @@ from typing import Any
 
 from dlrm_fused.errors import DataError
 
-FORMAT_VERSION = 2
-READABLE_VERSIONS = (1, 2)  # 1 had no token features
+FORMAT_VERSION = 3
+READABLE_VERSIONS = (1, 2, 3)  # 1 had no token features, 2 one label and no weights
 SCHEMA_FILE = "dataset.json"
 INTERACTIONS = "interactions"
+LABEL = "label"
+# What a set of version 2 has not, as it is there; left out of the file, such a set is what earlier releases wrote and read.
+_SINCE_VERSION_3 = {"labels": (LABEL,), "has_weights": False}
 
 
 @dataclass(frozen=True)
@@ -56,21 +60,30 @@ class SparseFeature:
     history_only: bool = False
 
 
+def labels_shape(labels: Sequence[str]) -> tuple[int, ...]:
+    """What follows the number of samples in the shape of the labels of these names."""
+    return (len(labels),) if len(labels) > 1 else ()
+
+
 @dataclass(frozen=True)
 class DatasetSchema:
-    """The features of a data set; every sample has a label in {0, 1}.
+    """The features of a data set, and its labels, each in {0, 1}.
 
     Attributes:
         dense_features: names of the dense features, at least one.
         sparse_features: in the order in which batches hold them.
         token_features: likewise; features of a past interaction, or of the candidate.
         history_length: past interactions of a sample, at most; 0 without token features.
+        labels: names of the labels; the one of a set with one label is ``label``, whatever its column was.
+        has_weights: whether samples count differently.
     """
 
     dense_features: tuple[str, ...]
     sparse_features: tuple[SparseFeature, ...]
     token_features: tuple[SparseFeature, ...] = ()
     history_length: int = 0
+    labels: tuple[str, ...] = (LABEL,)
+    has_weights: bool = False
 
     @property
     def tables(self) -> tuple[SparseFeature, ...]:
@@ -102,6 +115,10 @@ class PreparedInfo:
     def save(self, folder: Path) -> None:
         """Write ``dataset.json``; call it last, since its presence marks a complete set."""
         content = {"format_version": FORMAT_VERSION, **asdict(self)}
+        if all(content["schema"][name] == value for name, value in _SINCE_VERSION_3.items()):
+            content["format_version"] = 2
+            for name in _SINCE_VERSION_3:
+                del content["schema"][name]
         temporary = folder / (SCHEMA_FILE + ".partial")
         temporary.write_text(json.dumps(content, indent=2) + "\n")
         temporary.replace(folder / SCHEMA_FILE)
@@ -124,6 +141,8 @@ class PreparedInfo:
                     sparse_features=tuple(SparseFeature(**feature) for feature in schema["sparse_features"]),
                     token_features=tuple(SparseFeature(**feature) for feature in schema.get("token_features", ())),
                     history_length=schema.get("history_length", 0),
+                    labels=tuple(schema.get("labels", (LABEL,))),
+                    has_weights=schema.get("has_weights", False),
                 ),
                 **content,
             )
@@ -135,7 +154,7 @@ class PreparedInfo:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{path}: damaged ({type(error).__name__}: {error}); prepare the set again") from None
         if version not in READABLE_VERSIONS:
-            known = " and ".join(map(str, READABLE_VERSIONS))
+            known = ", ".join(map(str, READABLE_VERSIONS))
             raise DataError(f"{path}: format version {version}, this release reads {known}; prepare the set again")
         if reason:
             raise DataError(f"{path}: {reason}; prepare the set again")
@@ -150,6 +169,8 @@ def _contradiction(info: PreparedInfo) -> str | None:
     if not info.schema.dense_features:
         return "no dense features, expected one or more"
     schema = info.schema
+    if not schema.labels or len(set(schema.labels)) < len(schema.labels):
+        return f"labels are {', '.join(schema.labels) or 'none'}, expected one or more different names"
     names = [feature.name for feature in schema.tables]
     for feature in schema.tables:
         if names.count(feature.name) > 1:

@@ -77,6 +77,13 @@ def check_labels(labels: NDArray[Any], where: str) -> None:
         raise DataError(f"{where}: a label is {low if low < 0 else high}, allowed: 0 and 1; prepare the set again")
 
 
+def check_weights(weights: NDArray[np.float32], where: str, remedy: str = _PREPARE_AGAIN) -> None:
+    """Raise DataError unless all weights of samples are finite and 0 or more."""
+    wrong = weights[~((weights >= 0) & (weights < np.inf))]
+    if wrong.size:
+        raise DataError(f"{where}: the weight of a sample is {wrong[0]:g}, allowed: finite numbers, 0 or more; {remedy}")
+
+
 class IdColumns:
     """The mapped ids of several features: ``single.npy``, and values and offsets of each jagged feature.
 

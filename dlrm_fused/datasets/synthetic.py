@@ -5,7 +5,7 @@ and GPU, and any position is reached directly. Up to the probability of the labe
 round nowhere.
 
 Letters in shapes: b samples, F tables of sample features, P slots (the most ids that a sample has in all of them together),
-D dense features, T tokens of a sample.
+D dense features, L labels, T tokens of a sample.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dlrm_fused.config import Config, Split, SyntheticConfig
 from dlrm_fused.datasets.batch import Samples
 from dlrm_fused.datasets.hashing import combine, derive_key, shift_right, split_mix
 from dlrm_fused.datasets.opening import rows_of_tables
-from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
+from dlrm_fused.datasets.schema import LABEL, DatasetSchema, SparseFeature, labels_shape
 from dlrm_fused.versions import has_c_compiler
 
 # Ids follow an inverse distribution function that is interpolated between 4,096 quantiles, kept in units of 1 / 256 row.
@@ -44,8 +44,8 @@ _CALIBRATION_SAMPLES = 16_384
 # So few ids are drawn in less time than it takes to launch the kernels that draw them.
 _FEW_VALUES = 2**19
 _MOST_BATCHES_AT_ONCE = 15
-# Mean and deviation of the scores by what decides them: a program that trains and evaluates opens the same set twice.
-_score_statistics: dict[str, tuple[float, float]] = {}
+# Mean and deviation of each label's scores by what decides them: a program that trains and evaluates opens the same set twice.
+_score_statistics: dict[str, list[tuple[float, float]]] = {}
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,9 @@ class SyntheticDataset:
     With more than one of ``settings.segments``, dense features tell a sample's segment and nothing else: each is normal around
     a mean of the segment. Tables count by the rule of the segment: which tables of a group of ``_RULE_TABLES`` have a positive
     mean effect decides what the group adds, and every segment has random numbers of its own for these patterns.
+
+    With more than one of ``settings.labels``, each has effects and rules of its own, and is drawn by itself; what a history
+    adds is the same for all. The first one is that of a set with one label.
 
     Args:
         settings: numbers of tables, rows, ids and samples, and the strength of the signal.
@@ -92,9 +95,10 @@ class SyntheticDataset:
             for i, (rows, pooling) in enumerate(zip(self._columns.rows, self._columns.pooling, strict=True))
         )
         dense = tuple(f"dense_{i}" for i in range(settings.dense_features))
-        self.schema = DatasetSchema(dense, features, _token_features(settings, rows), settings.history_length)
+        labels = (LABEL,) if settings.labels == 1 else tuple(f"{LABEL}_{i}" for i in range(settings.labels))
+        self.schema = DatasetSchema(dense, features, _token_features(settings, rows), settings.history_length, labels)
         self._names = [feature.name for feature in features]
-        self._center, self._scale = _calibrate(settings, rows, seed)
+        self._center, self._scale = torch.tensor(_calibrate(settings, rows, seed), dtype=torch.float64, device=device)
         self._has_equal_samples = not settings.jagged and not settings.history_length
 
     def samples(self, split: Split) -> int:
@@ -102,8 +106,7 @@ class SyntheticDataset:
 
     def read(self, split: Split, rows: Tensor) -> Samples:
         drawn = self._columns.draw(self._keys[split], rows)
-        labels = (drawn.label_uniform < self._probability(drawn)).float()
-        samples = Samples(drawn.dense, self._sparse(drawn), labels)
+        samples = Samples(drawn.dense, self._sparse(drawn), self._labels(drawn))
         if drawn.history is not None:
             samples.tokens = self._tokens(drawn.history)
             samples.history_lengths = drawn.history.lengths.int()
@@ -120,9 +123,9 @@ class SyntheticDataset:
         if len(rows) == 1 or not self._has_equal_samples:
             return [self.read(split, own) for own in rows]
         drawn = self._columns.draw(self._keys[split], rows.flatten())
-        labels = (drawn.label_uniform < self._probability(drawn)).float()
+        labels = self._labels(drawn).unflatten(0, rows.shape)
         layout = self._layout(rows.shape[1])
-        dense, ids, labels = (column.view(len(rows), -1) for column in (drawn.dense, drawn.ids, labels))
+        dense, ids = (column.view(len(rows), -1) for column in (drawn.dense, drawn.ids))
         values = ids.index_select(1, layout.feature_major)
         shape = rows.shape[1], drawn.dense.shape[1]
         return [
@@ -130,20 +133,30 @@ class SyntheticDataset:
             for own_dense, own_values, own_labels in zip(dense, values, labels, strict=True)
         ]
 
-    def best_attainable_auc(self, split: Split = Split.test, max_samples: int = 2**20) -> AttainableAuc:
-        """What a model that knows the true probabilities reaches on the first ``max_samples`` samples of a split."""
+    def best_attainable_auc(self, split: Split = Split.test, max_samples: int = 2**20, label: int = 0) -> AttainableAuc:
+        """What a model that knows the true probabilities reaches on the first ``max_samples`` samples of a split.
+
+        Args:
+            label: its number.
+        """
         samples = min(self._samples[split], max_samples)
         probabilities, labels = [], []
         at_once = _samples_at_once(self.schema.history_length)
         for start in range(0, samples, at_once):
             rows = torch.arange(start, min(start + at_once, samples), device=self.generator_device)
             drawn = self._columns.draw(self._keys[split], rows)
-            probabilities.append(self._probability(drawn))
-            labels.append(drawn.label_uniform < probabilities[-1])
+            probabilities.append(self._probability(drawn)[:, label])
+            labels.append(drawn.label_uniform[:, label] < probabilities[-1])
         auc, error = auc_with_error(torch.cat(probabilities), torch.cat(labels))
         return AttainableAuc(auc, error, samples)
 
+    def _labels(self, drawn: _Drawn) -> Tensor:
+        """[b] of one label, else [b, L]."""
+        labels = (drawn.label_uniform < self._probability(drawn)).float()
+        return labels.view(-1, *labels_shape(self.schema.labels))
+
     def _probability(self, drawn: _Drawn) -> Tensor:
+        """[b, L]."""
         return torch.sigmoid((drawn.score.double() - self._center) * self._scale)
 
     def _sparse(self, drawn: _Drawn) -> KeyedJaggedTensor:
@@ -205,8 +218,8 @@ class _Drawn:
         ids: [b, P] int32.
         lengths: [b, F] int64 ids of each sample and table; None if all slots are used.
         present: [b, P] bool, the slots in use; None if all are.
-        score: [b] int64, the logit before shifting and scaling.
-        label_uniform: [b] float64 in [0, 1), decides the label.
+        score: [b, L] int64, the logits before shifting and scaling.
+        label_uniform: [b, L] float64 in [0, 1), decides the labels.
         history: None without histories.
     """
 
@@ -241,16 +254,20 @@ class _DrawnHistory:
 class _Columns:
     """Constants of every column, on one device, and the samples that follow from them.
 
-    The columns are: the label, the dense features, the lengths of the tables, the slots; each has a hash of its own.
+    The columns are: a label, the dense features, the lengths of the tables, the slots, the other labels; each has a hash of its
+    own.
     """
 
     def __init__(self, settings: SyntheticConfig, rows: Sequence[int], seed: int, device: torch.device) -> None:
         self.rows = list(rows[: settings.tables])
         self.pooling = _per_table(settings.pooling, settings.tables)
         self._jagged = settings.jagged
-        tables, slots, dense = settings.tables, sum(self.pooling), settings.dense_features
-        hashes = split_mix(derive_key(seed, 10), torch.arange(1 + dense + tables + slots)).to(device)
-        self._label_hash, self._dense_hash, self._length_hash, self._slot_hash = hashes.split([1, dense, tables, slots])
+        tables, slots, dense, labels = settings.tables, sum(self.pooling), settings.dense_features, settings.labels
+        hashes = split_mix(derive_key(seed, 10), torch.arange(dense + tables + slots + labels)).to(device)
+        first_label, self._dense_hash, self._length_hash, self._slot_hash, other_labels = hashes.split(
+            [1, dense, tables, slots, labels - 1]
+        )
+        self._label_hash = torch.cat([first_label, other_labels])
 
         table_of_slot = torch.repeat_interleave(torch.arange(tables), torch.tensor(self.pooling))
         first_slot = torch.tensor([0, *accumulate(self.pooling)][:-1])
@@ -260,9 +277,11 @@ class _Columns:
         self._mean_weight = 2**_MEAN_BITS // self._pooling_of_table[self._table_of_slot]
 
         self._ids = _Ids(self.rows, table_of_slot, settings.zipf_exponent, derive_key(seed, 11), device)
-        self._effect = _roughly_normal(split_mix(derive_key(seed, 12), torch.arange(tables << _EFFECT_BITS))).to(device)
+        effects = _roughly_normal(split_mix(derive_key(seed, 12), torch.arange(labels * tables << _EFFECT_BITS)))
+        self._effects = effects.to(device).chunk(labels)
         self._first_effect = (table_of_slot << _EFFECT_BITS).to(device)
-        self._dense_effect = _roughly_normal(split_mix(derive_key(seed, 13), torch.arange(dense))).to(device)
+        dense_effects = _roughly_normal(split_mix(derive_key(seed, 13), torch.arange(labels * dense)))
+        self._dense_effects = dense_effects.to(device).chunk(labels)
         self._segments = _Segments(settings, table_of_slot, seed, device) if settings.segments > 1 else None
         self._history = _History(settings, rows[tables:], seed, device) if settings.history_length else None
 
@@ -274,29 +293,32 @@ class _Columns:
         sample_hash = split_mix(key, rows).unsqueeze(1)
         dense = _roughly_normal(combine(sample_hash, self._dense_hash))
         rank = self._ids.popularity_rank(combine(sample_hash, self._slot_hash))
-        effect = self._effect[(rank & (2**_EFFECT_BITS - 1)) + self._first_effect]
+        number_of_effect = (rank & (2**_EFFECT_BITS - 1)) + self._first_effect
         lengths, present = None, None
+        mean_weight = self._mean_weight
         if self._jagged:
             lengths = 1 + ((shift_right(combine(sample_hash, self._length_hash), 32) * self._pooling_of_table) >> 32)
             length_of_slot = lengths[:, self._table_of_slot]
             present = self._slot_in_table < length_of_slot
-            effect = effect * present * (2**_MEAN_BITS // length_of_slot)
-        else:
-            effect = effect * self._mean_weight
+            mean_weight = present * (2**_MEAN_BITS // length_of_slot)
+        effects = [of_label[number_of_effect] * mean_weight for of_label in self._effects]
         if self._segments:
             segment = self._segments.draw(sample_hash)
             dense = dense + self._segments.dense_mean[segment]
-            score = self._segments.score(segment, effect)
+            scores = [self._segments.score(segment, effect, label) for label, effect in enumerate(effects)]
         else:
-            score = effect.sum(1) + (dense * self._dense_effect).sum(1)
+            scores = [
+                effect.sum(1) + (dense * of_dense).sum(1) for effect, of_dense in zip(effects, self._dense_effects, strict=True)
+            ]
+        score = torch.stack(scores, dim=1)
         history = self._history.draw(sample_hash) if self._history else None
         return _Drawn(
             dense=dense.float() * (1 / _NORMAL_STD),
             ids=self._ids.of_rank(rank),
             lengths=lengths,
             present=present,
-            score=score if history is None else score + history.score,
-            label_uniform=shift_right(combine(sample_hash, self._label_hash), 11).squeeze(1).double() * 2.0**-53,
+            score=score if history is None else score + history.score.unsqueeze(1),
+            label_uniform=shift_right(combine(sample_hash, self._label_hash), 11).double() * 2.0**-53,
             history=history,
         )
 
@@ -360,27 +382,30 @@ class _Segments:
         table = torch.arange(tables, device=device)
         self._group_of_table, self._pattern_bit = table // _RULE_TABLES, table % _RULE_TABLES
         self._first_rule = torch.arange(self._groups, device=device) << _RULE_TABLES
-        rules = _roughly_normal(split_mix(derive_key(seed, 31), torch.arange((self._count * self._groups) << _RULE_TABLES)))
+        patterns = (settings.labels * self._count * self._groups) << _RULE_TABLES
+        rules = _roughly_normal(split_mix(derive_key(seed, 31), torch.arange(patterns)))
         # As much as all tables and dense features add without segments.
-        self._rule = (rules * int(2**_MEAN_BITS * math.sqrt((tables + dense) / self._groups))).to(device)
+        rules = (rules * int(2**_MEAN_BITS * math.sqrt((tables + dense) / self._groups))).to(device)
+        self._rules = rules.chunk(settings.labels)
 
     def draw(self, sample_hash: Tensor) -> Tensor:
         """Segments, [b] int64, of the samples with these hashes, [b, 1] int64."""
         return (shift_right(combine(sample_hash, self._hash), 32) * self._count >> 32).squeeze(1)
 
-    def score(self, segment: Tensor, effect: Tensor) -> Tensor:
-        """What the tables add to the logit before shifting and scaling, [b] int64.
+    def score(self, segment: Tensor, effect: Tensor, label: int) -> Tensor:
+        """What the tables add to the logit of a label before shifting and scaling, [b] int64.
 
         Args:
             segment: [b].
             effect: [b, P] int64, the effect of the id in each slot as a part of the table's mean.
+            label: its number.
         """
         samples = segment.numel()
         of_table = effect.new_zeros(samples, self._tables).index_add(1, self._table_of_slot, effect)
         bits = (of_table > 0).long() << self._pattern_bit
         pattern = effect.new_zeros(samples, self._groups).index_add(1, self._group_of_table, bits)
         first = segment.unsqueeze(1) * (self._groups << _RULE_TABLES) + self._first_rule
-        return self._rule[first + pattern].sum(1)
+        return self._rules[label][first + pattern].sum(1)
 
 
 class _History:
@@ -481,17 +506,17 @@ def _token_features(settings: SyntheticConfig, rows: Sequence[int]) -> tuple[Spa
     )
 
 
-def _calibrate(settings: SyntheticConfig, rows: Sequence[int], seed: int) -> tuple[float, float]:
-    """Shift and factor that give the logit mean 0 and the wanted deviation; from samples of their own, computed on the CPU so
-    that they are the same everywhere."""
+def _calibrate(settings: SyntheticConfig, rows: Sequence[int], seed: int) -> tuple[list[float], list[float]]:
+    """Shift and factor of each label that give its logit mean 0 and the wanted deviation; from samples of their own, computed
+    on the CPU so that they are the same everywhere."""
     decided_by = repr((replace(settings, signal=0.0), rows, seed))
     if decided_by not in _score_statistics:
         columns = _Columns(settings, rows, seed, torch.device("cpu"))
         samples = torch.arange(_samples_at_once(settings.history_length))
         scores = columns.draw(torch.tensor(derive_key(seed, 14)), samples).score.double()
-        _score_statistics[decided_by] = float(scores.mean()), float(scores.std())
-    mean, deviation = _score_statistics[decided_by]
-    return mean, settings.signal / max(deviation, 1.0)
+        _score_statistics[decided_by] = [(float(of_label.mean()), float(of_label.std())) for of_label in scores.T.contiguous()]
+    statistics = _score_statistics[decided_by]
+    return [mean for mean, _ in statistics], [settings.signal / max(deviation, 1.0) for _, deviation in statistics]
 
 
 def _samples_at_once(history_length: int) -> int:

@@ -32,11 +32,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_fused.datasets.hashing import combine, derive_key, split_mix
+from dlrm_fused.datasets.schema import LABEL
 from dlrm_fused.errors import DataError
 
 TRANSFORMATION = "transformation"  # the folder's name in a prepared set
 TRANSFORMATION_FILE = "transformation.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1 has one label and no weights, and is still written for such tables
 
 MISSING = 0
 UNSEEN = 1  # of a vocabulary: too rare in training, or not there at all
@@ -238,15 +239,22 @@ def token_name(column: str) -> str:
 class Transformation:
     """
     Attributes:
-        label: the column of labels.
+        labels: the columns of labels; histories tell the first.
         sparse: in the order of the prepared set's features.
         history: None without token features.
+        sample_weight: the column of what each row counts; empty without.
     """
 
-    label: str
+    labels: tuple[str, ...]
     dense: tuple[DenseTransform, ...]
     sparse: tuple[IdEncoding, ...]
     history: HistoryColumns | None = None
+    sample_weight: str = ""
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """Names of the prepared set's labels: those of their columns, unless there is one."""
+        return self.labels if len(self.labels) > 1 else (LABEL,)
 
     @property
     def dense_features(self) -> tuple[str, ...]:
@@ -268,9 +276,11 @@ class Transformation:
                     array = getattr(encoding.vocabulary, part)
                     if array is not None:
                         np.save(folder / f"{encoding.column.name}.{part}.npy", array)
+        is_plain = len(self.labels) == 1 and not self.sample_weight
+        labels = {"label": self.labels[0]} if is_plain else {"labels": self.labels, "sample_weight": self.sample_weight}
         content = {
-            "format_version": FORMAT_VERSION,
-            "label": self.label,
+            "format_version": 1 if is_plain else FORMAT_VERSION,
+            **labels,
             "dense": [{**asdict(feature), "kind": feature.kind.name} for feature in self.dense],
             "sparse": [
                 {
@@ -296,14 +306,17 @@ class Transformation:
         try:
             content = json.loads(path.read_text())
             version = content["format_version"]
-            if version != FORMAT_VERSION:
-                raise DataError(f"{path}: format version {version}, this release reads {FORMAT_VERSION}; prepare the set again")
+            if version not in (1, FORMAT_VERSION):
+                raise DataError(
+                    f"{path}: format version {version}, this release reads 1 and {FORMAT_VERSION}; prepare the set again"
+                )
             history = content["history"]
             return Transformation(
-                content["label"],
+                (content["label"],) if version == 1 else tuple(content["labels"]),
                 tuple(_dense_transform(feature) for feature in content["dense"]),
                 tuple(_encoding(folder, feature) for feature in content["sparse"]),
                 HistoryColumns(**{**history, "items": tuple(history["items"])}) if history else None,
+                content.get("sample_weight", ""),
             )
         except FileNotFoundError as error:
             raise DataError(f"{error.filename}: missing; 'data/prepare.py table' writes it beside a set") from None

@@ -21,7 +21,7 @@ _EXAMPLES = 3  # rows of the example inputs; 1 would be taken for a constant
 
 
 def export_dense_part(model: nn.Module, config: Config, schema: DatasetSchema) -> ExportedProgram:
-    """The program, for any number n of rows, that gives probabilities [n] of these tensors:
+    """The program, for any number n of rows, that gives probabilities, [n] or [n, L] of several labels, of these tensors:
 
     dense [n, dense features]; pooled embeddings [n, F, D]; of a model that reads histories also the tokens' embeddings
     [n * T, Ft * D], T = history length + 1, and history lengths [n] int64.

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,9 @@ from dlrm_fused.export.weights import ALONE, restore_weights
 from dlrm_fused.training.saved_run import SavedRun
 
 
-def export_run(run: Path, checkpoint: str, output: Path, table_dtype: str, split: Split, overrides: Sequence[str]) -> Quality:
+def export_run(
+    run: Path, checkpoint: str, output: Path, table_dtype: str, split: Split, overrides: Sequence[str]
+) -> dict[str, Quality]:
     """Write a self-contained folder, complete or not at all; :mod:`dlrm_fused.export.loader` says what is in it.
 
     Args:
@@ -34,8 +36,11 @@ def export_run(run: Path, checkpoint: str, output: Path, table_dtype: str, split
         checkpoint: ``best``, ``last`` or a step.
         output: the folder, which must not exist.
         table_dtype: one of :data:`~dlrm_fused.export.tables.TABLE_DTYPES`.
-        split: on which the AUC is compared with that in fp32.
+        split: on which the AUC of each label is compared with that in fp32.
         overrides: ``key=value`` settings that replace those of the run.
+
+    Returns:
+        the quality by label.
 
     Raises:
         CheckpointError: if the run or the checkpoint does not exist, or does not fit.
@@ -46,6 +51,7 @@ def export_run(run: Path, checkpoint: str, output: Path, table_dtype: str, split
         raise ConfigError(f"--output {output}: exists already; name another folder, or remove this one")
     saved = SavedRun.open(run, checkpoint, [*overrides, *ALONE])
     dataset = open_dataset(saved.config, torch.device("cpu"))
+    saved.check_labels(dataset.schema.labels)
     partial = output.with_name(f".{output.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -101,6 +107,7 @@ def _info(saved: SavedRun, schema: DatasetSchema, stored: DatasetSchema, table_d
         "sparse_features": [described(feature) for feature in schema.sparse_features],
         "token_features": [described(feature) for feature in schema.token_features],
         "history_length": schema.history_length,
+        "labels": list(schema.labels),
     }
 
 
@@ -116,8 +123,9 @@ def _check_transformation(transformation: Transformation, schema: DatasetSchema,
         raise ConfigError(f"column {loader.HISTORY}: rows have their past interactions under that name; rename the column")
 
 
-def _add_quality(folder: Path, quality: Quality) -> None:
+def _add_quality(folder: Path, quality: Mapping[str, Quality]) -> None:
     path = folder / "manifest.json"
     info = json.loads(path.read_text())
-    quality_info = {**dataclasses.asdict(quality), "auc_difference": quality.auc_difference}
+    by_label = {label: {**dataclasses.asdict(each), "auc_difference": each.auc_difference} for label, each in quality.items()}
+    quality_info = by_label if len(by_label) > 1 else next(iter(by_label.values()))
     path.write_text(json.dumps({**info, "quality": quality_info}, indent=2) + "\n")

@@ -99,7 +99,7 @@ class Model:
     Attributes:
         info: the content of ``manifest.json``.
         dense_part: maps dense features, pooled embeddings and, with histories, those of tokens and history lengths to
-            probabilities [n].
+            probabilities, as of :meth:`score`.
         tables: of each sparse and token feature, in their order.
         rows: turns rows into :class:`Inputs`.
     """
@@ -109,8 +109,13 @@ class Model:
     tables: tuple[Table, ...]
     rows: Rows
 
+    @property
+    def labels(self) -> list[str]:
+        """What is predicted, in this order."""
+        return list(self.info.get("labels", ["label"]))
+
     def predict(self, rows: Any) -> np.ndarray:
-        """The probability of each row: [n] float32.
+        """The probability of each row: [n] float32; [n, L] of L > 1 labels, in the order of :attr:`labels`.
 
         Args:
             rows: a list of dicts, one value for each feature; or an Arrow table with a column for each.
@@ -126,9 +131,9 @@ class Model:
 
     @torch.no_grad()
     def score(self, inputs: Inputs) -> np.ndarray:
-        """The probability of each row: [n] float32."""
+        """The probability of each row, as :meth:`predict`."""
         if not len(inputs):
-            return np.zeros(0, np.float32)
+            return np.zeros((0, len(self.labels)) if len(self.labels) > 1 else 0, np.float32)
         pooled = [table.pool(bags) for table, bags in zip(self.tables, inputs.bags, strict=True)]
         sparse = len(self.info["sparse_features"])
         arguments = [torch.from_numpy(inputs.dense), torch.stack(pooled[:sparse], dim=1)]
@@ -362,7 +367,7 @@ class TableRows(Rows):
     """Rows with the columns of the table that the model was trained on.
 
     For a model that reads histories, a row has the column of times, and in ``history`` each past interaction has it too, the
-    label, and the columns that are tokens.
+    label (the first of several), and the columns that are tokens.
     """
 
     def __init__(self, info: Mapping[str, Any], folder: Path) -> None:
@@ -372,7 +377,7 @@ class TableRows(Rows):
         rows = {feature["name"]: feature["rows"] for feature in info["sparse_features"] + info["token_features"]}
         columns = {column["name"]: column for column in content["sparse"]}
         self.categories = {name: Categories(folder, column, rows[name]) for name, column in columns.items()}
-        self.label: str = content["label"]
+        self.label: str = content["label"] if "label" in content else content["labels"][0]
         self.time = ""
         if info["token_features"]:
             self.time, self.items = content["history"]["time"], content["history"]["items"]

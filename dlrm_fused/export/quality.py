@@ -12,6 +12,7 @@ from dlrm_fused.config import Split
 from dlrm_fused.datasets import Dataset
 from dlrm_fused.datasets.batch import Samples
 from dlrm_fused.export.loader import Bags, Inputs, Model
+from dlrm_fused.training.evaluation import by_label
 from dlrm_fused.training.metrics import BinaryMetrics
 
 _BATCH_SAMPLES = 16_384
@@ -19,7 +20,7 @@ _BATCH_SAMPLES = 16_384
 
 @dataclass(frozen=True)
 class Quality:
-    """AUC on the samples of a split.
+    """AUC of a label on the samples of a split.
 
     Attributes:
         auc: of the exported model.
@@ -36,21 +37,26 @@ class Quality:
         return self.auc - self.auc_fp32
 
 
-def compare(model: Model, in_fp32: Model, dataset: Dataset, split: Split) -> Quality:
-    """The quality of ``model`` beside that of the same model in fp32.
+def compare(model: Model, in_fp32: Model, dataset: Dataset, split: Split) -> dict[str, Quality]:
+    """The quality of ``model`` beside that of the same model in fp32, by label.
 
     Raises:
         DataError: if the data set has no such split, or is damaged.
     """
-    device = torch.device("cpu")
-    metrics = [BinaryMetrics(device), BinaryMetrics(device)]
+    schema = dataset.schema
+    metrics = [
+        {label: BinaryMetrics(torch.device("cpu"), weighted=schema.has_weights) for label in schema.labels}
+        for _ in (model, in_fp32)
+    ]
     for samples in _batches(dataset, split):
         inputs = inputs_of(samples, has_tokens=bool(model.info["token_features"]))
-        for each, values in zip((model, in_fp32), metrics, strict=True):
-            probabilities = torch.from_numpy(each.score(inputs))
-            values.update(probabilities.double().logit(), samples.labels, torch.ones_like(samples.labels))
-    auc, auc_fp32 = (values.compute() for values in metrics)
-    return Quality(split.name, auc.samples, auc.auc, auc_fp32.auc)
+        weights = torch.ones(len(samples.labels)) if samples.weights is None else samples.weights
+        for each, by_name in zip((model, in_fp32), metrics, strict=True):
+            logits = torch.from_numpy(each.score(inputs)).double().logit()
+            for values, of_label, labels in zip(by_name.values(), by_label(logits), by_label(samples.labels), strict=True):
+                values.update(of_label, labels, weights)
+    own, fp32 = ({label: values.compute() for label, values in by_name.items()} for by_name in metrics)
+    return {label: Quality(split.name, own[label].samples, own[label].auc, fp32[label].auc) for label in schema.labels}
 
 
 def inputs_of(samples: Samples, has_tokens: bool) -> Inputs:

@@ -19,6 +19,7 @@ from torchrec.modules.mlp import MLP
 from dlrm_fused.config import Config
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.models.dense_part import CompiledForTraining, is_compiled
+from dlrm_fused.models.heads import top_widths
 from dlrm_fused.models.moe import MixtureOfExperts, build_experts
 from dlrm_fused.models.tables import SparseArch, embedding_tables
 
@@ -36,7 +37,7 @@ class _InTwoParts(DLRM):
         return interactions
 
     def logits_of(self, dense: Tensor, pooled: Tensor) -> Tensor:
-        """[b, dense features] and pooled embeddings [b, F, D] to logits [b, 1]."""
+        """[b, dense features] and pooled embeddings [b, F, D] to logits [b, labels]."""
         logits: Tensor = self.over_arch(self.interactions_of(dense, pooled))
         return logits
 
@@ -104,7 +105,7 @@ class ExpertDLRM(nn.Module):
         self._out_of_experts = CompiledForTraining(self._after_experts, is_compiled, lambda: after)
 
     def logits_of(self, dense: Tensor, pooled: Tensor, real: Tensor) -> Tensor:
-        """[b, dense features], pooled embeddings [b, F, D] and [b] bool, false for padding, to logits [b, 1]."""
+        """[b, dense features], pooled embeddings [b, F, D] and [b] bool, false for padding, to logits [b, labels]."""
         x = self._into_experts(dense, pooled)
         return self._out_of_experts(x, self.over_arch.experts(x, real))
 
@@ -120,21 +121,23 @@ class ExpertDLRM(nn.Module):
 def build_dlrm(config: Config, schema: DatasetSchema, device: torch.device, group: dist.ProcessGroup | None) -> nn.Module:
     """The model of ``model.kind=dlrm``; a :data:`~dlrm_fused.models.BuildModel`."""
     shape, tables = config.model, embedding_tables(config.embedding, schema.sparse_features)
-    return _with_experts(Dlrm(tables, len(schema.dense_features), shape.bottom_mlp, shape.top_mlp), config, device, group)
+    top = top_widths(config, schema)
+    return _with_experts(Dlrm(tables, len(schema.dense_features), shape.bottom_mlp, top), top, config, device, group)
 
 
 def build_dcnv2(config: Config, schema: DatasetSchema, device: torch.device, group: dist.ProcessGroup | None) -> nn.Module:
     """The model of ``model.kind=dcnv2``; a :data:`~dlrm_fused.models.BuildModel`."""
     shape, tables = config.model, embedding_tables(config.embedding, schema.sparse_features)
-    dense_features = len(schema.dense_features)
-    model = Dcnv2(tables, dense_features, shape.bottom_mlp, shape.top_mlp, shape.cross_layers, shape.cross_rank)
-    return _with_experts(model, config, device, group)
+    dense_features, top = len(schema.dense_features), top_widths(config, schema)
+    model = Dcnv2(tables, dense_features, shape.bottom_mlp, top, shape.cross_layers, shape.cross_rank)
+    return _with_experts(model, top, config, device, group)
 
 
-def _with_experts(dlrm: _InTwoParts, config: Config, device: torch.device, group: dist.ProcessGroup | None) -> nn.Module:
+def _with_experts(
+    dlrm: _InTwoParts, top: list[int], config: Config, device: torch.device, group: dist.ProcessGroup | None
+) -> nn.Module:
     """The model itself if it has no experts."""
     if not config.model.experts.count:
         return dlrm
-    top = config.model.top_mlp
     (experts,) = build_experts(config, group, layers=1, width=top[0], tokens=1, device=device)
     return ExpertDLRM(dlrm, top, experts, is_compiled(config.training.compile, device))

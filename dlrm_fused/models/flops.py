@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 from dlrm_fused.config import Config, ModelKind
 from dlrm_fused.datasets.schema import DatasetSchema
+from dlrm_fused.models.heads import top_widths
 from dlrm_fused.models.row_parallel import FEED_FORWARD_FACTOR
 from dlrm_fused.ops.moe.activations import ACTIVATIONS
 
@@ -38,13 +39,13 @@ def forward_flops(config: Config, schema: DatasetSchema) -> int | None:
 def _dlrm(config: Config, schema: DatasetSchema) -> int:
     vectors = _vectors(schema)
     features = config.embedding.dim + _pairs(vectors)
-    return _bottom(config, schema) + _interaction(config, vectors) + _top(config, features)
+    return _bottom(config, schema) + _interaction(config, vectors) + _top(config, schema, features)
 
 
 def _dcnv2(config: Config, schema: DatasetSchema) -> int:
     features, rank = _vectors(schema) * config.embedding.dim, config.model.cross_rank
     cross_layer = _product(1, features, rank) + _product(1, rank, features)
-    return _bottom(config, schema) + config.model.cross_layers * cross_layer + _top(config, features)
+    return _bottom(config, schema) + config.model.cross_layers * cross_layer + _top(config, schema, features)
 
 
 def _transformer(config: Config, schema: DatasetSchema) -> int:
@@ -52,7 +53,7 @@ def _transformer(config: Config, schema: DatasetSchema) -> int:
     into = _product(tokens, len(schema.token_features) * config.embedding.dim, width)
     # Of the last block, only the candidate's result is used.
     blocks = (config.model.layers - 1) * _block(config, tokens, queries=tokens) + _block(config, tokens, queries=1)
-    top = _mlp(config.embedding.dim + _pairs(vectors) + width, config.model.top_mlp)
+    top = _mlp(config.embedding.dim + _pairs(vectors) + width, top_widths(config, schema))
     return _bottom(config, schema) + into + blocks + _interaction(config, vectors) + top
 
 
@@ -79,9 +80,9 @@ def _bottom(config: Config, schema: DatasetSchema) -> int:
     return _mlp(len(schema.dense_features), config.model.bottom_mlp)
 
 
-def _top(config: Config, features: int) -> int:
+def _top(config: Config, schema: DatasetSchema, features: int) -> int:
     """The top MLP of DLRM and DCNv2, with its experts."""
-    widths = config.model.top_mlp
+    widths = top_widths(config, schema)
     return _mlp(features, widths) + (_experts_of_a_token(config, widths[0]) if config.model.experts.count else 0)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
 from typing import NamedTuple, cast
 
@@ -16,14 +16,15 @@ from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.models.captured import CapturedFunction
 from dlrm_fused.models.dense_part import DensePart, cross_entropy, is_compiled
+from dlrm_fused.models.heads import task_weights
 from dlrm_fused.models.moe import MixtureOfExperts
 
 # Builds a model of a config for a data set: dense layers on the CPU, tables on the meta device. The other two arguments are the
 # device that it will run on, and the ranks that share weights of its layers; None is this rank alone. The model maps
-# (dense [b, features], sparse features of stride b) to logits [b, 1]. Its attribute `sparse_arch` is the part that looks up
-# embeddings. A model whose attribute `reads_histories` is true is also called with tokens and history lengths, one with layers
-# of experts with [b] bool, false for padding. One with a method `logits_of`, a LogitsOf, is called in two parts: embeddings and
-# what follows, which may be compiled, and on GPUs captured as a CUDA graph.
+# (dense [b, features], sparse features of stride b) to logits [b, labels]. Its attribute `sparse_arch` is the part that looks
+# up embeddings. A model whose attribute `reads_histories` is true is also called with tokens and history lengths, one with
+# layers of experts with [b] bool, false for padding. One with a method `logits_of`, a LogitsOf, is called in two parts:
+# embeddings and what follows, which may be compiled, and on GPUs captured as a CUDA graph.
 BuildModel = Callable[[Config, DatasetSchema, torch.device, dist.ProcessGroup | None], nn.Module]
 
 
@@ -32,13 +33,16 @@ class Output(NamedTuple):
 
     Attributes:
         loss: [] this rank's share of the cross-entropy, such that the mean over ranks is the mean over the global batch.
-        logits, labels, weights: [b] float32; weight 0 marks padding.
+        logits, labels: [b] float32, or [b, L] of several labels.
+        weights: [b] float32; 0 marks padding.
+        sample_weights: [b] float32, what each sample counts; ``weights`` where all count the same.
     """
 
     loss: Tensor
     logits: Tensor
     labels: Tensor
     weights: Tensor
+    sample_weights: Tensor
 
 
 class RankingTask(nn.Module):
@@ -47,8 +51,15 @@ class RankingTask(nn.Module):
     The loss is the sum over this rank's samples times ranks / samples of the global batch. TorchRec and DDP average
     gradients over ranks, so the gradient is that of the mean over the global batch however its samples are spread.
 
+    A sample's weight multiplies its loss. The sum is still divided by the number of samples, not by the sum of their weights:
+    what a sample adds to the gradient then depends neither on the rank nor on the samples beside it.
+
     In training, the auxiliary losses of layers of experts are added to what gradients are taken of. They are no part of the
     :class:`Output`, so losses of models with and without experts compare.
+
+    Args:
+        task_weights: of the labels' losses in their sum; 1 for a single label.
+        has_sample_weights: whether batches have weights of samples.
 
     Attributes:
         expert_layers: the model's layers of experts, in their order.
@@ -61,9 +72,13 @@ class RankingTask(nn.Module):
         world_size: int,
         device: torch.device,
         compile: Compile = Compile.never,
+        task_weights: Sequence[float] = (1.0,),
+        has_sample_weights: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
+        self._task_weights = task_weights
+        self._has_sample_weights = has_sample_weights
         self.expert_layers = tuple(layer for layer in model.modules() if isinstance(layer, MixtureOfExperts))
         self._reads_histories = getattr(model, "reads_histories", False)
         self._autocast = precision is Precision.bf16
@@ -73,7 +88,7 @@ class RankingTask(nn.Module):
         has_experts = bool(self.expert_layers)
         is_one_graph = logits_of is not None and not has_experts and is_compiled(compile, device)
         self._dense_part = (
-            DensePart(logits_of, device.type, self._autocast, is_one_graph, has_experts, self.dense_layers)
+            DensePart(logits_of, device.type, self._autocast, is_one_graph, has_experts, self.dense_layers, task_weights)
             if logits_of is not None
             else None
         )
@@ -95,13 +110,16 @@ class RankingTask(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[Tensor, Output]:
         """Return the loss, [], to call backward on, and the detached :class:`Output`."""
+        # Not by what the batch has: TorchRec's pipeline traces this with a placeholder, which has everything.
+        counted = cast(Tensor, batch.sample_weights) if self._has_sample_weights else batch.weights
         if self._dense_part is not None:
             pooled = self.embedding_stage(batch.sparse)
-            losses, logits = self._dense_part(batch.dense, pooled, batch.labels, batch.weights)
+            sample_weights = (counted,) if self._has_sample_weights else ()
+            losses, logits = self._dense_part(batch.dense, pooled, batch.labels, batch.weights, *sample_weights)
         else:
-            losses, logits = cross_entropy(self._logits(batch), batch.labels, batch.weights)
+            losses, logits = cross_entropy(self._logits(batch), batch.labels, counted, self._task_weights)
         loss = losses * (self._world_size / batch.global_size)
-        output = Output(loss.detach(), logits.detach(), batch.labels, batch.weights)
+        output = Output(loss.detach(), logits.detach(), batch.labels, batch.weights, counted)
         for layer in self.expert_layers:
             auxiliary = layer.take_auxiliary_loss()
             if auxiliary is not None:
@@ -113,9 +131,9 @@ class RankingTask(nn.Module):
         return [layer for layer in self.model.children() if layer is not self.model.sparse_arch]
 
     def _logits(self, batch: Batch) -> Tensor:
-        """[b, 1]."""
+        """[b, labels]."""
         with torch.autocast(self._device_type, dtype=torch.bfloat16, enabled=self._autocast):
-            # Not by what the batch has: TorchRec's pipeline traces this with a placeholder, which has everything.
+            # As in forward, not by what the batch has.
             histories = (batch.tokens, batch.history_lengths) if self._reads_histories else ()
             real = (batch.weights > 0,) if self.expert_layers else ()
             logits: Tensor = self.model(batch.dense, batch.sparse, *histories, *real)
@@ -137,7 +155,8 @@ def build_model(
             None for this rank alone.
 
     Raises:
-        ConfigError: if the model reads histories, and the data set has none, or it cannot be compiled, and must be.
+        ConfigError: if the model reads histories, and the data set has none, or it cannot be compiled, and must be; or if
+            ``training.task_weights`` does not go with the labels.
         UsageError, CommunicationError: as of the choices for layers that ranks share.
     """
     build = cast(BuildModel, resolve_name(config.model.kind.value))
@@ -146,4 +165,5 @@ def build_model(
         raise ConfigError(
             f"training.compile=always: model.kind={config.model.kind.name} is not compiled; allowed with it: auto, never"
         )
-    return RankingTask(model, training.precision, world_size, device, training.compile)
+    weights = task_weights(training.task_weights, schema.labels)
+    return RankingTask(model, training.precision, world_size, device, training.compile, weights, schema.has_weights)

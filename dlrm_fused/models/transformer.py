@@ -25,6 +25,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_fused.config import Config
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError, UsageError
+from dlrm_fused.models.heads import top_widths
 from dlrm_fused.models.moe import MixtureOfExperts, build_experts
 from dlrm_fused.models.row_parallel import FEED_FORWARD_FACTOR, choose_product
 from dlrm_fused.models.tables import InFeatureOrder, embedding_tables
@@ -223,7 +224,7 @@ class TransformerOverArch(nn.Module):
         self.over = OverArch(dim + pairs + d_model, layer_sizes)
 
     def forward(self, dense: Tensor, sparse: Tensor, encoded: Tensor) -> Tensor:
-        """[b, D], [b, F, D] and [b, d_model] to logits, [b, 1]."""
+        """[b, D], [b, F, D] and [b, d_model] to logits, [b, labels]."""
         logits: Tensor = self.over(torch.cat((self.interaction(dense, sparse), encoded), dim=1))
         return logits
 
@@ -236,7 +237,7 @@ class TransformerDLRM(nn.Module):
         token_tables: of the token features; their dimensions sum to the ``token_width`` of the Transformer.
         dense_features: number of dense features.
         bottom_mlp: widths of the layers over the dense features; the last is D.
-        top_mlp: widths of the layers that end in the logit; the last is 1.
+        top_mlp: widths of the layers that end in the logits; the last is the number of labels.
     """
 
     reads_histories = True
@@ -274,7 +275,7 @@ class TransformerDLRM(nn.Module):
             real: [b] bool, false for samples that are padding, for a model with experts.
 
         Returns:
-            logits, [b, 1].
+            logits, [b, labels].
         """
         pooled, token_vectors = self.sparse_arch(sparse, tokens)
         encoded = self.transformer(token_vectors, history_lengths, real)
@@ -324,5 +325,5 @@ def build_transformer(
         transformer,
         len(schema.dense_features),
         shape.bottom_mlp,
-        shape.top_mlp,
+        top_widths(config, schema),
     )

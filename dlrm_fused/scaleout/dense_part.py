@@ -22,7 +22,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.compat.torch import ATTENTION_OF_GPUS, tensors_without_memory, traced_group
 from dlrm_fused.datasets.batch import Batch
-from dlrm_fused.datasets.schema import DatasetSchema
+from dlrm_fused.datasets.schema import DatasetSchema, labels_shape
 from dlrm_fused.models import RankingTask
 from dlrm_fused.scaleout.even_experts import spread_evenly
 
@@ -177,7 +177,7 @@ def _graph(
     ids = KeyedJaggedTensor.empty()
 
     def step(dense: Tensor, labels: Tensor, weights: Tensor, lengths: Tensor, *embeddings: Tensor) -> list[Tensor | None]:
-        batch = Batch(dense, ids, labels, weights, samples, ids, lengths)
+        batch = Batch(dense, ids, labels, weights, samples, ids, lengths, sample_weights=weights)
         with _embeddings_given(task, *embeddings), _NormsInOneKernel():
             loss, _ = task(batch)
         return [loss, *torch.autograd.grad(loss, [*embeddings, *parameters], allow_unused=True)]
@@ -189,7 +189,8 @@ def _graph(
             tokens = samples * (schema.history_length + 1)
             embeddings.append(torch.empty(tokens, len(schema.token_features) * dim, dtype=pooled_dtype, requires_grad=True))
         lengths = torch.empty(samples, dtype=torch.int32)
-        return make_fx(step)(dense, torch.empty(samples), torch.empty(samples), lengths, *embeddings)
+        labels = torch.empty(samples, *labels_shape(schema.labels))
+        return make_fx(step)(dense, labels, torch.empty(samples), lengths, *embeddings)
 
 
 class _NormsInOneKernel(TorchFunctionMode):

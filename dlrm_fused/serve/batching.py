@@ -30,7 +30,7 @@ class Batcher:
     """Scores the inputs of concurrent requests together, a batch after the other, on a thread of its own.
 
     Args:
-        score: maps the inputs of n rows to n probabilities.
+        score: maps the inputs of n rows to probabilities, [n] or [n, L] of several labels.
         observe: called with the rows of each batch.
     """
 
@@ -42,7 +42,7 @@ class Batcher:
         self._work: asyncio.Task[None] | None = None
 
     async def score(self, inputs: Inputs) -> NDArray[np.float32]:
-        """The probabilities of at most ``max_rows`` rows: [n].
+        """The probabilities of at most ``max_rows`` rows: [n] or [n, L].
 
         Raises:
             Overloaded: if too many rows wait already.

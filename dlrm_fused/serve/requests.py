@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import numpy as np
 from fastapi import HTTPException, Request
+from numpy.typing import NDArray
 
 from dlrm_fused.export.loader import InputError, Inputs, Model
 from dlrm_fused.serve.limits import Limits
@@ -56,6 +59,12 @@ def parse(body: bytes, model: Model, limits: Limits) -> Inputs:
         return model.encode(rows)
     except InputError as error:
         raise HTTPException(422, str(error)) from None
+
+
+def by_row(probabilities: NDArray[np.float32], labels: Sequence[str]) -> list[Any]:
+    """What an answer says of each row: a number, or of several labels a number by the name of each."""
+    rows: list[Any] = probabilities.tolist()
+    return rows if len(labels) == 1 else [dict(zip(labels, row, strict=True)) for row in rows]
 
 
 def request_schema(model: Model) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from dlrm_fused.export.loader import Model
 from dlrm_fused.serve.batching import Batcher, Overloaded
 from dlrm_fused.serve.limits import Limits
-from dlrm_fused.serve.requests import parse, read_body, request_schema
+from dlrm_fused.serve.requests import by_row, parse, read_body, request_schema
 from dlrm_fused.serve.telemetry import ServiceMetrics
 
 logger = logging.getLogger("uvicorn.error")
@@ -41,7 +41,7 @@ def build_service(model: Model, limits: Limits) -> FastAPI:
         began = time.perf_counter()
         try:
             inputs = parse(await read_body(request, limits), model, limits)
-            answer = JSONResponse({"probabilities": (await batcher.score(inputs)).tolist()})
+            answer = JSONResponse({"probabilities": by_row(await batcher.score(inputs), model.labels)})
         except HTTPException as error:
             answer = _refusal(error.status_code, error.detail)
         except Overloaded:

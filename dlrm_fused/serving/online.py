@@ -110,6 +110,8 @@ class OnlineScorer:
         self._ids_per_bag = ids_per_bag
         self._device, self._dtype = tables.rows.device, tables.rows.dtype
         self._dense_features = next(dense_arch.parameters()).shape[1]
+        *_, last_bias = over_arch.parameters()
+        self._labels = last_bias.numel()
         self._product = transformer.product
         width = len(self._sparse_features) * tables.dim
         _check_parts((transformer, dense_arch, over_arch), tables, width)
@@ -161,7 +163,7 @@ class OnlineScorer:
         candidate each, up to rounding.
 
         Returns:
-            [m] float32 probabilities, on the CPU.
+            [m] float32 probabilities, or [m, L] of several labels, on the CPU.
 
         Raises:
             UsageError: for another number of candidates or of dense features, or as :meth:`ShardedTables.local_rows` does.
@@ -203,7 +205,7 @@ class OnlineScorer:
         size = 1 << (count - 1).bit_length()
         if size not in self._buckets:
             features = len(self._token_features) + len(self._sparse_features)
-            bucket = _Bucket((size, features, self._ids_per_bag), self._dense_features, self._device)
+            bucket = _Bucket((size, features, self._ids_per_bag), self._dense_features, self._labels, self._device)
             bucket.inputs.rows.fill_(len(self._tables.rows) - 1)
             if self._device.type == "cuda":
                 bucket.capture(self._probabilities)
@@ -211,7 +213,7 @@ class OnlineScorer:
         return self._buckets[size]
 
     def _probabilities(self, inputs: _Inputs, history: History | None = None) -> Tensor:
-        """[m] float32.
+        """[m] float32, or [m, L] of several labels.
 
         Args:
             inputs: on the device.
@@ -309,8 +311,8 @@ class _Bucket:
         inputs: on the CPU, to be filled before each request.
     """
 
-    def __init__(self, shape: tuple[int, int, int], dense_features: int, device: torch.device) -> None:
-        self._shape, self._dense_features, self._device = shape, dense_features, device
+    def __init__(self, shape: tuple[int, int, int], dense_features: int, labels: int, device: torch.device) -> None:
+        self._shape, self._dense_features, self._labels, self._device = shape, dense_features, labels, device
         is_cuda = device.type == "cuda"
         size = 16 + 8 * math.prod(shape) + 4 * shape[0] * dense_features
         self._block = torch.zeros(size, dtype=torch.uint8, pin_memory=is_cuda)
@@ -328,7 +330,7 @@ class _Bucket:
     def capture(self, compute: Callable[[_Inputs], Tensor]) -> None:
         """Make the graph of a request: inputs to the device, ``compute``, probabilities back. Collective."""
         on_device = torch.empty_like(self._block, device=self._device)
-        self._probabilities = torch.empty(self._shape[0], pin_memory=True)
+        self._probabilities = torch.empty(self._shape[0], self._labels, pin_memory=True).squeeze(1)
 
         def request() -> None:
             on_device.copy_(self._block, non_blocking=True)
@@ -347,7 +349,7 @@ class _Bucket:
         self._on_device, self.graph = on_device, graph
 
     def replay(self) -> Tensor:
-        """The probabilities of the request in ``inputs``, [m]; overwritten by the next."""
+        """The probabilities of the request in ``inputs``, as of the scorer; overwritten by the next."""
         assert self.graph is not None
         self.graph.replay()
         torch.cuda.current_stream(self._device).synchronize()

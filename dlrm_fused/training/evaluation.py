@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,10 @@ from dlrm_fused.datasets.loader import EvaluationLoader
 from dlrm_fused.models import Output
 from dlrm_fused.training.metrics import BinaryMetrics, BinaryMetricValues
 
+Value = TypeVar("Value")
+
+_REPORTED = ("auc", "auc_error", "normalized_entropy", "log_loss", "calibration")
+
 
 @torch.no_grad()
 def evaluate(
@@ -24,8 +29,10 @@ def evaluate(
     device: torch.device,
     max_samples: int = 0,
     observe: Callable[[Output], None] | None = None,
-) -> BinaryMetricValues:
-    """Metrics over a split, the same on all ranks. Collective.
+) -> dict[str, BinaryMetricValues]:
+    """Metrics over a split, by label, the same on all ranks. Collective.
+
+    Samples count as their weights say, in AUC, too.
 
     Args:
         model: in evaluation mode, not held by a pipeline.
@@ -42,14 +49,35 @@ def evaluate(
         config,
         max_samples=max_samples,
     )
-    metrics = BinaryMetrics(device)
+    schema = dataset.schema
+    metrics = {label: BinaryMetrics(device, weighted=schema.has_weights) for label in schema.labels}
     with loader:
         for batch in loader:
             _, output = model(batch.to(device, non_blocking=True))
-            metrics.update(output.logits, output.labels, output.weights)
+            by_metrics = zip(metrics.values(), by_label(output.logits), by_label(output.labels), strict=True)
+            for of_label, logits, labels in by_metrics:
+                of_label.update(logits, labels, output.sample_weights)
             if observe is not None:
                 observe(output)
-    return metrics.compute()
+    return {label: of_label.compute() for label, of_label in metrics.items()}
+
+
+def by_label(values: Tensor) -> tuple[Tensor, ...]:
+    """[b] of one label, or [b, L], as [b] of each."""
+    return values.unbind(1) if values.dim() > 1 else (values,)
+
+
+def named(values: Mapping[str, Mapping[str, Value]]) -> dict[str, Value]:
+    """Values of all labels, each by its name and label, such as ``auc/bought``; of a single label by the name alone."""
+    if len(values) == 1:
+        return dict(next(iter(values.values())))
+    return {f"{name}/{label}": value for label, of_label in values.items() for name, value in of_label.items()}
+
+
+def report(values: Mapping[str, BinaryMetricValues]) -> dict[str, float]:
+    """What is reported of all labels, and of how many samples."""
+    samples = next(iter(values.values())).samples
+    return {**named({label: {name: getattr(v, name) for name in _REPORTED} for label, v in values.items()}), "samples": samples}
 
 
 class PredictionCollector:
@@ -63,5 +91,5 @@ class PredictionCollector:
         self._parts.append((output.logits[real].sigmoid().cpu(), output.labels[real].cpu()))
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(predictions [b] float32, labels [b] float32) of each batch, in the order of the split."""
+        """(predictions, labels), float32 [b] or [b, L] each, of each batch, in the order of the split."""
         yield from self._parts

@@ -54,24 +54,32 @@ class BinaryMetrics:
     Samples are kept (5 bytes each) as long as there are at most ``exact_samples``; then they are folded into a
     histogram of fixed size. Results are the same on all ranks; AUC does not depend on how samples are spread over them.
 
+    With weights, a sample counts as if it were there so many times; this takes 4 bytes more for each, and sums have the
+    rounding of float64.
+
     Args:
         device: where samples and sums are kept; the device of the tensors given to :meth:`update`.
         exact_samples: AUC is exact for up to this many samples over all ranks.
+        weighted: whether samples have weights; otherwise each counts once.
     """
 
-    def __init__(self, device: torch.device, exact_samples: int = 2**24) -> None:
+    def __init__(self, device: torch.device, exact_samples: int = 2**24, *, weighted: bool = False) -> None:
         self._device = device
         self._exact_samples = exact_samples
+        self._weighted = weighted
+        # What pairs are counted in. Integers, where possible: the result then depends on no order of summation.
+        self._count_dtype = torch.float64 if weighted else torch.int64
         self.reset()
 
     def reset(self) -> None:
         """Forget all samples."""
         self._logits: list[Tensor] = []
         self._codes: list[Tensor] = []
-        self._kept = 0  # samples in the two lists, padding included
-        self._histogram: Tensor | None = None  # int64 [2, _BINS]: negatives, positives; None while samples are kept
-        # samples, positives, sum of predictions, sum of losses
-        self._sums = torch.zeros(4, dtype=torch.float64, device=self._device)
+        self._weights: list[Tensor] = []  # empty without weights
+        self._kept = 0  # samples in the lists, padding included
+        self._histogram: Tensor | None = None  # [2, _BINS]: negatives, positives; None while samples are kept
+        # samples; and weighted: samples, positives, sum of predictions, sum of losses
+        self._sums = torch.zeros(5, dtype=torch.float64, device=self._device)
         self._min = torch.full((), math.inf, device=self._device)
         self._max = torch.full((), -math.inf, device=self._device)
 
@@ -84,7 +92,7 @@ class BinaryMetrics:
         Args:
             logits: [b] floating point; compared as float32.
             labels: [b], 0 or 1.
-            weights: [b], 1 for a sample, 0 for padding.
+            weights: [b], 1 for a sample, 0 for padding; with ``weighted``, what each sample counts, where 0 is as padding.
         """
         shapes = [tuple(t.shape) for t in (logits, labels, weights)]
         if len(set(shapes)) > 1 or logits.dim() != 1:
@@ -94,16 +102,18 @@ class BinaryMetrics:
         if logits.numel() == 0:
             return
         real, positive = weights > 0, labels > 0.5
-        self._add_sums(logits, positive, real)
+        self._add_sums(logits, positive, real, weights)
         self._min = torch.minimum(self._min, logits.where(real, math.inf).amin())
         self._max = torch.maximum(self._max, logits.where(real, -math.inf).amax())
 
         codes = positive.to(torch.uint8).masked_fill_(~real, _PADDING)
         if self._histogram is not None:
-            _count(self._histogram, logits, codes)
+            _count(self._histogram, logits, codes, weights if self._weighted else None)
             return
         self._logits.append(logits)
         self._codes.append(codes)
+        if self._weighted:
+            self._weights.append(weights.to(torch.float32, copy=True))
         self._kept += logits.numel()
         if self._kept > 2 * self._exact_samples:
             self._bound_memory()
@@ -121,43 +131,60 @@ class BinaryMetrics:
         # Gathered and summed here, in order of rank: the same rounding everywhere.
         ranks = torch.stack(_all_gather(state, group)).cpu()
         samples_of_rank = [int(n) for n in ranks[:, 0].tolist()]
-        samples, positives = sum(samples_of_rank), int(ranks[:, 1].sum())
-        exact = not bool(ranks[:, 6].any()) and samples <= self._exact_samples
-        min_logit, max_logit = ranks[:, 4].amin(), ranks[:, 5].amax()
+        samples = sum(samples_of_rank)
+        total, positives, predicted, loss = ranks[:, 1:5].sum(0).tolist()
+        exact = not bool(ranks[:, 7].any()) and samples <= self._exact_samples
+        min_logit, max_logit = ranks[:, 5].amin(), ranks[:, 6].amax()
 
         auc, auc_error = math.nan, 0.0
-        if 0 < positives < samples and not min_logit.isnan():
+        if 0 < positives < total and not min_logit.isnan():
             groups = self._equal_logits(samples_of_rank, group) if exact else self._total_histogram(group)
             auc, within = _area(groups[0], groups[1])
             auc_error = 0.0 if exact else within
-        return _values(auc, auc_error, samples, positives, ranks[:, 2:4].sum(0).tolist(), min_logit, max_logit)
+        return BinaryMetricValues(
+            auc=auc,
+            auc_error=auc_error,
+            **_means(total, positives, predicted, loss),
+            samples=samples,
+            min_prediction=float(min_logit.float().sigmoid()) if samples else math.nan,
+            max_prediction=float(max_logit.float().sigmoid()) if samples else math.nan,
+        )
 
-    def _add_sums(self, logits: Tensor, positive: Tensor, real: Tensor) -> None:
+    def _add_sums(self, logits: Tensor, positive: Tensor, real: Tensor, weights: Tensor) -> None:
         wide = logits.double()
         losses = functional.softplus(wide) - wide.where(positive, 0.0)
-        columns = torch.stack([torch.ones_like(wide), positive.double(), wide.sigmoid(), losses])
-        self._sums += columns.where(real, 0.0).sum(1)
+        ones = torch.ones_like(wide)
+        columns = torch.stack([ones, positive.double(), wide.sigmoid(), losses])
+        if self._weighted:
+            columns = columns * weights.double()
+        self._sums += torch.cat([ones.unsqueeze(0), columns]).where(real, 0.0).sum(1)
 
     def _bound_memory(self) -> None:
         self._keep_real_samples()
         if self._kept > self._exact_samples:
             self._fold()
 
-    def _keep_real_samples(self) -> tuple[Tensor, Tensor]:
+    def _keep_real_samples(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Their logits, codes and weights; no weights without."""
         logits = torch.cat([*self._logits, torch.empty(0, device=self._device)])
         codes = torch.cat([*self._codes, torch.empty(0, dtype=torch.uint8, device=self._device)])
+        weights = torch.cat([*self._weights, torch.empty(0, device=self._device)])
         real = codes != _PADDING
         logits, codes = logits[real], codes[real]
         self._logits, self._codes, self._kept = [logits], [codes], logits.numel()
-        return logits, codes
+        if self._weighted:
+            weights = weights[real]
+            self._weights = [weights]
+        return logits, codes, weights
 
     def _fold(self) -> Tensor:
         """Move the kept samples to the histogram."""
         if self._histogram is None:
-            self._histogram = torch.zeros(2, _BINS, dtype=torch.int64, device=self._device)
-        for logits, codes in zip(self._logits, self._codes, strict=True):
-            _count(self._histogram, logits, codes)
-        self._logits, self._codes, self._kept = [], [], 0
+            self._histogram = torch.zeros(2, _BINS, dtype=self._count_dtype, device=self._device)
+        weights = self._weights if self._weighted else [None] * len(self._logits)
+        for logits, codes, of_samples in zip(self._logits, self._codes, weights, strict=True):
+            _count(self._histogram, logits, codes, of_samples)
+        self._logits, self._codes, self._weights, self._kept = [], [], [], 0
         return self._histogram
 
     def _total_histogram(self, group: dist.ProcessGroup | None) -> Tensor:
@@ -167,57 +194,60 @@ class BinaryMetrics:
         return total
 
     def _equal_logits(self, samples_of_rank: list[int], group: dist.ProcessGroup | None) -> Tensor:
-        """Negatives and positives of every distinct logit of all ranks, ascending: int64 [2, distinct]."""
-        logits, codes = self._keep_real_samples()
-        longest = max(samples_of_rank)
-        logits, codes = (functional.pad(t, (0, longest - t.numel())) for t in (logits, codes))
-        logits = torch.cat([t[:n] for t, n in zip(_all_gather(logits, group), samples_of_rank, strict=True)])
-        codes = torch.cat([t[:n] for t, n in zip(_all_gather(codes, group), samples_of_rank, strict=True)])
+        """Negatives and positives of every distinct logit of all ranks, ascending: [2, distinct]."""
+        logits, codes, weights = self._keep_real_samples()
 
-        logits, order = logits.sort()
+        def of_all_ranks(tensor: Tensor) -> Tensor:
+            padded = functional.pad(tensor, (0, max(samples_of_rank) - tensor.numel()))
+            return torch.cat([t[:n] for t, n in zip(_all_gather(padded, group), samples_of_rank, strict=True)])
+
+        logits, order = of_all_ranks(logits).sort()
         _, sizes = logits.unique_consecutive(return_counts=True)
-        positives_so_far = codes[order].cumsum(0, dtype=torch.int64)[sizes.cumsum(0) - 1]
-        positives = positives_so_far.diff(prepend=positives_so_far.new_zeros(1))
-        return torch.stack([sizes - positives, positives])
+        counts = of_all_ranks(codes)[order].to(self._count_dtype)
+        if not self._weighted:
+            positives = _sums_of_groups(counts, sizes)
+            return torch.stack([sizes - positives, positives])
+        weights = of_all_ranks(weights)[order].double()
+        return torch.stack([_sums_of_groups(weights * (1 - counts), sizes), _sums_of_groups(weights * counts, sizes)])
 
 
-def _count(histogram: Tensor, logits: Tensor, codes: Tensor) -> None:
+def _sums_of_groups(values: Tensor, sizes: Tensor) -> Tensor:
+    """Of each group of consecutive values, of these sizes."""
+    so_far = values.cumsum(0)[sizes.cumsum(0) - 1]
+    return so_far.diff(prepend=so_far.new_zeros(1))
+
+
+def _count(histogram: Tensor, logits: Tensor, codes: Tensor, weights: Tensor | None) -> None:
     bins = (logits * _BINS_PER_UNIT).floor().clamp(-_HALF_BINS, _HALF_BINS - 1).nan_to_num().long() + _HALF_BINS
     for row, code in enumerate((_NEGATIVE, _POSITIVE)):
-        histogram[row].scatter_add_(0, bins, (codes == code).long())
+        counts = (codes == code).to(histogram.dtype)
+        histogram[row].scatter_add_(0, bins, counts if weights is None else counts * weights)
 
 
 def _area(negatives: Tensor, positives: Tensor) -> tuple[float, float]:
     """AUC when pairs inside a group count half, and by how much it can be off for that: half the share of such pairs.
 
     Args:
-        negatives, positives: int64 [groups], in ascending order of the prediction; both sums positive.
+        negatives, positives: [groups] int64, or float64 of weighted samples, in ascending order of the prediction; both sums
+            positive.
     """
-    all_pairs = int(negatives.sum()) * int(positives.sum())
-    if 2 * all_pairs >= 2**63:
+    all_pairs = negatives.sum().item() * positives.sum().item()
+    if 2 * all_pairs >= 2**63 and not negatives.is_floating_point():
         raise ValueError(f"AUC of {all_pairs} pairs of a positive and a negative sample: at most 2**62 can be counted in int64")
-    # Integers throughout, so that the result depends on no order of summation.
     negatives_below = negatives.cumsum(0) - negatives
-    twice_won = int((positives * (2 * negatives_below + negatives)).sum())
-    return twice_won / (2 * all_pairs), int((positives * negatives).sum()) / (2 * all_pairs)
+    twice_won = (positives * (2 * negatives_below + negatives)).sum().item()
+    return twice_won / (2 * all_pairs), (positives * negatives).sum().item() / (2 * all_pairs)
 
 
-def _values(
-    auc: float, auc_error: float, samples: int, positives: int, sums: list[float], min_logit: Tensor, max_logit: Tensor
-) -> BinaryMetricValues:
-    predicted, loss = sums
-    log_loss = loss / samples if samples else math.nan
-    entropy = _entropy(positives / samples) if samples else 0.0
-    return BinaryMetricValues(
-        auc=auc,
-        auc_error=auc_error,
-        log_loss=log_loss,
-        normalized_entropy=log_loss / entropy if entropy else math.nan,
-        calibration=predicted / positives if positives else math.nan,
-        samples=samples,
-        min_prediction=float(min_logit.float().sigmoid()) if samples else math.nan,
-        max_prediction=float(max_logit.float().sigmoid()) if samples else math.nan,
-    )
+def _means(total: float, positives: float, predicted: float, loss: float) -> dict[str, float]:
+    """What follows from sums over samples."""
+    log_loss = loss / total if total else math.nan
+    entropy = _entropy(positives / total) if total else 0.0
+    return {
+        "log_loss": log_loss,
+        "normalized_entropy": log_loss / entropy if entropy else math.nan,
+        "calibration": predicted / positives if positives else math.nan,
+    }
 
 
 def _entropy(rate: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from dlrm_fused.datasets import open_dataset
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.training.build import build
 from dlrm_fused.training.checkpoint import restore_model
-from dlrm_fused.training.evaluation import PredictionCollector, evaluate
+from dlrm_fused.training.evaluation import PredictionCollector, evaluate, named, report
 from dlrm_fused.training.metrics import BinaryMetricValues
 from dlrm_fused.training.runtime import ErrorStore, Rank, join_run
 from dlrm_fused.training.saved_run import SavedRun, write_on_rank_0
@@ -34,7 +34,8 @@ def evaluate_run(
     Args:
         checkpoint: ``best``, ``last`` or a step.
         overrides: ``key=value`` settings that replace those of the run.
-        predictions: Parquet file for (prediction, label) of every sample, in the order of the split.
+        predictions: Parquet file for (prediction, label) of every sample, in the order of the split; of several labels, for
+            (prediction/<label>, label/<label>) of each.
 
     Raises:
         CheckpointError: if the run or the checkpoint does not exist, or does not fit.
@@ -44,6 +45,7 @@ def evaluate_run(
     saved = SavedRun.open(run, checkpoint, overrides)
     with join_run(saved.config, rank, error_store) as device:
         dataset = open_dataset(saved.config, device)
+        saved.check_labels(dataset.schema.labels)
         sharded = build(saved.config, dataset.schema, device)
         restore_model(saved.checkpoint, sharded)
         sharded.model.eval()
@@ -51,24 +53,17 @@ def evaluate_run(
         values = evaluate(sharded.model, dataset, split, saved.config, device, observe=collector)
         if predictions and collector:
             shares = _gather_predictions(collector, rank)
-            write_on_rank_0(lambda: _write_predictions(predictions, shares), predictions, rank)
+            labels = dataset.schema.labels
+            write_on_rank_0(lambda: _write_predictions(predictions, shares, labels), predictions, rank)
         write_on_rank_0(lambda: _report(run, saved.step, split, values), run, rank)
 
 
-def _report(run: Path, step: int, split: Split, values: BinaryMetricValues) -> None:
-    report: dict[str, float | int | str | bool | None] = {
-        "auc": values.auc,
-        "auc_error": values.auc_error,
-        "normalized_entropy": values.normalized_entropy,
-        "log_loss": values.log_loss,
-        "calibration": values.calibration,
-        "samples": values.samples,
-        "split": split.name,
-        "step": step,
-    }
-    write_json(run / "eval.json", report)
-    for name, value in report.items():
-        print(f"{name:<20} {value:.6f}" if isinstance(value, float) else f"{name:<20} {value}")
+def _report(run: Path, step: int, split: Split, values: Mapping[str, BinaryMetricValues]) -> None:
+    content: dict[str, float | int | str | bool | None] = {**report(values), "split": split.name, "step": step}
+    write_json(run / "eval.json", content)
+    width = max(20, *map(len, content))
+    for name, value in content.items():
+        print(f"{name:<{width}} {value:.6f}" if isinstance(value, float) else f"{name:<{width}} {value}")
 
 
 def _gather_predictions(collector: PredictionCollector, rank: Rank) -> list[tuple[Any, Any]]:
@@ -79,9 +74,13 @@ def _gather_predictions(collector: PredictionCollector, rank: Rank) -> list[tupl
     return [share for batch in zip(*gathered or (), strict=True) for share in batch]
 
 
-def _write_predictions(path: Path, shares: Sequence[tuple[Any, Any]]) -> None:
+def _write_predictions(path: Path, shares: Sequence[tuple[Any, Any]], labels: Sequence[str]) -> None:
     import polars
 
-    frame = polars.concat([polars.DataFrame({"prediction": p, "label": y.astype("uint8")}) for p, y in shares])
+    def columns(predictions: Any, true: Any) -> dict[str, Any]:
+        by_label = zip(labels, predictions.reshape(-1, len(labels)).T, true.reshape(-1, len(labels)).T, strict=True)
+        return named({label: {"prediction": p, "label": y.astype("uint8")} for label, p, y in by_label})
+
+    frame = polars.concat([polars.DataFrame(columns(*share)) for share in shares])
     path.parent.mkdir(parents=True, exist_ok=True)
     frame.write_parquet(path)

@@ -65,6 +65,7 @@ def score_run_online(
         raise ConfigError(f"--online: the run has model.kind={config.model.kind.name}; it is for model.kind=transformer")
     with join_run(config, rank, error_store) as device:
         dataset = open_dataset(config, device)
+        saved.check_labels(dataset.schema.labels)
         samples = _read(dataset, split, requests)
         model = OnlineModel.build(config, dataset.schema, device, samples.longest_bag())
         model.restore(saved.checkpoint)
@@ -94,7 +95,7 @@ def _read(dataset: Dataset, split: Split, requests: int) -> RequestSamples:
 def _full_model(
     config: Config, schema: DatasetSchema, device: torch.device, checkpoint: Path, samples: RequestSamples
 ) -> Tensor:
-    """[_CHECKED] probabilities that the model as it was trained gives the first samples. Collective."""
+    """Probabilities that the model as it was trained gives the first ``_CHECKED`` samples. Collective."""
     sharded = build(replace(config, comm=Comm.baseline), schema, device)
     restore_model(checkpoint, sharded)
     sharded.model.eval()
@@ -105,11 +106,11 @@ def _full_model(
 def _difference(scorer: OnlineScorer, samples: RequestSamples, expected: Tensor) -> float:
     """The largest between scores and what is expected; each is scored alone, and among others."""
     difference = 0.0
-    for sample, probability in enumerate(expected.tolist()):
+    for sample, probability in enumerate(expected):
         history = scorer.encode(samples.history(sample))
         for count in (1, MAX_CANDIDATES):
-            score = float(scorer.score(history, samples.candidates(sample, count))[0])
-            difference = max(difference, abs(score - probability))
+            score = scorer.score(history, samples.candidates(sample, count))[0]
+            difference = max(difference, float((score - probability).abs().max()))
     return difference
 
 

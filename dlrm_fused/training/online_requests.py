@@ -19,6 +19,7 @@ class RequestSamples:
         assert samples.history_lengths is not None
         cpu = torch.device("cpu")
         self._dense, self._sparse, self._tokens = samples.dense.to(cpu), samples.sparse.to(cpu), samples.tokens.to(cpu)
+        self._labels_shape = samples.labels.shape[1:]
         self._history_lengths = samples.history_lengths.to(cpu).long()
         self._tokens_of_sample = history_length + 1
 
@@ -45,11 +46,12 @@ class RequestSamples:
         return Batch(
             dense=self._dense[:count],
             sparse=_select(self._sparse, torch.arange(count)),
-            labels=torch.zeros(count),
+            labels=torch.zeros(count, *self._labels_shape),
             weights=torch.ones(count),
             global_size=count,
             tokens=_select(self._tokens, torch.arange(count * self._tokens_of_sample)),
             history_lengths=self._history_lengths[:count],
+            sample_weights=torch.ones(count),
         )
 
 

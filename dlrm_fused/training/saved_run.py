@@ -45,6 +45,10 @@ class SavedRun:
         step = checkpoints.select(which)
         return SavedRun(path, config, step, checkpoints.of(step))
 
+    def check_labels(self, labels: Sequence[str]) -> None:
+        """Raises CheckpointError if the model predicts others than these, of a data set."""
+        RunFolder(self.path).checkpoints.check_labels(self.step, labels)
+
 
 def write_on_rank_0(write: Callable[[], None], path: Path, rank: Rank) -> None:
     """Call ``write`` on rank 0. Collective.

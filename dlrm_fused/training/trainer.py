@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
 from typing import cast
 
 import torch
@@ -24,7 +22,7 @@ from dlrm_fused.symmetric.collective_errors import gather_or_raise
 from dlrm_fused.training.build import build
 from dlrm_fused.training.checkpoint import CheckpointWriter, Progress, restore
 from dlrm_fused.training.efficiency import efficiency, step_work
-from dlrm_fused.training.evaluation import evaluate
+from dlrm_fused.training.evaluation import evaluate, named, report
 from dlrm_fused.training.expert_load import load_values, read_expert_loads
 from dlrm_fused.training.metrics import BinaryMetricValues, LossTracker
 from dlrm_fused.training.next_steps import next_steps
@@ -125,6 +123,7 @@ class Trainer:
 
     def _continue_from(self, step: int) -> None:
         progress = self._folder.checkpoints.progress(step)
+        self._folder.checkpoints.check_labels(step, self._dataset.schema.labels)
         restore(self._folder.checkpoints.of(step), self._sharded, progress, self._device)
         self._loss = progress.loss
         self._reached_target = reaches_target(self._config, progress.validation_auc)
@@ -150,14 +149,10 @@ class Trainer:
         model = self._pipeline.detach()  # for good: going on would start an exchange that nobody waits for
         model.eval()
         test = evaluate(model, self._dataset, Split.test, self._config, self._device)
-        self._writer.evaluation(self._step, Split.test.name, _report(test), final=True)
+        self._writer.evaluation(self._step, Split.test.name, report(test), final=True)
         self._writer.summary(
             {
-                "test_auc": test.auc,
-                "test_auc_error": test.auc_error,
-                "normalized_entropy": test.normalized_entropy,
-                "log_loss": test.log_loss,
-                "calibration": test.calibration,
+                **named({label: _summary(values) for label, values in test.items()}),
                 **self._attainable_auc(),
                 "loss": self._loss,
                 "samples_per_second": self._throughput.overall(),
@@ -168,15 +163,21 @@ class Trainer:
             }
         )
         self._writer.close()
-        logger.info("done after %d steps: test AUC %.4f, results in %s", self._step, test.auc, self._folder.path)
+        aucs = ", ".join(
+            f"{name} {auc:.4f}" for name, auc in named({label: {"AUC": v.auc} for label, v in test.items()}).items()
+        )
+        logger.info("done after %d steps: test %s, results in %s", self._step, aucs, self._folder.path)
         logger.info("what to do next:\n%s", next_steps(self._config, self._rank.world_size))
 
     def _attainable_auc(self) -> dict[str, float]:
         """What a model that knows the planted signal of synthetic data would reach on the test split; else nothing."""
         if not isinstance(self._dataset, SyntheticDataset):
             return {}
-        attainable = self._dataset.best_attainable_auc(Split.test)
-        return {"attainable_auc": attainable.auc, "attainable_auc_error": attainable.error}
+        attainable = {
+            label: self._dataset.best_attainable_auc(Split.test, label=number)
+            for number, label in enumerate(self._dataset.schema.labels)
+        }
+        return named({k: {"attainable_auc": v.auc, "attainable_auc_error": v.error} for k, v in attainable.items()})
 
     def _make_steps(self) -> None:
         config = self._config
@@ -248,16 +249,17 @@ class Trainer:
             self._writer.expert_load(self._step, layer, fractions)
 
     def _stop_if_constant(self, output: Output) -> None:
-        bounds = torch.stack([output.logits.min(), -output.logits.max()])
+        bounds = torch.stack([output.logits.amin(0), -output.logits.amax(0)])
         dist.all_reduce(bounds, dist.ReduceOp.MIN)
-        low, negated_high = bounds.tolist()
-        if low == -negated_high and self._config.training.global_batch_size > 1:
-            raise TrainingError(
-                f"step {self._step}: the model predicts the same for every sample (logit {low:g}); "
-                "its layers have died: lower the learning rates, or check the features"
-            )
+        for label, (low, negated_high) in zip(self._dataset.schema.labels, bounds.view(2, -1).T.tolist(), strict=True):
+            if low == -negated_high and self._config.training.global_batch_size > 1:
+                raise TrainingError(
+                    f"step {self._step}: the model predicts the same{self._named(label)} for every sample (logit {low:g}); "
+                    "its layers have died: lower the learning rates, or check the features"
+                )
 
     def _evaluate(self) -> float:
+        """Returns the AUC of the first label."""
         config = self._config
         self._throughput.stop(self._step)
         with self._pipeline.paused() as model:
@@ -266,13 +268,18 @@ class Trainer:
             )
         self._timer.interrupt()
         self._throughput.start(self._step)
-        if values.constant:
-            raise TrainingError(
-                f"step {self._step}: the model predicts {values.min_prediction:g} for every sample of the "
-                f"{config.evaluation.split.name} split; lower the learning rates, or check the features"
-            )
-        self._writer.evaluation(self._step, config.evaluation.split.name, _report(values))
-        return values.auc
+        for label, of_label in values.items():
+            if of_label.constant:
+                raise TrainingError(
+                    f"step {self._step}: the model predicts{self._named(label)} {of_label.min_prediction:g} for every sample "
+                    f"of the {config.evaluation.split.name} split; lower the learning rates, or check the features"
+                )
+        self._writer.evaluation(self._step, config.evaluation.split.name, report(values))
+        return next(iter(values.values())).auc
+
+    def _named(self, label: str) -> str:
+        """A label in a message; a single one goes without saying."""
+        return f" {label}" if len(self._dataset.schema.labels) > 1 else ""
 
     def _save(self, auc: float | None) -> None:
         progress = Progress(
@@ -283,6 +290,7 @@ class Trainer:
             validation_auc=auc,
             settings=flatten(self._config),
             evaluations_since_best=self._evaluations_since_best,
+            labels=self._dataset.schema.labels,
         )
         self._checkpoints.save(self._sharded, progress)
 
@@ -291,9 +299,14 @@ def is_multiple(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _report(values: BinaryMetricValues) -> Mapping[str, float]:
-    reported = asdict(values)
-    return {key: reported[key] for key in reported if key not in ("min_prediction", "max_prediction")}
+def _summary(values: BinaryMetricValues) -> dict[str, float]:
+    return {
+        "test_auc": values.auc,
+        "test_auc_error": values.auc_error,
+        "normalized_entropy": values.normalized_entropy,
+        "log_loss": values.log_loss,
+        "calibration": values.calibration,
+    }
 
 
 class _Throughput:

@@ -60,13 +60,14 @@ def warm_start(config: Config, sharded: ShardedModel, schema: DatasetSchema) -> 
     large as before. Optimizers begin anew.
 
     Raises:
-        CheckpointError: there is no such checkpoint, it does not fit the model, or rows cannot be matched.
+        CheckpointError: there is no such checkpoint, it does not fit the model or its labels, or rows cannot be matched.
         ConfigError, DataError: the other run's config or transformation cannot be read.
     """
     run = RunFolder(Path(config.checkpoint.warm_start))
     step = run.checkpoints.best() or run.checkpoints.last()
     if step is None:
         raise CheckpointError(f"{_setting(run)}: holds no checkpoint; name the folder of a run, such as runs/a")
+    run.checkpoints.check_labels(step, schema.labels)
     maps = _row_maps(run, config)
     _check_rows(run, maps, schema)
     path, state = run.checkpoints.of(step), model_state(sharded)

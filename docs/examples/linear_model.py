@@ -18,12 +18,12 @@ class LinearModel(nn.Module):
         super().__init__()
         self.sparse_arch = SparseArch(embedding_tables(config.embedding, schema.sparse_features))
         columns = len(schema.dense_features) + len(schema.sparse_features) * config.embedding.dim
-        self.logit = nn.Linear(columns, 1)
+        self.logits = nn.Linear(columns, len(schema.labels))
 
     def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
-        """dense [b, features] and sparse features of stride b to logits [b, 1]."""
+        """dense [b, features] and sparse features of stride b to logits [b, labels]."""
         pooled: Tensor = self.sparse_arch(sparse)  # [b, sparse features, embedding.dim]
-        logits: Tensor = self.logit(torch.cat((dense, pooled.flatten(1)), dim=1))
+        logits: Tensor = self.logits(torch.cat((dense, pooled.flatten(1)), dim=1))
         return logits
 
 

@@ -125,6 +125,7 @@ SETTINGS = [
     setting("embedding.compute_kernel=fused_uvm_caching", "embedding.compute_kernel=fused_uvm_caching"),
     setting("embedding.rows=[10,20]", "embedding.rows=[10, 20]"),
     setting("embedding.tables.city.sharding=row_wise", "embedding.tables.city"),
+    setting("training.task_weights.bought=0.5", "label_0, label_1", "data.synthetic.labels=2"),
     setting("data.synthetic.rows=[3000000000]", "data.synthetic.rows"),
     setting("data.synthetic.rows=[2000000000]", "no plan", "embedding.dim=512", "model.bottom_mlp=[512]"),
     setting("training.global_batch_size=1", "the number of ranks, 2"),

@@ -1,7 +1,7 @@
 """BinaryMetrics and LossTracker over real gloo processes: the same result on all ranks, whatever their number."""
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -22,12 +22,13 @@ def samples() -> tuple[Tensor, Tensor]:
     return logits, (torch.rand(SAMPLES, generator=generator) < logits.sigmoid()).float()
 
 
-def measure(share: slice, exact_samples: int, shift: float = 0.0) -> BinaryMetricValues:
-    metrics = BinaryMetrics(CPU, exact_samples)
+def measure(share: slice, exact_samples: int, shift: float = 0.0, weighted: bool = False) -> BinaryMetricValues:
+    metrics = BinaryMetrics(CPU, exact_samples, weighted=weighted)
     logits, labels = (t[share] for t in samples())
-    for x, y in zip(logits.split(100), labels.split(100), strict=True):
+    weights = torch.arange(SAMPLES)[share] % 3 / 2 if weighted else torch.ones_like(logits)
+    for x, y, w in zip(logits.split(100), labels.split(100), weights.split(100), strict=True):
         x, padding = x + shift, torch.zeros(1)
-        metrics.update(torch.cat([x, padding]), torch.cat([y, padding]), torch.cat([torch.ones_like(x), padding]))
+        metrics.update(torch.cat([x, padding]), torch.cat([y, padding]), torch.cat([w, padding]))
     return metrics.compute()
 
 
@@ -48,6 +49,7 @@ def work(shares: list[slice]) -> dict[str, Any]:
             "exact": measure(shares[rank.index], SAMPLES),
             "bounded": measure(shares[rank.index], 500),
             "nan on one rank": measure(shares[rank.index], SAMPLES, shift=math.nan if rank.index == 1 else 0.0),
+            "weighted": measure(shares[rank.index], SAMPLES, weighted=True),
             "losses": track(rank.index),
         }
 
@@ -61,7 +63,7 @@ def found_by_rank(request):
     return run_ranks(len(shares), work, shares)
 
 
-@pytest.mark.parametrize("case", ["exact", "bounded", "losses"])
+@pytest.mark.parametrize("case", ["exact", "bounded", "weighted", "losses"])
 def test_all_ranks_hold_the_same_result(found_by_rank, case):
     # By their text, in which NaN equals NaN; it holds every bit of a float.
     assert len({repr(found[case]) for found in found_by_rank}) == 1
@@ -75,6 +77,12 @@ def test_the_result_is_that_of_one_process(found_by_rank, case, exact_samples):
     }
     assert found.auc_error == 0 if case == "exact" else found.auc_error > 0
     assert found == replace(alone, **rounded)  # the rest, AUC included, bit for bit
+
+
+def test_the_result_of_weighted_samples_is_that_of_one_process_up_to_rounding(found_by_rank):
+    found, alone = found_by_rank[0]["weighted"], measure(slice(0, SAMPLES), SAMPLES, weighted=True)
+    assert asdict(found) == pytest.approx(asdict(alone), rel=1e-12)
+    assert found.auc != found_by_rank[0]["exact"].auc
 
 
 def test_nan_on_one_rank_reaches_all(found_by_rank):

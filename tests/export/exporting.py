@@ -17,14 +17,17 @@ from tests.distributed.launch import run_ranks
 
 
 def export(run: Path, output: Path, table_dtype: str = "fp32", *overrides: str) -> Quality:
-    return export_run(run, "last", output, table_dtype, Split.test, overrides)
+    """Export a run; returns the quality of its first label."""
+    return next(iter(export_run(run, "last", output, table_dtype, Split.test, overrides).values()))
 
 
 def predictions_of_eval(run: Path, *overrides: str) -> NDArray[np.float32]:
-    """What eval.py predicts on the test split, [n]."""
+    """What eval.py predicts on the test split, [n]; [n, L] of L > 1 labels."""
     path = run / "predictions.parquet"
     run_ranks(1, _evaluate, run, path, overrides)
-    return polars.read_parquet(path)["prediction"].to_numpy()
+    columns = polars.read_parquet(path)
+    predictions = [columns[name].to_numpy() for name in columns.columns if name.startswith("prediction")]
+    return predictions[0] if len(predictions) == 1 else np.stack(predictions, axis=1)
 
 
 def _evaluate(run: Path, path: Path, overrides: tuple[str, ...]) -> None:

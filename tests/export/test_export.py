@@ -56,6 +56,12 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return train(tmp_path_factory.mktemp(request.param), 2, "training.max_steps=40", *MODELS[request.param])
 
 
+@pytest.fixture(scope="module", params=["dlrm", "transformer"])
+def of_two_labels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    settings = ["training.max_steps=40", "data.synthetic.labels=2", *MODELS[request.param]]
+    return train(tmp_path_factory.mktemp(f"two_labels_{request.param}"), 2, *settings)
+
+
 @pytest.fixture(scope="module")
 def dlrm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("dlrm"), 1, "training.max_steps=40")
@@ -73,6 +79,10 @@ class Exported:
 
 @pytest.fixture(scope="module")
 def exported(run: Path) -> Exported:
+    return exported_of(run)
+
+
+def exported_of(run: Path) -> Exported:
     folder = run.parent / "model"
     quality = export(run, folder)
     rows = prepared_rows(run, with_history=bool(load(folder).info["history_length"]))
@@ -94,6 +104,23 @@ def test_a_thousand_rows_over_http_are_predicted_as_eval_predicts_them(exported:
         status, answer = service.request("POST", "/predict", body)
     assert status == 200, answer
     np.testing.assert_allclose(json.loads(answer)["probabilities"], exported.expected[:1000], rtol=0, atol=1e-6)
+
+
+def test_of_several_labels_there_is_a_prediction_for_each(of_two_labels: Path, tmp_path: Path) -> None:
+    export(of_two_labels, tmp_path / "model")
+    model = load(tmp_path / "model")
+    rows = prepared_rows(of_two_labels, with_history=bool(model.info["history_length"]))
+    expected = predictions_of_eval(of_two_labels)
+    assert model.labels == ["label_0", "label_1"]
+    assert expected.shape == (1501, 2)
+    np.testing.assert_allclose(model.predict(rows), expected, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(model.predict(rows[:1]), expected[:1], rtol=0, atol=1e-6)
+    assert model.predict([]).shape == (0, 2)
+    evaluated, quality = json.loads((of_two_labels / "eval.json").read_text()), model.info["quality"]
+    assert set(quality) == set(model.labels)
+    for label, of_label in quality.items():
+        assert of_label["auc_difference"] == 0
+        assert of_label["auc"] == pytest.approx(evaluated[f"auc/{label}"], abs=1e-6)
 
 
 @pytest.mark.parametrize(("table_dtype", "bound"), [("fp16", 1e-4), ("int8", 1e-3)])
@@ -130,6 +157,15 @@ def environment_of(folder: Path, *packages: str) -> Path:
 
 
 def test_the_loader_needs_torch_and_numpy_alone(exported: Exported, tmp_path: Path) -> None:
+    assert_loads_alone(exported, tmp_path)
+
+
+@pytest.mark.parametrize("of_two_labels", ["dlrm"], indirect=True)
+def test_the_loader_of_several_labels_needs_them_alone_too(of_two_labels: Path, tmp_path: Path) -> None:
+    assert_loads_alone(exported_of(of_two_labels), tmp_path)
+
+
+def assert_loads_alone(exported: Exported, tmp_path: Path) -> None:
     (tmp_path / "packages").mkdir()
     packages = environment_of(tmp_path / "packages", "torch", "numpy")
     rows = exported.rows[:20]

@@ -33,9 +33,9 @@ def table(rows: int, seed: int) -> pa.Table:
     return columns.set_column(columns.column_names.index("time"), "time", pa.array(times))
 
 
-def run_of(folder: Path, *options: str) -> Path:
+def run_of(folder: Path, *options: str, rows: pa.Table | None = None) -> Path:
     """Prepare a table, and train by the proposed config."""
-    source = write_table(table(600, seed=1), folder / "table.parquet")
+    source = write_table(table(600, seed=1) if rows is None else rows, folder / "table.parquet")
     command = ["table", "--input", str(source), "--output", str(folder / "set"), *COLUMNS, *options]
     assert cli.main(command) == 0
     return train(folder)
@@ -137,6 +137,18 @@ def test_histories_are_encoded_as_in_training(history_run: Path, history_model: 
     for row in rows:
         row["time"] = datetime.fromtimestamp(row["time"], UTC).isoformat()
     assert history_model.predict(rows).tolist() == predictions.tolist()
+
+
+def test_histories_tell_the_first_of_several_labels(tmp_path: Path) -> None:
+    def labelled(rows: int, seed: int) -> pa.Table:
+        return table(rows, seed).append_column("bought", pa.array(np.arange(rows) % 3 // 2))
+
+    run = run_of(tmp_path, "--label", "clicked,bought", *HISTORY, rows=labelled(600, seed=1))
+    export(run, tmp_path / "model")
+    new = labelled(300, seed=3)
+    predictions = load(tmp_path / "model").predict(with_histories(new.drop_columns("bought")))
+    assert predictions.shape == (300, 2)
+    np.testing.assert_allclose(predictions, expected(run, new, tmp_path), rtol=0, atol=1e-6)
 
 
 def test_ids_are_those_of_the_transformation(run: Path, model: Model) -> None:

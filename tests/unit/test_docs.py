@@ -42,7 +42,9 @@ def value_of(key: str) -> object:
 def as_type(value: object) -> str:
     if isinstance(value, Enum):
         return ", ".join(f"`{member.name}`" for member in type(value))
-    return {list: "list of int", dict: "mapping"}.get(type(value), type(value).__name__)
+    if isinstance(value, list):
+        return "list of str" if any(isinstance(member, str) for member in value) else "list of int"
+    return "mapping" if isinstance(value, dict) else type(value).__name__
 
 
 def as_default(value: object) -> str:

@@ -79,6 +79,13 @@ def test_dlrm_by_hand(tmp_path: Path) -> None:
     assert forward_flops(config, dataset.schema) == 2 * (bottom + interaction + top)
 
 
+def test_each_label_has_an_output_of_the_last_layer(tmp_path: Path) -> None:
+    one, three = (small(tmp_path, *KINDS["dlrm"], f"data.synthetic.labels={labels}") for labels in (1, 3))
+    last_layers = forward_flops(three[0], three[1].schema) - forward_flops(one[0], one[1].schema)
+    assert last_layers == 2 * (10 * 3 - 10 * 1)
+    assert SAMPLES * forward_flops(three[0], three[1].schema) == counted_by_torch(*three)
+
+
 def test_dcnv2_by_hand(tmp_path: Path) -> None:
     config, dataset = small(tmp_path, *KINDS["dcnv2"])
     bottom, cross = 3 * 20 + 20 * 12, 4 * (72 * 7 + 7 * 72)

@@ -189,3 +189,48 @@ def test_the_first_step_with_a_nonfinite_loss_is_told(bad):
     assert tracker.read().first_nonfinite_step == 12
     tracker.add(15, torch.tensor(0.5))
     assert tracker.read().first_nonfinite_step is None
+
+
+class TestWeights:
+    """A sample of weight w counts as w samples would."""
+
+    def weighted(self, logits: Tensor, labels: Tensor, weights: Tensor, exact_samples: int = 2**24) -> BinaryMetricValues:
+        metrics = BinaryMetrics(CPU, exact_samples, weighted=True)
+        for part in zip(*(values.split(64) for values in (logits, labels, weights)), strict=True):
+            metrics.update(*part)
+        return metrics.compute()
+
+    @pytest.mark.parametrize("exact_samples", [2**24, 100], ids=["exact", "in bins"])
+    def test_whole_weights_are_as_so_many_copies(self, exact_samples):
+        logits, labels = random_samples(1500)
+        logits = (logits * 4).round() / 4  # ties, which fall into one bin
+        copies = torch.randint(0, 4, (1500,), generator=torch.Generator().manual_seed(3))
+        found = self.weighted(logits, labels, copies.float(), exact_samples)
+        expected = measure(logits.repeat_interleave(copies), labels.repeat_interleave(copies))
+        for name in ("auc", "log_loss", "normalized_entropy", "calibration"):
+            assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-12)
+        assert (found.min_prediction, found.max_prediction) == (expected.min_prediction, expected.max_prediction)
+
+    def test_samples_of_weight_0_are_not_counted(self):
+        logits, labels = random_samples(200)
+        assert self.weighted(logits, labels, (torch.arange(200) % 4).float()).samples == 150
+
+    def test_of_1_give_what_there_is_without_weights(self):
+        logits, labels = random_samples(3000)
+        assert self.weighted(logits, labels, torch.ones(3000)) == measure(logits, labels)
+
+    def test_their_scale_does_not_matter(self):
+        logits, labels = random_samples(500)
+        weights = torch.rand(500, generator=torch.Generator().manual_seed(3))
+        small, large = (self.weighted(logits, labels, weights * scale) for scale in (2**-10, 2**10))
+        assert small == large
+
+    def test_auc_follows_its_definition(self):
+        logits, labels = random_samples(300)
+        logits = logits.round()
+        weights = torch.rand(300, generator=torch.Generator().manual_seed(3))
+        positives, negatives = labels == 1, labels == 0
+        pairs = weights[positives, None].double() * weights[None, negatives].double()
+        x, y = logits[positives, None], logits[None, negatives]
+        expected = (pairs * ((x > y).double() + 0.5 * (x == y).double())).sum() / pairs.sum()
+        assert self.weighted(logits, labels, weights).auc == pytest.approx(expected.item(), rel=1e-12)

@@ -70,7 +70,7 @@ def test_the_set_is_good_without_changes(config: Config) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"label": None}, "set/train/a.parquet: column label is missing; its columns are price, user, tags"),
+        ({"label": None}, "set/train/a.parquet: column label, of data.labels, is missing; its columns are price, user, tags"),
         ({"price": None}, "set/train/a.parquet: a column of floating-point numbers, for a dense feature, is missing"),
         ({"user": None, "tags": None}, "set/train/a.parquet: a column of whole numbers, for a sparse feature, is missing"),
         (
@@ -89,11 +89,11 @@ def test_the_set_is_good_without_changes(config: Config) -> None:
         ({"label": pa.array(["0", "1", "0", "1"])}, "column label is string, allowed: numbers or bool, all 0 or 1"),
         (
             {"label": pa.array([0, 1, 2, 0])},
-            "set/train/a.parquet, row group 1: a label is 2, allowed: 0 and 1; correct the file",
+            "set/train/a.parquet, row group 1, column label: a label is 2, allowed: 0 and 1; correct the file",
         ),
-        ({"label": pa.array([0, 1, 0.5, 0])}, "row group 1: a label is 0.5, allowed: 0 and 1"),
+        ({"label": pa.array([0, 1, 0.5, 0])}, "row group 1, column label: a label is 0.5, allowed: 0 and 1"),
         ({"label": pa.array([0, 1, None, 0])}, "row group 1: column label has nulls (1); fill them, or leave their rows out"),
-        ({"label": pa.array([float("nan"), 1, 1, 0])}, "row group 0: a label is nan, allowed: 0 and 1"),
+        ({"label": pa.array([float("nan"), 1, 1, 0])}, "row group 0, column label: a label is nan, allowed: 0 and 1"),
         ({"price": pa.array([0.5, 1, None, None])}, "row group 1: column price has nulls (2); fill them"),
         (
             {"price": pa.array([0.5, 1, float("inf"), 1])},

@@ -111,14 +111,14 @@ def example() -> Transformation:
     )
     hashed = IdEncoding(SparseColumn("tags", Values.text, True, "|"), 100)
     history = HistoryColumns("user", "time", ("user", "color"), 20)
-    return Transformation("clicked", dense, (integer_encoding([5, 4]), text_encoding(["red", "é"]), hashed), history)
+    return Transformation(("clicked",), dense, (integer_encoding([5, 4]), text_encoding(["red", "é"]), hashed), history)
 
 
 def test_a_saved_transformation_is_the_same(tmp_path: Path) -> None:
     saved = example()
     saved.save(tmp_path / "t")
     loaded = Transformation.load(tmp_path / "t")
-    assert (loaded.label, loaded.dense, loaded.history) == (saved.label, saved.dense, saved.history)
+    assert (loaded.labels, loaded.dense, loaded.history) == (saved.labels, saved.dense, saved.history)
     assert [(e.column, e.rows) for e in loaded.sparse] == [(e.column, e.rows) for e in saved.sparse]
     values = ["red", "é", "5", None, "4"]
     for number in (1, 2):

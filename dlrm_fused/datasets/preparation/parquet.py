@@ -10,14 +10,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dlrm_fused.datasets.parquet_files import LABEL, POOLING_FACTOR, ROWS
+from dlrm_fused.datasets.parquet_files import POOLING_FACTOR, ROWS
 from dlrm_fused.datasets.preparation.writer import new_output
-from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo
+from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo, labels_shape
 from dlrm_fused.datasets.storage import IdColumns, map_array
 from dlrm_fused.datasets.transformation import TRANSFORMATION
 from dlrm_fused.errors import DataError
 
 ROW_GROUP_ROWS = 131_072
+SAMPLE_WEIGHT = "sample_weight"  # the column of weights
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def _check_writable(schema: DatasetSchema, folder: Path) -> None:
         raise DataError(
             f"--input {folder}: has histories, which Parquet files of samples cannot hold; train on the prepared set"
         )
-    names = [LABEL, *schema.dense_features, *(feature.name for feature in schema.sparse_features)]
+    names = [*schema.dense_features, *(feature.name for feature in schema.sparse_features), *_label_columns(schema)]
     for name in names:
         if names.count(name) > 1:
             raise DataError(
@@ -68,14 +69,16 @@ def _check_writable(schema: DatasetSchema, folder: Path) -> None:
 
 
 def _write_split(source: Path, path: Path, schema: DatasetSchema, rows: int, group_rows: int) -> None:
-    labels = map_array(source / "labels.npy", [rows], ["uint8"])
+    labels = map_array(source / "labels.npy", [rows, *labels_shape(schema.labels)], ["uint8"]).reshape(rows, -1)
+    weights = map_array(source / "weights.npy", [rows], ["float32"]) if schema.has_weights else None
     dense = map_array(source / "dense.npy", [rows, len(schema.dense_features)], ["float32"])
     ids = IdColumns(source, schema.sparse_features, rows, str(source))
     columns = _arrow_schema(schema)
     with pq.ParquetWriter(path, columns) as writer:
         for start in range(0, rows, group_rows):
             group = np.arange(start, min(start + group_rows, rows))
-            arrays = [pa.array(labels[group]), *(pa.array(column) for column in dense[group].T)]
+            columns_of_group = [*labels[group].T, *([weights[group]] if weights is not None else []), *dense[group].T]
+            arrays = [pa.array(column) for column in columns_of_group]
             for feature, values, lengths in zip(schema.sparse_features, *ids.read(group), strict=True):
                 if feature.jagged:
                     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -95,4 +98,9 @@ def _arrow_schema(schema: DatasetSchema) -> pa.Schema:
         )
         for feature in schema.sparse_features
     ]
-    return pa.schema([pa.field(LABEL, pa.uint8()), *dense, *sparse])
+    return pa.schema([*(pa.field(name, kind) for name, kind in _label_columns(schema).items()), *dense, *sparse])
+
+
+def _label_columns(schema: DatasetSchema) -> dict[str, pa.DataType]:
+    """Columns of labels, and of weights."""
+    return {**dict.fromkeys(schema.labels, pa.uint8()), **({SAMPLE_WEIGHT: pa.float32()} if schema.has_weights else {})}

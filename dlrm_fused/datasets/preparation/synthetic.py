@@ -14,7 +14,7 @@ from tqdm import tqdm
 from dlrm_fused.config import Split, SyntheticConfig, most_segments
 from dlrm_fused.datasets.batch import Samples
 from dlrm_fused.datasets.preparation.writer import NpyAppender, claim_output
-from dlrm_fused.datasets.schema import INTERACTIONS, DatasetSchema, PreparedInfo
+from dlrm_fused.datasets.schema import INTERACTIONS, DatasetSchema, PreparedInfo, labels_shape
 from dlrm_fused.datasets.synthetic import SyntheticDataset
 from dlrm_fused.errors import DataError
 
@@ -50,7 +50,7 @@ def prepare_synthetic(options: SyntheticOptions) -> PreparedInfo:
         interactions = _open_interactions(options.output, schema, stack) if schema.token_features else None
         for split in Split:
             _write_split(dataset, split, schema, options.output / split.name, interactions)
-    best = dataset.best_attainable_auc()
+    best = dataset.best_attainable_auc()  # of the first label
     origin = {
         "data_set": "synthetic",
         "seed": options.seed,
@@ -65,7 +65,14 @@ def prepare_synthetic(options: SyntheticOptions) -> PreparedInfo:
 
 
 def _check(settings: SyntheticConfig) -> None:
-    for name in ("tables", "dense_features", *(f"{split.name}_samples" for split in Split), "segments", "history_items"):
+    for name in (
+        "tables",
+        "dense_features",
+        "labels",
+        *(f"{split.name}_samples" for split in Split),
+        "segments",
+        "history_items",
+    ):
         if getattr(settings, name) < 1:
             raise DataError(f"--{name.replace('_', '-')}={getattr(settings, name)}: allowed: 1 or more")
     most = most_segments(settings.dense_features)
@@ -97,7 +104,10 @@ def _write_split(
         def open_file(name: str, dtype: type[np.generic], row_shape: tuple[int, ...] = ()) -> NpyAppender:
             return stack.enter_context(NpyAppender(folder / f"{name}.npy", dtype, row_shape))
 
-        labels, dense = open_file("labels", np.uint8), open_file("dense", np.float32, (len(schema.dense_features),))
+        labels, dense = (
+            open_file("labels", np.uint8, labels_shape(schema.labels)),
+            open_file("dense", np.float32, (len(schema.dense_features),)),
+        )
         ids = open_file("single", np.int32, (len(single),))
         windows = open_file("history", np.int64, (3,)) if interactions else None
         values = {name: open_file(f"{name}.values", np.int32) for name in jagged}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dlrm_fused.datasets.schema import LABEL
 from dlrm_fused.errors import CheckpointError
 
 _PREFIX, UNFINISHED_PREFIX = "step_", ".writing_step_"
@@ -23,9 +25,10 @@ class Progress:
         samples: samples seen, over all ranks.
         loss: mean over the steps since the report before.
         world_size: ranks that wrote the checkpoint.
-        validation_auc: of an evaluation at this very step, if there was one.
+        validation_auc: of the first label, of an evaluation at this very step, if there was one.
         settings: the flattened config.
         evaluations_since_best: how many there were since the one with the highest AUC.
+        labels: what the model predicts, in this order.
     """
 
     step: int
@@ -35,6 +38,7 @@ class Progress:
     validation_auc: float | None
     settings: dict[str, object]
     evaluations_since_best: int = 0
+    labels: Sequence[str] = (LABEL,)
 
 
 class CheckpointFolder:
@@ -69,6 +73,21 @@ class CheckpointFolder:
             raise CheckpointError(
                 f"{path}: damaged ({type(error).__name__}); remove {self.of(step)} to go on from an earlier checkpoint"
             ) from None
+
+    def check_labels(self, step: int, labels: Sequence[str]) -> None:
+        """
+        Args:
+            labels: of a data set that a checkpoint's model is to predict.
+
+        Raises:
+            CheckpointError: if it predicts others. A single label may have any name.
+        """
+        predicted = self.progress(step).labels
+        if len(predicted) != len(labels) or (len(labels) > 1 and list(predicted) != list(labels)):
+            raise CheckpointError(
+                f"{self.of(step)}: its model predicts {', '.join(predicted)}, the data set has {', '.join(labels)}; "
+                "prepare the data with the labels of the model, in the same order"
+            )
 
     def select(self, which: str) -> int:
         """The step of ``best``, ``last``, or a step given as a number.

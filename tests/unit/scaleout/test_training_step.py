@@ -69,9 +69,16 @@ class TestTrace:
         return work, float(samples) * flops
 
     # The trace has no gradient of the inputs of the first layer, which the count includes.
-    @pytest.mark.parametrize(("path", "without"), [(DCNV2, 0.001), ("configs/synthetic.yaml", 0.05)])
-    def test_has_the_operations_that_the_model_counts(self, path: str, without: float) -> None:
-        kernels, counted = self.traced(path)
+    @pytest.mark.parametrize(
+        ("config", "without"),
+        [
+            ([DCNV2], 0.001),
+            (["configs/synthetic.yaml"], 0.05),
+            (["configs/synthetic.yaml", "data.synthetic.labels=3"], 0.05),
+        ],
+    )
+    def test_has_the_operations_that_the_model_counts(self, config: list[str], without: float) -> None:
+        kernels, counted = self.traced(*config)
         traced = sum(kernel.flops for kernel in kernels.kernels)
         assert (1 - without) * counted <= traced <= counted
 

@@ -21,7 +21,12 @@ _KINDS = ", ".join(kind.name for kind in DenseKind)
 
 def add_table(parser: argparse.ArgumentParser) -> None:
     _add_common(parser)
-    parser.add_argument("--label", required=True, metavar="COLUMN", help="column of labels, 0 or 1")
+    parser.add_argument(
+        "--label", required=True, metavar="COLUMN,...", help="columns of labels, 0 or 1, the most important first"
+    )
+    parser.add_argument(
+        "--sample-weight", default="", metavar="COLUMN", help="what each row counts in the loss and the metrics: 0 or more"
+    )
     parser.add_argument(
         "--dense",
         default="",
@@ -124,7 +129,7 @@ def _table_options(args: argparse.Namespace) -> TableOptions:
     return TableOptions(
         input=tuple(args.input),
         output=args.output,
-        label=args.label,
+        labels=tuple(_names(args.label)),
         dense=_dense(args.dense),
         sparse=tuple(_names(args.sparse)),
         separated=_pairs("--separated", args.separated),
@@ -135,6 +140,7 @@ def _table_options(args: argparse.Namespace) -> TableOptions:
         },
         split=_split_options(args),
         history=history,
+        sample_weight=args.sample_weight.strip(),
         workers=args.workers,
         overwrite=args.overwrite,
     )

@@ -23,23 +23,32 @@ class ColumnChoice:
 
     Attributes:
         separators: of text columns that hold several values each.
-        other: columns that are read beside features and label, such as a time.
+        other: columns that are read beside features and labels, such as a time.
+        sample_weight: empty where rows have no weights.
     """
 
-    label: str
+    labels: tuple[str, ...]
     dense: tuple[str, ...]
     sparse: tuple[str, ...]
     separators: dict[str, str]
     other: tuple[tuple[str, str], ...] = ()
+    sample_weight: str = ""
 
     def check(self) -> None:
         """
         Raises:
             DataError: if a column has two uses, or a name that a feature cannot have.
         """
+        if not self.labels:
+            raise DataError("--label: no column given; name at least one column of 0 and 1, such as --label clicked")
         if not self.sparse:
             raise DataError("--sparse: no column given; name at least one column of ids, such as --sparse user,item")
-        uses = [("label", self.label), *(("dense", n) for n in self.dense), *(("sparse", n) for n in self.sparse)]
+        uses = [
+            *(("label", name) for name in self.labels),
+            *(("dense", name) for name in self.dense),
+            *(("sparse", name) for name in self.sparse),
+            *(("sample-weight", name) for name in self._weights()),
+        ]
         seen: dict[str, str] = {}
         for use, name in uses:
             if name in seen:
@@ -51,12 +60,24 @@ class ColumnChoice:
         for name in self.separators.keys() - set(self.sparse):
             raise DataError(f"--separated {name}: is not in --sparse; add it there")
         for option, name in self.other:
-            if name == self.label:
-                raise DataError(f"{option} {name}: is the label; choose another column")
+            if name in self.labels:
+                raise DataError(f"{option} {name}: is {'the' if len(self.labels) == 1 else 'a'} label; choose another column")
 
     def names(self) -> list[str]:
         """All columns to read, each once."""
-        return list(dict.fromkeys([self.label, *self.dense, *self.sparse, *(name for _, name in self.other)]))
+        others = [name for _, name in self.other]
+        return list(dict.fromkeys([*self.labels, *self.dense, *self.sparse, *self._weights(), *others]))
+
+    def numbers(self) -> list[tuple[str, str]]:
+        """Columns that must hold numbers, each with its option."""
+        return [
+            *(("--label", name) for name in self.labels),
+            *(("--dense", name) for name in self.dense),
+            *(("--sample-weight", name) for name in self._weights()),
+        ]
+
+    def _weights(self) -> tuple[str, ...]:
+        return (self.sample_weight,) if self.sample_weight else ()
 
 
 def choose_sparse(files: Sequence[TableFile], choice: ColumnChoice) -> tuple[SparseColumn, ...]:
@@ -84,9 +105,9 @@ def grouping_column(files: Sequence[TableFile], option: str, name: str) -> Spars
 def check_types(files: Sequence[TableFile], choice: ColumnChoice) -> None:
     """
     Raises:
-        DataError: if a column is missing in a file, or a label or a dense column holds no numbers.
+        DataError: if a column is missing in a file, or a label, a dense column or a weight holds no numbers.
     """
-    uses = [("--label", choice.label), *(("--dense", name) for name in choice.dense)]
+    uses = choice.numbers()
     others = [*(("--sparse", name) for name in choice.sparse), *choice.other]
     for file in files:
         for option, name in [*uses, *others]:

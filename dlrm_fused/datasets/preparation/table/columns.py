@@ -75,6 +75,19 @@ def read_labels(block: Block, name: str) -> NDArray[np.uint8]:
     return numbers.astype(np.uint8)
 
 
+def read_weights(block: Block, name: str) -> NDArray[np.float32]:
+    """Weights of n rows: [n], 0 or more.
+
+    Raises:
+        DataError: if one is missing, negative, or not finite as float32.
+    """
+    numbers = _numbers(block, name, "--sample-weight")
+    wrong = np.flatnonzero(~((numbers >= 0) & (numbers <= _MAX_FLOAT32)))
+    if wrong.size:
+        _refuse(block, name, "--sample-weight", int(wrong[0]), "finite numbers, 0 or more; mend the value or leave the row out")
+    return numbers.astype(np.float32)
+
+
 def read_numbers(block: Block, name: str) -> NDArray[np.float64]:
     """Values of a dense column in n rows: [n], NaN for a missing one.
 

@@ -45,10 +45,15 @@ def describe(
 
 
 def _rows(survey: Survey) -> list[str]:
-    total, positives = int(survey.rows.sum()), int(survey.positives.sum())
+    total, question = int(survey.rows.sum()), survey.question
     splits = ", ".join(f"{count:,} {name}" for name, count in zip(SPLITS, survey.rows, strict=True))
-    label = survey.question.label
-    return [f"{total:,} rows: {splits}", f"label {label}: 1 in {positives:,} rows, {positives / total:.2%}"]
+    positives = survey.positives.sum(axis=1).tolist()
+    labels = [
+        f"label {label}: 1 in {count:,} rows, {count / total:.2%}"
+        for label, count in zip(question.labels, positives, strict=True)
+    ]
+    weight = [f"sample weight {question.sample_weight}: {survey.weight.sum() / total:g} on average"]
+    return [f"{total:,} rows: {splits}", *labels, *(weight if question.sample_weight else [])]
 
 
 def _dense(survey: Survey) -> list[str]:

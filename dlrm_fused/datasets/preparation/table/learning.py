@@ -46,24 +46,32 @@ def learn(
         else _numbered(survey, column, min_frequency)
         for column in question.sparse
     )
-    return Transformation(question.label, dense, sparse, history)
+    return Transformation(question.labels, dense, sparse, history, question.sample_weight)
 
 
 def check_survey(survey: Survey) -> None:
     """
     Raises:
-        DataError: if a split has no rows, a column no values in training rows, or their labels are all the same.
+        DataError: if a split has no rows, a column no values in training rows, or those of a label are all the same, or all
+            weights of a split 0.
     """
     for name, rows in zip(SPLITS, survey.rows, strict=True):
         if not rows:
             counts = ", ".join(f"{count} {split}" for split, count in zip(SPLITS, survey.rows, strict=True))
             raise DataError(f"--input: no row for the {name} split ({counts}); give more rows, or split them in another way")
-    positives, rows = survey.positives[TRAIN], survey.rows[TRAIN]
-    if positives in (0, rows):
-        raise DataError(
-            f"--label {survey.question.label}: is {int(positives > 0)} in all {rows} training rows, so there is nothing to "
-            "learn; choose another column or other rows"
-        )
+    rows = survey.rows[TRAIN]
+    for label, positives in zip(survey.question.labels, survey.positives[:, TRAIN], strict=True):
+        if positives in (0, rows):
+            raise DataError(
+                f"--label {label}: is {int(positives > 0)} in all {rows} training rows, so there is nothing to "
+                "learn; choose another column or other rows"
+            )
+    for name, weight in zip(SPLITS, survey.weight, strict=True):
+        if not weight:
+            raise DataError(
+                f"--sample-weight {survey.question.sample_weight}: is 0 in all {name} rows, so that none counts; choose "
+                "another column or other rows"
+            )
     unknown = [("--dense", name) for name, moments in survey.moments.items() if not moments.count]
     unknown += [("--sparse", name) for name, lengths in survey.lengths.items() if lengths.missing == lengths.values]
     for option, name in unknown:

@@ -90,12 +90,13 @@ class TableOptions:
         min_frequency: values that occur less often in training rows share one id.
         hash_buckets: rows of the tables of columns whose values are hashed instead.
         history: what histories are made of; None for none.
+        sample_weight: column of what each row counts; empty for none.
         workers: threads.
     """
 
     input: tuple[str, ...]
     output: Path
-    label: str
+    labels: tuple[str, ...]
     dense: dict[str, DenseKind]
     sparse: tuple[str, ...]
     separated: dict[str, str] = field(default_factory=dict)
@@ -103,6 +104,7 @@ class TableOptions:
     hash_buckets: dict[str, int] = field(default_factory=dict)
     split: SplitOptions = field(default_factory=SplitOptions)
     history: HistoryColumns | None = None
+    sample_weight: str = ""
     workers: int = 1
     overwrite: bool = False
 
@@ -171,11 +173,12 @@ def apply_transformation(options: ApplyOptions) -> PreparedInfo:
         options.split.check(transformation.history)
     files = [open_file(path) for path in find_files(options.input)]
     choice = ColumnChoice(
-        transformation.label,
+        transformation.labels,
         tuple(feature.name for feature in transformation.dense),
         tuple(column.name for column in columns),
         {column.name: column.separator for column in columns if column.separator},
         (*_split_columns(options.split), *_history_columns(transformation.history)),
+        transformation.sample_weight,
     )
     check_types(files, choice)
     check_sparse(files, columns)
@@ -222,11 +225,12 @@ def _open_table(options: TableOptions) -> _Table:
     _check_numbers(options)
     options.split.check(options.history)
     choice = ColumnChoice(
-        options.label,
+        options.labels,
         tuple(options.dense),
         options.sparse,
         options.separated,
         (*_split_columns(options.split), *_history_columns(options.history)),
+        options.sample_weight,
     )
     choice.check()
     _check_history(options)
@@ -234,7 +238,7 @@ def _open_table(options: TableOptions) -> _Table:
     sparse = choose_sparse(files, choice)
     interactions = _interactions(files, options.history)
     split = _split(files, options.split, options.history)
-    question = Question(options.label, options.dense, sparse, split, frozenset())
+    question = Question(options.labels, options.dense, sparse, split, frozenset(), options.sample_weight)
     return _Table(files, choice.names(), question, interactions, options.workers)
 
 

@@ -14,6 +14,7 @@ from dlrm_fused.datasets.preparation.table.columns import (
     read_categories,
     read_labels,
     read_numbers,
+    read_weights,
 )
 from dlrm_fused.datasets.preparation.table.files import Block
 from dlrm_fused.datasets.preparation.table.sampling import RowSample, sample_bits
@@ -32,13 +33,15 @@ class Question:
 
     Attributes:
         counted: names of the sparse columns whose values are counted.
+        sample_weight: empty where rows have no weights.
     """
 
-    label: str
+    labels: tuple[str, ...]
     dense: dict[str, DenseKind]
     sparse: tuple[SparseColumn, ...]
     split: Split
     counted: frozenset[str]
+    sample_weight: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,10 +56,12 @@ class ValueLengths:
 
 @dataclass
 class BlockSurvey:
-    """What one block contributes; all of it but ``rows`` and ``positives`` is of training rows.
+    """What one block contributes; all of it but ``rows``, ``positives`` and ``weight`` is of training rows.
 
     Attributes:
-        rows, positives: of each split.
+        rows: of each split.
+        positives: of each label and split.
+        weight: sum of the weights of each split's rows; their number without weights.
         moments, extremes: of each dense column.
         sampled: of rows, the random numbers by which they are sampled, and the columns that quantiles are taken of [n, Q].
         lengths: of each sparse column.
@@ -65,6 +70,7 @@ class BlockSurvey:
 
     rows: NDArray[np.int64]
     positives: NDArray[np.int64]
+    weight: NDArray[np.float64]
     moments: list[Moments] = field(default_factory=list)
     extremes: list[tuple[float, float]] = field(default_factory=list)
     sampled: tuple[NDArray[np.uint64], NDArray[np.float64]] | None = None
@@ -78,8 +84,13 @@ def survey_block(block: Block, question: Question) -> BlockSurvey:
         DataError: if a value cannot be used.
     """
     split = question.split.assign(block)
-    labels = read_labels(block, question.label)
-    survey = BlockSurvey(np.bincount(split, minlength=len(SPLITS)), np.bincount(split, labels, len(SPLITS)).astype(np.int64))
+    positives = [np.bincount(split, read_labels(block, name), len(SPLITS)) for name in question.labels]
+    weights = read_weights(block, question.sample_weight) if question.sample_weight else None
+    survey = BlockSurvey(
+        np.bincount(split, minlength=len(SPLITS)),
+        np.stack(positives).astype(np.int64),
+        np.bincount(split, weights, len(SPLITS)).astype(np.float64),
+    )
     is_train = split == TRAIN
     _survey_dense(block, question.dense, is_train, survey)
     for column in question.sparse:
@@ -121,7 +132,7 @@ class Survey:
         scratch: folder for files of counts.
 
     Attributes:
-        rows, positives: of each split, by its position in ``SPLITS``.
+        rows, positives, weight: as of a block; splits by their position in ``SPLITS``.
         moments, extremes: of each dense column.
         lengths: of each sparse column.
         counters: by name of the column.
@@ -130,7 +141,8 @@ class Survey:
     def __init__(self, question: Question, scratch: Path) -> None:
         self.question = question
         self.rows = np.zeros(len(SPLITS), np.int64)
-        self.positives = np.zeros(len(SPLITS), np.int64)
+        self.positives = np.zeros((len(question.labels), len(SPLITS)), np.int64)
+        self.weight = np.zeros(len(SPLITS))
         self.moments = {name: Moments() for name in question.dense}
         self.extremes = dict.fromkeys(question.dense, (np.inf, -np.inf))
         self.lengths: dict[str, ValueLengths] = {}
@@ -146,6 +158,7 @@ class Survey:
         """Add the block that comes next."""
         self.rows += block.rows
         self.positives += block.positives
+        self.weight += block.weight
         for name, moments, (low, high) in zip(self.question.dense, block.moments, block.extremes, strict=True):
             self.moments[name].add(moments)
             self.extremes[name] = min(self.extremes[name][0], low), max(self.extremes[name][1], high)

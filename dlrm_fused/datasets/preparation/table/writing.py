@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from dlrm_fused.datasets.preparation.table.columns import Categories, read_categories, read_labels, read_numbers
+from dlrm_fused.datasets.preparation.table.columns import Categories, read_categories, read_labels, read_numbers, read_weights
 from dlrm_fused.datasets.preparation.table.files import Block, TableFile, read_blocks
 from dlrm_fused.datasets.preparation.table.interactions import InteractionColumns, InteractionFiles, Interactions
 from dlrm_fused.datasets.preparation.table.splits import Split
 from dlrm_fused.datasets.preparation.threads import map_in_order
 from dlrm_fused.datasets.preparation.writer import SPLITS, NpyAppender
-from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo, SparseFeature
+from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo, SparseFeature, labels_shape
 from dlrm_fused.datasets.storage import ranges
 from dlrm_fused.datasets.transformation import MISSING, IdEncoding, Int, Transformation
 
@@ -30,10 +30,11 @@ class EncodedBlock:
 
     Attributes:
         split: [n], position in ``SPLITS``.
-        labels: [n] uint8.
+        labels: [n] uint8, or [n, L] of several.
         dense: [n, D] float32.
         single: [n, S] int32, ids of the features with one value a row.
         jagged: values and offsets of the others.
+        weights: [n] float32; None without.
     """
 
     split: NDArray[np.uint8]
@@ -42,6 +43,7 @@ class EncodedBlock:
     single: NDArray[np.int32]
     jagged: dict[str, tuple[NDArray[np.int32], Int]]
     interactions: Interactions | None
+    weights: NDArray[np.float32] | None
 
 
 def write_set(
@@ -71,7 +73,8 @@ def write_set(
         for block in _with_progress(map_in_order(encode, read_blocks(files, columns), workers)):
             _append(block, splits)
             if histories is not None:
-                histories.append(block.split, block.interactions, block.single, block.jagged, block.labels)
+                first_label = block.labels.reshape(len(block.labels), -1)[:, 0]
+                histories.append(block.split, block.interactions, block.single, block.jagged, first_label)
         token_features = histories.finish() if histories else ()
     samples = {name: written.rows for name, written in zip(SPLITS, splits, strict=True) if written.rows}
     history_length = transformation.history.length if transformation.history else 0
@@ -80,6 +83,8 @@ def write_set(
         tuple(_feature(encoding, splits) for encoding in transformation.sparse),
         token_features,
         history_length,
+        transformation.label_names,
+        bool(transformation.sample_weight),
     )
     info = PreparedInfo(schema, samples, origin, interactions=sum(samples.values()) if token_features else 0)
     info.save(output)
@@ -99,13 +104,15 @@ def _encode_block(
             single.append(ids)
         else:
             jagged[encoding.column.name] = ids, values.offsets
+    labels = [read_labels(block, name) for name in transformation.labels]
     return EncodedBlock(
         split.assign(block),
-        read_labels(block, transformation.label),
+        np.stack(labels, axis=1).reshape(-1, *labels_shape(transformation.labels)),
         np.stack(dense or [np.ones(len(block), np.float32)], axis=1),
         np.stack(single, axis=1) if single else np.zeros((len(block), 0), np.int32),
         jagged,
         interactions.read(block) if interactions else None,
+        read_weights(block, transformation.sample_weight) if transformation.sample_weight else None,
     )
 
 
@@ -131,7 +138,8 @@ class _SplitFiles:
 
         folder.mkdir()
         names = [encoding.column.name for encoding in transformation.sparse if encoding.column.is_list]
-        self._labels = file("labels", np.uint8)
+        self._labels = file("labels", np.uint8, labels_shape(transformation.labels))
+        self._weights = file("weights", np.float32) if transformation.sample_weight else None
         self._dense = file("dense", np.float32, (len(transformation.dense_features),))
         singles = len(transformation.sparse) - len(names)
         self._single = file("single", np.int32, (singles,)) if singles else None
@@ -151,6 +159,8 @@ class _SplitFiles:
     def append(self, block: EncodedBlock, rows: Int) -> None:
         self._labels.append(block.labels[rows])
         self._dense.append(block.dense[rows])
+        if self._weights and block.weights is not None:
+            self._weights.append(block.weights[rows])
         if self._single:
             self._single.append(block.single[rows])
         for name, (values, offsets) in block.jagged.items():
