@@ -71,6 +71,7 @@ class World:
     weighted: bool = False
     batch_sizes: tuple[int, ...] = (6, 6)
     options: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=lambda: dict(ADAGRAD))
 
     @property
     def ranks(self) -> int:
@@ -196,8 +197,8 @@ def _run_both(world: World, course: Course) -> tuple[list[Tensor], list[Tensor]]
     results = []
     with process_group(Rank.from_environment(), CPU):
         for sharder in (
-            FusedEmbeddingBagCollectionSharder(dict(ADAGRAD), **world.options),
-            EmbeddingBagCollectionSharder(dict(ADAGRAD)),
+            FusedEmbeddingBagCollectionSharder(dict(world.optimizer), **world.options),
+            EmbeddingBagCollectionSharder(dict(world.optimizer)),
         ):
             model = build(world, sharder)
             assert_paths(model, world)
