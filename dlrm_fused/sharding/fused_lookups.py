@@ -98,7 +98,7 @@ class FusedLookups:
         )
         self._modules = [module for lookup in self._lookups for module in embedding_modules(lookup)]
         if self._uses_kernels:
-            self._workspace.attach_tables([_local_tables(module.emb_module) for module in self._modules])
+            self._workspace.attach_tables([local_tables(module.emb_module) for module in self._modules])
         self._check_indices = options.check_indices
         self._distinct: DistinctBags | None = None
         row_dim = self._workspace.layout.row_dim
@@ -238,7 +238,7 @@ def _layout(
     return ExchangeLayout(tuple(tuple(lookups) for lookups in by_rank), begin)
 
 
-def _local_tables(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> LocalTables:
+def local_tables(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> LocalTables:
     """FBGEMM's tables, in place."""
     stored = storage(tbe)
     return LocalTables(

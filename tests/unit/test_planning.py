@@ -105,6 +105,12 @@ class TestConstraints:
         with pytest.raises(ConfigError, match=r"embedding.optimizer.weight_decay=0.1: user is data_parallel, .*; allowed: 0"):
             table_constraints(embedding, SCHEMA, 4)
 
+    def test_data_parallel_tables_have_no_rowwise_adam(self):
+        embedding = EmbeddingConfig(tables={"user": TableConfig(Sharding.data_parallel)})
+        embedding.optimizer.kind = EmbeddingOptimizerKind.rowwise_adam
+        with pytest.raises(ConfigError, match=r"kind=rowwise_adam: user is data_parallel, .*; allowed: .*, adam"):
+            table_constraints(embedding, SCHEMA, 4)
+
     @pytest.mark.parametrize("sharding", [Sharding.row_wise, Sharding.table_row_wise, Sharding.grid_shard])
     def test_a_single_rank_holds_whole_tables(self, sharding):
         constraint = table_constraints(EmbeddingConfig(sharding=sharding), SCHEMA, 1)["user"]
@@ -180,10 +186,11 @@ class TestMakePlan:
 
 
 class TestSharder:
-    def test_adam_is_for_gpus(self):
+    @pytest.mark.parametrize("kind", [EmbeddingOptimizerKind.adam, EmbeddingOptimizerKind.rowwise_adam])
+    def test_adam_is_for_gpus(self, kind):
         embedding = EmbeddingConfig()
-        embedding.optimizer.kind = EmbeddingOptimizerKind.adam
-        with pytest.raises(ConfigError, match=r"embedding.optimizer.kind=adam: .*GPUs only"):
+        embedding.optimizer.kind = kind
+        with pytest.raises(ConfigError, match=rf"embedding.optimizer.kind={kind.name}: .*GPUs only"):
             make_sharder(embedding, CPU)
 
     @pytest.mark.parametrize("key", ["forward_wire", "backward_wire"])
