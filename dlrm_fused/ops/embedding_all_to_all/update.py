@@ -264,7 +264,7 @@ def _streams(tables: LocalTables, order: SortedLookup, gradients: Tensor) -> dic
 # Shapes of launches. On the CPU, under Triton's interpreter, everything is small, so that small tests cross every border.
 
 
-def _tile_elements(optimizer: Optimizer | None) -> int:
+def _tile_elements(optimizer: Optimizer) -> int:
     return _TILE_ELEMENTS_WITH_STATES if isinstance(optimizer, Adagrad | Adam) else _TILE_ELEMENTS
 
 
