@@ -1,10 +1,11 @@
-"""Adam of tables with the fused sharder: equal to TorchRec's, under every plan, with the kernels of GPUs too.
+"""Optimizers that keep states of elements, with the fused sharder: equal to TorchRec's, also with the kernels of GPUs.
 
-FBGEMM has it on GPUs alone; here :mod:`tests.distributed.fbgemm_adam` is its kernels.
+FBGEMM has Adam on GPUs alone; here :mod:`tests.distributed.fbgemm_adam` is its kernels.
 """
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from unittest import mock
 
@@ -20,13 +21,19 @@ from dlrm_fused.compat.torchrec import fbgemm_lookups
 from dlrm_fused.config import Config
 from dlrm_fused.sharding import FusedEmbeddingBagCollectionSharder
 from dlrm_fused.sharding.optimizers import set_optimizer_step
+from dlrm_fused.sharding.sharded_module import FusedShardedEmbeddingBagCollection
 from dlrm_fused.training import trainer
 from dlrm_fused.training.runtime import ErrorStore, Rank, process_group
 from tests.distributed.fbgemm_adam import provide_adam_on_the_cpu
 from tests.distributed.launch import losses, run_ranks, small_config, summary
 from tests.distributed.test_fused_sharder import CPU, MEAN, Table, World, _run_both, _tables, batches, build, optimizer_of
 
-KINDS = (EmbOptimType.ADAM, EmbOptimType.PARTIAL_ROWWISE_ADAM)
+OF_ADAM = {"learning_rate": 0.01, "eps": 1e-8, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
+ADAMS = {
+    "adam": {"optimizer": EmbOptimType.ADAM, **OF_ADAM},
+    "rowwise_adam": {"optimizer": EmbOptimType.PARTIAL_ROWWISE_ADAM, **OF_ADAM},
+}
+OPTIMIZERS = {**ADAMS, "adagrad": {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1, "eps": 1e-8}}
 PLANS = {
     "table_wise": (Table("table_wise", 8, rank=1), Table("table_wise", 16, ("feature_0", "feature_1"), pooling=MEAN)),
     "column_wise": (Table("column_wise", 12), Table("column_wise", 8, pooling=MEAN)),
@@ -34,10 +41,6 @@ PLANS = {
     "all": (Table("table_wise", 8, rank=1), Table("column_wise", 12), Table("row_wise", 4)),
 }
 STEPS = 6
-
-
-def adam(kind: EmbOptimType) -> dict[str, object]:
-    return {"optimizer": kind, "learning_rate": 0.01, "eps": 1e-8, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
 
 
 def train(model: DistributedModelParallel, steps: list[KeyedJaggedTensor]) -> list[Tensor]:
@@ -59,10 +62,10 @@ def assert_close(ours: list[Tensor], torchrecs: list[Tensor]) -> None:
 
 
 @pytest.mark.also_interpreted
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("plan", PLANS)
-def test_weights_states_and_counts_are_those_of_torchrec(plan, kind):
-    world = World((PLANS[plan],), optimizer=adam(kind))
+def test_weights_states_and_counts_are_those_of_torchrec(plan, optimizer):
+    world = World((PLANS[plan],), optimizer=OPTIMIZERS[optimizer])
     for ours, torchrecs in run_ranks(world.ranks, _run_both_with_adam, world):
         assert_close(ours, torchrecs)
 
@@ -73,9 +76,22 @@ def _run_both_with_adam(world: World) -> tuple[list[Tensor], list[Tensor]]:
 
 
 @pytest.mark.also_interpreted
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_each_sharder_continues_what_the_other_has_left(kind):
-    world = World((PLANS["all"],), optimizer=adam(kind))
+def test_batches_that_take_torchrecs_path_are_steps_like_the_others():
+    world = World((PLANS["all"],), optimizer=ADAMS["adam"])
+    for ours, torchrecs in run_ranks(world.ranks, _run_both_with_other_batches_between, world):
+        assert_close(ours, torchrecs)
+
+
+def _run_both_with_other_batches_between(world: World) -> tuple[list[Tensor], list[Tensor]]:
+    reasons = itertools.cycle([None, None, "a reason of the test"])
+    with mock.patch.object(FusedShardedEmbeddingBagCollection, "_reason_against_batch", side_effect=reasons):
+        return _run_both_with_adam(world)
+
+
+@pytest.mark.also_interpreted
+@pytest.mark.parametrize("optimizer", ADAMS)
+def test_each_sharder_continues_what_the_other_has_left(optimizer):
+    world = World((PLANS["all"],), optimizer=ADAMS[optimizer])
     for alternating, uninterrupted in run_ranks(world.ranks, _with_changes_of_sharder, world):
         assert_close(alternating, uninterrupted)
 
@@ -117,6 +133,12 @@ def test_runs_continue_with_the_other_and_evaluations_leave_no_trace(tmp_path, k
     assert list(losses(continued)) == list(range(1, 31))
     assert losses(continued) == losses(uninterrupted) == losses(evaluated)
     assert summary(continued)["test_auc"] == summary(uninterrupted)["test_auc"]
+
+
+def test_the_measurements_of_auto_are_no_steps(tmp_path):
+    settings = ["embedding.optimizer.kind=adam", "embedding.sharding=table_wise"]
+    auto, baseline = (_train(tmp_path / comm, 6, comm, *settings) for comm in ("auto", "baseline"))
+    assert losses(auto) == losses(baseline)
 
 
 def _train(folder: Path, steps: int, comm: str, *settings: str) -> Path:
