@@ -180,9 +180,10 @@ def test_keys_of_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_updates_as_expected(lookup)
 
 
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam", "rowwise_adam"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_weights_of_16_bits_are_rounded_to_nearest(dtype: torch.dtype) -> None:
-    tables = make_tables([9], [8], [0], dtype=dtype, generator=random())
+def test_weights_of_16_bits_are_rounded_to_nearest(dtype: torch.dtype, optimizer: str) -> None:
+    tables = make_tables([9], [8], [0], dtype=dtype, optimizer=optimizer, generator=random())
     lookup = make_lookup(tables, 4, 3, generator=random(1))
     weights, _ = expected_update(lookup)
     update(lookup)
@@ -212,6 +213,21 @@ def test_stochastic_rounding_goes_to_a_neighbour_and_is_right_in_the_mean(dtype:
     tables.weights.copy_(sign * magnitude)
     update(lookup)
     assert not torch.equal(tables.weights, first), "the next update must draw other numbers"
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_stochastic_rounding_of_every_optimizer_goes_up_and_down(optimizer: str) -> None:
+    tables = make_tables([90], [8], [0], dtype=torch.float16, optimizer=optimizer, stochastic_rounding=True, generator=random())
+    lookup = make_lookup(tables, 60, 4, generator=random(1))
+    before = tables.weights.clone()
+    weights, _ = expected_update(lookup)
+    update(lookup)
+    spacing = weights.abs() * 2.0**-10
+    error = (tables.weights.double() - weights) / spacing
+    moved = tables.weights != before
+    assert error.abs().max() <= 1.0
+    assert (error[moved] > 0).any()
+    assert (error[moved] < 0).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
