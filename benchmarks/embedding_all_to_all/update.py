@@ -127,7 +127,8 @@ class Subject:
         self.tables = local_tables(self.fbgemm)
         stored = storage(self.fbgemm)
         # As after some steps.
-        states = [state.uniform_(0.5, 1.0) for state in (stored.momentum1, stored.momentum2) if state.numel()]
+        _, *counts = OPTIMIZERS[optimizer]
+        states = [state.uniform_(0.5, 1.0) for state in (stored.momentum1, stored.momentum2)[: sum(counts)]]
         self.by_row = [tensor.view(self.tables.total_rows, -1) for tensor in (self.weights, *states)]
         self.steps = stored.steps
 

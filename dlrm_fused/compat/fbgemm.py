@@ -18,8 +18,8 @@ class Storage(NamedTuple):
         weights: all tables, one after the other, flat.
         offsets: of each table in ``weights``, in elements.
         rows, dims: of each table.
-        momentum1, momentum2: the states of the optimizer of all tables, flat; empty where it has none. One of elements lies as
-            the weights do.
+        momentum1, momentum2: the states of the optimizer of all tables, flat; one element of no meaning where it has none. A
+            state of elements lies as the weights do.
         steps: int64 [1], the count of the optimizer's steps that FBGEMM reads and checkpoints set.
     """
 
