@@ -36,13 +36,17 @@ def sharded_module_order(sharder: EmbeddingBagCollectionSharder) -> list[str] | 
     return sharder._sharded_module_order_overwrite
 
 
-def set_fused_params(weight: nn.Parameter, params: Mapping[str, Any]) -> None:
+def set_fused_params(weight: nn.Parameter, optimizer: type[torch.optim.Optimizer] | None, params: Mapping[str, Any]) -> None:
     """Give a table, before it is sharded, arguments of FBGEMM's lookup that differ from the sharder's ``fused_params``.
 
     TorchRec reads them where ``torch.distributed.optim._apply_optimizer_in_backward`` leaves those of an optimizer; that
     function would also make the optimizer, which must then do without FBGEMM's arguments.
+
+    Args:
+        optimizer: a class that TorchRec knows; its planner makes room for the states of such tables alone. None for the
+            sharder's.
     """
-    weight._optimizer_classes = [None]  # type: ignore[attr-defined]
+    weight._optimizer_classes = [optimizer]  # type: ignore[attr-defined]
     weight._optimizer_kwargs = [dict(params)]  # type: ignore[attr-defined]
 
 

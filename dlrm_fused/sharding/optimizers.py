@@ -7,6 +7,7 @@ from functools import partial
 from typing import cast
 
 import torch
+import torchrec.optim
 from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.optim import RowWiseAdagrad
@@ -27,6 +28,13 @@ from dlrm_fused.ops.adagrad import Adagrad
 from dlrm_fused.sharding.flat_parameters import FlatOptimizer, FlatParameters
 from dlrm_fused.sharding.groups import ModelParallelGroups, average_gradients, sharded_parameters
 from dlrm_fused.sharding.tables import data_parallel_tables, is_table, table_name
+
+# TorchRec's classes of them.
+_WITH_STATES_OF_ELEMENTS = {
+    EmbeddingOptimizerKind.adagrad: torchrec.optim.Adagrad,
+    EmbeddingOptimizerKind.adam: torchrec.optim.Adam,
+    EmbeddingOptimizerKind.rowwise_adam: torchrec.optim.PartialRowWiseAdam,
+}
 
 
 def make_optimizer(
@@ -71,14 +79,17 @@ def learning_rate(embedding: EmbeddingConfig, table: str) -> float:
     return embedding.tables.get(table, TableConfig()).learning_rate or embedding.optimizer.learning_rate
 
 
-def give_own_learning_rates(model: nn.Module, embedding: EmbeddingConfig) -> None:
-    """Tell TorchRec which tables have another learning rate than its sharder knows; before the model is sharded.
+def describe_table_optimizers(model: nn.Module, embedding: EmbeddingConfig) -> None:
+    """Tell TorchRec of each table what its sharder does not: its own learning rate, and to the planner states of elements.
 
-    TorchRec makes lookups of the tables of one rate, so that each has an optimizer of its own. Not for data-parallel tables.
+    Before the model is planned and sharded. TorchRec makes lookups of the tables of one rate, so that each has an optimizer of
+    its own.
     """
+    kind = _WITH_STATES_OF_ELEMENTS.get(embedding.optimizer.kind)
     for name, parameter in model.named_parameters():
-        if is_table(name) and (rate := learning_rate(embedding, table_name(name))) != embedding.optimizer.learning_rate:
-            set_fused_params(parameter, {"learning_rate": rate})
+        if is_table(name):
+            rate = learning_rate(embedding, table_name(name))
+            set_fused_params(parameter, kind, {} if rate == embedding.optimizer.learning_rate else {"learning_rate": rate})
 
 
 def _dense_optimizer(parameters: list[Tensor], settings: DenseOptimizerConfig) -> torch.optim.Optimizer:

@@ -32,7 +32,7 @@ from dlrm_fused.errors import ConfigError
 from dlrm_fused.sharding.dense_gradients import fix_order_of_sums, sum_gradients_over_hosts
 from dlrm_fused.sharding.flat_parameters import FlatDataParallel, GivesGradientsAtOnce
 from dlrm_fused.sharding.groups import ModelParallelGroups, data_parallel_wrapper
-from dlrm_fused.sharding.optimizers import give_own_learning_rates, make_optimizer
+from dlrm_fused.sharding.optimizers import describe_table_optimizers, make_optimizer
 from dlrm_fused.sharding.options import AUTO, FUSED, Mode
 from dlrm_fused.sharding.output_dtype import pooled_dtype
 from dlrm_fused.sharding.planning import make_plan
@@ -96,7 +96,7 @@ def shard(
     sharders: list[ModuleSharder[nn.Module]] = [
         make_sharder(config.embedding, device, config.comm, config.comm_strict, output_dtype)
     ]
-    give_own_learning_rates(task, config.embedding)
+    describe_table_optimizers(task, config.embedding)
     plan = make_plan(config, schema, task, sharders, device)
     world = cast(dist.ProcessGroup, dist.GroupMember.WORLD)
     model = DistributedModelParallel(

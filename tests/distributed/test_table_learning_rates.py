@@ -85,7 +85,7 @@ def _with_both_sharders(world: World) -> list[Shards]:
 def give_rates(model: Towers) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith("weight") and (rate := RATES.get(name.split(".")[-2])) is not None:
-            set_fused_params(parameter, {"learning_rate": rate})
+            set_fused_params(parameter, None, {"learning_rate": rate})
 
 
 def _train(model: DistributedModelParallel, world: World) -> None:
