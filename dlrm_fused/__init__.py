@@ -22,8 +22,11 @@ if TYPE_CHECKING:
     from dlrm_fused.ops.embedding_all_to_all.layout import LookupLayout as LookupLayout
     from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all as embedding_all_to_all
     from dlrm_fused.ops.embedding_all_to_all.pooled import pooled_all_to_all as pooled_all_to_all
+    from dlrm_fused.ops.embedding_all_to_all.tables import Adagrad as Adagrad
+    from dlrm_fused.ops.embedding_all_to_all.tables import Adam as Adam
     from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables as LocalTables
     from dlrm_fused.ops.embedding_all_to_all.tables import RowwiseAdagrad as RowwiseAdagrad
+    from dlrm_fused.ops.embedding_all_to_all.tables import RowwiseAdam as RowwiseAdam
     from dlrm_fused.ops.embedding_all_to_all.tables import Sgd as Sgd
     from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace as EmbeddingWorkspace
     from dlrm_fused.ops.gemm_all_to_all.op import gemm_all_to_all as gemm_all_to_all
@@ -59,6 +62,9 @@ _DEFINED_IN = {
     "LookupLayout": "dlrm_fused.ops.embedding_all_to_all.layout",
     "LocalTables": "dlrm_fused.ops.embedding_all_to_all.tables",
     "RowwiseAdagrad": "dlrm_fused.ops.embedding_all_to_all.tables",
+    "Adagrad": "dlrm_fused.ops.embedding_all_to_all.tables",
+    "Adam": "dlrm_fused.ops.embedding_all_to_all.tables",
+    "RowwiseAdam": "dlrm_fused.ops.embedding_all_to_all.tables",
     "Sgd": "dlrm_fused.ops.embedding_all_to_all.tables",
     "gemv_all_reduce": "dlrm_fused.ops.gemv_all_reduce.op",
     "GemvWorkspace": "dlrm_fused.ops.gemv_all_reduce.workspace",

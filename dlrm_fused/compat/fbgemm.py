@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, cast
 
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
@@ -16,27 +18,52 @@ class Storage(NamedTuple):
         weights: all tables, one after the other, flat.
         offsets: of each table in ``weights``, in elements.
         rows, dims: of each table.
-        momentum: the first state of the optimizer of all tables, flat; None if it has none.
+        momentum1, momentum2: the states of the optimizer of all tables, flat; one element of no meaning where it has none. A
+            state of elements lies as the weights do.
+        steps: int64 [1], the count of the optimizer's steps that FBGEMM reads and checkpoints set.
     """
 
     weights: Tensor
     offsets: tuple[int, ...]
     rows: tuple[int, ...]
     dims: tuple[int, ...]
-    momentum: Tensor | None
+    momentum1: Tensor
+    momentum2: Tensor
+    steps: Tensor
 
 
 def storage(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> Storage:
     """The tables of a lookup, in place, so that another kernel reads and updates what checkpoints hold."""
     place = "host" if lookup.use_cpu else "dev"
-    momentum = getattr(lookup, f"momentum1_{place}", None)
     return Storage(
         weights=getattr(lookup, f"weights_{place}").detach(),
         offsets=tuple(lookup.weights_physical_offsets),
         rows=tuple(rows for rows, *_ in lookup.embedding_specs),
         dims=tuple(dim for _, dim, *_ in lookup.embedding_specs),
-        momentum=None if momentum is None else momentum.detach(),
+        momentum1=getattr(lookup, f"momentum1_{place}").detach(),
+        momentum2=getattr(lookup, f"momentum2_{place}").detach(),
+        steps=cast(Tensor, lookup.iter),
     )
+
+
+def read_steps_anew(lookups: Iterable[SplitTableBatchedEmbeddingBagsCodegen]) -> None:
+    """Let lookups take the count of their optimizer's steps from the device, where others have changed it.
+
+    They keep a copy on the CPU, which they read instead unless it is 0.
+    """
+    for lookup in lookups:
+        lookup.iter_cpu.zero_()
+
+
+@contextmanager
+def uncounted(lookups: Sequence[SplitTableBatchedEmbeddingBagsCodegen]) -> Iterator[None]:
+    """What is looked up within are no steps of the optimizer: FBGEMM counts forward passes, even without a backward pass."""
+    counts = [cast(Tensor, lookup.iter) for lookup in lookups]
+    before = [count.clone() for count in counts]
+    yield
+    for count, steps in zip(counts, before, strict=True):
+        count.copy_(steps)
+    read_steps_anew(lookups)
 
 
 def kernel_inputs(

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor, nn
 from torchrec.distributed import TrainPipelineSparseDist
 from torchrec.distributed.embedding_lookup import CommOpGradientScaling
@@ -33,6 +34,20 @@ Out = TypeVar("Out")
 def sharded_module_order(sharder: EmbeddingBagCollectionSharder) -> list[str] | None:
     """The sharder's argument ``sharded_module_order_overwrite``, which a sharder that replaces ``shard`` passes on."""
     return sharder._sharded_module_order_overwrite
+
+
+def set_fused_params(weight: nn.Parameter, optimizer: type[torch.optim.Optimizer] | None, params: Mapping[str, Any]) -> None:
+    """Give a table, before it is sharded, arguments of FBGEMM's lookup that differ from the sharder's ``fused_params``.
+
+    TorchRec reads them where ``torch.distributed.optim._apply_optimizer_in_backward`` leaves those of an optimizer; that
+    function would also make the optimizer, which must then do without FBGEMM's arguments.
+
+    Args:
+        optimizer: a class that TorchRec knows; its planner makes room for the states of such tables alone. None for the
+            sharder's.
+    """
+    weight._optimizer_classes = [optimizer]  # type: ignore[attr-defined]
+    weight._optimizer_kwargs = [dict(params)]  # type: ignore[attr-defined]
 
 
 # A sharded module. Its sharding types have numbers: table_wise may be 0, row_wise 1.
@@ -144,6 +159,15 @@ def output_of(
 def embedding_modules(lookup: Any) -> list[Any]:
     """The embedding modules of a lookup; none on a rank without tables of its sharding type."""
     return list(lookup._emb_modules)
+
+
+def fbgemm_lookups(model: nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+    """The lookups of FBGEMM that update the tables of a model. TorchRec does not keep them as submodules."""
+    sharded = [module for module in model.modules() if isinstance(module, ShardedEmbeddingBagCollection)]
+    # Those of data-parallel tables are in DDP, and no such lookups.
+    own = [getattr(lookup, "module", lookup) for module in sharded for lookup in lookups(module)]
+    found = [module.emb_module for lookup in own for module in embedding_modules(lookup)]
+    return [lookup for lookup in found if isinstance(lookup, SplitTableBatchedEmbeddingBagsCodegen)]
 
 
 def split_features(lookup: Any, features: KeyedJaggedTensor) -> list[KeyedJaggedTensor]:

@@ -120,6 +120,7 @@ class EmbeddingOptimizerKind(Enum):
     adagrad = "adagrad"
     sgd = "sgd"
     adam = "adam"
+    rowwise_adam = "rowwise_adam"
 
 
 class CacheHints(Enum):
@@ -245,18 +246,19 @@ class EmbeddingOptimizerConfig:
     learning_rate: float = setting(0.01, POSITIVE)
     weight_decay: float = setting(0.0, at_least(0))
     eps: float = setting(1e-8, POSITIVE)
-    beta1: float = setting(0.9, BELOW_ONE)  # adam
-    beta2: float = setting(0.999, BELOW_ONE)  # adam
+    beta1: float = setting(0.9, BELOW_ONE)  # adam, rowwise_adam
+    beta2: float = setting(0.999, BELOW_ONE)  # adam, rowwise_adam
 
 
 @dataclass
 class TableConfig:
-    """What the planner is told about one table, by its name; overrides the settings of the group."""
+    """The settings of one table, by its name; overrides those of the group."""
 
     sharding: Sharding = Sharding.auto
     compute_kernel: ComputeKernel = ComputeKernel.auto
     # Average number of ids per sample; 0 takes what the data set states.
     pooling_factor: float = setting(0.0, at_least(0))
+    learning_rate: float = setting(0.0, at_least(0))  # 0: that of embedding.optimizer
 
 
 @dataclass

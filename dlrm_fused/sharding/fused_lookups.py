@@ -22,7 +22,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, Sha
 from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_fused.compat.fbgemm import kernel_inputs, storage
+from dlrm_fused.compat.fbgemm import Storage, kernel_inputs, storage
 from dlrm_fused.compat.torchrec import (
     divides_after_output,
     embedding_modules,
@@ -38,16 +38,20 @@ from dlrm_fused.compat.torchrec import (
 from dlrm_fused.compat.torchrec import shardings as embedding_shardings
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.embedding_all_to_all import (
+    Adagrad,
+    Adam,
     EmbeddingWorkspace,
     ExchangeLayout,
     LocalTables,
     LookupLayout,
     ReplayedEmbeddingAllToAll,
     RowwiseAdagrad,
+    RowwiseAdam,
     Sgd,
     embedding_all_to_all,
     pooled_all_to_all,
 )
+from dlrm_fused.ops.embedding_all_to_all.tables import Optimizer
 from dlrm_fused.sharding.distinct_bags import DistinctBags, finds_distinct_rows
 from dlrm_fused.sharding.options import FusedOptions
 from dlrm_fused.symmetric import SymmetricGroup
@@ -94,7 +98,7 @@ class FusedLookups:
         )
         self._modules = [module for lookup in self._lookups for module in embedding_modules(lookup)]
         if self._uses_kernels:
-            self._workspace.attach_tables([_local_tables(module.emb_module) for module in self._modules])
+            self._workspace.attach_tables([local_tables(module.emb_module) for module in self._modules])
         self._check_indices = options.check_indices
         self._distinct: DistinctBags | None = None
         row_dim = self._workspace.layout.row_dim
@@ -234,10 +238,9 @@ def _layout(
     return ExchangeLayout(tuple(tuple(lookups) for lookups in by_rank), begin)
 
 
-def _local_tables(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> LocalTables:
+def local_tables(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> LocalTables:
     """FBGEMM's tables, in place."""
-    stored, rate = storage(tbe), tbe.learning_rate_tensor
-    uses_adagrad = tbe.optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD
+    stored = storage(tbe)
     return LocalTables(
         weights=stored.weights,
         offsets=stored.offsets,
@@ -245,9 +248,27 @@ def _local_tables(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> LocalTables:
         dims=stored.dims,
         feature_tables=tuple(tbe.feature_table_map),
         mean=tbe.pooling_mode == PoolingMode.MEAN,
-        optimizer=RowwiseAdagrad(cast(Tensor, stored.momentum), rate, tbe.optimizer_args.eps) if uses_adagrad else Sgd(rate),
+        optimizer=_optimizer(tbe, stored),
         stochastic_rounding=tbe.stochastic_rounding,
     )
+
+
+def _optimizer(tbe: SplitTableBatchedEmbeddingBagsCodegen, stored: Storage) -> Optimizer:
+    """FBGEMM's optimizer, with its states and its learning rate in place."""
+    rate, given = tbe.learning_rate_tensor, tbe.optimizer_args
+    match tbe.optimizer:
+        case EmbOptimType.EXACT_SGD:
+            return Sgd(rate)
+        case EmbOptimType.EXACT_ROWWISE_ADAGRAD:
+            return RowwiseAdagrad(stored.momentum1, rate, given.eps)
+        case EmbOptimType.EXACT_ADAGRAD:
+            return Adagrad(stored.momentum1, rate, given.eps)
+        case EmbOptimType.ADAM | EmbOptimType.PARTIAL_ROWWISE_ADAM as kind:
+            of_kind = Adam if kind == EmbOptimType.ADAM else RowwiseAdam
+            states = stored.momentum1, stored.momentum2, stored.steps
+            return of_kind(*states, rate, given.eps, given.beta1, given.beta2, given.weight_decay)
+        case other:
+            raise UsageError(f"optimizer={other}: dlrm_fused.sharding.support lets no such tables pass")
 
 
 def _weights(lookup: Any, module: Any, features: KeyedJaggedTensor) -> Tensor | None:

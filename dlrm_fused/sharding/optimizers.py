@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+import torchrec.optim
 from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
-from dlrm_fused.config import Config, DenseOptimizerConfig, DenseOptimizerKind, EmbeddingOptimizerConfig, EmbeddingOptimizerKind
+from dlrm_fused.compat.fbgemm import read_steps_anew
+from dlrm_fused.compat.torchrec import fbgemm_lookups, set_fused_params
+from dlrm_fused.config import (
+    Config,
+    DenseOptimizerConfig,
+    DenseOptimizerKind,
+    EmbeddingConfig,
+    EmbeddingOptimizerConfig,
+    EmbeddingOptimizerKind,
+    TableConfig,
+)
 from dlrm_fused.ops.adagrad import Adagrad
 from dlrm_fused.sharding.flat_parameters import FlatOptimizer, FlatParameters
 from dlrm_fused.sharding.groups import ModelParallelGroups, average_gradients, sharded_parameters
-from dlrm_fused.sharding.tables import data_parallel_tables, is_table
+from dlrm_fused.sharding.tables import data_parallel_tables, is_table, table_name
+
+# TorchRec's classes of them.
+_WITH_STATES_OF_ELEMENTS = {
+    EmbeddingOptimizerKind.adagrad: torchrec.optim.Adagrad,
+    EmbeddingOptimizerKind.adam: torchrec.optim.Adam,
+    EmbeddingOptimizerKind.rowwise_adam: torchrec.optim.PartialRowWiseAdam,
+}
 
 
 def make_optimizer(
@@ -40,11 +59,37 @@ def make_optimizer(
             optimizer.register_step_pre_hook(lambda *_: average_gradients(sharded, data_parallel))
         return optimizer
 
-    optimizers = [model.fused_optimizer, KeyedOptimizerWrapper(dense, of_dense)]
-    tables = dict(data_parallel_tables(model))
-    if tables:
-        optimizers.append(KeyedOptimizerWrapper(tables, lambda p: _table_optimizer(p, config.embedding.optimizer)))
-    return CombinedOptimizer(optimizers)
+    of_tables = _table_optimizers(dict(data_parallel_tables(model)), config.embedding)
+    return CombinedOptimizer([model.fused_optimizer, KeyedOptimizerWrapper(dense, of_dense), *of_tables])
+
+
+def _table_optimizers(tables: dict[str, nn.Parameter], embedding: EmbeddingConfig) -> list[KeyedOptimizerWrapper]:
+    """One for each learning rate."""
+    by_rate: dict[float, dict[str, nn.Parameter]] = {}
+    for name, parameter in tables.items():
+        by_rate.setdefault(learning_rate(embedding, table_name(name)), {})[name] = parameter
+    return [
+        KeyedOptimizerWrapper(own, partial(_table_optimizer, settings=replace(embedding.optimizer, learning_rate=rate)))
+        for rate, own in by_rate.items()
+    ]
+
+
+def learning_rate(embedding: EmbeddingConfig, table: str) -> float:
+    """The configured learning rate of a table."""
+    return embedding.tables.get(table, TableConfig()).learning_rate or embedding.optimizer.learning_rate
+
+
+def describe_table_optimizers(model: nn.Module, embedding: EmbeddingConfig) -> None:
+    """Tell TorchRec of each table what its sharder does not: its own learning rate, and to the planner states of elements.
+
+    Before the model is planned and sharded. TorchRec makes lookups of the tables of one rate, so that each has an optimizer of
+    its own.
+    """
+    kind = _WITH_STATES_OF_ELEMENTS.get(embedding.optimizer.kind)
+    for name, parameter in model.named_parameters():
+        if is_table(name):
+            rate = learning_rate(embedding, table_name(name))
+            set_fused_params(parameter, kind, {} if rate == embedding.optimizer.learning_rate else {"learning_rate": rate})
 
 
 def _dense_optimizer(parameters: list[Tensor], settings: DenseOptimizerConfig) -> torch.optim.Optimizer:
@@ -79,6 +124,7 @@ def _table_optimizer(parameters: list[Tensor], settings: EmbeddingOptimizerConfi
 
 def set_optimizer_step(model: nn.Module, step: int) -> None:
     """Tell the fused optimizers how many steps they have made (Adam's bias correction), after loading a checkpoint."""
-    for module in model.modules():
-        if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen):
-            module.set_optimizer_step(step)
+    lookups = fbgemm_lookups(model)
+    for lookup in lookups:
+        lookup.set_optimizer_step(step)
+    read_steps_anew(lookups)

@@ -17,13 +17,22 @@ from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_
 from torchrec.distributed.types import ModuleSharder, QuantizedCommCodecs, ShardingEnv, ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer
 
-from dlrm_fused.config import Comm, ComputeKernel, Config, EmbeddingConfig, EmbeddingOptimizerKind, OutputDtype, WireDtype
+from dlrm_fused.config import (
+    Comm,
+    ComputeKernel,
+    Config,
+    EmbeddingConfig,
+    EmbeddingOptimizerConfig,
+    EmbeddingOptimizerKind,
+    OutputDtype,
+    WireDtype,
+)
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.sharding.dense_gradients import fix_order_of_sums, sum_gradients_over_hosts
 from dlrm_fused.sharding.flat_parameters import FlatDataParallel, GivesGradientsAtOnce
 from dlrm_fused.sharding.groups import ModelParallelGroups, data_parallel_wrapper
-from dlrm_fused.sharding.optimizers import make_optimizer
+from dlrm_fused.sharding.optimizers import describe_table_optimizers, make_optimizer
 from dlrm_fused.sharding.options import AUTO, FUSED, Mode
 from dlrm_fused.sharding.output_dtype import pooled_dtype
 from dlrm_fused.sharding.planning import make_plan
@@ -36,6 +45,7 @@ _FUSED_KINDS = {
     EmbeddingOptimizerKind.adagrad: EmbOptimType.EXACT_ADAGRAD,
     EmbeddingOptimizerKind.sgd: EmbOptimType.EXACT_SGD,
     EmbeddingOptimizerKind.adam: EmbOptimType.ADAM,
+    EmbeddingOptimizerKind.rowwise_adam: EmbOptimType.PARTIAL_ROWWISE_ADAM,
 }
 _OUTPUT_TYPES = {OutputDtype.fp32: SparseType.FP32, OutputDtype.fp16: SparseType.FP16, OutputDtype.bf16: SparseType.BF16}
 _WIRE_TYPES = {WireDtype.fp32: CommType.FP32, WireDtype.fp16: CommType.FP16, WireDtype.bf16: CommType.BF16}
@@ -86,6 +96,7 @@ def shard(
     sharders: list[ModuleSharder[nn.Module]] = [
         make_sharder(config.embedding, device, config.comm, config.comm_strict, output_dtype)
     ]
+    describe_table_optimizers(task, config.embedding)
     plan = make_plan(config, schema, task, sharders, device)
     world = cast(dist.ProcessGroup, dist.GroupMember.WORLD)
     model = DistributedModelParallel(
@@ -152,12 +163,8 @@ def make_sharder(
         for name, table in embedding.tables.items():
             _refuse_managed_memory(f"embedding.tables.{name}.compute_kernel", table.compute_kernel)
     optimizer = embedding.optimizer
-    if device.type == "cpu" and optimizer.kind is EmbeddingOptimizerKind.adam:
-        raise ConfigError(
-            "embedding.optimizer.kind=adam: FBGEMM has it on GPUs only; on the CPU: rowwise_adagrad, adagrad, sgd"
-        )
-    if device.type == "cpu" and optimizer.weight_decay:
-        raise ConfigError(f"embedding.optimizer.weight_decay={optimizer.weight_decay}: on the CPU FBGEMM has none; allowed: 0")
+    if device.type == "cpu":
+        _refuse_missing_optimizer(optimizer)
     for key in ("forward_wire", "backward_wire"):
         if device.type == "cpu" and getattr(embedding, key) is WireDtype.bf16:
             raise ConfigError(f"embedding.{key}=bf16: gloo cannot send bf16; on the CPU: fp32, fp16")
@@ -187,6 +194,17 @@ def _codecs(embedding: EmbeddingConfig, device: torch.device) -> dict[str, Quant
         return None
     forward, backward = (_WIRE_TYPES[wire] for wire in wires)
     return get_qcomm_codecs_registry(QCommsConfig(forward_precision=forward, backward_precision=backward), device=device)
+
+
+def _refuse_missing_optimizer(optimizer: EmbeddingOptimizerConfig) -> None:
+    """What FBGEMM has on GPUs only."""
+    if optimizer.kind in (EmbeddingOptimizerKind.adam, EmbeddingOptimizerKind.rowwise_adam):
+        raise ConfigError(
+            f"embedding.optimizer.kind={optimizer.kind.name}: FBGEMM has it on GPUs only; on the CPU: rowwise_adagrad, "
+            "adagrad, sgd"
+        )
+    if optimizer.weight_decay:
+        raise ConfigError(f"embedding.optimizer.weight_decay={optimizer.weight_decay}: on the CPU FBGEMM has none; allowed: 0")
 
 
 def _refuse_managed_memory(key: str, kernel: ComputeKernel) -> None:

@@ -14,7 +14,16 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType
 from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
 
-from dlrm_fused.config import Comm, ComputeKernel, Config, EmbeddingConfig, Sharding, TableConfig, TableDtype
+from dlrm_fused.config import (
+    Comm,
+    ComputeKernel,
+    Config,
+    EmbeddingConfig,
+    EmbeddingOptimizerKind,
+    Sharding,
+    TableConfig,
+    TableDtype,
+)
 from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.sharding.estimates import fused_enumerator
@@ -88,8 +97,8 @@ def table_constraints(embedding: EmbeddingConfig, schema: DatasetSchema, world_s
     """What the planner may choose for each table, by the table's name.
 
     Raises:
-        ConfigError: if ``embedding.tables`` names a table that the data set does not have, or a data-parallel one is fp16 or
-            has weight decay.
+        ConfigError: if ``embedding.tables`` names a table that the data set does not have, or a data-parallel one is fp16, or
+            has weight decay or an optimizer that is only fused.
     """
     names = {feature.name for feature in schema.tables}
     for name in embedding.tables:
@@ -109,6 +118,11 @@ def _constraint(embedding: EmbeddingConfig, feature: SparseFeature, bags: int, w
     if sharding is Sharding.data_parallel and embedding.dtype is TableDtype.fp16:
         raise ConfigError(
             f"embedding.dtype=fp16: {feature.name} is data_parallel, and its optimizer would keep fp16 state; allowed: fp32"
+        )
+    if sharding is Sharding.data_parallel and embedding.optimizer.kind is EmbeddingOptimizerKind.rowwise_adam:
+        raise ConfigError(
+            f"embedding.optimizer.kind=rowwise_adam: {feature.name} is data_parallel, and its optimizer runs after the "
+            "backward pass, where there is no such one; allowed: rowwise_adagrad, adagrad, sgd, adam"
         )
     if sharding is Sharding.data_parallel and embedding.optimizer.weight_decay:
         raise ConfigError(

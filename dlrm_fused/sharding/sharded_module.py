@@ -24,6 +24,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_fused.auto_choice import fused_is_faster
 from dlrm_fused.compat import torchrec as compat
+from dlrm_fused.compat.fbgemm import read_steps_anew, uncounted
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.sharding.distinct_bags import finds_distinct_rows
 from dlrm_fused.sharding.fused_input_dist import FusedInputDist, covers
@@ -223,6 +224,7 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                     "on TorchRec's own path with strict=False, comm_strict=false"
                 )
             self._log_once(logging.WARNING, f"batches with {reason} run on TorchRec's own path, without fused communication")
+            read_steps_anew(compat.fbgemm_lookups(self))
             return super().compute_and_output_dist(ctx, input)
         return self._compute_and_output_dist(self._fused, ctx, input)
 
@@ -259,7 +261,7 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         chosen = []
         for candidate in candidates:
             (sharding,) = candidate.shardings
-            with torch.no_grad():
+            with torch.no_grad(), uncounted(compat.fbgemm_lookups(self)):
                 is_faster = fused_is_faster(
                     partial(candidate, ctx, input),
                     lambda i=sharding: self._output_dist_of(i, ctx, input).wait(),  # type: ignore[misc]

@@ -23,18 +23,21 @@ SHARDINGS = (ShardingType.TABLE_WISE, ShardingType.COLUMN_WISE, ShardingType.TAB
 _DTYPES = (DataType.FP32, DataType.FP16, DataType.BF16)
 # By the name of FBGEMM's SparseType, or TorchRec's DataType.
 _OUTPUT_DTYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
-_OPTIMIZERS = (EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.EXACT_SGD)
+_ADAMS = (EmbOptimType.ADAM, EmbOptimType.PARTIAL_ROWWISE_ADAM)
+_OPTIMIZERS = (EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_SGD, *_ADAMS)
 _PLAIN_DECAY_MODES = (WeightDecayMode.NONE, WeightDecayMode.L2, WeightDecayMode.DECOUPLE)
 # Arguments of FBGEMM's lookup that our kernels follow, or that mean nothing for tables in device memory with these optimizers.
-_FOLLOWED = ("optimizer", "learning_rate", "eps", "stochastic_rounding", "output_dtype", "weights_precision")
+_FOLLOWED = ("optimizer", "learning_rate", "eps", "beta1", "beta2", "stochastic_rounding", "output_dtype", "weights_precision")
 _FOLLOWED_INPUTS = ("bounds_check_mode", "embedding_table_index_type", "embedding_table_offset_type")
-_OF_OTHER_OPTIMIZERS = ("weight_decay_mode", "beta1", "beta2", "momentum", "eta", "max_gradient", "uvm_non_rowwise_momentum")
+_OF_OTHER_OPTIMIZERS = ("weight_decay_mode", "momentum", "eta", "max_gradient")
 _OF_OTHER_MEMORY = ("enforce_hbm", "prefetch_pipeline", "multipass_prefetch_config", "uvm_host_mapped")
 _OF_CACHES = ("cache_algorithm", "cache_load_factor", "cache_sets", "cache_reserved_memory", "cache_precision")
 _OF_STATISTICS = ("record_cache_metrics", "gather_uvm_cache_stats", "stats_reporter_config")
 _OF_TORCHREC = ("use_one_tbe_per_table", "_batch_key")
 # Known ones that must be off: our kernels have no such feature.
-_ARGUMENTS_OFF = ("weight_decay", "max_norm", "gradient_clipping", "optimizer_state_dtypes", "enable_raw_embedding_streaming")
+_WEIGHT_DECAY = "weight_decay"  # but of Adam: FBGEMM's is always decoupled, whatever the mode
+_OF_STATES = ("optimizer_state_dtypes", "uvm_non_rowwise_momentum")
+_ARGUMENTS_OFF = ("max_norm", "gradient_clipping", *_OF_STATES, "enable_raw_embedding_streaming")
 # What to do about the reasons that users meet most.
 _ADVICE = {
     f"sharding type {ShardingType.DATA_PARALLEL.value}": (
@@ -55,6 +58,7 @@ _KNOWN_ARGUMENTS = frozenset(
     + _OF_STATISTICS
     + _OF_TORCHREC
     + _ARGUMENTS_OFF
+    + (_WEIGHT_DECAY,)
 )
 
 
@@ -98,9 +102,10 @@ def reason_against(table: TableSettings, uses_kernels: bool) -> str | None:
         optimizer = given.get("optimizer", EmbOptimType.EXACT_SGD)
         decay_mode = given.get("weight_decay_mode", WeightDecayMode.NONE)
         unknown = sorted(set(given) - _KNOWN_ARGUMENTS)
+        off = _ARGUMENTS_OFF if optimizer in _ADAMS else (_WEIGHT_DECAY, *_ARGUMENTS_OFF)
         rules += [
             (optimizer in _OPTIMIZERS, f"optimizer {_shown(optimizer)}"),
-            *((not given.get(key), f"{key}={given.get(key)}") for key in _ARGUMENTS_OFF),
+            *((not given.get(key), f"{key}={given.get(key)}") for key in off),
             (decay_mode in _PLAIN_DECAY_MODES, f"weight_decay_mode={_shown(decay_mode)}"),
             (not unknown, f"argument {', '.join(unknown)} of FBGEMM's lookup"),
         ]

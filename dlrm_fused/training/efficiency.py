@@ -22,12 +22,13 @@ from dlrm_fused.sharding.tables import data_parallel_tables, is_table
 from dlrm_fused.training.peaks import Peaks
 
 _KERNELS_ON_HOST = {EmbeddingComputeKernel.FUSED_UVM.value, EmbeddingComputeKernel.FUSED_UVM_CACHING.value}
-# What an optimizer keeps for each weight of a table, in float32; rowwise Adagrad has one number for a row.
+# What an optimizer keeps for each weight of a table, in float32, beside one number for a row.
 _STATES_OF_A_WEIGHT = {
     EmbeddingOptimizerKind.sgd: 0,
     EmbeddingOptimizerKind.rowwise_adagrad: 0,
     EmbeddingOptimizerKind.adagrad: 1,
     EmbeddingOptimizerKind.adam: 2,
+    EmbeddingOptimizerKind.rowwise_adam: 1,
 }
 _FLOAT32_BYTES = 4
 

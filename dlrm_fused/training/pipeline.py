@@ -16,7 +16,8 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.optim.keyed import CombinedOptimizer
 
-from dlrm_fused.compat.torchrec import SparseDistPipeline
+from dlrm_fused.compat.fbgemm import uncounted
+from dlrm_fused.compat.torchrec import SparseDistPipeline, fbgemm_lookups
 from dlrm_fused.datasets.batch import Batch
 from dlrm_fused.models import Output, RankingTask
 from dlrm_fused.training.step_timer import StepTimer
@@ -50,7 +51,8 @@ class TrainingPipeline(SparseDistPipeline[Batch, Output]):
         """The model as it is without the pipeline, for an evaluation; batches in flight stay where they are."""
         model = self.detach()
         model.eval()
-        yield model
+        with uncounted(fbgemm_lookups(model)):
+            yield model
         # Not in a finally: it starts a collective, which other ranks may never join after a failure.
         model.train()
         self.attach(model)

@@ -25,6 +25,7 @@ MIXED = [f"embedding.tables.table_{i}.sharding={kind}" for i, kind in enumerate(
 BESIDE_DATA_PARALLEL = [
     f"embedding.tables.table_{i}.sharding={kind}" for i, kind in enumerate(("table_wise", "data_parallel", "row_wise"))
 ]
+OWN_RATES = [f"embedding.tables.table_{i}.learning_rate={rate}" for i, rate in ((0, 0.1), (2, 0.02), (3, 0.02))]
 
 # Up to two ranks, sums of partial results do not depend on their order.
 BIT_IDENTICAL = [
@@ -35,6 +36,7 @@ BIT_IDENTICAL = [
     (2, ["embedding.sharding=table_wise", "embedding.forward_wire=fp16", "embedding.backward_wire=fp16"]),
     (2, ["embedding.sharding=table_wise", "embedding.dtype=fp16", ROWWISE_ADAGRAD]),
     (2, [*MIXED, "embedding.output_dtype=fp16", ROWWISE_ADAGRAD]),
+    (2, [*MIXED, *OWN_RATES, "training.schedule.warmup_steps=5", ROWWISE_ADAGRAD]),
     # Three ranks have four tables of unequal sizes.
     (3, ["embedding.sharding=table_wise", ROWWISE_ADAGRAD]),
 ]

@@ -71,6 +71,7 @@ class World:
     weighted: bool = False
     batch_sizes: tuple[int, ...] = (6, 6)
     options: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=lambda: dict(ADAGRAD))
 
     @property
     def ranks(self) -> int:
@@ -120,10 +121,14 @@ def _sharding(table: Table, ranks: int) -> Callable[..., Any]:
     return row_wise(compute_kernel=table.kernel) if table.sharding == "row_wise" else data_parallel()
 
 
-def build(world: World, sharder: EmbeddingBagCollectionSharder) -> DistributedModelParallel:
-    """The model of a world, with the same weights whatever the sharder."""
+def build(
+    world: World, sharder: EmbeddingBagCollectionSharder, prepare: Callable[[Towers], None] | None = None
+) -> DistributedModelParallel:
+    """The model of a world, with the same weights whatever the sharder; ``prepare`` is called before it is sharded."""
     torch.manual_seed(3)
     model = Towers(world)
+    if prepare is not None:
+        prepare(model)
     plan = ShardingPlan(
         {
             f"collections.{m}": construct_module_sharding_plan(
@@ -170,9 +175,9 @@ def whole_table(name: str, size: torch.Size) -> Tensor:
     return torch.randn(size, generator=generator)
 
 
-def batches(world: World, count: int) -> list[KeyedJaggedTensor]:
-    """This rank's batches: bags of 0 to 4 rows."""
-    rank = dist.get_rank()
+def batches(world: World, count: int, rank: int | None = None) -> list[KeyedJaggedTensor]:
+    """The batches of a rank, or this one: bags of 0 to 4 rows."""
+    rank = dist.get_rank() if rank is None else rank
     keys = sorted({f for tables in world.modules for t, table in enumerate(tables) for f in table.features or [f"feature_{t}"]})
     generator = torch.Generator().manual_seed(1_000 + rank)
     made = []
@@ -196,8 +201,8 @@ def _run_both(world: World, course: Course) -> tuple[list[Tensor], list[Tensor]]
     results = []
     with process_group(Rank.from_environment(), CPU):
         for sharder in (
-            FusedEmbeddingBagCollectionSharder(dict(ADAGRAD), **world.options),
-            EmbeddingBagCollectionSharder(dict(ADAGRAD)),
+            FusedEmbeddingBagCollectionSharder(dict(world.optimizer), **world.options),
+            EmbeddingBagCollectionSharder(dict(world.optimizer)),
         ):
             model = build(world, sharder)
             assert_paths(model, world)

@@ -23,6 +23,7 @@ from dlrm_fused.ops.embedding_all_to_all import EmbeddingWorkspace, ReplayedEmbe
 from dlrm_fused.symmetric import SymmetricGroup
 from tests.gpu.all_ranks import MARKS, ON_GPU, captured, checked_on_all_ranks, delay
 from tests.ops.embedding_all_to_all import test_op
+from tests.ops.embedding_all_to_all.lookups import states_of
 from tests.ops.embedding_all_to_all.world import Features, Result, Traffic, World, _Batch, _difference, run_epochs
 
 pytestmark = MARKS
@@ -149,11 +150,13 @@ def replays_of_a_graph(group: SymmetricGroup, training: bool) -> None:
     assert _difference(eager, world.output(batches, sizes, group.rank)) < 1e-3
 
 
-def replayed_operator(group: SymmetricGroup) -> None:
+def replayed_operator(group: SymmetricGroup, optimizer: str) -> None:
     """The same bits as the operator, whatever happens between two steps of the same shapes."""
-    world = world_of(group.world_size, Traffic(largest_batch=BATCH))
+    world = world_of(group.world_size, Traffic(optimizer=optimizer, largest_batch=BATCH))
     world = World([[replace(features, weighted=False) for features in own] for own in world.ranks], world._traffic, seed=2)
-    plain, workspace = (world.workspace(group, f"replayed: {name}", timeout_seconds=TIMEOUT_SECONDS) for name in ("no", "yes"))
+    plain, workspace = (
+        world.workspace(group, f"replayed {optimizer}: {name}", timeout_seconds=TIMEOUT_SECONDS) for name in ("no", "yes")
+    )
 
     def prepare(indices: Sequence[Tensor], offsets: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         return [tensor - 1 for tensor in indices], list(offsets)
@@ -198,7 +201,7 @@ def replayed_operator(group: SymmetricGroup) -> None:
             outputs(number, sizes, own)
     for own, expected in zip(workspace.tables, plain.tables, strict=True):
         assert torch.equal(own.weights, expected.weights)
-        assert torch.equal(own.optimizer.momentum, expected.optimizer.momentum)  # type: ignore[union-attr]
+        assert all(map(torch.equal, states_of(own), states_of(expected)))
     assert all(torch.equal(output, copy) for output, copy in held)
     assert len(replayed._captures) == ON_GPU  # what was captured before there was more memory is gone
     workspace.raise_fault()
@@ -287,7 +290,8 @@ CHECKS: dict[str, Callable[[SymmetricGroup], Any]] = {
     "gradients of pooled_all_to_all": pooled_gradients,
     "graph of lookups": partial(replays_of_a_graph, training=False),
     "graph of training steps": partial(replays_of_a_graph, training=True),
-    "replayed": replayed_operator,
+    "replayed": partial(replayed_operator, optimizer="rowwise_adagrad"),
+    "replayed, Adam": partial(replayed_operator, optimizer="adam"),
     "opcheck": opcheck,
     "torch.compile": compiled_steps,
     "refused in forward": partial(refused, in_backward=False),

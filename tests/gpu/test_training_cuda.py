@@ -43,13 +43,16 @@ def test_the_first_losses_are_the_same_on_any_number_of_gpus_and_with_any_plan(t
         assert found == pytest.approx(done["one"], rel=1e-6), name
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "adagrad"])
-def test_a_run_that_is_killed_three_times_ends_like_an_uninterrupted_one(tmp_path: Path, optimizer: str) -> None:
-    settings = [*KILLED, f"training.dense_optimizer.kind={optimizer}"]
+@pytest.mark.parametrize(
+    ("dense", "tables"),
+    [("adam", "rowwise_adagrad"), ("adagrad", "rowwise_adagrad"), ("adam", "adam"), ("sgd", "rowwise_adam")],
+)
+def test_a_run_that_is_killed_three_times_ends_like_an_uninterrupted_one(tmp_path: Path, dense: str, tables: str) -> None:
+    settings = [*KILLED, f"training.dense_optimizer.kind={dense}", f"embedding.optimizer.kind={tables}"]
     ranks = gpu_counts()[-1]
     uninterrupted = train_ranks(tmp_path / "uninterrupted", ranks, *settings)
     config = small_config(tmp_path / "killed", *settings)
-    moments = random.Random(optimizer)
+    moments = random.Random(f"{dense} {tables}")
     for step in sorted(moments.sample(range(10, 250), 3)):
         kill_at_step(start_training(config, ranks), config.run_dir, step, moments.uniform(0, 0.05))
     start_training(config, ranks).wait()

@@ -230,9 +230,9 @@ def launch_sum_of_many_rows(dtype: torch.dtype, schedule: str) -> None:
     getattr(many, schedule)(rows(dtype, 70), rows(dtype, WIDTH), None, rows(dtype, 70), 1)
 
 
-def launch_update(dtype: torch.dtype, adagrad: bool, features: list[int], weighted: bool) -> None:
+def launch_update(dtype: torch.dtype, optimizer: str, features: list[int], weighted: bool) -> None:
     tables = make_tables(
-        [9, 6], [64, 20], features, dtype=dtype, mean=weighted, adagrad=adagrad, stochastic_rounding=dtype != SINGLE
+        [9, 6], [64, 20], features, dtype=dtype, mean=weighted, optimizer=optimizer, stochastic_rounding=dtype != SINGLE
     )
     lookup = make_lookup(tables, 4, 3, weighted=weighted)
     order = update.sort_lookup(tables, lookup.indices, lookup.offsets)
@@ -317,6 +317,7 @@ ONE_SHOT = Blocks(columns=16, depth=64, splits=3, warps=4, stages=3, two_shot=Fa
 TWO_SHOT = Blocks(columns=16, depth=64, splits=1, warps=4, stages=3, two_shot=True, flagged=False)
 FLAGGED = Blocks(columns=16, depth=64, splits=1, warps=4, stages=3, two_shot=True, flagged=True)
 OF_UPDATE = {f"{name}_kernel" for name in ("label", "order", "count", "plan", "update", "merge", "product")}
+OF_ADAM = OF_UPDATE | {"step_kernel"}
 PUT_KERNELS = {"lookup_and_put_kernel", "put_tiles_kernel", "spread_tiles_kernel"}
 OF_GEMM = {"gemm_kernel", "tile_order_kernel"}
 OF_FLAGS = {"begin_kernel", "gate_kernel", "mark_kernel"}
@@ -341,8 +342,14 @@ LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
     "piece_flags_of_shared_memory": (lambda: launch_piece_flags(has_own_channel=False), OF_FLAGS),
     "products_of_pieces": (lambda: launch_products_of_pieces(HALF, (512, 1024, 1024)), OF_PIECES),
     "products_of_pieces_fp32": (lambda: launch_products_of_pieces(SINGLE, (128, 256, 256)), OF_PIECES),
-    "update_adagrad": (lambda: launch_update(SINGLE, True, [0, 1], weighted=False), OF_UPDATE),
-    "update_sgd_shared_weighted_16_bits": (lambda: launch_update(HALF, False, [1, 0, 1], weighted=True), OF_UPDATE),
+    "update_rowwise_adagrad": (lambda: launch_update(SINGLE, "rowwise_adagrad", [0, 1], weighted=False), OF_UPDATE),
+    "update_sgd_shared_weighted_16_bits": (lambda: launch_update(HALF, "sgd", [1, 0, 1], weighted=True), OF_UPDATE),
+    "update_adagrad": (lambda: launch_update(SINGLE, "adagrad", [0, 1], weighted=False), OF_UPDATE),
+    "update_adam": (lambda: launch_update(SINGLE, "adam", [0, 1], weighted=False), OF_ADAM),
+    "update_rowwise_adam_shared_weighted_16_bits": (
+        lambda: launch_update(torch.float16, "rowwise_adam", [1, 0, 1], weighted=True),
+        OF_ADAM,
+    ),
     "lookup": (lambda: launch_lookup(SINGLE, row_wise=False), {"lookup_and_scatter_kernel"}),
     "lookup_16_bits": (lambda: launch_lookup(HALF, row_wise=False), {"lookup_and_scatter_kernel", "add_up_kernel"}),
     "lookup_all_16_bits": (lambda: launch_lookup(HALF, row_wise=False, output=HALF), {"lookup_and_scatter_kernel"}),

@@ -28,6 +28,11 @@ def with_arguments(**arguments: object) -> TableSettings:
         *(replace(TABLE, sharding_type=kind) for kind in ("table_wise", "column_wise", "table_column_wise", "row_wise")),
         *(replace(TABLE, data_type=data_type) for data_type in (DataType.FP32, DataType.FP16, DataType.BF16)),
         with_arguments(optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD, learning_rate=0.1, eps=1e-6, beta1=0.9, weight_decay=0.0),
+        with_arguments(optimizer=EmbOptimType.EXACT_ADAGRAD, eps=1e-6),
+        *(
+            with_arguments(optimizer=kind, beta1=0.8, beta2=0.99, weight_decay=0.1)
+            for kind in (EmbOptimType.ADAM, EmbOptimType.PARTIAL_ROWWISE_ADAM)
+        ),
         *(with_arguments(output_dtype=dtype) for dtype in (SparseType.FP16, SparseType.BF16, DataType.BF16)),
         with_arguments(
             optimizer=EmbOptimType.EXACT_SGD, weight_decay_mode=WeightDecayMode.DECOUPLE, output_dtype=SparseType.FP32
@@ -65,9 +70,10 @@ def test_not_covered(table, reason, uses_kernels):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"optimizer": EmbOptimType.ADAM}, "optimizer ADAM"),
-        ({"optimizer": EmbOptimType.EXACT_ADAGRAD}, "optimizer EXACT_ADAGRAD"),
+        ({"optimizer": EmbOptimType.LAMB}, "optimizer LAMB"),
         ({"weight_decay": 0.1}, "weight_decay=0.1"),
+        ({"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "weight_decay": 0.1}, "weight_decay=0.1"),
+        ({"optimizer": EmbOptimType.ADAM, "uvm_non_rowwise_momentum": True}, "uvm_non_rowwise_momentum=True"),
         ({"max_norm": 1.0}, "max_norm=1.0"),
         ({"gradient_clipping": True}, "gradient_clipping=True"),
         ({"weight_decay_mode": WeightDecayMode.COUNTER}, "weight_decay_mode=COUNTER"),

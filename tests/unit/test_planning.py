@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
-from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
 from dlrm_fused.config import (
@@ -28,9 +29,10 @@ from dlrm_fused.config import (
 from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.models import build_model
+from dlrm_fused.sharding.optimizers import describe_table_optimizers
 from dlrm_fused.sharding.output_dtype import pooled_dtype
 from dlrm_fused.sharding.parallel import make_sharder
-from dlrm_fused.sharding.planning import describe_plan, make_plan, shard_columns, table_constraints
+from dlrm_fused.sharding.planning import describe_plan, make_plan, planner_for, shard_columns, table_constraints
 from dlrm_fused.sharding.tables import fill_uniform
 
 CPU = torch.device("cpu")
@@ -105,6 +107,12 @@ class TestConstraints:
         with pytest.raises(ConfigError, match=r"embedding.optimizer.weight_decay=0.1: user is data_parallel, .*; allowed: 0"):
             table_constraints(embedding, SCHEMA, 4)
 
+    def test_data_parallel_tables_have_no_rowwise_adam(self):
+        embedding = EmbeddingConfig(tables={"user": TableConfig(Sharding.data_parallel)})
+        embedding.optimizer.kind = EmbeddingOptimizerKind.rowwise_adam
+        with pytest.raises(ConfigError, match=r"kind=rowwise_adam: user is data_parallel, .*; allowed: .*, adam"):
+            table_constraints(embedding, SCHEMA, 4)
+
     @pytest.mark.parametrize("sharding", [Sharding.row_wise, Sharding.table_row_wise, Sharding.grid_shard])
     def test_a_single_rank_holds_whole_tables(self, sharding):
         constraint = table_constraints(EmbeddingConfig(sharding=sharding), SCHEMA, 1)["user"]
@@ -172,6 +180,19 @@ class TestMakePlan:
         assert "fused" in text
         assert "rank 0: 0.000 GiB" in text
 
+    @pytest.mark.parametrize(("kind", "fits"), [(EmbeddingOptimizerKind.sgd, True), (EmbeddingOptimizerKind.adagrad, False)])
+    def test_states_of_elements_need_room(self, kind, fits):
+        """256 MB of weights, as much of states, in 450 MB."""
+        schema = DatasetSchema(("age",), (SparseFeature("user", 1_000_000, 1.0, False),))
+        config = Config()
+        config.embedding.optimizer.kind = kind
+        config.model.bottom_mlp = [64]
+        model = build_model(config, schema, 1, CPU)
+        describe_table_optimizers(model, config.embedding)
+        planner = planner_for(config, schema, Topology(world_size=1, compute_device="cpu", ddr_cap=450_000_000))
+        with nullcontext() if fits else pytest.raises(PlannerError):
+            planner.plan(model, [make_sharder(config.embedding, CPU)])
+
     def test_tables_that_fit_nowhere(self):
         huge = DatasetSchema(("age",), (SparseFeature("user", 2**40, 1.0, False),))
         with pytest.raises(ConfigError, match=r"embedding.sharding=table_wise: no plan for 1 ranks: .*") as failed:
@@ -180,10 +201,11 @@ class TestMakePlan:
 
 
 class TestSharder:
-    def test_adam_is_for_gpus(self):
+    @pytest.mark.parametrize("kind", [EmbeddingOptimizerKind.adam, EmbeddingOptimizerKind.rowwise_adam])
+    def test_adam_is_for_gpus(self, kind):
         embedding = EmbeddingConfig()
-        embedding.optimizer.kind = EmbeddingOptimizerKind.adam
-        with pytest.raises(ConfigError, match=r"embedding.optimizer.kind=adam: .*GPUs only"):
+        embedding.optimizer.kind = kind
+        with pytest.raises(ConfigError, match=rf"embedding.optimizer.kind={kind.name}: .*GPUs only"):
             make_sharder(embedding, CPU)
 
     @pytest.mark.parametrize("key", ["forward_wire", "backward_wire"])

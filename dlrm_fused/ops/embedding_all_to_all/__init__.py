@@ -15,7 +15,10 @@ from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all as embed
 from dlrm_fused.ops.embedding_all_to_all.pooled import pooled_all_to_all as pooled_all_to_all
 from dlrm_fused.ops.embedding_all_to_all.reference import reference as reference
 from dlrm_fused.ops.embedding_all_to_all.replay import ReplayedEmbeddingAllToAll as ReplayedEmbeddingAllToAll
+from dlrm_fused.ops.embedding_all_to_all.tables import Adagrad as Adagrad
+from dlrm_fused.ops.embedding_all_to_all.tables import Adam as Adam
 from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables as LocalTables
 from dlrm_fused.ops.embedding_all_to_all.tables import RowwiseAdagrad as RowwiseAdagrad
+from dlrm_fused.ops.embedding_all_to_all.tables import RowwiseAdam as RowwiseAdam
 from dlrm_fused.ops.embedding_all_to_all.tables import Sgd as Sgd
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace as EmbeddingWorkspace

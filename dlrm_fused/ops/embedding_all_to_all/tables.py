@@ -38,10 +38,55 @@ class RowwiseAdagrad:
 
 
 @dataclass(frozen=True, eq=False)
+class Adagrad:
+    """Adagrad with one momentum an element (EXACT_ADAGRAD of FBGEMM).
+
+    With g the summed gradient of a row: ``momentum += g ** 2``, then ``weight -= lr * g / (sqrt(momentum) + eps)``.
+    """
+
+    momentum: Tensor  # fp32, flat: one value for each element of the weights, at its place there
+    learning_rate: Tensor  # as in RowwiseAdagrad
+    eps: float
+
+
+@dataclass(frozen=True, eq=False)
 class Sgd:
     """Plain gradient descent (EXACT_SGD of FBGEMM): ``weight -= lr * g``, with g the summed gradient of a row."""
 
     learning_rate: Tensor  # as in RowwiseAdagrad
+
+
+@dataclass(frozen=True, eq=False)
+class Adam:
+    """Adam of the rows that were looked up, with decoupled weight decay (ADAM of FBGEMM).
+
+    With g the summed gradient of a row, and t the number of this update, from 1 on and the same for all rows:
+    ``m = beta1 * m + (1 - beta1) * g``, ``v = beta2 * v + (1 - beta2) * g ** 2``, then
+    ``weight -= lr * (m / (1 - beta1 ** t) / (sqrt(v / (1 - beta2 ** t)) + eps) + weight_decay * weight)``.
+
+    Source: D. P. Kingma, J. Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015 (arXiv 1412.6980); I. Loshchilov,
+    F. Hutter, "Decoupled Weight Decay Regularization", ICLR 2019 (arXiv 1711.05101).
+    """
+
+    momentum1: Tensor  # m; fp32, flat: one value for each element of the weights, at its place there
+    momentum2: Tensor  # v; the same
+    steps: Tensor  # int64 [1] beside the weights: updates that were made, counted by them
+    learning_rate: Tensor  # as in RowwiseAdagrad
+    eps: float
+    beta1: float
+    beta2: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, eq=False)
+class RowwiseAdam(Adam):
+    """Adam with one second moment a row (PARTIAL_ROWWISE_ADAM of FBGEMM): ``v = beta2 * v + (1 - beta2) * mean(g ** 2)``.
+
+    ``momentum2`` is fp32, flat: one value for each row of each table, in table order.
+    """
+
+
+Optimizer = RowwiseAdagrad | Adagrad | Sgd | Adam
 
 
 class RateOnDevice:
@@ -68,6 +113,26 @@ class RateOnDevice:
             self._last = rate
 
 
+class BiasCorrection:
+    """What Adam divides its moments by, anew at each step.
+
+    Attributes:
+        betas: of the optimizer, as numbers of fp32: what kernels of GPUs would make of them.
+        divisors: fp32 [2] beside the weights: 1 - beta ** steps for both betas.
+    """
+
+    def __init__(self, adam: Adam, tables: int) -> None:
+        self.betas = torch.tensor([adam.beta1, adam.beta2], dtype=torch.float32).tolist()
+        self.divisors = torch.empty(2, dtype=torch.float32, device=adam.steps.device)
+        self._tables, self._named = tables, 0
+
+    def begins_step(self, tables: int) -> bool:
+        """Whether a call that updates so many tables is the first of those that together name every table once."""
+        is_first = self._named == 0
+        self._named = (self._named + tables) % self._tables
+        return is_first
+
+
 @dataclass(frozen=True, eq=False)
 class DeviceTables:
     """What the kernels of the update need to know of tables; tensors are on the device of the weights."""
@@ -84,6 +149,7 @@ class DeviceTables:
     is_shared: bool  # some features read the same table
     blocks: dict[int, int]  # powers of two that hold the dims of tables: the dim, if it is one, else 0
     rate: RateOnDevice | None  # None: these tables are never updated
+    bias_correction: BiasCorrection | None  # of Adam
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +162,7 @@ class LocalTables:
     dims: tuple[int, ...]  # of each table: elements of a row
     feature_tables: tuple[int, ...]  # the table that each feature reads
     mean: bool  # bags are averaged, else summed
-    optimizer: RowwiseAdagrad | Sgd | None  # None: these tables are never updated
+    optimizer: Optimizer | None  # None: these tables are never updated
     stochastic_rounding: bool  # of updated fp16 and bf16 weights; else to nearest
 
     def __post_init__(self) -> None:
@@ -168,19 +234,32 @@ def _check_tables(tables: LocalTables) -> None:
         _check_optimizer(tables, tables.optimizer)
 
 
-def _check_optimizer(tables: LocalTables, optimizer: RowwiseAdagrad | Sgd) -> None:
-    rate = optimizer.learning_rate
-    if rate.dtype != torch.float32 or rate.numel() != 1 or rate.device not in (torch.device("cpu"), tables.weights.device):
+def _check_optimizer(tables: LocalTables, optimizer: Optimizer) -> None:
+    weights, rate = tables.weights, optimizer.learning_rate
+    if rate.dtype != torch.float32 or rate.numel() != 1 or rate.device not in (torch.device("cpu"), weights.device):
         raise UsageError(
             f"learning_rate is {rate.dtype} {list(rate.shape)} on {rate.device}: "
-            f"give one fp32 value, on the CPU or on {tables.weights.device}"
+            f"give one fp32 value, on the CPU or on {weights.device}"
         )
-    if isinstance(optimizer, RowwiseAdagrad):
-        momentum = optimizer.momentum
-        if momentum.dtype != torch.float32 or momentum.shape != (tables.total_rows,) or not momentum.is_contiguous():
-            raise UsageError(f"momentum is {momentum.dtype} {list(momentum.shape)}: give contiguous fp32 [{tables.total_rows}]")
-        if momentum.device != tables.weights.device:
-            raise UsageError(f"momentum is on {momentum.device}: the weights are on {tables.weights.device}")
+    elements, rows, fp32 = weights.numel(), tables.total_rows, torch.float32
+    match optimizer:
+        case RowwiseAdagrad():
+            _check_state(weights, "momentum", optimizer.momentum, fp32, rows)
+        case Adagrad():
+            _check_state(weights, "momentum", optimizer.momentum, fp32, elements)
+        case Adam():
+            _check_state(weights, "momentum1", optimizer.momentum1, fp32, elements)
+            is_rowwise = isinstance(optimizer, RowwiseAdam)
+            _check_state(weights, "momentum2", optimizer.momentum2, fp32, rows if is_rowwise else elements)
+            _check_state(weights, "steps", optimizer.steps, torch.int64, 1)
+
+
+def _check_state(weights: Tensor, name: str, state: Tensor, dtype: torch.dtype, count: int) -> None:
+    if state.dtype != dtype or state.shape != (count,) or not state.is_contiguous():
+        wanted = "fp32" if dtype == torch.float32 else "int64"
+        raise UsageError(f"{name} is {state.dtype} {list(state.shape)}: give contiguous {wanted} [{count}]")
+    if state.device != weights.device:
+        raise UsageError(f"{name} is on {state.device}: the weights are on {weights.device}")
 
 
 def _copy_to_device(tables: LocalTables) -> DeviceTables:
@@ -208,4 +287,5 @@ def _copy_to_device(tables: LocalTables) -> DeviceTables:
         is_shared=len(set(feature_tables)) < len(feature_tables),
         blocks={block: dims.copy().pop() if len(dims) == 1 else 0 for block, dims in blocks.items()},
         rate=RateOnDevice(tables.optimizer.learning_rate, tables.weights.device) if tables.optimizer is not None else None,
+        bias_correction=BiasCorrection(tables.optimizer, count) if isinstance(tables.optimizer, Adam) else None,
     )

@@ -7,8 +7,9 @@ of the bag, if bags are averaged):
     momentum[r] += mean(g[r] ** 2)                            rowwise Adagrad; once for a row, however often it was looked up
     weights[r]  -= learning_rate / (sqrt(momentum[r]) + eps) * g[r]
 
-FBGEMM calls it EXACT_ROWWISE_ADAGRAD and EXACT_SGD. Rows that no bag holds are not touched. Sums are fp32, in an order that
-depends on nothing but the inputs' shapes and rows: the same inputs give the same bits.
+FBGEMM calls it EXACT_ROWWISE_ADAGRAD; the other optimizers are in :mod:`dlrm_fused.ops.embedding_all_to_all.tables`. Rows that
+no bag holds are not touched, nor do they decay. Sums are fp32, in an order that depends on nothing but the inputs' shapes and
+rows: the same inputs give the same bits.
 
 How it is computed, without a host synchronization:
 
@@ -19,13 +20,14 @@ How it is computed, without a host synchronization:
 * Runs that cross chunks are listed when the chunks are cut. A program takes one from the list, adds its sums in order, a tile
   at a time, and updates the row.
 
-Memory traffic: touched rows and their momentum once in and once out; gradients once from memory, else from the cache.
+Memory traffic: touched rows and their states once in and once out; gradients once from memory, else from the cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -37,17 +39,20 @@ from dlrm_fused.ops.common.cache_policy import Stream, once, picked
 from dlrm_fused.ops.common.devices import multiprocessors
 from dlrm_fused.ops.common.dtypes import DTYPES
 from dlrm_fused.ops.embedding_all_to_all import update_kernels as kernels
-from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables, RowwiseAdagrad, Sgd
+from dlrm_fused.ops.embedding_all_to_all.tables import Adagrad, Adam, LocalTables, Optimizer, RowwiseAdagrad, RowwiseAdam, Sgd
 
 _BLOCK = 1024  # positions of a program in the elementwise kernels
 _PLAN_BLOCK = 128  # chunks of a program when they are cut
-_TILE_ELEMENTS = 1024  # of a program in the update: what one warp holds in registers twice, gradients and weights
+_TILE_ELEMENTS = 1024  # of a warp in the update: what it holds in registers twice, gradients and weights
+_TILE_ELEMENTS_WITH_STATES = 512  # the same, where it also holds states of elements
 _REGISTERS: int | None = 128  # of a thread in the update; what the compiler takes by itself leaves room for fewer programs
 _MERGE_ELEMENTS = 4096  # of a program that adds up a run
 _MERGES_PER_MULTIPROCESSOR = 16
 _LONGEST_CHUNK = 1024  # positions
 _CHUNKS_PER_MULTIPROCESSOR = 128  # 32 programs are resident; more let the fast ones make up for the slow ones
 _MAX_INT32 = 2**31 - 1
+# How the kernels update a row.
+_RULES = {Sgd: "sgd", RowwiseAdagrad: "rowwise_adagrad", Adagrad: "adagrad", Adam: "adam", RowwiseAdam: "rowwise_adam"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +104,7 @@ def sort_lookup(tables: LocalTables, indices: Tensor, offsets: Tensor) -> Sorted
     )  # fmt: skip
 
     table_count = len(tables.rows)
-    length = _chunk_length(device, count, max(_tile_rows(block, device) for block in known.blocks))
+    length = _chunk_length(device, count, max(_tile_rows(block, device, _TILE_ELEMENTS) for block in known.blocks))
     chunks = torch.empty((triton.cdiv(count, length) + table_count, 3), dtype=torch.int64, device=device)
     crossings = torch.empty(1 + 2 * len(chunks), dtype=torch.int32, device=device)
     tables_begin = torch.empty((2, table_count + 1), dtype=torch.int64, device=device)
@@ -128,7 +133,7 @@ def apply_gradients(
     tables_range: tuple[int, int] | None = None,
     cancelled: Tensor | None = None,
 ) -> None:
-    """Update weights and momentum in place from the gradients of the pooled embeddings.
+    """Update weights and states of the optimizer in place from the gradients of the pooled embeddings.
 
     Args:
         tables: what the lookup read, with its optimizer.
@@ -139,7 +144,7 @@ def apply_gradients(
         scale: the gradients are multiplied by it.
         tables_range: (first, last): update the tables ``first <= table < last`` only, reading no gradients but theirs: some can
             be updated while gradients of others are still on their way. Calls that together name every table once equal
-            one call for all.
+            one call for all; the first of them counts a step of Adam.
         cancelled: int64 [1] on the device; nothing is updated if it is not 0 then, such as when the gradients have not arrived.
 
     Raises:
@@ -149,34 +154,60 @@ def apply_gradients(
     optimizer = _check_update(tables, sorted_lookup, gradients, indices, offsets, per_sample_weights)
     if not 0 <= first <= last <= len(tables.rows):
         raise UsageError(f"tables_range is {tables_range}: there are {len(tables.rows)} tables")
+    known, device, order, programs = tables.on_device, gradients.device, sorted_lookup, len(sorted_lookup.chunks)
+    # A step without any index counts as well.
+    if isinstance(optimizer, Adam) and first < last:
+        _count_step(tables, optimizer, last - first, cancelled)
     if indices.numel() == 0 or first == last:
         return
-    known, device, order, programs = tables.on_device, gradients.device, sorted_lookup, len(sorted_lookup.chunks)
     # From torch's own generator: reproducible by its seed, and new numbers in every replay of a CUDA graph.
     seed = torch.randint(_MAX_INT32, (1,), device=device, dtype=torch.int32) if tables.rounds_stochastically else None
-    momentum, eps = (optimizer.momentum, optimizer.eps) if isinstance(optimizer, RowwiseAdagrad) else (None, 0.0)
     assert known.rate is not None
     known.rate.refresh()
+    elements = _tile_elements(optimizer)
     # One launch for the tables whose dims have the same next power of two.
     for block in known.blocks:
         if not any(triton.next_power_of_2(dim) == block for dim in tables.dims[first:last]):
             continue
         partials = torch.empty((programs, 2, block), dtype=torch.float32, device=device)
         args = kernels.UpdateArgs(
-            tables.weights, momentum, known.rate.value, eps, seed, order.keys, order.samples, order.chunks,
-            partials, known.tables, cancelled,
+            tables.weights, **_states(tables, optimizer), learning_rate=known.rate.value, seed=seed, keys=order.keys,
+            samples=order.samples, chunks=order.chunks, partials=partials, tables=known.tables, cancelled=cancelled,
         )  # fmt: skip
         policy = cache_policy.choose(device, lambda: _streams(tables, order, gradients))
-        shapes = {"DIM": known.blocks[block], "BLOCK_D": block, "CACHE": policy}
+        shapes = {"DIM": known.blocks[block], "BLOCK_D": block, "RULE": _RULES[type(optimizer)], "CACHE": policy}
         kernels.update_kernel[(programs,)](
             args, first, last, gradients, gradients.stride(0), scale, order.features, known.columns, order.coefficients,
             order.positions, per_sample_weights,
-            **shapes, ROWS=_tile_rows(block, device), GRADIENT_VECTOR=4 if gradients.stride(0) % 4 == 0 else 1,
-            num_warps=max(block // 256, 1), maxnreg=_REGISTERS,
+            **shapes, ROWS=_tile_rows(block, device, elements), GRADIENT_VECTOR=4 if gradients.stride(0) % 4 == 0 else 1,
+            num_warps=max(4 * block // elements, 1), maxnreg=_REGISTERS,
         )  # fmt: skip
         kernels.merge_kernel[(min(programs, _merge_programs(device)),)](
             args, first, last, order.crossings, **shapes, ROWS=max(_MERGE_ELEMENTS // block, 4), num_warps=4
         )
+
+
+def _count_step(tables: LocalTables, adam: Adam, named: int, cancelled: Tensor | None) -> None:
+    correction = tables.on_device.bias_correction
+    assert correction is not None
+    if correction.begins_step(named):
+        kernels.step_kernel[(1,)](adam.steps, correction.divisors, *correction.betas, cancelled, num_warps=1)
+
+
+def _states(tables: LocalTables, optimizer: Optimizer) -> dict[str, Any]:
+    """What the kernels need of the optimizer, by field of UpdateArgs."""
+    fields: dict[str, Any] = dict.fromkeys(("momentum1", "momentum2", "divisors", "beta1", "beta2", "weight_decay"))
+    match optimizer:
+        case Sgd():
+            fields |= {"eps": 0.0}
+        case RowwiseAdagrad() | Adagrad():
+            fields |= {"momentum1": optimizer.momentum, "eps": optimizer.eps}
+        case Adam():
+            correction = tables.on_device.bias_correction
+            assert correction is not None
+            fields |= {"divisors": correction.divisors, "beta1": correction.betas[0], "beta2": correction.betas[1]}
+            fields |= {key: getattr(optimizer, key) for key in ("momentum1", "momentum2", "weight_decay", "eps")}
+    return fields
 
 
 def per_sample_weight_gradients(
@@ -215,8 +246,11 @@ def per_sample_weight_gradients(
 
 
 def _streams(tables: LocalTables, order: SortedLookup, gradients: Tensor) -> dict[str, Stream]:
-    """Of an update, as far as the host knows them: all tables of one size."""
-    count, number, row_bytes = order.keys.numel(), len(tables.rows), tables.weights.nbytes / tables.total_rows
+    """Of an update, as far as the host knows them: all tables of one size. States of elements go the way of weights."""
+    states = (getattr(tables.optimizer, name, None) for name in ("momentum", "momentum1", "momentum2"))
+    of_elements = sum(state.nbytes for state in states if state is not None and state.numel() == tables.weights.numel())
+    row_bytes = (tables.weights.nbytes + of_elements) / tables.total_rows
+    count, number = order.keys.numel(), len(tables.rows)
     updated = once(picked(count, tables.total_rows / number, row_bytes, number).distinct)
     parts = count * gradients.nbytes / max(1, len(gradients) * len(tables.feature_dims))
     return {
@@ -230,8 +264,12 @@ def _streams(tables: LocalTables, order: SortedLookup, gradients: Tensor) -> dic
 # Shapes of launches. On the CPU, under Triton's interpreter, everything is small, so that small tests cross every border.
 
 
-def _tile_rows(block: int, device: torch.device) -> int:
-    return 4 if device.type == "cpu" else min(max(_TILE_ELEMENTS // block, 4), 32)
+def _tile_elements(optimizer: Optimizer) -> int:
+    return _TILE_ELEMENTS_WITH_STATES if isinstance(optimizer, Adagrad | Adam) else _TILE_ELEMENTS
+
+
+def _tile_rows(block: int, device: torch.device, elements: int) -> int:
+    return 4 if device.type == "cpu" else min(max(elements // block, 4), 32)
 
 
 def _chunk_length(device: torch.device, count: int, tile_rows: int) -> int:
@@ -297,7 +335,7 @@ def _check_gradients(tables: LocalTables, gradients: Tensor, batch_size: int) ->
 
 def _check_update(
     tables: LocalTables, order: SortedLookup, gradients: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor | None
-) -> RowwiseAdagrad | Sgd:
+) -> Optimizer:
     batch_size = _check_lookup(tables, indices, offsets)
     _check_gradients(tables, gradients, batch_size)
     if weights is not None:

@@ -136,7 +136,12 @@ class UpdateArgs(NamedTuple):
     """
 
     weights: Any
-    momentum: Any  # None: plain gradient descent, else rowwise Adagrad
+    momentum1: Any  # of Adagrad and Adam, else None
+    momentum2: Any  # of Adam, as the next four, else None
+    divisors: Any  # BiasCorrection.divisors
+    beta1: Any
+    beta2: Any
+    weight_decay: Any
     learning_rate: Any  # pointer to an fp32 number
     eps: Any
     seed: Any  # pointer to an int32 for stochastic rounding; None: to nearest
@@ -191,32 +196,78 @@ def _inside(columns, dim, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def _read_rows(args, key, row_offset, columns, updated, inside, CACHE: tl.constexpr):
-    old = load(args.weights + row_offset + columns, CACHE, "old_rows", mask=updated[:, None] & inside, other=0.0)
-    if args.momentum is not None:
-        old_momentum = tl.load(args.momentum + key, mask=updated, other=0.0)
-    else:
-        old_momentum = tl.zeros(key.shape, dtype=tl.float32)
-    return old, old_momentum
+def _read_rows(args, key, row_offset, columns, updated, inside, RULE: tl.constexpr, CACHE: tl.constexpr):
+    """Weights, and both states of the optimizer: of elements, of rows, or zeros that nothing reads."""
+    in_rows = updated[:, None] & inside
+    old = load(args.weights + row_offset + columns, CACHE, "old_rows", mask=in_rows, other=0.0)
+    momentum1 = tl.zeros(key.shape, dtype=tl.float32)
+    momentum2 = tl.zeros(key.shape, dtype=tl.float32)
+    if RULE == "rowwise_adagrad":
+        momentum1 = tl.load(args.momentum1 + key, mask=updated, other=0.0)
+    elif RULE != "sgd":
+        momentum1 = load(args.momentum1 + row_offset + columns, CACHE, "old_rows", mask=in_rows, other=0.0)
+    if RULE == "rowwise_adam":
+        momentum2 = tl.load(args.momentum2 + key, mask=updated, other=0.0)
+    elif RULE == "adam":
+        momentum2 = load(args.momentum2 + row_offset + columns, CACHE, "old_rows", mask=in_rows, other=0.0)
+    return old, momentum1, momentum2
 
 
 @triton.jit
 def _update_rows(
-    args, key, row_offset, columns, updated, inside, dim, old, old_momentum, gradient, CACHE: tl.constexpr
+    args, key, row_offset, columns, updated, inside, dim, old, momentum1, momentum2, gradient,
+    RULE: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """One step of the optimizer for the rows of a tile that are to be updated; the gradient is 0 outside of the columns."""
+    in_rows = updated[:, None] & inside
     rate = tl.load(args.learning_rate)
-    step = rate * gradient
-    if args.momentum is not None:
-        new_momentum = old_momentum + tl.sum(gradient * gradient, 1) / dim
-        tl.store(args.momentum + key, new_momentum, mask=updated)
-        step = (rate / (tl.sqrt(new_momentum) + args.eps))[:, None] * gradient
+    if RULE == "rowwise_adagrad":
+        momentum1 += tl.sum(gradient * gradient, 1) / dim
+        tl.store(args.momentum1 + key, momentum1, mask=updated)
+        step = (rate / (tl.sqrt(momentum1) + args.eps))[:, None] * gradient
+    elif RULE == "adagrad":
+        momentum1 += gradient * gradient
+        store(args.momentum1 + row_offset + columns, momentum1, CACHE, "new_rows", mask=in_rows)
+        step = rate * gradient / (tl.sqrt(momentum1) + args.eps)
+    elif RULE == "sgd":
+        step = rate * gradient
+    else:
+        momentum1 = args.beta1 * momentum1 + (1.0 - args.beta1) * gradient
+        store(args.momentum1 + row_offset + columns, momentum1, CACHE, "new_rows", mask=in_rows)
+        if RULE == "adam":
+            momentum2 = args.beta2 * momentum2 + (1.0 - args.beta2) * gradient * gradient
+            store(args.momentum2 + row_offset + columns, momentum2, CACHE, "new_rows", mask=in_rows)
+        else:
+            momentum2 = args.beta2 * momentum2 + (1.0 - args.beta2) * tl.sum(gradient * gradient, 1) / dim
+            tl.store(args.momentum2 + key, momentum2, mask=updated)
+            momentum2 = momentum2[:, None]
+        deviation = tl.sqrt(momentum2 / tl.load(args.divisors + 1)) + args.eps
+        step = rate * (momentum1 / tl.load(args.divisors) / deviation + args.weight_decay * old.to(tl.float32))
     new = old.to(tl.float32) - step
     if args.seed is not None:
         rounded = _round_stochastically(new, key[:, None], columns, tl.load(args.seed), args.weights.dtype.element_ty)
     else:
         rounded = new.to(args.weights.dtype.element_ty)
-    store(args.weights + row_offset + columns, rounded, CACHE, "new_rows", mask=updated[:, None] & inside)
+    store(args.weights + row_offset + columns, rounded, CACHE, "new_rows", mask=in_rows)
+
+
+@triton.jit
+def _one_minus_power(beta, step):
+    """In fp64, since fp32 would leave few digits of a small difference."""
+    power = tl.exp2(step.to(tl.float64) * tl.log2(tl.full((), beta, tl.float64)))
+    return (1.0 - power).to(tl.float32)
+
+
+@triton.jit
+def step_kernel(steps, divisors, beta1, beta2, cancelled):
+    """Count a step of Adam, and write what its moments are divided by."""
+    if cancelled is not None:  # noqa: SIM102 - known at compile time
+        if tl.load(cancelled) != 0:
+            return
+    step = tl.load(steps) + 1
+    tl.store(steps, step)
+    tl.store(divisors, _one_minus_power(beta1, step))
+    tl.store(divisors + 1, _one_minus_power(beta2, step))
 
 
 @triton.jit(do_not_specialize=["first_table", "last_table"])
@@ -224,7 +275,7 @@ def update_kernel(
     args, first_table, last_table, gradients, gradient_stride, scale, features, feature_columns, coefficients,
     positions, per_sample_weights,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-    GRADIENT_VECTOR: tl.constexpr, CACHE: tl.constexpr,
+    GRADIENT_VECTOR: tl.constexpr, RULE: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """Sum the gradients of each row in a chunk of sorted positions, and update the rows whose positions all lie in it.
 
@@ -281,7 +332,7 @@ def update_kernel(
         # Behind the end it is sample 0 whose gradient is read, for nothing.
         gradient = load(gradients + gradient_offset + columns, CACHE, "gradients", mask=inside, other=0.0)
         row_offset = tl.multiple_of(base + key[:, None].to(tl.int64) * dim, (4, 4))
-        old, old_momentum = _read_rows(args, key, row_offset, columns, updated, inside, CACHE)
+        old, momentum1, momentum2 = _read_rows(args, key, row_offset, columns, updated, inside, RULE, CACHE)
 
         coefficient = tl.zeros((ROWS,), dtype=tl.float32) + scale
         if coefficients is not None:
@@ -295,7 +346,9 @@ def update_kernel(
         _, gradient = tl.associative_scan((starts, gradient), 0, _add_in_runs)
         carry = tl.sum(tl.where((row == ROWS - 1)[:, None], gradient, 0.0), 0)
 
-        _update_rows(args, key, row_offset, columns, updated, inside, dim, old, old_momentum, gradient, CACHE)
+        _update_rows(
+            args, key, row_offset, columns, updated, inside, dim, old, momentum1, momentum2, gradient, RULE, CACHE
+        )  # fmt: skip
         is_partial = exists & (is_last | (place == length - 1)) & (updated == 0)
         if tl.max(is_partial.to(tl.int32), 0) > 0:
             slot = 2 * chunk + tl.where(is_head, 0, 1)
@@ -306,7 +359,7 @@ def update_kernel(
 @triton.jit(do_not_specialize=["first_table", "last_table"])
 def merge_kernel(
     args, first_table, last_table, crossings,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, CACHE: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, RULE: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """Update the rows whose runs go beyond a chunk: add what the chunk where a run begins and those that follow have left."""
     if args.cancelled is not None:  # noqa: SIM102 - known at compile time
@@ -328,14 +381,16 @@ def merge_kernel(
             row_offset = tl.multiple_of(tl.load(args.tables + 3 * table) + run_key.to(tl.int64) * dim, 4)
             key = tl.zeros((1,), dtype=args.keys.dtype.element_ty) + run_key
             updated = tl.full((1,), 1, dtype=tl.int1)
-            old, old_momentum = _read_rows(args, key, row_offset, columns, updated, inside, CACHE)
+            old, momentum1, momentum2 = _read_rows(args, key, row_offset, columns, updated, inside, RULE, CACHE)
             gradient = tl.load(args.partials + (2 * chunk + 1).to(tl.int64) * BLOCK_D + columns, mask=inside, other=0.0)
             for start in range(0, follow, ROWS):
                 nth_after = start + tl.arange(0, ROWS)
                 partial = args.partials + 2 * (chunk + 1 + nth_after)[:, None].to(tl.int64) * BLOCK_D + columns
                 follows = (nth_after < follow)[:, None]
                 gradient += tl.sum(tl.load(partial, mask=follows & inside, other=0.0), 0)[None, :]
-            _update_rows(args, key, row_offset, columns, updated, inside, dim, old, old_momentum, gradient, CACHE)
+            _update_rows(
+                args, key, row_offset, columns, updated, inside, dim, old, momentum1, momentum2, gradient, RULE, CACHE
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count", "batch_size", "widest"])

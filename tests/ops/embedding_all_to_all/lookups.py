@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dlrm_fused.ops.embedding_all_to_all import LocalTables, RowwiseAdagrad, Sgd
+from dlrm_fused.ops.embedding_all_to_all.tables import Adagrad, Adam, LocalTables, Optimizer, RowwiseAdagrad, RowwiseAdam, Sgd
+
+OPTIMIZERS = ("rowwise_adagrad", "sgd", "adagrad", "adam", "rowwise_adam")
+EPS = 1e-8
 
 
 @dataclass
@@ -33,7 +36,8 @@ def make_tables(
     *,
     dtype: torch.dtype = torch.float32,
     mean: bool = False,
-    adagrad: bool = True,
+    optimizer: str = "rowwise_adagrad",
+    weight_decay: float = 0.0,
     stochastic_rounding: bool = False,
     learning_rate: float = 0.1,
     rate_on_device: bool = False,
@@ -46,7 +50,6 @@ def make_tables(
         end += count * dim
     weights = torch.randn(end, generator=generator).to(dtype).to(device)
     rate = torch.tensor(learning_rate, device=device if rate_on_device else "cpu")
-    momentum = torch.rand(sum(rows), generator=generator).to(device)
     return LocalTables(
         weights=weights,
         offsets=tuple(offsets),
@@ -54,9 +57,52 @@ def make_tables(
         dims=tuple(dims),
         feature_tables=tuple(feature_tables),
         mean=mean,
-        optimizer=RowwiseAdagrad(momentum, rate, eps=1e-8) if adagrad else Sgd(rate),
+        optimizer=make_optimizer(
+            optimizer,
+            sum(rows),
+            end,
+            rate,
+            lambda count: torch.rand(count, generator=generator).to(device),
+            steps=torch.full((1,), 3, device=device),
+            weight_decay=weight_decay,
+        ),
         stochastic_rounding=stochastic_rounding,
     )
+
+
+def make_optimizer(
+    kind: str,
+    rows: int,
+    elements: int,
+    rate: Tensor,
+    state: Callable[[int], Tensor],
+    steps: Tensor,
+    weight_decay: float = 0.0,
+    eps: float = EPS,
+) -> Optimizer:
+    """One of OPTIMIZERS; ``state`` makes a state of so many values, ``steps`` is Adam's count."""
+    match kind:
+        case "sgd":
+            return Sgd(rate)
+        case "rowwise_adagrad":
+            return RowwiseAdagrad(state(rows), rate, eps)
+        case "adagrad":
+            return Adagrad(state(elements), rate, eps)
+        case "adam":
+            return Adam(state(elements), state(elements), steps, rate, eps, 0.9, 0.99, weight_decay)
+        case "rowwise_adam":
+            return RowwiseAdam(state(elements), state(rows), steps, rate, eps, 0.9, 0.99, weight_decay)
+    raise ValueError(kind)
+
+
+def states_of(tables: LocalTables) -> list[Tensor]:
+    """The states of the tables' optimizer, flat; Adam's count of steps is the last."""
+    match tables.optimizer:
+        case RowwiseAdagrad() | Adagrad():
+            return [tables.optimizer.momentum]
+        case Adam():
+            return [tables.optimizer.momentum1, tables.optimizer.momentum2, tables.optimizer.steps]
+    return []
 
 
 def make_lookup(
@@ -125,23 +171,59 @@ def row_gradients(lookup: Lookup, scale: float = 1.0) -> list[Tensor]:
     return sums
 
 
-def expected_update(lookup: Lookup, scale: float = 1.0) -> tuple[Tensor, Tensor | None]:
-    """float64 weights and momentum after the update, both flat."""
-    tables, optimizer = lookup.tables, lookup.tables.optimizer
+def is_looked_up(lookup: Lookup) -> list[Tensor]:
+    """bool [rows] for each table."""
+    tables, features = lookup.tables, bags_of(lookup) // max(lookup.batch_size, 1)
+    looked_up = [torch.zeros(rows, dtype=torch.bool, device=features.device) for rows in tables.rows]
+    for feature, table in enumerate(tables.feature_tables):
+        looked_up[table][lookup.indices[features == feature].long()] = True
+    return looked_up
+
+
+def expected_update(lookup: Lookup, scale: float = 1.0) -> tuple[Tensor, list[Tensor]]:
+    """float64 weights and states of the optimizer after the update, flat, as :func:`states_of` lists them."""
+    tables = lookup.tables
+    weights, states = tables.weights.double(), [state.double() for state in states_of(tables)]
+    if isinstance(tables.optimizer, Adam):
+        states[-1] += 1
+    gradients = row_gradients(lookup, scale)
+    for table, (gradient, looked_up) in enumerate(zip(gradients, is_looked_up(lookup), strict=True)):
+        rows, dim, offset, first = tables.rows[table], tables.dims[table], tables.offsets[table], tables.first_rows[table]
+        of_elements = slice(offset, offset + rows * dim)
+        own = [
+            state[of_elements].view(rows, dim) if state.numel() == weights.numel() else state[first : first + rows, None]
+            for state in states[:2]
+        ]
+        table_weights = weights[of_elements].view(rows, dim)
+        step, new_states = _step(tables.optimizer, table_weights, gradient, own, states[-1:])
+        table_weights -= torch.where(looked_up[:, None], step, 0.0)
+        for old, new in zip(own, new_states, strict=False):
+            old.copy_(torch.where(looked_up[:, None], new, old))
+    return weights, states
+
+
+def _step(
+    optimizer: Optimizer | None, weights: Tensor, gradient: Tensor, own: list[Tensor], steps: list[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """What a table's rows lose, as if all were looked up, and their new states, [rows, dim] or [rows, 1]."""
     assert optimizer is not None
     rate = optimizer.learning_rate.double().item()
-    weights = tables.weights.double()
-    momentum = optimizer.momentum.double() if isinstance(optimizer, RowwiseAdagrad) else None
-    for table, gradient in enumerate(row_gradients(lookup, scale)):
-        rows, dim, offset = tables.rows[table], tables.dims[table], tables.offsets[table]
-        step = rate * gradient
-        if isinstance(optimizer, RowwiseAdagrad) and momentum is not None:
-            own = momentum[tables.first_rows[table] :][:rows]
-            own += gradient.square().mean(1)
-            touched = (gradient != 0).any(1)
-            step = torch.where(touched, rate / (own.sqrt() + optimizer.eps), 0.0)[:, None] * gradient
-        weights[offset : offset + rows * dim] -= step.flatten()
-    return weights, momentum
+    match optimizer:
+        case Sgd():
+            return rate * gradient, []
+        case RowwiseAdagrad() | Adagrad():
+            squares = gradient.square()
+            momentum = own[0] + (squares.mean(1, keepdim=True) if isinstance(optimizer, RowwiseAdagrad) else squares)
+            return rate * gradient / (momentum.sqrt() + optimizer.eps), [momentum]
+        case Adam():
+            # Kernels of FBGEMM, as ours, take fp32 betas.
+            beta1, beta2 = (torch.tensor(beta).double().item() for beta in (optimizer.beta1, optimizer.beta2))
+            squares, number = gradient.square(), steps[0].item()
+            mean = beta1 * own[0] + (1 - beta1) * gradient
+            squares = squares.mean(1, keepdim=True) if isinstance(optimizer, RowwiseAdam) else squares
+            variance = beta2 * own[1] + (1 - beta2) * squares
+            deviation = (variance / (1 - beta2**number)).sqrt() + optimizer.eps
+            return rate * (mean / (1 - beta1**number) / deviation + optimizer.weight_decay * weights), [mean, variance]
 
 
 def expected_products(lookup: Lookup, scale: float = 1.0) -> Tensor:

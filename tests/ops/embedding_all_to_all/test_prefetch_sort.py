@@ -24,8 +24,8 @@ def workspace() -> Iterator[EmbeddingWorkspace]:
     group = symmetric_group(device="cpu")
     layout = ExchangeLayout(((LookupLayout((0,), (DIM,)), LookupLayout((DIM,), (DIM,))),), 2 * DIM)
     workspace = EmbeddingWorkspace(group, layout, name="two lookups", timeout_seconds=60.0)
-    first = make_tables([8], [DIM], [0], adagrad=False, learning_rate=RATE)
-    second = make_tables([8, 24], [DIM, DIM], [1], adagrad=False, learning_rate=RATE)
+    first = make_tables([8], [DIM], [0], optimizer="sgd", learning_rate=RATE)
+    second = make_tables([8, 24], [DIM, DIM], [1], optimizer="sgd", learning_rate=RATE)
     workspace.attach_tables([first, second])
     yield workspace
     group.close()

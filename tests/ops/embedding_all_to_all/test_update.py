@@ -8,11 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.embedding_all_to_all import LocalTables, RowwiseAdagrad
+from dlrm_fused.ops.embedding_all_to_all import Adagrad, Adam, LocalTables, RowwiseAdagrad, RowwiseAdam
 from dlrm_fused.ops.embedding_all_to_all.update import apply_gradients, per_sample_weight_gradients, sort_lookup
-from tests.ops.embedding_all_to_all.lookups import Lookup, expected_products, expected_update, make_lookup, make_tables
+from tests.ops.embedding_all_to_all.lookups import (
+    OPTIMIZERS,
+    Lookup,
+    expected_products,
+    expected_update,
+    make_lookup,
+    make_tables,
+    states_of,
+)
 
 pytestmark = pytest.mark.interpreted
 
@@ -37,21 +46,98 @@ def random(seed: int = 0) -> torch.Generator:
 
 
 def assert_updates_as_expected(lookup: Lookup, scale: float = 1.0) -> None:
-    weights, momentum = expected_update(lookup, scale)
+    weights, states = expected_update(lookup, scale)
     before = lookup.tables.weights.clone()
     update(lookup, scale=scale)
     torch.testing.assert_close(lookup.tables.weights.double(), weights, rtol=1e-5, atol=1e-5)
     assert not torch.equal(lookup.tables.weights, before)
-    if momentum is not None:
-        assert isinstance(lookup.tables.optimizer, RowwiseAdagrad)
-        torch.testing.assert_close(lookup.tables.optimizer.momentum.double(), momentum, rtol=1e-5, atol=1e-5)
+    for state, expected in zip(states_of(lookup.tables), states, strict=True):
+        torch.testing.assert_close(state.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", TABLES)
-@pytest.mark.parametrize("adagrad", [True, False], ids=["adagrad", "sgd"])
-def test_each_row_is_updated_once_with_the_sum_of_its_gradients(shape: str, adagrad: bool) -> None:
-    tables = make_tables(**TABLES[shape], adagrad=adagrad, generator=random())
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_each_row_is_updated_once_with_the_sum_of_its_gradients(shape: str, optimizer: str) -> None:
+    tables = make_tables(**TABLES[shape], optimizer=optimizer, generator=random())
     assert_updates_as_expected(make_lookup(tables, 6, 4, generator=random(1)))
+
+
+class TestAdam:
+    """Of the rows that were looked up."""
+
+    @pytest.mark.parametrize("optimizer", ["adam", "rowwise_adam"])
+    @pytest.mark.parametrize(("mean", "weighted"), [(True, False), (False, True), (True, True)])
+    @pytest.mark.parametrize("shape", ["dims_differ", "shared_apart"])
+    def test_steps_from_the_first_on_are_those_of_float64(self, optimizer, mean, weighted, shape):
+        tables = make_tables(
+            **TABLES[shape], optimizer=optimizer, mean=mean, weight_decay=0.1, learning_rate=0.01, generator=random()
+        )
+        for state in states_of(tables):
+            state.zero_()
+        for step in range(5):
+            lookup = make_lookup(tables, 6, 4, hot=0.3, weighted=weighted, generator=random(step))
+            weights, states = expected_update(lookup, 0.5)
+            update(lookup, scale=0.5)
+            torch.testing.assert_close(tables.weights.double(), weights, rtol=1e-6, atol=1e-6)
+            for state, expected in zip(states_of(tables), states, strict=True):
+                torch.testing.assert_close(state.double(), expected, rtol=1e-6, atol=1e-6)
+
+    def test_a_row_is_as_in_torchs_adamw_as_long_as_every_batch_holds_it(self):
+        tables = make_tables([7], [8], [0], optimizer="adam", weight_decay=0.1, generator=random())
+        for state in states_of(tables):
+            state.zero_()
+        weights = tables.weights.view(7, 8).clone().requires_grad_()
+        torchs = torch.optim.AdamW([weights], lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+        for step in range(6):
+            gradients = torch.randn(7, 8, generator=random(step))
+            weights.grad = gradients
+            torchs.step()
+            update(Lookup(tables, torch.arange(7), torch.arange(8), None, gradients))
+        torch.testing.assert_close(tables.weights.view(7, 8), weights.detach(), rtol=1e-6, atol=1e-6)
+
+    @pytest.mark.parametrize("optimizer", ["adam", "rowwise_adam"])
+    @pytest.mark.parametrize("hot", [0.9, 1.0])
+    def test_rows_that_span_many_programs(self, optimizer, hot):
+        tables = make_tables([3, 30], [4, 4], [0, 1], optimizer=optimizer, weight_decay=0.1, generator=random())
+        assert_updates_as_expected(make_lookup(tables, 20, 9, hot=hot, generator=random(1)))
+
+    def test_other_rows_neither_move_nor_decay_nor_lose_their_moments(self):
+        tables = make_tables([5], [4], [0], optimizer="adam", weight_decay=0.1, generator=random())
+        before = [tensor.clone().view(5, 4) for tensor in (tables.weights, *states_of(tables)[:2])]
+        update(Lookup(tables, torch.tensor([1, 3]), torch.tensor([0, 2]), None, torch.zeros(1, 4)))
+        for old, new in zip(before, (tables.weights, *states_of(tables)[:2]), strict=True):
+            is_changed = (new.view(5, 4) != old).all(1)
+            assert is_changed.tolist() == [False, True, False, True, False]
+
+    @pytest.mark.parametrize("ranges", [[(0, 1), (1, 3)], [(1, 3), (0, 1)], [(0, 2), (2, 2), (2, 3)]])
+    def test_a_step_in_parts_counts_once_and_equals_one_call(self, ranges):
+        tables = make_tables(**TABLES["dims_differ"], optimizer="adam", generator=random())
+        for step in range(2):
+            lookup = make_lookup(tables, 6, 4, generator=random(step))
+            weights, states = expected_update(lookup)
+            for part in ranges:
+                update(lookup, tables_range=part)
+            torch.testing.assert_close(tables.weights.double(), weights, rtol=1e-5, atol=1e-5)
+            assert states_of(tables)[-1].item() == states[-1].item() == 4 + step
+
+    def test_a_step_without_indices_counts(self):
+        tables = make_tables([9, 6], [8, 4], [0, 1], optimizer="adam", generator=random())
+        before = tables.weights.clone()
+        update(make_lookup(tables, 3, 0, generator=random(1)))
+        assert states_of(tables)[-1].item() == 4
+        assert torch.equal(tables.weights, before)
+
+    def test_a_cancelled_step_does_not_count(self):
+        tables = make_tables([9, 6], [8, 4], [0, 1], optimizer="adam", generator=random())
+        before = [tensor.clone() for tensor in (tables.weights, *states_of(tables))]
+        update(make_lookup(tables, 3, 4, generator=random(1)), cancelled=torch.ones(1, dtype=torch.int64))
+        assert all(map(torch.equal, before, (tables.weights, *states_of(tables))))
+
+    def test_the_count_may_be_set_between_steps(self):
+        tables = make_tables([9, 6], [8, 4], [0, 1], optimizer="adam", generator=random())
+        update(make_lookup(tables, 3, 4, generator=random(1)))
+        states_of(tables)[-1].fill_(1000)
+        assert_updates_as_expected(make_lookup(tables, 3, 4, generator=random(2)))
 
 
 @pytest.mark.parametrize("mean", [True, False], ids=["mean", "sum"])
@@ -94,9 +180,10 @@ def test_keys_of_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_updates_as_expected(lookup)
 
 
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam", "rowwise_adam"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_weights_of_16_bits_are_rounded_to_nearest(dtype: torch.dtype) -> None:
-    tables = make_tables([9], [8], [0], dtype=dtype, generator=random())
+def test_weights_of_16_bits_are_rounded_to_nearest(dtype: torch.dtype, optimizer: str) -> None:
+    tables = make_tables([9], [8], [0], dtype=dtype, optimizer=optimizer, generator=random())
     lookup = make_lookup(tables, 4, 3, generator=random(1))
     weights, _ = expected_update(lookup)
     update(lookup)
@@ -110,7 +197,7 @@ def test_weights_of_16_bits_are_rounded_to_nearest(dtype: torch.dtype) -> None:
 def test_stochastic_rounding_goes_to_a_neighbour_and_is_right_in_the_mean(dtype: torch.dtype, magnitude: float) -> None:
     torch.manual_seed(3)
     rows, dim = 64, 16
-    tables = make_tables([rows], [dim], [0], dtype=dtype, adagrad=False, stochastic_rounding=True, learning_rate=1.0)
+    tables = make_tables([rows], [dim], [0], dtype=dtype, optimizer="sgd", stochastic_rounding=True, learning_rate=1.0)
     sign = torch.where(torch.arange(rows * dim) % 2 == 0, 1.0, -1.0)
     tables.weights.copy_(sign * magnitude)
     step = max(magnitude, 2.0**-14 if dtype == torch.float16 else 0.0) * torch.finfo(dtype).eps
@@ -126,6 +213,21 @@ def test_stochastic_rounding_goes_to_a_neighbour_and_is_right_in_the_mean(dtype:
     tables.weights.copy_(sign * magnitude)
     update(lookup)
     assert not torch.equal(tables.weights, first), "the next update must draw other numbers"
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_stochastic_rounding_of_every_optimizer_goes_up_and_down(optimizer: str) -> None:
+    tables = make_tables([90], [8], [0], dtype=torch.float16, optimizer=optimizer, stochastic_rounding=True, generator=random())
+    lookup = make_lookup(tables, 60, 4, generator=random(1))
+    before = tables.weights.clone()
+    weights, _ = expected_update(lookup)
+    update(lookup)
+    spacing = weights.abs() * 2.0**-10
+    error = (tables.weights.double() - weights) / spacing
+    moved = tables.weights != before
+    assert error.abs().max() <= 1.0
+    assert (error[moved] > 0).any()
+    assert (error[moved] < 0).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -156,7 +258,7 @@ def test_tables_can_be_updated_range_by_range_while_other_gradients_are_missing(
 
 def test_the_learning_rate_may_lie_beside_the_weights_and_is_read_at_every_update() -> None:
     for rate_on_device in (True, False):
-        tables = make_tables([9], [4], [0], adagrad=False, rate_on_device=rate_on_device, generator=random())
+        tables = make_tables([9], [4], [0], optimizer="sgd", rate_on_device=rate_on_device, generator=random())
         lookup = make_lookup(tables, 4, 3, generator=random(1))
         assert tables.optimizer is not None
         for rate in (0.5, 0.0, 0.125):
@@ -195,10 +297,11 @@ def test_gradients_of_per_sample_weights(mean: bool, dtype: torch.dtype) -> None
     torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("adagrad", [True, False], ids=["adagrad", "sgd"])
+# FBGEMM has no Adam on the CPU.
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "sgd", "adagrad"])
 # Not weighted means: FBGEMM's backward pass on the CPU forgets to divide them by the length of the bag.
 @pytest.mark.parametrize(("mean", "weighted"), [(True, False), (False, True), (False, False)], ids=["mean", "weighted", "sum"])
-def test_updates_as_fbgemm_does(adagrad: bool, mean: bool, weighted: bool) -> None:
+def test_updates_as_fbgemm_does(optimizer: str, mean: bool, weighted: bool) -> None:
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
@@ -207,25 +310,25 @@ def test_updates_as_fbgemm_does(adagrad: bool, mean: bool, weighted: bool) -> No
     )
 
     rows, dims, feature_tables = [5, 40, 9], [4, 20, 12], [0, 1, 1, 2]
-    tables = make_tables(rows, dims, feature_tables, mean=mean, adagrad=adagrad, generator=random())
+    tables = make_tables(rows, dims, feature_tables, mean=mean, optimizer=optimizer, generator=random())
     embeddings = SplitTableBatchedEmbeddingBagsCodegen(
         [(count, dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for count, dim in zip(rows, dims, strict=True)],
         feature_table_map=feature_tables,
-        optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD if adagrad else EmbOptimType.EXACT_SGD,
+        optimizer=EmbOptimType[f"EXACT_{optimizer.upper()}"],
         pooling_mode=PoolingMode.MEAN if mean else PoolingMode.SUM,
         learning_rate=0.1,
         eps=1e-8,
     )
     embeddings.weights_host.data.copy_(tables.weights)
-    if isinstance(tables.optimizer, RowwiseAdagrad):
-        embeddings.momentum1_host.data.copy_(tables.optimizer.momentum)
+    for state in states_of(tables):
+        embeddings.momentum1_host.data.copy_(state)
     for step in range(3):
         lookup = make_lookup(tables, 7, 5, hot=0.3, weighted=weighted, generator=random(step))
         embeddings(lookup.indices, lookup.offsets, lookup.per_sample_weights).backward(lookup.gradients)
         update(lookup)
     torch.testing.assert_close(tables.weights, embeddings.weights_host.data, rtol=1e-5, atol=1e-5)
-    if isinstance(tables.optimizer, RowwiseAdagrad):
-        torch.testing.assert_close(tables.optimizer.momentum, embeddings.momentum1_host.data, rtol=1e-5, atol=1e-5)
+    for state in states_of(tables):
+        torch.testing.assert_close(state, embeddings.momentum1_host.data, rtol=1e-5, atol=1e-5)
 
 
 WRONG_USES: dict[str, tuple[Callable[[Lookup], Lookup], str]] = {
@@ -281,6 +384,13 @@ def test_the_order_of_other_inputs_is_refused() -> None:
         apply_gradients(tables, order, lookup.gradients, lookup.indices, lookup.offsets)
 
 
+def adam(kind: type[Adam] = Adam, **changes: Tensor) -> Adam:
+    """Of 9 rows x 8."""
+    states = {"momentum1": torch.zeros(72), "momentum2": torch.zeros(72), "steps": torch.zeros(1, dtype=torch.int64)}
+    given = {**states, "learning_rate": torch.tensor(0.1), **changes}
+    return kind(**given, eps=1e-8, beta1=0.9, beta2=0.999, weight_decay=0.0)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -293,6 +403,15 @@ def test_the_order_of_other_inputs_is_refused() -> None:
         ({"weights": torch.zeros(9, 8)}, "flat"),
         ({"optimizer": RowwiseAdagrad(torch.zeros(8), torch.tensor(0.1), 1e-8)}, r"momentum is torch.float32 \[8\]"),
         ({"optimizer": RowwiseAdagrad(torch.zeros(9), torch.tensor(1), 1e-8)}, "learning_rate is torch.int64"),
+        ({"optimizer": Adagrad(torch.zeros(9), torch.tensor(0.1), 1e-8)}, r"momentum is torch.float32 \[9\]: .* fp32 \[72\]"),
+        ({"optimizer": adam(momentum1=torch.zeros(9))}, r"momentum1 is torch.float32 \[9\]: give contiguous fp32 \[72\]"),
+        ({"optimizer": adam(momentum2=torch.zeros(72).half())}, r"momentum2 is torch.float16 \[72\]"),
+        ({"optimizer": adam(momentum2=torch.zeros(144)[::2])}, r"momentum2 is .*: give contiguous"),
+        ({"optimizer": adam(momentum2=torch.zeros(72, device="meta"))}, "momentum2 is on meta: the weights are on cpu"),
+        ({"optimizer": adam(RowwiseAdam)}, r"momentum2 is torch.float32 \[72\]: give contiguous fp32 \[9\]"),
+        ({"optimizer": adam(steps=torch.zeros(1))}, r"steps is torch.float32 \[1\]: give contiguous int64 \[1\]"),
+        ({"optimizer": adam(steps=torch.zeros(1, dtype=torch.int64, device="meta"))}, "steps is on meta"),
+        ({"optimizer": adam(learning_rate=torch.zeros(2))}, r"learning_rate is torch.float32 \[2\]"),
     ],
 )
 def test_tables_that_do_not_fit_together_are_refused(change: dict[str, Any], message: str) -> None:

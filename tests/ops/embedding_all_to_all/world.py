@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dlrm_fused.ops.embedding_all_to_all import EmbeddingWorkspace, ExchangeLayout, LookupLayout
-from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables, RowwiseAdagrad, Sgd
+from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables, RowwiseAdagrad
 from dlrm_fused.symmetric import SymmetricGroup
+from tests.ops.embedding_all_to_all.lookups import make_optimizer
 
 EPS = 1e-3
 
@@ -153,8 +154,16 @@ class World:
         weights = torch.cat([torch.from_numpy(table).reshape(-1) for table in shard.tables]).to(features.dtype).to(device)
         offsets = np.cumsum([0, *(table.size for table in shard.tables)])[:-1]
         rate = torch.tensor(0.1, dtype=torch.float32)
-        momentum = torch.zeros(sum(features.rows), dtype=torch.float32, device=device)
-        optimizer = RowwiseAdagrad(momentum, rate, EPS) if self._traffic.optimizer == "rowwise_adagrad" else Sgd(rate)
+        steps = torch.zeros(1, dtype=torch.int64, device=device)
+        optimizer = make_optimizer(
+            self._traffic.optimizer,
+            sum(features.rows),
+            weights.numel(),
+            rate,
+            lambda count: torch.zeros(count, device=device),
+            steps,
+            eps=EPS,
+        )
         return LocalTables(
             weights,
             tuple(int(offset) for offset in offsets),
