@@ -112,12 +112,14 @@ def _check_transformer(config: Config) -> None:
 
 def _check_embedding(config: Config) -> None:
     embedding, columns = config.embedding, config.embedding.shard_columns
-    require(
-        columns >= 0 and columns % 4 == 0 and (columns == 0 or embedding.dim % columns == 0),
-        "embedding.shard_columns",
-        columns,
-        f"0, or a multiple of 4 that divides embedding.dim={embedding.dim}",
-    )
+    dims = {f"embedding.tables.{name}.dim": table.dim for name, table in embedding.tables.items() if table.dim}
+    for key, dim in {"embedding.dim": embedding.dim, **dims}.items():
+        require(
+            columns >= 0 and columns % 4 == 0 and (columns == 0 or dim % columns == 0),
+            "embedding.shard_columns",
+            columns,
+            f"0, or a multiple of 4 that divides {key}={dim}",
+        )
     is_selected = embedding.cache_hints is CacheHints.selected
     without = "default with comm=baseline, whose kernels take no hints"
     require(not is_selected or config.comm is not Comm.baseline, "embedding.cache_hints", embedding.cache_hints.name, without)

@@ -20,6 +20,7 @@ from dlrm_fused.config.setting import (
     multiple_of,
     one_of,
     setting,
+    zero_or_multiple_of,
 )
 
 MAX_INT32 = 2**31 - 1
@@ -243,16 +244,19 @@ class EmbeddingOptimizerConfig:
 
 @dataclass
 class TableConfig:
-    """What the planner is told about one table, by its name; overrides the settings of the group."""
+    """Settings of one table, by its name; override those of the group."""
 
     sharding: Sharding = Sharding.auto
     compute_kernel: ComputeKernel = ComputeKernel.auto
     # Average number of ids per sample; 0 takes what the data set states.
     pooling_factor: float = setting(0.0, at_least(0))
+    # Columns; 0 takes embedding.dim.
+    dim: int = setting(0, zero_or_multiple_of(4))
 
 
 @dataclass
 class EmbeddingConfig:
+    # Columns of the tables, and of the vectors that interact.
     dim: int = setting(64, multiple_of(4))
     dtype: TableDtype = TableDtype.fp32
     # Caps the rows of every table (ids are taken modulo the cap); 0 keeps the rows of the data set.
@@ -276,6 +280,10 @@ class EmbeddingConfig:
     # Popularity of ids: probability of the k-th most popular ~ 1 / k^zipf_exponent; 0 is uniform. For cache_hints=selected.
     zipf_exponent: float = setting(0.0, at_least(0))
     tables: dict[str, TableConfig] = field(default_factory=dict)
+
+    def dim_of(self, table: str) -> int:
+        """Columns of a table, by its name."""
+        return self.tables.get(table, TableConfig()).dim or self.dim
 
 
 @dataclass

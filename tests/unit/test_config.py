@@ -231,7 +231,12 @@ class TestContradictions:
             (["data.synthetic.history_items=0"], ("data.synthetic.history_items=0", "1 to 2147483647")),
             (["data.synthetic.rows=[1,2]"], ("data.synthetic.rows=[1, 2]", "each of 26 tables")),
             (["embedding.dim=6", "model.bottom_mlp=[6]"], ("embedding.dim=6", "multiple of 4")),
+            (["embedding.tables.table_3.dim=6"], ("embedding.tables.table_3.dim=6", "0, or a positive multiple of 4")),
             (["embedding.shard_columns=12"], ("embedding.shard_columns=12", "divides embedding.dim=64")),
+            (
+                ["embedding.shard_columns=32", "embedding.tables.table_3.dim=48"],
+                ("embedding.shard_columns=32", "divides embedding.tables.table_3.dim=48"),
+            ),
             (
                 ["embedding.cache_hints=selected", "comm=baseline"],
                 ("embedding.cache_hints=selected", "comm=baseline"),
