@@ -39,6 +39,14 @@ def storage(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> Storage:
     )
 
 
+def step_counts(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> tuple[Tensor, Tensor]:
+    """The steps that the optimizer of a lookup has made, [1] each; the live ones, on the device and on the CPU.
+
+    FBGEMM counts forward passes, those without a backward pass too.
+    """
+    return cast(Tensor, lookup.iter), lookup.iter_cpu
+
+
 def kernel_inputs(
     lookup: SplitTableBatchedEmbeddingBagsCodegen, indices: Tensor, offsets: Tensor, weights: Tensor | None, checks_bounds: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:

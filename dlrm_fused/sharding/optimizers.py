@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import cast
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
+from dlrm_fused.compat.fbgemm import step_counts
+from dlrm_fused.compat.torchrec import lookups
 from dlrm_fused.config import Config, DenseOptimizerConfig, DenseOptimizerKind, EmbeddingOptimizerConfig, EmbeddingOptimizerKind
 from dlrm_fused.ops.adagrad import Adagrad
 from dlrm_fused.sharding.flat_parameters import FlatOptimizer, FlatParameters
@@ -78,7 +83,30 @@ def _table_optimizer(parameters: list[Tensor], settings: EmbeddingOptimizerConfi
 
 
 def set_optimizer_step(model: nn.Module, step: int) -> None:
-    """Tell the fused optimizers how many steps they have made (Adam's bias correction), after loading a checkpoint."""
-    for module in model.modules():
-        if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen):
-            module.set_optimizer_step(step)
+    """Tell the fused optimizers how many steps they have made, after loading a checkpoint.
+
+    Adam's bias correction depends on it, and the counters of rows.
+    """
+    for count in _step_counts(model):
+        count.fill_(step)
+
+
+@contextmanager
+def without_steps(model: nn.Module) -> Iterator[None]:
+    """Within, lookups are no steps of the fused optimizers."""
+    counts = _step_counts(model)
+    kept = [count.clone() for count in counts]
+    try:
+        yield
+    finally:
+        for count, value in zip(counts, kept, strict=True):
+            count.copy_(value)
+
+
+def _step_counts(model: nn.Module) -> list[Tensor]:
+    """Of all fused optimizers; the live ones."""
+    sharded = [module for module in model.modules() if isinstance(module, ShardedEmbeddingBagCollection)]
+    # TorchRec keeps lookups in a list, where modules() does not find them.
+    modules = [module for own in sharded for lookup in lookups(own) for module in lookup.modules()]
+    fused = [module for module in modules if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen)]
+    return [count for lookup in fused for count in step_counts(lookup)]

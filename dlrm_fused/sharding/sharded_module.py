@@ -28,6 +28,7 @@ from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.sharding.distinct_bags import finds_distinct_rows
 from dlrm_fused.sharding.fused_input_dist import FusedInputDist, covers
 from dlrm_fused.sharding.fused_lookups import FusedLookups
+from dlrm_fused.sharding.optimizers import without_steps
 from dlrm_fused.sharding.options import AUTO, FUSED, FusedOptions
 from dlrm_fused.sharding.support import TableSettings, by_table, output_type, summary
 from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
@@ -259,7 +260,7 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         chosen = []
         for candidate in candidates:
             (sharding,) = candidate.shardings
-            with torch.no_grad():
+            with torch.no_grad(), without_steps(self):
                 is_faster = fused_is_faster(
                     partial(candidate, ctx, input),
                     lambda i=sharding: self._output_dist_of(i, ctx, input).wait(),  # type: ignore[misc]

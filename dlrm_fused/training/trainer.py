@@ -18,6 +18,7 @@ from dlrm_fused.datasets.loader import TrainLoader
 from dlrm_fused.datasets.synthetic import SyntheticDataset
 from dlrm_fused.errors import CheckpointError, ConfigError, TrainingError
 from dlrm_fused.models import Output, RankingTask
+from dlrm_fused.sharding.optimizers import without_steps
 from dlrm_fused.sharding.parallel import ShardedModel
 from dlrm_fused.sharding.planning import describe_plan
 from dlrm_fused.symmetric.collective_errors import gather_or_raise
@@ -260,7 +261,7 @@ class Trainer:
     def _evaluate(self) -> float:
         config = self._config
         self._throughput.stop(self._step)
-        with self._pipeline.paused() as model:
+        with self._pipeline.paused() as model, without_steps(model):
             values = evaluate(
                 model, self._dataset, config.evaluation.split, config, self._device, config.evaluation.max_samples
             )
