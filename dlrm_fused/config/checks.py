@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from dlrm_fused.config.registry import DataSource, ModelKind
-from dlrm_fused.config.schema import CacheHints, Comm, Config, EmbeddingOptimizerKind, ModelConfig
+from dlrm_fused.config.schema import (
+    CacheHints,
+    Comm,
+    Config,
+    EmbeddingOptimizerConfig,
+    EmbeddingOptimizerKind,
+    ModelConfig,
+)
 from dlrm_fused.config.setting import check_bounds, require
 
 
@@ -132,6 +139,27 @@ def _check_embedding(config: Config) -> None:
         "embedding.optimizer.weight_decay",
         optimizer.weight_decay,
         f"0 with embedding.optimizer.kind={optimizer.kind.name}, whose kernel has no weight decay",
+    )
+    if optimizer.counter_halflife:
+        _check_counters(optimizer)
+
+
+def _check_counters(optimizer: EmbeddingOptimizerConfig) -> None:
+    """Of occurrences of rows: what decays by them, and not beyond zero."""
+    halflife, prefix = optimizer.counter_halflife, "embedding.optimizer"
+    require(
+        optimizer.kind is EmbeddingOptimizerKind.rowwise_adagrad,
+        f"{prefix}.counter_halflife",
+        halflife,
+        f"0 with {prefix}.kind={optimizer.kind.name}; rowwise_adagrad counts how often rows occur",
+    )
+    most = 1 / (optimizer.learning_rate * halflife)
+    require(
+        0 < optimizer.weight_decay <= most,
+        f"{prefix}.weight_decay",
+        optimizer.weight_decay,
+        f"above 0 and up to 1 / ({prefix}.learning_rate * {prefix}.counter_halflife) = {most:g}, by which a row decays to zero "
+        "when it occurs for the first time",
     )
 
 

@@ -237,6 +237,8 @@ class EmbeddingOptimizerConfig:
     kind: EmbeddingOptimizerKind = EmbeddingOptimizerKind.rowwise_adagrad
     learning_rate: float = setting(0.01, POSITIVE)
     weight_decay: float = setting(0.0, at_least(0))
+    # Steps after which an occurrence of a row counts half; the rarer a row, the more its weights decay. 0: all decay alike.
+    counter_halflife: int = setting(0, at_least(0))  # rowwise_adagrad
     eps: float = setting(1e-8, POSITIVE)
     beta1: float = setting(0.9, BELOW_ONE)  # adam
     beta2: float = setting(0.999, BELOW_ONE)  # adam

@@ -24,6 +24,7 @@ from tests.distributed.launch import (
     run_ranks,
     sharded_model,
     start_training,
+    whole,
 )
 from tests.unit.tables import random_table, write_table
 
@@ -71,16 +72,6 @@ def beginning(config: Config) -> Pieces:
     with sharded_model(config, torch.device("cpu")) as (dataset, sharded):
         warm_start(config, sharded, dataset.schema)
         return {key: value.shards for key, value in model_state(sharded).items() if isinstance(value, LocalShards)}
-
-
-def whole(by_rank: list[Pieces], key: str) -> torch.Tensor:
-    """A table, of any plan."""
-    pieces = [piece for pieces in by_rank for piece in pieces.get(key, [])]
-    rows, columns = (max(at[dim] + piece.shape[dim] for at, piece in pieces) for dim in (0, 1))
-    table = torch.full((rows, columns), torch.nan)
-    for (row, column), piece in pieces:
-        table[row : row + piece.shape[0], column : column + piece.shape[1]] = piece
-    return table
 
 
 def values_of(data: Path, feature: str) -> dict[object, int]:

@@ -246,6 +246,18 @@ class TestContradictions:
                 ("embedding.optimizer.weight_decay=0.1", "embedding.optimizer.kind=sgd"),
             ),
             (
+                ["embedding.optimizer.kind=sgd", "embedding.optimizer.counter_halflife=9"],
+                ("embedding.optimizer.counter_halflife=9", "0 with embedding.optimizer.kind=sgd"),
+            ),
+            (
+                ["embedding.optimizer.counter_halflife=9"],
+                ("embedding.optimizer.weight_decay=0.0", "above 0"),
+            ),
+            (
+                ["embedding.optimizer.counter_halflife=100", "embedding.optimizer.weight_decay=1.1"],
+                ("embedding.optimizer.weight_decay=1.1", "up to 1 /", "= 1,"),
+            ),
+            (
                 ["training.schedule.warmup_steps=10", "training.schedule.decay_steps=5"],
                 ("training.schedule.decay_start_step=0", "training.schedule.warmup_steps=10 or more"),
             ),

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints
@@ -191,6 +192,13 @@ class TestSharder:
         embedding.optimizer.kind = EmbeddingOptimizerKind.adam
         with pytest.raises(ConfigError, match=r"embedding.optimizer.kind=adam: .*GPUs only"):
             make_sharder(embedding, CPU)
+
+    def test_weight_decay_without_counters_is_for_gpus(self):
+        embedding = EmbeddingConfig()
+        embedding.optimizer.weight_decay = 0.1
+        with pytest.raises(ConfigError, match=r"weight_decay=0.1: .*counter_halflife only; allowed: 0"):
+            make_sharder(embedding, CPU)
+        assert make_sharder(embedding, torch.device("cuda")).fused_params["weight_decay_mode"] is WeightDecayMode.DECOUPLE
 
     @pytest.mark.parametrize("key", ["forward_wire", "backward_wire"])
     def test_gloo_does_not_send_bf16(self, key):
