@@ -29,6 +29,7 @@ from dlrm_fused.config import Config, Precision, load_config
 from dlrm_fused.datasets import open_dataset
 from dlrm_fused.models import build_model
 from dlrm_fused.models.dense_part import DensePart, LogitsOf
+from dlrm_fused.models.tables import pooled_columns
 
 _WARM_UP_STEPS = 5
 _AUTOTUNED = {
@@ -84,7 +85,7 @@ class Step:
         if variant.options is not None:
             self._part = torch.compile(part, fullgraph=True, dynamic=False, options=variant.options)
         self._dense = torch.rand(samples, len(schema.dense_features), device=device)
-        shape = (samples, len(schema.sparse_features), config.embedding.dim)
+        shape = (samples, pooled_columns(config.embedding, schema.sparse_features))
         self._pooled = (0.1 * torch.randn(shape, device=device)).to(variant.embeddings).requires_grad_()
         self._labels = (torch.rand(samples, device=device) < 0.3).float()
         self._weights = torch.ones_like(self._labels)

@@ -65,7 +65,7 @@ def mixed_plan(config: Config, ranks: int) -> list[str]:
     if config.data.source is not DataSource.synthetic:
         raise SystemExit(f"--mixed-plan: for data.source=synthetic only; the config has {config.data.source.name}")
     # The same on any number of ranks: where columns are cut decides what rowwise Adagrad does.
-    columns = f"embedding.shard_columns={shard_columns(config.embedding, ranks)}"
+    columns = f"embedding.shard_columns={shard_columns(config.embedding, config.embedding.dim, ranks)}"
     tables = range(config.data.synthetic.tables)
     return [columns, *(f"embedding.tables.table_{i}.sharding={_KINDS[i % len(_KINDS)]}" for i in tables)]
 

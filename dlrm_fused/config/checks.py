@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from dlrm_fused.config.registry import DataSource, ModelKind
-from dlrm_fused.config.schema import CacheHints, Comm, Config, DataConfig, EmbeddingOptimizerKind, ModelConfig
+from dlrm_fused.config.schema import (
+    CacheHints,
+    Comm,
+    Config,
+    DataConfig,
+    EmbeddingOptimizerConfig,
+    EmbeddingOptimizerKind,
+    ModelConfig,
+)
 from dlrm_fused.config.setting import check_bounds, require
 
 
@@ -116,12 +124,14 @@ def _check_transformer(config: Config) -> None:
 
 def _check_embedding(config: Config) -> None:
     embedding, columns = config.embedding, config.embedding.shard_columns
-    require(
-        columns >= 0 and columns % 4 == 0 and (columns == 0 or embedding.dim % columns == 0),
-        "embedding.shard_columns",
-        columns,
-        f"0, or a multiple of 4 that divides embedding.dim={embedding.dim}",
-    )
+    dims = {f"embedding.tables.{name}.dim": table.dim for name, table in embedding.tables.items() if table.dim}
+    for key, dim in {"embedding.dim": embedding.dim, **dims}.items():
+        require(
+            columns >= 0 and columns % 4 == 0 and (columns == 0 or dim % columns == 0),
+            "embedding.shard_columns",
+            columns,
+            f"0, or a multiple of 4 that divides {key}={dim}",
+        )
     is_selected = embedding.cache_hints is CacheHints.selected
     without = "default with comm=baseline, whose kernels take no hints"
     require(not is_selected or config.comm is not Comm.baseline, "embedding.cache_hints", embedding.cache_hints.name, without)
@@ -134,6 +144,27 @@ def _check_embedding(config: Config) -> None:
         "embedding.optimizer.weight_decay",
         optimizer.weight_decay,
         f"0 with embedding.optimizer.kind={optimizer.kind.name}, whose kernel has no weight decay",
+    )
+    if optimizer.counter_halflife:
+        _check_counters(optimizer, max([optimizer.learning_rate, *(t.learning_rate for t in embedding.tables.values())]))
+
+
+def _check_counters(optimizer: EmbeddingOptimizerConfig, largest_rate: float) -> None:
+    """Of occurrences of rows: what decays by them, and not beyond zero."""
+    halflife, prefix = optimizer.counter_halflife, "embedding.optimizer"
+    require(
+        optimizer.kind is EmbeddingOptimizerKind.rowwise_adagrad,
+        f"{prefix}.counter_halflife",
+        halflife,
+        f"0 with {prefix}.kind={optimizer.kind.name}; rowwise_adagrad counts how often rows occur",
+    )
+    most = 1 / (largest_rate * halflife)
+    require(
+        0 < optimizer.weight_decay <= most,
+        f"{prefix}.weight_decay",
+        optimizer.weight_decay,
+        f"above 0 and up to 1 / (learning_rate={largest_rate:g} * {prefix}.counter_halflife) = {most:g}, by which a row decays "
+        "to zero when it occurs for the first time",
     )
 
 

@@ -21,6 +21,7 @@ from dlrm_fused.config.setting import (
     multiple_of,
     one_of,
     setting,
+    zero_or_multiple_of,
 )
 
 MAX_INT32 = 2**31 - 1
@@ -245,6 +246,8 @@ class EmbeddingOptimizerConfig:
     kind: EmbeddingOptimizerKind = EmbeddingOptimizerKind.rowwise_adagrad
     learning_rate: float = setting(0.01, POSITIVE)
     weight_decay: float = setting(0.0, at_least(0))
+    # Steps after which an occurrence of a row counts half; the rarer a row, the more its weights decay. 0: all decay alike.
+    counter_halflife: int = setting(0, at_least(0))  # rowwise_adagrad
     eps: float = setting(1e-8, POSITIVE)
     beta1: float = setting(0.9, BELOW_ONE)  # adam, rowwise_adam
     beta2: float = setting(0.999, BELOW_ONE)  # adam, rowwise_adam
@@ -259,10 +262,13 @@ class TableConfig:
     # Average number of ids per sample; 0 takes what the data set states.
     pooling_factor: float = setting(0.0, at_least(0))
     learning_rate: float = setting(0.0, at_least(0))  # 0: that of embedding.optimizer
+    # Columns; 0 takes embedding.dim.
+    dim: int = setting(0, zero_or_multiple_of(4))
 
 
 @dataclass
 class EmbeddingConfig:
+    # Columns of the tables, and of the vectors that interact.
     dim: int = setting(64, multiple_of(4))
     dtype: TableDtype = TableDtype.fp32
     # Caps the rows of every table (ids are taken modulo the cap); 0 keeps the rows of the data set.
@@ -286,6 +292,10 @@ class EmbeddingConfig:
     # Popularity of ids: probability of the k-th most popular ~ 1 / k^zipf_exponent; 0 is uniform. For cache_hints=selected.
     zipf_exponent: float = setting(0.0, at_least(0))
     tables: dict[str, TableConfig] = field(default_factory=dict)
+
+    def dim_of(self, table: str) -> int:
+        """Columns of a table, by its name."""
+        return self.tables.get(table, TableConfig()).dim or self.dim
 
 
 @dataclass

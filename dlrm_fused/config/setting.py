@@ -86,6 +86,10 @@ def multiple_of(factor: int) -> Bound:
     return Bound(lambda value: value > 0 and value % factor == 0, f"a positive multiple of {factor}")
 
 
+def zero_or_multiple_of(factor: int) -> Bound:
+    return Bound(lambda value: value >= 0 and value % factor == 0, f"0, or a positive multiple of {factor}")
+
+
 def one_of(*choices: str) -> Bound:
     return Bound(lambda value: value in choices, ", ".join(choices))
 

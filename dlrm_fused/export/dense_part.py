@@ -14,6 +14,7 @@ from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.models.expert_parallel import ExpertComputation
 from dlrm_fused.models.moe import MixtureOfExperts
+from dlrm_fused.models.tables import pooled_columns
 from dlrm_fused.models.transformer import TransformerDLRM
 from dlrm_fused.ops.moe.activations import ACTIVATIONS
 
@@ -23,8 +24,8 @@ _EXAMPLES = 3  # rows of the example inputs; 1 would be taken for a constant
 def export_dense_part(model: nn.Module, config: Config, schema: DatasetSchema) -> ExportedProgram:
     """The program, for any number n of rows, that gives probabilities, [n] or [n, L] of several labels, of these tensors:
 
-    dense [n, dense features]; pooled embeddings [n, F, D]; of a model that reads histories also the tokens' embeddings
-    [n * T, Ft * D], T = history length + 1, and history lengths [n] int64.
+    dense [n, dense features]; pooled embeddings side by side, [n, columns of all]; of a model that reads histories also the
+    tokens' embeddings, [n * T, columns of all], T = history length + 1, and history lengths [n] int64.
 
     Args:
         model: of the config, its dense weights on the CPU; it loses its tables.
@@ -38,16 +39,16 @@ def export_dense_part(model: nn.Module, config: Config, schema: DatasetSchema) -
     for layer in model.modules():
         if isinstance(layer, MixtureOfExperts):
             layer.computation = ExportableExperts(activation=config.model.experts.activation.name)
-    rows, dim = Dim("rows", min=1), config.embedding.dim
+    rows = Dim("rows", min=1)
     example: list[Tensor] = [
         torch.zeros(_EXAMPLES, len(schema.dense_features)),
-        torch.zeros(_EXAMPLES, len(schema.sparse_features), dim),
+        torch.zeros(_EXAMPLES, pooled_columns(config.embedding, schema.sparse_features)),
     ]
     shapes: list[Any] = [{0: rows}, {0: rows}]
     if isinstance(model, TransformerDLRM):
         tokens = schema.history_length + 1
         example += [
-            torch.zeros(_EXAMPLES * tokens, len(schema.token_features) * dim),
+            torch.zeros(_EXAMPLES * tokens, pooled_columns(config.embedding, schema.token_features)),
             torch.zeros(_EXAMPLES, dtype=torch.int64),
         ]
         shapes += [{0: tokens * rows}, {0: rows}]

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 HISTORY = "history"  # of a row: its past interactions, oldest first
 
 _MISSING, _UNSEEN, _FIRST_HASHED = 0, 1, 1  # ids, as in dlrm_fused/datasets/transformation.py
@@ -136,7 +136,7 @@ class Model:
             return np.zeros((0, len(self.labels)) if len(self.labels) > 1 else 0, np.float32)
         pooled = [table.pool(bags) for table, bags in zip(self.tables, inputs.bags, strict=True)]
         sparse = len(self.info["sparse_features"])
-        arguments = [torch.from_numpy(inputs.dense), torch.stack(pooled[:sparse], dim=1)]
+        arguments = [torch.from_numpy(inputs.dense), torch.cat(pooled[:sparse], dim=1)]
         if self.info["token_features"]:
             arguments += [torch.cat(pooled[sparse:], dim=1), torch.from_numpy(inputs.history_lengths)]
         return self.dense_part(*arguments).numpy()

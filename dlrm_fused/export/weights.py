@@ -59,4 +59,4 @@ def restore_weights(saved: SavedRun, schema: DatasetSchema) -> Weights:
 def _empty_tables(config: Config, schema: DatasetSchema, has_tokens: bool) -> dict[str, Tensor]:
     dtype = torch.float16 if config.embedding.dtype is TableDtype.fp16 else torch.float32
     features = schema.tables if has_tokens else schema.sparse_features
-    return {feature.name: torch.empty(feature.rows, config.embedding.dim, dtype=dtype) for feature in features}
+    return {feature.name: torch.empty(feature.rows, config.embedding.dim_of(feature.name), dtype=dtype) for feature in features}

@@ -19,8 +19,8 @@ from dlrm_fused.config import Compile
 from dlrm_fused.models.captured import CapturedFunction
 from dlrm_fused.versions import has_c_compiler
 
-# Maps dense features [b, D], pooled embeddings [b, F, d], and with experts [b] bool, false for padding, to logits [b, L] of L
-# labels.
+# Maps dense features [b, D], pooled embeddings [b, sum of dimensions], and with experts [b] bool, false for padding, to logits
+# [b, L] of L labels.
 LogitsOf = Callable[..., Tensor]
 R = TypeVar("R", Tensor, tuple[Tensor, Tensor])
 
@@ -104,7 +104,7 @@ class DensePart(nn.Module):
 
         Args:
             dense: [b, D].
-            pooled: [b, F, d].
+            pooled: [b, sum of dimensions].
             labels: [b], or [b, L] of several.
             weights: [b]; 0 marks padding.
             sample_weights: [b], what each sample counts; without it, ``weights``.

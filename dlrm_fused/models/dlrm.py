@@ -5,6 +5,7 @@ Sources: Naumov et al., *Deep Learning Recommendation Model*, arXiv 1906.00091; 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,45 +13,85 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from torchrec import EmbeddingBagCollection
-from torchrec.models.dlrm import DLRM, DLRM_DCN
+from torchrec.models.dlrm import DLRM, DLRM_DCN, InteractionDCNArch, OverArch
 from torchrec.modules.crossnet import LowRankCrossNet
 from torchrec.modules.mlp import MLP
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.config import Config
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.models.dense_part import CompiledForTraining, is_compiled
 from dlrm_fused.models.heads import top_widths
+from dlrm_fused.models.interaction import Interaction, dims_of
 from dlrm_fused.models.moe import MixtureOfExperts, build_experts
 from dlrm_fused.models.tables import SparseArch, embedding_tables
 
 
 class _InTwoParts(DLRM):
-    """The tables, and all that follows: :meth:`logits_of` makes a :class:`~dlrm_fused.models.dense_part.DensePart`."""
+    """The tables, and all that follows: :meth:`logits_of` makes a :class:`~dlrm_fused.models.dense_part.DensePart`.
 
-    def __init__(self, tables: EmbeddingBagCollection, *arguments: Any) -> None:
-        super().__init__(tables, *arguments)
+    Tables may have other dimensions than D, the last width of the bottom MLP.
+    """
+
+    def __init__(
+        self, tables: EmbeddingBagCollection, dense_features: int, bottom_mlp: list[int], top_mlp: list[int], *arguments: Any
+    ) -> None:
+        super().__init__(_of_one_dim(tables, bottom_mlp[-1]), dense_features, bottom_mlp, top_mlp, *arguments)
         self.sparse_arch = SparseArch(tables)
 
+    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
+        """[b, dense features] and features of stride b to logits [b, 1]."""
+        return self.logits_of(dense_features, self.sparse_arch(sparse_features))
+
     def interactions_of(self, dense: Tensor, pooled: Tensor) -> Tensor:
-        """[b, dense features] and pooled embeddings [b, F, D] to what the top MLP reads, [b, N]."""
+        """[b, dense features] and pooled embeddings [b, sum of dimensions] to what the top MLP reads, [b, N]."""
         interactions: Tensor = self.inter_arch(self.dense_arch(dense), pooled)
         return interactions
 
     def logits_of(self, dense: Tensor, pooled: Tensor) -> Tensor:
-        """[b, dense features] and pooled embeddings [b, F, D] to logits [b, labels]."""
+        """[b, dense features] and pooled embeddings [b, sum of dimensions] to logits [b, labels]."""
         logits: Tensor = self.over_arch(self.interactions_of(dense, pooled))
         return logits
+
+
+def _of_one_dim(tables: EmbeddingBagCollection, dim: int) -> EmbeddingBagCollection:
+    """Tables as TorchRec's models take them."""
+    configs = [replace(config, embedding_dim=dim) for config in tables.embedding_bag_configs()]
+    return EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
 
 
 class Dlrm(_InTwoParts):
     """TorchRec's DLRM; arguments are the same."""
 
+    def __init__(self, tables: EmbeddingBagCollection, dense_features: int, bottom_mlp: list[int], top_mlp: list[int]) -> None:
+        super().__init__(tables, dense_features, bottom_mlp, top_mlp)
+        self.inter_arch = Interaction(dims_of(tables), bottom_mlp[-1])
+
 
 class Dcnv2(_InTwoParts, DLRM_DCN):
-    """TorchRec's DLRM_DCN; arguments are the same."""
+    """TorchRec's DLRM_DCN; arguments are the same.
+
+    Its cross layers take vectors of any dimensions side by side, as their source has it (section 3.1).
+    """
+
+    def __init__(
+        self,
+        tables: EmbeddingBagCollection,
+        dense_features: int,
+        bottom_mlp: list[int],
+        top_mlp: list[int],
+        cross_layers: int,
+        cross_rank: int,
+    ) -> None:
+        super().__init__(tables, dense_features, bottom_mlp, top_mlp, cross_layers, cross_rank)
+        dims = dims_of(tables).values()
+        columns = bottom_mlp[-1] + sum(dims)
+        if columns != bottom_mlp[-1] * (1 + len(dims)):
+            self.inter_arch = InteractionDCNArch(len(dims), LowRankCrossNet(columns, cross_layers, cross_rank))
+            self.over_arch = OverArch(columns, top_mlp)
 
     def interactions_of(self, dense: Tensor, pooled: Tensor) -> Tensor:
-        features = torch.cat((self.dense_arch(dense).unsqueeze(1), pooled), dim=1).flatten(1)
+        features = torch.cat((self.dense_arch(dense), pooled), dim=1)
         return cross_layers(self.inter_arch.crossnet, features)
 
 
@@ -105,7 +146,13 @@ class ExpertDLRM(nn.Module):
         self._out_of_experts = CompiledForTraining(self._after_experts, is_compiled, lambda: after)
 
     def logits_of(self, dense: Tensor, pooled: Tensor, real: Tensor) -> Tensor:
-        """[b, dense features], pooled embeddings [b, F, D] and [b] bool, false for padding, to logits [b, labels]."""
+        """To logits [b, labels].
+
+        Args:
+            dense: [b, dense features].
+            pooled: embeddings, [b, sum of dimensions].
+            real: [b] bool, false for padding.
+        """
         x = self._into_experts(dense, pooled)
         return self._out_of_experts(x, self.over_arch.experts(x, real))
 

@@ -19,6 +19,7 @@ from dlrm_fused.config import Config, ModelKind
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.models.heads import top_widths
 from dlrm_fused.models.row_parallel import FEED_FORWARD_FACTOR
+from dlrm_fused.models.tables import pooled_columns
 from dlrm_fused.ops.moe.activations import ACTIVATIONS
 
 _FORWARD_PASSES_OF_A_STEP = 3
@@ -39,22 +40,22 @@ def forward_flops(config: Config, schema: DatasetSchema) -> int | None:
 def _dlrm(config: Config, schema: DatasetSchema) -> int:
     vectors = _vectors(schema)
     features = config.embedding.dim + _pairs(vectors)
-    return _bottom(config, schema) + _interaction(config, vectors) + _top(config, schema, features)
+    return _bottom(config, schema) + _interaction(config, schema) + _top(config, schema, features)
 
 
 def _dcnv2(config: Config, schema: DatasetSchema) -> int:
-    features, rank = _vectors(schema) * config.embedding.dim, config.model.cross_rank
+    features, rank = config.embedding.dim + pooled_columns(config.embedding, schema.sparse_features), config.model.cross_rank
     cross_layer = _product(1, features, rank) + _product(1, rank, features)
     return _bottom(config, schema) + config.model.cross_layers * cross_layer + _top(config, schema, features)
 
 
 def _transformer(config: Config, schema: DatasetSchema) -> int:
     vectors, width, tokens = _vectors(schema), config.model.d_model, schema.history_length + 1
-    into = _product(tokens, len(schema.token_features) * config.embedding.dim, width)
+    into = _product(tokens, pooled_columns(config.embedding, schema.token_features), width)
     # Of the last block, only the candidate's result is used.
     blocks = (config.model.layers - 1) * _block(config, tokens, queries=tokens) + _block(config, tokens, queries=1)
     top = _mlp(config.embedding.dim + _pairs(vectors) + width, top_widths(config, schema))
-    return _bottom(config, schema) + into + blocks + _interaction(config, vectors) + top
+    return _bottom(config, schema) + into + blocks + _interaction(config, schema) + top
 
 
 def _block(config: Config, tokens: int, queries: int) -> int:
@@ -86,8 +87,11 @@ def _top(config: Config, schema: DatasetSchema, features: int) -> int:
     return _mlp(features, widths) + (_experts_of_a_token(config, widths[0]) if config.model.experts.count else 0)
 
 
-def _interaction(config: Config, vectors: int) -> int:
-    return _product(vectors, config.embedding.dim, vectors)
+def _interaction(config: Config, schema: DatasetSchema) -> int:
+    vectors, dim = _vectors(schema), config.embedding.dim
+    own_dims = (config.embedding.dim_of(feature.name) for feature in schema.sparse_features)
+    projections = sum(_product(1, own, dim) for own in own_dims if own != dim)
+    return projections + _product(vectors, dim, vectors)
 
 
 def _vectors(schema: DatasetSchema) -> int:

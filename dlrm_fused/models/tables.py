@@ -24,13 +24,18 @@ def embedding_tables(embedding: EmbeddingConfig, features: Sequence[SparseFeatur
                 name=feature.name,
                 feature_names=[feature.name],
                 num_embeddings=feature.rows,
-                embedding_dim=embedding.dim,
+                embedding_dim=embedding.dim_of(feature.name),
                 data_type=_TABLE_DTYPES[embedding.dtype],
             )
             for feature in features
         ],
         device=torch.device("meta"),
     )
+
+
+def pooled_columns(embedding: EmbeddingConfig, features: Sequence[SparseFeature]) -> int:
+    """Columns of the features' pooled embeddings, side by side."""
+    return sum(embedding.dim_of(feature.name) for feature in features)
 
 
 class InFeatureOrder(nn.Module):
@@ -56,15 +61,14 @@ class InFeatureOrder(nn.Module):
 
 
 class SparseArch(nn.Module):
-    """The lookup of a model whose tables have one dimension d. Its tables have the names of TorchRec's ``SparseArch``."""
+    """The lookup of a model. Its tables have the names of TorchRec's ``SparseArch``."""
 
     def __init__(self, tables: EmbeddingBagCollection) -> None:
         super().__init__()
         self.embedding_bag_collection = tables
         self.in_feature_order = InFeatureOrder(tables)
-        self._dim: int = tables.embedding_bag_configs()[0].embedding_dim
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        """Features of stride b to [b, F, d], in the order of the tables' features."""
+        """Features of stride b to [b, sum of dimensions], in the order of the tables' features."""
         pooled: Tensor = self.in_feature_order(self.embedding_bag_collection(features))
-        return pooled.unflatten(1, (-1, self._dim))
+        return pooled

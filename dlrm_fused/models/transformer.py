@@ -12,23 +12,25 @@ Blocks whose feed-forward layer is a Mixture of Experts: Fedus et al., *Switch T
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchrec import EmbeddingBagCollection
-from torchrec.models.dlrm import DenseArch, InteractionArch, OverArch
+from torchrec.models.dlrm import DenseArch, OverArch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.config import Config
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError, UsageError
 from dlrm_fused.models.heads import top_widths
+from dlrm_fused.models.interaction import Interaction, dims_of
 from dlrm_fused.models.moe import MixtureOfExperts, build_experts
 from dlrm_fused.models.row_parallel import FEED_FORWARD_FACTOR, choose_product
-from dlrm_fused.models.tables import InFeatureOrder, embedding_tables
+from dlrm_fused.models.tables import InFeatureOrder, embedding_tables, pooled_columns
 from dlrm_fused.models.tensor_parallel import (
     ColumnParallelLinear,
     LayerProducts,
@@ -190,7 +192,7 @@ class TransformerSparseArch(nn.Module):
     """The lookups of sample features and of token features.
 
     Args:
-        tables: of the sample features, all of one dimension D.
+        tables: of the sample features.
         token_tables: of the token features.
     """
 
@@ -202,29 +204,33 @@ class TransformerSparseArch(nn.Module):
         self.tokens_in_feature_order = InFeatureOrder(token_tables)
         self.features = self.in_feature_order.features
         self.token_features = self.tokens_in_feature_order.features
-        self.dim: int = tables.embedding_bag_configs()[0].embedding_dim
 
     def forward(self, sparse: KeyedJaggedTensor, tokens: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
-        """Return the pooled embeddings of b samples, [b, F, D], and those of their tokens, [b * T, Ft * D].
+        """Return the pooled embeddings of b samples, [b, sum of dimensions], and those of their tokens, [b * T, the same].
 
         Columns are in the order of the collections' features: sharded collections have one of their own.
         """
         pooled = self.in_feature_order(self.embedding_bag_collection(sparse))
         pooled_tokens = self.tokens_in_feature_order(self.token_embedding_bag_collection(tokens))
-        return pooled.unflatten(1, (-1, self.dim)), pooled_tokens
+        return pooled, pooled_tokens
 
 
 class TransformerOverArch(nn.Module):
-    """DLRM's interaction of features, beside it the encoding of history and candidate, and the top MLP."""
+    """DLRM's interaction of features, beside it the encoding of history and candidate, and the top MLP.
 
-    def __init__(self, sparse_features: int, dim: int, d_model: int, layer_sizes: list[int]) -> None:
+    Args:
+        dims: columns of each sparse feature.
+        dim: D, of the vectors that interact.
+    """
+
+    def __init__(self, dims: Mapping[str, int], dim: int, d_model: int, layer_sizes: list[int]) -> None:
         super().__init__()
-        self.interaction = InteractionArch(sparse_features)
-        pairs = (sparse_features + 1) * sparse_features // 2
+        self.interaction = Interaction(dims, dim)
+        pairs = math.comb(len(dims) + 1, 2)
         self.over = OverArch(dim + pairs + d_model, layer_sizes)
 
     def forward(self, dense: Tensor, sparse: Tensor, encoded: Tensor) -> Tensor:
-        """[b, D], [b, F, D] and [b, d_model] to logits, [b, labels]."""
+        """[b, D], [b, sum of dims] and [b, d_model] to logits, [b, labels]."""
         logits: Tensor = self.over(torch.cat((self.interaction(dense, sparse), encoded), dim=1))
         return logits
 
@@ -233,10 +239,10 @@ class TransformerDLRM(nn.Module):
     """DLRM whose prediction also reads the user's history.
 
     Args:
-        tables: of the sample features, all of one dimension D.
+        tables: of the sample features.
         token_tables: of the token features; their dimensions sum to the ``token_width`` of the Transformer.
         dense_features: number of dense features.
-        bottom_mlp: widths of the layers over the dense features; the last is D.
+        bottom_mlp: widths of the layers over the dense features; the last is D, of the vectors that interact.
         top_mlp: widths of the layers that end in the logits; the last is the number of labels.
     """
 
@@ -255,7 +261,7 @@ class TransformerDLRM(nn.Module):
         self.sparse_arch = TransformerSparseArch(tables, token_tables)
         self.dense_arch = DenseArch(dense_features, bottom_mlp)
         self.transformer = transformer
-        self.over_arch = TransformerOverArch(len(self.sparse_arch.features), self.sparse_arch.dim, transformer.d_model, top_mlp)
+        self.over_arch = TransformerOverArch(dims_of(tables), bottom_mlp[-1], transformer.d_model, top_mlp)
 
     def forward(
         self,
@@ -310,7 +316,7 @@ def build_transformer(
     if not schema.token_features:
         raise ConfigError("model.kind=transformer: the data set has no histories of interactions; allowed with it: dlrm, dcnv2")
     transformer = HistoryTransformer(
-        token_width=len(schema.token_features) * config.embedding.dim,
+        token_width=pooled_columns(config.embedding, schema.token_features),
         d_model=shape.d_model,
         heads=shape.heads,
         layers=shape.layers,

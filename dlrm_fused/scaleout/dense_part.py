@@ -21,9 +21,11 @@ from torch.utils.flop_counter import flop_registry
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.compat.torch import ATTENTION_OF_GPUS, tensors_without_memory, traced_group
+from dlrm_fused.config import EmbeddingConfig
 from dlrm_fused.datasets.batch import Batch
-from dlrm_fused.datasets.schema import DatasetSchema, labels_shape
+from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature, labels_shape
 from dlrm_fused.models import RankingTask
+from dlrm_fused.models.tables import pooled_columns
 from dlrm_fused.scaleout.even_experts import spread_evenly
 
 # Operations that give a tensor another shape, or take memory for one, and move nothing.
@@ -101,21 +103,26 @@ class DenseWork:
 
 
 def trace(
-    task: RankingTask, schema: DatasetSchema, dim: int, samples: int, pooled: torch.dtype, *, compiled: bool
+    task: RankingTask,
+    schema: DatasetSchema,
+    embedding: EmbeddingConfig,
+    samples: int,
+    pooled: torch.dtype,
+    *,
+    compiled: bool,
 ) -> DenseWork:
     """What one rank does.
 
     Args:
         task: built for the CPU, not compiled; with ``comm=baseline``, on the ranks of
             :func:`~dlrm_fused.compat.torch.ranks_without_peers`.
-        dim: columns of an embedding.
         samples: of one rank.
         pooled: dtype of what the embedding stage returns.
     """
     for layer in task.expert_layers:
         spread_evenly(layer)
     parameters = [parameter for layer in task.dense_layers() for parameter in layer.parameters()]
-    module = _graph(task, schema, dim, samples, pooled, parameters)
+    module = _graph(task, schema, embedding, samples, pooled, parameters)
     nodes = [node for node in module.graph.nodes if node.op == "call_function" and _name(node) not in _MOVE_NOTHING]
     output = next(node for node in module.graph.nodes if node.op == "output")
     loss, *of_tensors = output.args[0]
@@ -169,7 +176,7 @@ def _embeddings_given(task: RankingTask, *embeddings: Tensor) -> Iterator[None]:
 def _graph(
     task: RankingTask,
     schema: DatasetSchema,
-    dim: int,
+    embedding: EmbeddingConfig,
     samples: int,
     pooled_dtype: torch.dtype,
     parameters: Sequence[nn.Parameter],
@@ -182,12 +189,14 @@ def _graph(
             loss, _ = task(batch)
         return [loss, *torch.autograd.grad(loss, [*embeddings, *parameters], allow_unused=True)]
 
+    def pooled(bags: int, features: Sequence[SparseFeature]) -> Tensor:
+        return torch.empty(bags, pooled_columns(embedding, features), dtype=pooled_dtype, requires_grad=True)
+
     with tensors_without_memory():
         dense = torch.empty(samples, len(schema.dense_features))
-        embeddings = [torch.empty(samples, len(schema.sparse_features), dim, dtype=pooled_dtype, requires_grad=True)]
+        embeddings = [pooled(samples, schema.sparse_features)]
         if schema.token_features:
-            tokens = samples * (schema.history_length + 1)
-            embeddings.append(torch.empty(tokens, len(schema.token_features) * dim, dtype=pooled_dtype, requires_grad=True))
+            embeddings.append(pooled(samples * (schema.history_length + 1), schema.token_features))
         lengths = torch.empty(samples, dtype=torch.int32)
         labels = torch.empty(samples, *labels_shape(schema.labels))
         return make_fx(step)(dense, labels, torch.empty(samples), lengths, *embeddings)

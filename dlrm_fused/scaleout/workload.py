@@ -84,7 +84,7 @@ def workload(config: Config, schema: DatasetSchema, ranks: int, ranks_per_host: 
             config.training.compile is Compile.auto and device.type == "cuda"
         )
         compiled = compiles and task.dense_part is not None
-        dense = trace(task, schema, config.embedding.dim, samples, _DTYPES[output], compiled=compiled)
+        dense = trace(task, schema, config.embedding, samples, _DTYPES[output], compiled=compiled)
 
     sharder = make_sharder(config.embedding, device, config.comm, False, output)
     try:

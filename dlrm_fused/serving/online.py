@@ -88,7 +88,8 @@ class OnlineScorer:
 
     Args:
         transformer: with all other modules and the tables on one device, in one dtype. The workspace of its product, if there
-            is one, must have room for 64 rows, and for as many columns as all sample features have together.
+            is one, must have room for 64 rows, and for the columns of all sample features if their tables were as wide as the
+            widest table.
         tables: of all token and sample features.
         token_features, sparse_features: their names, in the order in which the model was trained on them.
         ids_per_bag: the most ids of a bag.
@@ -113,7 +114,8 @@ class OnlineScorer:
         *_, last_bias = over_arch.parameters()
         self._labels = last_bias.numel()
         self._product = transformer.product
-        width = len(self._sparse_features) * tables.dim
+        self._token_columns, self._sparse_columns = map(tables.columns_of, (self._token_features, self._sparse_features))
+        width = len(self._sparse_features) * tables.rows.shape[1]
         _check_parts((transformer, dense_arch, over_arch), tables, width)
         self._identity = torch.eye(width, dtype=self._dtype, device=self._device)
         self._cache_shape = (
@@ -221,7 +223,7 @@ class OnlineScorer:
         """
         model, over = self._transformer, self._over_arch
         pooled, tokens = self._look_up(inputs.rows), len(self._token_features)
-        sparse = self._sum_over_ranks(pooled[:, tokens:])
+        sparse = _select(self._sum_over_ranks(pooled[:, tokens:]), self._sparse_columns)
         with self._beside():
             interactions = over.interaction(self._dense_arch(inputs.dense.to(self._dtype)), sparse)
         x, normed = self._enter(pooled[:, :tokens], model.positions[:1].expand(len(pooled), -1))
@@ -249,7 +251,7 @@ class OnlineScorer:
             positions: [m, d_model].
         """
         layer, norm = self._transformer.input, self._transformer.stages()[0][0].attention_norm
-        return self._product(pooled.flatten(1), layer.weight, positions + layer.bias, norm)
+        return self._product(_select(pooled, self._token_columns), layer.weight, positions + layer.bias, norm)
 
     def _sum_over_ranks(self, pooled: Tensor) -> Tensor:
         """[m, features, D] to its sum over the ranks."""
@@ -282,6 +284,12 @@ class OnlineScorer:
     def _raise_fault(self) -> None:
         if self._product.workspace is not None:
             self._product.workspace.raise_fault()
+
+
+def _select(pooled: Tensor, columns: Tensor) -> Tensor:
+    """[m, features, D] to these columns of all features side by side, [m, columns]."""
+    side_by_side = pooled.flatten(1)
+    return side_by_side if len(columns) == side_by_side.shape[1] else side_by_side.index_select(1, columns)
 
 
 def _check_parts(modules: Sequence[nn.Module], tables: ShardedTables, sparse_width: int) -> None:

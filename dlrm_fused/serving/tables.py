@@ -21,42 +21,57 @@ class ShardedTables:
 
     Args:
         features: rows of each feature's table, by the feature's name.
-        dim: D, of all tables.
+        dim: columns of all tables, or of each by the feature's name.
         group: the ranks; None for this rank alone.
 
     Attributes:
-        rows: [local rows + 1, D], this rank's rows; the last is zero, for ids whose rows others hold.
+        rows: [local rows + 1, D], this rank's rows; the last is zero, for ids whose rows others hold. D is the widest table's
+            columns; what is right of a narrower one is zero.
+        dims: columns of each table.
     """
 
     def __init__(
-        self, features: Mapping[str, int], dim: int, group: ProcessGroup | None, dtype: torch.dtype, device: torch.device
+        self,
+        features: Mapping[str, int],
+        dim: int | Mapping[str, int],
+        group: ProcessGroup | None,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         ranks, rank = group_size(group), 0 if group is None else group.rank()
         total = sum(features.values())
         self._first, end = total * rank // ranks, total * (rank + 1) // ranks
-        self.features, self.dim = dict(features), dim
-        self.rows = torch.zeros(end - self._first + 1, dim, dtype=dtype, device=device)
+        self.features = dict(features)
+        self.dims = dict.fromkeys(features, dim) if isinstance(dim, int) else dict(dim)
+        self.rows = torch.zeros(end - self._first + 1, max(self.dims.values()), dtype=dtype, device=device)
         starts = np.cumsum([0, *features.values()])[:-1]
         self._starts = dict(zip(features, starts.tolist(), strict=True))
         self._layouts: dict[tuple[tuple[str, ...], tuple[str, ...]], _Layout] = {}
 
     def local_shards(self) -> dict[str, tuple[int, Tensor]]:
-        """By feature, the first row of its table that this rank holds, and a view [n, D] of the rows, to be filled."""
+        """By feature, the first row of its table that this rank holds, and a view of the rows, [n, its columns], to be
+        filled."""
         shards = {}
         last = self._first + len(self.rows) - 1
         for feature, rows in self.features.items():
             start = self._starts[feature]
             begin, end = max(self._first, start), min(last, start + rows)
             if begin < end:
-                shards[feature] = (begin - start, self.rows[begin - self._first : end - self._first])
+                shards[feature] = (begin - start, self.rows[begin - self._first : end - self._first, : self.dims[feature]])
         return shards
 
     def load(self, tables: Mapping[str, Tensor]) -> None:
-        """Take this rank's rows of some whole tables, [rows, D] by feature."""
+        """Take this rank's rows of some whole tables, [rows, its columns] by feature."""
         shards = self.local_shards()
         for feature in tables.keys() & shards.keys():
             first, shard = shards[feature]
             shard.copy_(tables[feature][first : first + len(shard)])
+
+    def columns_of(self, features: Sequence[str]) -> Tensor:
+        """int64, on the device: which columns of these features' rows, [features * D] side by side, are theirs."""
+        width = self.rows.shape[1]
+        own = [range(place * width, place * width + self.dims[feature]) for place, feature in enumerate(features)]
+        return torch.tensor([column for columns in own for column in columns], device=self.rows.device)
 
     def local_rows(self, ids: KeyedJaggedTensor, features: Sequence[str], width: int) -> NDArray[np.int64]:
         """Where in :attr:`rows` the rows of the ids are.

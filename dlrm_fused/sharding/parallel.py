@@ -9,7 +9,11 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    CounterBasedRegularizationDefinition,
+    CounterWeightDecayMode,
+    WeightDecayMode,
+)
 from torch import nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -177,7 +181,7 @@ def make_sharder(
         "beta2": optimizer.beta2,
     }
     if optimizer.weight_decay and optimizer.kind is EmbeddingOptimizerKind.rowwise_adagrad:
-        fused_params["weight_decay_mode"] = WeightDecayMode.DECOUPLE
+        fused_params |= _decoupled_decay(optimizer.counter_halflife)
     if output_dtype is not OutputDtype.fp32:
         fused_params["output_dtype"] = _OUTPUT_TYPES[output_dtype]
     codecs = _codecs(embedding, device)
@@ -185,6 +189,16 @@ def make_sharder(
         return Sharder(fused_params, codecs)
     mode: Mode = AUTO if comm is Comm.auto else FUSED
     return FusedSharder(fused_params, codecs, mode=mode, strict=strict)
+
+
+def _decoupled_decay(counter_halflife: int) -> dict[str, Any]:
+    """FBGEMM's arguments for weight decay of rowwise Adagrad, by the occurrences of each row if there is a half-life."""
+    if not counter_halflife:
+        return {"weight_decay_mode": WeightDecayMode.DECOUPLE}
+    by_counters = CounterBasedRegularizationDefinition(
+        counter_weight_decay_mode=CounterWeightDecayMode.DECOUPLE, counter_halflife=counter_halflife
+    )
+    return {"weight_decay_mode": WeightDecayMode.COUNTER, "counter_based_regularization": by_counters}
 
 
 def _codecs(embedding: EmbeddingConfig, device: torch.device) -> dict[str, QuantizedCommCodecs] | None:
@@ -203,8 +217,11 @@ def _refuse_missing_optimizer(optimizer: EmbeddingOptimizerConfig) -> None:
             f"embedding.optimizer.kind={optimizer.kind.name}: FBGEMM has it on GPUs only; on the CPU: rowwise_adagrad, "
             "adagrad, sgd"
         )
-    if optimizer.weight_decay:
-        raise ConfigError(f"embedding.optimizer.weight_decay={optimizer.weight_decay}: on the CPU FBGEMM has none; allowed: 0")
+    if optimizer.weight_decay and not optimizer.counter_halflife:
+        raise ConfigError(
+            f"embedding.optimizer.weight_decay={optimizer.weight_decay}: on the CPU FBGEMM has it with "
+            "embedding.optimizer.counter_halflife only; allowed: 0"
+        )
 
 
 def _refuse_managed_memory(key: str, kernel: ComputeKernel) -> None:

@@ -55,7 +55,7 @@ def make_plan(
         return planner_for(config, schema, topology).collective_plan(model, sharders, dist.GroupMember.WORLD)
     except (PlannerError, RuntimeError) as error:
         if getattr(error, "error_type", None) is PlannerErrorType.INSUFFICIENT_STORAGE:
-            weights = sum(feature.rows for feature in schema.tables) * config.embedding.dim
+            weights = sum(feature.rows * config.embedding.dim_of(feature.name) for feature in schema.tables)
             reason = (
                 f"{weights:,} weights, the states of their optimizer and the batches do not fit into memory; lower "
                 "embedding.max_rows, embedding.dim or training.global_batch_size, or start more ranks"
@@ -132,7 +132,9 @@ def _constraint(embedding: EmbeddingConfig, feature: SparseFeature, bags: int, w
     return ParameterConstraints(
         sharding_types=_sharding_types(sharding, world_size),
         compute_kernels=_compute_kernels(sharding, kernel),
-        min_partition=shard_columns(embedding, world_size) if sharding in _COLUMN_SHARDINGS else None,
+        min_partition=shard_columns(embedding, embedding.dim_of(feature.name), world_size)
+        if sharding in _COLUMN_SHARDINGS
+        else None,
         pooling_factors=[table.pooling_factor or feature.pooling_factor],
         num_poolings=[float(bags)],
     )
@@ -157,12 +159,17 @@ def _compute_kernels(sharding: Sharding, kernel: ComputeKernel) -> list[str] | N
     return [kernel.value]
 
 
-def shard_columns(embedding: EmbeddingConfig, world_size: int) -> int:
-    """Columns of one column-wise shard: as configured, or the narrowest legal width that needs no more shards than ranks."""
+def shard_columns(embedding: EmbeddingConfig, dim: int, world_size: int) -> int:
+    """Columns of one column-wise shard of a table: as configured, or the narrowest legal width that needs no more shards than
+    ranks.
+
+    Args:
+        dim: columns of the table.
+    """
     if embedding.shard_columns:
         return embedding.shard_columns
-    legal = [width for width in range(4, embedding.dim + 1, 4) if embedding.dim % width == 0]
-    return next(width for width in legal if width * world_size >= embedding.dim)
+    legal = [width for width in range(4, dim + 1, 4) if dim % width == 0]
+    return next(width for width in legal if width * world_size >= dim)
 
 
 def describe_plan(
@@ -180,15 +187,15 @@ def describe_plan(
     weights: Counter[int] = Counter()
     for module_plan in plan.plan.values():
         for name, sharding in sorted(module_plan.items(), key=lambda item: list(features).index(item[0])):
-            feature = features[name]
+            feature, dim = features[name], embedding.dim_of(name)
             ranks = sharding.ranks or []
             lines.append(
-                f"{name:<20} {feature.rows:>12,} {embedding.dim:>5} {feature.pooling_factor:>8.2f}  "
+                f"{name:<20} {feature.rows:>12,} {dim:>5} {feature.pooling_factor:>8.2f}  "
                 f"{sharding.sharding_type:<16} {sharding.compute_kernel:<16} {','.join(map(str, ranks)):<15} "
                 f"{paths.get(name, '')}".rstrip()
             )
             if sharding.sharding_spec is None:  # data parallel: a copy on each rank
-                weights.update(dict.fromkeys(ranks, feature.rows * embedding.dim))
+                weights.update(dict.fromkeys(ranks, feature.rows * dim))
             else:
                 for shard in sharding.sharding_spec.shards:
                     weights[shard.placement.rank()] += shard.shard_sizes[0] * shard.shard_sizes[1]

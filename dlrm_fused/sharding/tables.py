@@ -55,7 +55,7 @@ def initialize_tables(model: DistributedModelParallel, config: Config, schema: D
     for name, offsets, weight in local_table_shards(model):
         index, rows = features[name]
         bound = config.embedding.init_std * 3**0.5 or (1 / rows) ** 0.5
-        fill_uniform(weight, offsets, (rows, config.embedding.dim), bound, seed=config.seed * 1_000_003 + index)
+        fill_uniform(weight, offsets, (rows, config.embedding.dim_of(name)), bound, seed=config.seed * 1_000_003 + index)
 
 
 def fill_uniform(weight: Tensor, offsets: tuple[int, int], shape: tuple[int, int], bound: float, seed: int) -> None:

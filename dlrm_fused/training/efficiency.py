@@ -92,14 +92,15 @@ def row_bytes(config: Config, schema: DatasetSchema, plan: ShardingPlan, ranks: 
     moves less. Every row of a data-parallel table is updated. Tables in the host's memory do not count.
     """
     rows_of = {feature.name: feature.rows for feature in schema.tables}
-    ids_of, touched = ids_per_sample(config, schema), 0.0
+    ids_of, weights = ids_per_sample(config, schema), 0.0
     for name, sharding in _placed(plan):
+        dim = config.embedding.dim_of(name)
         if _is_data_parallel(sharding):
-            touched += rows_of[name]
+            weights += dim * rows_of[name]
         elif sharding.compute_kernel not in _KERNELS_ON_HOST:
-            touched += min(config.training.global_batch_size * ids_of[name], rows_of[name]) / ranks
+            weights += dim * min(config.training.global_batch_size * ids_of[name], rows_of[name]) / ranks
     weight_bytes = 2 if config.embedding.dtype is TableDtype.fp16 else _FLOAT32_BYTES
-    return touched * config.embedding.dim * (3 * weight_bytes + state_bytes(config))
+    return weights * (3 * weight_bytes + state_bytes(config))
 
 
 def state_bytes(config: Config) -> int:

@@ -50,14 +50,14 @@ class OnlineModel:
                 f"model.experts.count={config.model.experts.count}: online scoring is for models without experts: 0"
             )
         groups = tensor_parallel_groups(config.model)
-        group, dim = groups.model_parallel, config.embedding.dim
+        group, dims = groups.model_parallel, {feature.name: config.embedding.dim_of(feature.name) for feature in schema.tables}
         dtype = torch.bfloat16 if config.training.precision is Precision.bf16 else torch.float32
-        columns = max(config.model.d_model, len(schema.sparse_features) * dim)
+        columns = max(config.model.d_model, len(schema.sparse_features) * max(dims.values()))
         product = fused_product(config, group, device, "online scoring", columns, max(schema.history_length, MAX_CANDIDATES))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)  # on all ranks alike
             model = build_transformer(config, schema, product)
-        tables = ShardedTables({feature.name: feature.rows for feature in schema.tables}, dim, group, dtype, device)
+        tables = ShardedTables({feature.name: feature.rows for feature in schema.tables}, dims, group, dtype, device)
         for _, rows in tables.local_shards().values():
             rows.uniform_(-1, 1)
         # Not the model itself: the tables in it are on the meta device.
@@ -90,5 +90,5 @@ def _state(parts: dict[str, torch.nn.Module], tables: ShardedTables, groups: Mod
         for name, parameter in module.named_parameters():
             state[f"dense.model.{part}.{name}"] = of_dense(parameter.detach(), parameter, groups)
     for table, (first, rows) in tables.local_shards().items():
-        state[f"table.{table}.weight"] = LocalShards((tables.features[table], tables.dim), [((first, 0), rows)])
+        state[f"table.{table}.weight"] = LocalShards((tables.features[table], tables.dims[table]), [((first, 0), rows)])
     return state

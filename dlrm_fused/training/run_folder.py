@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
-from dlrm_fused.config import Config, flatten, to_yaml
+from dlrm_fused.config import Config, TableConfig, flatten, to_yaml
 from dlrm_fused.errors import CheckpointError, ConfigError
 from dlrm_fused.training.checkpoint import CheckpointFolder
 
@@ -32,6 +33,8 @@ _FREE_SETTINGS = (
     "telemetry",
     "runtime",
 )
+# The only setting of a single table that may not: it decides the shape of weights.
+_TABLE_DIM = re.compile(r"embedding\.tables\..+\.dim")
 
 
 def reaches_target(config: Config, auc: float | None) -> bool:
@@ -106,9 +109,13 @@ class RunFolder:
             shutil.move(self.path, aside)
 
     def _check_same_settings(self, config: Config, step: int) -> None:
-        saved = self.checkpoints.progress(step).settings
-        for key, value in flatten(config).items():
-            if any(key == free or key.startswith(f"{free}.") for free in _FREE_SETTINGS):
+        saved, now = self.checkpoints.progress(step).settings, flatten(config)
+        # A table that only one of the two names has the default there.
+        dims_of_tables = dict.fromkeys(filter(_TABLE_DIM.fullmatch, [*saved, *now]), TableConfig().dim)
+        saved, now = {**dims_of_tables, **saved}, {**dims_of_tables, **now}
+        for key, value in now.items():
+            is_free = any(key == free or key.startswith(f"{free}.") for free in _FREE_SETTINGS)
+            if is_free and key not in dims_of_tables:
                 continue
             if key in saved and saved[key] != value:
                 raise CheckpointError(

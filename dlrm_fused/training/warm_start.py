@@ -71,13 +71,14 @@ def warm_start(config: Config, sharded: ShardedModel, schema: DatasetSchema) -> 
     maps = _row_maps(run, config)
     _check_rows(run, maps, schema)
     path, state = run.checkpoints.of(step), model_state(sharded)
-    weights = {f"table.{table}.weight": rows for table, rows in maps.items()}
-    restore_tensors(path, {key: value for key, value in state.items() if key not in weights})
-    for key, rows in weights.items():
+    matched = {f"table.{table}.weight" for table in maps}
+    restore_tensors(path, {key: value for key, value in state.items() if key not in matched})
+    for table, rows in maps.items():
+        key = f"table.{table}.weight"
         # A rank that holds nothing of a table takes part in reading it all the same.
-        table = state.get(key, LocalShards((len(rows.old_ids), config.embedding.dim), []))
-        assert isinstance(table, LocalShards)
-        restore_rows(path, key, table, rows)
+        shards = state.get(key, LocalShards((len(rows.old_ids), config.embedding.dim_of(table)), []))
+        assert isinstance(shards, LocalShards)
+        restore_rows(path, key, shards, rows)
     logger.info("weights of %s, step %d; rows of %d tables matched by their values", run.path, step, len(maps))
 
 

@@ -272,6 +272,16 @@ def assembled(by_rank: list[Pieces], key: str) -> Tensor:
     return torch.cat([tensor for _, tensor in pieces], dim=1)
 
 
+def whole(by_rank: list[Pieces], key: str) -> Tensor:
+    """The whole [rows, columns] tensor, of any plan."""
+    pieces = [piece for pieces in by_rank for piece in pieces.get(key, [])]
+    rows, columns = (max(at[dim] + piece.shape[dim] for at, piece in pieces) for dim in (0, 1))
+    table = torch.full((rows, columns), torch.nan)
+    for (row, column), piece in pieces:
+        table[row : row + piece.shape[0], column : column + piece.shape[1]] = piece
+    return table
+
+
 def metrics(run: Path, kind: str) -> list[Mapping[str, Any]]:
     """The lines of metrics.jsonl of a kind, ``train`` or ``evaluation``."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

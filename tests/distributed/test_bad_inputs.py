@@ -103,6 +103,7 @@ SETTINGS = [
     setting("embedding.optimizer.learning_rate=nan", "embedding.optimizer.learning_rate=nan"),
     setting("name=a/b", "name=a/b"),
     setting("embedding.dim=10", "embedding.dim=10", "model.bottom_mlp=[16,10]"),
+    setting("embedding.tables.table_0.dim=6", "embedding.tables.table_0.dim=6"),
     setting("telemetry.profile_steps=[5,3]", "telemetry.profile_steps=[5, 3]"),
     setting("telemetry.profile_steps=[500,510]", "telemetry.profile_steps=[500, 510]"),
     setting("model.bottom_mlp=[16,4]", "embedding.dim=8"),

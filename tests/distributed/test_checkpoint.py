@@ -141,6 +141,12 @@ class TestResume:
         run = train(tmp_path, 1, until(STEPS), "embedding.dtype=fp16")
         assert losses(run) == losses(straight("embedding.dtype=fp16"))
 
+    def test_tables_that_differ_in_columns_go_on_under_another_plan(self, tmp_path, straight):
+        dims = ("embedding.tables.table_0.dim=4", "embedding.tables.table_2.dim=16")
+        train(tmp_path, 2, until(HALF), *dims, plan("table_wise"))
+        run = train(tmp_path, 2, until(STEPS), *dims, plan("row_wise"))
+        assert losses(run) == pytest.approx(losses(straight(*dims)), rel=1e-5, abs=0)
+
     def test_the_schedule_and_the_samples_seen_go_on(self, tmp_path):
         run = train(tmp_path, 2, until(HALF), "training.schedule.warmup_steps=50")
         assert CheckpointFolder(run / "checkpoints").progress(HALF).samples == HALF * 64

@@ -37,12 +37,13 @@ def _train(config: Config) -> tuple[int, int]:
     [
         (2, ["model.kind=dcnv2", "comm=fused"], 1),
         (1, ["model.kind=dlrm", "comm=baseline"], 1),
+        (2, ["model.kind=dlrm", "comm=fused", "embedding.tables.table_1.dim=4"], 1),
         # What is before the experts, and what is after them.
         pytest.param(
             2, ["model.kind=dcnv2", "comm=fused", "model.top_mlp=[16,16,1]", "model.experts.count=4"], 2, marks=pytest.mark.slow
         ),
     ],
-    ids=["dcnv2", "dlrm", "experts"],
+    ids=["dcnv2", "dlrm", "dlrm of unequal tables", "experts"],
 )
 def test_losses_are_those_of_eager_mode(tmp_path: Path, ranks: int, model: list[str], graphs: int) -> None:
     settings = [

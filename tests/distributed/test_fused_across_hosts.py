@@ -71,6 +71,7 @@ def test_ranks_are_where_they_are_told_to_be() -> None:
         # Six ranks have four tables: two have none.
         (THREE_HOSTS, ["embedding.sharding=table_wise"]),
         (TWO_AND_TWO, MIXED),
+        (ONE_AND_THREE, [*MIXED, "embedding.tables.table_0.dim=4", "embedding.tables.table_3.dim=12"]),
         (ONE_AND_THREE, ["embedding.sharding=row_wise"]),
         pytest.param(TWO_AND_TWO, ["embedding.sharding=column_wise", "embedding.shard_columns=4"], marks=pytest.mark.slow),
         pytest.param(ONE_AND_THREE, MIXED, marks=pytest.mark.slow),

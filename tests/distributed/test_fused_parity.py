@@ -27,6 +27,8 @@ BESIDE_DATA_PARALLEL = [
 ]
 OWN_RATES = [f"embedding.tables.table_{i}.learning_rate={rate}" for i, rate in ((0, 0.1), (2, 0.02), (3, 0.02))]
 
+DIMS = [f"embedding.tables.table_{i}.dim={dim}" for i, dim in enumerate((4, 16, 12))]
+
 # Up to two ranks, sums of partial results do not depend on their order.
 BIT_IDENTICAL = [
     (1, ["embedding.sharding=table_wise", ROWWISE_ADAGRAD]),
@@ -37,6 +39,8 @@ BIT_IDENTICAL = [
     (2, ["embedding.sharding=table_wise", "embedding.dtype=fp16", ROWWISE_ADAGRAD]),
     (2, [*MIXED, "embedding.output_dtype=fp16", ROWWISE_ADAGRAD]),
     (2, [*MIXED, *OWN_RATES, "training.schedule.warmup_steps=5", ROWWISE_ADAGRAD]),
+    (2, [*MIXED, *DIMS, ROWWISE_ADAGRAD]),
+    (2, ["embedding.sharding=row_wise", "model.kind=dcnv2", *DIMS, SGD]),
     # Three ranks have four tables of unequal sizes.
     (3, ["embedding.sharding=table_wise", ROWWISE_ADAGRAD]),
 ]
@@ -47,6 +51,8 @@ MORE_BIT_IDENTICAL = [
     (4, ["embedding.sharding=column_wise", "embedding.shard_columns=4", SGD]),
     (2, ["embedding.sharding=table_column_wise", ADAGRAD]),
     (2, [*BESIDE_DATA_PARALLEL, "embedding.tables.table_3.sharding=column_wise", ROWWISE_ADAGRAD]),
+    (2, [*BESIDE_DATA_PARALLEL, "embedding.tables.table_3.sharding=table_column_wise", *DIMS, SGD]),
+    (3, ["embedding.sharding=table_wise", *DIMS, ROWWISE_ADAGRAD]),
 ]
 # The order in which gloo adds partial results is its own.
 EQUAL_BUT_FOR_THE_ORDER_OF_ADDITION = [

@@ -87,14 +87,16 @@ def test_losses_do_not_depend_on_ranks_and_plan(tmp_path, alone, ranks, sharding
     assert_same_losses(run, alone(model, optimizer, length), steps)
 
 
-def test_each_table_may_have_a_plan_of_its_own(tmp_path, alone):
+@pytest.mark.parametrize("dims", [(8, 8, 8, 8), (4, 16, 12, 8)], ids=["of one dim", "of several dims"])
+def test_each_table_may_have_a_plan_of_its_own(tmp_path, alone, dims):
     plans = ("row_wise", "column_wise", "data_parallel", "table_wise")
     settings = [f"embedding.tables.table_{table}.sharding={plan}" for table, plan in enumerate(plans)]
+    own_dims = [f"embedding.tables.table_{table}.dim={dim}" for table, dim in enumerate(dims)]
     length = f"training.max_steps={FEW_STEPS}"
-    run = train(tmp_path, 2, DLRM, ADAGRAD, length, *settings)
+    run = train(tmp_path, 2, DLRM, ADAGRAD, length, *settings, *own_dims)
     lines = (run / "plan.txt").read_text().splitlines()
-    assert [line.split()[4] for line in lines[1:5]] == list(plans)
-    assert_same_losses(run, alone(DLRM, ADAGRAD, length), FEW_STEPS)
+    assert [(int(dim), kind) for _, _, dim, _, kind, *_ in map(str.split, lines[1:5])] == list(zip(dims, plans, strict=True))
+    assert_same_losses(run, alone(DLRM, ADAGRAD, length, *own_dims), FEW_STEPS)
 
 
 def test_training_learns(alone):

@@ -24,6 +24,7 @@ from tests.distributed.launch import (
     run_ranks,
     sharded_model,
     start_training,
+    whole,
 )
 from tests.unit.tables import random_table, write_table
 
@@ -73,16 +74,6 @@ def beginning(config: Config) -> Pieces:
         return {key: value.shards for key, value in model_state(sharded).items() if isinstance(value, LocalShards)}
 
 
-def whole(by_rank: list[Pieces], key: str) -> torch.Tensor:
-    """A table, of any plan."""
-    pieces = [piece for pieces in by_rank for piece in pieces.get(key, [])]
-    rows, columns = (max(at[dim] + piece.shape[dim] for at, piece in pieces) for dim in (0, 1))
-    table = torch.full((rows, columns), torch.nan)
-    for (row, column), piece in pieces:
-        table[row : row + piece.shape[0], column : column + piece.shape[1]] = piece
-    return table
-
-
 def values_of(data: Path, feature: str) -> dict[object, int]:
     """The id of each value that has one of its own."""
     transformation = Transformation.load(data / TRANSFORMATION)
@@ -109,6 +100,21 @@ def test_values_keep_their_rows_under_new_ids_and_new_values_begin_anew(old_run:
         for value in added:
             assert torch.equal(new_rows[new_ids[value]], cold_rows[new_ids[value]])
     assert values_of(grown, "color") != values_of(old_run.parent / "set", "color"), "ids have moved"
+
+
+def test_a_table_with_columns_of_its_own_goes_on(tmp_path: Path, old_run: Path, grown: Path) -> None:
+    """Here on two ranks, of which one has nothing of it."""
+    dim = "embedding.tables.color.dim=8"
+    old_config = config_of(old_run.parent / "set", "old", f"output_dir={tmp_path}", dim)
+    start_training(old_config, ranks=2).wait()
+    own = [f"output_dir={tmp_path}", dim, "embedding.sharding=table_wise"]
+    begun = run_ranks(2, beginning, config_of(grown, "new", f"checkpoint.warm_start={old_config.run_dir}", *own))
+    key = "table.color.weight"
+    new_rows, old_rows = whole(begun, key), whole(load_tables(old_config, 1, 6), key)
+    old_ids, new_ids = values_of(old_run.parent / "set", "color"), values_of(grown, "color")
+    assert new_rows.shape[1] == 8
+    for value in new_ids.keys() & old_ids.keys():
+        assert torch.equal(new_rows[new_ids[value]], old_rows[old_ids[value]])
 
 
 def test_a_run_begins_and_continues(old_run: Path, grown: Path) -> None:
@@ -139,6 +145,7 @@ def users_as_text(folder: Path) -> list[str]:
     [
         (lambda folder: [f"checkpoint.warm_start={folder}"], "holds no checkpoint; name the folder of a run, such as runs/a"),
         (lambda folder: ["embedding.dim=8", "model.bottom_mlp=[64,8]"], r"it belongs to other settings"),
+        (lambda folder: ["embedding.tables.user.dim=8"], r"it belongs to a model or optimizer of other settings"),
         (
             lambda folder: ["embedding.max_rows=5"],
             r"user has 5 rows for \d+ ids; allowed: embedding.max_rows=0",
@@ -147,7 +154,15 @@ def users_as_text(folder: Path) -> list[str]:
         (without_transformation, "the data of this run has no transformation, .*: rows cannot be matched"),
         (users_as_text, "user had integer values there, and has text values now: rows cannot be matched"),
     ],
-    ids=["no run", "another dim", "fewer rows than ids", "hashed now", "no transformation", "another type"],
+    ids=[
+        "no run",
+        "another dim",
+        "another dim of a table",
+        "fewer rows than ids",
+        "hashed now",
+        "no transformation",
+        "another type",
+    ],
 )
 def test_what_cannot_go_on_is_said_in_one_line(
     tmp_path: Path, old_run: Path, grown: Path, change: Callable[[Path], list[str]], message: str

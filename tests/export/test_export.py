@@ -33,12 +33,16 @@ from tests.unit.prepared_sets import write_prepared_set
 ROOT = Path(__file__).parents[2]
 EXPERTS = ["model.experts.count=8", "model.experts.hidden=16"]
 HISTORY = ["model.d_model=16", "data.synthetic.history_length=6", "data.synthetic.history_items=200"]
+DIMS = ["embedding.tables.table_0.dim=4", "embedding.tables.table_3.dim=16"]
 # Layers and tables that are sharded over the two ranks that train them.
 MODELS = {
     "dlrm": ["embedding.sharding=row_wise"],
     "dcnv2": ["model.kind=dcnv2", "embedding.sharding=column_wise"],
     "transformer": ["model.kind=transformer", *HISTORY],
     "experts": ["model.top_mlp=[16,8,1]", "model.experts.top_k=3", "model.experts.shared_hidden=16", *EXPERTS],
+    "dlrm_of_unequal_tables": ["embedding.sharding=column_wise", *DIMS],
+    "dcnv2_of_unequal_tables": ["model.kind=dcnv2", "embedding.sharding=row_wise", *DIMS],
+    "transformer_of_unequal_tables": ["model.kind=transformer", *HISTORY, *DIMS, "embedding.tables.token_item.dim=12"],
     "transformer_of_experts": [
         "model.kind=transformer",
         "model.tensor_parallel=1",

@@ -240,6 +240,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("trained"), 2, *TRANSFORMER)
 
 
+@pytest.fixture(scope="module")
+def unequal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    dims = [f"embedding.tables.{table}.dim={dim}" for table, dim in {"table_1": 4, "table_2": 12, "token_item": 16}.items()]
+    return train(tmp_path_factory.mktemp("unequal"), 2, *TRANSFORMER, *dims)
+
+
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [(1, []), (2, ["comm=fused"]), (2, ["model.tensor_parallel=1"]), (1, ["training.precision=bf16"])],
@@ -252,6 +258,12 @@ def test_requests_of_a_trained_run(trained: Path, ranks: int, overrides: list[st
     for count in (1, 2, 4, 8, 16, 32, 64):
         assert 0 < found[f"score_{count}_p50_ms"] <= found[f"score_{count}_p99_ms"]
         assert found[f"score_{count}_candidates_per_second"] > 0
+
+
+@pytest.mark.parametrize("overrides", [[], ["comm=fused"]], ids=["baseline", "fused"])
+def test_requests_of_a_run_whose_tables_differ_in_columns(unequal: Path, overrides: list[str]) -> None:
+    run_ranks(2, score_online, unequal, overrides)
+    assert json.loads((unequal / "online.json").read_text())["difference_from_full_model"] < 1e-5
 
 
 @pytest.mark.parametrize(

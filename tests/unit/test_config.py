@@ -239,7 +239,12 @@ class TestContradictions:
             (["data.synthetic.history_items=0"], ("data.synthetic.history_items=0", "1 to 2147483647")),
             (["data.synthetic.rows=[1,2]"], ("data.synthetic.rows=[1, 2]", "each of 26 tables")),
             (["embedding.dim=6", "model.bottom_mlp=[6]"], ("embedding.dim=6", "multiple of 4")),
+            (["embedding.tables.table_3.dim=6"], ("embedding.tables.table_3.dim=6", "0, or a positive multiple of 4")),
             (["embedding.shard_columns=12"], ("embedding.shard_columns=12", "divides embedding.dim=64")),
+            (
+                ["embedding.shard_columns=32", "embedding.tables.table_3.dim=48"],
+                ("embedding.shard_columns=32", "divides embedding.tables.table_3.dim=48"),
+            ),
             (
                 ["embedding.cache_hints=selected", "comm=baseline"],
                 ("embedding.cache_hints=selected", "comm=baseline"),
@@ -247,6 +252,18 @@ class TestContradictions:
             (
                 ["embedding.optimizer.kind=sgd", "embedding.optimizer.weight_decay=0.1"],
                 ("embedding.optimizer.weight_decay=0.1", "embedding.optimizer.kind=sgd"),
+            ),
+            (
+                ["embedding.optimizer.kind=sgd", "embedding.optimizer.counter_halflife=9"],
+                ("embedding.optimizer.counter_halflife=9", "0 with embedding.optimizer.kind=sgd"),
+            ),
+            (
+                ["embedding.optimizer.counter_halflife=9"],
+                ("embedding.optimizer.weight_decay=0.0", "above 0"),
+            ),
+            (
+                ["embedding.optimizer.counter_halflife=100", "embedding.optimizer.weight_decay=1.1"],
+                ("embedding.optimizer.weight_decay=1.1", "up to 1 /", "= 1,"),
             ),
             (
                 ["training.schedule.warmup_steps=10", "training.schedule.decay_steps=5"],

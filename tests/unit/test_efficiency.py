@@ -99,6 +99,11 @@ class TestRows:
         ids = 80 * 10 * 0.5
         assert row_bytes(config, SCHEMA, plan(token=placed("table_wise", 5000)), RANKS) == ids / RANKS * DIM * 4 * 3
 
+    def test_have_the_columns_of_their_own_table(self, config: Config) -> None:
+        config.embedding.tables = {"small": TableConfig(dim=3 * DIM)}
+        tables = plan(big=placed("table_wise", 1000), small=placed("table_wise", 30))
+        assert row_bytes(config, SCHEMA, tables, RANKS) == (80 * 2.5 + 3 * 30) / RANKS * DIM * 4 * 3
+
     def test_are_as_many_however_a_table_is_cut(self, config: Config) -> None:
         cuts = [placed("table_wise", 1000), placed("row_wise", 1000, 4), placed("column_wise", 1000, 1, 4)]
         assert len({row_bytes(config, SCHEMA, plan(big=cut), RANKS) for cut in cuts}) == 1

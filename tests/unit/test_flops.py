@@ -41,6 +41,7 @@ KINDS = {
         "model.tensor_parallel=1",
     ],
 }
+DIMS = ["embedding.tables.table_1.dim=8", "embedding.tables.table_4.dim=20"]
 EXPERTS = ["model.experts.count=8", "model.experts.top_k=3", "model.experts.hidden=40"]
 SHARED = [*EXPERTS, "model.experts.shared_hidden=14"]
 
@@ -69,6 +70,13 @@ def counted_by_torch(config: Config, dataset: Dataset) -> int:
 @pytest.mark.parametrize("experts", [[], EXPERTS, SHARED], ids=["no experts", "experts", "and a shared one"])
 def test_is_what_torch_counts(tmp_path: Path, kind: ModelKind, experts: list[str]) -> None:
     config, dataset = small(tmp_path, *KINDS[kind.name], *experts)
+    assert SAMPLES * forward_flops(config, dataset.schema) == counted_by_torch(config, dataset)
+
+
+@pytest.mark.parametrize("kind", ModelKind, ids=lambda kind: kind.name)
+def test_is_what_torch_counts_for_tables_that_differ_in_columns(tmp_path: Path, kind: ModelKind) -> None:
+    of_tokens = ["embedding.tables.token_item.dim=16"] if kind is ModelKind.transformer else []
+    config, dataset = small(tmp_path, *KINDS[kind.name], *DIMS, *of_tokens)
     assert SAMPLES * forward_flops(config, dataset.schema) == counted_by_torch(config, dataset)
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
@@ -71,6 +72,11 @@ class TestConstraints:
         assert constraints["watched"].pooling_factors == [0.9]
         assert constraints["watched"].sharding_types == ["row_wise"]
 
+    def test_each_table_is_cut_by_its_own_columns(self):
+        embedding = EmbeddingConfig(dim=64, sharding=Sharding.column_wise, tables={"genres": TableConfig(dim=12)})
+        constraints = table_constraints(embedding, SCHEMA, 4)
+        assert {name: constraint.min_partition for name, constraint in constraints.items()} == {"user": 16, "genres": 4}
+
     def test_auto_gives_the_plan_that_torchrec_makes_by_itself(self):
         schema = DatasetSchema(
             ("age",), tuple(SparseFeature(f"table_{i}", rows, 10.0) for i, rows in enumerate((10, 1000, 10**6, 4 * 10**6)))
@@ -129,11 +135,11 @@ class TestConstraints:
     [(64, 1, 64), (64, 2, 32), (64, 4, 16), (64, 3, 32), (64, 100, 4), (12, 2, 12), (12, 3, 4), (8, 8, 4)],
 )
 def test_columns_are_cut_into_no_more_shards_than_ranks(dim, world_size, columns):
-    assert shard_columns(EmbeddingConfig(dim=dim), world_size) == columns
+    assert shard_columns(EmbeddingConfig(), dim, world_size) == columns
 
 
 def test_configured_columns_of_a_shard_win():
-    assert shard_columns(EmbeddingConfig(dim=64, shard_columns=8), 2) == 8
+    assert shard_columns(EmbeddingConfig(shard_columns=8), 64, 2) == 8
 
 
 def test_the_plan_as_a_table():
@@ -144,14 +150,15 @@ def test_the_plan_as_a_table():
 
     tables = {
         # Not in the order of the schema.
-        "genres": ParameterSharding("table_wise", "fused", [1], shards((0, 0, 30, 8, 1))),
+        "genres": ParameterSharding("table_wise", "fused", [1], shards((0, 0, 30, 4, 1))),
         "user": ParameterSharding("row_wise", "fused", [0, 1], shards((0, 0, 500, 8, 0), (500, 0, 500, 8, 1))),
     }
-    text = describe_plan(ShardingPlan({"tables": EmbeddingModuleShardingPlan(tables)}), SCHEMA, EmbeddingConfig(dim=8))
+    embedding = EmbeddingConfig(dim=4, tables={"user": TableConfig(dim=8)})
+    text = describe_plan(ShardingPlan({"tables": EmbeddingModuleShardingPlan(tables)}), SCHEMA, embedding)
     lines = [line.split() for line in text.splitlines()]
     assert lines[0] == ["table", "rows", "dim", "pooling", "sharding", "kernel", "ranks"]
     assert lines[1] == ["user", "1,000", "8", "1.00", "row_wise", "fused", "0,1"]
-    assert lines[2] == ["genres", "30", "8", "2.50", "table_wise", "fused", "1"]
+    assert lines[2] == ["genres", "30", "4", "2.50", "table_wise", "fused", "1"]
     assert [line[:2] for line in lines[4:]] == [["rank", "0:"], ["rank", "1:"]]
 
 
@@ -207,6 +214,13 @@ class TestSharder:
         embedding.optimizer.kind = kind
         with pytest.raises(ConfigError, match=rf"embedding.optimizer.kind={kind.name}: .*GPUs only"):
             make_sharder(embedding, CPU)
+
+    def test_weight_decay_without_counters_is_for_gpus(self):
+        embedding = EmbeddingConfig()
+        embedding.optimizer.weight_decay = 0.1
+        with pytest.raises(ConfigError, match=r"weight_decay=0.1: .*counter_halflife only; allowed: 0"):
+            make_sharder(embedding, CPU)
+        assert make_sharder(embedding, torch.device("cuda")).fused_params["weight_decay_mode"] is WeightDecayMode.DECOUPLE
 
     @pytest.mark.parametrize("key", ["forward_wire", "backward_wire"])
     def test_gloo_does_not_send_bf16(self, key):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrm_fused.config import Config, Sharding, flatten, load_config
+from dlrm_fused.config import Config, Sharding, TableConfig, flatten, load_config
 from dlrm_fused.errors import CheckpointError, ConfigError
 from dlrm_fused.training.checkpoint import CheckpointFolder, Progress
 from dlrm_fused.training.run_folder import RunFolder
@@ -81,6 +81,21 @@ class TestSettings:
         config.checkpoint.keep_last = 5
         config.data.path = "elsewhere"
         assert folder.prepare(config) == 10
+
+    def test_a_table_may_be_sharded_otherwise(self, folder, config):
+        config.embedding.tables = {"user": TableConfig(dim=16)}
+        add_checkpoint(folder.checkpoints, config, 10)
+        config.embedding.tables = {"user": TableConfig(Sharding.row_wise, dim=16), "item": TableConfig(pooling_factor=3)}
+        assert folder.prepare(config) == 10
+
+    @pytest.mark.parametrize(("before", "now"), [({"user": 16}, {"user": 8}), ({"user": 16}, {}), ({}, {"user": 16})])
+    def test_a_table_keeps_its_columns(self, folder, config, before, now):
+        config.embedding.tables = {name: TableConfig(dim=dim) for name, dim in before.items()}
+        add_checkpoint(folder.checkpoints, config, 10)
+        config.embedding.tables = {name: TableConfig(dim=dim) for name, dim in now.items()}
+        message = f"embedding.tables.user.dim={now.get('user', 0)}: .* started with {before.get('user', 0)}"
+        with pytest.raises(CheckpointError, match=message):
+            folder.prepare(config)
 
     def test_a_setting_that_the_saved_run_does_not_know_is_no_obstacle(self, folder, config):
         path = add_checkpoint(folder.checkpoints, config, 10) / "progress.json"

@@ -63,7 +63,7 @@ class TestTrace:
         config, schema = of(path, "training.compile=never", "comm=baseline", *settings)
         with ranks_without_peers(ranks):
             task = build_model(config, schema, ranks, torch.device("cpu"), dist.group.WORLD)
-            work = trace(task, schema, config.embedding.dim, samples, torch.float32, compiled=compiled)
+            work = trace(task, schema, config.embedding, samples, torch.float32, compiled=compiled)
         flops = training_flops(config, schema)
         assert flops is not None
         return work, float(samples) * flops

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from dlrm_fused.datasets.schema import DatasetSchema
@@ -27,22 +28,24 @@ def proposed_config(schema: DatasetSchema, train_rows: int, folder: Path) -> str
         folder: of the prepared set.
     """
     dim = _dim(max(feature.rows for feature in schema.tables))
+    dims = {feature.name: min(_own_dim(feature.rows), dim) for feature in schema.tables}
     lines = [
         "# A point to start from, proposed by data/prepare.py; docs/reference/config.md has all settings.",
-        *_tables(schema, dim),
+        *_tables(schema, dims),
         f"name: {_run_name(folder)}",
         "data:",
         f"  path: {json.dumps(str(folder))}",
         *_model(schema, dim, train_rows),
         *_embedding(dim, train_rows),
+        *_narrower_tables(dims, dim),
         *_training(schema, train_rows),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _tables(schema: DatasetSchema, dim: int) -> list[str]:
-    mebibytes = sum(feature.rows for feature in schema.tables) * dim * 4 / 2**20
-    rows = [f"#   {feature.name}: {feature.rows:,} rows" for feature in schema.tables]
+def _tables(schema: DatasetSchema, dims: Mapping[str, int]) -> list[str]:
+    mebibytes = sum(feature.rows * dims[feature.name] for feature in schema.tables) * 4 / 2**20
+    rows = [f"#   {feature.name}: {feature.rows:,} rows of {dims[feature.name]} numbers" for feature in schema.tables]
     return [f"# {len(schema.tables)} tables, {mebibytes:,.1f} MiB:", *rows]
 
 
@@ -63,6 +66,11 @@ def _embedding(dim: int, train_rows: int) -> list[str]:
         f"    kind: {optimizer[0]}",
         f"    learning_rate: {optimizer[1]:g}",
     ]
+
+
+def _narrower_tables(dims: Mapping[str, int], dim: int) -> list[str]:
+    narrower = [f"    {json.dumps(name)}: {{dim: {own}}}" for name, own in dims.items() if own < dim]
+    return ["  tables:", *narrower] if narrower else []
 
 
 def _training(schema: DatasetSchema, train_rows: int) -> list[str]:
@@ -94,8 +102,13 @@ def _training(schema: DatasetSchema, train_rows: int) -> list[str]:
 
 
 def _dim(largest_rows: int) -> int:
-    """Columns of all tables, by the rows of the largest."""
+    """Columns of the largest table, by its rows."""
     return 16 if largest_rows < 10**5 else 32 if largest_rows < 10**7 else 64
+
+
+def _own_dim(rows: int) -> int:
+    """Columns that are enough for so many rows: the power of two from their square root on, 4 at least."""
+    return int(max(4, 2 ** math.ceil(math.log2(max(rows, 1)) / 2)))
 
 
 def _batch(train_rows: int) -> int:
