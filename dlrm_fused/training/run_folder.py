@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,6 @@ _FREE_SETTINGS = (
     "telemetry",
     "runtime",
 )
-# The only setting of a single table that may not: it decides the shape of weights.
-_TABLE_DIM = re.compile(r"embedding\.tables\..+\.dim")
 
 
 def reaches_target(config: Config, auc: float | None) -> bool:
@@ -110,15 +108,21 @@ class RunFolder:
 
     def _check_same_settings(self, config: Config, step: int) -> None:
         saved, now = self.checkpoints.progress(step).settings, flatten(config)
+        fixed = {key for key in now if not any(key == free or key.startswith(f"{free}.") for free in _FREE_SETTINGS)}
         # A table that only one of the two names has the default there.
-        dims_of_tables = dict.fromkeys(filter(_TABLE_DIM.fullmatch, [*saved, *now]), TableConfig().dim)
-        saved, now = {**dims_of_tables, **saved}, {**dims_of_tables, **now}
+        saved_dims, dims = _dims_of_tables(saved), _dims_of_tables(now)
+        default = dict.fromkeys([*saved_dims, *dims], TableConfig().dim)
+        saved, now = saved | default | saved_dims, {key: now[key] for key in fixed} | default | dims
         for key, value in now.items():
-            is_free = any(key == free or key.startswith(f"{free}.") for free in _FREE_SETTINGS)
-            if is_free and key not in dims_of_tables:
-                continue
             if key in saved and saved[key] != value:
                 raise CheckpointError(
                     f"{key}={value}: the run in {self.path} was started with {saved[key]}; choose another name=, "
                     "or start over with checkpoint.resume=false"
                 )
+
+
+def _dims_of_tables(settings: Mapping[str, Any]) -> dict[str, int]:
+    """The only setting of a single table that may not change when a run continues: it decides the shape of weights."""
+    default = TableConfig().dim
+    tables = settings.get("embedding.tables", {})
+    return {f"embedding.tables.{name}.dim": table.get("dim", default) for name, table in tables.items()}
