@@ -204,7 +204,8 @@ class _Times:
         if piece is None or task.kind in (Kind.begin, Kind.gate):
             return machine.wait_us
         if task.kind is Kind.collective:
-            return machine.collective_us + size.link_bytes / (machine.peer_copies * machine.library_share * 1e3)
+            share = machine.library_sum_share if size.pair is Pair.gemm_all_reduce else machine.library_share
+            return machine.collective_us + size.link_bytes / (machine.peer_copies * share * 1e3)
         if task.kind is Kind.mark:
             return machine.mark_us
         if task.kind is Kind.move:

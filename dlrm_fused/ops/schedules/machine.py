@@ -20,6 +20,7 @@ class Machine:
         peer_copies, peer_stores: GB/s to all peers together, by copy engines and by stores of a kernel.
         multiprocessors: of the GPU.
         library_share: of ``peer_copies``, what the library's collectives reach.
+        library_sum_share: the same of its all-reduce.
         kernel_share: of the library's speed, what this project's products reach between two tiles.
         store_depth: what storing a tile takes them, in units of the inner dimension that could be multiplied meanwhile.
         add_depth: the same of adding to a tile what the peers have sent.
@@ -45,6 +46,7 @@ class Machine:
     peer_stores: float
     multiprocessors: int
     library_share: float = 0.8
+    library_sum_share: float = 0.8
     kernel_share: float = 0.97
     store_depth: float = 75.0
     add_depth: float = 200.0

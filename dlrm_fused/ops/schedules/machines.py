@@ -1,7 +1,7 @@
 """Machines that the rule knows.
 
 Rates of the H100 and the H200 are measured ceilings of benchmarks in this repository. Costs are fitted to half of the calls
-that were measured on two H100s, by ``python -m benchmarks.schedules.rule`` (docs/schedules.md); the other machines have them
+that were measured on two H200s, by ``python -m benchmarks.schedules.rule`` (docs/schedules.md); the other machines have them
 too, and of the rates in data sheets the shares that an H100 reaches of its own.
 """
 
@@ -14,32 +14,42 @@ import torch
 
 from dlrm_fused.ops.schedules.machine import Machine
 
-H100 = Machine(
-    "NVIDIA H100 80GB HBM3",
+H200 = Machine(
+    "NVIDIA H200",
+    teraflops=771.4,
+    memory=4246.0,
+    peer_copies=375.6,
+    peer_stores=362.3,
+    multiprocessors=132,
+    library_share=0.562,
+    kernel_share=0.935,
+    store_depth=75.0,
+    add_depth=200.0,
+    contention=1.059,
+    kernel_contention=2.02,
+    started_us=0.0,
+    tile_us=3.13,
+    copy_start_us=3.89,
+    move_us=0.0,
+    mark_us=5.83,
+    wait_us=1.55,
+    collective_us=13.4,
+    sum_us=11.0,
+    sum_share=0.893,
+    lookup_share=0.766,
+    kernel_lookup_share=0.81,
+)
+H100 = replace(
+    H200,
+    name="NVIDIA H100 80GB HBM3",
     teraflops=781.5,
     memory=3002.0,
     peer_copies=379.3,
     peer_stores=362.9,
-    multiprocessors=132,
-    library_share=0.56,
-    kernel_share=0.92,
-    store_depth=75.0,
-    add_depth=200.0,
     contention=1.058,
-    kernel_contention=1.70,
-    started_us=1.3,
-    tile_us=1.9,
-    copy_start_us=2.1,
-    move_us=0.0,
-    mark_us=4.9,
-    wait_us=1.6,
-    collective_us=11.5,
-    sum_us=17.7,
-    sum_share=0.88,
     lookup_share=0.93,
     kernel_lookup_share=1.0,
 )
-H200 = replace(H100, name="NVIDIA H200", memory=4300.0, peer_copies=385.0, peer_stores=347.0)
 MEASURED = {machine.name: machine for machine in (H100, H200)}
 
 # Dense bf16 teraflops, GB/s of memory, GB/s to the peers in one direction, multiprocessors; of NVIDIA's data sheets.
