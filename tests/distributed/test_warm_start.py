@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from dlrm_fused.datasets.preparation import cli
 from dlrm_fused.datasets.transformation import FIRST_KEPT, TRANSFORMATION, Transformation
 from dlrm_fused.errors import CheckpointError
 from dlrm_fused.training.checkpoint import LocalShards, model_state
+from dlrm_fused.training.run_folder import RunFolder
 from dlrm_fused.training.warm_start import warm_start
 from tests.distributed.launch import (
     Pieces,
@@ -43,6 +45,12 @@ def prepared(folder: Path, table: pa.Table, *options: str) -> Path:
 def config_of(data: Path, name: str, *overrides: str) -> Config:
     fixed = [f"output_dir={data.parent}", f"name={name}", "runtime.device=cpu", *STEPS]
     return load_config(data / "config.yaml", [*fixed, *overrides])
+
+
+def going_on(old_run: Path, data: Path, name: str, *overrides: str) -> Config:
+    """The config of the old run's data set, with newer data: tables have the columns that they had."""
+    warm = [f"data.path={data}", f"output_dir={data.parent}", f"checkpoint.warm_start={old_run}"]
+    return config_of(old_run.parent / "set", name, *warm, *overrides)
 
 
 def grown_table() -> pa.Table:
@@ -74,6 +82,12 @@ def beginning(config: Config) -> Pieces:
         return {key: value.shards for key, value in model_state(sharded).items() if isinstance(value, LocalShards)}
 
 
+def best_step(run: Path) -> int:
+    step = RunFolder(run).checkpoints.best()
+    assert step is not None
+    return step
+
+
 def values_of(data: Path, feature: str) -> dict[object, int]:
     """The id of each value that has one of its own."""
     transformation = Transformation.load(data / TRANSFORMATION)
@@ -84,9 +98,9 @@ def values_of(data: Path, feature: str) -> dict[object, int]:
 
 @pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "column_wise"])
 def test_values_keep_their_rows_under_new_ids_and_new_values_begin_anew(old_run: Path, grown: Path, sharding: str) -> None:
-    config = config_of(grown, f"new_{sharding}", f"checkpoint.warm_start={old_run}", f"embedding.sharding={sharding}")
+    config = going_on(old_run, grown, f"new_{sharding}", f"embedding.sharding={sharding}")
     begun, initial = run_ranks(2, beginning, config), load_tables(config, 2, None)
-    old = load_tables(load_config(old_run / "config.yaml"), 1, 6)
+    old = load_tables(load_config(old_run / "config.yaml"), 1, best_step(old_run))
     for feature in FEATURES:
         key = f"table.{feature}.weight"
         new_rows, cold_rows, old_rows = (whole(loaded, key) for loaded in (begun, initial, old))
@@ -104,24 +118,24 @@ def test_values_keep_their_rows_under_new_ids_and_new_values_begin_anew(old_run:
 
 def test_a_table_with_columns_of_its_own_goes_on(tmp_path: Path, old_run: Path, grown: Path) -> None:
     """Here on two ranks, of which one has nothing of it."""
-    dim = "embedding.tables.color.dim=8"
+    dim = "embedding.tables.color.dim=12"
     old_config = config_of(old_run.parent / "set", "old", f"output_dir={tmp_path}", dim)
     start_training(old_config, ranks=2).wait()
-    own = [f"output_dir={tmp_path}", dim, "embedding.sharding=table_wise"]
-    begun = run_ranks(2, beginning, config_of(grown, "new", f"checkpoint.warm_start={old_config.run_dir}", *own))
+    own = [f"checkpoint.warm_start={old_config.run_dir}", dim, "embedding.sharding=table_wise"]
+    begun = run_ranks(2, beginning, going_on(old_run, grown, "new", *own))
     key = "table.color.weight"
-    new_rows, old_rows = whole(begun, key), whole(load_tables(old_config, 1, 6), key)
+    new_rows, old_rows = whole(begun, key), whole(load_tables(old_config, 1, best_step(old_config.run_dir)), key)
     old_ids, new_ids = values_of(old_run.parent / "set", "color"), values_of(grown, "color")
-    assert new_rows.shape[1] == 8
+    assert new_rows.shape[1] == 12
     for value in new_ids.keys() & old_ids.keys():
         assert torch.equal(new_rows[new_ids[value]], old_rows[old_ids[value]])
 
 
 def test_a_run_begins_and_continues(old_run: Path, grown: Path) -> None:
-    config = config_of(grown, "warm", f"checkpoint.warm_start={old_run}")
+    config = going_on(old_run, grown, "warm")
     start_training(config, ranks=2).wait()
     assert set(losses(config.run_dir))
-    more = config_of(grown, "warm", f"checkpoint.warm_start={old_run}", "training.max_steps=9")
+    more = going_on(old_run, grown, "warm", "training.max_steps=9")
     start_training(more, ranks=2).wait()
     assert max(losses(more.run_dir)) == 9
 
@@ -131,7 +145,9 @@ def hashed(folder: Path) -> list[str]:
 
 
 def without_transformation(folder: Path) -> list[str]:
-    return ["data.source=synthetic", "data.synthetic.dense_features=2", "data.synthetic.tables=3"]
+    data = prepared(folder / "set", random_table())
+    shutil.rmtree(data / TRANSFORMATION)
+    return [f"data.path={data}"]
 
 
 def users_as_text(folder: Path) -> list[str]:
@@ -144,8 +160,8 @@ def users_as_text(folder: Path) -> list[str]:
     ("change", "message"),
     [
         (lambda folder: [f"checkpoint.warm_start={folder}"], "holds no checkpoint; name the folder of a run, such as runs/a"),
-        (lambda folder: ["embedding.dim=8", "model.bottom_mlp=[64,8]"], r"it belongs to other settings"),
-        (lambda folder: ["embedding.tables.user.dim=8"], r"it belongs to a model or optimizer of other settings"),
+        (lambda folder: ["embedding.dim=8", "model.bottom_mlp=[64,8]"], "it belongs to other settings"),
+        (lambda folder: ["embedding.tables.user.dim=12"], "it belongs to other settings"),
         (
             lambda folder: ["embedding.max_rows=5"],
             r"user has 5 rows for \d+ ids; allowed: embedding.max_rows=0",
@@ -167,7 +183,7 @@ def users_as_text(folder: Path) -> list[str]:
 def test_what_cannot_go_on_is_said_in_one_line(
     tmp_path: Path, old_run: Path, grown: Path, change: Callable[[Path], list[str]], message: str
 ) -> None:
-    config = config_of(grown, "refused", f"checkpoint.warm_start={old_run}", f"output_dir={tmp_path}", *change(tmp_path))
+    config = going_on(old_run, grown, "refused", f"output_dir={tmp_path}", *change(tmp_path))
     with pytest.raises(RankFailed, match=message) as failed:
         run_ranks(1, beginning, config)
     assert isinstance(failed.value.error, CheckpointError)
