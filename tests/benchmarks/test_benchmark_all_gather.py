@@ -18,8 +18,10 @@ from benchmarks.all_gather_gemm.cells import ROWS, Layer, full_cells, tiny_cells
 from benchmarks.all_gather_gemm.report import PAIRS, contestants, summarize, table
 from benchmarks.common import killed_rank
 from benchmarks.common import report as any_report
+from benchmarks.common.environment import ROOT
 from benchmarks.common.harness import Work
 from benchmarks.gemm_all_to_all.cells import DTYPE
+from dlrm_fused.ops.all_gather_gemm.measured import table_of
 from dlrm_fused.ops.all_gather_gemm.schedule import NAMES
 from dlrm_fused.ops.schedules import Pair
 from tests.distributed.launch import Ended, run_program
@@ -213,3 +215,14 @@ def test_every_other_rank_names_a_rank_that_is_killed(tmp_path: Path) -> None:
     for rank in (0, 2):
         seen = json.loads((tmp_path / f"killed.rank{rank}.json").read_text())
         assert killed_rank._is_right(seen, killed=1), seen
+
+
+@pytest.mark.parametrize("pair", [Pair.all_gather_gemm, Pair.gemm_reduce_scatter])
+def test_the_operators_table_has_the_fastest_schedules_of_the_raw_results(pair: Pair) -> None:
+    measured = table_of(pair, 2, torch.bfloat16)
+    cells = json.loads((ROOT / f"benchmarks/results/schedules/{pair}_2_h200.json").read_text())["cells"]
+    assert len(measured) >= 29
+    for cell in cells:
+        chosen = measured.get((cell["m"], cell["n"], cell["k"]))
+        own = {name: us for name, us in cell["us"].items() if name in NAMES[pair]}
+        assert chosen in (None, min(own, key=own.__getitem__))
