@@ -21,6 +21,7 @@ from dlrm_fused.config import Comm, load_config
 from dlrm_fused.scaleout.answers import sweep
 from dlrm_fused.scaleout.scenario import HostSettings, NetworkSettings, Scenario, TrainSettings
 from dlrm_fused.scaleout.step import Timeline
+from dlrm_fused.scaleout.training_step import embedding_seconds
 
 RESULTS = ROOT / "benchmarks/results"
 DCNV2 = "configs/criteo_1tb_dcnv2_synthetic.yaml"
@@ -108,7 +109,7 @@ def rows_of(source: Source, machine: Path) -> Iterator[dict[str, Any]]:
                 "simulated_ms": simulated,
                 "step_ms": run.parts["step_ms"],
                 "error": simulated / run.parts["step_ms"] - 1,
-                "simulated_embedding_ms": 1e3 * _embedding_seconds(timeline),
+                "simulated_embedding_ms": 1e3 * embedding_seconds(timeline),
                 "embedding_ms": run.parts["embedding_ms"],
                 "is_paced_by_gpu": simulated > host_ms,
             }
@@ -125,15 +126,6 @@ def _simulated(source: Source, run: Run, host_ms: float, machine: Path) -> tuple
         host_ms=HostSettings(baseline=host_ms, fused=host_ms),
     )
     return next((row["step_ms"], timeline) for row, timeline in sweep(scenario) if row["comm"] == run.comm.name)
-
-
-def _embedding_seconds(timeline: Timeline) -> float:
-    """From the start of the lookup until all pooled embeddings are there."""
-    spans = {span.task.name: span for span in timeline.spans}
-    if "lookup and All-to-All" in spans:
-        fused = spans["lookup and All-to-All"]
-        return fused.end - fused.start
-    return spans["pooled embeddings"].end - spans["lookup"].start
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
