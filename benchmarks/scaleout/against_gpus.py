@@ -62,6 +62,8 @@ SOURCES = (
         2,
         variants=("eager, fp32 embeddings", "compiled, bf16 embeddings"),
     ),
+    # Its trainer had TorchRec's exchanges, fp32 embeddings and layers that are not compiled, and nothing else to choose.
+    Source("trainer_throughput.json", DCNV2, 4, settings="comm=baseline training.compile=never embedding.output_dtype=fp32"),
     Source("training_moe_large_one_h200.json", "configs/moe_large.yaml", 1),
     Source("training_transformer_large_one_h200.json", "configs/transformer_large.yaml", 1),
 )
@@ -79,7 +81,8 @@ class Run:
 
 
 def runs_of(source: Source) -> Iterator[Run]:
-    for run in json.loads((RESULTS / source.file).read_text())["runs"]:
+    report = json.loads((RESULTS / source.file).read_text())
+    for run in report.get("runs") or [turn["trainer"] for turn in report["rounds"]]:
         if source.variants and run["variant"] not in source.variants:
             continue
         settings = [*source.settings.split(), *run.get("settings", "").split()]
