@@ -1,9 +1,12 @@
 """Rates of one rank for ``python -m dlrm_fused.scaleout``: products, elementwise kernels, lookups, updates, launches.
 
     python -m benchmarks.calibrate --output h100.json
+    python -m benchmarks.calibrate --device cpu --gbits-per-second 0.25 1 4 --output cpu.json
 
 Half of the measurements are left out of the fit; ``held_out`` has the relative error of each of these. On a GPU, kernels are
-replayed from a CUDA graph, as the trainer replays its dense part; lookups and updates are FBGEMM's.
+replayed from a CUDA graph, as the trainer replays its dense part; lookups and updates are FBGEMM's, of ids as often as in
+generated data. With ``--gbits-per-second`` gloo's collectives are measured too, between two network namespaces on such links;
+this needs root.
 """
 
 from __future__ import annotations
@@ -26,6 +29,9 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
 
 from benchmarks.common.environment import describe_environment, device_name
 from benchmarks.common.results import add_report_arguments, write_results
+from benchmarks.scaleout import library_collectives
+from dlrm_fused.config import Split, SyntheticConfig
+from dlrm_fused.datasets.synthetic import SyntheticDataset
 from dlrm_fused.scaleout.dense_part import Kernel
 from dlrm_fused.scaleout.machine import Machine, as_json, fit_line
 
@@ -41,6 +47,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_report_arguments(parser)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--gbits-per-second", type=float, nargs="*", default=[], help="of links; none: all of a link is reached"
+    )
     options = parser.parse_args()
     device = torch.device(options.device)
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -49,11 +58,13 @@ def main() -> None:
     launch = _elementwise(device, [4])[0][1]
     # Sizes beyond the L2 cache of a GPU, and lookups that last longer than the host needs to launch them.
     memory = _elementwise(device, [(2**28 if scale == 1 else 2**25) // 4 * quarters for quarters in range(4, 16)])
-    lookups, updates = _tables(device, [32, 48, 64, 96, 128, 192, 256], 65536 // scale**2, 10_000_000 // scale)
+    lookups, updates = _tables(device, [32, 48, 64, 96, 128, 192, 256], 65536 // scale, 10_000_000 // scale)
     optimizer = _optimizer(device, [(2**26 // scale) * eighths // 8 for eighths in range(2, 10)])
     lines = {"memory": memory, "lookup": lookups, "update": updates, "optimizer": optimizer}
     fits = {name: fit_line(*zip(*_fitted(points), strict=True)) for name, points in lines.items()}
     held_out = {name: _errors(_left_out(points), *fits[name]) for name, points in lines.items()}
+    collectives = library_collectives.measure(options.gbits_per_second)
+    on_links = {name: fit_line(*zip(*_fitted(points), strict=True)) for name, points in collectives.items()}
 
     # Not in bf16 on CPUs, many of which emulate it.
     dtypes = _DTYPES if device.type == "cuda" else {"fp32": torch.float32}
@@ -69,13 +80,17 @@ def main() -> None:
         update=fits["update"][1],
         optimizer=fits["optimizer"][1],
         collective=_collective(device),
+        link_shares={name: min(1.0, share) for name, (_, share) in on_links.items()},
     )
+    for name, points in collectives.items():
+        held_out[f"{name} on links"] = _errors(_left_out(points), *on_links[name])
     for name, measured in products.items():
         held_out[f"products {name}"] = [machine.seconds(kernel, name) / seconds - 1 for kernel, seconds in _left_out(measured)]
     report = {
         **describe_environment([device_name(device)], options.commit),
         "measured": {
             **{name: [list(point) for point in points] for name, points in lines.items()},
+            **{f"{name} on links": [list(point) for point in points] for name, points in collectives.items()},
             **{
                 f"products {name}": [[kernel.flops, kernel.bytes, seconds] for kernel, seconds in measured]
                 for name, measured in products.items()
@@ -138,7 +153,10 @@ def _products(device: torch.device, dtype: torch.dtype, scale: int) -> list[tupl
 
 
 def _tables(device: torch.device, poolings: Sequence[int], samples: int, rows: int, dim: int = 128) -> tuple[Points, Points]:
-    """Bytes of rows read by a lookup; read and written by its backward pass with rowwise Adagrad. Uniform ids."""
+    """Bytes of rows read by a lookup; read and written by its backward pass with rowwise Adagrad.
+
+    Popular ids, whose rows are in caches, occur as often as in generated data (``data.synthetic.zipf_exponent``).
+    """
     is_gpu = device.type == "cuda"
     place = EmbeddingLocation.DEVICE if is_gpu else EmbeddingLocation.HOST
     table = SplitTableBatchedEmbeddingBagsCodegen(
@@ -148,7 +166,7 @@ def _tables(device: torch.device, poolings: Sequence[int], samples: int, rows: i
     ).to(device)
     lookups, updates = [], []
     for pooling in poolings:
-        ids = torch.randint(rows, (samples * pooling,), device=device)
+        ids = _ids(rows, samples, pooling).to(device)
         offsets = torch.arange(0, samples * pooling + 1, pooling, device=device)
         pooled = table(ids, offsets)
         gradient = torch.ones_like(pooled)
@@ -160,6 +178,13 @@ def _tables(device: torch.device, poolings: Sequence[int], samples: int, rows: i
 
         updates.append((2 * bytes_read, max(1e-9, _seconds(device, both, captured=False) - lookups[-1][1])))
     return lookups, updates
+
+
+def _ids(rows: int, samples: int, pooling: int) -> torch.Tensor:
+    """[samples * pooling] int64, of one table."""
+    settings = SyntheticConfig(tables=1, rows=[rows], pooling=[pooling])
+    dataset = SyntheticDataset(settings, seed=0, device=torch.device("cpu"))
+    return dataset.read(Split.train, torch.arange(samples)).sparse.values().long()
 
 
 def _optimizer(device: torch.device, sizes: Sequence[int]) -> Points:

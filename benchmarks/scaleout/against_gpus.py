@@ -21,6 +21,7 @@ from dlrm_fused.config import Comm, load_config
 from dlrm_fused.scaleout.answers import sweep
 from dlrm_fused.scaleout.scenario import HostSettings, NetworkSettings, Scenario, TrainSettings
 from dlrm_fused.scaleout.step import Timeline
+from dlrm_fused.scaleout.training_step import embedding_seconds
 
 RESULTS = ROOT / "benchmarks/results"
 DCNV2 = "configs/criteo_1tb_dcnv2_synthetic.yaml"
@@ -61,6 +62,8 @@ SOURCES = (
         2,
         variants=("eager, fp32 embeddings", "compiled, bf16 embeddings"),
     ),
+    # Its trainer had TorchRec's exchanges, fp32 embeddings and layers that are not compiled, and nothing else to choose.
+    Source("trainer_throughput.json", DCNV2, 4, settings="comm=baseline training.compile=never embedding.output_dtype=fp32"),
     Source("training_moe_large_one_h200.json", "configs/moe_large.yaml", 1),
     Source("training_transformer_large_one_h200.json", "configs/transformer_large.yaml", 1),
 )
@@ -78,7 +81,8 @@ class Run:
 
 
 def runs_of(source: Source) -> Iterator[Run]:
-    for run in json.loads((RESULTS / source.file).read_text())["runs"]:
+    report = json.loads((RESULTS / source.file).read_text())
+    for run in report.get("runs") or [turn["trainer"] for turn in report["rounds"]]:
         if source.variants and run["variant"] not in source.variants:
             continue
         settings = [*source.settings.split(), *run.get("settings", "").split()]
@@ -108,7 +112,7 @@ def rows_of(source: Source, machine: Path) -> Iterator[dict[str, Any]]:
                 "simulated_ms": simulated,
                 "step_ms": run.parts["step_ms"],
                 "error": simulated / run.parts["step_ms"] - 1,
-                "simulated_embedding_ms": 1e3 * _embedding_seconds(timeline),
+                "simulated_embedding_ms": 1e3 * embedding_seconds(timeline),
                 "embedding_ms": run.parts["embedding_ms"],
                 "is_paced_by_gpu": simulated > host_ms,
             }
@@ -125,15 +129,6 @@ def _simulated(source: Source, run: Run, host_ms: float, machine: Path) -> tuple
         host_ms=HostSettings(baseline=host_ms, fused=host_ms),
     )
     return next((row["step_ms"], timeline) for row, timeline in sweep(scenario) if row["comm"] == run.comm.name)
-
-
-def _embedding_seconds(timeline: Timeline) -> float:
-    """From the start of the lookup until all pooled embeddings are there."""
-    spans = {span.task.name: span for span in timeline.spans}
-    if "lookup and All-to-All" in spans:
-        fused = spans["lookup and All-to-All"]
-        return fused.end - fused.start
-    return spans["pooled embeddings"].end - spans["lookup"].start
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

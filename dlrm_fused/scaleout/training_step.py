@@ -3,7 +3,8 @@
 While a batch is trained, the ids of the next one are exchanged. ``comm=baseline``: lookup, All-to-All, dense part, forward and
 backward, All-to-All of gradients, update of tables; an AllReduce of dense gradients runs beside the last two. ``comm=fused``:
 lookup and exchange are one kernel, which sends each slice of pooled embeddings when it is computed, and so are the products of
-experts and tensor-parallel layers with their exchanges.
+experts and tensor-parallel layers with their exchanges. The library's collectives reach the share of a link that was measured
+(``Machine.link_shares``), while ``comm=fused`` has exchanges of its own, which fill it.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from dlrm_fused.scaleout.dense_part import Exchange, Gradient, Kernel
 from dlrm_fused.scaleout.fused_dense import SendingKernel, fused
 from dlrm_fused.scaleout.groups import consecutive, strided
 from dlrm_fused.scaleout.machine import Machine
-from dlrm_fused.scaleout.step import Communicate, Compute, ComputeAndSend, Task
+from dlrm_fused.scaleout.step import Communicate, Compute, ComputeAndSend, Task, Timeline
 from dlrm_fused.scaleout.topologies import Topology
 from dlrm_fused.scaleout.workload import Workload
 
 HOST, MAIN, IDS, EMBEDDINGS, GRADIENTS = "host", "main", "input dist", "All-to-All", "AllReduce"
+LOOKUP, POOLED, LOOKUP_AND_POOLED = "lookup", "pooled embeddings", "lookup and All-to-All"
 _BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's
 
 
@@ -65,6 +67,13 @@ def tasks_of_step(
     return [*launches, *_Step(work, machine, topology, algorithms, dtype, is_fused).tasks()]
 
 
+def embedding_seconds(timeline: Timeline) -> float:
+    """Of the embedding stage, forward: from the start of the lookup until all pooled embeddings are there."""
+    names = {span.task.name for span in timeline.spans}
+    first, last = (LOOKUP_AND_POOLED, LOOKUP_AND_POOLED) if LOOKUP_AND_POOLED in names else (LOOKUP, POOLED)
+    return timeline[last].end - timeline[first].start
+
+
 class _Step:
     def __init__(
         self, work: Workload, machine: Machine, topology: Topology, algorithms: Algorithms, dtype: str, is_fused: bool
@@ -96,13 +105,13 @@ class _Step:
             direct = [Phase(self._topology.all_pairs(), work.pooled_bytes / self._topology.ranks)]
             (pairs,) = _uneven(direct, work.imbalance, "out")
             sent = ComputeAndSend(lookup, pairs.flows, pairs.bytes_each, self._algorithms.slices)
-            yield Task("lookup and All-to-All", MAIN, sent)
-            self._last = "lookup and All-to-All"
+            yield Task(LOOKUP_AND_POOLED, MAIN, sent)
+            self._last = LOOKUP_AND_POOLED
         else:
-            yield Task("lookup", MAIN, Compute(lookup))
+            yield Task(LOOKUP, MAIN, Compute(lookup))
             exchange = _uneven(self._phases("all_to_all", work.pooled_bytes), work.imbalance, "out")
-            yield from self._exchange("pooled embeddings", EMBEDDINGS, exchange, ("lookup",))
-            self._last = "pooled embeddings"
+            yield from self._exchange(POOLED, EMBEDDINGS, exchange, (LOOKUP,))
+            self._last = POOLED
 
     def _pass(self, part: str, pieces: Sequence[Kernel | Exchange], gradients: Sequence[Gradient] = ()) -> Iterator[Task]:
         """AllReduces of dense gradients start when these are there."""
@@ -116,7 +125,7 @@ class _Step:
                 yield from self._bucket(buckets.pop(0))
         sharded = sum(gradient.bytes for gradient in gradients if gradient.is_sharded)
         if sharded:
-            phases = self._algorithms.phases("all_reduce", strided(self._topology, self._work.group_ranks), sharded)
+            phases = self._library_phases("all_reduce", strided(self._topology, self._work.group_ranks), sharded)
             yield from self._exchange("gradients of shards", GRADIENTS, phases, (self._last,))
 
     def _piece(self, name: str, piece: Kernel | Exchange | SendingKernel) -> Iterator[Task]:
@@ -126,7 +135,7 @@ class _Step:
                 yield Task(name, MAIN, Compute(self._machine.seconds(piece, self._dtype)), after)
             case Exchange():
                 group = consecutive(self._topology, piece.ranks)
-                yield from self._exchange(name, MAIN, self._algorithms.phases(piece.collective, group, piece.bytes), after)
+                yield from self._exchange(name, MAIN, self._library_phases(piece.collective, group, piece.bytes), after)
             case SendingKernel(kernel, exchange):
                 group = consecutive(self._topology, exchange.ranks)
                 # An AllReduce sends parts to be summed, and sums.
@@ -141,7 +150,13 @@ class _Step:
 
     def _phases(self, collective: str, size: float) -> list[Phase]:
         """Among all ranks."""
-        return self._algorithms.phases(collective, self._topology, size)
+        if self._is_fused and self._work.is_covered:
+            return self._algorithms.phases(collective, self._topology, size)
+        return self._library_phases(collective, self._topology, size)
+
+    def _library_phases(self, collective: str, topology: Topology, size: float) -> list[Phase]:
+        """Those that take as long at the link's rate as the bytes do at the share of it that the library reaches."""
+        return self._algorithms.phases(collective, topology, size / self._machine.link_shares.get(collective, 1.0))
 
     def _exchange(self, name: str, stream: str, phases: Sequence[Phase], after: tuple[str, ...] = ()) -> Iterator[Task]:
         if stream == GRADIENTS:

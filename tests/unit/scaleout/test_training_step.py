@@ -16,17 +16,18 @@ from dlrm_fused.compat.torch import ranks_without_peers
 from dlrm_fused.config import Config, load_config
 from dlrm_fused.datasets import open_dataset
 from dlrm_fused.datasets.schema import DatasetSchema
+from dlrm_fused.errors import ConfigError
 from dlrm_fused.models import build_model
 from dlrm_fused.models.flops import training_flops
 from dlrm_fused.scaleout.answers import slowest_rank
 from dlrm_fused.scaleout.command import main
 from dlrm_fused.scaleout.dense_part import DenseWork, Exchange, Gradient, Kernel, trace
 from dlrm_fused.scaleout.fused_dense import SendingKernel, fused
-from dlrm_fused.scaleout.machine import Machine, fit_line
+from dlrm_fused.scaleout.machine import Machine, fit_line, read
 from dlrm_fused.scaleout.scenario import load_scenario
 from dlrm_fused.scaleout.step import simulate
 from dlrm_fused.scaleout.topologies import Switch
-from dlrm_fused.scaleout.training_step import Algorithms, tasks_of_step
+from dlrm_fused.scaleout.training_step import Algorithms, embedding_seconds, tasks_of_step
 from dlrm_fused.scaleout.workload import Workload, workload
 
 DCNV2 = "configs/criteo_1tb_dcnv2_synthetic.yaml"
@@ -157,6 +158,16 @@ class TestMachine:
     def test_a_fit_has_no_negative_time(self) -> None:
         assert fit_line([10.0, 20.0], [1.0, 3.0])[0] == 0
 
+    def test_a_calibration_without_a_network_is_read_and_one_with_an_unknown_rate_is_refused(self, tmp_path: Path) -> None:
+        path, written = tmp_path / "machine.json", asdict(MACHINE)
+        del written["link_shares"]
+        path.write_text(json.dumps({"machine": written}))
+        assert read(path) == MACHINE
+        for wrong in ({"link_share": {}}, {"link_shares": {"all_to_all": 0}}, {"launch": -1}):
+            path.write_text(json.dumps({"machine": {**written, **wrong}}))
+            with pytest.raises(ConfigError, match="measure again"):
+                read(path)
+
     def test_a_kernel_takes_the_longer_of_its_operations_and_its_bytes(self) -> None:
         products, copies = Kernel("mm", 1e12, 1e6), Kernel("mm", 1e6, 1e12)
         assert MACHINE.seconds(products, "fp32") == pytest.approx(2e-6 + (1e12 + 1e8) / 5e13)
@@ -225,6 +236,26 @@ class TestStep:
     def test_what_fused_does_not_cover_takes_the_time_of_the_baseline(self) -> None:
         uncovered = replace(self.WORK, is_covered=False)
         assert self.seconds(uncovered, 16, is_fused=True) == self.seconds(self.WORK, 16, is_fused=False)
+
+    def test_the_librarys_collectives_reach_their_share_of_a_link_and_fused_ones_all_of_it(self) -> None:
+        half = replace(MACHINE, link_shares={"all_to_all": 0.5})
+        network = Switch(16, 1e11, 1e-6)
+        (whole, shared), (fused_whole, fused_shared) = (
+            [simulate(tasks_of_step(self.WORK, m, network, Algorithms(), "bf16", is_fused=f), network) for m in (MACHINE, half)]
+            for f in (False, True)
+        )
+        exchange = 15 / 16 * 1e8 / 1e11
+        # Pooled embeddings, and as many gradients of them; the ids of the next batch are sent beside the first.
+        assert embedding_seconds(shared) - embedding_seconds(whole) == pytest.approx(exchange, rel=0.01)
+        assert shared.seconds - whole.seconds == pytest.approx(2 * exchange, rel=0.01)
+        assert fused_shared.seconds == fused_whole.seconds
+
+    def test_the_embedding_stage_lasts_from_the_lookup_until_pooled_embeddings_are_there(self) -> None:
+        network = Switch(16, 1e11, 1e-6)
+        lookup, exchange = 1e9 / 2e12, 15 / 16 * 1e8 / 1e11
+        for is_fused, seconds in ((False, lookup + exchange), (True, lookup / 64 + exchange)):
+            tasks = tasks_of_step(self.WORK, MACHINE, network, Algorithms(), "bf16", is_fused=is_fused, host_seconds=1e-2)
+            assert embedding_seconds(simulate(tasks, network)) == pytest.approx(seconds, rel=0.05)
 
     def test_takes_at_least_what_the_host_needs_to_launch_it(self) -> None:
         network = Switch(8, 1e11, 1e-6)
