@@ -26,6 +26,7 @@ from dlrm_fused.models import RankingTask, build_model
 from dlrm_fused.scaleout.dense_part import DenseWork, trace
 from dlrm_fused.sharding.estimates import UNCOVERED_ACROSS_HOSTS
 from dlrm_fused.sharding.groups import expert_parallel_size, tensor_parallel_size
+from dlrm_fused.sharding.optimizers import describe_table_optimizers
 from dlrm_fused.sharding.output_dtype import pooled_dtype
 from dlrm_fused.sharding.parallel import make_sharder
 from dlrm_fused.sharding.planning import planner_for
@@ -95,6 +96,7 @@ def workload(config: Config, schema: DatasetSchema, ranks: int, ranks_per_host: 
                 local_world_size=min(ranks, ranks_per_host),
                 hbm_cap=int(memory_gib * 2**30),
             )
+            describe_table_optimizers(task, config.embedding)
             plan = planner_for(config, schema, topology).plan(task, [sharder])
     except PlannerError as error:
         raise ConfigError(f"no plan for {ranks} ranks of {memory_gib:g} GiB: {' '.join(str(error).split())[:200]}") from None

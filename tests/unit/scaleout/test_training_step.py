@@ -183,6 +183,13 @@ class TestWorkload:
         assert work.lookup_bytes == pytest.approx(64 * 2 * 2 * 32 * 4)  # two of four tables, two ids a bag
         assert work.imbalance == 1
 
+    def test_tables_and_the_states_of_their_optimizer_must_fit(self) -> None:
+        """49 MiB of weights a rank; Adam has twice as much of states."""
+        large = [*SMALL, "data.synthetic.rows=[200000]", "embedding.sharding=table_wise", "training.global_batch_size=64"]
+        workload(*of(DCNV2, *large), 2, 8, 0.15)
+        with pytest.raises(ConfigError, match="no plan for 2 ranks of 0.15 GiB"):
+            workload(*of(DCNV2, *large, "embedding.optimizer.kind=adam"), 2, 8, 0.15)
+
     def test_the_rank_with_most_tables_counts_for_all(self) -> None:
         settings = [*SMALL, "data.synthetic.tables=3", "embedding.sharding=table_wise"]
         assert workload(*of(DCNV2, *settings), 2, 8, 40).imbalance == pytest.approx(2 / 1.5)
