@@ -74,7 +74,7 @@ class DatasetSchema:
         sparse_features: in the order in which batches hold them.
         token_features: likewise; features of a past interaction, or of the candidate.
         history_length: past interactions of a sample, at most; 0 without token features.
-        labels: names of the labels; the one of a set with one label is ``label``, whatever its column was.
+        labels: names of the labels; the one of a prepared set with one label is ``label``, whatever its column was.
         has_weights: whether samples count differently.
     """
 

@@ -112,7 +112,7 @@ class Model:
     @property
     def labels(self) -> list[str]:
         """What is predicted, in this order."""
-        return list(self.info.get("labels", ["label"]))
+        return list(self.info["labels"])
 
     def predict(self, rows: Any) -> np.ndarray:
         """The probability of each row: [n] float32; [n, L] of L > 1 labels, in the order of :attr:`labels`.

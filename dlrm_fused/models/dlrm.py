@@ -40,7 +40,7 @@ class _InTwoParts(DLRM):
         self.sparse_arch = SparseArch(tables)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """[b, dense features] and features of stride b to logits [b, 1]."""
+        """[b, dense features] and features of stride b to logits [b, labels]."""
         return self.logits_of(dense_features, self.sparse_arch(sparse_features))
 
     def interactions_of(self, dense: Tensor, pooled: Tensor) -> Tensor:

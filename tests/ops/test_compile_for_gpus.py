@@ -339,7 +339,7 @@ LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
     "gemm_split": (lambda: launch_split_gemm(fp8=False), {"gemm_kernel"}),
     "gemm_split_fp8": (lambda: launch_split_gemm(fp8=True), {"gemm_kernel"}),
     "piece_flags": (lambda: launch_piece_flags(has_own_channel=True), OF_FLAGS),
-    "piece_flags_of_shared_memory": (lambda: launch_piece_flags(has_own_channel=False), OF_FLAGS),
+    "piece_flags_of_a_shared_channel": (lambda: launch_piece_flags(has_own_channel=False), OF_FLAGS),
     "products_of_pieces": (lambda: launch_products_of_pieces(HALF, (512, 1024, 1024)), OF_PIECES),
     "products_of_pieces_fp32": (lambda: launch_products_of_pieces(SINGLE, (128, 256, 256)), OF_PIECES),
     "update_rowwise_adagrad": (lambda: launch_update(SINGLE, "rowwise_adagrad", [0, 1], weighted=False), OF_UPDATE),
