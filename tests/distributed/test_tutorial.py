@@ -16,10 +16,10 @@ import pytest
 
 from dlrm_fused.export.loader import load
 from tests.distributed.launch import free_port, summary
+from tests.distributed.test_own_tables import CRITEO_SAMPLE
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/from_logs_to_service.md"
-CRITEO_SAMPLE = ROOT.parent / "shared/data/criteo_kaggle_sample.tsv"
 
 
 def commands_of(section: str) -> str:
