@@ -240,17 +240,9 @@ def pushing_gemm_kernel(
             tell_call(channel, pieces, epoch, fingerprint)
         if wait_for_calls(channel, pieces, epoch, fingerprint):
             _push(
-                own_elements,
-                addresses,
-                pieces,
-                counters + 1,
-                depth.to(tl.int64) * shard_rows,
-                pushers,
-                epoch,
-                channel,
-                DTYPE,
-                BLOCK,
-            )
+                own_elements, addresses, pieces, counters + 1, depth.to(tl.int64) * shard_rows, pushers, epoch, channel,
+                DTYPE, BLOCK,
+            )  # fmt: skip
     else:
         _multiply_piece(
             own, weight, out, program - pushers, tl.num_programs(0) - pushers, 0, shard_rows, channel.rank * shard_rows,
