@@ -135,6 +135,15 @@ def test_runs_continue_with_the_other_and_evaluations_leave_no_trace(tmp_path, k
     assert summary(continued)["test_auc"] == summary(uninterrupted)["test_auc"]
 
 
+def test_data_parallel_tables_continue_in_their_count_of_steps(tmp_path):
+    """Their Adam is torch's, whose count is in no checkpoint, since other plans have none."""
+    settings = ["embedding.optimizer.kind=adam", "embedding.tables.table_3.sharding=data_parallel"]
+    uninterrupted = _train(tmp_path / "uninterrupted", 20, "baseline", *settings)
+    for steps in (10, 20):
+        continued = _train(tmp_path / "continued", steps, "baseline", *settings)
+    assert losses(continued) == losses(uninterrupted)
+
+
 def test_the_measurements_of_auto_are_no_steps(tmp_path):
     settings = ["embedding.optimizer.kind=adam", "embedding.sharding=table_wise"]
     auto, baseline = (_train(tmp_path / comm, 6, comm, *settings) for comm in ("auto", "baseline"))

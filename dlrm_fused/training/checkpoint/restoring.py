@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from dlrm_fused.errors import CheckpointError
 from dlrm_fused.sharding.optimizers import set_optimizer_step
 from dlrm_fused.sharding.parallel import ShardedModel
+from dlrm_fused.sharding.tables import data_parallel_tables
 from dlrm_fused.training.checkpoint.folder import Progress
 from dlrm_fused.training.checkpoint.local_shards import LocalShards, State, tensors_of
 from dlrm_fused.training.checkpoint.state import model_state, optimizer_state, random_state
@@ -33,7 +34,17 @@ def restore(path: Path, sharded: ShardedModel, progress: Progress, device: torch
             optimizer.init_state()  # Adam, and SGD with momentum, make theirs in the first step
     restore_tensors(path, {**model_state(sharded), **optimizer_state(sharded)})
     set_optimizer_step(sharded.model, progress.step)
+    _set_step_of_data_parallel_tables(sharded, progress.step)
     _restore_random_state(path, device)
+
+
+def _set_step_of_data_parallel_tables(sharded: ShardedModel, step: int) -> None:
+    """Their optimizers, torch's, count by themselves (Adam's bias correction); other plans have no such counts to save."""
+    tables = [parameter for _, parameter in data_parallel_tables(sharded.model)]
+    for _, optimizer in sharded.optimizer.optimizers:
+        for parameter, state in optimizer.state.items():
+            if "step" in state and any(parameter is table for table in tables):
+                state["step"].fill_(step)
 
 
 def restore_model(path: Path, sharded: ShardedModel) -> None:
