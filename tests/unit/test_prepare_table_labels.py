@@ -96,6 +96,15 @@ def test_as_parquet_files_the_samples_are_the_same(prepared: Path, tmp_path: Pat
     assert rows_of(dataset) == rows_of(open_set(prepared))
 
 
+def test_a_label_that_has_the_name_of_the_column_of_weights_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = {"bought": SAMPLE_WEIGHT}
+    source = write_table(two_labels().rename_columns(names), tmp_path / "t.parquet")
+    prepare(source, tmp_path / "set", "--label", f"clicked,{SAMPLE_WEIGHT}", "--sample-weight", "w")
+    assert cli.main(["parquet", "--input", str(tmp_path / "set"), "--output", str(tmp_path / "files")]) == 1
+    assert f"two columns would be named {SAMPLE_WEIGHT}; rename" in capsys.readouterr().err
+    assert not (tmp_path / "files").exists()
+
+
 def test_of_one_label_the_files_are_those_of_earlier_releases(tmp_path: Path) -> None:
     prepared = prepare(write_table(random_table(), tmp_path / "t.parquet"), tmp_path / "set")
     written = json.loads((tmp_path / "set/dataset.json").read_text())

@@ -60,11 +60,12 @@ def _check_writable(schema: DatasetSchema, folder: Path) -> None:
         raise DataError(
             f"--input {folder}: has histories, which Parquet files of samples cannot hold; train on the prepared set"
         )
-    names = [*schema.dense_features, *(feature.name for feature in schema.sparse_features), *_label_columns(schema)]
+    features = (*schema.dense_features, *(feature.name for feature in schema.sparse_features))
+    names = [*features, *(column.name for column in _label_columns(schema))]
     for name in names:
         if names.count(name) > 1:
             raise DataError(
-                f"--input {folder}: two columns would be named {name}; rename the feature and prepare the set again"
+                f"--input {folder}: two columns would be named {name}; rename the feature or label and prepare the set again"
             )
 
 
@@ -98,9 +99,10 @@ def _arrow_schema(schema: DatasetSchema) -> pa.Schema:
         )
         for feature in schema.sparse_features
     ]
-    return pa.schema([*(pa.field(name, kind) for name, kind in _label_columns(schema).items()), *dense, *sparse])
+    return pa.schema([*_label_columns(schema), *dense, *sparse])
 
 
-def _label_columns(schema: DatasetSchema) -> dict[str, pa.DataType]:
+def _label_columns(schema: DatasetSchema) -> list[pa.Field]:
     """Columns of labels, and of weights."""
-    return {**dict.fromkeys(schema.labels, pa.uint8()), **({SAMPLE_WEIGHT: pa.float32()} if schema.has_weights else {})}
+    weights = [pa.field(SAMPLE_WEIGHT, pa.float32())] if schema.has_weights else []
+    return [*(pa.field(label, pa.uint8()) for label in schema.labels), *weights]
