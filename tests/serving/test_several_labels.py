@@ -9,23 +9,15 @@ import numpy as np
 
 from benchmarks.serving.rows import prepared_rows
 from benchmarks.serving.service_process import running_service
-from dlrm_fused.config import Split
-from dlrm_fused.training.online_evaluation import score_run_online
-from dlrm_fused.training.runtime import ErrorStore, Rank
 from tests.distributed.launch import run_ranks, train
 from tests.export.exporting import export, predictions_of_eval
+from tests.serving.test_online import TRANSFORMER, score_online
 
-TWO = ("training.max_steps=40", "data.synthetic.labels=2")
-TRANSFORMER = (
-    "model.kind=transformer",
-    "model.d_model=16",
-    "data.synthetic.history_length=6",
-    "data.synthetic.history_items=200",
-)
+TWO = "data.synthetic.labels=2"
 
 
 def test_each_row_is_answered_by_a_probability_for_each_label(tmp_path: Path) -> None:
-    run = train(tmp_path, 1, *TWO)
+    run = train(tmp_path, 1, "training.max_steps=40", TWO)
     export(run, run / "model")
     with running_service(run / "model", []) as service:
         status, answer = service.request("POST", "/predict", json.dumps({"rows": prepared_rows(run, 50)}).encode())
@@ -38,11 +30,6 @@ def test_each_row_is_answered_by_a_probability_for_each_label(tmp_path: Path) ->
 
 
 def test_online_scores_are_those_of_the_full_model(tmp_path: Path) -> None:
-    run = train(tmp_path, 2, *TWO, *TRANSFORMER)
-    run_ranks(2, _score_online, run)
+    run = train(tmp_path, 2, *TRANSFORMER, TWO)
+    run_ranks(2, score_online, run, [])
     assert json.loads((run / "online.json").read_text())["difference_from_full_model"] < 1e-5
-
-
-def _score_online(run: Path) -> None:
-    rank = Rank.from_environment()
-    score_run_online(run, "last", Split.test, [], 10, rank, ErrorStore(rank))
