@@ -33,7 +33,8 @@ from dlrm_fused.datasets.schema import SparseFeature, labels_shape
 from dlrm_fused.datasets.storage import check_below, check_finite, check_weights
 from dlrm_fused.errors import DataError
 
-ROWS, POOLING_FACTOR = b"rows", b"pooling_factor"
+# In the metadata of a column. That of weights needs no value.
+ROWS, POOLING_FACTOR, IS_WEIGHT = b"rows", b"pooling_factor", b"is_weight"
 _REMEDY = "correct the file"
 
 
@@ -148,7 +149,8 @@ def columns_of(schema: pa.Schema, path: Path, labels: Sequence[str], sample_weig
         sample_weight: ``data.sample_weight``.
 
     Raises:
-        DataError: if a column has a type that no feature has, or there is no label, dense or sparse feature.
+        DataError: if a column has a type that no feature has, or is said to hold weights by its file alone; or if there is no
+            label, dense or sparse feature.
     """
     dense, sparse, jagged = [], [], set()
     named = [*labels, *([sample_weight] if sample_weight else [])]
@@ -180,6 +182,9 @@ def columns_of(schema: pa.Schema, path: Path, labels: Sequence[str], sample_weig
     }.items():
         if not there:
             raise DataError(f"{path}: {name} missing; its columns are {', '.join(schema.names)}")
+    for field in schema:
+        if IS_WEIGHT in (field.metadata or {}) and field.name != sample_weight:
+            raise DataError(f"{path}: column {field.name} holds weights of samples; set data.sample_weight={field.name}")
     return Columns(tuple(dense), tuple(sparse), frozenset(jagged), tuple(labels), sample_weight)
 
 

@@ -211,6 +211,7 @@ def test_weights_of_a_damaged_set_are_told(source: Path, tmp_path: Path) -> None
     [
         ({}, "column label, of data.labels, is missing; its columns are clicked, bought, "),
         ({"labels": ["clicked", "sold"]}, "column sold, of data.labels, is missing"),
+        ({"labels": list(LABELS)}, "column sample_weight holds weights of samples; set data.sample_weight=sample_weight"),
         ({"labels": ["clicked"], "sample_weight": "v"}, "column v, of data.sample_weight, is missing"),
         ({"labels": ["clicked"], "sample_weight": "tags"}, "column tags is list.*, allowed: numbers, 0 or more"),
     ],

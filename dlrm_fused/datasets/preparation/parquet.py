@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dlrm_fused.datasets.parquet_files import POOLING_FACTOR, ROWS
+from dlrm_fused.datasets.parquet_files import IS_WEIGHT, POOLING_FACTOR, ROWS
 from dlrm_fused.datasets.preparation.writer import new_output
 from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo, labels_shape
 from dlrm_fused.datasets.storage import IdColumns, map_array
@@ -104,5 +104,5 @@ def _arrow_schema(schema: DatasetSchema) -> pa.Schema:
 
 def _label_columns(schema: DatasetSchema) -> list[pa.Field]:
     """Columns of labels, and of weights."""
-    weights = [pa.field(SAMPLE_WEIGHT, pa.float32())] if schema.has_weights else []
+    weights = [pa.field(SAMPLE_WEIGHT, pa.float32(), metadata={IS_WEIGHT: ""})] if schema.has_weights else []
     return [*(pa.field(label, pa.uint8()) for label in schema.labels), *weights]
