@@ -156,9 +156,9 @@ SHARDER = [
 
 SHARDER_WITH_KERNELS = [
     WrongUse(
-        "`strict` with an optimizer of other kind",
-        model(fused_params={"optimizer": EmbOptimType.EXACT_ADAGRAD}, strict=True),
-        "optimizer EXACT_ADAGRAD",
+        "`strict` with an optimizer that is not covered",
+        model(fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "weight_decay": 0.1}, strict=True),
+        "weight_decay",
     ),
     WrongUse("`strict` with `max_norm`", model(fused_params={"max_norm": 1.0}, strict=True), "max_norm=1.0"),
     WrongUse("`check_indices`: a row that a table has not", index_beyond, "holds 1000 for feature 0", SECOND, "holds 1000"),
