@@ -220,11 +220,14 @@ class PeerMonitor:
         with self._lock:
             if self._lost is not None or self._closing or rank == self._rank:
                 return
+        # Before this rank can end because of it. Not the ranks of another host that may have vanished: what is sent there would
+        # put off the moment at which TCP notices that, and if it has not, its own kernel tells them.
+        lost_host = self._addresses[rank].host
+        is_here = lost_host == self._addresses[self._rank].host
+        self._tell(_LOST, rank, (peer for peer in self._peers if is_here or self._addresses[peer].host != lost_host))
+        with self._lock:
             self._lost = rank
             callbacks = self._loss_callbacks[:]
-        # Not the ranks of its host, whose own kernel tells them: what is sent to a host that has vanished would put off the
-        # moment at which TCP notices that.
-        self._tell(_LOST, rank, (peer for peer in self._peers if self._addresses[peer].host != self._addresses[rank].host))
         self._call(callbacks, rank)
         self._tell_gone(rank)
 

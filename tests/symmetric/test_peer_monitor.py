@@ -32,9 +32,9 @@ class Meeting:
         return gather
 
 
-def watches(before: Callable[[Any], None] = lambda address: None) -> list[PeerMonitor]:
-    """Two watches; ``before`` is given the address of each before they connect."""
-    meeting = Meeting(2)
+def watches(before: Callable[[Any], None] = lambda address: None, ranks: int = 2) -> list[PeerMonitor]:
+    """Watches of ranks of this host; ``before`` is given the address of each before they connect."""
+    meeting = Meeting(ranks)
 
     def begin(rank: int) -> PeerMonitor:
         gather = meeting.gather_of(rank)
@@ -48,10 +48,10 @@ def watches(before: Callable[[Any], None] = lambda address: None) -> list[PeerMo
 
             return gather(do)
 
-        return PeerMonitor(rank, 2, observed)
+        return PeerMonitor(rank, ranks, observed)
 
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(begin, range(2)))
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(begin, range(ranks)))
 
 
 def close(*those: PeerMonitor) -> None:
@@ -103,6 +103,19 @@ def test_a_rank_that_has_left_is_not_lost_but_gone_after_a_while(monkeypatch: py
     first.on_gone(late.append)
     assert late == [1]
     first.close()
+
+
+def test_a_rank_that_ends_because_of_a_loss_has_told_which_rank_was_the_first() -> None:
+    """Also a rank that has not noticed the first loss itself when it notices the second."""
+    first, second, third = watches(ranks=3)
+    second._closing = True  # it notices nothing any more, as if its process had ended
+    second._peers[2].shutdown(socket.SHUT_RDWR)
+    until(lambda: third.lost_peer() == 1)
+    third._peers[0].shutdown(socket.SHUT_RDWR)
+    until(lambda: first.lost_peer() is not None)
+    assert first.lost_peer() == 1
+    second._closing = False
+    close(first, second, third)
 
 
 def test_a_closed_watch_leaves_no_thread_and_may_be_closed_again() -> None:
