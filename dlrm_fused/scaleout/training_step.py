@@ -4,7 +4,7 @@ While a batch is trained, the ids of the next one are exchanged. ``comm=baseline
 backward, All-to-All of gradients, update of tables; an AllReduce of dense gradients runs beside the last two. ``comm=fused``:
 lookup and exchange are one kernel, which sends each slice of pooled embeddings when it is computed, and so are the products of
 experts and tensor-parallel layers with their exchanges. The library's collectives reach the share of a link that was measured
-(``Machine.link_shares``), while ``comm=fused`` has exchanges of its own, which fill it.
+(``Machine.link_shares``), while the exchanges that ``comm=fused`` has of its own fill it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,10 @@ class _Step:
 
     def tasks(self) -> Iterator[Task]:
         work, machine = self._work, self._machine
-        yield from self._exchange("ids of the next batch", IDS, self._phases("all_to_all", work.id_bytes))
+        # An input dist of its own is one by kernels, within a host.
+        has_own = self._topology.ranks == self._topology.ranks_per_host and not work.is_on_cpu
+        ids = self._phases("all_to_all", work.id_bytes, fused_has_own=has_own)
+        yield from self._exchange("ids of the next batch", IDS, ids)
         yield from self._lookup()
         yield from self._pass("forward", work.dense.forward)
         yield from self._pass("backward", work.dense.backward, work.dense.gradients)
@@ -145,12 +148,17 @@ class _Step:
                 yield Task(name, MAIN, ComputeAndSend(seconds, group.all_pairs(), each, self._algorithms.slices), after)
 
     def _bucket(self, bucket: Gradient) -> Iterator[Task]:
-        phases = self._phases("all_reduce", bucket.bytes)
+        # Between hosts of CPUs it sends what is summed within hosts; GPUs leave this to NCCL.
+        phases = self._phases("all_reduce", bucket.bytes, fused_has_own=self._work.is_on_cpu)
         yield from self._exchange(f"dense gradients {bucket.after}", GRADIENTS, phases, (self._last,))
 
-    def _phases(self, collective: str, size: float) -> list[Phase]:
-        """Among all ranks."""
-        if self._is_fused and self._work.is_covered:
+    def _phases(self, collective: str, size: float, *, fused_has_own: bool = True) -> list[Phase]:
+        """Among all ranks.
+
+        Args:
+            fused_has_own: Whether ``comm=fused`` has an exchange of its own for it, and does not call the library's.
+        """
+        if self._is_fused and self._work.is_covered and fused_has_own:
             return self._algorithms.phases(collective, self._topology, size)
         return self._library_phases(collective, self._topology, size)
 

@@ -32,7 +32,8 @@ from dlrm_fused.sharding.parallel import make_sharder
 from dlrm_fused.sharding.planning import planner_for
 from dlrm_fused.training.efficiency import bags_per_sample, bytes_on_the_wire, ids_per_sample, state_bytes
 
-_ID_BYTES = 8
+# Readers give ids and lengths of bags as int32.
+_ID_BYTES, _LENGTH_BYTES = 4, 4
 # Numbers that an optimizer keeps for each parameter.
 _STATES = {DenseOptimizerKind.sgd: 0, DenseOptimizerKind.adagrad: 1, DenseOptimizerKind.adam: 2}
 _DTYPES = {OutputDtype.fp32: torch.float32, OutputDtype.fp16: torch.float16, OutputDtype.bf16: torch.bfloat16}
@@ -46,7 +47,7 @@ class Workload:
         samples: Of a rank.
         dense: What follows the embeddings.
         group_ranks: Ranks that share the weights of layers, experts or a Transformer's blocks; 1 without such layers.
-        id_bytes: What an input dist sends.
+        id_bytes: What an input dist sends: ids and the lengths of bags, to each shard that needs them.
         lookup_bytes, update_bytes: Of rows, on the rank that has most of them.
         pooled_bytes, pooled_gradient_bytes: What the average rank sends of pooled embeddings and of their gradients.
         imbalance: What the rank that sends most of them sends, over the average; 1 for an even plan.
@@ -108,7 +109,7 @@ def workload(config: Config, schema: DatasetSchema, ranks: int, ranks_per_host: 
         samples=samples,
         dense=dense,
         group_ranks=group_ranks,
-        id_bytes=samples * _ID_BYTES * sum(ids_per_sample(config, schema).values()),
+        id_bytes=load.input_bytes * samples,
         lookup_bytes=load.rows_of_busiest * load.weight_bytes,
         update_bytes=load.rows_of_busiest * (2 * load.weight_bytes + state_bytes(config)),
         pooled_bytes=load.pooled_columns * samples * bytes_on_the_wire(embedding.forward_wire, output),
@@ -136,7 +137,11 @@ def _on_many_ranks(config: Config, schema: DatasetSchema, ranks: int, group_rank
 
 
 class _Load:
-    """How the plan spreads rows and columns. Attributes: as of :class:`Workload`; rows are counted in columns of weights."""
+    """How the plan spreads rows and columns.
+
+    Attributes: as of :class:`Workload`; rows are counted in columns of weights, ``input_bytes`` and ``pooled_columns`` are of a
+    sample.
+    """
 
     def __init__(self, config: Config, schema: DatasetSchema, plan: ShardingPlan, ranks: int) -> None:
         self.weight_bytes = 2 if config.embedding.dtype is TableDtype.fp16 else 4
@@ -145,11 +150,13 @@ class _Load:
         ids, bags = ids_per_sample(config, schema), bags_per_sample(schema)
         batch = max(ranks, config.training.global_batch_size)
         self.sharding_types: set[str] = set()
+        self.input_bytes = 0.0
         for name, sharding in _placed(plan):
             self.sharding_types.add(sharding.sharding_type)
             for piece in _pieces(sharding):
                 rows[piece.rank] += batch * ids[name] * piece.share_of_ids * piece.columns
                 columns[piece.rank] += piece.sent_columns * bags[name]
+                self.input_bytes += _ID_BYTES * ids[name] * piece.share_of_ids + _LENGTH_BYTES * bags[name]
         self.rows_of_busiest = max(rows.values(), default=0.0)
         self.pooled_columns = sum(columns.values())
         self.imbalance = max(columns.values()) * ranks / self.pooled_columns if columns else 1.0

@@ -179,7 +179,7 @@ class TestWorkload:
         work = workload(*of(DCNV2, *SMALL, "embedding.sharding=table_wise", "training.global_batch_size=64"), 2, 8, 40)
         assert work.samples == 32
         assert work.pooled_bytes == 32 * 4 * 32 * 2  # bf16
-        assert work.id_bytes == 32 * 4 * 2 * 8
+        assert work.id_bytes == 32 * 4 * (2 * 4 + 4)  # two ids and a length
         assert work.lookup_bytes == pytest.approx(64 * 2 * 2 * 32 * 4)  # two of four tables, two ids a bag
         assert work.imbalance == 1
 
@@ -200,6 +200,16 @@ class TestWorkload:
         )
         assert cut.pooled_bytes == 4 * whole.pooled_bytes
         assert cut.lookup_bytes == pytest.approx(whole.lookup_bytes)
+
+    def test_every_shard_of_columns_gets_the_ids_and_those_of_rows_their_own(self) -> None:
+        shards = ["embedding.shard_columns=8", "training.global_batch_size=32"]
+        whole, columns, rows = (
+            workload(*of(DCNV2, *SMALL, f"embedding.sharding={sharding}", *shards), 4, 8, 40).id_bytes
+            for sharding in ("table_wise", "column_wise", "row_wise")
+        )
+        lengths = 8 * 4 * 4  # of eight samples, four tables
+        assert columns == 4 * whole
+        assert rows == whole + 3 * lengths
 
     def test_grid_plans_are_not_covered_across_hosts(self) -> None:
         config, schema = of(DCNV2, *SMALL, "embedding.sharding=grid_shard", "comm=fused")
