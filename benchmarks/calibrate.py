@@ -5,14 +5,14 @@
 
 Half of the measurements are left out of the fit; ``held_out`` has the relative error of each of these. On a GPU, kernels are
 replayed from a CUDA graph, as the trainer replays its dense part; lookups and updates are FBGEMM's, of ids as often as in
-generated data. With ``--gbits-per-second`` gloo's collectives are measured too, between two network namespaces on such links;
-this needs root.
+generated data, and beside them those of ``comm=fused``. With several GPUs NCCL's collectives and the stores of kernels are
+measured on all of them, beside ``--nvlink-gb-per-second``. With ``--gbits-per-second`` gloo's collectives are measured, between
+two network namespaces on such links; this needs root.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import tempfile
 import time
@@ -30,10 +30,15 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
 from benchmarks.common.environment import describe_environment, device_name
 from benchmarks.common.results import add_report_arguments, write_results
 from benchmarks.scaleout import library_collectives
+from benchmarks.scaleout.nvlink import measure as measure_nvlink
 from dlrm_fused.config import Split, SyntheticConfig
 from dlrm_fused.datasets.synthetic import SyntheticDataset
+from dlrm_fused.ops.embedding_all_to_all import EmbeddingWorkspace, ExchangeLayout, LookupLayout, embedding_all_to_all
 from dlrm_fused.scaleout.dense_part import Kernel
 from dlrm_fused.scaleout.machine import Machine, as_json, fit_line
+from dlrm_fused.scaleout.scenario import NetworkSettings
+from dlrm_fused.sharding.fused_lookups import local_tables
+from dlrm_fused.symmetric import symmetric_group
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _ROUNDS = 7
@@ -50,21 +55,23 @@ def main() -> None:
     parser.add_argument(
         "--gbits-per-second", type=float, nargs="*", default=[], help="of links; none: all of a link is reached"
     )
+    parser.add_argument(
+        "--nvlink-gb-per-second", type=float, default=NetworkSettings().nvlink_gb_per_second, help="of a GPU, in one direction"
+    )
     options = parser.parse_args()
     device = torch.device(options.device)
     torch.backends.cuda.matmul.allow_tf32 = False
+    torch.set_num_threads(1)  # a rank on CPUs has a core
     scale = 1 if device.type == "cuda" else 64  # CPUs are so much slower
 
     launch = _elementwise(device, [4])[0][1]
-    # Sizes beyond the L2 cache of a GPU, and lookups that last longer than the host needs to launch them.
-    memory = _elementwise(device, [(2**28 if scale == 1 else 2**25) // 4 * quarters for quarters in range(4, 16)])
-    lookups, updates = _tables(device, [32, 48, 64, 96, 128, 192, 256], 65536 // scale, 10_000_000 // scale)
-    optimizer = _optimizer(device, [(2**26 // scale) * eighths // 8 for eighths in range(2, 10)])
-    lines = {"memory": memory, "lookup": lookups, "update": updates, "optimizer": optimizer}
+    lines = _lines(device, scale)
+    nvlink = measure_nvlink(gpus, options.nvlink_gb_per_second * 1e9) if (gpus := torch.cuda.device_count()) > 1 else {}
+    on_links = {"links": library_collectives.measure(options.gbits_per_second), "NVLink": nvlink}
+    for link, points_of in on_links.items():
+        lines |= {f"{name} on {link}": points for name, points in points_of.items()}
     fits = {name: fit_line(*zip(*_fitted(points), strict=True)) for name, points in lines.items()}
     held_out = {name: _errors(_left_out(points), *fits[name]) for name, points in lines.items()}
-    collectives = library_collectives.measure(options.gbits_per_second)
-    on_links = {name: fit_line(*zip(*_fitted(points), strict=True)) for name, points in collectives.items()}
 
     # Not in bf16 on CPUs, many of which emulate it.
     dtypes = _DTYPES if device.type == "cuda" else {"fp32": torch.float32}
@@ -80,17 +87,18 @@ def main() -> None:
         update=fits["update"][1],
         optimizer=fits["optimizer"][1],
         collective=_collective(device),
-        link_shares={name: min(1.0, share) for name, (_, share) in on_links.items()},
+        link_shares={name: min(1.0, fits[f"{name} on links"][1]) for name in on_links["links"]},
+        nvlink_shares={name: min(1.0, fits[f"{name} on NVLink"][1]) for name in on_links["NVLink"]},
+        fused_speeds={
+            name: fits[f"fused {name}"][1] / fits[name][1] for name in ("lookup", "update") if f"fused {name}" in fits
+        },
     )
-    for name, points in collectives.items():
-        held_out[f"{name} on links"] = _errors(_left_out(points), *on_links[name])
     for name, measured in products.items():
         held_out[f"products {name}"] = [machine.seconds(kernel, name) / seconds - 1 for kernel, seconds in _left_out(measured)]
     report = {
         **describe_environment([device_name(device)], options.commit),
         "measured": {
             **{name: [list(point) for point in points] for name, points in lines.items()},
-            **{f"{name} on links": [list(point) for point in points] for name, points in collectives.items()},
             **{
                 f"products {name}": [[kernel.flops, kernel.bytes, seconds] for kernel, seconds in measured]
                 for name, measured in products.items()
@@ -102,6 +110,18 @@ def main() -> None:
     write_results(options.output, report)
     for name, errors in held_out.items():
         print(f"{name}: median error on held-out sizes {100 * statistics.median(map(abs, errors)):.1f}%")
+
+
+def _lines(device: torch.device, scale: int) -> dict[str, Points]:
+    """What takes a fixed time and one by its bytes."""
+    # Sizes beyond the L2 cache of a GPU, and lookups that last longer than the host needs to launch them.
+    tables = partial(_tables, device, [32, 48, 64, 96, 128, 192, 256], 65536 // scale, 10_000_000 // scale)
+    lines = {"memory": _elementwise(device, [(2**28 if scale == 1 else 2**25) // 4 * quarters for quarters in range(4, 16)])}
+    lines["lookup"], lines["update"] = tables(FbgemmTable)
+    if device.type == "cuda":
+        lines["fused lookup"], lines["fused update"] = tables(FusedTable)
+    lines["optimizer"] = _optimizer(device, [(2**26 // scale) * eighths // 8 for eighths in range(2, 10)])
+    return lines
 
 
 def _fitted(points: Sequence[Point]) -> list[Point]:
@@ -152,18 +172,44 @@ def _products(device: torch.device, dtype: torch.dtype, scale: int) -> list[tupl
     return measured
 
 
-def _tables(device: torch.device, poolings: Sequence[int], samples: int, rows: int, dim: int = 128) -> tuple[Points, Points]:
+class FbgemmTable:
+    """A table, as FBGEMM looks it up."""
+
+    def __init__(self, device: torch.device, rows: int, dim: int) -> None:
+        is_gpu = device.type == "cuda"
+        place = EmbeddingLocation.DEVICE if is_gpu else EmbeddingLocation.HOST
+        self.fbgemm = SplitTableBatchedEmbeddingBagsCodegen(
+            [(rows, dim, place, ComputeDevice.CUDA if is_gpu else ComputeDevice.CPU)],
+            optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+            learning_rate=0.01,
+        ).to(device)
+
+    def __call__(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        pooled: torch.Tensor = self.fbgemm(ids, offsets)
+        return pooled
+
+
+class FusedTable(FbgemmTable):
+    """The same table, as ``comm=fused`` looks it up, on a rank alone."""
+
+    def __init__(self, device: torch.device, rows: int, dim: int) -> None:
+        super().__init__(device, rows, dim)
+        layout = ExchangeLayout(((LookupLayout((0,), (dim,), False),),), dim)
+        self._workspace = EmbeddingWorkspace(symmetric_group(device=device), layout, name="calibration")
+        self._workspace.attach_tables([local_tables(self.fbgemm)])
+
+    def __call__(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return embedding_all_to_all(self._workspace, [ids], [offsets], [], [offsets.numel() - 1])
+
+
+def _tables(
+    device: torch.device, poolings: Sequence[int], samples: int, rows: int, make: type[FbgemmTable], dim: int = 128
+) -> tuple[Points, Points]:
     """Bytes of rows read by a lookup; read and written by its backward pass with rowwise Adagrad.
 
     Popular ids, whose rows are in caches, occur as often as in generated data (``data.synthetic.zipf_exponent``).
     """
-    is_gpu = device.type == "cuda"
-    place = EmbeddingLocation.DEVICE if is_gpu else EmbeddingLocation.HOST
-    table = SplitTableBatchedEmbeddingBagsCodegen(
-        [(rows, dim, place, ComputeDevice.CUDA if is_gpu else ComputeDevice.CPU)],
-        optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-        learning_rate=0.01,
-    ).to(device)
+    table = make(device, rows, dim)
     lookups, updates = [], []
     for pooling in poolings:
         ids = _ids(rows, samples, pooling).to(device)
@@ -247,5 +293,4 @@ def _graph(function: Callable[[], object], calls: int) -> Callable[[], object]:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     main()

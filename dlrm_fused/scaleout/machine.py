@@ -35,8 +35,12 @@ class Machine:
         update: Bandwidth of embedding rows that are read and written by the fused optimizer.
         optimizer: Bandwidth of the dense optimizer, reading and writing.
         collective: Seconds that a collective of no bytes takes on one rank's stream.
-        link_shares: Share of a link's rate that a collective of the library reaches, by its name; those that were not measured
-            reach all of it. gloo's All-to-All of two ranks reaches half, since it sends in one direction after the other.
+        link_shares: Share of a link's rate between hosts that a collective of the library reaches, by its name; those that were
+            not measured reach all of it. gloo's All-to-All of two ranks reaches half, since it sends in one direction after
+            the other.
+        nvlink_shares: The same within a host of GPUs; ``stores`` are those of the kernels of ``comm=fused``.
+        fused_speeds: How many times as fast as FBGEMM's the ``lookup`` and the ``update`` of ``comm=fused`` are; 1 if not
+            measured.
     """
 
     name: str
@@ -49,6 +53,17 @@ class Machine:
     optimizer: float
     collective: float
     link_shares: Mapping[str, float] = field(default_factory=dict)
+    nvlink_shares: Mapping[str, float] = field(default_factory=dict)
+    fused_speeds: Mapping[str, float] = field(default_factory=dict)
+
+    def share(self, sender: str, link: str) -> float:
+        """Of the rate of a link that a collective of the library, or ``stores``, reach.
+
+        Args:
+            link: Its name in :attr:`Topology.links <dlrm_fused.scaleout.topologies.Topology.links>`.
+        """
+        shares = self.nvlink_shares if link.startswith("nvlink") else self.link_shares
+        return shares.get(sender, 1.0)
 
     def seconds(self, kernel: Kernel, dtype: str) -> float:
         compute = 0.0
@@ -83,7 +98,7 @@ def read(path: Path) -> Machine:
         raise ConfigError(f"machine={path}: expected {', '.join(sorted(wanted))} under machine; measure again")
     machine = Machine(**found)
     rates = [machine.memory, machine.lookup, machine.update, machine.optimizer, *machine.products.values()]
-    rates += machine.link_shares.values()
+    rates += [*machine.link_shares.values(), *machine.nvlink_shares.values(), *machine.fused_speeds.values()]
     times = [machine.launch, machine.collective, *machine.half_products.values()]
     if not all(math.isfinite(value) and value > 0 for value in rates) or not all(0 <= value < math.inf for value in times):
         raise ConfigError(f"machine={path}: rates must be above 0 and times not below it; measure again")

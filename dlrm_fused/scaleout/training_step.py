@@ -3,13 +3,13 @@
 While a batch is trained, the ids of the next one are exchanged. ``comm=baseline``: lookup, All-to-All, dense part, forward and
 backward, All-to-All of gradients, update of tables; an AllReduce of dense gradients runs beside the last two. ``comm=fused``:
 lookup and exchange are one kernel, which sends each slice of pooled embeddings when it is computed, and so are the products of
-experts and tensor-parallel layers with their exchanges. The library's collectives reach the share of a link that was measured
-(``Machine.link_shares``), while the exchanges that ``comm=fused`` has of its own fill it.
+experts and tensor-parallel layers with their exchanges. The library's collectives, and fused kernels' stores within a host,
+reach the share of a link that was measured (``Machine.share``); between hosts ``comm=fused`` fills it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from dlrm_fused.scaleout.collectives import Phase, algorithms_of
@@ -96,17 +96,17 @@ class _Step:
         ready = self._last
         exchange = _uneven(self._phases("all_to_all", work.pooled_gradient_bytes), work.imbalance, "in")
         yield from self._exchange("gradients of embeddings", EMBEDDINGS, exchange, (ready,))
-        update = machine.launch + work.update_bytes / machine.update
+        update = machine.launch + work.update_bytes / (machine.update * self._speed("update"))
         yield Task("update of tables", MAIN, Compute(update), ("gradients of embeddings",))
         optimizer = machine.launch + work.parameter_bytes / machine.optimizer
         yield Task("dense optimizer", MAIN, Compute(optimizer), self._last_gradients)
 
     def _lookup(self) -> Iterator[Task]:
         work = self._work
-        lookup = self._machine.launch + work.lookup_bytes / self._machine.lookup
+        lookup = self._machine.launch + work.lookup_bytes / (self._machine.lookup * self._speed("lookup"))
         if self._is_fused and work.is_covered:
             direct = [Phase(self._topology.all_pairs(), work.pooled_bytes / self._topology.ranks)]
-            (pairs,) = _uneven(direct, work.imbalance, "out")
+            (pairs,) = _uneven(self._sent_by("stores", direct), work.imbalance, "out")
             sent = ComputeAndSend(lookup, pairs.flows, pairs.bytes_each, self._algorithms.slices)
             yield Task(LOOKUP_AND_POOLED, MAIN, sent)
             self._last = LOOKUP_AND_POOLED
@@ -115,6 +115,10 @@ class _Step:
             exchange = _uneven(self._phases("all_to_all", work.pooled_bytes), work.imbalance, "out")
             yield from self._exchange(POOLED, EMBEDDINGS, exchange, (LOOKUP,))
             self._last = POOLED
+
+    def _speed(self, kernel: str) -> float:
+        """Over that of FBGEMM."""
+        return self._machine.fused_speeds.get(kernel, 1.0) if self._is_fused and self._work.is_covered else 1.0
 
     def _pass(self, part: str, pieces: Sequence[Kernel | Exchange], gradients: Sequence[Gradient] = ()) -> Iterator[Task]:
         """AllReduces of dense gradients start when these are there."""
@@ -144,8 +148,9 @@ class _Step:
                 # An AllReduce sends parts to be summed, and sums.
                 messages = 2 if exchange.collective == "all_reduce" else 1
                 each = messages * exchange.bytes / exchange.ranks
+                (pairs,) = self._sent_by("stores", [Phase(group.all_pairs(), each)])
                 seconds = self._machine.seconds(kernel, self._dtype)
-                yield Task(name, MAIN, ComputeAndSend(seconds, group.all_pairs(), each, self._algorithms.slices), after)
+                yield Task(name, MAIN, ComputeAndSend(seconds, pairs.flows, pairs.bytes_each, self._algorithms.slices), after)
 
     def _bucket(self, bucket: Gradient) -> Iterator[Task]:
         # Between hosts of CPUs it sends what is summed within hosts; GPUs leave this to NCCL.
@@ -159,12 +164,15 @@ class _Step:
             fused_has_own: Whether ``comm=fused`` has an exchange of its own for it, and does not call the library's.
         """
         if self._is_fused and self._work.is_covered and fused_has_own:
-            return self._algorithms.phases(collective, self._topology, size)
+            return self._sent_by("stores", self._algorithms.phases(collective, self._topology, size))
         return self._library_phases(collective, self._topology, size)
 
     def _library_phases(self, collective: str, topology: Topology, size: float) -> list[Phase]:
-        """Those that take as long at the link's rate as the bytes do at the share of it that the library reaches."""
-        return self._algorithms.phases(collective, topology, size / self._machine.link_shares.get(collective, 1.0))
+        return self._sent_by(collective, self._algorithms.phases(collective, topology, size))
+
+    def _sent_by(self, sender: str, phases: Sequence[Phase]) -> list[Phase]:
+        """At the share of each link's rate that the sender reaches: as if so much more crossed it."""
+        return _crossing(phases, lambda link: 1 / self._machine.share(sender, link))
 
     def _exchange(self, name: str, stream: str, phases: Sequence[Phase], after: tuple[str, ...] = ()) -> Iterator[Task]:
         if stream == GRADIENTS:
@@ -202,17 +210,16 @@ def _uneven(phases: Sequence[Phase], imbalance: float, direction: str) -> list[P
     The other end of each flow has its average, since every rank sends to, or receives from, all others.
     """
     other = {"out": " in", "in": " out"}[direction]
+    return _crossing(phases, lambda link: 1 if link.endswith(other) or link == "spine" else imbalance)
+
+
+def _crossing(phases: Sequence[Phase], factor: Callable[[str], float]) -> list[Phase]:
+    """With so many times as many bytes on a link, by its name."""
     return [
         replace(
             phase,
             flows=[
-                replace(
-                    flows,
-                    crossings={
-                        name: share if name.endswith(other) or name == "spine" else share * imbalance
-                        for name, share in flows.crossings.items()
-                    },
-                )
+                replace(flows, crossings={link: share * factor(link) for link, share in flows.crossings.items()})
                 for flows in phase.flows
             ],
         )

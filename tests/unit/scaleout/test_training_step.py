@@ -26,7 +26,7 @@ from dlrm_fused.scaleout.fused_dense import SendingKernel, fused
 from dlrm_fused.scaleout.machine import Machine, fit_line, read
 from dlrm_fused.scaleout.scenario import load_scenario
 from dlrm_fused.scaleout.step import simulate
-from dlrm_fused.scaleout.topologies import Switch
+from dlrm_fused.scaleout.topologies import Cluster, Switch
 from dlrm_fused.scaleout.training_step import Algorithms, embedding_seconds, tasks_of_step
 from dlrm_fused.scaleout.workload import Workload, workload
 
@@ -160,10 +160,16 @@ class TestMachine:
 
     def test_a_calibration_without_a_network_is_read_and_one_with_an_unknown_rate_is_refused(self, tmp_path: Path) -> None:
         path, written = tmp_path / "machine.json", asdict(MACHINE)
-        del written["link_shares"]
+        for key in ("link_shares", "nvlink_shares", "fused_speeds"):
+            del written[key]
         path.write_text(json.dumps({"machine": written}))
         assert read(path) == MACHINE
-        for wrong in ({"link_share": {}}, {"link_shares": {"all_to_all": 0}}, {"launch": -1}):
+        for wrong in (
+            {"link_share": {}},
+            {"link_shares": {"all_to_all": 0}},
+            {"nvlink_shares": {"stores": -1}},
+            {"launch": -1},
+        ):
             path.write_text(json.dumps({"machine": {**written, **wrong}}))
             with pytest.raises(ConfigError, match="measure again"):
                 read(path)
@@ -266,6 +272,31 @@ class TestStep:
         assert embedding_seconds(shared) - embedding_seconds(whole) == pytest.approx(exchange, rel=0.01)
         assert shared.seconds - whole.seconds == pytest.approx(2 * exchange, rel=0.01)
         assert fused_shared.seconds == fused_whole.seconds
+
+    def test_within_a_host_of_gpus_collectives_and_stores_reach_their_share_of_nvlink(self) -> None:
+        host = Cluster(hosts=1, ranks_per_host=8, nvlink=1e11, nic=1e10, nvlink_latency=1e-6, nic_latency=1e-5)
+        of_nccl, of_stores = (replace(MACHINE, nvlink_shares={name: 0.5}) for name in ("all_to_all", "stores"))
+        exchange = 7 / 8 * 1e8 / 1e11
+        for is_fused, slower, alike in ((False, of_nccl, of_stores), (True, of_stores, of_nccl)):
+            seconds = [
+                simulate(tasks_of_step(self.WORK, machine, host, Algorithms(), "bf16", is_fused=is_fused), host).seconds
+                for machine in (MACHINE, slower, alike)
+            ]
+            assert seconds[1] - seconds[0] == pytest.approx(2 * exchange, rel=0.02)
+            assert seconds[2] == seconds[0]
+
+    def test_fused_lookups_and_updates_run_at_their_own_speed(self) -> None:
+        faster = replace(MACHINE, fused_speeds={"lookup": 2, "update": 4})
+        alone = Switch(1, 1e11, 1e-6)
+        seconds = {
+            is_fused: [
+                simulate(tasks_of_step(self.WORK, machine, alone, Algorithms(), "bf16", is_fused=is_fused), alone).seconds
+                for machine in (MACHINE, faster)
+            ]
+            for is_fused in (False, True)
+        }
+        assert seconds[True][0] - seconds[True][1] == pytest.approx(1e9 / 2e12 / 2 + 2e9 / 1e12 * 3 / 4)
+        assert seconds[False][0] == seconds[False][1]
 
     def test_the_embedding_stage_lasts_from_the_lookup_until_pooled_embeddings_are_there(self) -> None:
         network = Switch(16, 1e11, 1e-6)
