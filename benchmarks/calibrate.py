@@ -31,17 +31,19 @@ from benchmarks.common.environment import describe_environment, device_name
 from benchmarks.common.results import add_report_arguments, write_results
 from benchmarks.scaleout import library_collectives
 from benchmarks.scaleout.nvlink import measure as measure_nvlink
+from dlrm_fused.compat.fbgemm import kernel_inputs
 from dlrm_fused.config import Split, SyntheticConfig
 from dlrm_fused.datasets.synthetic import SyntheticDataset
 from dlrm_fused.ops.embedding_all_to_all import EmbeddingWorkspace, ExchangeLayout, LookupLayout, embedding_all_to_all
 from dlrm_fused.scaleout.dense_part import Kernel
 from dlrm_fused.scaleout.machine import Machine, as_json, fit_line
-from dlrm_fused.scaleout.scenario import NetworkSettings
 from dlrm_fused.sharding.fused_lookups import local_tables
 from dlrm_fused.symmetric import symmetric_group
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _ROUNDS = 7
+_TABLES = 8  # of a rank
+_MOST_CYCLES_PER_SECOND = 2e9  # of today's GPUs
 
 Point = TypeVar("Point")
 # Work (operations or bytes) and seconds.
@@ -55,9 +57,7 @@ def main() -> None:
     parser.add_argument(
         "--gbits-per-second", type=float, nargs="*", default=[], help="of links; none: all of a link is reached"
     )
-    parser.add_argument(
-        "--nvlink-gb-per-second", type=float, default=NetworkSettings().nvlink_gb_per_second, help="of a GPU, in one direction"
-    )
+    parser.add_argument("--nvlink-gb-per-second", type=float, default=450, help="of a GPU, in one direction")
     options = parser.parse_args()
     device = torch.device(options.device)
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -67,7 +67,8 @@ def main() -> None:
     launch = _elementwise(device, [4])[0][1]
     lines = _lines(device, scale)
     nvlink = measure_nvlink(gpus, options.nvlink_gb_per_second * 1e9) if (gpus := torch.cuda.device_count()) > 1 else {}
-    on_links = {"links": library_collectives.measure(options.gbits_per_second), "NVLink": nvlink}
+    links = library_collectives.measure(options.gbits_per_second) if options.gbits_per_second else {}
+    on_links = {"links": links, "NVLink": nvlink}
     for link, points_of in on_links.items():
         lines |= {f"{name} on {link}": points for name, points in points_of.items()}
     fits = {name: fit_line(*zip(*_fitted(points), strict=True)) for name, points in lines.items()}
@@ -114,12 +115,12 @@ def main() -> None:
 
 def _lines(device: torch.device, scale: int) -> dict[str, Points]:
     """What takes a fixed time and one by its bytes."""
-    # Sizes beyond the L2 cache of a GPU, and lookups that last longer than the host needs to launch them.
-    tables = partial(_tables, device, [32, 48, 64, 96, 128, 192, 256], 65536 // scale, 10_000_000 // scale)
+    # Sizes beyond the L2 cache of a GPU.
+    tables = partial(_tables, device, [4, 6, 8, 12, 16, 24, 32], 65536 // scale, 10_000_000 // scale // _TABLES)
     lines = {"memory": _elementwise(device, [(2**28 if scale == 1 else 2**25) // 4 * quarters for quarters in range(4, 16)])}
-    lines["lookup"], lines["update"] = tables(FbgemmTable)
+    lines["lookup"], lines["update"] = tables(FbgemmTables)
     if device.type == "cuda":
-        lines["fused lookup"], lines["fused update"] = tables(FusedTable)
+        lines["fused lookup"], lines["fused update"] = tables(FusedTables)
     lines["optimizer"] = _optimizer(device, [(2**26 // scale) * eighths // 8 for eighths in range(2, 10)])
     return lines
 
@@ -172,14 +173,14 @@ def _products(device: torch.device, dtype: torch.dtype, scale: int) -> list[tupl
     return measured
 
 
-class FbgemmTable:
-    """A table, as FBGEMM looks it up."""
+class FbgemmTables:
+    """Tables of one rank, as FBGEMM looks them up."""
 
     def __init__(self, device: torch.device, rows: int, dim: int) -> None:
         is_gpu = device.type == "cuda"
         place = EmbeddingLocation.DEVICE if is_gpu else EmbeddingLocation.HOST
         self.fbgemm = SplitTableBatchedEmbeddingBagsCodegen(
-            [(rows, dim, place, ComputeDevice.CUDA if is_gpu else ComputeDevice.CPU)],
+            [(rows, dim, place, ComputeDevice.CUDA if is_gpu else ComputeDevice.CPU)] * _TABLES,
             optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
             learning_rate=0.01,
         ).to(device)
@@ -189,48 +190,50 @@ class FbgemmTable:
         return pooled
 
 
-class FusedTable(FbgemmTable):
-    """The same table, as ``comm=fused`` looks it up, on a rank alone."""
+class FusedTables(FbgemmTables):
+    """The same tables, as ``comm=fused`` looks them up, on a rank alone."""
 
     def __init__(self, device: torch.device, rows: int, dim: int) -> None:
         super().__init__(device, rows, dim)
-        layout = ExchangeLayout(((LookupLayout((0,), (dim,), False),),), dim)
+        lookup = LookupLayout(tuple(range(0, _TABLES * dim, dim)), (dim,) * _TABLES, False)
+        layout = ExchangeLayout(((lookup,),), _TABLES * dim)
         self._workspace = EmbeddingWorkspace(symmetric_group(device=device), layout, name="calibration")
         self._workspace.attach_tables([local_tables(self.fbgemm)])
 
     def __call__(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        return embedding_all_to_all(self._workspace, [ids], [offsets], [], [offsets.numel() - 1])
+        samples = (offsets.numel() - 1) // _TABLES
+        ids, offsets, _ = kernel_inputs(self.fbgemm, ids, offsets, None, checks_bounds=True)
+        return embedding_all_to_all(self._workspace, [ids], [offsets], [], [samples])
 
 
 def _tables(
-    device: torch.device, poolings: Sequence[int], samples: int, rows: int, make: type[FbgemmTable], dim: int = 128
+    device: torch.device, poolings: Sequence[int], samples: int, rows: int, make: type[FbgemmTables], dim: int = 128
 ) -> tuple[Points, Points]:
     """Bytes of rows read by a lookup; read and written by its backward pass with rowwise Adagrad.
 
     Popular ids, whose rows are in caches, occur as often as in generated data (``data.synthetic.zipf_exponent``).
     """
-    table = make(device, rows, dim)
+    tables = make(device, rows, dim)
     lookups, updates = [], []
     for pooling in poolings:
         ids = _ids(rows, samples, pooling).to(device)
-        offsets = torch.arange(0, samples * pooling + 1, pooling, device=device)
-        pooled = table(ids, offsets)
-        gradient = torch.ones_like(pooled)
-        bytes_read = 4.0 * dim * samples * pooling
-        lookups.append((bytes_read, _seconds(device, partial(table, ids, offsets), captured=False)))
+        offsets = torch.arange(0, ids.numel() + 1, pooling, device=device, dtype=ids.dtype)
+        gradient = torch.ones_like(tables(ids, offsets))
+        bytes_read = 4.0 * dim * ids.numel()
+        lookups.append((bytes_read, _seconds(device, partial(tables, ids, offsets), captured=False)))
 
         def both(ids: torch.Tensor = ids, offsets: torch.Tensor = offsets, gradient: torch.Tensor = gradient) -> None:
-            table(ids, offsets).backward(gradient)
+            tables(ids, offsets).backward(gradient)
 
         updates.append((2 * bytes_read, max(1e-9, _seconds(device, both, captured=False) - lookups[-1][1])))
     return lookups, updates
 
 
 def _ids(rows: int, samples: int, pooling: int) -> torch.Tensor:
-    """[samples * pooling] int64, of one table."""
-    settings = SyntheticConfig(tables=1, rows=[rows], pooling=[pooling])
+    """[tables * samples * pooling] int32, table after table."""
+    settings = SyntheticConfig(tables=_TABLES, rows=[rows], pooling=[pooling])
     dataset = SyntheticDataset(settings, seed=0, device=torch.device("cpu"))
-    return dataset.read(Split.train, torch.arange(samples)).sparse.values().long()
+    return dataset.read(Split.train, torch.arange(samples)).sparse.values()
 
 
 def _optimizer(device: torch.device, sizes: Sequence[int]) -> Points:
@@ -251,23 +254,32 @@ def _collective(device: torch.device) -> float:
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1)
         number = torch.ones(1, device=device)
-        seconds = _seconds(device, lambda: dist.all_reduce(number), captured=False)
+        seconds = _seconds(device, lambda: dist.all_reduce(number), captured=False, launched_ahead=False)
         dist.destroy_process_group()
     return seconds
 
 
-def _seconds(device: torch.device, function: Callable[[], object], *, captured: bool = True, calls: int = 20) -> float:
-    """Of one call, the median of several rounds after a warm-up."""
+def _seconds(
+    device: torch.device, function: Callable[[], object], *, captured: bool = True, launched_ahead: bool = True
+) -> float:
+    """Of one call, the median of several rounds after a warm-up.
+
+    Args:
+        captured: on a GPU, calls are replayed from a CUDA graph.
+        launched_ahead: of other calls, whether the GPU begins when all are launched, so that the host's time is left out.
+    """
     for _ in range(3):
         function()
     if device.type != "cuda":
-        calls = 3
-        return statistics.median(_wall_seconds(function, calls) for _ in range(_ROUNDS))
+        return statistics.median(_wall_seconds(function, 3) for _ in range(_ROUNDS))
+    calls = 20
     run = _graph(function, calls) if captured else (lambda: [function() for _ in range(calls)])
-    run()
+    torch.cuda.synchronize()
+    launches = _wall_seconds(run, 1) if launched_ahead and not captured else 0.0
     times = []
     for _ in range(_ROUNDS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(int(2 * launches * _MOST_CYCLES_PER_SECOND))
         start.record()
         run()
         end.record()
