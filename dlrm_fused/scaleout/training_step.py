@@ -23,6 +23,8 @@ from dlrm_fused.scaleout.workload import Workload
 
 HOST, MAIN, IDS, EMBEDDINGS, GRADIENTS = "host", "main", "input dist", "All-to-All", "AllReduce"
 LOOKUP, POOLED, LOOKUP_AND_POOLED = "lookup", "pooled embeddings", "lookup and All-to-All"
+# What comes from ranks is joined, and brought to the order of features; gradients go the same way back, and are divided.
+_COPIES = {"forward": 2, "backward": 4}
 _BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's
 
 
@@ -94,6 +96,9 @@ class _Step:
         yield from self._pass("backward", work.dense.backward, work.dense.gradients)
 
         ready = self._last
+        if not (self._is_fused and work.is_covered):
+            ready = "copies of gradients"
+            yield Task(ready, MAIN, Compute(self._copies("backward", work.pooled_gradient_bytes)), (self._last,))
         exchange = _uneven(self._phases("all_to_all", work.pooled_gradient_bytes), work.imbalance, "in")
         yield from self._exchange("gradients of embeddings", EMBEDDINGS, exchange, (ready,))
         update = machine.launch + work.update_bytes / (machine.update * self._speed("update"))
@@ -113,8 +118,16 @@ class _Step:
         else:
             yield Task(LOOKUP, MAIN, Compute(lookup))
             exchange = _uneven(self._phases("all_to_all", work.pooled_bytes), work.imbalance, "out")
-            yield from self._exchange(POOLED, EMBEDDINGS, exchange, (LOOKUP,))
+            yield from self._exchange("exchange of pooled embeddings", EMBEDDINGS, exchange, (LOOKUP,))
+            copies = self._copies("forward", work.pooled_bytes)
+            yield Task(POOLED, MAIN, Compute(copies), ("exchange of pooled embeddings",))
             self._last = POOLED
+
+    def _copies(self, part: str, size: float) -> float:
+        """Seconds in which TorchRec's path copies pooled embeddings, or gradients of them, around their exchange."""
+        if self._topology.ranks == 1:
+            return 0.0
+        return _COPIES[part] * (self._machine.launch + 2 * size / self._machine.memory)
 
     def _speed(self, kernel: str) -> float:
         """Over that of FBGEMM."""

@@ -1,0 +1,101 @@
+"""Lookups and updates of a config's tables on one rank alone: FBGEMM's, and those of ``comm=fused``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
+from torch import Tensor
+
+from benchmarks.scaleout.device_time import seconds_of
+from dlrm_fused.compat.fbgemm import kernel_inputs
+from dlrm_fused.config import Config, Split
+from dlrm_fused.datasets import open_dataset
+from dlrm_fused.ops.embedding_all_to_all import EmbeddingWorkspace, ExchangeLayout, LookupLayout, embedding_all_to_all
+from dlrm_fused.sharding.fused_lookups import local_tables
+from dlrm_fused.sharding.output_dtype import pooled_dtype
+from dlrm_fused.symmetric import symmetric_group
+
+_BYTES = 4  # of an element
+
+
+class FbgemmTables:
+    """As FBGEMM looks them up.
+
+    Args:
+        rows: of each table.
+        dim: columns of all tables, in fp32.
+        output: dtype of pooled embeddings.
+    """
+
+    def __init__(self, device: torch.device, rows: Sequence[int], dim: int, output: SparseType) -> None:
+        is_gpu = device.type == "cuda"
+        place = EmbeddingLocation.DEVICE if is_gpu else EmbeddingLocation.HOST
+        self.fbgemm = SplitTableBatchedEmbeddingBagsCodegen(
+            [(own, dim, place, ComputeDevice.CUDA if is_gpu else ComputeDevice.CPU) for own in rows],
+            optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+            learning_rate=0.01,
+            output_dtype=output,
+        ).to(device)
+
+    def __call__(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        """
+        Args:
+            ids: int32, of one table after the other.
+            offsets: [tables * samples + 1] int32, where the bags begin.
+
+        Returns:
+            [samples, tables * dim].
+        """
+        pooled: Tensor = self.fbgemm(ids, offsets)
+        return pooled
+
+
+class FusedTables(FbgemmTables):
+    """The same tables, as ``comm=fused`` looks them up."""
+
+    def __init__(self, device: torch.device, rows: Sequence[int], dim: int, output: SparseType) -> None:
+        super().__init__(device, rows, dim, output)
+        self._tables = len(rows)
+        lookup = LookupLayout(tuple(range(0, self._tables * dim, dim)), (dim,) * self._tables, False)
+        self._workspace = EmbeddingWorkspace(
+            symmetric_group(device=device),
+            ExchangeLayout(((lookup,),), self._tables * dim),
+            name="calibration",
+            output_dtype=output.as_dtype(),
+        )
+        self._workspace.attach_tables([local_tables(self.fbgemm)])
+
+    def __call__(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        ids, offsets, _ = kernel_inputs(self.fbgemm, ids, offsets, None, checks_bounds=True)
+        return embedding_all_to_all(self._workspace, [ids], [offsets], [], [(offsets.numel() - 1) // self._tables])
+
+
+def measure(
+    config: Config, device: torch.device, batches: Sequence[int], make: type[FbgemmTables]
+) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """Of each batch, the bytes of rows that a lookup reads, and its seconds; the bytes that the backward pass with rowwise
+    Adagrad reads and writes, and its seconds.
+
+    Popular ids, whose rows are in caches, occur as often as in the config's data.
+    """
+    dataset = open_dataset(config, torch.device("cpu"))
+    rows = [table.rows for table in dataset.schema.tables]
+    tables = make(device, rows, config.embedding.dim, SparseType(pooled_dtype(config, device).name))
+    lookups, updates = [], []
+    for samples in batches:
+        features = dataset.read(Split.train, torch.arange(samples)).sparse.to(device)
+        ids, offsets = features.values(), features.offsets()
+        gradient = torch.ones_like(tables(ids, offsets))
+        bytes_read = float(_BYTES * config.embedding.dim * ids.numel())
+        lookups.append((bytes_read, seconds_of(device, partial(tables, ids, offsets), captured=False)))
+
+        def both(ids: Tensor = ids, offsets: Tensor = offsets, gradient: Tensor = gradient) -> None:
+            tables(ids, offsets).backward(gradient)
+
+        updates.append((2 * bytes_read, max(1e-9, seconds_of(device, both, captured=False) - lookups[-1][1])))
+    return lookups, updates
