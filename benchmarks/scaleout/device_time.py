@@ -5,10 +5,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 import torch
 
-_ROUNDS = 7
+T = TypeVar("T")
+
+_WARMUPS, _ROUNDS = 3, 7
+_LONGEST_LAUNCHES = 0.02  # seconds of the host, for one call
 _MOST_CYCLES_PER_SECOND = 2e9  # of today's GPUs
 
 
@@ -21,7 +26,7 @@ def seconds_of(
         captured: on a GPU, calls are replayed from a CUDA graph.
         launched_ahead: of other calls, whether the GPU begins when all are launched, so that the host's time is left out.
     """
-    for _ in range(3):
+    for _ in range(_WARMUPS):
         function()
     if device.type != "cuda":
         return statistics.median(_wall_seconds(function, 3) for _ in range(_ROUNDS))
@@ -29,16 +34,31 @@ def seconds_of(
     run = _graph(function, calls) if captured else (lambda: [function() for _ in range(calls)])
     torch.cuda.synchronize()
     launches = _wall_seconds(run, 1) if launched_ahead and not captured else 0.0
+    return statistics.median(_device_seconds(run, 2 * launches) for _ in range(_ROUNDS)) / calls
+
+
+def seconds_after(device: torch.device, prepare: Callable[[], T], function: Callable[[T], object]) -> float:
+    """Of one call with what ``prepare`` gives and has ended with, the median of several rounds after a warm-up."""
     times = []
-    for _ in range(_ROUNDS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(int(2 * launches * _MOST_CYCLES_PER_SECOND))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / calls)
-    return statistics.median(times)
+    for _ in range(_WARMUPS + _ROUNDS):
+        prepared = prepare()
+        if device.type != "cuda":
+            times.append(_wall_seconds(partial(function, prepared), 1))
+            continue
+        torch.cuda.synchronize()
+        times.append(_device_seconds(partial(function, prepared), _LONGEST_LAUNCHES))
+    return statistics.median(times[_WARMUPS:])
+
+
+def _device_seconds(run: Callable[[], object], launches: float) -> float:
+    """By the GPU, which begins when the host has launched all, in so many seconds."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(int(launches * _MOST_CYCLES_PER_SECOND))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
 
 
 def _wall_seconds(function: Callable[[], object], calls: int) -> float:
