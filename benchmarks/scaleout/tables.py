@@ -67,6 +67,8 @@ class FusedTables(FbgemmTables):
             ExchangeLayout(((lookup,),), self._tables * dim),
             name="calibration",
             output_dtype=output.as_dtype(),
+            forward_wire=output.as_dtype(),
+            backward_wire=output.as_dtype(),
         )
         self._workspace.attach_tables([local_tables(self.fbgemm)])
 
