@@ -18,6 +18,7 @@ from dlrm_fused.datasets import open_dataset
 from dlrm_fused.ops.embedding_all_to_all import EmbeddingWorkspace, ExchangeLayout, LookupLayout, embedding_all_to_all
 from dlrm_fused.sharding.fused_lookups import local_tables
 from dlrm_fused.sharding.output_dtype import pooled_dtype
+from dlrm_fused.sharding.parallel import FBGEMM_OPTIMIZERS
 from dlrm_fused.symmetric import symmetric_group
 
 _BYTES = 4  # of an element
@@ -32,12 +33,14 @@ class FbgemmTables:
         output: dtype of pooled embeddings.
     """
 
-    def __init__(self, device: torch.device, rows: Sequence[int], dim: int, output: SparseType) -> None:
+    def __init__(
+        self, device: torch.device, rows: Sequence[int], dim: int, optimizer: EmbOptimType, output: SparseType
+    ) -> None:
         is_gpu = device.type == "cuda"
         place = EmbeddingLocation.DEVICE if is_gpu else EmbeddingLocation.HOST
         self.fbgemm = SplitTableBatchedEmbeddingBagsCodegen(
             [(own, dim, place, ComputeDevice.CUDA if is_gpu else ComputeDevice.CPU) for own in rows],
-            optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+            optimizer=optimizer,
             learning_rate=0.01,
             output_dtype=output,
         ).to(device)
@@ -58,8 +61,10 @@ class FbgemmTables:
 class FusedTables(FbgemmTables):
     """The same tables, as ``comm=fused`` looks them up."""
 
-    def __init__(self, device: torch.device, rows: Sequence[int], dim: int, output: SparseType) -> None:
-        super().__init__(device, rows, dim, output)
+    def __init__(
+        self, device: torch.device, rows: Sequence[int], dim: int, optimizer: EmbOptimType, output: SparseType
+    ) -> None:
+        super().__init__(device, rows, dim, optimizer, output)
         self._tables = len(rows)
         lookup = LookupLayout(tuple(range(0, self._tables * dim, dim)), (dim,) * self._tables, False)
         self._workspace = EmbeddingWorkspace(
@@ -80,15 +85,16 @@ class FusedTables(FbgemmTables):
 def measure(
     config: Config, device: torch.device, batches: Sequence[int], make: type[FbgemmTables]
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Of each batch, the bytes of rows that a lookup reads, and its seconds; the bytes that the backward pass with rowwise
-    Adagrad reads and writes, and its seconds.
+    """Of each batch, the bytes of rows that a lookup reads, and its seconds; the bytes of rows that the backward pass with the
+    config's optimizer reads and writes, and its seconds.
 
     Popular ids, whose rows are in caches, occur as often as in the config's data. What ``comm=fused`` sorts for the update
     beside the dense part is in neither.
     """
     dataset = open_dataset(config, torch.device("cpu"))
     rows = [table.rows for table in dataset.schema.tables]
-    tables = make(device, rows, config.embedding.dim, SparseType(pooled_dtype(config, device).name))
+    optimizer, output = FBGEMM_OPTIMIZERS[config.embedding.optimizer.kind], SparseType(pooled_dtype(config, device).name)
+    tables = make(device, rows, config.embedding.dim, optimizer, output)
     lookups, updates = [], []
     for samples in batches:
         features = dataset.read(Split.train, torch.arange(samples)).sparse.to(device)

@@ -44,7 +44,7 @@ from dlrm_fused.sharding.sharded_module import FusedShardedEmbeddingBagCollectio
 from dlrm_fused.sharding.sharder import FusedEmbeddingBagCollectionSharder
 from dlrm_fused.sharding.tables import initialize_tables, is_table
 
-_FUSED_KINDS = {
+FBGEMM_OPTIMIZERS = {
     EmbeddingOptimizerKind.rowwise_adagrad: EmbOptimType.EXACT_ROWWISE_ADAGRAD,
     EmbeddingOptimizerKind.adagrad: EmbOptimType.EXACT_ADAGRAD,
     EmbeddingOptimizerKind.sgd: EmbOptimType.EXACT_SGD,
@@ -173,7 +173,7 @@ def make_sharder(
         if device.type == "cpu" and getattr(embedding, key) is WireDtype.bf16:
             raise ConfigError(f"embedding.{key}=bf16: gloo cannot send bf16; on the CPU: fp32, fp16")
     fused_params: dict[str, Any] = {
-        "optimizer": _FUSED_KINDS[optimizer.kind],
+        "optimizer": FBGEMM_OPTIMIZERS[optimizer.kind],
         "learning_rate": optimizer.learning_rate,
         "eps": optimizer.eps,
         "weight_decay": optimizer.weight_decay,
