@@ -83,7 +83,9 @@ def main() -> None:
         link_shares={name: min(1.0, fits[f"{name} on links"][1]) for name in on_links["links"]},
         nvlink_shares={name: min(1.0, fits[f"{name} on NVLink"][1]) for name in on_links["NVLink"]},
         fused_speeds={
-            name: fits[f"fused {name}"][1] / fits[name][1] for name in ("lookup", "update") if f"fused {name}" in fits
+            name: fits[f"fused {name}"][1] / fits[other][1]
+            for name, other in (("lookup", "lookup"), ("update", "update"), ("sort", "update"))
+            if f"fused {name}" in fits
         },
     )
     for name, measured in products.items():
@@ -110,9 +112,9 @@ def _lines(device: torch.device, scale: int, config: Config) -> dict[str, Points
     # Sizes beyond the L2 cache of a GPU.
     lines = {"memory": _elementwise(device, [(2**28 if scale == 1 else 2**25) // 4 * quarters for quarters in range(4, 16)])}
     measure_tables = partial(tables.measure, config, device, [8192 // scale * eighths for eighths in range(1, 9)])
-    lines["lookup"], lines["update"] = measure_tables(FbgemmTables)
+    lines |= measure_tables(FbgemmTables)
     if device.type == "cuda":
-        lines["fused lookup"], lines["fused update"] = measure_tables(FusedTables)
+        lines |= {f"fused {name}": points for name, points in measure_tables(FusedTables).items()}
     lines["optimizer"] = _optimizer(device, [(2**26 // scale) * eighths // 8 for eighths in range(2, 10)])
     return lines
 

@@ -16,6 +16,7 @@ from dlrm_fused.compat.fbgemm import kernel_inputs
 from dlrm_fused.config import Config, Split
 from dlrm_fused.datasets import open_dataset
 from dlrm_fused.ops.embedding_all_to_all import EmbeddingWorkspace, ExchangeLayout, LookupLayout, embedding_all_to_all
+from dlrm_fused.ops.embedding_all_to_all.update import SortedLookup, sort_lookup
 from dlrm_fused.sharding.fused_lookups import local_tables
 from dlrm_fused.sharding.output_dtype import pooled_dtype
 from dlrm_fused.sharding.parallel import FBGEMM_OPTIMIZERS
@@ -75,33 +76,42 @@ class FusedTables(FbgemmTables):
             forward_wire=output.as_dtype(),
             backward_wire=output.as_dtype(),
         )
-        self._workspace.attach_tables([local_tables(self.fbgemm)])
+        self._local = local_tables(self.fbgemm)
+        self._workspace.attach_tables([self._local])
 
     def __call__(self, ids: Tensor, offsets: Tensor) -> Tensor:
         ids, offsets, _ = kernel_inputs(self.fbgemm, ids, offsets, None, checks_bounds=True)
         return embedding_all_to_all(self._workspace, [ids], [offsets], [], [(offsets.numel() - 1) // self._tables])
 
+    def sort(self, ids: Tensor, offsets: Tensor) -> SortedLookup:
+        """What the update needs, and the trainer does beside the dense part."""
+        return sort_lookup(self._local, ids, offsets)
+
 
 def measure(
     config: Config, device: torch.device, batches: Sequence[int], make: type[FbgemmTables]
-) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+) -> dict[str, list[tuple[float, float]]]:
     """Of each batch, the bytes of rows that a lookup reads, and its seconds; the bytes of rows that the backward pass with the
-    config's optimizer reads and writes, and its seconds.
+    config's optimizer reads and writes, and its seconds; and those of the sort, if it is apart.
 
-    Popular ids, whose rows are in caches, occur as often as in the config's data. What ``comm=fused`` sorts for the update
-    beside the dense part is in neither.
+    Popular ids, whose rows are in caches, occur as often as in the config's data.
     """
     dataset = open_dataset(config, torch.device("cpu"))
     rows = [table.rows for table in dataset.schema.tables]
     optimizer, output = FBGEMM_OPTIMIZERS[config.embedding.optimizer.kind], SparseType(pooled_dtype(config, device).name)
     tables = make(device, rows, config.embedding.dim, optimizer, output)
-    lookups, updates = [], []
+    points: dict[str, list[tuple[float, float]]] = {"lookup": [], "update": []}
     for samples in batches:
         features = dataset.read(Split.train, torch.arange(samples)).sparse.to(device)
-        look_up = partial(tables, features.values(), features.offsets())
+        ids, offsets = features.values(), features.offsets()
+        look_up = partial(tables, ids, offsets)
         gradient = torch.ones_like(look_up())
-        bytes_read = float(_BYTES * config.embedding.dim * features.values().numel())
+        bytes_read = float(_BYTES * config.embedding.dim * ids.numel())
         with torch.no_grad():
-            lookups.append((bytes_read, seconds_of(device, look_up, captured=False)))
-        updates.append((2 * bytes_read, seconds_after(device, look_up, partial(Tensor.backward, gradient=gradient))))
-    return lookups, updates
+            points["lookup"].append((bytes_read, seconds_of(device, look_up, captured=False)))
+        backward = partial(Tensor.backward, gradient=gradient)
+        points["update"].append((2 * bytes_read, seconds_after(device, look_up, backward)))
+        if isinstance(tables, FusedTables):
+            sorting = seconds_of(device, partial(tables.sort, ids, offsets), captured=False)
+            points.setdefault("sort", []).append((2 * bytes_read, sorting))
+    return points

@@ -39,8 +39,8 @@ class Machine:
             not measured reach all of it. gloo's All-to-All of two ranks reaches half, since it sends in one direction after
             the other.
         nvlink_shares: The same within a host of GPUs; ``stores`` are those of the kernels of ``comm=fused``.
-        fused_speeds: How many times as fast as FBGEMM's the ``lookup`` and the ``update`` of ``comm=fused`` are; 1 if not
-            measured.
+        fused_speeds: How many times as fast as FBGEMM's the ``lookup`` and the ``update`` of ``comm=fused`` are, 1 if not
+            measured; and its ``sort`` over FBGEMM's update, which contains one.
     """
 
     name: str

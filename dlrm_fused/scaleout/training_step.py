@@ -115,6 +115,10 @@ class _Step:
             sent = ComputeAndSend(lookup, pairs.flows, pairs.bytes_each, self._algorithms.slices)
             yield Task(LOOKUP_AND_POOLED, MAIN, sent)
             self._last = LOOKUP_AND_POOLED
+            if "sort" in self._machine.fused_speeds:
+                # It runs beside the dense part, but both share the GPU.
+                sort = work.update_bytes / (self._machine.update * self._speed("sort"))
+                yield Task("sort for the update", MAIN, Compute(sort))
         else:
             yield Task(LOOKUP, MAIN, Compute(lookup))
             exchange = _uneven(self._phases("all_to_all", work.pooled_bytes), work.imbalance, "out")
