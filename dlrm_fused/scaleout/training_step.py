@@ -23,8 +23,10 @@ from dlrm_fused.scaleout.workload import Workload
 
 HOST, MAIN, IDS, EMBEDDINGS, GRADIENTS = "host", "main", "input dist", "All-to-All", "AllReduce"
 LOOKUP, POOLED, LOOKUP_AND_POOLED = "lookup", "pooled embeddings", "lookup and All-to-All"
-# What comes from ranks is joined, and brought to the order of features; gradients go the same way back, and are divided.
-_COPIES = {"forward": 2, "backward": 4}
+# By traces: what comes from ranks is joined, and brought to the order of features; gradients go the same way back, in pieces by
+# rank, and are divided. On one rank the order of gradients is left.
+_COPIES = {"forward": 2, "backward": 5}
+_COPIES_OF_ONE_RANK = {"forward": 0, "backward": 1}
 _BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's
 
 
@@ -129,9 +131,8 @@ class _Step:
 
     def _copies(self, part: str, size: float) -> float:
         """Seconds in which TorchRec's path copies pooled embeddings, or gradients of them, around their exchange."""
-        if self._topology.ranks == 1:
-            return 0.0
-        return _COPIES[part] * (self._machine.launch + 2 * size / self._machine.memory)
+        copies = _COPIES if self._topology.ranks > 1 else _COPIES_OF_ONE_RANK
+        return copies[part] * (self._machine.launch + 2 * size / self._machine.memory)
 
     def _speed(self, kernel: str) -> float:
         """Over that of FBGEMM."""
