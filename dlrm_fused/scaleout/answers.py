@@ -137,6 +137,8 @@ def slowest_rank(scenario: Scenario, ranks: int) -> float:
 
 def _machine(scenario: Scenario) -> Machine:
     machine, factors = machines.read(Path(scenario.machine)), scenario.machine_rates
+    if scenario.nvlink:
+        machine = replace(machine, nvlink_shares=machines.read(Path(scenario.nvlink), "nvlink").nvlink_shares)
     return replace(
         machine,
         memory=machine.memory * factors.memory,

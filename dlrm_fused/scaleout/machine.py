@@ -84,24 +84,30 @@ class Machine:
         )
 
 
-def read(path: Path) -> Machine:
-    """Raises: ConfigError: no such file, or it is no calibration."""
+def read(path: Path, setting: str = "machine") -> Machine:
+    """
+    Args:
+        setting: That names the file, for messages.
+
+    Raises:
+        ConfigError: no such file, or it is no calibration.
+    """
     try:
         found = json.loads(path.read_text())["machine"]
     except FileNotFoundError:
-        raise ConfigError(f"machine={path}: no such file; benchmarks/calibrate.py writes one") from None
+        raise ConfigError(f"{setting}={path}: no such file; benchmarks/calibrate.py writes one") from None
     except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigError(f"machine={path}: not a calibration, as benchmarks/calibrate.py writes it") from None
+        raise ConfigError(f"{setting}={path}: not a calibration, as benchmarks/calibrate.py writes it") from None
     names = {one.name for one in fields(Machine)}
     wanted = {one.name for one in fields(Machine) if one.default_factory is MISSING}
     if not isinstance(found, dict) or not wanted <= set(found) <= names:
-        raise ConfigError(f"machine={path}: expected {', '.join(sorted(wanted))} under machine; measure again")
+        raise ConfigError(f"{setting}={path}: expected {', '.join(sorted(wanted))} under machine; measure again")
     machine = Machine(**found)
     rates = [machine.memory, machine.lookup, machine.update, machine.optimizer, *machine.products.values()]
     rates += [*machine.link_shares.values(), *machine.nvlink_shares.values(), *machine.fused_speeds.values()]
     times = [machine.launch, machine.collective, *machine.half_products.values()]
     if not all(math.isfinite(value) and value > 0 for value in rates) or not all(0 <= value < math.inf for value in times):
-        raise ConfigError(f"machine={path}: rates must be above 0 and times not below it; measure again")
+        raise ConfigError(f"{setting}={path}: rates must be above 0 and times not below it; measure again")
     return machine
 
 

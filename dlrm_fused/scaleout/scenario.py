@@ -77,6 +77,7 @@ class Scenario:
     """
     Attributes:
         machine: a file of benchmarks/calibrate.py.
+        nvlink: one that was made on several GPUs, for the shares of NVLink, if ``machine`` was made on one.
         memory_gib: of a rank, for the planner.
         hosts: a step is simulated for each.
         samples_per_rank: weak scaling; 0 leaves ``training.global_batch_size`` as it is, strong scaling.
@@ -93,6 +94,7 @@ class Scenario:
     name: str = "scaleout"
     train: TrainSettings = field(default_factory=TrainSettings)
     machine: str = ""
+    nvlink: str = ""
     memory_gib: float = 80.0
     network: NetworkSettings = field(default_factory=NetworkSettings)
     hosts: list[int] = field(default_factory=lambda: [1, 2, 4, 8])

@@ -390,6 +390,22 @@ class TestCommand:
         assert steps[1] > steps[0]  # fp32
         assert len(list((tmp_path / "out").glob("*.json"))) == len(rows)
 
+    def test_shares_of_nvlink_come_from_another_calibration(
+        self, scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        several = tmp_path / "several.json"
+        several.write_text(json.dumps({"machine": asdict(replace(MACHINE, nvlink_shares={"all_to_all": 0.01}))}))
+        steps = {}
+        for name, shares in (("all of it", []), ("little", [f"nvlink={several}"])):
+            assert main(["--config", str(scenario), "--output", str(tmp_path / name), "hosts=[1]", *shares]) == 0
+            rows = list(csv.DictReader((tmp_path / name / "steps.csv").open()))
+            steps[name] = {row["comm"]: float(row["step_ms"]) for row in rows}
+        assert steps["little"]["baseline"] > 2 * steps["all of it"]["baseline"]
+        assert steps["little"]["fused"] == steps["all of it"]["fused"]
+        capsys.readouterr()
+        assert main(["--config", str(scenario), "nvlink=none.json"]) == 1
+        assert "nvlink=none.json: no such file" in capsys.readouterr().err
+
     def test_draws_what_assumptions_are_worth(self, scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         picture = tmp_path / "tornado.png"
         asked = "sensitivity={slices: [8, 512], network.nic_gb_per_second: [5, 500], seed: [0, 1]}"
