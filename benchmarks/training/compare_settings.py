@@ -13,12 +13,9 @@ takes at the rates of the GPU's data sheet (docs/training.md, "Efficiency").
 from __future__ import annotations
 
 import argparse
-import shutil
 import statistics
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +27,7 @@ import matplotlib.pyplot as plt
 
 from benchmarks.common.environment import describe_environment
 from benchmarks.common.results import add_report_arguments, write_results
-from benchmarks.training.trainer_runs import WaitingRun
-
-# No checkpoint but the last, few test samples: what is timed is training.
-_SETTINGS = ["checkpoint.every_steps=0", "checkpoint.keep_best=false", "checkpoint.resume=false"]
+from benchmarks.training.trainer_runs import add_turns, turns_of
 
 
 @dataclass(frozen=True)
@@ -43,24 +37,9 @@ class Contestant:
     batch: int | None
     settings: str
 
-    def start(self, options: argparse.Namespace, folder: Path) -> WaitingRun:
+    def all_settings(self) -> list[str]:
         own = [] if self.batch is None else [f"training.global_batch_size={self.batch}"]
-        own += [f"training.max_steps={options.warmup + options.steps}", f"telemetry.log_every_steps={options.interval}"]
-        return WaitingRun(options.config, [*_SETTINGS, *own, *self.settings.split()], options.gpus, folder)
-
-
-def measure(options: argparse.Namespace, turns: Sequence[Contestant]) -> Iterator[dict[str, Any]]:
-    """Start all that take part, and then train one after the other."""
-    with tempfile.TemporaryDirectory(dir=options.scratch) as scratch, ExitStack() as stack:
-        runs = [
-            stack.enter_context(contestant.start(options, Path(scratch) / str(number)))
-            for number, contestant in enumerate(turns)
-        ]
-        for run in runs:
-            run.wait_until_ready()
-        for contestant, run in zip(turns, runs, strict=True):
-            yield {"batch": contestant.batch, "settings": contestant.settings, **run.train(options.warmup)}
-            shutil.rmtree(run.folder)  # its checkpoint may be large
+        return [*own, *self.settings.split()]
 
 
 def summarize(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -132,19 +111,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--gpus", type=int, default=2, help="ranks, also on a machine without GPUs")
     parser.add_argument("--batches", type=int, nargs="+", help="global batch sizes; by default that of the config")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--warmup", type=int, default=50, help="steps before those that are timed")
-    parser.add_argument("--steps", type=int, default=200, help="that are timed")
-    parser.add_argument("--interval", type=int, default=50, help="steps between lines of metrics.jsonl")
-    parser.add_argument("--at-once", type=int, default=6, help="runs whose processes are started together, and then take turns")
-    parser.add_argument("--scratch", help="folder for the runs; a temporary one by default")
+    add_turns(parser, warmup=50, steps=200, at_once=6)
     add_report_arguments(parser)
     parser.add_argument("--plot", type=Path, help="a picture, such as throughput.png")
     parser.add_argument("settings", nargs="+", help="settings of a contestant, such as 'comm=fused training.precision=bf16'")
     options = parser.parse_intermixed_args(arguments)
-    if options.warmup % options.interval or options.steps % options.interval:
-        parser.error(
-            f"--warmup={options.warmup} --steps={options.steps}: both must be multiples of --interval={options.interval}"
-        )
+    turns = turns_of(parser, options)
 
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())][: options.gpus]
     report: dict[str, Any] = {
@@ -152,18 +124,18 @@ def main(arguments: list[str] | None = None) -> None:
         "summary": [],
         "runs": [],
     }
-    turns = [
+    contestants = [
         Contestant(batch, settings)
         for batch in options.batches or [None]
         for _ in range(options.rounds)
         for settings in options.settings
     ]
-    for begin in range(0, len(turns), options.at_once):
-        for measured in measure(options, turns[begin : begin + options.at_once]):
-            report["runs"].append(measured)
-            report["summary"] = summarize(report["runs"])
-            # After each run, so that what was measured is there if a later one fails.
-            write_results(options.output, report)
+    runs = [(options.config, contestant.all_settings(), options.gpus) for contestant in contestants]
+    for contestant, measured in zip(contestants, turns.train(runs), strict=True):
+        report["runs"].append({**asdict(contestant), **measured})
+        report["summary"] = summarize(report["runs"])
+        # After each run, so that what was measured is there if a later one fails.
+        write_results(options.output, report)
     print(table(report["summary"]))
     if options.plot:
         plot(report["summary"], options.plot)

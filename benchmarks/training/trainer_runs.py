@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,8 @@ from benchmarks.common.environment import ROOT
 from dlrm_fused.config import load_config
 
 _START_SECONDS = 300.0
+# No checkpoint but the last: what is timed is training.
+_ONLY_TRAINING = ["checkpoint.every_steps=0", "checkpoint.keep_best=false", "checkpoint.resume=false"]
 
 
 def launch(ranks: int, script: Sequence[str], arguments: Sequence[str]) -> str:
@@ -80,6 +87,64 @@ class WaitingRun:
         self._process.terminate()
         self._process.wait()
         self._log.close()
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How long runs train that take turns, and how many of them wait at once. Of :func:`add_turns`."""
+
+    warmup: int
+    steps: int
+    interval: int
+    at_once: int
+    scratch: str | None
+
+    def train(self, runs: Sequence[tuple[str, Sequence[str], int]]) -> Iterator[dict[str, Any]]:
+        """Start some, and then train one after the other.
+
+        Args:
+            runs: of each its config, settings and number of ranks.
+
+        Returns:
+            What :meth:`WaitingRun.train` does, in the order of the runs.
+        """
+        for begin in range(0, len(runs), self.at_once):
+            own = runs[begin : begin + self.at_once]
+            with tempfile.TemporaryDirectory(dir=self.scratch) as scratch, ExitStack() as stack:
+                waiting = [
+                    stack.enter_context(WaitingRun(config, [*self._settings, *settings], ranks, Path(scratch) / str(number)))
+                    for number, (config, settings, ranks) in enumerate(own)
+                ]
+                for run in waiting:
+                    run.wait_until_ready()
+                for run in waiting:
+                    yield run.train(self.warmup)
+                    shutil.rmtree(run.folder)  # its checkpoint may be large
+
+    @property
+    def _settings(self) -> list[str]:
+        lengths = [f"training.max_steps={self.warmup + self.steps}", f"telemetry.log_every_steps={self.interval}"]
+        return [*_ONLY_TRAINING, *lengths]
+
+
+def add_turns(parser: argparse.ArgumentParser, *, warmup: int, steps: int, at_once: int) -> None:
+    """Options of :class:`Turns`, with these defaults."""
+    parser.add_argument("--warmup", type=int, default=warmup, help="steps before those that are timed")
+    parser.add_argument("--steps", type=int, default=steps, help="that are timed")
+    parser.add_argument("--interval", type=int, default=50, help="steps between lines of metrics.jsonl")
+    parser.add_argument(
+        "--at-once", type=int, default=at_once, help="runs whose processes are started together, and then take turns"
+    )
+    parser.add_argument("--scratch", help="folder for the runs; a temporary one by default")
+
+
+def turns_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Turns:
+    """Ends this program if they do not go together."""
+    if options.warmup % options.interval or options.steps % options.interval:
+        parser.error(
+            f"--warmup={options.warmup} --steps={options.steps}: both must be multiples of --interval={options.interval}"
+        )
+    return Turns(options.warmup, options.steps, options.interval, options.at_once, options.scratch)
 
 
 def train(config: str, overrides: Sequence[str], ranks: int, folder: Path, warmup: int) -> dict[str, Any]:

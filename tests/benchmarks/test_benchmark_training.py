@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.training import compare_settings, dense_part, timeline, trainer_throughput
+from benchmarks.training import compare_settings, dense_part, scaling, timeline, trainer_throughput
 from dlrm_fused.config import Precision
 
 SMALL = [
@@ -89,6 +89,38 @@ def test_settings_take_turns(tmp_path: Path) -> None:
     assert fused["loss_off"] == 0
     assert baseline["loss_off"] < 1e-5
     assert report["commit"] == "abc"
+
+
+def test_both_kinds_of_scaling_share_the_runs_on_most_gpus() -> None:
+    cells = [(cell.gpus, cell.batch) for cell in scaling.cells([1, 2, 4], 4096) if cell.comm == "fused"]
+    assert cells == [(4, 4096), (2, 4096), (2, 2048), (1, 4096), (1, 1024)]
+    rates = {(4, 4096): 3e6, (2, 4096): 2e6, (2, 2048): 1.5e6, (1, 4096): 1e6, (1, 1024): 1e6}
+    runs = [
+        {"gpus": gpus, "batch": batch, "comm": comm, "samples_per_second": rate / slower, "median_parts": {"step_ms": 1.0}}
+        for (gpus, batch), rate in rates.items()
+        for comm, slower in (("fused", 1), ("baseline", 2))
+    ]
+    rows = scaling.summarize(runs, 4096)
+    fused = {kind: [row for row in rows if (row["scaling"], row["comm"]) == (kind, "fused")] for kind in ("strong", "weak")}
+    assert [(row["gpus"], row["batch"]) for row in fused["strong"]] == [(1, 4096), (2, 4096), (4, 4096)]
+    assert [(row["gpus"], row["batch"]) for row in fused["weak"]] == [(1, 1024), (2, 2048), (4, 4096)]
+    assert [row["efficiency"] for row in fused["weak"]] == [1, 0.75, 0.75]
+    assert {row["over_baseline"] for row in fused["strong"]} == {2}
+    assert scaling.table(rows).splitlines()[3].split() == ["strong", "fused", "4", "4096", "3.000", "1.00", "0.75", "2.00"]
+    assert scaling.summarize(runs[:1], 4096)[0]["over_baseline"] is None
+
+
+@pytest.mark.slow
+def test_scaling_is_measured_and_drawn(tmp_path: Path) -> None:
+    output, picture = tmp_path / "scaling.json", tmp_path / "scaling.png"
+    steps = ["--gpus", "1", "2", "--warmup", "2", "--steps", "4", "--interval", "2"]
+    settings = [*SMALL, "training.global_batch_size=64"]
+    scaling.main(["--config", "configs/synthetic.yaml", *steps, "--output", str(output), "--plot", str(picture), *settings])
+    report = json.loads(output.read_text())
+    assert [(run["gpus"], run["batch"]) for run in report["runs"][::2]] == [(2, 64), (1, 64), (1, 32)]
+    assert len(report["summary"]) == 8
+    assert all(row["samples_per_second"] > 0 for row in report["summary"])
+    assert picture.stat().st_size > 5_000
 
 
 @pytest.mark.slow
