@@ -20,14 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-import torch
 
 matplotlib.use("Agg")  # no display is needed
 import matplotlib.pyplot as plt
 
-from benchmarks.common.environment import describe_environment
 from benchmarks.common.results import add_report_arguments, write_results
-from benchmarks.training.trainer_runs import add_turns, turns_of
+from benchmarks.training.trainer_runs import add_turns, report_of_runs, turns_of
 
 
 @dataclass(frozen=True)
@@ -118,12 +116,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_intermixed_args(arguments)
     turns = turns_of(parser, options)
 
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())][: options.gpus]
-    report: dict[str, Any] = {
-        **describe_environment(names or ["CPU"] * options.gpus, options.commit),
-        "summary": [],
-        "runs": [],
-    }
+    report = report_of_runs(options.gpus, options.commit)
     contestants = [
         Contestant(batch, settings)
         for batch in options.batches or [None]

@@ -19,14 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-import torch
 
 matplotlib.use("Agg")  # no display is needed
 import matplotlib.pyplot as plt
 
-from benchmarks.common.environment import describe_environment
 from benchmarks.common.results import add_report_arguments, write_results
-from benchmarks.training.trainer_runs import add_turns, turns_of
+from benchmarks.training.trainer_runs import add_turns, report_of_runs, turns_of
 from dlrm_fused.config import load_config
 
 COMMS = ("fused", "baseline")
@@ -131,12 +129,7 @@ def main(arguments: list[str] | None = None) -> None:
     if batch % max(options.gpus):
         parser.error(f"--gpus {max(options.gpus)}: training.global_batch_size={batch} must be a multiple of it")
 
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())][: max(options.gpus)]
-    report: dict[str, Any] = {
-        **describe_environment(names or ["CPU"] * max(options.gpus), options.commit),
-        "summary": [],
-        "runs": [],
-    }
+    report = report_of_runs(max(options.gpus), options.commit)
     all_cells = cells(options.gpus, batch)
     runs = [(options.config, [*options.settings, *cell.settings], cell.gpus) for cell in all_cells]
     for cell, measured in zip(all_cells, turns.train(runs), strict=True):

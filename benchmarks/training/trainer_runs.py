@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.environment import ROOT
+import torch
+
+from benchmarks.common.environment import ROOT, describe_environment
 from dlrm_fused.config import load_config
 
 _START_SECONDS = 300.0
@@ -145,6 +147,12 @@ def turns_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Tu
             f"--warmup={options.warmup} --steps={options.steps}: both must be multiples of --interval={options.interval}"
         )
     return Turns(options.warmup, options.steps, options.interval, options.at_once, options.scratch)
+
+
+def report_of_runs(ranks: int, commit: str | None) -> dict[str, Any]:
+    """The report of a benchmark that trains, to which ``runs`` are added, with a ``summary`` of them."""
+    names = [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())][:ranks]
+    return {**describe_environment(names or ["CPU"] * ranks, commit), "summary": [], "runs": []}
 
 
 def train(config: str, overrides: Sequence[str], ranks: int, folder: Path, warmup: int) -> dict[str, Any]:
