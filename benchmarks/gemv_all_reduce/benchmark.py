@@ -302,7 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Not --m: torchrun takes that for the beginning of several options of its own.
     parser.add_argument("--rows", type=int, nargs="+", help="only cells of these numbers of rows, m")
     options = parser.parse_args(arguments)
-    with open_world(options.slices_by) as world:
+    with open_world(options.slices_by, options.ranks_per_host) as world:
         Run(world, options).work()
 
 
