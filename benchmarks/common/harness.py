@@ -38,6 +38,9 @@ from dlrm_fused.symmetric import SymmetricGroup, SymmetricMemory, symmetric_grou
 
 T = TypeVar("T")
 
+# Of operands of products. Triton's interpreter has none of bf16.
+HALF = torch.float16 if triton.knobs.runtime.interpret else torch.bfloat16
+
 # A rank may compile kernels while the others wait.
 _COLLECTIVE_LIMIT = timedelta(minutes=2)
 _SLEEP_CYCLES_PER_SECOND = 2e9  # no GPU of today runs faster by more than its sleep's margin

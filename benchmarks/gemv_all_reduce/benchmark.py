@@ -189,7 +189,7 @@ class CellRun:
         rivals = {name: us[name] for name in RIVALS if name in us}
         best = min(rivals, key=lambda name: rivals[name], default=None)
         return {
-            "passed": errors["fused"] <= TOLERANCE[self.cell.size] and checks["fused"][1],
+            "passed": errors["fused"] <= self.cell.tolerance(self.world.symmetric.hosts) and checks["fused"][1],
             "errors": errors,
             "same_bits_on_all_ranks": {name: same for name, (_, same) in checks.items()},
             "us": us,
