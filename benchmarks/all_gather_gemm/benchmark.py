@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = benchmark_parser(__doc__, CELLS, "full", 0.3)
     parser.add_argument("--schedules", nargs="+", help="only these, of all that a pair has")
     options = parser.parse_args(arguments)
-    with open_world(options.slices_by) as world:
+    with open_world(options.slices_by, options.ranks_per_host) as world:
         Run(world, options).work()
 
 

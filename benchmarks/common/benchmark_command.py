@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
+from benchmarks.common.harness import add_host_options
 from benchmarks.common.results import add_report_arguments
 
 
@@ -23,10 +24,6 @@ def benchmark_parser(
     parser.add_argument("--cells", choices=list(cells), default=default)
     parser.add_argument("--match", default="", help="only cells in whose name this regular expression is found")
     parser.add_argument("--seconds-budget", type=float, help="no cell is begun later; the others are listed as not run")
-    parser.add_argument(
-        "--slices-by",
-        choices=["messages", "nvshmem"],
-        help="take every rank for a host of its own, to which slices go so; otherwise all ranks are one host",
-    )
+    add_host_options(parser)
     parser.add_argument("--seconds-per-cell", type=float, default=seconds_per_cell, help="of timing, for each stage of a cell")
     return parser

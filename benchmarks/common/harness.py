@@ -8,6 +8,7 @@ of the ranks the slowest.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.metadata
 import itertools
@@ -36,6 +37,9 @@ from benchmarks.common.results import write_results
 from dlrm_fused.symmetric import SymmetricGroup, SymmetricMemory, symmetric_group
 
 T = TypeVar("T")
+
+# Of operands of products. Triton's interpreter has none of bf16.
+HALF = torch.float16 if triton.knobs.runtime.interpret else torch.bfloat16
 
 # A rank may compile kernels while the others wait.
 _COLLECTIVE_LIMIT = timedelta(minutes=2)
@@ -86,14 +90,34 @@ class World:
             print(line, flush=True)
 
 
+def add_host_options(parser: argparse.ArgumentParser) -> None:
+    """Those that :func:`open_world` wants."""
+    parser.add_argument(
+        "--slices-by",
+        choices=["messages", "nvshmem"],
+        help="take ranks for hosts, to which slices go so; otherwise all ranks are one host",
+    )
+    parser.add_argument(
+        "--ranks-per-host", type=int, default=1, help="with --slices-by: so many neighbouring ranks are a host; default: 1"
+    )
+
+
 @contextmanager
-def open_world(slices_by: str | None = None) -> Iterator[World]:
+def open_world(slices_by: str | None = None, ranks_per_host: int = 1) -> Iterator[World]:
     """The ranks that torchrun has started, each with its GPU, or all on the CPU of a machine without.
 
     Args:
-        slices_by: the transport between hosts, if every rank is to be one.
+        slices_by: the transport between hosts, if there are to be several.
+        ranks_per_host: then so many neighbouring ranks are a host; of the last one what is left.
+
+    Raises:
+        SystemExit: if so many ranks a host make no several hosts, or there are to be none.
     """
     rank, size, local_rank = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    if slices_by is None and ranks_per_host != 1:
+        raise SystemExit(f"--ranks-per-host {ranks_per_host} needs --slices-by: otherwise all ranks are one host")
+    if slices_by is not None and not 1 <= ranks_per_host < size:
+        raise SystemExit(f"--ranks-per-host {ranks_per_host}: the {size} ranks would not be several hosts")
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
@@ -104,7 +128,7 @@ def open_world(slices_by: str | None = None) -> Iterator[World]:
         dist.init_process_group("gloo", timeout=_COLLECTIVE_LIMIT)
     symmetric = one_host = symmetric_group(dist.group.WORLD, device)
     if slices_by is not None:
-        os.environ.update(DLRM_FUSED_HOST=f"host of rank {rank}", DLRM_FUSED_TRANSPORT=slices_by)
+        os.environ.update(DLRM_FUSED_HOST=f"host {rank // ranks_per_host}", DLRM_FUSED_TRANSPORT=slices_by)
         symmetric = symmetric_group(dist.new_group(range(size)), device)
     world = World(rank, size, device, symmetric, one_host)
     try:
@@ -254,12 +278,13 @@ def compile_ahead(world: World, calls: Sequence[Callable[[], object]]) -> None:
     """Compile the Triton kernels that the calls would launch, in parallel, without launching any. Collective.
 
     They end in Triton's cache on disk. A kernel that all ranks need is compiled by one of them. One that cannot be compiled is
-    left out; its launch will say why. Without GPUs there is nothing to compile.
+    left out; its launch will say why. Without GPUs there is nothing to compile. Between hosts nothing is compiled ahead:
+    messages would really be sent, of sizes that no kernel has computed.
 
     Args:
         calls: the same on all ranks; not made before.
     """
-    if world.device.type == "cuda":
+    if world.device.type == "cuda" and not world.symmetric.hosts.are_many:
         kernels = _kernels_of(calls)
         needed_by: dict[str, list[int]] = {}
         for rank, keys in enumerate(world.gather(list(kernels))):

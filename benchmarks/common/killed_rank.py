@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common.environment import command_line
-from benchmarks.common.harness import World, open_world, synchronize
+from benchmarks.common.harness import World, add_host_options, open_world, synchronize
 from benchmarks.common.results import write_results
 from benchmarks.common.start_ranks import start_ranks
 from dlrm_fused.errors import CommunicationError
@@ -34,6 +34,7 @@ _START_LIMIT_SECONDS = 300.0
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Those that :func:`run` wants, besides ``--output``."""
+    add_host_options(parser)
     parser.add_argument("--kill-rank", type=int, help="this rank kills itself")
     parser.add_argument("--kill-after", type=float, default=3.0, metavar="SECONDS")
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() or 3, help="with --kill-rank")
@@ -55,7 +56,7 @@ def run(
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     if "RANK" not in os.environ:
         os.environ.update(alone)
-    with open_world() as world:
+    with open_world(options.slices_by, options.ranks_per_host) as world:
         if options.kill_rank is not None:
             _survive(world, options, step(world, options))
         return 0 if stress(world, options) else 1

@@ -472,7 +472,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="try FBGEMM's use_experimental_tbe for the baseline",
     )
     options = parser.parse_args(arguments)
-    with open_world(options.slices_by) as world:
+    with open_world(options.slices_by, options.ranks_per_host) as world:
         if world.size not in (2, 4, 8):
             parser.error(f"{world.size} ranks: the bags of the cells are divided evenly among 2, 4 or 8")
         Run(world, options).work()

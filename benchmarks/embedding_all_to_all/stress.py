@@ -1,7 +1,7 @@
 """Does the fused embedding stage give the same bits whatever the ranks' delays, and an error when a rank is killed?
 
     torchrun --standalone --nproc-per-node=4 -m benchmarks.embedding_all_to_all.stress --epochs 10000 --output stress.json
-        [--tiny]
+        [--tiny] [--slices-by messages --ranks-per-host 2]
     python -m benchmarks.embedding_all_to_all.stress --ranks 4 --kill-rank 2 --kill-after 3 --output killed.json
 
 Each rank holds tables of several features, slices of columns, and rows of tables that all ranks share. An epoch is a lookup, a
@@ -10,6 +10,10 @@ sizes, with random delays on the device before, between and after, different on 
 tables, so that all it gives is known from the first time, when it was compared with a computation in plain torch: the output,
 also after it has been held for some epochs, the gradients of per-sample weights, and all weights and momenta after the step.
 They are compared on the device, bit for bit; the host reads the number of mismatches at the end.
+
+With ``--slices-by messages --ranks-per-host 2`` every two ranks are a host. Then the first results are also compared, bit for
+bit, with those of all ranks on one host. But hosts of several ranks add up what row-wise tables give in another order: of these
+columns the relative difference is reported.
 
 With ``--kill-rank`` that rank kills itself in the middle of an epoch. Each other rank writes ``<output>.rank<r>.json``: its
 error, after how many seconds it came, and whether its device still works off what it is given. The processes are started by
@@ -26,8 +30,9 @@ import random
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -298,11 +303,41 @@ def _differing(found: Tensor, expected: Tensor) -> Tensor:
     return (found != expected).sum()
 
 
+def compared_with_one_host(stress: Stress) -> dict[str, Any]:
+    """How the first results differ from those with all ranks on one host, for the report. Collective."""
+    world = stress.world
+    one_host = Stress(replace(world, symmetric=world.one_host), stress.size, stress.seed, epochs=1)
+    # The shared table's columns are the last. Hosts of one rank each add up in the order of ranks, as one host does.
+    hosts_have_sums = max(map(len, world.symmetric.hosts.ranks)) > 1
+    copied = stress.workspace.layout.columns - (stress.size.dims[1] if hosts_have_sums else 0)
+    elements = dict.fromkeys(("output", "tables", "weight_gradients"), 0)
+    error = 0.0
+    for own, other in zip(stress.batches, one_host.batches, strict=True):
+        elements["output"] += int(_differing(own.output[:, :copied], other.output[:, :copied]))
+        elements["tables"] += int(_differing(own.state, other.state))
+        elements["weight_gradients"] += int(_differing(own.weight_gradients, other.weight_gradients))
+        error = max(error, relative_error(own.output[:, copied:], other.output[:, copied:]))
+    by_rank = world.gather(elements)
+    return {
+        "elements_unlike_one_host": {what: sum(own[what] for own in by_rank) for what in elements},
+        "relative_error_to_one_host": max(world.gather(error)),
+    }
+
+
+def is_as_on_one_host(compared: Mapping[str, Any]) -> bool:
+    """Whether the differences are allowed ones."""
+    error = compared["relative_error_to_one_host"]
+    return not any(compared["elements_unlike_one_host"].values()) and error <= TOLERANCE[torch.float32]
+
+
 def run_epochs(world: World, options: argparse.Namespace) -> bool:
     """All epochs, and the report; whether there was no mismatch."""
     size = TINY if options.tiny else FULL
     stress = Stress(world, size, options.seed, options.epochs)
     world.log(f"{size.batches} batches agree with plain torch; largest relative error {stress.largest_error:.1e}")
+    compared = compared_with_one_host(stress) if world.symmetric.hosts.are_many else {}
+    if compared:
+        world.log(f"differences from all ranks on one host: {compared}")
     synchronize(world.device)
     dist.barrier()
     began = time.perf_counter()
@@ -319,6 +354,7 @@ def run_epochs(world: World, options: argparse.Namespace) -> bool:
     completed = world.gather(int(stress.workspace.forward_channel.state[0]))
     report = {
         **describe_run(world, options.commit),
+        "hosts": world.symmetric.hosts.ranks,
         "epochs": options.epochs,
         "epochs_completed_by_the_channels": completed,
         "with_backward_pass_and_update": options.epochs - options.epochs // EVALUATION_EVERY,
@@ -327,9 +363,12 @@ def run_epochs(world: World, options: argparse.Namespace) -> bool:
         "batch_sizes": [batch.sizes for batch in stress.batches],
         "longest_delay_microseconds": size.delay * LONG_DELAY,
         "largest_relative_error_against_plain_torch": stress.largest_error,
+        **compared,
         "elements_that_differ": mismatches,
         "epochs_with_a_mismatch": wrong_epochs[:100],
-        "passed": not any(mismatches.values()) and set(completed) == {options.epochs + size.batches},
+        "passed": not any(mismatches.values())
+        and set(completed) == {options.epochs + size.batches}
+        and (not compared or is_as_on_one_host(compared)),
     }
     if world.rank == 0:
         write_results(options.output, report)

@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = benchmark_parser(__doc__, PRODUCT_CELLS, "full", 0.3)
     parser.add_argument("--stage", choices=["op", "gemm", "layer", "all"], default="all")
     options = parser.parse_args(arguments)
-    with open_world(options.slices_by) as world:
+    with open_world(options.slices_by, options.ranks_per_host) as world:
         Run(world, options).work()
 
 

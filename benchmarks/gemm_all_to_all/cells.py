@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.common.harness import Work
+from benchmarks.common.harness import HALF, Work
 
-DTYPE = torch.bfloat16
+DTYPE = HALF
 # Largest relative errors: of products against fp64, rounded once to bf16; of layers, which round several times, and whose
 # gradients are sums of rounded rows, against fp32.
 TOLERANCE = 1.02 * 2**-8

@@ -189,7 +189,7 @@ class CellRun:
         rivals = {name: us[name] for name in RIVALS if name in us}
         best = min(rivals, key=lambda name: rivals[name], default=None)
         return {
-            "passed": errors["fused"] <= TOLERANCE[self.cell.size] and checks["fused"][1],
+            "passed": errors["fused"] <= self.cell.tolerance(self.world.symmetric.hosts) and checks["fused"][1],
             "errors": errors,
             "same_bits_on_all_ranks": {name: same for name, (_, same) in checks.items()},
             "us": us,
@@ -302,7 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Not --m: torchrun takes that for the beginning of several options of its own.
     parser.add_argument("--rows", type=int, nargs="+", help="only cells of these numbers of rows, m")
     options = parser.parse_args(arguments)
-    with open_world(options.slices_by) as world:
+    with open_world(options.slices_by, options.ranks_per_host) as world:
         Run(world, options).work()
 
 

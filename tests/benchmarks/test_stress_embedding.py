@@ -14,7 +14,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MODULE = ["-m", "benchmarks.embedding_all_to_all.stress"]
 ENVIRONMENT = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+TWO_BY_TWO = ["--slices-by", "messages", "--ranks-per-host", 2]
 
 # Outputs do not hold their blocks, as with double buffering.
 MUTANT = """
@@ -46,7 +47,7 @@ def run(command: list[object], output: Path) -> tuple[subprocess.CompletedProces
 
 @pytest.mark.slow
 def test_epochs_with_random_delays_give_the_same_bits(tmp_path: Path) -> None:
-    ended, report = run([*TORCHRUN, *MODULE, "--epochs", 20], tmp_path / "stress.json")
+    ended, report = run([*TORCHRUN, "--nproc-per-node=2", *MODULE, "--epochs", 20], tmp_path / "stress.json")
     assert ended.returncode == 0
     assert report["passed"] is True
     assert report["epochs_completed_by_the_channels"] == [23, 23]  # with the first time of each batch
@@ -56,9 +57,21 @@ def test_epochs_with_random_delays_give_the_same_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_two_hosts_of_two_ranks_give_the_bits_of_one_host_but_in_sums(tmp_path: Path) -> None:
+    ended, report = run([*TORCHRUN, "--nproc-per-node=4", *MODULE, "--epochs", 10, *TWO_BY_TWO], tmp_path / "stress.json")
+    assert ended.returncode == 0
+    assert report["passed"] is True
+    assert report["hosts"] == [[0, 1], [2, 3]]
+    assert report["epochs_completed_by_the_channels"] == [13] * 4
+    assert report["elements_unlike_one_host"] == {"output": 0, "tables": 0, "weight_gradients": 0}
+    assert report["relative_error_to_one_host"] < 1e-5
+    assert set(report["elements_that_differ"].values()) == {0}
+
+
+@pytest.mark.slow
 def test_a_mutant_that_overwrites_held_outputs_is_seen(tmp_path: Path) -> None:
     (tmp_path / "mutant.py").write_text(MUTANT)
-    ended, report = run([*TORCHRUN, tmp_path / "mutant.py", "--epochs", 8], tmp_path / "mutant.json")
+    ended, report = run([*TORCHRUN, "--nproc-per-node=2", tmp_path / "mutant.py", "--epochs", 8], tmp_path / "mutant.json")
     assert ended.returncode == 1
     assert report["passed"] is False
     assert report["elements_that_differ"]["output_held"] > 0
@@ -66,14 +79,16 @@ def test_a_mutant_that_overwrites_held_outputs_is_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_other_rank_names_a_rank_that_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "hosts"), [(3, []), (4, TWO_BY_TWO)])
+def test_every_other_rank_names_a_rank_that_is_killed(ranks: int, hosts: list[object], tmp_path: Path) -> None:
     ended, verdict = run(
-        [sys.executable, *MODULE, "--ranks", 3, "--kill-rank", 1, "--kill-after", 0.5], tmp_path / "killed.json"
+        [sys.executable, *MODULE, "--ranks", ranks, "--kill-rank", 1, "--kill-after", 0.5, *hosts], tmp_path / "killed.json"
     )
+    survivors = [rank for rank in range(ranks) if rank != 1]
     assert ended.returncode == 0
     assert verdict["passed"] is True
-    assert verdict["exit_status_of_ranks"] == [0, -signal.SIGKILL, 0]
-    assert [own["rank"] for own in verdict["survivors"]] == [0, 2]
+    assert verdict["exit_status_of_ranks"] == [-signal.SIGKILL if rank == 1 else 0 for rank in range(ranks)]
+    assert [own["rank"] for own in verdict["survivors"]] == survivors
     for own in verdict["survivors"]:
         assert own["kind"] == "CommunicationError"
         assert "rank 1 on" in own["error"]
