@@ -43,6 +43,8 @@ _SEGMENT_MEAN = 3.0
 _CALIBRATION_SAMPLES = 16_384
 # So few ids are drawn in less time than it takes to launch the kernels that draw them.
 _FEW_VALUES = 2**19
+# So many ids are drawn at once where all that is wanted is memory for few of them.
+_MOST_VALUES = 2**21
 _MOST_BATCHES_AT_ONCE = 15
 # Mean and deviation of each label's scores by what decides them: a program that trains and evaluates opens the same set twice.
 _score_statistics: dict[str, list[tuple[float, float]]] = {}
@@ -513,7 +515,8 @@ def _calibrate(settings: SyntheticConfig, rows: Sequence[int], seed: int) -> tup
     if decided_by not in _score_statistics:
         columns = _Columns(settings, rows, seed, torch.device("cpu"))
         samples = torch.arange(_samples_at_once(settings.history_length))
-        scores = columns.draw(torch.tensor(derive_key(seed, 14)), samples).score.double()
+        key, block = torch.tensor(derive_key(seed, 14)), max(1, _MOST_VALUES // sum(columns.pooling))
+        scores = torch.cat([columns.draw(key, own).score for own in samples.split(block)]).double()
         _score_statistics[decided_by] = [(float(of_label.mean()), float(of_label.std())) for of_label in scores.T.contiguous()]
     statistics = _score_statistics[decided_by]
     return [mean for mean, _ in statistics], [settings.signal / max(deviation, 1.0) for _, deviation in statistics]

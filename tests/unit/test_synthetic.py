@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.config import Config, DataSource, Split, SyntheticConfig
-from dlrm_fused.datasets import open_dataset
+from dlrm_fused.datasets import open_dataset, synthetic
 from dlrm_fused.datasets.batch import Samples
 from dlrm_fused.datasets.synthetic import SyntheticDataset, auc_with_error
 from dlrm_fused.errors import ConfigError
@@ -294,3 +294,14 @@ def test_a_cap_on_rows_gives_smaller_tables_with_their_signal_intact() -> None:
     dataset = open_dataset(config, CPU)
     assert [feature.rows for feature in dataset.schema.sparse_features] == [40, 40, 7]
     assert dataset.read(Split.train, torch.arange(1000)).sparse["table_1"].values().max() == 39
+
+
+def test_labels_do_not_depend_on_how_many_samples_are_drawn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that sets with many ids a sample open in little memory."""
+    settings, labels = _settings(pooling=[7]), []
+    for at_once in (2**30, 1000):
+        monkeypatch.setattr(synthetic, "_MOST_VALUES", at_once)
+        monkeypatch.setattr(synthetic, "_score_statistics", {})
+        labels.append(_read(settings, torch.arange(5000)).labels)
+    assert torch.equal(*labels)
+    assert 0 < labels[0].mean() < 1
