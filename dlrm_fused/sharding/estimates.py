@@ -4,7 +4,8 @@ TorchRec adds the time of the lookup and that of its communication. On the fused
 are pooled, so the longer of the two counts, forward as well as backward. Row-wise tables keep TorchRec's estimate: their
 partial sums are added up when all have come, and their ids are sorted by rank before, which it leaves out, and small ones
 cannot be replayed as CUDA graphs. A step with the tables of criteo_kaggle took 1.36 times as long with row-wise ones
-(docs/performance/training.md).
+(docs/performance/training.md). Between hosts the exchange takes longer than the lookup and shares the links with ids and
+gradients, so that all of it counts, and ranks get as much of it (docs/scaleout.md).
 
 ::
 
@@ -31,14 +32,14 @@ UNCOVERED_ACROSS_HOSTS = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_S
 class FusedPerfEstimator(EmbeddingPerfEstimator):
     """TorchRec's estimate, with the communication of fused tables that are not row-wise at the same time as their lookup.
 
-    On the CPU the fused path delivers when all lookups are done, so the estimate is TorchRec's there.
+    On the CPU the fused path delivers when all lookups are done, so the estimate is TorchRec's there, as it is between hosts.
     """
 
     def __init__(
         self, topology: Topology, constraints: dict[str, ParameterConstraints] | None = None, is_inference: bool = False
     ) -> None:
         super().__init__(topology, constraints, is_inference)
-        self._overlaps = topology.compute_device == "cuda"
+        self._overlaps = topology.compute_device == "cuda" and not _has_hosts(topology)
 
     def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
         """Set ``perf`` of every shard of the options; further arguments are those of the TorchRec version."""
@@ -58,14 +59,19 @@ class FusedEnumerator(EmbeddingEnumerator):
 
     def __init__(self, topology: Topology, *args: Any, **kwargs: Any) -> None:
         super().__init__(topology, *args, **kwargs)
-        self._has_hosts = topology.local_world_size < topology.world_size
+        self._is_across_hosts = _has_hosts(topology)
 
     def enumerate(self, *args: Any, **kwargs: Any) -> list[ShardingOption]:
         options = super().enumerate(*args, **kwargs)
-        if not self._has_hosts:
+        if not self._is_across_hosts:
             return options
         has_other = {option.name for option in options if option.sharding_type not in UNCOVERED_ACROSS_HOSTS}
         return [o for o in options if o.sharding_type not in UNCOVERED_ACROSS_HOSTS or o.name not in has_other]
+
+
+def _has_hosts(topology: Topology) -> bool:
+    """More than one."""
+    return topology.local_world_size < topology.world_size
 
 
 def overlapped(perf: Perf) -> Perf:

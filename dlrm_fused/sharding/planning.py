@@ -75,7 +75,11 @@ def planner_for(config: Config, schema: DatasetSchema, topology: Topology) -> Em
     """
     world_size = topology.world_size
     batch_size = max(1, config.training.global_batch_size // world_size)
-    constraints = table_constraints(config.embedding, schema, world_size)
+    # Between hosts the fused path has no table-row-wise plans, with which TorchRec's planner divides tables there.
+    cuts_columns = (
+        config.comm is not Comm.baseline and topology.compute_device == "cuda" and topology.local_world_size < world_size
+    )
+    constraints = table_constraints(config.embedding, schema, world_size, cuts_columns=cuts_columns)
     return EmbeddingShardingPlanner(
         topology=topology,
         batch_size=batch_size,
@@ -93,8 +97,13 @@ def _memory(device: torch.device, local_world_size: int) -> dict[str, int]:
     return memory
 
 
-def table_constraints(embedding: EmbeddingConfig, schema: DatasetSchema, world_size: int) -> dict[str, ParameterConstraints]:
+def table_constraints(
+    embedding: EmbeddingConfig, schema: DatasetSchema, world_size: int, *, cuts_columns: bool = False
+) -> dict[str, ParameterConstraints]:
     """What the planner may choose for each table, by the table's name.
+
+    Args:
+        cuts_columns: whether tables with ``auto`` may be cut as finely as column-wise ones.
 
     Raises:
         ConfigError: if ``embedding.tables`` names a table that the data set does not have, or a data-parallel one is fp16, or
@@ -105,10 +114,15 @@ def table_constraints(embedding: EmbeddingConfig, schema: DatasetSchema, world_s
         if name not in names:
             raise ConfigError(f"embedding.tables.{name}: no such table; the data set has: {', '.join(sorted(names))}")
     bags = {feature.name: schema.history_length + 1 for feature in schema.token_features}
-    return {feature.name: _constraint(embedding, feature, bags.get(feature.name, 1), world_size) for feature in schema.tables}
+    return {
+        feature.name: _constraint(embedding, feature, bags.get(feature.name, 1), world_size, cuts_columns)
+        for feature in schema.tables
+    }
 
 
-def _constraint(embedding: EmbeddingConfig, feature: SparseFeature, bags: int, world_size: int) -> ParameterConstraints:
+def _constraint(
+    embedding: EmbeddingConfig, feature: SparseFeature, bags: int, world_size: int, cuts_columns: bool
+) -> ParameterConstraints:
     """Args:
     bags: pooled embeddings of a sample.
     """
@@ -133,7 +147,7 @@ def _constraint(embedding: EmbeddingConfig, feature: SparseFeature, bags: int, w
         sharding_types=_sharding_types(sharding, world_size),
         compute_kernels=_compute_kernels(sharding, kernel),
         min_partition=shard_columns(embedding, embedding.dim_of(feature.name), world_size)
-        if sharding in _COLUMN_SHARDINGS
+        if sharding in _COLUMN_SHARDINGS or (cuts_columns and sharding is Sharding.auto)
         else None,
         pooling_factors=[table.pooling_factor or feature.pooling_factor],
         num_poolings=[float(bags)],

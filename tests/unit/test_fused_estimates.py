@@ -38,8 +38,8 @@ def test_other_costs_stay():
     assert overlapped(perf) == Perf(1.0, 1.0, 3.0, 1.0, input_dist_comms=5.0, prefetch_compute=6.0)
 
 
-def options(device: str, fused: bool) -> dict[tuple[str, str, str, int], ShardingOption]:
-    topology = Topology(world_size=4, compute_device=device)
+def options(device: str, fused: bool, hosts: int = 1) -> dict[tuple[str, str, str, int], ShardingOption]:
+    topology = Topology(world_size=4, local_world_size=4 // hosts, compute_device=device)
     constraints = {table.name: ParameterConstraints(min_partition=32, pooling_factors=[10.0]) for table in TABLES}
     enumerator = fused_enumerator(topology, BATCH, constraints) if fused else EmbeddingEnumerator(topology, BATCH, constraints)
     found = enumerator.enumerate(EmbeddingBagCollection(TABLES, device=torch.device("meta")), [EmbeddingBagCollectionSharder()])
@@ -59,11 +59,12 @@ def test_of_the_options_those_that_are_delivered_as_they_are_looked_up_get_cheap
             assert shard.storage == torchrecs_shard.storage
 
 
-def test_on_the_cpu_they_cost_what_torchrec_says():
-    fused, torchrecs = options("cpu", fused=True), options("cpu", fused=False)
-    assert {key: [s.perf for s in o.shards] for key, o in fused.items()} == {
-        key: [s.perf for s in o.shards] for key, o in torchrecs.items()
-    }
+@pytest.mark.parametrize(("device", "hosts"), [("cpu", 1), ("cuda", 2)])
+def test_on_the_cpu_and_between_hosts_they_cost_what_torchrec_says(device, hosts):
+    fused, torchrecs = (options(device, fused, hosts) for fused in (True, False))
+    assert {kind for _, kind, _, _ in fused} >= set(OVERLAPPED[:2])
+    for key, option in fused.items():
+        assert [shard.perf for shard in option.shards] == [shard.perf for shard in torchrecs[key].shards]
 
 
 def test_torchrecs_planner_takes_them():

@@ -222,6 +222,13 @@ class TestWorkload:
         assert workload(config, schema, 4, 4, 40).is_covered
         assert not workload(config, schema, 8, 4, 40).is_covered
 
+    def test_across_hosts_fused_plans_divide_the_tables(self) -> None:
+        """TorchRec's planner would do so table-row-wise, which fused communication lacks between hosts."""
+        samples, ids, columns = 8192, 214, 128
+        settings = ["comm=fused", f"training.global_batch_size={128 * samples}"]
+        busiest = workload(*of(DCNV2, *settings), 128, 8, 130).lookup_bytes
+        assert busiest < 2.5 * samples * ids * columns * 4
+
     def test_dense_gradients_do_not_depend_on_ranks(self) -> None:
         config, schema = of(DCNV2, *SMALL)
         one, many = workload(config, schema, 1, 8, 40), workload(config, schema, 16, 8, 40)
