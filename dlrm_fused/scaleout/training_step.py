@@ -91,7 +91,7 @@ class _Step:
         work, machine = self._work, self._machine
         # An input dist of its own is one by kernels, within a host.
         has_own = self._topology.ranks == self._topology.ranks_per_host and not work.is_on_cpu
-        ids = self._phases("all_to_all", work.id_bytes, fused_has_own=has_own)
+        ids = _uneven(self._phases("all_to_all", work.id_bytes, fused_has_own=has_own), work.id_imbalance, "in")
         yield from self._exchange("ids of the next batch", IDS, ids)
         yield from self._lookup()
         yield from self._pass("forward", work.dense.forward)

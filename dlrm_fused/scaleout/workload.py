@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -48,6 +48,7 @@ class Workload:
         dense: What follows the embeddings.
         group_ranks: Ranks that share the weights of layers, experts or a Transformer's blocks; 1 without such layers.
         id_bytes: What an input dist sends: ids and the lengths of bags, to each shard that needs them.
+        id_imbalance: What the rank that receives most of them does, over the average.
         lookup_bytes, update_bytes: Of rows, on the rank that has most of them.
         pooled_bytes, pooled_gradient_bytes: What the average rank sends of pooled embeddings and of their gradients.
         imbalance: What the rank that sends most of them sends, over the average; 1 for an even plan.
@@ -60,6 +61,7 @@ class Workload:
     dense: DenseWork
     group_ranks: int
     id_bytes: float
+    id_imbalance: float
     lookup_bytes: float
     update_bytes: float
     pooled_bytes: float
@@ -110,6 +112,7 @@ def workload(config: Config, schema: DatasetSchema, ranks: int, ranks_per_host: 
         dense=dense,
         group_ranks=group_ranks,
         id_bytes=load.input_bytes * samples,
+        id_imbalance=load.input_imbalance,
         lookup_bytes=load.rows_of_busiest * load.weight_bytes,
         update_bytes=load.rows_of_busiest * (2 * load.weight_bytes + state_bytes(config)),
         pooled_bytes=load.pooled_columns * samples * bytes_on_the_wire(embedding.forward_wire, output),
@@ -150,16 +153,22 @@ class _Load:
         ids, bags = ids_per_sample(config, schema), bags_per_sample(schema)
         batch = max(ranks, config.training.global_batch_size)
         self.sharding_types: set[str] = set()
-        self.input_bytes = 0.0
+        inputs: defaultdict[int, float] = defaultdict(float)
         for name, sharding in _placed(plan):
             self.sharding_types.add(sharding.sharding_type)
             for piece in _pieces(sharding):
                 rows[piece.rank] += batch * ids[name] * piece.share_of_ids * piece.columns
                 columns[piece.rank] += piece.sent_columns * bags[name]
-                self.input_bytes += _ID_BYTES * ids[name] * piece.share_of_ids + _LENGTH_BYTES * bags[name]
+                inputs[piece.rank] += _ID_BYTES * ids[name] * piece.share_of_ids + _LENGTH_BYTES * bags[name]
         self.rows_of_busiest = max(rows.values(), default=0.0)
         self.pooled_columns = sum(columns.values())
-        self.imbalance = max(columns.values()) * ranks / self.pooled_columns if columns else 1.0
+        self.imbalance = _of_busiest(columns, ranks)
+        self.input_bytes, self.input_imbalance = sum(inputs.values()), _of_busiest(inputs, ranks)
+
+
+def _of_busiest(load: Mapping[int, float], ranks: int) -> float:
+    """Over the average of all ranks; 1 where there is no load."""
+    return max(load.values()) * ranks / sum(load.values()) if load else 1.0
 
 
 def _placed(plan: ShardingPlan) -> Iterator[tuple[str, ParameterSharding]]:

@@ -222,6 +222,12 @@ class TestWorkload:
         assert workload(config, schema, 4, 4, 40).is_covered
         assert not workload(config, schema, 8, 4, 40).is_covered
 
+    def test_the_rank_of_the_table_with_most_ids_receives_most(self) -> None:
+        settings = [*SMALL, "data.synthetic.pooling=[13,1,1,1]", "embedding.sharding=table_wise"]
+        work = workload(*of(DCNV2, *settings, "training.global_batch_size=64"), 4, 8, 40)
+        assert work.id_bytes == 16 * 4 * (13 + 3 + 4)
+        assert work.id_imbalance == pytest.approx((13 + 1) / ((13 + 3 + 4) / 4))
+
     def test_across_hosts_fused_plans_divide_the_tables(self) -> None:
         """TorchRec's planner would do so table-row-wise, which fused communication lacks between hosts."""
         samples, ids, columns = 8192, 214, 128
@@ -246,7 +252,7 @@ class TestWorkload:
 class TestStep:
     DENSE = DenseWork([Kernel("mm", 1e10, 1e6)], [Kernel("mm", 2e10, 2e6)], [Gradient(0, 1e7, is_sharded=False)])
     COPY = MACHINE.launch + 2 * 1e8 / 2e12  # of pooled embeddings
-    WORK = Workload(1024, DENSE, 1, 1e5, 1e9, 2e9, 1e8, 1e8, 1, True, 5e7)
+    WORK = Workload(1024, DENSE, 1, 1e5, 1, 1e9, 2e9, 1e8, 1e8, 1, True, 5e7)
 
     # Without gradients of dense layers, which are averaged while those of embeddings are copied.
     ALONE = replace(WORK, dense=replace(DENSE, gradients=[]))
@@ -294,6 +300,16 @@ class TestStep:
         assert embedding_seconds(shared) - embedding_seconds(whole) == pytest.approx(exchange, rel=0.01)
         assert shared.seconds - whole.seconds == pytest.approx(2 * exchange, rel=0.01)
         assert fused_shared.seconds == fused_whole.seconds
+
+    def test_all_wait_for_the_rank_that_receives_most_ids(self) -> None:
+        network, ids = Switch(16, 1e11, 0), replace(self.ALONE, id_bytes=1e8, pooled_bytes=1, pooled_gradient_bytes=1)
+        even, uneven = (
+            simulate(tasks_of_step(work, MACHINE, network, Algorithms(), "bf16", is_fused=False), network)[
+                "ids of the next batch"
+            ]
+            for work in (ids, replace(ids, id_imbalance=3))
+        )
+        assert uneven.end - uneven.start == pytest.approx(3 * (even.end - even.start))
 
     def test_within_a_host_of_gpus_collectives_and_stores_reach_their_share_of_nvlink(self) -> None:
         host = Cluster(hosts=1, ranks_per_host=8, nvlink=1e11, nic=1e10, nvlink_latency=1e-6, nic_latency=1e-5)
