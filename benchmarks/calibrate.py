@@ -1,7 +1,8 @@
 """Rates of one rank for ``python -m dlrm_fused.scaleout``: products, elementwise kernels, lookups, updates, launches.
 
     python -m benchmarks.calibrate --output h100.json
-    python -m benchmarks.calibrate --device cpu --config configs/synthetic.yaml --gbits-per-second 0.25 1 4 --output cpu.json
+    python -m benchmarks.calibrate --device cpu --config configs/synthetic.yaml --gbits-per-second 0.25 1 4 --output cpu.json \
+        embedding.optimizer.kind=sgd
 
 Half of the measurements are left out of the fit; ``held_out`` has the relative error of each of these. On a GPU, kernels are
 replayed from a CUDA graph, as the trainer replays its dense part. Lookups and updates are those of the tables of ``--config``,
@@ -24,11 +25,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common.environment import describe_environment, device_name
+from benchmarks.common.network import obstacle
 from benchmarks.common.results import add_report_arguments, write_results
 from benchmarks.scaleout import library_collectives, nvlink, tables
 from benchmarks.scaleout.device_time import seconds_of
 from benchmarks.scaleout.tables import FbgemmTables, FusedTables
 from dlrm_fused.config import Config, load_config
+from dlrm_fused.errors import ConfigError
 from dlrm_fused.scaleout.dense_part import Kernel
 from dlrm_fused.scaleout.machine import Machine, as_json, fit_line
 
@@ -48,18 +51,24 @@ def main() -> None:
         "--gbits-per-second", type=float, nargs="*", default=[], help="of links; none: all of a link is reached"
     )
     parser.add_argument("--nvlink-gb-per-second", type=float, default=450, help="of a GPU, in one direction")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
+    if options.gbits_per_second and (reason := obstacle()):
+        raise SystemExit(f"--gbits-per-second: this machine cannot have several hosts: {reason}")
+    try:
+        config = load_config(options.config, options.settings)
+    except ConfigError as error:
+        raise SystemExit(f"calibrate: {error}") from None
     device = torch.device(options.device)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.set_num_threads(1)  # a rank on CPUs has a core
     scale = 1 if device.type == "cuda" else 64  # CPUs are so much slower
 
     launch = _elementwise(device, [4])[0][1]
-    lines = _lines(device, scale, load_config(options.config, options.settings))
+    lines = _lines(device, scale, config)
     on_links: dict[str, dict[str, Points]] = {"links": {}, "NVLink": {}}
     if options.gbits_per_second:
         on_links["links"] = library_collectives.measure(options.gbits_per_second)
-    if (gpus := torch.cuda.device_count()) > 1:
+    if device.type == "cuda" and (gpus := torch.cuda.device_count()) > 1:
         on_links["NVLink"] = nvlink.measure(gpus, options.nvlink_gb_per_second * 1e9)
     for link, points_of in on_links.items():
         lines |= {f"{name} on {link}": points for name, points in points_of.items()}

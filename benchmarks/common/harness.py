@@ -135,6 +135,8 @@ def open_world(slices_by: str | None = None, ranks_per_host: int = 1) -> Iterato
         yield world
     finally:
         world.symmetric.close()
+        if one_host is not symmetric:
+            one_host.close()
         dist.destroy_process_group()
 
 

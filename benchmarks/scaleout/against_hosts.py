@@ -1,7 +1,8 @@
 """Steps of the trainer on two hosts of this machine beside those that ``dlrm_fused.scaleout`` says, on shaped networks.
 
-    python -m benchmarks.calibrate --device cpu --gbits-per-second 0.25 1 4 --output cpu.json
-    python -m benchmarks.scaleout.against_hosts --machine cpu.json --output results.json
+    python -m benchmarks.scaleout.against_hosts --machine cpu.json --rounds 3 --output results.json
+
+docs/scaleout.md has the command that calibrates the machine with tables like these.
 
 Two network namespaces with a rank each, as of ``benchmarks/training/across_hosts.py``, which says what that needs. What a
 rank's process does besides the kernels, such as reading samples and sorting ids, is a line through two batch sizes that are no

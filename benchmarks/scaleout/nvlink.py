@@ -20,6 +20,8 @@ from dlrm_fused.symmetric import SymmetricMemory
 # By a rank, to all others together: from bytes that take as long as the start of a collective, to those of large batches.
 _SENT_BYTES = [2**power * part // 2 for power in range(22, 28) for part in (2, 3)]
 
+_STORE_BYTES = 16
+
 
 def measure(gpus: int, bytes_per_second: float) -> dict[str, list[tuple[float, float]]]:
     """Seconds in which the links carry what a rank sends, and those that the collective, or ``stores``, take, by its name.
@@ -29,15 +31,17 @@ def measure(gpus: int, bytes_per_second: float) -> dict[str, list[tuple[float, f
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
     command = [*launcher, "-m", __name__]
-    printed = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
-    seconds: dict[str, list[float]] = json.loads(printed.splitlines()[-1])
+    ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    if ended.returncode:
+        raise SystemExit(f"the ranks on NVLink ended with status {ended.returncode}; what they say is above")
+    seconds: dict[str, list[float]] = json.loads(ended.stdout.splitlines()[-1])
     link = [sent / bytes_per_second for sent in _SENT_BYTES]
     return {name: list(zip(link, of_sizes, strict=True)) for name, of_sizes in seconds.items()}
 
 
 def _seconds(world: World) -> dict[str, list[float]]:
     """Of each number of bytes that a rank sends. Collective."""
-    memory = world.symmetric.allocate("calibration: stores", max(_SENT_BYTES) // (world.size - 1))
+    memory = world.symmetric.allocate("calibration: stores", world.size * _part(world, max(_SENT_BYTES)))
     seconds: dict[str, list[float]] = {"all_to_all": [], "all_reduce": [], "stores": []}
     for sent in _SENT_BYTES:
         calls = {
@@ -63,15 +67,22 @@ def _all_reduce(world: World, sent: int) -> Callable[[], object]:
 
 
 def _stores(world: World, memory: SymmetricMemory, sent: int) -> Callable[[], object]:
-    part = sent // (world.size - 1)
+    """Each rank stores to a place of its own in the memory of each other one."""
+    part = _part(world, sent)
     own = torch.ones(part // 4, device=world.device)
-    theirs = [memory.peer((world.rank + 1 + i) % world.size)[:part].view(torch.float32) for i in range(world.size - 1)]
+    peers = [(world.rank + 1 + i) % world.size for i in range(world.size - 1)]
+    theirs = [memory.peer(peer)[world.rank * part :][:part].view(torch.float32) for peer in peers]
 
     def call() -> None:
-        for peer in theirs:
-            torch.add(own, 1, out=peer)
+        for place in theirs:
+            torch.add(own, 1, out=place)
 
     return call
+
+
+def _part(world: World, sent: int) -> int:
+    """Bytes for each other rank, in whole vectors of a store."""
+    return sent // (world.size - 1) // _STORE_BYTES * _STORE_BYTES
 
 
 def main() -> None:

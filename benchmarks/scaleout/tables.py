@@ -13,14 +13,16 @@ from torch import Tensor
 
 from benchmarks.scaleout.device_time import seconds_after, seconds_of
 from dlrm_fused.compat.fbgemm import kernel_inputs
-from dlrm_fused.config import Config, Split
+from dlrm_fused.config import Config, Split, TableDtype
 from dlrm_fused.datasets import open_dataset
+from dlrm_fused.errors import ConfigError
 from dlrm_fused.ops.embedding_all_to_all import EmbeddingWorkspace, ExchangeLayout, LookupLayout, embedding_all_to_all
 from dlrm_fused.ops.embedding_all_to_all.update import SortedLookup, sort_lookup
 from dlrm_fused.sharding.fused_lookups import local_tables
 from dlrm_fused.sharding.output_dtype import pooled_dtype
 from dlrm_fused.sharding.parallel import FBGEMM_OPTIMIZERS
 from dlrm_fused.symmetric import symmetric_group
+from dlrm_fused.training.efficiency import state_bytes
 
 _BYTES = 4  # of an element
 
@@ -91,11 +93,16 @@ class FusedTables(FbgemmTables):
 def measure(
     config: Config, device: torch.device, batches: Sequence[int], make: type[FbgemmTables]
 ) -> dict[str, list[tuple[float, float]]]:
-    """Of each batch, the bytes of rows that a lookup reads, and its seconds; the bytes of rows that the backward pass with the
-    config's optimizer reads and writes, and its seconds; and those of the sort, if it is apart.
+    """Of each batch, the bytes of rows that a lookup reads, and its seconds; the bytes of rows and states that the backward
+    pass with the config's optimizer reads and writes, and its seconds; and those of the sort, if it is apart.
 
     Popular ids, whose rows are in caches, occur as often as in the config's data.
+
+    Raises:
+        ConfigError: tables that are not in fp32.
     """
+    if config.embedding.dtype is not TableDtype.fp32:
+        raise ConfigError(f"embedding.dtype={config.embedding.dtype.name}: tables are calibrated in fp32")
     dataset = open_dataset(config, torch.device("cpu"))
     rows = [table.rows for table in dataset.schema.tables]
     optimizer, output = FBGEMM_OPTIMIZERS[config.embedding.optimizer.kind], SparseType(pooled_dtype(config, device).name)
@@ -110,8 +117,9 @@ def measure(
         with torch.no_grad():
             points["lookup"].append((bytes_read, seconds_of(device, look_up, captured=False)))
         backward = partial(Tensor.backward, gradient=gradient)
-        points["update"].append((2 * bytes_read, seconds_after(device, look_up, backward)))
+        bytes_moved = bytes_read * (2 + state_bytes(config) / _BYTES)
+        points["update"].append((bytes_moved, seconds_after(device, look_up, backward)))
         if isinstance(tables, FusedTables):
             sorting = seconds_of(device, partial(tables.sort, ids, offsets), captured=False)
-            points.setdefault("sort", []).append((2 * bytes_read, sorting))
+            points.setdefault("sort", []).append((bytes_moved, sorting))
     return points

@@ -43,7 +43,7 @@ _SEGMENT_MEAN = 3.0
 _CALIBRATION_SAMPLES = 16_384
 # So few ids are drawn in less time than it takes to launch the kernels that draw them.
 _FEW_VALUES = 2**19
-# So many ids are drawn at once where all that is wanted is memory for few of them.
+# At most so many ids are drawn at once where only their scores are kept, so that opening a set needs little memory.
 _MOST_VALUES = 2**21
 _MOST_BATCHES_AT_ONCE = 15
 # Mean and deviation of each label's scores by what decides them: a program that trains and evaluates opens the same set twice.

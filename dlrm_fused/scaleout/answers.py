@@ -138,7 +138,10 @@ def slowest_rank(scenario: Scenario, ranks: int) -> float:
 def _machine(scenario: Scenario) -> Machine:
     machine, factors = machines.read(Path(scenario.machine)), scenario.machine_rates
     if scenario.nvlink:
-        machine = replace(machine, nvlink_shares=machines.read(Path(scenario.nvlink), "nvlink").nvlink_shares)
+        shares = machines.read(Path(scenario.nvlink), "nvlink").nvlink_shares
+        if not shares:
+            raise ConfigError(f"nvlink={scenario.nvlink}: no shares of NVLink; calibrate a machine of several GPUs")
+        machine = replace(machine, nvlink_shares=shares)
     return replace(
         machine,
         memory=machine.memory * factors.memory,

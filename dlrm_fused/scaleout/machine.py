@@ -102,6 +102,9 @@ def read(path: Path, setting: str = "machine") -> Machine:
     wanted = {one.name for one in fields(Machine) if one.default_factory is MISSING}
     if not isinstance(found, dict) or not wanted <= set(found) <= names:
         raise ConfigError(f"{setting}={path}: expected {', '.join(sorted(wanted))} under machine; measure again")
+    mappings = [one.name for one in fields(Machine) if one.type.startswith("Mapping")]
+    if not all(isinstance(found.get(name, {}), dict) for name in mappings):
+        raise ConfigError(f"{setting}={path}: expected a rate for each name in {', '.join(mappings)}; measure again")
     machine = Machine(**found)
     rates = [machine.memory, machine.lookup, machine.update, machine.optimizer, *machine.products.values()]
     rates += [*machine.link_shares.values(), *machine.nvlink_shares.values(), *machine.fused_speeds.values()]

@@ -428,6 +428,9 @@ class TestCommand:
         capsys.readouterr()
         assert main(["--config", str(scenario), "nvlink=none.json"]) == 1
         assert "nvlink=none.json: no such file" in capsys.readouterr().err
+        (tmp_path / "one.json").write_text(json.dumps({"machine": asdict(MACHINE)}))
+        assert main(["--config", str(scenario), f"nvlink={tmp_path / 'one.json'}"]) == 1
+        assert "no shares of NVLink" in capsys.readouterr().err
 
     def test_draws_what_assumptions_are_worth(self, scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         picture = tmp_path / "tornado.png"

@@ -1,0 +1,53 @@
+"""What ``python -m dlrm_fused.scaleout`` is calibrated with."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import calibrate
+from benchmarks.scaleout import nvlink, tables
+from dlrm_fused.config import load_config
+from dlrm_fused.errors import ConfigError
+from tests.distributed.launch import run_program
+
+CPU = torch.device("cpu")
+SMALL = ["data.synthetic.tables=3", "data.synthetic.rows=[100]", "data.synthetic.pooling=[4]"]
+
+
+@pytest.mark.parametrize(("kind", "bytes_of_update"), [("sgd", 2 * 4), ("adagrad", 2 * 4 + 2 * 4)])
+def test_lookups_and_updates_of_a_configs_tables_by_their_bytes(kind: str, bytes_of_update: int) -> None:
+    config = load_config("configs/synthetic.yaml", [*SMALL, f"embedding.optimizer.kind={kind}"])
+    points = tables.measure(config, CPU, [8, 64], tables.FbgemmTables)
+    elements = [3 * 4 * 16 * samples for samples in (8, 64)]
+    assert [work for work, _ in points["lookup"]] == [4 * some for some in elements]
+    assert [work for work, _ in points["update"]] == [bytes_of_update * some for some in elements]
+    assert all(seconds > 0 for of_kernel in points.values() for _, seconds in of_kernel)
+
+
+def test_tables_of_16_bits_are_refused() -> None:
+    config = load_config("configs/synthetic.yaml", [*SMALL, "embedding.dtype=fp16"])
+    with pytest.raises(ConfigError, match=r"embedding\.dtype=fp16"):
+        tables.measure(config, CPU, [8], tables.FbgemmTables)
+
+
+def test_a_wrong_config_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["calibrate", "--config", "none.yaml", "--output", str(tmp_path / "cpu.json")])
+    with pytest.raises(SystemExit, match=r"none\.yaml"):
+        calibrate.main()
+
+
+def _with_few_bytes() -> None:
+    nvlink._SENT_BYTES = [3_000, 50_000]
+    nvlink.main()
+
+
+def test_any_number_of_ranks_measures_its_links(tmp_path: Path) -> None:
+    ended = run_program(4, tmp_path, 120.0, _with_few_bytes)
+    assert ended.statuses == [0] * 4, ended.output
+    seconds = json.loads(next(line for line in ended.output.splitlines() if line.startswith("{")))
+    assert {name: len(of_sizes) for name, of_sizes in seconds.items()} == {"all_to_all": 2, "all_reduce": 2, "stores": 2}
