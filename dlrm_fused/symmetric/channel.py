@@ -37,6 +37,7 @@ from torch import Tensor
 
 from dlrm_fused.compat.triton import host_atomics
 from dlrm_fused.errors import CommunicationError, UsageError
+from dlrm_fused.symmetric.call_order import CallOrder
 from dlrm_fused.symmetric.device import channel_args, polls_per_second
 from dlrm_fused.symmetric.futex import wait_for_change, wake
 from dlrm_fused.symmetric.memory import SymmetricGroup
@@ -87,13 +88,16 @@ class Channel:
         args: what a kernel is given of the channel, and hands on to the functions of device.py.
     """
 
-    def __init__(self, group: SymmetricGroup, name: str, timeout_seconds: float = 600.0) -> None:
+    def __init__(
+        self, group: SymmetricGroup, name: str, timeout_seconds: float = 600.0, order: CallOrder | None = None
+    ) -> None:
         """Collective.
 
         Args:
             name: of the exchange, in messages; the same on all ranks.
             timeout_seconds: the longest wait for a peer; longer than ranks differ in their time for a step, with the
                 evaluation, checkpoint or compilation that only one of them may do between two.
+            order: of calls that have epochs of several channels; default: one of this channel's own.
 
         Raises:
             UsageError: on all ranks, if names differ or the limit is not positive on one of them.
@@ -102,6 +106,7 @@ class Channel:
         self.group = group
         self.name = name
         self.timeout_seconds = timeout_seconds
+        self._order = order or CallOrder(group.device)
         self._number = group.next_channel()
         has_cores = len(group.hosts.local) <= len(os.sched_getaffinity(0))
         self._yields = _MANY_YIELDS if has_cores and not group.hosts.are_many else _FEW_YIELDS
@@ -134,6 +139,19 @@ class Channel:
             self._puts = Puts(group, f"{name}.slices", self.args, _PIECE_BYTES)
             # Inside a host it says so in its ready word, but kernels that wait for a slice would wait in vain.
             group.peer_monitor.on_refusal(self._number, _abort(self.state, self.control))
+
+    def begin_call(self) -> None:
+        """Begin a call of one or more epochs on the current stream, before anything of it is launched.
+
+        All ranks launch their calls in the same order. On GPUs they run in it, whatever streams they are on, since a call on
+        another stream than the one before waits for that stream. So does the replay of a CUDA graph that has calls, if
+        this comes before it.
+
+        Raises:
+            CommunicationError: the channel has failed.
+        """
+        self.raise_fault()
+        self._order.follow()
 
     def raise_fault(self) -> None:
         """Raise what has gone wrong, if anything. Reads host memory only: a kernel's fault shows when the kernel has ended.
@@ -237,6 +255,7 @@ class Channel:
         elif torch.cuda.is_current_stream_capturing():
             return
         else:
+            self._order.follow()
             word = self.state[_EPOCH] + 1 << 32 | _REFUSED_OFFSET
             for peer in self.group.hosts.local:
                 self.flags.peer(peer).view(torch.int64)[self.group.rank].copy_(word)

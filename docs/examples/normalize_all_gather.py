@@ -42,7 +42,7 @@ def normalize_all_gather(x: Tensor, memory: SymmetricMemory, channel: Channel) -
         CommunicationError: a peer is lost, was waited for too long, or failed. On a GPU, from a later call.
     """
     (rows, width), ranks = x.shape, channel.group.world_size
-    channel.raise_fault()
+    channel.begin_call()
     with abort_peers_on_error(channel):
         if x.dtype != torch.float32 or not x.is_contiguous() or ranks * x.nbytes > memory.size:
             shape = [ranks * rows, width]

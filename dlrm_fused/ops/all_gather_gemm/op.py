@@ -77,7 +77,7 @@ torch.library.define("dlrm_fused::gemm_reduce_scatter_backward", _BACKWARD_SCHEM
 @torch.library.impl("dlrm_fused::all_gather_gemm", ["cpu", "cuda"])
 def _gather(x: Tensor, weight: Tensor, schedule: str, handle: int) -> Tensor:
     workspace = ShardWorkspace.of(handle)
-    workspace.raise_fault()
+    workspace.begin_call()
     with abort_peers_on_error(workspace.channel):
         _check(workspace, GATHER, x, weight)
         check_schedule(workspace, GATHER, schedule, weight.shape[1])
@@ -87,7 +87,7 @@ def _gather(x: Tensor, weight: Tensor, schedule: str, handle: int) -> Tensor:
 @torch.library.impl("dlrm_fused::gemm_reduce_scatter", ["cpu", "cuda"])
 def _scatter(x: Tensor, weight: Tensor, schedule: str, handle: int) -> Tensor:
     workspace = ShardWorkspace.of(handle)
-    workspace.raise_fault()
+    workspace.begin_call()
     with abort_peers_on_error(workspace.channel):
         _check(workspace, SCATTER, x, weight)
         check_schedule(workspace, SCATTER, schedule, weight.shape[1])
@@ -140,7 +140,7 @@ def _started(
 def _gather_backward(gradient: Tensor, x: Tensor, weight: Tensor, schedule: str, handle: int) -> tuple[Tensor, Tensor]:
     """While the products for x's gradient are made and travel, x is gathered for that of the weight."""
     workspace = ShardWorkspace.of(handle)
-    workspace.raise_fault()
+    workspace.begin_call()
     gradient = gradient.contiguous()
     gathering = gather_beside(workspace, x)
     scattering = _scattered(workspace, gradient, weight, _for_pair(SCATTER, schedule), is_transposed=True)
@@ -151,7 +151,7 @@ def _gather_backward(gradient: Tensor, x: Tensor, weight: Tensor, schedule: str,
 @torch.library.impl("dlrm_fused::gemm_reduce_scatter_backward", ["cpu", "cuda"])
 def _scatter_backward(gradient: Tensor, x: Tensor, weight: Tensor, schedule: str, handle: int) -> tuple[Tensor, Tensor]:
     workspace = ShardWorkspace.of(handle)
-    workspace.raise_fault()
+    workspace.begin_call()
     gathering = _gathered(workspace, gradient.contiguous(), weight, _for_pair(GATHER, schedule), is_transposed=True)
     weight_gradient = gathering.rows().T @ x
     return gathering.out, weight_gradient

@@ -14,6 +14,7 @@ from torch import Tensor
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.dtypes import DTYPES
 from dlrm_fused.symmetric import BlockPool, Channel, SymmetricGroup, SymmetricMemory
+from dlrm_fused.symmetric.call_order import CallOrder
 
 # Operators of PyTorch take numbers, not objects.
 _handles = itertools.count()
@@ -70,7 +71,8 @@ class Workspace:
         _agree_on_settings(group, name, check)
         self.group, self.name = group, name
         self.rank, self.world_size, self.device = group.rank, group.world_size, group.device
-        self.channels = tuple(Channel(group, f"{name} {purpose}".rstrip(), timeout_seconds) for purpose in channels)
+        order = CallOrder(group.device)
+        self.channels = tuple(Channel(group, f"{name} {purpose}".rstrip(), timeout_seconds, order) for purpose in channels)
         self.channel = self.channels[0]
         self.handle = next(_handles)
         _workspaces[self.handle] = self
@@ -90,6 +92,17 @@ class Workspace:
     def window(self, pool: BlockPool, block: Tensor, *what: object) -> ReceiveWindow:
         """For one epoch of the channel, in which this rank receives in a block of a pool; ``what`` is the same on all ranks."""
         return ReceiveWindow(pool.memory, self.channel, pool.offset_of(block), fingerprint_of(*what))
+
+    def begin_call(self) -> None:
+        """Begin a call on the current stream: it follows the calls that were launched before, whatever streams they are on.
+
+        Operators do so by themselves. To be called before the replay of a CUDA graph that has calls of the workspace.
+
+        Raises:
+            CommunicationError: a call that was started has failed since.
+        """
+        for channel in self.channels:
+            channel.begin_call()
 
     def raise_fault(self) -> None:
         """Raise CommunicationError if a call that was started has failed since. Does not wait for the device."""

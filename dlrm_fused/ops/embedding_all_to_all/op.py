@@ -102,7 +102,7 @@ def _forward(
     handle: int,
 ) -> Tensor:
     workspace = EmbeddingWorkspace.of(handle)
-    workspace.forward_channel.raise_fault()
+    workspace.forward_channel.begin_call()
 
     def check(plan: BatchPlan) -> None:
         _check_inputs(workspace, plan, weights, indices, offsets, per_sample_weights)

@@ -106,7 +106,7 @@ def checked_plan(
 
 def _forward(anchor: Tensor, pooled: list[Tensor], batch_sizes: list[int], handle: int, *rows: Any) -> Tensor:
     workspace = EmbeddingWorkspace.of(handle)
-    workspace.forward_channel.raise_fault()
+    workspace.forward_channel.begin_call()
     plan = checked_plan(workspace, batch_sizes, lambda plan: _check_pooled(workspace, plan, pooled))
     distinct = _distinct_rows(*rows)
     return receive_output(
@@ -184,7 +184,7 @@ def send_gradient(
         memory that the next backward pass writes to.
     """
     channel = workspace.backward_channel
-    workspace.raise_fault()
+    workspace.begin_call()
     if not _can_be_read_in_tiles(gradient):
         gradient = gradient.contiguous()
     with abort_peers_on_error(channel):

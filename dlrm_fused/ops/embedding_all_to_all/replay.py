@@ -141,7 +141,7 @@ class _Capture:
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, _Loan]:
         """The output, and what is to be kept until the backward pass."""
-        self.workspace.forward_channel.raise_fault()
+        self.workspace.forward_channel.begin_call()
         copy_all(self.inputs, inputs)
         self._forward.replay()
         loan = _Loan()
@@ -149,7 +149,7 @@ class _Capture:
         return self._output.clone(), loan
 
     def backward(self, gradient: Tensor) -> None:
-        self.workspace.raise_fault()
+        self.workspace.begin_call()
         self.gradient.copy_(gradient)
         for tables in self.workspace.tables:
             if tables.on_device.rate is not None:

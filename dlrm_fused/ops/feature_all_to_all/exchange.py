@@ -88,7 +88,6 @@ class FeatureExchange(Workspace):
         self._memory: SymmetricMemory | None = None
         self._allocate(_BAG_UNIT, 1)
         self._pending: SentFeatures | None = None
-        self._last: torch.cuda.Event | None = None  # of what has used the memory, on any stream
 
     def send(self, lengths: Tensor, offsets: Tensor, values: Tensor) -> SentFeatures:
         """Send the features of this rank's batch. Collective; does not wait for the device.
@@ -141,13 +140,9 @@ class FeatureExchange(Workspace):
         ]
         self._routes = torch.tensor(routes, dtype=torch.int64).view(-1, ROUTE_FIELDS).to(self.device)
 
-    def _wait_for_last(self) -> None:
-        if self._last is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._last)
-
-    def _note_last(self) -> None:
-        if self.device.type == "cuda":
-            self._last = torch.cuda.current_stream(self.device).record_event()
+    def _event(self) -> torch.cuda.Event | None:
+        """Of what the current stream has been given."""
+        return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
 
     # A rank's memory: its values; lengths [features, ranks, bags]; words [features, ranks, 2], and [ranks, 2].
 
@@ -183,7 +178,7 @@ class SentFeatures:
 
     def _send(self) -> None:
         exchange, (lengths, offsets, values) = self._exchange, self._sent
-        exchange._wait_for_last()
+        exchange.begin_call()
         memory, bags = exchange._memory, lengths.shape[1]
         assert memory is not None
         blocks = max(1, triton.cdiv(bags, _BAGS))
@@ -195,8 +190,7 @@ class SentFeatures:
             BAGS=_BAGS, ELEMENTS=_ELEMENTS, num_warps=8,
         )  # fmt: skip
         exchange._words_on_host.copy_(exchange._received_words, non_blocking=True)
-        exchange._note_last()
-        self._told = exchange._last
+        self._told = exchange._event()
 
     def receive(self) -> ReceivedFeatures:
         """The features of this rank's tables. Collective; waits until all ranks have sent, and no longer.
@@ -210,10 +204,9 @@ class SentFeatures:
                 exchange._allocate(max(bags, exchange._most_bags), max(int(_ROOM * values), exchange._most_values))
                 self._send()
                 values, bags = self._needed()
-            exchange._wait_for_last()
+            exchange.begin_call()
             self._received = self._fetch()
-            exchange._note_last()
-            self._fetched, exchange._pending = exchange._last, None
+            self._fetched, exchange._pending = exchange._event(), None
         if self._fetched is not None:
             torch.cuda.current_stream(self._exchange.device).wait_event(self._fetched)
         return self._received

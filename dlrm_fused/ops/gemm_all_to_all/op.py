@@ -102,7 +102,7 @@ def _forward(x: Tensor, weight: Tensor, scale: Tensor | None, *route_schedule_ha
     *route, schedule, handle = route_schedule_handle
     bounds, local_from, destinations, tile_rows, slots = route
     workspace = GemmWorkspace.of(handle)
-    workspace.raise_fault()
+    workspace.begin_call()
     if destinations is None:
         with abort_peers_on_error(workspace.channel):
             _check_equal_blocks(workspace, x, weight, scale, schedule)
@@ -352,7 +352,7 @@ def _backward(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor | None,
     """The gradients of x, and of the weight unless it is float8."""
     bounds, local_from, destinations, origins, tile_rows, handle = route
     workspace = GemmWorkspace.of(handle)
-    workspace.raise_fault()
+    workspace.begin_call()
     gradient, with_weight = gradient.contiguous(), scale is None
     factors = weight if scale is None else (weight.float() * scale[..., None]).to(workspace.dtype)
     if destinations is None:

@@ -107,7 +107,7 @@ def _forward(
     schedule: str = AUTO,
 ) -> tuple[Tensor, Tensor]:
     inputs, workspace = Inputs(x, weight, bias, residual, norm_weight, norm_eps), GemvWorkspace.of(handle)
-    workspace.raise_fault()
+    workspace.begin_call()
     with abort_peers_on_error(workspace.channel):
         _check_inputs(workspace, inputs)
         check_schedule(workspace, schedule, x, weight)

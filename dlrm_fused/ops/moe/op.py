@@ -91,7 +91,7 @@ def _forward(
     x: Tensor, experts: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, gradient_scale: float, handle: int
 ) -> tuple[Tensor, ...]:
     workspace = ExpertWorkspace.of(handle)
-    workspace.raise_fault()
+    workspace.begin_call()
     with abort_peers_on_error(workspace.channel):
         _check_inputs(workspace, x, experts, gates, w_in, w_out)
     steps = workspace.steps
@@ -132,7 +132,7 @@ def _forward(
 def _backward(gradient: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, *held: Any) -> tuple[Tensor, ...]:
     received, hidden, activated, combined, targets, bounds, local_from, order, gradient_scale, handle = held
     workspace = ExpertWorkspace.of(handle)
-    workspace.raise_fault()
+    workspace.begin_call()
     steps, groups = workspace.steps, Groups(workspace.memory.tile_rows, bounds, local_from, {workspace.tiles: order})
     gradient = gradient.contiguous()
 
