@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from dlrm_fused.compat.torch import copy_all
 from dlrm_fused.cuda_graphs import RUNS_BEFORE_CAPTURE, GraphRecorder
+from dlrm_fused.symmetric.call_order import CallOrder
 
 R = TypeVar("R", Tensor, tuple[Tensor, Tensor])
 
@@ -94,7 +95,7 @@ class CapturedFunction(Generic[R]):
                 for t, reads in zip(inputs, is_read_in_place, strict=True)
             )
             if key not in captures and len(captures) < most:
-                self._memory = self._memory or _SharedMemory()
+                self._memory = self._memory or _SharedMemory(inputs[0].device)
                 captures[key] = _Capture(
                     self._function, inputs, is_read_in_place, self._layers(), self._memory, self.takes_gradients
                 )
@@ -108,10 +109,11 @@ class _SharedMemory:
 
     Attributes:
         call: the number of that call.
+        order: of replays, also on several streams.
     """
 
-    def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
+    def __init__(self, device: torch.device) -> None:
+        self.pool, self.order = torch.cuda.graph_pool_handle(), CallOrder(device)
         self.call = 0
 
 
@@ -159,6 +161,7 @@ class _Capture:
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         pairs = [(copy, given) for copy, given in zip(self._copies, inputs, strict=True) if copy is not None]
+        self._memory.order.follow()
         copy_all([copy for copy, _ in pairs], [given for _, given in pairs])
         self._forward.replay()
         self._memory.call += 1
@@ -177,6 +180,7 @@ class _Capture:
         """Gradients of the inputs and of the parameters, of this call."""
         if call != self._memory.call:
             raise RuntimeError("a captured function was called again before the backward pass of this call")
+        self._memory.order.follow()
         self._upstream.copy_(upstream)
         self._backward.replay()
         gradients = iter([None if gradient is None else gradient.detach() for gradient in self._gradients])

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.errors import CommunicationError, UsageError
+from dlrm_fused.models.captured import CapturedFunction
 from dlrm_fused.ops.all_gather_gemm import ShardWorkspace, all_gather_gemm, gemm_reduce_scatter
 from dlrm_fused.ops.common.workspace import Workspace
 from dlrm_fused.ops.embedding_all_to_all import (
@@ -267,6 +268,23 @@ def a_graph_among_calls(group: SymmetricGroup) -> None:
     assert [torch.equal(*pair) for pair in zip(found, expected, strict=True)] == [True] * 3
 
 
+def captured_function(group: SymmetricGroup) -> None:
+    """The memory of a captured function is that of its newest call, whose stream may be another one than that before."""
+    layer, streams = torch.nn.Linear(DEPTH, COLUMNS).to(group.device), new_streams(2)
+    function = CapturedFunction(lambda x: layer(x).square().sum(), lambda: [layer])
+    inputs = [drawn(group, number, ROWS, DEPTH, dtype=torch.float32).requires_grad_() for number in range(CALLS)]
+    expected = [torch.autograd.grad(layer(x).square().sum(), x)[0] for x in inputs]
+    torch.autograd.grad(function(inputs[0]), inputs[0])  # captures
+    synchronize()
+    found = []
+    for number, x in enumerate(inputs):
+        with on_stream(streams, number, group):
+            found.append(torch.autograd.grad(function(x), x)[0].clone())
+    synchronize()
+    for own, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, right)
+
+
 def refused_behind_a_late_call(group: SymmetricGroup) -> None:
     """A rank refuses the call that is wrong, not the one before, which is still to run on another stream."""
     calls, streams = gemms(group, "refused", "kernel"), new_streams(2)
@@ -306,6 +324,7 @@ MAKERS: dict[str, Make] = {
 CHECKS: dict[str, Callable[[SymmetricGroup], None]] = {
     **{name: partial(on_two_streams, make=make) for name, make in MAKERS.items()},
     "a graph among calls": a_graph_among_calls,
+    "captured function": captured_function,
     "refused behind a late call": refused_behind_a_late_call,
 }
 failures, test_on_all_ranks = checked_on_all_ranks(__name__, CHECKS, small_tiles_without_gpus)
