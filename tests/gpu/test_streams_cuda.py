@@ -269,7 +269,7 @@ def a_graph_among_calls(group: SymmetricGroup) -> None:
 
 
 def captured_function(group: SymmetricGroup) -> None:
-    """The memory of a captured function is that of its newest call, whose stream may be another one than that before."""
+    """A captured function's memory holds what the backward pass needs, and the next call may be on another stream."""
     layer, streams = torch.nn.Linear(DEPTH, COLUMNS).to(group.device), new_streams(2)
     function = CapturedFunction(lambda x: layer(x).square().sum(), lambda: [layer])
     inputs = [drawn(group, number, ROWS, DEPTH, dtype=torch.float32).requires_grad_() for number in range(CALLS)]
@@ -278,8 +278,11 @@ def captured_function(group: SymmetricGroup) -> None:
     synchronize()
     found = []
     for number, x in enumerate(inputs):
-        with on_stream(streams, number, group):
-            found.append(torch.autograd.grad(function(x), x)[0].clone())
+        stream = streams[number % 2]
+        with torch.cuda.stream(stream):
+            loss = function(x)
+            sleep(stream)  # the next call's forward pass comes before this one's backward pass, if it does not wait
+            found.append(torch.autograd.grad(loss, x)[0].clone())
     synchronize()
     for own, right in zip(found, expected, strict=True):
         torch.testing.assert_close(own, right)
