@@ -125,8 +125,7 @@ class FeatureExchange(Workspace):
 
     def _allocate(self, bags: int, values: int) -> None:
         """Memory for batches of so many bags and values of a rank. Collective."""
-        if self._memory is not None:
-            self.group.release(self._memory)
+        self._release_memory()
         self._most_bags, self._most_values = -(-bags // _BAG_UNIT) * _BAG_UNIT, values
         self._memory = self.group.allocate(self.name, self._words_end)
         # Views cost the host as much as launches do.
@@ -140,6 +139,16 @@ class FeatureExchange(Workspace):
             for slot, feature in enumerate(features)
         ]
         self._routes = torch.tensor(routes, dtype=torch.int64).view(-1, ROUTE_FIELDS).to(self.device)
+
+    def release(self) -> None:
+        """Let go of memory and channels before the group is closed. Collective; no call may follow."""
+        self.release_channels()
+        self._release_memory()
+
+    def _release_memory(self) -> None:
+        if self._memory is not None:
+            self.group.release(self._memory)
+            self._memory = None
 
     def _wait_for_last(self) -> None:
         if self._last is not None:
