@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 from torch import Tensor
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
@@ -186,7 +187,9 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         with name_lost_peer():
             return cast(LazyAwaitable[KeyedTensor], super().forward(*input, **kwargs))
 
-    def input_dist(self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
+    def input_dist(
+        self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor | TensorDict
+    ) -> Awaitable[Awaitable[KJTList]]:
         """Send the features to the ranks of their tables. Collective.
 
         Raises:
@@ -198,6 +201,8 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 f"{compat.path(self)}: the batch has no feature {', '.join(sorted(missing))}; "
                 f"it has {', '.join(features.keys())}"
             )
+        if not isinstance(features, KeyedJaggedTensor):  # a TensorDict
+            return cast(Awaitable[Awaitable[KJTList]], super().input_dist(ctx, features))
         if self._batch_keys is not None and (self._fused is not None or self._undecided):
             # FusedLookups reads it; attributes of a context are TorchRec's, and pass its pipelines.
             ctx.own_keys = self._batch_keys.of(features)  # type: ignore[attr-defined]
