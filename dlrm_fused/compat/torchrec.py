@@ -95,7 +95,15 @@ def grouped_configs_per_rank(sharding: Any) -> list[list[Any]]:
 
 def feature_names_per_rank(sharding: Any) -> list[list[str]]:
     """By rank, the features that it looks up."""
-    return [[name for config in configs for name in config.feature_names()] for configs in grouped_configs_per_rank(sharding)]
+    return [[name for name, _ in features] for features in features_per_rank(sharding)]
+
+
+def features_per_rank(sharding: Any) -> list[list[tuple[str, int]]]:
+    """By rank, the features that it looks up, each with the rows that it has of the table."""
+    return [
+        [(name, table.local_rows) for group in groups for table in group.embedding_tables for name in table.feature_names]
+        for groups in grouped_configs_per_rank(sharding)
+    ]
 
 
 def rows_of_features(sharding: Any) -> list[tuple[str, int]]:
@@ -151,6 +159,19 @@ def output_of(
     if module._has_mean_pooling_callback:
         awaitable.callbacks.append(partial(_apply_mean_pooling, divisor=context.divisor))
     return awaitable
+
+
+def put_in_order(output: LazyAwaitable[KeyedTensor], order: Sequence[str]) -> None:
+    """Let an output that is still to be waited for have its features in this order."""
+    output.callbacks.append(partial(_in_order, order=list(order)))
+
+
+def _in_order(output: KeyedTensor, order: list[str]) -> KeyedTensor:
+    if output.keys() == order:
+        return output
+    columns = output.to_dict()
+    in_order = [columns[name] for name in order]
+    return KeyedTensor(order, [own.shape[1] for own in in_order], torch.cat(in_order, dim=1))
 
 
 # The lookup of one sharding type.

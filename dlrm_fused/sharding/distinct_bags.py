@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torchrec.distributed.types import ShardingType
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_fused.compat.torchrec import feature_names_per_rank
+from dlrm_fused.compat import torchrec as compat
 from dlrm_fused.ops.embedding_all_to_all import DistinctRows, keys_of_bags
+from dlrm_fused.sharding.support import OF_WHOLE_FEATURES
 from dlrm_fused.symmetric import SymmetricGroup
 from dlrm_fused.symmetric.device import uses_kernels
 
@@ -20,56 +22,92 @@ def finds_distinct_rows(group: SymmetricGroup) -> bool:
     return group.hosts.are_many and not uses_kernels(group.device)
 
 
+class BatchKeys:
+    """Keys the bags of this rank's batches before the input dist: FBGEMM repairs wrong ids in place, later and elsewhere.
+
+    Attributes:
+        features: (name, rows of a table) of what is looked up as a whole, each once; all that the module can exchange.
+    """
+
+    def __init__(self, module: ShardedEmbeddingBagCollection) -> None:
+        numbers = range(len(compat.sharding_types(module)))
+        self.features = list(dict.fromkeys(itertools.chain(*_whole_features(module, numbers))))
+        self._rows = _column(self.features)
+        self._places: Tensor | None = None  # in a batch
+
+    def of(self, batch: KeyedJaggedTensor) -> Tensor | None:
+        """Keys [features, bags]; None if all bags are to be sent, as with weights of samples."""
+        if batch.weights_or_none() is not None or batch.variable_stride_per_key():
+            return None
+        if self._places is None:
+            self._places = torch.tensor([batch.keys().index(name) for name, _ in self.features]).long()
+        shape = len(batch.keys()), batch.stride()
+        lengths = batch.lengths().view(shape).index_select(0, self._places)
+        begins = batch.offsets()[:-1].view(shape).index_select(0, self._places)
+        return keys_of_bags(lengths, begins, batch.values(), torch.arange(batch.stride()), self._rows)
+
+
 class DistinctBags:
     """Finds the distinct rows of batches.
 
     Args:
-        shardings: TorchRec's, by sharding type, of the features whose pooled embeddings are exchanged.
-        types: their sharding types.
+        shardings: numbers of the sharding types whose pooled embeddings are exchanged.
+        keyed: the attribute of :class:`BatchKeys`.
     """
 
-    def __init__(self, group: SymmetricGroup, shardings: Sequence[object], types: Sequence[str]) -> None:
+    def __init__(
+        self,
+        module: ShardedEmbeddingBagCollection,
+        group: SymmetricGroup,
+        shardings: Sequence[int],
+        keyed: Sequence[tuple[str, int]],
+    ) -> None:
         self._group = group
-        self._is_row_wise = [kind == ShardingType.ROW_WISE.value for kind in types]
-        whole = [
-            feature_names_per_rank(sharding)
-            for sharding, is_row_wise in zip(shardings, self._is_row_wise, strict=True)
-            if not is_row_wise
-        ]
-        # Of each rank of another host, in the order of its lookups; and where they are in a batch.
-        self._names = [[name for names in whole for name in names[rank]] for rank in group.hosts.remote]
-        self._places: Tensor | None = None
+        self._has_whole = [_has_whole_features(module, number) for number in shardings]
+        by_rank = _whole_features(module, shardings)
+        self._rows = _column(by_rank[group.rank])
+        # Of each rank of another host, in the order of its lookups.
+        self._counts = [len(by_rank[rank]) for rank in group.hosts.remote]
+        self._places = torch.tensor([keyed.index(own) for rank in group.hosts.remote for own in by_rank[rank]]).long()
 
-    def rows(
-        self, own: KeyedJaggedTensor, looked_up: Sequence[KeyedJaggedTensor], batch_sizes: Sequence[int]
-    ) -> DistinctRows | None:
-        """The rows of a batch; None if all are to be sent, as with weights of samples.
+    def rows(self, own: Tensor, looked_up: Sequence[KeyedJaggedTensor], batch_sizes: Sequence[int]) -> DistinctRows:
+        """The rows of a batch.
 
         Args:
-            own: this rank's batch.
+            own: keys of this rank's batch, by :class:`BatchKeys`.
             looked_up: what the input dist has brought to this rank's tables, by sharding type.
             batch_sizes: of all ranks.
         """
-        if own.weights_or_none() is not None:
-            return None
         numbers = torch.cat([torch.arange(size) for size in batch_sizes])
-        of_lookups = [
-            _keys(features, numbers)
-            for features, is_row_wise in zip(looked_up, self._is_row_wise, strict=True)
-            if not is_row_wise and features.keys()
+        whole = [
+            features for features, has_whole in zip(looked_up, self._has_whole, strict=True) if has_whole and features.keys()
         ]
-        if self._places is None:
-            place = {name: i for i, name in enumerate(own.keys())}
-            self._places = torch.tensor([place[name] for names in self._names for name in names]).long()
+        rows = self._rows.split([len(features.keys()) for features in whole])
+        of_lookups = [_keys(*of_lookup, numbers) for of_lookup in zip(whole, rows, strict=True)]
         return DistinctRows.of(
             torch.cat(of_lookups) if of_lookups else numbers.new_empty(0, len(numbers)),
-            _keys(own, torch.arange(own.stride())).index_select(0, self._places),
+            own.index_select(0, self._places),
             remote=self._group.hosts.remote,
             batch_sizes=tuple(batch_sizes),
-            features_of_remote=[len(names) for names in self._names],
+            features_of_remote=self._counts,
         )
 
 
-def _keys(features: KeyedJaggedTensor, numbers: Tensor) -> Tensor:
-    lengths = features.lengths().view(len(features.keys()), -1)
-    return keys_of_bags(lengths, features.offsets(), features.values(), numbers)
+def _keys(features: KeyedJaggedTensor, rows: Tensor, numbers: Tensor) -> Tensor:
+    lengths = features.lengths().view(len(rows), -1)
+    return keys_of_bags(lengths, features.offsets()[:-1].view_as(lengths), features.values(), numbers, rows)
+
+
+def _whole_features(module: ShardedEmbeddingBagCollection, shardings: Sequence[int]) -> list[list[tuple[str, int]]]:
+    """By rank, the features that its lookups of some sharding types read as a whole, each with its table's rows."""
+    whole = [compat.features_per_rank(compat.shardings(module)[i]) for i in shardings if _has_whole_features(module, i)]
+    return [[own for by_rank in whole for own in by_rank[rank]] for rank in range(compat.environment(module).world_size)]
+
+
+def _has_whole_features(module: ShardedEmbeddingBagCollection, number: int) -> bool:
+    return compat.sharding_types(module)[number] in {kind.value for kind in OF_WHOLE_FEATURES}
+
+
+def _column(features: Sequence[tuple[str, int]]) -> Tensor:
+    """Rows of their tables, int64 [features, 1]."""
+    return torch.tensor([rows for _, rows in features]).long().view(-1, 1)

@@ -19,9 +19,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_fused.compat import torchrec as compat
 from dlrm_fused.ops.feature_all_to_all import FeatureExchange, SentFeatures
 from dlrm_fused.sharding.fused_lookups import next_number
+from dlrm_fused.sharding.support import OF_WHOLE_FEATURES
 from dlrm_fused.symmetric import SymmetricGroup
 
-_WHOLE_FEATURES = {ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value}
+_WHOLE_FEATURES = {kind.value for kind in OF_WHOLE_FEATURES}
 
 
 def covers(module: ShardedEmbeddingBagCollection) -> bool:
@@ -81,6 +82,10 @@ class FusedInputDist:
         self._exchange = FeatureExchange(
             group, features_of_ranks, name=name, dtypes=self._dtypes, timeout_seconds=timeout_seconds
         )
+
+    def release(self) -> None:
+        """Let go of the memory. Collective; as :meth:`~dlrm_fused.ops.common.workspace.Workspace.release`."""
+        self._exchange.release()
 
     def takes(self, features: KeyedJaggedTensor) -> bool:
         """Whether a batch is like the first; ranks are taken to have batches of one kind, as TorchRec takes them."""

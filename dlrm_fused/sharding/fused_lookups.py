@@ -1,7 +1,8 @@
 """Lookup and delivery of a module's pooled embeddings in one operator, from TorchRec's lookups and FBGEMM's tables.
 
-The operator writes the output [local batch, columns] in the order of the module's keys, so that nothing is permuted or
-concatenated afterwards. On GPUs its kernels read and update FBGEMM's tables in place; on the CPU FBGEMM looks up and updates.
+The operator writes the output [local batch, columns] in TorchRec's order of keys, or in that of the module before it was
+sharded: nothing is permuted or concatenated afterwards. On GPUs kernels read and update FBGEMM's tables in place; on the
+CPU FBGEMM looks up and updates.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -52,7 +54,7 @@ from dlrm_fused.ops.embedding_all_to_all import (
     pooled_all_to_all,
 )
 from dlrm_fused.ops.embedding_all_to_all.tables import Optimizer
-from dlrm_fused.sharding.distinct_bags import DistinctBags, finds_distinct_rows
+from dlrm_fused.sharding.distinct_bags import DistinctBags
 from dlrm_fused.sharding.options import FusedOptions
 from dlrm_fused.symmetric import SymmetricGroup
 from dlrm_fused.symmetric.device import uses_kernels
@@ -67,10 +69,11 @@ class FusedLookups:
     Args:
         shardings: numbers of the sharding types in the module, ascending.
         output_dtype: of the pooled embeddings. What has 16 bits is sent so, too.
+        keyed: the features that keys of batches are for, see :class:`BatchKeys`; None if none are made.
 
     Attributes:
-        order: of the output's features, those of all sharding types: as before the module was sharded, so that who reads them
-            in that order need not copy. Empty for the order of the sharding types.
+        order: of the output's features, with ``in_feature_order`` that before the module was sharded, if these are all sharding
+            types. Empty for TorchRec's order, that of the sharding types.
     """
 
     def __init__(
@@ -80,12 +83,13 @@ class FusedLookups:
         group: SymmetricGroup,
         shardings: Sequence[int],
         output_dtype: torch.dtype,
+        keyed: Sequence[tuple[str, int]] | None,
     ) -> None:
         self.shardings = tuple(shardings)
         self._lookups = [lookups(module)[i] for i in shardings]
         self._widths = [sum(embedding_shardings(module)[i].embedding_dims()) for i in shardings]
         self._uses_kernels = uses_kernels(group.device)
-        self.order = _order(module, shardings)
+        self.order = _order(module, shardings) if options.in_feature_order else []
         self._workspace = EmbeddingWorkspace(
             group,
             _layout(module, shardings, group.world_size, self.order),
@@ -101,18 +105,16 @@ class FusedLookups:
             self._workspace.attach_tables([local_tables(module.emb_module) for module in self._modules])
         self._check_indices = options.check_indices
         self._distinct: DistinctBags | None = None
-        row_dim = self._workspace.layout.row_dim
-        if finds_distinct_rows(group) and row_dim is not None:
-            kinds = sharding_types(module)
-            own = [embedding_shardings(module)[i] for i in shardings]
-            self._distinct = DistinctBags(group, own, [kinds[i] for i in shardings])
-        self._embedding_all_to_all = ReplayedEmbeddingAllToAll(self._workspace, self._prepare)
+        if keyed is not None and self._workspace.layout.row_dim is not None:
+            self._distinct = DistinctBags(module, group, shardings, keyed)
+        prepare = partial(_prepare, self._modules, options.check_indices)
+        self._embedding_all_to_all = ReplayedEmbeddingAllToAll(self._workspace, prepare)
 
     def __call__(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> dict[int, Tensor]:
         """Pooled embeddings of the local batch, by the number of the first of neighbouring sharding types. Collective.
 
         Args:
-            ctx: its ``own_features``, if all ranks have them, are those of the local batch before the input dist.
+            ctx: its ``own_keys``, if all ranks have them, are those of the local batch, by :class:`BatchKeys`.
         """
         # TorchRec divides by what is set when the collective runs.
         self._workspace.gradient_scale = 1 / self._workspace.world_size if get_gradient_division() else 1.0
@@ -121,8 +123,12 @@ class FusedLookups:
         if self._uses_kernels:
             output = self._in_kernels(features, batch_sizes)
         else:
-            output = self._on_host(features, batch_sizes, getattr(ctx, "own_features", None))
+            output = self._on_host(features, batch_sizes, getattr(ctx, "own_keys", None))
         return self._split(output)
+
+    def release(self) -> None:
+        """Let go of the memory. Collective; as :meth:`~dlrm_fused.ops.common.workspace.Workspace.release`."""
+        self._workspace.release()
 
     def _batch_sizes(self, ctx: EmbeddingBagCollectionContext, global_batch: int) -> list[int]:
         sizes = list(cast(Any, ctx.sharding_contexts[self.shardings[0]]).batch_size_per_rank)
@@ -137,17 +143,15 @@ class FusedLookups:
             sizes = [global_batch // world_size] * world_size
         return sizes
 
-    def _on_host(
-        self, features: Sequence[KeyedJaggedTensor], batch_sizes: Sequence[int], own: KeyedJaggedTensor | None
-    ) -> Tensor:
+    def _on_host(self, features: Sequence[KeyedJaggedTensor], batch_sizes: Sequence[int], own_keys: Tensor | None) -> Tensor:
         pooled = [
             result
             for lookup, of_sharding in zip(self._lookups, features, strict=True)
             for result in pooled_by_module(lookup, of_sharding)
         ]
         distinct = None
-        if self._distinct is not None and own is not None:
-            distinct = self._distinct.rows(own, features, batch_sizes)
+        if self._distinct is not None and own_keys is not None:
+            distinct = self._distinct.rows(own_keys, features, batch_sizes)
         return pooled_all_to_all(self._workspace, pooled, batch_sizes, distinct)
 
     def _in_kernels(self, features: Sequence[KeyedJaggedTensor], batch_sizes: Sequence[int]) -> Tensor:
@@ -167,14 +171,6 @@ class FusedLookups:
         ]
         own_indices, own_offsets, own_weights = zip(*inputs, strict=True)
         return embedding_all_to_all(self._workspace, own_indices, own_offsets, own_weights, batch_sizes)
-
-    def _prepare(self, indices: Sequence[Tensor], offsets: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """What FBGEMM does with indices and offsets before its kernels read them."""
-        inputs = [
-            _kernel_inputs(*of_module, None, self._check_indices)
-            for of_module in zip(self._modules, indices, offsets, strict=True)
-        ]
-        return [own_indices for own_indices, _, _ in inputs], [own_offsets for _, own_offsets, _ in inputs]
 
     def _split(self, output: Tensor) -> dict[int, Tensor]:
         runs: dict[int, int] = {}
@@ -278,6 +274,14 @@ def _weights(lookup: Any, module: Any, features: KeyedJaggedTensor) -> Tensor | 
         return None  # TorchRec's lookups ignore whole numbers as well
     # Their gradients are averaged over ranks by whoever owns them: they must not be divided here.
     return undivided_gradient(lookup, weights) if module.config.is_weighted else weights
+
+
+def _prepare(
+    modules: Sequence[Any], check_indices: bool, indices: Sequence[Tensor], offsets: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What FBGEMM does with indices and offsets before its kernels read them."""
+    inputs = [_kernel_inputs(*of_module, None, check_indices) for of_module in zip(modules, indices, offsets, strict=True)]
+    return [own_indices for own_indices, _, _ in inputs], [own_offsets for _, own_offsets, _ in inputs]
 
 
 def _kernel_inputs(

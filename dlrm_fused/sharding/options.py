@@ -23,3 +23,4 @@ class FusedOptions:
     reason_against_wire: str | None
     timeout_seconds: float
     check_indices: bool
+    in_feature_order: bool

@@ -188,7 +188,8 @@ def make_sharder(
     if comm is Comm.baseline:
         return Sharder(fused_params, codecs)
     mode: Mode = AUTO if comm is Comm.auto else FUSED
-    return FusedSharder(fused_params, codecs, mode=mode, strict=strict)
+    # The models read the embeddings in that order, so without a copy.
+    return FusedSharder(fused_params, codecs, mode=mode, strict=strict, in_feature_order=True)
 
 
 def _decoupled_decay(counter_halflife: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 from torch import Tensor
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
@@ -26,7 +27,7 @@ from dlrm_fused.auto_choice import fused_is_faster
 from dlrm_fused.compat import torchrec as compat
 from dlrm_fused.compat.fbgemm import read_steps_anew, uncounted
 from dlrm_fused.errors import CommunicationError, UsageError
-from dlrm_fused.sharding.distinct_bags import finds_distinct_rows
+from dlrm_fused.sharding.distinct_bags import BatchKeys, finds_distinct_rows
 from dlrm_fused.sharding.fused_input_dist import FusedInputDist, covers
 from dlrm_fused.sharding.fused_lookups import FusedLookups
 from dlrm_fused.sharding.options import AUTO, FUSED, FusedOptions
@@ -49,6 +50,7 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     def __init__(self, *args: Any, options: FusedOptions, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.options = options
+        self._order = compat.feature_order(self) if options.in_feature_order else []
         self._features_read = {
             name
             for infos in self.sharding_type_to_sharding_infos.values()
@@ -66,6 +68,8 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self._has_features_of_input_dist = covers(self)
         self._check_options()
         self.reasons, self._group = self._find_support()
+        finds_distinct = self._group is not None and finds_distinct_rows(self._group)
+        self._batch_keys = BatchKeys(self) if finds_distinct else None
         self._announce_support()
         covered = [i for i, kind in enumerate(compat.sharding_types(self)) if self._is_covered(kind)]
         if covered and self._group is not None:
@@ -87,7 +91,8 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         infos = next(iter(self.sharding_type_to_sharding_infos.values()))
         output_dtype = output_type(infos[0].fused_params or {})
         assert output_dtype is not None
-        return FusedLookups(self, self.options, self._group, shardings, output_dtype)
+        keyed = None if self._batch_keys is None else self._batch_keys.features
+        return FusedLookups(self, self.options, self._group, shardings, output_dtype, keyed)
 
     def _check_options(self) -> None:
         """Ranks with other options would make other collective calls, and wait for each other."""
@@ -182,7 +187,9 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         with name_lost_peer():
             return cast(LazyAwaitable[KeyedTensor], super().forward(*input, **kwargs))
 
-    def input_dist(self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
+    def input_dist(
+        self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor | TensorDict
+    ) -> Awaitable[Awaitable[KJTList]]:
         """Send the features to the ranks of their tables. Collective.
 
         Raises:
@@ -194,9 +201,11 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 f"{compat.path(self)}: the batch has no feature {', '.join(sorted(missing))}; "
                 f"it has {', '.join(features.keys())}"
             )
-        if self._group is not None and finds_distinct_rows(self._group):
+        if not isinstance(features, KeyedJaggedTensor):  # a TensorDict
+            return cast(Awaitable[Awaitable[KJTList]], super().input_dist(ctx, features))
+        if self._batch_keys is not None and (self._fused is not None or self._undecided):
             # FusedLookups reads it; attributes of a context are TorchRec's, and pass its pipelines.
-            ctx.own_features = features  # type: ignore[attr-defined]
+            ctx.own_keys = self._batch_keys.of(features)  # type: ignore[attr-defined]
         if self._input_dist is not None and self._input_dist.takes(features):
             return self._input_dist(ctx, features)
         sent = cast(Awaitable[Awaitable[KJTList]], super().input_dist(ctx, features))
@@ -212,6 +221,12 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             UsageError: with ``strict``, if this batch is not covered.
             CommunicationError: if a peer is lost, or was waited for too long.
         """
+        output = self._look_up_and_deliver(ctx, input)
+        if self._order:
+            compat.put_in_order(output, self._order)
+        return output
+
+    def _look_up_and_deliver(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
         if self._undecided and self.training and torch.is_grad_enabled() and self._reason_against_batch(ctx) is None:
             self._choose_faster(ctx, input)
         if self._fused is None:
@@ -257,27 +272,38 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         """Measure both paths of every covered sharding type on this batch, and keep the faster ones. Collective."""
         assert self._group is not None
         self._undecided = False
-        candidates = [self._fuse([i]) for i, kind in enumerate(compat.sharding_types(self)) if self._is_covered(kind)]
         chosen = []
-        for candidate in candidates:
-            (sharding,) = candidate.shardings
+        for sharding, kind in enumerate(compat.sharding_types(self)):
+            if not self._is_covered(kind):
+                continue
+            candidate = self._fuse([sharding])
             with torch.no_grad(), uncounted(compat.fbgemm_lookups(self)):
                 is_faster = fused_is_faster(
                     partial(candidate, ctx, input),
                     lambda i=sharding: self._output_dist_of(i, ctx, input).wait(),  # type: ignore[misc]
                     cast(dist.ProcessGroup, compat.process_group(self)),
                     self._group.device,
-                    work=f"{compat.path(self)}: {compat.sharding_types(self)[sharding]} tables",
+                    work=f"{compat.path(self)}: {kind} tables",
                     unfused_name="TorchRec",
                 )
             if is_faster:
                 chosen.append(candidate)
-        if len(chosen) == 1:
-            self._fused = chosen[0]
-        elif chosen:
-            self._fused = self._fuse([i for candidate in chosen for i in candidate.shardings])
+            else:
+                candidate.release()
+        if len(chosen) > 1:
+            for candidate in chosen:
+                candidate.release()
+            chosen = [self._fuse([i for candidate in chosen for i in candidate.shardings])]
+        self._fused = chosen[0] if chosen else None
 
     def update_shards(self, *args: Any, **kwargs: Any) -> None:
-        """Move tables to other ranks, as DistributedModelParallel.reshard asks for. Collective."""
+        """Move tables to other ranks, as DistributedModelParallel.reshard asks for. Collective.
+
+        Outputs of before stay what they are, but gradients do not go back through them any more.
+        """
+        for replaced in (self._fused, self._input_dist):
+            if replaced is not None:
+                replaced.release()
+        self._fused = self._input_dist = replaced = None  # they keep the tables of today alive
         super().update_shards(*args, **kwargs)
         self._set_up_paths()

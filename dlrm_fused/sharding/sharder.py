@@ -42,6 +42,8 @@ class FusedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         backward_wire: the same for their gradients.
         timeout_seconds: how long a rank waits for another one.
         check_indices: compare every index with its table's rows before the lookup; slow, for debugging. GPUs only.
+        in_feature_order: give every output the columns of the module before it was sharded, in the order of its tables'
+            features, which the fused path does without a copy. Otherwise they have TorchRec's order, which the plan decides.
 
     Raises:
         UsageError: for a wrong argument.
@@ -59,6 +61,7 @@ class FusedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         backward_wire: torch.dtype | None = None,
         timeout_seconds: float = 600.0,
         check_indices: bool = False,
+        in_feature_order: bool = False,
     ) -> None:
         super().__init__(fused_params, qcomm_codecs_registry, sharded_module_order_overwrite)
         if mode not in (FUSED, AUTO):
@@ -77,6 +80,7 @@ class FusedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
             reason_against_wire=reason if forward_wire is None or backward_wire is None else None,
             timeout_seconds=timeout_seconds,
             check_indices=check_indices,
+            in_feature_order=in_feature_order,
         )
 
     def shard(

@@ -19,7 +19,9 @@ from torchrec.modules.embedding_configs import DataType
 
 from dlrm_fused.ops.common.dtypes import DTYPES
 
-SHARDINGS = (ShardingType.TABLE_WISE, ShardingType.COLUMN_WISE, ShardingType.TABLE_COLUMN_WISE, ShardingType.ROW_WISE)
+# Those under which a rank looks up all bags of a feature, if any.
+OF_WHOLE_FEATURES = (ShardingType.TABLE_WISE, ShardingType.COLUMN_WISE, ShardingType.TABLE_COLUMN_WISE)
+SHARDINGS = (*OF_WHOLE_FEATURES, ShardingType.ROW_WISE)
 _DTYPES = (DataType.FP32, DataType.FP16, DataType.BF16)
 # By the name of FBGEMM's SparseType, or TorchRec's DataType.
 _OUTPUT_DTYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}

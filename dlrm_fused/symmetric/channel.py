@@ -133,12 +133,25 @@ class Channel:
             self._flags = self._flags_of[group.rank]
             self._halves = self._flags.view(np.uint32)
             self._peer_flags = self.flags.addresses.tolist()
-        group.peer_monitor.on_gone(_abort(self.state, self.control))
+        self._abort = _abort(self.state, self.control)
+        group.peer_monitor.on_gone(self._abort)
         self._puts: Puts | None = None
         if group.puts_between_hosts and group.hosts.are_many:
             self._puts = Puts(group, f"{name}.slices", self.args, _PIECE_BYTES)
             # Inside a host it says so in its ready word, but kernels that wait for a slice would wait in vain.
-            group.peer_monitor.on_refusal(self._number, _abort(self.state, self.control))
+            group.peer_monitor.on_refusal(self._number, self._abort)
+
+    def release(self) -> None:
+        """Let go of flags and connections before the group is closed.
+
+        Every rank does so on its own, once no epoch or exchange can still be running on any rank; none may follow.
+        """
+        self.group.release(self.flags)
+        self.group.peer_monitor.forget(self._abort)
+        if self._puts is not None:
+            self._puts.release()
+        if self._link is not None:
+            self._link.close()
 
     def begin_call(self) -> None:
         """Begin a call of one or more epochs on the current stream, before anything of it is launched.

@@ -82,6 +82,10 @@ class Link(ABC):
             tag: 32 bits, equal on both sides, which TCP compares.
         """
 
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of connections that only this channel has; no exchange is running, or all have failed."""
+
 
 class Messages(ABC):
     """What takes slices between the hosts of a group.
@@ -135,6 +139,9 @@ class _NcclLink(Link):
 
     def exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int) -> Exchange:
         return _NcclExchange(self._nccl, sent, received)
+
+    def close(self) -> None:
+        self._nccl = None
 
 
 class _NcclExchange(Exchange):

@@ -135,6 +135,13 @@ class PeerMonitor:
         if refused is not None:
             callback(refused)
 
+    def forget(self, callback: Callable[[int], None]) -> None:
+        """Do not call ``callback`` any more."""
+        with self._lock:
+            for callbacks in (self._loss_callbacks, self._gone_callbacks, *self._refusal_callbacks.values()):
+                if callback in callbacks:
+                    callbacks.remove(callback)
+
     def describe(self, rank: int) -> str:
         """Such as ``rank 3 on host (pid 123)``."""
         return self._addresses[rank].describe(rank)

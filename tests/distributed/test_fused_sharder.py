@@ -134,7 +134,7 @@ def build(
             f"collections.{m}": construct_module_sharding_plan(
                 cast(EmbeddingBagCollection, model.collections[m]),
                 {f"table_{m}_{t}": _sharding(table, world.ranks) for t, table in enumerate(tables)},
-                cast(ModuleSharder[nn.Module], _RowWiseToo(sharder)),
+                cast(ModuleSharder[nn.Module], RowWiseToo(sharder)),
                 local_size=world.ranks,
                 world_size=world.ranks,
                 device_type="cpu",
@@ -145,6 +145,12 @@ def build(
     sharded = DistributedModelParallel(
         model, device=CPU, plan=plan, sharders=[cast(ModuleSharder[nn.Module], sharder)], init_parameters=False
     )
+    fill_tables(sharded)
+    return sharded
+
+
+def fill_tables(sharded: DistributedModelParallel) -> None:
+    """Give every table the same weights, whatever the plan."""
     for name, weight in sharded.state_dict().items():
         if hasattr(weight, "local_shards"):
             for shard in weight.local_shards():
@@ -154,10 +160,9 @@ def build(
                 )
         elif "table_" in name:
             weight.copy_(whole_table(name, weight.size()))
-    return sharded
 
 
-class _RowWiseToo:
+class RowWiseToo:
     """The plan's view of a sharder that offers row-wise tables on the CPU as well."""
 
     def __init__(self, sharder: EmbeddingBagCollectionSharder) -> None:

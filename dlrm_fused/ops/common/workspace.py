@@ -104,6 +104,18 @@ class Workspace:
         for channel in self.channels:
             channel.begin_call()
 
+    def release_channels(self) -> None:
+        """End the use of the workspace before the group is closed: later calls, also backward, find it no more. Collective;
+        when it returns, no rank stores into its memory any more."""
+        self.group.gather(self._synchronize)
+        for channel in self.channels:
+            channel.release()
+        _workspaces.pop(self.handle, None)
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def raise_fault(self) -> None:
         """Raise CommunicationError if a call that was started has failed since. Does not wait for the device."""
         for channel in self.channels:

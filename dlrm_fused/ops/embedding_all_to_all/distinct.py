@@ -25,18 +25,22 @@ _KEYS = 1 << 41
 _KEPT_BATCH_SIZES = 16
 
 
-def keys_of_bags(lengths: Tensor, offsets: Tensor, values: Tensor, numbers: Tensor) -> Tensor:
+def keys_of_bags(lengths: Tensor, begins: Tensor, values: Tensor, numbers: Tensor, rows: Tensor) -> Tensor:
     """int64 [features, bags]: equal for two bags of a feature whose pooled embeddings are equal.
+
+    A wrong id has the key of id 0, by which FBGEMM replaces it, so it makes no difference whether it has done so already.
 
     Args:
         lengths: [features, bags].
-        offsets: [features * bags + 1], where bags begin in ``values``.
+        begins: the same shape: where bags begin in ``values``.
         values: ids, without weights.
         numbers: int64 [bags]: of the bag in its rank's batch.
+        rows: int64 [features, 1]: of each feature's table; at most 2^40.
     """
     if not values.numel():
         return torch.full(lengths.shape, -1)
-    first = values[offsets[:-1].clamp(max=values.numel() - 1)].view_as(lengths).long()
+    first = values[begins.clamp(max=values.numel() - 1)].long()
+    first.masked_fill_((first < 0) | (first >= rows), 0)
     return torch.where(lengths == 1, first, torch.where(lengths > 1, _SEVERAL_IDS + numbers, -1))
 
 

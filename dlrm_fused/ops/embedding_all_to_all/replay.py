@@ -132,7 +132,7 @@ class _Capture:
     @property
     def is_of_today(self) -> bool:
         """Whether the workspace still has the memory that was captured, as all ranks know."""
-        return self._outputs is self.workspace.outputs
+        return self.workspace.has_memory and self._outputs is self.workspace.outputs
 
     @property
     def is_lent(self) -> bool:

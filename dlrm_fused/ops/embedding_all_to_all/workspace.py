@@ -256,16 +256,7 @@ class EmbeddingWorkspace(Workspace):
 
     def _allocate(self, plan: BatchPlan) -> None:
         """Memory for batches up to the plan's, in place of what there is. Collective."""
-        if self._room is not None and not self._captured_plans:
-            # Blocks that callers hold stay.
-            self.outputs.release()
-            for memory in (self._staging, self.gradients):
-                if memory is not None:
-                    self.group.release(memory)
-            for puts in (self.pooled_puts, self.gradient_puts):
-                if puts is not None:
-                    puts.release()
-        self._room = None  # until all is there
+        self._release_memory()
         ranks = range(self.world_size)
         local_batch = max(plan.batch_sizes)
         largest = self._new_plan((max(local_batch, 1),) * self.world_size)
@@ -284,6 +275,26 @@ class EmbeddingWorkspace(Workspace):
                 self.group, f"{self.name}: slices of gradients", self.backward_channel.args, gradient_size
             )
         self._room = local_batch, plan.global_batch
+
+    def release(self) -> None:
+        """Let go of memory and channels before the group is closed. Collective; no call, forward or backward, may follow.
+
+        What callers hold of it stays, and so does the memory that CUDA graphs of callers have captured.
+        """
+        self.release_channels()
+        self._release_memory()
+
+    def _release_memory(self) -> None:
+        if self._room is not None and not self._captured_plans:
+            # Blocks that callers hold stay.
+            self.outputs.release()
+            for memory in (self._staging, self.gradients):
+                if memory is not None:
+                    self.group.release(memory)
+            for puts in (self.pooled_puts, self.gradient_puts):
+                if puts is not None:
+                    puts.release()
+        self._room = None
 
 
 def _checked(settings: Mapping[str, Any], name: str, world_size: int) -> dict[str, object]:

@@ -124,8 +124,7 @@ class FeatureExchange(Workspace):
 
     def _allocate(self, bags: int, values: int) -> None:
         """Memory for batches of so many bags and values of a rank. Collective."""
-        if self._memory is not None:
-            self.group.release(self._memory)
+        self._release_memory()
         self._most_bags, self._most_values = -(-bags // _BAG_UNIT) * _BAG_UNIT, values
         self._memory = self.group.allocate(self.name, self._words_end)
         # Views cost the host as much as launches do.
@@ -143,6 +142,16 @@ class FeatureExchange(Workspace):
     def _event(self) -> torch.cuda.Event | None:
         """Of what the current stream has been given."""
         return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+
+    def release(self) -> None:
+        """Let go of memory and channels before the group is closed. Collective; no call may follow."""
+        self.release_channels()
+        self._release_memory()
+
+    def _release_memory(self) -> None:
+        if self._memory is not None:
+            self.group.release(self._memory)
+            self._memory = None
 
     # A rank's memory: its values; lengths [features, ranks, bags]; words [features, ranks, 2], and [ranks, 2].
 

@@ -74,13 +74,25 @@ def test_gradients_of_equal_bags_are_added_up_at_the_first_of_them() -> None:
 def test_bags_are_equal_if_they_hold_one_and_the_same_id_or_none() -> None:
     lengths = torch.tensor([[1, 0, 2, 1, 2], [0, 1, 0, 1, 1]])
     values = torch.tensor([5, 6, 7, 5, 6, 7, 5, 9, 5])
-    offsets = torch.tensor([0, *lengths.flatten().cumsum(0)])
-    found = keys_of_bags(lengths, offsets, values, torch.arange(5))
+    found = keys_of_bags(lengths, begins_of(lengths), values, torch.arange(5), torch.tensor([[8], [10]]))
     assert found[0, 0] == found[0, 3]
     assert found[0, 2] != found[0, 4]
     assert found[1, 0] == found[1, 2] == found[0, 1]
     assert found[1, 1] == found[1, 4] != found[1, 3]
-    assert torch.equal(
-        keys_of_bags(torch.zeros(2, 3), torch.zeros(7).long(), torch.zeros(0), torch.arange(3)),
-        found[:, 1:2].new_full((2, 3), -1),
-    )
+    without_ids = keys_of_bags(*[torch.zeros(2, 3).long()] * 2, torch.zeros(0), torch.arange(3), torch.tensor([[8], [10]]))
+    assert torch.equal(without_ids, found[:, 1:2].new_full((2, 3), -1))
+
+
+@pytest.mark.parametrize("wrong", [8, -1, 1 << 40, (1 << 40) + 1, 3 << 40, -(1 << 40)])
+def test_a_wrong_id_has_the_key_of_what_it_is_replaced_by(wrong: int) -> None:
+    lengths = torch.ones(2, 3, dtype=torch.int64)
+    values, rows = torch.tensor([7, wrong, 0, 0, wrong, 1]), torch.tensor([[8], [2]])
+    repaired = torch.where(values == wrong, 0, values)
+    keys = [keys_of_bags(lengths, begins_of(lengths), ids, torch.arange(3), rows) for ids in (values, repaired)]
+    assert torch.equal(*keys)
+    assert keys[0].tolist() == [[7, 0, 0], [0, 0, 1]]
+
+
+def begins_of(lengths: Tensor) -> Tensor:
+    """Where bags begin whose ids follow each other."""
+    return (lengths.flatten().cumsum(0) - lengths.flatten()).view_as(lengths)
