@@ -100,8 +100,9 @@ class EmbeddingWorkspace(Workspace):
         self._feature_tables: list[list[FeatureTable]] = []
         self._slice_feature_tables: list[list[FeatureTable]] = []
         self._plans: dict[tuple[int, ...], BatchPlan] = {}
-        # A captured graph uses the addresses of a plan's tables, and of the memory, as long as it lives.
+        # A captured graph uses the addresses of a plan's tables, of the memory, and of tables, as long as it lives.
         self._captured_plans: set[BatchPlan] = set()  # their memory stays
+        self._captured_tables: list[object] = []  # that have been replaced
         self._captures_keep_memory = True
         # The largest batch of one rank, and of all ranks together, for which there is memory; None: no memory yet.
         self._room: tuple[int, int] | None = None
@@ -112,11 +113,15 @@ class EmbeddingWorkspace(Workspace):
         self.gradient_puts: Puts | None = None
 
     def attach_tables(self, tables: Sequence[LocalTables]) -> None:
-        """Name the tables of this rank's lookups, in their order.
+        """Name the tables of this rank's lookups, in their order. Backward passes update the tables of their forward pass.
 
         Raises:
-            UsageError: if they do not match the layout.
+            UsageError: if they do not match the layout, or while a CUDA graph is captured.
         """
+        if self._is_capturing():
+            raise UsageError(
+                f"{self.name}: tables are attached, or have changed, while a CUDA graph is captured; run a step before"
+            )
         if len(tables) != len(self.own_lookups):
             raise UsageError(f"{self.name}: {len(tables)} groups of tables for {len(self.own_lookups)} lookups of the layout")
         for number, (own, lookup) in enumerate(zip(tables, self.own_lookups, strict=True)):
@@ -129,6 +134,8 @@ class EmbeddingWorkspace(Workspace):
                 raise UsageError(
                     f"{self.name}: tables[{number}] is row-wise with mean pooling; divide the sum at the destination"
                 )
+        if self._captured_plans:
+            self._captured_tables.append((self.tables, self._feature_tables, self._slice_feature_tables))
         self.tables = tuple(tables)
         self._feature_tables = [
             self._features_at(number, self.layout.destination_columns(self.rank, number)) for number in range(len(tables))
