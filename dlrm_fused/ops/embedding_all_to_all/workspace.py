@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
+from dlrm_fused.lasting import lasting
 from dlrm_fused.ops.common.dtypes import DTYPES
 from dlrm_fused.ops.common.workspace import Workspace
 from dlrm_fused.ops.embedding_all_to_all.layout import ExchangeLayout, FeatureTable, feature_tables
@@ -112,6 +113,7 @@ class EmbeddingWorkspace(Workspace):
         self.pooled_puts: Puts | None = None
         self.gradient_puts: Puts | None = None
 
+    @lasting
     def attach_tables(self, tables: Sequence[LocalTables]) -> None:
         """Name the tables of this rank's lookups, in their order. Backward passes update the tables of their forward pass.
 
@@ -211,6 +213,7 @@ class EmbeddingWorkspace(Workspace):
             plan = self._plans[key] = self._new_plan(key)
         return plan
 
+    @lasting
     def _new_plan(self, batch_sizes: tuple[int, ...]) -> BatchPlan:
         dtypes = (self.output_dtype, self.forward_wire, self.backward_wire)
         return BatchPlan(self.layout, self.rank, batch_sizes, *dtypes, self.device, self.group.hosts)
@@ -261,6 +264,7 @@ class EmbeddingWorkspace(Workspace):
     def _holds(self, plan: BatchPlan) -> bool:
         return self._room is not None and max(plan.batch_sizes) <= self._room[0] and plan.global_batch <= self._room[1]
 
+    @lasting
     def _allocate(self, plan: BatchPlan) -> None:
         """Memory for batches up to the plan's, in place of what there is. Collective."""
         if self._room is not None and not self._captured_plans:
