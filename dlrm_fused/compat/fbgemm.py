@@ -46,6 +46,17 @@ def storage(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> Storage:
     )
 
 
+def what_is_copied(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> tuple[object, ...]:
+    """What other kernels copy of a lookup: its settings, numbers of its optimizer, and where its tensors lie.
+
+    FBGEMM reads all of it in every forward pass. Two results are equal as long as nothing was changed, such as by
+    ``update_hyper_parameters``, which makes new arguments, or by moving tables.
+    """
+    place = "host" if lookup.use_cpu else "dev"
+    names = (f"weights_{place}", f"momentum1_{place}", f"momentum2_{place}", "iter", "learning_rate_tensor")
+    return lookup.optimizer_args, lookup.pooling_mode, *(cast(Tensor, getattr(lookup, name)).data_ptr() for name in names)
+
+
 def read_steps_anew(lookups: Iterable[SplitTableBatchedEmbeddingBagsCodegen]) -> None:
     """Let lookups take the count of their optimizer's steps from the device, where others have changed it.
 

@@ -48,16 +48,20 @@ class CapturedFunction(Generic[R]):
     two captures it is captured with copies of all inputs, whatever their addresses, for two shapes at most; what would need
     more captures runs as it is, too.
 
-    Gradients lie in memory to which the next backward pass writes.
+    There is a capture for each set of :func:`modes`: training or evaluation, autocast, deterministic algorithms, and the
+    precision of fp32 products. Other switches of ``torch.backends`` count as they were set at the capture. Where a parameter or
+    a buffer was replaced or has moved (:func:`places`), the next call is not captured, and then all is captured again. Under
+    ``no_grad`` the function runs as it is.
 
     Args:
         function: maps tensors to one, or to two of which the first is differentiable. It launches the same kernels whatever the
             values are, and does not wait for the device.
-        layers: returns the modules whose parameters the function uses; called when it is captured.
+        layers: returns the modules whose parameters and buffers the function uses; called at each call.
 
     Attributes:
-        takes_gradients: who takes the gradients of :meth:`parameters`, in their order; to be set before the first call. None:
-            autograd accumulates them in ``grad``, where DDP finds them.
+        takes_gradients: who takes the gradients of :meth:`parameters`, in their order; to be set before the first call. Then
+            those of inputs lie in memory to which the next backward pass writes; who keeps one beyond it copies it. None:
+            autograd gets all gradients, as copies, and accumulates those of parameters in ``grad``, where DDP finds them.
     """
 
     def __init__(self, function: Callable[..., R], layers: Callable[[], Sequence[nn.Module]]) -> None:
@@ -67,6 +71,8 @@ class CapturedFunction(Generic[R]):
         self._in_place: dict[Any, _Capture] = {}
         self._copied: dict[Any, _Capture] = {}
         self._memory: _SharedMemory | None = None
+        self._held: list[Tensor] = []  # so that no other tensor gets their ids
+        self._places: list[object] | None = None
 
     def __call__(self, *inputs: Tensor) -> R:
         """The function's results, with which the caller does as it likes.
@@ -74,6 +80,8 @@ class CapturedFunction(Generic[R]):
         Raises:
             RuntimeError: in the backward pass, if the function has been called again before.
         """
+        if not torch.is_grad_enabled():
+            return self._function(*inputs)
         capture = self._capture(inputs) if inputs[0].is_cuda else None
         run = capture or _Run(self._function, self.parameters(), self.takes_gradients)
         results = _Replay.apply(run, *inputs, *run.parameters)
@@ -83,17 +91,34 @@ class CapturedFunction(Generic[R]):
         """Those that gradients are wanted of."""
         return [p for layer in self._layers() for p in layer.parameters() if p.requires_grad]
 
+    def _keeps_places(self, modules: Sequence[nn.Module]) -> bool:
+        """Whether captures read the parameters and buffers of today; if they do not, they are dropped."""
+        held, was_captured = tensors_of(modules), self._places is not None
+        of_today = places(held)
+        if of_today == self._places:
+            return True
+        self._held, self._places = held, of_today
+        self._in_place.clear()
+        self._copied.clear()
+        self._memory = None
+        return not was_captured  # what is replaced at every call is not worth a capture
+
     def _capture(self, inputs: Sequence[Tensor]) -> _Capture | None:
-        """For inputs like these; None if there are too many captures already."""
+        """For inputs like these; None if there are too many captures already, or what they read has just been replaced."""
+        modules = modules_of(self._layers())
+        if not self._keeps_places(modules):
+            return None
+        of_today = modes(modules, inputs[0].device.type)
         in_place = [t.nbytes > _COPIED_BYTES for t in inputs]
         for captures, most, is_read_in_place in (
             (self._in_place, _MOST_IN_PLACE, in_place),
             (self._copied, _MOST_COPIED, [False] * len(inputs)),
         ):
-            key = tuple(
+            of_inputs: list[object] = [
                 (t.shape, t.dtype, t.requires_grad, (t.data_ptr(), t.stride()) if reads else None)
                 for t, reads in zip(inputs, is_read_in_place, strict=True)
-            )
+            ]
+            key = (of_today, *of_inputs)
             if key not in captures and len(captures) < most:
                 self._memory = self._memory or _SharedMemory(inputs[0].device)
                 captures[key] = _Capture(
@@ -146,6 +171,7 @@ class _Capture:
             for _ in range(RUNS_BEFORE_CAPTURE):
                 results = _as_tuple(function(*read))
                 torch.autograd.grad(results[0], wanted, torch.ones_like(results[0]), allow_unused=True)
+            torch.clear_autocast_cache()  # weights are to be cast in each replay
             with recorder.record() as self._forward:
                 results = _as_tuple(function(*read))
             self._upstream = torch.ones_like(results[0])
@@ -153,6 +179,7 @@ class _Capture:
                 gradients = torch.autograd.grad(results[0], wanted, self._upstream, allow_unused=True)
                 if takes_gradients is not None:
                     takes_gradients.store(gradients[len(wanted) - len(self.parameters) :])
+            torch.clear_autocast_cache()
         self._results = [result.detach() for result in results]
         self._gradients = gradients
         # The others are the caller's, who may free them.
@@ -183,7 +210,9 @@ class _Capture:
         self._memory.order.follow()
         self._upstream.copy_(upstream)
         self._backward.replay()
-        gradients = iter([None if gradient is None else gradient.detach() for gradient in self._gradients])
+        # Autograd makes `grad` of what only it holds, without a copy, and the next replay would write there. What is held here,
+        # too, it copies.
+        gradients = iter(self._gradients if self.takes_gradients is not None else _copies(self._gradients))
         return [*(next(gradients) if needed else None for needed in self._needs_gradient), *gradients]
 
 
@@ -216,6 +245,43 @@ class _Run:
             self.takes_gradients.store(all_gradients[len(wanted) - len(self.parameters) :])
         gradients = iter(all_gradients)
         return [*(next(gradients) if t.requires_grad else None for t in self._read), *gradients]
+
+
+def modules_of(layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """The layers and all modules in them, faster than ``modules()``: this is asked at every call."""
+    found = list(layers)
+    for module in found:
+        found += [child for child in module._modules.values() if child is not None]
+    return found
+
+
+def tensors_of(modules: Sequence[nn.Module]) -> list[Tensor]:
+    """Parameters and buffers of these modules alone."""
+    named = [tensors for module in modules for tensors in (module._parameters, module._buffers) if tensors]
+    return [tensor for tensors in named for tensor in tensors.values() if tensor is not None]
+
+
+def places(tensors: Sequence[Tensor]) -> list[object]:
+    """Equal as long as the tensors are the same, in the same memory."""
+    return [(id(t), t.data_ptr(), t.stride(), t.requires_grad) for t in tensors]
+
+
+def modes(modules: Sequence[nn.Module], device_type: str) -> tuple[object, ...]:
+    """What a function may do otherwise, besides its inputs and weights."""
+    return (
+        tuple([module.training for module in modules]),
+        torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cuda.matmul.fp32_precision,
+    )
+
+
+def _copies(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    given = [tensor for tensor in tensors if tensor is not None]
+    copies = [torch.empty_like(tensor) for tensor in given]
+    copy_all(copies, given)
+    copied = iter(copies)
+    return [None if tensor is None else next(copied) for tensor in tensors]
 
 
 def _as_tuple(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

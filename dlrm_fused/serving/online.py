@@ -29,6 +29,7 @@ from torchrec.models.dlrm import DenseArch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.errors import UsageError
+from dlrm_fused.lasting import lasting
 from dlrm_fused.models.tensor_parallel import group_size
 from dlrm_fused.models.transformer import HistoryTransformer, TransformerOverArch
 from dlrm_fused.ops.gemv_all_reduce import gemv_all_reduce
@@ -95,6 +96,7 @@ class OnlineScorer:
         ids_per_bag: the most ids of a bag.
     """
 
+    @lasting
     def __init__(
         self,
         transformer: HistoryTransformer,
@@ -202,6 +204,7 @@ class OnlineScorer:
             self._bucket(count)
             count *= 2
 
+    @lasting
     def _bucket(self, count: int) -> _Bucket:
         """For at least so many candidates."""
         size = 1 << (count - 1).bit_length()

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.errors import UsageError
+from dlrm_fused.lasting import lasting
 from dlrm_fused.models.tensor_parallel import group_size
 
 
@@ -30,6 +31,7 @@ class ShardedTables:
         dims: columns of each table.
     """
 
+    @lasting
     def __init__(
         self,
         features: Mapping[str, int],

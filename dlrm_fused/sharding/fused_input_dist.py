@@ -17,6 +17,7 @@ from torchrec.distributed.types import Awaitable, NoWait, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.compat import torchrec as compat
+from dlrm_fused.lasting import lasting
 from dlrm_fused.ops.feature_all_to_all import FeatureExchange, SentFeatures
 from dlrm_fused.sharding.fused_lookups import next_number
 from dlrm_fused.sharding.support import OF_WHOLE_FEATURES
@@ -56,6 +57,7 @@ class FusedInputDist:
         features: a batch.
     """
 
+    @lasting
     def __init__(
         self, module: ShardedEmbeddingBagCollection, group: SymmetricGroup, features: KeyedJaggedTensor, timeout_seconds: float
     ) -> None:

@@ -24,7 +24,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, Sha
 from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_fused.compat.fbgemm import Storage, kernel_inputs, storage
+from dlrm_fused.compat.fbgemm import Storage, kernel_inputs, storage, what_is_copied
 from dlrm_fused.compat.torchrec import (
     divides_after_output,
     embedding_modules,
@@ -56,7 +56,7 @@ from dlrm_fused.ops.embedding_all_to_all import (
 from dlrm_fused.ops.embedding_all_to_all.tables import Optimizer
 from dlrm_fused.sharding.distinct_bags import DistinctBags
 from dlrm_fused.sharding.options import FusedOptions
-from dlrm_fused.symmetric import SymmetricGroup
+from dlrm_fused.symmetric import SymmetricGroup, abort_peers_on_error
 from dlrm_fused.symmetric.device import uses_kernels
 
 # Names of workspaces must be unique within a group and equal on its ranks, which make the same modules in the same order.
@@ -101,8 +101,9 @@ class FusedLookups:
             check_indices=options.check_indices,
         )
         self._modules = [module for lookup in self._lookups for module in embedding_modules(lookup)]
+        self._attached: list[tuple[object, ...]] | None = None
         if self._uses_kernels:
-            self._workspace.attach_tables([local_tables(module.emb_module) for module in self._modules])
+            self._attach_tables()
         self._check_indices = options.check_indices
         self._distinct: DistinctBags | None = None
         if keyed is not None and self._workspace.layout.row_dim is not None:
@@ -130,6 +131,14 @@ class FusedLookups:
         """Let go of the memory. Collective; as :meth:`~dlrm_fused.ops.common.workspace.Workspace.release`."""
         self._workspace.release()
 
+    def _attach_tables(self) -> None:
+        """Let the kernels see FBGEMM's tables and optimizers as they are now, as FBGEMM does in every forward pass."""
+        lookups = [module.emb_module for module in self._modules]
+        copied = [what_is_copied(lookup) for lookup in lookups]
+        if copied != self._attached:
+            self._workspace.attach_tables([local_tables(lookup) for lookup in lookups])
+            self._attached = copied
+
     def _batch_sizes(self, ctx: EmbeddingBagCollectionContext, global_batch: int) -> list[int]:
         sizes = list(cast(Any, ctx.sharding_contexts[self.shardings[0]]).batch_size_per_rank)
         if not sizes:
@@ -155,6 +164,8 @@ class FusedLookups:
         return pooled_all_to_all(self._workspace, pooled, batch_sizes, distinct)
 
     def _in_kernels(self, features: Sequence[KeyedJaggedTensor], batch_sizes: Sequence[int]) -> Tensor:
+        with abort_peers_on_error(self._workspace.forward_channel):
+            self._attach_tables()
         of_modules = [
             (lookup, of_lookup)
             for lookup, of_sharding in zip(self._lookups, features, strict=True)
@@ -245,13 +256,22 @@ def local_tables(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> LocalTables:
         feature_tables=tuple(tbe.feature_table_map),
         mean=tbe.pooling_mode == PoolingMode.MEAN,
         optimizer=_optimizer(tbe, stored),
-        stochastic_rounding=tbe.stochastic_rounding,
+        stochastic_rounding=tbe.optimizer_args.stochastic_rounding,
     )
 
 
 def _optimizer(tbe: SplitTableBatchedEmbeddingBagsCodegen, stored: Storage) -> Optimizer:
-    """FBGEMM's optimizer, with its states and its learning rate in place."""
+    """FBGEMM's optimizer, with its states and its learning rate in place, and the numbers that it has now.
+
+    Raises:
+        UsageError: for a weight decay that was set after the tables were sharded, and that our kernels do not have.
+    """
     rate, given = tbe.learning_rate_tensor, tbe.optimizer_args
+    if tbe.optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD and given.weight_decay and given.weight_decay_mode:
+        raise UsageError(
+            f"weight_decay={given.weight_decay} of row-wise Adagrad, set after the tables were sharded: the fused kernels have "
+            "none; set it in the sharder's fused_params, so that such tables take TorchRec's own path"
+        )
     match tbe.optimizer:
         case EmbOptimType.EXACT_SGD:
             return Sgd(rate)

@@ -38,6 +38,7 @@ from torch import Tensor
 from dlrm_fused.compat.triton import host_atomics
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.symmetric.call_order import CallOrder
+from dlrm_fused.lasting import lasting
 from dlrm_fused.symmetric.device import channel_args, polls_per_second
 from dlrm_fused.symmetric.futex import wait_for_change, wake
 from dlrm_fused.symmetric.memory import SymmetricGroup
@@ -88,6 +89,7 @@ class Channel:
         args: what a kernel is given of the channel, and hands on to the functions of device.py.
     """
 
+    @lasting
     def __init__(
         self, group: SymmetricGroup, name: str, timeout_seconds: float = 600.0, order: CallOrder | None = None
     ) -> None:

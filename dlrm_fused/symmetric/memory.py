@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
+from dlrm_fused.lasting import lasting
 from dlrm_fused.symmetric.collective_errors import gather_or_raise
 from dlrm_fused.symmetric.hosts import Host, Hosts
 from dlrm_fused.symmetric.messages import Messages, NcclMessages
@@ -147,6 +148,7 @@ class SymmetricGroup(abc.ABC):
     def _allocate(self, name: str, size: int) -> SymmetricMemory:
         """Collective; names and sizes have been compared. An error on one rank is raised by all."""
 
+    @lasting
     def allocate(self, name: str, size: int) -> SymmetricMemory:
         """Memory of ``size`` bytes on every rank, zero-filled. Collective, and logged once.
 

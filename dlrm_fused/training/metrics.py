@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from dlrm_fused.lasting import lasting
+
 # Bins of the histogram: logits in [-16, 16) in steps of 2**-16, and everything beyond in the outermost two. A power of
 # two, so that scaling is exact and the bins keep the order of the logits. Two int64 counters a bin: 32 MiB.
 _BINS_PER_UNIT = 2**16
@@ -71,6 +73,7 @@ class BinaryMetrics:
         self._count_dtype = torch.float64 if weighted else torch.int64
         self.reset()
 
+    @lasting
     def reset(self) -> None:
         """Forget all samples."""
         self._logits: list[Tensor] = []
@@ -180,7 +183,7 @@ class BinaryMetrics:
     def _fold(self) -> Tensor:
         """Move the kept samples to the histogram."""
         if self._histogram is None:
-            self._histogram = torch.zeros(2, _BINS, dtype=self._count_dtype, device=self._device)
+            self._histogram = lasting(torch.zeros)(2, _BINS, dtype=self._count_dtype, device=self._device)
         weights = self._weights if self._weighted else [None] * len(self._logits)
         for logits, codes, of_samples in zip(self._logits, self._codes, weights, strict=True):
             _count(self._histogram, logits, codes, of_samples)

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torch import Tensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -19,6 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.compat.torchrec import fbgemm_lookups
 from dlrm_fused.config import Config
+from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.sharding import FusedEmbeddingBagCollectionSharder
 from dlrm_fused.sharding.optimizers import set_optimizer_step
 from dlrm_fused.sharding.sharded_module import FusedShardedEmbeddingBagCollection
@@ -115,6 +117,79 @@ def _with_changes_of_sharder(world: World) -> tuple[list[Tensor], list[Tensor]]:
             observed += found[:2]
             before = model
         return [*observed, *found[2:], *_tables(model)], expected
+
+
+# Set before a step, or while it waits for its backward pass, which FBGEMM runs with the numbers of its forward pass.
+CHANGES = {1: {"eps": 1.0}, 3: {"beta1": 0.5, "beta2": 0.9, "weight_decay": 0.3}, 4: {"eps": 1e-3, "lr": 0.02}}
+CHANGES_IN_BETWEEN = {2: {"eps": 0.1, "weight_decay": 0.0}}
+ROWWISE_ADAGRAD = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1, "eps": 1e-8}
+
+
+@pytest.mark.also_interpreted
+@pytest.mark.parametrize("optimizer", [ROWWISE_ADAGRAD, ADAMS["adam"]], ids=["rowwise_adagrad", "adam"])
+def test_numbers_that_change_and_tables_that_move_in_training_are_followed(optimizer):
+    world = World((PLANS["all"],), optimizer=optimizer)
+    for ours, torchrecs in run_ranks(world.ranks, _run_both_with_changes, world):
+        assert_close(ours, torchrecs)
+
+
+def _run_both_with_changes(world: World) -> tuple[list[Tensor], list[Tensor]]:
+    provide_adam_on_the_cpu()
+    return _run_both(world, train_with_changes)
+
+
+def train_with_changes(model: DistributedModelParallel, world: World) -> list[Tensor]:
+    """The losses, and where FBGEMM's tables and states lie at the end, what is there."""
+    lookups, observed = fbgemm_lookups(model), []
+    for step, batch in enumerate(batches(world, STEPS)):
+        set_numbers(model, CHANGES.get(step, {}))
+        if step == 4:  # of the same values, elsewhere; the old memory keeps the old ones
+            for lookup in lookups:
+                lookup.weights_host.data = lookup.weights_host.data.clone()
+                lookup.momentum1_host.data = lookup.momentum1_host.data.clone()
+        loss = model(batch)
+        set_numbers(model, CHANGES_IN_BETWEEN.get(step, {}))
+        loss.backward()
+        observed.append(loss.detach())
+    return [*observed, *(tensor.detach() for lookup in lookups for tensor in (lookup.weights_host, lookup.momentum1_host))]
+
+
+def set_numbers(model: DistributedModelParallel, numbers: dict[str, float]) -> None:
+    model.fused_optimizer.update_hyper_parameters(numbers)
+
+
+@pytest.mark.also_interpreted
+def test_a_weight_decay_that_fbgemm_ignores_is_ignored():
+    world = World((PLANS["row_wise"],), optimizer=ROWWISE_ADAGRAD)
+    for ours, torchrecs in run_ranks(world.ranks, _run_both, world, train_with_weight_decay):
+        assert_close(ours, torchrecs)
+
+
+def train_with_weight_decay(model: DistributedModelParallel, world: World) -> list[Tensor]:
+    set_numbers(model, {"weight_decay": 0.5})
+    return train(model, batches(world, STEPS))[:STEPS]  # kernels count no steps of Adagrad
+
+
+@pytest.mark.interpreted
+def test_a_weight_decay_that_our_kernels_do_not_have_is_refused_on_all_ranks():
+    optimizer = {**ROWWISE_ADAGRAD, "weight_decay_mode": WeightDecayMode.L2}
+    world = World(((Table("table_wise", rank=1),),), optimizer=optimizer)
+    without_tables, with_tables = run_ranks(world.ranks, _message_of_weight_decay, world)
+    assert with_tables.startswith("UsageError: weight_decay=0.5 of row-wise Adagrad, set after the tables were sharded")
+    assert without_tables.startswith("CommunicationError")
+    assert "rank 1" in without_tables
+
+
+def _message_of_weight_decay(world: World) -> str:
+    with process_group(Rank.from_environment(), CPU):
+        model = build(world, FusedEmbeddingBagCollectionSharder(dict(world.optimizer)))
+        first, *others = batches(world, 3)
+        model(first).backward()
+        set_numbers(model, {"weight_decay": 0.5})
+        with pytest.raises((UsageError, CommunicationError)) as raised:
+            for batch in others:  # what has happened to a kernel is raised by the next call
+                model(batch)
+        return f"{type(raised.value).__name__}: {raised.value}"
 
 
 @pytest.mark.parametrize("kind", ["adam", "rowwise_adam"])

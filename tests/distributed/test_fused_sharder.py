@@ -419,6 +419,10 @@ class TestHeldTensors:
     def test_equals_torchrec(self, course):
         assert_equal(run_both(World((ONE_OF_EACH,), batch_sizes=(4, 4)), globals()[course]))
 
+    @pytest.mark.interpreted
+    def test_training_goes_on_after_a_first_batch_in_inference_mode(self):
+        assert_equal(run_both(World((ONE_OF_EACH,), batch_sizes=(4, 4)), inference_first))
+
     @pytest.mark.also_interpreted
     @pytest.mark.parametrize("course", ["step_by_step", "many_forwards_before_any_backward"])
     def test_two_sharded_modules(self, course):
@@ -467,6 +471,16 @@ def evaluation_in_between(model: DistributedModelParallel, world: World) -> list
         optimizer.zero_grad()
         observed.append(loss.detach())
     return observed
+
+
+def inference_first(model: DistributedModelParallel, world: World) -> list[Tensor]:
+    """FBGEMM's own lookups know no inference mode on the CPU; what they give without is right."""
+    is_ours = isinstance(get_unwrapped_module(model).collections[0], FusedShardedEmbeddingBagCollection)
+    observed = []
+    for batch in batches(world, 2):
+        with torch.inference_mode() if is_ours else torch.no_grad():
+            observed.append(model(batch))
+    return [*(loss.clone() for loss in observed), *step_by_step(model, world)]
 
 
 def _gradients(model: DistributedModelParallel) -> list[Tensor]:

@@ -86,6 +86,104 @@ def test_more_shapes_than_it_is_captured_for_give_the_same(scorer: Scorer) -> No
         scorer.check(*inputs)
 
 
+def gradients_of(scorer: Scorer, loss: Tensor, features: Tensor, embeddings: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, [features, embeddings, *scorer.layers[0].parameters()]))
+
+
+def test_gradients_keep_their_values_and_are_accumulated(scorer: Scorer) -> None:
+    parameters = list(scorer.layers[0].parameters())
+    features, embeddings = scorer.inputs()
+    leaves = [features.requires_grad_(), embeddings, *parameters]
+    total = [torch.zeros_like(leaf) for leaf in leaves]
+    held = []
+    for step in range(4):
+        with torch.no_grad():
+            features.copy_(torch.randn(features.shape, device="cuda"))
+        expected = gradients_of(scorer, scorer.compute(features, embeddings)[0], features, embeddings)
+        if step == 2:  # zeroed in place, which keeps the memory of the gradients
+            for leaf in leaves:
+                assert leaf.grad is not None
+                leaf.grad.zero_()
+            total = [torch.zeros_like(leaf) for leaf in leaves]
+        scorer.captured(features, embeddings)[0].backward()
+        total = [before + own for before, own in zip(total, expected, strict=True)]
+        torch.testing.assert_close([leaf.grad for leaf in leaves], total)
+        held.append((gradients_of(scorer, scorer.captured(features, embeddings)[0], features, embeddings), expected))
+    for found, expected in held:
+        torch.testing.assert_close(found, expected)
+
+
+def test_gradients_of_inputs_that_are_leaves_are_accumulated_beside_who_takes_the_others(scorer: Scorer) -> None:
+    scorer.captured.takes_gradients = Kept(scorer)
+    features, embeddings = scorer.inputs()
+    total = torch.zeros_like(embeddings)
+    for _ in range(3):
+        features = torch.randn_like(features)
+        total += torch.autograd.grad(scorer.compute(features, embeddings)[0], embeddings)[0]
+        scorer.captured(features, embeddings)[0].backward()
+        assert embeddings.grad is not None
+        torch.testing.assert_close(embeddings.grad, total)
+
+
+def test_parameters_that_are_replaced_or_moved_are_followed(scorer: Scorer) -> None:
+    features, embeddings = scorer.inputs()
+    scorer.check(features, embeddings)
+    layer = scorer.layers[0]
+    before = layer.weight
+    layer.weight = nn.Parameter(torch.randn_like(before))
+    for _ in range(3):
+        scorer.check(features, embeddings)
+    layer.bias.data = torch.randn_like(layer.bias)
+    for _ in range(3):
+        scorer.check(features, embeddings)
+    calls = scorer.calls
+    scorer.captured(features, embeddings)
+    assert scorer.calls == calls, "captured again"
+    scorer.captured(features, embeddings)[0].backward()
+    assert before.grad is None
+    assert layer.weight.grad is not None
+
+
+def test_each_mode_has_a_capture_of_its_own() -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 64)
+    layer = nn.Sequential(linear, nn.Dropout(0.5)).cuda()
+    captured_layer = CapturedFunction(lambda x: layer(x), lambda: [layer])
+    x = torch.randn(256, 64, device="cuda")
+
+    def dropped() -> float:
+        return (captured_layer(x) == 0).float().mean().item()
+
+    for _ in range(2):
+        layer.train()
+        assert 0.4 < dropped() < 0.6
+        layer.eval()
+        assert dropped() < 0.01
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        for _ in range(2):
+            assert captured_layer(x).dtype == torch.bfloat16
+            with torch.no_grad():
+                linear.weight.add_(1.0)
+            # Casts of weights that autocast has kept are of older ones.
+            torch.clear_autocast_cache()
+            torch.testing.assert_close(captured_layer(x), layer(x), rtol=0.05, atol=0.1)
+    assert captured_layer(x).dtype == torch.float32
+
+
+def test_autocast_around_it_casts_the_weights_of_each_replay() -> None:
+    layer = nn.Linear(8, 8).cuda()
+    double = CapturedFunction(lambda x: layer(x) * 2, lambda: [layer])
+    x = torch.randn(4, 8, device="cuda")
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        layer(x)  # autocast keeps a cast
+        double(x)
+        with torch.no_grad():
+            layer.weight.fill_(1.0)
+            layer.bias.zero_()
+        found = double(x)
+    torch.testing.assert_close(found.float(), 2 * x.sum(1, keepdim=True).expand(4, 8), rtol=0.05, atol=0.2)
+
+
 def test_results_keep_their_values(scorer: Scorer) -> None:
     loss, scores = scorer.captured(*scorer.inputs())
     assert not scores.requires_grad

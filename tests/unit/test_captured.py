@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from dlrm_fused.models.captured import CapturedFunction, _as_other_leaves
+from dlrm_fused.models.captured import CapturedFunction, _as_other_leaves, modes, modules_of, places, tensors_of
 
 
 def test_other_leaves_share_the_memory_of_the_parameters_which_come_back() -> None:
@@ -71,3 +72,99 @@ def test_without_a_taker_gradients_are_accumulated() -> None:
         function(x).backward()
     expected = torch.autograd.grad(2 * layer(x).square().sum(), list(layer.parameters()))
     torch.testing.assert_close([p.grad for p in layer.parameters()], list(expected))
+
+
+def test_under_no_grad_it_runs_as_it_is() -> None:
+    layer = nn.Linear(3, 2)
+    function = CapturedFunction(lambda x: layer(x).square().sum(), lambda: [layer])
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert not function(torch.ones(4, 3)).requires_grad
+    function(torch.ones(4, 3)).backward()
+    assert layer.weight.grad is not None
+
+
+class Net(nn.Module):
+    """Modules in modules, one of them twice, with a buffer and a parameter that is not there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.dropout = nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2), nn.Dropout()
+        self.inner = nn.Sequential(self.linear, self.norm, nn.Sequential(self.linear, self.dropout))
+
+
+def test_all_modules_and_their_tensors_are_found() -> None:
+    net, other = Net(), nn.Linear(1, 1)
+    found = modules_of([net, other])
+    assert set(found) == {*net.modules(), *other.modules()}
+    tensors = [*net.parameters(), *net.buffers(), *other.parameters()]
+    assert {id(t) for t in tensors_of(found)} == {id(t) for t in tensors}
+
+
+def replace_a_parameter(net: Net) -> None:
+    net.linear.weight = nn.Parameter(torch.ones(2, 2))
+
+
+def replace_a_module(net: Net) -> None:
+    net.norm = nn.BatchNorm1d(2)
+
+
+def move_a_parameter(net: Net) -> None:
+    net.norm.weight.data = net.norm.weight.data.clone()
+
+
+def turn_a_parameter_in_its_memory(net: Net) -> None:
+    net.linear.weight.data = net.linear.weight.data.t()
+
+
+def replace_a_buffer(net: Net) -> None:
+    net.norm.running_mean = torch.zeros(2)
+
+
+def freeze(net: Net) -> None:
+    net.norm.bias.requires_grad_(False)
+
+
+CHANGES = [replace_a_parameter, replace_a_module, move_a_parameter, turn_a_parameter_in_its_memory, replace_a_buffer, freeze]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_capture_reads_is_known_by_its_place(change: Callable[[Net], None]) -> None:
+    net = Net()
+    held = tensors_of(modules_of([net]))
+    before = places(held)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(1.0)
+    assert places(tensors_of(modules_of([net]))) == before, "other values in the same memory"
+    change(net)
+    assert places(tensors_of(modules_of([net]))) != before
+
+
+@contextmanager
+def restored(get: Callable[[], object], set_: Callable[[object], None], value: object) -> Iterator[None]:
+    before = get()
+    set_(value)
+    try:
+        yield
+    finally:
+        set_(before)
+
+
+def test_modes_under_which_it_does_otherwise_are_told_apart() -> None:
+    net = Net()
+    seen = [modes(modules_of([net]), "cpu")]
+    assert modes(modules_of([net]), "cpu") == seen[0]
+    net.dropout.eval()
+    seen.append(modes(modules_of([net]), "cpu"))
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=dtype):
+            seen.append(modes(modules_of([net]), "cpu"))
+    switches = [
+        (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
+        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high"),
+    ]
+    for get, set_, value in switches:
+        with restored(get, set_, value):  # type: ignore[arg-type]
+            seen.append(modes(modules_of([net]), "cpu"))
+    assert len(set(map(str, seen))) == len(seen)

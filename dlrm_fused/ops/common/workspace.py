@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
+from dlrm_fused.lasting import lasting
 from dlrm_fused.ops.common.dtypes import DTYPES
 from dlrm_fused.symmetric import BlockPool, Channel, SymmetricGroup, SymmetricMemory
 from dlrm_fused.symmetric.call_order import CallOrder
@@ -46,6 +47,11 @@ class Workspace:
         channel: of the operator's epochs; the first of ``channels``.
         handle: a number, unique in this process, by which the operator names the workspace.
     """
+
+    def __init_subclass__(cls) -> None:
+        """Some are made at the first batch, and all serve every later one."""
+        super().__init_subclass__()
+        cls.__init__ = lasting(cls.__init__)  # type: ignore[method-assign]
 
     def __init__(
         self,

@@ -18,6 +18,8 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from dlrm_fused.lasting import lasting
+
 # Ids are smaller; bags with several ids are told apart by numbers from here on.
 _SEVERAL_IDS = 1 << 40
 # Keys of bags are smaller, once 1 is added to them.
@@ -106,6 +108,7 @@ class DistinctRows(NamedTuple):
 
 
 @functools.lru_cache(maxsize=_KEPT_BATCH_SIZES)
+@lasting
 def _sent_places(remote: tuple[int, ...], batch_sizes: tuple[int, ...], features: int) -> tuple[Tensor, Tensor, Tensor]:
     """The bags of remote ranks; [features, bags]: what to add to their keys, so that rows of one rank and feature follow each
     other; and, flat, their places."""
@@ -117,6 +120,7 @@ def _sent_places(remote: tuple[int, ...], batch_sizes: tuple[int, ...], features
 
 
 @functools.cache
+@lasting
 def _first_keys(features: int) -> Tensor:
     return (torch.arange(features) * _KEYS + 1)[:, None]
 

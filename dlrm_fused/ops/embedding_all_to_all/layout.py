@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
+from dlrm_fused.lasting import lasting
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,7 @@ class FeatureTable:
     is_exact: bool
 
 
+@lasting
 def feature_tables(
     sources: Sequence[int], dims: Sequence[int], columns: Sequence[int], device: torch.device
 ) -> list[FeatureTable]:

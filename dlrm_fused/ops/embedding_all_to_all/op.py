@@ -236,13 +236,12 @@ def _backward(
     ordered = sorted_lookups(prefetched_sort, workspace.tables, indices, offsets)
     received = send_gradient(workspace, workspace.plan(batch_sizes), gradient)
     weight_gradients, scale = [], workspace.gradient_scale
-    for i, tables in enumerate(workspace.tables):
+    for i, (tables, order) in enumerate(ordered):
         weights = per_sample_weights[i] if per_sample_weights and per_sample_weights[i].numel() else None
         if weights is not None:
             weight_gradients.append(per_sample_weight_gradients(tables, received[i], indices[i], offsets[i], scale))
         elif per_sample_weights:
             weight_gradients.append(torch.empty(0, device=workspace.device))
-        order = ordered[i]
         if order is not None:
             # Gradients that a peer has failed to send must not reach the tables.
             apply_gradients(
@@ -288,9 +287,7 @@ def _gradients(ctx: Any, gradient: Tensor, backward: Callable[..., list[Tensor]]
     count = ctx.lookups
     saved = list(ctx.saved_tensors)
     indices, offsets, per_sample_weights = saved[:count], saved[count : 2 * count], saved[2 * count :]
-    # Its memory is needed no longer than for one backward pass.
-    prefetched, ctx.prefetched_sort = ctx.prefetched_sort, None
-    handle = prefetched.handle if prefetched else 0
+    handle = ctx.prefetched_sort.handle if ctx.prefetched_sort else 0
     return backward(gradient, indices, offsets, per_sample_weights, ctx.batch_sizes, ctx.handle, handle)
 
 

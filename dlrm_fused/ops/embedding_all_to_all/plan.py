@@ -8,12 +8,12 @@ import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
-from functools import cached_property
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from dlrm_fused.lasting import lasting_property
 from dlrm_fused.ops.embedding_all_to_all.layout import ExchangeLayout, LookupLayout
 from dlrm_fused.symmetric import SymmetricMemory
 from dlrm_fused.symmetric.hosts import Hosts
@@ -231,12 +231,12 @@ class BatchPlan:
                 )
         return tiles
 
-    @cached_property
+    @lasting_property
     def pooled_tables(self) -> list[Tensor]:
         """:meth:`pooled_tiles` of each lookup of this rank, for the kernel."""
         return [tile_table(self.pooled_tiles(lookup), self._device) for lookup in range(len(self._own))]
 
-    @cached_property
+    @lasting_property
     def bag_tables(self) -> list[Tensor]:
         """What the lookup kernel needs to know of the ranks, for each lookup of this rank.
 
@@ -253,7 +253,7 @@ class BatchPlan:
             tables.append(torch.tensor([*self.starts, *bases, *presence]).to(self._device, non_blocking=True))
         return tables
 
-    @cached_property
+    @lasting_property
     def receiver_tables(self) -> list[Tensor]:
         """To whom the lookup kernel stores, for each lookup of this rank.
 
@@ -266,19 +266,19 @@ class BatchPlan:
             tables.append(torch.tensor(rows).to(self._device, non_blocking=True))
         return tables
 
-    @cached_property
+    @lasting_property
     def slice_receivers(self) -> Tensor:
         """The same for slices that are not empty, which all lie in one buffer: the only one of its table of addresses."""
         rows = [[rank, 0, 0] for rank in self.hosts.remote if self.batch_sizes[rank]]
         return torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 3).to(self._device, non_blocking=True)
 
-    @cached_property
+    @lasting_property
     def slice_bags(self) -> Tensor:
         """As :attr:`bag_tables`, where the kernel writes slices."""
         begins = [self.slice_begins.get(rank, 0) for rank in range(len(self.batch_sizes))]
         return torch.tensor([*self.starts, *begins]).to(self._device, non_blocking=True)
 
-    @cached_property
+    @lasting_property
     def slice_begins(self) -> dict[int, int]:
         """By rank of another host, the byte at which its slice begins in a buffer of all slices that this rank sends."""
         width, begins, end = self.slice_width(self._rank) * self._wire, dict[int, int](), 0
@@ -302,7 +302,7 @@ class BatchPlan:
         width = self.slice_width(self._rank) * self._wire
         return sum(self.batch_sizes[rank] * width + _SLICE_ALIGNMENT for rank in self.hosts.remote)
 
-    @cached_property
+    @lasting_property
     def gradient_table(self) -> Tensor:
         """:meth:`gradient_tiles` for the kernel."""
         return tile_table(self.gradient_tiles(), self._device)
@@ -325,7 +325,7 @@ class BatchPlan:
             for tile in self._gradient_tiles(sender, rank, packed=True, row_wise=True)
         ]
 
-    @cached_property
+    @lasting_property
     def pooled_spread_tables(self) -> dict[int, Tensor]:
         """By rank of another host whose slice is not empty: what of it goes where in this rank's output, for the kernel."""
         columns, wire = self._layout.columns, self._wire
@@ -341,18 +341,18 @@ class BatchPlan:
         }
         return {sender: table for sender, table in tables.items() if len(table)}
 
-    @cached_property
+    @lasting_property
     def spread_tables(self) -> dict[int, Tensor]:
         """By rank of another host whose slice of gradients is not empty: :meth:`spread_tiles` for the kernel."""
         tables = {sender: tile_table(self.spread_tiles(sender), self._device) for sender in self.hosts.remote}
         return {sender: table for sender, table in tables.items() if len(table)}
 
-    @cached_property
+    @lasting_property
     def gradient_slice_table(self) -> Tensor:
         """What of the output's gradient goes where in the slices for other hosts, for the kernel."""
         return self._gradient_slice_table.to(self._device, non_blocking=True)
 
-    @cached_property
+    @lasting_property
     def gradient_slice_needs(self) -> Tensor:
         """int64 [2, ranks]: tiles of the slice of gradients for each rank, and its bytes."""
         ranks, wire = range(len(self.batch_sizes)), self._gradient_wire
@@ -360,7 +360,7 @@ class BatchPlan:
         sizes = [self.local_batch * self.gradient_slice_width(self._rank, rank) * wire for rank in ranks]
         return torch.tensor([tiles, sizes], dtype=torch.int64).to(self._device, non_blocking=True)
 
-    @cached_property
+    @lasting_property
     def _gradient_slice_table(self) -> Tensor:
         rows, wire = self.local_batch, self._gradient_wire
         tiles = [
@@ -407,7 +407,7 @@ class BatchPlan:
         columns = tuple(column for lookup in own for column in lookup.columns)
         return LookupLayout(columns, tuple(dim for lookup in own for dim in lookup.dims)).runs()
 
-    @cached_property
+    @lasting_property
     def remote_places(self) -> Tensor:
         """int64, for each feature of the ranks of other hosts and each local bag: its row where the output is seen as rows of
         :attr:`ExchangeLayout.row_dim` columns."""

@@ -24,7 +24,7 @@ class PrefetchedSort:
 
     Attributes:
         handle: a number, at least 1, by which the backward operator names them.
-        tables: as given.
+        tables: as given; the backward pass updates them, also if others have been attached since.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class PrefetchedSort:
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
-            self._lookups = _sort(tables, indices, offsets)
+            self._lookups: list[SortedLookup | None] | None = _sort(tables, indices, offsets)
         if stream is not None:
             self._done = stream.record_event()
             for tensor in (*indices, *offsets):
@@ -51,25 +51,36 @@ class PrefetchedSort:
         self.handle = next(_handles)
         _prefetched[self.handle] = self
 
-    def wait(self) -> list[SortedLookup | None]:
-        """The sorted lookups, for the current stream; None for tables without optimizer."""
+    def take(self, indices: Sequence[Tensor], offsets: Sequence[Tensor]) -> list[SortedLookup | None]:
+        """The sorted lookups, for the current stream; None for tables without optimizer.
+
+        Their memory is needed no longer than for one backward pass: for another they are sorted once more.
+        """
+        lookups, self._lookups = self._lookups, None
+        if lookups is None:
+            return _sort(self.tables, indices, offsets)
         if self._stream is not None:
             stream = torch.cuda.current_stream(self._stream.device)
             stream.wait_event(self._done)
-            for lookup in self._lookups:
+            for lookup in lookups:
                 for tensor in lookup.tensors() if lookup is not None else ():
                     tensor.record_stream(stream)
-        return self._lookups
+        return lookups
 
 
 def sorted_lookups(
     handle: int, tables: Sequence[LocalTables], indices: Sequence[Tensor], offsets: Sequence[Tensor]
-) -> list[SortedLookup | None]:
-    """Those prefetched under this handle for these tables, or made now; None for tables without optimizer."""
+) -> list[tuple[LocalTables, SortedLookup | None]]:
+    """The tables of the forward pass with this handle and the sorted lookups, None for tables without optimizer.
+
+    Args:
+        tables: for a forward pass that has left nothing.
+        indices, offsets: of the forward pass.
+    """
     prefetched = _prefetched.get(handle)
-    if prefetched is None or prefetched.tables is not tables:
-        return _sort(tables, indices, offsets)
-    return prefetched.wait()
+    if prefetched is None:
+        return list(zip(tables, _sort(tables, indices, offsets), strict=True))
+    return list(zip(prefetched.tables, prefetched.take(indices, offsets), strict=True))
 
 
 def _sort(tables: Sequence[LocalTables], indices: Sequence[Tensor], offsets: Sequence[Tensor]) -> list[SortedLookup | None]:

@@ -39,7 +39,8 @@ class ReplayedEmbeddingAllToAll:
     caller's, and while an earlier output waits for its backward pass.
 
     Args:
-        workspace: with tables attached, which stay.
+        workspace: with tables attached. When others are, with other numbers of the optimizer or at other addresses, all is
+            captured again.
         prepare: launches the same kernels whatever the values are, and does not wait for the device; is captured, too.
     """
 
@@ -47,6 +48,7 @@ class ReplayedEmbeddingAllToAll:
         self._workspace = workspace
         self._prepare = prepare
         self._outputs: object = None  # the memory that was captured
+        self._tables: object = None  # the tables, too
         self._captures: dict[_Key, _Capture] = {}
         self._steps = RunCounter()
 
@@ -58,6 +60,10 @@ class ReplayedEmbeddingAllToAll:
         if self._outputs is not workspace.outputs:  # all ranks have got more memory, for larger batches
             self._captures.clear()
             self._outputs = workspace.outputs
+        if self._tables is not workspace.tables:
+            self._captures.clear()
+            self._steps = RunCounter()  # numbers that change at every step are not worth a capture
+            self._tables = workspace.tables
         key = (tuple(batch_sizes), workspace.gradient_scale, *((t.shape, t.dtype) for t in (*indices, *offsets)))
         if key not in self._captures and len(self._captures) < _MOST_CAPTURES:
             if self._steps.runs(key) <= RUNS_BEFORE_CAPTURE:
@@ -115,7 +121,7 @@ class _Capture:
         batch_sizes: Sequence[int],
     ) -> None:
         self.workspace, self.prepare, self.batch_sizes = workspace, prepare, list(batch_sizes)
-        self._outputs = workspace.outputs
+        self._outputs, self._tables = workspace.outputs, workspace.tables
         self.inputs = [tensor.clone() for tensor in (*indices, *offsets)]
         self._lent: weakref.ref[_Loan] | None = None
         count, recorder = len(indices), GraphRecorder()
@@ -151,7 +157,7 @@ class _Capture:
     def backward(self, gradient: Tensor) -> None:
         self.workspace.begin_call()
         self.gradient.copy_(gradient)
-        for tables in self.workspace.tables:
+        for tables in self._tables:
             if tables.on_device.rate is not None:
                 tables.on_device.rate.refresh()
         self._backward.replay()

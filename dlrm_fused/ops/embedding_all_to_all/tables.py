@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
+from dlrm_fused.lasting import lasting
 from dlrm_fused.ops.common.dtypes import DTYPES
 
 
@@ -262,6 +263,7 @@ def _check_state(weights: Tensor, name: str, state: Tensor, dtype: torch.dtype, 
         raise UsageError(f"{name} is on {state.device}: the weights are on {weights.device}")
 
 
+@lasting
 def _copy_to_device(tables: LocalTables) -> DeviceTables:
     def tensor(values: list, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(tables.weights.device)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
+from dlrm_fused.lasting import lasting
 from dlrm_fused.ops.common.dtypes import DTYPES
 from dlrm_fused.ops.common.workspace import Workspace
 from dlrm_fused.ops.embedding_all_to_all.layout import ExchangeLayout, FeatureTable, feature_tables
@@ -100,8 +101,9 @@ class EmbeddingWorkspace(Workspace):
         self._feature_tables: list[list[FeatureTable]] = []
         self._slice_feature_tables: list[list[FeatureTable]] = []
         self._plans: dict[tuple[int, ...], BatchPlan] = {}
-        # A captured graph uses the addresses of a plan's tables, and of the memory, as long as it lives.
+        # A captured graph uses the addresses of a plan's tables, of the memory, and of tables, as long as it lives.
         self._captured_plans: set[BatchPlan] = set()  # their memory stays
+        self._captured_tables: list[object] = []  # that have been replaced
         self._captures_keep_memory = True
         # The largest batch of one rank, and of all ranks together, for which there is memory; None: no memory yet.
         self._room: tuple[int, int] | None = None
@@ -111,12 +113,17 @@ class EmbeddingWorkspace(Workspace):
         self.pooled_puts: Puts | None = None
         self.gradient_puts: Puts | None = None
 
+    @lasting
     def attach_tables(self, tables: Sequence[LocalTables]) -> None:
-        """Name the tables of this rank's lookups, in their order.
+        """Name the tables of this rank's lookups, in their order. Backward passes update the tables of their forward pass.
 
         Raises:
-            UsageError: if they do not match the layout.
+            UsageError: if they do not match the layout, or while a CUDA graph is captured.
         """
+        if self._is_capturing():
+            raise UsageError(
+                f"{self.name}: tables are attached, or have changed, while a CUDA graph is captured; run a step before"
+            )
         if len(tables) != len(self.own_lookups):
             raise UsageError(f"{self.name}: {len(tables)} groups of tables for {len(self.own_lookups)} lookups of the layout")
         for number, (own, lookup) in enumerate(zip(tables, self.own_lookups, strict=True)):
@@ -129,6 +136,8 @@ class EmbeddingWorkspace(Workspace):
                 raise UsageError(
                     f"{self.name}: tables[{number}] is row-wise with mean pooling; divide the sum at the destination"
                 )
+        if self._captured_plans:
+            self._captured_tables.append((self.tables, self._feature_tables, self._slice_feature_tables))
         self.tables = tuple(tables)
         self._feature_tables = [
             self._features_at(number, self.layout.destination_columns(self.rank, number)) for number in range(len(tables))
@@ -204,6 +213,7 @@ class EmbeddingWorkspace(Workspace):
             plan = self._plans[key] = self._new_plan(key)
         return plan
 
+    @lasting
     def _new_plan(self, batch_sizes: tuple[int, ...]) -> BatchPlan:
         dtypes = (self.output_dtype, self.forward_wire, self.backward_wire)
         return BatchPlan(self.layout, self.rank, batch_sizes, *dtypes, self.device, self.group.hosts)
@@ -254,6 +264,7 @@ class EmbeddingWorkspace(Workspace):
     def _holds(self, plan: BatchPlan) -> bool:
         return self._room is not None and max(plan.batch_sizes) <= self._room[0] and plan.global_batch <= self._room[1]
 
+    @lasting
     def _allocate(self, plan: BatchPlan) -> None:
         """Memory for batches up to the plan's, in place of what there is. Collective."""
         self._release_memory()

@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
+from dlrm_fused.lasting import lasting
 from dlrm_fused.ops.common.workspace import Workspace, fingerprint_of
 from dlrm_fused.ops.feature_all_to_all.kernel import ROUTE_FIELDS, fetch_kernel, send_kernel
 from dlrm_fused.symmetric import SymmetricGroup, SymmetricMemory, abort_peers_on_error
@@ -122,6 +123,7 @@ class FeatureExchange(Workspace):
         if len(lengths) <= self._last_feature:
             raise UsageError(f"{self.name}: lengths of {len(lengths)} features; feature {self._last_feature} has an owner")
 
+    @lasting
     def _allocate(self, bags: int, values: int) -> None:
         """Memory for batches of so many bags and values of a rank. Collective."""
         self._release_memory()
