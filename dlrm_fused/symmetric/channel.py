@@ -37,8 +37,8 @@ from torch import Tensor
 
 from dlrm_fused.compat.triton import host_atomics
 from dlrm_fused.errors import CommunicationError, UsageError
-from dlrm_fused.symmetric.call_order import CallOrder
 from dlrm_fused.lasting import lasting
+from dlrm_fused.symmetric.call_order import CallOrder
 from dlrm_fused.symmetric.device import channel_args, polls_per_second
 from dlrm_fused.symmetric.futex import wait_for_change, wake
 from dlrm_fused.symmetric.memory import SymmetricGroup
