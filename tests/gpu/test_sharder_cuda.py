@@ -94,9 +94,12 @@ def sharded(group: SymmetricGroup, sharder: EmbeddingBagCollectionSharder) -> Di
 
 
 def batch(step: int) -> KeyedJaggedTensor:
-    """This rank's; all steps have the same shapes."""
+    """This rank's; all steps have the same shapes, also after the input dist: each rank's rows get as many ids."""
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    values = torch.randint(0, ROWS, (2 * BATCH * len(KEYS),), generator=generator)
+    ids, ranks = 2 * BATCH * len(KEYS), dist.get_world_size()
+    rows_of_rank = -(-ROWS // ranks)
+    first_rows = rows_of_rank * (torch.arange(ids) % ranks)
+    values = first_rows + torch.randint(0, ROWS - rows_of_rank * (ranks - 1), (ids,), generator=generator)
     lengths = torch.full((BATCH * len(KEYS),), 2)
     features = KeyedJaggedTensor(keys=list(KEYS), values=values, lengths=lengths)
     return features.to(torch.device("cuda")) if ON_GPU else features
