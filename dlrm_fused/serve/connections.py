@@ -25,6 +25,7 @@ HEADER_SECONDS = 10.0  # from the first byte of a request, or from the connectio
 MOST_CONNECTIONS = 4096
 _FORGOTTEN_BYTES = 2**20  # that are read after headers were refused: who is sending sees no answer before
 _MOST_AHEAD = 16  # requests of a client that are read before the one before them is answered
+_LAST_PORT = 65_535
 _LOOK_SECONDS, _LOG_SECONDS = 1.0, 10.0
 
 _LATE, _BEYOND, _LONG = "late", "beyond", "long"
@@ -44,6 +45,8 @@ def bind(host: str, port: int) -> list[socket.socket]:
     Raises:
         ConfigError: the host is unknown or not this machine, or the port is taken or not allowed.
     """
+    if not 0 <= port <= _LAST_PORT:  # what is beyond would be taken for another one
+        raise ConfigError(f"--port {port}: allowed: 0 to {_LAST_PORT}")
     sockets: list[socket.socket] = []
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -53,7 +56,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
             if family == socket.AF_INET6:
                 own.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             own.bind(address)
-    except (OSError, OverflowError, UnicodeError) as error:
+    except (OSError, UnicodeError) as error:
         for own in sockets:
             own.close()
         reason = getattr(error, "strerror", None) or error

@@ -35,15 +35,18 @@ async def echo(scope: dict[str, Any], receive: Any, send: Any) -> None:
 def served(most: int = 100) -> Iterator[int]:
     """The port."""
     sockets = bind("127.0.0.1", 0)
-    config = uvicorn.Config(
-        echo, http=cast(Any, partial(LimitedProtocol, Door(most))), ws="none", lifespan="off", log_config=None
-    )
+    http_class = cast(Any, partial(LimitedProtocol, Door(most)))
+    config = uvicorn.Config(echo, http=http_class, ws="none", lifespan="off", log_config=None, timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
-    running = threading.Thread(target=server.run, args=(sockets,))
+    running = threading.Thread(target=server.run, args=(sockets,), daemon=True)
     running.start()
-    yield sockets[0].getsockname()[1]
-    server.should_exit = True
-    running.join()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        yield sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        running.join()
 
 
 @pytest.fixture
@@ -65,6 +68,14 @@ def answer_to(port: int, sent: bytes) -> bytes:
         while part := client.recv(2**16):
             parts.append(part)
     return b"".join(parts)
+
+
+def has_ended(client: socket.socket) -> bool:
+    """Wait for the end of a connection; false if something comes instead."""
+    try:
+        return client.recv(1) == b""
+    except ConnectionResetError:
+        return True
 
 
 def request(path: bytes = b"/", headers: bytes = b"", body: bytes = b"") -> bytes:
@@ -90,9 +101,9 @@ def test_headers_up_to_the_limit_are_taken_and_longer_ones_refused() -> None:
 
 
 def test_trailers_have_the_same_limit() -> None:
-    chunked = b"POST / HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n"
+    chunked = b"POST / HTTP/1.1\r\nHost: here\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n"
     with served() as port:
-        assert answer_to(port, chunked + b"Connection: close\r\n\r\n").startswith(b"HTTP/1.1 200 ")
+        assert answer_to(port, chunked + b"x: a\r\n\r\n").startswith(b"HTTP/1.1 200 ")
         with pytest.raises(ConnectionError):
             answer_to(port, chunked + b"x: " + b"a" * 500_000)
 
@@ -116,10 +127,7 @@ def test_who_does_not_finish_a_request_is_disconnected(sent: bytes) -> None:
     with served() as port, connect(port) as client:
         client.sendall(sent)
         began = time.monotonic()
-        try:
-            while client.recv(2**16):
-                pass
-        except ConnectionResetError:
+        while not has_ended(client):
             pass
         assert 0.2 < time.monotonic() - began < 5
 
@@ -142,9 +150,7 @@ def test_beyond_the_limit_who_has_waited_longest_goes_and_requests_are_answered(
             idle.append(connect(port))
             working.request("GET", "/")  # the connection is kept, and never the oldest
             assert working.getresponse().read() == b"0"
-        for client in idle[:20]:
-            with pytest.raises(ConnectionResetError):
-                client.recv(1)
+        assert all(has_ended(client) for client in idle[:21])
         idle[-1].sendall(request(headers=b"Connection: close\r\n"))
         assert idle[-1].recv(2**16).startswith(b"HTTP/1.1 200 ")
         time.sleep(1.5)  # a look
@@ -167,7 +173,8 @@ def test_files_are_left_for_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("no.such.host.invalid", 8000, ""),
         ("192.0.2.1", 8000, "Cannot assign requested address"),
-        ("127.0.0.1", 70_000, "port must be 0-65535"),
+        ("127.0.0.1", 70_000, "allowed: 0 to 65535"),
+        ("127.0.0.1", -1, "allowed: 0 to 65535"),
         ("a" * 300, 8000, ""),
     ],
 )
@@ -175,6 +182,6 @@ def test_an_address_that_cannot_be_had_is_named(host: str, port: int, reason: st
     with pytest.raises(ConfigError) as raised:
         bind(host, port)
     message = str(raised.value)
-    assert message.startswith(f"--host {host} --port {port}: ")
+    assert f"--port {port}: " in message
     assert reason in message
     assert "\n" not in message
