@@ -65,7 +65,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
 
 
 class Door:
-    """Who is connected and owes a request. Closes connections whose request does not come, and those beyond the limit.
+    """Who is connected and owes a request, whole. Closes connections whose request does not come, and those beyond the limit.
 
     Attributes:
         most: connections at a time. Of more, who has owed a request for the longest time is closed.
@@ -74,7 +74,7 @@ class Door:
     def __init__(self, most: int) -> None:
         self.most = most
         self._loop: asyncio.AbstractEventLoop | None = None
-        # Who owes a request, since when; in this order.
+        # Who owes a request or the rest of one, for the longest time first; until when its headers have to come.
         self._owing: dict[LimitedProtocol, float] = {}
         self._closed: Counter[str] = Counter()  # since the last line in the log, by reason
         self._logged_at = -math.inf
@@ -92,7 +92,11 @@ class Door:
         """A client owes a request, as of now."""
         assert self._loop is not None, "it has entered"
         self._owing.pop(client, None)
-        self._owing[client] = self._loop.time()
+        self._owing[client] = self._loop.time() + HEADER_SECONDS
+
+    def expect_body(self, client: LimitedProtocol) -> None:
+        """The headers of a request have come. How long its body may take is the application's to say."""
+        self._owing[client] = math.inf
 
     def release(self, client: LimitedProtocol) -> None:
         """A client owes nothing: its request has come, or it has gone."""
@@ -106,7 +110,7 @@ class Door:
         """Close who is late, and say so in the log; again and again."""
         assert self._loop is not None, "somebody has entered"
         now = self._loop.time()
-        late = [client for client, since in self._owing.items() if now - since > HEADER_SECONDS]
+        late = [client for client, until in self._owing.items() if until < now]
         for client in late:
             self._close(client, _LATE)
         if self._closed and now - self._logged_at >= _LOG_SECONDS:
@@ -174,7 +178,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._head_bytes = 0
-        self._door.release(self)
+        self._door.expect_body(self)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -183,6 +187,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._head_bytes = 0
+        if not self.cycle.response_complete:  # else it owes the next one, since the answer
+            self._door.release(self)
         super().on_message_complete()
 
     def on_response_complete(self) -> None:

@@ -31,12 +31,18 @@ async def echo(scope: dict[str, Any], receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
+async def refuse(scope: dict[str, Any], receive: Any, send: Any) -> None:
+    """Answers without having read the body."""
+    await send({"type": "http.response.start", "status": 404, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body", "body": b""})
+
+
 @contextmanager
-def served(most: int = 100) -> Iterator[int]:
+def served(most: int = 100, app: Any = echo) -> Iterator[int]:
     """The port."""
     sockets = bind("127.0.0.1", 0)
     http_class = cast(Any, partial(LimitedProtocol, Door(most)))
-    config = uvicorn.Config(echo, http=http_class, ws="none", lifespan="off", log_config=None, timeout_graceful_shutdown=1)
+    config = uvicorn.Config(app, http=http_class, ws="none", lifespan="off", log_config=None, timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     running = threading.Thread(target=server.run, args=(sockets,), daemon=True)
     running.start()
@@ -160,6 +166,31 @@ def test_beyond_the_limit_who_has_waited_longest_goes_and_requests_are_answered(
         working.close()
     assert len(lines) == 1, lines
     assert " beyond the limit of 10, " in lines[0]
+
+
+def test_bodies_that_do_not_come_keep_nobody_out() -> None:
+    with served(most=10) as port:
+        working = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        slow = []
+        for _ in range(30):
+            slow.append(connect(port))
+            slow[-1].sendall(request(body=b"b" * 10)[:-5])
+            working.request("GET", "/")
+            assert working.getresponse().read() == b"0"
+        assert all(has_ended(client) for client in slow[:21])
+        for client in slow:
+            client.close()
+        working.close()
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_follows_an_early_answer_is_not_waited_for() -> None:
+    """Of an application that answers before the body has come: the rest of it has as long as headers."""
+    with served(app=refuse) as port, connect(port) as client:
+        client.sendall(request(body=b"b" * 10)[:-5])
+        assert client.recv(2**16).startswith(b"HTTP/1.1 404 ")
+        client.sendall(b"b" * 5)
+        assert has_ended(client)
 
 
 def test_files_are_left_for_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
