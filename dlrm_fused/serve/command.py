@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 from dlrm_fused.errors import ConfigError, UserError
 from dlrm_fused.serve.limits import Limits
@@ -17,6 +21,7 @@ POST /predict takes {"rows": [{...}]}; /docs describes the features, /health say
 Prometheus. SIGTERM ends the service after the requests that it has begun.
 """
 _GRACE_SECONDS = 30  # for requests that have begun when the service is told to end
+_BURSTS = 6  # so small a part of all connections is accepted at once, before the first of them can be closed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,9 +58,11 @@ def _serve(model: Path, host: str, port: int, threads: int, limits: Limits) -> N
     try:
         import uvicorn
 
+        from dlrm_fused.serve.connections import Door, LimitedProtocol, bind, most_connections
         from dlrm_fused.serve.service import build_service
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed; the service needs: pip install '.[serve]'") from None
+    sockets = bind(host, port)  # before the work of loading
     import torch
 
     from dlrm_fused.export.loader import load
@@ -66,4 +73,15 @@ def _serve(model: Path, host: str, port: int, threads: int, limits: Limits) -> N
         loaded = load(model)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"--model {model}: {error}") from None
-    uvicorn.run(build_service(loaded, limits), host=host, port=port, access_log=False, timeout_graceful_shutdown=_GRACE_SECONDS)
+    most = most_connections()
+    config = uvicorn.Config(
+        build_service(loaded, limits),
+        http=cast(Any, partial(LimitedProtocol, Door(most))),
+        ws="none",
+        backlog=most // _BURSTS,
+        access_log=False,
+        timeout_graceful_shutdown=_GRACE_SECONDS,
+    )
+    logging.getLogger("uvicorn.error").info("Serving %s at %s, port %d", model, host, sockets[0].getsockname()[1])
+    with suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run(sockets)

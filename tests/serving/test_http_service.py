@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import os
+import socket
 import subprocess
 import sys
 import threading
@@ -14,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from benchmarks.serving.clients import send
 from benchmarks.serving.http_service import measure, questions_of
 from benchmarks.serving.rows import prepared_rows
-from benchmarks.serving.service_process import Service, running_service
+from benchmarks.serving.service_process import Service, running_command, running_service
 from dlrm_fused.export.loader import Inputs
 from dlrm_fused.serve.batching import Batcher, Overloaded
 from dlrm_fused.serve.limits import Limits
@@ -27,6 +30,8 @@ from tests.distributed.launch import train
 from tests.export.exporting import export, predictions_of_eval
 
 ROOT = Path(__file__).parents[2]
+# The promise of a machine that does nothing else; the tests of a suite share theirs.
+SLOWEST_SECONDS = 1.0 if "HOSTILE_SECONDS" in os.environ else 10.0
 LIMITS = ["--max-rows", "1000", "--max-waiting-rows", "2000", "--max-body-bytes", "1000000"]
 
 
@@ -153,6 +158,35 @@ def test_requests_that_have_begun_are_answered_when_the_service_is_told_to_end(r
     assert statuses == [200]
 
 
+def test_hostile_clients_hold_up_nobody(run: Path, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    """2,000 connections that ask nothing and 4 endless headers, for a process of 1,024 files; 60 s with HOSTILE_SECONDS=60."""
+    seconds = float(os.environ.get("HOSTILE_SECONDS", "3"))
+    questions = questions_of(run / "model", rows, 1)
+    log = tmp_path / "log"
+    served = f'ulimit -n 1024; exec "$0" -m dlrm_fused.serve --model {run / "model"} "$@" 2> {log}'
+    with running_command(["bash", "-c", served, sys.executable], ROOT) as service:
+        memory = psutil.Process(service.process.pid).memory_info
+        hostile = subprocess.Popen([sys.executable, "-m", "tests.serving.hostile", str(service.port), "2000", "4"], cwd=ROOT)
+        try:
+            send(service.port, questions, clients=1, seconds=2)  # until all of them are there
+            before = memory().rss
+            load = send(service.port, questions, clients=64, seconds=seconds)
+            growth = memory().rss - before
+            assert service.request("GET", "/health")[0] == 200  # a new connection
+        finally:
+            hostile.kill()
+            hostile.wait()
+        rate, slowest = len(load.seconds) / load.wall, max(load.seconds)
+        print(f"{rate:.0f} requests/s, slowest {slowest:.2f} s, memory + {growth / 1e6:.0f} MB")
+    assert not load.lost
+    assert slowest < SLOWEST_SECONDS
+    assert growth < 50e6
+    lines = [line for line in log.read_text().splitlines() if line.startswith("WARNING")]
+    assert 1 <= len(lines) <= 2 + (seconds + 5) / 10, lines
+    assert "beyond the limit of 768" in lines[0]
+    assert any(" 0 with headers" not in line for line in lines)
+
+
 def inputs(rows: int) -> Inputs:
     return Inputs(np.arange(rows, dtype=np.float32)[:, None], (), np.zeros(rows, np.int64))
 
@@ -210,7 +244,10 @@ def test_an_error_of_the_model_is_that_of_its_batch_alone() -> None:
         (["--model", "MODEL", "--max-rows", "0"], "--max-rows 0: allowed: 1 or more"),
         (["--model", "MODEL", "--threads", "0"], "--threads 0: allowed: 1 or more"),
         (["--model", "MODEL", "--max-waiting-rows", "5"], "--max-waiting-rows 5: allowed: --max-rows 1024 or more"),
-        (["--model", "DAMAGED"], "cut off or damaged; export the model again"),
+        (["--model", "DAMAGED", "--port", "0"], "cut off or damaged; export the model again"),
+        (["--model", "MODEL", "--port", "TAKEN"], "Address already in use; give an address of this machine and a free port"),
+        (["--model", "MODEL", "--host", "no.such.host.invalid"], "; give an address of this machine and a free port"),
+        (["--model", "MODEL", "--port", "70000"], "--port 70000: allowed: 0 to 65535"),
     ],
 )
 def test_a_service_that_cannot_start_says_why_in_one_line(
@@ -220,9 +257,10 @@ def test_a_service_that_cannot_start_says_why_in_one_line(
         (tmp_path / name).write_bytes((run / "model" / name).read_bytes())
     tables = tmp_path / "tables.safetensors"
     tables.write_bytes(tables.read_bytes()[:-9])
-    given = {"MODEL": str(run / "model"), "DAMAGED": str(tmp_path)}
-    command = [sys.executable, "-m", "dlrm_fused.serve", *(given.get(each, each) for each in arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        given = {"MODEL": str(run / "model"), "DAMAGED": str(tmp_path), "TAKEN": str(taken.getsockname()[1])}
+        command = [sys.executable, "-m", "dlrm_fused.serve", *(given.get(each, each) for each in arguments)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith("ERROR ")
