@@ -19,17 +19,18 @@ class GraphRecorder:
     """Captures graphs that share memory: each may use what those before have left there, so they are replayed in their order.
 
     Args:
+        device: on which the work runs.
         pool: memory to share with the graphs of another recorder, of ``torch.cuda.graph_pool_handle()``.
     """
 
-    def __init__(self, pool: Any = None) -> None:
+    def __init__(self, device: torch.device, pool: Any = None) -> None:
         self._pool = torch.cuda.graph_pool_handle() if pool is None else pool
-        self._stream = torch.cuda.Stream()
+        self._stream = torch.cuda.Stream(device)
 
     @contextmanager
     def on_its_stream(self) -> Iterator[None]:
         """Make what is captured, and what comes before: after what the current stream has been given, which then waits."""
-        current = torch.cuda.current_stream()
+        current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             yield

@@ -21,6 +21,7 @@ class Storage(NamedTuple):
         momentum1, momentum2: the states of the optimizer of all tables, flat; one element of no meaning where it has none. A
             state of elements lies as the weights do.
         steps: int64 [1], the count of the optimizer's steps that FBGEMM reads and checkpoints set.
+        is_trained: whether a backward pass updates the tables, which users may freeze.
     """
 
     weights: Tensor
@@ -30,6 +31,7 @@ class Storage(NamedTuple):
     momentum1: Tensor
     momentum2: Tensor
     steps: Tensor
+    is_trained: bool
 
 
 def storage(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> Storage:
@@ -43,7 +45,13 @@ def storage(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> Storage:
         momentum1=getattr(lookup, f"momentum1_{place}").detach(),
         momentum2=getattr(lookup, f"momentum2_{place}").detach(),
         steps=cast(Tensor, lookup.iter),
+        is_trained=_is_trained(lookup),
     )
+
+
+def _is_trained(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
+    place = "host" if lookup.use_cpu else "dev"
+    return any(cast(Tensor, t).requires_grad for t in (lookup.placeholder_autograd_tensor, getattr(lookup, f"weights_{place}")))
 
 
 def what_is_copied(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> tuple[object, ...]:
@@ -54,7 +62,9 @@ def what_is_copied(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> tuple[objec
     """
     place = "host" if lookup.use_cpu else "dev"
     names = (f"weights_{place}", f"momentum1_{place}", f"momentum2_{place}", "iter", "learning_rate_tensor")
-    return lookup.optimizer_args, lookup.pooling_mode, *(cast(Tensor, getattr(lookup, name)).data_ptr() for name in names)
+    addresses = [cast(Tensor, getattr(lookup, name)).data_ptr() for name in names]
+    settings = lookup.optimizer_args, lookup.pooling_mode, lookup.bounds_check_mode_int, _is_trained(lookup)
+    return *settings, *addresses
 
 
 def read_steps_anew(lookups: Iterable[SplitTableBatchedEmbeddingBagsCodegen]) -> None:

@@ -24,6 +24,7 @@ from dlrm_fused.datasets.batch import Samples
 from dlrm_fused.datasets.hashing import combine, derive_key, shift_right, split_mix
 from dlrm_fused.datasets.opening import rows_of_tables
 from dlrm_fused.datasets.schema import LABEL, DatasetSchema, SparseFeature, labels_shape
+from dlrm_fused.lasting import lasting
 from dlrm_fused.versions import has_c_compiler
 
 # Ids follow an inverse distribution function that is interpolated between 4,096 quantiles, kept in units of 1 / 256 row.
@@ -205,9 +206,7 @@ class SyntheticDataset:
         if batch_size not in self._layouts:
             if len(self._layouts) == 4:  # training, evaluation, and their last batches
                 self._layouts.clear()
-            # Kept for training too, where autograd does not accept tensors made in inference mode.
-            with torch.inference_mode(False):
-                self._layouts[batch_size] = _Layout(self._columns.pooling, batch_size, self.generator_device)
+            self._layouts[batch_size] = lasting(_Layout)(self._columns.pooling, batch_size, self.generator_device)
         return self._layouts[batch_size]
 
 

@@ -161,7 +161,7 @@ class _Capture:
         self._memory = memory
         self.takes_gradients = takes_gradients
         self.parameters = [p for layer in layers for p in layer.parameters() if p.requires_grad]
-        recorder = GraphRecorder(memory.pool)
+        recorder = GraphRecorder(inputs[0].device, memory.pool)
         read = [
             (t.detach() if reads else t.detach().clone()).requires_grad_(t.requires_grad)
             for t, reads in zip(inputs, is_read_in_place, strict=True)

@@ -10,7 +10,8 @@ calls with the same inputs, and get the same results; a server may take requests
 Of a candidate, only what depends on it is computed: m rows go through the layers, each attends to the history's kept keys and
 values and to its own. Every layer has two row-parallel products, and so has the input: the ranks look up the rows that they
 hold, and the sum over ranks is the product's. On GPUs a request is one CUDA graph, from the copy of its ids to the device to
-that of its probabilities back; there is one for each number of candidates that is a power of two.
+that of its probabilities back; there is one for each number of candidates that is a power of two. When weights were replaced or
+have moved, they are made again.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.lasting import lasting
+from dlrm_fused.models.captured import modules_of, places, tensors_of
 from dlrm_fused.models.tensor_parallel import group_size
 from dlrm_fused.models.transformer import HistoryTransformer, TransformerOverArch
 from dlrm_fused.ops.gemv_all_reduce import gemv_all_reduce
@@ -127,6 +129,7 @@ class OnlineScorer:
             transformer.d_model // transformer.heads,
         )
         self._buckets: dict[int, _Bucket] = {}
+        self._captured: _Weights | None = None
         self._branch = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     @torch.no_grad()
@@ -192,7 +195,16 @@ class OnlineScorer:
         rows[:count, : tokens.shape[1]] = tokens
         rows[:count, tokens.shape[1] :] = sparse
         inputs.dense[:count] = candidates.dense
-        probabilities = bucket.replay() if bucket.graph else self._probabilities(inputs, history)
+        if bucket.graph is None:
+            probabilities = self._probabilities(inputs, history)
+        else:
+            bucket.launch()
+            # While the GPU computes.
+            if self._captured != self._weights():
+                bucket.probabilities()
+                self._buckets.clear()
+                return self.score(history, candidates)
+            probabilities = bucket.probabilities()
         self._raise_fault()
         return probabilities[:count].clone()
 
@@ -213,9 +225,16 @@ class OnlineScorer:
             bucket = _Bucket((size, features, self._ids_per_bag), self._dense_features, self._labels, self._device)
             bucket.inputs.rows.fill_(len(self._tables.rows) - 1)
             if self._device.type == "cuda":
+                if not self._buckets:
+                    self._captured = self._weights()
+                    self._captured.hold()
                 bucket.capture(self._probabilities)
             self._buckets[size] = bucket
         return self._buckets[size]
+
+    def _weights(self) -> _Weights:
+        modules = modules_of((self._transformer, self._dense_arch, self._over_arch))
+        return _Weights([self._tables.rows, *tensors_of(modules)])
 
     def _probabilities(self, inputs: _Inputs, history: History | None = None) -> Tensor:
         """[m] float32, or [m, L] of several labels.
@@ -312,6 +331,20 @@ def _check_parts(modules: Sequence[nn.Module], tables: ShardedTables, sparse_wid
             raise UsageError(f"workspace {workspace.name}: {name}={getattr(workspace, name)}; online scoring needs {value}")
 
 
+class _Weights:
+    """Where the weights are that CUDA graphs read; equal as long as none is replaced or moves."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors, self._places = tensors, places(tensors)
+
+    def hold(self) -> None:
+        """Keep the memory in which they are now, so that graphs of it may still run when they have moved."""
+        self._memory = [tensor.detach() for tensor in self._tensors]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Weights) and self._places == other._places
+
+
 class _Bucket:
     """What requests of up to m candidates share: their inputs' memory, and on GPUs a CUDA graph.
 
@@ -359,9 +392,12 @@ class _Bucket:
             request()
         self._on_device, self.graph = on_device, graph
 
-    def replay(self) -> Tensor:
-        """The probabilities of the request in ``inputs``, as of the scorer; overwritten by the next."""
+    def launch(self) -> None:
+        """Begin to compute the request in ``inputs``."""
         assert self.graph is not None
         self.graph.replay()
+
+    def probabilities(self) -> Tensor:
+        """Of the request that was launched, as of the scorer; overwritten by the next."""
         torch.cuda.current_stream(self._device).synchronize()
         return self._probabilities

@@ -18,6 +18,7 @@ from torchrec.distributed.model_parallel import DataParallelWrapper, get_unwrapp
 from torchrec.distributed.types import ShardingEnv
 
 from dlrm_fused.compat.torch import copy_all
+from dlrm_fused.errors import UsageError
 
 _ALIGNMENT = 512  # bytes, as of CUDA's allocations, so that what reads a parameter runs as fast as before
 
@@ -51,6 +52,7 @@ class FlatParameters:
         for parameter, part in zip(self.parameters, self.parts_of(self.values.detach()), strict=True):
             part.copy_(parameter.detach())
             parameter.data = part
+        self._places = [parameter.data_ptr() for parameter in self.parameters]
         dist.broadcast(self.values.detach(), group=group, group_src=0)
 
     def parts_of(self, flat: Tensor) -> list[Tensor]:
@@ -66,6 +68,15 @@ class FlatParameters:
         copy_all([part for part, _ in given], [gradient for _, gradient in given])
         if self._group.size() > 1:
             self.values.grad.mul_(1 / self._group.size())
+
+    def check(self) -> None:
+        """Raises UsageError if a parameter no longer lies in :attr:`values`, and so would not be trained."""
+        for number, (parameter, place) in enumerate(zip(self.parameters, self._places, strict=True)):
+            if parameter.data_ptr() != place:
+                raise UsageError(
+                    f"dense parameter {number} of shape {list(parameter.shape)} has moved out of the tensor in which all are "
+                    "trained; change its values in place (copy_, load_state_dict), or move the model before it is sharded"
+                )
 
     def use(self) -> None:
         """Begin to average what has been stored over the ranks. Collective; does not wait.
@@ -108,7 +119,12 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._show_state()
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Make a step with the gradients' mean, once for each backward pass. Collective."""
+        """Make a step with the gradients' mean, once for each backward pass. Collective.
+
+        Raises:
+            UsageError: if a parameter has moved.
+        """
+        self._flat.check()
         self._flat.wait()
         (own,), (group,) = self._optimizer.param_groups, self.param_groups
         own.update({key: value for key, value in group.items() if key != "params"})

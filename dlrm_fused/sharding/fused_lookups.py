@@ -255,7 +255,7 @@ def local_tables(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> LocalTables:
         dims=stored.dims,
         feature_tables=tuple(tbe.feature_table_map),
         mean=tbe.pooling_mode == PoolingMode.MEAN,
-        optimizer=_optimizer(tbe, stored),
+        optimizer=_optimizer(tbe, stored) if stored.is_trained else None,
         stochastic_rounding=tbe.optimizer_args.stochastic_rounding,
     )
 

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adagrad, Adam
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
+from dlrm_fused.errors import UsageError
 from dlrm_fused.sharding.flat_parameters import FlatOptimizer, FlatParameters
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import run_ranks
@@ -120,6 +121,10 @@ def other_gradients() -> None:
         optimizer.step()  # nobody has given gradients: those that autograd has left
         assert first.eq(-1.5).all()
         assert second.eq(-1).all()
+
+        second.data = second.data.clone()
+        with pytest.raises(UsageError, match=r"dense parameter 1 of shape \[2, 2\] has moved"):
+            optimizer.step()
 
 
 def test_gradients_that_are_missing_or_left_by_autograd() -> None:

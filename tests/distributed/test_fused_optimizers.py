@@ -159,6 +159,24 @@ def set_numbers(model: DistributedModelParallel, numbers: dict[str, float]) -> N
 
 
 @pytest.mark.also_interpreted
+def test_tables_that_are_frozen_are_not_updated():
+    world = World((PLANS["row_wise"],), optimizer=ROWWISE_ADAGRAD)
+    for ours, torchrecs in run_ranks(world.ranks, _run_both, world, train_and_freeze):
+        assert_close(ours, torchrecs)
+
+
+def train_and_freeze(model: DistributedModelParallel, world: World) -> list[Tensor]:
+    observed = []
+    for step, batch in enumerate(batches(world, STEPS)):
+        for lookup in fbgemm_lookups(model):
+            lookup.requires_grad_(not 2 <= step < 4)
+        loss = model(batch)
+        loss.backward()
+        observed += [loss.detach(), *(lookup.weights_host.detach().clone() for lookup in fbgemm_lookups(model))]
+    return observed
+
+
+@pytest.mark.also_interpreted
 def test_a_weight_decay_that_fbgemm_ignores_is_ignored():
     world = World((PLANS["row_wise"],), optimizer=ROWWISE_ADAGRAD)
     for ours, torchrecs in run_ranks(world.ranks, _run_both, world, train_with_weight_decay):

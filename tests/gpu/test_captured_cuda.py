@@ -236,3 +236,13 @@ def test_one_result_is_given_as_it_is() -> None:
     upstream = torch.randn(3, 4, device="cuda")
     double(x).backward(upstream)
     torch.testing.assert_close(x.grad, 2 * upstream @ layer.weight)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_it_is_captured_on_the_device_of_its_inputs() -> None:
+    layer = nn.Linear(4, 4).to("cuda:1")
+    double = CapturedFunction(lambda x: layer(x) * 2, lambda: [layer])
+    with torch.cuda.device(0):
+        for _ in range(3):
+            x = torch.randn(3, 4, device="cuda:1")
+            torch.testing.assert_close(double(x), 2 * layer(x))

@@ -36,6 +36,25 @@ def test_graphs_give_the_probabilities_of_the_full_model(ranks: int, fused: bool
                 assert torch.equal(result[dtype], results[0][dtype])
 
 
+def with_weights_that_move(scorer: OnlineScorer, requests: Requests) -> list[Tensor]:
+    """Scores before and after all weights lie elsewhere, with other values; and the latter in graphs that are made anew."""
+    found = [scores(scorer, requests, [5])]
+    for module in (scorer._transformer, scorer._dense_arch, scorer._over_arch):
+        for parameter in module.parameters():
+            parameter.data = 1.25 * parameter.data
+    found += [scores(scorer, requests, [5]) for _ in range(2)]
+    scorer._buckets.clear()
+    return [*found, scores(scorer, requests, [5])]
+
+
+def test_weights_that_move_are_followed() -> None:
+    requests = Requests([HISTORY], count=5)
+    for before, *after, expected in run_ranks(RANKS, with_scorer, RANKS > 1, torch.float32, with_weights_that_move, requests):
+        assert not torch.allclose(before, expected, atol=1e-3)
+        for found in after:
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
 def repeated(scorer: OnlineScorer, requests: Requests) -> int:
     """How many of many replays differ from the first."""
     history = scorer.encode(requests.history(0))

@@ -150,7 +150,6 @@ def with_other_eps(model: DistributedModelParallel) -> list[Tensor]:
 
 def with_another_rate(model: DistributedModelParallel) -> list[Tensor]:
     observed = train(model, 0)
-    model.fused_optimizer.param_groups[0]["lr"] = 0.5
     for lookup in fbgemm_lookups(model):
         lookup.set_learning_rate(0.5)
     return [*observed, *train(model, STEPS)]

@@ -163,6 +163,18 @@ def test_kept_histories_give_the_probabilities_of_the_full_model(ranks: int, fus
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
 
 
+def first_in_inference_mode(scorer: OnlineScorer, requests: Requests) -> list[Tensor]:
+    """What the first request leaves for others is made under inference mode."""
+    with torch.inference_mode():
+        scores(scorer, requests, [3])
+    return [scores(scorer, requests, [3]), requests.of_full_model()]
+
+
+def test_requests_outside_of_inference_mode_may_follow_others() -> None:
+    (found, expected), *_ = run_ranks(1, with_scorer, False, torch.float32, first_in_inference_mode, Requests([2], count=3))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def wrong_uses(scorer: OnlineScorer) -> dict[str, str]:
     """What is said to each of them."""
     requests = Requests([2], count=MAX_CANDIDATES + 1)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 # From the ground up. Modules of one floor may import each other, and those of lower floors.
 FLOORS = (
     {"errors", "compat", "deprecated"},
-    {"auto_choice", "config", "cuda_graphs", "versions"},
+    {"auto_choice", "config", "cuda_graphs", "lasting", "versions"},
     {"datasets", "symmetric"},
     {"ops"},
     {"models", "sharding"},

@@ -124,7 +124,7 @@ class _Capture:
         self._outputs, self._tables = workspace.outputs, workspace.tables
         self.inputs = [tensor.clone() for tensor in (*indices, *offsets)]
         self._lent: weakref.ref[_Loan] | None = None
-        count, recorder = len(indices), GraphRecorder()
+        count, recorder = len(indices), GraphRecorder(workspace.device)
         self._plan = workspace.plan(batch_sizes)
         with workspace.captures_until_growth(), workspace.other_anchor() as anchor, recorder.on_its_stream():
             with recorder.record() as self._forward:

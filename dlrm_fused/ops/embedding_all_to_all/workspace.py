@@ -130,7 +130,7 @@ class EmbeddingWorkspace(Workspace):
             dims = tuple(own.dims[table] for table in own.feature_tables)
             if dims != lookup.dims:
                 raise UsageError(f"{self.name}: tables[{number}] gives features of dims {dims}, the layout {lookup.dims}")
-            if own.weights.device.type != self.device.type:
+            if own.weights.device != self.device:
                 raise UsageError(f"{self.name}: tables[{number}] is on {own.weights.device}, the workspace on {self.device}")
             if lookup.row_wise and own.mean:
                 raise UsageError(

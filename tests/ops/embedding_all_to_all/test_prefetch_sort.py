@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from dlrm_fused.ops.embedding_all_to_all import EmbeddingWorkspace, ExchangeLayout, LookupLayout, embedding_all_to_all
+from dlrm_fused.ops.embedding_all_to_all import EmbeddingWorkspace, ExchangeLayout, LookupLayout, Sgd, embedding_all_to_all
 from dlrm_fused.symmetric import symmetric_group
 from tests.ops.embedding_all_to_all.lookups import make_tables
 
@@ -72,3 +73,18 @@ def test_a_graph_that_is_kept_updates_the_tables_in_each_backward_pass(workspace
         loss.backward()
 
     torch.testing.assert_close(updates(workspace, step), [2 * times for times in expected_updates(INDICES)])
+
+
+def test_a_backward_pass_updates_the_tables_of_its_forward_pass(workspace: EmbeddingWorkspace) -> None:
+    before = workspace.tables
+    loss = pooled_sum(workspace, [INDICES, INDICES], [OFFSETS, OFFSETS])
+    workspace.attach_tables([replace(tables, optimizer=Sgd(torch.tensor(5.0))) for tables in before])
+
+    def step() -> None:
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    found = updates(workspace, step)  # of the same weights
+    torch.testing.assert_close(found, [2 * times for times in expected_updates(INDICES)])
+    after = updates(workspace, lambda: pooled_sum(workspace, [INDICES, INDICES], [OFFSETS, OFFSETS]).backward())
+    torch.testing.assert_close(after, [5.0 / RATE * times for times in expected_updates(INDICES)])
