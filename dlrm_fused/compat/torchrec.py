@@ -121,7 +121,10 @@ def look_up_and_deliver(
     module: ShardedEmbeddingBagCollection, number: int, context: EmbeddingBagCollectionContext, features: KJTList
 ) -> Awaitable[Tensor]:
     """TorchRec's own lookup and output dist of one sharding type."""
-    embeddings = lookups(module)[number](features[number])
+    lookup = lookups(module)[number]
+    embeddings = lookup(features[number])
+    if hasattr(lookup, "wait_for_forward"):  # 1.8: for kernels on a stream of their own
+        lookup.wait_for_forward()
     return cast(Awaitable[Tensor], module._output_dists[number](embeddings, context.sharding_contexts[number]))
 
 

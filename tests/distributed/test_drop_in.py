@@ -10,7 +10,7 @@ import itertools
 import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import pytest
@@ -37,7 +37,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_fused.sharding import FusedEmbeddingBagCollectionSharder
 from dlrm_fused.training.runtime import Rank, process_group
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import RankFailed, run_ranks
 from tests.distributed.test_fused_sharder import CPU, WITH_KERNELS, RowWiseToo, fill_tables
 
 TABLE_WISE, COLUMN_WISE, ROW_WISE, REPLICATED = "table_wise", "column_wise", "row_wise", "data_parallel"
@@ -64,6 +64,7 @@ class Case:
 
     Attributes:
         keys: of the batches, in their order; some may be read by no table.
+        order: of sharding types, instead of that of their tables.
         events: the kind of each batch, one after the other; a tracked one and one with a batch size for each feature fall back.
     """
 
@@ -76,6 +77,7 @@ class Case:
     output: SparseType = SparseType.FP32
     weights: DataType = DataType.FP32
     options: dict[str, Any] = field(default_factory=dict)
+    order: tuple[str, ...] | None = None
 
     @property
     def ranks(self) -> int:
@@ -141,6 +143,7 @@ def odd_case(seed: int) -> Case:
         draw.choice([SparseType.FP32, SparseType.FP16]) if has_tables_everywhere else SparseType.FP32,
         draw.choice([DataType.FP32, DataType.FP32, DataType.FP16]),
         {"mode": draw.choice(["fused", "fused", "auto"])},
+        draw.choice([None, (ROW_WISE, COLUMN_WISE, TABLE_WISE)]),
     )
 
 
@@ -282,8 +285,9 @@ def differences(cases: dict[int, Case]) -> dict[int, list[str]]:
     found = {}
     with process_group(Rank.from_environment(), CPU):
         for name, case in cases.items():
-            ours = run(case, shard(case, FusedEmbeddingBagCollectionSharder(fused_params(case), **case.options)))
-            theirs = run(case, shard(case, EmbeddingBagCollectionSharder(fused_params(case))))
+            given = fused_params(case), None, None if case.order is None else list(case.order)
+            ours = run(case, shard(case, FusedEmbeddingBagCollectionSharder(*given, **case.options)))
+            theirs = run(case, shard(case, EmbeddingBagCollectionSharder(*given)))
             found[name] = different(case, ours, theirs)
     return found
 
@@ -316,6 +320,14 @@ def test_odd_cases_have_the_bits_of_torchrecs_sharder(ranks: int, count: int) ->
     for found in run_ranks(ranks, differences, own):
         assert {seed: names for seed, names in found.items() if names} == {}
         assert list(found) == list(own)
+
+
+def test_tables_that_read_a_feature_twice_are_torchrecs() -> None:
+    twice = (Table(TABLE_WISE, 4, ("a", "a")), Table(COLUMN_WISE, 8, ("b", "b")), Table(ROW_WISE, 4, ("a", "b", "a")))
+    case = Case((twice,), ("b", "a"), (3, 3))
+    assert run_ranks(2, differences, {0: case}) == [{0: []}] * 2
+    with pytest.raises(RankFailed, match="in_feature_order=True, but its table reads a@table_0_0 twice"):
+        run_ranks(2, differences, {0: replace(case, options={"in_feature_order": True})})
 
 
 MIXED = (
