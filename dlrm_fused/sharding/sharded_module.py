@@ -59,8 +59,8 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         self._repeated = next((name for name in order if order.count(name) > 1), None)
         if options.in_feature_order and self._repeated is not None:
             raise UsageError(
-                f"{compat.path(self)}: in_feature_order=True, but its table reads {self._repeated} twice; give a table each of its "
-                "features once"
+                f"{compat.path(self)}: in_feature_order=True, but a table reads {self._repeated} twice; give a table each of "
+                "its features once"
             )
         self._order = order if options.in_feature_order else []
         self._features_read = {

@@ -324,9 +324,9 @@ def test_odd_cases_have_the_bits_of_torchrecs_sharder(ranks: int, count: int) ->
 
 def test_tables_that_read_a_feature_twice_are_torchrecs() -> None:
     twice = (Table(TABLE_WISE, 4, ("a", "a")), Table(COLUMN_WISE, 8, ("b", "b")), Table(ROW_WISE, 4, ("a", "b", "a")))
-    case = Case((twice,), ("b", "a"), (3, 3))
+    case = Case((twice,), ("b", "a"), (3, 3), (EVALUATE,))  # TorchRec's regrouping has wrong gradients of such keys
     assert run_ranks(2, differences, {0: case}) == [{0: []}] * 2
-    with pytest.raises(RankFailed, match="in_feature_order=True, but its table reads a@table_0_0 twice"):
+    with pytest.raises(RankFailed, match="in_feature_order=True, but a table reads a@table_0_0 twice"):
         run_ranks(2, differences, {0: replace(case, options={"in_feature_order": True})})
 
 
