@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -78,6 +79,11 @@ class Case:
     weights: DataType = DataType.FP32
     options: dict[str, Any] = field(default_factory=dict)
     order: tuple[str, ...] | None = None
+    device_type: str = "cpu"
+
+    @property
+    def device(self) -> torch.device:
+        return CPU if self.device_type == "cpu" else torch.device(self.device_type, int(os.environ["LOCAL_RANK"]))
 
     @property
     def ranks(self) -> int:
@@ -91,7 +97,7 @@ class Case:
     def is_exact(self) -> bool:
         """Whether sums have one order: gloo adds up terms of more than two ranks in its own, as kernels do those of bags."""
         of_two = self.ranks == 2 or all(table.sharding in (TABLE_WISE, COLUMN_WISE) for table in self.tables)
-        return of_two and not WITH_KERNELS
+        return of_two and not WITH_KERNELS and self.device_type == "cpu"
 
 
 def odd_case(seed: int) -> Case:
@@ -210,7 +216,7 @@ def plan_of(case: Case, model: Behind, sharder: EmbeddingBagCollectionSharder) -
             cast(ModuleSharder[nn.Module], RowWiseToo(sharder)),
             local_size=case.ranks,
             world_size=case.ranks,
-            device_type="cpu",
+            device_type=case.device_type,
         )
         for m, tables in enumerate(case.modules)
     }
@@ -221,7 +227,7 @@ def shard(case: Case, sharder: EmbeddingBagCollectionSharder) -> DistributedMode
     torch.manual_seed(3)
     model = Behind(case)
     plan, sharders = ShardingPlan(plan_of(case, model, sharder)), [cast(ModuleSharder[nn.Module], sharder)]
-    sharded = DistributedModelParallel(model, device=CPU, plan=plan, sharders=sharders, init_parameters=False)
+    sharded = DistributedModelParallel(model, device=case.device, plan=plan, sharders=sharders, init_parameters=False)
     fill_tables(sharded)
     return sharded
 
@@ -259,7 +265,7 @@ def run(case: Case, model: DistributedModelParallel) -> dict[str, Any]:
         for collection in get_unwrapped_module(model).collections:
             collection.post_lookup_tracker_fn = (lambda *_: None) if event == TRACKED else None
         with torch.set_grad_enabled(is_training):
-            loss, read = model(batch_of(case, number))
+            loss, read = model(batch_of(case, number).to(case.device))
         if is_training:
             optimizer.zero_grad()
             loss.backward()
@@ -280,10 +286,19 @@ def state_of(model: DistributedModelParallel) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in found.items()}
 
 
+@contextmanager
+def group_of(case: Case) -> Iterator[None]:
+    """The process group of all ranks."""
+    if case.device.type == "cuda":
+        torch.cuda.set_device(case.device)
+    with process_group(Rank.from_environment(), case.device):
+        yield
+
+
 def differences(cases: dict[int, Case]) -> dict[int, list[str]]:
-    """By case, what differs between our sharder and TorchRec's on this rank."""
+    """By case, what differs between our sharder and TorchRec's on this rank. All are on one device."""
     found = {}
-    with process_group(Rank.from_environment(), CPU):
+    with group_of(next(iter(cases.values()))):
         for name, case in cases.items():
             given = fused_params(case), None, None if case.order is None else list(case.order)
             ours = run(case, shard(case, FusedEmbeddingBagCollectionSharder(*given, **case.options)))
@@ -297,7 +312,7 @@ def different(case: Case, ours: dict[str, Any], theirs: dict[str, Any]) -> list[
     if list(ours) != list(theirs):
         return ["keys"]
     is_16_bit = SparseType.FP16 is case.output or DataType.FP16 is case.weights
-    tolerance = 0.0 if case.is_exact else 4e-3 if is_16_bit else 1e-5
+    tolerance = 0.0 if case.is_exact else 4e-3 if is_16_bit else 1e-5 if case.device_type == "cpu" else 1e-3
 
     def is_equal(our: Any, their: Any) -> bool:
         if not isinstance(their, Tensor):
@@ -344,8 +359,10 @@ SOME_REPLICATED = (
 )
 
 
-@pytest.mark.parametrize("tables", [MIXED, SOME_REPLICATED, (*MIXED, Table(ROW_WISE, 8, ("c",), MEAN))])
-@pytest.mark.parametrize("mode", ["fused", "auto"])
+@pytest.mark.parametrize(
+    ("tables", "mode"),
+    [(MIXED, "fused"), (MIXED, "auto"), (SOME_REPLICATED, "auto"), ((*MIXED, Table(ROW_WISE, 8, ("c",), MEAN)), "fused")],
+)
 def test_in_feature_order_every_batch_has_the_columns_of_the_module_before_it_was_sharded(
     tables: tuple[Table, ...], mode: str
 ) -> None:
@@ -362,7 +379,7 @@ def test_in_feature_order_every_batch_has_the_columns_of_the_module_before_it_wa
 def outputs(case: Case) -> tuple[list[KeyedTensor], list[KeyedTensor], list[str]]:
     """Of all events, by our sharder and TorchRec's; and the keys of the module before it is sharded."""
     found, order = [], Behind(case).collections[0]._embedding_names
-    with process_group(Rank.from_environment(), CPU):
+    with group_of(case):
         for sharder in (FusedEmbeddingBagCollectionSharder, EmbeddingBagCollectionSharder):
             options = case.options if sharder is FusedEmbeddingBagCollectionSharder else {}
             model = shard(case, sharder(fused_params(case), **options))
@@ -392,7 +409,7 @@ def test_a_checkpoint_goes_on_under_the_other_sharder(from_fused: bool) -> None:
 def move(case: Case, from_fused: bool) -> list[str]:
     """What differs between a course whose second half has another sharder, and one with TorchRec's alone."""
     sharders = [FusedEmbeddingBagCollectionSharder(fused_params(case)), EmbeddingBagCollectionSharder(fused_params(case))]
-    with process_group(Rank.from_environment(), CPU):
+    with group_of(case):
         first, second = (shard(case, sharder) for sharder in (sharders if from_fused else sharders[::-1]))
         run(case, first)
         second.load_state_dict(first.state_dict())
