@@ -128,6 +128,11 @@ def look_up_and_deliver(
     return cast(Awaitable[Tensor], module._output_dists[number](embeddings, context.sharding_contexts[number]))
 
 
+def feature_names(module: ShardedEmbeddingBagCollection) -> list[str]:
+    """The features that a module's tables read, one table after the other."""
+    return [name for config in module._embedding_bag_configs for name in config.feature_names]
+
+
 def feature_order(module: ShardedEmbeddingBagCollection) -> list[str]:
     """The features of a module in the order of its tables, which is that of the module before it was sharded."""
     return [name for names in get_embedding_names_by_table(module._embedding_bag_configs) for name in names]
