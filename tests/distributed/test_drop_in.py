@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from tensordict import TensorDict
 from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
@@ -38,7 +39,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_fused.sharding import FusedEmbeddingBagCollectionSharder
 from dlrm_fused.training.runtime import Rank, process_group
-from tests.distributed.launch import RankFailed, run_ranks
+from tests.distributed.launch import RankFailed, on_hosts, run_ranks
 from tests.distributed.test_fused_sharder import CPU, WITH_KERNELS, RowWiseToo, fill_tables
 
 TABLE_WISE, COLUMN_WISE, ROW_WISE, REPLICATED = "table_wise", "column_wise", "row_wise", "data_parallel"
@@ -322,6 +323,20 @@ def different(case: Case, ours: dict[str, Any], theirs: dict[str, Any]) -> list[
     return [name for name in theirs if not is_equal(ours[name], theirs[name])]
 
 
+MIXED = (
+    Table(TABLE_WISE, 8, ("c", "a"), rank=1),
+    Table(COLUMN_WISE, 8, ("b",)),
+    Table(ROW_WISE, 4, ("a",)),
+    Table(TABLE_WISE, 8, ("d",)),
+)
+SOME_REPLICATED = (
+    Table(TABLE_WISE, 8, ("a",), rank=1),
+    Table(REPLICATED, 4, ("b",)),
+    Table(TABLE_WISE, 8, ("d",)),
+    Table(COLUMN_WISE, 8, ("c", "b")),
+)
+
+
 # Of the odd cases: as many as continuous integration has time for, all of them, or another number.
 FEW, ALL = 12, 120
 
@@ -337,26 +352,34 @@ def test_odd_cases_have_the_bits_of_torchrecs_sharder(ranks: int, count: int) ->
         assert list(found) == list(own)
 
 
+@pytest.mark.parametrize("hosts", [(0, 0), (0, 1)], ids=["one host", "two hosts"])
+def test_a_tensor_dict_is_taken_as_torchrec_takes_it(hosts: tuple[int, int]) -> None:
+    case = Case((SOME_REPLICATED,), ("a", "b", "c", "d"), (3, 3), (TRAIN,))
+    for ours, torchrecs in run_ranks(2, on_hosts, hosts, outputs_of_tensor_dict, case):
+        assert torch.equal(ours, torchrecs)
+
+
+def outputs_of_tensor_dict(case: Case) -> list[Tensor]:
+    """Values of the output, by our sharder and TorchRec's."""
+    found = []
+    with group_of(case):
+        features = batch_of(case, 0).to_dict()
+        batch = {key: torch.nested.nested_tensor_from_jagged(own.values(), own.offsets()) for key, own in features.items()}
+        for sharder in (
+            FusedEmbeddingBagCollectionSharder(fused_params(case)),
+            EmbeddingBagCollectionSharder(fused_params(case)),
+        ):
+            collection = get_unwrapped_module(shard(case, sharder)).collections[0]
+            found.append(collection(TensorDict(batch)).wait().values().detach().clone())
+    return found
+
+
 def test_tables_that_read_a_feature_twice_are_torchrecs() -> None:
     twice = (Table(TABLE_WISE, 4, ("a", "a")), Table(COLUMN_WISE, 8, ("b", "b")), Table(ROW_WISE, 4, ("a", "b", "a")))
     case = Case((twice,), ("b", "a"), (3, 3), (EVALUATE,))  # TorchRec's regrouping has wrong gradients of such keys
     assert run_ranks(2, differences, {0: case}) == [{0: []}] * 2
     with pytest.raises(RankFailed, match="in_feature_order=True, but a table reads a@table_0_0 twice"):
         run_ranks(2, differences, {0: replace(case, options={"in_feature_order": True})})
-
-
-MIXED = (
-    Table(TABLE_WISE, 8, ("c", "a"), rank=1),
-    Table(COLUMN_WISE, 8, ("b",)),
-    Table(ROW_WISE, 4, ("a",)),
-    Table(TABLE_WISE, 8, ("d",)),
-)
-SOME_REPLICATED = (
-    Table(TABLE_WISE, 8, ("a",), rank=1),
-    Table(REPLICATED, 4, ("b",)),
-    Table(TABLE_WISE, 8, ("d",)),
-    Table(COLUMN_WISE, 8, ("c", "b")),
-)
 
 
 @pytest.mark.parametrize(
