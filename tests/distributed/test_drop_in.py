@@ -354,7 +354,8 @@ def test_odd_cases_have_the_bits_of_torchrecs_sharder(ranks: int, count: int) ->
 
 @pytest.mark.parametrize("hosts", [(0, 0), (0, 1)], ids=["one host", "two hosts"])
 def test_a_tensor_dict_is_taken_as_torchrec_takes_it(hosts: tuple[int, int]) -> None:
-    case = Case((SOME_REPLICATED,), ("a", "b", "c", "d"), (3, 3), (TRAIN,))
+    tables = Table(TABLE_WISE, 8, ("a",), rank=1), Table(TABLE_WISE, 8, ("b",))
+    case = Case((tables,), ("a", "b"), (3, 3), (TRAIN,))
     for ours, torchrecs in run_ranks(2, on_hosts, hosts, outputs_of_tensor_dict, case):
         assert torch.equal(ours, torchrecs)
 
