@@ -121,8 +121,16 @@ def look_up_and_deliver(
     module: ShardedEmbeddingBagCollection, number: int, context: EmbeddingBagCollectionContext, features: KJTList
 ) -> Awaitable[Tensor]:
     """TorchRec's own lookup and output dist of one sharding type."""
-    embeddings = lookups(module)[number](features[number])
+    lookup = lookups(module)[number]
+    embeddings = lookup(features[number])
+    if hasattr(lookup, "wait_for_forward"):  # 1.8: for kernels on a stream of their own
+        lookup.wait_for_forward()
     return cast(Awaitable[Tensor], module._output_dists[number](embeddings, context.sharding_contexts[number]))
+
+
+def feature_names(module: ShardedEmbeddingBagCollection) -> list[str]:
+    """The features that a module's tables read, one table after the other."""
+    return [name for config in module._embedding_bag_configs for name in config.feature_names]
 
 
 def feature_order(module: ShardedEmbeddingBagCollection) -> list[str]:

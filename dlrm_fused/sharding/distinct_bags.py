@@ -26,24 +26,27 @@ class BatchKeys:
     """Keys the bags of this rank's batches before the input dist: FBGEMM repairs wrong ids in place, later and elsewhere.
 
     Attributes:
-        features: (name, rows of a table) of what is looked up as a whole, each once; all that the module can exchange.
+        features: (name, rows of a table) of what is looked up as a whole, each once; all that the module can exchange, in the
+            order of its tables.
     """
 
     def __init__(self, module: ShardedEmbeddingBagCollection) -> None:
-        numbers = range(len(compat.sharding_types(module)))
-        self.features = list(dict.fromkeys(itertools.chain(*_whole_features(module, numbers))))
+        numbers, names = range(len(compat.sharding_types(module))), compat.feature_names(module)
+        looked_up = set(itertools.chain(*_whole_features(module, numbers)))
+        self.features = sorted(looked_up, key=lambda feature: (names.index(feature[0]), feature))
         self._rows = _column(self.features)
-        self._places: Tensor | None = None  # in a batch
+        self._places: list[int] | None = None  # in a batch
 
     def of(self, batch: KeyedJaggedTensor) -> Tensor | None:
         """Keys [features, bags]; None if all bags are to be sent, as with weights of samples."""
         if batch.weights_or_none() is not None or batch.variable_stride_per_key():
             return None
         if self._places is None:
-            self._places = torch.tensor([batch.keys().index(name) for name, _ in self.features]).long()
+            self._places = [batch.keys().index(name) for name, _ in self.features]
         shape = len(batch.keys()), batch.stride()
-        lengths = batch.lengths().view(shape).index_select(0, self._places)
-        begins = batch.offsets()[:-1].view(shape).index_select(0, self._places)
+        lengths, begins = batch.lengths().view(shape), batch.offsets()[:-1].view(shape)
+        if self._places != [*range(len(lengths))]:
+            lengths, begins = lengths[self._places], begins[self._places]
         return keys_of_bags(lengths, begins, batch.values(), torch.arange(batch.stride()), self._rows)
 
 

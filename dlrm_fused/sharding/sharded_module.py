@@ -48,9 +48,21 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     """
 
     def __init__(self, *args: Any, options: FusedOptions, **kwargs: Any) -> None:
+        """Arguments but the options as in TorchRec. Collective.
+
+        Raises:
+            UsageError: on all ranks, as :meth:`FusedEmbeddingBagCollectionSharder.shard`.
+        """
         super().__init__(*args, **kwargs)
         self.options = options
-        self._order = compat.feature_order(self) if options.in_feature_order else []
+        order = compat.feature_order(self)
+        self._repeated = next((name for name in order if order.count(name) > 1), None)
+        if options.in_feature_order and self._repeated is not None:
+            raise UsageError(
+                f"{compat.path(self)}: in_feature_order=True, but a table reads {self._repeated} twice; give a table each of "
+                "its features once"
+            )
+        self._order = order if options.in_feature_order else []
         self._features_read = {
             name
             for infos in self.sharding_type_to_sharding_infos.values()
@@ -155,6 +167,8 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             return "there is no process group"
         if device.type not in ("cpu", "cuda"):
             return f"device {device}"
+        if self._repeated is not None:
+            return f"a table reads {self._repeated} twice"
         return self.options.reason_against_wire
 
     def _is_covered(self, kind: str) -> bool:

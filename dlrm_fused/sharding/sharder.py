@@ -94,7 +94,8 @@ class FusedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         """Called by DistributedModelParallel. Collective.
 
         Raises:
-            UsageError: with ``strict``, on all ranks, if the fused path does not cover all of the module.
+            UsageError: on all ranks, with ``strict`` if the fused path does not cover all of the module, with
+                ``in_feature_order`` if a table reads a feature twice.
         """
         return FusedShardedEmbeddingBagCollection(
             module=module,

@@ -9,14 +9,16 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from tensordict import TensorDict
 from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
@@ -37,7 +39,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_fused.sharding import FusedEmbeddingBagCollectionSharder
 from dlrm_fused.training.runtime import Rank, process_group
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import RankFailed, on_hosts, run_ranks
 from tests.distributed.test_fused_sharder import CPU, WITH_KERNELS, RowWiseToo, fill_tables
 
 TABLE_WISE, COLUMN_WISE, ROW_WISE, REPLICATED = "table_wise", "column_wise", "row_wise", "data_parallel"
@@ -64,6 +66,7 @@ class Case:
 
     Attributes:
         keys: of the batches, in their order; some may be read by no table.
+        order: of sharding types, instead of that of their tables.
         events: the kind of each batch, one after the other; a tracked one and one with a batch size for each feature fall back.
     """
 
@@ -76,6 +79,12 @@ class Case:
     output: SparseType = SparseType.FP32
     weights: DataType = DataType.FP32
     options: dict[str, Any] = field(default_factory=dict)
+    order: tuple[str, ...] | None = None
+    device_type: str = "cpu"
+
+    @property
+    def device(self) -> torch.device:
+        return CPU if self.device_type == "cpu" else torch.device(self.device_type, int(os.environ["LOCAL_RANK"]))
 
     @property
     def ranks(self) -> int:
@@ -89,7 +98,7 @@ class Case:
     def is_exact(self) -> bool:
         """Whether sums have one order: gloo adds up terms of more than two ranks in its own, as kernels do those of bags."""
         of_two = self.ranks == 2 or all(table.sharding in (TABLE_WISE, COLUMN_WISE) for table in self.tables)
-        return of_two and not WITH_KERNELS
+        return of_two and not WITH_KERNELS and self.device_type == "cpu"
 
 
 def odd_case(seed: int) -> Case:
@@ -141,6 +150,7 @@ def odd_case(seed: int) -> Case:
         draw.choice([SparseType.FP32, SparseType.FP16]) if has_tables_everywhere else SparseType.FP32,
         draw.choice([DataType.FP32, DataType.FP32, DataType.FP16]),
         {"mode": draw.choice(["fused", "fused", "auto"])},
+        draw.choice([None, (ROW_WISE, COLUMN_WISE, TABLE_WISE)]),
     )
 
 
@@ -207,7 +217,7 @@ def plan_of(case: Case, model: Behind, sharder: EmbeddingBagCollectionSharder) -
             cast(ModuleSharder[nn.Module], RowWiseToo(sharder)),
             local_size=case.ranks,
             world_size=case.ranks,
-            device_type="cpu",
+            device_type=case.device_type,
         )
         for m, tables in enumerate(case.modules)
     }
@@ -218,7 +228,7 @@ def shard(case: Case, sharder: EmbeddingBagCollectionSharder) -> DistributedMode
     torch.manual_seed(3)
     model = Behind(case)
     plan, sharders = ShardingPlan(plan_of(case, model, sharder)), [cast(ModuleSharder[nn.Module], sharder)]
-    sharded = DistributedModelParallel(model, device=CPU, plan=plan, sharders=sharders, init_parameters=False)
+    sharded = DistributedModelParallel(model, device=case.device, plan=plan, sharders=sharders, init_parameters=False)
     fill_tables(sharded)
     return sharded
 
@@ -256,7 +266,7 @@ def run(case: Case, model: DistributedModelParallel) -> dict[str, Any]:
         for collection in get_unwrapped_module(model).collections:
             collection.post_lookup_tracker_fn = (lambda *_: None) if event == TRACKED else None
         with torch.set_grad_enabled(is_training):
-            loss, read = model(batch_of(case, number))
+            loss, read = model(batch_of(case, number).to(case.device))
         if is_training:
             optimizer.zero_grad()
             loss.backward()
@@ -277,13 +287,23 @@ def state_of(model: DistributedModelParallel) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in found.items()}
 
 
+@contextmanager
+def group_of(case: Case) -> Iterator[None]:
+    """The process group of all ranks."""
+    if case.device.type == "cuda":
+        torch.cuda.set_device(case.device)
+    with process_group(Rank.from_environment(), case.device):
+        yield
+
+
 def differences(cases: dict[int, Case]) -> dict[int, list[str]]:
-    """By case, what differs between our sharder and TorchRec's on this rank."""
+    """By case, what differs between our sharder and TorchRec's on this rank. All are on one device."""
     found = {}
-    with process_group(Rank.from_environment(), CPU):
+    with group_of(next(iter(cases.values()))):
         for name, case in cases.items():
-            ours = run(case, shard(case, FusedEmbeddingBagCollectionSharder(fused_params(case), **case.options)))
-            theirs = run(case, shard(case, EmbeddingBagCollectionSharder(fused_params(case))))
+            given = fused_params(case), None, None if case.order is None else list(case.order)
+            ours = run(case, shard(case, FusedEmbeddingBagCollectionSharder(*given, **case.options)))
+            theirs = run(case, shard(case, EmbeddingBagCollectionSharder(*given)))
             found[name] = different(case, ours, theirs)
     return found
 
@@ -293,7 +313,7 @@ def different(case: Case, ours: dict[str, Any], theirs: dict[str, Any]) -> list[
     if list(ours) != list(theirs):
         return ["keys"]
     is_16_bit = SparseType.FP16 is case.output or DataType.FP16 is case.weights
-    tolerance = 0.0 if case.is_exact else 4e-3 if is_16_bit else 1e-5
+    tolerance = 0.0 if case.is_exact else 4e-3 if is_16_bit else 1e-5 if case.device_type == "cpu" else 1e-3
 
     def is_equal(our: Any, their: Any) -> bool:
         if not isinstance(their, Tensor):
@@ -301,6 +321,20 @@ def different(case: Case, ours: dict[str, Any], theirs: dict[str, Any]) -> list[
         return our.dtype == their.dtype and torch.allclose(our, their, rtol=tolerance, atol=tolerance)
 
     return [name for name in theirs if not is_equal(ours[name], theirs[name])]
+
+
+MIXED = (
+    Table(TABLE_WISE, 8, ("c", "a"), rank=1),
+    Table(COLUMN_WISE, 8, ("b",)),
+    Table(ROW_WISE, 4, ("a",)),
+    Table(TABLE_WISE, 8, ("d",)),
+)
+SOME_REPLICATED = (
+    Table(TABLE_WISE, 8, ("a",), rank=1),
+    Table(REPLICATED, 4, ("b",)),
+    Table(TABLE_WISE, 8, ("d",)),
+    Table(COLUMN_WISE, 8, ("c", "b")),
+)
 
 
 # Of the odd cases: as many as continuous integration has time for, all of them, or another number.
@@ -318,22 +352,41 @@ def test_odd_cases_have_the_bits_of_torchrecs_sharder(ranks: int, count: int) ->
         assert list(found) == list(own)
 
 
-MIXED = (
-    Table(TABLE_WISE, 8, ("c", "a"), rank=1),
-    Table(COLUMN_WISE, 8, ("b",)),
-    Table(ROW_WISE, 4, ("a",)),
-    Table(TABLE_WISE, 8, ("d",)),
-)
-SOME_REPLICATED = (
-    Table(TABLE_WISE, 8, ("a",), rank=1),
-    Table(REPLICATED, 4, ("b",)),
-    Table(TABLE_WISE, 8, ("d",)),
-    Table(COLUMN_WISE, 8, ("c", "b")),
-)
+@pytest.mark.parametrize("hosts", [(0, 0), (0, 1)], ids=["one host", "two hosts"])
+def test_a_tensor_dict_is_taken_as_torchrec_takes_it(hosts: tuple[int, int]) -> None:
+    tables = Table(TABLE_WISE, 8, ("a",), rank=1), Table(TABLE_WISE, 8, ("b",))
+    case = Case((tables,), ("a", "b"), (3, 3), (TRAIN,))
+    for ours, torchrecs in run_ranks(2, on_hosts, hosts, outputs_of_tensor_dict, case):
+        assert torch.equal(ours, torchrecs)
 
 
-@pytest.mark.parametrize("tables", [MIXED, SOME_REPLICATED, (*MIXED, Table(ROW_WISE, 8, ("c",), MEAN))])
-@pytest.mark.parametrize("mode", ["fused", "auto"])
+def outputs_of_tensor_dict(case: Case) -> list[Tensor]:
+    """Values of the output, by our sharder and TorchRec's."""
+    found = []
+    with group_of(case):
+        features = batch_of(case, 0).to_dict()
+        batch = {key: torch.nested.nested_tensor_from_jagged(own.values(), own.offsets()) for key, own in features.items()}
+        for sharder in (
+            FusedEmbeddingBagCollectionSharder(fused_params(case)),
+            EmbeddingBagCollectionSharder(fused_params(case)),
+        ):
+            collection = get_unwrapped_module(shard(case, sharder)).collections[0]
+            found.append(collection(TensorDict(batch)).wait().values().detach().clone())
+    return found
+
+
+def test_tables_that_read_a_feature_twice_are_torchrecs() -> None:
+    twice = (Table(TABLE_WISE, 4, ("a", "a")), Table(COLUMN_WISE, 8, ("b", "b")), Table(ROW_WISE, 4, ("a", "b", "a")))
+    case = Case((twice,), ("b", "a"), (3, 3), (EVALUATE,))  # TorchRec's regrouping has wrong gradients of such keys
+    assert run_ranks(2, differences, {0: case}) == [{0: []}] * 2
+    with pytest.raises(RankFailed, match="in_feature_order=True, but a table reads a@table_0_0 twice"):
+        run_ranks(2, differences, {0: replace(case, options={"in_feature_order": True})})
+
+
+@pytest.mark.parametrize(
+    ("tables", "mode"),
+    [(MIXED, "fused"), (MIXED, "auto"), (SOME_REPLICATED, "auto"), ((*MIXED, Table(ROW_WISE, 8, ("c",), MEAN)), "fused")],
+)
 def test_in_feature_order_every_batch_has_the_columns_of_the_module_before_it_was_sharded(
     tables: tuple[Table, ...], mode: str
 ) -> None:
@@ -350,7 +403,7 @@ def test_in_feature_order_every_batch_has_the_columns_of_the_module_before_it_wa
 def outputs(case: Case) -> tuple[list[KeyedTensor], list[KeyedTensor], list[str]]:
     """Of all events, by our sharder and TorchRec's; and the keys of the module before it is sharded."""
     found, order = [], Behind(case).collections[0]._embedding_names
-    with process_group(Rank.from_environment(), CPU):
+    with group_of(case):
         for sharder in (FusedEmbeddingBagCollectionSharder, EmbeddingBagCollectionSharder):
             options = case.options if sharder is FusedEmbeddingBagCollectionSharder else {}
             model = shard(case, sharder(fused_params(case), **options))
@@ -380,7 +433,7 @@ def test_a_checkpoint_goes_on_under_the_other_sharder(from_fused: bool) -> None:
 def move(case: Case, from_fused: bool) -> list[str]:
     """What differs between a course whose second half has another sharder, and one with TorchRec's alone."""
     sharders = [FusedEmbeddingBagCollectionSharder(fused_params(case)), EmbeddingBagCollectionSharder(fused_params(case))]
-    with process_group(Rank.from_environment(), CPU):
+    with group_of(case):
         first, second = (shard(case, sharder) for sharder in (sharders if from_fused else sharders[::-1]))
         run(case, first)
         second.load_state_dict(first.state_dict())

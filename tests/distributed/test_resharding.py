@@ -15,7 +15,6 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.sharding import FusedEmbeddingBagCollectionSharder, sharded_module
-from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import on_hosts, run_ranks
 from tests.distributed.test_drop_in import (
     COLUMN_WISE,
@@ -30,11 +29,12 @@ from tests.distributed.test_drop_in import (
     batch_of,
     different,
     fused_params,
+    group_of,
     plan_of,
     run,
     shard,
 )
-from tests.distributed.test_fused_sharder import CPU, WITH_KERNELS, with_kernels_too
+from tests.distributed.test_fused_sharder import WITH_KERNELS, with_kernels_too
 
 TABLES = (
     Table(TABLE_WISE, 8, ("a", "b"), rank=1),
@@ -63,7 +63,7 @@ def reshard(model: DistributedModelParallel, case: Case, ranks: tuple[int, ...])
 def train_and_move(case: Case) -> list[str]:
     """What differs from TorchRec's sharder, before the tables move and after each move."""
     courses: list[dict[str, Any]] = []
-    with process_group(Rank.from_environment(), CPU):
+    with group_of(case):
         for sharder in (fused_sharder(case), EmbeddingBagCollectionSharder(fused_params(case))):
             model, now = shard(case, sharder), case
             courses.append({f"0: {name}": value for name, value in run(case, model).items()})
@@ -79,7 +79,7 @@ def test_after_every_move_outputs_and_tables_are_those_of_torchrecs_sharder(mode
 
 
 def step(model: DistributedModelParallel, case: Case) -> None:
-    loss, _ = model(batch_of(case, 0))
+    loss, _ = model(batch_of(case, 0).to(case.device))
     loss.backward()
 
 
@@ -99,7 +99,7 @@ def resources() -> tuple[int, int]:
 
 def resources_after_moves(case: Case) -> list[tuple[int, int]]:
     found = []
-    with process_group(Rank.from_environment(), CPU):
+    with group_of(case):
         model, now = shard(case, fused_sharder(case)), case
         gc.disable()  # what is let go must not wait for it
         step(model, case)
@@ -124,7 +124,7 @@ def test_gradients_do_not_go_back_to_tables_that_have_moved() -> None:
 
 
 def backward_after_move(case: Case) -> bool:
-    with process_group(Rank.from_environment(), CPU):
+    with group_of(case):
         model = shard(case, fused_sharder(case))
         loss, _ = model(batch_of(case, 0))
         reshard(model, case, MOVES[0])
@@ -141,7 +141,7 @@ def memory_after_choice(case: Case, faster: list[str]) -> tuple[int, int]:
         return any(kind in work for kind in faster)
 
     found = []
-    with process_group(Rank.from_environment(), CPU), mock.patch.object(sharded_module, "fused_is_faster", is_faster):
+    with group_of(case), mock.patch.object(sharded_module, "fused_is_faster", is_faster):
         gc.disable()
         for mode in ("auto", "fused"):
             before = symmetric_memory()
