@@ -1,0 +1,94 @@
+"""How the files of a table are written, where they do not say so themselves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime
+from typing import Any
+
+from dlrm_fused.errors import DataError
+
+UNITS = ("s", "ms", "us", "ns")
+
+
+@dataclass(frozen=True)
+class TableFormat:
+    """The first five are of text files only.
+
+    Attributes:
+        delimiter: between the fields of a line; empty: a tab in .tsv and .inter files, otherwise a comma.
+        encoding: as Python names it.
+        quote: encloses fields; empty: nothing does.
+        escape: takes the meaning from the character after it; empty: nothing does, and quotes are doubled.
+        trim: whether blanks around names and fields are left out.
+        column_names: of files without a header; empty: the first line is the header.
+        renamed: new names of columns, by their names in the files.
+        time: of the column of times: a unit of ``UNITS`` since 1970, or a format as ``datetime.strptime`` takes it. Empty:
+            seconds since 1970, or ISO 8601. Columns of timestamps and dates are read as they are.
+    """
+
+    delimiter: str = ""
+    encoding: str = "utf-8"
+    quote: str = '"'
+    escape: str = ""
+    trim: bool = False
+    column_names: tuple[str, ...] = ()
+    renamed: dict[str, str] = field(default_factory=dict)
+    time: str = ""
+
+    def check(self) -> None:
+        """
+        Raises:
+            DataError: if a character, the encoding or the format of times cannot be.
+        """
+        for option, character in (("delimiter", self.delimiter), ("quote", self.quote), ("escape", self.escape)):
+            if len(character.encode()) > 1 or character in ("\n", "\r"):
+                raise DataError(f"--{option} {character!r}: allowed: one ASCII character that ends no line")
+        if self.delimiter and self.delimiter in (self.quote, self.escape):
+            raise DataError(f"--delimiter {self.delimiter!r}: is also --quote or --escape; keep one of them")
+        try:
+            b"".decode(self.encoding)
+        except (LookupError, ValueError):
+            raise DataError(
+                f"--encoding {self.encoding}: unknown; allowed: names of Python's text encodings, such as utf-8, utf-16, "
+                "latin-1, cp1252, gb18030"
+            ) from None
+        if self.time and self.time not in UNITS:
+            _check_time(self.time)
+
+    def saved(self) -> dict[str, Any]:
+        """What differs from the defaults, for JSON."""
+        default = TableFormat()
+        return {name: value for name, value in asdict(self).items() if value != getattr(default, name)}
+
+    @staticmethod
+    def of(saved: Mapping[str, Any]) -> TableFormat:
+        """Read what :meth:`saved` gave.
+
+        Raises:
+            ValueError: if there is an unknown entry.
+        """
+        unknown = saved.keys() - {each.name for each in fields(TableFormat)}
+        if unknown:
+            raise ValueError(f"unknown format of files: {', '.join(sorted(unknown))}")
+        names = {"column_names": tuple(saved["column_names"])} if "column_names" in saved else {}
+        return TableFormat(**{**saved, **names})
+
+
+PLAIN = TableFormat()
+
+
+def _check_time(time_format: str) -> None:
+    try:
+        datetime.strptime(datetime(2001, 2, 3, 4, 5, 6).strftime(time_format), time_format)
+    except (ValueError, re.error):
+        is_format = False
+    else:
+        is_format = "%" in time_format
+    if not is_format:
+        raise DataError(
+            f"--time-format {time_format}: allowed: a unit, {', '.join(UNITS)}, or a format of Python's strptime, such as "
+            "'%Y%m%d' or '%d/%m/%Y %H:%M'"
+        )
