@@ -59,14 +59,9 @@ def evaluate_run(
 
 
 def _report(run: Path, step: int, split: Split, values: Mapping[str, BinaryMetricValues]) -> None:
-    why = {label: {"auc_undefined": reason} for label, reason in undefined(split, values).items()}
-    undefined_aucs = named({label: why.get(label, {}) for label in values})
-    content: dict[str, float | int | str | bool | None] = {
-        **report(values),
-        **undefined_aucs,
-        "split": split.name,
-        "step": step,
-    }
+    why = undefined(split, values)
+    reasons = named({label: {"auc_undefined": why[label]} if label in why else {} for label in values})
+    content: dict[str, float | int | str | bool | None] = {**report(values), **reasons, "split": split.name, "step": step}
     write_json(run / "eval.json", content)
     width = max(20, *map(len, content))
     for name, value in content.items():

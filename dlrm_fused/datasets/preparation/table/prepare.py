@@ -195,7 +195,7 @@ def apply_transformation(options: ApplyOptions) -> PreparedInfo:
     )
     check_types(files, choice)
     check_sparse(files, columns)
-    split = split_of_files or OneSplit("test")
+    split: Split = split_of_files or OneSplit("test")
     if options.split:
         split = _split(files, options.split, transformation.history, table_format.time)
     interactions = _interactions(files, transformation.history, table_format.time)

@@ -69,7 +69,7 @@ class TimeSurvey:
     def __init__(self, name: str, option: str, time_format: str) -> None:
         self._name, self._option, self._time_format = name, option, time_format
         self._example: Block | None = None
-        self._dates = () if time_format else _DATES  # formats that all numbers so far fit
+        self._dates: tuple[str, ...] = () if time_format else _DATES  # formats that all numbers so far fit
         self._first, self._last = _FARTHEST, -_FARTHEST
 
     def read(self, block: Block) -> Int:
