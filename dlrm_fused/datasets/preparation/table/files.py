@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet
 
-from dlrm_fused.datasets.preparation.table.text_files import CSV, check_encoding, explained, hint, open_csv
+from dlrm_fused.datasets.preparation.table.text_files import CSV, check_closed, check_encoding, explained, hint, open_csv
 from dlrm_fused.datasets.table_format import PLAIN, TableFormat
 from dlrm_fused.errors import DataError
 
@@ -248,8 +248,13 @@ def _read_as_written(file: TableFile, columns: list[str]) -> Iterator[pa.RecordB
             else:
                 yield from (batch.select(columns) for batch in reader)
     else:
-        with open_csv(file.path, file.suffix, file.table_format, columns) as csv:
-            yield from csv
+        last_column = list(file.names.values())[-1]
+        last_value = ""
+        with open_csv(file.path, file.suffix, file.table_format, list(dict.fromkeys([*columns, last_column]))) as csv:
+            for batch in csv:
+                yield batch
+                last_value = batch.column(last_column)[-1].as_py() or "" if batch.num_rows else last_value
+        check_closed(file.path, file.table_format, last_value)
 
 
 def _converted(array: pa.Array, column: str, file: TableFile) -> pa.Array:

@@ -62,6 +62,28 @@ def check_encoding(path: Path, table_format: TableFormat) -> None:
             raise DataError(f"--input {path}: begins with the mark of UTF-16; give --encoding utf-16")
 
 
+def check_closed(path: Path, table_format: TableFormat, last_value: str) -> None:
+    """
+    Args:
+        last_value: of the last row and column: all lines after a quote that is never closed, which the parser takes for a value.
+
+    Raises:
+        DataError: if a quote is never closed.
+    """
+    if "\n" not in last_value:
+        return
+    end = b""
+    with pa.input_stream(str(path)) as source:
+        while part := source.read(BLOCK_BYTES):
+            end = (end + part)[-16:]
+    if not end.replace(b"\0", b"").rstrip(b"\r\n").endswith(table_format.quote.encode()):
+        line = last_value.partition("\n")[0][:60]
+        raise DataError(
+            f"--input {path}: the quote before {line!r} is never closed, so that all lines after it are one value; mend the file, "
+            "or give --quote '' if quotes mean nothing in it"
+        )
+
+
 def explained(error: Exception, table_format: TableFormat) -> str:
     """The cause of an error of reading text, and what to do; empty where the error says it itself."""
     reason = str(error)
