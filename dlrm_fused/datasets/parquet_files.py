@@ -98,8 +98,8 @@ def open_files(folder: Path) -> tuple[list[RowGroup], pa.Schema]:
     Names that begin with ``_`` or ``.`` are left out, as Spark and Hive do.
 
     Raises:
-        DataError: if there is no such file, or one is damaged, empty, or has other columns than the first; or if there are files
-            in folders of it, such as the partitions of Spark and Hive.
+        DataError: if there is no such file, or one is damaged, empty, or has other columns than the first; or if there are
+            files in folders of it, such as the partitions of Spark and Hive.
     """
     paths = _visible(folder.glob("*.parquet"), folder)
     if deeper := _visible(folder.rglob("*/*.parquet"), folder):

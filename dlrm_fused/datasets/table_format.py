@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from dlrm_fused.errors import DataError
 
 UNITS = ("s", "ms", "us", "ns")
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,27 @@ class TableFormat:
 
 
 PLAIN = TableFormat()
+
+
+def parse_time(text: str, time_format: str) -> int:
+    """Microseconds since 1970 of a time in a format of ``datetime.strptime``. Without a zone it is UTC.
+
+    Raises:
+        ValueError: if it has another format; for one of digits alone, also if digits are missing, since strptime would guess which.
+    """
+    fewest = fewest_digits(time_format)
+    if fewest and not fewest <= len(text) <= fewest + (5 if time_format.endswith("%f") else 0):
+        raise ValueError(f"{text!r} is not as long as {time_format}")
+    when = datetime.strptime(text, time_format)
+    return ((when if when.tzinfo else when.replace(tzinfo=UTC)) - _EPOCH) // timedelta(microseconds=1)
+
+
+def fewest_digits(time_format: str) -> int:
+    """How many digits a format of digits alone takes at least; 0 for other formats."""
+    directives = re.findall("%([YymdHMSf])", time_format)
+    if len(time_format) != 2 * len(directives) or "f" in directives[:-1]:
+        return 0
+    return sum({"Y": 4, "f": 1}.get(directive, 2) for directive in directives)
 
 
 def _check_time(time_format: str) -> None:

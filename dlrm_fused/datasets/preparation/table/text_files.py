@@ -65,7 +65,7 @@ def check_encoding(path: Path, table_format: TableFormat) -> None:
 def check_closed(path: Path, table_format: TableFormat, last_value: str) -> None:
     """
     Args:
-        last_value: of the last row and column: all lines after a quote that is never closed, which the parser takes for a value.
+        last_value: of the last row and column. The parser takes all lines after a quote that is never closed for one value.
 
     Raises:
         DataError: if a quote is never closed.
@@ -79,8 +79,8 @@ def check_closed(path: Path, table_format: TableFormat, last_value: str) -> None
     if not end.replace(b"\0", b"").rstrip(b"\r\n").endswith(table_format.quote.encode()):
         line = last_value.partition("\n")[0][:60]
         raise DataError(
-            f"--input {path}: the quote before {line!r} is never closed, so that all lines after it are one value; mend the file, "
-            "or give --quote '' if quotes mean nothing in it"
+            f"--input {path}: the quote before {line!r} is never closed, so that all lines after it are one value; mend the "
+            "file, or give --quote '' if quotes mean nothing in it"
         )
 
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import re
 import time
-from datetime import UTC, datetime, timedelta
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from dlrm_fused.datasets.preparation.table.files import Block
-from dlrm_fused.datasets.table_format import UNITS
+from dlrm_fused.datasets.table_format import UNITS, fewest_digits, parse_time
 from dlrm_fused.datasets.transformation import Int
 
 MICROSECONDS = 1_000_000
 _DAY_SECONDS = 86_400
 _FARTHEST = 2**60  # microseconds: beyond every time that is accepted
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _PER_UNIT = dict(zip(UNITS, (1e6, 1e3, 1.0, 1e-3), strict=True))
 _HAS_ZONE = r"[T ]\d{2}.*(Z|[+-]\d{2}(:?\d{2})?)$"
 _ALLOWED = "seconds since 1970, or times such as 2024-05-31T12:00:00"
@@ -158,8 +155,10 @@ def _numbers(array: pa.Array) -> pa.Array | None:
     values = _trimmed(array) if _is_text(array.type) else array
     if pa.types.is_floating(values.type):
         values = pc.if_else(pc.is_nan(values), pa.scalar(None, values.type), values)
+    example = values.drop_null()[:1]  # asked first, since casting many texts that are no numbers is slow
     for data_type, safe in ((pa.int64(), True), (pa.float64(), False)):
         try:
+            pc.cast(example, data_type, safe=safe)
             return pc.cast(values, data_type, safe=safe)
         except pa.ArrowInvalid:
             continue
@@ -187,37 +186,17 @@ def _by_iso(texts: pa.Array) -> pa.Array:
 
 
 def _by_format(array: pa.Array, time_format: str) -> pa.Array:
-    """Times in a format of ``datetime.strptime``, which is asked once for each distinct text of the block."""
-    widths = _digits(time_format)
+    """Each distinct text of the block is parsed once, since ``datetime.strptime`` is slow."""
     if _is_text(array.type):
         texts = _trimmed(array)
     else:
         numbers = _numbers(array)
         if numbers is None or not pa.types.is_integer(numbers.type):
             raise ValueError("not a whole number")
-        texts = pc.cast(numbers, pa.string())
-        if widths:  # numbers have no leading zeros
-            texts = pc.utf8_lpad(texts, widths.start, "0")
+        texts = pc.utf8_lpad(pc.cast(numbers, pa.string()), fewest_digits(time_format), "0")  # numbers have no zeros in front
     encoded = texts.dictionary_encode()
-    distinct = encoded.dictionary.to_pylist()
-    if widths and any(len(text) not in widths for text in distinct):
-        raise ValueError("not as long as the format")  # strptime would guess which digits are left out
-    micro = [_since_epoch(datetime.strptime(text, time_format)) for text in distinct]
+    micro = [parse_time(text, time_format) for text in encoded.dictionary.to_pylist()]
     return pa.array(micro, pa.int64()).take(encoded.indices)
-
-
-def _digits(time_format: str) -> range | None:
-    """How many digits a format of digits alone takes; None for other formats."""
-    directives = re.findall("%([YymdHMSf])", time_format)
-    if len(time_format) != 2 * len(directives) or "f" in directives[:-1]:
-        return None
-    fixed = sum({"Y": 4, "f": 0}.get(directive, 2) for directive in directives)
-    return range(fixed + 1, fixed + 7) if directives[-1] == "f" else range(fixed, fixed + 1)
-
-
-def _since_epoch(when: datetime) -> int:
-    when = when if when.tzinfo else when.replace(tzinfo=UTC)
-    return (when - _EPOCH) // timedelta(microseconds=1)
 
 
 def _fits(numbers: pa.Array, date: str) -> bool:
