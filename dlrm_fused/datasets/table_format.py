@@ -50,7 +50,7 @@ class TableFormat:
         if self.delimiter and self.delimiter in (self.quote, self.escape):
             raise DataError(f"--delimiter {self.delimiter!r}: is also --quote or --escape; keep one of them")
         try:
-            b"".decode(self.encoding)
+            "a".encode(self.encoding)
         except (LookupError, ValueError):
             raise DataError(
                 f"--encoding {self.encoding}: unknown; allowed: names of Python's text encodings, such as utf-8, utf-16, "
@@ -85,7 +85,7 @@ def parse_time(text: str, time_format: str) -> int:
     """Microseconds since 1970 of a time in a format of ``datetime.strptime``. Without a zone it is UTC.
 
     Raises:
-        ValueError: if it has another format; for one of digits alone, also if digits are missing, since strptime would guess which.
+        ValueError: if it has another format; for one of digits alone, also if digits are missing: strptime would guess which.
     """
     fewest = fewest_digits(time_format)
     if fewest and not fewest <= len(text) <= fewest + (5 if time_format.endswith("%f") else 0):

@@ -95,10 +95,10 @@ def explained(error: Exception, table_format: TableFormat) -> str:
             f"a row has more than {BLOCK_BYTES} bytes, perhaps since a quote is never closed; mend the file, or give "
             "--quote '' if quotes mean nothing in it"
         )
-    if "Expected 1 columns" in reason:
-        return "its first line has one column only, others have more; give --delimiter, or mend the file"
     if "Row #1: Expected" in reason and table_format.column_names:
         return f"its first line has not the {len(table_format.column_names)} columns that --column-names names; name each"
+    if "Expected 1 columns" in reason:
+        return "its first line has one column only, others have more; give --delimiter, or mend the file"
     return ""
 
 
