@@ -71,6 +71,9 @@ TEXTS = {
     "UTF-16, gzipped": Read(
         "t.csv.gz", gzip.compress("a,b\n1,x\n2,y\n".encode("utf-16")), TWO, TableFormat(encoding="utf-16")
     ),
+    "UTF-16 with a mark, of a name that has none": Read(
+        "t.csv", b"\xff\xfe" + "a,b\n1,x\n2,y\n".encode("utf-16-le"), TWO, TableFormat(encoding="utf-16-le")
+    ),
     "a Chinese encoding": Read("t.csv", "a,b\n1,红\n".encode("gb18030"), [("1", "红")], TableFormat(encoding="gb18030")),
     "backslashes before quotes": Read("t.csv", b'a,b\n1,"x; \\"y\\" z"\n', [("1", 'x; "y" z')], TableFormat(escape="\\")),
     "quotes that mean nothing": Read("t.csv", b'a,b\n1,"x\n2,"y\n', [("1", '"x'), ("2", '"y')], TableFormat(quote="")),
@@ -209,6 +212,14 @@ class TestNames:
         assert find_files(["_logs/_a.csv"]) == [Path("_logs/_a.csv")]
         with pytest.raises(DataError, match=r"--input _logs/\*: finds only names that begin with _ or ., which are left out"):
             find_files(["_logs/*"])
+
+    def test_a_file_is_one_by_whatever_name(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        self.touch(tmp_path, "a.csv")
+        Path("b.csv").symlink_to("a.csv")
+        for other in (tmp_path / "a.csv", "b.csv", "./a.csv"):
+            with pytest.raises(DataError, match=r"given twice, so its rows would count twice"):
+                find_files(["a.csv", str(other)])
 
     def test_columns_of_the_path(self, tmp_path):
         for day in ("2024-01-01", "__HIVE_DEFAULT_PARTITION__", "a%20b"):

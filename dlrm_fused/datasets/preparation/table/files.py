@@ -99,7 +99,7 @@ def find_files(patterns: Sequence[str], option: str = "--input") -> list[Path]:
     Raises:
         DataError: if a pattern finds no file, or a file is named twice.
     """
-    paths: list[Path] = []
+    paths: dict[Path, Path] = {}  # by where they are, whatever names they go by
     for pattern in patterns:
         found = sorted(glob.glob(pattern, recursive=True)) or ([pattern] if Path(pattern).exists() else [])
         if not found:
@@ -109,12 +109,12 @@ def find_files(patterns: Sequence[str], option: str = "--input") -> list[Path]:
                 continue
             if path.is_dir():
                 raise DataError(f"{option} {path}: is a folder; name its files, such as '{path}/*.parquet'")
-            if path in paths:
+            if path.resolve() in paths:
                 raise DataError(f"{option} {path}: given twice, so its rows would count twice; leave out one")
-            paths.append(path)
+            paths[path.resolve()] = path
     if not paths:
         raise DataError(f"{option} {patterns[0]}: finds only names that begin with _ or ., which are left out; name others")
-    return paths
+    return list(paths.values())
 
 
 def _is_hidden(path: Path, pattern: str) -> bool:
@@ -190,6 +190,7 @@ def _partitions(path: Path) -> dict[str, str | None]:
 
 
 def _new_name(name: str, table_format: TableFormat) -> str:
+    name = name.removeprefix("\ufeff")  # of an encoding that does not take the byte order mark for one
     name = name.strip() if table_format.trim else name
     return table_format.renamed.get(name, name)
 

@@ -269,8 +269,9 @@ def _open_files(
     split_of: dict[Path, str] = {}
     for split in SPLITS:
         for path in find_files(of_splits[split], f"--{split}") if split in of_splits else []:
-            if path in split_of:
-                raise DataError(f"--{split} {path}: is in --{split_of[path]}, too; leave it out of one of them")
+            other = next((each for each in split_of if each.resolve() == path.resolve()), None)
+            if other:
+                raise DataError(f"--{split} {path}: is in --{split_of[other]}, too; leave it out of one of them")
             split_of[path] = split
     return [open_file(path, table_format) for path in split_of], FileSplit(split_of)
 
