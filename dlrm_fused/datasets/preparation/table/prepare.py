@@ -267,11 +267,12 @@ def _open_files(
     if not of_splits:
         return [open_file(path, table_format) for path in find_files(patterns)], None
     split_of: dict[Path, str] = {}
+    taken: dict[Path, str] = {}  # by where files are, whatever names they go by
     for split in SPLITS:
         for path in find_files(of_splits[split], f"--{split}") if split in of_splits else []:
-            other = next((each for each in split_of if each.resolve() == path.resolve()), None)
-            if other:
-                raise DataError(f"--{split} {path}: is in --{split_of[other]}, too; leave it out of one of them")
+            first = taken.setdefault(path.resolve(), split)
+            if first != split:
+                raise DataError(f"--{split} {path}: is in --{first}, too; leave it out of one of them")
             split_of[path] = split
     return [open_file(path, table_format) for path in split_of], FileSplit(split_of)
 
