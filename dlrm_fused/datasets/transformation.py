@@ -321,7 +321,7 @@ class Transformation:
                 tuple(_encoding(folder, feature) for feature in content["sparse"]),
                 HistoryColumns(**{**history, "items": tuple(history["items"])}) if history else None,
                 content.get("sample_weight", ""),
-                TableFormat.of(content.get("table_format", {})),
+                table_format=TableFormat.of(content.get("table_format", {})),
             )
         except FileNotFoundError as error:
             raise DataError(f"{error.filename}: missing; 'data/prepare.py table' writes it beside a set") from None

@@ -335,7 +335,7 @@ def _interactions(files: Sequence[TableFile], history: HistoryColumns | None, ti
     if history is None:
         return None
     user, item = (grouping_column(files, HISTORY, name) for name in (history.user, history.items[0]))
-    return InteractionColumns(user, item, history.time, time_format)
+    return InteractionColumns(user, item, history.time, time_format=time_format)
 
 
 def _origin(options: TableOptions | ApplyOptions, split: Split) -> dict[str, Any]:
