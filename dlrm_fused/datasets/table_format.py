@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 from dlrm_fused.errors import DataError
@@ -59,6 +62,25 @@ class TableFormat:
         if self.time and self.time not in UNITS:
             _check_time(self.time)
 
+    def seconds(self, value: object) -> int:
+        """Seconds since 1970, rounded down, of one time, as a column of such values is read.
+
+        Raises:
+            ValueError: if it is not a time.
+        """
+        if isinstance(value, date):
+            when = value if isinstance(value, datetime) else datetime(value.year, value.month, value.day)
+            return _microseconds(when) // 1_000_000
+        number = _number(value)
+        if self.time and self.time not in UNITS:
+            text = value.strip() if isinstance(value, str) else str(number).zfill(fewest_digits(self.time))
+            return parse_time(text, self.time) // 1_000_000
+        if number is not None:
+            return math.floor(number / 1000 ** UNITS.index(self.time or "s"))
+        if self.time or not isinstance(value, str):
+            raise ValueError(f"{value!r} is not a number of {self.time or 's'}")
+        return _microseconds(datetime.fromisoformat(value.strip())) // 1_000_000
+
     def saved(self) -> dict[str, Any]:
         """What differs from the defaults, for JSON."""
         default = TableFormat()
@@ -90,8 +112,7 @@ def parse_time(text: str, time_format: str) -> int:
     fewest = fewest_digits(time_format)
     if fewest and not fewest <= len(text) <= fewest + (5 if time_format.endswith("%f") else 0):
         raise ValueError(f"{text!r} is not as long as {time_format}")
-    when = datetime.strptime(text, time_format)
-    return ((when if when.tzinfo else when.replace(tzinfo=UTC)) - _EPOCH) // timedelta(microseconds=1)
+    return _microseconds(datetime.strptime(text, time_format))
 
 
 def fewest_digits(time_format: str) -> int:
@@ -100,6 +121,21 @@ def fewest_digits(time_format: str) -> int:
     if len(time_format) != 2 * len(directives) or "f" in directives[:-1]:
         return 0
     return sum({"Y": 4, "f": 1}.get(directive, 2) for directive in directives)
+
+
+def _microseconds(when: datetime) -> int:
+    """Since 1970; without a zone it is UTC."""
+    return ((when if when.tzinfo else when.replace(tzinfo=UTC)) - _EPOCH) // timedelta(microseconds=1)
+
+
+def _number(value: object) -> Fraction | None:
+    """A finite number, or the text of one; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal | str):
+        return None
+    try:
+        return Fraction(value)
+    except (ValueError, OverflowError, ZeroDivisionError):
+        return None
 
 
 def _check_time(time_format: str) -> None:

@@ -140,6 +140,23 @@ def test_times_are_read(times: Times) -> None:
     assert said == f"{min(read)} to {max(read)} UTC, read as {times.read_as}"
 
 
+@pytest.mark.parametrize("times", ACCEPTED.values(), ids=ACCEPTED.keys())
+def test_one_time_is_read_as_a_column_of_it(times: Times) -> None:
+    """A service has them one by one."""
+    value = times.values[0].as_py() if isinstance(times.values, pa.Array) else times.values[0]
+    seconds = np.datetime64(times.wanted).astype("M8[s]").astype(int)
+    assert TableFormat(time=times.time_format).seconds(value) == seconds
+
+
+@pytest.mark.parametrize(
+    "name", ["slashes", "one that is none", "digits missing", "another format", "no such day", "lists", "bool"]
+)
+def test_one_value_that_is_no_time_is_refused(name: str) -> None:
+    times = REFUSED[name]
+    with pytest.raises(ValueError, match=r"\S"):
+        TableFormat(time=times.time_format).seconds(times.values[-1])
+
+
 @pytest.mark.parametrize("times", REFUSED.values(), ids=REFUSED.keys())
 def test_times_that_could_be_meant_otherwise_are_refused(times: Times) -> None:
     values = times.values if isinstance(times.values, pa.Array) else pa.array(times.values)
