@@ -54,6 +54,7 @@ TEXTS = {
     "a capital suffix": Read("T.CSV", b"a,b\n1,x\n2,y\n", TWO),
     "a missing field": Read("t.csv", b'a,b\n,x\n2,""\n', [(None, "x"), ("2", None)]),
     "gzip": Read("t.csv.gz", gzip.compress(b"a,b\n1,x\n2,y\n"), TWO),
+    "gzip, in capitals": Read("T.CSV.GZ", gzip.compress(b"a,b\n1,x\n2,y\n"), TWO),
     "gzip in two parts": Read("t.csv.gz", gzip.compress(b"a,b\n1,x\n") + gzip.compress(b"2,y\n"), TWO),
     "quotes": Read("t.csv", b'"a","b"\n"1","x, ""x"""\n', [("1", 'x, "x"')]),
     "line breaks in quotes": Read("t.csv", b'a,b\n1,"x\ny"\n2,"\r\n"\n', [("1", "x\ny"), ("2", "\r\n")]),

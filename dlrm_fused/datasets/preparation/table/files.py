@@ -15,14 +15,21 @@ import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet
 
-from dlrm_fused.datasets.preparation.table.text_files import CSV, check_closed, check_encoding, explained, hint, open_csv
+from dlrm_fused.datasets.preparation.table.text_files import (
+    COMPRESSIONS,
+    CSV,
+    check_closed,
+    check_encoding,
+    explained,
+    hint,
+    open_csv,
+)
 from dlrm_fused.datasets.table_format import PLAIN, TableFormat
 from dlrm_fused.errors import DataError
 
 BLOCK_ROWS = 2**17
 PARQUET, IPC = (".parquet", ".pq"), (".arrow", ".feather", ".ipc")
-COMPRESSED = (".gz", ".zst")
-ALLOWED = f"{', '.join(PARQUET + IPC + CSV)}, the last {len(CSV)} also with {' or '.join(COMPRESSED)}"
+ALLOWED = f"{', '.join(PARQUET + IPC + CSV)}, the last {len(CSV)} also with {' or '.join(COMPRESSIONS)}"
 HIDDEN = ("_", ".")  # how names of files begin that hold no rows, such as _SUCCESS
 _NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 
@@ -176,7 +183,7 @@ def read_blocks(files: Sequence[TableFile], columns: Sequence[str]) -> Iterator[
 def _suffix(path: Path, table_format: TableFormat) -> str | None:
     """The suffix that tells the format; None if none does. With a delimiter, whatever is not known is text."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
-    is_compressed = bool(suffixes) and suffixes[-1] in COMPRESSED
+    is_compressed = bool(suffixes) and suffixes[-1] in COMPRESSIONS
     suffix = "".join(suffixes[-2:-1] if is_compressed else suffixes[-1:])
     if suffix in CSV or (suffix in PARQUET + IPC and not is_compressed):
         return suffix

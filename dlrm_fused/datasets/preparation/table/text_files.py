@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from dlrm_fused.errors import DataError
 
 CSV = (".csv", ".tsv", ".inter")
 BLOCK_BYTES = 2**24
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _TABBED = (".tsv", ".inter")
 _UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
@@ -24,7 +26,7 @@ def open_csv(path: Path, suffix: str, table_format: TableFormat, columns: Sequen
         columns: those to read, by their names in the file; empty: all.
     """
     return pa.csv.open_csv(
-        pa.input_stream(str(path)),
+        _decompressed(path),
         pa.csv.ReadOptions(
             use_threads=False,  # threads do not know the numbers of rows
             block_size=BLOCK_BYTES,
@@ -46,6 +48,10 @@ def open_csv(path: Path, suffix: str, table_format: TableFormat, columns: Sequen
     )
 
 
+def _decompressed(path: Path) -> pa.NativeFile:
+    return pa.input_stream(str(path), compression=COMPRESSIONS.get(path.suffix.lower()))
+
+
 def delimiter_of(suffix: str, table_format: TableFormat) -> str:
     return table_format.delimiter or ("\t" if suffix in _TABBED else ",")
 
@@ -55,9 +61,9 @@ def check_encoding(path: Path, table_format: TableFormat) -> None:
     Raises:
         DataError: if the file says that it is UTF-16, and ``--encoding`` does not.
     """
-    if table_format.encoding.lower().startswith(("utf-16", "utf16", "utf_16")):
+    if codecs.lookup(table_format.encoding).name.startswith(("utf-16", "utf-32")):
         return
-    with pa.input_stream(str(path)) as source:
+    with _decompressed(path) as source:
         if source.read(2) in _UTF_16_MARKS:
             raise DataError(f"--input {path}: begins with the mark of UTF-16; give --encoding utf-16")
 
@@ -73,7 +79,7 @@ def check_closed(path: Path, table_format: TableFormat, last_value: str) -> None
     if "\n" not in last_value:
         return
     end = b""
-    with pa.input_stream(str(path)) as source:
+    with _decompressed(path) as source:
         while part := source.read(BLOCK_BYTES):
             end = (end + part)[-16:]
     if not end.replace(b"\0", b"").rstrip(b"\r\n").endswith(table_format.quote.encode()):
