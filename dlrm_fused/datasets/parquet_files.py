@@ -19,7 +19,7 @@ metadata of the field of a sparse feature may state the ``rows`` of its table an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,10 +95,18 @@ class DecodedRowGroup:
 def open_files(folder: Path) -> tuple[list[RowGroup], pa.Schema]:
     """The row groups of ``folder/*.parquet`` in the order of the names, and the columns of all files.
 
+    Names that begin with ``_`` or ``.`` are left out, as Spark and Hive do.
+
     Raises:
-        DataError: if there is no such file, or one is damaged, empty, or has other columns than the first.
+        DataError: if there is no such file, or one is damaged, empty, or has other columns than the first; or if there are
+            files in folders of it, such as the partitions of Spark and Hive.
     """
-    paths = sorted(folder.glob("*.parquet"))
+    paths = _visible(folder.glob("*.parquet"), folder)
+    if deeper := _visible(folder.rglob("*/*.parquet"), folder):
+        raise DataError(
+            f"{deeper[0]}: is in a folder of {folder}, where it would not be read; write all files of the split into {folder} "
+            "itself, and a column such as dt=2024-01-01 of the path into them"
+        )
     if not paths:
         raise DataError(f"{folder}: no file matches *.parquet; data.path={folder.parent} needs a folder of them for each split")
     groups: list[RowGroup] = []
@@ -113,6 +121,11 @@ def open_files(folder: Path) -> tuple[list[RowGroup], pa.Schema]:
         groups += [RowGroup(path, footer, number) for number in numbers if footer.row_group(number).num_rows]
     assert first is not None
     return groups, first
+
+
+def _visible(paths: Iterable[Path], folder: Path) -> list[Path]:
+    """Sorted, without those that a name under ``folder`` hides."""
+    return sorted(path for path in paths if not any(part.startswith(("_", ".")) for part in path.relative_to(folder).parts))
 
 
 def _read_footer(path: Path) -> tuple[pq.FileMetaData, pa.Schema]:

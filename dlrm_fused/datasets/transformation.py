@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 
 from dlrm_fused.datasets.hashing import combine, derive_key, split_mix
 from dlrm_fused.datasets.schema import LABEL
+from dlrm_fused.datasets.table_format import PLAIN, TableFormat
 from dlrm_fused.errors import DataError
 
 TRANSFORMATION = "transformation"  # the folder's name in a prepared set
@@ -243,6 +244,7 @@ class Transformation:
         sparse: in the order of the prepared set's features.
         history: None without token features.
         sample_weight: the column of what each row counts; empty without.
+        table_format: how the files were written; others are read likewise.
     """
 
     labels: tuple[str, ...]
@@ -250,6 +252,7 @@ class Transformation:
     sparse: tuple[IdEncoding, ...]
     history: HistoryColumns | None = None
     sample_weight: str = ""
+    table_format: TableFormat = PLAIN
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -292,6 +295,7 @@ class Transformation:
                 for encoding in self.sparse
             ],
             "history": asdict(self.history) if self.history else None,
+            **({"table_format": self.table_format.saved()} if self.table_format.saved() else {}),
         }
         (folder / TRANSFORMATION_FILE).write_text(json.dumps(content, indent=2) + "\n")
 
@@ -317,6 +321,7 @@ class Transformation:
                 tuple(_encoding(folder, feature) for feature in content["sparse"]),
                 HistoryColumns(**{**history, "items": tuple(history["items"])}) if history else None,
                 content.get("sample_weight", ""),
+                table_format=TableFormat.of(content.get("table_format", {})),
             )
         except FileNotFoundError as error:
             raise DataError(f"{error.filename}: missing; 'data/prepare.py table' writes it beside a set") from None

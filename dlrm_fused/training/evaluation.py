@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from dlrm_fused.config import Config, Split
 from dlrm_fused.datasets import Dataset
 from dlrm_fused.datasets.loader import EvaluationLoader
+from dlrm_fused.datasets.one_class import one_class
 from dlrm_fused.models import Output
 from dlrm_fused.training.metrics import BinaryMetrics, BinaryMetricValues
 
@@ -78,6 +80,15 @@ def report(values: Mapping[str, BinaryMetricValues]) -> dict[str, float]:
     """What is reported of all labels, and of how many samples."""
     samples = next(iter(values.values())).samples
     return {**named({label: {name: getattr(v, name) for name in _REPORTED} for label, v in values.items()}), "samples": samples}
+
+
+def undefined(split: Split, values: Mapping[str, BinaryMetricValues]) -> dict[str, str]:
+    """Why an AUC is not defined, of each label of which it is not."""
+    return {
+        label: "a prediction is not a number" if v.only_class is None else one_class(split.name, label, v.only_class, v.samples)
+        for label, v in values.items()
+        if math.isnan(v.auc)
+    }
 
 
 class PredictionCollector:

@@ -43,6 +43,8 @@ class BinaryMetricValues:
     samples: int
     min_prediction: float
     max_prediction: float
+    # That of all samples that count, 0 or 1; None where both are there, or no sample.
+    only_class: int | None = None
 
     @property
     def constant(self) -> bool:
@@ -151,6 +153,7 @@ class BinaryMetrics:
             samples=samples,
             min_prediction=float(min_logit.float().sigmoid()) if samples else math.nan,
             max_prediction=float(max_logit.float().sigmoid()) if samples else math.nan,
+            only_class=int(positives > 0) if samples and not 0 < positives < total else None,
         )
 
     def _add_sums(self, logits: Tensor, positive: Tensor, real: Tensor, weights: Tensor) -> None:

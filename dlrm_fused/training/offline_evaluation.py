@@ -13,7 +13,7 @@ from dlrm_fused.datasets import open_dataset
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.training.build import build
 from dlrm_fused.training.checkpoint import restore_model
-from dlrm_fused.training.evaluation import PredictionCollector, evaluate, named, report
+from dlrm_fused.training.evaluation import PredictionCollector, evaluate, named, report, undefined
 from dlrm_fused.training.metrics import BinaryMetricValues
 from dlrm_fused.training.runtime import ErrorStore, Rank, join_run
 from dlrm_fused.training.saved_run import SavedRun, write_on_rank_0
@@ -59,7 +59,9 @@ def evaluate_run(
 
 
 def _report(run: Path, step: int, split: Split, values: Mapping[str, BinaryMetricValues]) -> None:
-    content: dict[str, float | int | str | bool | None] = {**report(values), "split": split.name, "step": step}
+    why = undefined(split, values)
+    reasons = named({label: {"auc_undefined": why[label]} if label in why else {} for label in values})
+    content: dict[str, float | int | str | bool | None] = {**report(values), **reasons, "split": split.name, "step": step}
     write_json(run / "eval.json", content)
     width = max(20, *map(len, content))
     for name, value in content.items():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -22,7 +24,7 @@ from dlrm_fused.symmetric.collective_errors import gather_or_raise
 from dlrm_fused.training.build import build
 from dlrm_fused.training.checkpoint import CheckpointWriter, Progress, restore
 from dlrm_fused.training.efficiency import efficiency, step_work
-from dlrm_fused.training.evaluation import evaluate, named, report
+from dlrm_fused.training.evaluation import evaluate, named, report, undefined
 from dlrm_fused.training.expert_load import load_values, read_expert_loads
 from dlrm_fused.training.metrics import BinaryMetricValues, LossTracker
 from dlrm_fused.training.next_steps import next_steps
@@ -102,7 +104,8 @@ class Trainer:
         self._rates = LearningRates(config.training.schedule, sharded.optimizer)
         self._checkpoints = CheckpointWriter(folder.checkpoints, config.checkpoint, device)
         self._loss = float("nan")
-        self._best_auc = -1.0
+        self._best_auc = -math.inf  # so far
+        self._told: set[str] = set()  # why AUCs are not defined
         self._evaluations_since_best = 0
         self._reached_target = self._lost_patience = False
         if start_step:
@@ -131,7 +134,8 @@ class Trainer:
         self._lost_patience = loses_patience(self._config, self._evaluations_since_best)
         best = self._folder.checkpoints.best()
         if best is not None:
-            self._best_auc = self._folder.checkpoints.progress(best).validation_auc or self._best_auc
+            auc = self._folder.checkpoints.progress(best).validation_auc
+            self._best_auc = self._best_auc if auc is None or math.isnan(auc) else auc
         logger.info("continuing %s from step %d", self._folder.path, step)
 
     def _show_plan(self) -> None:
@@ -150,9 +154,11 @@ class Trainer:
         model.eval()
         test = evaluate(model, self._dataset, Split.test, self._config, self._device)
         self._writer.evaluation(self._step, Split.test.name, report(test), final=True)
+        why = undefined(Split.test, test)
+        self._tell(why.values())
         self._writer.summary(
             {
-                **named({label: _summary(values) for label, values in test.items()}),
+                **named({label: _summary(values, why.get(label)) for label, values in test.items()}),
                 **self._attainable_auc(),
                 "loss": self._loss,
                 "samples_per_second": self._throughput.overall(),
@@ -164,7 +170,8 @@ class Trainer:
         )
         self._writer.close()
         aucs = ", ".join(
-            f"{name} {auc:.4f}" for name, auc in named({label: {"AUC": v.auc} for label, v in test.items()}).items()
+            f"{name} {'not defined' if math.isnan(auc) else f'{auc:.4f}'}"
+            for name, auc in named({label: {"AUC": v.auc} for label, v in test.items()}).items()
         )
         logger.info("done after %d steps: test %s, results in %s", self._step, aucs, self._folder.path)
         logger.info("what to do next:\n%s", next_steps(self._config, self._rank.world_size))
@@ -213,7 +220,9 @@ class Trainer:
             self._save(auc)
 
     def _note_auc(self, auc: float) -> bool:
-        """Whether it is the best so far; it may end the run."""
+        """Whether it is the best so far; it may end the run. One that is not defined only beats none, and ends nothing."""
+        if math.isnan(auc):
+            return self._best_auc == -math.inf
         is_best = auc > self._best_auc
         self._best_auc = max(auc, self._best_auc)
         self._evaluations_since_best = 0 if is_best else self._evaluations_since_best + 1
@@ -259,7 +268,7 @@ class Trainer:
                 )
 
     def _evaluate(self) -> float:
-        """Returns the AUC of the first label."""
+        """Returns the AUC of the first label, NaN where it is not defined."""
         config = self._config
         self._throughput.stop(self._step)
         with self._pipeline.paused() as model:
@@ -275,7 +284,15 @@ class Trainer:
                     f"of the {config.evaluation.split.name} split; lower the learning rates, or check the features"
                 )
         self._writer.evaluation(self._step, config.evaluation.split.name, report(values))
+        self._tell(undefined(config.evaluation.split, values).values())
         return next(iter(values.values())).auc
+
+    def _tell(self, reasons: Iterable[str]) -> None:
+        """Log each reason once in a run."""
+        for reason in reasons:
+            if self._rank.index == 0 and reason not in self._told:
+                logger.warning(reason)
+                self._told.add(reason)
 
     def _named(self, label: str) -> str:
         """A label in a message; a single one goes without saying."""
@@ -299,8 +316,13 @@ def is_multiple(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _summary(values: BinaryMetricValues) -> dict[str, float]:
+def _summary(values: BinaryMetricValues, undefined: str | None) -> dict[str, float | str]:
+    """
+    Args:
+        undefined: why the AUC is not defined; None if it is.
+    """
     return {
+        **({"test_auc_undefined": undefined} if undefined else {}),
         "test_auc": values.auc,
         "test_auc_error": values.auc_error,
         "normalized_entropy": values.normalized_entropy,

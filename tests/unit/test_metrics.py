@@ -125,11 +125,19 @@ def test_one_class_has_no_auc(label):
     assert math.isnan(values.auc)
     assert math.isnan(values.normalized_entropy)
     assert math.isfinite(values.log_loss)
+    assert values.only_class == label
+
+
+def test_samples_of_weight_0_are_of_no_class():
+    metrics = BinaryMetrics(CPU, weighted=True)
+    metrics.update(torch.randn(4), torch.tensor([0.0, 1.0, 1.0, 1.0]), torch.tensor([0.0, 1.0, 0.5, 2.0]))
+    assert metrics.compute().only_class == 1
 
 
 def test_no_samples():
     values = BinaryMetrics(CPU).compute()
     assert values.samples == 0
+    assert values.only_class is None
     assert all(math.isnan(v) for v in (values.auc, values.log_loss, values.normalized_entropy, values.calibration))
     assert not values.constant
 

@@ -272,3 +272,19 @@ def test_a_failure_leaves_no_half_written_files(tmp_path: Path, monkeypatch, cap
     assert cli.main(["parquet", "--input", "set", "--output", "new"]) == 1
     assert "set/test/labels.npy: damaged or truncated" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["set"]
+
+
+@pytest.mark.parametrize("name", ["_b.parquet", ".b.parquet", "_temporary/0/b.parquet", ".tmp/b.parquet"])
+def test_hidden_files_are_not_read(config: Config, name: str) -> None:
+    write(Path(config.data.path) / "train" / name, user=pa.array([99] * 4))
+    train(config)
+
+
+@pytest.mark.parametrize("folder", ["dt=2024-01-01", "dt=2024-01-01/hour=7", "more"])
+def test_files_in_folders_of_a_split_are_told(config: Config, folder: str) -> None:
+    """They would not be read, nor the columns of their path."""
+    write(Path(config.data.path) / "train" / folder / "b.parquet")
+    assert refused(config) == (
+        f"set/train/{folder}/b.parquet: is in a folder of set/train, where it would not be read; write all files of the split "
+        "into set/train itself, and a column such as dt=2024-01-01 of the path into them"
+    )

@@ -124,8 +124,8 @@ FILES = {
     ),
     "another format": Wrong(
         text("t.xlsx", "PK"),
-        "--input t.xlsx: unknown format; the name must end with .parquet, .pq, .arrow, .feather, .ipc, .csv, .tsv, the last "
-        "two also with .gz or .zst",
+        "--input t.xlsx: unknown format; the name must end with .parquet, .pq, .arrow, .feather, .ipc, .csv, .tsv, "
+        ".inter, the last 3 also with .gz or .zst; or give --delimiter, if it is text",
         ("--input", "t.xlsx"),
     ),
     "an empty file": Wrong(text("t.parquet", b""), "--input t.parquet: the file is empty; leave it out, or write it again"),
@@ -148,7 +148,7 @@ FILES = {
     ),
     "CSV that is not UTF-8": Wrong(
         text("t.csv", lines(GOOD, "1,2.5,30,u1,gr\u00fcn,a").encode("latin-1")),
-        "--input t.csv: cannot be read (In CSV column #4: … invalid UTF8 data); mend the file or write it again",
+        "--input t.csv: is not text in UTF-8; give its encoding, such as --encoding latin-1 or --encoding cp1252",
         CSV,
     ),
     "gzip that is cut off": Wrong(
@@ -219,10 +219,15 @@ COLUMN_CHOICES = {
         OK, "--sparse: no column given; name at least one column of ids, such as --sparse user,item", ("--sparse", "")
     ),
     "a name that no file can have": Wrong(
-        OK, "--sparse 'a/b': allowed: letters, digits, '_', '-' and '.'; rename the column", ("--sparse", "user,a/b")
+        OK,
+        "--sparse 'a/b': allowed: letters, digits, '_', '-' and '.'; name it otherwise with --rename",
+        ("--sparse", "user,a/b"),
     ),
     "an unknown kind of dense feature": Wrong(
-        OK, "--dense age:sqrt: sqrt is unknown; allowed after the colon: standardize, log, quantile", ("--dense", "age:sqrt")
+        OK,
+        "--dense age:sqrt: sqrt is unknown; allowed after the colon: standardize, log, quantile; if that is the column's name, "
+        "give it another one with --rename 'age:sqrt=age'",
+        ("--dense", "age:sqrt"),
     ),
     "a separator for lists": Wrong(
         OK, "--separated tags: lists in t.parquet; allowed: a column of text", ("--separated", "tags=|")
@@ -330,13 +335,13 @@ NUMBERS_AND_SPLITS = {
     "a time in the future": Wrong(
         tables(t=changed("time", pa.array([RECENT] * (ROWS - 1) + [4_000_000_000]).cast(pa.timestamp("s")))),
         "--split-by-time time: 2096-10-02 07:06:40 in t.parquet, row 400; allowed: times up to now, "
-        "numbers in seconds since 1970; is the unit another one?",
+        "numbers in seconds since 1970",
         ("--split-by-time", "time"),
     ),
     "times in milliseconds": Wrong(
         tables(t=changed("time", [RECENT * 1000] * ROWS)),
-        "--split-by-time time: 1700000000000 in t.parquet, row 1; allowed: times up to now, numbers in seconds since 1970; is "
-        "the unit another one?",
+        "--split-by-time time: 1700000000000 in t.parquet, row 1; allowed: times up to now, numbers in seconds since 1970; try "
+        "--time-format ms",
         ("--split-by-time", "time"),
     ),
     "a missing time": Wrong(
@@ -347,7 +352,7 @@ NUMBERS_AND_SPLITS = {
     "a time that is none": Wrong(
         tables(t=changed("time", ["2024-05-31T12:00:00"] * 6 + ["yesterday"] * (ROWS - 6))),
         "--split-by-time time: 'yesterday' in t.parquet, row 7; allowed: seconds since 1970, or times such as "
-        "2024-05-31T12:00:00",
+        "2024-05-31T12:00:00; --time-format tells another format",
         ("--split-by-time", "time"),
     ),
     "equal times": Wrong(

@@ -176,6 +176,12 @@ class TestCheckpoints:
         add_checkpoint(checkpoints, config, 10, float("nan"))
         assert checkpoints.best() == 20
 
+    def test_without_an_auc_that_is_a_number_the_last_one_evaluated_is_the_best(self, tmp_path, config):
+        folder = CheckpointFolder(tmp_path / "other")
+        for step, auc in ((10, float("nan")), (20, float("nan")), (30, None)):
+            add_checkpoint(folder, config, step, auc)
+        assert folder.best() == folder.select("best") == 20
+
     def test_select(self, checkpoints):
         assert [checkpoints.select(which) for which in ("last", "best", "30")] == [1000, 20, 30]
 

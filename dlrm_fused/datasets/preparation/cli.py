@@ -10,11 +10,12 @@ from dataclasses import fields
 from pathlib import Path
 
 from dlrm_fused.config import SyntheticConfig
+from dlrm_fused.datasets.one_class import splits_of_one_class
 from dlrm_fused.datasets.preparation.criteo import CriteoOptions, available_cores, prepare_criteo
 from dlrm_fused.datasets.preparation.movielens import MovieLensOptions, SplitBy, prepare_movielens
 from dlrm_fused.datasets.preparation.parquet import ROW_GROUP_ROWS, ParquetOptions, write_parquet
 from dlrm_fused.datasets.preparation.table.arguments import add_apply, add_table
-from dlrm_fused.datasets.schema import PreparedInfo
+from dlrm_fused.datasets.schema import SCHEMA_FILE, PreparedInfo
 from dlrm_fused.errors import UserError
 
 
@@ -38,7 +39,12 @@ def main(arguments: Sequence[str] | None = None, program: str = "data/prepare.py
 def _summary(output: Path, info: PreparedInfo) -> str:
     samples = ", ".join(f"{count:,} {split}" for split, count in info.samples.items())
     tokens = f", {len(info.schema.token_features)} token features" if info.schema.token_features else ""
-    return f"{output}: {samples} samples, {len(info.schema.sparse_features)} sparse features{tokens}"
+    lines = [f"{output}: {samples} samples, {len(info.schema.sparse_features)} sparse features{tokens}"]
+    if "times" in info.origin:
+        lines.append(f"times: {info.origin['times']}")
+    if (output / SCHEMA_FILE).is_file():  # Parquet files have none
+        lines += [f"warning: {line}" for line in splits_of_one_class(output, info)]
+    return "\n".join(lines)
 
 
 def _fail(message: str) -> int:

@@ -56,9 +56,9 @@ class CheckpointFolder:
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """The step of the highest validation AUC among the checkpoints that have one; NaN is none."""
+        """The step of the highest validation AUC. One that is not defined, NaN, is below all others."""
         aucs = [(self.progress(step).validation_auc, step) for step in self.steps()]
-        scored = [(auc, step) for auc, step in aucs if auc is not None and not math.isnan(auc)]
+        scored = [(-math.inf if math.isnan(auc) else auc, step) for auc, step in aucs if auc is not None]
         return max(scored)[1] if scored else None
 
     def of(self, step: int) -> Path:

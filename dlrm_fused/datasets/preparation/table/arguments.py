@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dlrm_fused.datasets.preparation.criteo import available_cores
+from dlrm_fused.datasets.preparation.writer import SPLITS
 from dlrm_fused.datasets.schema import PreparedInfo
+from dlrm_fused.datasets.table_format import UNITS, TableFormat
 from dlrm_fused.datasets.transformation import DenseKind, HistoryColumns
 from dlrm_fused.errors import DataError
 
@@ -77,13 +79,36 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--input",
         nargs="+",
-        required=True,
+        default=[],
         metavar="FILE",
         help="Parquet, Arrow IPC, CSV or TSV files (the last two also .gz or .zst), or patterns in quotes: 'logs/*.parquet'",
     )
+    for split in SPLITS:
+        parser.add_argument(
+            f"--{split}", nargs="+", default=[], metavar="FILE", help=f"instead of --input, files whose rows are for {split}"
+        )
+    _add_format(parser)
     parser.add_argument("--output", type=Path, required=True, help="folder for the prepared set")
     parser.add_argument("--overwrite", action="store_true", help="replace a prepared set that is there already")
     parser.add_argument("--workers", type=int, default=available_cores(), help="threads (default: one for each core)")
+
+
+def _add_format(parser: argparse.ArgumentParser) -> None:
+    text = parser.add_argument_group("how files are written (of 'apply', by default as those of the transformation)")
+    text.add_argument("--delimiter", metavar="CHARACTER", help="between fields of text, such as ';', '|' or '\\t' for a tab")
+    text.add_argument("--encoding", metavar="NAME", help="of text, such as latin-1, cp1252 or utf-16 (default utf-8)")
+    text.add_argument("--quote", metavar="CHARACTER", help="encloses fields of text; '' if nothing does (default '\"')")
+    text.add_argument("--escape", metavar="CHARACTER", help="takes the meaning from the next character of text, such as '\\'")
+    text.add_argument(
+        "--trim", action=argparse.BooleanOptionalAction, default=None, help="leave out blanks around names and fields of text"
+    )
+    text.add_argument("--column-names", metavar="COLUMN,...", help="of text without a header; '' if there is one")
+    text.add_argument("--rename", nargs="+", metavar="OLD=NEW", help="other names for columns, such as 'user id=user'")
+    text.add_argument(
+        "--time-format",
+        metavar="FORMAT",
+        help=f"of the column of times: {', '.join(UNITS)} since 1970, or a format of Python's strptime, such as '%%Y%%m%%d'",
+    )
 
 
 def _add_split(parser: argparse.ArgumentParser, held_out: float | None) -> None:
@@ -91,7 +116,6 @@ def _add_split(parser: argparse.ArgumentParser, held_out: float | None) -> None:
     parser.add_argument(
         "--held-out",
         type=float,
-        default=held_out,
         metavar="SHARE",
         help=f"share of the rows for validation and test, half of it each ({default})",
     )
@@ -112,10 +136,17 @@ def _prepare(args: argparse.Namespace) -> PreparedInfo | str:
 def _apply(args: argparse.Namespace) -> PreparedInfo:
     from dlrm_fused.datasets.preparation.table.prepare import ApplyOptions, apply_transformation
 
-    is_split = args.held_out is not None or args.split_by_time or args.split_by_column
-    split = _split_options(args) if is_split else None
     return apply_transformation(
-        ApplyOptions(args.transformation, tuple(args.input), args.output, split, args.workers, args.overwrite)
+        ApplyOptions(
+            transformation=args.transformation,
+            input=tuple(args.input),
+            output=args.output,
+            split=_split_options(args) if _is_split(args) else None,
+            workers=args.workers,
+            overwrite=args.overwrite,
+            table_format=_table_format(args),
+            split_files=_split_files(args, needed=()),
+        )
     )
 
 
@@ -143,7 +174,48 @@ def _table_options(args: argparse.Namespace) -> TableOptions:
         sample_weight=args.sample_weight.strip(),
         workers=args.workers,
         overwrite=args.overwrite,
+        table_format=TableFormat(**_table_format(args)),
+        split_files=_split_files(args, needed=SPLITS),
     )
+
+
+def _table_format(args: argparse.Namespace) -> dict[str, Any]:
+    """What is given, by names of :class:`TableFormat`."""
+    given = {
+        "delimiter": "\t" if args.delimiter == "\\t" else args.delimiter,
+        "encoding": args.encoding,
+        "quote": args.quote,
+        "escape": args.escape,
+        "trim": args.trim,
+        "column_names": None if args.column_names is None else tuple(_names(args.column_names)),
+        "renamed": None if args.rename is None else _renamed(args.rename),
+        "time": args.time_format,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _split_files(args: argparse.Namespace, needed: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Files of each split that is given.
+
+    Args:
+        needed: splits that must be, if there is one.
+    """
+    files = {split: tuple(getattr(args, split)) for split in SPLITS if getattr(args, split)}
+    options = ", ".join(f"--{split}" for split in files)
+    missing = [f"--{split}" for split in needed if split not in files]
+    if not files and not args.input:
+        raise DataError("--input: no file given; name files, or those of each split with --train, --validation and --test")
+    if files and args.input:
+        raise DataError(f"--input {args.input[0]}: not together with {options}; keep one of them")
+    if files and missing:
+        raise DataError(f"{options}: without {', '.join(missing)}; give files for each split, or all of them as --input")
+    if files and _is_split(args):
+        raise DataError(f"{options}: files are split already; leave out --held-out, --split-by-time and --split-by-column")
+    return files
+
+
+def _is_split(args: argparse.Namespace) -> bool:
+    return bool(args.held_out is not None or args.split_by_time or args.split_by_column)
 
 
 def _split_options(args: argparse.Namespace) -> SplitOptions:
@@ -162,11 +234,22 @@ def _dense(text: str) -> dict[str, DenseKind]:
     for entry in _names(text):
         name, _, kind = entry.partition(":")
         if kind and kind not in DenseKind.__members__:
-            raise DataError(f"--dense {entry}: {kind} is unknown; allowed after the colon: {_KINDS}")
+            raise DataError(
+                f"--dense {entry}: {kind} is unknown; allowed after the colon: {_KINDS}; if that is the column's name, give it "
+                f"another one with --rename '{entry}={name}'"
+            )
         if name in dense:
             raise DataError(f"--dense {name}: is twice in --dense; keep one of them")
         dense[name] = DenseKind[kind] if kind else DenseKind.standardize
     return dense
+
+
+def _renamed(entries: Sequence[str]) -> dict[str, str]:
+    pairs = [entry.rpartition("=") for entry in entries]
+    for (old, _, new), entry in zip(pairs, entries, strict=True):
+        if not old or not new:
+            raise DataError(f"--rename {entry}: allowed: the name in the file, =, and the new name")
+    return {old: new for old, _, new in pairs}
 
 
 def _pairs(option: str, entries: Sequence[str]) -> dict[str, str]:

@@ -56,7 +56,9 @@ class ColumnChoice:
                 raise DataError(f"--{use} {name}: is {both}; keep one of them")
             seen[name] = use
             if not _FEATURE_NAME.fullmatch(name):
-                raise DataError(f"--{use} {name!r}: allowed: letters, digits, '_', '-' and '.'; rename the column")
+                raise DataError(
+                    f"--{use} {name!r}: allowed: letters, digits, '_', '-' and '.'; name it otherwise with --rename"
+                )
         for name in self.separators.keys() - set(self.sparse):
             raise DataError(f"--separated {name}: is not in --sparse; add it there")
         for option, name in self.other:
@@ -113,10 +115,10 @@ def check_types(files: Sequence[TableFile], choice: ColumnChoice) -> None:
         for option, name in [*uses, *others]:
             if name not in file.schema.names:
                 there = ", ".join(file.schema.names[:12])
-                raise DataError(f"{option} {name}: no such column in {file.path}; it has {there}")
+                raise DataError(f"{option} {name}: no such column in {file.path}; it has {there}{file.hint(name)}")
         for option, name in uses:
             found = _described(file.schema.field(name).type)
-            if found not in (_NUMBERS, Values.integer.name, None) and not (found == Values.text.name and file.is_text):
+            if found not in (_NUMBERS, Values.integer.name, None) and not (found == Values.text.name and file.is_written(name)):
                 raise DataError(f"{option} {name}: {found} in {file.path}; allowed: a column of numbers")
 
 
@@ -132,7 +134,7 @@ def check_sparse(files: Sequence[TableFile], columns: Sequence[SparseColumn]) ->
                 continue
             values, is_list = held
             # A whole number can be written as text; a text file has nothing but text.
-            fits = values is column.values or values is Values.integer or file.is_text
+            fits = values is column.values or values is Values.integer or file.is_written(column.name)
             if is_list != column.is_list or not fits:
                 raise DataError(
                     f"--input {file.path}: column {column.name} holds {_phrase(values, is_list)}, where the transformation was "

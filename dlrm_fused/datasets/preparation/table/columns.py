@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +16,7 @@ from dlrm_fused.datasets.transformation import Int, SparseColumn, Values, intege
 from dlrm_fused.errors import DataError
 
 MISSING_VALUE = -1
-MICROSECONDS = 1_000_000
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
-_DAY_SECONDS = 86_400
 
 
 @dataclass(frozen=True)
@@ -123,26 +120,6 @@ def read_categories(block: Block, column: SparseColumn) -> Categories:
     return Categories(distinct, number, np.concatenate([[0], lengths.cumsum()]))
 
 
-def read_times(block: Block, name: str, option: str) -> Int:
-    """Times of n rows: [n], microseconds since 1970.
-
-    Raises:
-        DataError: if one is missing, not a time, or in the future.
-    """
-    array = block.columns[name]
-    if pa.types.is_timestamp(array.type) or pa.types.is_date(array.type):
-        times = pc.cast(array, pa.timestamp("us", getattr(array.type, "tz", None)), safe=False)
-    else:
-        times = _parsed_times(block, name, option)
-    if times.null_count:
-        _refuse(block, name, option, _first(times.is_null()), "a time in every row; leave such rows out")
-    microseconds = times.cast(pa.int64()).to_numpy()
-    future = np.flatnonzero(microseconds > (time.time() + _DAY_SECONDS) * MICROSECONDS)
-    if future.size:
-        _refuse(block, name, option, int(future[0]), "times up to now, numbers in seconds since 1970; is the unit another one?")
-    return microseconds
-
-
 def read_texts(block: Block, name: str) -> pa.StringArray:
     """Values of a column in n rows as texts: [n]."""
     return _as_text(block.columns[name])
@@ -202,28 +179,6 @@ def _trimmed(array: pa.Array) -> pa.Array:
 
 def _is_text(data_type: pa.DataType) -> bool:
     return pa.types.is_string(data_type) or pa.types.is_large_string(data_type) or pa.types.is_string_view(data_type)
-
-
-def _parsed_times(block: Block, name: str, option: str) -> pa.Array:
-    """Times from seconds since 1970, or from texts such as 2024-05-31T12:00:00."""
-    array = block.columns[name]
-    values = _trimmed(array)
-    try:
-        seconds = pc.cast(values, pa.float64(), safe=False)
-    except pa.ArrowInvalid:
-        try:
-            return pc.cast(values, pa.timestamp("us"))
-        except pa.ArrowInvalid:
-            at = _first_not(array, pa.timestamp("us"))
-            _refuse(block, name, option, at, "seconds since 1970, or times such as 2024-05-31T12:00:00")
-    # What lies in the future is told by the caller; limited, so that it does not overflow here.
-    known = np.minimum(pc.fill_null(seconds, np.nan).to_numpy(zero_copy_only=False), 2.0**40)
-    is_missing = np.isnan(known)
-    return pa.array((np.where(is_missing, 0, known) * MICROSECONDS).astype(np.int64), mask=is_missing).cast(pa.timestamp("us"))
-
-
-def _first(mask: pa.Array) -> int:
-    return int(np.flatnonzero(mask.to_numpy(zero_copy_only=False))[0])
 
 
 def _first_not(array: pa.Array, wanted: pa.DataType) -> int:

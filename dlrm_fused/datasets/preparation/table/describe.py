@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from dlrm_fused.datasets.one_class import one_class
 from dlrm_fused.datasets.preparation.table.learning import check_kept, check_survey
 from dlrm_fused.datasets.preparation.table.proposed_config import proposed_config
-from dlrm_fused.datasets.preparation.table.splits import TRAIN
+from dlrm_fused.datasets.preparation.table.splits import TRAIN, TimeSplit
 from dlrm_fused.datasets.preparation.table.survey import Survey
 from dlrm_fused.datasets.preparation.writer import SPLITS
 from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
@@ -53,7 +54,15 @@ def _rows(survey: Survey) -> list[str]:
         for label, count in zip(question.labels, positives, strict=True)
     ]
     weight = [f"sample weight {question.sample_weight}: {survey.weight.sum() / total:g} on average"]
-    return [f"{total:,} rows: {splits}", *labels, *(weight if question.sample_weight else [])]
+    split = question.split
+    times = [f"time {split.column}: {split.found}"] if isinstance(split, TimeSplit) else []
+    one_classes = [
+        f"warning: {one_class(name, label, int(count > 0), int(rows))}"
+        for label, counts in zip(question.labels, survey.positives, strict=True)
+        for name, count, rows in zip(SPLITS, counts, survey.rows, strict=True)
+        if rows and count in (0, rows)
+    ]
+    return [f"{total:,} rows: {splits}", *times, *one_classes, *labels, *(weight if question.sample_weight else [])]
 
 
 def _dense(survey: Survey) -> list[str]:

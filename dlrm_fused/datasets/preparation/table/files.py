@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
+from urllib.parse import unquote
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet
 
+from dlrm_fused.datasets.preparation.table.text_files import (
+    COMPRESSIONS,
+    CSV,
+    check_closed,
+    check_encoding,
+    explained,
+    hint,
+    open_csv,
+)
+from dlrm_fused.datasets.table_format import PLAIN, TableFormat
 from dlrm_fused.errors import DataError
 
 BLOCK_ROWS = 2**17
-CSV_BLOCK_BYTES = 2**24
-PARQUET, IPC, CSV = (".parquet", ".pq"), (".arrow", ".feather", ".ipc"), (".csv", ".tsv")
-COMPRESSED = (".gz", ".zst")
-ALLOWED = f"{', '.join(PARQUET + IPC + CSV)}, the last two also with {' or '.join(COMPRESSED)}"
+PARQUET, IPC = (".parquet", ".pq"), (".arrow", ".feather", ".ipc")
+ALLOWED = f"{', '.join(PARQUET + IPC + CSV)}, the last {len(CSV)} also with {' or '.join(COMPRESSIONS)}"
+HIDDEN = ("_", ".")  # how names of files begin that hold no rows, such as _SUCCESS
+_NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 
 
 @dataclass(frozen=True)
@@ -26,16 +39,33 @@ class TableFile:
     """
     Attributes:
         suffix: of the format, without that of a compression.
-        schema: the columns of a text file are all texts.
+        schema: the columns by their new names, with those of the path; all of a text file are texts.
+        names: those that columns have in the file, by their new names.
+        table_format: how it is written.
+        partitions: columns of the path, such as dt=2024-01-01, with the value that all rows have; None is a missing one.
     """
 
     path: Path
     suffix: str
     schema: pa.Schema
+    names: Mapping[str, str]
+    table_format: TableFormat
+    partitions: Mapping[str, str | None]
 
     @property
     def is_text(self) -> bool:
-        return self.suffix in CSV
+        return self.suffix not in PARQUET + IPC
+
+    def is_written(self, column: str) -> bool:
+        """Whether the values of a column are texts for want of a type, so that numbers may be meant."""
+        return self.is_text or column in self.partitions
+
+    def hint(self, wanted: str) -> str:
+        """Why a column may be missing; begins with a semicolon, or is empty."""
+        names = list(self.names)
+        similar = [name for name in names if name.partition(":")[0] == wanted or name.strip().lower() == wanted.lower()]
+        found = hint(names, wanted, self.suffix, self.table_format) if self.is_text else ""
+        return found or (f"; --rename '{similar[0]}={wanted}' gives it that name" if similar else "")
 
 
 @dataclass(frozen=True)
@@ -60,47 +90,74 @@ class Block:
         """Names a row of this block in messages."""
         return f"{self.path}, row {self.first_in_file + row + 1}"
 
+    def refuse(self, column: str, option: str, row: int, allowed: str) -> NoReturn:
+        """Raise DataError of a value, where ``option`` names its column."""
+        value = self.columns[column][row].as_py()
+        shown = "a missing value" if value is None else (repr(value) if isinstance(value, str) else str(value))[:60]
+        raise DataError(f"{option} {column}: {shown} in {self.where(row)}; allowed: {allowed}") from None
 
-def find_files(patterns: Sequence[str]) -> list[Path]:
+
+def find_files(patterns: Sequence[str], option: str = "--input") -> list[Path]:
     """The files that patterns such as ``logs/*.parquet`` name, each pattern's in the order of their names.
+
+    Names that begin with ``_`` or ``.`` are left out, as Spark and Hive do, unless they are given as they are and have a known
+    suffix.
 
     Raises:
         DataError: if a pattern finds no file, or a file is named twice.
     """
-    paths: list[Path] = []
+    paths: dict[Path, Path] = {}  # by where they are, whatever names they go by
     for pattern in patterns:
         found = sorted(glob.glob(pattern, recursive=True)) or ([pattern] if Path(pattern).exists() else [])
         if not found:
-            raise DataError(f"--input {pattern}: no such file; put a pattern such as 'logs/*.parquet' in quotes")
+            raise DataError(f"{option} {pattern}: no such file; put a pattern such as 'logs/*.parquet' in quotes")
         for path in map(Path, found):
+            if _is_hidden(path, pattern) or ("**" in pattern and path.is_dir()):
+                continue
             if path.is_dir():
-                raise DataError(f"--input {path}: is a folder; name its files, such as '{path}/*.parquet'")
-            if path in paths:
-                raise DataError(f"--input {path}: given twice, so its rows would count twice; leave out one")
-            paths.append(path)
-    return paths
+                raise DataError(f"{option} {path}: is a folder; name its files, such as '{path}/*.parquet'")
+            if path.resolve() in paths:
+                raise DataError(f"{option} {path}: given twice, so its rows would count twice; leave out one")
+            paths[path.resolve()] = path
+    if not paths:
+        raise DataError(f"{option} {patterns[0]}: finds only names that begin with _ or ., which are left out; name others")
+    return list(paths.values())
 
 
-def open_file(path: Path) -> TableFile:
+def _is_hidden(path: Path, pattern: str) -> bool:
+    if str(path) == str(Path(pattern)):
+        return path.name.startswith(HIDDEN) and _suffix(path, PLAIN) is None
+    given = Path(pattern).parts
+    return any(part.startswith(HIDDEN) and part not in given for part in path.parts)
+
+
+def open_file(path: Path, table_format: TableFormat = PLAIN) -> TableFile:
     """Read what columns a file has.
 
     Raises:
         DataError: if it is empty, unreadable or of an unknown format, or has two columns of a name.
     """
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in COMPRESSED and suffixes[-2:-1] and suffixes[-2] in CSV:
-        suffixes.pop()
-    if not suffixes or suffixes[-1] not in PARQUET + IPC + CSV:
-        raise DataError(f"--input {path}: unknown format; the name must end with {ALLOWED}")
+    suffix = _suffix(path, table_format)
+    if suffix is None:
+        raise DataError(f"--input {path}: unknown format; the name must end with {ALLOWED}; or give --delimiter, if it is text")
     if path.stat().st_size == 0:
         raise DataError(f"--input {path}: the file is empty; leave it out, or write it again")
-    suffix = suffixes[-1]
-    with _reported(path):
-        schema = _read_schema(path, suffix)
+    if suffix in PARQUET + IPC:
+        table_format = TableFormat(renamed=table_format.renamed)
+    else:
+        check_encoding(path, table_format)
+    with _reported(path, table_format):
+        schema = _read_schema(path, suffix, table_format)
+    in_file = schema.names
+    names = [_new_name(name, table_format) for name in in_file]
+    partitions = {name: value for name, value in _partitions(path).items() if name not in names}
+    fields = [pa.field(name, _as_text(kind)) for name, kind in zip(names, schema.types, strict=True)]
+    schema = pa.schema([*fields, *(pa.field(name, pa.string()) for name in partitions)])
     twice = [name for name in schema.names if schema.names.count(name) > 1]
     if twice:
-        raise DataError(f"--input {path}: two columns are named {twice[0]}; rename one")
-    return TableFile(path, suffix, schema)
+        remedy = "name the columns with --column-names" if suffix not in PARQUET + IPC and twice[0].isdigit() else "rename one"
+        raise DataError(f"--input {path}: two columns are named {twice[0]}; {remedy}")
+    return TableFile(path, suffix, schema, dict(zip(names, in_file, strict=True)), table_format, partitions)
 
 
 def read_blocks(files: Sequence[TableFile], columns: Sequence[str]) -> Iterator[Block]:
@@ -112,8 +169,8 @@ def read_blocks(files: Sequence[TableFile], columns: Sequence[str]) -> Iterator[
     first = 0
     for file in files:
         first_in_file = 0
-        with _reported(file.path):
-            for batch in _read_batches(file, list(columns)):
+        with _reported(file.path, file.table_format):
+            for batch in _read_batches(file, columns):
                 for start in range(0, batch.num_rows, BLOCK_ROWS):
                     block = Block(file.path, first_in_file, first, batch.slice(start, BLOCK_ROWS))
                     yield block
@@ -123,18 +180,70 @@ def read_blocks(files: Sequence[TableFile], columns: Sequence[str]) -> Iterator[
         raise DataError(f"--input {files[0].path}: no rows in any of the {len(files)} files; write them again")
 
 
-def _read_schema(path: Path, suffix: str) -> pa.Schema:
+def _suffix(path: Path, table_format: TableFormat) -> str | None:
+    """The suffix that tells the format; None if none does. With a delimiter, whatever is not known is text."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    is_compressed = bool(suffixes) and suffixes[-1] in COMPRESSIONS
+    suffix = "".join(suffixes[-2:-1] if is_compressed else suffixes[-1:])
+    if suffix in CSV or (suffix in PARQUET + IPC and not is_compressed):
+        return suffix
+    return suffix if table_format.delimiter else None
+
+
+def _partitions(path: Path) -> dict[str, str | None]:
+    """Columns that the folders of a path tell, as Hive and Spark write them."""
+    pairs = [unquote(part).partition("=") for part in path.parts[:-1]]
+    return {name: None if value == _NULL_PARTITION else value for name, equals, value in pairs if equals and name}
+
+
+def _new_name(name: str, table_format: TableFormat) -> str:
+    name = name.removeprefix("\ufeff")  # of an encoding that does not take the byte order mark for one
+    name = name.strip() if table_format.trim else name
+    return table_format.renamed.get(name, name)
+
+
+def _as_text(data_type: pa.DataType) -> pa.DataType:
+    """The type as which a column is read: bytes count as the text that they are in UTF-8."""
+    types = pa.types
+    if types.is_large_binary(data_type):
+        return pa.large_string()
+    if types.is_binary(data_type) or types.is_fixed_size_binary(data_type) or data_type == pa.binary_view():
+        return pa.string()
+    if types.is_dictionary(data_type) and _as_text(data_type.value_type) != data_type.value_type:
+        return _as_text(data_type.value_type)
+    if types.is_list(data_type) and _as_text(data_type.value_type) != data_type.value_type:
+        return pa.list_(_as_text(data_type.value_type))
+    if types.is_large_list(data_type) and _as_text(data_type.value_type) != data_type.value_type:
+        return pa.large_list(_as_text(data_type.value_type))
+    return data_type
+
+
+def _read_schema(path: Path, suffix: str, table_format: TableFormat) -> pa.Schema:
     if suffix in PARQUET:
         with pa.parquet.ParquetFile(path) as file:
             return file.schema_arrow
     if suffix in IPC:
         with pa.OSFile(str(path)) as source:
             return _open_ipc(source).schema
-    with _open_csv(path, suffix, []) as reader:
+    with open_csv(path, suffix, table_format, []) as reader:
         return pa.schema([(name, pa.string()) for name in reader.schema.names])
 
 
-def _read_batches(file: TableFile, columns: list[str]) -> Iterator[pa.RecordBatch]:
+def _read_batches(file: TableFile, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """The rows with ``columns`` as the file's schema has them."""
+    in_file = [file.names[name] for name in columns if name in file.names] or list(file.names.values())[:1]
+    for batch in _read_as_written(file, in_file):
+        arrays = [
+            pa.repeat(pa.scalar(file.partitions[name], pa.string()), batch.num_rows)
+            if name in file.partitions
+            else _converted(batch.column(file.names[name]), name, file)
+            for name in columns
+        ]
+        yield pa.RecordBatch.from_arrays(arrays, names=list(columns))
+
+
+def _read_as_written(file: TableFile, columns: list[str]) -> Iterator[pa.RecordBatch]:
+    """The rows with ``columns``, which go by their names in the file, and perhaps others."""
     if file.suffix in PARQUET:
         # What is buffered ahead would be held until the end of the file.
         with pa.parquet.ParquetFile(file.path, pre_buffer=False) as parquet:
@@ -147,8 +256,30 @@ def _read_batches(file: TableFile, columns: list[str]) -> Iterator[pa.RecordBatc
             else:
                 yield from (batch.select(columns) for batch in reader)
     else:
-        with _open_csv(file.path, file.suffix, columns) as csv:
-            yield from csv
+        last_column = list(file.names.values())[-1]
+        last_value = ""
+        with open_csv(file.path, file.suffix, file.table_format, list(dict.fromkeys([*columns, last_column]))) as csv:
+            for batch in csv:
+                yield batch
+                last_value = batch.column(last_column)[-1].as_py() or "" if batch.num_rows else last_value
+        check_closed(file.path, file.table_format, last_value)
+
+
+def _converted(array: pa.Array, column: str, file: TableFile) -> pa.Array:
+    """Values with bytes as text, and without the blanks around them that are to be left out."""
+    wanted = _as_text(array.type)
+    if wanted != array.type:
+        try:
+            array = pc.cast(array, wanted)
+        except pa.ArrowInvalid:
+            raise DataError(
+                f"--input {file.path}: column {column} holds bytes that are not text in UTF-8; write them as text, or leave "
+                "the column out"
+            ) from None
+    if file.is_text and file.table_format.trim:
+        trimmed = pc.utf8_trim_whitespace(array)
+        array = pc.if_else(pc.equal(trimmed, ""), pa.scalar(None, pa.string()), trimmed)
+    return array
 
 
 def _open_ipc(source: pa.NativeFile) -> pa.RecordBatchFileReader | pa.RecordBatchStreamReader:
@@ -160,26 +291,12 @@ def _open_ipc(source: pa.NativeFile) -> pa.RecordBatchFileReader | pa.RecordBatc
         return pa.ipc.open_stream(source)
 
 
-def _open_csv(path: Path, suffix: str, columns: list[str]) -> pa.csv.CSVStreamingReader:
-    """All values as texts, so that one that cannot be used is told with its row; an empty field is null."""
-    return pa.csv.open_csv(
-        pa.input_stream(str(path)),
-        pa.csv.ReadOptions(use_threads=False, block_size=CSV_BLOCK_BYTES),  # threads do not know the numbers of rows
-        pa.csv.ParseOptions(delimiter="\t" if suffix == ".tsv" else ","),
-        pa.csv.ConvertOptions(
-            column_types=dict.fromkeys(columns, pa.string()),
-            include_columns=columns,
-            strings_can_be_null=True,
-            null_values=[""],
-        ),
-    )
-
-
 @contextmanager
-def _reported(path: Path) -> Iterator[None]:
+def _reported(path: Path, table_format: TableFormat) -> Iterator[None]:
     """Arrow's errors as one line that names the file."""
     try:
         yield
-    except (pa.ArrowException, OSError, EOFError) as error:
-        reason = " ".join(str(error).split())
-        raise DataError(f"--input {path}: cannot be read ({reason[:200]}); mend the file or write it again") from None
+    except (pa.ArrowException, OSError, EOFError, UnicodeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        cause = explained(error, table_format) or f"cannot be read ({reason}); mend the file or write it again"
+        raise DataError(f"--input {path}: {cause}") from None

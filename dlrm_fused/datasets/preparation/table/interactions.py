@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_fused.datasets.preparation.histories import GAP_ROWS, Histories, find_histories, mean_bag, write_interactions
-from dlrm_fused.datasets.preparation.table.columns import MICROSECONDS, Categories, read_categories, read_times
+from dlrm_fused.datasets.preparation.table.columns import Categories, read_categories
 from dlrm_fused.datasets.preparation.table.files import Block
+from dlrm_fused.datasets.preparation.table.times import MICROSECONDS, read_times
 from dlrm_fused.datasets.preparation.writer import SCRATCH, SPLITS, NpyAppender, write_array
 from dlrm_fused.datasets.schema import SparseFeature
 from dlrm_fused.datasets.storage import ranges
@@ -44,9 +45,15 @@ class Interactions:
 
 @dataclass(frozen=True)
 class InteractionColumns:
+    """
+    Attributes:
+        time_format: as in :class:`TableFormat`.
+    """
+
     user: SparseColumn
     item: SparseColumn
     time: str
+    time_format: str
 
     def read(self, block: Block) -> Interactions:
         """A row whose user is missing is of a user of its own."""
@@ -56,7 +63,7 @@ class InteractionColumns:
         return Interactions(
             users,
             _row_keys(read_categories(block, self.item)),
-            read_times(block, self.time, HISTORY) // MICROSECONDS,
+            read_times(block, self.time, HISTORY, self.time_format) // MICROSECONDS,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -23,6 +23,7 @@ from dlrm_fused.datasets.preparation.table.splits import (
     BY_COLUMN,
     BY_TIME,
     ColumnSplit,
+    FileSplit,
     OneSplit,
     RandomSplit,
     Split,
@@ -31,8 +32,9 @@ from dlrm_fused.datasets.preparation.table.splits import (
 from dlrm_fused.datasets.preparation.table.survey import Question, Survey, survey_block
 from dlrm_fused.datasets.preparation.table.writing import write_set
 from dlrm_fused.datasets.preparation.threads import map_in_order
-from dlrm_fused.datasets.preparation.writer import PROPOSED_CONFIG, SCRATCH, new_output
+from dlrm_fused.datasets.preparation.writer import PROPOSED_CONFIG, SCRATCH, SPLITS, new_output
 from dlrm_fused.datasets.schema import PreparedInfo
+from dlrm_fused.datasets.table_format import PLAIN, TableFormat
 from dlrm_fused.datasets.transformation import (
     TRANSFORMATION,
     DenseKind,
@@ -84,7 +86,7 @@ class SplitOptions:
 class TableOptions:
     """
     Attributes:
-        input: files, or patterns that name files.
+        input: files, or patterns that name files; empty where ``split_files`` names them.
         dense: columns, and what becomes of their values.
         separated: separators of text columns that hold several values each.
         min_frequency: values that occur less often in training rows share one id.
@@ -92,6 +94,8 @@ class TableOptions:
         history: what histories are made of; None for none.
         sample_weight: column of what each row counts; empty for none.
         workers: threads.
+        table_format: how the files are written.
+        split_files: likewise, by the split that their rows are for.
     """
 
     input: tuple[str, ...]
@@ -107,6 +111,8 @@ class TableOptions:
     sample_weight: str = ""
     workers: int = 1
     overwrite: bool = False
+    table_format: TableFormat = PLAIN
+    split_files: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -114,9 +120,11 @@ class ApplyOptions:
     """
     Attributes:
         transformation: a prepared set.
-        input: files, or patterns that name files.
+        input: files, or patterns that name files; empty where ``split_files`` names them.
         split: None: all rows are for the test.
         workers: threads.
+        table_format: what is other than in the files that the transformation was made for, by names of :class:`TableFormat`.
+        split_files: files, or patterns, by the split that their rows are for.
     """
 
     transformation: Path
@@ -125,6 +133,8 @@ class ApplyOptions:
     split: SplitOptions | None = None
     workers: int = 1
     overwrite: bool = False
+    table_format: dict[str, Any] = field(default_factory=dict)
+    split_files: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def prepare_table(options: TableOptions) -> PreparedInfo:
@@ -139,9 +149,10 @@ def prepare_table(options: TableOptions) -> PreparedInfo:
         scratch.mkdir()
         survey = table.survey(set(options.sparse) - options.hash_buckets.keys(), scratch)
         transformation = learn(survey, options.min_frequency, options.hash_buckets, options.history)
+        transformation = replace(transformation, table_format=options.table_format)
         shutil.rmtree(scratch)
         transformation.save(folder / TRANSFORMATION)
-        origin = {"data_set": "table", **_plain(asdict(options))}
+        origin = _origin(options, table.split)
         info = write_set(
             table.files, table.columns, transformation, table.split, table.interactions, folder, options.workers, origin
         )
@@ -171,7 +182,9 @@ def apply_transformation(options: ApplyOptions) -> PreparedInfo:
     columns = tuple(encoding.column for encoding in transformation.sparse)
     if options.split:
         options.split.check(transformation.history)
-    files = [open_file(path) for path in find_files(options.input)]
+    table_format = replace(transformation.table_format, **options.table_format)
+    table_format.check()
+    files, split_of_files = _open_files(options.input, options.split_files, table_format)
     choice = ColumnChoice(
         transformation.labels,
         tuple(feature.name for feature in transformation.dense),
@@ -182,11 +195,13 @@ def apply_transformation(options: ApplyOptions) -> PreparedInfo:
     )
     check_types(files, choice)
     check_sparse(files, columns)
-    split = _split(files, options.split, transformation.history) if options.split else OneSplit("test")
-    interactions = _interactions(files, transformation.history)
+    split: Split = split_of_files or OneSplit("test")
+    if options.split:
+        split = _split(files, options.split, transformation.history, table_format.time)
+    interactions = _interactions(files, transformation.history, table_format.time)
     with new_output(options.output, options.overwrite) as folder:
         transformation.save(folder / TRANSFORMATION)
-        origin = {"data_set": "table", **_plain(asdict(options))}
+        origin = _origin(options, split)
         return write_set(files, choice.names(), transformation, split, interactions, folder, options.workers, origin)
 
 
@@ -234,12 +249,38 @@ def _open_table(options: TableOptions) -> _Table:
     )
     choice.check()
     _check_history(options)
-    files = [open_file(path) for path in find_files(options.input)]
+    options.table_format.check()
+    files, split_of_files = _open_files(options.input, options.split_files, options.table_format)
     sparse = choose_sparse(files, choice)
-    interactions = _interactions(files, options.history)
-    split = _split(files, options.split, options.history)
+    _check_renamed(files, options.table_format)
+    time_format = options.table_format.time
+    interactions = _interactions(files, options.history, time_format)
+    split = split_of_files or _split(files, options.split, options.history, time_format)
     question = Question(options.labels, options.dense, sparse, split, frozenset(), options.sample_weight)
     return _Table(files, choice.names(), question, interactions, options.workers)
+
+
+def _open_files(
+    patterns: Sequence[str], of_splits: Mapping[str, Sequence[str]], table_format: TableFormat
+) -> tuple[list[TableFile], FileSplit | None]:
+    """The files of ``--input``, or those of each split, and then what split each is for."""
+    if not of_splits:
+        return [open_file(path, table_format) for path in find_files(patterns)], None
+    split_of: dict[Path, str] = {}
+    taken: dict[Path, str] = {}  # by where files are, whatever names they go by
+    for split in SPLITS:
+        for path in find_files(of_splits[split], f"--{split}") if split in of_splits else []:
+            first = taken.setdefault(path.resolve(), split)
+            if first != split:
+                raise DataError(f"--{split} {path}: is in --{first}, too; leave it out of one of them")
+            split_of[path] = split
+    return [open_file(path, table_format) for path in split_of], FileSplit(split_of)
+
+
+def _check_renamed(files: Sequence[TableFile], table_format: TableFormat) -> None:
+    there = {name.strip() if table_format.trim else name for file in files for name in file.names.values()}
+    for name in table_format.renamed.keys() - there:
+        raise DataError(f"--rename {name}={table_format.renamed[name]}: no such column in {files[0].path}; leave it out")
 
 
 def _check_numbers(options: TableOptions) -> None:
@@ -258,6 +299,8 @@ def _check_history(options: TableOptions) -> None:
     history = options.history
     if history is None:
         return
+    if options.split_files:
+        raise DataError(f"{HISTORY}: rows are split by its time, {history.time}, and not by files; name all files in --input")
     if history.length < 1:
         raise DataError(f"--history-length={history.length}: allowed: 1 or more")
     for name in history.items:
@@ -278,21 +321,27 @@ def _history_columns(history: HistoryColumns | None) -> list[tuple[str, str]]:
     return [(HISTORY, history.user), (HISTORY, history.time)] if history else []
 
 
-def _split(files: Sequence[TableFile], options: SplitOptions, history: HistoryColumns | None) -> Split:
+def _split(files: Sequence[TableFile], options: SplitOptions, history: HistoryColumns | None, time_format: str) -> Split:
     if history:
-        return TimeSplit.of(files, history.time, HISTORY, options.held_out)
+        return TimeSplit.of(files, history.time, HISTORY, time_format, options.held_out)
     if options.by_time:
-        return TimeSplit.of(files, options.by_time, BY_TIME, options.held_out)
+        return TimeSplit.of(files, options.by_time, BY_TIME, time_format, options.held_out)
     if options.by_column:
         return ColumnSplit(options.by_column)
     return RandomSplit(options.held_out, options.seed)
 
 
-def _interactions(files: Sequence[TableFile], history: HistoryColumns | None) -> InteractionColumns | None:
+def _interactions(files: Sequence[TableFile], history: HistoryColumns | None, time_format: str) -> InteractionColumns | None:
     if history is None:
         return None
     user, item = (grouping_column(files, HISTORY, name) for name in (history.user, history.items[0]))
-    return InteractionColumns(user, item, history.time)
+    return InteractionColumns(user, item, history.time, time_format=time_format)
+
+
+def _origin(options: TableOptions | ApplyOptions, split: Split) -> dict[str, Any]:
+    """How a set was made, for ``dataset.json``."""
+    times = {"times": split.found} if isinstance(split, TimeSplit) else {}
+    return {"data_set": "table", **_plain(asdict(options)), **times}
 
 
 def _plain(value: Any) -> Any:

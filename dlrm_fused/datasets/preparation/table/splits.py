@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -12,9 +13,10 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from dlrm_fused.datasets.hashing import derive_key
-from dlrm_fused.datasets.preparation.table.columns import read_texts, read_times
+from dlrm_fused.datasets.preparation.table.columns import read_texts
 from dlrm_fused.datasets.preparation.table.files import Block, TableFile, read_blocks
 from dlrm_fused.datasets.preparation.table.sampling import RowSample, row_bits, sample_bits
+from dlrm_fused.datasets.preparation.table.times import TimeSurvey, read_times
 from dlrm_fused.datasets.preparation.writer import SPLITS
 from dlrm_fused.errors import DataError
 
@@ -39,6 +41,16 @@ class OneSplit:
 
 
 @dataclass(frozen=True)
+class FileSplit:
+    """All rows of a file are of one split."""
+
+    of_files: Mapping[Path, str]
+
+    def assign(self, block: Block) -> NDArray[np.uint8]:
+        return OneSplit(self.of_files[block.path]).assign(block)
+
+
+@dataclass(frozen=True)
 class RandomSplit:
     """Rows are drawn by the seed and their position in the table.
 
@@ -59,29 +71,30 @@ class TimeSplit:
     """The newest rows are for the test, those before them for validation.
 
     Attributes:
+        option: names where the column comes from in messages.
+        time_format: as in :class:`TableFormat`.
         starts: microseconds since 1970 from which on rows are for validation, and for the test.
+        found: the first and the last time, and how they were read, for people.
     """
 
     column: str
     option: str
+    time_format: str
     starts: tuple[int, int]
+    found: str
 
     @staticmethod
-    def of(files: Sequence[TableFile], column: str, option: str, held_out: float) -> TimeSplit:
-        """Cut the rows of a table, of equal times none apart. Where there are very many, a sample of them is cut.
-
-        Args:
-            option: names where the column comes from in messages.
-        """
-        sample = RowSample()
+    def of(files: Sequence[TableFile], column: str, option: str, time_format: str, held_out: float) -> TimeSplit:
+        """Cut the rows of a table, of equal times none apart. Where there are very many, a sample of them is cut."""
+        sample, survey = RowSample(), TimeSurvey(column, option, time_format)
         for block in read_blocks(files, [column]):
-            sample.add(sample_bits(block.first, len(block)), read_times(block, column, option))
+            sample.add(sample_bits(block.first, len(block)), survey.read(block))
         times = np.sort(sample.values())
         at = [min(round(len(times) * share), len(times) - 1) for share in (1 - held_out, 1 - held_out / 2)]
-        return TimeSplit(column, option, (int(times[at[0]]), int(times[at[1]])))
+        return TimeSplit(column, option, time_format, (int(times[at[0]]), int(times[at[1]])), survey.finish())
 
     def assign(self, block: Block) -> NDArray[np.uint8]:
-        return _by_thresholds(read_times(block, self.column, self.option), list(self.starts))
+        return _by_thresholds(read_times(block, self.column, self.option, self.time_format), list(self.starts))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,152 @@
+"""How the files of a table are written, where they do not say so themselves."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+from dlrm_fused.errors import DataError
+
+UNITS = ("s", "ms", "us", "ns")
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+@dataclass(frozen=True)
+class TableFormat:
+    """The first five are of text files only.
+
+    Attributes:
+        delimiter: between the fields of a line; empty: a tab in .tsv and .inter files, otherwise a comma.
+        encoding: as Python names it.
+        quote: encloses fields; empty: nothing does.
+        escape: takes the meaning from the character after it; empty: nothing does, and quotes are doubled.
+        trim: whether blanks around names and fields are left out.
+        column_names: of files without a header; empty: the first line is the header.
+        renamed: new names of columns, by their names in the files.
+        time: of the column of times: a unit of ``UNITS`` since 1970, or a format as ``datetime.strptime`` takes it. Empty:
+            seconds since 1970, or ISO 8601. Columns of timestamps and dates are read as they are.
+    """
+
+    delimiter: str = ""
+    encoding: str = "utf-8"
+    quote: str = '"'
+    escape: str = ""
+    trim: bool = False
+    column_names: tuple[str, ...] = ()
+    renamed: dict[str, str] = field(default_factory=dict)
+    time: str = ""
+
+    def check(self) -> None:
+        """
+        Raises:
+            DataError: if a character, the encoding or the format of times cannot be.
+        """
+        for option, character in (("delimiter", self.delimiter), ("quote", self.quote), ("escape", self.escape)):
+            if len(character.encode()) > 1 or character in ("\n", "\r"):
+                raise DataError(f"--{option} {character!r}: allowed: one ASCII character that ends no line")
+        if self.delimiter and self.delimiter in (self.quote, self.escape):
+            raise DataError(f"--delimiter {self.delimiter!r}: is also --quote or --escape; keep one of them")
+        try:
+            "a".encode(self.encoding)
+        except (LookupError, ValueError):
+            raise DataError(
+                f"--encoding {self.encoding}: unknown; allowed: names of Python's text encodings, such as utf-8, utf-16, "
+                "latin-1, cp1252, gb18030"
+            ) from None
+        if self.time and self.time not in UNITS:
+            _check_time(self.time)
+
+    def seconds(self, value: object) -> int:
+        """Seconds since 1970, rounded down, of one time, as a column of such values is read.
+
+        Raises:
+            ValueError: if it is not a time.
+        """
+        if isinstance(value, date):
+            when = value if isinstance(value, datetime) else datetime(value.year, value.month, value.day)
+            return _microseconds(when) // 1_000_000
+        number = _number(value)
+        if self.time and self.time not in UNITS:
+            text = value.strip() if isinstance(value, str) else str(number).zfill(fewest_digits(self.time))
+            return parse_time(text, self.time) // 1_000_000
+        if number is not None:
+            return math.floor(number / 1000 ** UNITS.index(self.time or "s"))
+        if self.time or not isinstance(value, str):
+            raise ValueError(f"{value!r} is not a number of {self.time or 's'}")
+        return _microseconds(datetime.fromisoformat(value.strip())) // 1_000_000
+
+    def saved(self) -> dict[str, Any]:
+        """What differs from the defaults, for JSON."""
+        default = TableFormat()
+        return {name: value for name, value in asdict(self).items() if value != getattr(default, name)}
+
+    @staticmethod
+    def of(saved: Mapping[str, Any]) -> TableFormat:
+        """Read what :meth:`saved` gave.
+
+        Raises:
+            ValueError: if there is an unknown entry.
+        """
+        unknown = saved.keys() - {each.name for each in fields(TableFormat)}
+        if unknown:
+            raise ValueError(f"unknown format of files: {', '.join(sorted(unknown))}")
+        names = {"column_names": tuple(saved["column_names"])} if "column_names" in saved else {}
+        return TableFormat(**{**saved, **names})
+
+
+PLAIN = TableFormat()
+
+
+def parse_time(text: str, time_format: str) -> int:
+    """Microseconds since 1970 of a time in a format of ``datetime.strptime``. Without a zone it is UTC.
+
+    Raises:
+        ValueError: if it has another format; for one of digits alone, also if digits are missing: strptime would guess which.
+    """
+    fewest = fewest_digits(time_format)
+    if fewest and not fewest <= len(text) <= fewest + (5 if time_format.endswith("%f") else 0):
+        raise ValueError(f"{text!r} is not as long as {time_format}")
+    return _microseconds(datetime.strptime(text, time_format))
+
+
+def fewest_digits(time_format: str) -> int:
+    """How many digits a format of digits alone takes at least; 0 for other formats."""
+    directives = re.findall("%([YymdHMSf])", time_format)
+    if len(time_format) != 2 * len(directives) or "f" in directives[:-1]:
+        return 0
+    return sum({"Y": 4, "f": 1}.get(directive, 2) for directive in directives)
+
+
+def _microseconds(when: datetime) -> int:
+    """Since 1970; without a zone it is UTC."""
+    return ((when if when.tzinfo else when.replace(tzinfo=UTC)) - _EPOCH) // timedelta(microseconds=1)
+
+
+def _number(value: object) -> Fraction | None:
+    """A finite number, or the text of one; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal | str):
+        return None
+    try:
+        return Fraction(value)
+    except (ValueError, OverflowError, ZeroDivisionError):
+        return None
+
+
+def _check_time(time_format: str) -> None:
+    try:
+        datetime.strptime(datetime(2001, 2, 3, 4, 5, 6).strftime(time_format), time_format)
+    except (ValueError, re.error):
+        is_format = False
+    else:
+        is_format = "%" in time_format
+    if not is_format:
+        raise DataError(
+            f"--time-format {time_format}: allowed: a unit, {', '.join(UNITS)}, or a format of Python's strptime, such as "
+            "'%Y%m%d' or '%d/%m/%Y %H:%M'"
+        )
