@@ -30,13 +30,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dlrm_fused.datasets.transformation import LABEL
 from dlrm_fused.errors import DataError
 
 FORMAT_VERSION = 3
 READABLE_VERSIONS = (1, 2, 3)  # 1 had no token features, 2 one label and no weights
 SCHEMA_FILE = "dataset.json"
 INTERACTIONS = "interactions"
-LABEL = "label"
 # What a set of version 2 has not, as it is there; left out of the file, such a set is what earlier releases wrote and read.
 _SINCE_VERSION_3 = {"labels": (LABEL,), "has_weights": False}
 
