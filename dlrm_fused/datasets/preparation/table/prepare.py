@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -14,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from dlrm_fused.datasets.preparation.table.choice import ColumnChoice, check_sparse, check_types, choose_sparse, grouping_column
-from dlrm_fused.datasets.preparation.table.describe import describe
+from dlrm_fused.datasets.preparation.table.describe import describe, suspects
 from dlrm_fused.datasets.preparation.table.files import TableFile, find_files, open_file, read_blocks
 from dlrm_fused.datasets.preparation.table.interactions import HISTORY, TOKEN_GAP, TOKEN_LABEL, InteractionColumns
 from dlrm_fused.datasets.preparation.table.learning import learn
@@ -40,6 +41,7 @@ from dlrm_fused.datasets.transformation import (
     Transformation,
     token_name,
 )
+from dlrm_fused.datasets.values import NullMarkers
 from dlrm_fused.errors import DataError
 
 MAX_ROWS = 2**31 - 1
@@ -91,6 +93,7 @@ class TableOptions:
         hash_buckets: rows of the tables of columns whose values are hashed instead.
         history: what histories are made of; None for none.
         sample_weight: column of what each row counts; empty for none.
+        null_values: values of dense and sparse columns that are missing ones.
         workers: threads.
     """
 
@@ -105,6 +108,7 @@ class TableOptions:
     split: SplitOptions = field(default_factory=SplitOptions)
     history: HistoryColumns | None = None
     sample_weight: str = ""
+    null_values: tuple[str, ...] = ()
     workers: int = 1
     overwrite: bool = False
 
@@ -146,6 +150,8 @@ def prepare_table(options: TableOptions) -> PreparedInfo:
             table.files, table.columns, transformation, table.split, table.interactions, folder, options.workers, origin
         )
         (folder / PROPOSED_CONFIG).write_text(proposed_config(info.schema, info.samples["train"], options.output))
+    for line in suspects(survey):
+        print(line, file=sys.stderr)
     return info
 
 
@@ -183,7 +189,7 @@ def apply_transformation(options: ApplyOptions) -> PreparedInfo:
     check_types(files, choice)
     check_sparse(files, columns)
     split = _split(files, options.split, transformation.history) if options.split else OneSplit("test")
-    interactions = _interactions(files, transformation.history)
+    interactions = _interactions(files, transformation.history, transformation.nulls)
     with new_output(options.output, options.overwrite) as folder:
         transformation.save(folder / TRANSFORMATION)
         origin = {"data_set": "table", **_plain(asdict(options))}
@@ -236,9 +242,10 @@ def _open_table(options: TableOptions) -> _Table:
     _check_history(options)
     files = [open_file(path) for path in find_files(options.input)]
     sparse = choose_sparse(files, choice)
-    interactions = _interactions(files, options.history)
+    nulls = NullMarkers(options.null_values)
+    interactions = _interactions(files, options.history, nulls)
     split = _split(files, options.split, options.history)
-    question = Question(options.labels, options.dense, sparse, split, frozenset(), options.sample_weight)
+    question = Question(options.labels, options.dense, sparse, split, frozenset(), options.sample_weight, nulls)
     return _Table(files, choice.names(), question, interactions, options.workers)
 
 
@@ -288,11 +295,13 @@ def _split(files: Sequence[TableFile], options: SplitOptions, history: HistoryCo
     return RandomSplit(options.held_out, options.seed)
 
 
-def _interactions(files: Sequence[TableFile], history: HistoryColumns | None) -> InteractionColumns | None:
+def _interactions(
+    files: Sequence[TableFile], history: HistoryColumns | None, nulls: NullMarkers
+) -> InteractionColumns | None:
     if history is None:
         return None
     user, item = (grouping_column(files, HISTORY, name) for name in (history.user, history.items[0]))
-    return InteractionColumns(user, item, history.time)
+    return InteractionColumns(user, item, history.time, nulls)
 
 
 def _plain(value: Any) -> Any:

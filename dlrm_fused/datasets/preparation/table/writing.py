@@ -94,11 +94,11 @@ def write_set(
 def _encode_block(
     block: Block, transformation: Transformation, split: Split, interactions: InteractionColumns | None
 ) -> EncodedBlock:
-    dense = [feature.apply(read_numbers(block, feature.name)) for feature in transformation.dense]
+    dense = [feature.apply(read_numbers(block, feature.name, transformation.nulls)) for feature in transformation.dense]
     single: list[NDArray[np.int32]] = []
     jagged: dict[str, tuple[NDArray[np.int32], Int]] = {}
     for encoding in transformation.sparse:
-        values = read_categories(block, encoding.column)
+        values = read_categories(block, encoding.column, encoding.nulls)
         ids = encode(values, encoding)
         if values.offsets is None:
             single.append(ids)
