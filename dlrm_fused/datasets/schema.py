@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dlrm_fused.datasets.feature_names import check_names
 from dlrm_fused.datasets.transformation import LABEL
 from dlrm_fused.errors import DataError
 
@@ -158,6 +159,8 @@ class PreparedInfo:
             raise DataError(f"{path}: format version {version}, this release reads {known}; prepare the set again")
         if reason:
             raise DataError(f"{path}: {reason}; prepare the set again")
+        names = (*info.schema.dense_features, *(feature.name for feature in info.schema.tables))
+        check_names(names, f"{path}: feature", "prepare the set again")
         return info
 
 

@@ -82,6 +82,8 @@ def _write(folder: Path, saved: SavedRun, dataset: Dataset, table_dtype: str) ->
     # Ids of a stored set are taken modulo the rows of the model's tables; others are made for these.
     stored: DatasetSchema = getattr(dataset, "stored_schema", schema)
     info = _info(saved, schema, stored, table_dtype)
+    if not getattr(dataset, "has_dense", True):
+        info["dense_features"] = []
     (folder / "manifest.json").write_text(json.dumps(info, indent=2) + "\n")
     (folder / "config.yaml").write_text(to_yaml(saved.config))
     _write_loader(folder)

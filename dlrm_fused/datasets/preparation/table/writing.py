@@ -21,7 +21,7 @@ from dlrm_fused.datasets.preparation.threads import map_in_order
 from dlrm_fused.datasets.preparation.writer import SPLITS, NpyAppender
 from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo, SparseFeature, labels_shape
 from dlrm_fused.datasets.storage import ranges
-from dlrm_fused.datasets.transformation import MISSING, IdEncoding, Int, Transformation
+from dlrm_fused.datasets.transformation import MISSING, IdEncoding, Int, Transformation, file_stem
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class _SplitFiles:
 
     def __init__(self, folder: Path, transformation: Transformation, stack: ExitStack) -> None:
         def file(name: str, dtype: type[np.generic], row_shape: tuple[int, ...] = ()) -> NpyAppender:
-            return stack.enter_context(NpyAppender(folder / f"{name}.npy", dtype, row_shape))
+            return stack.enter_context(NpyAppender(folder / f"{file_stem(name)}.npy", dtype, row_shape))
 
         folder.mkdir()
         names = [encoding.column.name for encoding in transformation.sparse if encoding.column.is_list]
