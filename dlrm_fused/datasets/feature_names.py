@@ -15,6 +15,7 @@ from urllib.parse import quote, unquote
 from dlrm_fused.errors import DataError
 
 _ESCAPED = "escaped%"  # before the names of modules that are not those of their features
+_TABLES = "embedding_bags"  # by this, TorchRec's module, parameters of tables are told from others
 
 
 def check_names(names: Iterable[str], where: str, remedy: str) -> None:
@@ -33,8 +34,10 @@ def check_names(names: Iterable[str], where: str, remedy: str) -> None:
 
 def module_name(feature: str) -> str:
     """The module of a feature: its name, unless a module cannot have that."""
-    is_taken = "." in feature or not feature or feature.startswith(_ESCAPED) or hasattr(_module_dict(), feature)
-    return _ESCAPED + quote(feature, safe="").replace(".", "%2E") if is_taken else feature
+    is_free = feature and "." not in feature and not hasattr(_module_dict(), feature)
+    if is_free and feature != _TABLES and not feature.startswith(_ESCAPED):
+        return feature
+    return _ESCAPED + quote(feature, safe="").replace(".", "%2E")
 
 
 def feature_name(module: str) -> str:

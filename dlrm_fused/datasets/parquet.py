@@ -176,7 +176,9 @@ def _stored_schema(schema: pa.Schema, groups: Sequence[RowGroup], columns: Colum
         SparseFeature(name, rows, factor, jagged=name in columns.jagged)
         for name, rows, factor in zip(columns.sparse, table_rows, factors, strict=True)
     )
-    return DatasetSchema(columns.dense_features, tuple(features), labels=columns.labels, has_weights=bool(columns.sample_weight))
+    return DatasetSchema(
+        columns.dense_features, tuple(features), labels=columns.labels, has_weights=bool(columns.sample_weight)
+    )
 
 
 def open_parquet(config: Config, device: torch.device) -> ParquetDataset:

@@ -208,7 +208,9 @@ def rows_of(table: Any) -> Sequence[Mapping[str, Any]]:
         return rows
     if hasattr(table, "to_pylist"):  # Arrow; without pandas it has no Python values of nanoseconds
         columns = {
-            name: (column.cast("timestamp[us]", safe=False) if str(column.type).startswith("timestamp[ns") else column).to_pylist()
+            name: (
+                column.cast("timestamp[us]", safe=False) if str(column.type).startswith("timestamp[ns") else column
+            ).to_pylist()
             for name, column in zip(table.schema.names, table.columns, strict=True)
         }
     elif hasattr(table, "to_dict"):  # pandas
@@ -273,7 +275,9 @@ class Categories(Values):
     def __init__(self, encoding: IdEncoding, limit: int, rows: int) -> None:
         super().__init__(encoding.column.is_list, rows)
         if encoding.rows > limit:
-            raise ValueError(f"column {encoding.column.name} has {encoding.rows} ids, the model {limit}; export the model again")
+            raise ValueError(
+                f"column {encoding.column.name} has {encoding.rows} ids, the model {limit}; export the model again"
+            )
         self.encoding = encoding
         self.is_text = encoding.column.values is Kind.text
         self.allowed = "text, or null" if self.is_text else "whole numbers of 64 bits, or null"
@@ -521,7 +525,9 @@ def _read(values: Values, name: str, of_rows: Sequence[Any], wheres: Sequence[st
 
 def _ids(features: Sequence[Values], read: Sequence[list[Any]]) -> list[np.ndarray]:
     """The ids of each feature, [total] int64, of what was read."""
-    encoded = iter(ids_of([(each.encoding, of) for each, of in zip(features, read, strict=True) if isinstance(each, Categories)]))
+    encoded = iter(
+        ids_of([(each.encoding, of) for each, of in zip(features, read, strict=True) if isinstance(each, Categories)])
+    )
     return [
         (next(encoded) if isinstance(each, Categories) else np.array(of, np.int64)).astype(np.int64) % each.rows
         for each, of in zip(features, read, strict=True)

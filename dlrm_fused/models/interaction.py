@@ -31,9 +31,7 @@ class Interaction(nn.Module):
     def __init__(self, dims: Mapping[str, int], dim: int) -> None:
         super().__init__()
         self._dims, self._dim = {module_name(feature): own for feature, own in dims.items()}, dim
-        self.projections = nn.ModuleDict(
-            {module: _projection(own, dim) for module, own in self._dims.items() if own != dim}
-        )
+        self.projections = nn.ModuleDict({module: _projection(own, dim) for module, own in self._dims.items() if own != dim})
         self.products = InteractionArch(len(dims))
 
     def number_features(self) -> None:

@@ -88,7 +88,9 @@ def _numbered(survey: Survey, column: SparseColumn, min_frequency: int) -> IdEnc
     counter = survey.counters[column.name]
     kept = counter.frequent(min_frequency)
     check_kept(column.name, len(kept), counter.distinct, min_frequency)
-    return IdEncoding(column, FIRST_KEPT + len(kept), _vocabulary(column.name, kept["value"].combine_chunks()), survey.question.nulls)
+    return IdEncoding(
+        column, FIRST_KEPT + len(kept), _vocabulary(column.name, kept["value"].combine_chunks()), survey.question.nulls
+    )
 
 
 def check_kept(name: str, kept: int, distinct: int, min_frequency: int) -> None:

@@ -295,9 +295,7 @@ def _split(files: Sequence[TableFile], options: SplitOptions, history: HistoryCo
     return RandomSplit(options.held_out, options.seed)
 
 
-def _interactions(
-    files: Sequence[TableFile], history: HistoryColumns | None, nulls: NullMarkers
-) -> InteractionColumns | None:
+def _interactions(files: Sequence[TableFile], history: HistoryColumns | None, nulls: NullMarkers) -> InteractionColumns | None:
     if history is None:
         return None
     user, item = (grouping_column(files, HISTORY, name) for name in (history.user, history.items[0]))
