@@ -218,8 +218,15 @@ COLUMN_CHOICES = {
     "no sparse column": Wrong(
         OK, "--sparse: no column given; name at least one column of ids, such as --sparse user,item", ("--sparse", "")
     ),
+    "a name that no line can show": Wrong(
+        OK,
+        "--sparse 'a\\nb': allowed: a name that is not empty and has no control characters; rename the column",
+        ("--sparse", "user,a\nb"),
+    ),
     "a name that no file can have": Wrong(
-        OK, "--sparse 'a/b': allowed: letters, digits, '_', '-' and '.'; rename the column", ("--sparse", "user,a/b")
+        OK,
+        f"--sparse {'a' * 40!r}...: too long for the name of a file; rename the column",
+        ("--sparse", "user," + "a" * 201),
     ),
     "an unknown kind of dense feature": Wrong(
         OK, "--dense age:sqrt: sqrt is unknown; allowed after the colon: standardize, log, quantile", ("--dense", "age:sqrt")
