@@ -13,9 +13,10 @@ import pytest
 
 from dlrm_fused.config import load_config
 from dlrm_fused.datasets.preparation import cli
+from dlrm_fused.datasets.schema import PreparedInfo
 from dlrm_fused.datasets.transformation import IdEncoding, Transformation
 from dlrm_fused.errors import DataError
-from dlrm_fused.export.loader import InputError, Model, TableRows, load
+from dlrm_fused.export.loader import InputError, Model, TableRows, load, read_rows
 from tests.distributed.launch import start_training
 from tests.export.exporting import export, predictions_of_eval
 from tests.unit.tables import random_table, write_table
@@ -245,3 +246,26 @@ def test_a_column_named_as_histories_are_is_a_feature_like_others(tmp_path: Path
     export(run, tmp_path / "model")
     rows = new.select(["price", "user", "history"])
     np.testing.assert_allclose(load(tmp_path / "model").predict(rows), expected(run, new, tmp_path), rtol=0, atol=1e-6)
+
+
+def test_past_interactions_have_another_name_beside_a_feature_of_that_name(tmp_path: Path) -> None:
+    new = table(600, seed=1).rename_columns({"color": "history"})
+    source = write_table(new, tmp_path / "table.parquet")
+    columns = ["--label", "clicked", "--dense", "price", "--sparse", "user,history,tags"]
+    history = ["--history", "user", "time", "history,tags", "--history-length", "4"]
+    assert cli.main(["table", "--input", str(source), "--output", str(tmp_path / "set"), *columns, *history]) == 0
+    schema = PreparedInfo.load(tmp_path / "set").schema
+    described = [{**vars(feature), "ids": feature.rows} for feature in schema.tables]
+    sparse = len(schema.sparse_features)
+    info = {"sparse_features": described[:sparse], "token_features": described[sparse:], "history_length": 4}
+    rows = read_rows(tmp_path / "set", info)
+    assert rows.features() == {"price", "user", "history", "tags", "time", "_history"}
+    row = {"price": 1.0, "user": 1, "history": "red", "tags": ["a"], "time": 1_700_000_100}
+    past = {"history": "blue", "tags": [], "time": 1_700_000_000, "clicked": 1}
+    inputs = rows.encode([{**row, "_history": [past]}])
+    assert inputs.history_lengths.tolist() == [1]
+    names = [feature.name for feature in schema.tables]
+    red, blue = rows.encode([{**row, "history": color, "_history": []} for color in ("red", "blue")]).bags[1].ids.tolist()
+    assert inputs.bags[names.index("token_history")].ids.tolist() == [blue, red]
+    with pytest.raises(InputError, match=r"row 0, _history\[0\]: unknown feature 'price'=2"):
+        rows.encode([{**row, "_history": [{**past, "price": 2}]}])
