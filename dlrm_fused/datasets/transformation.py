@@ -209,18 +209,20 @@ def ids_of(columns: Sequence[tuple[IdEncoding, Sequence[int | str | None]]]) -> 
         texts += [value.encode("utf-8", "surrogatepass") for value in values if isinstance(value, str)]
     offsets = np.cumsum([0, *map(len, texts)], dtype=np.int64)
     bits = np.array([whole & (2**64 - 1) for whole in wholes], np.uint64).view(np.int64)
-    keys = {
-        Values.integer: integer_keys(bits, np.array([whole >= 2**63 for whole in wholes], bool)),
-        Values.text: text_keys(np.frombuffer(b"".join(texts), np.uint8), offsets),
-    }
-    first = dict.fromkeys(Values, 0)
-    found = []
+    of_texts = text_keys(np.frombuffer(b"".join(texts), np.uint8), offsets) if texts else bits[:0]
+    of_wholes = integer_keys(bits, np.array([whole >= 2**63 for whole in wholes], bool))
+    found, first_text, first_whole = [], 0, 0
     for encoding, values in columns:
-        known = [at for at, value in enumerate(values) if value is not None]
-        kind = encoding.column.values
-        ids = np.full(len(values), MISSING, np.int32)
-        ids[known] = encoding.of_keys(keys[kind][first[kind] : first[kind] + len(known)])
-        first[kind] += len(known)
+        is_known = [value is not None for value in values]
+        count = sum(is_known)
+        if encoding.column.values is Values.text:
+            keys, first_text = of_texts[first_text : first_text + count], first_text + count
+        else:
+            keys, first_whole = of_wholes[first_whole : first_whole + count], first_whole + count
+        ids = encoding.of_keys(keys)
+        if count < len(values):
+            of_known, ids = ids, np.full(len(values), MISSING, np.int32)
+            ids[is_known] = of_known
         found.append(ids)
     return found
 

@@ -122,6 +122,8 @@ def text_of(value: object, nulls: NullMarkers = NONE) -> str | None:
 
 def _plain(value: object) -> object:
     """A scalar of NumPy as one of Python; None for what is missing."""
+    if type(value) in (int, str, bool):
+        return value
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or type(value).__name__ in _PANDAS_MISSING:

@@ -373,13 +373,16 @@ class Rows:
 
     def _dense(self, rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
         dense = np.ones((len(rows), max(len(self.numbers), 1)), np.float32)  # without numbers, the constant feature
-        for column, number in enumerate(self.numbers):
-            values = np.array([self._number(number, row[number.name], at) for at, row in enumerate(rows)], np.float64)
-            with np.errstate(over="ignore"):
-                dense[:, column] = number.apply(values)
-            wrong = np.flatnonzero((np.abs(values) > LARGEST_FLOAT32) | ~np.isfinite(dense[:, column]))
-            if wrong.size:
-                _refuse(f"row {wrong[0]}", number.name, rows[wrong[0]][number.name], "finite numbers of float32")
+        values = np.empty((len(rows), len(self.numbers)))
+        with np.errstate(over="ignore"):
+            for column, number in enumerate(self.numbers):
+                values[:, column] = [self._number(number, row[number.name], at) for at, row in enumerate(rows)]
+                dense[:, column] = number.apply(values[:, column])
+        wrong = np.argwhere(~np.isfinite(dense[:, : len(self.numbers)]) | (np.abs(values) > LARGEST_FLOAT32))
+        if wrong.size:
+            row, column = wrong[0].tolist()
+            name = self.numbers[column].name
+            _refuse(f"row {row}", name, rows[row][name], "finite numbers of float32")
         return dense
 
     def _number(self, number: Number, value: Any, row: int) -> float:
@@ -567,4 +570,4 @@ def _shown(value: Any) -> str:
 
 
 def _refuse(where: str, name: str, value: Any, allowed: str) -> NoReturn:
-    raise InputError(f"{where}, feature {name}: {_shown(value)}; allowed: {allowed}")
+    raise InputError(f"{where}, feature {name}: {_shown(value)}; allowed: {allowed}") from None
