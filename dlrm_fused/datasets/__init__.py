@@ -6,18 +6,18 @@ from collections.abc import Callable
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-from dlrm_fused.config import Config
-
-# The processes of data/prepare.py import this package too, and must not wait for torch: 4 s and 400 MB for each.
+# The processes of data/prepare.py import this package too, and must not wait for torch: 4 s and 400 MB for each. A service
+# imports it for the transformation, and need not have what configs need.
 if TYPE_CHECKING:
     import torch
 
+    from dlrm_fused.config import Config
     from dlrm_fused.datasets.dataset import Dataset
 
 __all__ = ["Dataset", "OpenDataset", "open_dataset"]
 
 # Opens the data set of a config; the device is the one where samples that are computed are made.
-OpenDataset = Callable[[Config, "torch.device"], "Dataset"]
+OpenDataset = Callable[["Config", "torch.device"], "Dataset"]
 
 
 def open_dataset(config: Config, device: torch.device) -> Dataset:

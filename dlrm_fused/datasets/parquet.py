@@ -49,6 +49,7 @@ class ParquetDataset:
     Attributes:
         schema: with tables as the config caps them.
         stored_schema: of the files: their ids are in [0, rows) of it.
+        has_dense: whether the files have a dense feature; without, it is a constant.
     """
 
     generator_device = None
@@ -65,6 +66,7 @@ class ParquetDataset:
         for others, other_schema in opened.values():
             check_same_columns(other_schema, str(others[0].path), schema, str(groups[0].path))
         self._columns = columns_of(schema, groups[0].path, config.data.labels, config.data.sample_weight)
+        self.has_dense = bool(self._columns.dense)
         self.stored_schema = stored = _stored_schema(schema, groups, self._columns, config)
         self.schema = stored.with_table_rows(rows_of_tables(config, [feature.rows for feature in stored.tables]))
         pool = ThreadPoolExecutor(config.data.workers, thread_name_prefix="parquet")
@@ -91,7 +93,7 @@ class ParquetDataset:
         groups = self._groups(split)
         requested = groups.request(positions)
         features = self.schema.sparse_features
-        dense = np.empty((positions.size, len(self._columns.dense)), np.float32)
+        dense = np.empty((positions.size, len(self.schema.dense_features)), np.float32)
         labels = np.empty((positions.size, *labels_shape(self.schema.labels)), np.float32)
         weights = np.empty(positions.size, np.float32) if self.schema.has_weights else None
         # As in the row groups, a row for each sample; transposed when complete.
@@ -174,7 +176,9 @@ def _stored_schema(schema: pa.Schema, groups: Sequence[RowGroup], columns: Colum
         SparseFeature(name, rows, factor, jagged=name in columns.jagged)
         for name, rows, factor in zip(columns.sparse, table_rows, factors, strict=True)
     )
-    return DatasetSchema(columns.dense, tuple(features), labels=columns.labels, has_weights=bool(columns.sample_weight))
+    return DatasetSchema(
+        columns.dense_features, tuple(features), labels=columns.labels, has_weights=bool(columns.sample_weight)
+    )
 
 
 def open_parquet(config: Config, device: torch.device) -> ParquetDataset:

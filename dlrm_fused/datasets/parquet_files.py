@@ -7,7 +7,7 @@ column                      content
 ==========================  ==============================================================================
 a label                     0 or 1, of any numeric type or bool
 the weight of samples       what each sample counts, finite and 0 or more, of any numeric type; there need be none
-floating-point numbers      a dense feature, already transformed
+floating-point numbers      a dense feature, already transformed; there need be none
 whole numbers               ids of a sparse feature, one a sample
 lists of whole numbers      ids of a jagged sparse feature
 ==========================  ==============================================================================
@@ -29,8 +29,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from dlrm_fused.datasets.feature_names import check_names
 from dlrm_fused.datasets.schema import SparseFeature, labels_shape
 from dlrm_fused.datasets.storage import check_below, check_finite, check_weights
+from dlrm_fused.datasets.transformation import CONSTANT
 from dlrm_fused.errors import DataError
 
 # In the metadata of a column. That of weights needs no value.
@@ -59,7 +61,7 @@ class Columns:
     """Features by their kind, in order of their columns.
 
     Attributes:
-        dense: names.
+        dense: names; there may be none.
         sparse: names.
         jagged: names of those sparse features whose columns hold lists.
         labels: names, in the order of the config.
@@ -72,6 +74,11 @@ class Columns:
     labels: tuple[str, ...]
     sample_weight: str
 
+    @property
+    def dense_features(self) -> tuple[str, ...]:
+        """Names of the dense features; without any there is one, ``CONSTANT``, since models need one."""
+        return self.dense or (CONSTANT,)
+
 
 @dataclass(frozen=True)
 class DecodedRowGroup:
@@ -79,7 +86,7 @@ class DecodedRowGroup:
 
     Attributes:
         labels: [n] float32, 0 or 1; [n, L] of several labels.
-        dense: [n, D] float32.
+        dense: [n, D] float32; ones without a dense feature, D = 1.
         single: [n, S] int32, ids of the sparse features that are not jagged.
         jagged: of each jagged feature, its ids [total] int32, and where each sample's begin, [n + 1].
         weights: [n] float32, 0 or more; None where samples have no weights.
@@ -162,9 +169,10 @@ def columns_of(schema: pa.Schema, path: Path, labels: Sequence[str], sample_weig
         sample_weight: ``data.sample_weight``.
 
     Raises:
-        DataError: if a column has a type that no feature has, or is said to hold weights by its file alone; or if there is no
-            label, dense or sparse feature.
+        DataError: if a column has a type or a name that no feature has, or is said to hold weights by its file alone; or if
+            there is no label or sparse feature.
     """
+    check_names(schema.names, f"{path}: column", "rename it")
     dense, sparse, jagged = [], [], set()
     named = [*labels, *([sample_weight] if sample_weight else [])]
     for field in schema:
@@ -190,7 +198,6 @@ def columns_of(schema: pa.Schema, path: Path, labels: Sequence[str], sample_weig
     for name, there in {
         **{f"column {name}, of data.labels, is": name in schema.names for name in labels},
         **({f"column {sample_weight}, of data.sample_weight, is": sample_weight in schema.names} if sample_weight else {}),
-        "a column of floating-point numbers, for a dense feature, is": dense,
         "a column of whole numbers, for a sparse feature, is": sparse,
     }.items():
         if not there:
@@ -264,11 +271,11 @@ def decode(group: RowGroup, columns: Columns, features: Sequence[SparseFeature],
             table = file.read_row_group(group.number, use_threads=False)
     except (pa.ArrowException, OSError) as error:
         raise _damaged(str(group), error) from None
-    dense = np.empty((table.num_rows, len(columns.dense)), np.float32)
+    dense = np.ones((table.num_rows, len(columns.dense_features)), np.float32)
     for number, name in enumerate(columns.dense):
         with np.errstate(over="ignore"):  # becomes infinite, which is told
             dense[:, number] = _values(_array(table, name, group))
-    check_finite(dense, columns.dense, str(group), _REMEDY)
+    check_finite(dense, columns.dense_features, str(group), _REMEDY)
     single = np.empty((table.num_rows, len(columns.sparse) - len(columns.jagged)), np.int32)
     jagged = {}
     into = iter(single.T)

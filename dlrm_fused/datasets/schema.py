@@ -30,13 +30,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dlrm_fused.datasets.feature_names import check_names
+from dlrm_fused.datasets.transformation import LABEL
 from dlrm_fused.errors import DataError
 
 FORMAT_VERSION = 3
 READABLE_VERSIONS = (1, 2, 3)  # 1 had no token features, 2 one label and no weights
 SCHEMA_FILE = "dataset.json"
 INTERACTIONS = "interactions"
-LABEL = "label"
 # What a set of version 2 has not, as it is there; left out of the file, such a set is what earlier releases wrote and read.
 _SINCE_VERSION_3 = {"labels": (LABEL,), "has_weights": False}
 
@@ -158,6 +159,8 @@ class PreparedInfo:
             raise DataError(f"{path}: format version {version}, this release reads {known}; prepare the set again")
         if reason:
             raise DataError(f"{path}: {reason}; prepare the set again")
+        names = (*info.schema.dense_features, *(feature.name for feature in info.schema.tables))
+        check_names(names, f"{path}: feature", "prepare the set again")
         return info
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_fused.datasets.schema import SparseFeature
+from dlrm_fused.datasets.transformation import file_stem
 from dlrm_fused.errors import DataError
 
 
@@ -130,14 +131,15 @@ class _JaggedColumn:
     """The mapped values and offsets of one jagged feature."""
 
     def __init__(self, folder: Path, name: str, rows: int) -> None:
-        offsets_path = folder / f"{name}.offsets.npy"
-        self._values = map_array(folder / f"{name}.values.npy", [None], ["int32"])
+        stem = file_stem(name)
+        offsets_path = folder / f"{stem}.offsets.npy"
+        self._values = map_array(folder / f"{stem}.values.npy", [None], ["int32"])
         self._offsets = map_array(offsets_path, [rows + 1], ["int64"])
         first, last = int(self._offsets[0]), int(self._offsets[-1])
         if first != 0 or last != self._values.size:
             raise DataError(
                 f"{offsets_path}: runs from {first} to {last}, expected 0 to {self._values.size}, "
-                f"the length of {name}.values.npy; prepare the set again"
+                f"the length of {stem}.values.npy; prepare the set again"
             )
         self._path = offsets_path
 

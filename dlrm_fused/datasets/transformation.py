@@ -7,7 +7,8 @@ file                     dtype          content
 =======================  =============  ==================================================================
 ``<name>.keys.npy``      [V] int64      keys of the kept values, ascending
 ``<name>.ids.npy``       [V] int32      the id of each key
-``<name>.values.npy``    [V] int64      whole numbers: the value of id ``FIRST_KEPT + i`` at position i
+``<name>.values.npy``    [V] int64      whole numbers: the value of id ``FIRST_KEPT + i`` at position i; uint64 if one is
+..                                      beyond int64
 ..                       [bytes] uint8  text: the UTF-8 of all values, one after the other, in order of their ids
 ``<name>.offsets.npy``   [V + 1] int64  text only: where each value begins
 =======================  =============  ==================================================================
@@ -15,14 +16,15 @@ file                     dtype          content
 Ids are found by a value's *key*, 64 bits that are different for different whole numbers, and for different texts as good as
 surely: among 10 million texts two have the same key with a probability of 3 in a million.
 
-This module, and the hashes and errors that it imports, need NumPy alone, so that a server can apply a transformation without
-the libraries that learned it.
+This module and those that it imports need NumPy alone, so that a server can apply a transformation without the libraries that
+learned it: exported models carry them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
@@ -32,22 +34,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlrm_fused.datasets.hashing import combine, derive_key, split_mix
-from dlrm_fused.datasets.schema import LABEL
 from dlrm_fused.datasets.table_format import PLAIN, TableFormat
+from dlrm_fused.datasets.values import NONE, NullMarkers, text_of, whole_of
 from dlrm_fused.errors import DataError
 
 TRANSFORMATION = "transformation"  # the folder's name in a prepared set
 TRANSFORMATION_FILE = "transformation.json"
-FORMAT_VERSION = 2  # 1 has one label and no weights, and is still written for such tables
+FORMAT_VERSION = 3  # 2 has no null markers, 1 one label and no weights; still written for such tables
 
 MISSING = 0
 UNSEEN = 1  # of a vocabulary: too rare in training, or not there at all
 FIRST_KEPT = 2
 FIRST_HASHED = 1
 CONSTANT = "constant"  # a dense feature that is always 1
+LABEL = "label"  # what the only label of a prepared set is called
 
 _INTEGER_KEY = derive_key(1)
 _TEXT_KEY = derive_key(2)
+_BEYOND_KEY = derive_key(5)  # of whole numbers beyond int64
 
 Int = NDArray[np.int64]
 
@@ -120,7 +124,7 @@ class Vocabulary:
     Attributes:
         keys: [V], ascending.
         ids: [V] int32, of each key.
-        values: [V] int64, or [bytes] uint8 for texts, in order of their ids.
+        values: [V] int64 or uint64, or [bytes] uint8 for texts, in order of their ids.
         offsets: [V + 1] for texts.
     """
 
@@ -139,6 +143,12 @@ class Vocabulary:
         order = np.argsort(keys, kind="stable").astype(np.int32)
         return Vocabulary(keys[order], order + np.int32(FIRST_KEPT), values, offsets)
 
+    def keys_of_values(self) -> Int:
+        """The key of each value, in order of their ids: [V]."""
+        if self.offsets is not None:
+            return text_keys(self.values, self.offsets)
+        return integer_keys(self.values.view(np.int64), self.values >= 2**63 if self.values.dtype == np.uint64 else None)
+
     def find(self, keys: Int) -> NDArray[np.int32]:
         """The id of each of ``keys`` [n], ``UNSEEN`` where it has none: [n]."""
         if not len(self.keys):
@@ -154,11 +164,13 @@ class IdEncoding:
 
     Attributes:
         rows: ids are in [0, rows).
+        nulls: values that are missing ones.
     """
 
     column: SparseColumn
     rows: int
     vocabulary: Vocabulary | None = None
+    nulls: NullMarkers = NONE
 
     def of_keys(self, keys: Int) -> NDArray[np.int32]:
         """The ids of values with these keys ([n]): [n]."""
@@ -167,27 +179,66 @@ class IdEncoding:
         buckets = np.uint64(self.rows - FIRST_HASHED)
         return (keys.view(np.uint64) % buckets).astype(np.int32) + np.int32(FIRST_HASHED)
 
-    def of_values(self, values: Sequence[int | str | None]) -> NDArray[np.int32]:
+    def read(self, value: object) -> int | str | None:
+        """What the column holds for a value of a row; None for a missing one.
+
+        Raises:
+            ValueError: if the column cannot hold it.
+        """
+        return (whole_of if self.column.values is Values.integer else text_of)(value, self.nulls)
+
+    def of_values(self, values: Sequence[object]) -> NDArray[np.int32]:
         """The ids of n values, None or an empty text for a missing one: [n].
 
         Raises:
-            ValueError: if a value of a column of whole numbers is not one.
+            ValueError: if the column cannot hold a value.
         """
-        known = [i for i, value in enumerate(values) if value is not None and value != ""]
-        ids = np.full(len(values), MISSING, np.int32)
-        if self.column.values is Values.integer:
-            keys = integer_keys(np.array([int(values[i]) for i in known], np.int64))  # type: ignore[arg-type]
-        else:
-            texts = [str(values[i]).encode() for i in known]
-            offsets = np.cumsum([0, *map(len, texts)], dtype=np.int64)
-            keys = text_keys(np.frombuffer(b"".join(texts), np.uint8), offsets)
-        ids[known] = self.of_keys(keys)
+        (ids,) = ids_of([(self, [self.read(value) for value in values])])
         return ids
 
 
-def integer_keys(values: Int) -> Int:
-    """Keys of whole numbers: [n]."""
-    return split_mix(_INTEGER_KEY, values)
+def ids_of(columns: Sequence[tuple[IdEncoding, Sequence[int | str | None]]]) -> list[NDArray[np.int32]]:
+    """The ids of the values of each column, as :meth:`IdEncoding.read` returns them: [n] each.
+
+    All are hashed at a time: for a row of many columns, that takes as long as of one.
+    """
+    wholes: list[int] = []
+    texts: list[bytes] = []
+    for _, values in columns:
+        wholes += [value for value in values if isinstance(value, int)]
+        # Text from JSON may have halves of surrogate pairs.
+        texts += [value.encode("utf-8", "surrogatepass") for value in values if isinstance(value, str)]
+    offsets = np.cumsum([0, *map(len, texts)], dtype=np.int64)
+    bits = np.array([whole & (2**64 - 1) for whole in wholes], np.uint64).view(np.int64)
+    of_texts = text_keys(np.frombuffer(b"".join(texts), np.uint8), offsets) if texts else bits[:0]
+    of_wholes = integer_keys(bits, np.array([whole >= 2**63 for whole in wholes], bool))
+    found, first_text, first_whole = [], 0, 0
+    for encoding, values in columns:
+        is_known = [value is not None for value in values]
+        count = sum(is_known)
+        if encoding.column.values is Values.text:
+            keys, first_text = of_texts[first_text : first_text + count], first_text + count
+        else:
+            keys, first_whole = of_wholes[first_whole : first_whole + count], first_whole + count
+        ids = encoding.of_keys(keys)
+        if count < len(values):
+            of_known, ids = ids, np.full(len(values), MISSING, np.int32)
+            ids[is_known] = of_known
+        found.append(ids)
+    return found
+
+
+def integer_keys(values: Int, is_beyond: NDArray[np.bool_] | None = None) -> Int:
+    """Keys of whole numbers: [n].
+
+    Args:
+        values: [n], signed; of numbers from 2^63 on, their 64 bits.
+        is_beyond: [n], which are such numbers; None if none is.
+    """
+    keys = split_mix(_INTEGER_KEY, values)
+    if is_beyond is not None and is_beyond.any():
+        keys[is_beyond] = split_mix(_BEYOND_KEY, values[is_beyond])
+    return keys
 
 
 def text_keys(data: NDArray[np.uint8], offsets: Int) -> Int:
@@ -231,6 +282,11 @@ class HistoryColumns:
     length: int
 
 
+def file_stem(feature: str) -> str:
+    """The name of a feature as its files have it: itself, with %XX for the bytes that the name of a file should not have."""
+    return re.sub(r"[^\w.-]|^\.", lambda found: "".join(f"%{byte:02X}" for byte in found[0].encode()), feature)
+
+
 def token_name(column: str) -> str:
     """The token feature that a column of items becomes."""
     return f"token_{column}"
@@ -245,6 +301,7 @@ class Transformation:
         history: None without token features.
         sample_weight: the column of what each row counts; empty without.
         table_format: how the files were written; others are read likewise.
+        nulls: values of dense and sparse columns that are missing ones; the encodings have them, too.
     """
 
     labels: tuple[str, ...]
@@ -253,6 +310,7 @@ class Transformation:
     history: HistoryColumns | None = None
     sample_weight: str = ""
     table_format: TableFormat = PLAIN
+    nulls: NullMarkers = NONE
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -278,12 +336,13 @@ class Transformation:
                 for part in ("keys", "ids", "values", "offsets"):
                     array = getattr(encoding.vocabulary, part)
                     if array is not None:
-                        np.save(folder / f"{encoding.column.name}.{part}.npy", array)
+                        np.save(folder / f"{file_stem(encoding.column.name)}.{part}.npy", array)
         is_plain = len(self.labels) == 1 and not self.sample_weight
         labels = {"label": self.labels[0]} if is_plain else {"labels": self.labels, "sample_weight": self.sample_weight}
         content = {
-            "format_version": 1 if is_plain else FORMAT_VERSION,
+            "format_version": FORMAT_VERSION if self.nulls.markers else 1 if is_plain else 2,
             **labels,
+            **({"null_values": self.nulls.markers} if self.nulls.markers else {}),
             "dense": [{**asdict(feature), "kind": feature.kind.name} for feature in self.dense],
             "sparse": [
                 {
@@ -310,18 +369,19 @@ class Transformation:
         try:
             content = json.loads(path.read_text())
             version = content["format_version"]
-            if version not in (1, FORMAT_VERSION):
+            if version not in range(1, FORMAT_VERSION + 1):
                 raise DataError(
-                    f"{path}: format version {version}, this release reads 1 and {FORMAT_VERSION}; prepare the set again"
+                    f"{path}: format version {version}, this release reads 1 to {FORMAT_VERSION}; prepare the set again"
                 )
-            history = content["history"]
+            history, nulls = content["history"], NullMarkers(tuple(content.get("null_values", ())))
             return Transformation(
-                (content["label"],) if version == 1 else tuple(content["labels"]),
+                (content["label"],) if "label" in content else tuple(content["labels"]),
                 tuple(_dense_transform(feature) for feature in content["dense"]),
-                tuple(_encoding(folder, feature) for feature in content["sparse"]),
+                tuple(_encoding(folder, feature, nulls) for feature in content["sparse"]),
                 HistoryColumns(**{**history, "items": tuple(history["items"])}) if history else None,
                 content.get("sample_weight", ""),
                 table_format=TableFormat.of(content.get("table_format", {})),
+                nulls=nulls,
             )
         except FileNotFoundError as error:
             raise DataError(f"{error.filename}: missing; 'data/prepare.py table' writes it beside a set") from None
@@ -331,19 +391,62 @@ class Transformation:
 
 def _dense_transform(content: dict[str, Any]) -> DenseTransform:
     lists = {name: tuple(content[name]) for name in ("points", "positions")}
-    return DenseTransform(**{**content, "kind": DenseKind[content["kind"]], **lists})
+    feature = DenseTransform(**{**content, "kind": DenseKind[content["kind"]], **lists})
+    points, positions = np.array(feature.points, np.float64), np.array(feature.positions, np.float64)
+    if not (np.isfinite(feature.mean) and 0 < feature.deviation < np.inf):
+        raise ValueError(f"{feature.name} has mean {feature.mean} and deviation {feature.deviation}")
+    if points.shape != positions.shape or not (np.diff(points) > 0).all() or not (np.abs(positions) <= 1).all():
+        raise ValueError(f"{feature.name} has points that do not ascend, or have no positions from -1 to 1")
+    if feature.kind is DenseKind.quantile and not points.size:
+        raise ValueError(f"{feature.name} has no points")
+    return feature
 
 
-def _encoding(folder: Path, content: dict[str, Any]) -> IdEncoding:
+def _encoding(folder: Path, content: dict[str, Any], nulls: NullMarkers) -> IdEncoding:
     column = SparseColumn(content["name"], Values[content["values"]], content["is_list"], content["separator"])
+    rows = int(content["rows"])
     if content["hashed"]:
-        return IdEncoding(column, content["rows"])
+        if rows <= FIRST_HASHED:
+            raise ValueError(f"{column.name} is hashed into {rows} rows")
+        return IdEncoding(column, rows, None, nulls)
+
+    stem = file_stem(column.name)
 
     def array(part: str) -> NDArray[Any]:
-        return np.load(folder / f"{column.name}.{part}.npy", mmap_mode="r", allow_pickle=False)
+        return np.load(folder / f"{stem}.{part}.npy", mmap_mode="r", allow_pickle=False)
 
     offsets = array("offsets") if column.values is Values.text else None
     vocabulary = Vocabulary(array("keys"), array("ids"), array("values"), offsets)
-    if content["rows"] != FIRST_KEPT + len(vocabulary.keys):
-        raise ValueError(f"{column.name} has {len(vocabulary.keys)} keys for {content['rows']} rows")
-    return IdEncoding(column, content["rows"], vocabulary)
+    if rows != FIRST_KEPT + len(vocabulary.keys):
+        raise ValueError(f"{column.name} has {len(vocabulary.keys)} keys for {rows} rows")
+    for part, cause in _faults(vocabulary):
+        raise DataError(f"{folder / stem}.{part}.npy: {cause}; prepare the set again")
+    return IdEncoding(column, rows, vocabulary, nulls)
+
+
+def _faults(vocabulary: Vocabulary) -> Iterator[tuple[str, str]]:
+    """Which part of a vocabulary that was read is wrong, and how; all is read and all keys are hashed anew."""
+    keys, ids, values, offsets = vocabulary.keys, vocabulary.ids, vocabulary.values, vocabulary.offsets
+    dtypes = {"keys": ("int64",), "ids": ("int32",), "values": ("uint8",) if offsets is not None else ("int64", "uint64")}
+    for part, allowed in {**dtypes, **({"offsets": ("int64",)} if offsets is not None else {})}.items():
+        array = getattr(vocabulary, part)
+        if array.ndim != 1 or array.dtype.name not in allowed:
+            yield part, f"holds {array.dtype.name} of shape {list(array.shape)}, expected a row of {' or '.join(allowed)}"
+            return
+    if offsets is not None and (
+        len(offsets) != len(keys) + 1 or offsets[0] != 0 or offsets[-1] != len(values) or (np.diff(offsets) <= 0).any()
+    ):
+        yield "offsets", f"does not cut the {len(values)} bytes of values into {len(keys)} texts"
+        return
+    if offsets is None and len(values) != len(keys):
+        yield "values", f"holds {len(values)} values for {len(keys)} keys"
+        return
+    at = np.asarray(ids, np.int64) - FIRST_KEPT
+    if len(ids) != len(keys) or ((at < 0) | (at >= len(keys))).any() or (np.bincount(at, minlength=len(keys)) != 1).any():
+        yield "ids", f"does not hold each id from {FIRST_KEPT} to {FIRST_KEPT + len(keys) - 1} once"
+        return
+    # Two texts may have one key, by chance; then their ids ascend, as sorting has left them.
+    if ((keys[1:] < keys[:-1]) | ((keys[1:] == keys[:-1]) & (ids[1:] <= ids[:-1]))).any():
+        yield "keys", "does not hold keys in ascending order"
+    elif (vocabulary.keys_of_values()[at] != keys).any():
+        yield "keys", "holds keys of other values than those beside it"

@@ -13,6 +13,7 @@ from dlrm_fused.config import Config
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.models.expert_parallel import ExpertComputation
+from dlrm_fused.models.interaction import Interaction
 from dlrm_fused.models.moe import MixtureOfExperts
 from dlrm_fused.models.tables import pooled_columns
 from dlrm_fused.models.transformer import TransformerDLRM
@@ -36,9 +37,11 @@ def export_dense_part(model: nn.Module, config: Config, schema: DatasetSchema) -
     if not isinstance(model, TransformerDLRM) and not hasattr(model, "logits_of"):
         raise ConfigError(f"model.kind={config.model.kind.name}: a model without a method logits_of cannot be exported")
     model.sparse_arch = nn.Identity()
-    for layer in model.modules():
+    for layer in list(model.modules()):
         if isinstance(layer, MixtureOfExperts):
             layer.computation = ExportableExperts(activation=config.model.experts.activation.name)
+        if isinstance(layer, Interaction):
+            layer.number_features()
     rows = Dim("rows", min=1)
     example: list[Tensor] = [
         torch.zeros(_EXAMPLES, len(schema.dense_features)),

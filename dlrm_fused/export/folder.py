@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Any
 
 import torch
 
+from dlrm_fused import errors
 from dlrm_fused.config import Split, to_yaml
-from dlrm_fused.datasets import Dataset, open_dataset
+from dlrm_fused.datasets import Dataset, hashing, open_dataset, table_format, transformation, values
 from dlrm_fused.datasets.opening import transformation_of
 from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
 from dlrm_fused.datasets.transformation import TRANSFORMATION, Transformation
@@ -24,6 +26,8 @@ from dlrm_fused.export.quality import Quality, compare
 from dlrm_fused.export.tables import convert, write_tables
 from dlrm_fused.export.weights import ALONE, restore_weights
 from dlrm_fused.training.saved_run import SavedRun
+
+_CARRIED = "dlrm_rows"  # the package beside loader.py with what it imports of this one
 
 
 def export_run(
@@ -71,16 +75,18 @@ def _write(folder: Path, saved: SavedRun, dataset: Dataset, table_dtype: str) ->
     weights = restore_weights(saved, schema)
     if not getattr(weights.model, "reads_histories", False):
         schema = dataclasses.replace(schema, token_features=(), history_length=0)
-    transformation = transformation_of(saved.config)
-    if transformation is not None:
-        _check_transformation(Transformation.load(transformation), schema, transformation)
-        shutil.copytree(transformation, folder / TRANSFORMATION)
+    source = transformation_of(saved.config)
+    if source is not None:
+        _check_transformation(Transformation.load(source), schema, source)
+        shutil.copytree(source, folder / TRANSFORMATION)
     # Ids of a stored set are taken modulo the rows of the model's tables; others are made for these.
     stored: DatasetSchema = getattr(dataset, "stored_schema", schema)
     info = _info(saved, schema, stored, table_dtype)
+    if not getattr(dataset, "has_dense", True):
+        info["dense_features"] = []
     (folder / "manifest.json").write_text(json.dumps(info, indent=2) + "\n")
     (folder / "config.yaml").write_text(to_yaml(saved.config))
-    shutil.copyfile(loader.__file__, folder / "loader.py")
+    _write_loader(folder)
     program = export_dense_part(weights.model, saved.config, schema)
     torch.export.save(program, folder / "dense.pt2")
     write_tables(folder / "tables.safetensors", {name: convert(table, table_dtype) for name, table in weights.tables.items()})
@@ -88,6 +94,17 @@ def _write(folder: Path, saved: SavedRun, dataset: Dataset, table_dtype: str) ->
     shutil.copymode(folder / "manifest.json", folder / "tables.safetensors")
     tables = tuple(loader.Table(weights.tables[feature.name]) for feature in schema.tables)
     return loader.Model(info, program.module(), tables, loader.read_rows(folder, info))
+
+
+def _write_loader(folder: Path) -> None:
+    """Copy the loader and the modules that it imports, which find each other there without this package."""
+    (folder / _CARRIED).mkdir()
+    (folder / _CARRIED / "__init__.py").touch()
+    copies = {loader: folder, **dict.fromkeys((errors, hashing, table_format, transformation, values), folder / _CARRIED)}
+    for module, into in copies.items():
+        source = Path(str(module.__file__))
+        own_imports = re.compile(r"^from dlrm_fused\.(?:\w+\.)*(\w+) import", re.MULTILINE)
+        (into / source.name).write_text(own_imports.sub(rf"from {_CARRIED}.\1 import", source.read_text()))
 
 
 def _info(saved: SavedRun, schema: DatasetSchema, stored: DatasetSchema, table_dtype: str) -> dict[str, Any]:
@@ -111,16 +128,14 @@ def _info(saved: SavedRun, schema: DatasetSchema, stored: DatasetSchema, table_d
     }
 
 
-def _check_transformation(transformation: Transformation, schema: DatasetSchema, folder: Path) -> None:
-    names = (*transformation.dense_features, *(encoding.column.name for encoding in transformation.sparse))
+def _check_transformation(made_by: Transformation, schema: DatasetSchema, folder: Path) -> None:
+    names = (*made_by.dense_features, *(encoding.column.name for encoding in made_by.sparse))
     of_set = (*schema.dense_features, *(feature.name for feature in schema.sparse_features))
     if names != of_set:
         raise DataError(
             f"{folder}: makes the features {', '.join(names)}, but the data set beside it has {', '.join(of_set)}; "
             "put the transformation there that the set was made by, or none"
         )
-    if loader.HISTORY in names:
-        raise ConfigError(f"column {loader.HISTORY}: rows have their past interactions under that name; rename the column")
 
 
 def _add_quality(folder: Path, quality: Mapping[str, Quality]) -> None:

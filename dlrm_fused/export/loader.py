@@ -7,13 +7,15 @@
 The folder: ``manifest.json`` says what the model takes, ``dense.pt2`` is the part after the embeddings, by torch.export,
 ``tables.safetensors`` holds for each table ``<table>.rows`` ([rows, dim], float32, float16 or int8) and, for int8,
 ``<table>.scales`` ([rows] float32, by which a row is multiplied). Where ``transformation/`` is there, rows have the columns of
-the table that the model was trained on; otherwise ids and numbers as a prepared data set has them.
+the table that the model was trained on; otherwise ids and numbers as a prepared data set has them. ``dlrm_rows/`` is the code
+that reads and applies the transformation, the one of training.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
@@ -24,10 +26,14 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 
+from dlrm_fused.datasets.transformation import DenseTransform, IdEncoding, Transformation, ids_of, token_name
+from dlrm_fused.datasets.transformation import Values as Kind
+from dlrm_fused.datasets.values import LARGEST_FLOAT32, NullMarkers, number_of
+from dlrm_fused.errors import DataError
+
 FORMAT_VERSION = 2
 HISTORY = "history"  # of a row: its past interactions, oldest first
 
-_MISSING, _UNSEEN, _FIRST_HASHED = 0, 1, 1  # ids, as in dlrm_fused/datasets/transformation.py
 _GAP_ROWS = 32
 _DTYPES = {"F32": np.float32, "F16": np.float16, "I8": np.int8}
 
@@ -118,7 +124,8 @@ class Model:
         """The probability of each row: [n] float32; [n, L] of L > 1 labels, in the order of :attr:`labels`.
 
         Args:
-            rows: a list of dicts, one value for each feature; or an Arrow table with a column for each.
+            rows: a list of dicts, one value for each feature; or a column for each: an Arrow table, a data frame of pandas
+                or polars, or a dict of arrays and lists.
 
         Raises:
             InputError: if a row has unknown features, lacks one, or holds a value that cannot be used.
@@ -127,7 +134,7 @@ class Model:
 
     def encode(self, rows: Any) -> Inputs:
         """What :meth:`score` takes; arguments and errors are those of :meth:`predict`."""
-        return self.rows.encode(rows.to_pylist() if hasattr(rows, "to_pylist") else rows)
+        return self.rows.encode(rows_of(rows))
 
     @torch.no_grad()
     def score(self, inputs: Inputs) -> np.ndarray:
@@ -190,92 +197,133 @@ def read_rows(folder: Path, info: Mapping[str, Any]) -> Rows:
     return TableRows(info, path)
 
 
+def rows_of(table: Any) -> Sequence[Mapping[str, Any]]:
+    """The rows of a table, as dicts; what is none of those that :meth:`Model.predict` names is given back.
+
+    Raises:
+        InputError: if columns differ in their length.
+    """
+    if hasattr(table, "to_dicts"):  # polars
+        rows: Sequence[Mapping[str, Any]] = table.to_dicts()
+        return rows
+    if hasattr(table, "to_pylist"):  # Arrow; without pandas it has no Python values of nanoseconds
+        columns = {
+            name: (
+                column.cast("timestamp[us]", safe=False) if str(column.type).startswith("timestamp[ns") else column
+            ).to_pylist()
+            for name, column in zip(table.schema.names, table.columns, strict=True)
+        }
+    elif hasattr(table, "to_dict"):  # pandas
+        columns = {name: table[name].tolist() for name in table.columns}
+    elif isinstance(table, Mapping):
+        columns = {name: list(column) for name, column in table.items()}
+    else:
+        return table  # type: ignore[no-any-return]
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise InputError(f"columns of different lengths: {_shown(lengths)}; allowed: a value for each row in every column")
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
 class Values:
     """The values of a feature, and the ids they become.
 
     Attributes:
         is_list: whether a row has a list of them.
+        rows: of the table; ids are taken modulo them, as in training.
     """
 
     allowed: str
 
-    def __init__(self, is_list: bool) -> None:
-        self.is_list = is_list
+    def __init__(self, is_list: bool, rows: int) -> None:
+        self.is_list, self.rows = is_list, rows
 
     def listed(self, value: Any) -> list[Any] | None:
         """The values of a row of a list feature; None if it is no list."""
-        return list(value) if isinstance(value, list | tuple) else None
+        return list(value) if isinstance(value, list | tuple | np.ndarray) else None
 
-    def key(self, value: Any) -> int | None:
-        """What :meth:`ids` takes; None if the value cannot be used."""
-        raise NotImplementedError
-
-    def ids(self, keys: np.ndarray) -> np.ndarray:
-        """[total] int64."""
+    def read(self, value: Any) -> Any:
+        """The value that becomes an id; raises ValueError if it cannot."""
         raise NotImplementedError
 
 
 class Ids(Values):
-    """Ids themselves, taken modulo the rows of their table as in training."""
+    """Ids themselves."""
 
     def __init__(self, limit: int, rows: int, is_list: bool) -> None:
-        super().__init__(is_list)
+        super().__init__(is_list, rows)
         self.allowed = f"whole numbers from 0 to {limit - 1}"
-        self._limit, self._rows = limit, rows
+        self._limit = limit
 
-    def key(self, value: Any) -> int | None:
-        is_id = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < self._limit
-        return value if is_id else None
-
-    def ids(self, keys: np.ndarray) -> np.ndarray:
-        return keys % self._rows
+    def read(self, value: Any) -> int:
+        is_whole = hasattr(value, "__index__") and not isinstance(value, bool | np.bool_ | np.ndarray)
+        if not is_whole or not 0 <= operator.index(value) < self._limit:
+            raise ValueError(value)
+        return operator.index(value)
 
 
 class Categories(Values):
-    """Values of a column of the table that the model was trained on, as dlrm_fused/datasets/transformation.py has them."""
+    """Values of a column of the table that the model was trained on.
 
-    def __init__(self, folder: Path, column: Mapping[str, Any], rows: int) -> None:
-        super().__init__(column["is_list"])
-        self.is_text = column["values"] == "text"
+    Args:
+        limit: the model was trained on ids below it.
+
+    Raises:
+        ValueError: if the encoding gives others.
+    """
+
+    def __init__(self, encoding: IdEncoding, limit: int, rows: int) -> None:
+        super().__init__(encoding.column.is_list, rows)
+        if encoding.rows > limit:
+            raise ValueError(
+                f"column {encoding.column.name} has {encoding.rows} ids, the model {limit}; export the model again"
+            )
+        self.encoding = encoding
+        self.is_text = encoding.column.values is Kind.text
         self.allowed = "text, or null" if self.is_text else "whole numbers of 64 bits, or null"
-        self._separator, self._hashed_rows, self._rows = column["separator"], column["rows"], rows
-        self._known = None if column["hashed"] else np.load(folder / f"{column['name']}.keys.npy", mmap_mode="r")
-        self._ids = None if column["hashed"] else np.load(folder / f"{column['name']}.ids.npy", mmap_mode="r")
 
     def listed(self, value: Any) -> list[Any] | None:
-        if self._separator and isinstance(value, str):
-            return list(value.split(self._separator))
+        separator = self.encoding.column.separator
+        if separator and isinstance(value, str | bytes):
+            text = value.decode() if isinstance(value, bytes) else value
+            return [None] if text in self.encoding.nulls.texts else list(text.split(separator))
         return [None] if value is None else super().listed(value)
 
-    def key(self, value: Any) -> int | None:
-        if value is None or value == "":
-            return 0
-        if self.is_text:
-            # 0 stands for a missing one: no more likely to be a text's key than any other number of 64 bits.
-            return _text_key(value) if isinstance(value, str) else None
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)  # as pandas writes whole numbers with missing ones
-        is_whole = isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
-        return _signed(_mix((value + 1) * _GAMMA + _INTEGER_KEY)) if is_whole else None
-
-    def ids(self, keys: np.ndarray) -> np.ndarray:
-        if self._known is None or self._ids is None:
-            ids = (keys.view(np.uint64) % np.uint64(self._hashed_rows - _FIRST_HASHED)).astype(np.int64) + _FIRST_HASHED
-        elif len(self._known):
-            at = np.searchsorted(self._known, keys)
-            at[at == len(self._known)] = 0
-            ids = np.where(self._known[at] == keys, self._ids[at], _UNSEEN).astype(np.int64)
-        else:
-            ids = np.full(len(keys), _UNSEEN)
-        return np.where(keys == 0, _MISSING, ids) % self._rows
+    def read(self, value: Any) -> int | str | None:
+        return self.encoding.read(value)
 
 
-class Number(NamedTuple):
-    """A dense feature: the name, and what becomes of a number in a row. ``allows_missing``: null is NaN then."""
+class Number:
+    """A dense feature of a prepared data set: finite numbers, as they are."""
 
-    name: str
-    transform: Callable[[np.ndarray], np.ndarray]
-    allows_missing: bool
+    allowed = "finite numbers"
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def read(self, value: Any) -> float:
+        """A number; raises ValueError if it is none."""
+        if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
+            raise ValueError(value)
+        return number_of(value) if value == value else math.inf
+
+    def apply(self, values: np.ndarray) -> np.ndarray:
+        """The model's inputs, of numbers [n]: [n]."""
+        return values
+
+
+class Column(Number):
+    """A dense feature that is made of a column of the table that the model was trained on."""
+
+    allowed = "numbers, or null"
+
+    def __init__(self, feature: DenseTransform, nulls: NullMarkers) -> None:
+        super().__init__(feature.name)
+        self._nulls = nulls
+        self.apply = feature.apply  # type: ignore[method-assign]
+
+    def read(self, value: Any) -> float:
+        return number_of(value, self._nulls)
 
 
 class Rows:
@@ -285,6 +333,7 @@ class Rows:
         numbers: dense features that rows have.
         categories: sparse features, by name, in the model's order.
         tokens: token features, by name, in the model's order.
+        history: what a row calls its past interactions: ``HISTORY``, with ``_`` before it if a feature has that name.
     """
 
     def __init__(self, info: Mapping[str, Any]) -> None:
@@ -293,6 +342,13 @@ class Rows:
         self.tokens: dict[str, Values] = {}
         self.history_length: int = info["history_length"]
         self.history_only = {feature["name"] for feature in info["token_features"] if feature["history_only"]}
+        self.history = HISTORY
+
+    def avoid(self, names: Iterable[str]) -> None:
+        """Call past interactions by another name than the features of rows."""
+        taken = set(names)
+        while self.history in taken:
+            self.history = f"_{self.history}"
 
     def features(self) -> set[str]:
         """Names that each row has."""
@@ -307,24 +363,37 @@ class Rows:
         wheres = [f"row {number}" for number in range(len(rows))]
         check_names(rows, self.features(), wheres)
         dense = self._dense(rows)
-        bags = [_bags(values, name, [row[name] for row in rows], wheres) for name, values in self.categories.items()]
+        bags = [_read(values, name, [row[name] for row in rows], wheres) for name, values in self.categories.items()]
         histories = [self.interactions(row, where) for row, where in zip(rows, wheres, strict=True)] if self.tokens else []
         bags += [self._token_bags(name, values, histories) for name, values in self.tokens.items()]
         lengths = [len(history) - 1 for history in histories] or [0] * len(rows)
-        return Inputs(dense, tuple(bags), np.array(lengths, np.int64))
+        ids = _ids([*self.categories.values(), *self.tokens.values()], [values for values, _ in bags])
+        found = tuple(Bags(each, lengths) for each, (_, lengths) in zip(ids, bags, strict=True))
+        return Inputs(dense, found, np.array(lengths, np.int64))
 
     def _dense(self, rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
         dense = np.ones((len(rows), max(len(self.numbers), 1)), np.float32)  # without numbers, the constant feature
-        for column, number in enumerate(self.numbers):
-            values = np.array([_number(row[number.name], number, at) for at, row in enumerate(rows)], np.float64)
-            with np.errstate(over="ignore"):
-                dense[:, column] = number.transform(values).astype(np.float32)
-            wrong = np.flatnonzero(~np.isfinite(dense[:, column]))
-            if wrong.size:
-                _refuse(f"row {wrong[0]}", number.name, rows[wrong[0]][number.name], "finite numbers of float32")
+        values = np.empty((len(rows), len(self.numbers)))
+        with np.errstate(over="ignore"):
+            for column, number in enumerate(self.numbers):
+                values[:, column] = [self._number(number, row[number.name], at) for at, row in enumerate(rows)]
+                dense[:, column] = number.apply(values[:, column])
+        wrong = np.argwhere(~np.isfinite(dense[:, : len(self.numbers)]) | (np.abs(values) > LARGEST_FLOAT32))
+        if wrong.size:
+            row, column = wrong[0].tolist()
+            name = self.numbers[column].name
+            _refuse(f"row {row}", name, rows[row][name], "finite numbers of float32")
         return dense
 
-    def _token_bags(self, name: str, values: Values, histories: Sequence[Sequence[Mapping[str, Any]]]) -> Bags:
+    def _number(self, number: Number, value: Any, row: int) -> float:
+        try:
+            return number.read(value)
+        except (ValueError, TypeError):
+            _refuse(f"row {row}", number.name, value, number.allowed)
+
+    def _token_bags(
+        self, name: str, values: Values, histories: Sequence[Sequence[Mapping[str, Any]]]
+    ) -> tuple[list[Any], np.ndarray]:
         present, tokens, wheres = [], [], []
         for number, history in enumerate(histories):
             for position, token in enumerate(history):
@@ -332,11 +401,11 @@ class Rows:
                 if not (is_candidate and name in self.history_only):
                     present.append(number * (self.history_length + 1) + position)
                     tokens.append(token[name])
-                    wheres.append(f"row {number}" if is_candidate else f"row {number}, {HISTORY}[{position}]")
-        ids, of_present = _bags(values, name, tokens, wheres)
+                    wheres.append(f"row {number}" if is_candidate else f"row {number}, {self.history}[{position}]")
+        elements, of_present = _read(values, name, tokens, wheres)
         lengths = np.zeros(len(histories) * (self.history_length + 1), np.int64)
         lengths[present] = of_present
-        return Bags(ids, lengths)
+        return elements, lengths
 
 
 class PreparedRows(Rows):
@@ -348,18 +417,20 @@ class PreparedRows(Rows):
 
     def __init__(self, info: Mapping[str, Any]) -> None:
         super().__init__(info)
-        self.numbers = [Number(name, lambda values: values, False) for name in info["dense_features"]]
+        self.numbers = [Number(name) for name in info["dense_features"]]
         for kind, into in (("sparse_features", self.categories), ("token_features", self.tokens)):
             for feature in info[kind]:
                 into[feature["name"]] = Ids(feature["ids"], feature["rows"], feature["jagged"])
+        self._names = {number.name for number in self.numbers} | self.categories.keys()
+        self._names |= self.tokens.keys() - self.history_only
+        self.avoid(self._names)
 
     def features(self) -> set[str]:
-        names = {number.name for number in self.numbers} | self.categories.keys()
-        return names | (self.tokens.keys() - self.history_only) | ({HISTORY} if self.tokens else set())
+        return self._names | ({self.history} if self.tokens else set())
 
     def interactions(self, row: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
-        history = _history(row, where)
-        check_names(history, self.tokens.keys(), [f"{where}, {HISTORY}[{at}]" for at in range(len(history))])
+        history = _history(row, self.history, where)
+        check_names(history, self.tokens.keys(), [f"{where}, {self.history}[{at}]" for at in range(len(history))])
         return [*history[-self.history_length :], row]
 
 
@@ -372,27 +443,34 @@ class TableRows(Rows):
 
     def __init__(self, info: Mapping[str, Any], folder: Path) -> None:
         super().__init__(info)
-        content = json.loads((folder / "transformation.json").read_text())
-        self.numbers = [Number(feature["name"], _dense_transform(feature), True) for feature in content["dense"]]
-        rows = {feature["name"]: feature["rows"] for feature in info["sparse_features"] + info["token_features"]}
-        columns = {column["name"]: column for column in content["sparse"]}
-        self.categories = {name: Categories(folder, column, rows[name]) for name, column in columns.items()}
-        self.label: str = content["label"] if "label" in content else content["labels"][0]
-        self.time = ""
-        if info["token_features"]:
-            self.time, self.items = content["history"]["time"], content["history"]["items"]
-            self.tokens = {f"token_{name}": Categories(folder, columns[name], rows[f"token_{name}"]) for name in self.items}
-            self.tokens["token_label"] = Ids(2, rows["token_label"], False)
-            self.tokens["token_gap"] = Ids(_GAP_ROWS, rows["token_gap"], False)
+        try:
+            transformation = Transformation.load(folder)
+        except DataError as error:
+            raise ValueError(str(error)) from None
+        tables = {feature["name"]: feature for feature in info["sparse_features"] + info["token_features"]}
+        encodings = {encoding.column.name: encoding for encoding in transformation.sparse}
+
+        def categories(column: str, table: str) -> Categories:
+            return Categories(encodings[column], tables[table]["ids"], tables[table]["rows"])
+
+        self.numbers = [Column(feature, transformation.nulls) for feature in transformation.dense]
+        self.categories = {name: categories(name, name) for name in encodings}
+        self.label, self.time = transformation.labels[0], ""
+        history = transformation.history
+        if info["token_features"] and history is not None:
+            self.time, self.items = history.time, history.items
+            self.tokens = {token_name(name): categories(name, token_name(name)) for name in self.items}
+            self.tokens["token_label"] = Ids(2, tables["token_label"]["rows"], False)
+            self.tokens["token_gap"] = Ids(_GAP_ROWS, tables["token_gap"]["rows"], False)
+        self._names = {number.name for number in self.numbers} | self.categories.keys() | ({self.time} if self.time else set())
+        self.avoid(self._names)
 
     def features(self) -> set[str]:
-        return (
-            {number.name for number in self.numbers} | self.categories.keys() | ({self.time, HISTORY} if self.time else set())
-        )
+        return self._names | ({self.history} if self.time else set())
 
     def interactions(self, row: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
-        history = _history(row, where)
-        wheres = [f"{where}, {HISTORY}[{at}]" for at in range(len(history))]
+        history = _history(row, self.history, where)
+        wheres = [f"{where}, {self.history}[{at}]" for at in range(len(history))]
         check_names(history, {self.time, self.label, *self.items}, wheres)
         past = [_seconds(each[self.time], self.time, at) for each, at in zip(history, wheres, strict=True)]
         now = _seconds(row[self.time], self.time, where)
@@ -404,7 +482,7 @@ class TableRows(Rows):
         return tokens[-self.history_length - 1 :]
 
     def _token(self, interaction: Mapping[str, Any], gap: int) -> Mapping[str, Any]:
-        of_items = {f"token_{name}": interaction[name] for name in self.items}
+        of_items = {token_name(name): interaction[name] for name in self.items}
         return {**of_items, "token_label": interaction.get(self.label), "token_gap": gap}
 
 
@@ -424,49 +502,39 @@ def check_names(rows: Iterable[Any], names: Iterable[str], wheres: Sequence[str]
             raise InputError(f"{where}: feature {missing[0]} is missing; each row has all features")
 
 
-def _history(row: Mapping[str, Any], where: str) -> list[Any]:
-    history = row[HISTORY]
+def _history(row: Mapping[str, Any], name: str, where: str) -> list[Any]:
+    history = row[name]
     if not isinstance(history, list):
-        _refuse(where, HISTORY, history, "a list of past interactions, oldest first")
+        _refuse(where, name, history, "a list of past interactions, oldest first")
     return history
 
 
-def _bags(values: Values, name: str, of_rows: Sequence[Any], wheres: Sequence[str]) -> Bags:
-    keys: list[int] = []
+def _read(values: Values, name: str, of_rows: Sequence[Any], wheres: Sequence[str]) -> tuple[list[Any], np.ndarray]:
+    """What becomes ids, row after row, and how many each row has, [n]."""
+    read: list[Any] = []
     lengths = []
     for value, where in zip(of_rows, wheres, strict=True):
         elements = values.listed(value) if values.is_list else [value]
         if elements is None:
             _refuse(where, name, value, f"a list of {values.allowed}")
         for element in elements:
-            key = values.key(element)
-            if key is None:
+            try:
+                read.append(values.read(element))
+            except (ValueError, TypeError):
                 _refuse(where, name, element, values.allowed)
-            keys.append(key)
         lengths.append(len(elements))
-    return Bags(values.ids(np.array(keys, np.int64)), np.array(lengths, np.int64))
+    return read, np.array(lengths, np.int64)
 
 
-def _number(value: Any, number: Number, row: int) -> float:
-    if value is None and number.allows_missing:
-        return math.nan
-    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e300:
-        _refuse(f"row {row}", number.name, value, "numbers, or null" if number.allows_missing else "finite numbers")
-    return float(value)
-
-
-def _dense_transform(feature: Mapping[str, Any]) -> Callable[[np.ndarray], np.ndarray]:
-    """As DenseTransform in dlrm_fused/datasets/transformation.py."""
-
-    def transform(values: np.ndarray) -> np.ndarray:
-        if feature["kind"] == "quantile":
-            scaled = np.interp(values, feature["points"], feature["positions"])
-        else:
-            scaled = np.copysign(np.log1p(np.abs(values)), values) if feature["kind"] == "log" else values
-            scaled = (scaled - feature["mean"]) / feature["deviation"]
-        return np.where(np.isnan(values), 0, scaled)
-
-    return transform
+def _ids(features: Sequence[Values], read: Sequence[list[Any]]) -> list[np.ndarray]:
+    """The ids of each feature, [total] int64, of what was read."""
+    encoded = iter(
+        ids_of([(each.encoding, of) for each, of in zip(features, read, strict=True) if isinstance(each, Categories)])
+    )
+    return [
+        (next(encoded) if isinstance(each, Categories) else np.array(of, np.int64)).astype(np.int64) % each.rows
+        for each, of in zip(features, read, strict=True)
+    ]
 
 
 def _seconds(value: Any, name: str, where: str) -> int:
@@ -496,37 +564,10 @@ def _gaps(seconds: Sequence[int]) -> list[int]:
     return gaps
 
 
-# Hashes of dlrm_fused/datasets/hashing.py, of one value at a time.
-_WORD = 2**64 - 1
-_GAMMA = 0x9E3779B97F4A7C15
-
-
-def _mix(z: int) -> int:
-    z &= _WORD
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _WORD
-    return z ^ (z >> 31)
-
-
-_INTEGER_KEY, _TEXT_KEY = _mix(2 * _GAMMA), _mix(3 * _GAMMA)
-
-
-def _text_key(text: str) -> int:
-    data = text.encode("utf-8", "surrogatepass")
-    key = _mix((len(data) + 1) * _GAMMA + _TEXT_KEY)
-    for begin in range(0, len(data), 8):
-        key = _mix(key ^ int.from_bytes(data[begin : begin + 8], "little"))
-    return _signed(key)
-
-
-def _signed(bits: int) -> int:
-    return bits - 2**64 if bits >= 2**63 else bits
-
-
 def _shown(value: Any) -> str:
     shown = repr(value)
     return shown if len(shown) <= 80 else f"{shown[:80]}..."
 
 
 def _refuse(where: str, name: str, value: Any, allowed: str) -> NoReturn:
-    raise InputError(f"{where}, feature {name}: {_shown(value)}; allowed: {allowed}")
+    raise InputError(f"{where}, feature {name}: {_shown(value)}; allowed: {allowed}") from None

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection
 from torchrec.models.dlrm import InteractionArch
 
+from dlrm_fused.datasets.feature_names import module_name
+
 
 class Interaction(nn.Module):
     """TorchRec's ``InteractionArch``, of the bottom MLP's result and of pooled embeddings side by side.
@@ -23,14 +25,20 @@ class Interaction(nn.Module):
         dim: D.
 
     Attributes:
-        projections: by feature whose embedding does not have D columns, a linear map without bias to D.
+        projections: by module name of a feature whose embedding does not have D columns, a linear map without bias to D.
     """
 
     def __init__(self, dims: Mapping[str, int], dim: int) -> None:
         super().__init__()
-        self._dims, self._dim = dict(dims), dim
-        self.projections = nn.ModuleDict({feature: _projection(own, dim) for feature, own in dims.items() if own != dim})
+        self._dims, self._dim = {module_name(feature): own for feature, own in dims.items()}, dim
+        self.projections = nn.ModuleDict({module: _projection(own, dim) for module, own in self._dims.items() if own != dim})
         self.products = InteractionArch(len(dims))
+
+    def number_features(self) -> None:
+        """Call features by numbers: torch.export writes a program in Python, which has no attribute ``class``."""
+        numbers = {module: str(number) for number, module in enumerate(self._dims)}
+        self.projections = nn.ModuleDict({numbers[module]: layer for module, layer in self.projections.items()})
+        self._dims = {numbers[module]: own for module, own in self._dims.items()}
 
     def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
         """[b, D] and [b, sum of dims] to ``dense`` and the products of all pairs of vectors, [b, D + pairs]."""
@@ -44,8 +52,8 @@ class Interaction(nn.Module):
         of_features = zip(self._dims, pooled.split(list(self._dims.values()), dim=1), strict=True)
         return torch.stack([self._project(name, own) if name in self.projections else own for name, own in of_features], dim=1)
 
-    def _project(self, feature: str, pooled: Tensor) -> Tensor:
-        projection = cast(nn.Linear, self.projections[feature])
+    def _project(self, module: str, pooled: Tensor) -> Tensor:
+        projection = cast(nn.Linear, self.projections[module])
         vector: Tensor = projection(pooled.to(projection.weight.dtype))  # pooled embeddings may be in 16 bits
         return vector
 

@@ -11,17 +11,18 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dlrm_fused.config import EmbeddingConfig, TableDtype
+from dlrm_fused.datasets.feature_names import module_name
 from dlrm_fused.datasets.schema import SparseFeature
 
 _TABLE_DTYPES = {TableDtype.fp32: DataType.FP32, TableDtype.fp16: DataType.FP16}
 
 
 def embedding_tables(embedding: EmbeddingConfig, features: Sequence[SparseFeature]) -> EmbeddingBagCollection:
-    """A table for each feature, of its name, on the meta device: sharding gives it memory and weights."""
+    """A table for each feature, of its module's name, on the meta device: sharding gives it memory and weights."""
     return EmbeddingBagCollection(
         tables=[
             EmbeddingBagConfig(
-                name=feature.name,
+                name=module_name(feature.name),
                 feature_names=[feature.name],
                 num_embeddings=feature.rows,
                 embedding_dim=embedding.dim_of(feature.name),

@@ -71,12 +71,12 @@ def request_schema(model: Model) -> dict[str, Any]:
     """What /docs says of a request: the features of a row."""
     features: dict[str, dict[str, Any]] = {name: {} for name in sorted(model.rows.features())}
     for number in model.rows.numbers:
-        features[number.name] = {"description": "a number, or null" if number.allows_missing else "a number"}
+        features[number.name] = {"description": number.allowed}
     named = {**{name: value for name, value in model.rows.tokens.items() if name in features}, **model.rows.categories}
     for name, values in named.items():
         features[name] = {"description": f"a list of {values.allowed}" if values.is_list else values.allowed}
     if model.rows.tokens:
-        features["history"] = {"description": "past interactions, oldest first", "type": "array"}
+        features[model.rows.history] = {"description": "past interactions, oldest first", "type": "array"}
     row = {"type": "object", "properties": features, "required": list(features), "additionalProperties": False}
     body = {"type": "object", "properties": {"rows": {"type": "array", "items": row}}, "required": ["rows"]}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}}

@@ -24,6 +24,7 @@ from dlrm_fused.config import (
     TableConfig,
     TableDtype,
 )
+from dlrm_fused.datasets.feature_names import feature_name, module_name
 from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.sharding.estimates import fused_enumerator
@@ -100,7 +101,7 @@ def _memory(device: torch.device, local_world_size: int) -> dict[str, int]:
 def table_constraints(
     embedding: EmbeddingConfig, schema: DatasetSchema, world_size: int, *, cuts_columns: bool = False
 ) -> dict[str, ParameterConstraints]:
-    """What the planner may choose for each table, by the table's name.
+    """What the planner may choose for each table, by the name of its module.
 
     Args:
         cuts_columns: whether tables with ``auto`` may be cut as finely as column-wise ones.
@@ -115,7 +116,7 @@ def table_constraints(
             raise ConfigError(f"embedding.tables.{name}: no such table; the data set has: {', '.join(sorted(names))}")
     bags = {feature.name: schema.history_length + 1 for feature in schema.token_features}
     return {
-        feature.name: _constraint(embedding, feature, bags.get(feature.name, 1), world_size, cuts_columns)
+        module_name(feature.name): _constraint(embedding, feature, bags.get(feature.name, 1), world_size, cuts_columns)
         for feature in schema.tables
     }
 
@@ -192,7 +193,7 @@ def describe_plan(
     """The plan as a text table: one line a table, and the GiB of weights of each rank.
 
     Args:
-        paths: by table, how its pooled embeddings are computed and delivered, for another column.
+        paths: by table's module, how its pooled embeddings are computed and delivered, for another column.
     """
     paths = paths or {}
     features = {feature.name: feature for feature in schema.tables}
@@ -200,13 +201,14 @@ def describe_plan(
     lines = [f"{'table':<20} {'rows':>12} {'dim':>5} {'pooling':>8}  {'sharding':<16} {'kernel':<16} {ranks_heading}"]
     weights: Counter[int] = Counter()
     for module_plan in plan.plan.values():
-        for name, sharding in sorted(module_plan.items(), key=lambda item: list(features).index(item[0])):
+        for table, sharding in sorted(module_plan.items(), key=lambda item: list(features).index(feature_name(item[0]))):
+            name = feature_name(table)
             feature, dim = features[name], embedding.dim_of(name)
             ranks = sharding.ranks or []
             lines.append(
                 f"{name:<20} {feature.rows:>12,} {dim:>5} {feature.pooling_factor:>8.2f}  "
                 f"{sharding.sharding_type:<16} {sharding.compute_kernel:<16} {','.join(map(str, ranks)):<15} "
-                f"{paths.get(name, '')}".rstrip()
+                f"{paths.get(table, '')}".rstrip()
             )
             if sharding.sharding_spec is None:  # data parallel: a copy on each rank
                 weights.update(dict.fromkeys(ranks, feature.rows * dim))

@@ -213,7 +213,7 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         if missing:
             raise UsageError(
                 f"{compat.path(self)}: the batch has no feature {', '.join(sorted(missing))}; "
-                f"it has {', '.join(features.keys())}"
+                f"it has {', '.join(map(str, features.keys()))}"
             )
         if not isinstance(features, KeyedJaggedTensor):  # a TensorDict
             return cast(Awaitable[Awaitable[KJTList]], super().input_dist(ctx, features))

@@ -10,6 +10,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardingType
 
 from dlrm_fused.config import Config
+from dlrm_fused.datasets.feature_names import feature_name
 from dlrm_fused.datasets.schema import DatasetSchema
 
 # Rows whose initial weights come from one generator state; a shard draws only the blocks it overlaps.
@@ -22,14 +23,14 @@ def is_table(parameter_name: str) -> bool:
 
 
 def table_name(parameter_name: str) -> str:
-    """``...embedding_bags.<table>.weight`` -> ``<table>``."""
-    return parameter_name.split(".embedding_bags.")[1].removesuffix(".weight")
+    """The feature of ``...embedding_bags.<its module>.weight``."""
+    return feature_name(parameter_name.split(".embedding_bags.")[1].removesuffix(".weight"))
 
 
 def data_parallel_tables(model: DistributedModelParallel) -> Iterator[tuple[str, nn.Parameter]]:
     """Name and weight of every table that each rank holds a copy of."""
     replicated = {
-        table
+        feature_name(table)
         for module_plan in model.plan.plan.values()
         for table, sharding in module_plan.items()
         if sharding.sharding_type == ShardingType.DATA_PARALLEL.value

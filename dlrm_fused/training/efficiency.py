@@ -14,6 +14,7 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ParameterSharding, ShardingPlan, ShardingType
 
 from dlrm_fused.config import Config, EmbeddingOptimizerKind, OutputDtype, Precision, TableConfig, TableDtype, WireDtype
+from dlrm_fused.datasets.feature_names import feature_name
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.models.flops import training_flops
 from dlrm_fused.sharding.output_dtype import pooled_dtype
@@ -139,9 +140,10 @@ def gradient_bytes(sharded: ShardedModel, ranks: int) -> float:
 
 
 def _placed(plan: ShardingPlan) -> Iterator[tuple[str, ParameterSharding]]:
-    """Each table's name, and where it lies."""
+    """Each table's feature, and where it lies."""
     for module_plan in plan.plan.values():
-        yield from module_plan.items()
+        for table, sharding in module_plan.items():
+            yield feature_name(table), sharding
 
 
 def _is_data_parallel(sharding: ParameterSharding) -> bool:

@@ -236,6 +236,7 @@ def test_the_command_says_what_it_has_written(dlrm: Path, tmp_path: Path) -> Non
     assert {path.name for path in (tmp_path / "model").iterdir()} == {
         "config.yaml",
         "dense.pt2",
+        "dlrm_rows",
         "loader.py",
         "manifest.json",
         "tables.safetensors",

@@ -13,9 +13,10 @@ import pytest
 
 from dlrm_fused.config import load_config
 from dlrm_fused.datasets.preparation import cli
+from dlrm_fused.datasets.schema import PreparedInfo
 from dlrm_fused.datasets.transformation import IdEncoding, Transformation
-from dlrm_fused.errors import ConfigError, DataError
-from dlrm_fused.export.loader import InputError, Model, TableRows, load
+from dlrm_fused.errors import DataError
+from dlrm_fused.export.loader import InputError, Model, TableRows, load, read_rows
 from tests.distributed.launch import start_training
 from tests.export.exporting import export, predictions_of_eval
 from tests.unit.tables import random_table, write_table
@@ -159,12 +160,13 @@ def test_ids_are_those_of_the_transformation(run: Path, model: Model) -> None:
     assert isinstance(model.rows, TableRows)
     for name, values in {"color": texts, "tags": texts, "user": numbers}.items():
         assert ids_of(model.rows, name, values) == expected_ids(encodings[name], values)
-    assert ids_of(model.rows, "user", [float(3), 3]) == ids_of(model.rows, "user", [3, 3])
+    assert ids_of(model.rows, "user", [float(3), "3"]) == ids_of(model.rows, "user", [3, 3])
 
 
 def ids_of(rows: TableRows, name: str, values: list[Any]) -> list[int]:
-    feature = rows.categories[name]
-    return feature.ids(np.array([feature.key(value) for value in values], np.int64)).tolist()
+    """The ids of values of one column, in rows that have other values alike."""
+    sent = [{**ROW, name: [value] if name == "tags" else value} for value in values]
+    return rows.encode(sent).bags[list(rows.categories).index(name)].ids.tolist()
 
 
 def expected_ids(encoding: IdEncoding, values: list[Any]) -> list[int]:
@@ -182,17 +184,17 @@ def test_missing_and_unseen_values_have_predictions(model: Model, change: dict[s
 
 WRONG = [
     ({"price": "cheap"}, "row 0, feature price: 'cheap'; allowed: numbers, or null"),
-    ({"price": True}, "row 0, feature price: True"),
     ({"price": 1e301}, "row 0, feature price: 1e+301"),
     ({"price": float("inf")}, "row 0, feature price: inf"),
     ({"age": [30]}, r"row 0, feature age: [30]"),
-    ({"user": "3"}, "row 0, feature user: '3'; allowed: whole numbers of 64 bits, or null"),
-    ({"user": 2**63}, "row 0, feature user: 9223372036854775808"),
+    ({"user": "x3"}, "row 0, feature user: 'x3'; allowed: whole numbers of 64 bits, or null"),
+    ({"user": 2**64}, "row 0, feature user: 18446744073709551616"),
+    ({"user": 2.0**63}, "row 0, feature user: 9.223372036854776e+18"),
     ({"user": 1.5}, "row 0, feature user: 1.5"),
-    ({"color": 7}, "row 0, feature color: 7; allowed: text, or null"),
+    ({"color": 7.5}, "row 0, feature color: 7.5; allowed: text, or null"),
     ({"color": ["red"]}, "row 0, feature color: ['red']"),
     ({"tags": "a"}, "row 0, feature tags: 'a'; allowed: a list of text, or null"),
-    ({"tags": ["a", 1]}, "row 0, feature tags: 1"),
+    ({"tags": ["a", ["b"]]}, "row 0, feature tags: ['b']"),
     ({"colour": "red"}, "row 0: unknown feature 'colour'='red'; the model has: age, color, price, tags, user"),
     ({"clicked": 1}, "row 0: unknown feature 'clicked'=1"),
 ]
@@ -235,14 +237,35 @@ def test_a_wrong_history_is_named(history_model: Model, change: dict[str, Any], 
     assert message in str(raised.value)
 
 
-def test_a_column_named_as_histories_are_is_refused(tmp_path: Path) -> None:
+def test_a_column_named_as_histories_are_is_a_feature_like_others(tmp_path: Path) -> None:
     new = table(600, seed=1).rename_columns({"color": "history"})
     source = write_table(new, tmp_path / "table.parquet")
     columns = ["--label", "clicked", "--dense", "price", "--sparse", "user,history"]
     assert cli.main(["table", "--input", str(source), "--output", str(tmp_path / "set"), *columns]) == 0
     run = train(tmp_path)
-    with pytest.raises(
-        ConfigError, match="column history: rows have their past interactions under that name; rename the column"
-    ):
-        export(run, tmp_path / "model")
-    assert not (tmp_path / "model").exists()
+    export(run, tmp_path / "model")
+    rows = new.select(["price", "user", "history"])
+    np.testing.assert_allclose(load(tmp_path / "model").predict(rows), expected(run, new, tmp_path), rtol=0, atol=1e-6)
+
+
+def test_past_interactions_have_another_name_beside_a_feature_of_that_name(tmp_path: Path) -> None:
+    new = table(600, seed=1).rename_columns({"color": "history"})
+    source = write_table(new, tmp_path / "table.parquet")
+    columns = ["--label", "clicked", "--dense", "price", "--sparse", "user,history,tags"]
+    history = ["--history", "user", "time", "history,tags", "--history-length", "4"]
+    assert cli.main(["table", "--input", str(source), "--output", str(tmp_path / "set"), *columns, *history]) == 0
+    schema = PreparedInfo.load(tmp_path / "set").schema
+    described = [{**vars(feature), "ids": feature.rows} for feature in schema.tables]
+    sparse = len(schema.sparse_features)
+    info = {"sparse_features": described[:sparse], "token_features": described[sparse:], "history_length": 4}
+    rows = read_rows(tmp_path / "set", info)
+    assert rows.features() == {"price", "user", "history", "tags", "time", "_history"}
+    row = {"price": 1.0, "user": 1, "history": "red", "tags": ["a"], "time": 1_700_000_100}
+    past = {"history": "blue", "tags": [], "time": 1_700_000_000, "clicked": 1}
+    inputs = rows.encode([{**row, "_history": [past]}])
+    assert inputs.history_lengths.tolist() == [1]
+    names = [feature.name for feature in schema.tables]
+    red, blue = rows.encode([{**row, "history": color, "_history": []} for color in ("red", "blue")]).bags[1].ids.tolist()
+    assert inputs.bags[names.index("token_history")].ids.tolist() == [blue, red]
+    with pytest.raises(InputError, match=r"row 0, _history\[0\]: unknown feature 'price'=2"):
+        rows.encode([{**row, "_history": [{**past, "price": 2}]}])

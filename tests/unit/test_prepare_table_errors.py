@@ -218,10 +218,15 @@ COLUMN_CHOICES = {
     "no sparse column": Wrong(
         OK, "--sparse: no column given; name at least one column of ids, such as --sparse user,item", ("--sparse", "")
     ),
+    "a name that no line can show": Wrong(
+        OK,
+        "--sparse 'a\\nb': allowed: a name that is not empty and has no control characters; name it otherwise with --rename",
+        ("--sparse", "user,a\nb"),
+    ),
     "a name that no file can have": Wrong(
         OK,
-        "--sparse 'a/b': allowed: letters, digits, '_', '-' and '.'; name it otherwise with --rename",
-        ("--sparse", "user,a/b"),
+        f"--sparse {'a' * 40!r}...: too long for the name of a file; name it otherwise with --rename",
+        ("--sparse", "user," + "a" * 201),
     ),
     "an unknown kind of dense feature": Wrong(
         OK,
@@ -264,7 +269,8 @@ VALUES = {
     ),
     "a text for a number": Wrong(
         text("t.csv", lines(GOOD, GOOD, GOOD.replace("2.5", "cheap"))),
-        "--dense price: 'cheap' in t.csv, row 3; allowed: numbers, empty where missing",
+        "--dense price: 'cheap' in t.csv, row 3; allowed: numbers, empty where missing; --null-values says which values stand "
+        "for missing ones",
         CSV,
     ),
     "an infinite number": Wrong(
@@ -289,7 +295,7 @@ VALUES = {
     "a fraction for an id": Wrong(
         tables(t=changed("user", [1.0] * 29 + [0.5] * (ROWS - 29))),
         "--sparse user: 0.5 in t.parquet, row 30; allowed: whole numbers of 64 bits, as in the rest of the column; write all "
-        "values as text, or mend this one",
+        "values as text, mend this one, or name it in --null-values if it stands for a missing one",
     ),
     "values that are all rare": Wrong(
         tables(t=changed("color", [f"c{i}" for i in range(ROWS)])),

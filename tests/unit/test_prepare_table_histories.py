@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet
 import pytest
 
 from dlrm_fused.datasets.preparation.table.columns import keys_of
 from dlrm_fused.datasets.preparation.writer import SPLITS
+from dlrm_fused.datasets.transformation import file_stem
 from tests.unit.tables import ROWS, PreparedTable, prepare, random_table, write_table
 
 LENGTH = 4
@@ -41,7 +43,7 @@ def tokens(prepared: PreparedTable) -> dict[str, list[list[int]]]:
     ids = {f.name: single[:, [i]].tolist() for i, f in enumerate(f for f in features if not f.jagged)}
     for feature in features:
         if feature.jagged:
-            values, offsets = (np.load(folder / f"{feature.name}.{part}.npy") for part in ("values", "offsets"))
+            values, offsets = (np.load(folder / f"{file_stem(feature.name)}.{part}.npy") for part in ("values", "offsets"))
             ids[feature.name] = [part.tolist() for part in np.split(values, offsets[1:-1])]
     return ids
 
@@ -142,3 +144,16 @@ def test_the_reader_takes_the_histories(tmp_path: Path, table: pa.Table) -> None
     assert samples.tokens.keys() == ["token_color", "token_tags", "token_label", "token_gap"]
     assert samples.history_lengths is not None
     assert samples.history_lengths.max() == LENGTH
+
+
+def test_columns_may_have_the_names_of_what_histories_are_found_by(tmp_path: Path, table: pa.Table) -> None:
+    usual = prepare(write_table(table, tmp_path / "one.parquet"), tmp_path / "one", *HISTORY)
+    names = {"color": "users", "tags": "history/items"}
+    path = tmp_path / "other.parquet"
+    pa.parquet.write_table(table.rename_columns(names | {n: n for n in table.column_names if n not in names}), path)
+    history = ("--history", "user", "time", ",".join(names.values()), "--history-length", str(LENGTH))
+    other = prepare(path, tmp_path / "other", "--sparse", f"user,{','.join(names.values())}", *history)
+    for split in SPLITS:
+        np.testing.assert_array_equal(usual.splits[split]["history"], other.splits[split]["history"])
+    assert list(tokens(other)) == ["token_users", "token_label", "token_gap", "token_history/items"]
+    assert list(tokens(other).values()) == list(tokens(usual).values())

@@ -23,6 +23,8 @@ from dlrm_fused.datasets.transformation import (
     Transformation,
     Values,
     Vocabulary,
+    file_stem,
+    ids_of,
     integer_keys,
     text_keys,
 )
@@ -63,6 +65,32 @@ def test_keys_never_change() -> None:
     """Saved vocabularies hold them."""
     assert text_keys(*packed(["red", "sixteen 16161616"])).tolist() == [-1172614157585611894, 1655411304046800116]
     assert integer_keys(np.array([0, -1, 2**62])).tolist() == [5095610196844313600, -3642288131749336026, 4144848552329095882]
+
+
+def test_whole_numbers_from_2_to_the_63_on_have_keys_of_their_own() -> None:
+    """Their 64 bits are those of negative ones."""
+    encoding = IdEncoding(SparseColumn("user", Values.integer), rows=2**31 - 1)
+    values = [2**63, 2**64 - 1, -(2**63), -1, 2**63 - 1, 1]
+    assert len(set(encoding.of_values(values).tolist())) == len(values)
+    beyond = [2**63, 2**64 - 1, 2**63 + 5]
+    vocabulary = Vocabulary.of(
+        integer_keys(np.array(beyond, np.uint64).view(np.int64), np.ones(3, bool)), np.array(beyond, np.uint64), None
+    )
+    encoding = IdEncoding(SparseColumn("user", Values.integer), FIRST_KEPT + 3, vocabulary)
+    assert encoding.of_values([*beyond, -(2**63), -1]).tolist() == [2, 3, 4, UNSEEN, UNSEEN]
+    assert (vocabulary.keys_of_values()[vocabulary.ids - FIRST_KEPT] == vocabulary.keys).all()
+
+
+def test_columns_hashed_together_have_the_ids_of_each_alone() -> None:
+    columns = [
+        (integer_encoding([5, 2**62]), [5, None, 2**62, 7]),
+        (text_encoding(["red", "blue"]), ["blue", None, "green"]),
+        (IdEncoding(SparseColumn("tags", Values.text), 50), ["red", "x" * 100, None]),
+        (integer_encoding([]), []),
+        (IdEncoding(SparseColumn("hash", Values.integer), 50), [2**64 - 1, -1, 5]),
+    ]
+    together = ids_of(columns)
+    assert [ids.tolist() for ids in together] == [encoding.of_values(values).tolist() for encoding, values in columns]
 
 
 def test_values_are_numbered_in_the_order_given_and_others_are_unseen_or_missing() -> None:
@@ -149,7 +177,7 @@ def test_a_damaged_transformation_is_told(tmp_path: Path) -> None:
         (content[:100], r"t: damaged \(JSONDecodeError"),
         (
             json.dumps({**json.loads(content), "format_version": 9}),
-            r"transformation.json: format version 9, this release reads 1",
+            r"transformation.json: format version 9, this release reads 1 to 3",
         ),
         (content.replace('"rows": 4', '"rows": 5'), r"user has 2 keys for 5 rows\); prepare the set again"),
         (content.replace('"log"', '"sine"'), r"damaged \(KeyError: 'sine'\)"),
@@ -161,3 +189,97 @@ def test_a_damaged_transformation_is_told(tmp_path: Path) -> None:
     (tmp_path / "t/color.keys.npy").unlink()
     with pytest.raises(DataError, match=r"color\.keys\.npy: missing; 'data/prepare\.py table' writes it"):
         Transformation.load(tmp_path / "t")
+
+
+def replaced(array: np.ndarray, at: int, value: int) -> np.ndarray:
+    changed = array.copy()
+    changed[at] = value
+    return changed
+
+
+FORGED = {
+    "ids in another order": ("user.ids", lambda ids: ids[::-1], r"user\.keys\.npy: holds keys of other values"),
+    "an id twice": (
+        "user.ids",
+        lambda ids: replaced(ids, 0, ids[1]),
+        r"user\.ids\.npy: does not hold each id from 2 to 4 once",
+    ),
+    "an id beyond the rows": ("user.ids", lambda ids: replaced(ids, 0, 5), r"user\.ids\.npy: does not hold each id"),
+    "a negative id": ("user.ids", lambda ids: replaced(ids, 0, -1), r"user\.ids\.npy: does not hold each id"),
+    "the id of unseen values": ("color.ids", lambda ids: replaced(ids, 0, UNSEEN), r"color\.ids\.npy: does not hold each id"),
+    "too few ids": ("user.ids", lambda ids: ids[:-1], r"user\.ids\.npy: does not hold each id"),
+    "ids of another type": (
+        "user.ids",
+        lambda ids: ids.astype(float),
+        r"user\.ids\.npy: holds float64 of shape \[3\], expected a",
+    ),
+    "ids of another shape": (
+        "user.ids",
+        lambda ids: ids[None],
+        r"user\.ids\.npy: holds int32 of shape \[1, 3\], expected a row",
+    ),
+    "keys that do not ascend": ("user.keys", lambda keys: keys[[1, 0, 2]], r"user\.keys\.npy: does not hold keys in ascending"),
+    "a key twice": ("user.keys", lambda keys: keys[[0, 0, 2]], r"user\.keys\.npy: (does not hold|holds keys of other)"),
+    "another key": ("color.keys", lambda keys: replaced(keys, 1, keys[1] + 1), r"color\.keys\.npy: holds keys of other values"),
+    "keys of zeros": ("color.keys", np.zeros_like, r"color\.keys\.npy: (does not hold|holds keys of other)"),
+    "another value": ("user.values", lambda values: replaced(values, 2, 6), r"user\.keys\.npy: holds keys of other values"),
+    "values of zeros": ("user.values", np.zeros_like, r"user\.keys\.npy: holds keys of other values"),
+    "too many values": ("user.values", lambda values: np.append(values, 9), r"user\.values\.npy: holds 4 values for 3 keys"),
+    "a byte of a text": ("color.values", lambda text: replaced(text, 1, 7), r"color\.keys\.npy: holds keys of other values"),
+    "a text cut off": (
+        "color.values",
+        lambda text: text[:-1],
+        r"color\.offsets\.npy: does not cut the 4 bytes of values into 2",
+    ),
+    "offsets that descend": ("color.offsets", lambda of: of[[0, 2, 1]], r"color\.offsets\.npy: does not cut the 5 bytes"),
+    "offsets of other texts": ("color.offsets", lambda of: replaced(of, 1, 2), r"color\.keys\.npy: holds keys of other values"),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_vocabulary_that_would_give_other_ids_is_refused(tmp_path: Path, name: str) -> None:
+    part, change, expected = FORGED[name]
+    encodings = (integer_encoding([5, 4, 9]), text_encoding(["red", "é"]))
+    Transformation(("clicked",), (), encodings).save(tmp_path / "t")
+    path = tmp_path / f"t/{part}.npy"
+    np.save(path, change(np.load(path)))
+    with pytest.raises(DataError, match=expected + ".*; prepare the set again") as raised:
+        Transformation.load(tmp_path / "t")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"deviation": 0.0}, "price has mean 0.3.* and deviation 0.0"),
+        ({"deviation": -1.0}, "and deviation -1.0"),
+        ({"mean": float("nan")}, "price has mean nan"),
+        ({"kind": "quantile"}, "price has no points"),
+        ({"points": [2.0, 1.0], "positions": [0.0, 0.5]}, "price has points that do not ascend"),
+        ({"points": [1.0, 2.0], "positions": [0.0]}, "price has points that do not ascend, or have no positions"),
+        ({"points": [1.0], "positions": [7.0]}, "no positions from -1 to 1"),
+    ],
+)
+def test_a_scaling_that_cannot_be_is_refused(tmp_path: Path, changed: dict[str, object], expected: str) -> None:
+    example().save(tmp_path / "t")
+    path = tmp_path / "t/transformation.json"
+    content = json.loads(path.read_text())
+    content["dense"][0] |= changed
+    path.write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"t: damaged \(ValueError: .*" + expected):
+        Transformation.load(tmp_path / "t")
+
+
+def test_names_of_files_are_those_of_their_features_but_for_what_files_cannot_have() -> None:
+    earlier = ["user", "user.id", "user-id", "größe", "日本", "a..b", "-", "_x", "1"]
+    assert [file_stem(name) for name in earlier] == earlier
+    others = {
+        "a b": "a%20b",
+        "a/b": "a%2Fb",
+        "a%2Fb": "a%252Fb",
+        "..": "%2E.",
+        ".x": "%2Ex",
+        "C:": "C%3A",
+        "e\u0301": "e%CC%81",
+    }
+    assert {name: file_stem(name) for name in others} == others

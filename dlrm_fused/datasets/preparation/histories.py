@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from dlrm_fused.datasets.preparation.writer import write_array
 from dlrm_fused.datasets.schema import INTERACTIONS
+from dlrm_fused.datasets.transformation import file_stem
 
 Int = NDArray[np.int64]
 GAP_ROWS = 32
@@ -77,8 +78,8 @@ def write_interactions(output: Path, single: Int, jagged: dict[str, tuple[Int, I
     folder.mkdir(parents=True)
     write_array(folder / "single.npy", single, np.int32)
     for name, (values, offsets) in jagged.items():
-        write_array(folder / f"{name}.values.npy", values, np.int32)
-        write_array(folder / f"{name}.offsets.npy", offsets, np.int64)
+        write_array(folder / f"{file_stem(name)}.values.npy", values, np.int32)
+        write_array(folder / f"{file_stem(name)}.offsets.npy", offsets, np.int64)
 
 
 def mean_bag(windows: Int, length: int, ids: Int | None, history_only: bool) -> float:

@@ -57,6 +57,12 @@ def add_table(parser: argparse.ArgumentParser) -> None:
         help="hash the values of these columns into tables of so many rows, instead of numbering the frequent ones",
     )
     parser.add_argument(
+        "--null-values",
+        default="",
+        metavar="VALUE,...",
+        help=r"values of dense and sparse columns that stand for missing ones, beside empty ones: '\N,NULL,NA'",
+    )
+    parser.add_argument(
         "--history",
         nargs=3,
         metavar=("USER", "TIME", "ITEM[,COLUMN...]"),
@@ -172,6 +178,7 @@ def _table_options(args: argparse.Namespace) -> TableOptions:
         split=_split_options(args),
         history=history,
         sample_weight=args.sample_weight.strip(),
+        null_values=tuple(_names(args.null_values)),
         workers=args.workers,
         overwrite=args.overwrite,
         table_format=TableFormat(**_table_format(args)),

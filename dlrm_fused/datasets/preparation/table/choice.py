@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
 
+from dlrm_fused.datasets.feature_names import check_names
 from dlrm_fused.datasets.preparation.table.files import TableFile
-from dlrm_fused.datasets.transformation import SparseColumn, Values
+from dlrm_fused.datasets.transformation import SparseColumn, Values, file_stem
 from dlrm_fused.errors import DataError
 
-_FEATURE_NAME = re.compile(r"[\w-][\w.-]*")  # it becomes the name of files and of a table
+_LONGEST_STEM = 200  # bytes; the names of files have at most 255
 _NUMBERS = "numbers"
 _LIST = "a list"
 
@@ -55,10 +55,9 @@ class ColumnChoice:
                 both = f"twice in --{use}" if seen[name] == use else f"in both --{seen[name]} and --{use}"
                 raise DataError(f"--{use} {name}: is {both}; keep one of them")
             seen[name] = use
-            if not _FEATURE_NAME.fullmatch(name):
-                raise DataError(
-                    f"--{use} {name!r}: allowed: letters, digits, '_', '-' and '.'; name it otherwise with --rename"
-                )
+            check_names([name], f"--{use}", "name it otherwise with --rename")
+            if len(file_stem(name).encode()) > _LONGEST_STEM:
+                raise DataError(f"--{use} {name[:40]!r}...: too long for the name of a file; name it otherwise with --rename")
         for name in self.separators.keys() - set(self.sparse):
             raise DataError(f"--separated {name}: is not in --sparse; add it there")
         for option, name in self.other:

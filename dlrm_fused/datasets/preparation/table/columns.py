@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,10 +16,12 @@ from numpy.typing import NDArray
 from dlrm_fused.datasets.preparation.table.files import Block
 from dlrm_fused.datasets.storage import ranges
 from dlrm_fused.datasets.transformation import Int, SparseColumn, Values, integer_keys, text_keys
+from dlrm_fused.datasets.values import LARGEST_FLOAT32, NONE, TRUTHS, WHOLE_NUMBERS, NullMarkers
 from dlrm_fused.errors import DataError
 
+NULL_VALUES = "--null-values"
 MISSING_VALUE = -1
-_MAX_FLOAT32 = float(np.finfo(np.float32).max)
+WIDE = pa.decimal128(20, 0)  # holds whole numbers of 64 bits, signed and unsigned
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,7 @@ class Categories:
     """The values of a sparse column in n rows.
 
     Attributes:
-        distinct: [V] int64 or string, without nulls.
+        distinct: [V] int64, ``WIDE`` if one is beyond that, or string; without nulls.
         number: [total] which of them each value is, row after row; ``MISSING_VALUE`` for a missing one.
         offsets: [n + 1] where each row begins in ``number``; None where each row has exactly one.
     """
@@ -43,10 +48,19 @@ class Categories:
 
 
 def keys_of(values: pa.Array) -> Int:
-    """Keys of int64 or string values without nulls: [n]."""
+    """Keys of int64, ``WIDE`` or string values without nulls: [n]."""
     if pa.types.is_integer(values.type):
         return integer_keys(values.to_numpy())
+    if pa.types.is_decimal(values.type):
+        return integer_keys(*wide_bits(values))
     return text_keys(*text_buffers(values))
+
+
+def wide_bits(values: pa.Decimal128Array) -> tuple[Int, NDArray[np.bool_]]:
+    """The low 64 bits of ``WIDE`` values without nulls, and which of them are beyond int64: [n] each."""
+    words = np.frombuffer(values.buffers()[1] or b"", np.int64).reshape(-1, 2)[values.offset : values.offset + len(values)]
+    low, high = words.T
+    return low.copy(), (high == 0) & (low < 0)
 
 
 def text_buffers(texts: pa.StringArray) -> tuple[NDArray[np.uint8], Int]:
@@ -79,26 +93,26 @@ def read_weights(block: Block, name: str) -> NDArray[np.float32]:
         DataError: if one is missing, negative, or not finite as float32.
     """
     numbers = _numbers(block, name, "--sample-weight")
-    wrong = np.flatnonzero(~((numbers >= 0) & (numbers <= _MAX_FLOAT32)))
+    wrong = np.flatnonzero(~((numbers >= 0) & (numbers <= LARGEST_FLOAT32)))
     if wrong.size:
         _refuse(block, name, "--sample-weight", int(wrong[0]), "finite numbers, 0 or more; mend the value or leave the row out")
     return numbers.astype(np.float32)
 
 
-def read_numbers(block: Block, name: str) -> NDArray[np.float64]:
+def read_numbers(block: Block, name: str, nulls: NullMarkers = NONE) -> NDArray[np.float64]:
     """Values of a dense column in n rows: [n], NaN for a missing one.
 
     Raises:
         DataError: if one is not a number, infinite, or too large for float32.
     """
-    numbers = _numbers(block, name, "--dense")
-    wrong = np.flatnonzero(np.abs(numbers) > _MAX_FLOAT32)
+    numbers = _numbers(block, name, "--dense", nulls)
+    wrong = np.flatnonzero(np.abs(numbers) > LARGEST_FLOAT32)
     if wrong.size:
         _refuse(block, name, "--dense", int(wrong[0]), "finite numbers of float32; mend the value or leave it empty")
     return numbers
 
 
-def read_categories(block: Block, column: SparseColumn) -> Categories:
+def read_categories(block: Block, column: SparseColumn, nulls: NullMarkers = NONE) -> Categories:
     """Values of a sparse column in n rows. A missing list counts as a list of one missing value; an empty one has none.
 
     Raises:
@@ -106,11 +120,11 @@ def read_categories(block: Block, column: SparseColumn) -> Categories:
     """
     array = block.columns[column.name]
     if column.separator:
-        array = pc.split_pattern(_as_text(array), column.separator)
+        array = pc.split_pattern(_without_markers(_as_text(array), nulls), column.separator)
     if not column.is_list:
-        return Categories(*_distinct(block, column, array, None), None)
+        return Categories(*_distinct(block, column, array, None, nulls), None)
     lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy().astype(np.int64)
-    distinct, number = _distinct(block, column, array.flatten(), lengths)
+    distinct, number = _distinct(block, column, array.flatten(), lengths, nulls)
     if array.null_count:
         is_null = array.is_null().to_numpy(zero_copy_only=False)
         with_missing = np.where(is_null, 1, lengths)
@@ -125,44 +139,112 @@ def read_texts(block: Block, name: str) -> pa.StringArray:
     return _as_text(block.columns[name])
 
 
-def _numbers(block: Block, name: str, option: str) -> NDArray[np.float64]:
-    array = block.columns[name]
+def _numbers(block: Block, name: str, option: str, nulls: NullMarkers = NONE) -> NDArray[np.float64]:
+    array = _decoded(block.columns[name])
     try:
-        numbers = pc.cast(_trimmed(array), pa.float64(), safe=False)
+        numbers = _parsed(array, nulls, _float)
     except pa.ArrowInvalid:
-        _refuse(block, name, option, _first_not(array, pa.float64()), "numbers, empty where missing")
-    return pc.fill_null(numbers, np.nan).to_numpy(zero_copy_only=False)
+        at = _first_failing(array, lambda part: _parsed(part, nulls, _float))
+        remedy = f"; {NULL_VALUES} says which values stand for missing ones" if option == "--dense" else ""
+        _refuse(block, name, option, at, f"numbers, empty where missing{remedy}")
+    found = pc.fill_null(numbers, np.nan).to_numpy(zero_copy_only=False)
+    return np.where(np.isin(found, list(nulls.numbers)), np.nan, found) if nulls.numbers else found
 
 
-def _distinct(block: Block, column: SparseColumn, array: pa.Array, lengths: Int | None) -> tuple[pa.Array, NDArray[np.int32]]:
+def _distinct(
+    block: Block, column: SparseColumn, array: pa.Array, lengths: Int | None, nulls: NullMarkers
+) -> tuple[pa.Array, NDArray[np.int32]]:
     """Distinct values, and which of them each value is."""
-    if column.values is Values.integer:
-        array = _as_integers(block, column, array, lengths)
-    else:
-        array = _as_text(array)
-        empty = pc.equal(array, "")
-        if pc.any(empty).as_py():
-            array = pc.if_else(empty, pa.scalar(None, pa.string()), array)
-    encoded = array.dictionary_encode()
+    convert = partial(_wholes if column.values is Values.integer else _texts, nulls=nulls)
+    array = _without_nan(_decoded(array))
+    try:
+        encoded = convert(array).dictionary_encode()
+    except pa.ArrowInvalid:
+        at = _first_failing(array, convert)
+        row = at if lengths is None else int(np.searchsorted(lengths.cumsum(), at, side="right"))
+        raise DataError(
+            f"--sparse {column.name}: {_shown(array[at].as_py())} in {block.where(row)}; allowed: whole numbers of 64 bits"
+            f"{', as in the rest of the column' if column.values is Values.integer else ' or text'}; write all values as text, "
+            f"mend this one, or name it in {NULL_VALUES} if it stands for a missing one"
+        ) from None
     number = encoded.indices
     if number.null_count:
         number = pc.fill_null(number, MISSING_VALUE)
     return encoded.dictionary, number.to_numpy()
 
 
-def _as_integers(block: Block, column: SparseColumn, array: pa.Array, lengths: Int | None) -> pa.Array:
-    if pa.types.is_floating(array.type):  # whole numbers with missing ones, as pandas writes them
-        array = pc.if_else(pc.is_nan(array), pa.scalar(None, array.type), array)
+def _texts(array: pa.Array, nulls: NullMarkers) -> pa.Array:
+    """Values of a sparse column of texts; null for a missing one."""
+    texts = _without_markers(_as_text(pc.cast(array, pa.int64()) if pa.types.is_floating(array.type) else array), nulls)
+    empty = pc.equal(texts, "")
+    return pc.if_else(empty, pa.scalar(None, pa.string()), texts) if pc.any(empty).as_py() else texts
+
+
+def _wholes(array: pa.Array, nulls: NullMarkers) -> pa.Array:
+    """Values of a sparse column of whole numbers, int64 or ``WIDE`` where one is beyond that; null for a missing one."""
+    wholes = _parsed(array, nulls, _whole)
+    markers = [marker for marker in nulls.wholes if wholes.type == WIDE or marker < 2**63]
+    if not markers:
+        return wholes
+    is_marker = pc.is_in(wholes, pa.array(map(Decimal, markers), WIDE).cast(wholes.type))
+    return pc.if_else(is_marker, pa.scalar(None, wholes.type), wholes)
+
+
+def _float(array: pa.Array) -> pa.Array:
+    return pc.cast(array, pa.float64(), safe=False)
+
+
+def _whole(array: pa.Array) -> pa.Array:
     try:
-        return pc.cast(_trimmed(array), pa.int64())
+        return pc.cast(array, pa.int64())
     except pa.ArrowInvalid:
-        at = _first_not(array, pa.int64())
-        row = at if lengths is None else int(np.searchsorted(lengths.cumsum(), at, side="right"))
-        shown = _shown(array[at].as_py())
-        raise DataError(
-            f"--sparse {column.name}: {shown} in {block.where(row)}; allowed: whole numbers of 64 bits, as in the rest of the "
-            "column; write all values as text, or mend this one"
-        ) from None
+        if pa.types.is_floating(array.type):  # beyond int64, one tells no whole number from the next ones
+            raise
+        if _is_text(array.type) and not pc.all(pc.match_substring_regex(array, "^-?[0-9]+$")).as_py():
+            raise
+        wide = pc.cast(array, WIDE)
+        limits = {at: int(value or 0) for at, value in pc.min_max(wide).as_py().items()}
+        if limits["min"] not in WHOLE_NUMBERS or limits["max"] not in WHOLE_NUMBERS:
+            raise
+        return wide
+
+
+def _parsed(array: pa.Array, nulls: NullMarkers, parse: Callable[[pa.Array], pa.Array]) -> pa.Array:
+    """Numbers of a column that holds them, or their texts; truths are 1 and 0.
+
+    Raises:
+        pa.ArrowInvalid: if a value is none.
+    """
+    if not _is_text(array.type):
+        return parse(array)
+    texts = _without_markers(_trimmed(array), nulls)
+    try:
+        return parse(texts)
+    except pa.ArrowInvalid:
+        lower = pc.utf8_lower(texts)
+        for truth, number in TRUTHS.items():
+            texts = pc.if_else(pc.equal(lower, truth), str(number), texts)
+        return parse(texts)
+
+
+def _without_markers(texts: pa.Array, nulls: NullMarkers) -> pa.Array:
+    """Null in place of the texts that stand for a missing value."""
+    if not nulls.markers:
+        return texts
+    is_marker = pc.is_in(texts, pa.array(nulls.markers, texts.type))
+    return pc.if_else(is_marker, pa.scalar(None, texts.type), texts)
+
+
+def _without_nan(array: pa.Array) -> pa.Array:
+    """Null in place of NaN: whole numbers with missing ones are floats, as pandas writes them."""
+    if not pa.types.is_floating(array.type):
+        return array
+    return pc.if_else(pc.is_nan(array), pa.scalar(None, array.type), array)
+
+
+def _decoded(array: pa.Array) -> pa.Array:
+    """The values of a dictionary."""
+    return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
 
 
 def _as_text(array: pa.Array) -> pa.Array:
@@ -181,13 +263,17 @@ def _is_text(data_type: pa.DataType) -> bool:
     return pa.types.is_string(data_type) or pa.types.is_large_string(data_type) or pa.types.is_string_view(data_type)
 
 
-def _first_not(array: pa.Array, wanted: pa.DataType) -> int:
-    """Position of the first value that cannot become of type ``wanted``; there is one."""
+def _first(mask: pa.Array) -> int:
+    return int(np.flatnonzero(mask.to_numpy(zero_copy_only=False))[0])
+
+
+def _first_failing(array: pa.Array, convert: Callable[[pa.Array], pa.Array]) -> int:
+    """Position of the first value that cannot be converted; there is one."""
     low, high = 0, len(array)
     while high - low > 1:
         middle = (low + high) // 2
         try:
-            pc.cast(_trimmed(array.slice(low, middle - low)), wanted)
+            convert(array.slice(low, middle - low))
         except pa.ArrowInvalid:
             high = middle
         else:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dlrm_fused.datasets.one_class import one_class
+from dlrm_fused.datasets.preparation.table.columns import NULL_VALUES
 from dlrm_fused.datasets.preparation.table.learning import check_kept, check_survey
 from dlrm_fused.datasets.preparation.table.proposed_config import proposed_config
 from dlrm_fused.datasets.preparation.table.splits import TRAIN, TimeSplit
@@ -28,7 +29,8 @@ def describe(
     kept: dict[str, int] = {}
     for name, counter in survey.counters.items():
         kept[name] = len(counter.frequent(min_frequency))
-    found = "\n".join([*_rows(survey), "", *_dense(survey), *_sparse(survey, kept, min_frequency, hash_buckets)])
+    sparse = _sparse(survey, kept, min_frequency, hash_buckets)
+    found = "\n".join([*_rows(survey), "", *_dense(survey), *sparse, *suspects(survey)])
     try:
         check_survey(survey)
         for name in kept.keys() - hash_buckets.keys():
@@ -43,6 +45,15 @@ def describe(
         history.length if history else 0,
     )
     return f"{found}\n\nProposed config:\n\n{proposed_config(schema, int(survey.rows[TRAIN]), output)}"
+
+
+def suspects(survey: Survey) -> list[str]:
+    """A line for each value that may stand for a missing one, and has an id like others."""
+    return [
+        f"warning: --sparse {name}: {value!r} is a value like others, {count:,} times in training rows; if it stands for a "
+        f"missing one, add it to {NULL_VALUES}"
+        for (name, value), count in sorted(survey.suspects.items())
+    ]
 
 
 def _rows(survey: Survey) -> list[str]:

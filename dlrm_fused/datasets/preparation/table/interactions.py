@@ -22,7 +22,8 @@ from dlrm_fused.datasets.preparation.table.times import MICROSECONDS, read_times
 from dlrm_fused.datasets.preparation.writer import SCRATCH, SPLITS, NpyAppender, write_array
 from dlrm_fused.datasets.schema import SparseFeature
 from dlrm_fused.datasets.storage import ranges
-from dlrm_fused.datasets.transformation import IdEncoding, Int, SparseColumn, Transformation, token_name
+from dlrm_fused.datasets.transformation import IdEncoding, Int, SparseColumn, Transformation, file_stem, token_name
+from dlrm_fused.datasets.values import NONE, NullMarkers
 
 HISTORY = "--history"
 TOKEN_LABEL, TOKEN_GAP = "token_label", "token_gap"
@@ -48,21 +49,23 @@ class InteractionColumns:
     """
     Attributes:
         time_format: as in :class:`TableFormat`.
+        nulls: users and items that are missing ones.
     """
 
     user: SparseColumn
     item: SparseColumn
     time: str
     time_format: str
+    nulls: NullMarkers = NONE
 
     def read(self, block: Block) -> Interactions:
         """A row whose user is missing is of a user of its own."""
-        users = _row_keys(read_categories(block, self.user))
+        users = _row_keys(read_categories(block, self.user, self.nulls))
         nobody = users == 0
         users[nobody] = -1 - block.first - np.flatnonzero(nobody)
         return Interactions(
             users,
-            _row_keys(read_categories(block, self.item)),
+            _row_keys(read_categories(block, self.item, self.nulls)),
             read_times(block, self.time, HISTORY, self.time_format) // MICROSECONDS,
         )
 
@@ -99,9 +102,9 @@ class InteractionFiles:
             "seconds": np.int64,
         }
         for encoding in self._tokens:
-            dtypes[encoding.column.name] = np.int32
+            dtypes[token_name(encoding.column.name)] = np.int32
             if encoding.column.is_list:
-                dtypes[f"{encoding.column.name}.lengths"] = np.int64
+                dtypes[f"{token_name(encoding.column.name)}.lengths"] = np.int64
         self._files = {name: self._stack.enter_context(NpyAppender(self._path(name), dtype)) for name, dtype in dtypes.items()}
         return self
 
@@ -122,10 +125,10 @@ class InteractionFiles:
         for encoding in self._tokens:
             name = encoding.column.name
             if encoding.column.is_list:
-                parts[name], offsets = jagged[name]
-                parts[f"{name}.lengths"] = np.diff(offsets)
+                parts[token_name(name)], offsets = jagged[name]
+                parts[f"{token_name(name)}.lengths"] = np.diff(offsets)
             else:
-                parts[name] = single[:, self._columns.index(name)]
+                parts[token_name(name)] = single[:, self._columns.index(name)]
         for name, part in parts.items():
             self._files[name].append(part)
 
@@ -144,7 +147,7 @@ class InteractionFiles:
                 jagged[name] = values, offsets
                 features.append(self._feature(name, encoding.rows, histories, np.diff(offsets)))
             else:
-                single.append(self._read(encoding.column.name)[histories.order])
+                single.append(self._read(name)[histories.order])
                 features.append(self._feature(name, encoding.rows, histories))
         single += [self._read("labels")[histories.order], histories.gap[histories.order]]
         features.append(self._feature(TOKEN_LABEL, LABEL_ROWS, histories, history_only=True))
@@ -155,7 +158,8 @@ class InteractionFiles:
 
     def _in_order(self, encoding: IdEncoding, order: Int) -> tuple[Int, Int]:
         """Values and offsets of a jagged token feature, in the order of interactions."""
-        values, lengths = self._read(encoding.column.name), self._read(f"{encoding.column.name}.lengths")
+        name = token_name(encoding.column.name)
+        values, lengths = self._read(name), self._read(f"{name}.lengths")
         starts = (lengths.cumsum() - lengths)[order]
         offsets = np.concatenate([[0], lengths[order].cumsum()])
         return values[ranges(starts, lengths[order])], offsets
@@ -170,4 +174,4 @@ class InteractionFiles:
         return np.load(self._path(name), mmap_mode="r")
 
     def _path(self, name: str) -> Path:
-        return self._folder / f"{name}.npy"
+        return self._folder / f"{file_stem(name)}.npy"

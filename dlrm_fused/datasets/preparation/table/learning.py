@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dlrm_fused.datasets.preparation.table.columns import keys_of, text_buffers
+from dlrm_fused.datasets.preparation.table.columns import keys_of, text_buffers, wide_bits
 from dlrm_fused.datasets.preparation.table.splits import TRAIN
 from dlrm_fused.datasets.preparation.table.statistics import quantiles, scaling
 from dlrm_fused.datasets.preparation.table.survey import Survey
@@ -41,12 +41,12 @@ def learn(
     question = survey.question
     dense = tuple(_dense(survey, name, kind) for name, kind in question.dense.items())
     sparse = tuple(
-        IdEncoding(column, hash_buckets[column.name])
+        IdEncoding(column, hash_buckets[column.name], None, question.nulls)
         if column.name in hash_buckets
         else _numbered(survey, column, min_frequency)
         for column in question.sparse
     )
-    return Transformation(question.labels, dense, sparse, history, question.sample_weight)
+    return Transformation(question.labels, dense, sparse, history, question.sample_weight, nulls=question.nulls)
 
 
 def check_survey(survey: Survey) -> None:
@@ -88,7 +88,9 @@ def _numbered(survey: Survey, column: SparseColumn, min_frequency: int) -> IdEnc
     counter = survey.counters[column.name]
     kept = counter.frequent(min_frequency)
     check_kept(column.name, len(kept), counter.distinct, min_frequency)
-    return IdEncoding(column, FIRST_KEPT + len(kept), _vocabulary(kept["value"].combine_chunks()))
+    return IdEncoding(
+        column, FIRST_KEPT + len(kept), _vocabulary(column.name, kept["value"].combine_chunks()), survey.question.nulls
+    )
 
 
 def check_kept(name: str, kept: int, distinct: int, min_frequency: int) -> None:
@@ -103,8 +105,16 @@ def check_kept(name: str, kept: int, distinct: int, min_frequency: int) -> None:
         )
 
 
-def _vocabulary(values: pa.Array) -> Vocabulary:
+def _vocabulary(name: str, values: pa.Array) -> Vocabulary:
     keys = keys_of(values)
+    if pa.types.is_decimal(values.type):
+        bits, is_beyond = wide_bits(values)
+        if ((bits < 0) & ~is_beyond).any():
+            raise DataError(
+                f"--sparse {name}: has values below 0 and others beyond {2**63 - 1}; allowed: whole numbers of 64 bits, all "
+                f"signed or all unsigned, or --hash-buckets {name}=N"
+            )
+        return Vocabulary.of(keys, bits.view(np.uint64), None)
     if pa.types.is_integer(values.type):
         return Vocabulary.of(keys, values.to_numpy().astype(np.int64), None)
     data, offsets = text_buffers(values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -14,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from dlrm_fused.datasets.preparation.table.choice import ColumnChoice, check_sparse, check_types, choose_sparse, grouping_column
-from dlrm_fused.datasets.preparation.table.describe import describe
+from dlrm_fused.datasets.preparation.table.describe import describe, suspects
 from dlrm_fused.datasets.preparation.table.files import TableFile, find_files, open_file, read_blocks
 from dlrm_fused.datasets.preparation.table.interactions import HISTORY, TOKEN_GAP, TOKEN_LABEL, InteractionColumns
 from dlrm_fused.datasets.preparation.table.learning import learn
@@ -42,6 +43,7 @@ from dlrm_fused.datasets.transformation import (
     Transformation,
     token_name,
 )
+from dlrm_fused.datasets.values import NullMarkers
 from dlrm_fused.errors import DataError
 
 MAX_ROWS = 2**31 - 1
@@ -93,6 +95,7 @@ class TableOptions:
         hash_buckets: rows of the tables of columns whose values are hashed instead.
         history: what histories are made of; None for none.
         sample_weight: column of what each row counts; empty for none.
+        null_values: values of dense and sparse columns that are missing ones.
         workers: threads.
         table_format: how the files are written.
         split_files: likewise, by the split that their rows are for.
@@ -109,6 +112,7 @@ class TableOptions:
     split: SplitOptions = field(default_factory=SplitOptions)
     history: HistoryColumns | None = None
     sample_weight: str = ""
+    null_values: tuple[str, ...] = ()
     workers: int = 1
     overwrite: bool = False
     table_format: TableFormat = PLAIN
@@ -157,6 +161,8 @@ def prepare_table(options: TableOptions) -> PreparedInfo:
             table.files, table.columns, transformation, table.split, table.interactions, folder, options.workers, origin
         )
         (folder / PROPOSED_CONFIG).write_text(proposed_config(info.schema, info.samples["train"], options.output))
+    for line in suspects(survey):
+        print(line, file=sys.stderr)
     return info
 
 
@@ -198,7 +204,7 @@ def apply_transformation(options: ApplyOptions) -> PreparedInfo:
     split: Split = split_of_files or OneSplit("test")
     if options.split:
         split = _split(files, options.split, transformation.history, table_format.time)
-    interactions = _interactions(files, transformation.history, table_format.time)
+    interactions = _interactions(files, transformation.history, table_format.time, transformation.nulls)
     with new_output(options.output, options.overwrite) as folder:
         transformation.save(folder / TRANSFORMATION)
         origin = _origin(options, split)
@@ -253,10 +259,10 @@ def _open_table(options: TableOptions) -> _Table:
     files, split_of_files = _open_files(options.input, options.split_files, options.table_format)
     sparse = choose_sparse(files, choice)
     _check_renamed(files, options.table_format)
-    time_format = options.table_format.time
-    interactions = _interactions(files, options.history, time_format)
+    time_format, nulls = options.table_format.time, NullMarkers(options.null_values)
+    interactions = _interactions(files, options.history, time_format, nulls)
     split = split_of_files or _split(files, options.split, options.history, time_format)
-    question = Question(options.labels, options.dense, sparse, split, frozenset(), options.sample_weight)
+    question = Question(options.labels, options.dense, sparse, split, frozenset(), options.sample_weight, nulls)
     return _Table(files, choice.names(), question, interactions, options.workers)
 
 
@@ -331,11 +337,13 @@ def _split(files: Sequence[TableFile], options: SplitOptions, history: HistoryCo
     return RandomSplit(options.held_out, options.seed)
 
 
-def _interactions(files: Sequence[TableFile], history: HistoryColumns | None, time_format: str) -> InteractionColumns | None:
+def _interactions(
+    files: Sequence[TableFile], history: HistoryColumns | None, time_format: str, nulls: NullMarkers
+) -> InteractionColumns | None:
     if history is None:
         return None
     user, item = (grouping_column(files, HISTORY, name) for name in (history.user, history.items[0]))
-    return InteractionColumns(user, item, history.time, time_format=time_format)
+    return InteractionColumns(user, item, history.time, time_format, nulls)
 
 
 def _origin(options: TableOptions | ApplyOptions, split: Split) -> dict[str, Any]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from dlrm_fused.datasets.preparation.table.columns import (
-    MISSING_VALUE,
     read_categories,
     read_labels,
     read_numbers,
@@ -22,9 +23,12 @@ from dlrm_fused.datasets.preparation.table.splits import TRAIN, Split
 from dlrm_fused.datasets.preparation.table.statistics import Moments, before_scaling
 from dlrm_fused.datasets.preparation.table.value_counts import ValueCounter
 from dlrm_fused.datasets.preparation.writer import SPLITS
-from dlrm_fused.datasets.transformation import DenseKind, SparseColumn, Values
+from dlrm_fused.datasets.transformation import DenseKind, SparseColumn, Values, file_stem
+from dlrm_fused.datasets.values import NONE, NullMarkers
 
 _NO_LENGTH = 2**31 - 1  # longer than any
+# Of texts that programs write for a missing value. Each may also be a value, as NA is Namibia.
+_SUSPECTS = ("\\N", "NULL", "Null", "null", "NA", "N/A", "n/a", "<NA>", "#N/A", "NaN", "nan", "None", "(null)", "-", "?")
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class Question:
     Attributes:
         counted: names of the sparse columns whose values are counted.
         sample_weight: empty where rows have no weights.
+        nulls: values of dense and sparse columns that are missing ones.
     """
 
     labels: tuple[str, ...]
@@ -42,6 +47,7 @@ class Question:
     split: Split
     counted: frozenset[str]
     sample_weight: str = ""
+    nulls: NullMarkers = NONE
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,7 @@ class BlockSurvey:
         sampled: of rows, the random numbers by which they are sampled, and the columns that quantiles are taken of [n, Q].
         lengths: of each sparse column.
         counts: distinct values and their numbers, by name of the column.
+        suspects: how often a value occurs that may stand for a missing one, by column and value.
     """
 
     rows: NDArray[np.int64]
@@ -76,6 +83,7 @@ class BlockSurvey:
     sampled: tuple[NDArray[np.uint64], NDArray[np.float64]] | None = None
     lengths: list[ValueLengths] = field(default_factory=list)
     counts: dict[str, tuple[pa.Array, NDArray[np.int64]]] = field(default_factory=dict)
+    suspects: Counter[tuple[str, str]] = field(default_factory=Counter)
 
 
 def survey_block(block: Block, question: Question) -> BlockSurvey:
@@ -92,16 +100,16 @@ def survey_block(block: Block, question: Question) -> BlockSurvey:
         np.bincount(split, weights, len(SPLITS)).astype(np.float64),
     )
     is_train = split == TRAIN
-    _survey_dense(block, question.dense, is_train, survey)
+    _survey_dense(block, question, is_train, survey)
     for column in question.sparse:
-        _survey_sparse(block, column, is_train, survey, column.name in question.counted)
+        _survey_sparse(block, column, question, is_train, survey)
     return survey
 
 
-def _survey_dense(block: Block, dense: dict[str, DenseKind], is_train: NDArray[np.bool_], survey: BlockSurvey) -> None:
+def _survey_dense(block: Block, question: Question, is_train: NDArray[np.bool_], survey: BlockSurvey) -> None:
     sampled = []
-    for name, kind in dense.items():
-        values = read_numbers(block, name)[is_train]
+    for name, kind in question.dense.items():
+        values = read_numbers(block, name, question.nulls)[is_train]
         known = values[~np.isnan(values)]
         survey.moments.append(Moments.of(before_scaling(kind, known)))
         survey.extremes.append((known.min(initial=np.inf), known.max(initial=-np.inf)))
@@ -112,17 +120,22 @@ def _survey_dense(block: Block, dense: dict[str, DenseKind], is_train: NDArray[n
         survey.sampled = bits, np.stack(sampled, axis=1)
 
 
-def _survey_sparse(block: Block, column: SparseColumn, is_train: NDArray[np.bool_], survey: BlockSurvey, count: bool) -> None:
-    values = read_categories(block, column)
+def _survey_sparse(
+    block: Block, column: SparseColumn, question: Question, is_train: NDArray[np.bool_], survey: BlockSurvey
+) -> None:
+    values = read_categories(block, column, question.nulls)
     lengths = np.ones(len(block), np.int64) if values.offsets is None else np.diff(values.offsets)
     number = values.number[is_train if values.offsets is None else np.repeat(is_train, lengths)]
     of_train = lengths[is_train]
-    missing = int((number == MISSING_VALUE).sum())
+    counts = np.bincount(number + 1, minlength=len(values.distinct) + 1)
+    missing, counts = int(counts[0]), counts[1:]
     shortest, longest = int(of_train.min(initial=_NO_LENGTH)), int(of_train.max(initial=0))
     survey.lengths.append(ValueLengths(number.size, missing, shortest, longest))
-    if count:
-        counts = np.bincount(number + 1, minlength=len(values.distinct) + 1)[1:]  # without the missing ones
+    if column.name in question.counted:
         survey.counts[column.name] = values.distinct, counts
+    if column.values is Values.text:
+        for at in np.flatnonzero(pc.is_in(values.distinct, pa.array(_SUSPECTS)).to_numpy(zero_copy_only=False)):
+            survey.suspects[column.name, values.distinct[int(at)].as_py()] += int(counts[at])
 
 
 class Survey:
@@ -136,6 +149,7 @@ class Survey:
         moments, extremes: of each dense column.
         lengths: of each sparse column.
         counters: by name of the column.
+        suspects: as of a block.
     """
 
     def __init__(self, question: Question, scratch: Path) -> None:
@@ -148,10 +162,11 @@ class Survey:
         self.lengths: dict[str, ValueLengths] = {}
         types = {Values.integer: pa.int64(), Values.text: pa.string()}
         self.counters = {
-            column.name: ValueCounter(types[column.values], scratch / column.name)
+            column.name: ValueCounter(types[column.values], scratch / file_stem(column.name))
             for column in question.sparse
             if column.name in question.counted
         }
+        self.suspects: Counter[tuple[str, str]] = Counter()
         self._sample = RowSample()
 
     def add(self, block: BlockSurvey) -> None:
@@ -168,6 +183,7 @@ class Survey:
             self.lengths[column.name] = _joined(self.lengths.get(column.name), lengths)
         for name, (values, counts) in block.counts.items():
             self.counters[name].add(values, counts)
+        self.suspects += block.suspects  # without those that occur in no training row
 
     def sample(self) -> dict[str, NDArray[np.float64]]:
         """A sample of the known values of each column with quantiles: [m]."""

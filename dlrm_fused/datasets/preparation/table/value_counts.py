@@ -14,18 +14,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from dlrm_fused.datasets.preparation.table.columns import keys_of
+from dlrm_fused.datasets.preparation.table.columns import WIDE, keys_of
 
 ENTRIES_IN_MEMORY = 2**19
 PARTS = 64
-_SCHEMA_OF = {kind: pa.schema([("value", kind), ("count", pa.int64())]) for kind in (pa.int64(), pa.string())}
+_SCHEMA_OF = {kind: pa.schema([("value", kind), ("count", pa.int64())]) for kind in (pa.int64(), WIDE, pa.string())}
 
 
 class ValueCounter:
     """Counts the values of one column.
 
     Args:
-        value_type: int64 or string.
+        value_type: int64, which becomes ``WIDE`` with the first value beyond it, or string.
         path: prefix of the files.
     """
 
@@ -39,7 +39,9 @@ class ValueCounter:
 
     def add(self, values: pa.Array, counts: NDArray[np.int64]) -> None:
         """Add ``counts`` [n] of distinct ``values`` [n]; those that are 0 are left out."""
-        table = pa.table([values, counts], self._schema)
+        if values.type == WIDE:
+            self._schema = _SCHEMA_OF[WIDE]
+        table = pa.table([values, counts], ["value", "count"]).cast(self._schema)
         self._pending.append(table if counts.all() else table.filter(counts > 0))
         self._entries += len(self._pending[-1])
         if self._entries > ENTRIES_IN_MEMORY:
@@ -67,7 +69,7 @@ class ValueCounter:
         if self._entries:
             self._spill(self._merged())
         for number in range(PARTS):
-            yield _merge([self._read(path, number) for path in self._files])
+            yield _merge([self._read(path, number).cast(self._schema) for path in self._files])
         for path in self._files:
             path.unlink()
 
@@ -92,7 +94,7 @@ class ValueCounter:
             return pa.Table.from_batches([pa.ipc.open_file(source).get_batch(number)])
 
     def _merged(self) -> pa.Table:
-        return _merge([self._schema.empty_table(), *self._pending])
+        return _merge([self._schema.empty_table(), *(table.cast(self._schema) for table in self._pending)])
 
 
 def _merge(tables: list[pa.Table]) -> pa.Table:

@@ -21,7 +21,7 @@ from dlrm_fused.datasets.preparation.threads import map_in_order
 from dlrm_fused.datasets.preparation.writer import SPLITS, NpyAppender
 from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo, SparseFeature, labels_shape
 from dlrm_fused.datasets.storage import ranges
-from dlrm_fused.datasets.transformation import MISSING, IdEncoding, Int, Transformation
+from dlrm_fused.datasets.transformation import MISSING, IdEncoding, Int, Transformation, file_stem
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,11 @@ def write_set(
 def _encode_block(
     block: Block, transformation: Transformation, split: Split, interactions: InteractionColumns | None
 ) -> EncodedBlock:
-    dense = [feature.apply(read_numbers(block, feature.name)) for feature in transformation.dense]
+    dense = [feature.apply(read_numbers(block, feature.name, transformation.nulls)) for feature in transformation.dense]
     single: list[NDArray[np.int32]] = []
     jagged: dict[str, tuple[NDArray[np.int32], Int]] = {}
     for encoding in transformation.sparse:
-        values = read_categories(block, encoding.column)
+        values = read_categories(block, encoding.column, encoding.nulls)
         ids = encode(values, encoding)
         if values.offsets is None:
             single.append(ids)
@@ -134,7 +134,7 @@ class _SplitFiles:
 
     def __init__(self, folder: Path, transformation: Transformation, stack: ExitStack) -> None:
         def file(name: str, dtype: type[np.generic], row_shape: tuple[int, ...] = ()) -> NpyAppender:
-            return stack.enter_context(NpyAppender(folder / f"{name}.npy", dtype, row_shape))
+            return stack.enter_context(NpyAppender(folder / f"{file_stem(name)}.npy", dtype, row_shape))
 
         folder.mkdir()
         names = [encoding.column.name for encoding in transformation.sparse if encoding.column.is_list]
