@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from dlrm_fused.models.captured import CapturedFunction, _as_other_leaves, modes, modules_of, places, tensors_of
+from dlrm_fused.models.captured import (
+    CapturedFunction,
+    _as_other_leaves,
+    _Capture,
+    _Replay,
+    modes,
+    modules_of,
+    places,
+    tensors_of,
+)
 
 
 def test_other_leaves_share_the_memory_of_the_parameters_which_come_back() -> None:
@@ -168,3 +179,48 @@ def test_modes_under_which_it_does_otherwise_are_told_apart() -> None:
         with restored(get, set_, value):  # type: ignore[arg-type]
             seen.append(modes(modules_of([net]), "cpu"))
     assert len(set(map(str, seen))) == len(seen)
+
+
+def captured_product(weight: nn.Parameter, takes_gradients: Taken | None) -> _Capture:
+    """A capture of x -> (x * weight).sum(), whose graphs are functions that write to the same memory at each replay."""
+    x, result, upstream = torch.zeros(3, requires_grad=True), torch.zeros(()), torch.zeros(())
+    gradients = torch.zeros(3), torch.zeros(3)
+
+    def run_backward() -> None:
+        for gradient, factor in zip(gradients, (weight, x), strict=True):
+            gradient.copy_(upstream * factor.detach())
+
+    capture: Any = _Capture.__new__(_Capture)
+    capture.parameters, capture.takes_gradients = [weight], takes_gradients
+    capture._memory, capture._upstream, capture._gradients = SimpleNamespace(call=0), upstream, gradients
+    capture._copies, capture._needs_gradient, capture._results = [x.detach()], [True], [result]
+    capture._forward = SimpleNamespace(replay=lambda: result.copy_((x * weight).sum().detach()))
+    capture._backward = SimpleNamespace(replay=run_backward)
+    return capture  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("takes_gradients", [None, Taken()], ids=["all to autograd", "of inputs to autograd"])
+@pytest.mark.parametrize("has_hook", [False, True], ids=["", "with a hook as of DDP"])
+def test_replays_do_not_write_to_gradients_that_autograd_has(takes_gradients: Taken | None, has_hook: bool) -> None:
+    weight, x = nn.Parameter(torch.tensor([1.0, 2.0, 3.0])), torch.ones(3, requires_grad=True)
+    capture = captured_product(weight, takes_gradients)
+    leaves = [x] if takes_gradients else [x, weight]
+    for leaf in leaves if has_hook else []:
+        leaf.expand_as(leaf).grad_fn.next_functions[0][0].register_hook(lambda *_: None)  # type: ignore[union-attr]
+    expected = [torch.zeros(3) for _ in leaves]
+    for scale in (1.0, 10.0, 100.0):
+        with torch.no_grad():
+            x.fill_(scale)
+        (scale * _Replay.apply(capture, x, weight)[0]).backward()
+        for total, own in zip(expected, (scale * weight.detach(), scale * x.detach()), strict=False):
+            total += own
+        torch.testing.assert_close([leaf.grad for leaf in leaves], expected)
+
+
+def test_gradients_that_are_asked_for_keep_their_values() -> None:
+    weight, x = nn.Parameter(torch.tensor([1.0, 2.0, 3.0])), torch.ones(3, requires_grad=True)
+    capture = captured_product(weight, None)
+    found = [torch.autograd.grad(scale * _Replay.apply(capture, x, weight)[0], [x, weight]) for scale in (1.0, 10.0)]
+    for scale, (of_x, of_weight) in zip((1.0, 10.0), found, strict=True):
+        torch.testing.assert_close(of_x, scale * weight.detach())
+        torch.testing.assert_close(of_weight, scale * x.detach())
