@@ -18,8 +18,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dlrm_fused.errors import ConfigError
 
-# Of a request line with its headers, of trailers, or of anything else without a byte of a body. What a client sends ahead of
-# answers is read together with the request before, so such headers may have up to twice as many bytes.
+# Limit of a request line with its headers, of trailers, and of anything else without a byte of a body. A request that is sent
+# ahead is read together with the one before it, so its headers may have up to twice as many bytes.
 HEADER_BYTES = 2**15
 HEADER_SECONDS = 10.0  # from the first byte of a request, or from the connection, to the end of its headers
 MOST_CONNECTIONS = 4096
@@ -45,7 +45,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
     Raises:
         ConfigError: the host is unknown or not this machine, or the port is taken or not allowed.
     """
-    if not 0 <= port <= _LAST_PORT:  # what is beyond would be taken for another one
+    if not 0 <= port <= _LAST_PORT:  # a larger one would be taken for another port
         raise ConfigError(f"--port {port}: allowed: 0 to {_LAST_PORT}")
     sockets: list[socket.socket] = []
     try:
@@ -65,16 +65,16 @@ def bind(host: str, port: int) -> list[socket.socket]:
 
 
 class Door:
-    """Who is connected and owes a request, whole. Closes connections whose request does not come, and those beyond the limit.
+    """Connections that owe a whole request. Closes those whose request does not come, and those beyond the limit.
 
     Attributes:
-        most: connections at a time. Of more, who has owed a request for the longest time is closed.
+        most: connections at a time. Of more, the one that has owed a request for the longest time is closed.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
         self._loop: asyncio.AbstractEventLoop | None = None
-        # Who owes a request or the rest of one, for the longest time first; until when its headers have to come.
+        # Connections that owe a request or the rest of one, the oldest debt first; until when the headers have to come.
         self._owing: dict[LimitedProtocol, float] = {}
         self._closed: Counter[str] = Counter()  # since the last line in the log, by reason
         self._logged_at = -math.inf
@@ -107,7 +107,7 @@ class Door:
         self._closed[_LONG] += 1
 
     def _look(self) -> None:
-        """Close who is late, and say so in the log; again and again."""
+        """Close connections that are late, and say so in the log; again and again."""
         assert self._loop is not None, "somebody has entered"
         now = self._loop.time()
         late = [client for client, until in self._owing.items() if until < now]

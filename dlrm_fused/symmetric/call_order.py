@@ -22,7 +22,7 @@ class CallOrder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._last: torch.cuda.Stream | None = None
-        self._handle = -1  # of that stream
+        self._handle = -1  # the handle of that stream
 
     def follow(self) -> None:
         """Begin a call in the current stream: before anything of it is launched there.

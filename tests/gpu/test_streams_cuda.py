@@ -61,7 +61,7 @@ Make = Callable[[SymmetricGroup, str], Calls]
 
 
 def drawn(group: SymmetricGroup, number: int, *shape: int, dtype: torch.dtype = HALF) -> Tensor:
-    """Of this rank and a call."""
+    """Random values of this rank and a call."""
     generator = torch.Generator().manual_seed(100 * number + group.rank + sum(shape))
     return torch.randn(shape, generator=generator).to(group.device, dtype)
 

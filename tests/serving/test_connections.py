@@ -185,7 +185,7 @@ def test_bodies_that_do_not_come_keep_nobody_out() -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_what_follows_an_early_answer_is_not_waited_for() -> None:
-    """Of an application that answers before the body has come: the rest of it has as long as headers."""
+    """An application has answered before the body has come: the rest of it has as long as headers."""
     with served(app=refuse) as port, connect(port) as client:
         client.sendall(request(body=b"b" * 10)[:-5])
         assert client.recv(2**16).startswith(b"HTTP/1.1 404 ")
