@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 _CYCLES_PER_SECOND = 2e9  # of a GPU's clock, about
@@ -46,6 +46,20 @@ def copy_all(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source to its destination, in one kernel where all have one dtype and device."""
     if destinations:
         torch._foreach_copy_(list(destinations), list(sources))
+
+
+def modules_of(layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """The layers and all modules in them, faster than ``modules()``: this is asked at every call."""
+    found = list(layers)
+    for module in found:
+        found += [child for child in module._modules.values() if child is not None]
+    return found
+
+
+def tensors_of(modules: Sequence[nn.Module]) -> list[Tensor]:
+    """Parameters and buffers of these modules alone."""
+    named = [tensors for module in modules for tensors in (module._parameters, module._buffers) if tensors]
+    return [tensor for tensors in named for tensor in tensors.values() if tensor is not None]
 
 
 def sleep_on_device(seconds: float) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from dlrm_fused.compat.torch import copy_all
+from dlrm_fused.compat.torch import copy_all, modules_of, tensors_of
 from dlrm_fused.cuda_graphs import RUNS_BEFORE_CAPTURE, GraphRecorder
 from dlrm_fused.symmetric.call_order import CallOrder
 
@@ -245,20 +245,6 @@ class _Run:
             self.takes_gradients.store(all_gradients[len(wanted) - len(self.parameters) :])
         gradients = iter(all_gradients)
         return [*(next(gradients) if t.requires_grad else None for t in self._read), *gradients]
-
-
-def modules_of(layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """The layers and all modules in them, faster than ``modules()``: this is asked at every call."""
-    found = list(layers)
-    for module in found:
-        found += [child for child in module._modules.values() if child is not None]
-    return found
-
-
-def tensors_of(modules: Sequence[nn.Module]) -> list[Tensor]:
-    """Parameters and buffers of these modules alone."""
-    named = [tensors for module in modules for tensors in (module._parameters, module._buffers) if tensors]
-    return [tensor for tensors in named for tensor in tensors.values() if tensor is not None]
 
 
 def places(tensors: Sequence[Tensor]) -> list[object]:

@@ -29,9 +29,10 @@ from torch.nn import functional as F
 from torchrec.models.dlrm import DenseArch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dlrm_fused.compat.torch import modules_of, tensors_of
 from dlrm_fused.errors import UsageError
 from dlrm_fused.lasting import lasting
-from dlrm_fused.models.captured import modules_of, places, tensors_of
+from dlrm_fused.models.captured import places
 from dlrm_fused.models.tensor_parallel import group_size
 from dlrm_fused.models.transformer import HistoryTransformer, TransformerOverArch
 from dlrm_fused.ops.gemv_all_reduce import gemv_all_reduce
