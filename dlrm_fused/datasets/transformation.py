@@ -21,6 +21,7 @@ the libraries that learned it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -243,6 +244,8 @@ class Transformation:
         sparse: in the order of the prepared set's features.
         history: None without token features.
         sample_weight: the column of what each row counts; empty without.
+        digest: of all that it does, by which a model knows the transformation of its training. One that is applied to other
+            rows keeps it; empty until it is saved, and where an earlier release has saved it.
     """
 
     labels: tuple[str, ...]
@@ -250,6 +253,7 @@ class Transformation:
     sparse: tuple[IdEncoding, ...]
     history: HistoryColumns | None = None
     sample_weight: str = ""
+    digest: str = ""
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -293,7 +297,29 @@ class Transformation:
             ],
             "history": asdict(self.history) if self.history else None,
         }
+        content["digest"] = self.digest or self._digest(content)
         (folder / TRANSFORMATION_FILE).write_text(json.dumps(content, indent=2) + "\n")
+
+    def _digest(self, content: dict[str, Any]) -> str:
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
+        for encoding in self.sparse:
+            if encoding.vocabulary is not None:
+                for array in (encoding.vocabulary.keys, encoding.vocabulary.ids):
+                    digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+    @staticmethod
+    def digest_of(folder: Path) -> str:
+        """:attr:`digest` of what :meth:`save` has written, without reading vocabularies.
+
+        Raises:
+            DataError: if ``transformation.json`` is missing or damaged.
+        """
+        path = folder / TRANSFORMATION_FILE
+        try:
+            return str(json.loads(path.read_text()).get("digest", ""))
+        except (OSError, ValueError, AttributeError) as error:
+            raise DataError(f"{path}: damaged ({type(error).__name__}: {error}); prepare the set again") from None
 
     @staticmethod
     def load(folder: Path) -> Transformation:
@@ -317,6 +343,7 @@ class Transformation:
                 tuple(_encoding(folder, feature) for feature in content["sparse"]),
                 HistoryColumns(**{**history, "items": tuple(history["items"])}) if history else None,
                 content.get("sample_weight", ""),
+                digest=content.get("digest", ""),
             )
         except FileNotFoundError as error:
             raise DataError(f"{error.filename}: missing; 'data/prepare.py table' writes it beside a set") from None

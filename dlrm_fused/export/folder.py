@@ -14,6 +14,7 @@ import torch
 
 from dlrm_fused.config import Split, to_yaml
 from dlrm_fused.datasets import Dataset, open_dataset
+from dlrm_fused.datasets.identity import digests_of
 from dlrm_fused.datasets.opening import transformation_of
 from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
 from dlrm_fused.datasets.transformation import TRANSFORMATION, Transformation
@@ -51,7 +52,7 @@ def export_run(
         raise ConfigError(f"--output {output}: exists already; name another folder, or remove this one")
     saved = SavedRun.open(run, checkpoint, [*overrides, *ALONE])
     dataset = open_dataset(saved.config, torch.device("cpu"))
-    saved.check_labels(dataset.schema.labels)
+    saved.check_data(dataset)
     partial = output.with_name(f".{output.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -77,7 +78,7 @@ def _write(folder: Path, saved: SavedRun, dataset: Dataset, table_dtype: str) ->
         shutil.copytree(transformation, folder / TRANSFORMATION)
     # Ids of a stored set are taken modulo the rows of the model's tables; others are made for these.
     stored: DatasetSchema = getattr(dataset, "stored_schema", schema)
-    info = _info(saved, schema, stored, table_dtype)
+    info = {**_info(saved, schema, stored, table_dtype), "data": digests_of(saved.config, dataset)}
     (folder / "manifest.json").write_text(json.dumps(info, indent=2) + "\n")
     (folder / "config.yaml").write_text(to_yaml(saved.config))
     shutil.copyfile(loader.__file__, folder / "loader.py")

@@ -45,7 +45,7 @@ def evaluate_run(
     saved = SavedRun.open(run, checkpoint, overrides)
     with join_run(saved.config, rank, error_store) as device:
         dataset = open_dataset(saved.config, device)
-        saved.check_labels(dataset.schema.labels)
+        saved.check_data(dataset)
         sharded = build(saved.config, dataset.schema, device)
         restore_model(saved.checkpoint, sharded)
         sharded.model.eval()

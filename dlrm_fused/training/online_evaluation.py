@@ -65,7 +65,7 @@ def score_run_online(
         raise ConfigError(f"--online: the run has model.kind={config.model.kind.name}; it is for model.kind=transformer")
     with join_run(config, rank, error_store) as device:
         dataset = open_dataset(config, device)
-        saved.check_labels(dataset.schema.labels)
+        saved.check_data(dataset)
         samples = _read(dataset, split, requests)
         model = OnlineModel.build(config, dataset.schema, device, samples.longest_bag())
         model.restore(saved.checkpoint)

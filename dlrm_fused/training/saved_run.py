@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dlrm_fused.config import Config, load_config
+from dlrm_fused.datasets import Dataset
 from dlrm_fused.errors import CheckpointError
 from dlrm_fused.symmetric.collective_errors import gather_or_raise
 from dlrm_fused.training.run_folder import RunFolder
@@ -36,18 +37,21 @@ class SavedRun:
             overrides: ``key=value`` settings that replace those of the run.
 
         Raises:
-            CheckpointError: if the run or the checkpoint does not exist.
+            CheckpointError: if the run or the checkpoint does not exist, or was written with other settings than those of
+                the run's config.yaml.
         """
         if not (path / "config.yaml").is_file():
             raise CheckpointError(f"--run {path}: no run there (config.yaml is missing)")
         config = load_config(path / "config.yaml", overrides)
-        checkpoints = RunFolder(path).checkpoints
-        step = checkpoints.select(which)
-        return SavedRun(path, config, step, checkpoints.of(step))
+        folder = RunFolder(path)
+        step = folder.checkpoints.select(which)
+        # Without overrides, which are wished for.
+        folder.check_settings(load_config(path / "config.yaml"), step, "it belongs to another run than config.yaml beside it")
+        return SavedRun(path, config, step, folder.checkpoints.of(step))
 
-    def check_labels(self, labels: Sequence[str]) -> None:
-        """Raises CheckpointError if the model predicts others than these, of a data set."""
-        RunFolder(self.path).checkpoints.check_labels(self.step, labels)
+    def check_data(self, dataset: Dataset) -> None:
+        """Raises CheckpointError if the model predicts other labels than the data set has, or takes other ids or features."""
+        RunFolder(self.path).check_data(self.step, self.config, dataset)
 
 
 def write_on_rank_0(write: Callable[[], None], path: Path, rank: Rank) -> None:

@@ -12,6 +12,7 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 
 from dlrm_fused.config import Config, Split, flatten
 from dlrm_fused.datasets import Dataset, open_dataset
+from dlrm_fused.datasets.identity import digests_of
 from dlrm_fused.datasets.loader import TrainLoader
 from dlrm_fused.datasets.synthetic import SyntheticDataset
 from dlrm_fused.errors import CheckpointError, ConfigError, TrainingError
@@ -115,6 +116,7 @@ class Trainer:
         self._device = device
         self._folder = folder
         self._dataset = dataset
+        self._data = digests_of(config, dataset)
         self._sharded = sharded
         self._step = start_step
         self._rates = LearningRates(config.training.schedule, sharded.optimizer)
@@ -142,7 +144,7 @@ class Trainer:
 
     def _continue_from(self, step: int) -> None:
         progress = self._folder.checkpoints.progress(step)
-        self._folder.checkpoints.check_labels(step, self._dataset.schema.labels)
+        self._folder.check_data(step, self._config, self._dataset)
         restore(self._folder.checkpoints.of(step), self._sharded, progress, self._device)
         self._loss = progress.loss
         self._reached_target = reaches_target(self._config, progress.validation_auc)
@@ -355,6 +357,7 @@ class Trainer:
             settings=flatten(self._config),
             evaluations_since_best=self._evaluations_since_best,
             labels=self._dataset.schema.labels,
+            data=self._data,
         )
         self._checkpoints.save(self._sharded, progress)
 
