@@ -107,6 +107,7 @@ def evaluate(arguments: Sequence[str] | None = None, program: str | None = None)
     parser.add_argument("--checkpoint", default="last", help="best, last or a step (default: last)")
     parser.add_argument("--split", default="test", choices=[split.name for split in Split])
     parser.add_argument("--predictions", type=Path, help="also write the predictions to this Parquet file")
+    parser.add_argument("--output", type=Path, help="the JSON file of the table (default: eval.json in the run's folder)")
     parser.add_argument("--online", action="store_true", help="score requests online, and time them")
     parser.add_argument("--requests", type=int, default=200, help="with --online: of each number of candidates (default: 200)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the run")
@@ -123,7 +124,7 @@ def _evaluate(rank: Rank, error_store: ErrorStore, parser: _Parser, arguments: S
     parsed = parser.parse_args(arguments)
     run, checkpoint, split, overrides = parsed.run, parsed.checkpoint, Split[parsed.split], parsed.overrides
     if not parsed.online:
-        evaluate_on(rank, error_store, run, checkpoint, split, overrides, parsed.predictions)
+        evaluate_on(rank, error_store, run, checkpoint, split, overrides, parsed.predictions, parsed.output)
         return
     if parsed.predictions or parsed.requests < 1:
         parser.error("--online takes no --predictions, and --requests of 1 or more")
@@ -132,7 +133,7 @@ def _evaluate(rank: Rank, error_store: ErrorStore, parser: _Parser, arguments: S
     check_versions()
     from dlrm_fused.training.online_evaluation import score_run_online
 
-    score_run_online(run, checkpoint, split, overrides, parsed.requests, rank, error_store)
+    score_run_online(run, checkpoint, split, overrides, parsed.requests, rank, error_store, parsed.output)
 
 
 def export(arguments: Sequence[str] | None = None, program: str | None = None) -> None:

@@ -125,7 +125,7 @@ class RunFolder:
         for key, value in now.items():
             if key in saved and saved[key] != value:
                 raise CheckpointError(
-                    f"{key}={value}: the checkpoint {self.checkpoints.of(step)} was written with {saved[key]}; {remedy}"
+                    f"{key}={value}: the run of {self.checkpoints.of(step)} was started with {saved[key]}; {remedy}"
                 )
 
     def check_data(self, step: int, config: Config, dataset: Dataset) -> None:

@@ -32,6 +32,7 @@ from dlrm_fused.training.pipeline import TrainingPipeline
 from dlrm_fused.training.run_folder import RunFolder, loses_patience, reaches_target
 from dlrm_fused.training.run_lock import RunLock
 from dlrm_fused.training.runtime import ErrorStore, Rank, Stopped, StopRequest, join_run
+from dlrm_fused.training.saved_run import try_to_write
 from dlrm_fused.training.schedule import LearningRates
 from dlrm_fused.training.step_timer import StepTimer
 from dlrm_fused.training.telemetry import Profiler, RunWriter, gpu_memory_gib
@@ -85,7 +86,16 @@ def _prepare_folder(folder: RunFolder, config: Config, rank: Rank, lock: RunLock
 
     step = gather_or_raise(prepare)[0]
     gather_or_raise(lambda: _check_visible(folder, step, config, rank))
+    gather_or_raise(lambda: _try_checkpoints(folder, rank))
     return step
+
+
+def _try_checkpoints(folder: RunFolder, rank: Rank) -> None:
+    """Every rank writes its part of them."""
+    try:
+        try_to_write(folder.checkpoints.path / f"rank_{rank.index}")
+    except OSError as error:
+        raise CheckpointError(f"{folder.checkpoints.path}: {rank} cannot write there: {error.strerror}") from None
 
 
 def _check_visible(folder: RunFolder, step: int, config: Config, rank: Rank) -> None:

@@ -133,4 +133,4 @@ def test_a_checkpoint_of_another_run_is_refused(trained: Path, tmp_path: Path) -
     with pytest.raises(RankFailed) as failed:
         evaluate(run, 1)
     step = run / "checkpoints/step_000000004"
-    assert str(failed.value.error).startswith(f"seed=2: the checkpoint {step} was written with 1; it belongs to another run")
+    assert str(failed.value.error).startswith(f"seed=2: the run of {step} was started with 1; it belongs to another run")
