@@ -42,6 +42,7 @@ def evaluate(
     split: str = "test",
     overrides: Sequence[str] = (),
     predictions: str | Path | None = None,
+    output: str | Path | None = None,
 ) -> None:
     """Evaluate a checkpoint of a run, print its metrics and write them to ``eval.json`` in the run's folder. Collective.
 
@@ -53,12 +54,13 @@ def evaluate(
         split: ``train``, ``validation`` or ``test``.
         overrides: ``key=value`` settings that replace those of the run.
         predictions: a Parquet file to write the predictions and labels of every sample to.
+        output: another file for the metrics.
     """
     from dlrm_fused.training.runtime import run_with_error_reporting
 
-    path = None if predictions is None else Path(predictions)
+    paths = [None if path is None else Path(path) for path in (predictions, output)]
     run_with_error_reporting(
-        lambda rank, error_store: evaluate_on(rank, error_store, Path(run), checkpoint, Split[split], overrides, path)
+        lambda rank, error_store: evaluate_on(rank, error_store, Path(run), checkpoint, Split[split], overrides, *paths)
     )
 
 
@@ -79,12 +81,13 @@ def evaluate_on(
     split: Split,
     overrides: Sequence[str],
     predictions: Path | None,
+    output: Path | None = None,
 ) -> None:
     """:func:`evaluate` on this rank, where errors are raised."""
     check_versions()
     from dlrm_fused.training.offline_evaluation import evaluate_run
 
-    evaluate_run(run, checkpoint, split, overrides, predictions, rank, error_store)
+    evaluate_run(run, checkpoint, split, overrides, predictions, rank, error_store, output)
 
 
 def export_on(

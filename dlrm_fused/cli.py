@@ -1,4 +1,4 @@
-"""The commands ``dlrm-fused train``, ``eval``, ``export`` and ``prepare``; train.py, eval.py, export.py are the first three."""
+"""The command ``dlrm-fused``; train.py, eval.py and export.py are its commands ``train``, ``eval`` and ``export``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from dlrm_fused.config import Split
 from dlrm_fused.errors import ConfigError
+from dlrm_fused.launcher import end_with_torchrun, torchrun
 
 if TYPE_CHECKING:
     from dlrm_fused.training.runtime import ErrorStore, Rank
@@ -37,12 +38,13 @@ that of the model with tables in fp32. One process will do, whatever the run was
 """
 
 COMMANDS = """\
-usage: dlrm-fused {train,eval,export,prepare} ...
+usage: dlrm-fused {train,eval,export,prepare,torchrun} ...
 
-  train     train a model on this rank; on several: torchrun --nproc-per-node=2 --no-python dlrm-fused train ...
+  train     train a model on this rank; on several: dlrm-fused torchrun --nproc-per-node=2 train.py ...
   eval      evaluate a run, or time online scoring with it
   export    write a model that torch and NumPy alone predict with
   prepare   prepare a data set
+  torchrun  torchrun, with its arguments; SIGTERM ends it without a traceback, and with status 143
 
 `dlrm-fused COMMAND --help` lists the arguments of each.\
 """
@@ -55,6 +57,8 @@ def main() -> int:
         from dlrm_fused.datasets.preparation.cli import main as prepare
 
         return prepare(arguments, "dlrm-fused prepare")
+    if name == "torchrun":
+        return torchrun(arguments)
     commands = {"train": train, "eval": evaluate, "export": export}
     if name in commands:
         commands[name](arguments, f"dlrm-fused {name}")
@@ -83,6 +87,7 @@ def train(arguments: Sequence[str] | None = None, program: str | None = None) ->
     parser.add_argument("--config", required=True, help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
     parser.help_if_wanted(arguments)
+    end_with_torchrun()
     from dlrm_fused.training.runtime import run_with_error_reporting
 
     run_with_error_reporting(lambda rank, error_store: _train(rank, error_store, parser, arguments))
@@ -102,10 +107,12 @@ def evaluate(arguments: Sequence[str] | None = None, program: str | None = None)
     parser.add_argument("--checkpoint", default="last", help="best, last or a step (default: last)")
     parser.add_argument("--split", default="test", choices=[split.name for split in Split])
     parser.add_argument("--predictions", type=Path, help="also write the predictions to this Parquet file")
+    parser.add_argument("--output", type=Path, help="the JSON file of the table (default: eval.json in the run's folder)")
     parser.add_argument("--online", action="store_true", help="score requests online, and time them")
     parser.add_argument("--requests", type=int, default=200, help="with --online: of each number of candidates (default: 200)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the run")
     parser.help_if_wanted(arguments)
+    end_with_torchrun()
     from dlrm_fused.training.runtime import run_with_error_reporting
 
     run_with_error_reporting(lambda rank, error_store: _evaluate(rank, error_store, parser, arguments))
@@ -117,7 +124,7 @@ def _evaluate(rank: Rank, error_store: ErrorStore, parser: _Parser, arguments: S
     parsed = parser.parse_args(arguments)
     run, checkpoint, split, overrides = parsed.run, parsed.checkpoint, Split[parsed.split], parsed.overrides
     if not parsed.online:
-        evaluate_on(rank, error_store, run, checkpoint, split, overrides, parsed.predictions)
+        evaluate_on(rank, error_store, run, checkpoint, split, overrides, parsed.predictions, parsed.output)
         return
     if parsed.predictions or parsed.requests < 1:
         parser.error("--online takes no --predictions, and --requests of 1 or more")
@@ -126,7 +133,7 @@ def _evaluate(rank: Rank, error_store: ErrorStore, parser: _Parser, arguments: S
     check_versions()
     from dlrm_fused.training.online_evaluation import score_run_online
 
-    score_run_online(run, checkpoint, split, overrides, parsed.requests, rank, error_store)
+    score_run_online(run, checkpoint, split, overrides, parsed.requests, rank, error_store, parsed.output)
 
 
 def export(arguments: Sequence[str] | None = None, program: str | None = None) -> None:
@@ -141,6 +148,7 @@ def export(arguments: Sequence[str] | None = None, program: str | None = None) -
     parser.add_argument("--split", default="test", choices=[split.name for split in Split], help="for the AUC (default: test)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the run")
     parser.help_if_wanted(arguments)
+    end_with_torchrun()
     from dlrm_fused.training.runtime import run_with_error_reporting
 
     run_with_error_reporting(lambda rank, _: _export(rank, parser, arguments))

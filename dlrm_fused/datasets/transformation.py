@@ -22,6 +22,7 @@ learned it: exported models carry them.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -302,6 +303,8 @@ class Transformation:
         sample_weight: the column of what each row counts; empty without.
         table_format: how the files were written; others are read likewise.
         nulls: values of dense and sparse columns that are missing ones; the encodings have them, too.
+        digest: of all that it does, by which a model knows the transformation of its training. One that is applied to other
+            rows keeps it; empty until it is saved, and where an earlier release has saved it.
     """
 
     labels: tuple[str, ...]
@@ -311,6 +314,7 @@ class Transformation:
     sample_weight: str = ""
     table_format: TableFormat = PLAIN
     nulls: NullMarkers = NONE
+    digest: str = ""
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -356,7 +360,31 @@ class Transformation:
             "history": asdict(self.history) if self.history else None,
             **({"table_format": self.table_format.saved()} if self.table_format.saved() else {}),
         }
+        content["digest"] = self.digest or self._digest(content)
         (folder / TRANSFORMATION_FILE).write_text(json.dumps(content, indent=2) + "\n")
+
+    def _digest(self, content: dict[str, Any]) -> str:
+        # The same rows, written otherwise, have the same ids.
+        of_values = {name: value for name, value in content.items() if name != "table_format"}
+        digest = hashlib.sha256(json.dumps(of_values, sort_keys=True).encode())
+        for encoding in self.sparse:
+            if encoding.vocabulary is not None:
+                for array in (encoding.vocabulary.keys, encoding.vocabulary.ids):
+                    digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+    @staticmethod
+    def digest_of(folder: Path) -> str:
+        """:attr:`digest` of what :meth:`save` has written, without reading vocabularies.
+
+        Raises:
+            DataError: if ``transformation.json`` is missing or damaged.
+        """
+        path = folder / TRANSFORMATION_FILE
+        try:
+            return str(json.loads(path.read_text()).get("digest", ""))
+        except (OSError, ValueError, AttributeError) as error:
+            raise DataError(f"{path}: damaged ({type(error).__name__}: {error}); prepare the set again") from None
 
     @staticmethod
     def load(folder: Path) -> Transformation:
@@ -382,6 +410,7 @@ class Transformation:
                 content.get("sample_weight", ""),
                 table_format=TableFormat.of(content.get("table_format", {})),
                 nulls=nulls,
+                digest=content.get("digest", ""),
             )
         except FileNotFoundError as error:
             raise DataError(f"{error.filename}: missing; 'data/prepare.py table' writes it beside a set") from None

@@ -16,6 +16,7 @@ import torch
 from dlrm_fused import errors
 from dlrm_fused.config import Split, to_yaml
 from dlrm_fused.datasets import Dataset, hashing, open_dataset, table_format, transformation, values
+from dlrm_fused.datasets.identity import digests_of
 from dlrm_fused.datasets.opening import transformation_of
 from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
 from dlrm_fused.datasets.transformation import TRANSFORMATION, Transformation
@@ -55,7 +56,7 @@ def export_run(
         raise ConfigError(f"--output {output}: exists already; name another folder, or remove this one")
     saved = SavedRun.open(run, checkpoint, [*overrides, *ALONE])
     dataset = open_dataset(saved.config, torch.device("cpu"))
-    saved.check_labels(dataset.schema.labels)
+    saved.check_data(dataset)
     partial = output.with_name(f".{output.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -81,7 +82,7 @@ def _write(folder: Path, saved: SavedRun, dataset: Dataset, table_dtype: str) ->
         shutil.copytree(source, folder / TRANSFORMATION)
     # Ids of a stored set are taken modulo the rows of the model's tables; others are made for these.
     stored: DatasetSchema = getattr(dataset, "stored_schema", schema)
-    info = _info(saved, schema, stored, table_dtype)
+    info = {**_info(saved, schema, stored, table_dtype), "data": digests_of(saved.config, dataset)}
     if not getattr(dataset, "has_dense", True):
         info["dense_features"] = []
     (folder / "manifest.json").write_text(json.dumps(info, indent=2) + "\n")

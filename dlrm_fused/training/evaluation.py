@@ -31,6 +31,7 @@ def evaluate(
     device: torch.device,
     max_samples: int = 0,
     observe: Callable[[Output], None] | None = None,
+    before_batch: Callable[[], None] | None = None,
 ) -> dict[str, BinaryMetricValues]:
     """Metrics over a split, by label, the same on all ranks. Collective.
 
@@ -40,6 +41,7 @@ def evaluate(
         model: in evaluation mode, not held by a pipeline.
         max_samples: take only so many samples; 0 takes all.
         observe: called with the output of each batch of this rank.
+        before_batch: called before each batch; what it raises ends the evaluation.
     """
     loader = EvaluationLoader(
         dataset,
@@ -55,6 +57,8 @@ def evaluate(
     metrics = {label: BinaryMetrics(device, weighted=schema.has_weights) for label in schema.labels}
     with loader:
         for batch in loader:
+            if before_batch is not None:
+                before_batch()
             _, output = model(batch.to(device, non_blocking=True))
             by_metrics = zip(metrics.values(), by_label(output.logits), by_label(output.labels), strict=True)
             for of_label, logits, labels in by_metrics:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,8 @@ from dlrm_fused.errors import ConfigError
 from dlrm_fused.training.build import build
 from dlrm_fused.training.checkpoint import restore_model
 from dlrm_fused.training.evaluation import PredictionCollector, evaluate, named, report, undefined
-from dlrm_fused.training.metrics import BinaryMetricValues
 from dlrm_fused.training.runtime import ErrorStore, Rank, join_run
-from dlrm_fused.training.saved_run import SavedRun, write_on_rank_0
-from dlrm_fused.training.telemetry import write_json
+from dlrm_fused.training.saved_run import Content, SavedRun, try_to_write, write_on_rank_0, write_result
 
 
 def evaluate_run(
@@ -28,14 +27,18 @@ def evaluate_run(
     predictions: Path | None,
     rank: Rank,
     error_store: ErrorStore,
+    output: Path | None = None,
 ) -> None:
-    """Evaluate a checkpoint of a run, print a table and write ``eval.json`` into the run's folder. Collective.
+    """Evaluate a checkpoint of a run, print a table and write it as JSON. Collective.
+
+    Places to write are tried before the evaluation.
 
     Args:
         checkpoint: ``best``, ``last`` or a step.
         overrides: ``key=value`` settings that replace those of the run.
         predictions: Parquet file for (prediction, label) of every sample, in the order of the split; of several labels, for
             (prediction/<label>, label/<label>) of each.
+        output: the JSON file. Default: ``eval.json`` in the run's folder, without which a run that is only read does.
 
     Raises:
         CheckpointError: if the run or the checkpoint does not exist, or does not fit.
@@ -44,25 +47,28 @@ def evaluate_run(
         raise ConfigError(f"--predictions {predictions}: allowed: a file, this is a folder")
     saved = SavedRun.open(run, checkpoint, overrides)
     with join_run(saved.config, rank, error_store) as device:
+        for path in filter(None, (predictions, output)):
+            write_on_rank_0(partial(try_to_write, path), path, rank)
         dataset = open_dataset(saved.config, device)
-        saved.check_labels(dataset.schema.labels)
+        saved.check_data(dataset)
         sharded = build(saved.config, dataset.schema, device)
         restore_model(saved.checkpoint, sharded)
         sharded.model.eval()
         collector = PredictionCollector() if predictions else None
         values = evaluate(sharded.model, dataset, split, saved.config, device, observe=collector)
+        why = undefined(split, values)
+        reasons = named({label: {"auc_undefined": why[label]} if label in why else {} for label in values})
+        content: Content = {**report(values), **reasons, "split": split.name, "step": saved.step}
+        if rank.index == 0:
+            _print(content)
+        write_result(content, run / "eval.json", output, rank)
         if predictions and collector:
             shares = _gather_predictions(collector, rank)
             labels = dataset.schema.labels
             write_on_rank_0(lambda: _write_predictions(predictions, shares, labels), predictions, rank)
-        write_on_rank_0(lambda: _report(run, saved.step, split, values), run, rank)
 
 
-def _report(run: Path, step: int, split: Split, values: Mapping[str, BinaryMetricValues]) -> None:
-    why = undefined(split, values)
-    reasons = named({label: {"auc_undefined": why[label]} if label in why else {} for label in values})
-    content: dict[str, float | int | str | bool | None] = {**report(values), **reasons, "split": split.name, "step": step}
-    write_json(run / "eval.json", content)
+def _print(content: Content) -> None:
     width = max(20, *map(len, content))
     for name, value in content.items():
         print(f"{name:<{width}} {value:.6f}" if isinstance(value, float) else f"{name:<{width}} {value}")

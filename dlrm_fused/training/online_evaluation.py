@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +25,7 @@ from dlrm_fused.training.checkpoint import restore_model
 from dlrm_fused.training.online_model import OnlineModel
 from dlrm_fused.training.online_requests import RequestSamples
 from dlrm_fused.training.runtime import ErrorStore, Rank, join_run
-from dlrm_fused.training.saved_run import SavedRun, write_on_rank_0
-from dlrm_fused.training.telemetry import write_json
+from dlrm_fused.training.saved_run import SavedRun, try_to_write, write_on_rank_0, write_result
 
 NUMBERS_OF_CANDIDATES = (1, 2, 4, 8, 16, 32, 64)
 # Requests whose first candidate is compared with the full model; they are one batch of it.
@@ -44,6 +44,7 @@ def score_run_online(
     requests: int,
     rank: Rank,
     error_store: ErrorStore,
+    output: Path | None = None,
 ) -> None:
     """Score requests of a split with a checkpoint of a run, print latencies, and write ``online.json``. Collective.
 
@@ -53,6 +54,7 @@ def score_run_online(
         checkpoint: ``best``, ``last`` or a step.
         overrides: ``key=value`` settings that replace those of the run.
         requests: of each number of candidates.
+        output: the JSON file. Default: ``online.json`` in the run's folder, without which a run that is only read does.
 
     Raises:
         CheckpointError: if the run or the checkpoint does not exist, or does not fit.
@@ -64,8 +66,10 @@ def score_run_online(
     if config.model.kind is not ModelKind.transformer:
         raise ConfigError(f"--online: the run has model.kind={config.model.kind.name}; it is for model.kind=transformer")
     with join_run(config, rank, error_store) as device:
+        if output is not None:
+            write_on_rank_0(partial(try_to_write, output), output, rank)
         dataset = open_dataset(config, device)
-        saved.check_labels(dataset.schema.labels)
+        saved.check_data(dataset)
         samples = _read(dataset, split, requests)
         model = OnlineModel.build(config, dataset.schema, device, samples.longest_bag())
         model.restore(saved.checkpoint)
@@ -76,11 +80,9 @@ def score_run_online(
         latencies = _replay(model.scorer, samples, requests)
         report = {"requests": requests, "difference_from_full_model": difference, **latencies}
 
-        def write() -> None:
-            write_json(run / "online.json", {**report, "split": split.name, "step": saved.step})
+        if rank.index == 0:
             _print(report)
-
-        write_on_rank_0(write, run, rank)
+        write_result({**report, "split": split.name, "step": saved.step}, run / "online.json", output, rank)
 
 
 def _read(dataset: Dataset, split: Split, requests: int) -> RequestSamples:

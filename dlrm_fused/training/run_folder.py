@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dlrm_fused.config import Config, TableConfig, flatten, to_yaml
+from dlrm_fused.datasets import Dataset
+from dlrm_fused.datasets.identity import difference, digests_of, not_comparable
+from dlrm_fused.datasets.opening import transformation_of
 from dlrm_fused.errors import CheckpointError, ConfigError
 from dlrm_fused.training.checkpoint import CheckpointFolder
+
+logger = logging.getLogger("dlrm_fused")
 
 # Settings that may change when a run continues: they move work around, or say when to stop and what to report.
 _FREE_SETTINGS = (
@@ -76,7 +82,7 @@ class RunFolder:
         has_ended = reaches_target(config, progress.validation_auc) or loses_patience(config, progress.evaluations_since_best)
         is_finished |= bool(summary) and has_ended
         if is_finished:
-            self._check_same_settings(config, step)
+            self.check_settings(config, step)
         return is_finished
 
     def prepare(self, config: Config) -> int:
@@ -90,7 +96,7 @@ class RunFolder:
                 self._put_aside()
             step = self.checkpoints.last() or 0
             if step:
-                self._check_same_settings(config, step)
+                self.check_settings(config, step)
             self.path.mkdir(parents=True, exist_ok=True)
             self.checkpoints.path.mkdir(exist_ok=True)
             (self.path / "summary.json").unlink(missing_ok=True)
@@ -106,7 +112,10 @@ class RunFolder:
                 number += 1
             shutil.move(self.path, aside)
 
-    def _check_same_settings(self, config: Config, step: int) -> None:
+    def check_settings(
+        self, config: Config, step: int, remedy: str = "choose another name=, or start over with checkpoint.resume=false"
+    ) -> None:
+        """Raises CheckpointError, with the remedy, if a checkpoint was written with settings that may not change."""
         saved, now = self.checkpoints.progress(step).settings, flatten(config)
         fixed = {key for key in now if not any(key == free or key.startswith(f"{free}.") for free in _FREE_SETTINGS)}
         # A table that only one of the two names has the default there.
@@ -116,9 +125,32 @@ class RunFolder:
         for key, value in now.items():
             if key in saved and saved[key] != value:
                 raise CheckpointError(
-                    f"{key}={value}: the run in {self.path} was started with {saved[key]}; choose another name=, "
-                    "or start over with checkpoint.resume=false"
+                    f"{key}={value}: the run of {self.checkpoints.of(step)} was started with {saved[key]}; {remedy}"
                 )
+
+    def check_data(self, step: int, config: Config, dataset: Dataset) -> None:
+        """
+        Args:
+            config: whose ``data`` is ``dataset``.
+
+        Raises:
+            CheckpointError: if the model of a checkpoint predicts other labels, or takes other ids or features.
+        """
+        self.checkpoints.check_labels(step, dataset.schema.labels)
+        before, now = self.checkpoints.progress(step).data, digests_of(config, dataset)
+        changed = difference(before, now)
+        if changed:
+            raise CheckpointError(
+                f"{self.checkpoints.of(step)}: its model was trained on other data: data.path={config.data.path} has changed "
+                f"{changed}; use the set of the training, apply its transformation to new rows (data/prepare.py apply), or "
+                "train a new run"
+            )
+        if not_comparable(before, now, transformation_of(config) is not None):
+            logger.info(
+                "%s, data.path=%s: nothing tells whether they belong together; one has no digest",
+                self.checkpoints.of(step),
+                config.data.path,
+            )
 
 
 def _dims_of_tables(settings: Mapping[str, Any]) -> dict[str, int]:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dlrm_fused.config import Config, load_config
+from dlrm_fused.datasets import Dataset
 from dlrm_fused.errors import CheckpointError
 from dlrm_fused.symmetric.collective_errors import gather_or_raise
 from dlrm_fused.training.run_folder import RunFolder
 from dlrm_fused.training.runtime import Rank
+from dlrm_fused.training.telemetry import write_json
+
+logger = logging.getLogger("dlrm_fused")
+Content = Mapping[str, float | int | str | bool | None]
 
 
 @dataclass(frozen=True)
@@ -36,18 +42,33 @@ class SavedRun:
             overrides: ``key=value`` settings that replace those of the run.
 
         Raises:
-            CheckpointError: if the run or the checkpoint does not exist.
+            CheckpointError: if the run or the checkpoint does not exist, or was written with other settings than those of
+                the run's config.yaml.
         """
         if not (path / "config.yaml").is_file():
             raise CheckpointError(f"--run {path}: no run there (config.yaml is missing)")
         config = load_config(path / "config.yaml", overrides)
-        checkpoints = RunFolder(path).checkpoints
-        step = checkpoints.select(which)
-        return SavedRun(path, config, step, checkpoints.of(step))
+        folder = RunFolder(path)
+        step = folder.checkpoints.select(which)
+        # Without overrides, which are wished for.
+        folder.check_settings(load_config(path / "config.yaml"), step, "it belongs to another run than config.yaml beside it")
+        return SavedRun(path, config, step, folder.checkpoints.of(step))
 
-    def check_labels(self, labels: Sequence[str]) -> None:
-        """Raises CheckpointError if the model predicts others than these, of a data set."""
-        RunFolder(self.path).checkpoints.check_labels(self.step, labels)
+    def check_data(self, dataset: Dataset) -> None:
+        """Raises CheckpointError if the model predicts other labels than the data set has, or takes other ids or features."""
+        RunFolder(self.path).check_data(self.step, self.config, dataset)
+
+
+def try_to_write(path: Path) -> None:
+    """Make a file beside ``path``, and remove it: what is computed for hours should find its place before.
+
+    Raises:
+        OSError: if it cannot be made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    probe = path.with_name(f".{path.name}.partial")
+    probe.open("w").close()
+    probe.unlink()
 
 
 def write_on_rank_0(write: Callable[[], None], path: Path, rank: Rank) -> None:
@@ -68,3 +89,23 @@ def write_on_rank_0(write: Callable[[], None], path: Path, rank: Rank) -> None:
             raise CheckpointError(f"{error.filename or path} cannot be written: {error.strerror or error}") from None
 
     gather_or_raise(write_or_say_why)
+
+
+def write_result(content: Content, in_run: Path, output: Path | None, rank: Rank) -> None:
+    """Write what an evaluation has found as JSON, on rank 0. Collective.
+
+    Args:
+        in_run: the file in the run's folder that is written by default; one that cannot be, of a run that is there to be read
+            only, is told in the log.
+        output: another file.
+
+    Raises:
+        CheckpointError: on all ranks, if ``output`` cannot be written.
+    """
+    if output is not None:
+        write_on_rank_0(lambda: write_json(output, content), output, rank)
+    elif rank.index == 0:
+        try:
+            write_json(in_run, content)
+        except OSError as error:
+            logger.warning("%s was not written (%s); name another place with --output", in_run, error.strerror)

@@ -14,6 +14,7 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 
 from dlrm_fused.config import Config, Split, flatten
 from dlrm_fused.datasets import Dataset, open_dataset
+from dlrm_fused.datasets.identity import digests_of
 from dlrm_fused.datasets.loader import TrainLoader
 from dlrm_fused.datasets.synthetic import SyntheticDataset
 from dlrm_fused.errors import CheckpointError, ConfigError, TrainingError
@@ -31,7 +32,9 @@ from dlrm_fused.training.next_steps import next_steps
 from dlrm_fused.training.peaks import data_sheet_peaks
 from dlrm_fused.training.pipeline import TrainingPipeline
 from dlrm_fused.training.run_folder import RunFolder, loses_patience, reaches_target
-from dlrm_fused.training.runtime import ErrorStore, Rank, join_run
+from dlrm_fused.training.run_lock import RunLock
+from dlrm_fused.training.runtime import ErrorStore, Rank, Stopped, StopRequest, join_run
+from dlrm_fused.training.saved_run import try_to_write
 from dlrm_fused.training.schedule import LearningRates
 from dlrm_fused.training.step_timer import StepTimer
 from dlrm_fused.training.telemetry import Profiler, RunWriter, gpu_memory_gib
@@ -46,10 +49,15 @@ def train(config: Config, rank: Rank, error_store: ErrorStore) -> None:
     """Train as the config says, on this rank of the run; continues a run of the same name.
 
     Raises:
+        Stopped: a signal has ended the run; it goes on when it is started again.
         UserError: what is wrong, and what to do.
     """
     folder = RunFolder(config.run_dir)
-    with join_run(config, rank, error_store) as device:
+    with (
+        join_run(config, rank, error_store) as device,
+        StopRequest(rank, error_store) as stop_request,
+        RunLock(folder.path) as lock,
+    ):
         if gather_or_raise(lambda: config.checkpoint.resume and folder.is_finished(config))[0]:
             logger.info("%s is finished: %s", folder.path, folder.summary())
             return
@@ -61,16 +69,35 @@ def train(config: Config, rank: Rank, error_store: ErrorStore) -> None:
         dataset = open_dataset(config, device)
         for split in Split:
             dataset.samples(split)  # a split that is missing is told now, not when it is needed
-        step = _prepare_folder(folder, config, rank)
+        step = _prepare_folder(folder, config, rank, lock)
         sharded = build(config, dataset.schema, device)
-        Trainer(config, rank, device, folder, dataset, sharded, step).run()
+        trainer = Trainer(config, rank, device, folder, dataset, sharded, step, stop_request)
+        is_complete = trainer.run()
+    if not is_complete:
+        raise stop_request.stopped()
 
 
-def _prepare_folder(folder: RunFolder, config: Config, rank: Rank) -> int:
-    """Prepare the folder on rank 0; all ranks agree on the step to continue from. Collective."""
-    step = gather_or_raise(lambda: folder.prepare(config) if rank.index == 0 else 0)[0]
+def _prepare_folder(folder: RunFolder, config: Config, rank: Rank, lock: RunLock) -> int:
+    """Lock and prepare the folder on rank 0; all ranks agree on the step to continue from. Collective."""
+
+    def prepare() -> int:
+        if rank.index:
+            return 0
+        lock.acquire()
+        return folder.prepare(config)
+
+    step = gather_or_raise(prepare)[0]
     gather_or_raise(lambda: _check_visible(folder, step, config, rank))
+    gather_or_raise(lambda: _try_checkpoints(folder, rank))
     return step
+
+
+def _try_checkpoints(folder: RunFolder, rank: Rank) -> None:
+    """Every rank writes its part of them."""
+    try:
+        try_to_write(folder.checkpoints.path / f"rank_{rank.index}")
+    except OSError as error:
+        raise CheckpointError(f"{folder.checkpoints.path}: {rank} cannot write there: {error.strerror}") from None
 
 
 def _check_visible(folder: RunFolder, step: int, config: Config, rank: Rank) -> None:
@@ -93,12 +120,15 @@ class Trainer:
         dataset: Dataset,
         sharded: ShardedModel,
         start_step: int,
+        stop_request: StopRequest,
     ) -> None:
+        self._stop_request = stop_request
         self._config = config
         self._rank = rank
         self._device = device
         self._folder = folder
         self._dataset = dataset
+        self._data = digests_of(config, dataset)
         self._sharded = sharded
         self._step = start_step
         self._rates = LearningRates(config.training.schedule, sharded.optimizer)
@@ -108,6 +138,7 @@ class Trainer:
         self._told: set[str] = set()  # why AUCs are not defined
         self._evaluations_since_best = 0
         self._reached_target = self._lost_patience = False
+        self._has_evaluation_to_make = False
         if start_step:
             self._continue_from(start_step)
         elif config.checkpoint.warm_start:
@@ -126,12 +157,15 @@ class Trainer:
 
     def _continue_from(self, step: int) -> None:
         progress = self._folder.checkpoints.progress(step)
-        self._folder.checkpoints.check_labels(step, self._dataset.schema.labels)
+        self._folder.check_data(step, self._config, self._dataset)
         restore(self._folder.checkpoints.of(step), self._sharded, progress, self._device)
         self._loss = progress.loss
         self._reached_target = reaches_target(self._config, progress.validation_auc)
         self._evaluations_since_best = progress.evaluations_since_best
         self._lost_patience = loses_patience(self._config, self._evaluations_since_best)
+        # The one that a signal has interrupted.
+        is_due = is_multiple(step, self._config.evaluation.every_steps)
+        self._has_evaluation_to_make = is_due and progress.validation_auc is None
         best = self._folder.checkpoints.best()
         if best is not None:
             auc = self._folder.checkpoints.progress(best).validation_auc
@@ -145,14 +179,29 @@ class Trainer:
             logger.info("sharding plan:\n%s", text)
         self._writer.text("plan", text)
 
-    def run(self) -> None:
-        """Make all remaining steps, then evaluate on the test split and write the summary."""
+    def run(self) -> bool:
+        """Make all remaining steps, then evaluate on the test split and write the summary.
+
+        Returns:
+            whether the run is complete; otherwise a signal has ended it, and a checkpoint of its last step is there.
+        """
+        try:
+            self._complete()
+        except Stopped as stopped:
+            # All ranks: a launcher may end the others when one has ended.
+            gather_or_raise(self._checkpoints.wait)
+            self._writer.close()
+            logger.info("%s after step %d; to continue, start %s again", stopped, self._step, self._folder.path)
+            return False
+        return True
+
+    def _complete(self) -> None:
         began = time.monotonic()
         self._make_steps()
         self._checkpoints.wait()
         model = self._pipeline.detach()  # for good: going on would start an exchange that nobody waits for
         model.eval()
-        test = evaluate(model, self._dataset, Split.test, self._config, self._device)
+        test = evaluate(model, self._dataset, Split.test, self._config, self._device, before_batch=self._stop_request.check)
         self._writer.evaluation(self._step, Split.test.name, report(test), final=True)
         why = undefined(Split.test, test)
         self._tell(why.values())
@@ -193,7 +242,10 @@ class Trainer:
         )
         profiler = Profiler(self._folder.path, config.telemetry.profile_steps, self._rank.index, self._device)
         try:
+            self._stop_request.check()
             self._throughput.start(self._step)
+            if self._has_evaluation_to_make:
+                self._save(self._evaluate_and_note()[0])
             while self._step < config.training.max_steps and not (self._reached_target or self._lost_patience):
                 profiler.before_step(self._step + 1)
                 self._rates.apply(self._step)
@@ -207,17 +259,35 @@ class Trainer:
             loader.close()
 
     def _after_step(self, output: Output) -> None:
-        """Report, evaluate and save if it is time to."""
+        """Report, evaluate and save if it is time to.
+
+        Raises:
+            Stopped: a checkpoint of this step is being written, and the run is to end.
+        """
         is_last = self._step == self._config.training.max_steps
         evaluates = is_multiple(self._step, self._config.evaluation.every_steps)
         saves = is_last or is_multiple(self._step, self._config.checkpoint.every_steps)
         # Also before a checkpoint, so that a resumed run reports the same means as one that was not interrupted.
-        if saves or evaluates or is_multiple(self._step, self._config.telemetry.log_every_steps):
+        reports = saves or evaluates or is_multiple(self._step, self._config.telemetry.log_every_steps)
+        if reports:
             self._report_training(output)
-        auc = self._evaluate() if evaluates else None
-        is_best = auc is not None and self._note_auc(auc)
-        if saves or self._reached_target or self._lost_patience or (is_best and self._config.checkpoint.keep_best):
+        try:
+            auc, is_best = self._evaluate_and_note() if evaluates else (None, False)
+        except Stopped:
+            self._save(None)  # the evaluation is made when the run continues
+            raise
+        stops = self._stop_request.is_due()
+        if stops and not reports:
+            self._report_training(output)
+        if saves or stops or self._reached_target or self._lost_patience or (is_best and self._config.checkpoint.keep_best):
             self._save(auc)
+        if stops:
+            raise self._stop_request.stopped()
+
+    def _evaluate_and_note(self) -> tuple[float, bool]:
+        """The AUC of an evaluation, and whether it is the best so far."""
+        auc = self._evaluate()
+        return auc, self._note_auc(auc)
 
     def _note_auc(self, auc: float) -> bool:
         """Whether it is the best so far; it may end the run. One that is not defined only beats none, and ends nothing."""
@@ -273,7 +343,13 @@ class Trainer:
         self._throughput.stop(self._step)
         with self._pipeline.paused() as model:
             values = evaluate(
-                model, self._dataset, config.evaluation.split, config, self._device, config.evaluation.max_samples
+                model,
+                self._dataset,
+                config.evaluation.split,
+                config,
+                self._device,
+                config.evaluation.max_samples,
+                before_batch=self._stop_request.check,
             )
         self._timer.interrupt()
         self._throughput.start(self._step)
@@ -308,6 +384,7 @@ class Trainer:
             settings=flatten(self._config),
             evaluations_since_best=self._evaluations_since_best,
             labels=self._dataset.schema.labels,
+            data=self._data,
         )
         self._checkpoints.save(self._sharded, progress)
 

@@ -68,6 +68,7 @@ def warm_start(config: Config, sharded: ShardedModel, schema: DatasetSchema) -> 
     if step is None:
         raise CheckpointError(f"{_setting(run)}: holds no checkpoint; name the folder of a run, such as runs/a")
     run.checkpoints.check_labels(step, schema.labels)
+    _check_transformation(run, step)
     maps = _row_maps(run, config)
     _check_rows(run, maps, schema)
     path, state = run.checkpoints.of(step), model_state(sharded)
@@ -84,6 +85,22 @@ def warm_start(config: Config, sharded: ShardedModel, schema: DatasetSchema) -> 
 
 def _setting(run: RunFolder) -> str:
     return f"checkpoint.warm_start={run.path}"
+
+
+def _check_transformation(run: RunFolder, step: int) -> None:
+    """Its data set, whose transformation tells which values its rows are of, may have been prepared again."""
+    other = load_config(run.path / "config.yaml")
+    folder = transformation_of(other)
+    if folder is None:
+        return
+    trained_with, found = run.checkpoints.progress(step).data.get("transformation"), Transformation.digest_of(folder)
+    if trained_with and found and trained_with != found:
+        raise CheckpointError(
+            f"{_setting(run)}: was trained with another transformation than its data.path={other.data.path} has now; put the "
+            "set there that it was trained on"
+        )
+    if not (trained_with and found):
+        logger.warning("%s: nothing tells whether data.path=%s is the set of its training", _setting(run), other.data.path)
 
 
 def _check_rows(run: RunFolder, maps: Mapping[str, RowMap], schema: DatasetSchema) -> None:

@@ -172,6 +172,10 @@ class Job:
         path = Path(self._record()["StdOut"])
         return path.read_text() if path.exists() else ""
 
+    def signal(self, name: str) -> None:
+        """Send a signal to the processes of the job's steps, as ``--signal`` does before the time limit."""
+        self._slurm.run("scancel", f"--signal={name}", str(self._number))
+
     def wait_for(self, state: str, seconds: float) -> None:
         self.wait_until(lambda: self._record()["JobState"] == state, seconds)
 

@@ -6,11 +6,13 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
+from dlrm_fused.training.checkpoint import CheckpointFolder
+from tests.distributed.killing import last_step
 from tests.distributed.launch import SMALL, losses, train
 from tests.distributed.network import needs_hosts
 from tests.distributed.slurm import Job, Slurm, needs_slurm, wait_until
@@ -38,14 +40,14 @@ def one_host(tmp_path_factory: pytest.TempPathFactory) -> Mapping[int, float]:
     return losses(run)
 
 
-def submit_training(slurm: Slurm, folder: Path, *overrides: str) -> Job:
+def submit_training(slurm: Slurm, folder: Path, *overrides: str, options: Sequence[str] = ()) -> Job:
     """Submit a run of ``SMALL`` on two nodes of two ranks and no GPUs, from a folder that has what the repository's has."""
     (folder / "train.py").symlink_to(ROOT / "train.py")
     (folder / ".venv").symlink_to(sys.prefix)
     (folder / "small.yaml").write_text(json.dumps(SMALL))
     training = ("--config=small.yaml", f"output_dir={folder}", f"training.max_steps={STEPS}", "comm=fused", *overrides)
     ranks = {"RANKS_PER_NODE": str(RANKS_PER_NODE)}
-    return slurm.submit(folder, "--gpus-per-node=0", SCRIPT, *training, env=ranks)
+    return slurm.submit(folder, "--gpus-per-node=0", *options, SCRIPT, *training, env=ranks)
 
 
 def test_two_nodes_train_as_one_host_does(slurm: Slurm, tmp_path: Path, one_host: Mapping[int, float]) -> None:
@@ -117,3 +119,22 @@ def test_a_cluster_leaves_nothing_behind(tmp_path: Path) -> None:
         wait_until(lambda: len(slurm.processes()) > 3, 60, lambda: str(slurm.processes()))
     wait_until(lambda: not slurm.processes(), 60, lambda: str(slurm.processes()))
     assert not slurm.folder.exists()
+
+
+@pytest.mark.parametrize("how", ["scancel", pytest.param("time_limit", marks=pytest.mark.exhaustive)])
+def test_a_job_that_is_told_to_stop_saves_its_last_step_and_goes_on(
+    slurm: Slurm, tmp_path: Path, one_host: Mapping[int, float], how: str
+) -> None:
+    """By ``scancel``, or by ``--signal`` before its time limit."""
+    run = tmp_path / "run"
+    options = ["--time=2", "--signal=TERM@60"] if how == "time_limit" else []
+    job = submit_training(slurm, tmp_path, "checkpoint.every_steps=0", options=options)
+    if how == "scancel":
+        job.wait_until(lambda: last_step(run) >= 20, TRAINING_SECONDS)
+        job.signal("TERM")
+    job.wait_until(lambda: job.restarts == 1, TRAINING_SECONDS)
+    (saved,) = CheckpointFolder(run / "checkpoints").steps()
+    assert saved == last_step(run)
+    job.wait_for("COMPLETED", TRAINING_SECONDS)
+    assert f"from step {saved}" in job.log()
+    assert losses(run) == pytest.approx(one_host, rel=1e-6)

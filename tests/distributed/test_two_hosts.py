@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from benchmarks.common.network import Hosts
+from dlrm_fused.training.checkpoint import CheckpointFolder
 from tests.distributed.killing import assert_same_outcome, kill_at_step, kill_in_checkpoint, last_step, wait_for
 from tests.distributed.launch import SMALL, losses, summary
 from tests.distributed.network import needs_hosts
@@ -28,6 +29,9 @@ FUSED = ["comm=fused", "comm_strict=true"]
 A_MINUTE = 60.0
 # How many moments the run of test_a_run_whose_ranks_are_killed... is killed at.
 KILLS = int(os.environ.get("KILLS", "3"))
+# How many times the run of test_sigterm_stops... is stopped, and how long its ranks may take.
+STOPS = int(os.environ.get("KILLS", "1"))
+SECONDS_TO_STOP = 20.0
 
 
 @pytest.fixture
@@ -36,9 +40,11 @@ def hosts() -> Iterator[Hosts]:
         yield hosts
 
 
-def start(hosts: Hosts, arguments: Sequence[str], log: Path, *options: str) -> list[subprocess.Popen[str]]:
+def start(
+    hosts: Hosts, arguments: Sequence[str], log: Path, *options: str, has_own_store: bool = False
+) -> list[subprocess.Popen[str]]:
     """Start the trainer on both hosts, with these options of torchrun; host i's output goes to ``<log><i>``."""
-    return [start_on(hosts, host, arguments, log, *options) for host in range(2)]
+    return [start_on(hosts, host, arguments, log, *options, has_own_store=has_own_store) for host in range(2)]
 
 
 def start_on(
@@ -228,6 +234,30 @@ def test_a_run_whose_ranks_are_killed_at_random_moments_ends_like_an_uninterrupt
         print(f"kill {number}, {kind}, {moment - began:.1f} s after the start, at step {last_step(run)}: ", end="")
         print(f"all ranks have ended in {time.monotonic() - moment:.1f} s")
     assert agents.wait() == [0, 0], (tmp_path / "log0").read_text()
+    assert_same_outcome_as_uninterrupted(hosts, tmp_path, settings)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_sigterm_stops_the_ranks_of_both_hosts_after_one_step_which_they_save(hosts: Hosts, tmp_path: Path) -> None:
+    """Sent to both agents, as a scheduler does, or to one, whose machine is taken away."""
+    run, seed = tmp_path / "run", random.Random(3)
+    settings = [f"training.max_steps={400 + 200 * STOPS}", "checkpoint.every_steps=50", "evaluation.every_steps=150", *FUSED]
+    for number in range(STOPS):
+        started = start(hosts, arguments(tmp_path, *settings), tmp_path / f"log{number}_", has_own_store=True)
+        agents, begun_at = Agents(started), last_step(run)
+        step = begun_at + seed.randint(1, 60)
+        wait_for(lambda step=step: last_step(run) >= step, agents)
+        ranks, moment = agents.ranks(), time.monotonic()
+        for agent in started if number % 2 == 0 else started[number // 2 % 2 :][:1]:
+            agent.terminate()
+        wait_for_end(ranks, SECONDS_TO_STOP)
+        saved = CheckpointFolder(run / "checkpoints").last()
+        print(f"stop {number}: all ranks have ended in {time.monotonic() - moment:.1f} s, step {last_step(run)}, saved {saved}")
+        assert saved == last_step(run)
+        assert all(wait(started, A_MINUTE))
+    again = start(hosts, arguments(tmp_path, *settings), tmp_path / "log", has_own_store=True)
+    assert wait(again, 240) == [0, 0], (tmp_path / "log0").read_text()
     assert_same_outcome_as_uninterrupted(hosts, tmp_path, settings)
 
 

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # From the ground up. Modules of one floor may import each other, and those of lower floors.
 FLOORS = (
-    {"errors", "compat", "deprecated"},
+    {"errors", "compat", "deprecated", "launcher"},
     {"auto_choice", "config", "cuda_graphs", "lasting", "versions"},
     {"datasets", "symmetric"},
     {"ops"},

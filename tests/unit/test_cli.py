@@ -46,4 +46,4 @@ def test_a_wrong_argument_is_one_line_with_the_command() -> None:
 def test_a_command_that_does_not_exist_shows_those_that_do() -> None:
     wrong = dlrm_fused("serve")
     assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert wrong.stderr.startswith("usage: dlrm-fused {train,eval,export,prepare}")
+    assert wrong.stderr.startswith("usage: dlrm-fused {train,eval,export,prepare,torchrun}")

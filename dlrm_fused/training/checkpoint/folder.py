@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from dlrm_fused.datasets.schema import LABEL
@@ -29,6 +29,7 @@ class Progress:
         settings: the flattened config.
         evaluations_since_best: how many there were since the one with the highest AUC.
         labels: what the model predicts, in this order.
+        data: digests of the data set that the model was trained on; see :mod:`dlrm_fused.datasets.identity`.
     """
 
     step: int
@@ -39,6 +40,7 @@ class Progress:
     settings: dict[str, object]
     evaluations_since_best: int = 0
     labels: Sequence[str] = (LABEL,)
+    data: dict[str, str] = field(default_factory=dict)
 
 
 class CheckpointFolder:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import sys
 import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
 from dlrm_fused.errors import UserError
+from dlrm_fused.launcher import end_with_torchrun
 from dlrm_fused.symmetric.peer_monitor import name_lost_peer
 from dlrm_fused.training.runtime.environment import configure_logging
 from dlrm_fused.training.runtime.error_store import ErrorStore
 from dlrm_fused.training.runtime.rank import Rank
+from dlrm_fused.training.runtime.stop_request import Stopped
 from dlrm_fused.training.runtime.watchdog import flush
 
 logger = logging.getLogger("dlrm_fused")
@@ -38,7 +41,10 @@ def run_with_error_reporting(work: Callable[[Rank, ErrorStore], None]) -> None:
 
     The first rank that fails tells the user: a :class:`UserError` as one line, anything else with its traceback. On other
     hosts, which may have logs of their own, each rank tells what it has met.
+
+    A run that a signal has stopped ends with status 128 + its number.
     """
+    end_with_torchrun()
     rank = Rank.from_environment()
     configure_logging(rank)
     threading.excepthook = _thread_failed
@@ -46,6 +52,8 @@ def run_with_error_reporting(work: Callable[[Rank, ErrorStore], None]) -> None:
     try:
         with name_lost_peer():
             work(rank, error_store)
+    except Stopped as stopped:
+        sys.exit(stopped.status)
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             raise

@@ -1,0 +1,56 @@
+"""Digests by which a model knows the data that it belongs to: ids and features that mean what they meant in training."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+from dlrm_fused.config import Config, DataSource
+from dlrm_fused.datasets.dataset import Dataset
+from dlrm_fused.datasets.opening import transformation_of
+from dlrm_fused.datasets.schema import DatasetSchema
+from dlrm_fused.datasets.transformation import Transformation
+
+# What differs, if a digest does.
+_NAMES = {
+    "transformation": "the ids of its values or the scales of its numbers",
+    "features": "its features",
+    "rows": "how many ids its features have",
+}
+
+
+def digests_of(config: Config, dataset: Dataset) -> dict[str, str]:
+    """Digests of ``transformation``, ``features`` and ``rows`` of a data set.
+
+    Sets of any rows that one transformation was applied to have the same ones. ``transformation`` is left out where a set has
+    none, or one of a release that wrote no digest, and ``rows`` where the set does not state them.
+    """
+    schema: DatasetSchema = getattr(dataset, "stored_schema", dataset.schema)
+    names = [list(schema.dense_features), *([f.name for f in fs] for fs in (schema.sparse_features, schema.token_features))]
+    digests = {"features": _digest([*names, schema.history_length])}
+    if config.data.source is DataSource.prepared:
+        digests["rows"] = _digest([feature.rows for feature in schema.tables])
+    folder = transformation_of(config)
+    digest = "" if folder is None else Transformation.digest_of(folder)
+    return digests | ({"transformation": digest} if digest else {})
+
+
+def difference(before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
+    """What has changed about a data set, None if nothing is known to have."""
+    changed = [name for key, name in _NAMES.items() if key in before and key in now and before[key] != now[key]]
+    return changed[0] if changed else None
+
+
+def not_comparable(before: Mapping[str, str], now: Mapping[str, str], has_transformation: bool) -> bool:
+    """Whether nothing tells if a model knows a data set's ids, as with sets and checkpoints of earlier releases."""
+    if has_transformation or "transformation" in before:
+        return not ("transformation" in before and "transformation" in now)
+    return not before
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+__all__ = ["difference", "digests_of", "not_comparable"]
