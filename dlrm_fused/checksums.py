@@ -1,7 +1,7 @@
 """Checksums of files, in blocks: what is read of a file is checked, and no more than that is read to check it.
 
-The checksum of a block of 64-bit words ``w`` is the sum of ``w[i, j] * (a[i] + b[j])`` modulo 2^64, over rows and columns of the
-block. Since each ``a`` is odd and each ``b`` even, one word that changes always changes the sum; any other damage goes unseen
+The checksum of a block of 64-bit words ``w`` is the sum of ``w[i, j] * (a[i] + b[j])`` modulo 2^64, over its rows and
+columns. Since each ``a`` is odd and each ``b`` even, one word that changes always changes the sum; any other damage goes unseen
 with a probability of about 2^-64. Sums over rows and columns run at the speed of memory, several times that of a CRC.
 :mod:`dlrm_fused.export.loader` computes the same without this package.
 """
@@ -176,7 +176,9 @@ class Checksums:
         try:
             data = map_bytes(path)
         except OSError as reason:
-            raise error(f"{path}: {'missing' if isinstance(reason, FileNotFoundError) else reason.strerror}; {remedy}") from None
+            raise error(
+                f"{path}: {'missing' if isinstance(reason, FileNotFoundError) else reason.strerror}; {remedy}"
+            ) from None
         if data.size != known.bytes:
             raise error(f"{path}: damaged: has {data.size} bytes, {known.bytes} were written; {remedy}")
         try:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from dlrm_fused.checksums import Checksums, FileSums
 from dlrm_fused.config import Split, to_yaml
 from dlrm_fused.datasets import Dataset, open_dataset
 from dlrm_fused.datasets.opening import transformation_of
@@ -24,6 +25,8 @@ from dlrm_fused.export.quality import Quality, compare
 from dlrm_fused.export.tables import convert, write_tables
 from dlrm_fused.export.weights import ALONE, restore_weights
 from dlrm_fused.training.saved_run import SavedRun
+
+MANIFEST = "manifest.json"
 
 
 def export_run(
@@ -57,8 +60,12 @@ def export_run(
     partial.mkdir(parents=True)
     try:
         in_fp32 = _write(partial, saved, dataset, table_dtype)
+        checksums = Checksums.of_folder(partial, {"run": saved.config.name, "step": saved.step})
+        checksums.save(partial)
         quality = compare(loader.load(partial), in_fp32, dataset, split)
         _add_quality(partial, quality)
+        checksums.files[MANIFEST] = FileSums.of(partial / MANIFEST)
+        checksums.save(partial)
         os.rename(partial, output)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -78,14 +85,14 @@ def _write(folder: Path, saved: SavedRun, dataset: Dataset, table_dtype: str) ->
     # Ids of a stored set are taken modulo the rows of the model's tables; others are made for these.
     stored: DatasetSchema = getattr(dataset, "stored_schema", schema)
     info = _info(saved, schema, stored, table_dtype)
-    (folder / "manifest.json").write_text(json.dumps(info, indent=2) + "\n")
+    (folder / MANIFEST).write_text(json.dumps(info, indent=2) + "\n")
     (folder / "config.yaml").write_text(to_yaml(saved.config))
     shutil.copyfile(loader.__file__, folder / "loader.py")
     program = export_dense_part(weights.model, saved.config, schema)
     torch.export.save(program, folder / "dense.pt2")
     write_tables(folder / "tables.safetensors", {name: convert(table, table_dtype) for name, table in weights.tables.items()})
     # safetensors lets the owner alone read its file, whatever the umask; the service may be another user.
-    shutil.copymode(folder / "manifest.json", folder / "tables.safetensors")
+    shutil.copymode(folder / MANIFEST, folder / "tables.safetensors")
     tables = tuple(loader.Table(weights.tables[feature.name]) for feature in schema.tables)
     return loader.Model(info, program.module(), tables, loader.read_rows(folder, info))
 
@@ -124,7 +131,7 @@ def _check_transformation(transformation: Transformation, schema: DatasetSchema,
 
 
 def _add_quality(folder: Path, quality: Mapping[str, Quality]) -> None:
-    path = folder / "manifest.json"
+    path = folder / MANIFEST
     info = json.loads(path.read_text())
     by_label = {label: {**dataclasses.asdict(each), "auc_difference": each.auc_difference} for label, each in quality.items()}
     quality_info = by_label if len(by_label) > 1 else next(iter(by_label.values()))

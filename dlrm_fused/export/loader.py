@@ -8,11 +8,13 @@ The folder: ``manifest.json`` says what the model takes, ``dense.pt2`` is the pa
 ``tables.safetensors`` holds for each table ``<table>.rows`` ([rows, dim], float32, float16 or int8) and, for int8,
 ``<table>.scales`` ([rows] float32, by which a row is multiplied). Where ``transformation/`` is there, rows have the columns of
 the table that the model was trained on; otherwise ids and numbers as a prepared data set has them.
+``checksums.json`` has those of all files, with which they are compared at loading.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +25,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
+
+logger = logging.getLogger("dlrm_fused")
 
 FORMAT_VERSION = 2
 HISTORY = "history"  # of a row: its past interactions, oldest first
@@ -150,9 +154,12 @@ def load(folder: str | Path) -> Model:
         FileNotFoundError: if a file is missing.
     """
     folder = Path(folder)
-    info = json.loads((folder / "manifest.json").read_text())
-    if info["format_version"] != FORMAT_VERSION:
-        raise ValueError(f"{folder}: format version {info['format_version']}, this loader reads {FORMAT_VERSION}; export again")
+    check_files(folder)
+    info = read_json(folder / "manifest.json")
+    if info.get("format_version") != FORMAT_VERSION:
+        raise ValueError(
+            f"{folder}: format version {info.get('format_version')}, this loader reads {FORMAT_VERSION}; export again"
+        )
     arrays = read_safetensors(folder / "tables.safetensors")
     names = [feature["name"] for feature in info["sparse_features"] + info["token_features"]]
     tables = tuple(Table(arrays[f"{name}.rows"], arrays.get(f"{name}.scales")) for name in names)
@@ -161,6 +168,59 @@ def load(folder: str | Path) -> Model:
     except Exception as error:  # a damaged archive may raise anything
         raise ValueError(f"{folder / 'dense.pt2'}: damaged ({type(error).__name__}); export the model again") from error
     return Model(info, dense_part, tables, read_rows(folder, info))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ValueError: if the file holds none.
+        FileNotFoundError: if it is missing.
+    """
+    try:
+        content = json.loads(path.read_bytes().decode())
+    except ValueError as error:
+        raise ValueError(f"{path}: damaged ({error}); export the model again") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: damaged: no object; export the model again")
+    return content
+
+
+def check_files(folder: Path) -> None:
+    """Read all files and compare them with ``checksums.json``; a model of an earlier release has none, which is logged.
+
+    Raises:
+        ValueError: if a file is not as export.py wrote it.
+        FileNotFoundError: if one is missing.
+    """
+    path = folder / "checksums.json"
+    if not path.exists():
+        logger.warning("%s: exported by an earlier release, without checksums: damage of its bytes cannot be seen", folder)
+        return
+    files = read_json(path).get("files")
+    if not isinstance(files, dict) or not {"manifest.json", "dense.pt2", "tables.safetensors"} <= files.keys():
+        raise ValueError(f"{path}: damaged: lacks files; export the model again")
+    for name, known in files.items():
+        size = (folder / name).stat().st_size
+        data = np.memmap(folder / name, np.uint8, "r") if size else np.zeros(0, np.uint8)
+        if known != {"bytes": size, "sums": block_sums(data).astype("<u8").tobytes().hex()}:
+            raise ValueError(
+                f"{folder / name}: damaged: its bytes are not those that were written (checksum); export the model again"
+            )
+
+
+def block_sums(data: np.ndarray) -> np.ndarray:
+    """The checksum of each block of ``data`` ([bytes] uint8): [blocks] uint64, as dlrm_fused/checksums.py defines it."""
+    rows, columns = 128, 256  # of a block of 64-bit words
+    multipliers = np.array([_mix((number + 1) * _GAMMA) for number in range(rows + columns)], np.uint64)
+    of_rows, of_columns = multipliers[:rows] | np.uint64(1), multipliers[rows:] & ~np.uint64(1)
+    sums, piece_bytes = [], 8 * rows * columns
+    for at in range(0, len(data), piece_bytes):
+        piece = data[at : at + piece_bytes]
+        words = np.pad(piece, (0, piece_bytes - len(piece))).view("<u8") if len(piece) < piece_bytes else piece.view("<u8")
+        words = words.reshape(rows, columns)
+        sums.append((words.sum(axis=1) * of_rows).sum() + (words.sum(axis=0) * of_columns).sum())
+    return np.array(sums, np.uint64)
 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:
@@ -372,7 +432,7 @@ class TableRows(Rows):
 
     def __init__(self, info: Mapping[str, Any], folder: Path) -> None:
         super().__init__(info)
-        content = json.loads((folder / "transformation.json").read_text())
+        content = read_json(folder / "transformation.json")
         self.numbers = [Number(feature["name"], _dense_transform(feature), True) for feature in content["dense"]]
         rows = {feature["name"]: feature["rows"] for feature in info["sparse_features"] + info["token_features"]}
         columns = {column["name"]: column for column in content["sparse"]}

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
-from dlrm_fused.config import Config, Split, flatten
+from dlrm_fused.config import Config, OnDamage, Split, flatten
 from dlrm_fused.datasets import Dataset, open_dataset
 from dlrm_fused.datasets.loader import TrainLoader
 from dlrm_fused.datasets.synthetic import SyntheticDataset
@@ -20,7 +20,7 @@ from dlrm_fused.sharding.parallel import ShardedModel
 from dlrm_fused.sharding.planning import describe_plan
 from dlrm_fused.symmetric.collective_errors import gather_or_raise
 from dlrm_fused.training.build import build
-from dlrm_fused.training.checkpoint import CheckpointWriter, Progress, restore
+from dlrm_fused.training.checkpoint import CheckpointWriter, Progress, restore, set_aside_damaged
 from dlrm_fused.training.efficiency import efficiency, step_work
 from dlrm_fused.training.evaluation import evaluate, named, report
 from dlrm_fused.training.expert_load import load_values, read_expert_loads
@@ -48,6 +48,8 @@ def train(config: Config, rank: Rank, error_store: ErrorStore) -> None:
     """
     folder = RunFolder(config.run_dir)
     with join_run(config, rank, error_store) as device:
+        if config.checkpoint.resume and config.checkpoint.on_damage is OnDamage.fallback:
+            set_aside_damaged(folder.checkpoints, rank.index, rank.world_size)
         if gather_or_raise(lambda: config.checkpoint.resume and folder.is_finished(config))[0]:
             logger.info("%s is finished: %s", folder.path, folder.summary())
             return
@@ -129,7 +131,7 @@ class Trainer:
         self._reached_target = reaches_target(self._config, progress.validation_auc)
         self._evaluations_since_best = progress.evaluations_since_best
         self._lost_patience = loses_patience(self._config, self._evaluations_since_best)
-        best = self._folder.checkpoints.best()
+        best = self._folder.checkpoints.best_readable()
         if best is not None:
             self._best_auc = self._folder.checkpoints.progress(best).validation_auc or self._best_auc
         logger.info("continuing %s from step %d", self._folder.path, step)

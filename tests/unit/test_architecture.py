@@ -12,8 +12,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # From the ground up. Modules of one floor may import each other, and those of lower floors.
 FLOORS = (
-    {"checksums", "compat", "deprecated", "errors", "records"},
-    {"auto_choice", "config", "cuda_graphs", "versions"},
+    {"errors", "compat", "deprecated"},
+    {"records"},
+    {"auto_choice", "checksums", "config", "cuda_graphs", "versions"},
     {"datasets", "symmetric"},
     {"ops"},
     {"models", "sharding"},
