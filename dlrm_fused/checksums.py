@@ -66,6 +66,8 @@ def to_hex(sums: NDArray[np.uint64]) -> str:
 
 def from_hex(text: str) -> NDArray[np.uint64]:
     """Raises ValueError if the text is not that of :func:`to_hex`."""
+    if text != text.lower():
+        raise ValueError("a checksum has capital letters")
     return np.frombuffer(bytes.fromhex(text), "<u8").astype(np.uint64)
 
 
@@ -180,7 +182,7 @@ class Checksums:
                 f"{path}: {'missing' if isinstance(reason, FileNotFoundError) else reason.strerror}; {remedy}"
             ) from None
         if data.size != known.bytes:
-            raise error(f"{path}: damaged: has {data.size} bytes, {known.bytes} were written; {remedy}")
+            raise error(f"{path}: damaged: has {data.size} bytes, {CHECKSUMS_FILE} says {known.bytes}; {remedy}")
         try:
             return CheckedBytes(data, from_hex(known.sums))
         except ValueError as reason:
@@ -194,12 +196,12 @@ class Checksums:
         """
         checked = self.checked(folder, name, error, remedy)
         if not checked.check(0, self.files[name].bytes):
-            raise error(damaged(folder / name, remedy))
+            raise error(damaged(folder / name, CHECKSUMS_FILE, remedy))
 
 
-def damaged(path: Path, remedy: str) -> str:
-    """The message of bytes that are not those that were written."""
-    return f"{path}: damaged: its bytes are not those that were written (checksum); {remedy}"
+def damaged(path: Path, record: str, remedy: str) -> str:
+    """The message of a file whose bytes have other checksums than those in the file ``record``."""
+    return f"{path}: damaged: its bytes are not those that were written, whose checksums are in {record}; {remedy}"
 
 
 def map_bytes(path: Path) -> NDArray[np.uint8]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_fused.checksums import BLOCK_BYTES, CheckedBytes, Checksums, damaged
+from dlrm_fused.checksums import BLOCK_BYTES, CHECKSUMS_FILE, CheckedBytes, Checksums, damaged
 from dlrm_fused.datasets.schema import PREPARE_AGAIN, SparseFeature
 from dlrm_fused.errors import DataError
 
@@ -64,7 +64,7 @@ class SetFolder:
         if self.checksums is not None:
             checked = self.checksums.checked(self.root, name, DataError, PREPARE_AGAIN)
             if not checked.check(0, _HEADER_BYTES):
-                raise DataError(damaged(path, PREPARE_AGAIN))
+                raise DataError(damaged(path, CHECKSUMS_FILE, PREPARE_AGAIN))
         return CheckedRows(path, map_array(path, shape, dtypes), checked)
 
 
@@ -89,7 +89,7 @@ class CheckedRows:
             DataError: the file's bytes are not those that were written.
         """
         if self._checked is not None and not self._checked.all_checked and not self._checked.check_blocks(self._blocks(rows)):
-            raise DataError(damaged(self._path, PREPARE_AGAIN))
+            raise DataError(damaged(self._path, CHECKSUMS_FILE, PREPARE_AGAIN))
         return self.array.take(rows, axis=0)
 
     def _blocks(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:

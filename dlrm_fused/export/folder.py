@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from dlrm_fused.checksums import Checksums, FileSums
 from dlrm_fused.config import Split, to_yaml
@@ -47,7 +49,7 @@ def export_run(
 
     Raises:
         CheckpointError: if the run or the checkpoint does not exist, or does not fit.
-        ConfigError: if the output exists, or the model cannot be exported.
+        ConfigError: if the output exists or cannot be written, or the model cannot be exported.
         DataError: if the data set, which tells the features, is missing or damaged.
     """
     if output.exists():
@@ -57,8 +59,8 @@ def export_run(
     saved.check_labels(dataset.schema.labels)
     partial = output.with_name(f".{output.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     try:
+        partial.mkdir(parents=True)
         in_fp32 = _write(partial, saved, dataset, table_dtype)
         checksums = Checksums.of_folder(partial, {"run": saved.config.name, "step": saved.step})
         checksums.save(partial)
@@ -67,6 +69,8 @@ def export_run(
         checksums.files[MANIFEST] = FileSums.of(partial / MANIFEST)
         checksums.save(partial)
         os.rename(partial, output)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"--output {output}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return quality
@@ -89,7 +93,9 @@ def _write(folder: Path, saved: SavedRun, dataset: Dataset, table_dtype: str) ->
     (folder / "config.yaml").write_text(to_yaml(saved.config))
     shutil.copyfile(loader.__file__, folder / "loader.py")
     program = export_dense_part(weights.model, saved.config, schema)
-    torch.export.save(program, folder / "dense.pt2")
+    archive = io.BytesIO()  # torch does not tell a full disk from other failures
+    torch.export.save(program, archive)
+    (folder / "dense.pt2").write_bytes(archive.getbuffer())
     write_tables(folder / "tables.safetensors", {name: convert(table, table_dtype) for name, table in weights.tables.items()})
     # safetensors lets the owner alone read its file, whatever the umask; the service may be another user.
     shutil.copymode(folder / MANIFEST, folder / "tables.safetensors")

@@ -201,11 +201,14 @@ def check_files(folder: Path) -> None:
     if not isinstance(files, dict) or not {"manifest.json", "dense.pt2", "tables.safetensors"} <= files.keys():
         raise ValueError(f"{path}: damaged: lacks files; export the model again")
     for name, known in files.items():
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder / name}: missing, {path.name} names it; export the model again")
         size = (folder / name).stat().st_size
         data = np.memmap(folder / name, np.uint8, "r") if size else np.zeros(0, np.uint8)
         if known != {"bytes": size, "sums": block_sums(data).astype("<u8").tobytes().hex()}:
             raise ValueError(
-                f"{folder / name}: damaged: its bytes are not those that were written (checksum); export the model again"
+                f"{folder / name}: damaged: its bytes are not those that were written, whose checksums are in {path.name}; "
+                "export the model again"
             )
 
 

@@ -204,5 +204,5 @@ class TestCheckpoints:
 
     def test_damaged_progress_is_named(self, checkpoints):
         (checkpoints.of(30) / "progress.json").write_text('{"step": 30}')
-        with pytest.raises(CheckpointError, match=r"step_000000030/progress.json: damaged: samples is missing; .*on_damage=fallback"):
+        with pytest.raises(CheckpointError, match=r"000030/progress.json: damaged: samples is missing; .*on_damage=fallback"):
             checkpoints.progress(30)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dlrm_fused.checksums import CHECKSUMS_FILE
 from dlrm_fused.datasets.schema import LABEL
 from dlrm_fused.errors import CheckpointError
 from dlrm_fused.records import read_record
@@ -101,7 +102,9 @@ class CheckpointFolder:
             )
         owner = owner_of(progress)
         if checksums is not None and checksums.owner != owner:
-            raise CheckpointError(f"{folder}: its checksums are of {checksums.owner}, its progress is of {owner}; {REMEDY}")
+            raise CheckpointError(
+                f"{folder / CHECKSUMS_FILE}: is of {checksums.owner}, {PROGRESS_FILE} beside it of {owner}; {REMEDY}"
+            )
         return progress
 
     def set_aside(self, step: int) -> Path:

@@ -169,7 +169,7 @@ class _MappedSlot:
     def check(self, begin: int, end: int) -> None:
         """Raises CheckpointError unless the bytes [begin, end), and the gap after the last, are those that were written."""
         if self._checked is not None and not self._checked.check(begin, _padded(end)):
-            raise CheckpointError(damaged(self._path, REMEDY))
+            raise CheckpointError(damaged(self._path, TENSORS_FILE, REMEDY))
 
 
 def records_of(folder: Path) -> Checksums | None:
