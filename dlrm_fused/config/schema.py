@@ -135,6 +135,13 @@ class DenseOptimizerKind(Enum):
     adam = "adam"
 
 
+class OnDamage(Enum):
+    """What a run does whose newest checkpoint is damaged: it ends, or goes on from the last one that is intact."""
+
+    error = "error"
+    fallback = "fallback"
+
+
 class Split(Enum):
     train = "train"
     validation = "validation"
@@ -358,6 +365,9 @@ class CheckpointConfig:
     keep_best: bool = True
     # Continue the run of the same name from its last checkpoint; false puts the old run aside and starts anew.
     resume: bool = True
+    # If the last checkpoint is damaged: end with an error, or set it aside and go on from the last intact one. For that, the
+    # checkpoint is read twice.
+    on_damage: OnDamage = OnDamage.error
     # Folder of a run, such as runs/a, whose weights a new run begins with; rows of tables are matched by their values.
     warm_start: str = ""
 

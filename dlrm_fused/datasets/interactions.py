@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_fused.datasets.schema import INTERACTIONS, PreparedInfo
-from dlrm_fused.datasets.storage import IdColumns, map_array, ranges
+from dlrm_fused.datasets.schema import PreparedInfo
+from dlrm_fused.datasets.storage import IdColumns, SetFolder, ranges
 from dlrm_fused.errors import DataError
 
 
@@ -20,9 +18,9 @@ class HistoryWindows:
         samples: rows of the split.
     """
 
-    def __init__(self, folder: Path, samples: int, info: PreparedInfo) -> None:
-        self._path = folder / "history.npy"
-        self._windows = map_array(self._path, [samples, 3], ["int64"])
+    def __init__(self, folder: SetFolder, samples: int, info: PreparedInfo) -> None:
+        self._path = folder.root / folder.name / "history.npy"
+        self._windows = folder.map(self._path.name, [samples, 3], ["int64"])
         self._interactions = info.interactions
         self._history_length = info.schema.history_length
 
@@ -32,7 +30,7 @@ class HistoryWindows:
         Raises:
             DataError: if one is out of range, or a history reaches its candidate or what comes after it.
         """
-        windows = self._windows.take(rows, axis=0)
+        windows = self._windows.take(rows)
         first, stop, candidate = windows.T
         fits = (first >= 0) & (first <= stop) & (stop <= candidate) & (candidate < self._interactions)
         wrong = np.flatnonzero(~fits | (stop - first > self._history_length))
@@ -49,17 +47,16 @@ class Interactions:
     """The mapped interactions of all splits.
 
     Args:
-        folder: the prepared set.
+        folder: the one of interactions.
 
     Raises:
         DataError: if a file is missing, truncated, or of another shape or type.
     """
 
-    def __init__(self, folder: Path, info: PreparedInfo) -> None:
+    def __init__(self, folder: SetFolder, info: PreparedInfo) -> None:
         self._features = info.schema.token_features
         self._tokens = info.schema.history_length + 1
-        path = folder / INTERACTIONS
-        self._ids = IdColumns(path, self._features, info.interactions, f"{path}")
+        self._ids = IdColumns(folder, self._features, info.interactions, f"{folder.root / folder.name}")
 
     def read(self, windows: NDArray[np.int64]) -> tuple[list[NDArray[np.int32]], list[NDArray[np.int64] | int]]:
         """For each token feature, its ids in all tokens of b samples, and how many each of the b * T tokens has.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from dlrm_fused.config import Config, Split
 from dlrm_fused.datasets.batch import Samples, sparse_from_features
 from dlrm_fused.datasets.interactions import HistoryWindows, Interactions
 from dlrm_fused.datasets.opening import folder_of, rows_of_tables
-from dlrm_fused.datasets.schema import SCHEMA_FILE, PreparedInfo, SparseFeature, labels_shape
-from dlrm_fused.datasets.storage import IdColumns, check_finite, check_labels, check_weights, map_array
+from dlrm_fused.datasets.schema import INTERACTIONS, SCHEMA_FILE, PreparedInfo, SparseFeature, checksums_of, labels_shape
+from dlrm_fused.datasets.storage import IdColumns, SetFolder, check_finite, check_labels, check_weights
 from dlrm_fused.errors import DataError
+
+logger = logging.getLogger("dlrm_fused")
 
 
 class PreparedDataset:
@@ -43,11 +46,18 @@ class PreparedDataset:
         info = PreparedInfo.load(folder)
         self.stored_schema = stored = info.schema
         self.schema = stored.with_table_rows(table_rows) if table_rows else stored
-        self._splits = {split: _SplitFiles(folder, split, info) for split in Split if split.name in info.samples}
+        checksums = checksums_of(folder)
+        if checksums is None:
+            logger.warning("%s: made by an earlier release, without checksums: damage of its bytes cannot be seen", folder)
+        self._splits = {
+            split: _SplitFiles(SetFolder(folder, split.name, checksums), split, info)
+            for split in Split
+            if split.name in info.samples
+        }
         self._folder = folder
         self._sparse_modulo = _modulo(stored.sparse_features, self.schema.sparse_features)
         self._token_modulo = _modulo(stored.token_features, self.schema.token_features)
-        self._interactions = Interactions(folder, info) if stored.token_features else None
+        self._interactions = Interactions(SetFolder(folder, INTERACTIONS, checksums), info) if stored.token_features else None
 
     def samples(self, split: Split) -> int:
         return self._files(split).samples
@@ -91,27 +101,26 @@ def _take_modulo(ids: list[NDArray[np.int32]], modulo: list[np.int32 | None]) ->
 class _SplitFiles:
     """The mapped files of one split."""
 
-    def __init__(self, folder: Path, split: Split, info: PreparedInfo) -> None:
+    def __init__(self, folder: SetFolder, split: Split, info: PreparedInfo) -> None:
         schema = info.schema
-        self._where = f"{folder}, split {split.name}"
+        self._where = f"{folder.root}, split {split.name}"
         self._dense_names = schema.dense_features
         self.samples = info.samples[split.name]
         if self.samples < 1:
-            raise DataError(f"{folder / SCHEMA_FILE}: split {split.name} has {self.samples} samples, expected 1 or more")
-        path = folder / split.name
-        self._dense = map_array(path / "dense.npy", [self.samples, len(schema.dense_features)], ["float32"])
-        self._labels = map_array(path / "labels.npy", [self.samples, *labels_shape(schema.labels)], ["uint8"])
-        self._weights = map_array(path / "weights.npy", [self.samples], ["float32"]) if schema.has_weights else None
-        self.ids = IdColumns(path, schema.sparse_features, self.samples, self._where)
-        self.windows = HistoryWindows(path, self.samples, info) if schema.token_features else None
+            raise DataError(f"{folder.root / SCHEMA_FILE}: split {split.name} has {self.samples} samples, expected 1 or more")
+        self._dense = folder.map("dense.npy", [self.samples, len(schema.dense_features)], ["float32"])
+        self._labels = folder.map("labels.npy", [self.samples, *labels_shape(schema.labels)], ["uint8"])
+        self._weights = folder.map("weights.npy", [self.samples], ["float32"]) if schema.has_weights else None
+        self.ids = IdColumns(folder, schema.sparse_features, self.samples, self._where)
+        self.windows = HistoryWindows(folder, self.samples, info) if schema.token_features else None
 
     def read_dense(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        dense = self._dense.take(rows, axis=0)
+        dense = self._dense.take(rows)
         check_finite(dense, self._dense_names, self._where)
         return dense
 
     def read_labels(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        labels = self._labels.take(rows, axis=0)
+        labels = self._labels.take(rows)
         check_labels(labels, self._where)
         return labels.astype(np.float32)
 

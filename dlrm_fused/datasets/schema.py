@@ -1,6 +1,7 @@
 """What a data set consists of: its features, and how a prepared set lies on disk.
 
 A prepared set is a folder with ``dataset.json`` (a :class:`DatasetSchema`, the rows of each split, and how it was made)
+``checksums.json`` (those of the other files, except such as people may change: :mod:`dlrm_fused.checksums`)
 and one folder per split (``train``, ``validation``, ``test``) of ``.npy`` files, all memory-mapped when read:
 
 ===========================  ==================  ==========================================================
@@ -30,8 +31,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dlrm_fused.checksums import Checksums, FileSums
 from dlrm_fused.datasets.feature_names import check_names
-from dlrm_fused.datasets.transformation import LABEL
+from dlrm_fused.datasets.transformation import LABEL, PREPARE_AGAIN
 from dlrm_fused.errors import DataError
 
 FORMAT_VERSION = 3
@@ -114,7 +116,7 @@ class PreparedInfo:
     interactions: int = 0
 
     def save(self, folder: Path) -> None:
-        """Write ``dataset.json``; call it last, since its presence marks a complete set."""
+        """Write ``dataset.json`` and the checksums of all files; call it last, since its presence marks a complete set."""
         content = {"format_version": FORMAT_VERSION, **asdict(self)}
         if all(content["schema"][name] == value for name, value in _SINCE_VERSION_3.items()):
             content["format_version"] = 2
@@ -122,6 +124,8 @@ class PreparedInfo:
                 del content["schema"][name]
         temporary = folder / (SCHEMA_FILE + ".partial")
         temporary.write_text(json.dumps(content, indent=2) + "\n")
+        files = {name: FileSums.of(folder / name) for name in _files_below(folder)}
+        Checksums({}, {SCHEMA_FILE: FileSums.of(temporary), **files}).save(folder)
         temporary.replace(folder / SCHEMA_FILE)
 
     @staticmethod
@@ -132,6 +136,9 @@ class PreparedInfo:
             DataError: if the folder holds no complete prepared set, or one of another format version.
         """
         path = folder / SCHEMA_FILE
+        checksums = checksums_of(folder)
+        if checksums is not None and path.exists():
+            checksums.check(folder, SCHEMA_FILE, DataError, PREPARE_AGAIN)
         try:
             content = json.loads(path.read_text())
             version = content.pop("format_version")
@@ -162,6 +169,16 @@ class PreparedInfo:
         names = (*info.schema.dense_features, *(feature.name for feature in info.schema.tables))
         check_names(names, f"{path}: feature", "prepare the set again")
         return info
+
+
+def checksums_of(folder: Path) -> Checksums | None:
+    """Of the files of a prepared set; None if an earlier release made it. Raises DataError if they are damaged."""
+    return Checksums.load(folder, DataError, PREPARE_AGAIN)
+
+
+def _files_below(folder: Path) -> list[str]:
+    """All files in folders of ``folder``; those beside ``dataset.json`` are for people to change."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.glob("*/**/*") if path.is_file())
 
 
 def _contradiction(info: PreparedInfo) -> str | None:

@@ -7,15 +7,20 @@ a team of OpenMP threads to each thread of a loader.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dlrm_fused.checksums import BLOCK_BYTES, CHECKSUMS_FILE, CheckedBytes, Checksums, damaged
 from dlrm_fused.datasets.schema import SparseFeature
-from dlrm_fused.datasets.transformation import file_stem
+from dlrm_fused.datasets.transformation import PREPARE_AGAIN, file_stem
 from dlrm_fused.errors import DataError
+
+# Within the first block of a file; one of 128 bytes is there whatever the array.
+_HEADER_BYTES = 128
 
 
 def map_array(path: Path, shape: Sequence[int | None], dtypes: Sequence[str]) -> NDArray[Any]:
@@ -39,6 +44,61 @@ def map_array(path: Path, shape: Sequence[int | None], dtypes: Sequence[str]) ->
     return np.asarray(array)
 
 
+@dataclass(frozen=True)
+class SetFolder:
+    """A folder of array files of a prepared set.
+
+    Attributes:
+        root: of the set.
+        name: of the folder within it.
+        checksums: of the set; None if an earlier release made it.
+    """
+
+    root: Path
+    name: str
+    checksums: Checksums | None
+
+    def map(self, file: str, shape: Sequence[int | None], dtypes: Sequence[str]) -> CheckedRows:
+        """As :func:`map_array`; what is read of the file is checked."""
+        name, path = f"{self.name}/{file}", self.root / self.name / file
+        checked = None
+        if self.checksums is not None:
+            checked = self.checksums.checked(self.root, name, DataError, PREPARE_AGAIN)
+            if not checked.check(0, _HEADER_BYTES):
+                raise DataError(damaged(path, CHECKSUMS_FILE, PREPARE_AGAIN))
+        return CheckedRows(path, map_array(path, shape, dtypes), checked)
+
+
+class CheckedRows:
+    """The rows of a mapped ``.npy`` file ([rows, ...]), whose bytes are checked when they are first read, by any thread.
+
+    Attributes:
+        array: for what needs no check, its shape.
+    """
+
+    def __init__(self, path: Path, array: NDArray[Any], checked: CheckedBytes | None) -> None:
+        self.array = array
+        self._path = path
+        self._checked = checked
+        self._row_bytes = array.strides[0]
+        self._offset = path.stat().st_size - array.nbytes
+
+    def take(self, rows: NDArray[np.int64]) -> NDArray[Any]:
+        """Copy rows ([b]): [b, ...].
+
+        Raises:
+            DataError: the file's bytes are not those that were written.
+        """
+        if self._checked is not None and not self._checked.all_checked and not self._checked.check_blocks(self._blocks(rows)):
+            raise DataError(damaged(self._path, CHECKSUMS_FILE, PREPARE_AGAIN))
+        return self.array.take(rows, axis=0)
+
+    def _blocks(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        begins = rows * self._row_bytes + self._offset
+        first, last = begins // BLOCK_BYTES, (begins + (self._row_bytes - 1)) // BLOCK_BYTES
+        return ranges(first, last - first + 1) if self._row_bytes > BLOCK_BYTES else np.concatenate([first, last])
+
+
 def check_array(array: NDArray[Any], name: str, shape: Sequence[int | None], dtypes: Sequence[str]) -> None:
     """Raise DataError unless a mapped array is what :func:`map_array` expects; ``name`` is for the message."""
     fits = len(array.shape) == len(shape) and all(want in (None, have) for have, want in zip(array.shape, shape, strict=True))
@@ -51,10 +111,7 @@ def check_array(array: NDArray[Any], name: str, shape: Sequence[int | None], dty
         raise DataError(f"{name}: stored in column-major order, expected row-major; write it with np.ascontiguousarray")
 
 
-_PREPARE_AGAIN = "prepare the set again"
-
-
-def check_below(ids: NDArray[Any], rows: int, feature: str, where: str, remedy: str = _PREPARE_AGAIN) -> None:
+def check_below(ids: NDArray[Any], rows: int, feature: str, where: str, remedy: str = PREPARE_AGAIN) -> None:
     """Raise DataError unless all ids are in [0, rows)."""
     if not ids.size:
         return
@@ -63,7 +120,7 @@ def check_below(ids: NDArray[Any], rows: int, feature: str, where: str, remedy: 
         raise DataError(f"{where}: feature {feature} has the id {low if low < 0 else high}, allowed: 0 to {rows - 1}; {remedy}")
 
 
-def check_finite(dense: NDArray[np.float32], names: Sequence[str], where: str, remedy: str = _PREPARE_AGAIN) -> None:
+def check_finite(dense: NDArray[np.float32], names: Sequence[str], where: str, remedy: str = PREPARE_AGAIN) -> None:
     """Raise DataError unless all values of the dense features ([b, D]) are finite."""
     # One NaN or infinity makes its sum so.
     for name, total in zip(names, dense.sum(axis=0, dtype=np.float64), strict=True):
@@ -78,7 +135,7 @@ def check_labels(labels: NDArray[Any], where: str) -> None:
         raise DataError(f"{where}: a label is {low if low < 0 else high}, allowed: 0 and 1; prepare the set again")
 
 
-def check_weights(weights: NDArray[np.float32], where: str, remedy: str = _PREPARE_AGAIN) -> None:
+def check_weights(weights: NDArray[np.float32], where: str, remedy: str = PREPARE_AGAIN) -> None:
     """Raise DataError unless all weights of samples are finite and 0 or more."""
     wrong = weights[~((weights >= 0) & (weights < np.inf))]
     if wrong.size:
@@ -98,11 +155,11 @@ class IdColumns:
         DataError: if a file is missing, truncated, or of another shape or type.
     """
 
-    def __init__(self, folder: Path, features: Sequence[SparseFeature], rows: int, where: str) -> None:
+    def __init__(self, folder: SetFolder, features: Sequence[SparseFeature], rows: int, where: str) -> None:
         self._features = features
         self._where = where
         single = sum(not feature.jagged for feature in features)
-        self._single = map_array(folder / "single.npy", [rows, single], ["int32"]) if single else None
+        self._single = folder.map("single.npy", [rows, single], ["int32"]) if single else None
         self._jagged = {f.name: _JaggedColumn(folder, f.name, rows) for f in features if f.jagged}
 
     def read(self, rows: NDArray[np.int64]) -> tuple[list[NDArray[np.int32]], list[NDArray[np.int64] | int]]:
@@ -112,7 +169,7 @@ class IdColumns:
             DataError: if an id is not in [0, rows of its feature).
         """
         # [S, b]: one row of ids for each feature.
-        single = iter(() if self._single is None else np.ascontiguousarray(self._single.take(rows, axis=0).T))
+        single = iter(() if self._single is None else np.ascontiguousarray(self._single.take(rows).T))
         ids: list[NDArray[np.int32]] = []
         lengths: list[NDArray[np.int64] | int] = []
         for feature in self._features:
@@ -130,15 +187,15 @@ class IdColumns:
 class _JaggedColumn:
     """The mapped values and offsets of one jagged feature."""
 
-    def __init__(self, folder: Path, name: str, rows: int) -> None:
+    def __init__(self, folder: SetFolder, name: str, rows: int) -> None:
         stem = file_stem(name)
-        offsets_path = folder / f"{stem}.offsets.npy"
-        self._values = map_array(folder / f"{stem}.values.npy", [None], ["int32"])
-        self._offsets = map_array(offsets_path, [rows + 1], ["int64"])
-        first, last = int(self._offsets[0]), int(self._offsets[-1])
-        if first != 0 or last != self._values.size:
+        offsets_path = folder.root / folder.name / f"{stem}.offsets.npy"
+        self._values = folder.map(f"{stem}.values.npy", [None], ["int32"])
+        self._offsets = folder.map(offsets_path.name, [rows + 1], ["int64"])
+        first, last = self._offsets.take(np.array([0, rows])).tolist()
+        if first != 0 or last != self._values.array.size:
             raise DataError(
-                f"{offsets_path}: runs from {first} to {last}, expected 0 to {self._values.size}, "
+                f"{offsets_path}: runs from {first} to {last}, expected 0 to {self._values.array.size}, "
                 f"the length of {stem}.values.npy; prepare the set again"
             )
         self._path = offsets_path

@@ -34,11 +34,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dlrm_fused.checksums import Checksums
 from dlrm_fused.datasets.hashing import combine, derive_key, split_mix
 from dlrm_fused.datasets.table_format import PLAIN, TableFormat
 from dlrm_fused.datasets.values import NONE, NullMarkers, text_of, whole_of
 from dlrm_fused.errors import DataError
 
+PREPARE_AGAIN = "prepare the set again"
 TRANSFORMATION = "transformation"  # the folder's name in a prepared set
 TRANSFORMATION_FILE = "transformation.json"
 FORMAT_VERSION = 3  # 2 has no null markers, 1 one label and no weights; still written for such tables
@@ -394,6 +396,7 @@ class Transformation:
             DataError: if the folder holds none, or a file is missing, damaged, or of another format version.
         """
         path = folder / TRANSFORMATION_FILE
+        _check_bytes(folder)
         try:
             content = json.loads(path.read_text())
             version = content["format_version"]
@@ -416,6 +419,19 @@ class Transformation:
             raise DataError(f"{error.filename}: missing; 'data/prepare.py table' writes it beside a set") from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{folder}: damaged ({type(error).__name__}: {error}); prepare the set again") from None
+
+
+def _check_bytes(folder: Path) -> None:
+    """Read the files of a transformation that lies in a prepared set or an exported model with checksums.
+
+    Raises:
+        DataError: one is not as it was written.
+    """
+    checksums = Checksums.load(folder.parent, DataError, PREPARE_AGAIN)
+    if checksums is not None:
+        for name in checksums.files:
+            if name.startswith(f"{folder.name}/"):
+                checksums.check(folder.parent, name, DataError, PREPARE_AGAIN)
 
 
 def _dense_transform(content: dict[str, Any]) -> DenseTransform:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import re
@@ -12,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
-from dlrm_fused import errors
+from dlrm_fused import checksums, errors, records
+from dlrm_fused.checksums import Checksums, FileSums
 from dlrm_fused.config import Split, to_yaml
 from dlrm_fused.datasets import Dataset, hashing, open_dataset, table_format, transformation, values
 from dlrm_fused.datasets.identity import digests_of
@@ -28,6 +31,7 @@ from dlrm_fused.export.tables import convert, write_tables
 from dlrm_fused.export.weights import ALONE, restore_weights
 from dlrm_fused.training.saved_run import SavedRun
 
+MANIFEST = "manifest.json"
 _CARRIED = "dlrm_rows"  # the package beside loader.py with what it imports of this one
 
 
@@ -49,7 +53,7 @@ def export_run(
 
     Raises:
         CheckpointError: if the run or the checkpoint does not exist, or does not fit.
-        ConfigError: if the output exists, or the model cannot be exported.
+        ConfigError: if the output exists or cannot be written, or the model cannot be exported.
         DataError: if the data set, which tells the features, is missing or damaged.
     """
     if output.exists():
@@ -59,12 +63,18 @@ def export_run(
     saved.check_data(dataset)
     partial = output.with_name(f".{output.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     try:
+        partial.mkdir(parents=True)
         in_fp32 = _write(partial, saved, dataset, table_dtype)
+        sums = Checksums.of_folder(partial, {"run": saved.config.name, "step": saved.step})
+        sums.save(partial)
         quality = compare(loader.load(partial), in_fp32, dataset, split)
         _add_quality(partial, quality)
+        sums.files[MANIFEST] = FileSums.of(partial / MANIFEST)
+        sums.save(partial)
         os.rename(partial, output)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"--output {output}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return quality
@@ -85,14 +95,16 @@ def _write(folder: Path, saved: SavedRun, dataset: Dataset, table_dtype: str) ->
     info = {**_info(saved, schema, stored, table_dtype), "data": digests_of(saved.config, dataset)}
     if not getattr(dataset, "has_dense", True):
         info["dense_features"] = []
-    (folder / "manifest.json").write_text(json.dumps(info, indent=2) + "\n")
+    (folder / MANIFEST).write_text(json.dumps(info, indent=2) + "\n")
     (folder / "config.yaml").write_text(to_yaml(saved.config))
     _write_loader(folder)
     program = export_dense_part(weights.model, saved.config, schema)
-    torch.export.save(program, folder / "dense.pt2")
+    archive = io.BytesIO()  # torch does not tell a full disk from other failures
+    torch.export.save(program, archive)
+    (folder / "dense.pt2").write_bytes(archive.getbuffer())
     write_tables(folder / "tables.safetensors", {name: convert(table, table_dtype) for name, table in weights.tables.items()})
     # safetensors lets the owner alone read its file, whatever the umask; the service may be another user.
-    shutil.copymode(folder / "manifest.json", folder / "tables.safetensors")
+    shutil.copymode(folder / MANIFEST, folder / "tables.safetensors")
     tables = tuple(loader.Table(weights.tables[feature.name]) for feature in schema.tables)
     return loader.Model(info, program.module(), tables, loader.read_rows(folder, info))
 
@@ -101,7 +113,8 @@ def _write_loader(folder: Path) -> None:
     """Copy the loader and the modules that it imports, which find each other there without this package."""
     (folder / _CARRIED).mkdir()
     (folder / _CARRIED / "__init__.py").touch()
-    copies = {loader: folder, **dict.fromkeys((errors, hashing, table_format, transformation, values), folder / _CARRIED)}
+    carried = (checksums, errors, hashing, records, table_format, transformation, values)
+    copies = {loader: folder, **dict.fromkeys(carried, folder / _CARRIED)}
     for module, into in copies.items():
         source = Path(str(module.__file__))
         own_imports = re.compile(r"^from dlrm_fused\.(?:\w+\.)*(\w+) import", re.MULTILINE)
@@ -140,7 +153,7 @@ def _check_transformation(made_by: Transformation, schema: DatasetSchema, folder
 
 
 def _add_quality(folder: Path, quality: Mapping[str, Quality]) -> None:
-    path = folder / "manifest.json"
+    path = folder / MANIFEST
     info = json.loads(path.read_text())
     by_label = {label: {**dataclasses.asdict(each), "auc_difference": each.auc_difference} for label, each in quality.items()}
     quality_info = by_label if len(by_label) > 1 else next(iter(by_label.values()))

@@ -8,15 +8,18 @@ The folder: ``manifest.json`` says what the model takes, ``dense.pt2`` is the pa
 ``tables.safetensors`` holds for each table ``<table>.rows`` ([rows, dim], float32, float16 or int8) and, for int8,
 ``<table>.scales`` ([rows] float32, by which a row is multiplied). Where ``transformation/`` is there, rows have the columns of
 the table that the model was trained on; otherwise ids and numbers as a prepared data set has them. ``dlrm_rows/`` is the code
-that reads and applies the transformation, the one of training.
+that reads and applies the transformation, the one of training, and that checks files. ``checksums.json`` has those of all
+files, with which they are compared at loading.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -25,12 +28,17 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 
+from dlrm_fused.checksums import CHECKSUMS_FILE, Checksums
 from dlrm_fused.datasets.transformation import DenseTransform, IdEncoding, Transformation, ids_of, token_name
 from dlrm_fused.datasets.transformation import Values as Kind
 from dlrm_fused.datasets.values import LARGEST_FLOAT32, NullMarkers, number_of
 from dlrm_fused.errors import DataError
+from dlrm_fused.records import read_json
+
+logger = logging.getLogger("dlrm_fused")
 
 FORMAT_VERSION = 2
+_EXPORT_AGAIN = "export the model again"
 HISTORY = "history"  # of a row: its past interactions, oldest first
 
 _GAP_ROWS = 32
@@ -156,9 +164,8 @@ def load(folder: str | Path) -> Model:
         FileNotFoundError: if a file is missing.
     """
     folder = Path(folder)
-    info = json.loads((folder / "manifest.json").read_text())
-    if info["format_version"] != FORMAT_VERSION:
-        raise ValueError(f"{folder}: format version {info['format_version']}, this loader reads {FORMAT_VERSION}; export again")
+    check_files(folder)
+    info = read_manifest(folder)
     arrays = read_safetensors(folder / "tables.safetensors")
     names = [feature["name"] for feature in info["sparse_features"] + info["token_features"]]
     tables = tuple(Table(arrays[f"{name}.rows"], arrays.get(f"{name}.scales")) for name in names)
@@ -167,6 +174,58 @@ def load(folder: str | Path) -> Model:
     except Exception as error:  # a damaged archive may raise anything
         raise ValueError(f"{folder / 'dense.pt2'}: damaged ({type(error).__name__}); export the model again") from error
     return Model(info, dense_part, tables, read_rows(folder, info))
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What the model takes.
+
+    Raises:
+        ValueError: if the file is damaged or of another version.
+        FileNotFoundError: if it is missing.
+    """
+    path = folder / "manifest.json"
+    _check_presence(path)
+    with _refused_as_value_error():
+        info = read_json(path, DataError, _EXPORT_AGAIN)
+    if info.get("format_version") != FORMAT_VERSION:
+        raise ValueError(
+            f"{folder}: format version {info.get('format_version')}, this loader reads {FORMAT_VERSION}; {_EXPORT_AGAIN}"
+        )
+    return info
+
+
+def check_files(folder: Path) -> None:
+    """Read all files and compare them with ``checksums.json``; a model of an earlier release has none, which is logged.
+
+    Raises:
+        ValueError: if a file is not as export.py wrote it.
+        FileNotFoundError: if one is missing.
+    """
+    with _refused_as_value_error():
+        checksums = Checksums.load(folder, DataError, _EXPORT_AGAIN)
+        if checksums is None:
+            logger.warning("%s: exported by an earlier release, without checksums: damage of its bytes cannot be seen", folder)
+            return
+        lacking = {"manifest.json", "dense.pt2", "tables.safetensors"} - checksums.files.keys()
+        if lacking:
+            raise DataError(f"{folder / CHECKSUMS_FILE}: damaged: lacks {', '.join(sorted(lacking))}; {_EXPORT_AGAIN}")
+        for name in checksums.files:
+            _check_presence(folder / name)
+            checksums.check(folder, name, DataError, _EXPORT_AGAIN)
+
+
+def _check_presence(path: Path) -> None:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: missing; {_EXPORT_AGAIN}")
+
+
+@contextmanager
+def _refused_as_value_error() -> Iterator[None]:
+    """Users of an exported model know Python's errors alone."""
+    try:
+        yield
+    except DataError as error:
+        raise ValueError(str(error)) from None
 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:
@@ -446,10 +505,8 @@ class TableRows(Rows):
 
     def __init__(self, info: Mapping[str, Any], folder: Path) -> None:
         super().__init__(info)
-        try:
+        with _refused_as_value_error():
             transformation = Transformation.load(folder)
-        except DataError as error:
-            raise ValueError(str(error)) from None
         tables = {feature["name"]: feature for feature in info["sparse_features"] + info["token_features"]}
         encodings = {encoding.column.name: encoding for encoding in transformation.sparse}
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from dlrm_fused.datasets import Dataset
 from dlrm_fused.datasets.identity import difference, digests_of, not_comparable
 from dlrm_fused.datasets.opening import transformation_of
 from dlrm_fused.errors import CheckpointError, ConfigError
+from dlrm_fused.records import parse_record, read_json
 from dlrm_fused.training.checkpoint import CheckpointFolder
 
 logger = logging.getLogger("dlrm_fused")
@@ -41,6 +42,18 @@ _FREE_SETTINGS = (
 )
 
 
+@dataclass(frozen=True)
+class _End:
+    """The part of a summary that says why the run ended."""
+
+    steps: int = 0
+    reached_target: bool = False
+    lost_patience: bool = False
+
+
+_ENDS = {field.name for field in fields(_End)}
+
+
 def reaches_target(config: Config, auc: float | None) -> bool:
     """Whether a run ends with this AUC, of an evaluation during training."""
     return auc is not None and 0 < config.training.target_auc <= auc
@@ -59,12 +72,20 @@ class RunFolder:
         self.checkpoints = CheckpointFolder(path / "checkpoints")
 
     def summary(self) -> dict[str, Any] | None:
-        """The outcome, if the run has ended."""
-        try:
-            content = json.loads((self.path / "summary.json").read_text())
-        except (OSError, ValueError):
+        """The outcome, if the run has ended; a damaged one is told in the log, and counts as none: it will be written anew."""
+        path = self.path / "summary.json"
+        if not path.exists():
             return None
-        return content if isinstance(content, dict) else None
+        try:
+            content = read_json(path, CheckpointError, "it is written anew when the run ends")
+            parse_record({name: content[name] for name in _ENDS & content.keys()}, _End)
+        except CheckpointError as error:
+            logger.warning("%s", error)
+            return None
+        except ValueError as error:
+            logger.warning("%s: damaged: %s; it is written anew when the run ends", path, error)
+            return None
+        return content
 
     def is_finished(self, config: Config) -> bool:
         """Whether the run has already got where the config wants it to go.

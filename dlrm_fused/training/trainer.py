@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
-from dlrm_fused.config import Config, Split, flatten
+from dlrm_fused.config import Config, OnDamage, Split, flatten
 from dlrm_fused.datasets import Dataset, open_dataset
 from dlrm_fused.datasets.identity import digests_of
 from dlrm_fused.datasets.loader import TrainLoader
@@ -23,7 +23,7 @@ from dlrm_fused.sharding.parallel import ShardedModel
 from dlrm_fused.sharding.planning import describe_plan
 from dlrm_fused.symmetric.collective_errors import gather_or_raise
 from dlrm_fused.training.build import build
-from dlrm_fused.training.checkpoint import CheckpointWriter, Progress, restore
+from dlrm_fused.training.checkpoint import CheckpointWriter, Progress, restore, set_aside_damaged
 from dlrm_fused.training.efficiency import efficiency, step_work
 from dlrm_fused.training.evaluation import evaluate, named, report, undefined
 from dlrm_fused.training.expert_load import load_values, read_expert_loads
@@ -58,6 +58,8 @@ def train(config: Config, rank: Rank, error_store: ErrorStore) -> None:
         StopRequest(rank, error_store) as stop_request,
         RunLock(folder.path) as lock,
     ):
+        if config.checkpoint.resume and config.checkpoint.on_damage is OnDamage.fallback:
+            set_aside_damaged(folder.checkpoints, rank.index, rank.world_size)
         if gather_or_raise(lambda: config.checkpoint.resume and folder.is_finished(config))[0]:
             logger.info("%s is finished: %s", folder.path, folder.summary())
             return
@@ -166,7 +168,7 @@ class Trainer:
         # The one that a signal has interrupted.
         is_due = is_multiple(step, self._config.evaluation.every_steps)
         self._has_evaluation_to_make = is_due and progress.validation_auc is None
-        best = self._folder.checkpoints.best()
+        best = self._folder.checkpoints.best_readable()
         if best is not None:
             auc = self._folder.checkpoints.progress(best).validation_auc
             self._best_auc = self._best_auc if auc is None or math.isnan(auc) else auc

@@ -155,11 +155,11 @@ SETTINGS = [
 # Data sets.
 
 
-def prepared(described: str, culprit: str, spoil: Prepare, *overrides: str) -> BadInput:
+def prepared(described: str, culprit: str, spoil: Prepare, *overrides: str, has_checksums: bool = False) -> BadInput:
     """A prepared set ``set`` of 100 training samples that is spoiled, trained on in batches of 16."""
 
     def prepare(folder: Path) -> None:
-        write_prepared_set(folder / "set")
+        write_prepared_set(folder / "set", has_checksums=has_checksums)
         spoil(folder / "set")
 
     arguments = ["--config", "small.yaml", "data.source=prepared", "data.path=set", "training.global_batch_size=16"]
@@ -225,6 +225,17 @@ def store(name: str, place: object, value: float) -> Prepare:
 def cut(name: str, keep: int) -> Prepare:
     """Cut a file off."""
     return lambda folder: os.truncate(folder / name, keep)
+
+
+def flip(name: str) -> Prepare:
+    """Change the last bit of a file."""
+
+    def spoil(folder: Path) -> None:
+        data = bytearray((folder / name).read_bytes())
+        data[-1] ^= 1
+        (folder / name).write_bytes(data)
+
+    return spoil
 
 
 def replace(name: str, array: np.ndarray) -> Prepare:
@@ -296,6 +307,8 @@ DATA_SETS = [
     ),
     prepared("a label 2, in step 6, of rank 1", "a label is 2", store("train/labels.npy", 92, 2)),
     prepared("a NaN, in step 6, of rank 0", "dense feature dense_1", store("train/dense.npy", (84, 1), np.nan)),
+    prepared("a changed bit of a `.npy` file", "set/train/dense.npy", flip("train/dense.npy"), has_checksums=True),
+    prepared("a changed bit of `dataset.json`", "set/dataset.json", flip("dataset.json"), has_checksums=True),
     parquet("a folder without Parquet files", "files/test: no file matches", remove("test/part-00000.parquet")),
     parquet("a Parquet file cut off", "files/test/part-00000.parquet: damaged", cut("test/part-00000.parquet", 200)),
     parquet("one row group for two ranks", "files/train: fewer row groups", write_one_row_group),
@@ -374,12 +387,36 @@ def _finished_run(folder: Path) -> Path:
     return folder.parent / "finished/run"
 
 
+def exchange(one: str, other: str) -> Prepare:
+    """Give two files each other's names."""
+
+    def spoil(folder: Path) -> None:
+        (folder / one).rename(folder / "aside")
+        (folder / other).rename(folder / one)
+        (folder / "aside").rename(folder / other)
+
+    return spoil
+
+
+def put_an_earlier_checkpoint_in_place(folder: Path) -> None:
+    shutil.rmtree(folder / LAST)
+    (folder / "checkpoints/step_000000005").rename(folder / LAST)
+
+
+def flip_all(folder: Path) -> None:
+    for path in folder.glob("checkpoints/step_*/__0_0.bin"):
+        flip(path.name)(path.parent)
+
+
 def write_malicious_metadata(folder: Path) -> None:
     class Payload:
         def __reduce__(self) -> tuple[Callable, tuple]:
             return os.system, ("touch executed",)
 
-    (folder / "checkpoints/step_000000010/.metadata").write_bytes(pickle.dumps(Payload()))
+    checkpoint = folder / LAST
+    for name in ("checksums.json", "tensors.json"):
+        (checkpoint / name).unlink()  # as those of earlier releases, whose records were pickles
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Payload()))
 
 
 def put_a_file_for_a_folder(folder: Path) -> None:
@@ -399,8 +436,18 @@ RUNS = [
     run("`progress.json` missing", f"{LAST}/progress.json", remove(f"{LAST}/progress.json")),
     run("a file of a checkpoint cut off", f"{LAST}/__1_0.bin", cut(f"{LAST}/__1_0.bin", 100)),
     run("a file of a checkpoint missing", f"{LAST}/__0_0.bin", remove(f"{LAST}/__0_0.bin")),
-    run("`.metadata` missing", f"{LAST}/.metadata", remove(f"{LAST}/.metadata")),
-    run("`.metadata` cut off", f"{LAST}/.metadata", cut(f"{LAST}/.metadata", 100)),
+    run("a file of a checkpoint with a changed bit", f"{LAST}/__1_0.bin", flip(f"{LAST}/__1_0.bin")),
+    run("files of two ranks exchanged", f"{LAST}/__0_0.bin", exchange(f"{LAST}/__0_0.bin", f"{LAST}/__1_0.bin")),
+    run("`tensors.json` missing", f"{LAST}/tensors.json", remove(f"{LAST}/tensors.json")),
+    run("`tensors.json` cut off", f"{LAST}/tensors.json", cut(f"{LAST}/tensors.json", 100)),
+    run("`checksums.json` missing", f"{LAST}/checksums.json", remove(f"{LAST}/checksums.json")),
+    run("a checkpoint in the folder of another step", f"{LAST}/progress.json", put_an_earlier_checkpoint_in_place),
+    run(
+        "all checkpoints damaged, `checkpoint.on_damage=fallback`",
+        "no checkpoint is intact",
+        flip_all,
+        "checkpoint.on_damage=fallback",
+    ),
     run("`.metadata` with code in it", "posix.system", write_malicious_metadata),
     evaluation("`eval.py`: `.metadata` with code in it", "posix.system", write_malicious_metadata),
     evaluation("`eval.py`: a file of the checkpoint cut off", f"{LAST}/__1_0.bin", cut(f"{LAST}/__1_0.bin", 100)),

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from dlrm_fused.errors import CheckpointError
-from dlrm_fused.training.checkpoint import CheckpointFolder
+from dlrm_fused.training.checkpoint import CheckpointFolder, RawReader
 from tests.distributed.launch import (
     Pieces,
     RankFailed,
@@ -233,6 +234,12 @@ class TestDistrust:
         pickle.loads(pickle.dumps(Payload(witness)))
         assert witness.exists()
 
+    @pytest.fixture
+    def run(self, run) -> Path:
+        """As a release before tensors.json has written it."""
+        write_pickled_metadata(checkpoint_of(run))
+        return run
+
     def test_code_as_metadata(self, run, witness):
         (checkpoint_of(run) / ".metadata").write_bytes(pickle.dumps(Payload(witness)))
         self.assert_refused(run, witness, ".metadata", "system")
@@ -260,6 +267,31 @@ class TestDistrust:
         self.assert_refused(run, witness, str(checkpoint_of(run)))
 
 
+class TestOfAnEarlierRelease:
+    """Their metadata is a pickle, and they have no checksums."""
+
+    def test_a_run_goes_on_bit_by_bit(self, tmp_path, run, of_two_ranks):
+        write_pickled_metadata(checkpoint_of(run))
+        train(tmp_path, 2, until(STEPS), plan("table_wise"))
+        straight = shutil.copytree(of_two_ranks, tmp_path / "straight/run")
+        train(straight.parent, 2, until(STEPS), plan("table_wise"))
+        assert losses(run) == losses(straight)
+
+    def test_that_damage_cannot_be_seen_is_told(self, run, caplog):
+        write_pickled_metadata(checkpoint_of(run))
+        CheckpointFolder(run / "checkpoints").progress(HALF)
+        assert "written by an earlier release, without checksums" in caplog.text
+
+
+def write_pickled_metadata(checkpoint: Path) -> None:
+    """Replace the records of a checkpoint by those of 64e6758, with DCP's own class for a place in a file."""
+    metadata = RawReader(checkpoint).read_metadata()
+    metadata.storage_data = {index: _StorageInfo(s.file, s.begin, s.length) for index, s in metadata.storage_data.items()}
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    for name in ("tensors.json", "checksums.json"):
+        (checkpoint / name).unlink()
+
+
 class TestDamage:
     """Each ends with the checkpoint's name and what is wrong."""
 
@@ -280,18 +312,31 @@ class TestDamage:
         assert name in self.error_of_evaluation(run)
 
     def test_missing_metadata(self, run):
-        (checkpoint_of(run) / ".metadata").unlink()
-        assert ".metadata" in self.error_of_evaluation(run)
+        (checkpoint_of(run) / "tensors.json").unlink()
+        assert "tensors.json: missing" in self.error_of_evaluation(run)
 
     def test_metadata_cut_off(self, run):
-        os.truncate(checkpoint_of(run) / ".metadata", 1000)
-        assert ".metadata: damaged" in self.error_of_evaluation(run)
+        os.truncate(checkpoint_of(run) / "tensors.json", 1000)
+        assert "tensors.json: damaged" in self.error_of_evaluation(run)
+
+    def test_a_zeroed_half(self, run):
+        path = data_file(run, 0)
+        data = path.read_bytes()
+        path.write_bytes(data[: len(data) // 2] + bytes(len(data) - len(data) // 2))
+        assert f"{path.name}: damaged: its bytes are not those that were written" in self.error_of_evaluation(run)
+
+    def test_files_of_two_ranks_exchanged(self, run):
+        first, second = data_file(run, 0), data_file(run, 1)
+        content = first.read_bytes()
+        first.write_bytes(second.read_bytes())
+        second.write_bytes(content)
+        assert "__" in self.error_of_evaluation(run)
 
     def test_damaged_progress(self, run):
         (checkpoint_of(run) / "progress.json").write_text("{")
         with pytest.raises(RankFailed) as failed:
             train(run.parent, 1, until(STEPS), plan("table_wise"))
-        assert_refused(failed.value, "progress.json", "damaged", "remove")
+        assert_refused(failed.value, "progress.json", "damaged", "checkpoint.on_damage=fallback")
 
     def test_another_number_of_rows(self, run):
         error = self.error_of_evaluation(run, "data.synthetic.rows=[50,120,300,701]")

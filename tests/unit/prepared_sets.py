@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dlrm_fused.checksums import CHECKSUMS_FILE
 from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo, SparseFeature
 
 FEATURES = (
@@ -31,8 +32,13 @@ def write_prepared_set(
     features: tuple[SparseFeature, ...] = FEATURES,
     dense_features: int = 2,
     seed: int = 0,
+    has_checksums: bool = False,
 ) -> dict[str, SplitArrays]:
-    """Write a random set; samples of jagged features have 0 to 3 ids. Returns what it holds, by split."""
+    """Write a random set; samples of jagged features have 0 to 3 ids. Returns what it holds, by split.
+
+    Args:
+        has_checksums: without them, tests may write into its files what a preparation would not.
+    """
     samples = samples or {"train": 100, "validation": 20, "test": 21}
     generator = np.random.default_rng(seed)
     content = {}
@@ -46,6 +52,8 @@ def write_prepared_set(
         _write_split(folder / split, content[split], features)
     schema = DatasetSchema(tuple(f"dense_{i}" for i in range(dense_features)), features)
     PreparedInfo(schema, samples).save(folder)
+    if not has_checksums:
+        (folder / CHECKSUMS_FILE).unlink()
     return content
 
 

@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[2]
 # From the ground up. Modules of one floor may import each other, and those of lower floors.
 FLOORS = (
     {"errors", "compat", "deprecated", "launcher"},
-    {"auto_choice", "config", "cuda_graphs", "lasting", "versions"},
+    {"records"},
+    {"auto_choice", "checksums", "config", "cuda_graphs", "lasting", "versions"},
     {"datasets", "symmetric"},
     {"ops"},
     {"models", "sharding"},

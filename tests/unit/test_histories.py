@@ -12,6 +12,7 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dlrm_fused.checksums import CHECKSUMS_FILE
 from dlrm_fused.config import Config, Split
 from dlrm_fused.datasets import open_dataset
 from dlrm_fused.datasets.preparation import cli, movielens
@@ -57,6 +58,7 @@ def prepare(source: Path, output: Path) -> PreparedInfo:
 def prepared(tmp_path: Path) -> Path:
     source, output = write_release(tmp_path / "source", RATINGS), tmp_path / "set"
     assert cli.main(["movielens", "--source", str(source), "--output", str(output), "--split", "time", "--history", "5"]) == 0
+    (output / CHECKSUMS_FILE).unlink()  # tests write into it what a preparation would not
     return output
 
 
@@ -196,6 +198,7 @@ def test_a_history_that_holds_equal_times_would_be_found(tmp_path: Path, monkeyp
 
 def test_a_candidate_with_its_response_would_be_found(tmp_path: Path) -> None:
     def tell_the_response(folder: Path) -> None:
+        (folder / CHECKSUMS_FILE).unlink()
         path = folder / "dataset.json"
         path.write_text(path.read_text().replace('"history_only": true', '"history_only": false'))
 
@@ -287,6 +290,7 @@ def test_a_set_of_the_first_format_version_is_read(tmp_path: Path) -> None:
     """It knew no token features."""
     source = write_release(tmp_path / "source", RATINGS)
     prepare_movielens(MovieLensOptions(str(source), tmp_path / "set", split=SplitBy.time))
+    (tmp_path / "set" / CHECKSUMS_FILE).unlink()
     path = tmp_path / "set/dataset.json"
     content = json.loads(path.read_text())
     for key in ("token_features", "history_length"):

@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from dlrm_fused.checksums import CHECKSUMS_FILE
 from dlrm_fused.config import Config, DataSource, Split, load_config
 from dlrm_fused.datasets import Dataset, open_dataset
 from dlrm_fused.datasets.preparation import cli
@@ -197,6 +198,7 @@ def test_what_is_wrong_is_told_in_one_line_and_nothing_is_written(
 
 def test_weights_of_a_damaged_set_are_told(source: Path, tmp_path: Path) -> None:
     prepare(source, tmp_path / "set", *TWO_LABELS)
+    (tmp_path / "set" / CHECKSUMS_FILE).unlink()
     path = tmp_path / "set/train/weights.npy"
     np.save(path, np.full_like(np.load(path), np.nan))
     with pytest.raises(DataError, match=r"split train: the weight of a sample is nan, allowed: finite numbers, 0 or more"):

@@ -35,6 +35,12 @@ def add_checkpoint(
     return path
 
 
+def add_damaged(folder: CheckpointFolder, step: int) -> CheckpointFolder:
+    folder.of(step).mkdir(exist_ok=True)
+    (folder.of(step) / "progress.json").write_text("{}")
+    return folder
+
+
 class TestStart:
     def test_a_new_run_begins_at_step_0_with_its_config_saved(self, folder, config):
         assert folder.prepare(config) == 0
@@ -142,10 +148,12 @@ class TestIsFinished:
         config.evaluation.patience = 3
         assert not folder.is_finished(config)
 
-    def test_a_damaged_summary(self, folder, config):
+    @pytest.mark.parametrize("content", ['{"steps": 1', "", "[]", '{"steps": "5"}', '{"steps": null}', '{"reached_target": 1}'])
+    def test_a_damaged_summary_is_told_and_counts_as_none(self, folder, config, content, caplog):
         folder.path.mkdir()
-        (folder.path / "summary.json").write_text('{"steps": 1')
+        (folder.path / "summary.json").write_text(content)
         assert not folder.is_finished(config)
+        assert "summary.json: damaged" in caplog.text
 
     def test_continuing_removes_the_old_summary(self, folder, config):
         self.write_summary(folder, 1)
@@ -208,7 +216,39 @@ class TestCheckpoints:
         assert checkpoints.steps() == [20, 1000]
         assert {path.name for path in checkpoints.path.iterdir()} == {"step_000000020", "step_000001000"}
 
+    @pytest.mark.parametrize(
+        "name",
+        ["step_\u00b2", "step_5", "step_0000000x5", "step_", "step_" + 9 * "\u0665"],
+    )
+    def test_a_folder_of_another_name_is_no_checkpoint(self, checkpoints, name):
+        (checkpoints.path / name).mkdir()
+        assert checkpoints.steps() == [20, 30, 100, 1000]
+
+    @pytest.mark.parametrize("which", ["\u00b2", "\u0665", "-5", "5.0"])
+    def test_a_text_that_is_no_step_is_refused(self, checkpoints, which):
+        with pytest.raises(CheckpointError, match="has no such checkpoint; steps there: 20, 30, 100, 1000"):
+            checkpoints.select(which)
+
+    def test_an_older_damaged_one_does_not_keep_a_run_from_going_on(self, checkpoints, caplog):
+        (checkpoints.of(20) / "progress.json").write_text("{}")
+        assert checkpoints.best_readable() == 1000
+        assert "step_000000020/progress.json: damaged" in caplog.text
+        checkpoints.prune(keep_last=1, keep_best=True)
+        with pytest.raises(CheckpointError, match=r"step_000000020/progress.json: damaged"):
+            add_damaged(checkpoints, 20).best()
+
+    def test_a_checkpoint_in_the_folder_of_another_step_is_told(self, checkpoints):
+        checkpoints.of(20).rename(checkpoints.of(21))
+        with pytest.raises(CheckpointError, match=r"step_000000021/progress.json: is of step 20, in the folder of step 21"):
+            checkpoints.progress(21)
+
+    def test_a_damaged_one_is_set_aside_under_a_name_of_its_own(self, checkpoints, config):
+        assert checkpoints.set_aside(1000).name == "damaged_step_000001000"
+        add_checkpoint(checkpoints, config, 1000)
+        assert checkpoints.set_aside(1000).name == "damaged_step_000001000.1"
+        assert checkpoints.steps() == [20, 30, 100]
+
     def test_damaged_progress_is_named(self, checkpoints):
         (checkpoints.of(30) / "progress.json").write_text('{"step": 30}')
-        with pytest.raises(CheckpointError, match=r"step_000000030/progress.json: damaged .*remove .*step_000000030"):
+        with pytest.raises(CheckpointError, match=r"000030/progress.json: damaged: samples is missing; .*on_damage=fallback"):
             checkpoints.progress(30)

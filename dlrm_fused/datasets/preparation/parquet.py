@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 
 from dlrm_fused.datasets.parquet_files import IS_WEIGHT, POOLING_FACTOR, ROWS
 from dlrm_fused.datasets.preparation.writer import new_output
-from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo, labels_shape
-from dlrm_fused.datasets.storage import IdColumns, map_array
+from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo, checksums_of, labels_shape
+from dlrm_fused.datasets.storage import IdColumns, SetFolder
 from dlrm_fused.datasets.transformation import TRANSFORMATION
 from dlrm_fused.errors import DataError
 
@@ -41,6 +41,7 @@ def write_parquet(options: ParquetOptions) -> PreparedInfo:
             empty. Nothing is written then.
     """
     info = PreparedInfo.load(options.input)
+    checksums = checksums_of(options.input)
     _check_writable(info.schema, options.input)
     if options.output.is_dir() and any(options.output.iterdir()):
         raise DataError(f"--output {options.output}: is not empty; choose an empty or new folder")
@@ -48,7 +49,11 @@ def write_parquet(options: ParquetOptions) -> PreparedInfo:
         for split, rows in info.samples.items():
             (folder / split).mkdir()
             _write_split(
-                options.input / split, folder / split / "part-00000.parquet", info.schema, rows, options.row_group_rows
+                SetFolder(options.input, split, checksums),
+                folder / split / "part-00000.parquet",
+                info.schema,
+                rows,
+                options.row_group_rows,
             )
         if (options.input / TRANSFORMATION).is_dir():
             shutil.copytree(options.input / TRANSFORMATION, folder / TRANSFORMATION)
@@ -69,16 +74,17 @@ def _check_writable(schema: DatasetSchema, folder: Path) -> None:
             )
 
 
-def _write_split(source: Path, path: Path, schema: DatasetSchema, rows: int, group_rows: int) -> None:
-    labels = map_array(source / "labels.npy", [rows, *labels_shape(schema.labels)], ["uint8"]).reshape(rows, -1)
-    weights = map_array(source / "weights.npy", [rows], ["float32"]) if schema.has_weights else None
-    dense = map_array(source / "dense.npy", [rows, len(schema.dense_features)], ["float32"])
-    ids = IdColumns(source, schema.sparse_features, rows, str(source))
+def _write_split(source: SetFolder, path: Path, schema: DatasetSchema, rows: int, group_rows: int) -> None:
+    labels = source.map("labels.npy", [rows, *labels_shape(schema.labels)], ["uint8"])
+    weights = source.map("weights.npy", [rows], ["float32"]) if schema.has_weights else None
+    dense = source.map("dense.npy", [rows, len(schema.dense_features)], ["float32"])
+    ids = IdColumns(source, schema.sparse_features, rows, str(source.root / source.name))
     columns = _arrow_schema(schema)
     with pq.ParquetWriter(path, columns) as writer:
         for start in range(0, rows, group_rows):
             group = np.arange(start, min(start + group_rows, rows))
-            columns_of_group = [*labels[group].T, *([weights[group]] if weights is not None else []), *dense[group].T]
+            of_labels = labels.take(group).reshape(len(group), -1)
+            columns_of_group = [*of_labels.T, *([weights.take(group)] if weights is not None else []), *dense.take(group).T]
             arrays = [pa.array(column) for column in columns_of_group]
             for feature, values, lengths in zip(schema.sparse_features, *ids.read(group), strict=True):
                 if feature.jagged:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from dlrm_fused.checksums import CHECKSUMS_FILE
 from dlrm_fused.datasets.schema import INTERACTIONS, SCHEMA_FILE
 from dlrm_fused.datasets.transformation import TRANSFORMATION
 from dlrm_fused.errors import DataError
@@ -20,7 +21,7 @@ HEADER_BYTES = 128
 SCRATCH = "scratch"
 PROPOSED_CONFIG = "config.yaml"
 # All that a preparation may have written into its folder.
-_FILES = (SCHEMA_FILE, SCHEMA_FILE + ".partial", PROPOSED_CONFIG)
+_FILES = (SCHEMA_FILE, SCHEMA_FILE + ".partial", CHECKSUMS_FILE, PROPOSED_CONFIG)
 _FOLDERS = (SCRATCH, INTERACTIONS, TRANSFORMATION, *SPLITS)
 
 

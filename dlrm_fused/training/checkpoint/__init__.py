@@ -1,8 +1,9 @@
 """Checkpoints: complete or absent, written while training goes on, loadable on any number of ranks and any plan.
 
 A run's ``checkpoints/`` holds one folder ``step_<step>`` per checkpoint: torch.distributed.checkpoint (DCP) decides who writes
-and reads what, :mod:`~dlrm_fused.training.checkpoint.storage` is the files, and ``progress.json`` says where the run stood. A
-checkpoint is written to a folder of another name and renamed when all of it is on disk.
+and reads what, :mod:`~dlrm_fused.training.checkpoint.storage` is the files, ``progress.json`` says where the run stood, and
+``checksums.json`` ties both to each other. A checkpoint is written to a folder of another name, read back, and renamed when all
+of it is on disk.
 
 Tensors are stored under names that do not depend on the plan:
 
@@ -24,6 +25,7 @@ columns. Loading with another n gives every shard the mean over the n saved ones
 row means of squared gradients, the mean is exactly the state of a whole row.
 """
 
+from dlrm_fused.training.checkpoint.damage import set_aside_damaged
 from dlrm_fused.training.checkpoint.folder import CheckpointFolder, Progress
 from dlrm_fused.training.checkpoint.local_shards import LocalShards, State
 from dlrm_fused.training.checkpoint.restoring import restore, restore_model, restore_tensors
@@ -46,4 +48,5 @@ __all__ = [
     "restore",
     "restore_model",
     "restore_tensors",
+    "set_aside_damaged",
 ]

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dlrm_fused.checksums import CHECKSUMS_FILE
 from dlrm_fused.datasets.schema import LABEL
 from dlrm_fused.errors import CheckpointError
+from dlrm_fused.records import read_record
+from dlrm_fused.training.checkpoint.storage import REMEDY, records_of
 
-_PREFIX, UNFINISHED_PREFIX = "step_", ".writing_step_"
+logger = logging.getLogger("dlrm_fused")
+
+_PREFIX, UNFINISHED_PREFIX, _DAMAGED_PREFIX = "step_", ".writing_step_", "damaged_step_"
 PROGRESS_FILE = "progress.json"
 
 
@@ -51,15 +56,35 @@ class CheckpointFolder:
 
     def steps(self) -> list[int]:
         """Steps of all checkpoints, ascending."""
-        names = (p.name.removeprefix(_PREFIX) for p in self.path.glob(f"{_PREFIX}*"))
-        return sorted(int(name) for name in names if name.isdigit())
+        numbers = (p.name.removeprefix(_PREFIX) for p in self.path.glob(f"{_PREFIX}*"))
+        # step_5 and step_² are no names of ours.
+        return sorted(int(n) for n in numbers if _is_step(n) and self.of(int(n)).name == f"{_PREFIX}{n}")
 
     def last(self) -> int | None:
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """The step of the highest validation AUC. One that is not defined, NaN, is below all others."""
-        aucs = [(self.progress(step).validation_auc, step) for step in self.steps()]
+        """The step of the highest validation AUC. One that is not defined, NaN, is below all others.
+
+        Raises:
+            CheckpointError: if a checkpoint, which may be the best, is damaged.
+        """
+        return self._best_of(self.steps())
+
+    def best_readable(self) -> int | None:
+        """As :meth:`best`, among those whose records are not damaged; the others are told in the log."""
+        return self._best_of([step for step in self.steps() if self._is_readable(step)])
+
+    def _is_readable(self, step: int) -> bool:
+        try:
+            self.progress(step)
+        except CheckpointError as error:
+            logger.warning("a checkpoint is left out of the search for the best one: %s", error)
+            return False
+        return True
+
+    def _best_of(self, steps: Sequence[int]) -> int | None:
+        aucs = [(self.progress(step).validation_auc, step) for step in steps]
         scored = [(-math.inf if math.isnan(auc) else auc, step) for auc, step in aucs if auc is not None]
         return max(scored)[1] if scored else None
 
@@ -67,14 +92,30 @@ class CheckpointFolder:
         return self.path / f"{_PREFIX}{step:09d}"
 
     def progress(self, step: int) -> Progress:
-        """Raises CheckpointError if the checkpoint is damaged."""
-        path = self.of(step) / PROGRESS_FILE
-        try:
-            return Progress(**json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError) as error:
+        """Raises CheckpointError if the checkpoint's records are damaged, or those of another checkpoint."""
+        folder = self.of(step)
+        checksums = records_of(folder)
+        if checksums is not None:
+            checksums.check(folder, PROGRESS_FILE, CheckpointError, REMEDY)
+        progress = read_record(folder / PROGRESS_FILE, Progress, CheckpointError, REMEDY)
+        if progress.step != step:
             raise CheckpointError(
-                f"{path}: damaged ({type(error).__name__}); remove {self.of(step)} to go on from an earlier checkpoint"
-            ) from None
+                f"{folder / PROGRESS_FILE}: is of step {progress.step}, in the folder of step {step}; {REMEDY}"
+            )
+        owner = owner_of(progress)
+        if checksums is not None and checksums.owner != owner:
+            raise CheckpointError(
+                f"{folder / CHECKSUMS_FILE}: is of {checksums.owner}, {PROGRESS_FILE} beside it of {owner}; {REMEDY}"
+            )
+        return progress
+
+    def set_aside(self, step: int) -> Path:
+        """Rename a checkpoint that is damaged, so that nothing takes it for one; returns its new folder."""
+        aside, number = self.path / f"{_DAMAGED_PREFIX}{step:09d}", 1
+        while aside.exists():
+            aside, number = self.path / f"{_DAMAGED_PREFIX}{step:09d}.{number}", number + 1
+        self.of(step).rename(aside)
+        return aside
 
     def check_labels(self, step: int, labels: Sequence[str]) -> None:
         """
@@ -98,7 +139,7 @@ class CheckpointFolder:
             CheckpointError: if there is no such checkpoint.
         """
         steps = self.steps()
-        found = {"last": self.last, "best": self.best}.get(which, lambda: int(which) if which.isdigit() else None)()
+        found = {"last": self.last, "best": self.best}.get(which, lambda: int(which) if _is_step(which) else None)()
         if found is None or found not in steps:
             has = ", ".join(map(str, steps)) or "none"
             raise CheckpointError(f"--checkpoint {which}: {self.path} has no such checkpoint; steps there: {has}")
@@ -110,10 +151,19 @@ class CheckpointFolder:
 
     def prune(self, keep_last: int, keep_best: bool) -> None:
         """Remove all but the newest ``keep_last`` checkpoints and, if so wished, the best one."""
-        keep = {*self.steps()[-keep_last:], self.best() if keep_best else None}
+        keep = {*self.steps()[-keep_last:], self.best_readable() if keep_best else None}
         for step in self.steps():
             if step not in keep:
                 # Renamed first, so that a half removed one is never taken for complete.
                 doomed = self.path / f"{UNFINISHED_PREFIX}{step}_removed"
                 self.of(step).rename(doomed)
                 shutil.rmtree(doomed)
+
+
+def owner_of(progress: Progress) -> dict[str, object]:
+    """What ties a checkpoint's checksums to it."""
+    return {"run": progress.settings.get("name"), "step": progress.step, "world_size": progress.world_size}
+
+
+def _is_step(text: str) -> bool:
+    return text.isascii() and text.isdecimal()

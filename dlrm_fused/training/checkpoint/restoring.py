@@ -17,6 +17,7 @@ from dlrm_fused.errors import CheckpointError
 from dlrm_fused.sharding.optimizers import set_optimizer_step
 from dlrm_fused.sharding.parallel import ShardedModel
 from dlrm_fused.sharding.tables import data_parallel_tables
+from dlrm_fused.symmetric.collective_errors import gather_or_raise
 from dlrm_fused.training.checkpoint.folder import Progress
 from dlrm_fused.training.checkpoint.local_shards import LocalShards, State, tensors_of
 from dlrm_fused.training.checkpoint.state import model_state, optimizer_state, random_state
@@ -58,7 +59,7 @@ def restore_tensors(path: Path, state: State) -> None:
     Raises:
         CheckpointError: if a tensor is missing, has another shape, or cannot be read.
     """
-    stored = RawReader(path).read_metadata().state_dict_metadata
+    stored = _stored(path)
     request: State = {}
     averaged: list[tuple[LocalShards, LocalShards]] = []
     # Tables first: another data set changes the shapes of dense layers too.
@@ -96,7 +97,7 @@ def _all_columns(value: LocalShards, columns: int) -> LocalShards:
 
 def _restore_random_state(path: Path, device: torch.device) -> None:
     state = random_state(dist.get_rank(), device)
-    stored = RawReader(path).read_metadata().state_dict_metadata
+    stored = _stored(path)
     found = {key: value for key, value in state.items() if key in stored}  # none on a rank that did not exist then
     _read(path, found)
     for key, value in found.items():
@@ -104,6 +105,13 @@ def _restore_random_state(path: Path, device: torch.device) -> None:
             torch.cuda.set_rng_state(cast(Tensor, value), device)
         else:
             torch.set_rng_state(cast(Tensor, value))
+
+
+def _stored(path: Path) -> dict[str, Any]:
+    """What the checkpoint holds, by key. Collective: a rank that cannot read it ends all."""
+    entries: dict[str, Any] = {}
+    gather_or_raise(lambda: entries.update(RawReader(path).read_metadata().state_dict_metadata))
+    return entries
 
 
 def _read(path: Path, request: State) -> None:

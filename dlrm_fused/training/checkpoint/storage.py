@@ -1,15 +1,18 @@
-"""The files of a checkpoint: raw tensors of each rank, and DCP's metadata that says where in them each shard lies.
+"""The files of a checkpoint: raw tensors of each rank, and ``tensors.json`` that says where in them each shard lies.
 
-DCP itself writes tensors with ``torch.save``, which holds Python's interpreter lock while it copies, so that a checkpoint
-in the background would slow training down; and reads them with ``torch.load``. Raw bytes are written straight from the
-staged tensors without the lock, are read by mapping the file, no more of it than is needed, and cannot contain code.
+torch.distributed.checkpoint (DCP) itself writes tensors with ``torch.save``, which holds Python's interpreter lock while it
+copies, so that a checkpoint in the background would slow training down; and reads them with ``torch.load``. Raw bytes are
+written straight from the staged tensors without the lock, are read by mapping the file, no more than is needed, and cannot
+contain code. Their checksums are those of the staged tensors; what is read is compared with them.
 """
 
 from __future__ import annotations
 
 import io
+import logging
 import os
-import pickle
+from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,26 +26,45 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from dlrm_fused.compat.torch import storage_info
+from dlrm_fused.checksums import CHECKSUMS_FILE, CheckedBytes, Checksums, block_sums, damaged, from_hex, to_hex
 from dlrm_fused.errors import CheckpointError
+from dlrm_fused.training.checkpoint.pickled import PICKLED_FILE, read_pickled
+from dlrm_fused.training.checkpoint.tensors import TENSORS_FILE, Slot, read_tensors, write_tensors
+
+logger = logging.getLogger("dlrm_fused")
+
+REMEDY = (
+    "checkpoint.on_damage=fallback goes on from the last intact checkpoint, --checkpoint of eval.py and export.py names one"
+)
+# Tensors begin at multiples of it, so that their words are aligned for sums. The gaps are zeros, and are checked, too.
+_ALIGNMENT = 64
+
+
+def _padded(length: int) -> int:
+    return -(-length // _ALIGNMENT) * _ALIGNMENT
 
 
 class RawWriter(FileSystemWriter):
-    """Writes all tensors of this rank into one file, one after the other."""
+    """Writes all tensors of this rank into one file, one after the other, and reads them back once."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        name = f"{plan.storage_data.prefix}0.bin"
+        path = Path(self.path) / f"{plan.storage_data.prefix}0.bin"
         results = []
-        with (Path(self.path) / name).open("wb", buffering=0) as file:
+        with path.open("wb", buffering=0) as file:
             for item in plan.items:
-                content = _bytes(planner.resolve_data(item))
-                begin = file.tell()
-                _write_all(file, content.numpy().data)
-                results.append(WriteResult(item.index, content.numel(), storage_info(name, begin, content.numel())))
+                content = _bytes(planner.resolve_data(item)).numpy()
+                begin, length = file.tell(), content.size
+                _write_all(file, content.data)
+                _write_all(file, memoryview(bytes(_padded(length) - length)))
+                results.append(WriteResult(item.index, length, Slot(path.name, begin, length, to_hex(block_sums(content)))))
             os.fsync(file.fileno())
+        _check_slots(path, [result.storage_data for result in results])
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        write_tensors(Path(self.path), metadata, {result.index: result.storage_data for of in results for result in of})
 
 
 def _bytes(tensor: Any) -> Tensor:
@@ -60,24 +82,16 @@ class RawReader(FileSystemReader):
     """Reads a checkpoint without executing any code that it may contain.
 
     Raises:
-        CheckpointError: if the metadata is damaged, asks for anything but tensors, or does not fit the files.
+        CheckpointError: if the metadata is damaged, asks for anything but tensors, or does not fit the files; or if bytes that
+            are read are not those that were written.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path) / ".metadata"
-        try:
-            metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
-        except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from None
-        except FileNotFoundError:
-            raise CheckpointError(f"{path}: missing") from None
-        except Exception as error:  # a damaged pickle may raise anything
-            raise CheckpointError(f"{path}: damaged ({type(error).__name__}: {error})") from None
-        if not isinstance(metadata, Metadata):
-            raise CheckpointError(f"{path}: damaged (no metadata in it)")
-        for key, entry in metadata.state_dict_metadata.items():
-            if not isinstance(entry, TensorStorageMetadata):
-                raise CheckpointError(f"{path}: {key} is not a tensor; only tensors are read from checkpoints")
+        folder = Path(self.path)
+        checksums = records_of(folder)
+        if checksums is not None:
+            checksums.check(folder, TENSORS_FILE, CheckpointError, REMEDY)
+        metadata = read_tensors(folder, REMEDY) if checksums is not None else read_pickled(folder / PICKLED_FILE)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -85,6 +99,8 @@ class RawReader(FileSystemReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self._entries = metadata.state_dict_metadata
+        self._sizes = _sizes(self.storage_data.values())
+        self._slots: dict[Slot, _MappedSlot] = {}
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
@@ -98,23 +114,33 @@ class RawReader(FileSystemReader):
         future.set_result(None)
         return future
 
+    def check_files(self, rank: int, ranks: int) -> None:
+        """Read all bytes of every ``ranks``-th file, from file ``rank``."""
+        slots: dict[str, list[Slot]] = {}
+        for slot in cast(dict[MetadataIndex, Slot], self.read_metadata().storage_data).values():
+            slots.setdefault(slot.file, []).append(slot)
+        for name in sorted(slots)[rank::ranks]:
+            _check_slots(Path(self.path) / name, slots[name])
+
     def _stored_tensor(self, item: ReadItem) -> Tensor:
-        info = self.storage_data[item.storage_index]
-        path = Path(self.path) / Path(info.relative_path).name
+        """The whole chunk, of whose rows those that the item needs have been checked."""
+        slot: Slot = self.storage_data[item.storage_index]
         dtype, shape = self._stored_type(item.storage_index)
-        expected = torch.Size(shape).numel() * dtype.itemsize
-        if info.length != expected:
-            raise CheckpointError(f"{path}: damaged: {item.storage_index.fqn} has {info.length} bytes instead of {expected}")
-        if not path.is_file():
-            raise CheckpointError(f"{path}: missing")
-        if path.stat().st_size < info.offset + info.length:
+        path = Path(self.path) / slot.file
+        length = torch.Size(shape).numel() * dtype.itemsize
+        if slot.length != length:
             raise CheckpointError(
-                f"{path}: cut off: {path.stat().st_size} bytes, at least {info.offset + info.length} expected"
+                f"{path}: damaged: {item.storage_index.fqn} has {slot.length} bytes instead of {length}; {REMEDY}"
             )
-        if expected == 0:
+        if not length:
             return torch.empty(shape, dtype=dtype)
-        content = np.memmap(path, np.uint8, "c", info.offset, (info.length,))
-        return torch.from_numpy(content).view(dtype).view(shape)
+        if slot not in self._slots:
+            _check_size(path, self._sizes[slot.file], slot.sums is not None)
+            self._slots[slot] = _MappedSlot(path, slot)
+        first, rows = (item.storage_offsets[0], item.lengths[0]) if shape else (0, 1)
+        bytes_of_row = length // shape[0] if shape else length
+        self._slots[slot].check(first * bytes_of_row, (first + rows) * bytes_of_row)
+        return torch.from_numpy(self._slots[slot].content).view(dtype).view(shape)
 
     def _stored_type(self, index: MetadataIndex) -> tuple[torch.dtype, torch.Size]:
         entry = cast(TensorStorageMetadata, self._entries[index.fqn])
@@ -122,36 +148,79 @@ class RawReader(FileSystemReader):
         return entry.properties.dtype, shape
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """DCP's metadata is a pickle: only the plain records that DCP itself writes are allowed in it, no code."""
+class _MappedSlot:
+    """The bytes of a slot that is not empty.
 
-    _ALLOWED = frozenset(
-        {
-            ("torch", "Size"),
-            ("torch.serialization", "_get_layout"),
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-            ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
-            ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
-            ("torch.distributed.checkpoint.metadata", "Metadata"),
-            ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
-            ("torch.distributed.checkpoint.metadata", "StorageMeta"),
-            ("torch.distributed.checkpoint.metadata", "TensorProperties"),
-            ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
-            ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
-            ("pathlib", "PosixPath"),
-            ("collections", "OrderedDict"),
-        }
-    )
+    Attributes:
+        content: [length] uint8; what is written to it does not reach the file.
+    """
 
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) in self._ALLOWED:
-            return super().find_class(module, name)
-        raise CheckpointError(f"its metadata asks for {module}.{name}, which no checkpoint of ours contains")
+    def __init__(self, path: Path, slot: Slot) -> None:
+        data = np.memmap(path, np.uint8, "c", slot.begin, (slot.length if slot.sums is None else _padded(slot.length),))
+        self.content = np.asarray(data[: slot.length])
+        self._path = path
+        self._checked: CheckedBytes | None = None
+        if slot.sums is not None:
+            try:
+                self._checked = CheckedBytes(np.asarray(data), from_hex(slot.sums))
+            except ValueError as reason:
+                raise CheckpointError(f"{path.with_name(TENSORS_FILE)}: damaged: {reason}; {REMEDY}") from None
+
+    def check(self, begin: int, end: int) -> None:
+        """Raises CheckpointError unless the bytes [begin, end), and the gap after the last, are those that were written."""
+        if self._checked is not None and not self._checked.check(begin, _padded(end)):
+            raise CheckpointError(damaged(self._path, TENSORS_FILE, REMEDY))
+
+
+def records_of(folder: Path) -> Checksums | None:
+    """Checksums of a checkpoint's records; None if an earlier release wrote it.
+
+    Raises:
+        CheckpointError: they are damaged or missing.
+    """
+    checksums = Checksums.load(folder, CheckpointError, REMEDY)
+    if checksums is None:
+        if (folder / TENSORS_FILE).exists():
+            raise CheckpointError(f"{folder / CHECKSUMS_FILE}: missing; {REMEDY}")
+        _warn_unchecked(folder)
+    return checksums
+
+
+@cache
+def _warn_unchecked(folder: Path) -> None:
+    logger.warning("%s: written by an earlier release, without checksums: damage of its bytes cannot be seen", folder)
+
+
+def _sizes(slots: Iterable[Slot]) -> dict[str, int]:
+    """Bytes of each file."""
+    sizes: dict[str, int] = {}
+    for slot in slots:
+        end = slot.begin + (slot.length if slot.sums is None else _padded(slot.length))
+        sizes[slot.file] = max(end, sizes.get(slot.file, 0))
+    return sizes
+
+
+def _check_size(path: Path, expected: int, is_exact: bool) -> None:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: missing; {REMEDY}")
+    found = path.stat().st_size
+    if found < expected:
+        raise CheckpointError(f"{path}: cut off: {found} bytes, at least {expected} expected; {REMEDY}")
+    if found > expected and is_exact:
+        raise CheckpointError(f"{path}: damaged: {found} bytes, {expected} were written; {REMEDY}")
+
+
+def _check_slots(path: Path, slots: Sequence[Slot]) -> None:
+    """Read all slots of a file. Raises CheckpointError unless they hold what was written."""
+    for name, size in _sizes(slots).items():
+        _check_size(path.with_name(name), size, is_exact=all(slot.sums is not None for slot in slots))
+    for slot in slots:
+        if slot.length:
+            _MappedSlot(path, slot).check(0, slot.length)
 
 
 def reason_of(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         rank, (cause, _) = next(iter(error.failures.items()))
-        return f"rank {rank}: {' '.join(str(cause).split())[:300]}"
-    return " ".join(str(error).split())[:300]
+        return f"rank {rank}: {' '.join(str(cause).split())[:400]}"
+    return " ".join(str(error).split())[:400]

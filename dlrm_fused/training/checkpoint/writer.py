@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import shutil
 import threading
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,13 +16,18 @@ from torch.distributed.checkpoint import save
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from dlrm_fused.checksums import Checksums, FileSums
 from dlrm_fused.config import CheckpointConfig
 from dlrm_fused.errors import CheckpointError
+from dlrm_fused.records import write_record
 from dlrm_fused.sharding.parallel import ShardedModel
-from dlrm_fused.training.checkpoint.folder import PROGRESS_FILE, UNFINISHED_PREFIX, CheckpointFolder, Progress
+from dlrm_fused.training.checkpoint.folder import PROGRESS_FILE, UNFINISHED_PREFIX, CheckpointFolder, Progress, owner_of
 from dlrm_fused.training.checkpoint.local_shards import LocalShards, State, map_tensors, tensors_of
 from dlrm_fused.training.checkpoint.state import model_state, optimizer_state, random_state
-from dlrm_fused.training.checkpoint.storage import RawWriter, reason_of
+from dlrm_fused.training.checkpoint.storage import RawReader, RawWriter, reason_of
+from dlrm_fused.training.checkpoint.tensors import TENSORS_FILE
+
+logger = logging.getLogger("dlrm_fused")
 
 
 class CheckpointWriter:
@@ -96,6 +100,10 @@ class CheckpointWriter:
     def _write(self, progress: Progress) -> None:
         try:
             unfinished = self._folder.path / f"{UNFINISHED_PREFIX}{progress.step}"
+            if dist.get_rank() == 0 and not self._folder.path.is_dir():
+                logger.warning(
+                    "%s: was removed while the run trains; it is made anew, earlier checkpoints are gone", self._folder.path
+                )
             save(
                 cast(dict[str, Any], self._staging),
                 storage_writer=RawWriter(unfinished),
@@ -108,10 +116,10 @@ class CheckpointWriter:
             self._error = error
 
     def _complete(self, unfinished: Path, progress: Progress) -> None:
-        with (unfinished / PROGRESS_FILE).open("w") as file:
-            json.dump(asdict(progress), file, indent=2)
-            file.flush()
-            os.fsync(file.fileno())
+        write_record(unfinished / PROGRESS_FILE, progress)
+        sums = {name: FileSums.of(unfinished / name) for name in (TENSORS_FILE, PROGRESS_FILE)}
+        Checksums(owner_of(progress), sums).save(unfinished)
+        RawReader(unfinished).read_metadata()  # or it is never announced; each rank has read its tensors
         target = self._folder.of(progress.step)
         if target.exists():  # the same step, of a run that was resumed from an earlier one
             shutil.rmtree(target)

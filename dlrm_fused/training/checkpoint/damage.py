@@ -1,0 +1,42 @@
+"""Damaged checkpoints are set aside, so that a run goes on from the last intact one: ``checkpoint.on_damage=fallback``."""
+
+from __future__ import annotations
+
+import logging
+
+from dlrm_fused.errors import CheckpointError
+from dlrm_fused.symmetric.collective_errors import gather_or_raise
+from dlrm_fused.training.checkpoint.folder import CheckpointFolder
+from dlrm_fused.training.checkpoint.storage import RawReader
+
+logger = logging.getLogger("dlrm_fused")
+
+
+def set_aside_damaged(checkpoints: CheckpointFolder, rank: int, world_size: int) -> None:
+    """Read the newest checkpoint whole, each rank a part of its files; rename it if it is damaged, and so on. Collective.
+
+    Raises:
+        CheckpointError: none is intact; the oldest one keeps its name.
+    """
+    while True:
+        steps = gather_or_raise(checkpoints.steps)[0]
+        if not steps:
+            return
+        reasons = gather_or_raise(lambda step=steps[-1]: _damage(checkpoints, step, rank, world_size))  # type: ignore[misc]
+        reason = next((reason for reason in reasons if reason), None)
+        if reason is None:
+            return
+        if len(steps) == 1:
+            raise CheckpointError(f"{reason}; no checkpoint is intact: checkpoint.resume=false starts over")
+        aside = gather_or_raise(lambda step=steps[-1]: checkpoints.set_aside(step) if rank == 0 else None)[0]  # type: ignore[misc]
+        logger.warning("%s; it is now %s, and the run goes on from step %d or an earlier one", reason, aside, steps[-2])
+
+
+def _damage(checkpoints: CheckpointFolder, step: int, rank: int, world_size: int) -> str | None:
+    """What is wrong with the files of a checkpoint that this rank reads."""
+    try:
+        checkpoints.progress(step)
+        RawReader(checkpoints.of(step)).check_files(rank, world_size)
+    except CheckpointError as error:
+        return str(error)
+    return None
