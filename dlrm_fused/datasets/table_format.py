@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from fractions import Fraction
+from numbers import Rational, Real
 from typing import Any
 
 from dlrm_fused.errors import DataError
@@ -130,10 +131,10 @@ def _microseconds(when: datetime) -> int:
 
 def _number(value: object) -> Fraction | None:
     """A finite number, or the text of one; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float | Decimal | str):
+    if isinstance(value, bool) or not isinstance(value, Real | Decimal | str):
         return None
     try:
-        return Fraction(value)
+        return Fraction(value if isinstance(value, Rational | Decimal | str) else float(value))
     except (ValueError, OverflowError, ZeroDivisionError):
         return None
 

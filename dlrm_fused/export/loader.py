@@ -18,7 +18,6 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, date, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -456,6 +455,7 @@ class TableRows(Rows):
         self.numbers = [Column(feature, transformation.nulls) for feature in transformation.dense]
         self.categories = {name: categories(name, name) for name in encodings}
         self.label, self.time = transformation.labels[0], ""
+        self._format = transformation.table_format
         history = transformation.history
         if info["token_features"] and history is not None:
             self.time, self.items = history.time, history.items
@@ -472,14 +472,23 @@ class TableRows(Rows):
         history = _history(row, self.history, where)
         wheres = [f"{where}, {self.history}[{at}]" for at in range(len(history))]
         check_names(history, {self.time, self.label, *self.items}, wheres)
-        past = [_seconds(each[self.time], self.time, at) for each, at in zip(history, wheres, strict=True)]
-        now = _seconds(row[self.time], self.time, where)
+        past = [self._seconds(each[self.time], at) for each, at in zip(history, wheres, strict=True)]
+        now = self._seconds(row[self.time], where)
         for at, (before, after) in enumerate(pairwise([*past, now])):
             if before > after or (at == len(past) - 1 and before == now):
                 shown = history[at][self.time]
                 _refuse(wheres[at], self.time, shown, f"times in ascending order, before the row's own, {row[self.time]!r}")
         tokens = [self._token(each, gap) for each, gap in zip([*history, row], _gaps([*past, now]), strict=True)]
         return tokens[-self.history_length - 1 :]
+
+    def _seconds(self, value: Any, where: str) -> int:
+        """Since 1970, of a time as those of the table are read."""
+        try:
+            return self._format.seconds(value)
+        except ValueError:
+            as_table = f"times as --time-format {self._format.time} of the table says"
+            allowed = "seconds since 1970, or texts such as 2024-05-31T12:00:00"
+            _refuse(where, self.time, value, as_table if self._format.time else allowed)
 
     def _token(self, interaction: Mapping[str, Any], gap: int) -> Mapping[str, Any]:
         of_items = {token_name(name): interaction[name] for name in self.items}
@@ -535,22 +544,6 @@ def _ids(features: Sequence[Values], read: Sequence[list[Any]]) -> list[np.ndarr
         (next(encoded) if isinstance(each, Categories) else np.array(of, np.int64)).astype(np.int64) % each.rows
         for each, of in zip(features, read, strict=True)
     ]
-
-
-def _seconds(value: Any, name: str, where: str) -> int:
-    """Since 1970; times without a zone are UTC."""
-    try:
-        if isinstance(value, str):
-            value = datetime.fromisoformat(value)
-        if isinstance(value, date) and not isinstance(value, datetime):
-            value = datetime(value.year, value.month, value.day)
-        if isinstance(value, datetime):
-            value = (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
-        if not isinstance(value, bool):
-            return math.floor(value)
-    except (ValueError, TypeError, OverflowError):
-        pass
-    _refuse(where, name, value, "seconds since 1970, or texts such as 2024-05-31T12:00:00")
 
 
 def _gaps(seconds: Sequence[int]) -> list[int]:
