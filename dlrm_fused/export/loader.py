@@ -515,7 +515,8 @@ class TableRows(Rows):
 
         self.numbers = [Column(feature, transformation.nulls) for feature in transformation.dense]
         self.categories = {name: categories(name, name) for name in encodings}
-        self.label, self.time, self._format = transformation.labels[0], "", transformation.table_format
+        self.label, self.time = transformation.labels[0], ""
+        self._format = transformation.table_format
         history = transformation.history
         if info["token_features"] and history is not None:
             self.time, self.items = history.time, history.items
@@ -542,13 +543,13 @@ class TableRows(Rows):
         return tokens[-self.history_length - 1 :]
 
     def _seconds(self, value: Any, where: str) -> int:
-        """Since 1970, as the table's column of times was read."""
+        """Since 1970, of a time as those of the table are read."""
         try:
             return self._format.seconds(value)
         except ValueError:
-            text = self._format.time
-            allowed = f"times as {text} says" if text else "seconds since 1970, or texts such as 2024-05-31T12:00:00"
-            _refuse(where, self.time, value, allowed)
+            as_table = f"times as --time-format {self._format.time} of the table says"
+            allowed = "seconds since 1970, or texts such as 2024-05-31T12:00:00"
+            _refuse(where, self.time, value, as_table if self._format.time else allowed)
 
     def _token(self, interaction: Mapping[str, Any], gap: int) -> Mapping[str, Any]:
         of_items = {token_name(name): interaction[name] for name in self.items}

@@ -65,11 +65,13 @@ class RunLock:
         self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)
 
     def acquire(self) -> None:
-        """Become the writer, after another one has ended.
+        """Become the writer, unless this process is already, after another one has ended.
 
         Raises:
             ConfigError: if another one writes for longer than ``wait_seconds``, or the file cannot be written.
         """
+        if self._file is not None:
+            return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._acquire()

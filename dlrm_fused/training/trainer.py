@@ -59,6 +59,7 @@ def train(config: Config, rank: Rank, error_store: ErrorStore) -> None:
         RunLock(folder.path) as lock,
     ):
         if config.checkpoint.resume and config.checkpoint.on_damage is OnDamage.fallback:
+            gather_or_raise(lambda: None if rank.index else lock.acquire())  # nobody else renames or writes checkpoints
             set_aside_damaged(folder.checkpoints, rank.index, rank.world_size)
         if gather_or_raise(lambda: config.checkpoint.resume and folder.is_finished(config))[0]:
             logger.info("%s is finished: %s", folder.path, folder.summary())

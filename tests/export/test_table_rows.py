@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,24 @@ def test_histories_are_encoded_as_in_training(history_run: Path, history_model: 
     for row in rows:
         row["time"] = datetime.fromtimestamp(row["time"], UTC).isoformat()
     assert history_model.predict(rows).tolist() == predictions.tolist()
+
+
+def test_times_are_read_as_those_of_the_table(history_model: Model, tmp_path: Path) -> None:
+    """The same table with times in milliseconds."""
+
+    def in_milliseconds(row: dict[str, Any]) -> dict[str, Any]:
+        return {**row, "time": row["time"] * 1000}
+
+    rows = with_histories(table(300, seed=3))
+    times = pa.array([time * 1000 for time in table(600, seed=1)["time"].to_pylist()])
+    source = write_table(table(600, seed=1).set_column(6, "time", times), tmp_path / "table.parquet")
+    command = ["table", "--input", str(source), "--output", str(tmp_path / "set"), *COLUMNS, *HISTORY, "--time-format", "ms"]
+    assert cli.main(command) == 0
+    model = replace(history_model, rows=read_rows(tmp_path / "set", history_model.info))
+    changed = [{**in_milliseconds(row), "history": [in_milliseconds(past) for past in row["history"]]} for row in rows]
+    assert model.predict(changed).tolist() == history_model.predict(rows).tolist()
+    with pytest.raises(InputError, match=r"row 0, feature time: 'soon'; allowed: times as --time-format ms of the table says"):
+        model.predict([{**changed[0], "time": "soon"}])
 
 
 def test_histories_tell_the_first_of_several_labels(tmp_path: Path) -> None:

@@ -148,6 +148,11 @@ def test_one_time_is_read_as_a_column_of_it(times: Times) -> None:
     assert TableFormat(time=times.time_format).seconds(value) == seconds
 
 
+@pytest.mark.parametrize("kind", [np.int64, np.uint64, np.float64, np.float32])
+def test_one_time_may_be_a_number_of_numpy(kind: type[np.number]) -> None:
+    assert TableFormat().seconds(kind(1_700_000_000)) == int(kind(1_700_000_000))
+
+
 @pytest.mark.parametrize(
     "name", ["slashes", "one that is none", "digits missing", "another format", "no such day", "lists", "bool"]
 )
