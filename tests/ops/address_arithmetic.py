@@ -17,7 +17,7 @@ import dlrm_fused
 
 PACKAGE = Path(dlrm_fused.__file__).parent
 _NAME = r"%[\w$.-]+(?:#\d+)?"
-_RESULTS = re.compile(rf"\s*(%[\w$.-]+)(?::(\d+))? = (.*)")
+_RESULTS = re.compile(r"\s*(%[\w$.-]+)(?::(\d+))? = (.*)")
 _OPERATION = re.compile(r'"?([a-z_]+\.[\w.]+)"?')
 _BLOCK_ARGUMENTS = re.compile(r"\s*\^bb\d+\((.*)\):")
 _LOCATION = re.compile(r"loc\((#loc\d*)\)\s*$")
@@ -167,10 +167,9 @@ class _Module:
         while location in self._locations:
             text = self._locations[location]
             if found := re.match(r'"([^"]+)":(\d+):\d+', text):
-                path = Path(found[1])
-                inside = path.is_relative_to(PACKAGE)
-                file = str(path.relative_to(PACKAGE)) if inside else path.name
-                return Product(file, linecache.getline(found[1], int(found[2])).strip())
+                # Triton's cache may hold a kernel that was compiled in another checkout, from the same lines.
+                file = found[1].rpartition(f"/{PACKAGE.name}/")[2]
+                return Product(file, linecache.getline(str(PACKAGE / file), int(found[2])).strip())
             inner = re.search(r"#loc\d*", text)
             location = inner[0] if inner else ""
         return None

@@ -44,8 +44,8 @@ from dlrm_fused.ops.gemm_all_to_all import tuning as gemm_tuning
 from dlrm_fused.ops.gemm_all_to_all.measured import TILES
 from dlrm_fused.ops.gemm_all_to_all.weight_gradient import grouped_weight_gradient
 from dlrm_fused.ops.gemv_all_reduce import chunks as gemv_chunks
-from dlrm_fused.ops.gemv_all_reduce import op as gemv
 from dlrm_fused.ops.gemv_all_reduce import kernel as gemv_kernel
+from dlrm_fused.ops.gemv_all_reduce import op as gemv
 from dlrm_fused.ops.gemv_all_reduce.kernel import ReceiveBuffer, SplitBuffer
 from dlrm_fused.ops.gemv_all_reduce.tuning import Blocks, override
 from dlrm_fused.ops.moe import dispatch, steps
