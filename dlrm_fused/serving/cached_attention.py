@@ -104,7 +104,7 @@ def _part_kernel(
         place = begin + tl.arange(0, KEYS)
         inside = place < count
         of_key = inside[:, None] & (column < D_HEAD)[None, :]
-        at_begin = begin.to(tl.int64) * D_HEAD
+        at_begin = (tl.zeros((), tl.int64) + begin) * D_HEAD
         at = tl.arange(0, KEYS)[:, None] * D_HEAD + column[None, :]
         key = tl.load(keys + at_begin + at, mask=of_key, other=0.0)
         value = tl.load(values + at_begin + at, mask=of_key, other=0.0)
