@@ -1,4 +1,4 @@
-"""NaN, infinity and the smallest numbers, forward and backward: a GPU's instructions treat them otherwise than the interpreter."""
+"""NaN, infinity and the smallest numbers, forward and backward: GPUs may treat them otherwise than the interpreter does."""
 
 from __future__ import annotations
 
