@@ -104,14 +104,17 @@ def _part_kernel(
         place = begin + tl.arange(0, KEYS)
         inside = place < count
         of_key = inside[:, None] & (column < D_HEAD)[None, :]
-        at = place[:, None] * D_HEAD + column[None, :]
-        key = tl.load(keys + at, mask=of_key, other=0.0)
-        value = tl.load(values + at, mask=of_key, other=0.0)
+        at_begin = (tl.zeros((), tl.int64) + begin) * D_HEAD
+        at = tl.arange(0, KEYS)[:, None] * D_HEAD + column[None, :]
+        key = tl.load(keys + at_begin + at, mask=of_key, other=0.0)
+        value = tl.load(values + at_begin + at, mask=of_key, other=0.0)
         scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
         scores = tl.where(inside[None, :], scores, float("-inf"))
         now_highest = tl.maximum(highest, tl.max(scores, axis=1))
-        share = tl.exp2(scores - now_highest[:, None])
-        fading = tl.exp2(highest - now_highest)
+        # Scores that are all -inf have no share, as in a softmax with others.
+        base = tl.where(now_highest == float("-inf"), 0.0, now_highest)
+        share = tl.exp2(scores - base[:, None])
+        fading = tl.exp2(highest - base)
         total = total * fading + tl.sum(share, axis=1)
         attended = attended * fading[:, None] + tl.dot(share.to(value.dtype), value, input_precision="ieee")
         highest = now_highest

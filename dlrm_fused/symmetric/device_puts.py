@@ -254,7 +254,7 @@ def read_bytes_kernel(destination, size, peer, channel, puts, fingerprint, BLOCK
 
 @triton.jit
 def _copy(destination, source, size, is_there, BLOCK: tl.constexpr):
-    for begin in range(tl.program_id(0) * BLOCK, size, tl.num_programs(0) * BLOCK):
+    for begin in range(tl.program_id(0).to(tl.int64) * BLOCK, size, tl.num_programs(0).to(tl.int64) * BLOCK):
         byte = begin + tl.arange(0, BLOCK)
         inside = (byte < size) & is_there
         tl.store(destination + byte, tl.load(source + byte, mask=inside, other=0), mask=inside)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from dlrm_fused.compat.torch import is_alive
 from dlrm_fused.errors import UsageError
 from dlrm_fused.symmetric.cuda import CudaGroup
+from dlrm_fused.symmetric.gloo_threads import wait_for_gloo_threads
 from dlrm_fused.symmetric.memory import SymmetricGroup
 from dlrm_fused.symmetric.nvshmem import NvshmemGroup
 from dlrm_fused.symmetric.shared import SharedGroup
@@ -32,10 +33,12 @@ _groups: dict[tuple[dist.ProcessGroup | None, torch.device], SymmetricGroup] = {
 
 @atexit.register
 def _close_all() -> None:
-    # A gloo group that lives on into the end of the process can abort it.
     for group in _groups.values():
         with suppress(RuntimeError):  # of a GPU; said where it happened
             group.close()
+    # Here end the threads of process groups that torch has let go of.
+    _groups.clear()
+    wait_for_gloo_threads()
 
 
 def symmetric_group(process_group: dist.ProcessGroup | None = None, device: torch.device | str | None = None) -> SymmetricGroup:

@@ -1,8 +1,14 @@
-"""Every kernel of the operators compiles for sm_90, launched as on a GPU; needs no GPU, since nothing runs."""
+"""Every kernel of the package compiles for sm_90, launched as on a GPU; needs no GPU, since nothing runs.
+
+What comes out is searched for what the interpreter cannot show: addresses by products of 32 bits, which may overflow, and
+instructions that lose NaN or the smallest numbers.
+"""
 
 from __future__ import annotations
 
+import ast
 import importlib
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +21,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
+from dlrm_fused.ops import adagrad
 from dlrm_fused.ops.all_gather_gemm.kernel import (
     Epoch,
     multiply_and_add,
@@ -22,6 +29,7 @@ from dlrm_fused.ops.all_gather_gemm.kernel import (
     multiply_arriving,
     push_and_multiply,
 )
+from dlrm_fused.ops.common import cache_hints, meeting
 from dlrm_fused.ops.common import scatter_rows as scatter
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.embedding_all_to_all import ExchangeLayout, LookupLayout, put_tiles, reduce, update
@@ -36,6 +44,7 @@ from dlrm_fused.ops.gemm_all_to_all import tuning as gemm_tuning
 from dlrm_fused.ops.gemm_all_to_all.measured import TILES
 from dlrm_fused.ops.gemm_all_to_all.weight_gradient import grouped_weight_gradient
 from dlrm_fused.ops.gemv_all_reduce import chunks as gemv_chunks
+from dlrm_fused.ops.gemv_all_reduce import kernel as gemv_kernel
 from dlrm_fused.ops.gemv_all_reduce import op as gemv
 from dlrm_fused.ops.gemv_all_reduce.kernel import ReceiveBuffer, SplitBuffer
 from dlrm_fused.ops.gemv_all_reduce.tuning import Blocks, override
@@ -43,9 +52,11 @@ from dlrm_fused.ops.moe import dispatch, steps
 from dlrm_fused.ops.moe.activations import ACTIVATIONS
 from dlrm_fused.ops.schedules import Streams
 from dlrm_fused.ops.schedules.piece_flags import PieceArgs, PieceFlags, mark_kernel
-from dlrm_fused.symmetric import device_puts
+from dlrm_fused.serving.cached_attention import cached_attention
+from dlrm_fused.symmetric import device, device_puts
 from dlrm_fused.symmetric.device import channel_args
 from dlrm_fused.symmetric.hosts import Hosts
+from tests.ops.address_arithmetic import PACKAGE, unbounded_products_in_addresses
 from tests.ops.embedding_all_to_all.lookups import make_lookup, make_tables
 
 WORLD, RANK = 2, 1
@@ -83,12 +94,14 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     run = JITFunction.run
 
     def compile_only(kernel: JITFunction[Any], *args: Any, warmup: bool, **options: Any) -> None:
-        kernels[kernel.__name__] = run(kernel, *args, warmup=True, **options)
+        made = kernels[kernel.__name__] = run(kernel, *args, warmup=True, **options)
+        assert unbounded_products_in_addresses(made.asm["ttir"]) == set()
+        assert set(re.findall(LOSES_NUMBERS, made.asm["ptx"])) <= LOSES_NOTHING.get(kernel.__name__, set())
 
     monkeypatch.setattr(JITFunction, "run", compile_only)
     monkeypatch.setattr(driver, "_active", NoGpu())
     monkeypatch.setattr(gemv, "starts_early", lambda device, programs: True)
-    for module in (scatter, dispatch, reduce):
+    for module in (scatter, dispatch, reduce, adagrad, meeting):
         monkeypatch.setattr(module, "uses_kernels", lambda device: True)
     monkeypatch.setattr(update, "_check_lookup", lambda tables, indices, offsets: tables.batch_size(offsets))
     global BINDINGS
@@ -312,7 +325,42 @@ def launch_scatter_tiles(wire: torch.dtype) -> None:
         scatter_tiles(rows(SINGLE), plan.pooled_tables[0], 4, window(), wire=wire, relative=relative)
 
 
+def launch_sums_of_many_ranks() -> None:
+    """Three sources: products with 0 and 1 the compiler leaves out."""
+    sources, output = torch.zeros(3, 5, WIDTH, dtype=torch.float16), torch.zeros(5, WIDTH, dtype=torch.float16)
+    reduce.add_up(sources, output)
+    presence, features = torch.zeros(3, 2, 16, dtype=torch.uint8), torch.zeros(1, 4, dtype=torch.int64)
+    reduce.add_up_present_kernel[(2, 1)](
+        sources, presence, output, features, 5, sources.stride(0), sources.stride(1), presence.stride(0), presence.stride(1),
+        output.stride(0), SOURCES=3, ROWS=4, DIM=WIDTH, CACHE=cache_hints.OFF, num_warps=4,
+    )  # fmt: skip
+
+
+def launch_attention(dtype: torch.dtype) -> None:
+    cached_attention(torch.zeros(5, 2, 3, 24, dtype=dtype), torch.zeros(2, dtype=torch.int64), 1, 1000)
+
+
+def launch_adagrad() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3000))
+    parameter.grad = torch.zeros(3000)
+    adagrad.Adagrad(parameter, lr=0.1, weight_decay=0.1, eps=1e-8).step()
+
+
+def launch_waits() -> None:
+    for poll in (device._poll, gemv_kernel._poll):
+        poll[(1,)](channel().args, torch.zeros(8, dtype=torch.int64), num_warps=1)
+
+
 HALF, SINGLE = torch.bfloat16, torch.float32
+# Instructions that lose NaN or the smallest numbers, or add 16 bits in memory.
+LOSES_NUMBERS = r"\b(?:(?:min|max)\.(?!NaN)[\w.]*f(?:16|32)\w*|\w+\.[\w.]*ftz[\w.]*|(?:red|atom)\.[\w.]*f(?:16|32)\w*)"
+LOSES_NOTHING = {
+    # The largest score is only subtracted from all, NaN among them; shares below 2^-126 of the largest may be 0.
+    "_part_kernel": {"max.f32", "ex2.approx.ftz.f32", "fma.rn.ftz.f32"},
+    "_merge_kernel": {"max.f32", "ex2.approx.ftz.f32"},
+    # First guesses of a quotient in fp64, which are made exact.
+    "step_kernel": {"rcp.approx.ftz.f64", "abs.ftz.f32"},
+}
 ONE_SHOT = Blocks(columns=16, depth=64, splits=3, warps=4, stages=3, two_shot=False, flagged=False)
 TWO_SHOT = Blocks(columns=16, depth=64, splits=1, warps=4, stages=3, two_shot=True, flagged=False)
 FLAGGED = Blocks(columns=16, depth=64, splits=1, warps=4, stages=3, two_shot=True, flagged=True)
@@ -362,6 +410,12 @@ LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
     "puts_of_bytes": (launch_puts_of_bytes, {"put_bytes_kernel", "read_bytes_kernel"}),
     "lookup_and_put": (lambda: launch_lookup_and_put(SINGLE), PUT_KERNELS),
     "lookup_and_put_16_bits": (lambda: launch_lookup_and_put(HALF), PUT_KERNELS),
+    "sums_of_many_ranks": (launch_sums_of_many_ranks, {"add_up_kernel", "add_up_present_kernel"}),
+    "attention": (lambda: launch_attention(torch.float16), {"_part_kernel", "_merge_kernel"}),
+    "attention_fp32": (lambda: launch_attention(SINGLE), {"_part_kernel", "_merge_kernel"}),
+    "adagrad": (launch_adagrad, {"adagrad_kernel"}),
+    "meeting": (lambda: meeting.meet(channel(), 1), {"meet_kernel"}),
+    "waits": (launch_waits, {"_poll"}),
     "scatter_tiles": (lambda: launch_scatter_tiles(torch.float16), {"scatter_tiles_kernel"}),
     "gemv_one_shot": (lambda: launch_gemv(HALF, ONE_SHOT), {"gemv_all_reduce_kernel"}),
     "gemv_two_shot_with_norm": (lambda: launch_gemv(HALF, TWO_SHOT, with_norm=True), {"gemv_all_reduce_kernel"}),
@@ -383,6 +437,26 @@ def test_kernels_compile_for_sm_90(name: str, compiled: dict[str, Any]) -> None:
     for kernel in compiled.values():
         assert ".target sm_90" in kernel.asm["ptx"]
         assert kernel.asm["cubin"]
+
+
+def test_every_kernel_of_the_package_is_compiled_here() -> None:
+    """A kernel is a function of Triton that no other one calls."""
+    functions: list[ast.FunctionDef] = []
+    for path in PACKAGE.rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        functions += [
+            node
+            for node in nodes
+            if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(one) for one in node.decorator_list)
+        ]
+    called = {
+        node.id
+        for function in functions
+        for node in ast.walk(function)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    }
+    kernels = {function.name for function in functions} - called
+    assert kernels == set().union(*(names for _, names in LAUNCHES.values()))
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from benchmarks.common.network import Hosts
 from dlrm_fused.errors import CommunicationError, UsageError, UserError
-from dlrm_fused.symmetric import BlockPool, Channel, SymmetricGroup, factory, shared, symmetric_group
+from dlrm_fused.symmetric import BlockPool, Channel, SymmetricGroup, factory, gloo_threads, shared, symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import Ranks, free_port, on_hosts, run_ranks
 from tests.distributed.network import needs_hosts
@@ -543,8 +543,6 @@ dist.init_process_group("gloo")
 group = symmetric_group()
 if group.rank == 1:
     dist.destroy_process_group()
-    # A thread of gloo may still drop what the last collective held; Python aborts a program that ends meanwhile.
-    time.sleep(0.5)
     sys.exit()  # without close()
 deadline = time.monotonic() + 100
 while not group.peer_monitor.has_left(1):
@@ -554,6 +552,34 @@ while not group.peer_monitor.has_left(1):
 dist.destroy_process_group()
 print("left in good order")
 """
+
+# Its ranks end while gloo's threads drop many tensors, for each of which they need Python's lock.
+END_AFTER_A_COLLECTIVE = """
+import os, sys, tempfile
+import torch
+import torch.distributed as dist
+from dlrm_fused.symmetric import symmetric_group
+
+def ranks():
+    for number in range(int(sys.argv[1])):
+        store = tempfile.NamedTemporaryFile()
+        children = []
+        for rank in range(2):
+            if not (child := os.fork()):
+                return rank, store.name
+            children.append(child)
+        print(*(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children), flush=True)
+    return None
+
+if (own := ranks()) is not None:
+    rank, store = own
+    dist.init_process_group("gloo", init_method=f"file://{store}.meeting", rank=rank, world_size=2)
+    symmetric_group()
+    dist.all_reduce_coalesced([torch.zeros(1) for _ in range(50_000)])
+    if sys.argv[2] == "destroys":
+        dist.destroy_process_group()
+"""
+ENDS = int(os.environ.get("DLRM_FUSED_TEST_ENDS", "4"))
 
 WATCH_OVER_HOSTS = """
 import time
@@ -599,6 +625,22 @@ def test_a_program_that_ends_without_closing_its_group_is_not_lost() -> None:
     outputs = [program.communicate(timeout=200)[0] for program in ranks]
     assert [program.returncode for program in ranks] == [0, 0]
     assert outputs == ["left in good order\n", ""]
+
+
+@pytest.mark.parametrize("ending", ["destroys", "leaves"])
+def test_programs_that_end_right_after_a_collective_are_not_aborted(ending: str) -> None:
+    """With its process group destroyed, and with all left to the end of Python."""
+    command = [sys.executable, "-W", "ignore", "-c", END_AFTER_A_COLLECTIVE, str(ENDS), ending]
+    ended = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, capture_output=True, check=True)
+    assert ended.stdout.splitlines() == ["0 0"] * ENDS, ended.stderr
+
+
+def name_gloo_threads(group: SymmetricGroup) -> int:
+    return len(gloo_threads._gloo_threads())
+
+
+def test_gloos_threads_are_found_by_their_name() -> None:
+    assert min(run(2, name_gloo_threads)) > 0
 
 
 @pytest.fixture

@@ -154,7 +154,7 @@ def _push(own, addresses, pieces, counter, elements, pushers, epoch, channel, DT
     """
     element_bytes: tl.constexpr = DTYPE.primitive_bitwidth // 8
     first_byte = channel.rank * elements * element_bytes
-    first, stride = tl.program_id(0) * BLOCK, pushers * BLOCK
+    first, stride = tl.program_id(0).to(tl.int64) * BLOCK, pushers.to(tl.int64) * BLOCK
     place = first + tl.arange(0, BLOCK)
     values = tl.load(own + place, mask=place < elements)
     for _ in range(first, elements, stride):

@@ -118,14 +118,15 @@ def add_up_present_kernel(
     of_dim = (lane < tl.multiple_of(tl.load(fields + 2), 4))[None, :]
     exists = row < rows
     of_rows = presence + tl.load(fields) * presence_feature_stride + row
-    places = row[:, None] * row_stride + (tl.multiple_of(tl.load(fields + 1), 4) + lane)[None, :]
+    # Pointers go from source to source: a product of 32 bits with their distance could overflow.
+    places = sources + row[:, None] * row_stride + (tl.multiple_of(tl.load(fields + 1), 4) + lane)[None, :]
     total = tl.zeros((ROWS, DIM), tl.float32)
-    for source in tl.static_range(SOURCES):
-        is_there = tl.load(of_rows + source * presence_source_stride, mask=exists, other=0) != 0
-        partial = load(
-            sources + source * source_stride + places, CACHE, "received", mask=is_there[:, None] & of_dim, other=0.0
-        )  # fmt: skip
+    for _ in tl.static_range(SOURCES):
+        is_there = tl.load(of_rows, mask=exists, other=0) != 0
+        partial = load(places, CACHE, "received", mask=is_there[:, None] & of_dim, other=0.0)
         total += partial.to(tl.float32)
+        of_rows += presence_source_stride
+        places += source_stride
     at_output = row[:, None] * output_stride + (tl.multiple_of(tl.load(fields + 3), 4) + lane)[None, :]
     store(output + at_output, to_wire(total, output.dtype.element_ty), CACHE, "results", mask=exists[:, None] & of_dim)
 
@@ -139,10 +140,10 @@ def add_up_kernel(
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < width)[None, :]
-    at_sources = row[:, None] * row_stride + column[None, :]
-    total = load(sources + at_sources, CACHE, "received", mask=inside, other=0.0).to(tl.float32)
-    for source in tl.static_range(1, SOURCES):
-        at_source = sources + source * source_stride + at_sources
+    at_source = sources + row[:, None] * row_stride + column[None, :]
+    total = load(at_source, CACHE, "received", mask=inside, other=0.0).to(tl.float32)
+    for _ in tl.static_range(1, SOURCES):
+        at_source += source_stride  # not a product, which 32 bits might not hold
         total += load(at_source, CACHE, "received", mask=inside, other=0.0).to(tl.float32)
     places = output + row[:, None] * output_stride + column[None, :]
     store(places, to_wire(total, output.dtype.element_ty), CACHE, "results", mask=inside)

@@ -24,9 +24,10 @@ _LARGEST_FP16 = tl.constexpr(LARGEST_FP16)
 
 @triton.jit
 def to_wire(values, dtype: tl.constexpr):
-    """Values in the wire's dtype; fp16 ends at its largest number, as TorchRec's codec does."""
+    """Values in the wire's dtype; fp16 ends at its largest number, as TorchRec's codec does, and NaN stays NaN."""
     if dtype == tl.float16:
-        values = tl.clamp(values, -_LARGEST_FP16, _LARGEST_FP16)
+        # Unless told to keep it, a GPU makes a number of NaN; the interpreter does not.
+        values = tl.clamp(values, -_LARGEST_FP16, _LARGEST_FP16, propagate_nan=tl.PropagateNan.ALL)
     return values.to(dtype)
 
 

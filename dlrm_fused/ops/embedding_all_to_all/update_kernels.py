@@ -221,14 +221,15 @@ def _update_rows(
     """One step of the optimizer for the rows of a tile that are to be updated; the gradient is 0 outside of the columns."""
     in_rows = updated[:, None] & inside
     rate = tl.load(args.learning_rate)
+    # Not tl.sqrt, which takes the smallest numbers for 0 on GPUs.
     if RULE == "rowwise_adagrad":
         momentum1 += tl.sum(gradient * gradient, 1) / dim
         tl.store(args.momentum1 + key, momentum1, mask=updated)
-        step = (rate / (tl.sqrt(momentum1) + args.eps))[:, None] * gradient
+        step = (rate / (tl.sqrt_rn(momentum1) + args.eps))[:, None] * gradient
     elif RULE == "adagrad":
         momentum1 += gradient * gradient
         store(args.momentum1 + row_offset + columns, momentum1, CACHE, "new_rows", mask=in_rows)
-        step = rate * gradient / (tl.sqrt(momentum1) + args.eps)
+        step = rate * gradient / (tl.sqrt_rn(momentum1) + args.eps)
     elif RULE == "sgd":
         step = rate * gradient
     else:
@@ -241,7 +242,7 @@ def _update_rows(
             momentum2 = args.beta2 * momentum2 + (1.0 - args.beta2) * tl.sum(gradient * gradient, 1) / dim
             tl.store(args.momentum2 + key, momentum2, mask=updated)
             momentum2 = momentum2[:, None]
-        deviation = tl.sqrt(momentum2 / tl.load(args.divisors + 1)) + args.eps
+        deviation = tl.sqrt_rn(momentum2 / tl.load(args.divisors + 1)) + args.eps
         step = rate * (momentum1 / tl.load(args.divisors) / deviation + args.weight_decay * old.to(tl.float32))
     new = old.to(tl.float32) - step
     if args.seed is not None:

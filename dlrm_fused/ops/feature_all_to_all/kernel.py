@@ -12,10 +12,10 @@ _FIELDS = tl.constexpr(ROUTE_FIELDS)
 
 
 @triton.jit
-def _copy(source, destination, first, count, step, ELEMENTS: tl.constexpr):
-    """Elements ``first``, ``first + step`` and so on, ELEMENTS at a time, up to ``count``."""
-    for begin_at in range(first, count, step):
-        place = begin_at + tl.arange(0, ELEMENTS).to(tl.int64)
+def _copy(source, destination, count, number, programs, ELEMENTS: tl.constexpr):
+    """Copy this program's blocks of ``count`` elements: of as many ``programs``, it has the number ``number``."""
+    for begin_at in range(number.to(tl.int64) * ELEMENTS, count, programs.to(tl.int64) * ELEMENTS):
+        place = begin_at + tl.arange(0, ELEMENTS)
         inside = place < count
         tl.store(destination + place, tl.load(source + place, mask=inside, other=0), mask=inside)
 
@@ -61,7 +61,7 @@ def send_kernel(
             tl.store(words + 1, first)
     if has_room:
         own = peer_pointer(addresses, channel.rank, 0, values.dtype.element_ty)
-        _copy(values, own, tl.program_id(0) * ELEMENTS, count, tl.num_programs(0) * ELEMENTS, ELEMENTS)
+        _copy(values, own, count, tl.program_id(0), tl.num_programs(0), ELEMENTS)
     finish(channel, epoch)
 
 
@@ -79,4 +79,4 @@ def fetch_kernel(words, runs, addresses, values, WORLD: tl.constexpr, RUNS: tl.c
     before = tl.sum(tl.load(words + 2 * earlier, mask=earlier < run, other=0), axis=0)
     count, first = tl.load(words + 2 * run), tl.load(words + 2 * run + 1)
     source = peer_pointer(addresses, run % WORLD, 0, values.dtype.element_ty) + first
-    _copy(source, values + before, tl.program_id(1) * ELEMENTS, count, tl.num_programs(1) * ELEMENTS, ELEMENTS)
+    _copy(source, values + before, count, tl.program_id(1), tl.num_programs(1), ELEMENTS)

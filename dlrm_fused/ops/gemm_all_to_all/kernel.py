@@ -287,7 +287,7 @@ def gemm_kernel(
             )
             row_is_in &= has_sum
         first_column = column_tile * COLUMNS
-        scale_of_group = epilogue.scale + group * columns
+        scale_of_group = epilogue.scale + group * columns.to(tl.int64)
         _store_half(
             left_half, scale_of_group, rows_of_out, row_is_in, first_column, columns, SCALED, DTYPE, half, CACHE, stream,
         )  # fmt: skip

@@ -213,7 +213,7 @@ def _multiply(
     steps = tl.cdiv(tl.cdiv(k, DEPTH), SPLITS)
     begin = split * steps * DEPTH
     left = weight + column[:, None].to(tl.int64) * weight_stride + (begin + depth)[None, :]
-    right = x + row[None, :] * x_stride + (begin + depth)[:, None]
+    right = x + row[None, :].to(tl.int64) * x_stride + (begin + depth)[:, None]
     product = tl.zeros((COLUMNS, ROWS), tl.float32)
     for step in range(0, steps):
         if EVEN:
@@ -239,7 +239,7 @@ def _leave_part(
         tl.store(split_buffer.words + split * slot_words + places, _pack(tl.trans(product), tag), mask=inside)
     else:
         element = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        tl.store(split_buffer.parts + (split * tiles + tile) * COLUMNS * ROWS + element, product)
+        tl.store(split_buffer.parts + (split * tiles + tile).to(tl.int64) * (COLUMNS * ROWS) + element, product)
         tl.debug_barrier()
         tl.atomic_xchg(split_buffer.flags + split * tiles + tile, tag, sem="release", scope="gpu")
 
@@ -259,7 +259,8 @@ def _add_parts(
     element = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
     for split in tl.static_range(SPLITS - 1):
         _wait_for_flag(channel, split_buffer.flags + split * tiles + tile, tag, epoch, here, "gpu")
-        product += tl.load(split_buffer.parts + (split * tiles + tile) * COLUMNS * ROWS + element, volatile=True)
+        part = split_buffer.parts + (split * tiles + tile).to(tl.int64) * (COLUMNS * ROWS)
+        product += tl.load(part + element, volatile=True)
     return tl.trans(product)
 
 
@@ -307,7 +308,8 @@ def _add_up(
 
 @triton.jit
 def _normalize(
-    channel, result, inside, row, column, tile, tiles, epilogue, n, norm_eps, ROWS: tl.constexpr, TILES: tl.constexpr,
+    channel, result, inside, places, row, column, tile, tiles, epilogue, n, norm_eps,
+    ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """RMSNorm of the result's rows, of which this program has one tile; waits for the programs of the other tiles."""
     value = tl.where(inside, result.to(tl.float32), 0.0)
@@ -322,12 +324,13 @@ def _normalize(
             polls = tl.where(must_stop(channel), channel.poll_limit, polls)
     tl.debug_barrier()
     other = tl.arange(0, TILES)
-    places = other[:, None] * ROWS + row[None, :]
-    of_tiles = tl.load(epilogue.squares + places, mask=(other < tiles)[:, None], other=0.0, volatile=True)
-    scale = tl.rsqrt(tl.sum(of_tiles, axis=0) / n + norm_eps)
+    at_squares = other[:, None] * ROWS + row[None, :]
+    of_tiles = tl.load(epilogue.squares + at_squares, mask=(other < tiles)[:, None], other=0.0, volatile=True)
+    # Not tl.rsqrt, which takes the smallest numbers for 0 on GPUs.
+    scale = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(of_tiles, axis=0) / n + norm_eps))
     gain = tl.load(epilogue.norm_weight + column, mask=column < n, other=0.0).to(tl.float32)
     normed = (value * scale[:, None] * gain[None, :]).to(result.dtype)
-    tl.store(epilogue.normed + row[:, None] * n + column[None, :], normed, mask=inside)
+    tl.store(epilogue.normed + places, normed, mask=inside)
 
 
 @triton.jit
@@ -410,16 +413,16 @@ def gemv_all_reduce_kernel(
             if HAS_BIAS:
                 total += tl.load(epilogue.bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
             if HAS_RESIDUAL:
-                total += tl.load(epilogue.residual + row[:, None] * n + column[None, :], mask=inside, other=0.0).to(tl.float32)
+                total += tl.load(epilogue.residual + places, mask=inside, other=0.0).to(tl.float32)
             result = total.to(out.dtype.element_ty)
         if TWO_SHOT:
             result = _spread(
                 channel, result, row, tile, half + buffer.sums_at, first_flag + channel.world * tiles, m, n, receive_buffer,
                 receive_addresses, tag, epoch, ROWS, COLUMNS, FLAGGED,
             )  # fmt: skip
-        store(out + row[:, None] * n + column[None, :], result, CACHE, "results", mask=inside)
+        store(out + places, result, CACHE, "results", mask=inside)
         if HAS_NORM:
-            _normalize(channel, result, inside, row, column, tile, tiles, epilogue, n, norm_eps, ROWS, TILES)
+            _normalize(channel, result, inside, places, row, column, tile, tiles, epilogue, n, norm_eps, ROWS, TILES)
     _complete(channel, epoch)
 
 

@@ -145,7 +145,7 @@ def count_kernel(
         CHUNK: slots, a multiple of TOP_K, at most LANES.
         EXPERTS: power of two, at least ``experts``.
     """
-    of_chunk = counts + tl.program_id(0) * experts
+    of_chunk = counts + tl.program_id(0).to(tl.int64) * experts
     expert = tl.arange(0, EXPERTS)
     tl.store(of_chunk + expert, tl.zeros((EXPERTS,), tl.int32), mask=expert < experts)
     lane = tl.arange(0, LANES)
@@ -183,7 +183,7 @@ def exchange_counts_kernel(
     for first in range(0, chunks, CHUNKS):
         chunk = first + tl.arange(0, CHUNKS)
         inside = (chunk < chunks)[:, None] & exists[None, :]
-        places = counts + chunk[:, None] * experts + expert[None, :]
+        places = counts + chunk[:, None].to(tl.int64) * experts + expert[None, :]
         count = tl.load(places, mask=inside, other=0)
         tl.store(places, tl.cumsum(count, axis=0) - count + total[None, :], mask=inside)
         total += tl.sum(count, axis=0)
@@ -248,7 +248,7 @@ def place_kernel(
     position = load(of_slots.positions + slot, CACHE, "routes", mask=slot < slots, other=-1)
     is_sent = position >= 0
     id_ = load(of_slots.ids + slot, CACHE, "routes", mask=is_sent, other=0).to(tl.int32)
-    row = tl.load(of_slots.starts + slot // CHUNK * experts + id_, mask=is_sent, other=0) + position
+    row = tl.load(of_slots.starts + (slot // CHUNK).to(tl.int64) * experts + id_, mask=is_sent, other=0) + position
     row += tl.load(first_rows + id_, mask=is_sent, other=0)
     store(
         of_slots.targets + slot, tl.where(is_sent, id_ // local * rows_per_rank + row, -1), CACHE, "results",
