@@ -197,10 +197,14 @@ def replayed_operator(group: SymmetricGroup, optimizer: str) -> None:
 
     usual = [3 + rank for rank in range(group.world_size)]
     batches = world.draw_batches(usual)
-    for number in range(18):
-        if number == 11:  # other numbers, for steps that are replayed until then, and are captured anew for the last ones
-            for of_both in (plain, workspace):
-                of_both.attach_tables([with_eps(tables, 0.5) for tables in of_both.tables])
+
+    def set_eps(eps: float) -> None:
+        for of_both in (plain, workspace):
+            of_both.attach_tables([with_eps(tables, eps) for tables in of_both.tables])
+
+    for number in range(22):
+        if number == 15:  # steps are replayed until then, and the last ones captured anew
+            set_eps(0.25)
         sizes = [2 * BATCH] * group.world_size if number == 9 else usual
         own = world.draw_batches(sizes) if number == 9 else batches
         found = outputs(number, sizes, own)
@@ -211,6 +215,7 @@ def replayed_operator(group: SymmetricGroup, optimizer: str) -> None:
             outputs(number, sizes, own)
         go_back(number, found, retain_graph=number == 8)
         if number == 8:
+            set_eps(0.5)  # the step is made with the numbers of its forward pass
             go_back(number, found)
         with torch.no_grad():
             outputs(number, sizes, own)

@@ -16,6 +16,7 @@ from torch import Tensor
 from dlrm_fused.compat.torch import copy_all
 from dlrm_fused.cuda_graphs import RUNS_BEFORE_CAPTURE, GraphRecorder, RunCounter
 from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all
+from dlrm_fused.ops.embedding_all_to_all.prefetch_sort import PrefetchedSort
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
 
 # A training loop has batches of one size, and perhaps a last one of another. Each capture keeps memory for all that a step
@@ -110,7 +111,11 @@ class ReplayedEmbeddingAllToAll:
 
 
 class _Capture:
-    """The two graphs for inputs of some shapes, and the memory that they read and write."""
+    """The two graphs for inputs of some shapes, and the memory that they read and write.
+
+    Attributes:
+        tables: that they read and update.
+    """
 
     def __init__(
         self,
@@ -121,7 +126,7 @@ class _Capture:
         batch_sizes: Sequence[int],
     ) -> None:
         self.workspace, self.prepare, self.batch_sizes = workspace, prepare, list(batch_sizes)
-        self._outputs, self._tables = workspace.outputs, workspace.tables
+        self._outputs, self.tables = workspace.outputs, workspace.tables
         self.inputs = [tensor.clone() for tensor in (*indices, *offsets)]
         self._lent: weakref.ref[_Loan] | None = None
         count, recorder = len(indices), GraphRecorder(workspace.device)
@@ -157,7 +162,7 @@ class _Capture:
     def backward(self, gradient: Tensor) -> None:
         self.workspace.begin_call()
         self.gradient.copy_(gradient)
-        for tables in self._tables:
+        for tables in self.tables:
             if tables.on_device.rate is not None:
                 tables.on_device.rate.refresh()
         self._backward.replay()
@@ -186,7 +191,8 @@ class _Replay(torch.autograd.Function):
         else:  # once more for a graph that is kept, whose memory may have been used since; or in the memory of larger batches
             count = len(inputs) // 2
             indices, offsets = capture.prepare(inputs[:count], inputs[count:])
+            order = PrefetchedSort(capture.tables, indices, offsets, None)
             torch.ops.dlrm_fused.embedding_all_to_all_backward(
-                gradient, indices, offsets, [], capture.batch_sizes, capture.workspace.handle
+                gradient, indices, offsets, [], capture.batch_sizes, capture.workspace.handle, order.handle
             )
         return None, None, *(None for _ in inputs)
