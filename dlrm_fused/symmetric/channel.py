@@ -145,8 +145,8 @@ class Channel:
         self.group.peer_monitor.forget(self._abort)
         if self._puts is not None:
             self._puts.release()
-        if self._link is not None:
-            self._link.close()
+        if self._link is not None and self.group.messages is not None:
+            self.group.messages.release(self._link)
 
     def raise_fault(self) -> None:
         """Raise what has gone wrong, if anything. Reads host memory only: a kernel's fault shows when the kernel has ended.
