@@ -69,7 +69,7 @@ class DistinctBags:
         self._has_whole = [_has_whole_features(module, number) for number in shardings]
         by_rank = _whole_features(module, shardings)
         self._rows = _column(by_rank[group.rank])
-        # Of each rank of another host, in the order of its lookups.
+        # Features of each rank of another host, in the order of its lookups.
         self._counts = [len(by_rank[rank]) for rank in group.hosts.remote]
         self._places = torch.tensor([keyed.index(own) for rank in group.hosts.remote for own in by_rank[rank]]).long()
 

@@ -299,7 +299,7 @@ def _weights(lookup: Any, module: Any, features: KeyedJaggedTensor) -> Tensor | 
 def _prepare(
     modules: Sequence[Any], check_indices: bool, indices: Sequence[Tensor], offsets: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """What FBGEMM does with indices and offsets before its kernels read them."""
+    """Indices and offsets as FBGEMM hands them to its kernels."""
     inputs = [_kernel_inputs(*of_module, None, check_indices) for of_module in zip(modules, indices, offsets, strict=True)]
     return [own_indices for own_indices, _, _ in inputs], [own_offsets for _, own_offsets, _ in inputs]
 

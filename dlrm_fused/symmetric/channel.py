@@ -152,8 +152,8 @@ class Channel:
         self.group.peer_monitor.forget(self._abort)
         if self._puts is not None:
             self._puts.release()
-        if self._link is not None:
-            self._link.close()
+        if self._link is not None and self.group.messages is not None:
+            self.group.messages.release(self._link)
 
     def begin_call(self) -> None:
         """Begin a call of one or more epochs on the current stream, before anything of it is launched.

@@ -82,10 +82,6 @@ class Link(ABC):
             tag: 32 bits, equal on both sides, which TCP compares.
         """
 
-    @abstractmethod
-    def close(self) -> None:
-        """Let go of connections that only this channel has; no exchange is running, or all have failed."""
-
 
 class Messages(ABC):
     """What takes slices between the hosts of a group.
@@ -99,6 +95,10 @@ class Messages(ABC):
     @abstractmethod
     def open(self, channel: int) -> Link:
         """The link of the channel of that number. Collective."""
+
+    @abstractmethod
+    def release(self, link: Link) -> None:
+        """Let go of what only that link has; none of its exchanges is running on any rank."""
 
     @abstractmethod
     def close(self) -> None:
@@ -127,6 +127,9 @@ class NcclMessages(Messages):
     def open(self, channel: int) -> Link:
         return _NcclLink(self._nccl)
 
+    def release(self, link: Link) -> None:
+        pass  # all have one connection
+
     def close(self) -> None:
         self._nccl = None
 
@@ -139,9 +142,6 @@ class _NcclLink(Link):
 
     def exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int) -> Exchange:
         return _NcclExchange(self._nccl, sent, received)
-
-    def close(self) -> None:
-        self._nccl = None
 
 
 class _NcclExchange(Exchange):

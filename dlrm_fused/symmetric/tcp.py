@@ -14,7 +14,6 @@ import socket
 import struct
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -50,16 +49,19 @@ class TcpMessages(Messages):
         self, rank: int, remote: Sequence[int], peer_monitor: PeerMonitor, gather: Callable[[Callable[[], Any]], list[Any]]
     ) -> None:
         self._rank, self._remote, self._monitor, self._gather = rank, remote, peer_monitor, gather
-        self._links = weakref.WeakSet[TcpLink]()
+        self._links: list[TcpLink] = []
 
     def open(self, channel: int) -> Link:
         """Raises:
         CommunicationError: on all ranks, if two of them cannot connect.
         """
         _, connections = connect_ranks(self._rank, self._remote, self._gather)
-        link = TcpLink(connections, self._monitor, channel)
-        self._links.add(link)
-        return link
+        self._links.append(TcpLink(connections, self._monitor, channel))
+        return self._links[-1]
+
+    def release(self, link: Link) -> None:
+        own = self._links.pop(self._links.index(cast(TcpLink, link)))
+        own.close()
 
     def close(self) -> None:
         while self._links:
@@ -93,6 +95,7 @@ class TcpLink(Link):
         return _TcpExchange(self, incoming, outgoing)
 
     def close(self) -> None:
+        """Let go of the connections."""
         self._writer.close()
         for connection in self._connections.values():
             connection.close()

@@ -337,7 +337,7 @@ SOME_REPLICATED = (
 )
 
 
-# Of the odd cases: as many as continuous integration has time for, all of them, or another number.
+# Odd cases: as many as continuous integration has time for, and all. DROP_IN_CASES is another number.
 FEW, ALL = 12, 120
 
 
@@ -401,7 +401,7 @@ def test_in_feature_order_every_batch_has_the_columns_of_the_module_before_it_wa
 
 
 def outputs(case: Case) -> tuple[list[KeyedTensor], list[KeyedTensor], list[str]]:
-    """Of all events, by our sharder and TorchRec's; and the keys of the module before it is sharded."""
+    """Outputs of all events, by our sharder and TorchRec's; and the keys of the module before it is sharded."""
     found, order = [], Behind(case).collections[0]._embedding_names
     with group_of(case):
         for sharder in (FusedEmbeddingBagCollectionSharder, EmbeddingBagCollectionSharder):
@@ -431,7 +431,7 @@ def test_a_checkpoint_goes_on_under_the_other_sharder(from_fused: bool) -> None:
 
 
 def move(case: Case, from_fused: bool) -> list[str]:
-    """What differs between a course whose second half has another sharder, and one with TorchRec's alone."""
+    """Differences between a course whose second half has another sharder, and one with TorchRec's alone."""
     sharders = [FusedEmbeddingBagCollectionSharder(fused_params(case)), EmbeddingBagCollectionSharder(fused_params(case))]
     with group_of(case):
         first, second = (shard(case, sharder) for sharder in (sharders if from_fused else sharders[::-1]))

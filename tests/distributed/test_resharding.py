@@ -61,7 +61,7 @@ def reshard(model: DistributedModelParallel, case: Case, ranks: tuple[int, ...])
 
 
 def train_and_move(case: Case) -> list[str]:
-    """What differs from TorchRec's sharder, before the tables move and after each move."""
+    """Differences from TorchRec's sharder, before the tables move and after each move."""
     courses: list[dict[str, Any]] = []
     with group_of(case):
         for sharder in (fused_sharder(case), EmbeddingBagCollectionSharder(fused_params(case))):

@@ -94,5 +94,5 @@ def test_a_wrong_id_has_the_key_of_what_it_is_replaced_by(wrong: int) -> None:
 
 
 def begins_of(lengths: Tensor) -> Tensor:
-    """Where bags begin whose ids follow each other."""
+    """The first places of bags whose ids follow each other."""
     return (lengths.flatten().cumsum(0) - lengths.flatten()).view_as(lengths)
