@@ -24,8 +24,11 @@ def digests_of(config: Config, dataset: Dataset) -> dict[str, str]:
     """Digests of ``transformation``, ``features`` and ``rows`` of a data set.
 
     Sets of any rows that one transformation was applied to have the same ones. ``transformation`` is left out where a set has
-    none, or one of a release that wrote no digest, and ``rows`` where the set does not state them.
+    none, or one of a release that wrote no digest, and ``rows`` where the set does not state them. Synthetic data has no
+    digests: its settings say all about it.
     """
+    if config.data.source is DataSource.synthetic:
+        return {}
     schema: DatasetSchema = getattr(dataset, "stored_schema", dataset.schema)
     names = [list(schema.dense_features), *([f.name for f in fs] for fs in (schema.sparse_features, schema.token_features))]
     digests = {"features": _digest([*names, schema.history_length])}
@@ -42,15 +45,12 @@ def difference(before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
     return changed[0] if changed else None
 
 
-def not_comparable(before: Mapping[str, str], now: Mapping[str, str], has_transformation: bool) -> bool:
+def is_unknown(before: Mapping[str, str], now: Mapping[str, str], config: Config) -> bool:
     """Whether nothing tells if a model knows a data set's ids, as with sets and checkpoints of earlier releases."""
-    if has_transformation or "transformation" in before:
+    if transformation_of(config) is not None or "transformation" in before:
         return not ("transformation" in before and "transformation" in now)
-    return not before
+    return bool(now) and not before
 
 
 def _digest(content: object) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-
-__all__ = ["difference", "digests_of", "not_comparable"]

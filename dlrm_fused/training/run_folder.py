@@ -11,8 +11,7 @@ from typing import Any
 
 from dlrm_fused.config import Config, TableConfig, flatten, to_yaml
 from dlrm_fused.datasets import Dataset
-from dlrm_fused.datasets.identity import difference, digests_of, not_comparable
-from dlrm_fused.datasets.opening import transformation_of
+from dlrm_fused.datasets.identity import difference, digests_of, is_unknown
 from dlrm_fused.errors import CheckpointError, ConfigError
 from dlrm_fused.records import parse_record, read_json
 from dlrm_fused.training.checkpoint import CheckpointFolder
@@ -145,9 +144,7 @@ class RunFolder:
         saved, now = saved | default | saved_dims, {key: now[key] for key in fixed} | default | dims
         for key, value in now.items():
             if key in saved and saved[key] != value:
-                raise CheckpointError(
-                    f"{key}={value}: the run of {self.checkpoints.of(step)} was started with {saved[key]}; {remedy}"
-                )
+                raise CheckpointError(f"{key}={value}: the run in {self.path} was started with {saved[key]}; {remedy}")
 
     def check_data(self, step: int, config: Config, dataset: Dataset) -> None:
         """
@@ -166,7 +163,7 @@ class RunFolder:
                 f"{changed}; use the set of the training, apply its transformation to new rows (data/prepare.py apply), or "
                 "train a new run"
             )
-        if not_comparable(before, now, transformation_of(config) is not None):
+        if is_unknown(before, now, config):
             logger.info(
                 "%s, data.path=%s: nothing tells whether they belong together; one has no digest",
                 self.checkpoints.of(step),

@@ -51,8 +51,10 @@ class SavedRun:
         folder = RunFolder(path)
         step = folder.checkpoints.select(which)
         # Without overrides, which are wished for.
-        folder.check_settings(load_config(path / "config.yaml"), step, "it belongs to another run than config.yaml beside it")
-        return SavedRun(path, config, step, folder.checkpoints.of(step))
+        checkpoint = folder.checkpoints.of(step)
+        remedy = f"the checkpoint {checkpoint.name} is not of the config.yaml beside it"
+        folder.check_settings(load_config(path / "config.yaml"), step, remedy)
+        return SavedRun(path, config, step, checkpoint)
 
     def check_data(self, dataset: Dataset) -> None:
         """Raises CheckpointError if the model predicts other labels than the data set has, or takes other ids or features."""

@@ -132,5 +132,5 @@ def test_a_checkpoint_of_another_run_is_refused(trained: Path, tmp_path: Path) -
     assert (run / "config.yaml").read_text() != config
     with pytest.raises(RankFailed) as failed:
         evaluate(run, 1)
-    step = run / "checkpoints/step_000000004"
-    assert str(failed.value.error).startswith(f"seed=2: the run of {step} was started with 1; it belongs to another run")
+    expected = f"seed=2: the run in {run} was started with 1; the checkpoint step_000000004 is not of the config.yaml beside it"
+    assert str(failed.value.error) == expected

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -53,7 +52,8 @@ def run_with_error_reporting(work: Callable[[Rank, ErrorStore], None]) -> None:
         with name_lost_peer():
             work(rank, error_store)
     except Stopped as stopped:
-        sys.exit(stopped.status)
+        flush()
+        os._exit(stopped.status)  # the time is limited, and the interpreter's end takes seconds on a busy machine
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             raise
