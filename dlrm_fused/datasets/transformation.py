@@ -458,7 +458,11 @@ def _encoding(folder: Path, content: dict[str, Any], nulls: NullMarkers) -> IdEn
     stem = file_stem(column.name)
 
     def array(part: str) -> NDArray[Any]:
-        return np.load(folder / f"{stem}.{part}.npy", mmap_mode="r", allow_pickle=False)
+        path = folder / f"{stem}.{part}.npy"
+        try:
+            return np.load(path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            raise DataError(f"{path}: damaged or cut off ({error}); prepare the set again") from None
 
     offsets = array("offsets") if column.values is Values.text else None
     vocabulary = Vocabulary(array("keys"), array("ids"), array("values"), offsets)

@@ -9,16 +9,16 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
-from dlrm_fused import checksums, errors, records
 from dlrm_fused.checksums import Checksums, FileSums
 from dlrm_fused.config import Split, to_yaml
-from dlrm_fused.datasets import Dataset, hashing, open_dataset, table_format, transformation, values
+from dlrm_fused.datasets import Dataset, open_dataset
 from dlrm_fused.datasets.identity import digests_of
 from dlrm_fused.datasets.opening import transformation_of
 from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
@@ -33,6 +33,7 @@ from dlrm_fused.training.saved_run import SavedRun
 
 MANIFEST = "manifest.json"
 _CARRIED = "dlrm_rows"  # the package beside loader.py with what it imports of this one
+_OWN_IMPORT = re.compile(r"^from (dlrm_fused\.[\w.]+) import", re.MULTILINE)
 
 
 def export_run(
@@ -110,15 +111,22 @@ def _write(folder: Path, saved: SavedRun, dataset: Dataset, table_dtype: str) ->
 
 
 def _write_loader(folder: Path) -> None:
-    """Copy the loader and the modules that it imports, which find each other there without this package."""
+    """Copy the loader, and all that it imports of this package, which find each other there without it."""
     (folder / _CARRIED).mkdir()
     (folder / _CARRIED / "__init__.py").touch()
-    carried = (checksums, errors, hashing, records, table_format, transformation, values)
-    copies = {loader: folder, **dict.fromkeys(carried, folder / _CARRIED)}
-    for module, into in copies.items():
-        source = Path(str(module.__file__))
-        own_imports = re.compile(r"^from dlrm_fused\.(?:\w+\.)*(\w+) import", re.MULTILINE)
-        (into / source.name).write_text(own_imports.sub(rf"from {_CARRIED}.\1 import", source.read_text()))
+    copied: set[str] = set()
+    wanted = [loader.__name__]
+    while wanted:
+        module = wanted.pop()
+        if module not in copied:
+            copied.add(module)
+            source = Path(str(import_module(module).__file__))
+            text = source.read_text()
+            wanted += _OWN_IMPORT.findall(text)
+            into = folder if module == loader.__name__ else folder / _CARRIED
+            (into / source.name).write_text(
+                _OWN_IMPORT.sub(lambda found: f"from {_CARRIED}.{found[1].split('.')[-1]} import", text)
+            )
 
 
 def _info(saved: SavedRun, schema: DatasetSchema, stored: DatasetSchema, table_dtype: str) -> dict[str, Any]:

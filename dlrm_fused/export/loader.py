@@ -31,7 +31,7 @@ import torch
 from dlrm_fused.checksums import CHECKSUMS_FILE, Checksums
 from dlrm_fused.datasets.transformation import DenseTransform, IdEncoding, Transformation, ids_of, token_name
 from dlrm_fused.datasets.transformation import Values as Kind
-from dlrm_fused.datasets.values import LARGEST_FLOAT32, NullMarkers, number_of
+from dlrm_fused.datasets.values import LARGEST_FLOAT32, NullMarkers, number_of, whole_of
 from dlrm_fused.errors import DataError
 from dlrm_fused.records import read_json
 
@@ -278,13 +278,19 @@ def rows_of(table: Any) -> Sequence[Mapping[str, Any]]:
     elif hasattr(table, "to_dict"):  # pandas
         columns = {name: table[name].tolist() for name in table.columns}
     elif isinstance(table, Mapping):
-        columns = {name: list(column) for name, column in table.items()}
+        columns = {name: _listed(column) for name, column in table.items()}
     else:
         return table  # type: ignore[no-any-return]
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
         raise InputError(f"columns of different lengths: {_shown(lengths)}; allowed: a value for each row in every column")
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _listed(column: Any) -> list[Any]:
+    if isinstance(column, np.ndarray) and column.dtype.kind == "M":
+        return column.astype("datetime64[us]").tolist()  # those of nanoseconds are no times of Python
+    return list(column)
 
 
 class Values:
@@ -322,6 +328,16 @@ class Ids(Values):
         if not is_whole or not 0 <= operator.index(value) < self._limit:
             raise ValueError(value)
         return operator.index(value)
+
+
+class Label(Ids):
+    """A label of a past interaction, in the types that a column of labels may have."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__(2, rows, is_list=False)
+
+    def read(self, value: Any) -> int:
+        return super().read(whole_of(value))
 
 
 class Categories(Values):
@@ -521,7 +537,7 @@ class TableRows(Rows):
         if info["token_features"] and history is not None:
             self.time, self.items = history.time, history.items
             self.tokens = {token_name(name): categories(name, token_name(name)) for name in self.items}
-            self.tokens["token_label"] = Ids(2, tables["token_label"]["rows"], False)
+            self.tokens["token_label"] = Label(tables["token_label"]["rows"])
             self.tokens["token_gap"] = Ids(_GAP_ROWS, tables["token_gap"]["rows"], False)
         self._names = {number.name for number in self.numbers} | self.categories.keys() | ({self.time} if self.time else set())
         self.avoid(self._names)

@@ -17,7 +17,7 @@ from dlrm_fused.datasets.preparation import cli
 from dlrm_fused.datasets.schema import PreparedInfo
 from dlrm_fused.datasets.transformation import IdEncoding, Transformation
 from dlrm_fused.errors import DataError
-from dlrm_fused.export.loader import InputError, Model, TableRows, load, read_rows
+from dlrm_fused.export.loader import InputError, Model, TableRows, load, read_rows, rows_of
 from tests.distributed.launch import start_training
 from tests.export.exporting import export, predictions_of_eval
 from tests.unit.tables import random_table, write_table
@@ -283,6 +283,9 @@ def test_past_interactions_have_another_name_beside_a_feature_of_that_name(tmp_p
     past = {"history": "blue", "tags": [], "time": 1_700_000_000, "clicked": 1}
     inputs = rows.encode([{**row, "_history": [past]}])
     assert inputs.history_lengths.tolist() == [1]
+    assert rows.encode([{**row, "_history": [{**past, "clicked": True}]}]).bags[-2].ids.tolist() == [1]
+    (of_numpy,) = rows_of({"time": np.array(["2023-11-14T22:15:00"], "datetime64[ns]"), "_history": [[past]]})
+    assert rows.encode([{**row, **of_numpy}]).history_lengths.tolist() == [1]
     names = [feature.name for feature in schema.tables]
     red, blue = rows.encode([{**row, "history": color, "_history": []} for color in ("red", "blue")]).bags[1].ids.tolist()
     assert inputs.bags[names.index("token_history")].ids.tolist() == [blue, red]

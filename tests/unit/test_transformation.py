@@ -283,3 +283,13 @@ def test_names_of_files_are_those_of_their_features_but_for_what_files_cannot_ha
         "e\u0301": "e%CC%81",
     }
     assert {name: file_stem(name) for name in others} == others
+
+
+@pytest.mark.parametrize("kept", [0, 60, 130])
+@pytest.mark.parametrize("part", ["color.keys", "color.ids", "color.values", "color.offsets", "user.values"])
+def test_a_vocabulary_that_is_cut_off_is_named(tmp_path: Path, part: str, kept: int) -> None:
+    example().save(tmp_path / "t")
+    path = tmp_path / f"t/{part}.npy"
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(DataError, match=rf"{part}\.npy: damaged or cut off \(.*; prepare the set again"):
+        Transformation.load(tmp_path / "t")
