@@ -17,6 +17,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from itertools import pairwise
@@ -217,13 +218,18 @@ def block_sums(data: np.ndarray) -> np.ndarray:
     rows, columns = 128, 256  # of a block of 64-bit words
     multipliers = np.array([_mix((number + 1) * _GAMMA) for number in range(rows + columns)], np.uint64)
     of_rows, of_columns = multipliers[:rows] | np.uint64(1), multipliers[rows:] & ~np.uint64(1)
-    sums, piece_bytes = [], 8 * rows * columns
-    for at in range(0, len(data), piece_bytes):
-        piece = data[at : at + piece_bytes]
-        words = np.pad(piece, (0, piece_bytes - len(piece))).view("<u8") if len(piece) < piece_bytes else piece.view("<u8")
-        words = words.reshape(rows, columns)
-        sums.append((words.sum(axis=1) * of_rows).sum() + (words.sum(axis=0) * of_columns).sum())
-    return np.array(sums, np.uint64)
+    block_bytes = 8 * rows * columns
+
+    def block_sum(at: int) -> np.uint64:
+        block = data[at : at + block_bytes]
+        whole = np.pad(block, (0, block_bytes - len(block))) if len(block) < block_bytes else block
+        words = whole.view("<u8").reshape(rows, columns)
+        # Arrays of one element, since only arrays wrap without a warning.
+        sums = (words.sum(axis=1) * of_rows).sum(keepdims=True) + (words.sum(axis=0) * of_columns).sum(keepdims=True)
+        return np.uint64(sums[0])
+
+    with ThreadPoolExecutor() as pool:
+        return np.array(list(pool.map(block_sum, range(0, len(data), block_bytes))), np.uint64)
 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:
