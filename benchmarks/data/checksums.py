@@ -3,8 +3,9 @@
     python -m benchmarks.data.checksums --mebibytes 512
 
 Each is read with checksums and without them in turn, from the disk (``cold``) and from the page cache (``warm``), which is as
-fast as memory; the medians are printed. The checkpoint is one table that is loaded into memory. The set is read for two epochs in a random order, in batches of
-8192 samples by one thread. The exported model's tables are read by copying them, which is what its first requests amount to.
+fast as memory; the medians are printed. The checkpoint is one table that is loaded into memory. The set is read for two epochs
+in a random order, in batches of 8192 samples by one thread. The exported model's tables are read by copying them, which is what
+its first requests amount to.
 """
 
 from __future__ import annotations
