@@ -25,7 +25,7 @@ BLOCK_BYTES = 1 << 18
 _SHAPE = (128, 256)  # of a block of words
 _FORMAT_VERSION = 1
 # Of a file at once: large enough for NumPy's calls to cost nothing, small enough for a cache.
-_PIECE_BYTES = 16 * BLOCK_BYTES
+_PIECE_BYTES = 4 * BLOCK_BYTES
 
 
 def _multipliers() -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:

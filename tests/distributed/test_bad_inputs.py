@@ -537,7 +537,9 @@ def settled(message: str) -> str:
     """The message without numbers that differ between machines, or runs: which rank is the first to find the disk full."""
     message = re.sub(r"^step \d+:", "step N:", message)
     return re.sub(
-        r"logit -?[\d.]+|at least \d+ expected|written: rank \d+", lambda found: re.sub(r"-?\d[\d.]*", "N", found[0]), message
+        r"logit -?[\d.]+|at least \d+ expected|says \d+|written: rank \d+",
+        lambda found: re.sub(r"-?\d[\d.]*", "N", found[0]),
+        message,
     )
 
 

@@ -291,6 +291,31 @@ def test_an_export_that_fails_leaves_nothing(
 def test_a_damaged_model_is_not_loaded(dlrm: Path, tmp_path: Path, name: str) -> None:
     export(dlrm, tmp_path / "model")
     path = tmp_path / "model" / name
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises((ValueError, RuntimeError)):
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=rf"{name}: damaged: .*; export the model again"):
         load(tmp_path / "model")
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(ValueError, match=rf"{name}: damaged: .*; export the model again"):
+        load(tmp_path / "model")
+
+
+def test_a_model_without_checksums_is_loaded_and_that_is_told(dlrm: Path, tmp_path: Path, caplog: Any) -> None:
+    export(dlrm, tmp_path / "model")
+    (tmp_path / "model/checksums.json").unlink()
+    load(tmp_path / "model")
+    assert "without checksums" in caplog.text
+
+
+def test_a_full_disk_is_told_in_one_line(dlrm: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=24k", "tmpfs", disk]
+    if subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("may not mount a file system")
+    try:
+        with pytest.raises(ConfigError, match=r"^--output .*disk/model: cannot be written: No space left on device$"):
+            export(dlrm, disk / "model")
+        assert not list(disk.iterdir())
+    finally:
+        subprocess.run(["umount", disk], check=True)

@@ -7,7 +7,7 @@ import logging
 from dlrm_fused.errors import CheckpointError
 from dlrm_fused.symmetric.collective_errors import gather_or_raise
 from dlrm_fused.training.checkpoint.folder import CheckpointFolder
-from dlrm_fused.training.checkpoint.storage import RawReader
+from dlrm_fused.training.checkpoint.storage import REMEDY, RawReader
 
 logger = logging.getLogger("dlrm_fused")
 
@@ -38,5 +38,5 @@ def _damage(checkpoints: CheckpointFolder, step: int, rank: int, world_size: int
         checkpoints.progress(step)
         RawReader(checkpoints.of(step)).check_files(rank, world_size)
     except CheckpointError as error:
-        return str(error)
+        return str(error).removesuffix(f"; {REMEDY}")
     return None

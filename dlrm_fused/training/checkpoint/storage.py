@@ -12,6 +12,7 @@ import io
 import logging
 import os
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from dlrm_fused.checksums import CHECKSUMS_FILE, CheckedBytes, Checksums, block_sums, damaged, from_hex, to_hex
+from dlrm_fused.checksums import BLOCK_BYTES, CHECKSUMS_FILE, CheckedBytes, Checksums, block_sums, damaged, from_hex, to_hex
 from dlrm_fused.errors import CheckpointError
 from dlrm_fused.training.checkpoint.pickled import PICKLED_FILE, read_pickled
 from dlrm_fused.training.checkpoint.tensors import TENSORS_FILE, Slot, read_tensors, write_tensors
@@ -38,6 +39,8 @@ REMEDY = (
 )
 # Tensors begin at multiples of it, so that their words are aligned for sums. The gaps are zeros, and are checked, too.
 _ALIGNMENT = 64
+_PIECE_BYTES = 4 * BLOCK_BYTES
+_THREADS = 4
 
 
 def _padded(length: int) -> int:
@@ -103,13 +106,15 @@ class RawReader(FileSystemReader):
         self._slots: dict[Slot, _MappedSlot] = {}
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:
-            stored = self._stored_tensor(item)
-            for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                stored = stored.narrow(dimension, start, length)
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(stored)
-            planner.commit_tensor(item, target)
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for item in plan.items:
+                stored, slot = self._stored_tensor(item)
+                for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                    stored = stored.narrow(dimension, start, length)
+                target = planner.resolve_tensor(item).detach()
+                if slot is not None:
+                    slot.copy(stored, target, item, pool)
+                planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -122,8 +127,8 @@ class RawReader(FileSystemReader):
         for name in sorted(slots)[rank::ranks]:
             _check_slots(Path(self.path) / name, slots[name])
 
-    def _stored_tensor(self, item: ReadItem) -> Tensor:
-        """The whole chunk, of whose rows those that the item needs have been checked."""
+    def _stored_tensor(self, item: ReadItem) -> tuple[Tensor, _MappedSlot | None]:
+        """The whole chunk, not yet checked, and what checks it; None if it is empty."""
         slot: Slot = self.storage_data[item.storage_index]
         dtype, shape = self._stored_type(item.storage_index)
         path = Path(self.path) / slot.file
@@ -133,14 +138,12 @@ class RawReader(FileSystemReader):
                 f"{path}: damaged: {item.storage_index.fqn} has {slot.length} bytes instead of {length}; {REMEDY}"
             )
         if not length:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype), None
         if slot not in self._slots:
             _check_size(path, self._sizes[slot.file], slot.sums is not None)
             self._slots[slot] = _MappedSlot(path, slot)
-        first, rows = (item.storage_offsets[0], item.lengths[0]) if shape else (0, 1)
-        bytes_of_row = length // shape[0] if shape else length
-        self._slots[slot].check(first * bytes_of_row, (first + rows) * bytes_of_row)
-        return torch.from_numpy(self._slots[slot].content).view(dtype).view(shape)
+        mapped = self._slots[slot]
+        return torch.from_numpy(mapped.content).view(dtype).view(shape), mapped
 
     def _stored_type(self, index: MetadataIndex) -> tuple[torch.dtype, torch.Size]:
         entry = cast(TensorStorageMetadata, self._entries[index.fqn])
@@ -165,6 +168,28 @@ class _MappedSlot:
                 self._checked = CheckedBytes(np.asarray(data), from_hex(slot.sums))
             except ValueError as reason:
                 raise CheckpointError(f"{path.with_name(TENSORS_FILE)}: damaged: {reason}; {REMEDY}") from None
+
+    def copy(self, stored: Tensor, target: Tensor, item: ReadItem, pool: Executor) -> None:
+        """Check and copy a part of the slot's tensor, by pieces that stay in a core's cache from one to the other.
+
+        Raises:
+            CheckpointError: the bytes are not those that were written.
+        """
+        if not stored.dim():
+            self.check(0, self.content.size)
+            target.copy_(stored)
+            return
+        begin, rows = item.storage_offsets[0], len(stored)
+        row_bytes = stored.stride(0) * stored.element_size()
+        step = max(1, _PIECE_BYTES // max(row_bytes, 1))
+
+        def copy_piece(first: int) -> None:
+            end = min(first + step, rows)
+            self.check((begin + first) * row_bytes, min((begin + end) * row_bytes, self.content.size))
+            target[first:end].copy_(stored[first:end])
+
+        # Each piece fails or is copied; a list, so that a failure is raised here.
+        list(pool.map(copy_piece, range(0, rows, step)))
 
     def check(self, begin: int, end: int) -> None:
         """Raises CheckpointError unless the bytes [begin, end), and the gap after the last, are those that were written."""
