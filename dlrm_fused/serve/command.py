@@ -59,10 +59,11 @@ def _serve(model: Path, host: str, port: int, threads: int, limits: Limits) -> N
         import uvicorn
 
         from dlrm_fused.serve.connections import Door, LimitedProtocol, bind, most_connections
+
+        sockets = bind(host, port)  # before the work of loading
         from dlrm_fused.serve.service import build_service
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed; the service needs: pip install '.[serve]'") from None
-    sockets = bind(host, port)  # before the work of loading
     import torch
 
     from dlrm_fused.export.loader import load

@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from tests.export.exporting import export, predictions_of_eval
 
 ROOT = Path(__file__).parents[2]
 # The promise of a machine that does nothing else; the tests of a suite share theirs.
-SLOWEST_SECONDS = 1.0 if "HOSTILE_SECONDS" in os.environ else 10.0
+SLOWEST_SECONDS = 1.0 if "HOSTILE_SECONDS" in os.environ else 30.0
 LIMITS = ["--max-rows", "1000", "--max-waiting-rows", "2000", "--max-body-bytes", "1000000"]
 
 
@@ -164,6 +165,7 @@ def test_hostile_clients_hold_up_nobody(run: Path, rows: list[dict[str, Any]], t
     questions = questions_of(run / "model", rows, 1)
     log = tmp_path / "log"
     served = f'ulimit -n 1024; exec "$0" -m dlrm_fused.serve --model {run / "model"} "$@" 2> {log}'
+    began = time.monotonic()
     with running_command(["bash", "-c", served, sys.executable], ROOT) as service:
         memory = psutil.Process(service.process.pid).memory_info
         hostile = subprocess.Popen([sys.executable, "-m", "tests.serving.hostile", str(service.port), "2000", "4"], cwd=ROOT)
@@ -173,6 +175,8 @@ def test_hostile_clients_hold_up_nobody(run: Path, rows: list[dict[str, Any]], t
             load = send(service.port, questions, clients=64, seconds=seconds)
             growth = memory().rss - before
             assert service.request("GET", "/health")[0] == 200  # a new connection
+            while not all(closed := closed_by_reason(log)) and time.monotonic() < began + seconds + 60:
+                time.sleep(0.5)
         finally:
             hostile.kill()
             hostile.wait()
@@ -181,10 +185,14 @@ def test_hostile_clients_hold_up_nobody(run: Path, rows: list[dict[str, Any]], t
     assert not load.lost
     assert slowest < SLOWEST_SECONDS
     assert growth < 50e6
-    lines = [line for line in log.read_text().splitlines() if line.startswith("WARNING")]
-    assert 1 <= len(lines) <= 2 + (seconds + 5) / 10, lines
-    assert "beyond the limit of 768" in lines[0]
-    assert any(" 0 with headers" not in line for line in lines)
+    assert min(closed) > 0, closed
+    assert log.read_text().count("WARNING") <= 1 + (time.monotonic() - began) / 10
+
+
+def closed_by_reason(log: Path) -> list[int]:
+    """Connections beyond the limit, and those with long headers, as the service's log has them so far."""
+    text = log.read_text()
+    return [sum(map(int, re.findall(rf"(\d+) {reason}", text))) for reason in ("beyond the limit of 768", "with headers of")]
 
 
 def inputs(rows: int) -> Inputs:
