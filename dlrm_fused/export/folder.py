@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from dlrm_fused.checksums import Checksums, FileSums
+from dlrm_fused.checksums import CRC32, Checksums, FileSums
 from dlrm_fused.config import Split, to_yaml
 from dlrm_fused.datasets import Dataset, open_dataset
 from dlrm_fused.datasets.identity import digests_of
@@ -67,11 +67,11 @@ def export_run(
     try:
         partial.mkdir(parents=True)
         in_fp32 = _write(partial, saved, dataset, table_dtype)
-        sums = Checksums.of_folder(partial, {"run": saved.config.name, "step": saved.step})
+        sums = Checksums.of_folder(partial, {"run": saved.config.name, "step": saved.step}, CRC32)
         sums.save(partial)
         quality = compare(loader.load(partial), in_fp32, dataset, split)
         _add_quality(partial, quality)
-        sums.files[MANIFEST] = FileSums.of(partial / MANIFEST)
+        sums.files[MANIFEST] = FileSums.of(partial / MANIFEST, CRC32)
         sums.save(partial)
         os.rename(partial, output)
     except (OSError, SafetensorError) as error:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
-from dlrm_fused.checksums import BLOCK_BYTES, CheckedBytes, Checksums, FileSums, block_sums, from_hex, to_hex
+from dlrm_fused.checksums import BLOCK_BYTES, CRC32, XXH3, CheckedBytes, Checksums, FileSums, block_sums, from_hex, to_hex
 from dlrm_fused.errors import DataError
-from dlrm_fused.export import loader
 
 SIZES = [0, 1, 7, 8, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 40 * BLOCK_BYTES + 5]
 
@@ -18,33 +20,21 @@ def random_bytes(size: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
 
 
-def by_definition(block: np.ndarray) -> int:
-    """The sum of w[i, j] * (a[i] + b[j]) modulo 2^64, in whole numbers of any size."""
-    words = np.pad(block, (0, BLOCK_BYTES - block.size)).view("<u8").reshape(128, 256).tolist()
-
-    def split_mix(number: int) -> int:
-        z = number * 0x9E3779B97F4A7C15 % 2**64
-        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
-        return z ^ z >> 31
-
-    a = [split_mix(number) | 1 for number in range(1, 129)]
-    b = [split_mix(number) & ~1 for number in range(129, 385)]
-    return sum(word * (a[i] + b[j]) for i, row in enumerate(words) for j, word in enumerate(row)) % 2**64
-
-
-@pytest.mark.parametrize("size", [5, BLOCK_BYTES, BLOCK_BYTES + 9])
-def test_sums_are_those_of_the_definition(size: int) -> None:
-    data = random_bytes(size)
-    expected = [by_definition(data[at : at + BLOCK_BYTES]) for at in range(0, size, BLOCK_BYTES)]
-    assert block_sums(data).tolist() == expected
-
-
 @pytest.mark.parametrize("size", SIZES)
-def test_the_exported_loader_computes_the_same(size: int) -> None:
+def test_sums_are_those_of_the_libraries(size: int) -> None:
     data = random_bytes(size)
-    assert loader.block_sums(data).tolist() == block_sums(data).tolist()
-    assert len(block_sums(data)) == -(-size // BLOCK_BYTES)
+    blocks = [data[at : at + BLOCK_BYTES].tobytes() for at in range(0, size, BLOCK_BYTES)]
+    assert block_sums(data).tolist() == [xxhash.xxh3_64_intdigest(block) for block in blocks]
+    assert block_sums(data, CRC32).tolist() == [zlib.crc32(block) for block in blocks]
+
+
+def test_exported_models_are_checked_without_the_library_of_hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_bytes(random_bytes(BLOCK_BYTES + 3).tobytes())
+    Checksums.of_folder(tmp_path, {}, CRC32).save(tmp_path)
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    checksums = Checksums.load(tmp_path, DataError, "")
+    assert checksums is not None
+    checksums.check(tmp_path, "a", DataError, "")
 
 
 def test_sums_do_not_depend_on_where_the_bytes_lie() -> None:
@@ -52,22 +42,26 @@ def test_sums_do_not_depend_on_where_the_bytes_lie() -> None:
     assert block_sums(data[1:]).tolist() == block_sums(data[1:].copy()).tolist()
 
 
-def test_every_bit_and_every_exchange_of_words_changes_a_sum() -> None:
+@pytest.mark.parametrize("algorithm", [XXH3, CRC32])
+def test_every_bit_and_every_exchange_of_words_changes_a_sum(algorithm: str) -> None:
     data = random_bytes(BLOCK_BYTES)
-    intact = block_sums(data)
+    intact = block_sums(data, algorithm)
     choice = np.random.default_rng(1)
     for at in choice.integers(0, BLOCK_BYTES, 200):
         for bit in range(8):
             data[at] ^= 1 << bit
-            assert block_sums(data) != intact
+            assert block_sums(data, algorithm) != intact
             data[at] ^= 1 << bit
     words = data.view(np.uint64)
-    # Neighbours, and words of one row and of one column.
     for first, second in [(0, 1), (0, 256), (3, 300), (100, 32767), (7, 8), (256, 512)]:
         words[[first, second]] = words[[second, first]]
-        assert block_sums(data) != intact
+        assert block_sums(data, algorithm) != intact
         words[[first, second]] = words[[second, first]]
-    assert block_sums(data) == intact
+    for bit in range(64):  # of two words, as of a memory whose line is stuck
+        words[[3, 70]] ^= np.uint64(1 << bit)
+        assert block_sums(data, algorithm) != intact
+        words[[3, 70]] ^= np.uint64(1 << bit)
+    assert block_sums(data, algorithm) == intact
 
 
 def test_a_file_of_zeros_is_told_from_one_that_is_longer(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ logger = logging.getLogger("dlrm_fused")
 REMEDY = (
     "checkpoint.on_damage=fallback goes on from the last intact checkpoint, --checkpoint of eval.py and export.py names one"
 )
-# Tensors begin at multiples of it, so that their words are aligned for sums. The gaps are zeros, and are checked, too.
+# Tensors begin at multiples of it, whatever their type. The gaps are zeros, and are checked, too.
 _ALIGNMENT = 64
 _PIECE_BYTES = 4 * BLOCK_BYTES
 _THREADS = 4
