@@ -209,11 +209,11 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         Raises:
             UsageError: if the features of some table are missing.
         """
-        missing = self._features_read - set(features.keys())
+        keys = cast(list[str], list(features.keys()))
+        missing = self._features_read.difference(keys)
         if missing:
             raise UsageError(
-                f"{compat.path(self)}: the batch has no feature {', '.join(sorted(missing))}; "
-                f"it has {', '.join(map(str, features.keys()))}"
+                f"{compat.path(self)}: the batch has no feature {', '.join(sorted(missing))}; it has {', '.join(keys)}"
             )
         if not isinstance(features, KeyedJaggedTensor):  # a TensorDict
             return cast(Awaitable[Awaitable[KJTList]], super().input_dist(ctx, features))
