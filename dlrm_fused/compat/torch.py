@@ -21,19 +21,6 @@ ATTENTION_OF_GPUS = {
 }
 
 
-def storage_info(file: str, offset: int, length: int) -> Any:
-    """Where in a checkpoint's files a tensor lies, as torch.distributed.checkpoint (DCP) keeps it in its metadata.
-
-    The class has no public name; metadata of another class could not be read by DCP's own reader.
-
-    Args:
-        offset, length: in bytes.
-    """
-    from torch.distributed.checkpoint.filesystem import _StorageInfo  # takes long to import, and operators do without
-
-    return _StorageInfo(file, offset, length)
-
-
 def one_graph_in_ddp() -> AbstractContextManager[None]:
     """Calls of compiled functions inside compile one graph; otherwise torch cuts what runs in DistributedDataParallel at the
     borders of its buckets, and nothing is fused across."""

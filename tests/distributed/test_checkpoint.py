@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import shutil
@@ -14,8 +15,9 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from dlrm_fused.config import Config, flatten
 from dlrm_fused.errors import CheckpointError
-from dlrm_fused.training.checkpoint import CheckpointFolder, RawReader
+from dlrm_fused.training.checkpoint import CheckpointFolder, CheckpointWriter, Progress, RawReader, restore_model
 from tests.distributed.launch import (
     Pieces,
     RankFailed,
@@ -24,6 +26,8 @@ from tests.distributed.launch import (
     load_tables,
     losses,
     metrics,
+    run_ranks,
+    sharded_model,
     small_config,
     summary,
     train,
@@ -290,6 +294,32 @@ def write_pickled_metadata(checkpoint: Path) -> None:
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
     for name in ("tensors.json", "checksums.json"):
         (checkpoint / name).unlink()
+
+
+def save_twice_and_remove_the_folder_between(config: Config) -> list[str]:
+    """What the log says."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.disable(logging.NOTSET)  # ranks of tests are silent
+    logging.getLogger("dlrm_fused").addHandler(handler)
+    device, folder = torch.device("cpu"), CheckpointFolder(config.run_dir / "checkpoints")
+    with sharded_model(config, device) as (_, sharded):
+        writer = CheckpointWriter(folder, config.checkpoint, device)
+        for step in (1, 2):
+            writer.save(sharded, Progress(step, step, 0.5, 1, None, flatten(config)))
+            writer.wait()
+            if step == 1:
+                shutil.rmtree(folder.path)
+        restore_model(folder.of(2), sharded)
+    return said
+
+
+def test_that_checkpoints_were_removed_while_a_run_trains_is_told(tmp_path):
+    config = small_config(tmp_path)
+    [said] = run_ranks(1, save_twice_and_remove_the_folder_between, config)
+    assert any("checkpoints: was removed while the run trains; it is made anew" in line for line in said)
+    assert CheckpointFolder(config.run_dir / "checkpoints").steps() == [2]
 
 
 class TestDamage:
