@@ -19,6 +19,7 @@ from dlrm_fused.symmetric.collective_errors import gather_or_raise
 from dlrm_fused.training.runtime import (
     ErrorStore,
     Rank,
+    StopRequest,
     Watchdog,
     logger,
     process_group,
@@ -192,3 +193,40 @@ def test_success_has_status_0(tmp_path, ranks):
 
 def barrier(_: Rank) -> None:
     dist.barrier()
+
+
+def work_until_told_to_stop(seconds_apart: float) -> None:
+    """Rank 0 is told twice, so many seconds apart, and comes to its next step three seconds after the first time."""
+
+    def work(rank: Rank, error_store: ErrorStore) -> None:
+        with process_group(rank, CPU), StopRequest(rank, error_store) as stop_request:
+            assert not stop_request.is_due()
+            dist.barrier()
+            if rank.index == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(seconds_apart)
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(3.0 - seconds_apart)
+            steps = 1
+            while not stop_request.is_due():
+                steps += 1
+                dist.barrier()
+            logger.warning("stopped after step %d", steps)
+        raise stop_request.stopped()
+
+    run_with_error_reporting(work)
+
+
+def test_all_ranks_stop_after_one_step_by_a_signal_to_one_that_may_come_twice(tmp_path):
+    ended = run_program(2, tmp_path, 60, work_until_told_to_stop, 0.1)
+    assert ended.statuses == [128 + signal.SIGTERM] * 2, ended.output
+    steps = re.findall(r"stopped after step (\d+)", ended.output)
+    assert len(steps) == 2
+    assert len(set(steps)) == 1
+
+
+def test_a_second_signal_ends_its_rank_at_once(tmp_path):
+    ended = run_program(1, tmp_path, 60, work_until_told_to_stop, 2.5)
+    assert ended.statuses == [128 + signal.SIGTERM]
+    assert "a second SIGTERM: ending without a checkpoint" in ended.output
+    assert "stopped after step" not in ended.output

@@ -127,7 +127,7 @@ def test_ranks_of_plain_torchrun_save_too_and_leave_no_traceback_of_their_own(tm
 
 
 @pytest.mark.slow
-def test_one_process_without_torchrun_stops_by_ctrl_c_and_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+def test_one_process_without_torchrun_stops_by_ctrl_c(tmp_path: Path) -> None:
     run, attempt = tmp_path / "run", Launched(tmp_path, (), "training.max_steps=100000")
     wait_for(lambda: last_step(run) >= 20, attempt)
     assert attempt.stop(signal.SIGINT) == 128 + signal.SIGINT
