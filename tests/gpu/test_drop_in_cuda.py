@@ -27,10 +27,11 @@ def on_gpus(case: Case) -> Case:
     return replace(case, device_type="cuda", **plain)
 
 
-def test_odd_cases_have_the_columns_of_torchrecs_sharder() -> None:
+@pytest.mark.parametrize("weighted", [False, True])
+def test_odd_cases_have_the_columns_of_torchrecs_sharder(weighted: bool) -> None:
     cases = {seed: on_gpus(case) for seed in range(CASES) if (case := odd_case(seed)).ranks == 2}
-    own = {seed: case for seed, case in cases.items() if PER_FEATURE not in case.events}
-    assert len(own) > CASES // 3
+    own = {seed: case for seed, case in cases.items() if PER_FEATURE not in case.events and case.weighted == weighted}
+    assert len(own) > CASES // 10
     for found in run_ranks(2, differences, own):
         assert {seed: names for seed, names in found.items() if names} == {}
 

@@ -37,14 +37,8 @@ logger = logging.getLogger("dlrm_fused")
 REMEDY = (
     "checkpoint.on_damage=fallback goes on from the last intact checkpoint, --checkpoint of eval.py and export.py names one"
 )
-# Tensors begin at multiples of it, whatever their type. The gaps are zeros, and are checked, too.
-_ALIGNMENT = 64
 _PIECE_BYTES = 4 * BLOCK_BYTES
 _THREADS = 4
-
-
-def _padded(length: int) -> int:
-    return -(-length // _ALIGNMENT) * _ALIGNMENT
 
 
 class RawWriter(FileSystemWriter):
@@ -58,7 +52,6 @@ class RawWriter(FileSystemWriter):
                 content = _bytes(planner.resolve_data(item)).numpy()
                 begin, length = file.tell(), content.size
                 _write_all(file, content.data)
-                _write_all(file, memoryview(bytes(_padded(length) - length)))
                 results.append(WriteResult(item.index, length, Slot(path.name, begin, length, to_hex(block_sums(content)))))
             os.fsync(file.fileno())
         _check_slots(path, [result.storage_data for result in results])
@@ -159,13 +152,12 @@ class _MappedSlot:
     """
 
     def __init__(self, path: Path, slot: Slot) -> None:
-        data = np.memmap(path, np.uint8, "c", slot.begin, (slot.length if slot.sums is None else _padded(slot.length),))
-        self.content = np.asarray(data[: slot.length])
+        self.content = np.asarray(np.memmap(path, np.uint8, "c", slot.begin, (slot.length,)))
         self._path = path
         self._checked: CheckedBytes | None = None
         if slot.sums is not None:
             try:
-                self._checked = CheckedBytes(np.asarray(data), from_hex(slot.sums))
+                self._checked = CheckedBytes(self.content, from_hex(slot.sums))
             except ValueError as reason:
                 raise CheckpointError(f"{path.with_name(TENSORS_FILE)}: damaged: {reason}; {REMEDY}") from None
 
@@ -192,8 +184,8 @@ class _MappedSlot:
         list(pool.map(copy_piece, range(0, rows, step)))
 
     def check(self, begin: int, end: int) -> None:
-        """Raises CheckpointError unless the bytes [begin, end), and the gap after the last, are those that were written."""
-        if self._checked is not None and not self._checked.check(begin, _padded(end)):
+        """Raises CheckpointError unless the bytes [begin, end) are those that were written."""
+        if self._checked is not None and not self._checked.check(begin, end):
             raise CheckpointError(damaged(self._path, TENSORS_FILE, REMEDY))
 
 
@@ -220,8 +212,7 @@ def _sizes(slots: Iterable[Slot]) -> dict[str, int]:
     """Bytes of each file."""
     sizes: dict[str, int] = {}
     for slot in slots:
-        end = slot.begin + (slot.length if slot.sums is None else _padded(slot.length))
-        sizes[slot.file] = max(end, sizes.get(slot.file, 0))
+        sizes[slot.file] = max(slot.begin + slot.length, sizes.get(slot.file, 0))
     return sizes
 
 
