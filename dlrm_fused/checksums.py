@@ -24,7 +24,7 @@ CHECKSUMS_FILE = "checksums.json"
 BLOCK_BYTES = 1 << 18
 XXH3, CRC32 = "xxh3_64", "crc32"
 _FORMAT_VERSION = 1
-_PIECE_BYTES = 16 * BLOCK_BYTES  # of a file, checked by one thread
+_PIECE_BYTES = 16 * BLOCK_BYTES  # one thread checks so many bytes at a time
 
 
 def block_sums(data: NDArray[np.uint8], algorithm: str = XXH3) -> NDArray[np.uint64]:
@@ -122,7 +122,7 @@ class Checksums:
     """The content of ``checksums.json``: the sums of the other files of a folder.
 
     Attributes:
-        owner: what the files belong to, such as a run and a step; compared by who knows it.
+        owner: what the files belong to, such as a run and a step. Code that knows the owner compares it.
         files: by their paths within the folder.
         algorithm: ``XXH3`` or ``CRC32``.
     """
@@ -134,7 +134,7 @@ class Checksums:
 
     @staticmethod
     def of_folder(folder: Path, owner: Mapping[str, Any], algorithm: str = XXH3) -> Checksums:
-        """Of all files in the folder and below."""
+        """Checksums of all files in the folder and in the folders below it."""
         files = {name: FileSums.of(folder / name, algorithm) for name in _files(folder)}
         return Checksums(dict(owner), files, algorithm)
 
@@ -143,7 +143,7 @@ class Checksums:
 
     @staticmethod
     def load(folder: Path, error: type[UserError], remedy: str) -> Checksums | None:
-        """None if the folder has none, as those of earlier releases.
+        """Read the checksums of a folder; None if it has none, as folders of earlier releases do.
 
         Raises:
             error: the file is damaged.
@@ -157,7 +157,7 @@ class Checksums:
         return checksums
 
     def checked(self, folder: Path, name: str, error: type[UserError], remedy: str) -> CheckedBytes:
-        """A file, mapped; its length is checked, its bytes are when they are read.
+        """Map a file. Its length is checked now, its bytes are checked when they are read.
 
         Raises:
             error: the file is missing, not among those that were written, or of another length.
@@ -196,7 +196,7 @@ class Checksums:
 
 
 def damaged(path: Path, record: str, remedy: str) -> str:
-    """The message of a file whose bytes have other checksums than those in the file ``record``."""
+    """The message about a file whose bytes have other checksums than those in the file ``record``."""
     return f"{path}: damaged: its bytes are not those that were written, whose checksums are in {record}; {remedy}"
 
 

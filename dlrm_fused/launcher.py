@@ -1,4 +1,4 @@
-"""What a rank and its launcher, torchrun, owe each other at their ends."""
+"""torchrun that ends without a traceback after a signal, and ranks that end when their torchrun has been killed."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Storage(NamedTuple):
-    """Where the tables of a lookup lie; the tensors are the live ones.
+    """The memory of a lookup's tables and of their optimizer's states; the tensors are the live ones.
 
     Attributes:
         weights: all tables, one after the other, flat.
@@ -55,7 +55,7 @@ def _is_trained(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
 
 
 def what_is_copied(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> tuple[object, ...]:
-    """What other kernels copy of a lookup: its settings, numbers of its optimizer, and where its tensors lie.
+    """Return what other kernels copy of a lookup: settings, numbers of its optimizer, addresses of its tensors.
 
     FBGEMM reads all of it in every forward pass. Two results are equal as long as nothing was changed, such as by
     ``update_hyper_parameters``, which makes new arguments, or by moving tables.

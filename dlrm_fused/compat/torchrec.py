@@ -99,7 +99,7 @@ def feature_names_per_rank(sharding: Any) -> list[list[str]]:
 
 
 def features_per_rank(sharding: Any) -> list[list[tuple[str, int]]]:
-    """By rank, the features that it looks up, each with the rows that it has of the table."""
+    """For each rank, the features that it looks up, each with the number of rows of the table that it holds."""
     return [
         [(name, table.local_rows) for group in groups for table in group.embedding_tables for name in table.feature_names]
         for groups in grouped_configs_per_rank(sharding)
@@ -170,7 +170,7 @@ def output_of(
 
 
 def put_in_order(output: LazyAwaitable[KeyedTensor], order: Sequence[str]) -> None:
-    """Let an output that is still to be waited for have its features in this order."""
+    """Set the order of the features of an output that is still to be waited for."""
     output.callbacks.append(partial(_in_order, order=list(order)))
 
 

@@ -136,7 +136,7 @@ class DenseOptimizerKind(Enum):
 
 
 class OnDamage(Enum):
-    """What a run does whose newest checkpoint is damaged: it ends, or goes on from the last one that is intact."""
+    """The action if the newest checkpoint is damaged: the run ends, or goes on from the last one that is intact."""
 
     error = "error"
     fallback = "fallback"

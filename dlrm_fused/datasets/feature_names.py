@@ -1,4 +1,4 @@
-"""Which names features may have, and what the modules of a model are called that belong to them.
+"""Names that features may have, and the names of the modules that belong to them in a model.
 
 A feature keeps the name of its column everywhere but in modules, whose names cannot have a dot nor be those of an attribute of
 ``torch.nn.ModuleDict``, such as ``type`` and ``items``.
@@ -15,7 +15,7 @@ from urllib.parse import quote, unquote
 from dlrm_fused.errors import DataError
 
 _ESCAPED = "escaped%"  # before the names of modules that are not those of their features
-_TABLES = "embedding_bags"  # by this, TorchRec's module, parameters of tables are told from others
+_TABLES = "embedding_bags"  # TorchRec's module; its name tells parameters of tables from others
 
 
 def check_names(names: Iterable[str], where: str, remedy: str) -> None:
@@ -47,6 +47,6 @@ def feature_name(module: str) -> str:
 
 @cache
 def _module_dict() -> Any:
-    from torch import nn  # data/prepare.py does without
+    from torch import nn  # here, since data/prepare.py does without torch
 
     return nn.ModuleDict()

@@ -12,7 +12,7 @@ from dlrm_fused.datasets.opening import transformation_of
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.datasets.transformation import Transformation
 
-# What differs, if a digest does.
+# Names, for messages, of the part of a data set that differs if a digest does.
 _NAMES = {
     "transformation": "the ids of its values or the scales of its numbers",
     "features": "its features",
@@ -23,9 +23,9 @@ _NAMES = {
 def digests_of(config: Config, dataset: Dataset) -> dict[str, str]:
     """Digests of ``transformation``, ``features`` and ``rows`` of a data set.
 
-    Sets of any rows that one transformation was applied to have the same ones. ``transformation`` is left out where a set has
-    none, or one of a release that wrote no digest, and ``rows`` where the set does not state them. Synthetic data has no
-    digests: its settings say all about it.
+    All sets that one transformation was applied to have the same digests, whatever their rows are. ``transformation`` is left
+    out where a set has none, or one of a release that wrote no digest, and ``rows`` where the set does not state them.
+    Synthetic data has no digests: its settings say all about it.
     """
     if config.data.source is DataSource.synthetic:
         return {}
@@ -40,13 +40,13 @@ def digests_of(config: Config, dataset: Dataset) -> dict[str, str]:
 
 
 def difference(before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
-    """What has changed about a data set, None if nothing is known to have."""
+    """Name what has changed about a data set; None if no change is known."""
     changed = [name for key, name in _NAMES.items() if key in before and key in now and before[key] != now[key]]
     return changed[0] if changed else None
 
 
 def is_unknown(before: Mapping[str, str], now: Mapping[str, str], config: Config) -> bool:
-    """Whether nothing tells if a model knows a data set's ids, as with sets and checkpoints of earlier releases."""
+    """Whether digests are missing that would tell if a model knows a data set's ids, as in those of earlier releases."""
     if transformation_of(config) is not None or "transformation" in before:
         return not ("transformation" in before and "transformation" in now)
     return bool(now) and not before

@@ -48,7 +48,7 @@ class ParquetDataset:
 
     Attributes:
         schema: with tables as the config caps them.
-        stored_schema: of the files: their ids are in [0, rows) of it.
+        stored_schema: the schema of the files, whose ids are in [0, rows) of it.
         has_dense: whether the files have a dense feature; without, it is a constant.
     """
 

@@ -162,7 +162,7 @@ def check_same_columns(schema: pa.Schema, path: str, expected: pa.Schema, expect
 
 
 def columns_of(schema: pa.Schema, path: Path, labels: Sequence[str], sample_weight: str) -> Columns:
-    """What the columns mean.
+    """The meaning of the columns.
 
     Args:
         labels: ``data.labels``.

@@ -1,7 +1,7 @@
-"""What a data set consists of: its features, and how a prepared set lies on disk.
+"""Parts of a data set: its features, and how a prepared set lies on disk.
 
-A prepared set is a folder with ``dataset.json`` (a :class:`DatasetSchema`, the rows of each split, and how it was made)
-``checksums.json`` (those of the other files, except such as people may change: :mod:`dlrm_fused.checksums`)
+A prepared set is a folder with ``dataset.json`` (a :class:`DatasetSchema`, the rows of each split, and how it was made),
+``checksums.json`` (checksums of the other files, except those that people may change: :mod:`dlrm_fused.checksums`)
 and one folder per split (``train``, ``validation``, ``test``) of ``.npy`` files, all memory-mapped when read:
 
 ===========================  ==================  ==========================================================
@@ -172,7 +172,7 @@ class PreparedInfo:
 
 
 def checksums_of(folder: Path) -> Checksums | None:
-    """Of the files of a prepared set; None if an earlier release made it. Raises DataError if they are damaged."""
+    """Checksums of a prepared set's files; None if an earlier release made it. Raises DataError if they are damaged."""
     return Checksums.load(folder, DataError, PREPARE_AGAIN)
 
 

@@ -19,7 +19,7 @@ from dlrm_fused.datasets.schema import SparseFeature
 from dlrm_fused.datasets.transformation import PREPARE_AGAIN, file_stem
 from dlrm_fused.errors import DataError
 
-# Within the first block of a file; one of 128 bytes is there whatever the array.
+# Bytes that the header of any ``.npy`` file has at least; to check them checks the first block of the file.
 _HEADER_BYTES = 128
 
 
@@ -59,7 +59,7 @@ class SetFolder:
     checksums: Checksums | None
 
     def map(self, file: str, shape: Sequence[int | None], dtypes: Sequence[str]) -> CheckedRows:
-        """As :func:`map_array`; what is read of the file is checked."""
+        """Map a file as :func:`map_array` does; whatever is read of it is checked."""
         name, path = f"{self.name}/{file}", self.root / self.name / file
         checked = None
         if self.checksums is not None:

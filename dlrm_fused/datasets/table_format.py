@@ -1,4 +1,4 @@
-"""How the files of a table are written, where they do not say so themselves."""
+"""The format of a table's files, where they do not state it themselves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 @dataclass(frozen=True)
 class TableFormat:
-    """The first five are of text files only.
+    """The format of files; the first five settings are for text files only.
 
     Attributes:
         delimiter: between the fields of a line; empty: a tab in .tsv and .inter files, otherwise a comma.
@@ -46,7 +46,7 @@ class TableFormat:
     def check(self) -> None:
         """
         Raises:
-            DataError: if a character, the encoding or the format of times cannot be.
+            DataError: if a character, the encoding or the format of times is not possible.
         """
         for option, character in (("delimiter", self.delimiter), ("quote", self.quote), ("escape", self.escape)):
             if len(character.encode()) > 1 or character in ("\n", "\r"):
@@ -83,7 +83,7 @@ class TableFormat:
         return _microseconds(datetime.fromisoformat(value.strip())) // 1_000_000
 
     def saved(self) -> dict[str, Any]:
-        """What differs from the defaults, for JSON."""
+        """The settings that differ from the defaults, for JSON."""
         default = TableFormat()
         return {name: value for name, value in asdict(self).items() if value != getattr(default, name)}
 
@@ -117,7 +117,7 @@ def parse_time(text: str, time_format: str) -> int:
 
 
 def fewest_digits(time_format: str) -> int:
-    """How many digits a format of digits alone takes at least; 0 for other formats."""
+    """The fewest digits that a format of digits alone takes; 0 for other formats."""
     directives = re.findall("%([YymdHMSf])", time_format)
     if len(time_format) != 2 * len(directives) or "f" in directives[:-1]:
         return 0
@@ -125,7 +125,7 @@ def fewest_digits(time_format: str) -> int:
 
 
 def _microseconds(when: datetime) -> int:
-    """Since 1970; without a zone it is UTC."""
+    """Microseconds since 1970; a time without a zone is UTC."""
     return ((when if when.tzinfo else when.replace(tzinfo=UTC)) - _EPOCH) // timedelta(microseconds=1)
 
 

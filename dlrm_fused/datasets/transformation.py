@@ -1,4 +1,4 @@
-"""How the columns of a table become model inputs: learned from training rows, saved, and applied to any rows later.
+"""Makes model inputs of the columns of a table: learned from training rows, saved, and applied to any rows later.
 
 A transformation is a folder with ``transformation.json`` and, for each sparse feature with a vocabulary, these files:
 
@@ -163,7 +163,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class IdEncoding:
-    """How the values of a column become ids: by a vocabulary, or by a hash where there is none.
+    """Makes ids of the values of a column: by a vocabulary, or by a hash where there is none.
 
     Attributes:
         rows: ids are in [0, rows).
@@ -183,7 +183,7 @@ class IdEncoding:
         return (keys.view(np.uint64) % buckets).astype(np.int32) + np.int32(FIRST_HASHED)
 
     def read(self, value: object) -> int | str | None:
-        """What the column holds for a value of a row; None for a missing one.
+        """Convert a value of a row to the column's type; None for a missing one.
 
         Raises:
             ValueError: if the column cannot hold it.
@@ -203,7 +203,7 @@ class IdEncoding:
 def ids_of(columns: Sequence[tuple[IdEncoding, Sequence[int | str | None]]]) -> list[NDArray[np.int32]]:
     """The ids of the values of each column, as :meth:`IdEncoding.read` returns them: [n] each.
 
-    All are hashed at a time: for a row of many columns, that takes as long as of one.
+    All values are hashed together, so a row of many columns takes about as long as one of a single column.
     """
     wholes: list[int] = []
     texts: list[bytes] = []
@@ -366,7 +366,7 @@ class Transformation:
         (folder / TRANSFORMATION_FILE).write_text(json.dumps(content, indent=2) + "\n")
 
     def _digest(self, content: dict[str, Any]) -> str:
-        # The same rows, written otherwise, have the same ids.
+        # Rows have the same ids in files of any format, so the format is left out.
         of_values = {name: value for name, value in content.items() if name != "table_format"}
         digest = hashlib.sha256(json.dumps(of_values, sort_keys=True).encode())
         for encoding in self.sparse:
@@ -474,7 +474,7 @@ def _encoding(folder: Path, content: dict[str, Any], nulls: NullMarkers) -> IdEn
 
 
 def _faults(vocabulary: Vocabulary) -> Iterator[tuple[str, str]]:
-    """Which part of a vocabulary that was read is wrong, and how; all is read and all keys are hashed anew."""
+    """Faults of a vocabulary that was read: the part and the reason. All of it is read, and all keys are hashed anew."""
     keys, ids, values, offsets = vocabulary.keys, vocabulary.ids, vocabulary.values, vocabulary.offsets
     dtypes = {"keys": ("int64",), "ids": ("int32",), "values": ("uint8",) if offsets is not None else ("int64", "uint64")}
     for part, allowed in {**dtypes, **({"offsets": ("int64",)} if offsets is not None else {})}.items():

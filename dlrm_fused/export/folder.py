@@ -111,7 +111,7 @@ def _write(folder: Path, saved: SavedRun, dataset: Dataset, table_dtype: str) ->
 
 
 def _write_loader(folder: Path) -> None:
-    """Copy the loader, and all that it imports of this package, which find each other there without it."""
+    """Copy the loader and all that it imports of this package, with imports that work without the package."""
     (folder / _CARRIED).mkdir()
     (folder / _CARRIED / "__init__.py").touch()
     copied: set[str] = set()

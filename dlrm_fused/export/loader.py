@@ -177,7 +177,7 @@ def load(folder: str | Path) -> Model:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What the model takes.
+    """Read ``manifest.json``, which says what the model takes.
 
     Raises:
         ValueError: if the file is damaged or of another version.
@@ -221,7 +221,7 @@ def _check_presence(path: Path) -> None:
 
 @contextmanager
 def _refused_as_value_error() -> Iterator[None]:
-    """Users of an exported model know Python's errors alone."""
+    """Raise errors of this package as ValueError: users of an exported model know Python's errors alone."""
     try:
         yield
     except DataError as error:
@@ -260,7 +260,7 @@ def read_rows(folder: Path, info: Mapping[str, Any]) -> Rows:
 
 
 def rows_of(table: Any) -> Sequence[Mapping[str, Any]]:
-    """The rows of a table, as dicts; what is none of those that :meth:`Model.predict` names is given back.
+    """The rows of a table, as dicts. Anything that is not a table of :meth:`Model.predict` is returned as it is.
 
     Raises:
         InputError: if columns differ in their length.
@@ -347,7 +347,7 @@ class Categories(Values):
         limit: the model was trained on ids below it.
 
     Raises:
-        ValueError: if the encoding gives others.
+        ValueError: if the encoding gives larger ids.
     """
 
     def __init__(self, encoding: IdEncoding, limit: int, rows: int) -> None:
@@ -559,7 +559,7 @@ class TableRows(Rows):
         return tokens[-self.history_length - 1 :]
 
     def _seconds(self, value: Any, where: str) -> int:
-        """Since 1970, of a time as those of the table are read."""
+        """Seconds since 1970 of a time, which is read as the times of the table are."""
         try:
             return self._format.seconds(value)
         except ValueError:
@@ -596,7 +596,7 @@ def _history(row: Mapping[str, Any], name: str, where: str) -> list[Any]:
 
 
 def _read(values: Values, name: str, of_rows: Sequence[Any], wheres: Sequence[str]) -> tuple[list[Any], np.ndarray]:
-    """What becomes ids, row after row, and how many each row has, [n]."""
+    """The values that become ids, row after row, and their number in each row, [n]."""
     read: list[Any] = []
     lengths = []
     for value, where in zip(of_rows, wheres, strict=True):
@@ -613,7 +613,7 @@ def _read(values: Values, name: str, of_rows: Sequence[Any], wheres: Sequence[st
 
 
 def _ids(features: Sequence[Values], read: Sequence[list[Any]]) -> list[np.ndarray]:
-    """The ids of each feature, [total] int64, of what was read."""
+    """The ids of each feature, [total] int64, for the values that were read."""
     encoded = iter(
         ids_of([(each.encoding, of) for each, of in zip(features, read, strict=True) if isinstance(each, Categories)])
     )

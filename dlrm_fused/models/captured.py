@@ -92,7 +92,7 @@ class CapturedFunction(Generic[R]):
         return [p for layer in self._layers() for p in layer.parameters() if p.requires_grad]
 
     def _keeps_places(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether captures read the parameters and buffers of today; if they do not, they are dropped."""
+        """Whether captures read the parameters and buffers that the modules have now; if not, captures are dropped."""
         held, was_captured = tensors_of(modules), self._places is not None
         of_today = places(held)
         if of_today == self._places:
@@ -101,10 +101,10 @@ class CapturedFunction(Generic[R]):
         self._in_place.clear()
         self._copied.clear()
         self._memory = None
-        return not was_captured  # what is replaced at every call is not worth a capture
+        return not was_captured  # weights that are replaced at every call are not worth a capture
 
     def _capture(self, inputs: Sequence[Tensor]) -> _Capture | None:
-        """For inputs like these; None if there are too many captures already, or what they read has just been replaced."""
+        """The capture for inputs like these; None if there are too many already, or what they read was just replaced."""
         modules = modules_of(self._layers())
         if not self._keeps_places(modules):
             return None
@@ -130,7 +130,7 @@ class CapturedFunction(Generic[R]):
 
 
 class _SharedMemory:
-    """What the captures of a function keep tensors in, one call's at a time.
+    """Memory in which the captures of a function keep tensors, those of one call at a time.
 
     Attributes:
         call: the number of that call.
@@ -253,7 +253,7 @@ def places(tensors: Sequence[Tensor]) -> list[object]:
 
 
 def modes(modules: Sequence[nn.Module], device_type: str) -> tuple[object, ...]:
-    """What a function may do otherwise, besides its inputs and weights."""
+    """The modes of modules and torch that change what a function does, besides its inputs and weights."""
     return (
         tuple([module.training for module in modules]),
         torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),

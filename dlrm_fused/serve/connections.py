@@ -18,12 +18,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dlrm_fused.errors import ConfigError
 
-# Limit of a request line with its headers, of trailers, and of anything else without a byte of a body. A request that is sent
-# ahead is read together with the one before it, so its headers may have up to twice as many bytes.
+# The limit of bytes of a request line with its headers, of trailers, and of anything else without a byte of a body. A request
+# that is sent ahead is read together with the one before it, so its headers may have up to twice as many bytes.
 HEADER_BYTES = 2**15
 HEADER_SECONDS = 10.0  # from the first byte of a request, or from the connection, to the end of its headers
 MOST_CONNECTIONS = 4096
-_FORGOTTEN_BYTES = 2**20  # that are read after headers were refused: who is sending sees no answer before
+_FORGOTTEN_BYTES = 2**20  # read after headers were refused: a client that is still sending sees no answer
 _MOST_AHEAD = 16  # requests of a client that are read before the one before them is answered
 _LAST_PORT = 65_535
 _LOOK_SECONDS, _LOG_SECONDS = 1.0, 10.0
@@ -34,7 +34,7 @@ logger = logging.getLogger("uvicorn.error")
 
 
 def most_connections() -> int:
-    """So many that files are left for all else."""
+    """The most connections that leave files for everything else."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST_CONNECTIONS if files == resource.RLIM_INFINITY else min(MOST_CONNECTIONS, 3 * files // 4)
 
@@ -80,7 +80,7 @@ class Door:
         self._logged_at = -math.inf
 
     def enter(self, client: LimitedProtocol) -> None:
-        """A client has connected, and owes a request."""
+        """Note that a client has connected, and owes a request."""
         if self._loop is None:
             self._loop = client.loop
             self._look()
@@ -89,21 +89,21 @@ class Door:
             self._close(next(iter(self._owing)), _BEYOND)
 
     def expect(self, client: LimitedProtocol) -> None:
-        """A client owes a request, as of now."""
+        """Note that a client owes a request from now on."""
         assert self._loop is not None, "it has entered"
         self._owing.pop(client, None)
         self._owing[client] = self._loop.time() + HEADER_SECONDS
 
     def expect_body(self, client: LimitedProtocol) -> None:
-        """The headers of a request have come. How long its body may take is the application's to say."""
+        """Note that the headers of a request have come. The application limits the time of its body."""
         self._owing[client] = math.inf
 
     def release(self, client: LimitedProtocol) -> None:
-        """A client owes nothing: its request has come, or it has gone."""
+        """Note that a client owes nothing: its request has come, or it has gone."""
         self._owing.pop(client, None)
 
     def refused(self) -> None:
-        """A client's headers are too long."""
+        """Count a client whose headers are too long."""
         self._closed[_LONG] += 1
 
     def _look(self) -> None:

@@ -7,11 +7,11 @@
 The Transformer's weights are sharded over tensor-parallel ranks, the embedding tables by rows. All ranks must make the same
 calls with the same inputs, and get the same results; a server may take requests at rank 0 and broadcast them.
 
-Of a candidate, only what depends on it is computed: m rows go through the layers, each attends to the history's kept keys and
-values and to its own. Every layer has two row-parallel products, and so has the input: the ranks look up the rows that they
-hold, and the sum over ranks is the product's. On GPUs a request is one CUDA graph, from the copy of its ids to the device to
-that of its probabilities back; there is one for each number of candidates that is a power of two. When weights were replaced or
-have moved, they are made again.
+A request computes only what depends on its candidates: m rows go through the layers, each attends to the history's kept keys
+and values and to its own. Every layer has two row-parallel products, and so has the input: the ranks look up the rows that
+they hold, and the sum over ranks is the product's. On GPUs a request is one CUDA graph, from the copy of its ids to the device
+to that of its probabilities back; there is one for each number of candidates that is a power of two. When weights were
+replaced or have moved, the graphs are made again.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class OnlineScorer:
             probabilities = self._probabilities(inputs, history)
         else:
             bucket.launch()
-            # While the GPU computes.
+            # Weights are compared while the GPU computes.
             if self._captured != self._weights():
                 bucket.probabilities()
                 self._buckets.clear()
@@ -333,7 +333,7 @@ def _check_parts(modules: Sequence[nn.Module], tables: ShardedTables, sparse_wid
 
 
 class _Weights:
-    """Where the weights are that CUDA graphs read; equal as long as none is replaced or moves."""
+    """Addresses of the weights that CUDA graphs read; equal as long as no weight is replaced or moves."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors, self._places = tensors, places(tensors)
@@ -399,6 +399,6 @@ class _Bucket:
         self.graph.replay()
 
     def probabilities(self) -> Tensor:
-        """Of the request that was launched, as of the scorer; overwritten by the next."""
+        """The probabilities of the request that was launched, as the scorer returns them; the next one overwrites them."""
         torch.cuda.current_stream(self._device).synchronize()
         return self._probabilities

@@ -102,7 +102,7 @@ def _keys(features: KeyedJaggedTensor, rows: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _whole_features(module: ShardedEmbeddingBagCollection, shardings: Sequence[int]) -> list[list[tuple[str, int]]]:
-    """By rank, the features that its lookups of some sharding types read as a whole, each with its table's rows."""
+    """For each rank, the features that its lookups of these sharding types read as a whole, with their tables' rows."""
     whole = [compat.features_per_rank(compat.shardings(module)[i]) for i in shardings if _has_whole_features(module, i)]
     return [[own for by_rank in whole for own in by_rank[rank]] for rank in range(compat.environment(module).world_size)]
 

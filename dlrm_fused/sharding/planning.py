@@ -101,7 +101,7 @@ def _memory(device: torch.device, local_world_size: int) -> dict[str, int]:
 def table_constraints(
     embedding: EmbeddingConfig, schema: DatasetSchema, world_size: int, *, cuts_columns: bool = False
 ) -> dict[str, ParameterConstraints]:
-    """What the planner may choose for each table, by the name of its module.
+    """The planner's choices for each table, by the name of its module.
 
     Args:
         cuts_columns: whether tables with ``auto`` may be cut as finely as column-wise ones.

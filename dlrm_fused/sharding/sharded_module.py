@@ -318,6 +318,6 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         for replaced in (self._fused, self._input_dist):
             if replaced is not None:
                 replaced.release()
-        self._fused = self._input_dist = replaced = None  # they keep the tables of today alive
+        self._fused = self._input_dist = replaced = None  # they keep the present tables alive
         super().update_shards(*args, **kwargs)
         self._set_up_paths()

@@ -28,7 +28,7 @@ from dlrm_fused.sharding.support import reason_against_wire
 class FusedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
     """TorchRec's sharder of EmbeddingBagCollection, with fused lookup and communication where the plan allows it.
 
-    The same sharder goes to the planner and to DistributedModelParallel. Ranks of one host store into each other's memory;
+    Give one sharder to both the planner and DistributedModelParallel. Ranks of one host store into each other's memory;
     between hosts, slices of results travel as messages.
 
     Args:

@@ -19,7 +19,7 @@ from torchrec.modules.embedding_configs import DataType
 
 from dlrm_fused.ops.common.dtypes import DTYPES
 
-# Those under which a rank looks up all bags of a feature, if any.
+# Sharding types under which a rank looks up either all bags of a feature or none.
 OF_WHOLE_FEATURES = (ShardingType.TABLE_WISE, ShardingType.COLUMN_WISE, ShardingType.TABLE_COLUMN_WISE)
 SHARDINGS = (*OF_WHOLE_FEATURES, ShardingType.ROW_WISE)
 _DTYPES = (DataType.FP32, DataType.FP16, DataType.BF16)

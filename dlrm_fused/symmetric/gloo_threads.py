@@ -39,7 +39,7 @@ def wait_for_gloo_threads() -> None:
 
 
 class _Thread(NamedTuple):
-    """What Linux says of a thread.
+    """The state of a thread, as Linux tells it.
 
     Attributes:
         switches: how often it has left a processor; grows whenever it wakes up.

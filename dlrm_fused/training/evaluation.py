@@ -87,7 +87,7 @@ def report(values: Mapping[str, BinaryMetricValues]) -> dict[str, float]:
 
 
 def undefined(split: Split, values: Mapping[str, BinaryMetricValues]) -> dict[str, str]:
-    """Why an AUC is not defined, of each label of which it is not."""
+    """Reasons why an AUC is not defined, for each label without one."""
     return {
         label: "a prediction is not a number" if v.only_class is None else one_class(split.name, label, v.only_class, v.samples)
         for label, v in values.items()

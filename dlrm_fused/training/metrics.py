@@ -43,7 +43,7 @@ class BinaryMetricValues:
     samples: int
     min_prediction: float
     max_prediction: float
-    # That of all samples that count, 0 or 1; None where both are there, or no sample.
+    # The label of all samples that count, 0 or 1, if they have the same one; None if not, or without a sample.
     only_class: int | None = None
 
     @property

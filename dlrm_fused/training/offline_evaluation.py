@@ -38,7 +38,7 @@ def evaluate_run(
         overrides: ``key=value`` settings that replace those of the run.
         predictions: Parquet file for (prediction, label) of every sample, in the order of the split; of several labels, for
             (prediction/<label>, label/<label>) of each.
-        output: the JSON file. Default: ``eval.json`` in the run's folder, without which a run that is only read does.
+        output: the JSON file. Default: ``eval.json`` in the run's folder, left out if that may only be read.
 
     Raises:
         CheckpointError: if the run or the checkpoint does not exist, or does not fit.

@@ -54,7 +54,7 @@ def score_run_online(
         checkpoint: ``best``, ``last`` or a step.
         overrides: ``key=value`` settings that replace those of the run.
         requests: of each number of candidates.
-        output: the JSON file. Default: ``online.json`` in the run's folder, without which a run that is only read does.
+        output: the JSON file. Default: ``online.json`` in the run's folder, left out if that may only be read.
 
     Raises:
         CheckpointError: if the run or the checkpoint does not exist, or does not fit.

@@ -28,7 +28,7 @@ _BEATS_OF_SILENCE = 5  # after so many, a writer that no lock speaks for is dead
 
 @dataclass(frozen=True)
 class _Writer:
-    """Who writes, as the lock's file has it; ``beat`` grows as long as it lives."""
+    """The writer, as the lock's file names it; ``beat`` grows as long as it lives."""
 
     host: str
     pid: int
@@ -103,7 +103,7 @@ class RunLock:
             self._file = None
 
     def _try(self) -> _Writer | str | None:
-        """Who else writes; None: this process does from now on."""
+        """Try to become the writer: return the one that writes instead, or None if this process does from now on."""
         file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
         has_locks, other = _lock(file), _read(file)
         if has_locks is False:
@@ -125,7 +125,7 @@ class RunLock:
         return None
 
     def _seen_alive(self, other: _Writer) -> _Writer | None:
-        """The writer, if its number grows."""
+        """Wait for a sign of life: return the writer if its number grows, else None."""
         for _ in range(_BEATS_OF_SILENCE):
             time.sleep(_SECONDS_BETWEEN_BEATS)
             now = self._read_anew()
@@ -134,7 +134,7 @@ class RunLock:
         return None
 
     def _read_anew(self) -> _Writer | None:
-        """Through a file opened now: a network file system asks its server then."""
+        """Read the writer from a newly opened file: at opening, a network file system asks its server."""
         with self._path.open("rb") as file:
             return _read(file.fileno())
 
@@ -153,7 +153,7 @@ class RunLock:
 
 
 def _lock(file: int) -> bool | None:
-    """Whether this process has the lock now; None where there are no locks."""
+    """Whether this process has the lock now; None if the file system has no locks."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -173,7 +173,7 @@ def _read(file: int) -> _Writer | None:
 
 
 def _write(file: int, writer: _Writer) -> None:
-    """In place and of one length, as long as ``beat`` grows: a reader sees all of it."""
+    """Write in place, always the same number of bytes, so that a reader never sees a part."""
     os.pwrite(file, json.dumps(asdict(writer)).encode().ljust(500), 0)
     os.ftruncate(file, 500)
     os.fsync(file)

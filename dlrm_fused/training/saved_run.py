@@ -50,7 +50,7 @@ class SavedRun:
         config = load_config(path / "config.yaml", overrides)
         folder = RunFolder(path)
         step = folder.checkpoints.select(which)
-        # Without overrides, which are wished for.
+        # Settings are compared without overrides, which differ on purpose.
         checkpoint = folder.checkpoints.of(step)
         remedy = f"the checkpoint {checkpoint.name} is not of the config.yaml beside it"
         folder.check_settings(load_config(path / "config.yaml"), step, remedy)
@@ -62,7 +62,7 @@ class SavedRun:
 
 
 def try_to_write(path: Path) -> None:
-    """Make a file beside ``path``, and remove it: what is computed for hours should find its place before.
+    """Make a file beside ``path``, and remove it, so that hours of work do not end at a place that cannot be written.
 
     Raises:
         OSError: if it cannot be made.
@@ -97,8 +97,8 @@ def write_result(content: Content, in_run: Path, output: Path | None, rank: Rank
     """Write what an evaluation has found as JSON, on rank 0. Collective.
 
     Args:
-        in_run: the file in the run's folder that is written by default; one that cannot be, of a run that is there to be read
-            only, is told in the log.
+        in_run: the file in the run's folder that is written by default; if it cannot be written, as in a run that may
+            only be read, the log tells so.
         output: another file.
 
     Raises:

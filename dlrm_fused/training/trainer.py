@@ -59,7 +59,7 @@ def train(config: Config, rank: Rank, error_store: ErrorStore) -> None:
         RunLock(folder.path) as lock,
     ):
         if config.checkpoint.resume and config.checkpoint.on_damage is OnDamage.fallback:
-            gather_or_raise(lambda: None if rank.index else lock.acquire())  # nobody else renames or writes checkpoints
+            gather_or_raise(lambda: None if rank.index else lock.acquire())  # no other run renames or writes checkpoints now
             set_aside_damaged(folder.checkpoints, rank.index, rank.world_size)
         if gather_or_raise(lambda: config.checkpoint.resume and folder.is_finished(config))[0]:
             logger.info("%s is finished: %s", folder.path, folder.summary())
@@ -96,7 +96,7 @@ def _prepare_folder(folder: RunFolder, config: Config, rank: Rank, lock: RunLock
 
 
 def _try_checkpoints(folder: RunFolder, rank: Rank) -> None:
-    """Every rank writes its part of them."""
+    """Try to write where checkpoints go, on every rank, since each writes a part of them."""
     try:
         try_to_write(folder.checkpoints.path / f"rank_{rank.index}")
     except OSError as error:
@@ -138,7 +138,7 @@ class Trainer:
         self._checkpoints = CheckpointWriter(folder.checkpoints, config.checkpoint, device)
         self._loss = float("nan")
         self._best_auc = -math.inf  # so far
-        self._told: set[str] = set()  # why AUCs are not defined
+        self._told: set[str] = set()  # reasons of AUCs that are not defined, as logged
         self._evaluations_since_best = 0
         self._reached_target = self._lost_patience = False
         self._has_evaluation_to_make = False
@@ -166,7 +166,7 @@ class Trainer:
         self._reached_target = reaches_target(self._config, progress.validation_auc)
         self._evaluations_since_best = progress.evaluations_since_best
         self._lost_patience = loses_patience(self._config, self._evaluations_since_best)
-        # The one that a signal has interrupted.
+        # A signal has interrupted an evaluation that was due.
         is_due = is_multiple(step, self._config.evaluation.every_steps)
         self._has_evaluation_to_make = is_due and progress.validation_auc is None
         best = self._folder.checkpoints.best_readable()
@@ -191,7 +191,7 @@ class Trainer:
         try:
             self._complete()
         except Stopped as stopped:
-            # All ranks: a launcher may end the others when one has ended.
+            # Wait for all ranks: a launcher may end the others when one has ended.
             gather_or_raise(self._checkpoints.wait)
             self._writer.close()
             logger.info("%s after step %d; to continue, start %s again", stopped, self._step, self._folder.path)
@@ -293,7 +293,7 @@ class Trainer:
         return auc, self._note_auc(auc)
 
     def _note_auc(self, auc: float) -> bool:
-        """Whether it is the best so far; it may end the run. One that is not defined only beats none, and ends nothing."""
+        """Whether an AUC is the best so far; it may end the run. One that is not defined beats only none, and ends nothing."""
         if math.isnan(auc):
             return self._best_auc == -math.inf
         is_best = auc > self._best_auc

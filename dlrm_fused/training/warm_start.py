@@ -88,7 +88,7 @@ def _setting(run: RunFolder) -> str:
 
 
 def _check_transformation(run: RunFolder, step: int) -> None:
-    """Its data set, whose transformation tells which values its rows are of, may have been prepared again."""
+    """Check that the run's data set, whose transformation tells the value of each table row, was not prepared again."""
     other = load_config(run.path / "config.yaml")
     folder = transformation_of(other)
     if folder is None:

@@ -51,7 +51,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def moved(trained: Path, tmp_path: Path) -> Path:
-    """The same, whose set has been prepared again with other ids."""
+    """A copy of that folder whose set has been prepared again with other ids."""
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     config = tmp_path / "runs/first/config.yaml"
     config.write_text(config.read_text().replace(str(trained), str(tmp_path)))

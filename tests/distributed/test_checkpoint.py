@@ -288,7 +288,7 @@ class TestOfAnEarlierRelease:
 
 
 def write_pickled_metadata(checkpoint: Path) -> None:
-    """Replace the records of a checkpoint by those of 64e6758, with DCP's own class for a place in a file."""
+    """Replace the records of a checkpoint by those of the release before, with DCP's own class for a place in a file."""
     metadata = RawReader(checkpoint).read_metadata()
     metadata.storage_data = {index: _StorageInfo(s.file, s.begin, s.length) for index, s in metadata.storage_data.items()}
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -297,7 +297,7 @@ def write_pickled_metadata(checkpoint: Path) -> None:
 
 
 def save_twice_and_remove_the_folder_between(config: Config) -> list[str]:
-    """What the log says."""
+    """Return the lines of the log."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

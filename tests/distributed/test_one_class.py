@@ -27,7 +27,7 @@ def sets(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def train(folder: Path, data: Path, steps: int) -> str:
-    """What a run says that evaluates every second step and has patience for two."""
+    """Train with an evaluation every second step and patience for two; return the output."""
     small_config(folder)
     settings = ["--config", str(folder / "small.yaml"), f"output_dir={folder}", "data.source=prepared", f"data.path={data}"]
     settings += ["evaluation.every_steps=2", "evaluation.patience=2", f"training.max_steps={steps}"]

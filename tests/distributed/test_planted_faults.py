@@ -31,7 +31,7 @@ from tests.export.exporting import export
 from tests.unit.prepared_sets import write_prepared_set
 
 TOTAL = int(os.environ.get("FAULTS", "40"))
-# Of faults in checkpoints, one in so many is met by a run of real processes.
+# A run of real processes meets one in so many of the faults in checkpoints.
 PROCESSES_EVERY = 25
 RUNS = [(ranks, comm) for ranks in (1, 2) for comm in ("baseline", "fused")]
 # Three fifths of the faults are in checkpoints, a fifth in sets, and a fifth in exports.
@@ -82,7 +82,7 @@ def everything(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def continue_alone(run: Path, config: Config) -> dict[str, Tensor]:
-    """What a run does with its files before it continues, in one process; returns the tensors it goes on with."""
+    """Do to the files, in one process, what a run does before it continues; return the tensors it goes on with."""
     step = RunFolder(run).prepare(config)
     return everything(CheckpointFolder(run / "checkpoints").of(step))
 

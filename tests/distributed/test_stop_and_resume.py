@@ -31,7 +31,7 @@ SETTINGS = (
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 OUR_TORCHRUN = (sys.executable, "-c", "import sys; from dlrm_fused.launcher import torchrun; sys.exit(torchrun(sys.argv[1:]))")
 SECONDS_TO_END = 20.0
-# How many moments a run is stopped at.
+# The number of moments at which a run is stopped.
 STOPS = int(os.environ.get("KILLS", "2"))
 KINDS = ("step", "evaluation", "checkpoint", "start", "step")
 

@@ -29,7 +29,7 @@ FUSED = ["comm=fused", "comm_strict=true"]
 A_MINUTE = 60.0
 # How many moments the run of test_a_run_whose_ranks_are_killed... is killed at.
 KILLS = int(os.environ.get("KILLS", "3"))
-# How many times the run of test_sigterm_stops... is stopped, and how long its ranks may take.
+# The number of times the run of test_sigterm_stops... is stopped, and the time that its ranks may take.
 STOPS = int(os.environ.get("KILLS", "1"))
 SECONDS_TO_STOP = 20.0
 

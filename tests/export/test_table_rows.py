@@ -142,7 +142,7 @@ def test_histories_are_encoded_as_in_training(history_run: Path, history_model: 
 
 
 def test_times_are_read_as_those_of_the_table(history_model: Model, tmp_path: Path) -> None:
-    """The same table with times in milliseconds."""
+    """A table with times in milliseconds gives the predictions of the one with seconds."""
 
     def in_milliseconds(row: dict[str, Any]) -> dict[str, Any]:
         return {**row, "time": row["time"] * 1000}

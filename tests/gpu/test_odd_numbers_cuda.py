@@ -73,7 +73,7 @@ def rows_on_a_wire(group: SymmetricGroup, wire: torch.dtype, row_wise: bool) -> 
     assert tables.optimizer is not None
     rate = tables.optimizer.learning_rate.item()
     updated = tables.weights.view(samples, DIM).cpu()
-    # Of the ranks' gradients, which are equal, the update takes the mean.
+    # The update takes the mean of the ranks' gradients, which are equal.
     expected = -rate * on_wire(gradient.cpu(), wire)
     torch.testing.assert_close(updated, expected, rtol=1e-5, atol=1e-43, equal_nan=True)
 

@@ -66,7 +66,7 @@ class Model(nn.Module):
 
 
 def sharded(group: SymmetricGroup, sharder: EmbeddingBagCollectionSharder) -> DistributedModelParallel:
-    """The same weights whatever the sharder."""
+    """A sharded model; its weights are the same whatever the sharder."""
     model, device = Model(), group.device
     typed = cast(ModuleSharder[nn.Module], sharder)
     shardings: dict[str, Any] = {
@@ -173,7 +173,7 @@ def with_tables_that_move(model: DistributedModelParallel) -> list[Tensor]:
 
 
 def with_an_inference_first(model: DistributedModelParallel) -> list[Tensor]:
-    """What the first batches leave for later ones is made under inference mode, which TorchRec's sharder does not stand."""
+    """Begin with batches under inference mode, which TorchRec's sharder does not stand; they leave state for later ones."""
     observed = []
     for step in range(2):
         with torch.no_grad() if fused_lookups(model) is None else torch.inference_mode():

@@ -30,7 +30,7 @@ _ENDS = ("tt.load", "tt.atomic", "tt.descriptor_load", "arith.cmp", "tt.get_prog
 
 
 class Product(NamedTuple):
-    """Where a product is, as a file of the package and the text of the line."""
+    """The place of a product: a file of the package and the text of the line."""
 
     file: str
     line: str
@@ -49,7 +49,7 @@ class _Module:
         self.values: list[_Value] = []
         self.addresses: list[int] = []
         self._scopes: list[dict[str, int]] = [{}]
-        # Of each region that is open: the values of its operation, and those that the next iteration begins with.
+        # For each open region, the values of its operation, and those that the next iteration begins with.
         self._regions: list[tuple[list[int], list[int]]] = []
         self._locations = dict(match.groups() for match in map(_DEFINITION.match, ttir.splitlines()) if match)
         for line in ttir.splitlines():

@@ -64,7 +64,7 @@ def experts(group: SymmetricGroup) -> Forward:
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happens, in its order: ``begin`` of calls, and uses of memory that ranks share."""
+    """Events in their order: ``begin`` of calls, and uses of memory that ranks share."""
     happened: list[str] = []
 
     def noted(owner: type, name: str, event: str) -> None:

@@ -1,6 +1,6 @@
 """Every kernel of the package compiles for sm_90, launched as on a GPU; needs no GPU, since nothing runs.
 
-What comes out is searched for what the interpreter cannot show: addresses by products of 32 bits, which may overflow, and
+The compiled code is searched for what the interpreter cannot show: addresses by products of 32 bits, which may overflow, and
 instructions that lose NaN or the smallest numbers.
 """
 

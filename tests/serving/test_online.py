@@ -164,7 +164,7 @@ def test_kept_histories_give_the_probabilities_of_the_full_model(ranks: int, fus
 
 
 def first_in_inference_mode(scorer: OnlineScorer, requests: Requests) -> list[Tensor]:
-    """What the first request leaves for others is made under inference mode."""
+    """Make the first request under inference mode, and with it the state that it leaves for others."""
     with torch.inference_mode():
         scores(scorer, requests, [3])
     return [scores(scorer, requests, [3]), requests.of_full_model()]

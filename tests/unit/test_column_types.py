@@ -114,7 +114,7 @@ class Prepared:
     source: pa.Table
 
     def sent(self, rows: Any) -> Inputs:
-        """What the exported model makes of a table."""
+        """The inputs that the exported model makes of a table."""
         return self.rows.encode(rows_of(rows))
 
     def ids(self) -> list[int]:
@@ -157,7 +157,7 @@ def apply(folder: Path, table: pa.Table, suffix: str = ".parquet") -> PreparedTa
 
 
 def manifest(prepared: PreparedTable) -> dict[str, Any]:
-    """What an export of a model would say of the features."""
+    """The manifest that an export of a model would have for the features."""
     sparse = [
         {"name": each.name, "rows": each.rows, "ids": each.rows, "jagged": each.jagged, "history_only": False}
         for each in prepared.info.schema.sparse_features

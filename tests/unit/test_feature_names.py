@@ -13,7 +13,7 @@ from dlrm_fused.models.interaction import Interaction, dims_of
 from dlrm_fused.models.tables import embedding_tables
 from dlrm_fused.sharding.tables import is_table, table_name
 
-# What modules took at 64e6758: checkpoints have these names.
+# Names that modules took in the release before; its checkpoints have them.
 EARLIER = ["user", "user_id", "user-id", "größe", "日本", "a b", "a/b", "class", "None", "1", "User", "%", "weight", "x" * 300]
 OTHERS = [
     *(name for name in dir(nn.ModuleDict()) if not name.startswith("__")),

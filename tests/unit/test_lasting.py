@@ -1,4 +1,4 @@
-"""What later calls change does not depend on the modes under which it was made."""
+"""State that later calls change does not depend on the modes under which it was made."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Metadata of checkpoints of earlier releases: read whatever Python wrote it, without running its code.
 
-The files were written by training at 64e6758 with Python 3.11.2 and 3.11.7; by ``repickle.py`` with 3.12.1 and 3.13.0.
+Training of the release before wrote the files with Python 3.11.2 and 3.11.7, ``repickle.py`` with 3.12.1 and 3.13.0.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ TEXTS = {
     "no header": Read("t.csv", b"1,x\n2,y\n", TWO, TableFormat(column_names=("a", "b"))),
     "other names": Read("t.csv", b"user id,a=b\n1,x\n2,y\n", TWO, TableFormat(renamed={"user id": "a", "a=b": "b"})),
     "names in exchange": Read("t.csv", b"b,a\n1,x\n2,y\n", TWO, TableFormat(renamed={"a": "b", "b": "a"})),
-    # What is refused.
+    # Files that are refused.
     "Latin-1 without a word": Read("t.csv", LATIN, "--input t.csv: is not text in UTF-8; give its encoding, …"),
     "Latin-1 in the header": Read(
         "t.csv", "a,Größe\n1,x\n".encode("latin-1"), "--input t.csv: is not text in UTF-8; give its encoding, …"

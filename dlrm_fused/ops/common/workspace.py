@@ -49,7 +49,7 @@ class Workspace:
     """
 
     def __init_subclass__(cls) -> None:
-        """Some are made at the first batch, and all serve every later one."""
+        """Make the constructor :func:`lasting`: workspaces that are made at the first batch serve every later one."""
         super().__init_subclass__()
         cls.__init__ = lasting(cls.__init__)  # type: ignore[method-assign]
 
@@ -111,7 +111,7 @@ class Workspace:
             channel.begin_call()
 
     def release_channels(self) -> None:
-        """End the use of the workspace before the group is closed: later calls, also backward, find it no more. Collective;
+        """End the use of the workspace before the group is closed: later calls, also backward, fail. Collective;
         when it returns, no rank stores into its memory any more."""
         self.group.gather(self._synchronize)
         for channel in self.channels:

@@ -28,9 +28,9 @@ _KEPT_BATCH_SIZES = 16
 
 
 def keys_of_bags(lengths: Tensor, begins: Tensor, values: Tensor, numbers: Tensor, rows: Tensor) -> Tensor:
-    """int64 [features, bags]: equal for two bags of a feature whose pooled embeddings are equal.
+    """Return keys, int64 [features, bags]; two bags of a feature with equal keys have equal pooled embeddings.
 
-    A wrong id has the key of id 0, by which FBGEMM replaces it, so it makes no difference whether it has done so already.
+    A wrong id has the key of id 0, by which FBGEMM replaces it, so keys are the same before and after that.
 
     Args:
         lengths: [features, bags].

@@ -103,7 +103,7 @@ class EmbeddingWorkspace(Workspace):
         self._plans: dict[tuple[int, ...], BatchPlan] = {}
         # A captured graph uses the addresses of a plan's tables, of the memory, and of tables, as long as it lives.
         self._captured_plans: set[BatchPlan] = set()  # their memory stays
-        self._captured_tables: list[object] = []  # that have been replaced
+        self._captured_tables: list[object] = []  # those that have been replaced
         self._captures_keep_memory = True
         # The largest batch of one rank, and of all ranks together, for which there is memory; None: no memory yet.
         self._room: tuple[int, int] | None = None
@@ -290,7 +290,7 @@ class EmbeddingWorkspace(Workspace):
     def release(self) -> None:
         """Let go of memory and channels before the group is closed. Collective; no call, forward or backward, may follow.
 
-        What callers hold of it stays, and so does the memory that CUDA graphs of callers have captured.
+        Results that callers hold stay, and so does the memory that CUDA graphs of callers have captured.
         """
         self.release_channels()
         self._release_memory()

@@ -142,7 +142,7 @@ class FeatureExchange(Workspace):
         self._routes = torch.tensor(routes, dtype=torch.int64).view(-1, ROUTE_FIELDS).to(self.device)
 
     def _event(self) -> torch.cuda.Event | None:
-        """Of what the current stream has been given."""
+        """An event after all that the current stream has been given; None on the CPU."""
         return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
 
     def release(self) -> None:

@@ -13,7 +13,8 @@ logger = logging.getLogger("dlrm_fused")
 
 
 def set_aside_damaged(checkpoints: CheckpointFolder, rank: int, world_size: int) -> None:
-    """Read the newest checkpoint whole, each rank a part of its files; rename it if it is damaged, and so on. Collective.
+    """Read the newest checkpoint whole, each rank a part of its files, and rename it if it is damaged; then the one before,
+    until one is intact. Collective.
 
     Raises:
         CheckpointError: none is intact; the oldest one keeps its name.
@@ -33,7 +34,7 @@ def set_aside_damaged(checkpoints: CheckpointFolder, rank: int, world_size: int)
 
 
 def _damage(checkpoints: CheckpointFolder, step: int, rank: int, world_size: int) -> str | None:
-    """What is wrong with the files of a checkpoint that this rank reads."""
+    """Describe the damage of the files of a checkpoint that this rank reads; None if they are intact."""
     try:
         checkpoints.progress(step)
         RawReader(checkpoints.of(step)).check_files(rank, world_size)

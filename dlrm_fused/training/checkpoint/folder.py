@@ -23,7 +23,7 @@ PROGRESS_FILE = "progress.json"
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands.
+    """The progress of a run.
 
     Attributes:
         step: steps made; the data position follows from it.
@@ -72,7 +72,7 @@ class CheckpointFolder:
         return self._best_of(self.steps())
 
     def best_readable(self) -> int | None:
-        """As :meth:`best`, among those whose records are not damaged; the others are told in the log."""
+        """Return :meth:`best` of the checkpoints whose records are not damaged; the log tells the others."""
         return self._best_of([step for step in self.steps() if self._is_readable(step)])
 
     def _is_readable(self, step: int) -> bool:
@@ -92,7 +92,7 @@ class CheckpointFolder:
         return self.path / f"{_PREFIX}{step:09d}"
 
     def progress(self, step: int) -> Progress:
-        """Raises CheckpointError if the checkpoint's records are damaged, or those of another checkpoint."""
+        """Read the progress. Raises CheckpointError if the records are damaged, or those of another checkpoint."""
         folder = self.of(step)
         checksums = records_of(folder)
         if checksums is not None:
@@ -161,7 +161,7 @@ class CheckpointFolder:
 
 
 def owner_of(progress: Progress) -> dict[str, object]:
-    """What ties a checkpoint's checksums to it."""
+    """The run, the step and the number of ranks, which tie a checkpoint's checksums to it."""
     return {"run": progress.settings.get("name"), "step": progress.step, "world_size": progress.world_size}
 
 

@@ -121,7 +121,7 @@ class RawReader(FileSystemReader):
             _check_slots(Path(self.path) / name, slots[name])
 
     def _stored_tensor(self, item: ReadItem) -> tuple[Tensor, _MappedSlot | None]:
-        """The whole chunk, not yet checked, and what checks it; None if it is empty."""
+        """The whole chunk, not yet checked, and the slot that checks it, None if the chunk is empty."""
         slot: Slot = self.storage_data[item.storage_index]
         dtype, shape = self._stored_type(item.storage_index)
         path = Path(self.path) / slot.file
@@ -162,7 +162,7 @@ class _MappedSlot:
                 raise CheckpointError(f"{path.with_name(TENSORS_FILE)}: damaged: {reason}; {REMEDY}") from None
 
     def copy(self, stored: Tensor, target: Tensor, item: ReadItem, pool: Executor) -> None:
-        """Check and copy a part of the slot's tensor, by pieces that stay in a core's cache from one to the other.
+        """Check and copy a part of the slot's tensor, in pieces that stay in a core's cache between the two.
 
         Raises:
             CheckpointError: the bytes are not those that were written.

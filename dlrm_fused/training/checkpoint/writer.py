@@ -119,7 +119,7 @@ class CheckpointWriter:
         write_record(unfinished / PROGRESS_FILE, progress)
         sums = {name: FileSums.of(unfinished / name) for name in (TENSORS_FILE, PROGRESS_FILE)}
         Checksums(owner_of(progress), sums).save(unfinished)
-        RawReader(unfinished).read_metadata()  # or it is never announced; each rank has read its tensors
+        RawReader(unfinished).read_metadata()  # if it fails, the checkpoint is not announced
         target = self._folder.of(progress.step)
         if target.exists():  # the same step, of a run that was resumed from an earlier one
             shutil.rmtree(target)

@@ -1,4 +1,4 @@
-"""What surrounds the work of one process: its rank and device, process groups, log lines, and failing together.
+"""The surroundings of the work of one process: its rank and device, process groups, log lines, and failing together.
 
 A run ends on all ranks when it ends on one. Every rank reports a failure to a key-value store that all ranks can reach
 (that of torchrun's rendezvous), and a thread of each rank, the :class:`Watchdog`, looks there once a second; it also gives

@@ -20,13 +20,13 @@ from dlrm_fused.training.runtime.watchdog import flush
 logger = logging.getLogger("dlrm_fused")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# A launcher may pass on a signal that a rank has had already, as Slurm sends it to all processes of a job.
+# A rank may get a signal twice: Slurm sends it to all processes of a job, and the launcher passes it on.
 _SECONDS_OF_ONE_REQUEST = 2.0
 _SECONDS_BETWEEN_LOOKS = 1.0
 _SECONDS_TO_AGREE = 10.0
 _NEVER = 1 << 62
 _END_OF_THREAD = 0  # no signal has this number
-# A process may have one run after the other, as many on each rank.
+# Runs before this one: a process may have several, one after the other, and each rank has the same number.
 _requests_before = itertools.count()
 
 
@@ -73,7 +73,7 @@ class StopRequest:
         if threading.current_thread() is threading.main_thread():
             # The interpreter writes the signal's number there at once, even if the main thread waits in a collective.
             self._wakeup_before = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
-            # Ignored ones stay so: a shell's background job has no Ctrl-C.
+            # Ignored signals stay ignored: a shell's background job has no Ctrl-C.
             taken = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
             self._handlers = {number: signal.signal(number, _leave_to_the_thread) for number in taken}
         self._thread.start()
@@ -136,7 +136,7 @@ class StopRequest:
         while True:
             if select.select([self._signals], [], [], seconds)[0]:
                 return self._next_signal(), True
-            # A store that is lost is the watchdog's business.
+            # The watchdog takes care of a store that is lost.
             with suppress(RuntimeError, OSError):
                 if self._store is not None and self._store.check([f"{self._key}/wish"]):
                     return int(self._store.get(f"{self._key}/wish")), False
@@ -159,7 +159,7 @@ class StopRequest:
         self._has_agreed.set()
 
     def _exchange(self, promised: int) -> list[int]:
-        """What all ranks have promised."""
+        """Exchange promises: return those of all ranks."""
         if self._store is None:
             return [promised]
         keys = [f"{self._key}/{rank}" for rank in range(self._rank.world_size)]

@@ -347,7 +347,7 @@ def _interactions(
 
 
 def _origin(options: TableOptions | ApplyOptions, split: Split) -> dict[str, Any]:
-    """How a set was made, for ``dataset.json``."""
+    """A record of how the set was made, for ``dataset.json``."""
     times = {"times": split.found} if isinstance(split, TimeSplit) else {}
     return {"data_set": "table", **_plain(asdict(options)), **times}
 

@@ -85,7 +85,7 @@ class TimeSplit:
 
     @staticmethod
     def of(files: Sequence[TableFile], column: str, option: str, time_format: str, held_out: float) -> TimeSplit:
-        """Cut the rows of a table, of equal times none apart. Where there are very many, a sample of them is cut."""
+        """Cut the rows of a table by time; rows of equal times stay together. Of very many rows, a sample is cut."""
         sample, survey = RowSample(), TimeSurvey(column, option, time_format)
         for block in read_blocks(files, [column]):
             sample.add(sample_bits(block.first, len(block)), survey.read(block))

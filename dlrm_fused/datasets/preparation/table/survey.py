@@ -27,13 +27,13 @@ from dlrm_fused.datasets.transformation import DenseKind, SparseColumn, Values, 
 from dlrm_fused.datasets.values import NONE, NullMarkers
 
 _NO_LENGTH = 2**31 - 1  # longer than any
-# Of texts that programs write for a missing value. Each may also be a value, as NA is Namibia.
+# Texts that programs write for a missing value. Each may also be a real value: NA is Namibia, too.
 _SUSPECTS = ("\\N", "NULL", "Null", "null", "NA", "N/A", "n/a", "<NA>", "#N/A", "NaN", "nan", "None", "(null)", "-", "?")
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be found out of each block.
+    """The things to find out about each block.
 
     Attributes:
         counted: names of the sparse columns whose values are counted.
@@ -62,14 +62,14 @@ class ValueLengths:
 
 @dataclass
 class BlockSurvey:
-    """What one block contributes; all of it but ``rows``, ``positives`` and ``weight`` is of training rows.
+    """The contribution of one block; all of it but ``rows``, ``positives`` and ``weight`` is of training rows.
 
     Attributes:
         rows: of each split.
         positives: of each label and split.
         weight: sum of the weights of each split's rows; their number without weights.
         moments, extremes: of each dense column.
-        sampled: of rows, the random numbers by which they are sampled, and the columns that quantiles are taken of [n, Q].
+        sampled: random numbers by which rows are sampled, and the columns of these rows for quantiles [n, Q].
         lengths: of each sparse column.
         counts: distinct values and their numbers, by name of the column.
         suspects: how often a value occurs that may stand for a missing one, by column and value.
@@ -139,7 +139,7 @@ def _survey_sparse(
 
 
 class Survey:
-    """What all blocks together tell, of training rows unless stated otherwise.
+    """The findings of all blocks together, about training rows unless stated otherwise.
 
     Args:
         scratch: folder for files of counts.
@@ -183,7 +183,7 @@ class Survey:
             self.lengths[column.name] = _joined(self.lengths.get(column.name), lengths)
         for name, (values, counts) in block.counts.items():
             self.counters[name].add(values, counts)
-        self.suspects += block.suspects  # without those that occur in no training row
+        self.suspects += block.suspects  # leaves out values that occur in no training row
 
     def sample(self) -> dict[str, NDArray[np.float64]]:
         """A sample of the known values of each column with quantiles: [m]."""

@@ -57,7 +57,7 @@ def read_times(block: Block, name: str, option: str, time_format: str) -> Int:
 
 
 class TimeSurvey:
-    """From when to when the times of a column are, and how they are read.
+    """Reads the times of a column, and keeps the first and the last one, and how they were read.
 
     Args:
         name, option, time_format: as for :func:`read_times`.
@@ -85,7 +85,7 @@ class TimeSurvey:
         Raises:
             DataError: if all are numbers that look like dates, such as 20240531.
         """
-        assert self._example is not None  # there are rows, or reading them had failed
+        assert self._example is not None  # there are rows: without any, reading has failed before
         if self._dates:
             self._example.refuse(
                 self._name,
