@@ -366,14 +366,20 @@ class Transformation:
         (folder / TRANSFORMATION_FILE).write_text(json.dumps(content, indent=2) + "\n")
 
     def _digest(self, content: dict[str, Any]) -> str:
-        # Rows have the same ids in files of any format, so the format is left out.
-        of_values = {name: value for name, value in content.items() if name != "table_format"}
+        of_values = {**content, "dense": _rounded(content["dense"]), "table_format": self._format_of_values()}
         digest = hashlib.sha256(json.dumps(of_values, sort_keys=True).encode())
         for encoding in self.sparse:
             if encoding.vocabulary is not None:
                 for array in (encoding.vocabulary.keys, encoding.vocabulary.ids):
                     digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
+
+    def _format_of_values(self) -> list[object]:
+        """The part of the files' format on which hashed texts and times depend; all else shows in vocabularies and scales."""
+        files = self.table_format
+        hashes_texts = any(each.vocabulary is None and each.column.values is Values.text for each in self.sparse)
+        of_texts = [files.encoding, files.quote, files.escape, files.trim] if hashes_texts else []
+        return [*of_texts, files.time if self.history else ""]
 
     @staticmethod
     def digest_of(folder: Path) -> str:
@@ -432,6 +438,15 @@ def _check_bytes(folder: Path) -> None:
         for name in checksums.files:
             if name.startswith(f"{folder.name}/"):
                 checksums.check(folder.parent, name, DataError, PREPARE_AGAIN)
+
+
+def _rounded(value: Any) -> Any:
+    """Numbers to six digits: sums of the same values in another order differ in the last ones."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {name: _rounded(each) for name, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _dense_transform(content: dict[str, Any]) -> DenseTransform:

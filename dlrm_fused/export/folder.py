@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import io
 import json
 import os
@@ -32,7 +33,8 @@ from dlrm_fused.export.weights import ALONE, restore_weights
 from dlrm_fused.training.saved_run import SavedRun
 
 MANIFEST = "manifest.json"
-_CARRIED = "dlrm_rows"  # the package beside loader.py with what it imports of this one
+_CARRIED = "dlrm_rows"  # begins the name of the package beside loader.py, with what it imports of this one
+_FIND_PACKAGE = "import sys\n\nsys.path.append(str(Path(__file__).parent))\n"
 _OWN_IMPORT = re.compile(r"^from (dlrm_fused\.[\w.]+) import", re.MULTILINE)
 
 
@@ -112,21 +114,24 @@ def _write(folder: Path, saved: SavedRun, dataset: Dataset, table_dtype: str) ->
 
 def _write_loader(folder: Path) -> None:
     """Copy the loader and all that it imports of this package, with imports that work without the package."""
-    (folder / _CARRIED).mkdir()
-    (folder / _CARRIED / "__init__.py").touch()
-    copied: set[str] = set()
+    sources: dict[str, str] = {}
     wanted = [loader.__name__]
     while wanted:
         module = wanted.pop()
-        if module not in copied:
-            copied.add(module)
-            source = Path(str(import_module(module).__file__))
-            text = source.read_text()
-            wanted += _OWN_IMPORT.findall(text)
-            into = folder if module == loader.__name__ else folder / _CARRIED
-            (into / source.name).write_text(
-                _OWN_IMPORT.sub(lambda found: f"from {_CARRIED}.{found[1].split('.')[-1]} import", text)
-            )
+        if module not in sources:
+            sources[module] = Path(str(import_module(module).__file__)).read_text()
+            wanted += _OWN_IMPORT.findall(sources[module])
+    # A process may load models of several releases, each with its own code.
+    package = f"{_CARRIED}_{hashlib.sha256(json.dumps(sources, sort_keys=True).encode()).hexdigest()[:8]}"
+    (folder / package).mkdir()
+    (folder / package / "__init__.py").touch()
+    for module, source in sources.items():
+        name = module.rpartition(".")[2]
+        text = _OWN_IMPORT.sub(lambda found: f"from {package}.{found[1].rpartition('.')[2]} import", source)
+        if module == loader.__name__:  # which may be loaded by its path
+            (folder / f"{name}.py").write_text(text.replace(f"from {package}", f"{_FIND_PACKAGE}from {package}", 1))
+        else:
+            (folder / package / f"{name}.py").write_text(text)
 
 
 def _info(saved: SavedRun, schema: DatasetSchema, stored: DatasetSchema, table_dtype: str) -> dict[str, Any]:

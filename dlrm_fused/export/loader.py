@@ -7,9 +7,9 @@
 The folder: ``manifest.json`` says what the model takes, ``dense.pt2`` is the part after the embeddings, by torch.export,
 ``tables.safetensors`` holds for each table ``<table>.rows`` ([rows, dim], float32, float16 or int8) and, for int8,
 ``<table>.scales`` ([rows] float32, by which a row is multiplied). Where ``transformation/`` is there, rows have the columns of
-the table that the model was trained on; otherwise ids and numbers as a prepared data set has them. ``dlrm_rows/`` is the code
-that reads and applies the transformation, the one of training, and that checks files. ``checksums.json`` has those of all
-files, with which they are compared at loading.
+the table that the model was trained on; otherwise ids and numbers as a prepared data set has them.
+``dlrm_rows_<digest>/`` is the code that reads and applies the transformation, the one of training, and that checks files.
+``checksums.json`` has those of all files, with which they are compared at loading.
 """
 
 from __future__ import annotations

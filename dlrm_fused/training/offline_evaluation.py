@@ -43,8 +43,9 @@ def evaluate_run(
     Raises:
         CheckpointError: if the run or the checkpoint does not exist, or does not fit.
     """
-    if predictions and predictions.is_dir():
-        raise ConfigError(f"--predictions {predictions}: allowed: a file, this is a folder")
+    for option, path in (("--predictions", predictions), ("--output", output)):
+        if path and path.is_dir():
+            raise ConfigError(f"{option} {path}: allowed: a file, this is a folder")
     saved = SavedRun.open(run, checkpoint, overrides)
     with join_run(saved.config, rank, error_store) as device:
         for path in filter(None, (predictions, output)):

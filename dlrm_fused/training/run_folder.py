@@ -114,6 +114,7 @@ class RunFolder:
         try:
             if not config.checkpoint.resume:
                 self._put_aside()
+            self.checkpoints.remove_unfinished()
             step = self.checkpoints.last() or 0
             if step:
                 self.check_settings(config, step)

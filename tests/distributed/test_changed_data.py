@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from dlrm_fused.checksums import CHECKSUMS_FILE
 from dlrm_fused.config import Split, load_config
 from dlrm_fused.datasets.preparation import cli
 from dlrm_fused.datasets.transformation import TRANSFORMATION, TRANSFORMATION_FILE, Transformation
@@ -96,6 +97,9 @@ def test_the_service_refuses_an_export_with_another_transformation(moved: Path) 
     loader.load(moved / "model")
     shutil.rmtree(moved / "model" / TRANSFORMATION)
     shutil.copytree(moved / "data" / TRANSFORMATION, moved / "model" / TRANSFORMATION)
+    with pytest.raises(ValueError, match=r"damaged: its bytes are not those that were written"):
+        loader.load(moved / "model")
+    (moved / "model" / CHECKSUMS_FILE).unlink()
     with pytest.raises(ValueError, match="is another transformation than the model was trained with"):
         loader.load(moved / "model")
 

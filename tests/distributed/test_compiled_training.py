@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dlrm_fused.config import Compile, Config, DataSource
@@ -19,6 +18,7 @@ from dlrm_fused.datasets import open_dataset
 from dlrm_fused.models import build_model
 from dlrm_fused.sharding.parallel import shard
 from dlrm_fused.training import trainer
+from dlrm_fused.training.checkpoint import RawReader
 from dlrm_fused.training.run_folder import RunFolder
 from dlrm_fused.training.runtime import ErrorStore, Rank, process_group
 from tests.distributed.launch import WITHOUT_AMPLIFIED_ROUNDING, RankFailed, losses, metrics, run_ranks, small_config, train
@@ -99,5 +99,5 @@ def test_checkpoints_are_those_of_eager_mode_and_are_continued(tmp_path: Path) -
 
 def _saved(config: Config, step: int) -> dict[str, tuple[int, ...]]:
     """The shapes of a checkpoint's tensors."""
-    metadata = FileSystemReader(RunFolder(config.run_dir).checkpoints.of(step)).read_metadata().state_dict_metadata
+    metadata = RawReader(RunFolder(config.run_dir).checkpoints.of(step)).read_metadata().state_dict_metadata
     return {key: tuple(value.size) for key, value in metadata.items() if isinstance(value, TensorStorageMetadata)}

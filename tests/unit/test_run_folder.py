@@ -252,3 +252,21 @@ class TestCheckpoints:
         (checkpoints.of(30) / "progress.json").write_text('{"step": 30}')
         with pytest.raises(CheckpointError, match=r"000030/progress.json: damaged: samples is missing; .*on_damage=fallback"):
             checkpoints.progress(30)
+
+
+def test_a_checkpoint_that_was_to_be_replaced_and_was_not_is_there_again(tmp_path: Path) -> None:
+    """A run that is killed between two renames has no checkpoint of that name."""
+    checkpoints = CheckpointFolder(tmp_path)
+    for step in (10, 20):
+        checkpoints.of(step).mkdir()
+        (checkpoints.of(step) / "old").touch()
+    assert checkpoints.step_aside(30) is None
+    for step in (10, 20):
+        assert checkpoints.step_aside(step)
+    assert checkpoints.steps() == []
+    checkpoints.of(20).mkdir()
+    checkpoints.remove_unfinished()
+    assert checkpoints.steps() == [10, 20]
+    assert {path.name for path in tmp_path.iterdir()} == {"step_000000010", "step_000000020"}
+    assert (checkpoints.of(10) / "old").exists()
+    assert not (checkpoints.of(20) / "old").exists()

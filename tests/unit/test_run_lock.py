@@ -56,6 +56,14 @@ def test_a_second_writer_is_refused_and_told_who_writes(tmp_path: Path) -> None:
         RunLock(folder, wait_seconds=0.3).acquire()
 
 
+def test_a_folder_has_one_lock_by_whatever_name(tmp_path: Path) -> None:
+    folder, link = tmp_path / "large/run", tmp_path / "run"
+    folder.mkdir(parents=True)
+    link.symlink_to(folder)
+    with writer(folder) as pid, pytest.raises(ConfigError, match=f"process {pid} on {HERE}"):
+        RunLock(link, wait_seconds=0.3).acquire()
+
+
 def test_a_killed_writer_leaves_the_folder_free(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with writer(folder) as pid:

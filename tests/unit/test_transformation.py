@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from dlrm_fused.datasets.table_format import TableFormat
 from dlrm_fused.datasets.transformation import (
     FIRST_HASHED,
     FIRST_KEPT,
@@ -293,3 +295,30 @@ def test_a_vocabulary_that_is_cut_off_is_named(tmp_path: Path, part: str, kept: 
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(DataError, match=rf"{part}\.npy: damaged or cut off \(.*; prepare the set again"):
         Transformation.load(tmp_path / "t")
+
+
+class TestDigest:
+    """By which a model knows the transformation of its training."""
+
+    @staticmethod
+    def of(transformation: Transformation, folder: Path) -> str:
+        transformation.save(folder)
+        return Transformation.digest_of(folder)
+
+    def test_sums_of_the_same_values_in_another_order_make_no_difference(self, tmp_path: Path) -> None:
+        feature = DenseTransform("price", DenseKind.standardize, 3.3365017267164045, 2.0)
+        other = replace(feature, mean=3.336501726716405)
+        moved = replace(feature, mean=3.34)
+        first, second, third = (
+            self.of(Transformation(("label",), (each,), ()), tmp_path / str(number))
+            for number, each in enumerate((feature, other, moved))
+        )
+        assert first == second != third
+
+    @pytest.mark.parametrize("is_hashed", [True, False])
+    def test_an_encoding_makes_a_difference_to_texts_that_are_hashed(self, tmp_path: Path, is_hashed: bool) -> None:
+        column = SparseColumn("name", Values.text)
+        sparse = IdEncoding(column, 100) if is_hashed else text_encoding(["red"])
+        plain = Transformation(("label",), (), (sparse,))
+        latin = replace(plain, table_format=TableFormat(encoding="latin-1"))
+        assert (self.of(plain, tmp_path / "plain") != self.of(latin, tmp_path / "latin")) is is_hashed

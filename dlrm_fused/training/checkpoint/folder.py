@@ -18,6 +18,7 @@ from dlrm_fused.training.checkpoint.storage import REMEDY, records_of
 logger = logging.getLogger("dlrm_fused")
 
 _PREFIX, UNFINISHED_PREFIX, _DAMAGED_PREFIX = "step_", ".writing_step_", "damaged_step_"
+_REPLACED_PREFIX = ".replaced_step_"
 PROGRESS_FILE = "progress.json"
 
 
@@ -145,8 +146,19 @@ class CheckpointFolder:
             raise CheckpointError(f"--checkpoint {which}: {self.path} has no such checkpoint; steps there: {has}")
         return found
 
+    def step_aside(self, step: int) -> Path | None:
+        """Rename a checkpoint that another one of the same step replaces; returns its new folder, None if there is none."""
+        if not self.of(step).exists():
+            return None
+        return self.of(step).rename(self.path / f"{_REPLACED_PREFIX}{step:09d}")
+
     def remove_unfinished(self) -> None:
-        for leftover in self.path.glob(f"{UNFINISHED_PREFIX}*"):
+        """Remove what a killed run has left. A checkpoint that was to be replaced, and was not, gets its name back."""
+        for replaced in self.path.glob(f"{_REPLACED_PREFIX}*"):
+            target = self.path / f"{_PREFIX}{replaced.name.removeprefix(_REPLACED_PREFIX)}"
+            if not target.exists():
+                replaced.rename(target)
+        for leftover in [*self.path.glob(f"{UNFINISHED_PREFIX}*"), *self.path.glob(f"{_REPLACED_PREFIX}*")]:
             shutil.rmtree(leftover)
 
     def prune(self, keep_last: int, keep_best: bool) -> None:

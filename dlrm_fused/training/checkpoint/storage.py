@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
@@ -97,6 +98,7 @@ class RawReader(FileSystemReader):
         self._entries = metadata.state_dict_metadata
         self._sizes = _sizes(self.storage_data.values())
         self._slots: dict[Slot, _MappedSlot] = {}
+        self._map = cache(_map)  # each mapping keeps a file open, and there are more slots than a process may open files
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         with ThreadPoolExecutor(_THREADS) as pool:
@@ -134,7 +136,7 @@ class RawReader(FileSystemReader):
             return torch.empty(shape, dtype=dtype), None
         if slot not in self._slots:
             _check_size(path, self._sizes[slot.file], slot.sums is not None)
-            self._slots[slot] = _MappedSlot(path, slot)
+            self._slots[slot] = _MappedSlot(path, slot, self._map(path))
         mapped = self._slots[slot]
         return torch.from_numpy(mapped.content).view(dtype).view(shape), mapped
 
@@ -144,6 +146,11 @@ class RawReader(FileSystemReader):
         return entry.properties.dtype, shape
 
 
+def _map(path: Path) -> NDArray[np.uint8]:
+    """The bytes of a file that is not empty, memory-mapped; what is written to them does not reach the file."""
+    return np.asarray(np.memmap(path, np.uint8, "c"))
+
+
 class _MappedSlot:
     """The bytes of a slot that is not empty.
 
@@ -151,8 +158,8 @@ class _MappedSlot:
         content: [length] uint8; what is written to it does not reach the file.
     """
 
-    def __init__(self, path: Path, slot: Slot) -> None:
-        self.content = np.asarray(np.memmap(path, np.uint8, "c", slot.begin, (slot.length,)))
+    def __init__(self, path: Path, slot: Slot, file: NDArray[np.uint8]) -> None:
+        self.content = file[slot.begin : slot.begin + slot.length]
         self._path = path
         self._checked: CheckedBytes | None = None
         if slot.sums is not None:
@@ -162,14 +169,14 @@ class _MappedSlot:
                 raise CheckpointError(f"{path.with_name(TENSORS_FILE)}: damaged: {reason}; {REMEDY}") from None
 
     def copy(self, stored: Tensor, target: Tensor, item: ReadItem, pool: Executor) -> None:
-        """Check and copy a part of the slot's tensor, in pieces that stay in a core's cache between the two.
+        """Copy and check a part of the slot's tensor, in pieces that stay in a core's cache between the two.
 
         Raises:
             CheckpointError: the bytes are not those that were written.
         """
         if not stored.dim():
-            self.check(0, self.content.size)
             target.copy_(stored)
+            self.check(0, self.content.size)
             return
         begin, rows = item.storage_offsets[0], len(stored)
         row_bytes = stored.stride(0) * stored.element_size()
@@ -177,8 +184,8 @@ class _MappedSlot:
 
         def copy_piece(first: int) -> None:
             end = min(first + step, rows)
+            target[first:end].copy_(stored[first:end])  # many threads read the file at once; hashes hold Python's lock
             self.check((begin + first) * row_bytes, min((begin + end) * row_bytes, self.content.size))
-            target[first:end].copy_(stored[first:end])
 
         # Each piece fails or is copied; a list, so that a failure is raised here.
         list(pool.map(copy_piece, range(0, rows, step)))
@@ -230,9 +237,11 @@ def _check_slots(path: Path, slots: Sequence[Slot]) -> None:
     """Read all slots of a file. Raises CheckpointError unless they hold what was written."""
     for name, size in _sizes(slots).items():
         _check_size(path.with_name(name), size, is_exact=all(slot.sums is not None for slot in slots))
-    for slot in slots:
-        if slot.length:
-            _MappedSlot(path, slot).check(0, slot.length)
+    full = [slot for slot in slots if slot.length]
+    if full:
+        file = _map(path)
+        for slot in full:
+            _MappedSlot(path, slot, file).check(0, slot.length)
 
 
 def reason_of(error: BaseException) -> str:

@@ -48,7 +48,6 @@ class CheckpointWriter:
         self._error: BaseException | None = None
         if dist.get_rank() == 0:
             folder.path.mkdir(parents=True, exist_ok=True)
-            folder.remove_unfinished()
 
     def save(self, sharded: ShardedModel, progress: Progress) -> None:
         """Start writing a checkpoint, after the one before it is complete. Collective.
@@ -121,11 +120,12 @@ class CheckpointWriter:
         Checksums(owner_of(progress), sums).save(unfinished)
         RawReader(unfinished).read_metadata()  # if it fails, the checkpoint is not announced
         target = self._folder.of(progress.step)
-        if target.exists():  # the same step, of a run that was resumed from an earlier one
-            shutil.rmtree(target)
         _sync_folder(unfinished)
+        replaced = self._folder.step_aside(progress.step)  # of a run that was resumed from this step, or an earlier one
         unfinished.rename(target)
         _sync_folder(self._folder.path)
+        if replaced is not None:
+            shutil.rmtree(replaced)
         self._folder.prune(self._settings.keep_last, self._settings.keep_best)
 
 

@@ -23,7 +23,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # A rank may get a signal twice: Slurm sends it to all processes of a job, and the launcher passes it on.
 _SECONDS_OF_ONE_REQUEST = 2.0
 _SECONDS_BETWEEN_LOOKS = 1.0
-_SECONDS_TO_AGREE = 10.0
+_SECONDS_TO_AGREE = 15.0
 _NEVER = 1 << 62
 _END_OF_THREAD = 0  # no signal has this number
 # Runs before this one: a process may have several, one after the other, and each rank has the same number.

@@ -82,7 +82,7 @@ def check_closed(path: Path, table_format: TableFormat, last_value: str) -> None
     with _decompressed(path) as source:
         while part := source.read(BLOCK_BYTES):
             end = (end + part)[-16:]
-    if not end.replace(b"\0", b"").rstrip(b"\r\n").endswith(table_format.quote.encode()):
+    if not end.replace(b"\0", b"").rstrip().endswith(table_format.quote.encode()):
         line = last_value.partition("\n")[0][:60]
         raise DataError(
             f"--input {path}: the quote before {line!r} is never closed, so that all lines after it are one value; mend the "
