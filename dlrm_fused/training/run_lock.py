@@ -56,7 +56,8 @@ class RunLock:
 
     def __init__(self, folder: Path, wait_seconds: float = 40.0) -> None:
         self._folder = folder
-        real = folder.resolve()  # a link leads to a folder that others may know by another name
+        # A link leads to a folder that others may know by another name.
+        real = folder.resolve() if folder.is_symlink() else folder
         self._path = real.with_name(f".{real.name}.lock")
         self._wait_seconds = wait_seconds
         self._writer = _Writer(socket.gethostname(), os.getpid(), datetime.now().astimezone().isoformat(timespec="seconds"))
