@@ -75,7 +75,7 @@ def assert_checkpoints_are_complete(run: Path) -> None:
         assert folder.progress(step).step == step
         metadata = RawReader(folder.of(step)).read_metadata()
         for piece in metadata.storage_data.values():
-            assert (folder.of(step) / piece.relative_path).stat().st_size >= piece.offset + piece.length
+            assert (folder.of(step) / piece.file).stat().st_size >= piece.begin + piece.length
 
 
 def assert_same_outcome(run: Path, uninterrupted: Path) -> None:
