@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dlrm_fused.checksums import CHECKSUMS_FILE
 from dlrm_fused.config import load_config
 from dlrm_fused.datasets.preparation import cli
 from dlrm_fused.datasets.preparation.parquet import SAMPLE_WEIGHT
@@ -153,6 +154,7 @@ def test_what_samples_of_weight_0_say_changes_nothing(weighted: Path, weighted_r
         assert 0 < (weights == 0).sum() < len(weights)
         labels[weights == 0] ^= 1
         np.save(tmp_path / "turned" / split / "labels.npy", labels)
+    (tmp_path / "turned" / CHECKSUMS_FILE).unlink()
     run = train_set(weighted, tmp_path, 1, f"data.path={tmp_path / 'turned'}")
     assert losses(run) == losses(weighted_run)
     assert metrics(run, "evaluation") == metrics(weighted_run, "evaluation")
@@ -166,6 +168,7 @@ def test_a_prediction_does_not_depend_on_the_weight_of_its_sample(weighted: Path
     weights = np.load(path)
     assert not weights.all()
     np.save(path, np.ones_like(weights))
+    (tmp_path / "of_weight_1" / CHECKSUMS_FILE).unlink()
     weighted_predictions = predictions_of_eval(run)
     assert weighted_predictions.shape == (len(weights), 2)
     np.testing.assert_array_equal(weighted_predictions, predictions_of_eval(run, f"data.path={tmp_path / 'of_weight_1'}"))
