@@ -21,6 +21,7 @@ from dlrm_fused.models.captured import (
     places,
     tensors_of,
 )
+from dlrm_fused.symmetric.call_order import CallOrder
 
 
 def test_other_leaves_share_the_memory_of_the_parameters_which_come_back() -> None:
@@ -192,7 +193,11 @@ def captured_product(weight: nn.Parameter, takes_gradients: Taken | None) -> _Ca
 
     capture: Any = _Capture.__new__(_Capture)
     capture.parameters, capture.takes_gradients = [weight], takes_gradients
-    capture._memory, capture._upstream, capture._gradients = SimpleNamespace(call=0), upstream, gradients
+    capture._memory, capture._upstream, capture._gradients = (
+        SimpleNamespace(call=0, order=CallOrder(torch.device("cpu"))),
+        upstream,
+        gradients,
+    )
     capture._copies, capture._needs_gradient, capture._results = [x.detach()], [True], [result]
     capture._forward = SimpleNamespace(replay=lambda: result.copy_((x * weight).sum().detach()))
     capture._backward = SimpleNamespace(replay=run_backward)
