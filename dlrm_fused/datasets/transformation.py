@@ -375,11 +375,10 @@ class Transformation:
         return digest.hexdigest()
 
     def _format_of_values(self) -> list[object]:
-        """The part of the files' format on which hashed texts and times depend; all else shows in vocabularies and scales."""
+        """The part of the files' format on which hashed texts depend; other texts show in vocabularies."""
         files = self.table_format
         hashes_texts = any(each.vocabulary is None and each.column.values is Values.text for each in self.sparse)
-        of_texts = [files.encoding, files.quote, files.escape, files.trim] if hashes_texts else []
-        return [*of_texts, files.time if self.history else ""]
+        return [files.encoding, files.quote, files.escape, files.trim] if hashes_texts else []
 
     @staticmethod
     def digest_of(folder: Path) -> str:

@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -252,7 +253,7 @@ def test_an_error_of_the_model_is_that_of_its_batch_alone() -> None:
         (["--model", "MODEL", "--max-rows", "0"], "--max-rows 0: allowed: 1 or more"),
         (["--model", "MODEL", "--threads", "0"], "--threads 0: allowed: 1 or more"),
         (["--model", "MODEL", "--max-waiting-rows", "5"], "--max-waiting-rows 5: allowed: --max-rows 1024 or more"),
-        (["--model", "DAMAGED", "--port", "0"], "cut off or damaged; export the model again"),
+        (["--model", "DAMAGED", "--port", "0"], "; export the model again"),
         (["--model", "MODEL", "--port", "TAKEN"], "Address already in use; give an address of this machine and a free port"),
         (["--model", "MODEL", "--host", "no.such.host.invalid"], "; give an address of this machine and a free port"),
         (["--model", "MODEL", "--port", "70000"], "--port 70000: allowed: 0 to 65535"),
@@ -261,12 +262,11 @@ def test_an_error_of_the_model_is_that_of_its_batch_alone() -> None:
 def test_a_service_that_cannot_start_says_why_in_one_line(
     run: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
-    for name in ("manifest.json", "dense.pt2", "tables.safetensors"):
-        (tmp_path / name).write_bytes((run / "model" / name).read_bytes())
-    tables = tmp_path / "tables.safetensors"
+    shutil.copytree(run / "model", tmp_path / "damaged")
+    tables = tmp_path / "damaged/tables.safetensors"
     tables.write_bytes(tables.read_bytes()[:-9])
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        given = {"MODEL": str(run / "model"), "DAMAGED": str(tmp_path), "TAKEN": str(taken.getsockname()[1])}
+        given = {"MODEL": str(run / "model"), "DAMAGED": str(tmp_path / "damaged"), "TAKEN": str(taken.getsockname()[1])}
         command = [sys.executable, "-m", "dlrm_fused.serve", *(given.get(each, each) for each in arguments)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
