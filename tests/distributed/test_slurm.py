@@ -122,7 +122,8 @@ def test_a_cluster_leaves_nothing_behind(tmp_path: Path) -> None:
     assert not slurm.folder.exists()
 
 
-@pytest.mark.parametrize("how", ["scancel", pytest.param("time_limit", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("how", ["scancel", "time_limit"])
 def test_a_job_that_is_told_to_stop_saves_its_last_step_and_goes_on(
     slurm: Slurm, tmp_path: Path, one_host: Mapping[int, float], how: str
 ) -> None:
