@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,8 @@ CHECKSUMS_FILE = "checksums.json"
 BLOCK_BYTES = 1 << 18
 XXH3, CRC32 = "xxh3_64", "crc32"
 _FORMAT_VERSION = 1
-_PIECE_BYTES = 16 * BLOCK_BYTES  # one thread checks so many bytes at a time
+PIECE_BYTES = 8 * BLOCK_BYTES  # one thread checks so many bytes at a time; more would not stay in a cache
+THREADS = 4  # that read a file: few enough that the disk's reading ahead still sees an order
 
 
 def block_sums(data: NDArray[np.uint8], algorithm: str = XXH3) -> NDArray[np.uint64]:
@@ -74,6 +76,7 @@ class CheckedBytes:
         self._sums, self._algorithm = sums, algorithm
         self._unchecked = np.ones(len(sums), bool)
         self._left = len(sums)
+        self._lock = Lock()
 
     @property
     def all_checked(self) -> bool:
@@ -81,7 +84,7 @@ class CheckedBytes:
 
     def check(self, begin: int, end: int) -> bool:
         """Whether the blocks of the bytes [begin, end) are as they were written."""
-        return self.check_blocks(np.arange(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)) if begin < end else np.arange(0))
+        return begin >= end or self._check_run(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES))
 
     def check_blocks(self, blocks: NDArray[np.int64]) -> bool:
         """Whether these blocks, given in any order and as often as it comes, are as they were written."""
@@ -89,13 +92,18 @@ class CheckedBytes:
             return True
         new = np.unique(blocks[self._unchecked[blocks]])
         # Neighbours are checked together.
-        for run in np.split(new, np.flatnonzero(np.diff(new) > 1) + 1) if new.size else ():
-            first, stop = int(run[0]), int(run[-1]) + 1
-            data = self._data[first * BLOCK_BYTES : stop * BLOCK_BYTES]
-            if (block_sums(data, self._algorithm) != self._sums[first:stop]).any():
-                return False
-        self._unchecked[new] = False
-        self._left = int(self._unchecked.sum())
+        runs = np.split(new, np.flatnonzero(np.diff(new) > 1) + 1) if new.size else ()
+        return all(self._check_run(int(run[0]), int(run[-1]) + 1) for run in runs)
+
+    def _check_run(self, first: int, stop: int) -> bool:
+        if not self._unchecked[first:stop].any():
+            return True
+        data = self._data[first * BLOCK_BYTES : stop * BLOCK_BYTES]
+        if (block_sums(data, self._algorithm) != self._sums[first:stop]).any():
+            return False
+        with self._lock:
+            self._left -= int(self._unchecked[first:stop].sum())
+            self._unchecked[first:stop] = False
         return True
 
 
@@ -188,10 +196,10 @@ class Checksums:
         checked, size = self.checked(folder, name, error, remedy), self.files[name].bytes
 
         def is_intact(begin: int) -> bool:
-            return checked.check(begin, min(begin + _PIECE_BYTES, size))
+            return checked.check(begin, min(begin + PIECE_BYTES, size))
 
-        with ThreadPoolExecutor() as pool:  # hashes need not hold Python's lock
-            if not all(pool.map(is_intact, range(0, size, _PIECE_BYTES))):
+        with ThreadPoolExecutor(THREADS) as pool:  # hashes do not hold Python's lock
+            if not all(pool.map(is_intact, range(0, size, PIECE_BYTES))):
                 raise error(damaged(folder / name, CHECKSUMS_FILE, remedy))
 
 

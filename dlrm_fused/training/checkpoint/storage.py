@@ -28,7 +28,17 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from dlrm_fused.checksums import BLOCK_BYTES, CHECKSUMS_FILE, CheckedBytes, Checksums, block_sums, damaged, from_hex, to_hex
+from dlrm_fused.checksums import (
+    CHECKSUMS_FILE,
+    PIECE_BYTES,
+    THREADS,
+    CheckedBytes,
+    Checksums,
+    block_sums,
+    damaged,
+    from_hex,
+    to_hex,
+)
 from dlrm_fused.errors import CheckpointError
 from dlrm_fused.training.checkpoint.pickled import PICKLED_FILE, read_pickled
 from dlrm_fused.training.checkpoint.tensors import TENSORS_FILE, Slot, read_tensors, write_tensors
@@ -38,8 +48,6 @@ logger = logging.getLogger("dlrm_fused")
 REMEDY = (
     "checkpoint.on_damage=fallback goes on from the last intact checkpoint, --checkpoint of eval.py and export.py names one"
 )
-_PIECE_BYTES = 4 * BLOCK_BYTES
-_THREADS = 4
 
 
 class RawWriter(FileSystemWriter):
@@ -101,7 +109,7 @@ class RawReader(FileSystemReader):
         self._map = cache(_map)  # each mapping keeps a file open, and there are more slots than a process may open files
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        with ThreadPoolExecutor(_THREADS) as pool:
+        with ThreadPoolExecutor(THREADS) as pool:
             for item in plan.items:
                 stored, slot = self._stored_tensor(item)
                 for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
@@ -180,11 +188,11 @@ class _MappedSlot:
             return
         begin, rows = item.storage_offsets[0], len(stored)
         row_bytes = stored.stride(0) * stored.element_size()
-        step = max(1, _PIECE_BYTES // max(row_bytes, 1))
+        step = max(1, PIECE_BYTES // max(row_bytes, 1))
 
         def copy_piece(first: int) -> None:
             end = min(first + step, rows)
-            target[first:end].copy_(stored[first:end])  # many threads read the file at once; hashes hold Python's lock
+            target[first:end].copy_(stored[first:end])
             self.check((begin + first) * row_bytes, min((begin + end) * row_bytes, self.content.size))
 
         # Each piece fails or is copied; a list, so that a failure is raised here.
