@@ -6,11 +6,12 @@ torch and NumPy, have the CRC-32 of zlib instead, at a fifth of that speed.
 
 from __future__ import annotations
 
+import json
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -133,11 +134,13 @@ class Checksums:
         owner: what the files belong to, such as a run and a step. Code that knows the owner compares it.
         files: by their paths within the folder.
         algorithm: ``XXH3`` or ``CRC32``.
+        own_sum: CRC-32 of what is above, so that damage of these sums is not taken for damage of the files; set when written.
     """
 
     owner: dict[str, Any]
     files: dict[str, FileSums]
     algorithm: str = XXH3
+    own_sum: int = 0
     format_version: int = field(default=_FORMAT_VERSION)
 
     @staticmethod
@@ -147,7 +150,11 @@ class Checksums:
         return Checksums(dict(owner), files, algorithm)
 
     def save(self, folder: Path) -> None:
-        write_record(folder / CHECKSUMS_FILE, self)
+        write_record(folder / CHECKSUMS_FILE, replace(self, own_sum=self._sum()))
+
+    def _sum(self) -> int:
+        content = {name: value for name, value in asdict(self).items() if name != "own_sum"}
+        return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
     @staticmethod
     def load(folder: Path, error: type[UserError], remedy: str) -> Checksums | None:
@@ -162,6 +169,8 @@ class Checksums:
         checksums = read_record(path, Checksums, error, remedy, _FORMAT_VERSION)
         if checksums.algorithm not in (XXH3, CRC32):
             raise error(f"{path}: damaged: algorithm is {checksums.algorithm!r}, expected {XXH3} or {CRC32}; {remedy}")
+        if checksums.own_sum != checksums._sum():
+            raise error(f"{path}: damaged: its content is not that which was written; {remedy}")
         return checksums
 
     def checked(self, folder: Path, name: str, error: type[UserError], remedy: str) -> CheckedBytes:

@@ -113,5 +113,21 @@ def test_files_of_a_folder_are_compared(tmp_path: Path) -> None:
             checksums.check(tmp_path, name, DataError, "make it again")
 
 
+def test_a_changed_bit_of_the_sums_themselves_is_damage_of_their_file(tmp_path: Path) -> None:
+    """And not of a file whose name or sum was changed."""
+    (tmp_path / "a").write_bytes(b"x")
+    Checksums.of_folder(tmp_path, {"step": 3}).save(tmp_path)
+    path = tmp_path / "checksums.json"
+    written, intact = path.read_bytes(), Checksums.load(tmp_path, DataError, "make it again")
+    for bit in range(8 * len(written)):
+        changed = bytearray(written)
+        changed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        try:
+            assert Checksums.load(tmp_path, DataError, "make it again") == intact, changed  # a blank became a line break
+        except DataError as error:
+            assert str(error).startswith(str(path))
+
+
 def test_a_folder_of_an_earlier_release_has_none(tmp_path: Path) -> None:
     assert Checksums.load(tmp_path, DataError, "") is None

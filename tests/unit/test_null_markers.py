@@ -76,7 +76,7 @@ def test_a_marker_in_a_dense_column_is_refused_with_the_option_that_names_it(
     )
 
 
-@pytest.mark.parametrize("marker", [r"\N", "NULL", "NA", "None", "-", "nan"])
+@pytest.mark.parametrize("marker", [r"\N", "NULL", "NA", "None", "-", "—", "nan"])
 def test_a_usual_marker_that_is_a_value_is_told(tmp_path: Path, marker: str, capsys: pytest.CaptureFixture[str]) -> None:
     """NA may be Namibia, so it is not refused."""
     for options in ([], ["--hash-buckets", "city=50"]):

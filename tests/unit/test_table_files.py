@@ -359,3 +359,20 @@ class TestCommand:
         assert cli.main(["table", "--output", "out", "--label", "clicked", "--sparse", "user", *options]) == 1
         assert capsys.readouterr().err == f"error: {message}\n"
         assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "is_told"),
+    [
+        (b'label,name\n1,"say \\"yes\\""\n0,x\n', [], True),
+        (b'label,name\n1,"say \\"yes\\""\n0,x\n', ["--escape", "\\"], False),
+        (b'label,name\n1,"say ""yes"""\n0,x\n', [], False),
+    ],
+)
+def test_quotes_behind_backslashes_are_told_where_no_option_reads_them(
+    tmp_path: Path, content: bytes, options: list[str], is_told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "t.csv").write_bytes(content)
+    command = ["table", "--input", str(tmp_path / "t.csv"), "--output", str(tmp_path / "set"), "--describe"]
+    assert cli.main([*command, "--label", "label", "--sparse", "name", "--held-out", "0.4", *options]) == 0
+    assert ("give --escape '\\'" in capsys.readouterr().out) is is_told

@@ -48,8 +48,13 @@ def describe(
 
 
 def suspects(survey: Survey) -> list[str]:
-    """A line for each value that may stand for a missing one, and has an id like others."""
-    return [
+    """A line for each value that may stand for a missing one and has an id like others, or has a quote that was not read."""
+    escaped = [
+        f"warning: --sparse {name}: {value[:60]!r} has a backslash before a quote; if the files escape quotes so, give "
+        "--escape '\\'"
+        for name, value in sorted(survey.escaped.items())
+    ]
+    return escaped + [
         f"warning: --sparse {name}: {value!r} is a value like others, {count:,} times in training rows; if it stands for a "
         f"missing one, add it to {NULL_VALUES}"
         for (name, value), count in sorted(survey.suspects.items())

@@ -262,8 +262,14 @@ def _open_table(options: TableOptions) -> _Table:
     time_format, nulls = options.table_format.time, NullMarkers(options.null_values)
     interactions = _interactions(files, options.history, time_format, nulls)
     split = split_of_files or _split(files, options.split, options.history, time_format)
-    question = Question(options.labels, options.dense, sparse, split, frozenset(), options.sample_weight, nulls)
+    escaped_quote = _escaped_quote(files, options.table_format)
+    question = Question(options.labels, options.dense, sparse, split, frozenset(), options.sample_weight, nulls, escaped_quote)
     return _Table(files, choice.names(), question, interactions, options.workers)
+
+
+def _escaped_quote(files: Sequence[TableFile], table_format: TableFormat) -> str:
+    can_be = table_format.quote and not table_format.escape and any(file.is_text for file in files)
+    return "\\" + table_format.quote if can_be else ""
 
 
 def _open_files(

@@ -28,7 +28,7 @@ from dlrm_fused.datasets.values import NONE, NullMarkers
 
 _NO_LENGTH = 2**31 - 1  # longer than any
 # Texts that programs write for a missing value. Each may also be a real value: NA is Namibia, too.
-_SUSPECTS = ("\\N", "NULL", "Null", "null", "NA", "N/A", "n/a", "<NA>", "#N/A", "NaN", "nan", "None", "(null)", "-", "?")
+_SUSPECTS = r"\N NULL Null null NA N/A n/a <NA> #N/A NaN nan None (null) ? -".split() + ["\u2013", "\u2014"]  # dashes
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class Question:
         counted: names of the sparse columns whose values are counted.
         sample_weight: empty where rows have no weights.
         nulls: values of dense and sparse columns that are missing ones.
+        escaped_quote: a quote behind an escape character, as values hold it where ``--escape`` does not name that; empty if the
+            files are not of text.
     """
 
     labels: tuple[str, ...]
@@ -48,6 +50,7 @@ class Question:
     counted: frozenset[str]
     sample_weight: str = ""
     nulls: NullMarkers = NONE
+    escaped_quote: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class BlockSurvey:
         lengths: of each sparse column.
         counts: distinct values and their numbers, by name of the column.
         suspects: how often a value occurs that may stand for a missing one, by column and value.
+        escaped: a value with an escaped quote, by column.
     """
 
     rows: NDArray[np.int64]
@@ -84,6 +88,7 @@ class BlockSurvey:
     lengths: list[ValueLengths] = field(default_factory=list)
     counts: dict[str, tuple[pa.Array, NDArray[np.int64]]] = field(default_factory=dict)
     suspects: Counter[tuple[str, str]] = field(default_factory=Counter)
+    escaped: dict[str, str] = field(default_factory=dict)
 
 
 def survey_block(block: Block, question: Question) -> BlockSurvey:
@@ -136,6 +141,10 @@ def _survey_sparse(
     if column.values is Values.text:
         for at in np.flatnonzero(pc.is_in(values.distinct, pa.array(_SUSPECTS)).to_numpy(zero_copy_only=False)):
             survey.suspects[column.name, values.distinct[int(at)].as_py()] += int(counts[at])
+        if question.escaped_quote:
+            found = values.distinct.filter(pc.match_substring(values.distinct, question.escaped_quote))
+            if len(found):
+                survey.escaped[column.name] = found[0].as_py()
 
 
 class Survey:
@@ -149,7 +158,7 @@ class Survey:
         moments, extremes: of each dense column.
         lengths: of each sparse column.
         counters: by name of the column.
-        suspects: as of a block.
+        suspects, escaped: as of a block.
     """
 
     def __init__(self, question: Question, scratch: Path) -> None:
@@ -167,6 +176,7 @@ class Survey:
             if column.name in question.counted
         }
         self.suspects: Counter[tuple[str, str]] = Counter()
+        self.escaped: dict[str, str] = {}
         self._sample = RowSample()
 
     def add(self, block: BlockSurvey) -> None:
@@ -184,6 +194,7 @@ class Survey:
         for name, (values, counts) in block.counts.items():
             self.counters[name].add(values, counts)
         self.suspects += block.suspects  # leaves out values that occur in no training row
+        self.escaped = block.escaped | self.escaped
 
     def sample(self) -> dict[str, NDArray[np.float64]]:
         """A sample of the known values of each column with quantiles: [m]."""
