@@ -20,8 +20,10 @@ from tests.distributed.killing import DEADLINE_SECONDS, assert_same_outcome, las
 from tests.distributed.launch import SMALL, train
 
 ROOT = Path(__file__).parents[2]
+# The number of moments at which a run is stopped.
+STOPS = int(os.environ.get("KILLS", "2"))
 # An evaluation takes about as long as the steps between two of them.
-STEPS = 400
+STEPS = 280 + 60 * STOPS
 SETTINGS = (
     f"training.max_steps={STEPS}",
     "checkpoint.every_steps=40",
@@ -31,8 +33,6 @@ SETTINGS = (
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 OUR_TORCHRUN = (sys.executable, "-c", "import sys; from dlrm_fused.launcher import torchrun; sys.exit(torchrun(sys.argv[1:]))")
 SECONDS_TO_END = 20.0
-# The number of moments at which a run is stopped.
-STOPS = int(os.environ.get("KILLS", "2"))
 KINDS = ("step", "evaluation", "checkpoint", "start", "step")
 
 
@@ -104,7 +104,8 @@ def test_a_stopped_run_ends_like_an_uninterrupted_one(tmp_path: Path, uninterrup
         status = attempt.stop()
         saved = CheckpointFolder(run / "checkpoints").last() or 0
         print(f"stop {number}, {kind}: ended in {time.monotonic() - began:.1f} s, step {last_step(run)}, saved {saved}")
-        assert status == 128 + signal.SIGTERM, attempt.log.read_text()
+        # Python itself ends before its first line has run; shells call both 143.
+        assert status in (128 + signal.SIGTERM, -signal.SIGTERM), attempt.log.read_text()
         assert "Traceback" not in attempt.log.read_text()
         assert last_step(run) - saved <= 1
         if saved > STEPS - 120:  # the outcome's list of checkpoints is that of the settings
