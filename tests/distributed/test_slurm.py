@@ -128,10 +128,11 @@ def test_a_cluster_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_a_job_that_is_told_to_stop_saves_its_last_step_and_goes_on(
     slurm: Slurm, tmp_path: Path, one_host: Mapping[int, float], how: str
 ) -> None:
-    """By ``scancel``, or by ``--signal`` before its time limit."""
-    run = tmp_path / "run"
-    options = ["--time=2", "--signal=TERM@60"] if how == "time_limit" else []
-    job = submit_training(slurm, tmp_path, "checkpoint.every_steps=0", options=options)
+    """By ``scancel``, or by ``--signal`` before its time limit: 20 to 80 s after the start, since Slurm may be a minute early."""
+    run, steps, options = tmp_path / "run", STEPS, []
+    if how == "time_limit":
+        steps, options = 4000, ["--time=3", "--signal=TERM@100"]
+    job = submit_training(slurm, tmp_path, "checkpoint.every_steps=0", f"training.max_steps={steps}", options=options)
     if how == "scancel":
         job.wait_until(lambda: last_step(run) >= 20, TRAINING_SECONDS)
         job.signal("TERM")
@@ -140,4 +141,6 @@ def test_a_job_that_is_told_to_stop_saves_its_last_step_and_goes_on(
     assert saved == last_step(run)
     job.wait_for("COMPLETED", TRAINING_SECONDS)
     assert f"from step {saved}" in job.log()
-    assert losses(run) == pytest.approx(one_host, rel=1e-6)
+    found = losses(run)
+    assert list(found) == list(range(1, steps + 1))
+    assert {step: found[step] for step in one_host} == pytest.approx(one_host, rel=1e-6)
