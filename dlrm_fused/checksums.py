@@ -62,8 +62,10 @@ def from_hex(text: str) -> NDArray[np.uint64]:
 class CheckedBytes:
     """Bytes of a mapped file whose blocks are checked when they are first read. Any thread may check.
 
-    Args:
+    Attributes:
         data: [bytes].
+
+    Args:
         sums: [blocks], of :func:`block_sums` with the same algorithm.
 
     Raises:
@@ -73,7 +75,7 @@ class CheckedBytes:
     def __init__(self, data: NDArray[np.uint8], sums: NDArray[np.uint64], algorithm: str = XXH3) -> None:
         if len(sums) != -(-data.size // BLOCK_BYTES):
             raise ValueError(f"{len(sums)} checksums for {data.size} bytes")
-        self._data = data
+        self.data = data
         self._sums, self._algorithm = sums, algorithm
         self._unchecked = np.ones(len(sums), bool)
         self._left = len(sums)
@@ -99,7 +101,7 @@ class CheckedBytes:
     def _check_run(self, first: int, stop: int) -> bool:
         if not self._unchecked[first:stop].any():
             return True
-        data = self._data[first * BLOCK_BYTES : stop * BLOCK_BYTES]
+        data = self.data[first * BLOCK_BYTES : stop * BLOCK_BYTES]
         if (block_sums(data, self._algorithm) != self._sums[first:stop]).any():
             return False
         with self._lock:

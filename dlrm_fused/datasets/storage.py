@@ -6,42 +6,58 @@ a team of OpenMP threads to each thread of a loader.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from dlrm_fused.checksums import BLOCK_BYTES, CHECKSUMS_FILE, CheckedBytes, Checksums, damaged
+from dlrm_fused.checksums import BLOCK_BYTES, CHECKSUMS_FILE, CheckedBytes, Checksums, damaged, map_bytes
 from dlrm_fused.datasets.schema import SparseFeature
 from dlrm_fused.datasets.transformation import PREPARE_AGAIN, file_stem
 from dlrm_fused.errors import DataError
 
 # Bytes that the header of any ``.npy`` file has at least; to check them checks the first block of the file.
 _HEADER_BYTES = 128
+_LONGEST_HEADER = 2**16 + 12  # of format 1.0
 
 
-def map_array(path: Path, shape: Sequence[int | None], dtypes: Sequence[str]) -> NDArray[Any]:
+def map_array(
+    path: Path, shape: Sequence[int | None], dtypes: Sequence[str], data: NDArray[np.uint8] | None = None
+) -> NDArray[Any]:
     """Map a ``.npy`` file.
 
     Args:
         path: the file.
         shape: what it must be; None is any number.
         dtypes: names of the NumPy types it may have.
+        data: its bytes, if it is mapped already. Each mapping keeps a file open.
 
     Raises:
         DataError: names the file, if it is missing, truncated, or of another shape or type.
     """
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        array = _array_in(map_bytes(path) if data is None else data)
     except FileNotFoundError:
         raise DataError(f"{path}: missing") from None
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{path}: damaged or truncated ({error}); make it again") from None
     check_array(array, str(path), shape, dtypes)
-    return np.asarray(array)
+    return array
+
+
+def _array_in(data: NDArray[np.uint8]) -> NDArray[Any]:
+    """The array in the bytes of a ``.npy`` file, not copied. Raises ValueError or TypeError if they hold none."""
+    header = io.BytesIO(data[:_LONGEST_HEADER].tobytes())
+    version = npy.read_magic(header)
+    shape, is_fortran_order, dtype = (npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0)(header)
+    if dtype.hasobject:
+        raise ValueError("it holds Python objects")
+    return np.ndarray(shape, dtype, data, header.tell(), order="F" if is_fortran_order else "C")
 
 
 @dataclass(frozen=True)
@@ -66,7 +82,7 @@ class SetFolder:
             checked = self.checksums.checked(self.root, name, DataError, PREPARE_AGAIN)
             if not checked.check(0, _HEADER_BYTES):
                 raise DataError(damaged(path, CHECKSUMS_FILE, PREPARE_AGAIN))
-        return CheckedRows(path, map_array(path, shape, dtypes), checked)
+        return CheckedRows(path, map_array(path, shape, dtypes, checked.data if checked else None), checked)
 
 
 class CheckedRows:

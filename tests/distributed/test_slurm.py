@@ -128,7 +128,7 @@ def test_a_cluster_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_a_job_that_is_told_to_stop_saves_its_last_step_and_goes_on(
     slurm: Slurm, tmp_path: Path, one_host: Mapping[int, float], how: str
 ) -> None:
-    """By ``scancel``, or by ``--signal`` before its time limit: 20 to 80 s after the start, since Slurm may be a minute early."""
+    """By ``scancel``, or by ``--signal`` before its time limit, 20 to 80 s after the start: Slurm may be a minute early."""
     run, steps, options = tmp_path / "run", STEPS, []
     if how == "time_limit":
         steps, options = 4000, ["--time=3", "--signal=TERM@100"]

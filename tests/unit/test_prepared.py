@@ -1,6 +1,7 @@
 """Reading prepared sets, and refusing damaged ones with the file or feature at fault."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +103,17 @@ def test_a_missing_file_is_named_when_the_set_is_opened(folder: Path, name: str)
     (folder / "test" / name).unlink()
     with pytest.raises(DataError, match=rf"test/{name}: missing"):
         PreparedDataset(folder)
+
+
+def test_a_file_is_open_once(folder: Path) -> None:
+    """A process may open 1,024 files as a rule, and a set may have hundreds of features."""
+    write_prepared_set(folder)
+    before = set(os.listdir("/proc/self/fd"))
+    dataset = PreparedDataset(folder)
+    opened = [os.readlink(f"/proc/self/fd/{number}") for number in set(os.listdir("/proc/self/fd")) - before]
+    of_set = [path for path in opened if path.startswith(str(folder))]
+    assert len(of_set) == len(set(of_set)) > len(FILES)
+    del dataset
 
 
 @pytest.mark.parametrize("size", [0, 20, -1])

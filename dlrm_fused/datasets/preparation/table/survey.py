@@ -28,7 +28,8 @@ from dlrm_fused.datasets.values import NONE, NullMarkers
 
 _NO_LENGTH = 2**31 - 1  # longer than any
 # Texts that programs write for a missing value. Each may also be a real value: NA is Namibia, too.
-_SUSPECTS = r"\N NULL Null null NA N/A n/a <NA> #N/A NaN nan None (null) ? -".split() + ["\u2013", "\u2014"]  # dashes
+_DASHES = ("-", "\u2013", "\u2014")
+_SUSPECTS = ("\\N", "NULL", "Null", "null", "NA", "N/A", "n/a", "<NA>", "#N/A", "NaN", "nan", "None", "(null)", "?", *_DASHES)
 
 
 @dataclass(frozen=True)
