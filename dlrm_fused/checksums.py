@@ -136,7 +136,7 @@ class Checksums:
         owner: what the files belong to, such as a run and a step. Code that knows the owner compares it.
         files: by their paths within the folder.
         algorithm: ``XXH3`` or ``CRC32``.
-        own_sum: CRC-32 of what is above, so that damage of these sums is not taken for damage of the files; set when written.
+        own_sum: CRC-32 of all else here, so that damage of these sums is not taken for damage of the files; set when written.
     """
 
     owner: dict[str, Any]

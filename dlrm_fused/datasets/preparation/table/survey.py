@@ -27,8 +27,8 @@ from dlrm_fused.datasets.transformation import DenseKind, SparseColumn, Values, 
 from dlrm_fused.datasets.values import NONE, NullMarkers
 
 _NO_LENGTH = 2**31 - 1  # longer than any
-# Texts that programs write for a missing value. Each may also be a real value: NA is Namibia, too.
 _DASHES = ("-", "\u2013", "\u2014")
+# Texts that programs write for a missing value. Each may also be a real value: NA is Namibia, too.
 _SUSPECTS = ("\\N", "NULL", "Null", "null", "NA", "N/A", "n/a", "<NA>", "#N/A", "NaN", "nan", "None", "(null)", "?", *_DASHES)
 
 
@@ -40,8 +40,7 @@ class Question:
         counted: names of the sparse columns whose values are counted.
         sample_weight: empty where rows have no weights.
         nulls: values of dense and sparse columns that are missing ones.
-        escaped_quote: a quote behind an escape character, as values hold it where ``--escape`` does not name that; empty if the
-            files are not of text.
+        escaped_quote: a quote behind a backslash, as values hold it where ``--escape`` names none; empty if no file is text.
     """
 
     labels: tuple[str, ...]
