@@ -26,7 +26,8 @@ CHECKSUMS_FILE = "checksums.json"
 BLOCK_BYTES = 1 << 18
 XXH3, CRC32 = "xxh3_64", "crc32"
 _FORMAT_VERSION = 1
-PIECE_BYTES = 8 * BLOCK_BYTES  # one thread checks so many bytes at a time; more would not stay in a cache
+_PIECE_BLOCKS = 8  # one thread checks so many at a time; more would not stay in a cache
+PIECE_BYTES = _PIECE_BLOCKS * BLOCK_BYTES
 THREADS = 4  # that read a file: few enough that the disk's reading ahead still sees an order
 
 
@@ -64,6 +65,7 @@ class CheckedBytes:
 
     Attributes:
         data: [bytes].
+        blocks: their number.
 
     Args:
         sums: [blocks], of :func:`block_sums` with the same algorithm.
@@ -75,7 +77,7 @@ class CheckedBytes:
     def __init__(self, data: NDArray[np.uint8], sums: NDArray[np.uint64], algorithm: str = XXH3) -> None:
         if len(sums) != -(-data.size // BLOCK_BYTES):
             raise ValueError(f"{len(sums)} checksums for {data.size} bytes")
-        self.data = data
+        self.data, self.blocks = data, len(sums)
         self._sums, self._algorithm = sums, algorithm
         self._unchecked = np.ones(len(sums), bool)
         self._left = len(sums)
@@ -90,13 +92,23 @@ class CheckedBytes:
         return begin >= end or self._check_run(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES))
 
     def check_blocks(self, blocks: NDArray[np.int64]) -> bool:
-        """Whether these blocks, given in any order and as often as it comes, are as they were written."""
+        """Whether these blocks, given in any order and as often as it comes, are as they were written.
+
+        Several threads check where there are many.
+        """
         if self.all_checked:
             return True
         new = np.unique(blocks[self._unchecked[blocks]])
-        # Neighbours are checked together.
-        runs = np.split(new, np.flatnonzero(np.diff(new) > 1) + 1) if new.size else ()
-        return all(self._check_run(int(run[0]), int(run[-1]) + 1) for run in runs)
+        # Neighbours are checked together, up to a piece.
+        pieces = np.split(new, np.flatnonzero((np.diff(new) > 1) | (new[1:] % _PIECE_BLOCKS == 0)) + 1) if new.size else []
+
+        def check(piece: NDArray[np.int64]) -> bool:
+            return self._check_run(int(piece[0]), int(piece[-1]) + 1)
+
+        if new.size <= _PIECE_BLOCKS:
+            return all(map(check, pieces))
+        with ThreadPoolExecutor(THREADS) as pool:  # hashes do not hold Python's lock
+            return all(pool.map(check, pieces))
 
     def _check_run(self, first: int, stop: int) -> bool:
         if not self._unchecked[first:stop].any():
@@ -204,14 +216,9 @@ class Checksums:
         Raises:
             error: it is not as it was written.
         """
-        checked, size = self.checked(folder, name, error, remedy), self.files[name].bytes
-
-        def is_intact(begin: int) -> bool:
-            return checked.check(begin, min(begin + PIECE_BYTES, size))
-
-        with ThreadPoolExecutor(THREADS) as pool:  # hashes do not hold Python's lock
-            if not all(pool.map(is_intact, range(0, size, PIECE_BYTES))):
-                raise error(damaged(folder / name, CHECKSUMS_FILE, remedy))
+        checked = self.checked(folder, name, error, remedy)
+        if not checked.check_blocks(np.arange(checked.blocks)):
+            raise error(damaged(folder / name, CHECKSUMS_FILE, remedy))
 
 
 def damaged(path: Path, record: str, remedy: str) -> str:

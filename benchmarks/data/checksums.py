@@ -11,6 +11,7 @@ its first requests amount to.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -94,6 +95,7 @@ def _exported_tables(folder: Path, mebibytes: int) -> dict[str, Callable[[], obj
 
 
 def _drop_from_page_cache(folder: Path) -> None:
+    gc.collect()  # what is still mapped would stay in the cache
     for path in folder.rglob("*.*"):
         if path.is_file():
             with path.open("rb") as file:
