@@ -12,8 +12,8 @@
 FROM python:3.12.12-slim AS serve
 RUN useradd --create-home --uid 10001 server
 WORKDIR /app
-COPY requirements/cpu.txt requirements/serve.txt requirements/
-RUN grep '^torch==' requirements/cpu.txt > requirements/torch.txt \
+COPY requirements/stacks/2.14.txt requirements/serve.txt requirements/
+RUN grep '^torch==' requirements/2.14.txt > requirements/torch.txt \
     && pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu -r requirements/torch.txt -r requirements/serve.txt
 # Owned by the user of the service, who could not read what a strict umask has checked out.
 COPY --chown=10001 dlrm_fused/__init__.py dlrm_fused/checksums.py dlrm_fused/deprecated.py dlrm_fused/errors.py \
@@ -26,7 +26,7 @@ USER 10001
 EXPOSE 8000
 ENTRYPOINT ["python", "-m", "dlrm_fused.serve", "--model", "/model", "--host", "0.0.0.0"]
 
-# The CUDA release of requirements/cuda.txt's torch, whose wheels bring the CUDA libraries; Ubuntu's Python is 3.12.
+# The CUDA release of the newest stack's torch, whose wheels bring the CUDA libraries; Ubuntu's Python is 3.12.
 FROM nvidia/cuda:13.0.2-base-ubuntu24.04 AS train
 
 # Triton compiles launchers with a C compiler.

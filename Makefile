@@ -7,7 +7,8 @@
 # make test-fast   unit tests alone, for work in progress
 # make lint    linters and type checks alone; `make format` mends what can be mended
 #
-# Variables: PYTHON (3.11 or 3.12), DEVICE (cpu or cuda; found by nvidia-smi), NPROC (ranks of `make train`).
+# Variables: PYTHON (3.11 or newer), DEVICE (cpu or cuda; found by nvidia-smi), STACK (a release of torch with what belongs to
+# it, of requirements/stacks, such as 2.13; the newest that can be had), NPROC (ranks of `make train`).
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -19,8 +20,6 @@ INSTALL = $(PIP) install --quiet --no-compile
 GPUS   := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU ')
 DEVICE ?= $(if $(filter 0,$(GPUS)),cpu,cuda)
 NPROC  ?= $(if $(filter 1,$(GPUS)),1,2)
-# Where torch's CPU build is; PyPI holds the CUDA build only.
-CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 # Ranks of one machine share its cores.
 export OMP_NUM_THREADS ?= $(shell n=$$(( $$(nproc) / $(NPROC) )); echo $$(( n > 1 ? n : 1 )))
@@ -89,15 +88,14 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/packages-cpu: requirements/base.txt requirements/cpu.txt requirements/torchrec.txt | $(BIN)/python
-	$(INSTALL) -r requirements/cpu.txt 2>$(VENV)/pip.log || \
-	    $(INSTALL) --extra-index-url $(CPU_INDEX) -r requirements/cpu.txt
-	$(INSTALL) --no-deps -r requirements/torchrec.txt
+$(VENV)/packages-$(DEVICE): requirements/base.txt requirements/$(DEVICE).txt requirements/install.sh \
+    $(wildcard requirements/stacks/*) $(if $(STACK),$(VENV)/stack-$(STACK)) | $(BIN)/python
+	requirements/install.sh $(abspath $(BIN)/python) $(DEVICE) $(STACK)
 	touch $@
 
-$(VENV)/packages-cuda: requirements/base.txt requirements/cuda.txt requirements/torchrec.txt | $(BIN)/python
-	$(INSTALL) -r requirements/cuda.txt
-	$(INSTALL) --no-deps -r requirements/torchrec.txt
+# Another STACK than before installs anew; none keeps what is there.
+$(VENV)/stack-$(STACK): | $(BIN)/python
+	rm -f $(VENV)/stack-*
 	touch $@
 
 $(VENV)/setup-$(DEVICE): pyproject.toml $(VENV)/packages-$(DEVICE)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import dlrm_fused
+from dlrm_fused.compat.names import PRIVATE_NAMES, missing_names
 
 PACKAGE = Path(dlrm_fused.__file__).parent
 LIBRARIES = {"torch", "torchrec", "fbgemm_gpu", "triton", "omegaconf"}
@@ -159,3 +160,29 @@ def test_what_operators_import_of_compat_knows_neither_torchrec_nor_fbgemm():
         tree = ast.parse(_source(f"dlrm_fused.compat.{name}"))
         imported = {path.split(".")[0] for path in _imported_paths(tree)}
         assert imported & LIBRARIES == {name}
+
+
+def test_the_list_of_private_names_has_those_that_are_used():
+    """What we only set is not looked for."""
+    listed = {part for place in PRIVATE_NAMES for part in place.replace(":", ".").split(".")}.union(*PRIVATE_NAMES.values())
+    for path in (PACKAGE / "compat").glob("*.py"):
+        used = {name.split(".")[-1] for name in private_names(path.read_text())}
+        assert used - listed <= {"_dynamo", "_optimizer_classes", "_optimizer_kwargs"}, path.name
+
+
+def test_the_installed_libraries_have_all_private_names():
+    assert missing_names() == []
+
+
+@pytest.mark.parametrize(
+    ("place", "names", "missing"),
+    [
+        ("torch", ("_gone",), "torch._gone"),
+        ("torchrec.gone", (), "torchrec.gone"),
+        ("torchrec.distributed.embeddingbag:Gone", ("_env",), "torchrec.distributed.embeddingbag:Gone"),
+        ("torchrec.distributed:TrainPipelineSparseDist", ("_gone",), "torchrec.distributed.TrainPipelineSparseDist._gone"),
+    ],
+)
+def test_a_private_name_that_has_moved_is_named(place, names, missing, monkeypatch):
+    monkeypatch.setattr("dlrm_fused.compat.names.PRIVATE_NAMES", {place: names})
+    assert missing_names() == [missing]

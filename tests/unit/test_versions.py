@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 
@@ -12,11 +13,34 @@ from dlrm_fused.versions import VERSION_SETS, VersionError, check_version_set, c
 
 GPU_MACHINE = {"torch": "2.11.0+cu130", "torchrec": "1.6.1", "fbgemm-gpu": "1.6.0", "triton": "3.6.0"}
 CPU_MACHINE = {"torch": "2.13.0+cpu", "torchrec": "1.8.0", "fbgemm-gpu": "1.8.0+cpu", "triton": "3.7.1"}
+NEWEST = {"torch": "2.14.1", "torchrec": "1.9.2", "fbgemm-gpu": "1.9.0", "triton": "3.8.0"}
+UNKNOWN = {"torch": "2.15.0", "torchrec": "1.10.1", "fbgemm-gpu": "1.10.0", "triton": "3.9.0"}
 
 
-@pytest.mark.parametrize("installed", [GPU_MACHINE, CPU_MACHINE])
+@pytest.mark.parametrize("installed", [GPU_MACHINE, CPU_MACHINE, NEWEST])
 def test_sets_that_belong_together_pass(installed: dict[str, str | None]) -> None:
-    check_version_set(installed)
+    assert check_version_set(installed) is None
+
+
+@pytest.mark.parametrize("installed", [UNKNOWN, {**UNKNOWN, "torchrec": None}, {**UNKNOWN, "triton": "4.0"}])
+def test_a_set_that_fits_by_its_numbers_is_warned_of_with_what_was_tested(
+    installed: dict[str, str | None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("dlrm_fused.versions.installed_versions", lambda: installed)
+    with caplog.at_level(logging.WARNING, "dlrm_fused"):
+        check_versions()
+    (line,) = caplog.messages
+    torchrec = installed["torchrec"] or "of unknown version"
+    assert line.startswith(f"nobody has tested torch 2.15.0, torchrec {torchrec}, fbgemm-gpu 1.10.0, triton ")
+    assert "tested are torch 2.11, torchrec 1.6" in line
+    assert "or torch 2.14, torchrec 1.9, fbgemm-gpu 1.9, triton 3.8" in line
+
+
+def test_an_untested_set_without_a_private_name_is_refused_by_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dlrm_fused.versions.installed_versions", lambda: UNKNOWN)
+    monkeypatch.setattr("dlrm_fused.versions.missing_names", lambda: ["torch._foreach_copy_"])
+    with pytest.raises(VersionError, match=r"^nobody has tested torch 2\.15\.0.*; missing: torch\._foreach_copy_\. "):
+        check_versions()
 
 
 def test_the_packages_of_this_environment_belong_together() -> None:
@@ -28,7 +52,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
     package: str, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(VersionError, match=rf"^not installed: {package}; .*`pip install --no-deps 'torchrec>=1.8,<1.9'`$"):
+    with pytest.raises(VersionError, match=rf"^not installed: {package}; .*`pip install --no-deps 'torchrec>=1.9,<1.10'`$"):
         check_versions()
 
 
@@ -38,7 +62,8 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
         ("torchrec", "1.9.2", "1.8"),
         ("fbgemm-gpu", "1.6.0", "1.8"),
         ("triton", "3.8.0", "3.7"),
-        ("torch", "2.15.0", "2.13"),
+        ("torch", "2.15.0", "2.13"),  # which needs TorchRec 1.10
+        ("torch", "2.10.0", "2.13"),
     ],
 )
 def test_the_wrong_package_is_named_with_both_versions(package: str, version: str, wanted: str) -> None:
@@ -54,8 +79,8 @@ def test_torch_decides_when_halves_of_two_sets_are_installed() -> None:
 
 def test_a_package_without_a_version_is_not_checked() -> None:
     check_version_set({**GPU_MACHINE, "fbgemm-gpu": None})
-    with pytest.raises(VersionError, match=r"^torch is 2.12.0, wanted 2.11.\*"):
-        check_version_set({**GPU_MACHINE, "fbgemm-gpu": None, "torch": "2.12.0"})
+    with pytest.raises(VersionError, match=r"^torch is 2.10.0, wanted 2.11.\*"):
+        check_version_set({**GPU_MACHINE, "fbgemm-gpu": None, "torch": "2.10.0"})
 
 
 def test_a_copied_module_without_metadata_is_asked_for_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,10 +90,10 @@ def test_a_copied_module_without_metadata_is_asked_for_its_version(tmp_path: Pat
     assert installed_version("not_installed_at_all") is None
 
 
-def test_the_pins_of_make_setup_are_a_tested_set() -> None:
-    requirements = Path(__file__).parents[2] / "requirements"
-    for device in ("cpu", "cuda"):
-        lines = "\n".join((requirements / f"{name}.txt").read_text() for name in ("base", device, "torchrec"))
-        pins = [Requirement(line) for line in lines.splitlines() if line and line[0] not in "#-"]
-        by_name = {pin.name.removesuffix("-cpu"): str(pin.specifier).removeprefix("==") for pin in pins}
-        check_version_set({package: by_name[package] for package in VERSION_SETS[0]})
+@pytest.mark.parametrize("known", VERSION_SETS, ids=lambda known: known["torch"])
+def test_the_pins_of_each_stack_of_make_setup_are_a_tested_set(known: dict[str, str]) -> None:
+    lines = (Path(__file__).parents[2] / "requirements" / "stacks" / f"{known['torch']}.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if line and line[0] != "#"]
+    releases = {pin.name: str(pin.specifier).removeprefix("==") for pin in pins}
+    assert releases.pop("fbgemm-gpu-cpu") == releases["fbgemm-gpu"]
+    assert {name: ".".join(version.split(".")[:2]) for name, version in releases.items()} == known

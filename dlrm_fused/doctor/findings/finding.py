@@ -30,6 +30,7 @@ NAMES = frozenset(
         "rank-failed",
         "release-differs",
         "version-set",
+        "version-untested",
         "versions-differ",
         "host-name-twice",
         "too-few-gpus",

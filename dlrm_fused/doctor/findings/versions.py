@@ -14,10 +14,14 @@ _SAME_PACKAGES = "use the same .venv or container image on all hosts"
 def _sets(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     for versions, alike in group_by(ranks, lambda facts: tuple(facts.versions.items())).items():
         try:
-            check_installed(dict(versions))
+            untested = check_installed(dict(versions))
         except VersionError as error:
             what = f"{hosts(alike)}: {error}"
             yield Finding("version-set", Level.broken, numbers(alike), what, "install one set on all hosts: `make setup`")
+            continue
+        if untested:
+            advice = "compare losses with those of a tested set, which `make setup` installs"
+            yield Finding("version-untested", Level.note, numbers(alike), f"{hosts(alike)}: {untested}", advice)
 
 
 def _packages(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
