@@ -28,7 +28,7 @@ from dlrm_fused.training import trainer
 from dlrm_fused.training.runtime import ErrorStore, Rank, process_group
 from tests.distributed.fbgemm_adam import provide_adam_on_the_cpu
 from tests.distributed.launch import losses, run_ranks, small_config, summary
-from tests.distributed.test_fused_sharder import CPU, MEAN, Table, World, _run_both, _tables, batches, build, optimizer_of
+from tests.distributed.test_fused_sharder import CPU, MEAN, Table, World, _run_both, batches, build, optimizer_of, tables_of
 
 OF_ADAM = {"learning_rate": 0.01, "eps": 1e-8, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
 ADAMS = {
@@ -104,7 +104,7 @@ def _with_changes_of_sharder(world: World) -> tuple[list[Tensor], list[Tensor]]:
     torchrecs, ours = EmbeddingBagCollectionSharder, FusedEmbeddingBagCollectionSharder
     with process_group(Rank.from_environment(), CPU):
         alone = build(world, torchrecs(dict(world.optimizer)))
-        expected = [*train(alone, batches(world, STEPS)), *_tables(alone)]
+        expected = [*train(alone, batches(world, STEPS)), *tables_of(alone)]
         observed: list[Tensor] = []
         before = None
         for number, sharder in enumerate((torchrecs, ours, torchrecs)):
@@ -116,7 +116,7 @@ def _with_changes_of_sharder(world: World) -> tuple[list[Tensor], list[Tensor]]:
             found = train(model, batches(world, STEPS)[2 * number :][:2])
             observed += found[:2]
             before = model
-        return [*observed, *found[2:], *_tables(model)], expected
+        return [*observed, *found[2:], *tables_of(model)], expected
 
 
 # Set before a step, or while it waits for its backward pass, which FBGEMM runs with the numbers of its forward pass.

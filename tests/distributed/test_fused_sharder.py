@@ -84,7 +84,7 @@ class Towers(nn.Module):
     def __init__(self, world: World) -> None:
         super().__init__()
         self.collections = nn.ModuleList(
-            EmbeddingBagCollection([_config(m, t, table) for t, table in enumerate(tables)], is_weighted=world.weighted)
+            EmbeddingBagCollection([config_of(m, t, table) for t, table in enumerate(tables)], is_weighted=world.weighted)
             for m, tables in enumerate(world.modules)
         )
         width = sum(
@@ -102,7 +102,7 @@ class Towers(nn.Module):
         return cast(Tensor, self.over(self.embeddings(features)).sigmoid().square().mean())
 
 
-def _config(module: int, number: int, table: Table) -> EmbeddingBagConfig:
+def config_of(module: int, number: int, table: Table) -> EmbeddingBagConfig:
     name = f"table_{module}_{number}"
     return EmbeddingBagConfig(
         name=name,
@@ -113,7 +113,7 @@ def _config(module: int, number: int, table: Table) -> EmbeddingBagConfig:
     )
 
 
-def _sharding(table: Table, ranks: int) -> Callable[..., Any]:
+def sharding_of(table: Table, ranks: int) -> Callable[..., Any]:
     if table.sharding == "column_wise":
         return column_wise(ranks=[rank % ranks for rank in range(table.dim // 4)], compute_kernel=table.kernel)
     if table.sharding == "table_wise":
@@ -133,7 +133,7 @@ def build(
         {
             f"collections.{m}": construct_module_sharding_plan(
                 cast(EmbeddingBagCollection, model.collections[m]),
-                {f"table_{m}_{t}": _sharding(table, world.ranks) for t, table in enumerate(tables)},
+                {f"table_{m}_{t}": sharding_of(table, world.ranks) for t, table in enumerate(tables)},
                 cast(ModuleSharder[nn.Module], RowWiseToo(sharder)),
                 local_size=world.ranks,
                 world_size=world.ranks,
@@ -212,7 +212,7 @@ def _run_both(world: World, course: Course) -> tuple[list[Tensor], list[Tensor]]
             model = build(world, sharder)
             assert_paths(model, world)
             observed = course(model, world)
-            results.append([*observed, *_tables(model)])
+            results.append([*observed, *tables_of(model)])
     return results[0], results[1]
 
 
@@ -225,7 +225,7 @@ def assert_paths(model: DistributedModelParallel, world: World) -> None:
             assert path == (world.options.get("mode", "fused") if covered else "torchrec: sharding type data_parallel")
 
 
-def _tables(model: DistributedModelParallel) -> list[Tensor]:
+def tables_of(model: DistributedModelParallel) -> list[Tensor]:
     """Weights of all local shards, and the state of their optimizer."""
     shards = [shard.tensor for w in model.state_dict().values() if hasattr(w, "local_shards") for shard in w.local_shards()]
     states = [

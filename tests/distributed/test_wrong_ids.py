@@ -16,7 +16,7 @@ from dlrm_fused.ops.embedding_all_to_all import DistinctRows
 from dlrm_fused.sharding import FusedEmbeddingBagCollectionSharder
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import on_hosts, run_ranks
-from tests.distributed.test_fused_sharder import ADAGRAD, CPU, ROWS, Table, World, _tables, build
+from tests.distributed.test_fused_sharder import ADAGRAD, CPU, ROWS, Table, World, build, tables_of
 
 TWO_HOSTS = (0, 1)
 WORLD = World(((Table("table_wise", 4, rank=1), Table("table_wise", 4, rank=0)),), batch_sizes=(3, 3))
@@ -44,7 +44,7 @@ def train_on(ids: list[Ids], mode: str) -> tuple[list[Tensor], list[Tensor], boo
             features = KeyedJaggedTensor(["feature_0", "feature_1"], values, lengths=lengths)
             output = get_unwrapped_module(model).collections[0](features).values()
             (output * torch.tensor(GRADIENTS)[:, None]).sum().backward()
-            results.append([output.detach().clone(), *_tables(model)])
+            results.append([output.detach().clone(), *tables_of(model)])
     return results[0], results[1], found.called
 
 
