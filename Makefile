@@ -3,6 +3,7 @@
 # make test    setup, linters, type checks and tests of every feature (no GPU needed)
 # make test-all    the same with the tests marked `slow`: long soaks, exhaustive cases; the sharder with interpreted kernels;
 #                  what .ci/run does
+# make test-stack  the tests that tell most about a release of torch: with STACK and VENV of its own, what .ci/run does beside
 # make test-hosts  what takes minutes on several hosts (network namespaces, Slurm), as root; not part of test-all
 # make test-fast   unit tests alone, for work in progress
 # make lint    linters and type checks alone; `make format` mends what can be mended
@@ -32,7 +33,7 @@ PYTEST = $(BIN)/python -m pytest --dist loadgroup --no-loadscope-reorder
 WITHOUT_KERNELS = $(PYTEST) $(1) -m "not interpreted$(2)"
 WITH_KERNELS = TRITON_INTERPRET=1 $(PYTEST) -n 2 -m "$(1)"
 
-.PHONY: packages setup setup-dev train test test-all test-hosts test-fast lint format clean $(addsuffix -without-kernels,test test-all) \
+.PHONY: packages setup setup-dev train test test-all test-stack test-hosts test-fast lint format clean $(addsuffix -without-kernels,test test-all) \
     $(addsuffix -with-kernels,test test-all)
 
 packages: $(VENV)/packages-$(DEVICE)
@@ -59,6 +60,13 @@ test-all-without-kernels:
 test-all-with-kernels: export CHECK_OVERFLOW = 1
 test-all-with-kernels:
 	$(call WITH_KERNELS,(interpreted or also_interpreted) and not exhaustive)
+
+# Unit tests, interpreted operators, and the sharder, checkpoints and compiled training of several ranks.
+test-stack: setup-dev
+	$(PYTEST) -n 2 --core-per-worker -m "not interpreted and not slow and not exhaustive" tests/unit \
+	    $(addprefix tests/distributed/test_,$(addsuffix .py,checkpoint compiled_training drop_in fused_checkpoint fused_parity \
+	    fused_sharder torchrec_own_tests torchrec_pipelines))
+	TRITON_INTERPRET=1 $(PYTEST) -n 2 -m "interpreted and not slow and not exhaustive" tests/ops
 
 # One test at a time: hosts that wait for each other take turns badly with others.
 test-hosts: setup-dev

@@ -1,4 +1,4 @@
-"""Undocumented attributes of FBGEMM's lookup (table batched embeddings, TBE), 1.6 and 1.8."""
+"""Undocumented attributes of FBGEMM's lookup (table batched embeddings, TBE), 1.6, 1.8 and 1.9."""
 
 from __future__ import annotations
 

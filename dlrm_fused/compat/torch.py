@@ -1,4 +1,4 @@
-"""Private names of PyTorch, 2.11 and 2.13."""
+"""Private names of PyTorch, 2.11, 2.13 and 2.14."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Private names of TorchRec, 1.6 and 1.8: what its sharded modules, their lookups and its pipeline keep to themselves."""
+"""Private names of TorchRec, 1.6, 1.8 and 1.9: what its sharded modules, their lookups and its pipeline keep to themselves."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from setuptools import find_packages
 
 import dlrm_fused
 from dlrm_fused.config import load_config
+from dlrm_fused.versions import VERSION_SETS
 from tests.conftest import reason_to_skip
 
 ROOT = Path(__file__).parents[2]
@@ -86,10 +87,19 @@ def test_make_train_runs_the_quickstart_on_two_ranks() -> None:
     assert commands[-2].endswith("data/prepare.py movielens --source recbole --output data/movielens-100k")
 
 
-def test_continuous_integration_runs_make_test() -> None:
+def test_continuous_integration_runs_make_test_and_its_most_telling_part_on_the_newest_stack() -> None:
     script = ROOT / ".ci/run"
     assert os.access(script, os.X_OK)
-    assert script.read_text().rstrip().endswith("\nmake test-all")
+    newest = VERSION_SETS[-1]["torch"]
+    assert script.read_text().endswith(f"\nmake test-all\nmake test-stack VENV=.venv-newest STACK={newest}\n")
+
+
+def test_what_is_tested_on_each_stack_is_there() -> None:
+    dry_run = ["make", "--no-print-directory", "--dry-run", "test-stack", "DEVICE=cpu"]
+    commands = subprocess.run(dry_run, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    paths = re.findall(r"\btests/[\w/.]+", commands)
+    assert len(paths) > 8
+    assert all((ROOT / path).exists() for path in paths)
 
 
 MARKS = ["slow", "exhaustive", "interpreted", "also_interpreted", "gpu"]
