@@ -34,7 +34,8 @@ if [ "$device" = cpu ]; then
 fi
 if [ -z "$taken" ]; then
     taken=${stacks[0]}
-    install_from "$taken"  # the CUDA build, which runs on CPUs too
+    [ "$device" = cuda ] || echo "torch $taken: taking its CUDA build, which is larger and runs on CPUs too"
+    install_from "$taken"
 fi
 pip_install --constraint "stacks/$taken.txt" --no-deps torchrec
 echo "installed torch $taken and what belongs to it"
