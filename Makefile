@@ -4,7 +4,7 @@
 # make test-all    the same with the tests marked `slow`: long soaks, exhaustive cases; the sharder with interpreted kernels;
 #                  what .ci/run does
 # make test-stack  the tests that tell most about a release of torch: with STACK and VENV of its own, what .ci/run does beside
-# make test-hosts  what takes minutes on several hosts (network namespaces, Slurm), as root; not part of test-all
+# make test-hosts  what takes longest, most of it on several hosts (network namespaces, Slurm), as root; not part of test-all
 # make test-fast   unit tests alone, for work in progress
 # make lint    linters and type checks alone; `make format` mends what can be mended
 #

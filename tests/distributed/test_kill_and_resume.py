@@ -87,7 +87,11 @@ def test_the_last_checkpoints_and_the_best_are_kept(uninterrupted):
 
 
 @pytest.mark.parametrize(
-    "number", [number if number == 2 else pytest.param(number, marks=pytest.mark.slow) for number in range(10)]
+    "number",
+    [
+        number if number == 2 else pytest.param(number, marks=pytest.mark.slow if number < 5 else pytest.mark.exhaustive)
+        for number in range(10)
+    ],
 )
 def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path, uninterrupted, number):
     """Each run is killed up to three times: at a random step, and, if its number is even, in a random checkpoint.

@@ -10,7 +10,7 @@ import pytest
 from tests.distributed.launch import losses, metrics, summary, train
 
 STEPS = 200
-# Of runs that are quick to compare; all are compared over STEPS in `make test-all`.
+# Of runs that are quick to compare; all are compared over STEPS in `make test-hosts`.
 FEW_STEPS = 28
 RELATIVE_TOLERANCE = 1e-5
 
@@ -74,7 +74,12 @@ def assert_same_losses(run: Path, reference: Path, steps: int = STEPS) -> None:
     ("ranks", "sharding", "model", "optimizer", "steps"),
     [
         pytest.param(*spread, steps, id="-".join(str(part).rsplit("=", 1)[-1] for part in (*spread, steps)), marks=marks)
-        for spreads, steps, marks in ((SPREADS, FEW_STEPS, ()), (SPREADS + MORE_SPREADS, STEPS, pytest.mark.slow))
+        for spreads, steps, marks in (
+            (SPREADS, FEW_STEPS, ()),
+            (MORE_SPREADS, FEW_STEPS, pytest.mark.slow),
+            (SPREADS[:1], STEPS, pytest.mark.slow),
+            (SPREADS[1:] + MORE_SPREADS, STEPS, pytest.mark.exhaustive),
+        )
         for spread in spreads
     ],
 )
