@@ -201,7 +201,7 @@ def test_images_are_pinned_and_run_without_root_and_without_data() -> None:
         assert re.fullmatch(r"(nvidia/cuda|python):\d+\.\d+\.\d+-\S+", base)
         assert re.findall(r"^USER (\S+)$", stage, re.MULTILINE)[-1] not in ("0", "root")
     assert names == ["serve", "train"]  # the last is what is built by default
-    assert {"data/*/", "runs", ".venv", ".git"} <= set((ROOT / ".dockerignore").read_text().split())
+    assert {"data/*/", "runs", ".venv*", ".git"} <= set((ROOT / ".dockerignore").read_text().split())
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
