@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -129,7 +129,7 @@ def open_world(slices_by: str | None = None, ranks_per_host: int = 1) -> Iterato
     symmetric = one_host = symmetric_group(dist.group.WORLD, device)
     if slices_by is not None:
         os.environ.update(DLRM_FUSED_HOST=f"host {rank // ranks_per_host}", DLRM_FUSED_TRANSPORT=slices_by)
-        symmetric = symmetric_group(dist.new_group(range(size)), device)
+        symmetric = symmetric_group(cast(dist.ProcessGroup, dist.new_group(range(size))), device)
     world = World(rank, size, device, symmetric, one_host)
     try:
         yield world

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -136,7 +137,7 @@ def _on_many_ranks(config: Config, schema: DatasetSchema, ranks: int, group_rank
     """The model of rank 0, whose operations and collectives are in turn."""
     in_turn = replace(config, comm=Comm.baseline, training=replace(config.training, compile=Compile.never))
     group = dist.new_group(list(range(group_ranks))) if group_ranks < ranks else dist.group.WORLD
-    return build_model(in_turn, schema, ranks, torch.device("cpu"), group)
+    return build_model(in_turn, schema, ranks, torch.device("cpu"), cast(dist.ProcessGroup, group))
 
 
 class _Load:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -146,4 +146,4 @@ def average_gradients(parameters: Sequence[Tensor], data_parallel: dist.ProcessG
     for gradient in gradients:
         gradient.div_(data_parallel.size())
     for work in [dist.all_reduce(gradient, group=data_parallel, async_op=True) for gradient in gradients]:
-        cast(dist.Work, work).wait()
+        cast(Any, work).wait()  # of which releases of torch have different types
