@@ -108,6 +108,7 @@ def gpu_of(index: int, smi: Smi) -> Gpu:
         nvlinks=None if number is None else smi.nvlinks.get(number),
         topology=_by_uuid(smi.topology.get(f"GPU{number}", {}), smi),
         dmabuf=_has_dmabuf(index),
+        capability=torch.cuda.get_device_capability(index),
     )
 
 

@@ -58,9 +58,7 @@ def make_plan(
         else:
             if not _adds_up_in_hosts(config.embedding):
                 local_world_size = math.gcd(*map(len, hosts.ranks))
-    topology = Topology(
-        world_size=world_size, compute_device=device.type, local_world_size=local_world_size, **memory
-    )
+    topology = Topology(world_size=world_size, compute_device=device.type, local_world_size=local_world_size, **memory)
     try:
         return planner_for(config, schema, topology).collective_plan(model, sharders, dist.GroupMember.WORLD)
     except (PlannerError, RuntimeError) as error:
