@@ -85,13 +85,19 @@ def _device(process_group: dist.ProcessGroup | None, device: torch.device | str 
     return device
 
 
-def _transport(device: torch.device) -> type[SymmetricGroup]:
+def reason_against(device: torch.device) -> str | None:
+    """Why there is no fused communication on devices of this kind; None if there is."""
     if device.type == "cuda" and is_rocm():
-        # All ranks have one build of torch, or no process group.
-        raise CommunicationError(
-            f"device={device}: fused communication is not known to work on AMD's GPUs (torch {torch.__version__} for ROCm "
-            f"{torch.version.hip}), where it has never run; comm=baseline is TorchRec's own path"
+        return (
+            f"fused communication is not known to work on AMD's GPUs (torch {torch.__version__} for ROCm {torch.version.hip}), "
+            "where it has never run; comm=baseline is TorchRec's own path"
         )
+    return None
+
+
+def _transport(device: torch.device) -> type[SymmetricGroup]:
+    if reason := reason_against(device):
+        raise CommunicationError(f"device={device}: {reason}")  # on all ranks, which have one build of torch
     name = os.environ.get(_TRANSPORT_VARIABLE) or _MESSAGES
     if (device.type, name) in _TRANSPORTS:
         return _TRANSPORTS[device.type, name]
