@@ -50,15 +50,12 @@ def make_plan(
     world_size = dist.get_world_size()
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     memory = _memory(device, local_world_size)
-    if config.comm is not Comm.baseline and device.type == "cuda":
-        try:
-            hosts = symmetric_group(dist.GroupMember.WORLD, device).hosts
-        except CommunicationError:  # raised by all ranks, and said where tables are sharded
-            config = replace(config, comm=Comm.baseline)
-        else:
-            if not _adds_up_in_hosts(config.embedding):
-                local_world_size = math.gcd(*map(len, hosts.ranks))
-    topology = Topology(world_size=world_size, compute_device=device.type, local_world_size=local_world_size, **memory)
+    reached = ranks_by_stores(config, device, local_world_size)
+    if reached is None:
+        config = replace(config, comm=Comm.baseline)
+    topology = Topology(
+        world_size=world_size, compute_device=device.type, local_world_size=reached or local_world_size, **memory
+    )
     try:
         return planner_for(config, schema, topology).collective_plan(model, sharders, dist.GroupMember.WORLD)
     except (PlannerError, RuntimeError) as error:
@@ -75,10 +72,26 @@ def make_plan(
         ) from None
 
 
-def _adds_up_in_hosts(embedding: EmbeddingConfig) -> bool:
-    """Whether some tables are told to have a plan of TorchRec's that needs to know how many ranks a machine has."""
+def ranks_by_stores(config: Config, device: torch.device, local_world_size: int) -> int | None:
+    """How many ranks the planner is to take for those of one host: GPUs without peer access are hosts of their own. Collective.
+
+    Args:
+        local_world_size: ranks of this machine.
+
+    Returns:
+        None where all tables run on TorchRec's path, for lack of memory that ranks share.
+    """
+    embedding = config.embedding
     told = {embedding.sharding, *(table.sharding for table in embedding.tables.values())}
-    return not told.isdisjoint({Sharding.table_row_wise, Sharding.grid_shard})
+    if config.comm is Comm.baseline or device.type != "cuda":
+        return local_world_size
+    try:
+        hosts = symmetric_group(dist.GroupMember.WORLD, device).hosts
+    except CommunicationError:  # raised by all ranks, and said where tables are sharded
+        return None
+    # TorchRec adds up partial results of these within a machine.
+    within_machine = not told.isdisjoint({Sharding.table_row_wise, Sharding.grid_shard})
+    return local_world_size if within_machine else math.gcd(*map(len, hosts.ranks))
 
 
 def planner_for(config: Config, schema: DatasetSchema, topology: Topology) -> EmbeddingShardingPlanner:
