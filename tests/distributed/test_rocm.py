@@ -25,9 +25,8 @@ from tests.distributed.test_fused_across_hosts import EXPERTS
 from tests.distributed.test_transformer_training import SETTINGS as TRANSFORMER
 
 STEPS = ["training.max_steps=10"]
-REASON = (
-    f"fused communication is not known to work on AMD's GPUs (torch {torch.__version__} for ROCm 7.1), where it has never run"
-)
+BUILD = f"torch {torch.__version__} for ROCm 7.1"
+REASON = f"fused communication is not known to work on AMD's GPUs ({BUILD}), where it has never run"
 GPU = torch.device("cuda", 0)
 
 

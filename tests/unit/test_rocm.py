@@ -8,7 +8,8 @@ from __future__ import annotations
 import ctypes
 import re
 from pathlib import Path
-from typing import NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from dlrm_fused.doctor.gpus import _has_dmabuf
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.ops.common import early_start
 from dlrm_fused.ops.common.l2_persistence import set_aside
+from dlrm_fused.serving.online import OnlineScorer
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.symmetric.device import uses_kernels
 
@@ -41,8 +43,8 @@ def test_fused_communication_is_refused_in_one_line_that_says_what_to_set() -> N
     with pytest.raises(CommunicationError) as refused:
         symmetric_group(device=GPU)
     assert str(refused.value) == (
-        f"device=cuda:0: fused communication is not known to work on AMD's GPUs (torch {torch.__version__} for ROCm 7.1), where "
-        "it has never run; comm=baseline is TorchRec's own path"
+        f"device=cuda:0: fused communication is not known to work on AMD's GPUs (torch {torch.__version__} for ROCm 7.1), "
+        "where it has never run; comm=baseline is TorchRec's own path"
     )
 
 
@@ -53,18 +55,23 @@ def test_no_kernel_of_ours_runs_but_under_the_interpreter() -> None:
 
 def test_no_launch_starts_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(early_start, "multiprocessors", lambda device: 304)
-    early_start._has_dependent_launches.cache_clear()
-    assert not early_start.starts_early(GPU, programs=1)
-    early_start._has_dependent_launches.cache_clear()
+    # Devices of no other test: what is known of one is kept.
+    assert not early_start.starts_early(torch.device("cuda", 11), programs=1)
     monkeypatch.setattr(torch.version, "hip", None)
-    assert early_start.starts_early(GPU, programs=1)
-    early_start._has_dependent_launches.cache_clear()
+    assert early_start.starts_early(torch.device("cuda", 12), programs=1)
 
 
 def test_no_driver_of_nvidia_is_called() -> None:
     assert not _has_dmabuf(0)
     with pytest.raises(UsageError, match="only the L2 cache of an NVIDIA GPU"), set_aside(GPU):
         pass
+
+
+def test_online_scoring_is_refused() -> None:
+    nothing: Any = None
+    tables: Any = SimpleNamespace(rows=SimpleNamespace(device=GPU, dtype=torch.float32))
+    with pytest.raises(UsageError, match="device=cuda:0: online scoring is not known to work on AMD's GPUs; allowed here: cpu"):
+        OnlineScorer(nothing, nothing, nothing, tables, token_features=[], sparse_features=[], ids_per_bag=1)
 
 
 def test_what_only_nvidia_has_is_in_files_that_the_tests_above_know_of() -> None:
