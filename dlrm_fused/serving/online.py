@@ -97,6 +97,9 @@ class OnlineScorer:
         tables: of all token and sample features.
         token_features, sparse_features: their names, in the order in which the model was trained on them.
         ids_per_bag: the most ids of a bag.
+
+    Raises:
+        UsageError: on AMD's GPUs.
     """
 
     @lasting

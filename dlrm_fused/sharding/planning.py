@@ -81,17 +81,17 @@ def ranks_by_stores(config: Config, device: torch.device, local_world_size: int)
     Returns:
         None where all tables run on TorchRec's path, for lack of memory that ranks share.
     """
-    embedding = config.embedding
-    told = {embedding.sharding, *(table.sharding for table in embedding.tables.values())}
     if config.comm is Comm.baseline or device.type != "cuda":
         return local_world_size
     try:
         hosts = symmetric_group(dist.GroupMember.WORLD, device).hosts
     except CommunicationError:  # raised by all ranks, and said where tables are sharded
         return None
-    # TorchRec adds up partial results of these within a machine.
-    within_machine = not told.isdisjoint({Sharding.table_row_wise, Sharding.grid_shard})
-    return local_world_size if within_machine else math.gcd(*map(len, hosts.ranks))
+    embedding = config.embedding
+    told = {embedding.sharding, *(table.sharding for table in embedding.tables.values())}
+    if told & {Sharding.table_row_wise, Sharding.grid_shard}:  # TorchRec adds up their partial results within a machine
+        return local_world_size
+    return math.gcd(*map(len, hosts.ranks))
 
 
 def planner_for(config: Config, schema: DatasetSchema, topology: Topology) -> EmbeddingShardingPlanner:
