@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import threading
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from dlrm_fused.doctor import gpus
+from dlrm_fused.doctor import architectures, gpus
 from dlrm_fused.doctor.architectures import parse_cuobjdump, runs_on
 from dlrm_fused.doctor.collect import collect_facts
 from dlrm_fused.doctor.command import main
@@ -438,6 +439,23 @@ def test_what_cuobjdump_lists_is_read() -> None:
     assert parse_cuobjdump("cuobjdump info    : No PTX file found to extract from 'a.so'.\n") == []
 
 
+def test_fbgemm_is_looked_into_by_its_smallest_library_that_has_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = {"none.so": "", "some.so": "ELF file    1: some.1.sm_80.cubin\n", "more.so": "ELF file    1: more.1.sm_90.cubin\n"}
+    for size, name in enumerate(listed):
+        (tmp_path / name).write_bytes(bytes(size))
+    looked_into: list[str] = []
+
+    def list_code(library: Path) -> str:
+        looked_into.append(library.name)
+        return listed[library.name]
+
+    monkeypatch.setattr(architectures, "_cuobjdump", list_code)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(submodule_search_locations=[tmp_path]))
+    assert (architectures.fbgemm_architectures(), looked_into) == (["sm_80"], ["none.so", "some.so"])
+
+
 def test_a_link_that_is_much_slower_than_others_is_named() -> None:
     ranks = [cpu_rank(rank, f"host{rank}") for rank in range(4)]
     measured = [Measurement((rank, rank + 1), "gloo", 50.0, speed) for rank, speed in enumerate([1.2, 0.3, 1.1])]
@@ -536,6 +554,8 @@ def test_this_machine_has_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = collect_facts(Rank(index=0, world_size=1, local_index=0, host="here"))
     assert facts.host == Host.here()
     assert facts.transport == "nvshmem"
+    assert facts.shared_memory is None or facts.shared_memory >= 0
+    assert facts.hip is None
     assert set(facts.versions) == {"torch", "torchrec", "fbgemm-gpu", "triton"}
     assert "lo" in [interface.name for interface in facts.network.interfaces if interface.is_loopback]
 
