@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 
 import torch
 
+from dlrm_fused.doctor.architectures import fbgemm_architectures
 from dlrm_fused.doctor.facts import TRANSPORT_VARIABLE, RankFacts
 from dlrm_fused.doctor.gpus import ask_nvidia_smi, gpu_of
 from dlrm_fused.doctor.network import network_of_host
@@ -26,6 +28,7 @@ def collect_facts(rank: Rank) -> RankFacts:
         python=platform.python_version(),
         versions=installed_versions(),
         cuda=torch.version.cuda,
+        hip=torch.version.hip,
         nccl=_nccl_version(),
         host_gpus=len(smi.indices),
         visible_gpus=visible,
@@ -33,7 +36,17 @@ def collect_facts(rank: Rank) -> RankFacts:
         network=network_of_host(),
         nvshmem=nvshmem_of_host(),
         transport=os.environ.get(TRANSPORT_VARIABLE) or RankFacts.transport,
+        torch_architectures=torch.cuda.get_arch_list(),
+        fbgemm_architectures=fbgemm_architectures(),
+        shared_memory=_free_shared_memory(),
     )
+
+
+def _free_shared_memory() -> int | None:
+    try:
+        return shutil.disk_usage("/dev/shm").free
+    except OSError:
+        return None
 
 
 def _nccl_version() -> str | None:

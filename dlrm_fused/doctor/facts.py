@@ -21,6 +21,7 @@ class Gpu:
         nvlinks: GB/s of each active NVLink, in one direction.
         topology: how it is connected, by uuid of the other GPU or name of the network adapter: ``NV18``, ``PIX``, ``SYS``.
         dmabuf: whether adapters may reach its memory through dmabuf, for GPUDirect RDMA.
+        capability: compute capability, such as (9, 0).
     """
 
     name: str
@@ -30,6 +31,7 @@ class Gpu:
     nvlinks: Sequence[float] | None = None
     topology: Mapping[str, str] = field(default_factory=dict)
     dmabuf: bool = False
+    capability: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class RdmaPort:
 class Network:
     """Attributes:
     interfaces: of the host, or of the container.
-    settings: environment variables that choose among them, where they are set.
+    settings: environment variables that choose among them, and among ways inside the host, where they are set.
     uses: names of the interfaces that a backend, ``gloo`` or ``nccl``, connects ranks over; empty if the setting names none
         that is there.
     peermem: whether the kernel module nvidia_peermem, one way to GPUDirect RDMA, is loaded.
@@ -99,11 +101,15 @@ class RankFacts:
     """Attributes:
     versions: of what is installed, by package; None if it states no version.
     cuda: the CUDA release that torch was built with; None for a CPU build.
+    hip: the ROCm release that torch was built with; None for all other builds.
     nccl: None where torch has no NCCL.
     host_gpus: number of GPUs of the host by nvidia-smi, seen by torch or not; 0 without nvidia-smi.
     visible_gpus: number of GPUs that torch sees.
     gpu: what this rank computes on; None for the CPU.
     transport: what DLRM_FUSED_TRANSPORT asks for, or else its default.
+    torch_architectures: those that torch has kernels for, such as ``sm_90``; empty without GPUs.
+    fbgemm_architectures: the same of FBGEMM; empty too where they cannot be read.
+    shared_memory: free bytes of the host's or container's /dev/shm; None if there is none.
     """
 
     rank: int
@@ -119,11 +125,20 @@ class RankFacts:
     network: Network
     nvshmem: Nvshmem
     transport: str = "messages"
+    hip: str | None = None
+    torch_architectures: Sequence[str] = ()
+    fbgemm_architectures: Sequence[str] = ()
+    shared_memory: int | None = None
 
     @property
     def backends(self) -> tuple[str, ...]:
         """What the trainer's process group is made of on this rank's device."""
         return ("gloo",) if self.gpu is None else ("gloo", "nccl")
+
+    @property
+    def is_p2p_off(self) -> bool:
+        """Whether GPUs are told not to use peer access."""
+        return self.network.settings.get("NCCL_P2P_DISABLE") == "1"
 
     @property
     def active_rdma(self) -> list[RdmaPort]:

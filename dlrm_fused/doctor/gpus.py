@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dlrm_fused.compat.torch import is_rocm
 from dlrm_fused.doctor.facts import Gpu
 
 _TOOL_SECONDS = 15
@@ -107,6 +108,7 @@ def gpu_of(index: int, smi: Smi) -> Gpu:
         nvlinks=None if number is None else smi.nvlinks.get(number),
         topology=_by_uuid(smi.topology.get(f"GPU{number}", {}), smi),
         dmabuf=_has_dmabuf(index),
+        capability=torch.cuda.get_device_capability(index),
     )
 
 
@@ -120,6 +122,8 @@ def _by_uuid(row: Mapping[str, str], smi: Smi) -> dict[str, str]:
 
 
 def _has_dmabuf(index: int) -> bool:
+    if is_rocm():
+        return False
     with suppress(OSError, AttributeError):
         cuda = ctypes.CDLL("libcuda.so.1")
         device, value = ctypes.c_int(), ctypes.c_int()

@@ -15,7 +15,15 @@ from dlrm_fused.doctor.facts import Interface, Network, RdmaPort
 
 _ADAPTERS = Path("/sys/class/infiniband")
 _PEERMEM = (Path("/sys/module/nvidia_peermem"), Path("/sys/module/nv_peer_mem"))
-_SETTINGS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_IB_HCA", "NCCL_NET")
+_SETTINGS = (
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_IB_DISABLE",
+    "NCCL_IB_HCA",
+    "NCCL_NET",
+    "NCCL_P2P_DISABLE",
+    "NCCL_SHM_DISABLE",
+)
 
 
 def network_of_host() -> Network:

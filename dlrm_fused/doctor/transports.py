@@ -13,6 +13,7 @@ from dlrm_fused.doctor.facts import TRANSPORT_VARIABLE, RankFacts
 STORES = "stores"  # the peer's memory is mapped: kernels, or copies on the CPU, write into it
 MESSAGES = "messages"  # finished slices through the process group
 NVSHMEM = "nvshmem"  # finished slices by put-with-signal, from within kernels
+TORCHREC = "torchrec"  # comm=fused runs TorchRec's own path
 NONE = "none"  # comm=fused ends with an error
 
 IBGDA_ADVICE = "NVSHMEM_IB_ENABLE_IBGDA=1 lets GPUs post themselves, in place of a proxy thread"
@@ -59,18 +60,30 @@ def transport_of(facts: RankFacts, peer: RankFacts) -> Choice:
         return Choice(
             MESSAGES, "one has a GPU, the other has none", "give every rank a GPU, or none: CUDA_VISIBLE_DEVICES= for all"
         )
+    if facts.gpu is not None and (facts.hip or peer.hip):
+        return Choice(TORCHREC, "ROCm: fused communication has never run on AMD's GPUs", "")
     if facts.host != peer.host:
         return _between_hosts(facts, peer)
     if facts.gpu is None or peer.gpu is None:
         return Choice(STORES, "one host: shared memory", "")
-    if facts.gpu.peer_access.get(peer.gpu.uuid) is False:
+    if lacks_peer_access(facts, peer):
         why = "one host, but their GPUs have no peer access"
         advice = "`nvidia-smi topo -p2p r` shows why; switch off ACS and IOMMU in the host's BIOS, or use GPUs with NVLink"
+        if facts.is_p2p_off or peer.is_p2p_off:
+            why = "one host, but NCCL_P2P_DISABLE=1 switches peer access off"
+            advice = "unset NCCL_P2P_DISABLE, unless peer access fails or hangs on this machine"
         if puts_slices(facts, peer):
             return Choice(NONE, f"{why}, without which NVSHMEM does not map memory", f"{advice}; or unset {TRANSPORT_VARIABLE}")
-        return Choice(MESSAGES, why, advice)
+        return Choice(MESSAGES, why, f"{advice}; comm=auto takes the faster of fused communication and TorchRec's")
     link = facts.gpu.topology.get(peer.gpu.uuid, "")
     return Choice(STORES, f"one host: peer access{_over(link)}", "")
+
+
+def lacks_peer_access(facts: RankFacts, peer: RankFacts) -> bool:
+    """Whether GPUs of one host do not reach each other's memory, or are told not to."""
+    if facts.host != peer.host or facts.gpu is None or peer.gpu is None:
+        return False
+    return facts.is_p2p_off or peer.is_p2p_off or facts.gpu.peer_access.get(peer.gpu.uuid) is False
 
 
 def puts_slices(*ranks: RankFacts) -> bool:
@@ -155,4 +168,4 @@ def _transports(ranks: Iterable[RankFacts]) -> set[str]:
 
 
 def _text(transports: Collection[str]) -> str:
-    return ", ".join(sorted(transports, key=(STORES, MESSAGES, NVSHMEM, NONE).index)) or "none: no peers"
+    return ", ".join(sorted(transports, key=(STORES, MESSAGES, NVSHMEM, TORCHREC, NONE).index)) or "none: no peers"

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from torchrec.models.dlrm import DenseArch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dlrm_fused.compat.torch import modules_of, tensors_of
+from dlrm_fused.compat.torch import is_rocm, modules_of, tensors_of
 from dlrm_fused.errors import UsageError
 from dlrm_fused.lasting import lasting
 from dlrm_fused.models.captured import places
@@ -97,6 +97,9 @@ class OnlineScorer:
         tables: of all token and sample features.
         token_features, sparse_features: their names, in the order in which the model was trained on them.
         ids_per_bag: the most ids of a bag.
+
+    Raises:
+        UsageError: on AMD's GPUs.
     """
 
     @lasting
@@ -115,6 +118,8 @@ class OnlineScorer:
         self._token_features, self._sparse_features = list(token_features), list(sparse_features)
         self._ids_per_bag = ids_per_bag
         self._device, self._dtype = tables.rows.device, tables.rows.dtype
+        if self._device.type == "cuda" and is_rocm():
+            raise UsageError(f"device={self._device}: online scoring is not known to work on AMD's GPUs; allowed here: cpu")
         self._dense_features = next(dense_arch.parameters()).shape[1]
         *_, last_bias = over_arch.parameters()
         self._labels = last_bias.numel()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -26,8 +28,9 @@ from dlrm_fused.config import (
 )
 from dlrm_fused.datasets.feature_names import feature_name, module_name
 from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
-from dlrm_fused.errors import ConfigError
+from dlrm_fused.errors import CommunicationError, ConfigError
 from dlrm_fused.sharding.estimates import fused_enumerator
+from dlrm_fused.symmetric import symmetric_group
 
 _COLUMN_SHARDINGS = (Sharding.column_wise, Sharding.table_column_wise, Sharding.grid_shard)
 
@@ -46,11 +49,12 @@ def make_plan(
     """
     world_size = dist.get_world_size()
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    memory = _memory(device, local_world_size)
+    reached = ranks_by_stores(config, device, local_world_size)
+    if reached is None:
+        config = replace(config, comm=Comm.baseline)
     topology = Topology(
-        world_size=world_size,
-        compute_device=device.type,
-        local_world_size=local_world_size,
-        **_memory(device, local_world_size),
+        world_size=world_size, compute_device=device.type, local_world_size=reached or local_world_size, **memory
     )
     try:
         return planner_for(config, schema, topology).collective_plan(model, sharders, dist.GroupMember.WORLD)
@@ -66,6 +70,28 @@ def make_plan(
         raise ConfigError(
             f"embedding.sharding={config.embedding.sharding.name}: no plan for {world_size} ranks: {reason}"
         ) from None
+
+
+def ranks_by_stores(config: Config, device: torch.device, local_world_size: int) -> int | None:
+    """How many ranks the planner is to take for those of one host: GPUs without peer access are hosts of their own. Collective.
+
+    Args:
+        local_world_size: ranks of this machine.
+
+    Returns:
+        None where all tables run on TorchRec's path, for lack of memory that ranks share.
+    """
+    if config.comm is Comm.baseline or device.type != "cuda":
+        return local_world_size
+    try:
+        hosts = symmetric_group(dist.GroupMember.WORLD, device).hosts
+    except CommunicationError:  # raised by all ranks, and said where tables are sharded
+        return None
+    embedding = config.embedding
+    told = {embedding.sharding, *(table.sharding for table in embedding.tables.values())}
+    if told & {Sharding.table_row_wise, Sharding.grid_shard}:  # TorchRec adds up their partial results within a machine
+        return local_world_size
+    return math.gcd(*map(len, hosts.ranks))
 
 
 def planner_for(config: Config, schema: DatasetSchema, topology: Topology) -> EmbeddingShardingPlanner:

@@ -6,7 +6,9 @@ flags are ours (torch's signal pads must return to zero and collide between grou
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -20,6 +22,15 @@ from dlrm_fused.symmetric.memory import SymmetricGroup, SymmetricMemory, readabl
 
 logger = logging.getLogger("dlrm_fused")
 
+# With it users say that peer access does not work, whatever the driver says, or try out a machine without: NCCL does without it
+# too. Source: NCCL's user guide, environment variables.
+P2P_VARIABLE = "NCCL_P2P_DISABLE"
+
+
+def is_p2p_off() -> bool:
+    """Whether ``NCCL_P2P_DISABLE=1`` is set: then no GPU of this rank is taken to reach another's memory."""
+    return os.environ.get(P2P_VARIABLE) == "1"
+
 
 class CudaGroup(SymmetricGroup):
     """Ranks with a GPU of their own each."""
@@ -28,7 +39,10 @@ class CudaGroup(SymmetricGroup):
         uuids = self.gather(lambda: str(torch.cuda.get_device_properties(self.device).uuid))
         gpus = {rank: uuids[rank] for rank in self.hosts.local}
         self.gather(lambda: self._check_gpus(gpus))
-        self.hosts = self.hosts.divided(self.gather(lambda: self._unreachable(gpus)))
+        unreachable = self.gather(lambda: self._unreachable(gpus))
+        self.hosts = self.hosts.divided(unreachable)
+        if any(unreachable) and dist.get_rank() == 0:
+            _say_what_no_peer_access_means()
         self._local_group = self.process_group
         if self.hosts.are_many:
             # torch's symmetric memory wants a group whose ranks all reach each other.
@@ -63,20 +77,12 @@ class CudaGroup(SymmetricGroup):
             str(torch.cuda.get_device_properties(index).uuid): torch.device("cuda", index)
             for index in range(torch.cuda.device_count())
         }
-        unreachable = [
+        return [
             rank
             for rank, gpu in gpus.items()
-            if rank != self.rank and gpu in visible and not torch.cuda.can_device_access_peer(self.device, visible[gpu])
+            if rank != self.rank
+            and (is_p2p_off() or (gpu in visible and not torch.cuda.can_device_access_peer(self.device, visible[gpu])))
         ]
-        if unreachable:
-            logger.warning(
-                "the GPU of rank %d (%s) has no peer access to that of ranks %s: messages go there; "
-                "`nvidia-smi topo -p2p r` shows why",
-                self.rank,
-                self.device,
-                ", ".join(map(str, unreachable)),
-            )
-        return unreachable
 
     def _allocate(self, name: str, size: int) -> SymmetricMemory:
         self.gather(lambda: self._check_available(name, size))
@@ -120,3 +126,13 @@ class CudaGroup(SymmetricGroup):
                 f"symmetric memory {name}: {readable(size)} needed, but {self.device} of rank {self.rank} has {readable(free)} "
                 f"of {readable(total)} free; use a smaller batch, or more ranks"
             )
+
+
+@functools.cache  # for all groups of this process
+def _say_what_no_peer_access_means() -> None:
+    logger.warning(
+        "GPUs of one host have no peer access (%s), so each counts as a host of its own: NCCL carries finished slices between "
+        "them, sparse features go TorchRec's way and lookups are not replayed as CUDA graphs; comm=fused may be slower than "
+        "comm=baseline there, comm=auto measures both and takes the faster",
+        f"{P2P_VARIABLE}=1" if is_p2p_off() else "`nvidia-smi topo -p2p r` shows why",
+    )

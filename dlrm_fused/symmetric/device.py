@@ -28,6 +28,8 @@ import torch
 import triton
 import triton.language as tl
 
+from dlrm_fused.compat.torch import is_rocm
+
 # Words of Channel.state.
 EPOCH = tl.constexpr(0)  # the last epoch completed
 PROGRAMS_DONE = tl.constexpr(1)  # of the running launch
@@ -339,8 +341,11 @@ def _poll(channel, word):
 
 
 def uses_kernels(device: torch.device) -> bool:
-    """Whether Triton kernels run on tensors of this device: on GPUs, and anywhere under its interpreter."""
-    return device.type == "cuda" or bool(triton.knobs.runtime.interpret)
+    """Whether Triton kernels run on tensors of this device: on NVIDIA's GPUs, and anywhere under its interpreter.
+
+    On AMD's GPUs none has been run, so torch's own operators compute there.
+    """
+    return (device.type == "cuda" and not is_rocm()) or bool(triton.knobs.runtime.interpret)
 
 
 def polls_per_second(device: torch.device) -> float:

@@ -9,8 +9,8 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
-from dlrm_fused.compat.torch import is_alive
-from dlrm_fused.errors import UsageError
+from dlrm_fused.compat.torch import is_alive, is_rocm
+from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.symmetric.cuda import CudaGroup
 from dlrm_fused.symmetric.gloo_threads import wait_for_gloo_threads
 from dlrm_fused.symmetric.memory import SymmetricGroup
@@ -52,7 +52,7 @@ def symmetric_group(process_group: dist.ProcessGroup | None = None, device: torc
     Raises:
         UsageError: this rank is not in the process group, or there is no transport ``DLRM_FUSED_TRANSPORT`` for the device; or,
             on all ranks, their types of device or transports differ, or NVSHMEM cannot be used.
-        CommunicationError: on all ranks, if some of them cannot connect to each other.
+        CommunicationError: on all ranks, if some of them cannot connect to each other, or torch is built for AMD's GPUs.
     """
     if process_group is None and dist.is_initialized():
         process_group = dist.group.WORLD
@@ -85,7 +85,19 @@ def _device(process_group: dist.ProcessGroup | None, device: torch.device | str 
     return device
 
 
+def reason_against(device: torch.device) -> str | None:
+    """Why there is no fused communication on devices of this kind; None if there is."""
+    if device.type == "cuda" and is_rocm():
+        return (
+            f"fused communication is not known to work on AMD's GPUs (torch {torch.__version__} for ROCm {torch.version.hip}), "
+            "where it has never run; comm=baseline is TorchRec's own path"
+        )
+    return None
+
+
 def _transport(device: torch.device) -> type[SymmetricGroup]:
+    if reason := reason_against(device):
+        raise CommunicationError(f"device={device}: {reason}")  # on all ranks, which have one build of torch
     name = os.environ.get(_TRANSPORT_VARIABLE) or _MESSAGES
     if (device.type, name) in _TRANSPORTS:
         return _TRANSPORTS[device.type, name]

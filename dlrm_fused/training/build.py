@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 
-from dlrm_fused.config import Config
+from dlrm_fused.config import Comm, Config
 from dlrm_fused.config.schema import CacheHints
 from dlrm_fused.datasets.schema import DatasetSchema
+from dlrm_fused.errors import UsageError
 from dlrm_fused.models import build_model
 from dlrm_fused.ops.common import cache_policy
 from dlrm_fused.ops.common.cache_hints import OFF
 from dlrm_fused.sharding.groups import model_parallel_groups
 from dlrm_fused.sharding.parallel import ShardedModel, shard
+from dlrm_fused.symmetric.factory import reason_against
+
+logger = logging.getLogger("dlrm_fused")
 
 
 def build(config: Config, schema: DatasetSchema, device: torch.device) -> ShardedModel:
@@ -22,8 +29,25 @@ def build(config: Config, schema: DatasetSchema, device: torch.device) -> Sharde
         ConfigError: if the model does not go with the data set or the ranks, or no plan satisfies the config.
         UsageError: with ``comm_strict``, if ``comm=fused`` does not cover all of the model.
     """
+    config = _with_possible_comm(config, device)
     is_selected = config.embedding.cache_hints is CacheHints.selected
     cache_policy.use(cache_policy.SELECTED if is_selected else OFF, config.embedding.zipf_exponent)
     groups = model_parallel_groups(config.model)
     task = build_model(config, schema, dist.get_world_size(), device, groups.model_parallel if groups else None)
     return shard(task, config, schema, device, groups)
+
+
+def _with_possible_comm(config: Config, device: torch.device) -> Config:
+    """With ``comm=baseline``, and a warning, where the device has no fused communication.
+
+    Raises:
+        UsageError: instead of the warning, with ``comm_strict``.
+    """
+    reason = reason_against(device)
+    if config.comm is Comm.baseline or reason is None:
+        return config
+    if config.comm_strict:
+        raise UsageError(f"comm={config.comm.name}, comm_strict=true: {reason}")
+    if dist.get_rank() == 0:
+        logger.warning("comm=%s runs as comm=baseline: %s", config.comm.name, reason)
+    return replace(config, comm=Comm.baseline)

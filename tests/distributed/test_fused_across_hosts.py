@@ -34,6 +34,8 @@ from tests.distributed.test_transformer_training import SETTINGS as TRANSFORMER
 STEPS, FEW_STEPS = 200, 20
 # The host of each rank: two with two each, one rank beside three, and three hosts.
 TWO_AND_TWO, ONE_AND_THREE, THREE_HOSTS = (0, 0, 1, 1), (0, 1, 1, 1), (0, 0, 1, 1, 2, 2)
+# As GPUs of one machine are without peer access.
+ALL_ALONE = (0, 1)
 MIXED = [
     f"embedding.tables.table_{table}.sharding={sharding}"
     for table, sharding in enumerate(("table_wise", "column_wise", "row_wise", "row_wise"))
@@ -73,6 +75,7 @@ def test_ranks_are_where_they_are_told_to_be() -> None:
         (TWO_AND_TWO, MIXED),
         (ONE_AND_THREE, [*MIXED, "embedding.tables.table_0.dim=4", "embedding.tables.table_3.dim=12"]),
         (ONE_AND_THREE, ["embedding.sharding=row_wise"]),
+        (ALL_ALONE, [*MIXED, "model.kind=dcnv2"]),
         pytest.param(TWO_AND_TWO, ["embedding.sharding=column_wise", "embedding.shard_columns=4"], marks=pytest.mark.slow),
         pytest.param(ONE_AND_THREE, MIXED, marks=pytest.mark.slow),
         pytest.param(THREE_HOSTS, ["embedding.sharding=row_wise"], marks=pytest.mark.slow),
@@ -103,16 +106,26 @@ def test_losses_are_those_of_the_baseline(tmp_path: Path, hosts: tuple[int, ...]
         pytest.param(TWO_AND_TWO, [*TRANSFORMER, "model.tensor_parallel=4"], marks=pytest.mark.slow),
         (ONE_AND_THREE, [*TRANSFORMER, "model.tensor_parallel=2"]),
         (TWO_AND_TWO, EXPERTS),
+        (ALL_ALONE, [*TRANSFORMER, "model.tensor_parallel=2"]),
+        (ALL_ALONE, EXPERTS),
         pytest.param(ONE_AND_THREE, [*EXPERTS, "model.experts.parallel=2"], marks=pytest.mark.slow),
     ],
-    ids=["weights inside hosts", "weights over hosts", "weights of some over hosts", "experts", "experts of some over hosts"],
+    ids=[
+        "weights inside hosts",
+        "weights over hosts",
+        "weights of some over hosts",
+        "experts",
+        "weights of ranks alone",
+        "experts of ranks alone",
+        "experts of some over hosts",
+    ],
 )
 def test_losses_of_layers_that_ranks_share_are_those_of_the_baseline(
     tmp_path: Path, hosts: tuple[int, ...], overrides: list[str]
 ) -> None:
     settings = [*overrides, f"training.max_steps={FEW_STEPS}"]
     fused = train_on_hosts(tmp_path / "fused", hosts, *settings)
-    baseline = train(tmp_path / "baseline", 4, *settings)
+    baseline = train(tmp_path / "baseline", len(hosts), *settings)
     assert losses(fused) == pytest.approx(losses(baseline), rel=1e-5, abs=0)
     assert summary(fused)["test_auc"] == pytest.approx(summary(baseline)["test_auc"], abs=1e-5)
 

@@ -22,6 +22,8 @@ _SETTINGS = [
     "training.max_steps=100",
 ]
 
+# What a run has logged, in its folder.
+LOG = "log"
 
 # Each rank of them has a process that imports torch, and shares a GPU with those of the others.
 _RUNS_AT_ONCE = 3
@@ -47,6 +49,7 @@ def train(folder: Path, gpus: int, *overrides: str) -> Path:
     arguments = ["--config", "configs/synthetic.yaml", f"output_dir={folder}", *_SETTINGS, *overrides]
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+    (folder / LOG).write_text(done.stderr)
     return folder / "synthetic"
 
 

@@ -211,7 +211,7 @@ def test_an_unknown_policy_is_refused_with_those_that_there_are() -> None:
 
 
 def test_l2_cache_is_set_aside_on_gpus_only() -> None:
-    with pytest.raises(UsageError, match="cpu: only the L2 cache of a GPU"), set_aside(CPU):
+    with pytest.raises(UsageError, match="cpu: only the L2 cache of an NVIDIA GPU"), set_aside(CPU):
         pass
 
 

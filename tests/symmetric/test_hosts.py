@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from dlrm_fused.symmetric import Channel, symmetric_group
+from dlrm_fused.symmetric import Channel, cuda, symmetric_group
 from dlrm_fused.symmetric.hosts import Host, Hosts
 from tests.distributed.launch import on_hosts, run_ranks
+
+CPU = torch.device("cpu")
 
 
 def hosts_of(names: str, rank: int) -> Hosts:
@@ -84,3 +88,44 @@ def send_once_more() -> list[float]:
 
 def test_groups_over_hosts_are_made_anew_after_the_end_of_all_process_groups() -> None:
     assert run_ranks(2, on_hosts, (0, 1), send_once_more) == [[1.0, 11.0], [0.0, 10.0]]
+
+
+def hosts_of_gpus(has_peer_access: bool, setting: str) -> tuple[list[tuple[tuple[int, ...], ...]], list[str]]:
+    """On a rank: the hosts of two groups of GPUs, which are made up, and what the log says."""
+    gpus = [SimpleNamespace(uuid=f"GPU-{index}") for index in range(2)]
+    torch.cuda.device_count = lambda: 2
+    own = gpus[int(os.environ["RANK"])]
+    torch.cuda.get_device_properties = lambda gpu: own if gpu == CPU else gpus[gpu]
+    os.environ["NCCL_P2P_DISABLE"] = setting
+    said: list[str] = []
+    logging.disable(logging.NOTSET)
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dlrm_fused").addHandler(handler)
+    torch.cuda.can_device_access_peer = lambda device, other: has_peer_access
+    cuda.symmetric_memory_backend = lambda device: None
+    dist.init_process_group("gloo")
+    made = [cuda.CudaGroup(group, CPU) for group in (dist.group.WORLD, dist.new_group([0, 1]))]
+    return [group.hosts.ranks for group in made], [line for line in said if "peer access" in line]
+
+
+@pytest.mark.parametrize(
+    ("has_peer_access", "setting", "ranks", "why"),
+    [
+        (True, "0", ((0, 1),), None),
+        (True, "1", ((0,), (1,)), "NCCL_P2P_DISABLE=1"),
+        (False, "0", ((0,), (1,)), "`nvidia-smi topo -p2p r` shows why"),
+    ],
+)
+def test_gpus_without_peer_access_are_hosts_of_their_own_which_is_said_once(
+    has_peer_access: bool, setting: str, ranks: tuple[tuple[int, ...], ...], why: str | None
+) -> None:
+    (found, said), (_, said_by_other) = run_ranks(2, hosts_of_gpus, has_peer_access, setting)
+    assert found == [ranks, ranks]
+    assert said_by_other == []
+    if why is None:
+        assert said == []
+    else:
+        (line,) = said
+        assert line.startswith(f"GPUs of one host have no peer access ({why}), so each counts as a host of its own")
+        assert line.endswith("comm=auto measures both and takes the faster")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import threading
@@ -14,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from dlrm_fused.doctor import gpus
+from dlrm_fused.doctor import architectures, gpus
+from dlrm_fused.doctor.architectures import parse_cuobjdump, runs_on
 from dlrm_fused.doctor.collect import collect_facts
 from dlrm_fused.doctor.command import main
 from dlrm_fused.doctor.deadline import attempt
@@ -69,7 +71,19 @@ def gpu_rank(rank: int, host: str = "a") -> RankFacts:
         nccl="2.28.9",
         host_gpus=2,
         visible_gpus=2,
-        gpu=Gpu("H200", uuid, {peer: True}, driver="580.65", nvlinks=[26.562] * 18, topology={peer: "NV18"}, dmabuf=True),
+        gpu=Gpu(
+            "H200",
+            uuid,
+            {peer: True},
+            driver="580.65",
+            nvlinks=[26.562] * 18,
+            topology={peer: "NV18"},
+            dmabuf=True,
+            capability=(9, 0),
+        ),
+        torch_architectures=["sm_80", "sm_90", "sm_100", "sm_120"],
+        fbgemm_architectures=["sm_80", "sm_90a", "sm_100a"],
+        shared_memory=64_000_000,
         network=replace(on_cpu.network, rdma=[ACTIVE_PORT]),
         nvshmem=Nvshmem("/lib/libnvshmem_host.so.3", True, "IBGDA"),
     )
@@ -121,6 +135,13 @@ def test_gpus_without_peer_access_send_messages() -> None:
     choice = transport_of(with_gpu(gpu_rank(0), peer_access={"a-1": False}), gpu_rank(1))
     assert (choice.transport, choice.why) == ("messages", "one host, but their GPUs have no peer access")
     assert "nvidia-smi topo -p2p r" in choice.advice
+
+
+def test_amds_gpus_take_torchrecs_path() -> None:
+    ranks = [replace(facts, hip="7.1") for facts in two_gpu_hosts()]
+    assert transport_of(ranks[0], ranks[1]) == transport_of(ranks[0], ranks[2])
+    assert transport_of(ranks[0], ranks[1]).transport == "torchrec"
+    assert operator_transports(ranks)["embedding + All-to-All"] == operator_transports(ranks)["expert layer"] == "torchrec"
 
 
 def test_hosts_send_messages_to_each_other_today() -> None:
@@ -193,6 +214,7 @@ def test_on_healthy_gpu_hosts_only_nvshmem_is_noted() -> None:
 
 
 CPU, GPU = two_cpu_hosts(), two_gpu_hosts()
+WITHOUT_PEERS = [with_gpu(GPU[0], peer_access={"a-1": False}), with_gpu(GPU[1], peer_access={"a-0": False})]
 PLANTED: dict[str, tuple[Ranks, str]] = {
     "another torchrec on one rank": (
         changed(CPU, 3, replace(CPU[3], versions={**CPU_VERSIONS, "torchrec": "1.7.0"})),
@@ -245,6 +267,38 @@ PLANTED: dict[str, tuple[Ranks, str]] = {
     "no peer access": (
         [with_gpu(GPU[0], peer_access={"a-1": False}), GPU[1]],
         "slower no-peer-access 0-1: a: one host, but their GPUs have no peer access: ranks 0 and 1 -> `nvidia-smi topo -p2p r`",
+    ),
+    "peer access switched off": (
+        [with_network(facts, settings={"NCCL_P2P_DISABLE": "1"}) for facts in GPU[:2]],
+        "slower no-peer-access 0-1: a: one host, but NCCL_P2P_DISABLE=1 switches peer access off: ranks 0 and 1 -> unset "
+        "NCCL_P2P_DISABLE*; comm=auto takes the faster",
+    ),
+    "a small /dev/shm": (
+        WITHOUT_PEERS,
+        "note shared-memory 0-1: a: 64.0 MB free in /dev/shm, NCCL needs about 77.1 MB * -> start the container with * "
+        "--shm-size=8g",
+    ),
+    "a /dev/shm that NCCL cannot begin with": (
+        [replace(facts, shared_memory=16_000_000) for facts in WITHOUT_PEERS],
+        "broken shared-memory 0-1: a: 16.0 MB free in /dev/shm",
+    ),
+    "FBGEMM's wheel on a GeForce": (
+        [with_gpu(facts, name="RTX 5090", capability=(12, 0)) for facts in GPU[:2]],
+        "broken fbgemm-kernels 0-1: fbgemm-gpu 1.6.0 has kernels for sm_80, sm_90a, sm_100a, not for RTX 5090 (sm_120) on a "
+        "-> build FBGEMM from source for sm_120",
+    ),
+    "FBGEMM on a GeForce, without cuobjdump": (
+        [replace(with_gpu(GPU[0], name="RTX 5090", capability=(12, 0)), fbgemm_architectures=())],
+        "note fbgemm-kernels 0: fbgemm-gpu 1.6.0 cannot be looked into; wheels of the ordinary index have kernels for sm_80, "
+        "sm_90a, sm_100a, not for RTX 5090 (sm_120) on a -> if it is one of them, build FBGEMM",
+    ),
+    "a torch for older GPUs": (
+        [replace(facts, torch_architectures=["sm_70", "sm_80"]) for facts in GPU[:2]],
+        "broken torch-kernels 0-1: torch 2.11.0+cu130 has kernels for sm_70, sm_80, not for H200 (sm_90) on a -> install",
+    ),
+    "AMD's GPUs": (
+        [replace(facts, hip="7.1") for facts in GPU[:2]],
+        "note rocm 0-1: torch for ROCm 7.1 on a: fused communication has never run on AMD's GPUs -> nothing: comm=fused",
     ),
     "two containers on one machine": (
         [CPU[0], replace(CPU[1], host=Host("a", "boot of a", "pid:[2]"))],
@@ -347,6 +401,61 @@ def test_a_planted_fault_is_named_with_what_to_do(fault: str) -> None:
     assert any(re.match(pattern, line) for line in lines), lines
 
 
+def test_what_suits_a_machine_without_peer_access_is_no_finding() -> None:
+    names = [
+        {finding.name for finding in judge_facts(ranks)}
+        for ranks in (
+            [replace(facts, shared_memory=100_000_000) for facts in WITHOUT_PEERS],
+            [with_network(facts, settings={"NCCL_SHM_DISABLE": "1"}) for facts in WITHOUT_PEERS],
+        )
+    ]
+    assert names == [{"no-peer-access"}] * 2
+
+
+@pytest.mark.parametrize(
+    ("architecture", "runs", "fails"),
+    [
+        ("sm_80", [(8, 0), (8, 6), (8, 9)], [(7, 5), (9, 0)]),
+        ("sm_86", [(8, 6), (8, 9)], [(8, 0), (9, 0)]),
+        ("sm_90a", [(9, 0)], [(8, 9), (10, 0)]),
+        ("sm_100a", [(10, 0)], [(10, 3), (12, 0)]),
+        ("sm_100f", [(10, 0), (10, 3)], [(9, 0), (12, 0)]),
+        ("sm_120", [(12, 0), (12, 1)], [(10, 0)]),
+        ("compute_90", [(9, 0), (10, 0), (12, 0)], [(8, 9)]),
+        ("compute_90a", [(9, 0)], [(10, 0)]),
+        ("gfx942", [], [(9, 4)]),
+    ],
+)
+def test_code_runs_on_its_architecture_and_on_what_that_is_compatible_with(
+    architecture: str, runs: list[tuple[int, int]], fails: list[tuple[int, int]]
+) -> None:
+    assert [capability for capability in runs + fails if runs_on(architecture, capability)] == runs
+
+
+def test_what_cuobjdump_lists_is_read() -> None:
+    listed = "ELF file    1: fbgemm_gpu_tbe.1.sm_80.cubin\nELF file    2: fbgemm_gpu_tbe.2.sm_90a.cubin\n"
+    ptx = "PTX file    1: fbgemm_gpu_tbe.1.sm_90.ptx\n"
+    assert parse_cuobjdump(listed + listed + ptx) == ["sm_80", "sm_90a", "compute_90"]
+    assert parse_cuobjdump("cuobjdump info    : No PTX file found to extract from 'a.so'.\n") == []
+
+
+def test_fbgemm_is_looked_into_by_its_smallest_library_that_has_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = {"none.so": "", "some.so": "ELF file    1: some.1.sm_80.cubin\n", "more.so": "ELF file    1: more.1.sm_90.cubin\n"}
+    for size, name in enumerate(listed):
+        (tmp_path / name).write_bytes(bytes(size))
+    looked_into: list[str] = []
+
+    def list_code(library: Path) -> str:
+        looked_into.append(library.name)
+        return listed[library.name]
+
+    monkeypatch.setattr(architectures, "_cuobjdump", list_code)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(submodule_search_locations=[tmp_path]))
+    assert (architectures.fbgemm_architectures(), looked_into) == (["sm_80"], ["none.so", "some.so"])
+
+
 def test_a_link_that_is_much_slower_than_others_is_named() -> None:
     ranks = [cpu_rank(rank, f"host{rank}") for rank in range(4)]
     measured = [Measurement((rank, rank + 1), "gloo", 50.0, speed) for rank, speed in enumerate([1.2, 0.3, 1.1])]
@@ -430,11 +539,12 @@ def test_a_gpu_is_found_in_nvidia_smis_tables_by_its_uuid(monkeypatch: pytest.Mo
     first, second = indices
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda index, other: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name="H100", uuid=(second, first)[index])
     )
     found = gpus.gpu_of(0, Smi(indices, driver, parse_nvlinks(NVLINKS), parse_topology(TOPOLOGY)))
-    assert found == Gpu("H100", second, {first: True}, driver, [], {first: "NV18", "mlx5_0": "SYS"}, dmabuf=False)
+    assert found == Gpu("H100", second, {first: True}, driver, [], {first: "NV18", "mlx5_0": "SYS"}, capability=(9, 0))
     without_smi = gpus.gpu_of(1, Smi())
     assert (without_smi.uuid, without_smi.nvlinks, without_smi.topology) == (first, None, {})
 
@@ -444,6 +554,8 @@ def test_this_machine_has_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = collect_facts(Rank(index=0, world_size=1, local_index=0, host="here"))
     assert facts.host == Host.here()
     assert facts.transport == "nvshmem"
+    assert facts.shared_memory is None or facts.shared_memory >= 0
+    assert facts.hip is None
     assert set(facts.versions) == {"torch", "torchrec", "fbgemm-gpu", "triton"}
     assert "lo" in [interface.name for interface in facts.network.interfaces if interface.is_loopback]
 

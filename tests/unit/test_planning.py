@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, PlannerErro
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
 from dlrm_fused.config import (
+    Comm,
     ComputeKernel,
     Config,
     EmbeddingConfig,
@@ -28,13 +31,15 @@ from dlrm_fused.config import (
     WireDtype,
 )
 from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
-from dlrm_fused.errors import ConfigError
+from dlrm_fused.errors import CommunicationError, ConfigError
 from dlrm_fused.models import build_model
+from dlrm_fused.sharding import planning
 from dlrm_fused.sharding.optimizers import describe_table_optimizers
 from dlrm_fused.sharding.output_dtype import pooled_dtype
 from dlrm_fused.sharding.parallel import make_sharder
 from dlrm_fused.sharding.planning import describe_plan, make_plan, planner_for, shard_columns, table_constraints
 from dlrm_fused.sharding.tables import fill_uniform
+from dlrm_fused.symmetric.hosts import Hosts
 
 CPU = torch.device("cpu")
 SCHEMA = DatasetSchema(
@@ -269,3 +274,33 @@ class TestInitialWeights:
         whole = self.fill((0, 0), self.SHAPE)
         assert not torch.equal(whole, self.fill((0, 0), self.SHAPE, seed=2))
         assert not torch.equal(whole[:1000], whole[65_536:66_536])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "comm", "sharding", "expected"),
+    [
+        (((0, 1, 2, 3),), Comm.fused, Sharding.auto, 4),
+        (((0,), (1,), (2,), (3,)), Comm.fused, Sharding.auto, 1),
+        (((0, 1), (2, 3)), Comm.auto, Sharding.auto, 2),
+        (((0,), (1, 2, 3)), Comm.auto, Sharding.auto, 1),
+        # TorchRec adds up partial results within a machine, whatever our stores reach.
+        (((0,), (1,), (2,), (3,)), Comm.fused, Sharding.table_row_wise, 4),
+        (((0,), (1,), (2,), (3,)), Comm.baseline, Sharding.auto, 4),
+    ],
+)
+def test_costs_are_those_of_ranks_that_reach_each_other_by_stores(
+    monkeypatch: pytest.MonkeyPatch, ranks: tuple[tuple[int, ...], ...], comm: Comm, sharding: Sharding, expected: int
+) -> None:
+    """Four GPUs of one machine, with and without peer access."""
+    monkeypatch.setattr(planning, "symmetric_group", lambda group, device: SimpleNamespace(hosts=Hosts(ranks, 0)))
+    config = Config(comm=comm)
+    config.embedding.sharding = sharding
+    assert planning.ranks_by_stores(config, torch.device("cuda"), 4) == expected
+
+
+def test_plans_are_those_of_the_baseline_where_ranks_do_not_reach_each_other_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> NoReturn:
+        raise CommunicationError("no memory")
+
+    monkeypatch.setattr(planning, "symmetric_group", refuse)
+    assert planning.ranks_by_stores(Config(comm=Comm.fused), torch.device("cuda"), 4) is None

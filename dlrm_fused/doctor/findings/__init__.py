@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dlrm_fused.doctor.facts import RankFacts
-from dlrm_fused.doctor.findings import devices, interfaces, links, versions
+from dlrm_fused.doctor.findings import builds, devices, interfaces, links, versions
 from dlrm_fused.doctor.findings.finding import Finding, Level, exit_status
 from dlrm_fused.doctor.findings.links import judge_measurements
 
@@ -14,5 +14,5 @@ __all__ = ["Finding", "Level", "exit_status", "judge_facts", "judge_measurements
 
 def judge_facts(ranks: Sequence[RankFacts]) -> list[Finding]:
     """What is wrong by the facts of those ranks that sent them."""
-    checks = (*versions.CHECKS, *devices.CHECKS, *interfaces.CHECKS, *links.CHECKS)
+    checks = (*versions.CHECKS, *builds.CHECKS, *devices.CHECKS, *interfaces.CHECKS, *links.CHECKS)
     return [finding for check in checks for finding in check(ranks)]

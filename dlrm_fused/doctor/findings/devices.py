@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import permutations
 
 from dlrm_fused.doctor.facts import RankFacts
 from dlrm_fused.doctor.findings.finding import Check, Finding, Level, group_by, hosts, numbers, pairs_text, with_gpus
-from dlrm_fused.doctor.transports import NONE, STORES, is_nvlink, peer_groups
+from dlrm_fused.doctor.transports import NONE, STORES, TORCHREC, is_nvlink, lacks_peer_access, peer_groups
+from dlrm_fused.symmetric.memory import readable
+
+# Of NCCL, for what a rank receives from another in a channel, with all its protocols (github.com/NVIDIA/nccl/issues/342).
+_SEGMENT_BYTES = 9_637_888
+# Two channels in each of two communicators: that of the process group, and that of messages between GPUs.
+_SEGMENTS = 4
 
 
 def _host_names(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
@@ -50,6 +57,22 @@ def _peer_access(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
         yield from _without_stores("no-peer-access", host.name, alike)
 
 
+def _shared_memory(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    """GPUs without peer access, whose messages NCCL takes through /dev/shm: 64 MB in a container, unless it is told."""
+    for host, alike in group_by(with_gpus(ranks), lambda facts: facts.host).items():
+        pairs = sum(lacks_peer_access(*pair) for pair in permutations(alike, 2))
+        free = alike[0].shared_memory
+        if not pairs or free is None or alike[0].network.settings.get("NCCL_SHM_DISABLE") == "1":
+            continue
+        least, needed = (pairs * segments * _SEGMENT_BYTES for segments in (1, _SEGMENTS))
+        if free < needed:
+            level = Level.broken if free < least else Level.note
+            room = f"{host.name}: {readable(free)} free in /dev/shm"
+            what = f"{room}, NCCL needs about {readable(needed)} without peer access"
+            advice = "start the container with a larger one (docker's --shm-size=8g, --ipc=host), or set NCCL_SHM_DISABLE=1"
+            yield Finding("shared-memory", level, numbers(alike), what, advice)
+
+
 def _containers(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     """Containers on one machine that call themselves alike, or in which the same container began more than once."""
     for (name, _), alike in group_by(ranks, lambda facts: (facts.host.name, facts.host.boot)).items():
@@ -60,7 +83,7 @@ def _containers(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 def _without_stores(name: str, host: str, ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     for group in peer_groups(ranks):
-        if group.choice.transport != STORES:
+        if group.choice.transport not in (STORES, TORCHREC):
             level = Level.broken if group.choice.transport == NONE else Level.slower
             where = sorted({rank for pair in group.pairs for rank in pair})
             what = f"{host}: {group.choice.why}: {pairs_text(group.pairs)}"
@@ -95,4 +118,14 @@ def _without_nvlink(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             yield Finding("no-nvlink", Level.note, where, what, advice)
 
 
-CHECKS: tuple[Check, ...] = (_host_names, _missing, _idle, _shared, _peer_access, _containers, _nvlinks, _without_nvlink)
+CHECKS: tuple[Check, ...] = (
+    _host_names,
+    _missing,
+    _idle,
+    _shared,
+    _peer_access,
+    _shared_memory,
+    _containers,
+    _nvlinks,
+    _without_nvlink,
+)

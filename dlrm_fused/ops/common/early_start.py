@@ -15,6 +15,7 @@ import torch
 import triton
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dlrm_fused.compat.torch import is_rocm
 from dlrm_fused.ops.common.devices import multiprocessors
 
 
@@ -41,4 +42,5 @@ def launch_options(early: bool) -> dict[str, Any]:
 
 @functools.cache
 def _has_dependent_launches(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    # AMD's MI300 says 9.4.
+    return not is_rocm() and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from dlrm_fused.compat.torch import is_rocm
 from dlrm_fused.errors import UsageError
 
 # Of cuda.h.
@@ -76,8 +77,8 @@ def set_aside(device: torch.device) -> Iterator[SetAside]:
     Raises:
         UsageError: not possible on this device, or refused by the driver.
     """
-    if device.type != "cuda":
-        raise UsageError(f"{device}: only the L2 cache of a GPU can be set aside")
+    if device.type != "cuda" or is_rocm():
+        raise UsageError(f"{device}: only the L2 cache of an NVIDIA GPU can be set aside")
     own, before = SetAside(device), ctypes.c_size_t()
     _call("cuCtxGetLimit", ctypes.byref(before), _LIMIT_PERSISTING_L2)
     _call("cuCtxSetLimit", _LIMIT_PERSISTING_L2, ctypes.c_size_t(own.size))

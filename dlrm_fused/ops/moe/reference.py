@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dlrm_fused.compat.torch import is_rocm
 from dlrm_fused.ops.common.all_to_all import all_to_all
 from dlrm_fused.ops.moe.activations import Activation
 
@@ -90,7 +91,8 @@ def _with_scaled_gradient(weight: Tensor, scale: float) -> Tensor:
 
 def _grouped_product(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     """[rows, N]: the first counts[0] rows times ``weight[0].T`` of weight [L, N, K], and so on."""
-    has_kernel = rows.is_cuda and rows.dtype == torch.bfloat16 and torch.cuda.get_device_capability(rows.device) >= (9, 0)
+    on_nvidia = rows.is_cuda and not is_rocm()
+    has_kernel = on_nvidia and rows.dtype == torch.bfloat16 and torch.cuda.get_device_capability(rows.device) >= (9, 0)
     if has_kernel and len(rows):
         ends = torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32).to(rows.device, non_blocking=True)
         return torch.nn.functional.grouped_mm(rows, weight.transpose(1, 2), offs=ends)

@@ -1,0 +1,67 @@
+"""Which GPUs the binaries of torch and FBGEMM run on."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+
+import triton
+
+_TOOL_SECONDS = 15
+_LARGE_BYTES = 16 << 20
+
+
+def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
+    """Whether code for an architecture, such as ``sm_90a`` or ``compute_90``, runs on a GPU of a compute capability.
+
+    Binaries (``sm``) run on their own major capability from their minor one on; PTX (``compute``) is compiled for every later
+    one. ``a`` binds either to just its capability, ``f`` to its major one. Source: NVIDIA's *CUDA C++ Programming Guide*,
+    "Compute Capability and Streaming Multiprocessor Versions" and "Feature Set Compiler Targets".
+    """
+    found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", architecture)
+    if found is None:
+        return False
+    kind, needed, feature = found[1], (int(found[2]), int(found[3])), found[4]
+    if feature == "a":
+        return capability == needed
+    if kind == "compute" and not feature:
+        return capability >= needed
+    return capability[0] == needed[0] and capability >= needed
+
+
+def fbgemm_architectures() -> list[str]:
+    """Those of the installed FBGEMM's kernels, such as ``sm_80``; empty for a CPU build, or where they cannot be read.
+
+    Read from one of its small libraries by the cuobjdump that Triton brings: all of them are built for the same.
+    """
+    spec = importlib.util.find_spec("fbgemm_gpu")
+    for folder in spec.submodule_search_locations or () if spec else ():
+        for library in sorted(Path(folder).glob("*.so"), key=_size):
+            if _size(library) < _LARGE_BYTES and (found := parse_cuobjdump(_cuobjdump(library))):
+                return found
+    return []
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size
+
+
+def _cuobjdump(library: Path) -> str:
+    """What it lists; empty if it is missing, fails or takes too long."""
+    listed = ""
+    for what in ("--list-elf", "--list-ptx"):
+        try:
+            command = [triton.knobs.nvidia.cuobjdump.path, what, str(library)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_SECONDS, check=False)
+        except (AttributeError, OSError, RuntimeError, subprocess.TimeoutExpired):
+            return ""
+        listed += done.stdout
+    return listed
+
+
+def parse_cuobjdump(text: str) -> list[str]:
+    """``ELF file    1: name.1.sm_80.cubin`` a line, or ``PTX file    1: name.1.sm_90.ptx`` -> ``sm_80``, ``compute_90``."""
+    names = re.findall(r"\.sm_(\d+[af]?)\.(cubin|ptx)$", text, re.MULTILINE)
+    return list(dict.fromkeys(f"{'sm' if kind == 'cubin' else 'compute'}_{number}" for number, kind in names))
