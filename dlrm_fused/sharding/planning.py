@@ -50,14 +50,16 @@ def make_plan(
     world_size = dist.get_world_size()
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     memory = _memory(device, local_world_size)
+
+    def topology(ranks_of_a_host: int) -> Topology:
+        return Topology(world_size=world_size, compute_device=device.type, local_world_size=ranks_of_a_host, **memory)
+
     reached = ranks_by_stores(config, device, local_world_size)
     if reached is None:
-        config = replace(config, comm=Comm.baseline)
-    topology = Topology(
-        world_size=world_size, compute_device=device.type, local_world_size=reached or local_world_size, **memory
-    )
+        config, reached = replace(config, comm=Comm.baseline), local_world_size
     try:
-        return planner_for(config, schema, topology).collective_plan(model, sharders, dist.GroupMember.WORLD)
+        planner = planner_for(config, schema, topology(local_world_size), topology(reached))
+        return planner.collective_plan(model, sharders, dist.GroupMember.WORLD)
     except (PlannerError, RuntimeError) as error:
         if getattr(error, "error_type", None) is PlannerErrorType.INSUFFICIENT_STORAGE:
             weights = sum(feature.rows * config.embedding.dim_of(feature.name) for feature in schema.tables)
@@ -73,7 +75,7 @@ def make_plan(
 
 
 def ranks_by_stores(config: Config, device: torch.device, local_world_size: int) -> int | None:
-    """How many ranks the planner is to take for those of one host: GPUs without peer access are hosts of their own. Collective.
+    """How many ranks reach each other by stores, which is what plans cost by: one where GPUs lack peer access. Collective.
 
     Args:
         local_world_size: ranks of this machine.
@@ -94,23 +96,30 @@ def ranks_by_stores(config: Config, device: torch.device, local_world_size: int)
     return math.gcd(*map(len, hosts.ranks))
 
 
-def planner_for(config: Config, schema: DatasetSchema, topology: Topology) -> EmbeddingShardingPlanner:
+def planner_for(
+    config: Config, schema: DatasetSchema, topology: Topology, by_stores: Topology | None = None
+) -> EmbeddingShardingPlanner:
     """The planner of the config for the ranks of a topology, which need not be there.
+
+    Args:
+        topology: its hosts are machines, whose ranks have the devices of these numbers.
+        by_stores: its hosts are ranks that reach each other by stores, which is what the fused path costs by; None if these
+            are all ranks of a machine.
 
     Raises:
         ConfigError: as of :func:`table_constraints`.
     """
-    world_size = topology.world_size
+    world_size, by_stores = topology.world_size, by_stores or topology
     batch_size = max(1, config.training.global_batch_size // world_size)
     # Between hosts the fused path has no table-row-wise plans, with which TorchRec's planner divides tables there.
     cuts_columns = (
-        config.comm is not Comm.baseline and topology.compute_device == "cuda" and topology.local_world_size < world_size
+        config.comm is not Comm.baseline and topology.compute_device == "cuda" and by_stores.local_world_size < world_size
     )
     constraints = table_constraints(config.embedding, schema, world_size, cuts_columns=cuts_columns)
     return EmbeddingShardingPlanner(
         topology=topology,
         batch_size=batch_size,
-        enumerator=None if config.comm is Comm.baseline else fused_enumerator(topology, batch_size, constraints),
+        enumerator=None if config.comm is Comm.baseline else fused_enumerator(by_stores, batch_size, constraints),
         constraints=constraints,
         debug=False,
     )

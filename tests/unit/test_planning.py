@@ -298,6 +298,23 @@ def test_costs_are_those_of_ranks_that_reach_each_other_by_stores(
     assert planning.ranks_by_stores(config, torch.device("cuda"), 4) == expected
 
 
+def test_shards_are_on_the_devices_of_their_ranks_where_ranks_do_not_reach_each_other() -> None:
+    """Four GPUs of one machine without peer access: a topology of four machines would put all shards on the first GPU."""
+    config = Config(comm=Comm.fused)
+    config.embedding.sharding = Sharding.row_wise
+    machine, alone = (Topology(world_size=4, local_world_size=ranks, compute_device="cuda") for ranks in (4, 1))
+    model = build_model(config, SCHEMA, 4, torch.device("meta"))
+    planner = planner_for(config, SCHEMA, machine, alone)
+    plan = planner.plan(model, [make_sharder(config.embedding, torch.device("cuda"), config.comm, False, OutputDtype.fp32)])
+    placed = {
+        str(shard.placement)
+        for tables in plan.plan.values()
+        for table in tables.values()
+        for shard in table.sharding_spec.shards
+    }
+    assert placed == {f"rank:{rank}/cuda:{rank}" for rank in range(4)}
+
+
 def test_plans_are_those_of_the_baseline_where_ranks_do_not_reach_each_other_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> NoReturn:
         raise CommunicationError("no memory")
