@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from dlrm_fused.ops.common.gpus import Gpu, gpu_of
+
 ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "triton")
 
@@ -36,6 +38,12 @@ def describe_environment(ranks: Sequence[str], commit: str | None) -> dict[str, 
 def device_name(device: torch.device) -> str:
     """Of a GPU, or ``CPU``."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def this_gpu() -> Gpu:
+    """This rank's, as rules take it."""
+    has_gpu = torch.cuda.is_available()
+    return gpu_of(torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu"))
 
 
 def versions() -> dict[str, str]:

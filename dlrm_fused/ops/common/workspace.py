@@ -14,6 +14,7 @@ from torch import Tensor
 from dlrm_fused.errors import UsageError
 from dlrm_fused.lasting import lasting
 from dlrm_fused.ops.common.dtypes import DTYPES
+from dlrm_fused.ops.common.gpus import Gpu, gpu_of
 from dlrm_fused.symmetric import BlockPool, Channel, SymmetricGroup, SymmetricMemory
 from dlrm_fused.symmetric.call_order import CallOrder
 
@@ -44,6 +45,7 @@ class Workspace:
     Attributes:
         group: the ranks that take part; ``rank``, ``world_size`` and ``device`` are the group's.
         name: as given.
+        gpu: of the ranks, as rules take it; where they differ, the one with the fewest multiprocessors.
         channel: of the operator's epochs; the first of ``channels``.
         handle: a number, unique in this process, by which the operator names the workspace.
     """
@@ -74,7 +76,7 @@ class Workspace:
         Raises:
             UsageError: on all ranks, if ``check`` raises it on one of them, or a setting differs.
         """
-        _agree_on_settings(group, name, check)
+        self.gpu = _agree_on_settings(group, name, check)
         self.group, self.name = group, name
         self.rank, self.world_size, self.device = group.rank, group.world_size, group.device
         order = CallOrder(group.device)
@@ -162,13 +164,13 @@ def check_tensor(
         )
 
 
-def _agree_on_settings(group: SymmetricGroup, name: str, check: Callable[[], Mapping[str, object]]) -> None:
-    def checked() -> dict[str, str]:
+def _agree_on_settings(group: SymmetricGroup, name: str, check: Callable[[], Mapping[str, object]]) -> Gpu:
+    def checked() -> tuple[dict[str, str], Gpu]:
         if group.process_group is None and group.world_size > 1:
             raise UsageError(f"{name}: its group is closed")
-        return {key: str(value) for key, value in check().items()}
+        return {key: str(value) for key, value in check().items()}, gpu_of(group.device)
 
-    first, *others = group.gather(checked)
+    (first, *others), gpus = zip(*group.gather(checked), strict=True)
     for rank, other in enumerate(others, start=1):
         for key in {**first, **other}:
             if first.get(key) != other.get(key):
@@ -176,3 +178,4 @@ def _agree_on_settings(group: SymmetricGroup, name: str, check: Callable[[], Map
                     f"{name}: {key} differs between ranks: {first.get(key)} on rank 0, {other.get(key)} on rank {rank}; "
                     "all ranks must give the same"
                 )
+    return min(gpus, key=lambda gpu: (gpu.multiprocessors, gpu.name))

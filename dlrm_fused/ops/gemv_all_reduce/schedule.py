@@ -70,4 +70,4 @@ def _by_rule(workspace: GemvWorkspace, shape: Shape, names: Sequence[str]) -> st
     """For more rows than the kernel takes: the schedule of these whose estimate is shortest."""
     size = Size(Pair.gemm_all_reduce, workspace.world_size, *shape, workspace.dtype.itemsize)
     allowed = tuple(name for name, own in _OF_MANY_ROWS.items() if own in names)
-    return _OF_MANY_ROWS[choose(size, machine_of(workspace.device), allowed)]
+    return _OF_MANY_ROWS[choose(size, machine_of(workspace.gpu), allowed)]

@@ -11,6 +11,7 @@ import torch
 
 from dlrm_fused.errors import CommunicationError
 from dlrm_fused.ops.common import schedules
+from dlrm_fused.ops.common.gpus import H100
 from dlrm_fused.ops.common.schedules import Schedules
 from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, gemm_all_to_all, tuning
 from dlrm_fused.ops.gemm_all_to_all.measured import MEASURED_ON, TILES, table_of
@@ -132,7 +133,7 @@ def test_ranks_that_make_other_calls_are_noticed_while_auto_measures() -> None:
 
 def test_tiles_of_products() -> None:
     wide, narrow = (128, 256), (128, 128)
-    assert tuning.tiles_of_product(1024, 1024, 4096, 2) == tuning.Tiles(*TILES[1024, 1024, 4096, 2])
+    assert tuning.tiles_of_product(1024, 1024, 4096, 2, H100) == tuning.Tiles(*TILES[1024, 1024, 4096, 2])
     for shape, sizes, splits in (
         ((4096, 2048, 512, 2), wide, 1),
         ((2048, 1024, 4096, 2), narrow, 1),
@@ -142,6 +143,6 @@ def test_tiles_of_products() -> None:
         ((256, 256, 8200, 2), (64, 64), 4),
         ((16, 16, 64, 2), (64, 64), 1),
     ):
-        tiles = tuning.tiles_of_product(*shape)
+        tiles = tuning.tiles_of_product(*shape, H100)
         assert (tiles.rows, tiles.columns) == sizes, shape
         assert tiles.splits == splits, shape
