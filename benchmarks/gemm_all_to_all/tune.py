@@ -72,7 +72,7 @@ def fits(tiles: Tiles) -> bool:
     half_of_result = tiles.rows * tiles.columns // 2 * DTYPE.itemsize
     elements = tiles.rows * tiles.columns
     return (
-        tiles.programs * (steps + half_of_result) <= this_gpu().shared_memory_of_program
+        tiles.programs * (steps + half_of_result) <= this_gpu().shared_memory_of_program()
         and tiles.programs * elements <= _ACCUMULATED_ELEMENTS
         and elements <= 32 * tiles.warps * _MAX_ELEMENTS_OF_THREAD
     )
