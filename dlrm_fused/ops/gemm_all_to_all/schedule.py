@@ -20,16 +20,16 @@ BY_PIECES = (CHUNKS, "chunks_2", "chunks_4", "tapered")
 SCHEDULES = (AUTO, KERNEL, *BY_PIECES, LIBRARY)
 # Which auto measures, besides the library's.
 _OWN = tuple(name for name in SPACE[Pair.gemm_all_to_all] if name != LIBRARY)
-# Of GPUs like an H100, with NVLink, where the shape was not measured: by chunks of so many rows, and so deep, the library's
-# product is at its best. The rule of dlrm_fused.ops.schedules is better with two ranks, but loses up to 27 % with four (docs/schedules.md).
+# Of GPUs like an H100 with NVLink, where nothing was measured: by chunks of so many rows, and so deep, the library's product is
+# at its best. The rule of dlrm_fused.ops.schedules is better with two ranks, but loses up to 27 % with four
+# (docs/schedules.md); other GPUs have it all the same.
 _CHUNK_ROWS, _CHUNK_DEPTH = 1024, 4096
 
 
 def schedule_of(workspace: GemmWorkspace, rows: int, columns: int, depth: int) -> str:
     """What ``auto`` takes for x [rows, depth] and a weight [columns, depth] that is not float8, unless it measures first."""
-    return workspace.schedules.known((rows, columns, depth)) or by_rule(
-        workspace.world_size, (rows, columns, depth), workspace.dtype.itemsize, workspace.gpu
-    )
+    shape = rows, columns, depth
+    return workspace.schedules.known(shape) or _rule_of(workspace, shape)
 
 
 def choose_schedule(workspace: GemmWorkspace, shape: Shape, run: Callable[[str], object]) -> str:
@@ -42,9 +42,11 @@ def choose_schedule(workspace: GemmWorkspace, shape: Shape, run: Callable[[str],
         CommunicationError: while it measures, as the call itself.
     """
     names = [*_OWN, *[LIBRARY] * workspace.schedules.has_library]
-    return workspace.schedules.choose(
-        shape, names, run, rule=by_rule(workspace.world_size, shape, workspace.dtype.itemsize, workspace.gpu)
-    )
+    return workspace.schedules.choose(shape, names, run, rule=_rule_of(workspace, shape))
+
+
+def _rule_of(workspace: GemmWorkspace, shape: Shape) -> str:
+    return by_rule(workspace.world_size, shape, workspace.dtype.itemsize, workspace.gpu)
 
 
 def by_rule(ranks: int, shape: Shape, element_bytes: int, gpu: Gpu) -> str:

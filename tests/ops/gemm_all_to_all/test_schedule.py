@@ -11,11 +11,11 @@ import torch
 
 from dlrm_fused.errors import CommunicationError
 from dlrm_fused.ops.common import schedules
-from dlrm_fused.ops.common.gpus import H100
+from dlrm_fused.ops.common.gpus import GPUS, H100
 from dlrm_fused.ops.common.schedules import Schedules
 from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, gemm_all_to_all, tuning
 from dlrm_fused.ops.gemm_all_to_all.measured import MEASURED_ON, TILES, table_of
-from dlrm_fused.ops.gemm_all_to_all.schedule import schedule_of
+from dlrm_fused.ops.gemm_all_to_all.schedule import by_rule, schedule_of
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import run_ranks
@@ -29,7 +29,7 @@ def workspace_on(gpu: str, monkeypatch: pytest.MonkeyPatch, ranks: int = 4) -> A
     channel: Any = SimpleNamespace(group=SimpleNamespace(device=torch.device("cuda"), process_group=None))
     table = table_of(ranks, torch.bfloat16)
     known = Schedules("products", channel, may_measure=True, measured_on=MEASURED_ON, measured=table)
-    return SimpleNamespace(world_size=ranks, schedules=known)
+    return SimpleNamespace(world_size=ranks, schedules=known, dtype=torch.bfloat16, gpu=H100)
 
 
 def test_what_was_measured_here_precedes_the_table_and_the_table_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,6 +47,13 @@ def test_the_table_holds_for_its_gpu_and_its_ranks(monkeypatch: pytest.MonkeyPat
     assert schedule_of(workspace_on(MEASURED_ON, monkeypatch), *shape) == "kernel"
     assert schedule_of(workspace_on(MEASURED_ON, monkeypatch, ranks=2), *shape) == "chunks"
     assert schedule_of(workspace_on("another GPU", monkeypatch), *shape) == "chunks"
+
+
+def test_the_rule_knows_slow_links() -> None:
+    """Of which a call that one kernel makes with NVLink leaves more to be hidden behind its product."""
+    shape = (8192, 1024, 2048)
+    assert by_rule(4, shape, 2, H100) == by_rule(4, shape, 2, GPUS["NVIDIA GH200 480GB"]) == "kernel"
+    assert by_rule(4, shape, 2, GPUS["NVIDIA L40S"]) == "chunks_2"
 
 
 class Clock:
