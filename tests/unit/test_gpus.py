@@ -101,10 +101,10 @@ class TestDevices:
         assert data_sheet(CUDA) is None
         assert gpu_of(CUDA).bf16 < H100.bf16
 
-    def test_the_cpu_stands_for_an_h100_with_a_small_cache(self) -> None:
+    def test_the_cpu_stands_for_an_h100_whose_shared_memory_has_no_end(self) -> None:
         assert data_sheet(torch.device("cpu")) is None
         assert gpu_of(torch.device("cpu")) == INTERPRETER
-        assert replace(INTERPRETER, l2=H100.l2) == H100
+        assert replace(INTERPRETER, shared_memory=H100.shared_memory, l2=H100.l2) == H100
 
     @pytest.mark.parametrize(
         ("capability", "multiprocessors", "name"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from dataclasses import dataclass, replace
 
 import torch
@@ -103,8 +104,9 @@ _ALL = (
 )  # fmt: skip
 # By their names in full: a laptop's GPU, another edition or a slice of a GPU (MIG) is another one.
 GPUS = {gpu.name: gpu for gpu in _ALL}
-# Stands for the CPU, where kernels run under Triton's interpreter: an H100 with a small cache. Most rules choose as for that.
-INTERPRETER = replace(H100, l2=_MIB)
+# Stands for the CPU, where kernels run under Triton's interpreter: an H100 with a small cache, whose shared memory has no end.
+# Most rules choose as for that.
+INTERPRETER = replace(H100, shared_memory=sys.maxsize, l2=_MIB)
 
 
 def data_sheet(device: torch.device) -> Gpu | None:
