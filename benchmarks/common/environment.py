@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dlrm_fused.ops.common.gpus import Gpu, gpu_of
+from dlrm_fused.ops.common.gpus import H100, Gpu, gpu_of
 
 ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "triton")
@@ -41,9 +41,8 @@ def device_name(device: torch.device) -> str:
 
 
 def this_gpu() -> Gpu:
-    """This rank's, as rules take it."""
-    has_gpu = torch.cuda.is_available()
-    return gpu_of(torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu"))
+    """This rank's, as rules take it; without one, an H100."""
+    return gpu_of(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else H100
 
 
 def versions() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What a run reports of its efficiency on a GPU whose peaks are known, which here is a name given to the CPU."""
+"""What a run reports of its efficiency on a GPU of which there is a data sheet, here that of the CPU."""
 
 from __future__ import annotations
 
