@@ -57,8 +57,8 @@ def efficiency(work: StepWork, gpu: Gpu | None, precision: Precision, step_secon
         step_seconds: mean over the interval.
 
     Returns:
-        nothing without a data sheet; otherwise ``model_flops_utilization``, FLOPs over those that it has for ``precision`` (arXiv
-        2204.02311, appendix B); ``hbm_gb_per_second`` and ``link_gb_per_second``, in 10^9 bytes; ``floor_ms``, the longest of
+        nothing without a data sheet; otherwise ``model_flops_utilization``, FLOPs over those of the GPU in ``precision``
+        (arXiv 2204.02311, appendix B); ``hbm_gb_per_second`` and ``link_gb_per_second``, in 10^9 bytes; ``floor_ms``, the longest of
         the times that the three kinds of work take at its rates. A kind that there is none of, or no count, is left out.
     """
     if gpu is None:
