@@ -58,8 +58,9 @@ def efficiency(work: StepWork, gpu: Gpu | None, precision: Precision, step_secon
 
     Returns:
         nothing without a data sheet; otherwise ``model_flops_utilization``, FLOPs over those of the GPU in ``precision``
-        (arXiv 2204.02311, appendix B); ``hbm_gb_per_second`` and ``link_gb_per_second``, in 10^9 bytes; ``floor_ms``, the longest of
-        the times that the three kinds of work take at its rates. A kind that there is none of, or no count, is left out.
+        (arXiv 2204.02311, appendix B); ``hbm_gb_per_second`` and ``link_gb_per_second``, in 10^9 bytes; ``floor_ms``, the
+        longest of the times that the three kinds of work take at its rates. A kind that there is none of, or no count, is left
+        out.
     """
     if gpu is None:
         return {}
