@@ -122,8 +122,8 @@ class TestDevices:
         assert nearest(capability, multiprocessors).name == name
 
 
-def test_ranks_that_differ_choose_for_the_gpu_with_the_fewest_multiprocessors() -> None:
-    smaller = replace(H100, name="NVIDIA H100 PCIe", multiprocessors=114)
-    group: Any = SimpleNamespace(process_group=object(), world_size=2, device=torch.device("cpu"))
-    group.gather = lambda work: [work(), (work()[0], smaller)]
-    assert _agree_on_settings(group, "sums", lambda: {"max_rows": 3}) == smaller
+def test_ranks_that_differ_choose_for_what_all_of_them_have() -> None:
+    smaller, with_less = GPUS["NVIDIA H100 PCIe"], GPUS["NVIDIA L40S"]
+    group: Any = SimpleNamespace(process_group=object(), world_size=3, device=torch.device("cpu"))
+    group.gather = lambda work: [(work()[0], gpu) for gpu in (H100, smaller, with_less)]
+    assert _agree_on_settings(group, "sums", lambda: {"max_rows": 3}) == replace(smaller, shared_memory=with_less.shared_memory)

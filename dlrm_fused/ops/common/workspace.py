@@ -6,6 +6,7 @@ import itertools
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple, Self
 
 import torch
@@ -45,7 +46,7 @@ class Workspace:
     Attributes:
         group: the ranks that take part; ``rank``, ``world_size`` and ``device`` are the group's.
         name: as given.
-        gpu: of the ranks, as rules take it; where they differ, the one with the fewest multiprocessors.
+        gpu: for which all ranks choose; where theirs differ, that with the fewest multiprocessors, with the least shared memory.
         channel: of the operator's epochs; the first of ``channels``.
         handle: a number, unique in this process, by which the operator names the workspace.
     """
@@ -178,4 +179,5 @@ def _agree_on_settings(group: SymmetricGroup, name: str, check: Callable[[], Map
                     f"{name}: {key} differs between ranks: {first.get(key)} on rank 0, {other.get(key)} on rank {rank}; "
                     "all ranks must give the same"
                 )
-    return min(gpus, key=lambda gpu: (gpu.multiprocessors, gpu.name))
+    smallest = min(gpus, key=lambda gpu: (gpu.multiprocessors, gpu.name))
+    return replace(smallest, shared_memory=min(gpu.shared_memory for gpu in gpus))
