@@ -46,7 +46,7 @@ class Workspace:
     Attributes:
         group: the ranks that take part; ``rank``, ``world_size`` and ``device`` are the group's.
         name: as given.
-        gpu: for which all ranks choose; where theirs differ, that with the fewest multiprocessors, with the least shared memory.
+        gpu: for which all ranks choose: theirs, or of those that differ the fewest multiprocessors and the least shared memory.
         channel: of the operator's epochs; the first of ``channels``.
         handle: a number, unique in this process, by which the operator names the workspace.
     """
