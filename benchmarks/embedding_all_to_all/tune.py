@@ -26,6 +26,7 @@ from torch import Tensor
 
 from benchmarks.common.environment import command_line
 from benchmarks.common.results import write_results
+from dlrm_fused.ops.common.gpus import GPUS
 from dlrm_fused.ops.embedding_all_to_all import (
     EmbeddingWorkspace,
     ExchangeLayout,
@@ -44,8 +45,10 @@ DIMS = (32, 64, 128, 256)
 POOLINGS = (1, 8, 32, 100)
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 LOOKUPS = 3
-GRID = 132 * 32
-OTHER_GRIDS = (132 * 8, 132 * 16, 132 * 64, ALL)
+# Of the GPU whose table it is.
+_MULTIPROCESSORS = GPUS["NVIDIA H200"].multiprocessors
+GRID = _MULTIPROCESSORS * 32
+OTHER_GRIDS = (_MULTIPROCESSORS * 8, _MULTIPROCESSORS * 16, _MULTIPROCESSORS * 64, ALL)
 
 
 def candidates(dim: int, element_bytes: int, pooling: int) -> Iterator[Blocks]:
@@ -161,13 +164,15 @@ def measure(case: Case, baseline: Any, dim: int, pooling: int, repetitions: int)
 
 
 def print_table(files: list[Path]) -> None:
-    """The fastest of each shape as source of lookup_tuning.py."""
+    """The fastest of each shape as source of tuning.py, with programs of a multiprocessor."""
     for file in files:
         result = json.loads(file.read_text())
         best: dict[int, list[str]] = {}
         for cell in result["cells"]:
-            _us, *shape = cell["times"][0].values()
-            best.setdefault(cell["dim"], []).append("Blocks(" + ", ".join(str(v) if v != ALL else "ALL" for v in shape) + ")")
+            fastest = Blocks(**{key: value for key, value in cell["times"][0].items() if key != "us"})
+            programs = "ALL" if fastest.programs == ALL else fastest.programs // _MULTIPROCESSORS
+            shape = (fastest.bags, fastest.rows, fastest.warps, programs, fastest.split)
+            best.setdefault(cell["dim"], []).append("Blocks(" + ", ".join(map(str, shape)) + ")")
         print(f'    ("{result["size"]}", {result["cells"][0]["element_bytes"]}): {{')
         for dim, shapes in best.items():
             print(f"        {dim}: ({', '.join(shapes)}),")

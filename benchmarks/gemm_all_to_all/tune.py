@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.common.environment import this_gpu
 from benchmarks.common.harness import Report, World, compile_ahead, describe_run, geometric_mean, time_finalists
 from benchmarks.common.tune_command import run_tuner, tuner_parser
 from benchmarks.gemm_all_to_all.cells import DTYPE, PRODUCT_CELLS, Product
@@ -41,9 +42,7 @@ from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles
 # Choices that are timed again.
 FINALISTS = 6
 SEED = 4
-# Of an H100 or H200; of a multiprocessor: memory that programs share, and elements of results that its registers have room for.
-_MULTIPROCESSORS = 132
-_SHARED_BYTES = 227 * 1024
+# Of results that the registers of a multiprocessor have room for.
 _ACCUMULATED_ELEMENTS = 32 * 1024
 _MAX_ELEMENTS_OF_THREAD = 128
 # Smaller tiles are loaded more often; tried only if there are few larger ones.
@@ -64,7 +63,7 @@ class Choice:
 
 def chosen_tiles(cell: Product) -> Tiles:
     """What the kernel takes today."""
-    return gemm_tuning.tiles_of_product(cell.m, cell.n, cell.k, DTYPE.itemsize)
+    return gemm_tuning.tiles_of_product(cell.m, cell.n, cell.k, DTYPE.itemsize, this_gpu())
 
 
 def fits(tiles: Tiles) -> bool:
@@ -73,7 +72,7 @@ def fits(tiles: Tiles) -> bool:
     half_of_result = tiles.rows * tiles.columns // 2 * DTYPE.itemsize
     elements = tiles.rows * tiles.columns
     return (
-        tiles.programs * (steps + half_of_result) <= _SHARED_BYTES
+        tiles.programs * (steps + half_of_result) <= this_gpu().shared_memory_of_program()
         and tiles.programs * elements <= _ACCUMULATED_ELEMENTS
         and elements <= 32 * tiles.warps * _MAX_ELEMENTS_OF_THREAD
     )
@@ -85,13 +84,13 @@ def pieces_of(cell: Product, tiles: Tiles) -> int:
 
 def share_of(cell: Product, tiles: Tiles) -> float:
     """Elements of the result, times parts of K, that the busiest multiprocessor computes."""
-    rounds = -(-pieces_of(cell, tiles) // _MULTIPROCESSORS)
+    rounds = -(-pieces_of(cell, tiles) // this_gpu().multiprocessors)
     return rounds * tiles.rows * tiles.columns / tiles.splits
 
 
 def is_of_use(cell: Product, tiles: Tiles) -> bool:
     """Whether the tiles may be worth a try: not smaller than need be, no bands beyond the matrix, K not split in vain."""
-    row_tiles, many = -(-cell.m // tiles.rows), 2 * _MULTIPROCESSORS
+    row_tiles, many = -(-cell.m // tiles.rows), 2 * this_gpu().multiprocessors
     return (
         fits(tiles)
         and (tiles.rows * tiles.columns >= _LARGE_ELEMENTS or cell.m * cell.n < many * _LARGE_ELEMENTS)

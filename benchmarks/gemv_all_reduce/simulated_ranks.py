@@ -34,6 +34,7 @@ from benchmarks.common.environment import describe_environment, device_name
 from benchmarks.common.harness import relative_error
 from benchmarks.common.results import write_results
 from benchmarks.gemv_all_reduce.cells import CELLS, TOLERANCE, Cell, draw_inputs, draw_weights, weight_copies
+from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.gemv_all_reduce.kernel import ReceiveBuffer
 from dlrm_fused.ops.gemv_all_reduce.op import Inputs, run_kernel
 from dlrm_fused.ops.gemv_all_reduce.tuning import MIN_COLUMNS
@@ -75,6 +76,7 @@ class SimulatedRanks:
             control = self._control.data_ptr()
             of_rank = SimpleNamespace(
                 world_size=ranks,
+                gpu=gpu_of(device),
                 buffer_args=lambda flagged: buffer_args(rank, flagged),
                 split_buffer=split_buffer(rows, columns, tiles, device),
                 kernel_args=channel_args(flags[rank], flag_addresses, self._states[rank], control, poll_limit, rank, ranks),

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.common.environment import this_gpu
 from benchmarks.common.harness import Report, World, captured, compile_ahead, describe_run, geometric_mean, time_finalists
 from benchmarks.common.tune_command import run_tuner, tuner_parser
 from benchmarks.gemv_all_reduce.cells import CELLS, DTYPE, Cell, by_shape, draw_inputs, draw_weights, weight_copies
@@ -33,7 +34,6 @@ from dlrm_fused.ops.gemv_all_reduce import tuning as gemv_tuning
 from dlrm_fused.ops.gemv_all_reduce.tuning import (
     MIN_DEPTH_OF_SPLIT,
     ONE_SHOT_WORDS,
-    RESIDENT_PROGRAMS,
     Blocks,
     most_stages,
 )
@@ -46,7 +46,7 @@ SEED = 4
 
 def chosen_blocks(cell: Cell, ranks: int) -> Blocks:
     """What the operator takes today."""
-    return gemv_tuning.choose_blocks(cell.m, cell.n, cell.depth(ranks), ranks, DTYPE.itemsize, with_norm=False)
+    return gemv_tuning.choose_blocks(cell.m, cell.n, cell.depth(ranks), ranks, DTYPE.itemsize, this_gpu(), with_norm=False)
 
 
 def candidates(cell: Cell, ranks: int, most: int | None) -> list[Blocks]:
@@ -62,7 +62,7 @@ def all_blocks(rows: int, columns: int, depth: int) -> Iterator[Blocks]:
         programs = -(-columns // tile) * splits
         stages = most_stages(rows, tile, step, DTYPE.itemsize)
         fits = stages >= 2 and depth // splits >= max(step, MIN_DEPTH_OF_SPLIT)
-        is_spread = RESIDENT_PROGRAMS // 2 < programs <= 3 * RESIDENT_PROGRAMS
+        is_spread = this_gpu().multiprocessors // 2 < programs <= 3 * this_gpu().multiprocessors
         if fits and is_spread and 2048 <= tile * step <= 16384 and (warps == 4 or tile * step >= 8192):
             for two_shot, flagged in _protocols(rows * columns):
                 yield Blocks(tile, step, splits, warps, stages, two_shot, flagged)

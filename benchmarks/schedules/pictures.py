@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.schedules.measured import Call, read_calls
 from dlrm_fused.ops.schedules import Pair
 from dlrm_fused.ops.schedules.estimate import Size, estimate
-from dlrm_fused.ops.schedules.machines import H100, H200, UNMEASURED, from_data_sheet
+from dlrm_fused.ops.schedules.machines import H200, MACHINES, MEASURED
 from dlrm_fused.ops.schedules.rule import estimates, schedule_of
 from dlrm_fused.ops.schedules.timeline import draw
 
@@ -35,6 +35,8 @@ _TIMELINES = {
     "arriving_4": Pair.all_gather_gemm,
     "sums_beside": Pair.gemm_all_reduce,
 }
+# Machines whose links and multiprocessors are like nobody's above.
+_UNMEASURED = ("NVIDIA A100-SXM4-80GB", "NVIDIA B200", "NVIDIA H100 PCIe")
 # Rows of all ranks, N and K of one: Llama's projections over as many ranks, a small layer, and a lookup's columns and pooling.
 _PREDICTED = (
     Size(Pair.all_gather_gemm, 1, 16384, 28672, 8192),
@@ -85,7 +87,7 @@ def heat_map(calls: Sequence[Call], output: Path) -> None:
 
 def predictions() -> None:
     """What the rule takes elsewhere, as a table in Markdown."""
-    machines = [H100, H200, *(from_data_sheet(name) for name in UNMEASURED)]
+    machines = [*MEASURED.values(), *(MACHINES[name] for name in _UNMEASURED)]
     print("| machine | ranks | " + " | ".join(str(size.pair) for size in _PREDICTED) + " |")
     print("|---|---|" + "---|" * len(_PREDICTED))
     for machine in machines:

@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmarks.common.results import write_results
 from benchmarks.schedules.measured import Call, read_calls, read_ceilings
+from dlrm_fused.ops.common.gpus import GPUS
 from dlrm_fused.ops.schedules import SCHEDULES, Mover, Pair
 from dlrm_fused.ops.schedules.estimate import estimate
 from dlrm_fused.ops.schedules.machine import Machine
@@ -34,7 +35,6 @@ FITTED = (
 _WEIGHT_OF_COMMON_ERROR = 0.2
 _FIRST_STEP, _LAST_STEP = 0.3, 0.01
 _NEAR = 1.03
-_MULTIPROCESSORS = {"NVIDIA H100 80GB HBM3": 132, "NVIDIA H200": 132}
 
 Choose = Callable[[Call], str]
 
@@ -135,7 +135,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     write_results(options.output, report)
     measured = Machine(
-        gpu, teraflops, ceilings.copy, ceilings.peer_copies, ceilings.peer_stores, _MULTIPROCESSORS[gpu], contention=contention
+        gpu,
+        teraflops,
+        ceilings.copy,
+        ceilings.peer_copies,
+        ceilings.peer_stores,
+        GPUS[gpu].multiprocessors,
+        contention=contention,
     )
     machine = fit(fitted, measured)
     choices = {

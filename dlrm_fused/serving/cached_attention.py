@@ -21,11 +21,10 @@ from dlrm_fused.ops.common import cache_policy
 from dlrm_fused.ops.common.cache_hints import store
 from dlrm_fused.ops.common.cache_policy import once
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
+from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.symmetric.device import peer_pointer
 
-# Keys of a step; programs of a launch, about as many as a GPU has multiprocessors.
-_KEYS = 64
-_PROGRAMS = 128
+_KEYS = 64  # of a step
 
 
 def reference(projected: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -60,7 +59,9 @@ def cached_attention(projected: Tensor, cache: Tensor, layer: int, max_keys: int
         [m, heads, d_head].
     """
     rows, heads, _, d_head = projected.shape
-    splits = min(triton.next_power_of_2(triton.cdiv(max_keys, _KEYS)), max(1, triton.next_power_of_2(_PROGRAMS // heads)))
+    # About as many programs as multiprocessors: the power of two below.
+    programs = 1 << (gpu_of(projected.device).multiprocessors.bit_length() - 1)
+    splits = min(triton.next_power_of_2(triton.cdiv(max_keys, _KEYS)), max(1, triton.next_power_of_2(programs // heads)))
     parts = torch.empty(splits, heads, rows, d_head, dtype=torch.float32, device=projected.device)
     weights = torch.empty(splits, heads, rows, dtype=torch.float32, device=projected.device)
     result = torch.empty(rows, heads, d_head, dtype=projected.dtype, device=projected.device)

@@ -17,10 +17,10 @@ from dlrm_fused.config import Config, EmbeddingOptimizerKind, OutputDtype, Preci
 from dlrm_fused.datasets.feature_names import feature_name
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.models.flops import training_flops
+from dlrm_fused.ops.common.gpus import Gpu
 from dlrm_fused.sharding.output_dtype import pooled_dtype
 from dlrm_fused.sharding.parallel import ShardedModel
 from dlrm_fused.sharding.tables import data_parallel_tables, is_table
-from dlrm_fused.training.peaks import Peaks
 
 _KERNELS_ON_HOST = {EmbeddingComputeKernel.FUSED_UVM.value, EmbeddingComputeKernel.FUSED_UVM_CACHING.value}
 # What an optimizer keeps for each weight of a table, in float32, beside one number for a row.
@@ -49,25 +49,26 @@ class StepWork:
     link_bytes: float
 
 
-def efficiency(work: StepWork, peaks: Peaks | None, precision: Precision, step_seconds: float) -> dict[str, float]:
+def efficiency(work: StepWork, gpu: Gpu | None, precision: Precision, step_seconds: float) -> dict[str, float]:
     """What the steps of an interval have made of a GPU.
 
     Args:
-        peaks: of the GPU; None where they are not known, or there is none.
+        gpu: by its data sheet; None where that is not known, or there is none.
         step_seconds: mean over the interval.
 
     Returns:
-        nothing without peaks; otherwise ``model_flops_utilization``, FLOPs over those of the peak of ``precision`` (arXiv
-        2204.02311, appendix B); ``hbm_gb_per_second`` and ``link_gb_per_second``, in 10^9 bytes; ``floor_ms``, the longest of
-        the times that the three kinds of work take at the peaks. A kind that there is none of, or no count, is left out.
+        nothing without a data sheet; otherwise ``model_flops_utilization``, FLOPs over those of the GPU in ``precision``
+        (arXiv 2204.02311, appendix B); ``hbm_gb_per_second`` and ``link_gb_per_second``, in 10^9 bytes; ``floor_ms``, the
+        longest of the times that the three kinds of work take at its rates. A kind that there is none of, or no count, is left
+        out.
     """
-    if peaks is None:
+    if gpu is None:
         return {}
     values, floors = {}, [0.0]
     if work.flops is not None:
-        floors.append(work.flops / peaks.flops(precision))
+        floors.append(work.flops / getattr(gpu, precision.name))
         values["model_flops_utilization"] = floors[-1] / step_seconds
-    for name, count, peak in (("hbm", work.hbm_bytes, peaks.hbm), ("link", work.link_bytes, peaks.link)):
+    for name, count, peak in (("hbm", work.hbm_bytes, gpu.memory), ("link", work.link_bytes, gpu.fastest_link)):
         if count:
             floors.append(count / peak)
             values[f"{name}_gb_per_second"] = count / step_seconds / 1e9

@@ -19,6 +19,7 @@ from dlrm_fused.datasets.loader import TrainLoader
 from dlrm_fused.datasets.synthetic import SyntheticDataset
 from dlrm_fused.errors import CheckpointError, ConfigError, TrainingError
 from dlrm_fused.models import Output, RankingTask
+from dlrm_fused.ops.common.gpus import data_sheet
 from dlrm_fused.sharding.parallel import ShardedModel
 from dlrm_fused.sharding.planning import describe_plan
 from dlrm_fused.symmetric.collective_errors import gather_or_raise
@@ -29,7 +30,6 @@ from dlrm_fused.training.evaluation import evaluate, named, report, undefined
 from dlrm_fused.training.expert_load import load_values, read_expert_loads
 from dlrm_fused.training.metrics import BinaryMetricValues, LossTracker
 from dlrm_fused.training.next_steps import next_steps
-from dlrm_fused.training.peaks import data_sheet_peaks
 from dlrm_fused.training.pipeline import TrainingPipeline
 from dlrm_fused.training.run_folder import RunFolder, loses_patience, reaches_target
 from dlrm_fused.training.run_lock import RunLock
@@ -154,7 +154,7 @@ class Trainer:
         self._expert_layers = cast(RankingTask, get_unwrapped_module(sharded.model)).expert_layers
         self._throughput = _Throughput(config.training.global_batch_size, rank.world_size)
         self._work = step_work(config, dataset.schema, device, sharded, rank.world_size)
-        self._peaks = data_sheet_peaks(device)
+        self._gpu = data_sheet(device)
         self._writer = RunWriter(folder.path, config, rank.index, resume_step=start_step)
         self._show_plan()
 
@@ -322,7 +322,7 @@ class Trainer:
             "learning_rate": training.dense_optimizer.learning_rate * self._rates.factor,
             "embedding_learning_rate": self._config.embedding.optimizer.learning_rate * self._rates.factor,
             **self._timer.summary(),
-            **efficiency(self._work, self._peaks, training.precision, step_seconds),
+            **efficiency(self._work, self._gpu, training.precision, step_seconds),
             **gpu_memory_gib(self._device),
             **load_values(loads),
         }

@@ -1,7 +1,8 @@
-"""What a run reports of its efficiency on a GPU whose peaks are known, which here is a name given to the CPU."""
+"""What a run reports of its efficiency on a GPU of which there is a data sheet, here that of the CPU."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -11,15 +12,15 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 
 from dlrm_fused.config import Config
 from dlrm_fused.models.flops import training_flops
+from dlrm_fused.ops.common.gpus import H100
 from dlrm_fused.sharding.tables import is_table
 from dlrm_fused.training import trainer
 from dlrm_fused.training.efficiency import StepWork, gradient_bytes, step_work
-from dlrm_fused.training.peaks import Peaks
 from dlrm_fused.training.runtime import ErrorStore, Rank
 from tests.distributed.launch import metrics, run_ranks, sharded_model, small_config, train
 
 CPU = torch.device("cpu")
-PEAKS = Peaks(bf16=4e9, tf32=2e9, fp32=1e9, hbm=1e9, link=1e7)
+GPU = replace(H100, bf16=4e9, tf32=2e9, fp32=1e9, memory=1e9, nvlink=1e7)
 FIGURES = {"model_flops_utilization", "hbm_gb_per_second", "link_gb_per_second", "floor_ms"}
 
 
@@ -35,16 +36,16 @@ def work_of(config: Config) -> tuple[StepWork, float, int, int, int]:
         return work, training_flops(config, dataset.schema), gradient_bytes(sharded, rank.world_size), *sizes
 
 
-def train_with_peaks(config: Config) -> None:
+def train_on_a_known_gpu(config: Config) -> None:
     rank = Rank.from_environment()
-    with patch.object(trainer, "data_sheet_peaks", lambda device: PEAKS):
+    with patch.object(trainer, "data_sheet", lambda device: GPU):
         trainer.train(config, rank, ErrorStore(rank))
 
 
 def test_a_run_reports_its_work_over_the_time_of_all_steps(tmp_path: Path) -> None:
     config = small_config(tmp_path, "training.max_steps=20", "telemetry.log_every_steps=5")
     (work, flops, *_), _ = run_ranks(2, work_of, config)
-    run_ranks(2, train_with_peaks, config)
+    run_ranks(2, train_on_a_known_gpu, config)
     lines = metrics(config.run_dir, "train")
     assert len(lines) == 4
     for line in lines:

@@ -214,7 +214,7 @@ def split_products(group: SymmetricGroup) -> None:
     """K in pieces, for other ranks; the same bits every time."""
     products = Products(group, HALF)
     given = products.draw(*SHAPES[0])
-    gemm_tuning.override(replace(gemm_tuning.tiles_of_product(*SHAPES[0], 2), splits=4))
+    gemm_tuning.override(replace(gemm_tuning.tiles_of_product(*SHAPES[0], 2, products.workspace.gpu), splits=4))
     try:
         first = gemm_all_to_all(products.workspace, *given, schedule="kernel").clone()
         products.check(first, *given)

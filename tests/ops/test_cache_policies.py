@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common import cache_policy
 from dlrm_fused.ops.common.cache_hints import HARDWARE, LOADS, OFF, STATIC, STORES, CachePolicy, Hint, with_hints
 from dlrm_fused.ops.common.cache_policy import Stream, once, picked, select
+from dlrm_fused.ops.common.gpus import INTERPRETER
 from dlrm_fused.ops.common.l2_persistence import set_aside
 from dlrm_fused.serving.cached_attention import cached_attention
 from dlrm_fused.training import build
@@ -291,7 +293,7 @@ def results_of_policies(number: int) -> dict[str, list[Tensor]]:
     with torch.no_grad(), open_world() as world:
         workload = tiny()[number]
         run = workload.make(world)
-        cache_policy._l2_bytes = lambda device: 512
+        cache_policy.gpu_of = lambda device: replace(INTERPRETER, l2=512)
         for policy in (*STATIC, cache_policy.SELECTED):
             cache_policy.use(policy, workload.zipf_exponent)
             results[policy] = run.results()

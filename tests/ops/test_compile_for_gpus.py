@@ -31,6 +31,7 @@ from dlrm_fused.ops.all_gather_gemm.kernel import (
 )
 from dlrm_fused.ops.common import cache_hints, meeting
 from dlrm_fused.ops.common import scatter_rows as scatter
+from dlrm_fused.ops.common.gpus import INTERPRETER
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.embedding_all_to_all import ExchangeLayout, LookupLayout, put_tiles, reduce, update
 from dlrm_fused.ops.embedding_all_to_all.kernel import Lookup, in_memory_of_ranks, lookup_and_put, lookup_and_scatter
@@ -224,7 +225,9 @@ def launch_products_of_pieces(dtype: torch.dtype, shape: tuple[int, int, int]) -
 def launch_gemv(dtype: torch.dtype, blocks: Blocks, with_norm: bool = False) -> None:
     override(blocks)
     words, parts = torch.zeros(8, dtype=torch.int64), torch.zeros(4096)
-    workspace: Any = SimpleNamespace(world_size=WORLD, squares=parts, slot_words=4096, kernel_args=channel().args)
+    workspace: Any = SimpleNamespace(
+        world_size=WORLD, gpu=INTERPRETER, squares=parts, slot_words=4096, kernel_args=channel().args
+    )  # fmt: skip
     workspace.split_buffer = SplitBuffer(words, parts, words)
     workspace.buffer_args = lambda flagged: ReceiveBuffer(words, memory().addresses, 65536, 0, 8192, 30000)
     x, weight, residual, bias = rows(dtype, 5, 96), rows(dtype, WIDTH, 96), rows(dtype, 5), torch.zeros(WIDTH, dtype=dtype)

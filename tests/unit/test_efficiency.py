@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
@@ -9,23 +11,23 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSha
 
 from dlrm_fused.config import Config, EmbeddingOptimizerKind, Precision, TableConfig, TableDtype, WireDtype
 from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
+from dlrm_fused.ops.common.gpus import H100
 from dlrm_fused.training.efficiency import StepWork, efficiency, pooled_bytes, row_bytes
-from dlrm_fused.training.peaks import Peaks, data_sheet_peaks
 
-PEAKS = Peaks(bf16=100e12, tf32=50e12, fp32=10e12, hbm=2e12, link=400e9)
+GPU = replace(H100, bf16=100e12, tf32=50e12, fp32=10e12, memory=2e12, nvlink=400e9)
 CPU = torch.device("cpu")
 
 
 class TestEfficiency:
     def test_is_the_work_over_the_time_that_it_took(self) -> None:
         work = StepWork(flops=1e12, hbm_bytes=20e9, link_bytes=2e9)
-        assert efficiency(work, PEAKS, Precision.bf16, step_seconds=0.04) == pytest.approx(
+        assert efficiency(work, GPU, Precision.bf16, step_seconds=0.04) == pytest.approx(
             {"model_flops_utilization": 0.25, "hbm_gb_per_second": 500, "link_gb_per_second": 50, "floor_ms": 10}
         )
 
     @pytest.mark.parametrize(("precision", "utilization"), [("bf16", 0.01), ("tf32", 0.02), ("fp32", 0.1)])
     def test_the_peak_is_that_of_the_precision(self, precision: str, utilization: float) -> None:
-        values = efficiency(StepWork(1e12, 0, 0), PEAKS, Precision[precision], step_seconds=1)
+        values = efficiency(StepWork(1e12, 0, 0), GPU, Precision[precision], step_seconds=1)
         assert values["model_flops_utilization"] == pytest.approx(utilization)
 
     @pytest.mark.parametrize(
@@ -34,27 +36,13 @@ class TestEfficiency:
         ids=["flops", "hbm", "link"],
     )
     def test_the_floor_is_the_longest_of_three_times(self, work: tuple[float, float, float], floor_ms: float) -> None:
-        assert efficiency(StepWork(*work), PEAKS, Precision.bf16, 1)["floor_ms"] == pytest.approx(floor_ms)
+        assert efficiency(StepWork(*work), GPU, Precision.bf16, 1)["floor_ms"] == pytest.approx(floor_ms)
 
     def test_what_there_is_none_of_is_left_out(self) -> None:
-        assert efficiency(StepWork(None, 1e9, 0), PEAKS, Precision.bf16, 1).keys() == {"hbm_gb_per_second", "floor_ms"}
+        assert efficiency(StepWork(None, 1e9, 0), GPU, Precision.bf16, 1).keys() == {"hbm_gb_per_second", "floor_ms"}
 
-    def test_nothing_is_said_of_a_device_whose_peaks_are_unknown(self) -> None:
+    def test_nothing_is_said_of_a_device_whose_data_sheet_is_unknown(self) -> None:
         assert efficiency(StepWork(1e12, 1e9, 1e9), None, Precision.bf16, 1) == {}
-
-
-class TestPeaks:
-    @pytest.mark.parametrize(
-        ("name", "bf16"),
-        [("NVIDIA H200", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None)],
-    )
-    def test_go_by_the_name_of_the_device(self, monkeypatch: pytest.MonkeyPatch, name: str, bf16: float | None) -> None:
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
-        peaks = data_sheet_peaks(torch.device("cuda"))
-        assert (peaks and peaks.bf16) == bf16
-
-    def test_the_cpu_has_none(self) -> None:
-        assert data_sheet_peaks(CPU) is None
 
 
 RANKS, BATCH, DIM = 4, 80, 8

@@ -8,14 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.schedules.measured import Call
 from benchmarks.schedules.rule import always, by_rule, fit, judge, read_complete_calls, squared_error
+from dlrm_fused.ops.common.gpus import GPUS, INTERPRETER
 from dlrm_fused.ops.schedules import SCHEDULES, Lane, Mover, Pair
 from dlrm_fused.ops.schedules.__main__ import main
 from dlrm_fused.ops.schedules.estimate import Size, estimate
-from dlrm_fused.ops.schedules.machines import H100, H200, UNMEASURED, from_data_sheet, machine_of
+from dlrm_fused.ops.schedules.machines import H100, H200, MACHINES, machine_of
 from dlrm_fused.ops.schedules.rule import SPACE, choose, estimates, explain, schedule_of, space_of
 from dlrm_fused.ops.schedules.timeline import draw, table
 
@@ -111,9 +111,12 @@ def test_a_lane_does_one_thing_at_a_time(name: str) -> None:
 
 
 def test_machines() -> None:
-    assert machine_of(torch.device("cpu")) is H100
-    assert {from_data_sheet(name).name for name in UNMEASURED} == set(UNMEASURED)
-    assert from_data_sheet("NVIDIA B200 SXM").teraflops == pytest.approx(2250 / 989 * H100.teraflops)
+    assert machine_of(INTERPRETER) is H100
+    assert machine_of(GPUS["NVIDIA H200"]) is H200
+    b200, card = MACHINES["NVIDIA B200"], MACHINES["NVIDIA H100 PCIe"]
+    assert b200.teraflops == pytest.approx(2250 / 989 * H100.teraflops)
+    assert b200.peer_copies == 2 * H100.peer_copies
+    assert card.peer_stores == pytest.approx(64 / 450 * H100.peer_stores)  # nobody knows of a bridge
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dlrm_fused.ops.all_gather_gemm.tuning import tiles_and_pushers, tiles_of_pieces
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
+from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.gemm_all_to_all.kernel import halves, multiply, no_product, precision, programs_of, upright
 from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles
 from dlrm_fused.ops.schedules.piece_flags import (
@@ -394,7 +395,7 @@ def multiply_arriving(
         weight: [N, K], or [K, N] if ``is_transposed``.
     """
     (rows, depth), columns, ranks = own.shape, out.shape[1], epoch.channel.group.world_size
-    tiles = tiles_of_pieces(rows, columns, depth, own.element_size(), peers=ranks - 1)
+    tiles = tiles_of_pieces(rows, columns, depth, own.element_size(), gpu_of(own.device), peers=ranks - 1)
     count = ranks * triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns)
     arriving_gemm_kernel[(programs_of(own.device, count, tiles),)](
         *_shards(own, memory, ranks, tiles), _weight_blocks(weight, tiles, is_transposed), out, rows, columns, depth,
@@ -408,7 +409,7 @@ def push_and_multiply(
 ) -> None:
     """As :func:`multiply_arriving`, in an epoch that the kernel begins; it sends the own rows to the peers, in one piece."""
     (rows, depth), columns, ranks = own.shape, out.shape[1], epoch.channel.group.world_size
-    tiles, pushers = tiles_and_pushers(rows, columns, depth, own.element_size(), ranks - 1, own.device)
+    tiles, pushers = tiles_and_pushers(rows, columns, depth, own.element_size(), ranks - 1, gpu_of(own.device))
     count = triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns)
     programs = programs_of(own.device, max(pushers + count, (ranks - 1) * count), tiles)
     pushing_gemm_kernel[(programs,)](
@@ -427,7 +428,7 @@ def multiply_and_add(x: Tensor, weight: Tensor, out: Tensor, received: Tensor, e
         received: [ranks, m, N] in the dtype of x; this rank's own part is not read.
     """
     (rows, depth), columns = x.shape, out.shape[1]
-    tiles = tiles_of_pieces(rows, columns, depth, x.element_size(), added=1.0)
+    tiles = tiles_of_pieces(rows, columns, depth, x.element_size(), gpu_of(x.device), added=1.0)
     count = triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns)
     adding_gemm_kernel[(programs_of(x.device, count, tiles),)](
         TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]), _weight_blocks(weight, tiles, is_transposed),
@@ -448,7 +449,7 @@ def multiply_and_send(
         memory: where each rank receives [ranks, m, N].
     """
     (rows, columns), depth, ranks = out.shape, x.shape[1], epoch.channel.group.world_size
-    tiles = tiles_of_pieces(len(x), columns, depth, x.element_size(), added=1 / ranks)
+    tiles = tiles_of_pieces(len(x), columns, depth, x.element_size(), gpu_of(x.device), added=1 / ranks)
     count = ranks * triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns)
     received = memory.local[: ranks * out.numel() * out.element_size()].view(out.dtype).view(-1, columns)
     # Each program waits for those of another rank, and the interpreter runs the programs of a grid one after the other.

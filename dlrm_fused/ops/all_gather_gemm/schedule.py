@@ -52,6 +52,6 @@ def choose_schedule(
     size = Size(pair, workspace.world_size, rows, columns, depth, workspace.dtype.itemsize)
     # The first that is measured notices ranks that make another call; the library's would wait for them.
     names = [name for name in SPACE[pair] if name != LIBRARY] + [LIBRARY] * workspace.schedules[pair].has_library
-    rule = choose(size, machine_of(workspace.device)) if workspace.is_by_kernels else names[0]
+    rule = choose(size, machine_of(workspace.gpu)) if workspace.is_by_kernels else names[0]
     chosen = workspace.schedules[pair].choose(shape, names, lambda name: run(SCHEDULES[name]), rule=rule)
     return SCHEDULES[chosen]

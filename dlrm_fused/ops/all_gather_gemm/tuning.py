@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
+from dlrm_fused.ops.common.gpus import H100, INTERPRETER, Gpu
 from dlrm_fused.ops.gemm_all_to_all import tuning
 from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles
 
-# Multiprocessors of an H100 or H200.
-_MULTIPROCESSORS = 132
 # Of 16-bit elements, with the share of the widest tile's speed that each reaches with all its programs on a multiprocessor, and
 # with one alone. Measured on two H200s.
 _SHAPES = (
@@ -22,13 +19,15 @@ _SHAPES = (
 # What it takes to add what has come to a tile, by programs on a multiprocessor: of two, one adds while the other multiplies.
 # In units of K that could be multiplied meanwhile.
 _ADDING = {1: 400, 2: 150}
-# Programs that push shall end with the tiles of own rows beside, whose time is in proportion to the columns. Few cannot fill
-# the links, many are not needed.
+# Programs that push shall end with the tiles of own rows beside, whose time is in proportion to the columns, and shorter where
+# the GPU multiplies faster. Few cannot fill the links, many are not needed: fewer where links are slower. For an H100.
 _PUSHERS_TIMES_COLUMNS = 80_000
 _FEWEST_PUSHERS, _MOST_PUSHERS = 8, 24
 
 
-def tiles_of_pieces(rows: int, columns: int, depth: int, element_size: int, *, peers: int = 0, added: float = 0.0) -> Tiles:
+def tiles_of_pieces(
+    rows: int, columns: int, depth: int, element_size: int, gpu: Gpu, *, peers: int = 0, added: float = 0.0
+) -> Tiles:
     """For a persistent kernel that multiplies pieces one after the other.
 
     Args:
@@ -38,27 +37,32 @@ def tiles_of_pieces(rows: int, columns: int, depth: int, element_size: int, *, p
         peers: ranks of which it multiplies as many rows each, when they have come.
         added: share of the tiles to which it adds what the peers have sent.
     """
-    return _fastest(rows, columns, depth, element_size, peers, added)
+    return _fastest(rows, columns, depth, element_size, gpu, peers, added)
 
 
-def tiles_and_pushers(
-    rows: int, columns: int, depth: int, element_size: int, peers: int, device: torch.device
-) -> tuple[Tiles, int]:
+def tiles_and_pushers(rows: int, columns: int, depth: int, element_size: int, peers: int, gpu: Gpu) -> tuple[Tiles, int]:
     """As :func:`tiles_of_pieces`, for a kernel some programs of which store its rows at the peers first; and how many do."""
-    if device.type == "cpu":  # where the programs of a grid run one after the other
-        return tiles_of_pieces(rows, columns, depth, element_size, peers=peers), 1
-    tiles = _fastest(rows, columns, depth, element_size, peers, added=0.0)
-    pushers = max(_FEWEST_PUSHERS, min(_MOST_PUSHERS, round(_PUSHERS_TIMES_COLUMNS * peers / columns)))
-    return tiles, _left_by(_count(rows, columns, tiles), tiles, pushers)
+    tiles = tiles_of_pieces(rows, columns, depth, element_size, gpu, peers=peers)
+    if gpu == INTERPRETER:  # where the programs of a grid run one after the other
+        return tiles, 1
+    fewest, most = pushers_at_least_and_at_most(gpu)
+    pushers = max(fewest, min(most, round(_PUSHERS_TIMES_COLUMNS * gpu.bf16 / H100.bf16 * peers / columns)))
+    return tiles, _left_by(_count(rows, columns, tiles), tiles.programs * gpu.multiprocessors, pushers, fewest)
 
 
-def _fastest(rows: int, columns: int, depth: int, element_size: int, peers: int, added: float) -> Tiles:
+def pushers_at_least_and_at_most(gpu: Gpu) -> tuple[int, int]:
+    """Programs that fill its links, in a call that gives them much time and in one that gives them little."""
+    most = max(2, round(_MOST_PUSHERS * gpu.fastest_link / H100.fastest_link))
+    return min(_FEWEST_PUSHERS, most), most
+
+
+def _fastest(rows: int, columns: int, depth: int, element_size: int, gpu: Gpu, peers: int, added: float) -> Tiles:
     if tuning.overridden() or element_size != 2:
-        return tuning.tiles_of_product(rows * (1 + peers), columns, depth, element_size)
+        return tuning.tiles_of_product(rows * (1 + peers), columns, depth, element_size, gpu)
 
     def time(shape: tuple[Tiles, float, float]) -> float:
         tiles, speed, speed_alone = shape
-        rounds = _rounds((1 + peers) * _count(rows, columns, tiles), tiles.programs, speed / speed_alone)
+        rounds = _rounds((1 + peers) * _count(rows, columns, tiles), gpu.multiprocessors, tiles.programs, speed / speed_alone)
         if peers:  # whose rows come while a tile of own ones is multiplied
             rounds = max(rounds, 2 * speed / speed_alone)
         return rounds * tiles.rows * tiles.columns * (depth + added * _ADDING[tiles.programs]) / speed
@@ -70,20 +74,19 @@ def _count(rows: int, columns: int, tiles: Tiles) -> int:
     return -(-rows // tiles.rows) * -(-columns // tiles.columns)
 
 
-def _left_by(count: int, tiles: Tiles, pushers: int) -> int:
-    """So many pushers, or as many fewer as it takes for the tiles to need the fewest rounds beside them."""
-    programs = _MULTIPROCESSORS * tiles.programs
-    rounds = -(-count // (programs - _FEWEST_PUSHERS))
+def _left_by(count: int, programs: int, pushers: int, fewest: int) -> int:
+    """So many pushers, or as many fewer as it takes for the tiles to need the fewest rounds of programs beside them."""
+    rounds = -(-count // (programs - fewest))
     return min(pushers, programs - -(-count // rounds))
 
 
-def _rounds(count: int, programs: int, alone: float) -> float:
+def _rounds(count: int, multiprocessors: int, programs: int, alone: float) -> float:
     """What so many tiles take, in tiles of a multiprocessor that is full.
 
     Args:
         programs: on a multiprocessor.
         alone: what a tile takes on a multiprocessor of its own.
     """
-    full, rest = divmod(count, _MULTIPROCESSORS * programs)
-    last = 0.0 if rest == 0 else alone if rest <= _MULTIPROCESSORS else programs
+    full, rest = divmod(count, multiprocessors * programs)
+    last = 0.0 if rest == 0 else alone if rest <= multiprocessors else programs
     return full * programs + last

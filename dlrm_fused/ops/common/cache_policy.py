@@ -17,6 +17,7 @@ import torch
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.cache_hints import EVICT_FIRST, EVICT_LAST, OFF, STATIC, STORES, CachePolicy, Hint, with_hints
+from dlrm_fused.ops.common.gpus import gpu_of
 
 # What launches say of their streams.
 
@@ -161,10 +162,4 @@ def choose(device: torch.device, streams: Callable[[], Mapping[str, Stream]]) ->
     Args:
         streams: describes those of the launch; asked only where it matters.
     """
-    return _used if _used is not None else select(streams(), _l2_bytes(device))
-
-
-@cache
-def _l2_bytes(device: torch.device) -> int:
-    """Of the GPU; without one, of a small one."""
-    return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else 1 << 20
+    return _used if _used is not None else select(streams(), gpu_of(device).l2)

@@ -17,6 +17,7 @@ from dlrm_fused.ops.common import cache_policy
 from dlrm_fused.ops.common.cache_hints import load, store
 from dlrm_fused.ops.common.cache_policy import Stream, once
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
+from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, uses_kernels, wait_until_all_ready
 from dlrm_fused.symmetric.hosts import Hosts
@@ -24,7 +25,7 @@ from dlrm_fused.symmetric.hosts import Hosts
 # Of a program's tile: bytes of a row at a time, and rows, whose loads and stores are in flight together.
 _ROW_BYTES, _ROWS = 2048, 8
 # Enough stores in flight for the links of one GPU, also where other kernels hold some multiprocessors.
-_PROGRAMS = 528
+_PROGRAMS_OF_MULTIPROCESSOR = 4
 _CHANGING = ["items", "rows_per_rank", "destinations_at", "first_destination", "receive_offset", "fingerprint"]
 
 
@@ -126,7 +127,8 @@ def scatter_rows(
     if not by_kernel:
         channel.run_epoch(store_at, offset=receive_offset, fingerprint=fingerprint)
     else:
-        scatter_rows_kernel[(max(1, min(triton.cdiv(items, _ROWS), _PROGRAMS)),)](
+        most = _PROGRAMS_OF_MULTIPROCESSOR * gpu_of(source.device).multiprocessors
+        scatter_rows_kernel[(max(1, min(triton.cdiv(items, _ROWS), most)),)](
             source, source.stride(0), targets if scale is None else scale, targets, items, width, rows_per_rank,
             destinations_at or 0, rank * destinations_per_rank, memory.addresses, receive_offset, channel.args, fingerprint,
             REPEATS=repeats, SCALED=scale is not None, TELLS_DESTINATION=destinations_at is not None,

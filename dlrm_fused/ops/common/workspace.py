@@ -6,6 +6,7 @@ import itertools
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple, Self
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from dlrm_fused.errors import UsageError
 from dlrm_fused.lasting import lasting
 from dlrm_fused.ops.common.dtypes import DTYPES
+from dlrm_fused.ops.common.gpus import Gpu, gpu_of
 from dlrm_fused.symmetric import BlockPool, Channel, SymmetricGroup, SymmetricMemory
 from dlrm_fused.symmetric.call_order import CallOrder
 
@@ -44,6 +46,7 @@ class Workspace:
     Attributes:
         group: the ranks that take part; ``rank``, ``world_size`` and ``device`` are the group's.
         name: as given.
+        gpu: for which all ranks choose: theirs, or of those that differ the fewest multiprocessors and the least shared memory.
         channel: of the operator's epochs; the first of ``channels``.
         handle: a number, unique in this process, by which the operator names the workspace.
     """
@@ -74,7 +77,7 @@ class Workspace:
         Raises:
             UsageError: on all ranks, if ``check`` raises it on one of them, or a setting differs.
         """
-        _agree_on_settings(group, name, check)
+        self.gpu = _agree_on_settings(group, name, check)
         self.group, self.name = group, name
         self.rank, self.world_size, self.device = group.rank, group.world_size, group.device
         order = CallOrder(group.device)
@@ -162,13 +165,13 @@ def check_tensor(
         )
 
 
-def _agree_on_settings(group: SymmetricGroup, name: str, check: Callable[[], Mapping[str, object]]) -> None:
-    def checked() -> dict[str, str]:
+def _agree_on_settings(group: SymmetricGroup, name: str, check: Callable[[], Mapping[str, object]]) -> Gpu:
+    def checked() -> tuple[dict[str, str], Gpu]:
         if group.process_group is None and group.world_size > 1:
             raise UsageError(f"{name}: its group is closed")
-        return {key: str(value) for key, value in check().items()}
+        return {key: str(value) for key, value in check().items()}, gpu_of(group.device)
 
-    first, *others = group.gather(checked)
+    (first, *others), gpus = zip(*group.gather(checked), strict=True)
     for rank, other in enumerate(others, start=1):
         for key in {**first, **other}:
             if first.get(key) != other.get(key):
@@ -176,3 +179,5 @@ def _agree_on_settings(group: SymmetricGroup, name: str, check: Callable[[], Map
                     f"{name}: {key} differs between ranks: {first.get(key)} on rank 0, {other.get(key)} on rank {rank}; "
                     "all ranks must give the same"
                 )
+    smallest = min(gpus, key=lambda gpu: (gpu.multiprocessors, gpu.name))
+    return replace(smallest, shared_memory=min(gpu.shared_memory for gpu in gpus))

@@ -14,6 +14,7 @@ from dlrm_fused.ops.common import cache_policy
 from dlrm_fused.ops.common.cache_hints import load, store
 from dlrm_fused.ops.common.cache_policy import Stream, once, picked
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
+from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.embedding_all_to_all.layout import FeatureTable
 from dlrm_fused.ops.embedding_all_to_all.plan import PRESENCE_UNIT, BatchPlan
 from dlrm_fused.ops.embedding_all_to_all.scatter import to_wire
@@ -110,7 +111,7 @@ def _blocks(workspace: EmbeddingWorkspace, plan: BatchPlan, lookup: Lookup) -> t
     mean_length = lookup.indices.numel() / max(1, lookup.offsets.numel() - 1)
     bags = lookup.features.count * plan.global_batch
     shape = LookupShape(lookup.features.block_dim, workspace.tables[lookup.number].weights.dtype, mean_length, bags)
-    blocks = choose_blocks(shape, workspace.device)
+    blocks = choose_blocks(shape, gpu_of(workspace.device))
     return blocks, triton.cdiv(max(plan.batch_sizes), blocks.bags)
 
 

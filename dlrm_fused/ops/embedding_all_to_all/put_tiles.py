@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dlrm_fused.ops.common.cache_hints import OFF  # links between hosts are slower than any cache
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
+from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.embedding_all_to_all.plan import TILE_COLUMNS, BatchPlan
 from dlrm_fused.ops.embedding_all_to_all.scatter import store_tile
@@ -17,7 +18,7 @@ from dlrm_fused.symmetric.device_puts import open_slice, put_slice, release_slic
 from dlrm_fused.symmetric.puts import Puts
 
 _ROWS = 8  # of a program's tile
-_PROGRAMS = 264
+_PROGRAMS_OF_MULTIPROCESSOR = 2
 _FIELDS = tl.constexpr(7)
 
 
@@ -73,7 +74,7 @@ def put_gradient(puts: Puts, gradient: Tensor, plan: BatchPlan, window: ReceiveW
     row_blocks = triton.cdiv(plan.local_batch, _ROWS)
     items = plan.gradient_slice_table.shape[0] * row_blocks
     if items:
-        puts.kernel(put_tiles_kernel)[(min(items, _PROGRAMS),)](
+        puts.kernel(put_tiles_kernel)[(min(items, _most_programs(gradient.device)),)](
             gradient, gradient.stride(0), plan.gradient_slice_table, items, row_blocks, plan.gradient_slice_needs,
             window.channel.args, puts.args, window.fingerprint,
             WIRE=TRITON_DTYPES[wire], ALIGNMENT=4 * wire.itemsize, ROWS=_ROWS, COLUMNS=TILE_COLUMNS, CACHE=OFF, num_warps=4,
@@ -93,8 +94,12 @@ def spread_slice(
     """
     row_blocks = triton.cdiv(rows, _ROWS)
     items = table.shape[0] * row_blocks
-    puts.kernel(spread_tiles_kernel)[(min(items, _PROGRAMS),)](
+    puts.kernel(spread_tiles_kernel)[(min(items, _most_programs(table.device)),)](
         sender, width, table, items, row_blocks, window.memory.addresses, window.offset,
         window.channel.args, puts.args, window.fingerprint,
         WIRE=TRITON_DTYPES[wire], ALIGNMENT=4 * wire.itemsize, ROWS=_ROWS, COLUMNS=TILE_COLUMNS, CACHE=OFF, num_warps=4,
     )  # fmt: skip
+
+
+def _most_programs(device: torch.device) -> int:
+    return _PROGRAMS_OF_MULTIPROCESSOR * gpu_of(device).multiprocessors

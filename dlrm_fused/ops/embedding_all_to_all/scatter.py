@@ -11,13 +11,14 @@ from dlrm_fused.ops.common import cache_policy
 from dlrm_fused.ops.common.cache_hints import load, store
 from dlrm_fused.ops.common.cache_policy import once
 from dlrm_fused.ops.common.dtypes import LARGEST_FP16, TRITON_DTYPES
+from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.embedding_all_to_all.plan import TILE_COLUMNS
 from dlrm_fused.symmetric.device import begin, finish, peer_pointer, wait_until_ready
 
 _ROWS = 8  # of a program's tile
 # Enough stores in flight for the links of one GPU; more programs only take multiprocessors from others.
-_PROGRAMS = 528
+_PROGRAMS_OF_MULTIPROCESSOR = 4
 _FIELDS = tl.constexpr(7)
 _LARGEST_FP16 = tl.constexpr(LARGEST_FP16)
 
@@ -103,7 +104,8 @@ def scatter_tiles(
     items = table.shape[0] * row_blocks
     sent = source.numel() * wire.itemsize
     policy = cache_policy.choose(source.device, lambda: {"activations": once(source.nbytes), "sent": once(sent)})
-    scatter_tiles_kernel[(max(1, min(items, _PROGRAMS)),)](
+    most = _PROGRAMS_OF_MULTIPROCESSOR * gpu_of(source.device).multiprocessors
+    scatter_tiles_kernel[(max(1, min(items, most)),)](
         source, source.stride(0), table, items, max(row_blocks, 1), window.memory.addresses, window.offset,
         window.channel.args, window.fingerprint,
         RELATIVE=relative, FIRST=first, LAST=last, WIRE=TRITON_DTYPES[wire], ALIGNMENT=4 * wire.itemsize, ROWS=_ROWS,

@@ -31,6 +31,7 @@ from dlrm_fused.ops.common.cache_hints import store
 from dlrm_fused.ops.common.cache_policy import once
 from dlrm_fused.ops.common.devices import multiprocessors
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
+from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.gemm_all_to_all.split import Arrivals, add_up
 from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles, tiles_of_groups, tiles_of_product
@@ -390,7 +391,7 @@ def _launch(
     arrivals: Arrivals | None = None,
 ) -> None:
     (rows, depth), columns = x.shape, weight.shape[2 if is_transposed else 1]
-    shape = (part_of or rows, columns, depth, x.element_size())
+    shape = (part_of or rows, columns, depth, x.element_size(), gpu_of(x.device))
     tiles = tiles_of_groups(columns, x.element_size(), groups.tile_rows) if groups else tiles_of_product(*shape)
     splits = 1 if groups else tiles.splits
     ranks = window.channel.group.world_size if window else 1

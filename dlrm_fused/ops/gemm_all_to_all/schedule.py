@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from dlrm_fused.ops.common.gpus import H100, Gpu
 from dlrm_fused.ops.common.schedules import AUTO as AUTO
 from dlrm_fused.ops.common.schedules import LIBRARY as LIBRARY
 from dlrm_fused.ops.common.schedules import Shape
 from dlrm_fused.ops.gemm_all_to_all.workspace import GemmWorkspace
 from dlrm_fused.ops.schedules import Pair
-from dlrm_fused.ops.schedules.rule import SPACE
+from dlrm_fused.ops.schedules.estimate import Size
+from dlrm_fused.ops.schedules.machines import machine_of
+from dlrm_fused.ops.schedules.rule import SPACE, choose
 
 KERNEL, CHUNKS = "kernel", "chunks"
 # By a copy engine: names of dlrm_fused.ops.schedules.
@@ -17,14 +20,16 @@ BY_PIECES = (CHUNKS, "chunks_2", "chunks_4", "tapered")
 SCHEDULES = (AUTO, KERNEL, *BY_PIECES, LIBRARY)
 # Which auto measures, besides the library's.
 _OWN = tuple(name for name in SPACE[Pair.gemm_all_to_all] if name != LIBRARY)
-# Where nothing was measured: by chunks of so many rows, and so deep, the library's product is at its best. The rule of
-# dlrm_fused.ops.schedules is better with two ranks, but loses up to 27 % with four (docs/schedules.md).
+# Of GPUs like an H100 with NVLink, where nothing was measured: by chunks of so many rows, and so deep, the library's product is
+# at its best. The rule of dlrm_fused.ops.schedules is better with two ranks, but loses up to 27 % with four
+# (docs/schedules.md); other GPUs have it all the same.
 _CHUNK_ROWS, _CHUNK_DEPTH = 1024, 4096
 
 
 def schedule_of(workspace: GemmWorkspace, rows: int, columns: int, depth: int) -> str:
     """What ``auto`` takes for x [rows, depth] and a weight [columns, depth] that is not float8, unless it measures first."""
-    return workspace.schedules.known((rows, columns, depth)) or _by_rule(workspace.world_size, rows, depth)
+    shape = rows, columns, depth
+    return workspace.schedules.known(shape) or _rule_of(workspace, shape)
 
 
 def choose_schedule(workspace: GemmWorkspace, shape: Shape, run: Callable[[str], object]) -> str:
@@ -37,8 +42,16 @@ def choose_schedule(workspace: GemmWorkspace, shape: Shape, run: Callable[[str],
         CommunicationError: while it measures, as the call itself.
     """
     names = [*_OWN, *[LIBRARY] * workspace.schedules.has_library]
-    return workspace.schedules.choose(shape, names, run, rule=_by_rule(workspace.world_size, shape[0], shape[2]))
+    return workspace.schedules.choose(shape, names, run, rule=_rule_of(workspace, shape))
 
 
-def _by_rule(ranks: int, rows: int, depth: int) -> str:
+def _rule_of(workspace: GemmWorkspace, shape: Shape) -> str:
+    return by_rule(workspace.world_size, shape, workspace.dtype.itemsize, workspace.gpu)
+
+
+def by_rule(ranks: int, shape: Shape, element_bytes: int, gpu: Gpu) -> str:
+    """For a shape that nobody has measured."""
+    rows, _, depth = shape
+    if (gpu.multiprocessors, gpu.bf16, gpu.link) != (H100.multiprocessors, H100.bf16, H100.link):
+        return choose(Size(Pair.gemm_all_to_all, ranks, *shape, element_bytes), machine_of(gpu), _OWN)
     return CHUNKS if rows // ranks >= _CHUNK_ROWS and depth >= _CHUNK_DEPTH else KERNEL

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dlrm_fused.ops.gemm_all_to_all.measured import TILES
+from dlrm_fused.ops.common.gpus import GPUS, Gpu
+from dlrm_fused.ops.gemm_all_to_all.measured import MEASURED_ON, TILES
 
-# Multiprocessors of an H100 or H200.
-_MULTIPROCESSORS, _NEARLY_ALL = 132, 120
+# Of the multiprocessors.
+_NEARLY_ALL = 0.91
 # Of K, for a piece to be worth its sum.
 _LEAST_DEPTH_OF_PIECE = 2048
 
@@ -83,12 +84,18 @@ def weight_gradient_tiles(element_size: int) -> Tiles:
     return Tiles(128, 128, depth, band=1, warps=8, stages=3, programs=1)
 
 
-def tiles_of_product(rows: int, columns: int, depth: int, element_size: int) -> Tiles:
+def tiles_of_product(rows: int, columns: int, depth: int, element_size: int, gpu: Gpu) -> Tiles:
     """The tiles for one product [rows, K] x [N, K]^T; ``element_size``: bytes of an element of x."""
     if _override:
         return _override
-    measured = TILES.get((rows, columns, depth, element_size))
-    return Tiles(*measured) if measured else _by_rule(rows, columns, depth, element_size)
+    # What was measured is about how tiles fill multiprocessors: it holds for others with as many.
+    measured = TILES.get((rows, columns, depth, element_size)) if _is_alike(gpu) else None
+    return Tiles(*measured) if measured else _by_rule(rows, columns, depth, element_size, gpu)
+
+
+def _is_alike(gpu: Gpu) -> bool:
+    of_measurements = GPUS[MEASURED_ON]
+    return (gpu.capability, gpu.multiprocessors) == (of_measurements.capability, of_measurements.multiprocessors)
 
 
 def _widest(rows: int, columns: int, element_size: int, least: int) -> Tiles:
@@ -99,17 +106,19 @@ def _widest(rows: int, columns: int, element_size: int, least: int) -> Tiles:
     return Tiles(rows=128, columns=128, depth=depth, band=8, warps=4 if element_size < 4 else 8, stages=3, programs=1)
 
 
-def _by_rule(rows: int, columns: int, depth: int, element_size: int) -> Tiles:
+def _by_rule(rows: int, columns: int, depth: int, element_size: int, gpu: Gpu) -> Tiles:
     """Wide tiles, if they occupy nearly all multiprocessors; small ones, or pieces of K, if others leave half of those idle."""
-    tiles = _widest(rows, columns, element_size, _NEARLY_ALL)
-    if element_size == 4 or 2 * _count(rows, columns, tiles) > _MULTIPROCESSORS:
+    available = gpu.multiprocessors
+    nearly_all = int(_NEARLY_ALL * available)
+    tiles = _widest(rows, columns, element_size, nearly_all)
+    if element_size == 4 or 2 * _count(rows, columns, tiles) > available:
         return tiles
     for most, tiles in _SMALL.items():
         count, splits = _count(rows, columns, tiles), 1
-        while splits < most and 2 * splits * count <= _MULTIPROCESSORS and depth >= 2 * splits * _LEAST_DEPTH_OF_PIECE:
+        while splits < most and 2 * splits * count <= available and depth >= 2 * splits * _LEAST_DEPTH_OF_PIECE:
             splits *= 2
         tiles = replace(tiles, splits=splits)
-        if splits * count >= _NEARLY_ALL:
+        if splits * count >= nearly_all:
             break
     return tiles
 

@@ -15,15 +15,16 @@ import triton.language as tl
 from torch import Tensor
 
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
+from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.gemm_all_to_all.kernel import gemm_combine
 from dlrm_fused.ops.schedules import Kind, Pair, Streams, Task, make_plan, sums_beside
 from dlrm_fused.symmetric import BlockPool, Channel, SymmetricGroup
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, peer_pointer, wait_until_all_ready
 
-# Elements of a program's block, and programs.
+# Elements of a program's block, and programs of a multiprocessor: nearly one.
 _BLOCK = 4096
-_PROGRAMS = 128
+_PROGRAMS_OF_MULTIPROCESSOR = 0.97
 _HELD_RESULTS = 2
 
 
@@ -138,7 +139,8 @@ class ManyRows:
         """Rows ``first`` to ``last`` of the result, on all ranks. One epoch."""
         columns = result.shape[1]
         elements = (last - first) * columns
-        sum_chunk_kernel[(min(triton.cdiv(elements, _BLOCK * self._group.world_size), _PROGRAMS),)](
+        most = int(_PROGRAMS_OF_MULTIPROCESSOR * gpu_of(self._group.device).multiprocessors)
+        sum_chunk_kernel[(min(triton.cdiv(elements, _BLOCK * self._group.world_size), most),)](
             self._parts.addresses, self._results.memory.addresses, result if bias is None else bias,
             result if residual is None else residual, first * columns, elements, columns, self._results.offset_of(result),
             self._channel.args, fingerprint,

@@ -162,7 +162,7 @@ def run_kernel(workspace: GemvWorkspace, inputs: Inputs) -> tuple[Tensor, Tensor
     """The operator for up to 64 rows, without checks: the sum, and its norm, which is empty without ``norm_weight``."""
     x, weight, bias, residual, norm_weight, norm_eps = inputs
     (rows, depth), columns, has_norm = x.shape, weight.shape[0], norm_weight is not None
-    blocks = choose_blocks(rows, columns, depth, workspace.world_size, x.element_size(), with_norm=has_norm)
+    blocks = choose_blocks(rows, columns, depth, workspace.world_size, x.element_size(), workspace.gpu, with_norm=has_norm)
     tiles = triton.cdiv(columns, blocks.columns)
     early = starts_early(x.device, tiles * blocks.splits)
     out = x.new_empty(rows, columns)

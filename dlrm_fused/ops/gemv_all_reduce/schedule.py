@@ -23,7 +23,7 @@ _ROW_BYTES = 16  # of which rows have a multiple where they are scattered
 # With so many rows the kernel has been faster than the library in every shape that was measured, on two and on four GPUs.
 _ROWS_OF_THE_KERNEL = 16
 # Of many rows, by their names in dlrm_fused.ops.schedules.
-_OF_MANY_ROWS = {"sums_beside": CHUNKS, "kernel": SCATTER, "library": LIBRARY}
+OF_MANY_ROWS = {"sums_beside": CHUNKS, "kernel": SCATTER, "library": LIBRARY}
 
 
 def check_schedule(workspace: GemvWorkspace, schedule: str, x: Tensor, weight: Tensor) -> None:
@@ -69,5 +69,5 @@ def _can_scatter(workspace: GemvWorkspace, shape: Shape) -> bool:
 def _by_rule(workspace: GemvWorkspace, shape: Shape, names: Sequence[str]) -> str:
     """For more rows than the kernel takes: the schedule of these whose estimate is shortest."""
     size = Size(Pair.gemm_all_reduce, workspace.world_size, *shape, workspace.dtype.itemsize)
-    allowed = tuple(name for name, own in _OF_MANY_ROWS.items() if own in names)
-    return _OF_MANY_ROWS[choose(size, machine_of(workspace.device), allowed)]
+    allowed = tuple(name for name, own in OF_MANY_ROWS.items() if own in names)
+    return OF_MANY_ROWS[choose(size, machine_of(workspace.gpu), allowed)]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from dlrm_fused.ops.common.gpus import Gpu
+
 # Rows of x that the kernel for few rows takes.
 MAX_ROWS = 64
 # Columns of a tile at least and at most.
@@ -16,10 +18,8 @@ MIN_COLUMNS, MAX_COLUMNS = 16, 256
 MAX_SPLITS = 4
 # Rows up to which they hand their parts on as words with tags; with more, a fence takes less time than twice the bytes.
 TAGGED_SPLIT_ROWS = 4
-# Programs of a launch at most where all of them wait for each other: one for each multiprocessor of an H100 or H200.
-RESIDENT_PROGRAMS = 132
-# So many of them, or more, are as good as all.
-ENOUGH_PROGRAMS = 118
+# Of the multiprocessors, so large a share that has a program is as good as all of them.
+_ENOUGH = 0.895
 # Partial results, rows * columns, above which they are added up at one rank instead of at every rank.
 ONE_SHOT_WORDS = 32_768
 # Of loads on their way, for up to 16 rows and for more. With the first, two programs have room on a multiprocessor: of one
@@ -64,16 +64,19 @@ def override(blocks: Blocks | None) -> None:
     _override = blocks
 
 
-def choose_blocks(rows: int, columns: int, depth: int, world_size: int, element_size: int, *, with_norm: bool) -> Blocks:
+def choose_blocks(
+    rows: int, columns: int, depth: int, world_size: int, element_size: int, gpu: Gpu, *, with_norm: bool
+) -> Blocks:
     """The blocks for x [rows, depth] times weight [columns, depth] transposed; the same on every rank.
 
     Args:
         depth: K of one rank.
+        gpu: of every rank; of those with the fewest multiprocessors, where they differ.
         with_norm: whether programs wait for each other, so that all of them must be resident at once.
     """
-    blocks = _override or _measured(rows, columns, depth) or _by_rule(rows, columns, depth, element_size)
+    blocks = _override or _measured(rows, columns, depth) or _by_rule(rows, columns, depth, element_size, gpu)
     if with_norm:
-        blocks = _resident(blocks, columns)
+        blocks = _resident(blocks, columns, gpu)
     if blocks.two_shot and not can_be_two_shot(blocks, columns, world_size):
         blocks = replace(blocks, two_shot=False, flagged=False)
     return blocks
@@ -90,8 +93,8 @@ def _measured(rows: int, columns: int, depth: int) -> Blocks | None:
     return shapes[min(shapes)] if shapes else None
 
 
-def _by_rule(rows: int, columns: int, depth: int, element_size: int) -> Blocks:
-    tile, splits = _tile_and_splits(columns, depth)
+def _by_rule(rows: int, columns: int, depth: int, element_size: int, gpu: Gpu) -> Blocks:
+    tile, splits = _tile_and_splits(columns, depth, gpu.multiprocessors)
     step = 128 if tile <= 64 and rows <= 16 else 64
     two_shot = rows * columns > ONE_SHOT_WORDS
     warps = 8 if tile >= 128 else 4
@@ -105,7 +108,7 @@ def most_stages(rows: int, tile: int, step: int, element_size: int) -> int:
     return min(_MOST_STAGES, room // (element_size * step * (tile + padded(rows))))
 
 
-def _tile_and_splits(columns: int, depth: int) -> tuple[int, int]:
+def _tile_and_splits(columns: int, depth: int, most: int) -> tuple[int, int]:
     """As many programs as multiprocessors, or a little less: then all have the same to do, and all begin at once.
 
     Tiles of 64 columns were the fastest of those that come near; wider ones make for more splits, narrower ones for more reads
@@ -116,19 +119,19 @@ def _tile_and_splits(columns: int, depth: int) -> tuple[int, int]:
     choices = []
     for tile in (64, 128, 32, 16):
         tiles = -(-columns // tile)
-        if tile <= widest and tiles <= RESIDENT_PROGRAMS:
-            choices.append((tile, min(most_splits, RESIDENT_PROGRAMS // tiles)))
+        if tile <= widest and tiles <= most:
+            choices.append((tile, min(most_splits, most // tiles)))
     if not choices:
         return 128, 1
     programs = {choice: -(-columns // choice[0]) * choice[1] for choice in choices}
-    enough = min(max(programs.values()), ENOUGH_PROGRAMS)
+    enough = min(max(programs.values()), int(_ENOUGH * most))
     return next(choice for choice in choices if programs[choice] >= enough)
 
 
-def _resident(blocks: Blocks, columns: int) -> Blocks:
-    """As many programs as fit at once: fewer splits, then wider tiles."""
+def _resident(blocks: Blocks, columns: int, gpu: Gpu) -> Blocks:
+    """As many programs as fit at once, one on each multiprocessor: fewer splits, then wider tiles."""
     splits, tile = blocks.splits, blocks.columns
-    while -(-columns // tile) * splits > RESIDENT_PROGRAMS:
+    while -(-columns // tile) * splits > gpu.multiprocessors:
         splits, tile = (splits - 1, tile) if splits > 1 else (1, 2 * tile)
     # A wider tile takes more memory for each step.
     step = max(16, blocks.depth * blocks.columns // tile)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dlrm_fused.ops.schedules.estimate import Size, estimate
-from dlrm_fused.ops.schedules.machines import H200, MEASURED, UNMEASURED, from_data_sheet
+from dlrm_fused.ops.schedules.machines import H200, MACHINES
 from dlrm_fused.ops.schedules.rule import choose, explain, schedule_of
 from dlrm_fused.ops.schedules.schedule import SCHEDULES, Pair
 from dlrm_fused.ops.schedules.timeline import draw, table
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--pair", choices=[str(pair) for pair in Pair], required=True)
     for name, what in (("ranks", "of the host"), ("rows", "M"), ("columns", "N of a rank"), ("depth", "K of a rank")):
         parser.add_argument(f"--{name}", type=int, required=True, help=what)
-    parser.add_argument("--machine", choices=[*MEASURED, *UNMEASURED], default=H200.name)
+    parser.add_argument("--machine", choices=list(MACHINES), default=H200.name)
     parser.add_argument("--schedule", choices=list(SCHEDULES), help="whose timeline is shown; else that which the rule takes")
     parser.add_argument("--draw", type=Path, help="the timeline as SVG")
     options = parser.parse_args(arguments)
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if wrong := [f"--{name}={value}" for name, value in sizes.items() if value < (2 if name == "ranks" else 1)]:
         parser.error(f"{', '.join(wrong)}: needed: at least 1, of ranks at least 2")
     size = Size(Pair(options.pair), **sizes)
-    machine = MEASURED.get(options.machine) or from_data_sheet(options.machine)
+    machine = MACHINES[options.machine]
     print(explain(size, machine))
     try:
         timeline = estimate(size, schedule_of(size, options.schedule or choose(size, machine)), machine)

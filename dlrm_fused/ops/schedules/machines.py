@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
-import torch
-
+from dlrm_fused.ops.common import gpus
+from dlrm_fused.ops.common.gpus import Gpu
 from dlrm_fused.ops.schedules.machine import Machine
 
 H200 = Machine(
@@ -53,35 +53,23 @@ H100 = replace(
 )
 MEASURED = {machine.name: machine for machine in (H100, H200)}
 
-# Dense bf16 teraflops, GB/s of memory, GB/s to the peers in one direction, multiprocessors; of NVIDIA's data sheets.
-_DATA_SHEETS = {
-    "NVIDIA H100 SXM": (989.0, 3350.0, 450.0, 132),
-    "NVIDIA A100 SXM 80 GB": (312.0, 2039.0, 300.0, 108),
-    "NVIDIA B200 SXM": (2250.0, 8000.0, 900.0, 148),
-    "NVIDIA H100 PCIe, no NVLink": (756.0, 2000.0, 64.0, 114),
-}
 
-
-def from_data_sheet(name: str) -> Machine:
-    """A machine of which nothing has been measured."""
-    teraflops, memory, peers, multiprocessors = _DATA_SHEETS[name]
-    of_h100 = _DATA_SHEETS["NVIDIA H100 SXM"]
+@functools.cache
+def machine_of(gpu: Gpu) -> Machine:
+    """Of a rank with this GPU: measured, or with rates as its data sheet has them to those of an H100."""
+    if measured := MEASURED.get(gpu.name):
+        return measured
+    links = gpu.link / gpus.H100.link
     return replace(
         H100,
-        name=name,
-        teraflops=teraflops * H100.teraflops / of_h100[0],
-        memory=memory * H100.memory / of_h100[1],
-        peer_copies=peers * H100.peer_copies / of_h100[2],
-        peer_stores=peers * H100.peer_stores / of_h100[2],
-        multiprocessors=multiprocessors,
+        name=gpu.name,
+        teraflops=H100.teraflops * (gpu.bf16 / gpus.H100.bf16),
+        memory=H100.memory * (gpu.memory / gpus.H100.memory),
+        peer_copies=H100.peer_copies * links,
+        peer_stores=H100.peer_stores * links,
+        multiprocessors=gpu.multiprocessors,
     )
 
 
-UNMEASURED = tuple(name for name in _DATA_SHEETS if name != "NVIDIA H100 SXM")
-
-
-@functools.cache
-def machine_of(device: torch.device) -> Machine:
-    """Of a rank's device; an H100 stands for GPUs that nobody has measured."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return MEASURED.get(name, H100)
+# By name, those of which there is a data sheet.
+MACHINES = {name: machine_of(gpu) for name, gpu in gpus.GPUS.items()}

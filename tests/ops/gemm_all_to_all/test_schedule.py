@@ -11,10 +11,11 @@ import torch
 
 from dlrm_fused.errors import CommunicationError
 from dlrm_fused.ops.common import schedules
+from dlrm_fused.ops.common.gpus import GPUS, H100
 from dlrm_fused.ops.common.schedules import Schedules
 from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, gemm_all_to_all, tuning
 from dlrm_fused.ops.gemm_all_to_all.measured import MEASURED_ON, TILES, table_of
-from dlrm_fused.ops.gemm_all_to_all.schedule import schedule_of
+from dlrm_fused.ops.gemm_all_to_all.schedule import by_rule, schedule_of
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import run_ranks
@@ -28,7 +29,7 @@ def workspace_on(gpu: str, monkeypatch: pytest.MonkeyPatch, ranks: int = 4) -> A
     channel: Any = SimpleNamespace(group=SimpleNamespace(device=torch.device("cuda"), process_group=None))
     table = table_of(ranks, torch.bfloat16)
     known = Schedules("products", channel, may_measure=True, measured_on=MEASURED_ON, measured=table)
-    return SimpleNamespace(world_size=ranks, schedules=known)
+    return SimpleNamespace(world_size=ranks, schedules=known, dtype=torch.bfloat16, gpu=H100)
 
 
 def test_what_was_measured_here_precedes_the_table_and_the_table_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,6 +47,13 @@ def test_the_table_holds_for_its_gpu_and_its_ranks(monkeypatch: pytest.MonkeyPat
     assert schedule_of(workspace_on(MEASURED_ON, monkeypatch), *shape) == "kernel"
     assert schedule_of(workspace_on(MEASURED_ON, monkeypatch, ranks=2), *shape) == "chunks"
     assert schedule_of(workspace_on("another GPU", monkeypatch), *shape) == "chunks"
+
+
+def test_the_rule_knows_slow_links() -> None:
+    """Of which a call that one kernel makes with NVLink leaves more to be hidden behind its product."""
+    shape = (8192, 1024, 2048)
+    assert by_rule(4, shape, 2, H100) == by_rule(4, shape, 2, GPUS["NVIDIA GH200 480GB"]) == "kernel"
+    assert by_rule(4, shape, 2, GPUS["NVIDIA L40S"]) == "chunks_2"
 
 
 class Clock:
@@ -132,7 +140,7 @@ def test_ranks_that_make_other_calls_are_noticed_while_auto_measures() -> None:
 
 def test_tiles_of_products() -> None:
     wide, narrow = (128, 256), (128, 128)
-    assert tuning.tiles_of_product(1024, 1024, 4096, 2) == tuning.Tiles(*TILES[1024, 1024, 4096, 2])
+    assert tuning.tiles_of_product(1024, 1024, 4096, 2, H100) == tuning.Tiles(*TILES[1024, 1024, 4096, 2])
     for shape, sizes, splits in (
         ((4096, 2048, 512, 2), wide, 1),
         ((2048, 1024, 4096, 2), narrow, 1),
@@ -142,6 +150,6 @@ def test_tiles_of_products() -> None:
         ((256, 256, 8200, 2), (64, 64), 4),
         ((16, 16, 64, 2), (64, 64), 1),
     ):
-        tiles = tuning.tiles_of_product(*shape)
+        tiles = tuning.tiles_of_product(*shape, H100)
         assert (tiles.rows, tiles.columns) == sizes, shape
         assert tiles.splits == splits, shape
