@@ -48,6 +48,7 @@ def tiles_and_pushers(
     if device.type == "cpu":  # where the programs of a grid run one after the other
         return tiles_of_pieces(rows, columns, depth, element_size, peers=peers), 1
     tiles = _fastest(rows, columns, depth, element_size, peers, added=0.0)
+    tiles = tuning.fitted(tiles, element_size, device)
     pushers = max(_FEWEST_PUSHERS, min(_MOST_PUSHERS, round(_PUSHERS_TIMES_COLUMNS * peers / columns)))
     return tiles, _left_by(_count(rows, columns, tiles), tiles, pushers)
 

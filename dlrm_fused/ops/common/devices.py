@@ -1,13 +1,59 @@
-"""What kernels' launches ask of a GPU."""
+"""What kernels' launches ask of a GPU: what it has and what it lacks is decided here, for every kernel."""
 
 from __future__ import annotations
 
 import functools
+import sys
+from typing import Any
 
 import torch
+
+from dlrm_fused.compat.torch import is_rocm
+
+# Bytes of shared memory that CUDA keeps for itself, of each program. Source: NVIDIA's *CUDA C++ Programming Guide*, "Compute
+# Capabilities": 163 KB of a program on a multiprocessor with 164, 99 of 100, 227 of 228.
+_RESERVED = 1024
 
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     """Of a CUDA device."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of an NVIDIA GPU; (0, 0) of what is none: the CPU, and AMD's GPUs, which count otherwise."""
+    is_nvidia = device.type == "cuda" and not is_rocm()
+    return torch.cuda.get_device_capability(device) if is_nvidia else (0, 0)
+
+
+def has_dependent_launches(device: torch.device) -> bool:
+    """Whether kernels can wait for the one before them in their stream (``griddepcontrol``): from Hopper on."""
+    return capability(device) >= (9, 0)
+
+
+def has_async_proxy(device: torch.device) -> bool:
+    """Whether loads by descriptors go another way than plain ones, by the tensor memory accelerator: from Hopper on."""
+    return capability(device) >= (9, 0)
+
+
+def has_float8(device: torch.device) -> bool:
+    """Whether kernels can read float8_e4m3fn: from Ada on, and under the interpreter."""
+    return device.type == "cpu" or capability(device) >= (8, 9)
+
+
+def register_limit(device: torch.device, registers: int | None) -> dict[str, Any]:
+    """An option of a launch: registers of a thread at most. Triton has it for NVIDIA's GPUs alone."""
+    return {} if device.type == "cuda" and is_rocm() else {"maxnreg": registers}
+
+
+def shared_memory_of_program(device: torch.device, programs: int = 1) -> int:
+    """Bytes that each of so many programs on a multiprocessor may have; no limit on the CPU."""
+    return _shared_memory(device) // programs - _RESERVED
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of a multiprocessor."""
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor) if device.type == "cuda" else sys.maxsize
