@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dlrm_fused.ops.all_gather_gemm.tuning import tiles_and_pushers, tiles_of_pieces
-from dlrm_fused.ops.common.devices import has_async_proxy
+from dlrm_fused.ops.common.devices import has_async_proxy, shared_memory
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.gemm_all_to_all.kernel import halves, multiply, no_product, precision, programs_of, upright
 from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles, fitted
@@ -396,7 +396,7 @@ def multiply_arriving(
     """
     (rows, depth), columns, ranks = own.shape, out.shape[1], epoch.channel.group.world_size
     tiles = tiles_of_pieces(rows, columns, depth, own.element_size(), peers=ranks - 1)
-    tiles = fitted(tiles, own.element_size(), own.device)
+    tiles = fitted(tiles, own.element_size(), shared_memory(own.device))
     count = ranks * triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns)
     arriving_gemm_kernel[(programs_of(own.device, count, tiles),)](
         *_shards(own, memory, ranks, tiles), _weight_blocks(weight, tiles, is_transposed), out, rows, columns, depth,
@@ -430,7 +430,7 @@ def multiply_and_add(x: Tensor, weight: Tensor, out: Tensor, received: Tensor, e
     """
     (rows, depth), columns = x.shape, out.shape[1]
     tiles = tiles_of_pieces(rows, columns, depth, x.element_size(), added=1.0)
-    tiles = fitted(tiles, x.element_size(), x.device)
+    tiles = fitted(tiles, x.element_size(), shared_memory(x.device))
     count = triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns)
     adding_gemm_kernel[(programs_of(x.device, count, tiles),)](
         TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]), _weight_blocks(weight, tiles, is_transposed),
@@ -452,7 +452,7 @@ def multiply_and_send(
     """
     (rows, columns), depth, ranks = out.shape, x.shape[1], epoch.channel.group.world_size
     tiles = tiles_of_pieces(len(x), columns, depth, x.element_size(), added=1 / ranks)
-    tiles = fitted(tiles, x.element_size(), x.device)
+    tiles = fitted(tiles, x.element_size(), shared_memory(x.device))
     count = ranks * triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns)
     received = memory.local[: ranks * out.numel() * out.element_size()].view(out.dtype).view(-1, columns)
     # Each program waits for those of another rank, and the interpreter runs the programs of a grid one after the other.

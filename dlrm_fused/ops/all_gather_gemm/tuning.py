@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from dlrm_fused.ops.common.devices import shared_memory
 from dlrm_fused.ops.gemm_all_to_all import tuning
 from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles
 
@@ -45,10 +46,9 @@ def tiles_and_pushers(
     rows: int, columns: int, depth: int, element_size: int, peers: int, device: torch.device
 ) -> tuple[Tiles, int]:
     """As :func:`tiles_of_pieces`, for a kernel some programs of which store its rows at the peers first; and how many do."""
+    tiles = tuning.fitted(_fastest(rows, columns, depth, element_size, peers, 0.0), element_size, shared_memory(device))
     if device.type == "cpu":  # where the programs of a grid run one after the other
-        return tiles_of_pieces(rows, columns, depth, element_size, peers=peers), 1
-    tiles = _fastest(rows, columns, depth, element_size, peers, added=0.0)
-    tiles = tuning.fitted(tiles, element_size, device)
+        return tiles, 1
     pushers = max(_FEWEST_PUSHERS, min(_MOST_PUSHERS, round(_PUSHERS_TIMES_COLUMNS * peers / columns)))
     return tiles, _left_by(_count(rows, columns, tiles), tiles, pushers)
 

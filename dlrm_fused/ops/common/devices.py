@@ -21,11 +21,15 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def is_nvidia(device: torch.device) -> bool:
+    """Whether the device is an NVIDIA GPU; torch for AMD's GPUs calls those ``cuda`` too."""
+    return device.type == "cuda" and not is_rocm()
+
+
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of an NVIDIA GPU; (0, 0) of what is none: the CPU, and AMD's GPUs, which count otherwise."""
-    is_nvidia = device.type == "cuda" and not is_rocm()
-    return torch.cuda.get_device_capability(device) if is_nvidia else (0, 0)
+    """The compute capability of an NVIDIA GPU; (0, 0) of the CPU, and of AMD's GPUs, which count otherwise."""
+    return torch.cuda.get_device_capability(device) if is_nvidia(device) else (0, 0)
 
 
 def has_dependent_launches(device: torch.device) -> bool:
@@ -45,15 +49,17 @@ def has_float8(device: torch.device) -> bool:
 
 def register_limit(device: torch.device, registers: int | None) -> dict[str, Any]:
     """An option of a launch: registers of a thread at most. Triton has it for NVIDIA's GPUs alone."""
-    return {} if device.type == "cuda" and is_rocm() else {"maxnreg": registers}
-
-
-def shared_memory_of_program(device: torch.device, programs: int = 1) -> int:
-    """Bytes that each of so many programs on a multiprocessor may have; no limit on the CPU."""
-    return _shared_memory(device) // programs - _RESERVED
+    return {"maxnreg": registers} if is_nvidia(device) else {}
 
 
 @functools.cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes of a multiprocessor."""
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor) if device.type == "cuda" else sys.maxsize
+def shared_memory(device: torch.device) -> int:
+    """Bytes of a multiprocessor, which its programs share; as good as no limit on the CPU."""
+    return (
+        int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor) if device.type == "cuda" else sys.maxsize
+    )
+
+
+def room_of_program(memory: int, programs: int = 1) -> int:
+    """Bytes that each of so many programs may have of a multiprocessor's shared memory."""
+    return memory // programs - _RESERVED

@@ -29,7 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dlrm_fused.ops.common import cache_policy
 from dlrm_fused.ops.common.cache_hints import store
 from dlrm_fused.ops.common.cache_policy import once
-from dlrm_fused.ops.common.devices import multiprocessors
+from dlrm_fused.ops.common.devices import multiprocessors, shared_memory
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.gemm_all_to_all.split import Arrivals, add_up
@@ -392,7 +392,7 @@ def _launch(
     (rows, depth), columns = x.shape, weight.shape[2 if is_transposed else 1]
     shape = (part_of or rows, columns, depth, x.element_size())
     tiles = tiles_of_groups(columns, x.element_size(), groups.tile_rows) if groups else tiles_of_product(*shape)
-    tiles = fitted(tiles, x.element_size(), x.device)
+    tiles = fitted(tiles, x.element_size(), shared_memory(x.device))
     splits = 1 if groups else tiles.splits
     ranks = window.channel.group.world_size if window else 1
     row_tiles = rows // tiles.rows if groups else ranks * triton.cdiv(rows // ranks, tiles.rows)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
-
-from dlrm_fused.ops.common.devices import shared_memory_of_program
+from dlrm_fused.ops.common.devices import room_of_program
 from dlrm_fused.ops.gemm_all_to_all.measured import TILES
 
 # Multiprocessors of an H100 or H200.
@@ -60,22 +58,22 @@ def overridden() -> bool:
     return _override is not None
 
 
-def shared_memory(tiles: Tiles, element_size: int) -> int:
-    """Bytes of a program at most: loads on their way, half a tile that is stored or added, and the compiler's barriers."""
+def needed_memory(tiles: Tiles, element_size: int) -> int:
+    """Bytes of shared memory at most of a program: loads on their way, half a tile that is stored or added, barriers."""
     loads = tiles.stages * tiles.depth * (tiles.rows + tiles.columns)
     return element_size * (loads + tiles.rows * tiles.columns // 2) + _BARRIER_BYTES
 
 
-def fitted(tiles: Tiles, element_size: int, device: torch.device) -> Tiles:
-    """The tiles, or smaller ones for which the device has shared memory; with as many rows, which the layout may prescribe.
+def fitted(tiles: Tiles, element_size: int, memory: int) -> Tiles:
+    """The tiles, or smaller ones for which so many bytes of a multiprocessor's shared memory are enough.
 
     Three stages at least keep loads on their way; then a program has the multiprocessor for itself, and then come shorter
-    steps, and narrower tiles.
+    steps, and narrower tiles. Rows are left, since layouts prescribe them.
     """
     if _override:
         return tiles
     stages = tiles.stages
-    while shared_memory(tiles, element_size) > shared_memory_of_program(device, tiles.programs):
+    while needed_memory(tiles, element_size) > room_of_program(memory, tiles.programs):
         if tiles.stages > 3:
             tiles = replace(tiles, stages=tiles.stages - 1)
         elif tiles.programs > 1:

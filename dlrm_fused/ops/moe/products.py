@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dlrm_fused.ops.common.devices import shared_memory
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups, halves, multiply, no_product, precision, programs_of, upright
 from dlrm_fused.ops.gemm_all_to_all.tuning import fitted, tiles_of_groups
@@ -141,7 +142,7 @@ def hidden_layer(rows: Tensor, w_in: Tensor, groups: Groups, hidden: Tensor, act
     (count, depth), width = rows.shape, activated.shape[1]
     parts = hidden.shape[1] // width
     tiles = tiles_of_groups(parts * width, rows.element_size(), groups.tile_rows)
-    tiles = fitted(tiles, rows.element_size(), rows.device)
+    tiles = fitted(tiles, rows.element_size(), shared_memory(rows.device))
     half, columns = tiles.columns // 2, tiles.columns // parts
     row_tiles = count // tiles.rows
     hidden_kernel[(programs_of(rows.device, row_tiles * triton.cdiv(width, columns), tiles),)](
@@ -166,7 +167,7 @@ def hidden_layer_gradient(gradient: Tensor, w_out: Tensor, hidden: Tensor, group
     (count, depth), width = gradient.shape, w_out.shape[2]
     parts = hidden.shape[1] // width
     tiles = tiles_of_groups(width, gradient.element_size(), groups.tile_rows)
-    tiles = fitted(tiles, gradient.element_size(), gradient.device)
+    tiles = fitted(tiles, gradient.element_size(), shared_memory(gradient.device))
     row_tiles = count // tiles.rows
     hidden_gradient_kernel[(programs_of(gradient.device, row_tiles * triton.cdiv(width, tiles.columns), tiles),)](
         TensorDescriptor.from_tensor(gradient, [tiles.rows, tiles.depth]),
