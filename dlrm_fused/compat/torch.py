@@ -21,6 +21,11 @@ ATTENTION_OF_GPUS = {
 }
 
 
+def is_rocm() -> bool:
+    """Whether this torch is built for AMD's GPUs, which it calls ``cuda`` too."""
+    return torch.version.hip is not None
+
+
 def one_graph_in_ddp() -> AbstractContextManager[None]:
     """Calls of compiled functions inside compile one graph; otherwise torch cuts what runs in DistributedDataParallel at the
     borders of its buckets, and nothing is fused across."""
