@@ -33,6 +33,7 @@ from benchmarks.common.harness import Report, World, compile_ahead, describe_run
 from benchmarks.common.tune_command import run_tuner, tuner_parser
 from benchmarks.gemm_all_to_all.cells import DTYPE, PRODUCT_CELLS, Product
 from benchmarks.gemm_all_to_all.products import new_workspace
+from dlrm_fused.ops.common.devices import room_of_program
 from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, gemm_all_to_all
 from dlrm_fused.ops.gemm_all_to_all import tuning as gemm_tuning
 from dlrm_fused.ops.gemm_all_to_all.kernel import gemm
@@ -72,7 +73,7 @@ def fits(tiles: Tiles) -> bool:
     half_of_result = tiles.rows * tiles.columns // 2 * DTYPE.itemsize
     elements = tiles.rows * tiles.columns
     return (
-        tiles.programs * (steps + half_of_result) <= this_gpu().shared_memory_of_program()
+        tiles.programs * (steps + half_of_result) <= room_of_program(this_gpu().shared_memory)
         and tiles.programs * elements <= _ACCUMULATED_ELEMENTS
         and elements <= 32 * tiles.warps * _MAX_ELEMENTS_OF_THREAD
     )

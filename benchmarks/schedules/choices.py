@@ -23,7 +23,8 @@ from dlrm_fused.ops.embedding_all_to_all.tuning import Blocks as LookupBlocks
 from dlrm_fused.ops.embedding_all_to_all.tuning import LookupShape
 from dlrm_fused.ops.embedding_all_to_all.tuning import choose_blocks as choose_lookup_blocks
 from dlrm_fused.ops.gemm_all_to_all.schedule import by_rule
-from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles, tiles_of_product
+from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles, fitted, needed_memory, tiles_of_product
+from dlrm_fused.ops.gemv_all_reduce import tuning as gemv_tuning
 from dlrm_fused.ops.gemv_all_reduce.schedule import OF_MANY_ROWS
 from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_ROWS, Blocks, choose_blocks
 from dlrm_fused.ops.schedules import Pair
@@ -44,6 +45,7 @@ class Choice:
         schedule: that the rule takes.
         blocks: of the operator's own kernel.
         programs: of its launch.
+        memory: bytes of shared memory that a program may need; lookups need none to speak of.
         resident: how many of them must be on the GPU at once, since they wait for each other.
         pushers: of them, those that store at the peers before they multiply.
         hint: for rows, of the cache policy ``selected``, where all are equally frequent.
@@ -53,6 +55,7 @@ class Choice:
     schedule: str
     blocks: Tiles | Blocks | LookupBlocks
     programs: int
+    memory: int = 0
     resident: int = 0
     pushers: int = 0
     hint: str = ""
@@ -66,7 +69,16 @@ def gathered(gpu: Gpu, ranks: int) -> list[Choice]:
         tiles, pushers = tiles_and_pushers(rows, cell.n, cell.k, _BYTES, ranks - 1, gpu)
         count = _tiles(rows, cell.n, tiles)
         programs = min(max(pushers + count, (ranks - 1) * count), tiles.programs * gpu.multiprocessors)
-        found.append(Choice(cell.name, _schedule(cell.pair, gpu, ranks, cell), tiles, programs, pushers=pushers))
+        found.append(
+            Choice(
+                cell.name,
+                _schedule(cell.pair, gpu, ranks, cell),
+                tiles,
+                programs,
+                needed_memory(tiles, _BYTES),
+                pushers=pushers,
+            )
+        )
     return found
 
 
@@ -75,8 +87,18 @@ def scattered(gpu: Gpu, ranks: int) -> list[Choice]:
     found = []
     for cell in _of_pair(Pair.gemm_reduce_scatter):
         tiles = tiles_of_pieces(cell.m, cell.n, cell.k, _BYTES, gpu, added=1 / ranks)
+        tiles = fitted(tiles, _BYTES, gpu.shared_memory)
         programs = min(ranks * _tiles(cell.m // ranks, cell.n, tiles), tiles.programs * gpu.multiprocessors)
-        found.append(Choice(cell.name, _schedule(cell.pair, gpu, ranks, cell), tiles, programs, resident=programs))
+        found.append(
+            Choice(
+                cell.name,
+                _schedule(cell.pair, gpu, ranks, cell),
+                tiles,
+                programs,
+                needed_memory(tiles, _BYTES),
+                resident=programs,
+            )
+        )
     return found
 
 
@@ -84,9 +106,11 @@ def exchanged(gpu: Gpu, ranks: int) -> list[Choice]:
     """GEMM + All-to-All."""
     found = []
     for m, n, k in products.PRODUCTS[:CALLS]:
-        tiles = tiles_of_product(m, n, k, _BYTES, gpu)
+        tiles = fitted(tiles_of_product(m, n, k, _BYTES, gpu), _BYTES, gpu.shared_memory)
         programs = min(ranks * _tiles(m // ranks, n, tiles) * tiles.splits, tiles.programs * gpu.multiprocessors)
-        found.append(Choice(f"{m}x{n}x{k}", by_rule(ranks, (m, n, k), _BYTES, gpu), tiles, programs))
+        found.append(
+            Choice(f"{m}x{n}x{k}", by_rule(ranks, (m, n, k), _BYTES, gpu), tiles, programs, needed_memory(tiles, _BYTES))
+        )
     return found
 
 
@@ -98,12 +122,15 @@ def reduced(gpu: Gpu, ranks: int) -> list[Choice]:
         depth = cell.depth(ranks)
         if m > MAX_ROWS:
             schedule = OF_MANY_ROWS[choose(Size(Pair.gemm_all_reduce, ranks, m, n, depth, _BYTES), machine_of(gpu))]
-            tiles = tiles_of_product(m, n, depth, _BYTES, gpu)
-            found.append(Choice(cell.name, schedule, tiles, min(_tiles(m, n, tiles), tiles.programs * gpu.multiprocessors)))
+            tiles = fitted(tiles_of_product(m, n, depth, _BYTES, gpu), _BYTES, gpu.shared_memory)
+            programs = min(_tiles(m, n, tiles), tiles.programs * gpu.multiprocessors)
+            found.append(Choice(cell.name, schedule, tiles, programs, needed_memory(tiles, _BYTES)))
         else:
             blocks = choose_blocks(m, n, depth, ranks, _BYTES, gpu, with_norm=True)
+            blocks = gemv_tuning.fitted(blocks, m, _BYTES, gpu.shared_memory)
+            memory = gemv_tuning.needed_memory(blocks, m, _BYTES)
             programs = -(-n // blocks.columns) * blocks.splits
-            found.append(Choice(cell.name, "kernel", blocks, programs, resident=programs))
+            found.append(Choice(cell.name, "kernel", blocks, programs, memory, resident=programs))
     return found
 
 
@@ -171,10 +198,11 @@ def describe_blocks(blocks: Tiles | Blocks | LookupBlocks) -> str:
 
 def table(choices: Sequence[Choice]) -> str:
     """In Markdown."""
-    lines = ["| call | schedule | kernel's blocks | programs | |", "|---|---|---|---|---|"]
+    lines = ["| call | schedule | kernel's blocks | programs | KiB of each | |", "|---|---|---|---|---|---|"]
     for one in choices:
         more = f"{one.pushers} of them push" if one.pushers else f"rows: {one.hint}" if one.hint else ""
-        lines.append(f"| {one.call} | {one.schedule} | {describe_blocks(one.blocks)} | {one.programs} | {more} |")
+        cells = (one.call, one.schedule, describe_blocks(one.blocks), one.programs, -(-one.memory // 1024) or "-", more)
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from dlrm_fused.ops.common import cache_policy
 from dlrm_fused.ops.common.cache_hints import store
 from dlrm_fused.ops.common.cache_policy import once
+from dlrm_fused.ops.common.devices import room_of_program
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.symmetric.device import peer_pointer
@@ -59,18 +60,19 @@ def cached_attention(projected: Tensor, cache: Tensor, layer: int, max_keys: int
         [m, heads, d_head].
     """
     rows, heads, _, d_head = projected.shape
+    columns, lines = max(16, triton.next_power_of_2(d_head)), max(16, triton.next_power_of_2(rows))
+    step = _keys(lines, columns, projected.element_size(), gpu_of(projected.device).shared_memory)
     # About as many programs as multiprocessors: the power of two below.
     programs = 1 << (gpu_of(projected.device).multiprocessors.bit_length() - 1)
-    splits = min(triton.next_power_of_2(triton.cdiv(max_keys, _KEYS)), max(1, triton.next_power_of_2(programs // heads)))
+    splits = min(triton.next_power_of_2(triton.cdiv(max_keys, step)), max(1, triton.next_power_of_2(programs // heads)))
     parts = torch.empty(splits, heads, rows, d_head, dtype=torch.float32, device=projected.device)
     weights = torch.empty(splits, heads, rows, dtype=torch.float32, device=projected.device)
     result = torch.empty(rows, heads, d_head, dtype=projected.dtype, device=projected.device)
-    columns = max(16, triton.next_power_of_2(d_head))
     scale = d_head**-0.5 * 1.4426950408889634  # so that the exponential is of base 2
     policy = cache_policy.choose(projected.device, lambda: {"results": once(parts.nbytes)})
     _part_kernel[(heads, splits)](
         projected, cache, parts, weights, rows, layer, scale,
-        HEADS=heads, D_HEAD=d_head, COLUMNS=columns, ROWS=max(16, triton.next_power_of_2(rows)), KEYS=_KEYS,
+        HEADS=heads, D_HEAD=d_head, COLUMNS=columns, ROWS=lines, KEYS=step,
         DTYPE=TRITON_DTYPES[projected.dtype], CACHE=policy, num_warps=4, num_stages=2,
     )  # fmt: skip
     _merge_kernel[(heads, rows)](
@@ -78,6 +80,17 @@ def cached_attention(projected: Tensor, cache: Tensor, layer: int, max_keys: int
         HEADS=heads, D_HEAD=d_head, COLUMNS=columns, SPLITS=splits, CACHE=policy, num_warps=2,
     )  # fmt: skip
     return result
+
+
+def _keys(rows: int, columns: int, element_size: int, memory: int) -> int:
+    """Keys of a step for which a multiprocessor has the shared memory, in bytes: keys, values, queries, and scores in fp32.
+
+    Products of 16 bits may take keys and values of two steps from it, those of fp32 take one.
+    """
+    keys, steps = _KEYS, 2 if element_size == 2 else 1
+    while keys > 16 and (element_size * columns * (2 * steps * keys + rows) + 4 * rows * (keys + 1) > room_of_program(memory)):
+        keys //= 2
+    return keys
 
 
 @triton.jit(do_not_specialize=["rows", "layer"])

@@ -158,15 +158,15 @@ def wait(channel, word, value):
 
 
 @triton.jit
-def order_bulk_loads(ON_GPU: tl.constexpr):
+def order_bulk_loads(HAS_ASYNC_PROXY: tl.constexpr):
     """After a :func:`wait`, before loads by descriptors (TMA): they go another way than plain loads, which the wait orders.
 
     Source: "Proxies" in NVIDIA's *PTX ISA*, ``fence.proxy.async``.
 
     Args:
-        ON_GPU: false under the interpreter, which has no instructions of its own.
+        HAS_ASYNC_PROXY: whether it is so on this device; false under the interpreter too.
     """
-    if ON_GPU:
+    if HAS_ASYNC_PROXY:
         tl.inline_asm_elementwise("fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 

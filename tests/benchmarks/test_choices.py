@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.schedules.choices import CALLS, OPERATORS, Choice, main
 from dlrm_fused.ops.all_gather_gemm.tuning import pushers_at_least_and_at_most, tiles_and_pushers
+from dlrm_fused.ops.common.devices import room_of_program
 from dlrm_fused.ops.common.gpus import GPUS, H100, Gpu
 from dlrm_fused.ops.embedding_all_to_all.tuning import Blocks as LookupBlocks
 from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles, tiles_of_product
@@ -30,6 +31,14 @@ def test_programs_that_wait_for_each_other_are_resident(gpu: Gpu) -> None:
     for one in waiting:
         at_once = one.blocks.programs if isinstance(one.blocks, Tiles) else 1
         assert one.resident <= at_once * gpu.multiprocessors, one
+
+
+@EVERY_GPU
+def test_no_program_asks_for_more_shared_memory_than_it_can_have(gpu: Gpu) -> None:
+    for one in choices(gpu):
+        at_once = one.blocks.programs if isinstance(one.blocks, Tiles) else 1
+        assert one.memory <= room_of_program(gpu.shared_memory, at_once), one
+        assert one.memory > 0 or isinstance(one.blocks, LookupBlocks)
 
 
 @EVERY_GPU

@@ -25,6 +25,7 @@ from dlrm_fused.serving.cached_attention import cached_attention
 from dlrm_fused.training import build
 from tests.distributed.launch import run_ranks
 from tests.ops.test_compile_for_gpus import LAUNCHES
+from tests.ops.test_compile_for_gpus import architecture as architecture
 from tests.ops.test_compile_for_gpus import compiled as compiled
 
 MB = 1e6

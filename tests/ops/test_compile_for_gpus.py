@@ -8,20 +8,27 @@ from __future__ import annotations
 
 import ast
 import importlib
+import itertools
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 from dlrm_fused.ops import adagrad
+from dlrm_fused.ops.all_gather_gemm import kernel as pieces
 from dlrm_fused.ops.all_gather_gemm.kernel import (
     Epoch,
     multiply_and_add,
@@ -29,8 +36,9 @@ from dlrm_fused.ops.all_gather_gemm.kernel import (
     multiply_arriving,
     push_and_multiply,
 )
-from dlrm_fused.ops.common import cache_hints, meeting
+from dlrm_fused.ops.common import cache_hints, devices, meeting
 from dlrm_fused.ops.common import scatter_rows as scatter
+from dlrm_fused.ops.common.devices import room_of_program
 from dlrm_fused.ops.common.gpus import INTERPRETER
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.embedding_all_to_all import ExchangeLayout, LookupLayout, put_tiles, reduce, update
@@ -42,6 +50,7 @@ from dlrm_fused.ops.feature_all_to_all.kernel import fetch_kernel, send_kernel
 from dlrm_fused.ops.gemm_all_to_all import kernel as gemm
 from dlrm_fused.ops.gemm_all_to_all import op as gemm_op
 from dlrm_fused.ops.gemm_all_to_all import tuning as gemm_tuning
+from dlrm_fused.ops.gemm_all_to_all import weight_gradient
 from dlrm_fused.ops.gemm_all_to_all.measured import TILES
 from dlrm_fused.ops.gemm_all_to_all.weight_gradient import grouped_weight_gradient
 from dlrm_fused.ops.gemv_all_reduce import chunks as gemv_chunks
@@ -49,11 +58,11 @@ from dlrm_fused.ops.gemv_all_reduce import kernel as gemv_kernel
 from dlrm_fused.ops.gemv_all_reduce import op as gemv
 from dlrm_fused.ops.gemv_all_reduce.kernel import ReceiveBuffer, SplitBuffer
 from dlrm_fused.ops.gemv_all_reduce.tuning import Blocks, override
-from dlrm_fused.ops.moe import dispatch, steps
+from dlrm_fused.ops.moe import dispatch, products, steps
 from dlrm_fused.ops.moe.activations import ACTIVATIONS
 from dlrm_fused.ops.schedules import Streams
 from dlrm_fused.ops.schedules.piece_flags import PieceArgs, PieceFlags, mark_kernel
-from dlrm_fused.serving.cached_attention import cached_attention
+from dlrm_fused.serving import cached_attention as attention
 from dlrm_fused.symmetric import device, device_puts
 from dlrm_fused.symmetric.device import channel_args
 from dlrm_fused.symmetric.hosts import Hosts
@@ -61,20 +70,47 @@ from tests.ops.address_arithmetic import PACKAGE, unbounded_products_in_addresse
 from tests.ops.embedding_all_to_all.lookups import make_lookup, make_tables
 
 WORLD, RANK = 2, 1
+INLINE_ASSEMBLY = "tt.elementwise_inline_asm"
+SHARED_KIB = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}
 # PyTorch's bindings of NVSHMEM, and the two functions that they call, in LLVM's language.
 BINDINGS: Any = None
 DEVICE_LIBRARY = Path(__file__).with_name("nvshmem_device.ll")
 EXPERTS, TOP_K, WIDTH, TILE_ROWS = 8, 2, 64, 64
 
 
+@dataclass(frozen=True)
+class Architecture:
+    """Attributes:
+    target: of Triton's compiler.
+    memory: bytes of shared memory of a multiprocessor.
+    """
+
+    target: GPUTarget
+    memory: int
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        return divmod(self.target.arch, 10) if self.target.backend == "cuda" else (0, 0)
+
+
+# Shared memory: NVIDIA's *CUDA C++ Programming Guide*, "Compute Capabilities"; AMD's white papers of CDNA 3 and CDNA 4.
+NVIDIA = {f"sm_{arch}": Architecture(GPUTarget("cuda", arch, 32), kib << 10) for arch, kib in SHARED_KIB.items()}
+AMD = {arch: Architecture(GPUTarget("hip", arch, 64), kib << 10) for arch, kib in {"gfx942": 64, "gfx950": 160}.items()}
+ARCHITECTURES = NVIDIA | AMD
+
+
 class NoGpu:
     """What Triton asks of a driver before it compiles."""
 
+    def __init__(self, of: Architecture) -> None:
+        self._of = of
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return self._of.target
 
     def get_current_device(self) -> int:
-        return 0
+        # Triton remembers by this number what it has compiled.
+        return list(ARCHITECTURES.values()).index(self._of)
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -89,26 +125,47 @@ def nvshmem_bindings(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def architecture() -> str:
+    """For which kernels are compiled, where a test says nothing else."""
+    return "sm_90"
+
+
+@pytest.fixture
+def compiled(architecture: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """By name, the kernels that the test has launched: compiled, not run."""
     kernels: dict[str, Any] = {}
+    with compile_only(ARCHITECTURES[architecture], monkeypatch, kernels.__setitem__):
+        yield kernels
+
+
+@contextmanager
+def compile_only(of: Architecture, monkeypatch: pytest.MonkeyPatch, seen: Callable[[str, Any], None]) -> Iterator[None]:
+    """Within, launches compile for an architecture and run nothing; ``seen`` gets each kernel's name and what was compiled."""
     run = JITFunction.run
 
-    def compile_only(kernel: JITFunction[Any], *args: Any, warmup: bool, **options: Any) -> None:
-        made = kernels[kernel.__name__] = run(kernel, *args, warmup=True, **options)
-        assert unbounded_products_in_addresses(made.asm["ttir"]) == set()
-        assert set(re.findall(LOSES_NUMBERS, made.asm["ptx"])) <= LOSES_NOTHING.get(kernel.__name__, set())
+    def compile_kernel(kernel: JITFunction[Any], *args: Any, warmup: bool, **options: Any) -> None:
+        made = run(kernel, *args, warmup=True, **options)
+        # Elsewhere Triton makes addresses of descriptors' coordinates, which are of 32 bits by definition, in 64 bits.
+        if of.capability >= (9, 0):
+            assert unbounded_products_in_addresses(made.asm["ttir"]) == set()
+        if "ptx" in made.asm:
+            assert set(re.findall(LOSES_NUMBERS, made.asm["ptx"])) <= LOSES_NOTHING.get(kernel.__name__, set())
+        seen(kernel.__name__, made)
 
-    monkeypatch.setattr(JITFunction, "run", compile_only)
-    monkeypatch.setattr(driver, "_active", NoGpu())
-    monkeypatch.setattr(gemv, "starts_early", lambda device, programs: True)
+    monkeypatch.setattr(JITFunction, "run", compile_kernel)
+    monkeypatch.setattr(driver, "_active", NoGpu(of))
+    monkeypatch.setattr(devices, "is_nvidia", lambda device: of.target.backend == "cuda")
+    monkeypatch.setattr(devices, "capability", lambda device: of.capability)
+    monkeypatch.setattr(gemv, "starts_early", lambda device, programs: devices.has_dependent_launches(device))
+    for module in (gemm, weight_gradient, products, pieces, attention):
+        monkeypatch.setattr(module, "gpu_of", lambda device: replace(INTERPRETER, shared_memory=of.memory))
     for module in (scatter, dispatch, reduce, adagrad, meeting):
         monkeypatch.setattr(module, "uses_kernels", lambda device: True)
     monkeypatch.setattr(update, "_check_lookup", lambda tables, indices, offsets: tables.batch_size(offsets))
     global BINDINGS
     BINDINGS = nvshmem_bindings(monkeypatch)
     monkeypatch.setattr(device_puts, "_bindings", BINDINGS)
-    yield kernels
+    yield
     override(None)
     gemm_tuning.override(None)
 
@@ -185,7 +242,8 @@ def launch_gemm_combine(dtype: torch.dtype, fp8: bool) -> None:
 
 def launch_split_gemm(fp8: bool) -> None:
     """K in four pieces, with and without other ranks."""
-    gemm_tuning.override(gemm_tuning.Tiles(64, 64, 128, band=4, warps=4, stages=5, programs=1, splits=4))
+    tiles = gemm_tuning.Tiles(64, 64, 128, band=4, warps=4, stages=5, programs=1, splits=4)
+    gemm_tuning.override(gemm_tuning.fitted(tiles, HALF.itemsize, gemm.gpu_of(torch.device("cpu")).shared_memory))
     weight, scale = torch.zeros(WIDTH, 1024, dtype=HALF), torch.zeros(WIDTH) if fp8 else None
     weight = weight.to(torch.float8_e4m3fn) if fp8 else weight
     gemm.gemm(rows(width=1024), weight, rows(), scale)
@@ -193,17 +251,17 @@ def launch_split_gemm(fp8: bool) -> None:
 
 
 def piece_flags(has_own_channel: bool = True) -> Any:
-    pieces: Any = object.__new__(PieceFlags)
+    flags: Any = object.__new__(PieceFlags)
     words = torch.zeros(8, dtype=torch.int64)
-    pieces.__dict__.update(_channel=channel(), _own=has_own_channel, args=PieceArgs(words, memory().addresses, words, 8))
-    return pieces
+    flags.__dict__.update(_channel=channel(), _own=has_own_channel, args=PieceArgs(words, memory().addresses, words, 8))
+    return flags
 
 
 def launch_piece_flags(has_own_channel: bool) -> None:
-    pieces = piece_flags(has_own_channel)
-    pieces.begin(1)
-    pieces.wait(1, 2)
-    mark_kernel[(1,)](pieces.args, channel().args, 0, 2, num_warps=1)
+    flags = piece_flags(has_own_channel)
+    flags.begin(1)
+    flags.wait(1, 2)
+    mark_kernel[(1,)](flags.args, channel().args, 0, 2, num_warps=1)
 
 
 def launch_products_of_pieces(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
@@ -226,7 +284,7 @@ def launch_gemv(dtype: torch.dtype, blocks: Blocks, with_norm: bool = False) -> 
     override(blocks)
     words, parts = torch.zeros(8, dtype=torch.int64), torch.zeros(4096)
     workspace: Any = SimpleNamespace(
-        world_size=WORLD, gpu=INTERPRETER, squares=parts, slot_words=4096, kernel_args=channel().args
+        world_size=WORLD, gpu=gemm.gpu_of(torch.device("cpu")), squares=parts, slot_words=4096, kernel_args=channel().args
     )  # fmt: skip
     workspace.split_buffer = SplitBuffer(words, parts, words)
     workspace.buffer_args = lambda flagged: ReceiveBuffer(words, memory().addresses, 65536, 0, 8192, 30000)
@@ -340,7 +398,7 @@ def launch_sums_of_many_ranks() -> None:
 
 
 def launch_attention(dtype: torch.dtype) -> None:
-    cached_attention(torch.zeros(5, 2, 3, 24, dtype=dtype), torch.zeros(2, dtype=torch.int64), 1, 1000)
+    attention.cached_attention(torch.zeros(5, 2, 3, 24, dtype=dtype), torch.zeros(2, dtype=torch.int64), 1, 1000)
 
 
 def launch_adagrad() -> None:
@@ -428,18 +486,60 @@ LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
 }
 
 
-# Products in fp32 are many instructions on tensor cores.
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow) if name in ("gemm_fp32", "gemm_combine_fp8") else name for name in LAUNCHES],
-)
-def test_kernels_compile_for_sm_90(name: str, compiled: dict[str, Any]) -> None:
+# Long ones: products in fp32, and those of pieces, are many instructions.
+LONG = {"gemm_fp32", "gemm_combine_fp8", "products_of_pieces", "products_of_pieces_fp32"}
+# They read float8_e4m3fn, which needs compute capability 8.9.
+WITH_FLOAT8 = {"gemm_combine_fp8", "gemm_split_fp8"}
+
+
+def is_possible(name: str, architecture: str) -> bool:
+    return name not in WITH_FLOAT8 or architecture not in ("sm_80", "sm_86")
+
+
+def matrix() -> Iterator[Any]:
+    """All launches on all architectures. `make test` has those for Hopper; `make test-all` those that differ most from it."""
+    for architecture, name in itertools.product(ARCHITECTURES, LAUNCHES):
+        marks = []
+        if architecture in ("sm_80", "sm_120") and name not in LONG:
+            marks = [pytest.mark.slow]
+        elif architecture != "sm_90":
+            marks = [pytest.mark.exhaustive]
+        elif name in ("gemm_fp32", "gemm_combine_fp8"):
+            marks = [pytest.mark.slow]
+        if is_possible(name, architecture):
+            yield pytest.param(name, architecture, marks=marks, id=f"{name}-{architecture}")
+
+
+@pytest.mark.parametrize(("name", "architecture"), matrix())
+def test_kernels_compile(name: str, architecture: str, compiled: dict[str, Any]) -> None:
     launch, kernels = LAUNCHES[name]
     launch()
     assert compiled.keys() == kernels
     for kernel in compiled.values():
-        assert ".target sm_90" in kernel.asm["ptx"]
-        assert kernel.asm["cubin"]
+        check_limits(kernel, ARCHITECTURES[architecture])
+
+
+def check_limits(kernel: Any, of: Architecture) -> None:
+    """The kernel is code of the architecture, and a program of it has room on a multiprocessor."""
+    assert kernel.metadata.shared <= room_of_program(of.memory), kernel.name
+    if of.target.backend == "cuda":
+        assert f".target sm_{of.target.arch}" in kernel.asm["ptx"]
+        assert registers(kernel) <= 255
+        assert -(-registers(kernel) // 8) * 8 * 32 * kernel.metadata.num_warps <= 65_536, kernel.name
+    else:
+        assert f"amdgcn-amd-amdhsa--{of.target.arch}" in kernel.asm["amdgcn"]
+        assert INLINE_ASSEMBLY not in kernel.asm["ttgir"], kernel.name
+
+
+def registers(kernel: Any) -> int:
+    """Of a thread, as the assembler has written it into the code."""
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        told = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+    (found,) = re.findall(r"REG:(\d+)", told)
+    return int(found)
 
 
 def test_every_kernel_of_the_package_is_compiled_here() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from dlrm_fused.ops.common.devices import room_of_program
 from dlrm_fused.ops.common.gpus import GPUS, H100, INTERPRETER, Gpu, data_sheet, gpu_of, nearest
 from dlrm_fused.ops.common.workspace import _agree_on_settings
 
@@ -59,8 +60,8 @@ class TestDataSheets:
     @EVERY_GPU
     def test_have_as_much_shared_memory_as_the_programming_guide_says(self, gpu: Gpu) -> None:
         of_program = {(8, 0): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}.get(gpu.capability, 99)
-        assert gpu.shared_memory_of_program() == of_program << 10
-        assert 2 * (gpu.shared_memory_of_program(programs=2) + 1024) <= gpu.shared_memory
+        assert room_of_program(gpu.shared_memory) == of_program << 10
+        assert 2 * (room_of_program(gpu.shared_memory, programs=2) + 1024) <= gpu.shared_memory
 
     def test_are_of_all_that_the_documentation_names(self) -> None:
         names = " ".join(GPUS)

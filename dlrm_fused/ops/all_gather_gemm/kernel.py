@@ -20,10 +20,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dlrm_fused.ops.all_gather_gemm.tuning import tiles_and_pushers, tiles_of_pieces
+from dlrm_fused.ops.common.devices import has_async_proxy
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.gemm_all_to_all.kernel import halves, multiply, no_product, precision, programs_of, upright
-from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles
+from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles, fitted
 from dlrm_fused.ops.schedules.piece_flags import (
     PieceFlags,
     begin_epoch,
@@ -174,7 +175,7 @@ def _push(own, addresses, pieces, counter, elements, pushers, epoch, channel, DT
 @triton.jit
 def _multiply_arriving(
     gathered, weight, out, number, shard_rows, columns, depth, ends, pieces, channel, epoch,
-    TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, ON_GPU: tl.constexpr,
+    TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, HAS_ASYNC_PROXY: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     """This program's tiles of the peers' rows, in the order in which they come.
@@ -186,7 +187,7 @@ def _multiply_arriving(
     for segment in range(0, len(ends) * peers):
         piece, source = segment // peers, (channel.rank + channel.world - 1 - segment % peers) % channel.world
         wait_for_piece(channel, pieces, source, piece, epoch)
-        order_bulk_loads(ON_GPU)
+        order_bulk_loads(HAS_ASYNC_PROXY)
         first = source * shard_rows + end_of_piece(ends, piece - 1)
         end = source * shard_rows + end_of_piece(ends, piece)
         number = _multiply_piece(
@@ -198,7 +199,7 @@ def _multiply_arriving(
 @triton.jit
 def arriving_gemm_kernel(
     own, gathered, weight, out, shard_rows, columns, depth, ends, pieces, channel,
-    TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, ON_GPU: tl.constexpr,
+    TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, HAS_ASYNC_PROXY: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     """See :func:`multiply_arriving`.
@@ -215,7 +216,7 @@ def arriving_gemm_kernel(
     )  # fmt: skip
     _multiply_arriving(
         gathered, weight, out, number, shard_rows, columns, depth, ends, pieces, channel, tl.load(pieces.stamp),
-        TRANSPOSED, DTYPE, PRECISION, ON_GPU, ROWS, COLUMNS, DEPTH, BAND,
+        TRANSPOSED, DTYPE, PRECISION, HAS_ASYNC_PROXY, ROWS, COLUMNS, DEPTH, BAND,
     )  # fmt: skip
 
 
@@ -223,7 +224,7 @@ def arriving_gemm_kernel(
 def pushing_gemm_kernel(
     own, gathered, weight, own_elements, out, addresses, counters, shard_rows, columns, depth, ends, pieces, channel,
     fingerprint, pushers,
-    TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, ON_GPU: tl.constexpr,
+    TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, HAS_ASYNC_PROXY: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """See :func:`push_and_multiply`.
@@ -251,7 +252,7 @@ def pushing_gemm_kernel(
         )  # fmt: skip
     _multiply_arriving(
         gathered, weight, out, program, shard_rows, columns, depth, ends, pieces, channel, epoch,
-        TRANSPOSED, DTYPE, PRECISION, ON_GPU, ROWS, COLUMNS, DEPTH, BAND,
+        TRANSPOSED, DTYPE, PRECISION, HAS_ASYNC_PROXY, ROWS, COLUMNS, DEPTH, BAND,
     )  # fmt: skip
 
 
@@ -314,23 +315,23 @@ def _multiply_and_add_piece(
 
 
 @triton.jit
-def _wait_for_peers(channel, pieces, piece, epoch, ON_GPU: tl.constexpr):
+def _wait_for_peers(channel, pieces, piece, epoch, HAS_ASYNC_PROXY: tl.constexpr):
     """Wait until a piece of every peer has come."""
     for i in tl.static_range(1, channel.world):
         wait_for_piece(channel, pieces, (channel.rank + i) % channel.world, piece, epoch)
-    order_bulk_loads(ON_GPU)
+    order_bulk_loads(HAS_ASYNC_PROXY)
 
 
 @triton.jit
 def adding_gemm_kernel(
     x, weight, out, received, rows, columns, depth, ends, pieces, channel,
-    TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, ON_GPU: tl.constexpr,
+    TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, HAS_ASYNC_PROXY: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     """See :func:`multiply_and_add`; ``received``: descriptor [ranks * rows, N], blocks [ROWS, COLUMNS // 2]."""
     number, epoch = tl.program_id(0), tl.load(pieces.stamp)
     for piece in range(0, len(ends)):
-        _wait_for_peers(channel, pieces, piece, epoch, ON_GPU)
+        _wait_for_peers(channel, pieces, piece, epoch, HAS_ASYNC_PROXY)
         number = _multiply_and_add_piece(
             x, weight, out, received, number, 0, end_of_piece(ends, piece - 1), end_of_piece(ends, piece), rows, columns,
             depth, channel, TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH, BAND,
@@ -340,7 +341,7 @@ def adding_gemm_kernel(
 @triton.jit(do_not_specialize=["fingerprint"])
 def sending_gemm_kernel(
     x, weight, out, received, addresses, counters, rows, columns, depth, ends, pieces, channel, fingerprint,
-    TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, ON_GPU: tl.constexpr,
+    TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, HAS_ASYNC_PROXY: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     """See :func:`multiply_and_send`; ``rows``: of a shard; ``received``: as in :func:`adding_gemm_kernel`.
@@ -373,7 +374,7 @@ def sending_gemm_kernel(
     if _is_last(counters + 1, tl.num_programs(0)) & can_send:
         for i in tl.static_range(1, channel.world):
             mark_piece(channel, pieces, (channel.rank + i) % channel.world, 0, epoch)
-    _wait_for_peers(channel, pieces, 0, epoch, ON_GPU)
+    _wait_for_peers(channel, pieces, 0, epoch, HAS_ASYNC_PROXY)
     if number < row_tiles * column_tiles:
         _add_and_store(
             product, out, received, row_tile * ROWS, rows, column_tile * COLUMNS, rows, columns, channel, DTYPE, ROWS, COLUMNS
@@ -396,11 +397,12 @@ def multiply_arriving(
     """
     (rows, depth), columns, ranks = own.shape, out.shape[1], epoch.channel.group.world_size
     tiles = tiles_of_pieces(rows, columns, depth, own.element_size(), gpu_of(own.device), peers=ranks - 1)
+    tiles = fitted(tiles, own.element_size(), gpu_of(own.device).shared_memory)
     count = ranks * triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns)
     arriving_gemm_kernel[(programs_of(own.device, count, tiles),)](
         *_shards(own, memory, ranks, tiles), _weight_blocks(weight, tiles, is_transposed), out, rows, columns, depth,
         *epoch.args,
-        ON_GPU=own.device.type == "cuda", **_constants(own, tiles, is_transposed),
+        HAS_ASYNC_PROXY=has_async_proxy(own.device), **_constants(own, tiles, is_transposed),
     )  # fmt: skip
 
 
@@ -415,7 +417,7 @@ def push_and_multiply(
     pushing_gemm_kernel[(programs,)](
         *_shards(own, memory, ranks, tiles), _weight_blocks(weight, tiles, is_transposed),
         own, out, memory.addresses, epoch.counters, rows, columns, depth, *epoch.args, epoch.fingerprint, pushers,
-        ON_GPU=own.device.type == "cuda", BLOCK=_PUSHED_BLOCK, **_constants(own, tiles, is_transposed),
+        HAS_ASYNC_PROXY=has_async_proxy(own.device), BLOCK=_PUSHED_BLOCK, **_constants(own, tiles, is_transposed),
     )  # fmt: skip
 
 
@@ -429,11 +431,12 @@ def multiply_and_add(x: Tensor, weight: Tensor, out: Tensor, received: Tensor, e
     """
     (rows, depth), columns = x.shape, out.shape[1]
     tiles = tiles_of_pieces(rows, columns, depth, x.element_size(), gpu_of(x.device), added=1.0)
+    tiles = fitted(tiles, x.element_size(), gpu_of(x.device).shared_memory)
     count = triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns)
     adding_gemm_kernel[(programs_of(x.device, count, tiles),)](
         TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]), _weight_blocks(weight, tiles, is_transposed),
         out, _received_blocks(received.view(-1, columns), tiles), rows, columns, depth, *epoch.args,
-        ON_GPU=x.device.type == "cuda", **_constants(x, tiles, is_transposed),
+        HAS_ASYNC_PROXY=has_async_proxy(x.device), **_constants(x, tiles, is_transposed),
     )  # fmt: skip
 
 
@@ -450,6 +453,7 @@ def multiply_and_send(
     """
     (rows, columns), depth, ranks = out.shape, x.shape[1], epoch.channel.group.world_size
     tiles = tiles_of_pieces(len(x), columns, depth, x.element_size(), gpu_of(x.device), added=1 / ranks)
+    tiles = fitted(tiles, x.element_size(), gpu_of(x.device).shared_memory)
     count = ranks * triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns)
     received = memory.local[: ranks * out.numel() * out.element_size()].view(out.dtype).view(-1, columns)
     # Each program waits for those of another rank, and the interpreter runs the programs of a grid one after the other.
@@ -457,7 +461,7 @@ def multiply_and_send(
     sending_gemm_kernel[(programs,)](
         TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]), _weight_blocks(weight, tiles, is_transposed),
         out, _received_blocks(received, tiles), memory.addresses, epoch.counters, rows, columns, depth, *epoch.args,
-        epoch.fingerprint, ON_GPU=x.device.type == "cuda", **_constants(x, tiles, is_transposed),
+        epoch.fingerprint, HAS_ASYNC_PROXY=has_async_proxy(x.device), **_constants(x, tiles, is_transposed),
     )  # fmt: skip
 
 

@@ -43,6 +43,7 @@ def tiles_of_pieces(
 def tiles_and_pushers(rows: int, columns: int, depth: int, element_size: int, peers: int, gpu: Gpu) -> tuple[Tiles, int]:
     """As :func:`tiles_of_pieces`, for a kernel some programs of which store its rows at the peers first; and how many do."""
     tiles = tiles_of_pieces(rows, columns, depth, element_size, gpu, peers=peers)
+    tiles = tuning.fitted(tiles, element_size, gpu.shared_memory)
     if gpu == INTERPRETER:  # where the programs of a grid run one after the other
         return tiles, 1
     fewest, most = pushers_at_least_and_at_most(gpu)

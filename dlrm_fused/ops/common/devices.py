@@ -1,13 +1,56 @@
-"""What kernels' launches ask of a GPU."""
+"""What kernels' launches ask of a GPU: what it has and what it lacks is decided here, for every kernel."""
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
+
+from dlrm_fused.compat.torch import is_rocm
+
+# Bytes of shared memory that CUDA keeps for itself, of each program. Source: NVIDIA's *CUDA C++ Programming Guide*, "Compute
+# Capabilities": 163 KB of a program on a multiprocessor with 164, 99 of 100, 227 of 228.
+_RESERVED = 1024
 
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     """Of a CUDA device."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def is_nvidia(device: torch.device) -> bool:
+    """Whether the device is an NVIDIA GPU; torch for AMD's GPUs calls those ``cuda`` too."""
+    return device.type == "cuda" and not is_rocm()
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of an NVIDIA GPU; (0, 0) of the CPU, and of AMD's GPUs, which count otherwise."""
+    return torch.cuda.get_device_capability(device) if is_nvidia(device) else (0, 0)
+
+
+def has_dependent_launches(device: torch.device) -> bool:
+    """Whether kernels can wait for the one before them in their stream (``griddepcontrol``): from Hopper on."""
+    return capability(device) >= (9, 0)
+
+
+def has_async_proxy(device: torch.device) -> bool:
+    """Whether loads by descriptors go another way than plain ones, by the tensor memory accelerator: from Hopper on."""
+    return capability(device) >= (9, 0)
+
+
+def has_float8(device: torch.device) -> bool:
+    """Whether kernels can read float8_e4m3fn: from Ada on, and under the interpreter."""
+    return device.type == "cpu" or capability(device) >= (8, 9)
+
+
+def register_limit(device: torch.device, registers: int | None) -> dict[str, Any]:
+    """An option of a launch: registers of a thread at most. Triton has it for NVIDIA's GPUs alone."""
+    return {"maxnreg": registers} if is_nvidia(device) else {}
+
+
+def room_of_program(memory: int, programs: int = 1) -> int:
+    """Bytes that each of so many programs may have of a multiprocessor's shared memory."""
+    return memory // programs - _RESERVED

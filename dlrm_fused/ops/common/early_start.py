@@ -8,15 +8,13 @@ C++ Programming Guide*.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 import triton
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dlrm_fused.compat.torch import is_rocm
-from dlrm_fused.ops.common.devices import multiprocessors
+from dlrm_fused.ops.common.devices import has_dependent_launches, multiprocessors
 
 
 @triton.jit
@@ -32,15 +30,9 @@ def starts_early(device: torch.device, programs: int) -> bool:
     With more programs than that, those of the next kernel take the places of this one's last, and some multiprocessors get
     more work than others.
     """
-    return device.type == "cuda" and programs <= multiprocessors(device) and _has_dependent_launches(device)
+    return device.type == "cuda" and programs <= multiprocessors(device) and has_dependent_launches(device)
 
 
 def launch_options(early: bool) -> dict[str, Any]:
     """Of a launch of a Triton kernel."""
     return {"launch_pdl": True} if early else {}
-
-
-@functools.cache
-def _has_dependent_launches(device: torch.device) -> bool:
-    # AMD's MI300 says 9.4.
-    return not is_rocm() and torch.cuda.get_device_capability(device) >= (9, 0)

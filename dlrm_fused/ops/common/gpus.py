@@ -61,10 +61,6 @@ class Gpu:
         """The same with a bridge, where there may be one."""
         return self.nvlink or self.pcie
 
-    def shared_memory_of_program(self, programs: int = 1) -> int:
-        """Bytes that each of so many programs on a multiprocessor may have: CUDA keeps 1 KiB of each."""
-        return self.shared_memory // programs - 1024
-
 
 # Bytes of multiprocessors, by compute capability: 8.0; 8.6, 8.9 and 12.0; 9.0 and 10.x.
 _164_KIB, _100_KIB, _228_KIB = (kib << 10 for kib in (164, 100, 228))

@@ -36,7 +36,7 @@ from torch import Tensor
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common import cache_policy
 from dlrm_fused.ops.common.cache_policy import Stream, once, picked
-from dlrm_fused.ops.common.devices import multiprocessors
+from dlrm_fused.ops.common.devices import multiprocessors, register_limit
 from dlrm_fused.ops.common.dtypes import DTYPES
 from dlrm_fused.ops.embedding_all_to_all import update_kernels as kernels
 from dlrm_fused.ops.embedding_all_to_all.tables import Adagrad, Adam, LocalTables, Optimizer, RowwiseAdagrad, RowwiseAdam, Sgd
@@ -180,7 +180,7 @@ def apply_gradients(
             args, first, last, gradients, gradients.stride(0), scale, order.features, known.columns, order.coefficients,
             order.positions, per_sample_weights,
             **shapes, ROWS=_tile_rows(block, device, elements), GRADIENT_VECTOR=4 if gradients.stride(0) % 4 == 0 else 1,
-            num_warps=max(4 * block // elements, 1), maxnreg=_REGISTERS,
+            num_warps=max(4 * block // elements, 1), **register_limit(device, _REGISTERS),
         )  # fmt: skip
         kernels.merge_kernel[(min(programs, _merge_programs(device)),)](
             args, first, last, order.crossings, **shapes, ROWS=max(_MERGE_ELEMENTS // block, 4), num_warps=4

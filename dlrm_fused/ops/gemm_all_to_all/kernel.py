@@ -34,7 +34,7 @@ from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.gemm_all_to_all.split import Arrivals, add_up
-from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles, tiles_of_groups, tiles_of_product
+from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles, fitted, tiles_of_groups, tiles_of_product
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, no_channel, wait_until_all_ready
 
 # Of which a program finds the order.
@@ -393,6 +393,7 @@ def _launch(
     (rows, depth), columns = x.shape, weight.shape[2 if is_transposed else 1]
     shape = (part_of or rows, columns, depth, x.element_size(), gpu_of(x.device))
     tiles = tiles_of_groups(columns, x.element_size(), groups.tile_rows) if groups else tiles_of_product(*shape)
+    tiles = fitted(tiles, x.element_size(), gpu_of(x.device).shared_memory)
     splits = 1 if groups else tiles.splits
     ranks = window.channel.group.world_size if window else 1
     row_tiles = rows // tiles.rows if groups else ranks * triton.cdiv(rows // ranks, tiles.rows)

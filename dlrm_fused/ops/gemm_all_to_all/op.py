@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
+from dlrm_fused.ops.common.devices import has_float8
 from dlrm_fused.ops.common.scatter_rows import rows_of_slices, scatter_rows
 from dlrm_fused.ops.common.workspace import ReceiveWindow, check_tensor, fingerprint_of
 from dlrm_fused.ops.gemm_all_to_all.chunks import multiply_and_send_chunks
@@ -150,6 +151,11 @@ def _check_routed(workspace: GemmWorkspace, x: Tensor, weight: Tensor, scale: Te
 def _check_matrices(workspace: GemmWorkspace, x: Tensor, weight: Tensor, weight_dims: int, scale: Tensor | None) -> None:
     name, device = workspace.name, workspace.group.device
     weight_dtype = FP8 if scale is not None else workspace.dtype
+    if scale is not None and not has_float8(device):
+        raise UsageError(
+            f"{name}: scale is given, for a weight in {FP8}, which {device} cannot read: needed is compute capability 8.9 or "
+            f"above; give a weight in {workspace.dtype} without scale"
+        )
     for key, tensor, dims, dtype in (("x", x, 2, workspace.dtype), ("weight", weight, weight_dims, weight_dtype)):
         if tensor.dim() != dims or 0 in tensor.shape[1:] or not tensor.is_contiguous():
             raise UsageError(

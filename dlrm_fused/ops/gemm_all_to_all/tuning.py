@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from dlrm_fused.ops.common.devices import room_of_program
 from dlrm_fused.ops.common.gpus import GPUS, Gpu
 from dlrm_fused.ops.gemm_all_to_all.measured import MEASURED_ON, TILES
 
@@ -11,6 +12,9 @@ from dlrm_fused.ops.gemm_all_to_all.measured import MEASURED_ON, TILES
 _NEARLY_ALL = 0.91
 # Of K, for a piece to be worth its sum.
 _LEAST_DEPTH_OF_PIECE = 2048
+# Where shared memory is short: of a row of a step, and of a tile.
+_LEAST_STEP_BYTES, _LEAST_COLUMNS = 64, 64
+_BARRIER_BYTES = 256
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,35 @@ def override(tiles: Tiles | None) -> None:
 def overridden() -> bool:
     """Whether :func:`override` decides."""
     return _override is not None
+
+
+def needed_memory(tiles: Tiles, element_size: int) -> int:
+    """Bytes of shared memory at most of a program: loads on their way, half a tile that is stored or added, barriers."""
+    loads = tiles.stages * tiles.depth * (tiles.rows + tiles.columns)
+    return element_size * (loads + tiles.rows * tiles.columns // 2) + _BARRIER_BYTES
+
+
+def fitted(tiles: Tiles, element_size: int, memory: int) -> Tiles:
+    """The tiles, or smaller ones for which so many bytes of a multiprocessor's shared memory are enough.
+
+    Three stages at least keep loads on their way; then a program has the multiprocessor for itself, and then come shorter
+    steps, and narrower tiles. Rows are left, since layouts prescribe them.
+    """
+    if _override:
+        return tiles
+    stages = tiles.stages
+    while needed_memory(tiles, element_size) > room_of_program(memory, tiles.programs):
+        if tiles.stages > 3:
+            tiles = replace(tiles, stages=tiles.stages - 1)
+        elif tiles.programs > 1:
+            tiles = replace(tiles, programs=1, stages=stages)
+        elif tiles.depth * element_size > _LEAST_STEP_BYTES:
+            tiles = replace(tiles, depth=tiles.depth // 2, stages=stages)
+        elif tiles.columns > _LEAST_COLUMNS:
+            tiles = replace(tiles, columns=tiles.columns // 2, stages=stages)
+        else:
+            break
+    return tiles
 
 
 def tiles_of_groups(columns: int, element_size: int, tile_rows: int) -> Tiles:

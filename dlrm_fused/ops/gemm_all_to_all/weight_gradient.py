@@ -8,8 +8,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
+from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups, halves, precision, programs_of
-from dlrm_fused.ops.gemm_all_to_all.tuning import weight_gradient_tiles
+from dlrm_fused.ops.gemm_all_to_all.tuning import fitted, weight_gradient_tiles
 
 
 @triton.jit
@@ -49,7 +50,7 @@ def grouped_weight_gradient(a: Tensor, b: Tensor, groups: Groups, out: Tensor, f
         out: [G, M, N].
     """
     (count, rows, columns), element_size = out.shape, a.element_size()
-    tiles = weight_gradient_tiles(element_size)
+    tiles = fitted(weight_gradient_tiles(element_size), element_size, gpu_of(a.device).shared_memory)
     depth = min(tiles.depth, groups.tile_rows)
     programs = programs_of(a.device, count * triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns), tiles)
     weight_gradient_kernel[(programs,)](

@@ -16,7 +16,7 @@ from dlrm_fused.ops.common.workspace import check_tensor, fingerprint_of
 from dlrm_fused.ops.gemv_all_reduce.kernel import Epilogue, gemv_all_reduce_kernel
 from dlrm_fused.ops.gemv_all_reduce.library import multiply_and_reduce
 from dlrm_fused.ops.gemv_all_reduce.schedule import AUTO, LIBRARY, SCATTER, check_schedule, choose_schedule
-from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_ROWS, TAGGED_SPLIT_ROWS, choose_blocks, padded
+from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_ROWS, TAGGED_SPLIT_ROWS, choose_blocks, fitted, padded
 from dlrm_fused.ops.gemv_all_reduce.workspace import GemvWorkspace
 from dlrm_fused.symmetric import abort_peers_on_error
 
@@ -163,6 +163,7 @@ def run_kernel(workspace: GemvWorkspace, inputs: Inputs) -> tuple[Tensor, Tensor
     x, weight, bias, residual, norm_weight, norm_eps = inputs
     (rows, depth), columns, has_norm = x.shape, weight.shape[0], norm_weight is not None
     blocks = choose_blocks(rows, columns, depth, workspace.world_size, x.element_size(), workspace.gpu, with_norm=has_norm)
+    blocks = fitted(blocks, rows, x.element_size(), workspace.gpu.shared_memory)
     tiles = triton.cdiv(columns, blocks.columns)
     early = starts_early(x.device, tiles * blocks.splits)
     out = x.new_empty(rows, columns)

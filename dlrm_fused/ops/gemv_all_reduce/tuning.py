@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from dlrm_fused.ops.common.devices import room_of_program
 from dlrm_fused.ops.common.gpus import Gpu
 
 # Rows of x that the kernel for few rows takes.
@@ -27,6 +28,10 @@ ONE_SHOT_WORDS = 32_768
 _STAGE_BYTES, _STAGE_BYTES_OF_MANY_ROWS = 104 * 1024, 160 * 1024
 _MOST_STAGES = 10
 MIN_DEPTH_OF_SPLIT = 512
+# Of a step, where shared memory is short.
+_LEAST_DEPTH = 16
+# Of sums over a program's warps, where rows are normalized.
+_SCRATCH_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -136,6 +141,26 @@ def _resident(blocks: Blocks, columns: int, gpu: Gpu) -> Blocks:
     # A wider tile takes more memory for each step.
     step = max(16, blocks.depth * blocks.columns // tile)
     return replace(blocks, splits=splits, columns=tile, depth=step)
+
+
+def needed_memory(blocks: Blocks, rows: int, element_size: int) -> int:
+    """Bytes of shared memory at most of a program: loads on their way, or after them the tile in fp32, to transpose it."""
+    width = blocks.columns + padded(rows)
+    return max(blocks.stages * blocks.depth * width * element_size, blocks.columns * padded(rows) * 4) + _SCRATCH_BYTES
+
+
+def fitted(blocks: Blocks, rows: int, element_size: int, memory: int) -> Blocks:
+    """The blocks, or with fewer stages, then shorter steps, those for which so many bytes of shared memory are enough."""
+    if _override:
+        return blocks
+    while needed_memory(blocks, rows, element_size) > room_of_program(memory):
+        if blocks.stages > 2:
+            blocks = replace(blocks, stages=blocks.stages - 1)
+        elif blocks.depth > _LEAST_DEPTH:
+            blocks = replace(blocks, depth=blocks.depth // 2)
+        else:
+            break
+    return blocks
 
 
 def padded(rows: int) -> int:

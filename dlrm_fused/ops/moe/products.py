@@ -15,8 +15,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
+from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups, halves, multiply, no_product, precision, programs_of, upright
-from dlrm_fused.ops.gemm_all_to_all.tuning import tiles_of_groups
+from dlrm_fused.ops.gemm_all_to_all.tuning import fitted, tiles_of_groups
 
 
 @triton.jit
@@ -141,6 +142,7 @@ def hidden_layer(rows: Tensor, w_in: Tensor, groups: Groups, hidden: Tensor, act
     (count, depth), width = rows.shape, activated.shape[1]
     parts = hidden.shape[1] // width
     tiles = tiles_of_groups(parts * width, rows.element_size(), groups.tile_rows)
+    tiles = fitted(tiles, rows.element_size(), gpu_of(rows.device).shared_memory)
     half, columns = tiles.columns // 2, tiles.columns // parts
     row_tiles = count // tiles.rows
     hidden_kernel[(programs_of(rows.device, row_tiles * triton.cdiv(width, columns), tiles),)](
@@ -165,6 +167,7 @@ def hidden_layer_gradient(gradient: Tensor, w_out: Tensor, hidden: Tensor, group
     (count, depth), width = gradient.shape, w_out.shape[2]
     parts = hidden.shape[1] // width
     tiles = tiles_of_groups(width, gradient.element_size(), groups.tile_rows)
+    tiles = fitted(tiles, gradient.element_size(), gpu_of(gradient.device).shared_memory)
     row_tiles = count // tiles.rows
     hidden_gradient_kernel[(programs_of(gradient.device, row_tiles * triton.cdiv(width, tiles.columns), tiles),)](
         TensorDescriptor.from_tensor(gradient, [tiles.rows, tiles.depth]),
