@@ -515,7 +515,8 @@ def matrix() -> Iterator[Any]:
     """All launches on all architectures. `make test` has those for Hopper; `make test-all` those that differ most from it."""
     for architecture, name in itertools.product(ARCHITECTURES, LAUNCHES):
         marks = []
-        if architecture in ("sm_80", "sm_120", "gfx942") and name not in LONG:
+        is_short = name not in LONG and (architecture in NVIDIA or ("gemm" not in name and "hidden" not in name))
+        if architecture in ("sm_80", "sm_120", "gfx942") and is_short:
             marks = [pytest.mark.slow]
         elif architecture != "sm_90":
             marks = [pytest.mark.exhaustive]
@@ -618,11 +619,23 @@ def test_tiles_that_are_chosen_fit_in_shared_memory(fp8: bool, architecture: str
     for tiles in tiles_that_are_chosen(of.memory):
         gemm_tuning.override(tiles)
         gemm.gemm_combine(rows(width=1024), weight.to(gemm_op.FP8) if fp8 else weight, window(), scale)
-        if not fp8:
-            launch_products_of_pieces(HALF, (128, 256, 256))
-        for kernel in compiled.values():
-            assert kernel.metadata.shared <= gemm_tuning.needed_memory(tiles, HALF.itemsize), tiles
-            assert kernel.metadata.shared <= room_of_program(of.memory, tiles.programs), tiles
+        check_room(compiled, tiles, of)
+
+
+def check_room(compiled: dict[str, Any], tiles: gemm_tuning.Tiles, of: Architecture) -> None:
+    for kernel in compiled.values():
+        assert kernel.metadata.shared <= gemm_tuning.needed_memory(tiles, HALF.itemsize), tiles
+        assert kernel.metadata.shared <= room_of_program(of.memory, tiles.programs), tiles
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("architecture", NVIDIA)
+def test_tiles_of_pieces_fit_in_shared_memory(architecture: str, compiled: dict[str, Any]) -> None:
+    of = ARCHITECTURES[architecture]
+    for tiles in tiles_that_are_chosen(of.memory):
+        gemm_tuning.override(tiles)
+        launch_products_of_pieces(HALF, (128, 256, 256))
+        check_room(compiled, tiles, of)
 
 
 @pytest.mark.exhaustive
