@@ -672,6 +672,7 @@ def test_blocks_of_lookups_fit(architecture: str, compiled: dict[str, Any]) -> N
 @pytest.mark.parametrize("d_head", [64, 128, 256])
 @pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
 def test_attention_fits_in_shared_memory(architecture: str, d_head: int, dtype: torch.dtype, compiled: dict[str, Any]) -> None:
-    attention.cached_attention(torch.zeros(64, 2, 3, d_head, dtype=dtype), torch.zeros(2, dtype=torch.int64), 1, 1000)
+    count = 32 if dtype == SINGLE and d_head == 256 else 64  # with more, queries alone leave no room in 99 KiB
+    attention.cached_attention(torch.zeros(count, 2, 3, d_head, dtype=dtype), torch.zeros(2, dtype=torch.int64), 1, 1000)
     for kernel in compiled.values():
         assert kernel.metadata.shared <= room_of_program(ARCHITECTURES[architecture].memory)
