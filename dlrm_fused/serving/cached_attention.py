@@ -83,12 +83,17 @@ def cached_attention(projected: Tensor, cache: Tensor, layer: int, max_keys: int
 
 
 def _keys(rows: int, columns: int, element_size: int, memory: int) -> int:
-    """Keys of a step for which a multiprocessor has the shared memory, in bytes: keys, values, queries, and scores in fp32.
+    """Keys of a step for which so many bytes of a multiprocessor's shared memory are enough, 16 at least.
 
-    Products of 16 bits may take keys and values of two steps from it, those of fp32 take one.
+    Queries are there, and the keys and values of a step with their shares; or of two steps, where products of 16 bits have
+    their shares in registers.
     """
     keys, steps = _KEYS, 2 if element_size == 2 else 1
-    while keys > 16 and (element_size * columns * (2 * steps * keys + rows) + 4 * rows * (keys + 1) > room_of_program(memory)):
+    while keys > 16:
+        loads = 2 * keys * columns * element_size
+        shares = rows * (keys * element_size + 4)
+        if rows * columns * element_size + max(steps * loads, loads + shares) <= room_of_program(memory):
+            break
         keys //= 2
     return keys
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -153,3 +154,32 @@ def test_tiles_of_products() -> None:
         tiles = tuning.tiles_of_product(*shape, H100)
         assert (tiles.rows, tiles.columns) == sizes, shape
         assert tiles.splits == splits, shape
+
+
+KIB = 1 << 10
+
+
+@pytest.mark.parametrize("kib", [64, 100, 164, 228], ids=["gfx942", "sm_86, sm_89, sm_120", "sm_80", "sm_90, sm_100"])
+@pytest.mark.parametrize("element_size", [2, 4])
+def test_tiles_fit_in_shared_memory(kib: int, element_size: int) -> None:
+    """On an H100 or H200 all tiles are as they were chosen."""
+    chosen = [tuning.tiles_of_groups(columns, element_size, rows) for columns in (64, 4096) for rows in (16, 64, 128)]
+    chosen += [tuning.tiles_of_product(2**k, 4096, 2**k, element_size, H100) for k in range(4, 16)]
+    chosen += [
+        tuning.weight_gradient_tiles(element_size),
+        *(tuning.Tiles(*TILES[shape]) for shape in TILES if shape[3] == element_size),
+    ]
+    for tiles in chosen:
+        fitted = tuning.fitted(tiles, element_size, kib * KIB)
+        assert fitted.programs * (tuning.needed_memory(fitted, element_size) + KIB) <= kib * KIB, (tiles, fitted)
+        assert fitted.rows == tiles.rows
+        assert kib < 228 or fitted == tiles
+
+
+def test_short_shared_memory_takes_stages_then_steps_then_columns() -> None:
+    wide = tuning.Tiles(rows=128, columns=256, depth=64, band=8, warps=8, stages=4, programs=1)
+    assert tuning.fitted(wide, 2, 200 * KIB) == replace(wide, stages=3)
+    assert tuning.fitted(wide, 2, 164 * KIB) == replace(wide, depth=32)
+    assert tuning.fitted(wide, 2, 100 * KIB) == replace(wide, depth=32, columns=128)
+    two = replace(wide, columns=128, stages=3, programs=2)
+    assert tuning.fitted(two, 2, 164 * KIB) == replace(two, programs=1)
