@@ -31,6 +31,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 from triton.runtime.errors import PTXASError
 
+from dlrm_fused.errors import UsageError
 from dlrm_fused.ops import adagrad
 from dlrm_fused.ops.all_gather_gemm import kernel as pieces
 from dlrm_fused.ops.all_gather_gemm import tuning as pieces_tuning
@@ -598,6 +599,18 @@ def test_an_instruction_that_an_architecture_lacks_is_found(architecture: str, k
     else:
         with pytest.raises(PTXASError, match=r"requires \.target sm_90 or higher"):
             kernel[(1,)]()
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize(
+    ("architecture", "error"), [("sm_86", "cannot read"), ("sm_89", "needed with scale: torch.bfloat16 on cuda")]
+)
+def test_float8_weights_are_refused_where_kernels_cannot_read_them(error: str) -> None:
+    """On Ada the first error is another one: there is no such GPU here, so that the tensors are on the CPU."""
+    workspace: Any = SimpleNamespace(name="moe", dtype=HALF, group=SimpleNamespace(device=torch.device("cuda", 0)))
+    weight = rows().to(gemm_op.FP8)
+    with pytest.raises(UsageError, match=re.escape(error)):
+        gemm_op._check_matrices(workspace, weight, weight, 2, torch.zeros(len(weight)))
 
 
 def tiles_that_are_chosen(memory: int) -> set[gemm_tuning.Tiles]:
