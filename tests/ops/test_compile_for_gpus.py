@@ -654,14 +654,13 @@ def test_tiles_of_pieces_fit_in_shared_memory(architecture: str, compiled: dict[
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("architecture", NVIDIA)
 def test_blocks_of_gemv_fit_in_shared_memory(architecture: str, compiled: dict[str, Any]) -> None:
-    of, chosen = ARCHITECTURES[architecture], {}
-    for count, columns, depth, dtype in itertools.product((4, 16, 64), (64, 1024, 4096, 16384), (512, 8192), (HALF, SINGLE)):
-        for with_norm in (False, True):
-            blocks = choose_blocks(count, columns, depth, WORLD, dtype.itemsize, with_norm=with_norm)
-            blocks = replace(fitted(blocks, count, dtype.itemsize, of.memory), splits=1)
-            chosen[blocks, dtype, count] = with_norm
-    for (blocks, dtype, count), with_norm in chosen.items():
-        launch_gemv(dtype, blocks, with_norm, count)
+    of, chosen = ARCHITECTURES[architecture], set()
+    shapes = itertools.product((4, 16, 64), (64, 1024, 4096, 16384), (512, 8192), (HALF, SINGLE), (False, True))
+    for count, columns, depth, dtype, with_norm in shapes:
+        blocks = choose_blocks(count, columns, depth, WORLD, dtype.itemsize, with_norm=with_norm)
+        chosen.add((replace(fitted(blocks, count, dtype.itemsize, of.memory), splits=1), dtype, count))
+    for blocks, dtype, count in chosen:
+        launch_gemv(dtype, blocks, count=count)
         shared = compiled["gemv_all_reduce_kernel"].metadata.shared
         assert shared <= needed_memory(blocks, count, dtype.itemsize) <= room_of_program(of.memory), (blocks, dtype, count)
 
