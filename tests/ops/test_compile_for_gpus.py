@@ -31,6 +31,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 from triton.runtime.errors import PTXASError
 
+from dlrm_fused.errors import UsageError
 from dlrm_fused.ops import adagrad
 from dlrm_fused.ops.all_gather_gemm import kernel as pieces
 from dlrm_fused.ops.all_gather_gemm import tuning as pieces_tuning
@@ -603,6 +604,18 @@ def test_an_instruction_that_an_architecture_lacks_is_found(architecture: str, k
             kernel[(1,)]()
 
 
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize(
+    ("architecture", "error"), [("sm_86", "cannot read"), ("sm_89", "needed with scale: torch.bfloat16 on cuda")]
+)
+def test_float8_weights_are_refused_where_kernels_cannot_read_them(error: str) -> None:
+    """On Ada the first error is another one: there is no such GPU here, so that the tensors are on the CPU."""
+    workspace: Any = SimpleNamespace(name="moe", dtype=HALF, group=SimpleNamespace(device=torch.device("cuda", 0)))
+    weight = rows().to(gemm_op.FP8)
+    with pytest.raises(UsageError, match=re.escape(error)):
+        gemm_op._check_matrices(workspace, weight, weight, 2, torch.zeros(len(weight)))
+
+
 def tiles_that_are_chosen(memory: int) -> set[gemm_tuning.Tiles]:
     """All that were measured, and those of rules, as they fit so many bytes of shared memory; without communication."""
     measured = [gemm_tuning.Tiles(*fields) for fields in TILES.values()]
@@ -644,14 +657,13 @@ def test_tiles_of_pieces_fit_in_shared_memory(architecture: str, compiled: dict[
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("architecture", NVIDIA)
 def test_blocks_of_gemv_fit_in_shared_memory(architecture: str, compiled: dict[str, Any]) -> None:
-    of, chosen = ARCHITECTURES[architecture], {}
-    for count, columns, depth, dtype in itertools.product((4, 16, 64), (64, 1024, 4096, 16384), (512, 8192), (HALF, SINGLE)):
-        for with_norm in (False, True):
-            blocks = choose_blocks(count, columns, depth, WORLD, dtype.itemsize, with_norm=with_norm)
-            blocks = replace(fitted(blocks, count, dtype.itemsize, of.memory), splits=1)
-            chosen[blocks, dtype, count] = with_norm
-    for (blocks, dtype, count), with_norm in chosen.items():
-        launch_gemv(dtype, blocks, with_norm, count)
+    of, chosen = ARCHITECTURES[architecture], set()
+    shapes = itertools.product((4, 16, 64), (64, 1024, 4096, 16384), (512, 8192), (HALF, SINGLE), (False, True))
+    for count, columns, depth, dtype, with_norm in shapes:
+        blocks = choose_blocks(count, columns, depth, WORLD, dtype.itemsize, with_norm=with_norm)
+        chosen.add((replace(fitted(blocks, count, dtype.itemsize, of.memory), splits=1), dtype, count))
+    for blocks, dtype, count in chosen:
+        launch_gemv(dtype, blocks, count=count)
         shared = compiled["gemv_all_reduce_kernel"].metadata.shared
         assert shared <= needed_memory(blocks, count, dtype.itemsize) <= room_of_program(of.memory), (blocks, dtype, count)
 
