@@ -515,17 +515,23 @@ def is_possible(name: str, architecture: str) -> bool:
     return name not in WITH_FLOAT8 or architecture not in ("sm_80", "sm_86")
 
 
+# In `make test-all`: what differs most from Hopper, in little time.
+SLOW = {
+    "sm_80": LAUNCHES.keys() - LONG,
+    "sm_90": {"gemm_fp32", "gemm_combine_fp8", "products_of_small_pieces"},
+    "sm_120": LAUNCHES.keys() - LONG - {"products_of_small_pieces"},
+    "gfx942": {"lookup", "update_rowwise_adagrad", "gemv_one_shot", "feature_exchange", "attention"},
+}
+
+
 def matrix() -> Iterator[Any]:
-    """All launches on all architectures. `make test` has those for Hopper; `make test-all` those that differ most from it."""
+    """All launches on all architectures: Hopper's in `make test`, some others in `make test-all`, all in `make test-hosts`."""
     for architecture, name in itertools.product(ARCHITECTURES, LAUNCHES):
         marks = []
-        is_short = name not in LONG and (architecture in NVIDIA or ("gemm" not in name and "hidden" not in name))
-        if architecture in ("sm_80", "sm_120", "gfx942") and is_short:
+        if name in SLOW.get(architecture, ()):
             marks = [pytest.mark.slow]
         elif architecture != "sm_90":
             marks = [pytest.mark.exhaustive]
-        elif name in ("gemm_fp32", "gemm_combine_fp8", "products_of_small_pieces"):
-            marks = [pytest.mark.slow]
         if is_possible(name, architecture):
             yield pytest.param(name, architecture, marks=marks, id=f"{name}-{architecture}")
 
