@@ -283,21 +283,28 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         return compat.look_up_and_deliver(self, sharding, ctx, input)
 
     def _choose_faster(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> None:
-        """Measure both paths of every covered sharding type on this batch, and keep the faster ones. Collective."""
+        """Measure both paths of every covered sharding type on this batch, and keep the faster ones. Collective.
+
+        Between hosts all types are measured together: messages of both paths in one step wait for each other (see
+        docs/symmetric.md, "GPUs without peer access").
+        """
         assert self._group is not None
         self._undecided = False
-        chosen = []
-        for sharding, kind in enumerate(compat.sharding_types(self)):
-            if not self._is_covered(kind):
-                continue
-            candidate = self._fuse([sharding])
+        chosen, kinds = [], compat.sharding_types(self)
+        covered = [i for i, kind in enumerate(kinds) if self._is_covered(kind)]
+        for shardings in [covered] if self._group.hosts.are_many else [[i] for i in covered]:
+            candidate = self._fuse(shardings)
+
+            def by_torchrec(shardings: Sequence[int] = shardings) -> list[Tensor]:
+                return [part.wait() for part in [self._output_dist_of(i, ctx, input) for i in shardings]]
+
             with torch.no_grad(), uncounted(compat.fbgemm_lookups(self)):
                 is_faster = fused_is_faster(
                     partial(candidate, ctx, input),
-                    lambda i=sharding: self._output_dist_of(i, ctx, input).wait(),  # type: ignore[misc]
+                    by_torchrec,
                     cast(dist.ProcessGroup, compat.process_group(self)),
                     self._group.device,
-                    work=f"{compat.path(self)}: {kind} tables",
+                    work=f"{compat.path(self)}: {', '.join(kinds[i] for i in shardings)} tables",
                     unfused_name="TorchRec",
                 )
             if is_faster:

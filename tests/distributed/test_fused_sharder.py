@@ -41,7 +41,7 @@ from dlrm_fused.sharding import FusedEmbeddingBagCollectionSharder
 from dlrm_fused.sharding.fused_lookups import FusedLookups
 from dlrm_fused.sharding.sharded_module import FusedShardedEmbeddingBagCollection
 from dlrm_fused.training.runtime import Rank, process_group
-from tests.distributed.launch import RankFailed, run_ranks
+from tests.distributed.launch import RankFailed, on_hosts, run_ranks
 
 CPU = torch.device("cpu")
 WITH_KERNELS = os.environ.get("TRITON_INTERPRET") == "1"
@@ -530,6 +530,15 @@ class TestAuto:
         assert {message.split()[2]: message.split()[-1] for message in messages} == {
             kind: "TorchRec" if kind == slow else "fused" for kind in ("table_wise", "row_wise", "column_wise")
         }
+
+    def test_between_hosts_all_sharding_types_take_one_path(self):
+        """Messages of both paths in one step would wait for each other."""
+        world = World((EVERY_KIND,), options={"mode": "auto"})
+        for paths, messages in run_ranks(2, on_hosts, (0, 1), _auto_choice, world):
+            assert len(set(paths.values())) == 1
+            measured = [message for message in messages if "comm=auto" in message]
+            assert all("table_wise, column_wise, row_wise tables: " in message for message in measured)
+            assert len(measured) == (len(messages) > 0)
 
 
 def _auto_choice(world: World) -> tuple[dict[str, str], list[str]]:
