@@ -1,4 +1,4 @@
-"""What the rules choose on each GPU of which there is a data sheet, for twenty calls of each operator; needs no GPU:
+"""Print the choices of the rules on each GPU that has a data sheet, for twenty calls of each operator; needs no GPU:
 
 python -m benchmarks.schedules.choices [--gpu "NVIDIA L40S" ...] [--operator gemv_all_reduce ...] [--ranks 4]
 
@@ -185,7 +185,7 @@ def describe(gpu: Gpu) -> str:
 
 
 def describe_blocks(blocks: Tiles | Blocks | LookupBlocks) -> str:
-    """What one program has, for people."""
+    """Describe the share of one program, for people."""
     if isinstance(blocks, Tiles):
         splits = f", K in {blocks.splits}" if blocks.splits > 1 else ""
         return f"{blocks.rows} x {blocks.columns} x {blocks.depth}, {blocks.stages} stages{splits}"

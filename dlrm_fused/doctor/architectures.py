@@ -1,4 +1,4 @@
-"""Which GPUs the binaries of torch and FBGEMM run on."""
+"""The GPUs that the binaries of torch and FBGEMM run on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
 
 
 def fbgemm_architectures() -> list[str]:
-    """Those of the installed FBGEMM's kernels, such as ``sm_80``; empty for a CPU build, or where they cannot be read.
+    """Architectures of the installed FBGEMM's kernels, such as ``sm_80``; empty for a CPU build, or where they cannot be read.
 
     Read from one of its small libraries by the cuobjdump that Triton brings: all of them are built for the same.
     """
@@ -49,7 +49,7 @@ def _size(path: Path) -> int:
 
 
 def _cuobjdump(library: Path) -> str:
-    """What it lists; empty if it is missing, fails or takes too long."""
+    """Output of cuobjdump; empty if it is missing, fails or takes too long."""
     listed = ""
     for what in ("--list-elf", "--list-ptx"):
         try:

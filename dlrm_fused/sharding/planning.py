@@ -75,7 +75,7 @@ def make_plan(
 
 
 def ranks_by_stores(config: Config, device: torch.device, local_world_size: int) -> int | None:
-    """How many ranks reach each other by stores, which is what plans cost by: one where GPUs lack peer access. Collective.
+    """Number of ranks that reach each other by stores, which plans cost by: one where GPUs lack peer access. Collective.
 
     Args:
         local_world_size: ranks of this machine.

@@ -1,4 +1,4 @@
-"""What the rules choose on each GPU of which there is a data sheet: what must hold of it, and the table that is printed."""
+"""Choices of the rules on each GPU that has a data sheet: they fit the GPU, and the table of them is printed."""
 
 from __future__ import annotations
 

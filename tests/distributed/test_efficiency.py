@@ -1,4 +1,4 @@
-"""What a run reports of its efficiency on a GPU of which there is a data sheet, here that of the CPU."""
+"""A run reports its efficiency on a GPU that has a data sheet; here the CPU is given one."""
 
 from __future__ import annotations
 

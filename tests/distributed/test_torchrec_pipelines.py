@@ -85,7 +85,7 @@ def build(world: World, sharder: EmbeddingBagCollectionSharder, averages_replica
 def trained(
     world: World, options: dict[str, Any], averages_replicas: bool, environment: dict[str, str]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """What TorchRec's pipeline returns of some batches, and the tables afterwards, with our sharder and with TorchRec's."""
+    """Outputs of TorchRec's pipeline for some batches, and the tables afterwards, with our sharder and with TorchRec's."""
     results = []
     with pytest.MonkeyPatch.context() as patch, process_group(Rank.from_environment(), CPU):
         for name, value in environment.items():
@@ -116,7 +116,7 @@ def test_torchrecs_pipeline_trains_as_with_its_own_sharder(options: dict[str, An
 
 @pytest.mark.also_interpreted
 def test_ranks_whose_collectives_torchrec_compares_train_alike() -> None:
-    """Of exchanges of features that go past TorchRec's, its check has a mark for each module."""
+    """TorchRec's check has a mark for each module whose features go past its own exchange."""
     assert_same_training({}, TORCHREC_VALIDATE_COLLECTIVES="1")
 
 

@@ -558,7 +558,7 @@ def check_limits(kernel: Any, of: Architecture) -> None:
 
 
 def registers(kernel: Any) -> int:
-    """Of a thread, as the assembler has written it into the code."""
+    """Registers of a thread, as the assembler has written them into the code."""
     with NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()

@@ -163,7 +163,7 @@ def test_what_operators_import_of_compat_knows_neither_torchrec_nor_fbgemm():
 
 
 def test_the_list_of_private_names_has_those_that_are_used():
-    """What we only set is not looked for."""
+    """Names that we only set are not looked for."""
     listed = {part for place in PRIVATE_NAMES for part in place.replace(":", ".").split(".")}.union(*PRIVATE_NAMES.values())
     for path in (PACKAGE / "compat").glob("*.py"):
         used = {name.split(".")[-1] for name in private_names(path.read_text())}

@@ -1,4 +1,4 @@
-"""What kernels' launches ask of a GPU: what it has and what it lacks is decided here, for every kernel."""
+"""Abilities of a GPU, which launches ask for: for every kernel it is decided here what a GPU has and what it lacks."""
 
 from __future__ import annotations
 

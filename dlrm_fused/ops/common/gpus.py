@@ -20,7 +20,7 @@ logger = logging.getLogger("dlrm_fused")
 
 @dataclass(frozen=True)
 class Gpu:
-    """What rules know of one GPU.
+    """Properties of one GPU by which rules choose.
 
     Data sheets assume the highest clock. Large matrix products do not reach these rates: at the limit of its power, a GPU
     lowers its clock.
@@ -58,7 +58,7 @@ class Gpu:
 
     @property
     def fastest_link(self) -> float:
-        """The same with a bridge, where there may be one."""
+        """Bytes a second as of ``link``, with a bridge where there may be one."""
         return self.nvlink or self.pcie
 
 
@@ -112,7 +112,7 @@ def data_sheet(device: torch.device) -> Gpu | None:
 
 @functools.cache
 def gpu_of(device: torch.device) -> Gpu:
-    """What rules take a device for: rates from its data sheet, the rest as it says.
+    """The GPU that rules take a device for: rates from its data sheet, the rest as it says.
 
     A GPU without a data sheet here has the rates of the :func:`nearest` that has one, and the log says so once.
     """

@@ -56,7 +56,7 @@ MEASURED = {machine.name: machine for machine in (H100, H200)}
 
 @functools.cache
 def machine_of(gpu: Gpu) -> Machine:
-    """Of a rank with this GPU: measured, or with rates as its data sheet has them to those of an H100."""
+    """The machine of a rank with this GPU: measured, or an H100 whose rates are scaled by those of the data sheets."""
     if measured := MEASURED.get(gpu.name):
         return measured
     links = gpu.link / gpus.H100.link

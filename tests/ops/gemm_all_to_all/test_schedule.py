@@ -51,7 +51,7 @@ def test_the_table_holds_for_its_gpu_and_its_ranks(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_rule_knows_slow_links() -> None:
-    """Of which a call that one kernel makes with NVLink leaves more to be hidden behind its product."""
+    """There more of a call has to be hidden behind its product, which one kernel makes where there is NVLink."""
     shape = (8192, 1024, 2048)
     assert by_rule(4, shape, 2, H100) == by_rule(4, shape, 2, GPUS["NVIDIA GH200 480GB"]) == "kernel"
     assert by_rule(4, shape, 2, GPUS["NVIDIA L40S"]) == "chunks_2"
