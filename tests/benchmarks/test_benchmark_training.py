@@ -110,7 +110,7 @@ def test_both_kinds_of_scaling_share_the_runs_on_most_gpus() -> None:
     assert scaling.summarize(runs[:1], 4096)[0]["over_baseline"] is None
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_scaling_is_measured_and_drawn(tmp_path: Path) -> None:
     output, picture = tmp_path / "scaling.json", tmp_path / "scaling.png"
     steps = ["--gpus", "1", "2", "--warmup", "2", "--steps", "4", "--interval", "2"]

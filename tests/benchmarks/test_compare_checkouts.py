@@ -70,7 +70,7 @@ def test_a_checkout_with_slower_forward_passes_has_ratios_below_one(tmp_path: Pa
     assert report["geometric_means"] == pytest.approx(ratios)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_wrong_results_fail_a_cell_on_several_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     then = _changed_checkout(tmp_path / "wrong", WRONG)
     status, report = _compare(then, tmp_path / "out.json", monkeypatch, "--match", "^row-wise", "--ranks", "2")

@@ -78,8 +78,10 @@ def test_a_mutant_that_overwrites_held_outputs_is_seen(tmp_path: Path) -> None:
     assert report["epochs_with_a_mismatch"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "hosts"), [(3, []), (4, TWO_BY_TWO)])
+@pytest.mark.parametrize(
+    ("ranks", "hosts"),
+    [pytest.param(3, [], marks=pytest.mark.slow), pytest.param(4, TWO_BY_TWO, marks=pytest.mark.exhaustive)],
+)
 def test_every_other_rank_names_a_rank_that_is_killed(ranks: int, hosts: list[object], tmp_path: Path) -> None:
     ended, verdict = run(
         [sys.executable, *MODULE, "--ranks", ranks, "--kill-rank", 1, "--kill-after", 0.5, *hosts], tmp_path / "killed.json"

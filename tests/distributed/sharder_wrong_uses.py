@@ -39,14 +39,14 @@ class Sharded(Scene):
             self.held = [get_unwrapped_module(self.model).embeddings(self.batches[0])]
 
     def tables(self) -> Sequence[Tensor]:
-        return torchrec_models._tables(self.model)
+        return torchrec_models.tables_of(self.model)
 
     def difference(self) -> float:
         seen = []
         for model in (self.model, self.torchrecs):
             loss = model(self.batches[0])
             loss.backward()
-            seen.append([loss.detach(), *torchrec_models._tables(model)])
+            seen.append([loss.detach(), *torchrec_models.tables_of(model)])
         return max(float((our - torchrecs).abs().max()) for our, torchrecs in zip(*seen, strict=True) if our.numel())
 
 

@@ -44,8 +44,13 @@ def movielens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("history", "auc"), [([], 0.78), (["--history", "user", "timestamp", "item,genres"], 0.75)])
+@pytest.mark.parametrize(
+    ("history", "auc"),
+    [
+        pytest.param([], 0.78, marks=pytest.mark.slow),
+        pytest.param(["--history", "user", "timestamp", "item,genres"], 0.75, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_movielens_is_learned_by_the_proposed_config(tmp_path: Path, movielens: Path, history: list[str], auc: float) -> None:
     config = prepare(movielens, tmp_path / "set", "liked", "age,year", "user,item,genres,gender,occupation", *history)
     assert summary(train(config, tmp_path))["test_auc"] >= auc

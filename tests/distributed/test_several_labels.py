@@ -92,7 +92,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize(
-    "model", [pytest.param(model, marks=pytest.mark.slow if model == "compiled" else ()) for model in MODELS]
+    "model", [pytest.param(model, marks=pytest.mark.exhaustive if model == "compiled" else ()) for model in MODELS]
 )
 def test_losses_are_the_same_on_any_number_of_ranks(tmp_path: Path, model: str) -> None:
     settings = [TWO, "training.task_weights.label_1=0.5", "training.max_steps=20", *WITHOUT_AMPLIFIED_ROUNDING, *MODELS[model]]

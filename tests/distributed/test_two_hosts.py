@@ -154,8 +154,11 @@ def test_what_only_one_host_lacks_ends_both_with_one_message(
     assert "missing.yaml" in told[1 - lacking]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("comm", [["comm=baseline"], FUSED], ids=lambda comm: comm[0])
+@pytest.mark.parametrize(
+    "comm",
+    [pytest.param(["comm=baseline"], marks=pytest.mark.exhaustive), pytest.param(FUSED, marks=pytest.mark.slow)],
+    ids=lambda comm: comm[0],
+)
 def test_a_host_that_is_cut_off_ends_all_ranks_with_a_clear_error_and_a_restart_resumes(
     hosts: Hosts, tmp_path: Path, comm: list[str]
 ) -> None:
@@ -209,7 +212,7 @@ def test_a_killed_rank_ends_all_ranks_of_both_hosts_by_name(hosts: Hosts, tmp_pa
     assert re.search(rf"{lost}|exitcode: -9\) local_rank: 1", (tmp_path / "log1").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 def test_a_run_whose_ranks_are_killed_at_random_moments_ends_like_an_uninterrupted_one(hosts: Hosts, tmp_path: Path) -> None:
     """A random rank of a random host, in steps, in checkpoints and while it starts; each time the agents start all ranks."""
