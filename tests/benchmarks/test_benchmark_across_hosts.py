@@ -44,7 +44,7 @@ def test_bytes_of_a_step_are_those_after_warm_up_and_before_the_end() -> None:
     assert sent_per_step([start_up, *late, final_evaluation], warmup=20) == [100, 204]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @needs_hosts
 def test_both_settings_train_the_same_over_a_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "results.json"

@@ -123,7 +123,7 @@ def test_scaling_is_measured_and_drawn(tmp_path: Path) -> None:
     assert picture.stat().st_size > 5_000
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_trainer_takes_turns_with_a_bare_loop_of_the_same_settings(tmp_path: Path) -> None:
     output = tmp_path / "results.json"
     steps = ["--gpus", "2", "--warmup", "2", "--steps", "4", "--rounds", "1"]

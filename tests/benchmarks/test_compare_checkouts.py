@@ -52,7 +52,7 @@ def _compare(against: Path, output: Path, monkeypatch: pytest.MonkeyPatch, *argu
     return status, json.loads(output.read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_checkout_with_slower_forward_passes_has_ratios_below_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     then = _changed_checkout(tmp_path / "slow", SLOW)
     status, report = _compare(then, tmp_path / "out.json", monkeypatch, "--match", "^1x4", "--ranks", "1", "--rounds", "1")

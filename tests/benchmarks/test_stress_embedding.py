@@ -56,7 +56,7 @@ def test_epochs_with_random_delays_give_the_same_bits(tmp_path: Path) -> None:
     assert 0 < report["largest_relative_error_against_plain_torch"] < 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_hosts_of_two_ranks_give_the_bits_of_one_host_but_in_sums(tmp_path: Path) -> None:
     ended, report = run([*TORCHRUN, "--nproc-per-node=4", *MODULE, "--epochs", 10, *TWO_BY_TWO], tmp_path / "stress.json")
     assert ended.returncode == 0
