@@ -77,7 +77,7 @@ def have_another_torchrec() -> None:
 def test_another_torchrec_on_one_rank_is_named(tmp_path: Path) -> None:
     ended = run_with_fault(tmp_path, have_another_torchrec)
     assert ended.statuses == [1, 1]
-    assert re.search(r"^broken: version-set \(rank 1\): \S+: torchrec is 1.7.0, wanted 1.[68].\*", ended.output, re.MULTILINE)
+    assert re.search(r"^broken: version-set \(rank 1\): \S+: torchrec is 1.7.0, wanted 1.[689].\*", ended.output, re.MULTILINE)
     assert "broken: versions-differ (rank 1): torchrec is 1.7.0 on " in ended.output
 
 

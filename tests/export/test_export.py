@@ -156,7 +156,8 @@ def environment_of(folder: Path, *packages: str) -> Path:
         requirements = [Requirement(line) for line in distribution.requires or []]
         wanted += [each.name for each in requirements if each.marker is None or each.marker.evaluate({"extra": ""})]
         for top in {file.parts[0] for file in distribution.files or [] if file.parts[0] not in ("..", "__pycache__")}:
-            (folder / top).symlink_to(distribution.locate_file(top))
+            if not (folder / top).exists():  # several packages share a folder, such as nvidia
+                (folder / top).symlink_to(distribution.locate_file(top))
     return folder
 
 
