@@ -45,7 +45,7 @@ DIMS = (32, 64, 128, 256)
 POOLINGS = (1, 8, 32, 100)
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 LOOKUPS = 3
-# Of the GPU whose table it is.
+# The table is that of this GPU.
 _MULTIPROCESSORS = GPUS["NVIDIA H200"].multiprocessors
 GRID = _MULTIPROCESSORS * 32
 OTHER_GRIDS = (_MULTIPROCESSORS * 8, _MULTIPROCESSORS * 16, _MULTIPROCESSORS * 64, ALL)

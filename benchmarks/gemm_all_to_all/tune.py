@@ -43,7 +43,7 @@ from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles
 # Choices that are timed again.
 FINALISTS = 6
 SEED = 4
-# Of results that the registers of a multiprocessor have room for.
+# The registers of a multiprocessor have room for so many results.
 _ACCUMULATED_ELEMENTS = 32 * 1024
 _MAX_ELEMENTS_OF_THREAD = 128
 # Smaller tiles are loaded more often; tried only if there are few larger ones.

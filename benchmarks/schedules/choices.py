@@ -69,16 +69,8 @@ def gathered(gpu: Gpu, ranks: int) -> list[Choice]:
         tiles, pushers = tiles_and_pushers(rows, cell.n, cell.k, _BYTES, ranks - 1, gpu)
         count = _tiles(rows, cell.n, tiles)
         programs = min(max(pushers + count, (ranks - 1) * count), tiles.programs * gpu.multiprocessors)
-        found.append(
-            Choice(
-                cell.name,
-                _schedule(cell.pair, gpu, ranks, cell),
-                tiles,
-                programs,
-                needed_memory(tiles, _BYTES),
-                pushers=pushers,
-            )
-        )
+        schedule = _schedule(cell.pair, gpu, ranks, cell)
+        found.append(Choice(cell.name, schedule, tiles, programs, needed_memory(tiles, _BYTES), pushers=pushers))
     return found
 
 
@@ -89,16 +81,8 @@ def scattered(gpu: Gpu, ranks: int) -> list[Choice]:
         tiles = tiles_of_pieces(cell.m, cell.n, cell.k, _BYTES, gpu, added=1 / ranks)
         tiles = fitted(tiles, _BYTES, gpu.shared_memory)
         programs = min(ranks * _tiles(cell.m // ranks, cell.n, tiles), tiles.programs * gpu.multiprocessors)
-        found.append(
-            Choice(
-                cell.name,
-                _schedule(cell.pair, gpu, ranks, cell),
-                tiles,
-                programs,
-                needed_memory(tiles, _BYTES),
-                resident=programs,
-            )
-        )
+        schedule = _schedule(cell.pair, gpu, ranks, cell)
+        found.append(Choice(cell.name, schedule, tiles, programs, needed_memory(tiles, _BYTES), resident=programs))
     return found
 
 

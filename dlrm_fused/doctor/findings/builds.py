@@ -8,7 +8,7 @@ from dlrm_fused.doctor.architectures import runs_on
 from dlrm_fused.doctor.facts import RankFacts
 from dlrm_fused.doctor.findings.finding import Check, Finding, Level, group_by, hosts, numbers, with_gpus
 
-# Of FBGEMM's wheels in the ordinary index, as cuobjdump lists them in that of release 1.8.0.
+# FBGEMM's wheels in the ordinary index have kernels for these, as cuobjdump lists them in that of release 1.8.0.
 _OF_FBGEMM_WHEELS = ("sm_80", "sm_90a", "sm_100a")
 
 

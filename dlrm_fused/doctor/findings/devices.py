@@ -10,7 +10,8 @@ from dlrm_fused.doctor.findings.finding import Check, Finding, Level, group_by, 
 from dlrm_fused.doctor.transports import NONE, STORES, TORCHREC, is_nvlink, lacks_peer_access, peer_groups
 from dlrm_fused.symmetric.memory import readable
 
-# Of NCCL, for what a rank receives from another in a channel, with all its protocols (github.com/NVIDIA/nccl/issues/342).
+# NCCL allocates a segment of this size for each channel from one rank to another, for all its protocols
+# (github.com/NVIDIA/nccl/issues/342).
 _SEGMENT_BYTES = 9_637_888
 # Two channels in each of two communicators: that of the process group, and that of messages between GPUs.
 _SEGMENTS = 4

@@ -20,8 +20,8 @@ BY_PIECES = (CHUNKS, "chunks_2", "chunks_4", "tapered")
 SCHEDULES = (AUTO, KERNEL, *BY_PIECES, LIBRARY)
 # Which auto measures, besides the library's.
 _OWN = tuple(name for name in SPACE[Pair.gemm_all_to_all] if name != LIBRARY)
-# Of GPUs like an H100 with NVLink, where nothing was measured: by chunks of so many rows, and so deep, the library's product is
-# at its best. The rule of dlrm_fused.ops.schedules is better with two ranks, but loses up to 27 % with four
+# On GPUs like an H100 with NVLink the library's product is at its best by chunks of so many rows, and so deep; this decides
+# where nothing was measured. The rule of dlrm_fused.ops.schedules is better with two ranks, but loses up to 27 % with four
 # (docs/schedules.md); other GPUs have it all the same.
 _CHUNK_ROWS, _CHUNK_DEPTH = 1024, 4096
 

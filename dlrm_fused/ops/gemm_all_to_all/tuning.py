@@ -8,11 +8,11 @@ from dlrm_fused.ops.common.devices import room_of_program
 from dlrm_fused.ops.common.gpus import GPUS, Gpu
 from dlrm_fused.ops.gemm_all_to_all.measured import MEASURED_ON, TILES
 
-# Of the multiprocessors.
+# So large a share of the multiprocessors counts as nearly all of them.
 _NEARLY_ALL = 0.91
 # Of K, for a piece to be worth its sum.
 _LEAST_DEPTH_OF_PIECE = 2048
-# Where shared memory is short: of a row of a step, and of a tile.
+# Tiles are not made smaller than this where shared memory is short: bytes of a row of a step, and columns of a tile.
 _LEAST_STEP_BYTES, _LEAST_COLUMNS = 64, 64
 _BARRIER_BYTES = 256
 
@@ -121,7 +121,7 @@ def tiles_of_product(rows: int, columns: int, depth: int, element_size: int, gpu
     """The tiles for one product [rows, K] x [N, K]^T; ``element_size``: bytes of an element of x."""
     if _override:
         return _override
-    # What was measured is about how tiles fill multiprocessors: it holds for others with as many.
+    # Measurements tell how tiles fill multiprocessors: they hold for other GPUs with as many.
     measured = TILES.get((rows, columns, depth, element_size)) if _is_alike(gpu) else None
     return Tiles(*measured) if measured else _by_rule(rows, columns, depth, element_size, gpu)
 

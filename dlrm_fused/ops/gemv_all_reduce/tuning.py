@@ -19,7 +19,7 @@ MIN_COLUMNS, MAX_COLUMNS = 16, 256
 MAX_SPLITS = 4
 # Rows up to which they hand their parts on as words with tags; with more, a fence takes less time than twice the bytes.
 TAGGED_SPLIT_ROWS = 4
-# Of the multiprocessors, so large a share that has a program is as good as all of them.
+# A program on so large a share of the multiprocessors is as good as one on all of them.
 _ENOUGH = 0.895
 # Partial results, rows * columns, above which they are added up at one rank instead of at every rank.
 ONE_SHOT_WORDS = 32_768
@@ -28,9 +28,9 @@ ONE_SHOT_WORDS = 32_768
 _STAGE_BYTES, _STAGE_BYTES_OF_MANY_ROWS = 104 * 1024, 160 * 1024
 _MOST_STAGES = 10
 MIN_DEPTH_OF_SPLIT = 512
-# Of a step, where shared memory is short.
+# A step is not made shallower than this where shared memory is short.
 _LEAST_DEPTH = 16
-# Of sums over a program's warps, where rows are normalized.
+# Sums over a program's warps take these bytes where rows are normalized.
 _SCRATCH_BYTES = 1024
 
 
