@@ -56,15 +56,23 @@ class Sums:
         }
         return {key: tensor.to(self.group.device, self.dtype) for key, tensor in drawn.items()}
 
-    def expected(self, given: dict[str, Tensor]) -> list[Tensor]:
-        """In fp64: the sum, and its norm where it is wanted."""
+    def expected(self, given: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Return the sum in fp64, and its norm where it is wanted, each with the size of what was rounded on the way there.
+
+        Summands that cancel each other leave roundings of their own size, not of the sum's.
+        """
         out = given["x"].double() @ given["weight"].double().T
-        dist.all_reduce(out)
+        size = out.abs()
+        for summed in (out, size):
+            dist.all_reduce(summed)
         for key in given.keys() & {"bias", "residual"}:
-            out = out + given[key].double()
+            out, size = out + given[key].double(), size + given[key].double().abs()
         if "norm_weight" not in given:
-            return [out]
-        return [out, rms_norm(out, out.shape[1:], given["norm_weight"].double(), NORM_EPS)]
+            return [(out, size)]
+        weight = given["norm_weight"].double()
+        root_mean_square = (out.square().mean(1, keepdim=True) + NORM_EPS).sqrt()
+        norm = rms_norm(out, out.shape[1:], weight, NORM_EPS)
+        return [(out, size), (norm, size * weight.abs() / root_mean_square)]
 
     def multiply(self, given: dict[str, Tensor], schedule: str = "auto") -> list[Tensor]:
         return [result for result in gemv_all_reduce(self.workspace, **given, schedule=schedule) if result is not None]
@@ -72,9 +80,9 @@ class Sums:
     def check(self, results: list[Tensor], given: dict[str, Tensor], roundings: int = 1) -> None:
         """The results are right, up to so many roundings, and the same bits on all ranks."""
         self.workspace.raise_fault()
-        for number, (found, right) in enumerate(zip(results, self.expected(given), strict=True)):
+        for number, (found, (right, size)) in enumerate(zip(results, self.expected(given), strict=True)):
             tolerance = roundings * (1 + 3 * number) * TOLERANCE[self.dtype]
-            torch.testing.assert_close(found.double(), right, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(found.double() / (1 + size), right / (1 + size), rtol=0, atol=tolerance)
             of_first_rank = found.clone()
             dist.broadcast(of_first_rank, src=0)
             assert torch.equal(found, of_first_rank), "ranks differ"
