@@ -5,7 +5,6 @@ All rules are here. A table that breaks one runs on TorchRec's own lookup and ou
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,11 +39,14 @@ _OF_TORCHREC = ("use_one_tbe_per_table", "_batch_key")
 _WEIGHT_DECAY = "weight_decay"  # but of Adam: FBGEMM's is always decoupled, whatever the mode
 _OF_STATES = ("optimizer_state_dtypes", "uvm_non_rowwise_momentum")
 _ARGUMENTS_OFF = ("max_norm", "gradient_clipping", *_OF_STATES, "enable_raw_embedding_streaming")
+# A line of the log names so many tables; plan.txt of a run, and the module's `paths`, name all.
+_MOST_NAMED = 20
 # What to do about the reasons that users meet most.
 _ADVICE = {
     f"sharding type {ShardingType.DATA_PARALLEL.value}": (
         "the planner replicates small tables; to shard them, give it ParameterConstraints(sharding_types=['table_wise']) for "
-        "each, or this trainer embedding.sharding=table_wise"
+        "each, or this trainer embedding.sharding=table_wise and, of a table with a setting of its own, "
+        "embedding.tables.<name>.sharding=table_wise"
     ),
     f"compute kernel {EmbeddingComputeKernel.DENSE.value}": (
         "their optimizer does not run in backward; call torchrec.optim.apply_optimizer_in_backward before the plan is made, or "
@@ -147,18 +149,26 @@ def by_table(groups: Mapping[str, list[TableSettings]], uses_kernels: bool) -> d
 
 
 def summary(reasons: Mapping[str, str | None]) -> str:
-    """One line: how many tables the fused path covers, the commonest reason against the others, and what to do about it.
+    """Return one line: how many tables the fused path covers, and for each reason the others and what to do about it.
 
     Args:
         reasons: by table, as :func:`by_table` gives them.
     """
-    counts = Counter(reason for reason in reasons.values() if reason)
-    line = f"fused communication for {len(reasons) - counts.total()} of {len(reasons)} embedding tables"
-    if not counts:
-        return line
-    reason, count = counts.most_common(1)[0]
-    advice = _ADVICE.get(reason)
-    return f"{line}; not for {count}: {reason}" + (f" ({advice})" if advice else "")
+    others: dict[str, list[str]] = {}
+    for table, reason in reasons.items():
+        if reason:
+            others.setdefault(reason, []).append(table)
+    uncovered = sum(map(len, others.values()))
+    line = f"fused communication for {len(reasons) - uncovered} of {len(reasons)} embedding tables"
+    for reason, tables in sorted(others.items(), key=lambda item: -len(item[1])):
+        advice = _ADVICE.get(reason)
+        line += f"; not for {len(tables)}: {reason} [{_listed(tables)}]" + (f" ({advice})" if advice else "")
+    return line
+
+
+def _listed(tables: list[str]) -> str:
+    more = len(tables) - _MOST_NAMED
+    return ", ".join(tables[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _shown(value: object) -> str:

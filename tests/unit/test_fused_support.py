@@ -153,4 +153,19 @@ class TestSummary:
         assert "compute_kernel='fused'" in summary(reasons)
 
     def test_another_reason_stands_for_itself(self):
-        assert summary({"user": "device meta"}) == "fused communication for 0 of 1 embedding tables; not for 1: device meta"
+        line = summary({"user": "device meta"})
+        assert line == "fused communication for 0 of 1 embedding tables; not for 1: device meta [user]"
+
+    def test_every_reason_has_its_tables_the_commonest_first(self):
+        reasons = {"item": "2D", "city": "no", "user": None, "day": "no"}
+        assert (
+            summary(reasons)
+            == "fused communication for 1 of 4 embedding tables; not for 2: no [city, day]; not for 1: 2D [item]"
+        )
+
+    def test_of_very_many_tables_twenty_are_named(self):
+        line = summary({f"t{i}": "2D" for i in range(22)})
+        assert line.endswith("not for 22: 2D [" + ", ".join(f"t{i}" for i in range(20)) + " and 2 more]")
+
+    def test_the_setting_of_a_single_table_is_named_too(self):
+        assert "embedding.tables.<name>.sharding=table_wise" in summary({"city": "sharding type data_parallel"})
