@@ -29,6 +29,8 @@ from tests.distributed.launch import Ended, run_program, run_ranks
 
 CPU = torch.device("cpu")
 PEER_TIMEOUT_SECONDS = 2.0
+# Longer than a busy machine keeps a thread waiting: a store that does not answer has an error of its own.
+LONG_PEER_TIMEOUT_SECONDS = 5.0
 Work = Callable[[Rank], None]
 
 
@@ -129,8 +131,7 @@ def hang_on_rank_1(rank: Rank) -> None:
 
 def test_a_rank_without_signs_of_life_is_named(tmp_path):
     """It is stopped, so its connections are open, and nobody else would notice."""
-    # Longer than a machine of tests stands still: a store that does not answer has an error of its own.
-    ended = run(tmp_path, hang_on_rank_1, peer_timeout_seconds=5.0)
+    ended = run(tmp_path, hang_on_rank_1, peer_timeout_seconds=LONG_PEER_TIMEOUT_SECONDS)
     assert ended.statuses == [1, -signal.SIGKILL]
     expected = (
         rf"rank 0 ERROR rank 1 on {os.uname().nodename} has given no sign of life for 5 s \(runtime.peer_timeout_seconds\)"
@@ -142,7 +143,7 @@ def pause(_: Rank) -> None:
     time.sleep(2)  # all ranks have given a sign of life
     process = os.getpid()
     if os.fork() == 0:
-        time.sleep(3 * PEER_TIMEOUT_SECONDS)
+        time.sleep(LONG_PEER_TIMEOUT_SECONDS + 2)
         os.kill(process, signal.SIGCONT)
         os._exit(0)
     os.kill(process, signal.SIGSTOP)
@@ -150,7 +151,7 @@ def pause(_: Rank) -> None:
 
 
 def test_a_pause_of_all_ranks_is_not_taken_for_a_loss(tmp_path):
-    ended = run(tmp_path, pause)
+    ended = run(tmp_path, pause, peer_timeout_seconds=LONG_PEER_TIMEOUT_SECONDS)
     assert ended.statuses == [0, 0], ended.output
     assert ended.output == ""
 
