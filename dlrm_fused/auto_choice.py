@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,19 @@ _WARMUP_RUNS, _MEASURED_RUNS = 3, 10
 _LONGEST_SLEEP_SECONDS = 0.05
 
 
-def fused_is_faster(
+@dataclass(frozen=True)
+class BothWays:
+    """Seconds of the same work in two ways, each on its slowest rank."""
+
+    fused: float
+    unfused: float
+
+    @property
+    def fused_is_faster(self) -> bool:
+        return self.fused < self.unfused
+
+
+def measure_both(
     fused: Callable[[], object],
     unfused: Callable[[], object],
     group: dist.ProcessGroup,
@@ -25,10 +38,8 @@ def fused_is_faster(
     *,
     work: str,
     unfused_name: str,
-) -> bool:
-    """Whether ``fused`` takes less time than ``unfused``, each on its slowest rank, so that all ranks choose the same.
-
-    The first rank logs both times. Collective over the group.
+) -> BothWays:
+    """Measure the same work in two ways; all ranks get the same times. The first rank logs them. Collective over the group.
 
     Args:
         fused, unfused: the same work in two ways; collective.
@@ -36,12 +47,11 @@ def fused_is_faster(
     """
     seconds = torch.tensor([_mean_seconds(run, device) for run in (fused, unfused)], dtype=torch.float64, device=device)
     dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
-    of_fused, of_unfused = seconds.tolist()
-    is_faster: bool = of_fused < of_unfused
+    both = BothWays(*seconds.tolist())
     if group.rank() == 0:
-        of_both, chosen = (of_fused * 1e3, unfused_name, of_unfused * 1e3), "fused" if is_faster else unfused_name
-        logger.info("comm=auto, %s: fused %.3f ms, %s %.3f ms: %s", work, *of_both, chosen)
-    return is_faster
+        times, chosen = (both.fused * 1e3, unfused_name, both.unfused * 1e3), "fused" if both.fused_is_faster else unfused_name
+        logger.info("comm=auto, %s: fused %.3f ms, %s %.3f ms: %s", work, *times, chosen)
+    return both
 
 
 def device_seconds(run: Callable[[], object], device: torch.device) -> float:

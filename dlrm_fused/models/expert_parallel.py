@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dlrm_fused.auto_choice import fused_is_faster
+from dlrm_fused.auto_choice import measure_both
 from dlrm_fused.config import Comm, Config
 from dlrm_fused.models.choice import compute_dtype, reachable_memory
 from dlrm_fused.models.tensor_parallel import group_size
@@ -111,13 +111,16 @@ def choose_computations(
         )
 
     first = workspace(0)
-    if config.comm is Comm.auto and not fused_is_faster(
-        _step_of_a_layer(ExpertComputation(group, first, activation), config, width, most, device),
-        _step_of_a_layer(baseline, config, width, most, device),
-        group,
-        device,
-        work=f"experts of {most} tokens",
-        unfused_name="All-to-Alls and products",
+    if (
+        config.comm is Comm.auto
+        and not measure_both(
+            _step_of_a_layer(ExpertComputation(group, first, activation), config, width, most, device),
+            _step_of_a_layer(baseline, config, width, most, device),
+            group,
+            device,
+            work=f"experts of {most} tokens",
+            unfused_name="All-to-Alls and products",
+        ).fused_is_faster
     ):
         first.release()
         return [baseline] * layers

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from dlrm_fused.auto_choice import fused_is_faster
+from dlrm_fused.auto_choice import measure_both
 from dlrm_fused.config import Comm, Config
 from dlrm_fused.models.choice import compute_dtype, reachable_memory
 from dlrm_fused.models.tensor_parallel import LayerProducts
@@ -47,7 +47,7 @@ def choose_product(config: Config, group: dist.ProcessGroup | None, tokens: int,
     if fused.workspace is None or config.comm is Comm.fused:
         return fused
     baseline = LayerProducts(group)
-    is_faster = fused_is_faster(
+    both = measure_both(
         _products_of_a_block(fused, config, rows[0], device),
         _products_of_a_block(baseline, config, rows[0], device),
         group,
@@ -55,11 +55,11 @@ def choose_product(config: Config, group: dist.ProcessGroup | None, tokens: int,
         work=f"row-parallel layers of {rows[0]} rows",
         unfused_name="product and all-reduce",
     )
-    whole = fused if is_faster else baseline
+    whole = fused if both.fused_is_faster else baseline
     sharded = _sharded_products(fused, config, min(max(rows), _MAX_ROWS))
     if sharded is None:
         return whole
-    is_faster = fused_is_faster(
+    both = measure_both(
         _products_of_a_block(sharded, config, rows[0], device),
         _products_of_a_block(whole, config, rows[0], device),
         group,
@@ -67,7 +67,7 @@ def choose_product(config: Config, group: dist.ProcessGroup | None, tokens: int,
         work=f"layers of {rows[0]} rows, each rank with its own between them",
         unfused_name="all ranks with all rows",
     )
-    if is_faster:
+    if both.fused_is_faster:
         return sharded
     assert sharded.shards is not None
     sharded.shards.close()

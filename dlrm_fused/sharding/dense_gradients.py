@@ -13,7 +13,7 @@ from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from dlrm_fused.auto_choice import fused_is_faster
+from dlrm_fused.auto_choice import measure_both
 from dlrm_fused.errors import CommunicationError
 from dlrm_fused.ops.common.sum_over_hosts import SumOverHosts
 from dlrm_fused.symmetric import Channel, SymmetricGroup, symmetric_group
@@ -69,14 +69,14 @@ def sum_gradients_over_hosts(model: nn.Module, process_group: dist.ProcessGroup,
     sums = SumOverHosts(group, Channel(group, "dense gradients", _TIMEOUT_SECONDS), "dense gradients", elements)
     if measured:
         gradients = torch.zeros(elements)
-        if not fused_is_faster(
+        if not measure_both(
             lambda: sums.sum(gradients),
             lambda: dist.all_reduce(gradients, group=process_group),
             process_group,
             torch.device("cpu"),
             work=f"dense gradients of {elements} elements",
             unfused_name="AllReduce",
-        ):
+        ).fused_is_faster:
             sums.release()
             return
     hook = _MeanInThread(group, sums)

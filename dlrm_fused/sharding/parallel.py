@@ -63,15 +63,18 @@ class ShardedModel:
         optimizer: steps the dense layers, and hands the learning rate to the optimizer fused into the embedding backward.
             Its ``param_groups`` hold the learning rates in effect.
         plan: where each table lies.
-        paths: by table, how its pooled embeddings are computed and delivered; empty for ``comm=baseline``.
         groups: of layers that ranks share; None for a model without any.
     """
 
     model: DistributedModelParallel
     optimizer: CombinedOptimizer
     plan: ShardingPlan
-    paths: Mapping[str, str]
     groups: ModelParallelGroups | None
+
+    @property
+    def paths(self) -> Mapping[str, str]:
+        """How the pooled embeddings of each table are computed and delivered now; empty for ``comm=baseline``."""
+        return table_paths(self.model)
 
 
 def shard(
@@ -116,7 +119,7 @@ def shard(
     fix_order_of_sums(model)
     initialize_tables(model, config, schema)
     optimizer = make_optimizer(model, config, groups, flat.flat if flat is not None else None)
-    return ShardedModel(model, optimizer, plan, table_paths(model), groups)
+    return ShardedModel(model, optimizer, plan, groups)
 
 
 def _uses_all(function: GivesGradientsAtOnce, task: nn.Module) -> bool:
@@ -126,7 +129,7 @@ def _uses_all(function: GivesGradientsAtOnce, task: nn.Module) -> bool:
 
 
 def table_paths(model: nn.Module) -> dict[str, str]:
-    """By table: ``fused``, ``auto`` or ``torchrec: <why>``; nothing for tables of TorchRec's own sharder."""
+    """Return the path of each table, as :attr:`FusedShardedEmbeddingBagCollection.paths`; none of TorchRec's own sharder."""
     modules = [module for module in model.modules() if isinstance(module, FusedShardedEmbeddingBagCollection)]
     return {table: path for module in modules for table, path in module.paths.items()}
 

@@ -23,7 +23,7 @@ from torchrec.distributed.memory_stashing import MemoryStashingManager
 from torchrec.distributed.types import Awaitable, LazyAwaitable, NoWait, ShardingEnv2D
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from dlrm_fused.auto_choice import fused_is_faster
+from dlrm_fused.auto_choice import BothWays, measure_both
 from dlrm_fused.compat import torchrec as compat
 from dlrm_fused.compat.fbgemm import read_steps_anew, uncounted
 from dlrm_fused.errors import CommunicationError, UsageError
@@ -75,6 +75,7 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         """Decide which tables take the fused path, say so, and prepare it. Collective."""
         self._logged: set[str] = set()
         self._undecided = False
+        self._measured: dict[str, BothWays] = {}  # by sharding type, with mode="auto"
         self._fused: FusedLookups | None = None
         self._input_dist: FusedInputDist | None = None
         self._has_features_of_input_dist = covers(self)
@@ -123,15 +124,26 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     @property
     def paths(self) -> dict[str, str]:
-        """By table: ``fused``, ``auto`` before it is measured, or ``torchrec: <why>``."""
-        taken = set() if self._fused is None else {compat.sharding_types(self)[i] for i in self._fused.shardings}
-        paths = {}
-        for kind, infos in self.sharding_type_to_sharding_infos.items():
-            for name in [info.embedding_config.name for info in infos]:
-                covered = AUTO if self._undecided else FUSED if kind in taken else "torchrec: measured faster"
-                reason = self.reasons[name]
-                paths[name] = f"torchrec: {reason}" if reason else covered
-        return paths
+        """The path of each table: ``fused``, ``torchrec: <why>``, or ``auto`` before it is measured.
+
+        After a measurement the faster path has both times: ``fused: 1.711 ms, TorchRec 1.788 ms``.
+        """
+        return {
+            info.embedding_config.name: self._path_of(kind, self.reasons[info.embedding_config.name])
+            for kind, infos in self.sharding_type_to_sharding_infos.items()
+            for info in infos
+        }
+
+    def _path_of(self, kind: str, reason: str | None) -> str:
+        if reason:
+            return f"torchrec: {reason}"
+        if self._undecided:
+            return AUTO
+        both = self._measured.get(kind)
+        if both is None:
+            return FUSED
+        fused, torchrec = f"{both.fused * 1e3:.3f} ms", f"{both.unfused * 1e3:.3f} ms"
+        return f"fused: {fused}, TorchRec {torchrec}" if both.fused_is_faster else f"torchrec: {torchrec}, fused {fused}"
 
     def _find_support(self) -> tuple[dict[str, str | None], SymmetricGroup | None]:
         """The reason against each table, None if it is fused, and the ranks' memory if any is. Collective."""
@@ -299,7 +311,7 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 return [part.wait() for part in [self._output_dist_of(i, ctx, input) for i in shardings]]
 
             with torch.no_grad(), uncounted(compat.fbgemm_lookups(self)):
-                is_faster = fused_is_faster(
+                both = measure_both(
                     partial(candidate, ctx, input),
                     by_torchrec,
                     cast(dist.ProcessGroup, compat.process_group(self)),
@@ -307,7 +319,8 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                     work=f"{compat.path(self)}: {', '.join(kinds[i] for i in shardings)} tables",
                     unfused_name="TorchRec",
                 )
-            if is_faster:
+            self._measured.update(dict.fromkeys((kinds[i] for i in shardings), both))
+            if both.fused_is_faster:
                 chosen.append(candidate)
             else:
                 candidate.release()

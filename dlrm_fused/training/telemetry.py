@@ -27,6 +27,7 @@ from dlrm_fused.errors import TrainingError
 logger = logging.getLogger(__name__)
 
 _Value = float | int | str | bool | None
+_Table = Mapping[str, str]
 
 # Without a terminal, a line of the log replaces the bar: at most one in this many seconds.
 _SECONDS_BETWEEN_LOG_LINES = 5.0
@@ -139,7 +140,7 @@ class RunWriter:
         self._progress.message(f"step {step}: {split} {_phrase(values)}")
 
     @_names_the_folder
-    def summary(self, values: Mapping[str, _Value]) -> None:
+    def summary(self, values: Mapping[str, _Value | _Table]) -> None:
         """Write summary.json, the outcome of the run."""
         if self._active:
             write_json(self._summary_path, values)
@@ -164,7 +165,7 @@ class RunWriter:
                 self._tensorboard.add_scalar(tag, value, step)
 
 
-def write_json(path: Path, values: Mapping[str, _Value]) -> None:
+def write_json(path: Path, values: Mapping[str, _Value | _Table]) -> None:
     """Write a JSON object so that the file is complete or absent; NaN and infinity become null."""
     text = json.dumps(_finite(values), allow_nan=False, indent=2) + "\n"
     _replace(path, text)
@@ -177,7 +178,7 @@ def gpu_memory_gib(device: torch.device) -> dict[str, float]:
     return {"gpu_memory_gib": torch.cuda.max_memory_allocated(device) / 2**30}
 
 
-def _finite(values: Mapping[str, _Value]) -> dict[str, _Value]:
+def _finite(values: Mapping[str, _Value | _Table]) -> dict[str, _Value | _Table]:
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 

@@ -20,6 +20,7 @@ from dlrm_fused.datasets.synthetic import SyntheticDataset
 from dlrm_fused.errors import CheckpointError, ConfigError, TrainingError
 from dlrm_fused.models import Output, RankingTask
 from dlrm_fused.ops.common.gpus import data_sheet
+from dlrm_fused.sharding.options import AUTO
 from dlrm_fused.sharding.parallel import ShardedModel
 from dlrm_fused.sharding.planning import describe_plan
 from dlrm_fused.symmetric.collective_errors import gather_or_raise
@@ -176,7 +177,8 @@ class Trainer:
         logger.info("continuing %s from step %d", self._folder.path, step)
 
     def _show_plan(self) -> None:
-        text = describe_plan(self._sharded.plan, self._dataset.schema, self._config.embedding, self._sharded.paths)
+        self._paths = self._sharded.paths
+        text = describe_plan(self._sharded.plan, self._dataset.schema, self._config.embedding, self._paths)
         if self._rank.index == 0:
             (self._folder.path / "plan.txt").write_text(text)
             logger.info("sharding plan:\n%s", text)
@@ -217,6 +219,7 @@ class Trainer:
                 "steps": self._step,
                 "reached_target": self._reached_target,
                 "lost_patience": self._lost_patience,
+                **({"table_paths": dict(self._paths)} if self._paths else {}),
                 "wall_seconds": time.monotonic() - began,
             }
         )
@@ -256,6 +259,8 @@ class Trainer:
                 self._step += 1
                 self._losses.add(self._step, output.loss)
                 self._timer.step_done()
+                if AUTO in self._paths.values() and self._sharded.paths != self._paths:
+                    self._show_plan()  # with the paths that were measured in this step
                 self._after_step(output)
         finally:
             profiler.close()

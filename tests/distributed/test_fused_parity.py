@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -123,7 +125,11 @@ def test_auto_measures_and_gives_the_same_losses(tmp_path):
     auto = train(tmp_path / "auto", 2, "comm=auto", *overrides)
     baseline = train(tmp_path / "baseline", 2, *overrides)
     assert losses(auto) == losses(baseline)
-    assert " auto\n" in (auto / "plan.txt").read_text()
+    paths = json.loads((auto / "summary.json").read_text())["table_paths"]
+    measured = {table: path for table, path in paths.items() if re.fullmatch(r"\w+: [\d.]+ ms, \w+ [\d.]+ ms", path)}
+    assert set(paths.values()) - set(measured.values()) == {"torchrec: sharding type data_parallel"}
+    for path in measured.values():
+        assert f" {path}\n" in (auto / "plan.txt").read_text()
 
 
 @pytest.mark.parametrize("comm", ["baseline", "fused", pytest.param("auto", marks=pytest.mark.slow)])

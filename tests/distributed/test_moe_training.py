@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dlrm_fused.auto_choice import BothWays
 from dlrm_fused.config import Config
 from dlrm_fused.models import expert_parallel
 from dlrm_fused.models.expert_parallel import ExpertComputation, choose_computations
@@ -128,12 +129,12 @@ def test_experts_of_ranks_without_shared_memory_run_as_with_baseline_unless_stri
 def computations_of_auto(config: Config, fused_is_faster: bool) -> tuple[list[bool], set[str]]:
     """Whether each layer is fused, and of which of them memory for tokens and results is left."""
 
-    def measured(fused: Callable[[], object], unfused: Callable[[], object], *_: object, **__: object) -> bool:
+    def measured(fused: Callable[[], object], unfused: Callable[[], object], *_: object, **__: object) -> BothWays:
         fused()
         unfused()
-        return fused_is_faster
+        return BothWays(fused=1.0, unfused=2.0 if fused_is_faster else 0.5)
 
-    expert_parallel.fused_is_faster = measured
+    expert_parallel.measure_both = measured
     device = torch.device("cpu")
     with process_group(Rank.from_environment(), device):
         group = dist.group.WORLD

@@ -13,6 +13,7 @@ import pytest
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
+from dlrm_fused.auto_choice import BothWays
 from dlrm_fused.errors import UsageError
 from dlrm_fused.sharding import FusedEmbeddingBagCollectionSharder, sharded_module
 from tests.distributed.launch import on_hosts, run_ranks
@@ -136,12 +137,12 @@ def backward_after_move(case: Case) -> bool:
 def memory_after_choice(case: Case, faster: list[str]) -> tuple[int, int]:
     """Symmetric memory of a model once its paths have been measured, and of one that is fused from the start."""
 
-    def is_faster(fused: Callable[[], object], unfused: Callable[[], object], *_: object, work: str, **__: object) -> bool:
+    def both(fused: Callable[[], object], unfused: Callable[[], object], *_: object, work: str, **__: object) -> BothWays:
         fused(), unfused()
-        return any(kind in work for kind in faster)
+        return BothWays(fused=1.0, unfused=2.0 if any(kind in work for kind in faster) else 0.5)
 
     found = []
-    with group_of(case), mock.patch.object(sharded_module, "fused_is_faster", is_faster):
+    with group_of(case), mock.patch.object(sharded_module, "measure_both", both):
         gc.disable()
         for mode in ("auto", "fused"):
             before = symmetric_memory()
