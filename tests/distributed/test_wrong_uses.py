@@ -1,8 +1,8 @@
 """Wrong uses of operators and sharder: an error on every rank, nothing written, and all goes on.
 
-What is tried stands beside the tests of each operator, in wrong_uses.py. What is raised must be, to the letter, what
-docs/reference/wrong_uses.md shows. With ``UPDATE_DOCS=1`` these tests write their rows of its tables anew: those of kernels
-with ``TRITON_INTERPRET=1``, the others without it.
+Each operator's uses stand beside its tests, in wrong_uses.py. Errors must be, to the letter, those that wrong_uses.md in
+this folder shows. With ``UPDATE_DOCS=1`` these tests write their rows of its tables anew: those of kernels with
+``TRITON_INTERPRET=1``, the others without it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from tests.ops.gemv_all_reduce import wrong_uses as gemv
 from tests.ops.moe import wrong_uses as experts
 from tests.ops.wrong_use import RANKS, TIMEOUT_SECONDS, TOLERANCE, Outcome, Scene, WrongUse, try_out
 
-ROOT = Path(__file__).parents[2]
-DOCUMENT = ROOT / "docs/reference/wrong_uses.md"
+DOCUMENT = Path(__file__).with_name("wrong_uses.md")
 # By title in the document: on what they are tried.
 WITHOUT_KERNELS: dict[str, tuple[Callable[[], Scene], list[WrongUse]]] = {
     "Symmetric memory and workspaces": (embeddings.Pooled, embeddings.EXCHANGES),
@@ -76,7 +75,7 @@ def try_all(title: str) -> dict[str, Outcome]:
 
 @pytest.fixture(scope="session")
 def shown() -> Iterator[dict[tuple[str, str], str]]:
-    """Rows of docs/reference/wrong_uses.md by title and use; to be filled anew where UPDATE_DOCS is set."""
+    """Rows of wrong_uses.md by title and use; to be filled anew where UPDATE_DOCS is set."""
     rows = rows_of_document()
     yield rows
     if "UPDATE_DOCS" in os.environ:
