@@ -131,7 +131,7 @@ def _evaluate(rank: Rank, error_store: ErrorStore, parser: _Parser, arguments: S
     from dlrm_fused.versions import check_versions
 
     check_versions()
-    from dlrm_fused.training.online_evaluation import score_run_online
+    from dlrm_fused.inference.online.evaluation import score_run_online
 
     score_run_online(run, checkpoint, split, overrides, parsed.requests, rank, error_store, parsed.output)
 

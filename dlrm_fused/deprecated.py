@@ -16,9 +16,9 @@ from typing import Any
 # By old module, by old name, the new place, as module:name.
 MOVED = {
     "dlrm_fused.online": {
-        "CutTables": "dlrm_fused.serving.tables:ShardedTables",
+        "CutTables": "dlrm_fused.inference.online.sharded_tables:ShardedTables",
         "Candidates": "dlrm_fused:Candidates",
-        "History": "dlrm_fused.serving.online:History",
+        "History": "dlrm_fused.inference.online.scorer:History",
         "OnlineScorer": "dlrm_fused:OnlineScorer",
     },
     "dlrm_fused.ops.exchange": {

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from benchmarks.common.harness import World
 from benchmarks.gemv_all_reduce.simulated_ranks import SimulatedRanks, multiply
+from dlrm_fused.inference.online.cached_attention import cached_attention
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.embedding_all_to_all import EmbeddingWorkspace, ExchangeLayout, LocalTables, LookupLayout, RowwiseAdagrad
@@ -23,7 +24,6 @@ from dlrm_fused.ops.gemm_all_to_all.kernel import gemm, gemm_combine
 from dlrm_fused.ops.moe.activations import ACTIVATIONS
 from dlrm_fused.ops.moe.dispatch import route
 from dlrm_fused.ops.moe.steps import KernelSteps
-from dlrm_fused.serving.cached_attention import cached_attention
 from dlrm_fused.symmetric import Channel
 
 TIMEOUT_SECONDS = 60.0

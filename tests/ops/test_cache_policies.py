@@ -16,12 +16,12 @@ from benchmarks.cache_policies.workloads import tiny
 from benchmarks.common.harness import open_world
 from dlrm_fused.config import load_config
 from dlrm_fused.errors import UsageError
+from dlrm_fused.inference.online.cached_attention import cached_attention
 from dlrm_fused.ops.common import cache_policy
 from dlrm_fused.ops.common.cache_hints import HARDWARE, LOADS, OFF, STATIC, STORES, CachePolicy, Hint, with_hints
 from dlrm_fused.ops.common.cache_policy import Stream, once, picked, select
 from dlrm_fused.ops.common.gpus import INTERPRETER
 from dlrm_fused.ops.common.l2_persistence import set_aside
-from dlrm_fused.serving.cached_attention import cached_attention
 from dlrm_fused.training import build
 from tests.distributed.launch import run_ranks
 from tests.ops.test_compile_for_gpus import LAUNCHES

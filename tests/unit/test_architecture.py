@@ -18,10 +18,9 @@ FLOORS = (
     {"datasets", "symmetric"},
     {"ops"},
     {"models", "sharding"},
-    {"serving"},
     {"training"},
-    {"export"},
-    {"application", "doctor", "scaleout", "serve"},
+    {"inference"},
+    {"application", "doctor", "scaleout"},
     {"cli"},
 )
 FLOOR_OF = {part: number for number, floor in enumerate(FLOORS) for part in floor}

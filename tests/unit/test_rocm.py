@@ -16,9 +16,9 @@ import torch
 
 from dlrm_fused.doctor.gpus import _has_dmabuf
 from dlrm_fused.errors import CommunicationError, UsageError
+from dlrm_fused.inference.online.scorer import OnlineScorer
 from dlrm_fused.ops.common import early_start
 from dlrm_fused.ops.common.l2_persistence import set_aside
-from dlrm_fused.serving.online import OnlineScorer
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.symmetric.device import uses_kernels
 

@@ -11,9 +11,9 @@ import pytest
 
 from dlrm_fused.config import load_config
 from dlrm_fused.datasets.preparation import cli
-from dlrm_fused.export.loader import InputError, load
+from dlrm_fused.inference.export.loader import InputError, load
 from tests.distributed.launch import start_training
-from tests.export.exporting import export, predictions_of_eval
+from tests.inference.exporting import export, predictions_of_eval
 
 ROWS = 600
 SMALL = ["runtime.device=cpu", "model.bottom_mlp=[16,16]", "model.top_mlp=[16,1]", "embedding.dim=16", "training.max_steps=10"]

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from dlrm_fused.errors import ConfigError, UserError
-from dlrm_fused.serve.limits import Limits
+from dlrm_fused.inference.http.limits import Limits
 
 DESCRIPTION = """\
-Serve an exported model: ``python -m dlrm_fused.serve --model model [--port 8000]``.
+Serve an exported model: ``python -m dlrm_fused.inference.http --model model [--port 8000]``.
 
 POST /predict takes {"rows": [{...}]}; /docs describes the features, /health says that the model is there, /metrics is for
 Prometheus. SIGTERM ends the service after the requests that it has begun.
@@ -27,7 +27,7 @@ _BURSTS = 6  # so small a part of all connections is accepted at once, before th
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until told to end; returns the exit code, 1 with one line on stderr for what a user can mend."""
     parser = argparse.ArgumentParser(
-        "python -m dlrm_fused.serve", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+        "python -m dlrm_fused.inference.http", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True, type=Path, help="folder that export.py wrote")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine alone)")
@@ -58,15 +58,15 @@ def _serve(model: Path, host: str, port: int, threads: int, limits: Limits) -> N
     try:
         import uvicorn
 
-        from dlrm_fused.serve.connections import Door, LimitedProtocol, bind, most_connections
+        from dlrm_fused.inference.http.connections import Door, LimitedProtocol, bind, most_connections
 
         sockets = bind(host, port)  # before the work of loading
-        from dlrm_fused.serve.service import build_service
+        from dlrm_fused.inference.http.service import build_service
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed; the service needs: pip install '.[serve]'") from None
     import torch
 
-    from dlrm_fused.export.loader import load
+    from dlrm_fused.inference.export.loader import load
 
     # Threads of one batch wait for each other, busily: on cores that others use too, several are slower than one.
     torch.set_num_threads(threads)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dlrm_fused.serving.cached_attention import cached_attention, reference
+from dlrm_fused.inference.online.cached_attention import cached_attention, reference
 from tests.distributed.launch import run_ranks
-from tests.serving.test_online import Requests, scores, with_scorer
+from tests.inference.test_online import Requests, scores, with_scorer
 
 pytestmark = pytest.mark.interpreted
 

@@ -17,9 +17,9 @@ from dlrm_fused.datasets.preparation import cli
 from dlrm_fused.datasets.schema import PreparedInfo
 from dlrm_fused.datasets.transformation import IdEncoding, Transformation
 from dlrm_fused.errors import DataError
-from dlrm_fused.export.loader import InputError, Model, TableRows, load, read_rows, rows_of
+from dlrm_fused.inference.export.loader import InputError, Model, TableRows, load, read_rows, rows_of
 from tests.distributed.launch import start_training
-from tests.export.exporting import export, predictions_of_eval
+from tests.inference.exporting import export, predictions_of_eval
 from tests.unit.tables import random_table, write_table
 
 COLUMNS = ["--label", "clicked", "--dense", "price:log,age:quantile", "--sparse", "user,color,tags"]

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from dlrm_fused.export.loader import Table
+from dlrm_fused.inference.export.loader import Table
 
 TABLE_DTYPES = ("fp32", "fp16", "int8")
 
@@ -31,7 +31,7 @@ def convert(weight: NDArray[np.float32], dtype: str) -> Table:
 
 
 def write_tables(path: Path, tables: Mapping[str, Table]) -> None:
-    """Write the tables, by name, to a safetensors file, as :mod:`dlrm_fused.export.loader` describes it."""
+    """Write the tables, by name, to a safetensors file, as :mod:`dlrm_fused.inference.export.loader` describes it."""
     arrays = {}
     for name, table in tables.items():
         arrays[f"{name}.rows"] = table.rows

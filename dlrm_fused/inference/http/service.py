@@ -13,11 +13,11 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import ClientDisconnect
 
-from dlrm_fused.export.loader import Model
-from dlrm_fused.serve.batching import Batcher, Overloaded
-from dlrm_fused.serve.limits import Limits
-from dlrm_fused.serve.requests import by_row, parse, read_body, request_schema
-from dlrm_fused.serve.telemetry import ServiceMetrics
+from dlrm_fused.inference.export.loader import Model
+from dlrm_fused.inference.http.batching import Batcher, Overloaded
+from dlrm_fused.inference.http.limits import Limits
+from dlrm_fused.inference.http.requests import by_row, parse, read_body, request_schema
+from dlrm_fused.inference.http.telemetry import ServiceMetrics
 
 logger = logging.getLogger("uvicorn.error")
 

@@ -19,13 +19,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.config import Split
 from dlrm_fused.errors import ConfigError, UsageError
+from dlrm_fused.inference.online.evaluation import score_run_online
+from dlrm_fused.inference.online.scorer import MAX_CANDIDATES, Candidates, History, OnlineScorer
+from dlrm_fused.inference.online.sharded_tables import ShardedTables
 from dlrm_fused.models.tensor_parallel import LayerProducts
 from dlrm_fused.models.transformer import HistoryTransformer, TransformerDLRM
 from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace
-from dlrm_fused.serving.online import MAX_CANDIDATES, Candidates, History, OnlineScorer
-from dlrm_fused.serving.tables import ShardedTables
 from dlrm_fused.symmetric import symmetric_group
-from dlrm_fused.training.online_evaluation import score_run_online
 from dlrm_fused.training.runtime import ErrorStore, Rank, choose_device, process_group
 from tests.distributed.launch import RankFailed, run_ranks, train
 

@@ -11,8 +11,8 @@ import numpy as np
 from fastapi import HTTPException, Request
 from numpy.typing import NDArray
 
-from dlrm_fused.export.loader import InputError, Inputs, Model
-from dlrm_fused.serve.limits import Limits
+from dlrm_fused.inference.export.loader import InputError, Inputs, Model
+from dlrm_fused.inference.http.limits import Limits
 
 _BODY_SECONDS = 30  # for a body to arrive
 

@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.datasets.batch import Batch, Samples
-from dlrm_fused.serving.online import Candidates
+from dlrm_fused.inference.online.scorer import Candidates
 
 
 class RequestSamples:

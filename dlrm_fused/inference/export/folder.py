@@ -25,11 +25,11 @@ from dlrm_fused.datasets.opening import transformation_of
 from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
 from dlrm_fused.datasets.transformation import TRANSFORMATION, Transformation
 from dlrm_fused.errors import ConfigError, DataError
-from dlrm_fused.export import loader
-from dlrm_fused.export.dense_part import export_dense_part
-from dlrm_fused.export.quality import Quality, compare
-from dlrm_fused.export.tables import convert, write_tables
-from dlrm_fused.export.weights import ALONE, restore_weights
+from dlrm_fused.inference.export import loader
+from dlrm_fused.inference.export.program import export_dense_part
+from dlrm_fused.inference.export.quality import Quality, compare
+from dlrm_fused.inference.export.table_formats import convert, write_tables
+from dlrm_fused.inference.export.weights import ALONE, restore_weights
 from dlrm_fused.training.saved_run import SavedRun
 
 MANIFEST = "manifest.json"
@@ -41,13 +41,13 @@ _OWN_IMPORT = re.compile(r"^from (dlrm_fused\.[\w.]+) import", re.MULTILINE)
 def export_run(
     run: Path, checkpoint: str, output: Path, table_dtype: str, split: Split, overrides: Sequence[str]
 ) -> dict[str, Quality]:
-    """Write a self-contained folder, complete or not at all; :mod:`dlrm_fused.export.loader` says what is in it.
+    """Write a self-contained folder, complete or not at all; :mod:`dlrm_fused.inference.export.loader` says what is in it.
 
     Args:
         run: folder of the run.
         checkpoint: ``best``, ``last`` or a step.
         output: the folder, which must not exist.
-        table_dtype: one of :data:`~dlrm_fused.export.tables.TABLE_DTYPES`.
+        table_dtype: one of :data:`~dlrm_fused.inference.export.table_formats.TABLE_DTYPES`.
         split: on which the AUC of each label is compared with that in fp32.
         overrides: ``key=value`` settings that replace those of the run.
 

@@ -23,11 +23,11 @@ from benchmarks.serving.rows import prepared_rows
 from benchmarks.serving.service_process import running_service
 from dlrm_fused.datasets.preparation.parquet import ParquetOptions, write_parquet
 from dlrm_fused.errors import CheckpointError, ConfigError, DataError, UserError
-from dlrm_fused.export.loader import load
-from dlrm_fused.export.quality import Quality
-from dlrm_fused.export.tables import convert
+from dlrm_fused.inference.export.loader import load
+from dlrm_fused.inference.export.quality import Quality
+from dlrm_fused.inference.export.table_formats import convert
 from tests.distributed.launch import train
-from tests.export.exporting import export, predictions_of_eval
+from tests.inference.exporting import export, predictions_of_eval
 from tests.unit.prepared_sets import write_prepared_set
 
 ROOT = Path(__file__).parents[2]
@@ -273,7 +273,7 @@ def test_an_export_that_fails_leaves_nothing(
     dlrm: Path, tmp_path: Path, arguments: dict[str, object], error: type[UserError], message: str
 ) -> None:
     from dlrm_fused.config import Split
-    from dlrm_fused.export.folder import export_run
+    from dlrm_fused.inference.export.folder import export_run
 
     wanted = {
         "run": dlrm,

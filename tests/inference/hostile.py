@@ -1,6 +1,6 @@
 """Clients that mean harm, in a process of their own: some stay connected and ask nothing, others send headers without end.
 
-``python -m tests.serving.hostile PORT IDLE ENDLESS`` goes on until it is killed.
+``python -m tests.inference.hostile PORT IDLE ENDLESS`` goes on until it is killed.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_fused.export.loader import Inputs
-from dlrm_fused.serve.limits import Limits
+from dlrm_fused.inference.export.loader import Inputs
+from dlrm_fused.inference.http.limits import Limits
 
 Score = Callable[[Inputs], NDArray[np.float32]]
 

@@ -19,11 +19,11 @@ from dlrm_fused.config import Comm, Config, ModelKind, Precision, Split
 from dlrm_fused.datasets import Dataset, open_dataset
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError
-from dlrm_fused.serving.online import MAX_CANDIDATES, OnlineScorer
+from dlrm_fused.inference.online.model import OnlineModel
+from dlrm_fused.inference.online.request_samples import RequestSamples
+from dlrm_fused.inference.online.scorer import MAX_CANDIDATES, OnlineScorer
 from dlrm_fused.training.build import build
 from dlrm_fused.training.checkpoint import restore_model
-from dlrm_fused.training.online_model import OnlineModel
-from dlrm_fused.training.online_requests import RequestSamples
 from dlrm_fused.training.runtime import ErrorStore, Rank, join_run
 from dlrm_fused.training.saved_run import SavedRun, try_to_write, write_on_rank_0, write_result
 

@@ -15,9 +15,9 @@ import pytest
 
 from benchmarks.serving.rows import prepared_rows
 from benchmarks.serving.service_process import running_command
-from dlrm_fused.export.loader import load
+from dlrm_fused.inference.export.loader import load
 from tests.distributed.launch import train
-from tests.export.exporting import export
+from tests.inference.exporting import export
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,8 +10,8 @@ import numpy as np
 from benchmarks.serving.rows import prepared_rows
 from benchmarks.serving.service_process import running_service
 from tests.distributed.launch import run_ranks, train
-from tests.export.exporting import export, predictions_of_eval
-from tests.serving.test_online import TRANSFORMER, score_online
+from tests.inference.exporting import export, predictions_of_eval
+from tests.inference.test_online import TRANSFORMER, score_online
 
 TWO = "data.synthetic.labels=2"
 

@@ -11,7 +11,7 @@ import torch
 from dlrm_fused.config import Split
 from dlrm_fused.datasets import Dataset
 from dlrm_fused.datasets.batch import Samples
-from dlrm_fused.export.loader import Bags, Inputs, Model
+from dlrm_fused.inference.export.loader import Bags, Inputs, Model
 from dlrm_fused.training.evaluation import by_label
 from dlrm_fused.training.metrics import BinaryMetrics
 

@@ -16,8 +16,8 @@ import pytest
 import uvicorn
 
 from dlrm_fused.errors import ConfigError
-from dlrm_fused.serve import connections
-from dlrm_fused.serve.connections import HEADER_BYTES, Door, LimitedProtocol, bind, most_connections
+from dlrm_fused.inference.http import connections
+from dlrm_fused.inference.http.connections import HEADER_BYTES, Door, LimitedProtocol, bind, most_connections
 
 
 async def echo(scope: dict[str, Any], receive: Any, send: Any) -> None:

@@ -25,11 +25,11 @@ from benchmarks.serving.clients import send
 from benchmarks.serving.http_service import measure, questions_of
 from benchmarks.serving.rows import prepared_rows
 from benchmarks.serving.service_process import Service, running_command, running_service
-from dlrm_fused.export.loader import Inputs
-from dlrm_fused.serve.batching import Batcher, Overloaded
-from dlrm_fused.serve.limits import Limits
+from dlrm_fused.inference.export.loader import Inputs
+from dlrm_fused.inference.http.batching import Batcher, Overloaded
+from dlrm_fused.inference.http.limits import Limits
 from tests.distributed.launch import train
-from tests.export.exporting import export, predictions_of_eval
+from tests.inference.exporting import export, predictions_of_eval
 
 ROOT = Path(__file__).parents[2]
 # The promise of a machine that does nothing else; the tests of a suite share theirs.
@@ -165,11 +165,11 @@ def test_hostile_clients_hold_up_nobody(run: Path, rows: list[dict[str, Any]], t
     seconds = float(os.environ.get("HOSTILE_SECONDS", "3"))
     questions = questions_of(run / "model", rows, 1)
     log = tmp_path / "log"
-    served = f'ulimit -n 1024; exec "$0" -m dlrm_fused.serve --model {run / "model"} "$@" 2> {log}'
+    served = f'ulimit -n 1024; exec "$0" -m dlrm_fused.inference.http --model {run / "model"} "$@" 2> {log}'
     began = time.monotonic()
     with running_command(["bash", "-c", served, sys.executable], ROOT) as service:
         memory = psutil.Process(service.process.pid).memory_info
-        hostile = subprocess.Popen([sys.executable, "-m", "tests.serving.hostile", str(service.port), "2000", "4"], cwd=ROOT)
+        hostile = subprocess.Popen([sys.executable, "-m", "tests.inference.hostile", str(service.port), "2000", "4"], cwd=ROOT)
         try:
             send(service.port, questions, clients=1, seconds=2)  # until all of them are there
             before = memory().rss
@@ -267,7 +267,7 @@ def test_a_service_that_cannot_start_says_why_in_one_line(
     tables.write_bytes(tables.read_bytes()[:-9])
     with socket.create_server(("127.0.0.1", 0)) as taken:
         given = {"MODEL": str(run / "model"), "DAMAGED": str(tmp_path / "damaged"), "TAKEN": str(taken.getsockname()[1])}
-        command = [sys.executable, "-m", "dlrm_fused.serve", *(given.get(each, each) for each in arguments)]
+        command = [sys.executable, "-m", "dlrm_fused.inference.http", *(given.get(each, each) for each in arguments)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()

@@ -31,13 +31,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.compat.torch import is_rocm, modules_of, tensors_of
 from dlrm_fused.errors import UsageError
+from dlrm_fused.inference.online.cached_attention import cached_attention, reference
+from dlrm_fused.inference.online.sharded_tables import ShardedTables
 from dlrm_fused.lasting import lasting
 from dlrm_fused.models.captured import places
 from dlrm_fused.models.tensor_parallel import group_size
 from dlrm_fused.models.transformer import HistoryTransformer, TransformerOverArch
 from dlrm_fused.ops.gemv_all_reduce import gemv_all_reduce
-from dlrm_fused.serving.cached_attention import cached_attention, reference
-from dlrm_fused.serving.tables import ShardedTables
 from dlrm_fused.symmetric.device import uses_kernels
 
 MAX_CANDIDATES = 64
