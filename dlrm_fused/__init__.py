@@ -7,8 +7,6 @@ the operators need torch and Triton alone. docs/reference/api.md says what each 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dlrm_fused.deprecated import provide_gone_modules
-
 if TYPE_CHECKING:
     from dlrm_fused.application import evaluate as evaluate
     from dlrm_fused.application import train as train
@@ -98,6 +96,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-provide_gone_modules(__name__)
