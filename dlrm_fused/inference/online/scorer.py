@@ -30,11 +30,11 @@ from torchrec.models.dlrm import DenseArch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.compat.torch import is_rocm, modules_of, tensors_of
+from dlrm_fused.cuda_graphs import RUNS_BEFORE_CAPTURE, Captures, Generation, GraphRecorder
 from dlrm_fused.errors import UsageError
 from dlrm_fused.inference.online.cached_attention import cached_attention, reference
 from dlrm_fused.inference.online.sharded_tables import ShardedTables
 from dlrm_fused.lasting import lasting
-from dlrm_fused.models.captured import places
 from dlrm_fused.models.tensor_parallel import group_size
 from dlrm_fused.models.transformer import HistoryTransformer, TransformerOverArch
 from dlrm_fused.ops.gemv_all_reduce import gemv_all_reduce
@@ -134,8 +134,7 @@ class OnlineScorer:
             transformer.heads // group_size(self._product.group),
             transformer.d_model // transformer.heads,
         )
-        self._buckets: dict[int, _Bucket] = {}
-        self._captured: _Weights | None = None
+        self._buckets: Captures[_Bucket] = Captures(MAX_CANDIDATES.bit_length())
         self._branch = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     @torch.no_grad()
@@ -206,7 +205,7 @@ class OnlineScorer:
         else:
             bucket.launch()
             # Weights are compared while the GPU computes.
-            if self._captured != self._weights():
+            if self._buckets.generation != self._weights():
                 bucket.probabilities()
                 self._buckets.clear()
                 return self.score(history, candidates)
@@ -232,15 +231,17 @@ class OnlineScorer:
             bucket.inputs.rows.fill_(len(self._tables.rows) - 1)
             if self._device.type == "cuda":
                 if not self._buckets:
-                    self._captured = self._weights()
-                    self._captured.hold()
+                    weights = self._weights()
+                    weights.hold()
+                    self._buckets.renew(weights)
                 bucket.capture(self._probabilities)
             self._buckets[size] = bucket
         return self._buckets[size]
 
-    def _weights(self) -> _Weights:
+    def _weights(self) -> Generation:
+        """Return the weights that CUDA graphs read."""
         modules = modules_of((self._transformer, self._dense_arch, self._over_arch))
-        return _Weights([self._tables.rows, *tensors_of(modules)])
+        return Generation([self._tables.rows, *tensors_of(modules)])
 
     def _probabilities(self, inputs: _Inputs, history: History | None = None) -> Tensor:
         """[m] float32, or [m, L] of several labels.
@@ -337,20 +338,6 @@ def _check_parts(modules: Sequence[nn.Module], tables: ShardedTables, sparse_wid
             raise UsageError(f"workspace {workspace.name}: {name}={getattr(workspace, name)}; online scoring needs {value}")
 
 
-class _Weights:
-    """Addresses of the weights that CUDA graphs read; equal as long as no weight is replaced or moves."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors, self._places = tensors, places(tensors)
-
-    def hold(self) -> None:
-        """Keep the memory in which they are now, so that graphs of it may still run when they have moved."""
-        self._memory = [tensor.detach() for tensor in self._tensors]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Weights) and self._places == other._places
-
-
 class _Bucket:
     """What requests of up to m candidates share: their inputs' memory, and on GPUs a CUDA graph.
 
@@ -386,16 +373,12 @@ class _Bucket:
             on_device.copy_(self._block, non_blocking=True)
             self._probabilities.copy_(compute(self._views(on_device)), non_blocking=True)
 
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # compiles kernels, connects ranks, takes workspaces
+        recorder = GraphRecorder(self._device)
+        with recorder.on_its_stream():
+            for _ in range(RUNS_BEFORE_CAPTURE):  # compiles kernels, connects ranks, takes workspaces
                 request()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # Only this thread's calls are captured: NCCL's watchdog makes calls of its own.
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            request()
+            with recorder.record() as graph:
+                request()
         self._on_device, self.graph = on_device, graph
 
     def launch(self) -> None:
