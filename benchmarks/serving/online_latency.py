@@ -6,6 +6,8 @@
 Two models with the same random weights, ``comm=baseline`` and ``comm=fused``, score the same candidates against the same kept
 history, in turns; on GPUs, each request of either is one CUDA graph. A latency is the time from the call to the probabilities
 on the host. Percentiles are those of the slowest rank. Scores of the two are compared.
+
+For a run of your own, ``--config`` is the ``config.yaml`` of its folder: latencies depend on its shapes, not on its weights.
 """
 
 from __future__ import annotations

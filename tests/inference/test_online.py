@@ -267,9 +267,7 @@ def test_requests_of_a_trained_run(trained: Path, ranks: int, overrides: list[st
     found = json.loads((trained / "online.json").read_text())
     assert found["step"] == 20
     assert found["difference_from_full_model"] < (0.05 if "training.precision=bf16" in overrides else 1e-5)
-    for count in (1, 2, 4, 8, 16, 32, 64):
-        assert 0 < found[f"score_{count}_p50_ms"] <= found[f"score_{count}_p99_ms"]
-        assert found[f"score_{count}_candidates_per_second"] > 0
+    assert (found["requests"], found["split"]) == (2, "test")
 
 
 @pytest.mark.parametrize("overrides", [[], ["comm=fused"]], ids=["baseline", "fused"])
