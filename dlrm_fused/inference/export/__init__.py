@@ -1,1 +1,1 @@
-"""Models that leave the trainer: a run becomes a folder that torch and NumPy alone predict with."""
+"""Export of a run as a folder that torch and NumPy alone predict with. See docs/export_and_serve.md."""

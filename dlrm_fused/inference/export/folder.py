@@ -1,4 +1,4 @@
-"""From a run to the folder of an exported model: the work of export.py."""
+"""Writes the folder of an exported model from a run: the work of export.py."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from dlrm_fused.inference.export.weights import ALONE, restore_weights
 from dlrm_fused.training.saved_run import SavedRun
 
 MANIFEST = "manifest.json"
-_CARRIED = "dlrm_rows"  # begins the name of the package beside loader.py, with what it imports of this one
+_CARRIED = "dlrm_rows"  # begins the name of the package beside loader.py: the modules of this package that it imports
 _FIND_PACKAGE = "import sys\n\nsys.path.append(str(Path(__file__).parent))\n"
 _OWN_IMPORT = re.compile(r"^from (dlrm_fused\.[\w.]+) import", re.MULTILINE)
 
@@ -48,11 +48,11 @@ def export_run(
         checkpoint: ``best``, ``last`` or a step.
         output: the folder, which must not exist.
         table_dtype: one of :data:`~dlrm_fused.inference.export.table_formats.TABLE_DTYPES`.
-        split: on which the AUC of each label is compared with that in fp32.
+        split: the samples on which the AUC of each label is compared with that in fp32.
         overrides: ``key=value`` settings that replace those of the run.
 
     Returns:
-        the quality by label.
+        The quality by label.
 
     Raises:
         CheckpointError: if the run or the checkpoint does not exist, or does not fit.
@@ -84,7 +84,7 @@ def export_run(
 
 
 def _write(folder: Path, saved: SavedRun, dataset: Dataset, table_dtype: str) -> loader.Model:
-    """Write all but the quality; returns the model with tables in fp32."""
+    """Write all files but the quality and the checksums; return the model with tables in fp32."""
     schema = dataset.schema
     weights = restore_weights(saved, schema)
     if not getattr(weights.model, "reads_histories", False):
@@ -93,7 +93,7 @@ def _write(folder: Path, saved: SavedRun, dataset: Dataset, table_dtype: str) ->
     if source is not None:
         _check_transformation(Transformation.load(source), schema, source)
         shutil.copytree(source, folder / TRANSFORMATION)
-    # Ids of a stored set are taken modulo the rows of the model's tables; others are made for these.
+    # A stored set may have larger ids, which are taken modulo the rows of the model's tables.
     stored: DatasetSchema = getattr(dataset, "stored_schema", schema)
     info = {**_info(saved, schema, stored, table_dtype), "data": digests_of(saved.config, dataset)}
     if not getattr(dataset, "has_dense", True):
@@ -128,7 +128,7 @@ def _write_loader(folder: Path) -> None:
     for module, source in sources.items():
         name = module.rpartition(".")[2]
         text = _OWN_IMPORT.sub(lambda found: f"from {package}.{found[1].rpartition('.')[2]} import", source)
-        if module == loader.__name__:  # which may be loaded by its path
+        if module == loader.__name__:  # users may load this file by its path
             (folder / f"{name}.py").write_text(text.replace(f"from {package}", f"{_FIND_PACKAGE}from {package}", 1))
         else:
             (folder / package / f"{name}.py").write_text(text)

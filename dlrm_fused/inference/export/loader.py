@@ -39,18 +39,18 @@ logger = logging.getLogger("dlrm_fused")
 
 FORMAT_VERSION = 2
 _EXPORT_AGAIN = "export the model again"
-HISTORY = "history"  # of a row: its past interactions, oldest first
+HISTORY = "history"  # the field of a row with its past interactions, oldest first
 
 _GAP_ROWS = 32
 _DTYPES = {"F32": np.float32, "F16": np.float16, "I8": np.int8}
 
 
 class InputError(ValueError):
-    """A row cannot be used: the message names the row, the feature and the value."""
+    """Raised for a row that cannot be used; the message names the row, the feature and the value."""
 
 
 class Bags(NamedTuple):
-    """Ids of one feature in n bags: ids [total] int64, bag after bag; lengths [n] int64."""
+    """Holds the ids of one feature in n bags: ids [total] int64, bag after bag; lengths [n] int64."""
 
     ids: np.ndarray
     lengths: np.ndarray
@@ -58,7 +58,7 @@ class Bags(NamedTuple):
 
 @dataclass(frozen=True)
 class Inputs:
-    """What n rows are to the model.
+    """The inputs that n rows are to the model.
 
     Attributes:
         dense: [n, dense features] float32.
@@ -76,7 +76,7 @@ class Inputs:
 
     @staticmethod
     def join(parts: Sequence[Inputs]) -> Inputs:
-        """Those of the rows of all parts."""
+        """Return the inputs of the rows of all parts, in their order."""
         if len(parts) == 1:
             return parts[0]
         bags = zip(*(part.bags for part in parts), strict=True)
@@ -89,13 +89,13 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Table:
-    """Embeddings: rows [rows, dim]; scales [rows] for int8, otherwise None."""
+    """An embedding table: rows [rows, dim]; scales [rows] for int8, otherwise None."""
 
     rows: np.ndarray
     scales: np.ndarray | None = None
 
     def pool(self, bags: Bags) -> torch.Tensor:
-        """The sum of each bag's rows: [n, dim] float32."""
+        """Return the sum of each bag's rows: [n, dim] float32."""
         rows = self.rows[bags.ids].astype(np.float32)
         if self.scales is not None:
             rows *= self.scales[bags.ids, None]
@@ -124,11 +124,11 @@ class Model:
 
     @property
     def labels(self) -> list[str]:
-        """What is predicted, in this order."""
+        """The names of the labels, in the order of the predictions."""
         return list(self.info["labels"])
 
     def predict(self, rows: Any) -> np.ndarray:
-        """The probability of each row: [n] float32; [n, L] of L > 1 labels, in the order of :attr:`labels`.
+        """Return the probability of each row: [n] float32; [n, L] of L > 1 labels, in the order of :attr:`labels`.
 
         Args:
             rows: a list of dicts, one value for each feature; or a column for each: an Arrow table, a data frame of pandas
@@ -140,12 +140,12 @@ class Model:
         return self.score(self.encode(rows))
 
     def encode(self, rows: Any) -> Inputs:
-        """What :meth:`score` takes; arguments and errors are those of :meth:`predict`."""
+        """Return the inputs for :meth:`score`; arguments and errors are those of :meth:`predict`."""
         return self.rows.encode(rows_of(rows))
 
     @torch.no_grad()
     def score(self, inputs: Inputs) -> np.ndarray:
-        """The probability of each row, as :meth:`predict`."""
+        """Return the probability of each row, as :meth:`predict` does."""
         if not len(inputs):
             return np.zeros((0, len(self.labels)) if len(self.labels) > 1 else 0, np.float32)
         pooled = [table.pool(bags) for table, bags in zip(self.tables, inputs.bags, strict=True)]
@@ -157,7 +157,7 @@ class Model:
 
 
 def load(folder: str | Path) -> Model:
-    """The model in a folder that export.py wrote; tables are memory-mapped.
+    """Load the model in a folder that export.py wrote; tables are memory-mapped.
 
     Raises:
         ValueError: if it is of another format version, or damaged.
@@ -229,7 +229,9 @@ def _refused_as_value_error() -> Iterator[None]:
 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of a file, memory-mapped; the format is 8 bytes, the length of a JSON header, the header, and the data.
+    """Map the tensors of a safetensors file: 8 bytes with the length of a JSON header, the header, and the data.
+
+    Own code, since a fresh environment need not have the safetensors package, which would also copy the tables into memory.
 
     Raises:
         ValueError: if the file is cut off.
@@ -248,7 +250,7 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
 
 
 def read_rows(folder: Path, info: Mapping[str, Any]) -> Rows:
-    """What turns rows into inputs of the model that ``info`` describes."""
+    """Return the object that turns rows into inputs of the model that ``info`` describes."""
     path = folder / "transformation"
     if not path.is_dir():
         return PreparedRows(info)
@@ -260,7 +262,7 @@ def read_rows(folder: Path, info: Mapping[str, Any]) -> Rows:
 
 
 def rows_of(table: Any) -> Sequence[Mapping[str, Any]]:
-    """The rows of a table, as dicts. Anything that is not a table of :meth:`Model.predict` is returned as it is.
+    """Return the rows of a table as dicts; return anything that :meth:`Model.predict` does not take as a table as it is.
 
     Raises:
         InputError: if columns differ in their length.
@@ -289,12 +291,12 @@ def rows_of(table: Any) -> Sequence[Mapping[str, Any]]:
 
 def _listed(column: Any) -> list[Any]:
     if isinstance(column, np.ndarray) and column.dtype.kind == "M":
-        return column.astype("datetime64[us]").tolist()  # those of nanoseconds are no times of Python
+        return column.astype("datetime64[us]").tolist()  # a list of nanoseconds would have no times of Python
     return list(column)
 
 
 class Values:
-    """The values of a feature, and the ids they become.
+    """Reads the values of a feature, and makes ids of them.
 
     Attributes:
         is_list: whether a row has a list of them.
@@ -307,16 +309,16 @@ class Values:
         self.is_list, self.rows = is_list, rows
 
     def listed(self, value: Any) -> list[Any] | None:
-        """The values of a row of a list feature; None if it is no list."""
+        """Return the values of a row of a list feature; None if it is no list."""
         return list(value) if isinstance(value, list | tuple | np.ndarray) else None
 
     def read(self, value: Any) -> Any:
-        """The value that becomes an id; raises ValueError if it cannot."""
+        """Return the value that becomes an id; raise ValueError if there is none."""
         raise NotImplementedError
 
 
 class Ids(Values):
-    """Ids themselves."""
+    """Reads ids as they are."""
 
     def __init__(self, limit: int, rows: int, is_list: bool) -> None:
         super().__init__(is_list, rows)
@@ -331,7 +333,7 @@ class Ids(Values):
 
 
 class Label(Ids):
-    """A label of a past interaction, in the types that a column of labels may have."""
+    """Reads a label of a past interaction, in the types that a column of labels may have."""
 
     def __init__(self, rows: int) -> None:
         super().__init__(2, rows, is_list=False)
@@ -341,7 +343,7 @@ class Label(Ids):
 
 
 class Categories(Values):
-    """Values of a column of the table that the model was trained on.
+    """Reads values of a column of the table that the model was trained on.
 
     Args:
         limit: the model was trained on ids below it.
@@ -372,7 +374,7 @@ class Categories(Values):
 
 
 class Number:
-    """A dense feature of a prepared data set: finite numbers, as they are."""
+    """Reads a dense feature of a prepared data set: finite numbers, as they are."""
 
     allowed = "finite numbers"
 
@@ -380,18 +382,18 @@ class Number:
         self.name = name
 
     def read(self, value: Any) -> float:
-        """A number; raises ValueError if it is none."""
+        """Return the number; raise ValueError if it is none."""
         if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
             raise ValueError(value)
         return number_of(value) if value == value else math.inf
 
     def apply(self, values: np.ndarray) -> np.ndarray:
-        """The model's inputs, of numbers [n]: [n]."""
+        """Return the model's inputs for numbers [n]: [n]."""
         return values
 
 
 class Column(Number):
-    """A dense feature that is made of a column of the table that the model was trained on."""
+    """Makes a dense feature of a column of the table that the model was trained on."""
 
     allowed = "numbers, or null"
 
@@ -411,7 +413,7 @@ class Rows:
         numbers: dense features that rows have.
         categories: sparse features, by name, in the model's order.
         tokens: token features, by name, in the model's order.
-        history: what a row calls its past interactions: ``HISTORY``, with ``_`` before it if a feature has that name.
+        history: the name of a row's past interactions: ``HISTORY``, with ``_`` before it if a feature has that name.
     """
 
     def __init__(self, info: Mapping[str, Any]) -> None:
@@ -429,15 +431,15 @@ class Rows:
             self.history = f"_{self.history}"
 
     def features(self) -> set[str]:
-        """Names that each row has."""
+        """Return the names that each row has."""
         raise NotImplementedError
 
     def interactions(self, row: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
-        """Values of token features: of the row's history, at most ``history_length`` of them, and then of the candidate."""
+        """Return the values of token features: of the last ``history_length`` past interactions, then of the candidate."""
         raise NotImplementedError
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> Inputs:
-        """Raises InputError."""
+        """Return the inputs of rows; raise InputError for a row that cannot be used."""
         wheres = [f"row {number}" for number in range(len(rows))]
         check_names(rows, self.features(), wheres)
         dense = self._dense(rows)
@@ -487,7 +489,7 @@ class Rows:
 
 
 class PreparedRows(Rows):
-    """Rows with the features of a prepared data set: numbers and ids.
+    """Takes rows with the features of a prepared data set: numbers and ids.
 
     For a model that reads histories, a row has the token features of its candidate, and in ``history`` those of each past
     interaction.
@@ -513,7 +515,7 @@ class PreparedRows(Rows):
 
 
 class TableRows(Rows):
-    """Rows with the columns of the table that the model was trained on.
+    """Takes rows with the columns of the table that the model was trained on.
 
     For a model that reads histories, a row has the column of times, and in ``history`` each past interaction has it too, the
     label (the first of several), and the columns that are tokens.
@@ -559,7 +561,7 @@ class TableRows(Rows):
         return tokens[-self.history_length - 1 :]
 
     def _seconds(self, value: Any, where: str) -> int:
-        """Seconds since 1970 of a time, which is read as the times of the table are."""
+        """Return the seconds since 1970 of a time, which is read as the times of the table are."""
         try:
             return self._format.seconds(value)
         except ValueError:
@@ -573,7 +575,7 @@ class TableRows(Rows):
 
 
 def check_names(rows: Iterable[Any], names: Iterable[str], wheres: Sequence[str]) -> None:
-    """Raises InputError unless each of ``rows`` is a dict with exactly these names; ``wheres`` say which row it is."""
+    """Raise InputError unless each of ``rows`` is a dict with exactly these names; ``wheres`` name the rows."""
     wanted = set(names)
     for row, where in zip(rows, wheres, strict=True):
         if not isinstance(row, dict):
@@ -596,7 +598,7 @@ def _history(row: Mapping[str, Any], name: str, where: str) -> list[Any]:
 
 
 def _read(values: Values, name: str, of_rows: Sequence[Any], wheres: Sequence[str]) -> tuple[list[Any], np.ndarray]:
-    """The values that become ids, row after row, and their number in each row, [n]."""
+    """Return the values that become ids, row after row, and their number in each row, [n]."""
     read: list[Any] = []
     lengths = []
     for value, where in zip(of_rows, wheres, strict=True):
@@ -613,7 +615,7 @@ def _read(values: Values, name: str, of_rows: Sequence[Any], wheres: Sequence[st
 
 
 def _ids(features: Sequence[Values], read: Sequence[list[Any]]) -> list[np.ndarray]:
-    """The ids of each feature, [total] int64, for the values that were read."""
+    """Return the ids of each feature, [total] int64, for the values that were read."""
     encoded = iter(
         ids_of([(each.encoding, of) for each, of in zip(features, read, strict=True) if isinstance(each, Categories)])
     )
@@ -624,9 +626,10 @@ def _ids(features: Sequence[Values], read: Sequence[list[Any]]) -> list[np.ndarr
 
 
 def _gaps(seconds: Sequence[int]) -> list[int]:
-    """Of ascending times, the bucket of the time since the last earlier one: b for [2^(b-1), 2^b) seconds, 0 for none."""
+    """Return for each of ascending times the bucket of its distance to the last earlier one: b for [2^(b-1), 2^b) seconds, 0
+    for none."""
     gaps: list[int] = []
-    earlier = None  # the last time before that of the interactions at hand
+    earlier = None  # the last time that is less than that of the interactions at hand
     for at, second in enumerate(seconds):
         if at and seconds[at - 1] < second:
             earlier = seconds[at - 1]

@@ -1,4 +1,4 @@
-"""The part of a model after its tables, as one program of torch.export."""
+"""Exports the part of a model after its tables as one program of torch.export."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _EXAMPLES = 3  # rows of the example inputs; 1 would be taken for a constant
 
 
 def export_dense_part(model: nn.Module, config: Config, schema: DatasetSchema) -> ExportedProgram:
-    """The program, for any number n of rows, that gives probabilities, [n] or [n, L] of several labels, of these tensors:
+    """Return the program that maps n rows, for any n, to probabilities, [n] or [n, L] of several labels. Its inputs:
 
     dense [n, dense features]; pooled embeddings side by side, [n, columns of all]; of a model that reads histories also the
     tokens' embeddings, [n * T, columns of all], T = history length + 1, and history lengths [n] int64.
 
     Args:
-        model: of the config, its dense weights on the CPU; it loses its tables.
+        model: the model of the config, its dense weights on the CPU; it loses its tables.
 
     Raises:
         ConfigError: if the model is of a kind that cannot be called without its tables.
@@ -62,14 +62,14 @@ def export_dense_part(model: nn.Module, config: Config, schema: DatasetSchema) -
 
 
 class _Probabilities(nn.Module):
-    """The model without its tables."""
+    """A model without its tables, whose outputs are probabilities."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """As the program of :func:`export_dense_part`."""
+        """Return the probabilities, as the program of :func:`export_dense_part` does."""
         return self._logits(*inputs).squeeze(-1).float().sigmoid()
 
     def _logits(self, dense: Tensor, pooled: Tensor, *histories: Tensor) -> Tensor:
@@ -83,7 +83,8 @@ class _Probabilities(nn.Module):
 
 @dataclass(frozen=True)
 class ExportableExperts(ExpertComputation):
-    """Experts of one process as operators whose shapes alone depend on the data: the other ways count tokens on the host."""
+    """Computes experts of one process by operators whose shapes alone depend on the data; the other ways count tokens on the
+    host, which a program cannot."""
 
     def with_slots(
         self, x: Tensor, experts: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor

@@ -1,4 +1,4 @@
-"""How well an exported model predicts, compared with the model in fp32."""
+"""Compares the predictions of an exported model with those of the model in fp32."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _BATCH_SAMPLES = 16_384
 
 @dataclass(frozen=True)
 class Quality:
-    """AUC of a label on the samples of a split.
+    """Holds the AUC of a label on the samples of a split.
 
     Attributes:
-        auc: of the exported model.
-        auc_fp32: with tables in fp32.
+        auc: AUC of the exported model.
+        auc_fp32: AUC with tables in fp32.
     """
 
     split: str
@@ -38,7 +38,7 @@ class Quality:
 
 
 def compare(model: Model, in_fp32: Model, dataset: Dataset, split: Split) -> dict[str, Quality]:
-    """The quality of ``model`` beside that of the same model in fp32, by label.
+    """Return the quality of ``model`` beside that of the same model in fp32, by label.
 
     Raises:
         DataError: if the data set has no such split, or is damaged.
@@ -60,7 +60,7 @@ def compare(model: Model, in_fp32: Model, dataset: Dataset, split: Split) -> dic
 
 
 def inputs_of(samples: Samples, has_tokens: bool) -> Inputs:
-    """Samples of a data set as an exported model takes them."""
+    """Return samples of a data set as an exported model takes them."""
     dense, lengths = samples.dense.numpy(), torch.zeros(len(samples.dense), dtype=torch.int64)
     parts = [samples.sparse]
     if has_tokens and samples.tokens is not None and samples.history_lengths is not None:

@@ -1,4 +1,4 @@
-"""Embedding tables as an exported model has them: number formats, and the file."""
+"""Number formats and the file of an exported model's embedding tables."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dlrm_fused.inference.export.loader import Table
 
 TABLE_DTYPES = ("fp32", "fp16", "int8")
 
-_LARGEST = 127  # of int8; -128 is left out, so that the scale is that of both signs
+_LARGEST = 127  # the largest int8; -128 is left out, so that both signs have one scale
 
 
 def convert(weight: NDArray[np.float32], dtype: str) -> Table:
-    """A table [rows, dim] in one of :data:`TABLE_DTYPES`.
+    """Return a table [rows, dim] in one of :data:`TABLE_DTYPES`.
 
     In int8, a row is rounded to multiples of its largest absolute value / 127, its scale.
     """

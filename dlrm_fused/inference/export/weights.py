@@ -1,4 +1,4 @@
-"""The weights of a run, whole, in one process: whatever ranks and plan it was trained with."""
+"""Loads all weights of a run into one process, whatever ranks and plan it was trained with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dlrm_fused.sharding.tables import is_table
 from dlrm_fused.training.checkpoint import State, restore_tensors
 from dlrm_fused.training.saved_run import SavedRun
 
-# How the run is put together here, whatever it was trained with.
+# Settings that put the run together in one process, whatever it was trained with.
 ALONE = (
     "comm=baseline",
     "comm_strict=false",
@@ -31,7 +31,7 @@ ALONE = (
 
 @dataclass(frozen=True)
 class Weights:
-    """A trained model.
+    """Holds a trained model.
 
     Attributes:
         model: its dense part, on the CPU, in evaluation mode; its tables have no memory.

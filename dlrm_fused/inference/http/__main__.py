@@ -1,4 +1,4 @@
-"""``python -m dlrm_fused.inference.http``."""
+"""Starts the service: ``python -m dlrm_fused.inference.http``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Requests that arrive while the model computes become its next batch: no request waits for others to come."""
+"""Makes the next batch of the requests that arrive while the model computes: no request waits for others to come."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Score = Callable[[Inputs], NDArray[np.float32]]
 
 
 class Overloaded(Exception):  # noqa: N818 - reads as what happened
-    """More rows wait than the limits allow."""
+    """Raised when more rows wait than the limits allow."""
 
 
 class _Waiting(NamedTuple):
@@ -42,7 +42,7 @@ class Batcher:
         self._work: asyncio.Task[None] | None = None
 
     async def score(self, inputs: Inputs) -> NDArray[np.float32]:
-        """The probabilities of at most ``max_rows`` rows: [n] or [n, L].
+        """Return the probabilities of at most ``max_rows`` rows: [n] or [n, L].
 
         Raises:
             Overloaded: if too many rows wait already.
@@ -57,7 +57,7 @@ class Batcher:
         return await answer
 
     async def close(self) -> None:
-        """Score what waits, and end the thread."""
+        """Score the requests that wait, and end the thread."""
         if self._work is not None:
             await self._work
         self._thread.shutdown()
@@ -80,7 +80,7 @@ class Batcher:
                     each.answer.set_result(result)
 
     def _next_batch(self) -> list[_Waiting]:
-        """The first of those who wait, up to ``max_rows`` rows together."""
+        """Take the first requests that wait, up to ``max_rows`` rows together."""
         batch: list[_Waiting] = []
         rows = 0
         while self._waiting and (not batch or rows + len(self._waiting[0].inputs) <= self._limits.max_rows):

@@ -21,11 +21,11 @@ POST /predict takes {"rows": [{...}]}; /docs describes the features, /health say
 Prometheus. SIGTERM ends the service after the requests that it has begun.
 """
 _GRACE_SECONDS = 30  # for requests that have begun when the service is told to end
-_BURSTS = 6  # so small a part of all connections is accepted at once, before the first of them can be closed
+_BURSTS = 6  # one of so many parts of all connections is accepted at once, before the first of them can be closed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until told to end; returns the exit code, 1 with one line on stderr for what a user can mend."""
+    """Serve until told to end; return the exit code: 1, with one line on stderr, for an error that a user can mend."""
     parser = argparse.ArgumentParser(
         "python -m dlrm_fused.inference.http", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Connections of clients: how many there are, how long a request may take to come, and how long its headers may be.
+"""Limits connections of clients: their number, the time until a request has come, and the bytes of its headers.
 
 uvicorn limits none of these: it keeps headers of any length, waits for the rest of them for ever, and accepts clients until the
 process has no more files.
@@ -18,8 +18,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dlrm_fused.errors import ConfigError
 
-# The limit of bytes of a request line with its headers, of trailers, and of anything else without a byte of a body. A request
-# that is sent ahead is read together with the one before it, so its headers may have up to twice as many bytes.
+# Most bytes of a request line with its headers, of trailers, and of anything else without a byte of a body. A request sent
+# ahead is read together with the one before it, so its headers may have up to twice as many bytes.
 HEADER_BYTES = 2**15
 HEADER_SECONDS = 10.0  # from the first byte of a request, or from the connection, to the end of its headers
 MOST_CONNECTIONS = 4096
@@ -34,13 +34,13 @@ logger = logging.getLogger("uvicorn.error")
 
 
 def most_connections() -> int:
-    """The most connections that leave files for everything else."""
+    """Return the most connections that leave files for everything else."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST_CONNECTIONS if files == resource.RLIM_INFINITY else min(MOST_CONNECTIONS, 3 * files // 4)
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """Sockets at all addresses of a host, to be listened at.
+    """Return sockets at all addresses of a host, to listen at.
 
     Raises:
         ConfigError: the host is unknown or not this machine, or the port is taken or not allowed.
@@ -65,7 +65,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
 
 
 class Door:
-    """Connections that owe a whole request. Closes those whose request does not come, and those beyond the limit.
+    """Keeps the connections that owe a whole request; closes them if it does not come, and those beyond the limit.
 
     Attributes:
         most: connections at a time. Of more, the one that has owed a request for the longest time is closed.
@@ -74,7 +74,7 @@ class Door:
     def __init__(self, most: int) -> None:
         self.most = most
         self._loop: asyncio.AbstractEventLoop | None = None
-        # Connections that owe a request or the rest of one, the oldest debt first; until when the headers have to come.
+        # By connection that owes a request or the rest of one, oldest debt first, the time by which its headers must come.
         self._owing: dict[LimitedProtocol, float] = {}
         self._closed: Counter[str] = Counter()  # since the last line in the log, by reason
         self._logged_at = -math.inf
@@ -107,7 +107,7 @@ class Door:
         self._closed[_LONG] += 1
 
     def _look(self) -> None:
-        """Close connections that are late, and say so in the log; again and again."""
+        """Close connections that are late, and say so in the log; then do it again in a second."""
         assert self._loop is not None, "somebody has entered"
         now = self._loop.time()
         late = [client for client, until in self._owing.items() if until < now]
@@ -134,14 +134,14 @@ class Door:
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """A client's connection, with limits.
+    """Limits a client's connection.
 
     Args:
         door: of all connections.
         of_uvicorn: what uvicorn gives a connection.
 
     Attributes:
-        is_refused: whether its headers were too long. What it still sends is forgotten.
+        is_refused: whether its headers were too long. Bytes that it still sends are forgotten.
     """
 
     def __init__(self, door: Door, **of_uvicorn: Any) -> None:
@@ -172,7 +172,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) == _MOST_AHEAD:
-            raise ValueError("too many requests ahead of their answers")  # answered as what is no HTTP
+            raise ValueError("too many requests ahead of their answers")  # answered as bytes that are no HTTP
         self._door.expect(self)
         super().on_message_begin()
 
@@ -187,7 +187,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._head_bytes = 0
-        if not self.cycle.response_complete:  # else it owes the next one, since the answer
+        if not self.cycle.response_complete:  # otherwise it owes the next one since the answer
             self._door.release(self)
         super().on_message_complete()
 
@@ -200,7 +200,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Answer; the connection ends when the client closes it, or as one whose request does not come."""
         self.is_refused = True
         self._door.refused()
-        if self.cycle is not None and not self.cycle.response_complete:  # an answer to what came before is on its way
+        if self.cycle is not None and not self.cycle.response_complete:  # an answer to an earlier request is on its way
             self.transport.abort()
             return
         body = b'{"detail": "the headers have more than %d bytes"}' % HEADER_BYTES

@@ -1,4 +1,4 @@
-"""What a service takes before it refuses."""
+"""Limits beyond which the service refuses requests."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from dlrm_fused.errors import ConfigError
 
 @dataclass(frozen=True)
 class Limits:
-    """
+    """Holds the limits.
+
     Attributes:
-        max_body_bytes: of a request.
-        max_rows: of a request, and of the batch that several requests become.
-        max_waiting_rows: of all requests that wait for their batch.
+        max_body_bytes: most bytes of a request's body.
+        max_rows: most rows of a request, and of the batch that several requests become.
+        max_waiting_rows: most rows of all requests that wait for their batch.
     """
 
     max_body_bytes: int = 2**20
@@ -21,7 +22,7 @@ class Limits:
     max_waiting_rows: int = 16_384
 
     def check(self) -> None:
-        """Raises ConfigError if a limit would let nothing pass."""
+        """Raise ConfigError if a limit would let nothing pass."""
         for name, value in asdict(self).items():
             if value < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: allowed: 1 or more")

@@ -1,4 +1,4 @@
-"""From the body of a request to rows, or to the status that says what is wrong with it."""
+"""Reads rows from the body of a request, or answers with the status that says what is wrong with it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BODY_SECONDS = 30  # for a body to arrive
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
-    """The body.
+    """Return the body.
 
     Raises:
         HTTPException: 413 if it is too large, 408 if it does not arrive.
@@ -41,7 +41,7 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 
 
 def parse(body: bytes, model: Model, limits: Limits) -> Inputs:
-    """The inputs of the rows in a body.
+    """Return the model's inputs for the rows in a body.
 
     Raises:
         HTTPException: 400 if it is no JSON, 413 if it has too many rows, 422 if rows cannot be used.
@@ -62,13 +62,13 @@ def parse(body: bytes, model: Model, limits: Limits) -> Inputs:
 
 
 def by_row(probabilities: NDArray[np.float32], labels: Sequence[str]) -> list[Any]:
-    """What an answer says of each row: a number, or of several labels a number by the name of each."""
+    """Return the answer for each row: a number, or for several labels a number by the name of each."""
     rows: list[Any] = probabilities.tolist()
     return rows if len(labels) == 1 else [dict(zip(labels, row, strict=True)) for row in rows]
 
 
 def request_schema(model: Model) -> dict[str, Any]:
-    """What /docs says of a request: the features of a row."""
+    """Return the description of a request in /docs: the features of a row."""
     features: dict[str, dict[str, Any]] = {name: {} for name in sorted(model.rows.features())}
     for number in model.rows.numbers:
         features[number.name] = {"description": number.allowed}

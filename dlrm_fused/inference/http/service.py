@@ -1,4 +1,4 @@
-"""The service: its paths, and what each answers."""
+"""Defines the paths of the service and their answers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from dlrm_fused.inference.http.telemetry import ServiceMetrics
 
 logger = logging.getLogger("uvicorn.error")
 
-_CLIENT_GONE = 499  # nobody reads it; nginx's number in the metrics
+_CLIENT_GONE = 499  # nginx's status, for the metrics alone: nobody reads the answer
 
 
 def build_service(model: Model, limits: Limits) -> FastAPI:
-    """The ASGI application that predicts with a model."""
+    """Return the ASGI application that predicts with a model."""
     batcher = Batcher(model.score, limits, lambda rows: metrics.batch_rows.observe(rows))
     metrics = ServiceMetrics(lambda: batcher.waiting_rows)
 

@@ -1,4 +1,4 @@
-"""What Prometheus is told."""
+"""Metrics of the service for Prometheus."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 class ServiceMetrics:
-    """
+    """Counts requests, their times and the rows of batches.
+
     Attributes:
-        registry: of all of them.
+        registry: holds all metrics.
         requests: answered requests for predictions, by status.
-        seconds: from the first byte of a request to its answer.
+        seconds: seconds from the first byte of a request to its answer.
         batch_rows: rows that the model scored at once.
     """
 

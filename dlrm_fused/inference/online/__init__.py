@@ -1,1 +1,1 @@
-"""Online scoring: candidates against histories that are kept. See docs/online.md."""
+"""Online scoring of candidates against kept histories. See docs/online.md."""

@@ -1,11 +1,11 @@
 """Attention of a few new tokens to a history whose keys and values are kept, and of each to itself, not to one another.
 
-How candidates are ranked against one history: m rows of queries, keys and values, and a cache with the keys and values of n
+Candidates are ranked so against one history: m rows of queries, keys and values, and a cache with the keys and values of n
 tokens. PyTorch's attention kernels give a head and its few queries to one multiprocessor, so that few heads leave most of the
 GPU idle. Here, as in Flash-Decoding, the keys of a head are split over programs (:func:`_part_kernel`),
 whose results are merged, together with each row's own key and value (:func:`_merge_kernel`).
 
-Where the cache lies and how long it is, the kernels read on the device: one CUDA graph serves every history.
+The kernels read the address and the length of the cache on the device: one CUDA graph serves every history.
 
 Source: Dao, Haziza, Massa, Sizov, *Flash-Decoding for long-context inference*, pytorch.org/blog/flash-decoding, 2023.
 """
@@ -25,11 +25,11 @@ from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.symmetric.device import peer_pointer
 
-_KEYS = 64  # of a step
+_KEYS = 64  # most keys of a step
 
 
 def reference(projected: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """The same in plain torch.
+    """Compute the attention in plain torch.
 
     Args:
         projected: [m, heads, 3, d_head], queries, keys and values of the new tokens.
@@ -47,13 +47,13 @@ def reference(projected: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def cached_attention(projected: Tensor, cache: Tensor, layer: int, max_keys: int) -> Tensor:
-    """Like :func:`reference`, by kernels that read on the device where the history's keys and values are.
+    """Compute the attention by kernels that read on the device where the history's keys and values are; see :func:`reference`.
 
     Args:
         projected: [m, heads, 3, d_head], contiguous, float32, bfloat16 or float16.
         cache: int64 [2] on the device: the address of a contiguous tensor [layers, 2, heads, n, d_head] of keys and values,
             of ``projected``'s dtype and device, and n, which may be 0.
-        layer: whose keys and values are taken.
+        layer: the layer whose keys and values are taken.
         max_keys: the largest n there will be; it decides how many programs share a head.
 
     Returns:
@@ -62,7 +62,7 @@ def cached_attention(projected: Tensor, cache: Tensor, layer: int, max_keys: int
     rows, heads, _, d_head = projected.shape
     columns, lines = max(16, triton.next_power_of_2(d_head)), max(16, triton.next_power_of_2(rows))
     step = _keys(lines, columns, projected.element_size(), gpu_of(projected.device).shared_memory)
-    # About as many programs as multiprocessors: the power of two below.
+    # The power of two below the number of multiprocessors.
     programs = 1 << (gpu_of(projected.device).multiprocessors.bit_length() - 1)
     splits = min(triton.next_power_of_2(triton.cdiv(max_keys, step)), max(1, triton.next_power_of_2(programs // heads)))
     parts = torch.empty(splits, heads, rows, d_head, dtype=torch.float32, device=projected.device)
@@ -83,7 +83,7 @@ def cached_attention(projected: Tensor, cache: Tensor, layer: int, max_keys: int
 
 
 def _keys(rows: int, columns: int, element_size: int, memory: int) -> int:
-    """Keys of a step for which so many bytes of a multiprocessor's shared memory are enough, 16 at least.
+    """Return the keys of a step for which ``memory`` bytes of a multiprocessor's shared memory are enough, 16 at least.
 
     Queries are there, and the keys and values of a step with their shares; or of two steps, where products of 16 bits have
     their shares in registers.
@@ -104,7 +104,7 @@ def _part_kernel(
     HEADS: tl.constexpr, D_HEAD: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     DTYPE: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
-    """All rows' attention to one split of one head's keys, and the base-2 logarithm of its sum of exponentials."""
+    """Compute all rows' attention to one split of one head's keys, and the base-2 logarithm of its sum of exponentials."""
     head, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     of_query = (row < rows)[:, None] & (column < D_HEAD)[None, :]
@@ -148,7 +148,7 @@ def _merge_kernel(
     projected, parts, weights, result, rows, scale,
     HEADS: tl.constexpr, D_HEAD: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
-    """One row of one head: the parts, and its own key and value, in proportion to their sums of exponentials."""
+    """Merge one row of one head: the parts, and its own key and value, in proportion to their sums of exponentials."""
     head, row = tl.program_id(0), tl.program_id(1)
     split, column = tl.arange(0, SPLITS), tl.arange(0, COLUMNS)
     of_head = column < D_HEAD

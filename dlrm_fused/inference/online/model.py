@@ -1,4 +1,4 @@
-"""The model of a config for online scoring, and its weights from a checkpoint."""
+"""Builds the model of a config for online scoring, and loads its weights from a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests for online scoring, from the samples of a data set with histories."""
+"""Makes requests for online scoring of the samples of a data set with histories."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dlrm_fused.inference.online.scorer import Candidates
 
 
 class RequestSamples:
-    """Samples of a data set with histories, on the CPU, taken apart into histories and candidates."""
+    """Takes samples of a data set with histories apart into histories and candidates, on the CPU."""
 
     def __init__(self, samples: Samples, history_length: int) -> None:
         assert samples.tokens is not None
@@ -27,22 +27,22 @@ class RequestSamples:
         return len(self._dense)
 
     def longest_bag(self) -> int:
-        """The most ids of a bag, 1 at least."""
+        """Return the most ids of a bag, 1 at least."""
         return max(1, int(self._tokens.lengths().max()), int(self._sparse.lengths().max()))
 
     def history(self, sample: int) -> KeyedJaggedTensor:
-        """The interactions of a sample's history, oldest first."""
+        """Return the interactions of a sample's history, oldest first."""
         first = sample * self._tokens_of_sample
         return _select(self._tokens, torch.arange(first, first + int(self._history_lengths[sample])))
 
     def candidates(self, sample: int, count: int) -> Candidates:
-        """Those of a sample and of the samples after it."""
+        """Return ``count`` candidates: those of a sample and of the samples after it."""
         chosen = torch.arange(sample, sample + count) % len(self)
         tokens = chosen * self._tokens_of_sample + self._history_lengths[chosen]
         return Candidates(self._dense[chosen], _select(self._sparse, chosen), _select(self._tokens, tokens))
 
     def batch(self, count: int) -> Batch:
-        """The first samples as they are, for the full model; without labels."""
+        """Return the first samples as they are, for the full model; without labels."""
         return Batch(
             dense=self._dense[:count],
             sparse=_select(self._sparse, torch.arange(count)),
@@ -56,7 +56,7 @@ class RequestSamples:
 
 
 def _select(bags: KeyedJaggedTensor, chosen: Tensor) -> KeyedJaggedTensor:
-    """Some bags of each key."""
+    """Return some bags of each key."""
     keys = bags.keys()
     lengths = bags.lengths().view(len(keys), -1)[:, chosen].flatten().long()
     starts = bags.offsets()[:-1].view(len(keys), -1)[:, chosen].flatten().long()

@@ -45,7 +45,7 @@ MAX_CANDIDATES = 64
 
 @dataclass(frozen=True)
 class Candidates:
-    """What is to be scored for one user: m samples, as the full model takes them. All on the CPU.
+    """The candidates to score for one user: m samples, as the full model takes them. All on the CPU.
 
     Attributes:
         dense: [m, dense features] float32.
@@ -69,7 +69,7 @@ class History:
     cache: Tensor
 
     def __len__(self) -> int:
-        """n, the interactions in it."""
+        """Return n, the number of interactions."""
         return self.cache.shape[3]
 
 
@@ -159,7 +159,7 @@ class OnlineScorer:
         for layer, (block, next_norm) in enumerate(stages):
             queries, keys, values = block.project(normed).permute(2, 1, 0, 3)
             cache[layer, 0], cache[layer, 1] = keys, values
-            if layer + 1 < len(stages):  # of the last layer, only keys and values are seen by candidates
+            if layer + 1 < len(stages):  # candidates see only keys and values of the last layer
                 attended = F.scaled_dot_product_attention(queries[None], keys[None], values[None], is_causal=True)
                 x, normed = block.finish(attended[0].transpose(0, 1), x, next_norm)
         if self._device.type == "cuda":
@@ -169,7 +169,7 @@ class OnlineScorer:
 
     @torch.no_grad()
     def score(self, history: History, candidates: Candidates) -> Tensor:
-        """The model's predictions for 1 to 64 candidates. Collective: the same on all ranks.
+        """Return the model's predictions for 1 to 64 candidates. Collective: the same on all ranks.
 
         They equal those of :class:`~dlrm_fused.models.transformer.TransformerDLRM` for samples of the history and one
         candidate each, up to rounding.
@@ -215,7 +215,7 @@ class OnlineScorer:
 
     @torch.no_grad()
     def warm_up(self) -> None:
-        """Make the CUDA graphs now that the first requests of each size would make. Collective."""
+        """Capture now the CUDA graphs that the first requests of each size would capture. Collective."""
         count = 1
         while count <= MAX_CANDIDATES:
             self._bucket(count)
@@ -223,7 +223,7 @@ class OnlineScorer:
 
     @lasting
     def _bucket(self, count: int) -> _Bucket:
-        """For at least so many candidates."""
+        """Return the bucket for at least ``count`` candidates."""
         size = 1 << (count - 1).bit_length()
         if size not in self._buckets:
             features = len(self._token_features) + len(self._sparse_features)
@@ -244,11 +244,11 @@ class OnlineScorer:
         return Generation([self._tables.rows, *tensors_of(modules)])
 
     def _probabilities(self, inputs: _Inputs, history: History | None = None) -> Tensor:
-        """[m] float32, or [m, L] of several labels.
+        """Return the probabilities: [m] float32, or [m, L] of several labels.
 
         Args:
             inputs: on the device.
-            history: what ``inputs.cache`` says; not needed where kernels read that.
+            history: the history that ``inputs.cache`` points to; not needed where kernels read that.
         """
         model, over = self._transformer, self._over_arch
         pooled, tokens = self._look_up(inputs.rows), len(self._token_features)
@@ -268,12 +268,12 @@ class OnlineScorer:
         return logits.squeeze(1).float().sigmoid()
 
     def _look_up(self, rows: Tensor) -> Tensor:
-        """[m, features, ids of a bag] to what this rank holds of the pooled embeddings, [m, features, D]."""
+        """Map rows [m, features, ids of a bag] to this rank's part of the pooled embeddings, [m, features, D]."""
         embedded = F.embedding(rows, self._tables.rows)
         return embedded.squeeze(2) if rows.shape[2] == 1 else embedded.sum(2)
 
     def _enter(self, pooled: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens into the first block: the sum of the ranks' embeddings through the input layer, and its norm.
+        """Return the input of the first block: the sum of the ranks' embeddings through the input layer, and its norm.
 
         Args:
             pooled: [m, token features, D], of this rank.
@@ -283,11 +283,11 @@ class OnlineScorer:
         return self._product(_select(pooled, self._token_columns), layer.weight, positions + layer.bias, norm)
 
     def _sum_over_ranks(self, pooled: Tensor) -> Tensor:
-        """[m, features, D] to its sum over the ranks."""
+        """Sum [m, features, D] over the ranks."""
         group, workspace = self._product.group, self._product.workspace
         rows, features, dim = pooled.shape
         if workspace is not None:
-            # A product with the identity: of as few features as there are rows for, since it is read from memory.
+            # A product with the identity, which is read from memory: as few features together as the rows allow.
             together = next(n for n in range(1, features + 1) if features % n == 0 and rows * features <= n * MAX_CANDIDATES)
             identity = self._identity[: together * dim, : together * dim]
             return gemv_all_reduce(workspace, pooled.reshape(-1, together * dim), identity)[0].view(pooled.shape)
@@ -298,7 +298,7 @@ class OnlineScorer:
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """On GPUs, work on another stream until :meth:`_join`: small kernels, while the layers wait for memory and peers."""
+        """On GPUs, run small kernels on another stream until :meth:`_join`, while the layers wait for memory and peers."""
         if self._branch is None:
             yield
             return
@@ -316,7 +316,7 @@ class OnlineScorer:
 
 
 def _select(pooled: Tensor, columns: Tensor) -> Tensor:
-    """[m, features, D] to these columns of all features side by side, [m, columns]."""
+    """Select these columns of all features side by side: [m, features, D] to [m, columns]."""
     side_by_side = pooled.flatten(1)
     return side_by_side if len(columns) == side_by_side.shape[1] else side_by_side.index_select(1, columns)
 
@@ -339,7 +339,7 @@ def _check_parts(modules: Sequence[nn.Module], tables: ShardedTables, sparse_wid
 
 
 class _Bucket:
-    """What requests of up to m candidates share: their inputs' memory, and on GPUs a CUDA graph.
+    """Holds the inputs' memory of requests of up to m candidates, and on GPUs their CUDA graph.
 
     Args:
         shape: m, features, and ids of a bag.
@@ -365,7 +365,7 @@ class _Bucket:
         )
 
     def capture(self, compute: Callable[[_Inputs], Tensor]) -> None:
-        """Make the graph of a request: inputs to the device, ``compute``, probabilities back. Collective."""
+        """Capture the graph of a request: inputs to the device, ``compute``, probabilities back. Collective."""
         on_device = torch.empty_like(self._block, device=self._device)
         self._probabilities = torch.empty(self._shape[0], self._labels, pin_memory=True).squeeze(1)
 
@@ -387,6 +387,6 @@ class _Bucket:
         self.graph.replay()
 
     def probabilities(self) -> Tensor:
-        """The probabilities of the request that was launched, as the scorer returns them; the next one overwrites them."""
+        """Wait for the request that was launched; return its probabilities, which the next one overwrites."""
         torch.cuda.current_stream(self._device).synchronize()
         return self._probabilities

@@ -1,4 +1,4 @@
-"""Embedding tables for online scoring: few ids of one request, which all ranks have, in tables that are sharded by rows."""
+"""Shards embedding tables by rows for online scoring, where all ranks have the few ids of a request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dlrm_fused.models.tensor_parallel import group_size
 
 
 class ShardedTables:
-    """All embedding tables, one below the other, sharded by rows over the ranks of a group.
+    """Holds this rank's shard of all embedding tables, one below the other, sharded by rows over the ranks of a group.
 
     Args:
         features: rows of each feature's table, by the feature's name.
@@ -51,8 +51,8 @@ class ShardedTables:
         self._layouts: dict[tuple[tuple[str, ...], tuple[str, ...]], _Layout] = {}
 
     def local_shards(self) -> dict[str, tuple[int, Tensor]]:
-        """By feature, the first row of its table that this rank holds, and a view of the rows, [n, its columns], to be
-        filled."""
+        """Return for each feature the first row of its table that this rank holds, and a view of the rows, [n, its columns], to
+        fill."""
         shards = {}
         last = self._first + len(self.rows) - 1
         for feature, rows in self.features.items():
@@ -70,13 +70,13 @@ class ShardedTables:
             shard.copy_(tables[feature][first : first + len(shard)])
 
     def columns_of(self, features: Sequence[str]) -> Tensor:
-        """int64, on the device: which columns of these features' rows, [features * D] side by side, are theirs."""
+        """Return the columns of these features' rows, [features * D] side by side, that are theirs: int64, on the device."""
         width = self.rows.shape[1]
         own = [range(place * width, place * width + self.dims[feature]) for place, feature in enumerate(features)]
         return torch.tensor([column for columns in own for column in columns], device=self.rows.device)
 
     def local_rows(self, ids: KeyedJaggedTensor, features: Sequence[str], width: int) -> NDArray[np.int64]:
-        """Where in :attr:`rows` the rows of the ids are.
+        """Return the places of the ids' rows in :attr:`rows`.
 
         Args:
             ids: on the CPU.
@@ -96,7 +96,7 @@ class ShardedTables:
         layout = self._layout(tuple(ids.keys()), tuple(features))
         lengths = ids.lengths().numpy().reshape(len(layout.sizes), -1)
         values, zero_row = ids.values().numpy().astype(np.int64), len(self.rows) - 1
-        # Arrays over all keys: a request is to take microseconds.
+        # All keys are one array, so that a request takes microseconds.
         if len(values) == lengths.size and lengths.min(initial=1) == 1:
             values = values.reshape(lengths.shape)
             starts, sizes = layout.starts[:, None], layout.sizes[:, None]
@@ -117,7 +117,7 @@ class ShardedTables:
         return result[layout.order].swapaxes(0, 1)
 
     def _layout(self, keys: tuple[str, ...], features: tuple[str, ...]) -> _Layout:
-        """What requests with such keys have in common."""
+        """Return the layout that requests with such keys share."""
         if (keys, features) not in self._layouts:
             if sorted(keys) != sorted(features):
                 raise UsageError(f"the request has features {', '.join(keys) or 'none'}; the model takes {', '.join(features)}")
@@ -130,7 +130,7 @@ class ShardedTables:
         return self._layouts[keys, features]
 
     def _outside(self, ids: KeyedJaggedTensor) -> str:
-        """What is wrong about ids of which one is outside its table."""
+        """Return the message for ids of which one is outside its table."""
         for feature in ids.keys():  # noqa: SIM118 - no dictionary
             of_feature = ids[feature].values()
             if len(of_feature):
@@ -141,10 +141,10 @@ class ShardedTables:
 
 
 class _Layout(NamedTuple):
-    """Of the keys of a request.
+    """Holds places of the keys of a request.
 
     Attributes:
-        starts: int64, by key, where its table begins, counted from the first row of this rank.
+        starts: int64, by key, the place at which its table begins, counted from the first row of this rank.
         sizes: uint64, by key, rows of its table.
         order: int64, by feature, its key.
     """

@@ -27,7 +27,7 @@ _MOST_INDICES = 2**21
 _MOST_BYTES = 2**26
 
 _Key = tuple[Any, ...]
-# Maps indices and offsets of the lookups, as they are given, to what the operator is to read.
+# Maps indices and offsets of the lookups, as they are given, to those that the operator reads.
 Prepare = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[Sequence[Tensor], Sequence[Tensor]]]
 
 
@@ -47,12 +47,12 @@ class ReplayedEmbeddingAllToAll:
     def __init__(self, workspace: EmbeddingWorkspace, prepare: Prepare = lambda indices, offsets: (indices, offsets)) -> None:
         self._workspace = workspace
         self._prepare = prepare
-        self._tables: object = None  # whose steps are counted
+        self._tables: object = None  # the tables whose steps are counted
         self._captures: Captures[_Capture] = Captures(_MOST_CAPTURES)
         self._steps = RunCounter()
 
     def __call__(self, indices: Sequence[Tensor], offsets: Sequence[Tensor], batch_sizes: Sequence[int]) -> Tensor:
-        """As :func:`embedding_all_to_all`. Collective."""
+        """Run :func:`embedding_all_to_all`, replayed where it can be. Collective."""
         workspace = self._workspace
         if not self._can_be_captured(indices, batch_sizes):
             return self._run(indices, offsets, batch_sizes)
@@ -73,13 +73,13 @@ class ReplayedEmbeddingAllToAll:
 
     def _rehearse(self, key: _Key, indices: Sequence[Tensor], offsets: Sequence[Tensor], batch_sizes: Sequence[int]) -> Tensor:
         """Run as it is; if the shapes come again, with copies, as a capture will: Triton compiles kernels by the alignment and
-        the strides of what they read."""
+        the strides of the memory that they read."""
         comes_again = self._steps.runs(key) > 0
         if comes_again:
             indices, offsets = [tensor.clone() for tensor in indices], [tensor.clone() for tensor in offsets]
 
         def count(gradient: Tensor) -> Tensor | None:
-            self._steps.count(key)  # not before: what the backward pass needs is known only then
+            self._steps.count(key)  # not before: only then it is known what the backward pass needs
             return gradient.clone(memory_format=torch.contiguous_format) if comes_again else None
 
         output = self._run(indices, offsets, batch_sizes)
