@@ -16,15 +16,15 @@ COPY requirements/stacks/2.14.txt requirements/serve.txt requirements/
 RUN grep '^torch==' requirements/2.14.txt > requirements/torch.txt \
     && pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu -r requirements/torch.txt -r requirements/serve.txt
 # Owned by the user of the service, who could not read what a strict umask has checked out.
-COPY --chown=10001 dlrm_fused/__init__.py dlrm_fused/checksums.py dlrm_fused/deprecated.py dlrm_fused/errors.py \
-    dlrm_fused/records.py dlrm_fused/
+COPY --chown=10001 dlrm_fused/__init__.py dlrm_fused/checksums.py dlrm_fused/errors.py dlrm_fused/records.py dlrm_fused/
 COPY --chown=10001 dlrm_fused/datasets/__init__.py dlrm_fused/datasets/hashing.py dlrm_fused/datasets/table_format.py \
     dlrm_fused/datasets/transformation.py dlrm_fused/datasets/values.py dlrm_fused/datasets/
-COPY --chown=10001 dlrm_fused/export/__init__.py dlrm_fused/export/loader.py dlrm_fused/export/
-COPY --chown=10001 dlrm_fused/serve dlrm_fused/serve
+COPY --chown=10001 dlrm_fused/inference/__init__.py dlrm_fused/inference/
+COPY --chown=10001 dlrm_fused/inference/export/__init__.py dlrm_fused/inference/export/loader.py dlrm_fused/inference/export/
+COPY --chown=10001 dlrm_fused/inference/http dlrm_fused/inference/http
 USER 10001
 EXPOSE 8000
-ENTRYPOINT ["python", "-m", "dlrm_fused.serve", "--model", "/model", "--host", "0.0.0.0"]
+ENTRYPOINT ["python", "-m", "dlrm_fused.inference.http", "--model", "/model", "--host", "0.0.0.0"]
 
 # The CUDA release of the newest stack's torch, whose wheels bring the CUDA libraries; Ubuntu's Python is 3.12.
 FROM nvidia/cuda:13.0.2-base-ubuntu24.04 AS train

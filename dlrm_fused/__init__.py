@@ -7,14 +7,15 @@ the operators need torch and Triton alone. docs/reference/api.md says what each 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dlrm_fused.deprecated import provide_gone_modules
-
 if TYPE_CHECKING:
     from dlrm_fused.application import evaluate as evaluate
     from dlrm_fused.application import train as train
     from dlrm_fused.errors import CommunicationError as CommunicationError
     from dlrm_fused.errors import UsageError as UsageError
     from dlrm_fused.errors import UserError as UserError
+    from dlrm_fused.inference.online.model import OnlineModel as OnlineModel
+    from dlrm_fused.inference.online.scorer import Candidates as Candidates
+    from dlrm_fused.inference.online.scorer import OnlineScorer as OnlineScorer
     from dlrm_fused.ops.all_gather_gemm.op import all_gather_gemm as all_gather_gemm
     from dlrm_fused.ops.all_gather_gemm.op import gemm_reduce_scatter as gemm_reduce_scatter
     from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace as ShardWorkspace
@@ -36,12 +37,9 @@ if TYPE_CHECKING:
     from dlrm_fused.ops.moe.op import expert_layer as expert_layer
     from dlrm_fused.ops.moe.workspace import ExpertWorkspace as ExpertWorkspace
     from dlrm_fused.ops.moe.workspace import expert_memory as expert_memory
-    from dlrm_fused.serving.online import Candidates as Candidates
-    from dlrm_fused.serving.online import OnlineScorer as OnlineScorer
     from dlrm_fused.sharding.estimates import fused_enumerator as fused_enumerator
     from dlrm_fused.sharding.sharder import FusedEmbeddingBagCollectionSharder as FusedEmbeddingBagCollectionSharder
     from dlrm_fused.symmetric.factory import symmetric_group as symmetric_group
-    from dlrm_fused.training.online_model import OnlineModel as OnlineModel
 
 __version__ = "0.1.0"
 
@@ -77,9 +75,9 @@ _DEFINED_IN = {
     "ExpertWorkspace": "dlrm_fused.ops.moe.workspace",
     "expert_memory": "dlrm_fused.ops.moe.workspace",
     # Online scoring.
-    "OnlineModel": "dlrm_fused.training.online_model",
-    "OnlineScorer": "dlrm_fused.serving.online",
-    "Candidates": "dlrm_fused.serving.online",
+    "OnlineModel": "dlrm_fused.inference.online.model",
+    "OnlineScorer": "dlrm_fused.inference.online.scorer",
+    "Candidates": "dlrm_fused.inference.online.scorer",
     # Errors.
     "UserError": "dlrm_fused.errors",
     "UsageError": "dlrm_fused.errors",
@@ -98,6 +96,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-provide_gone_modules(__name__)

@@ -97,7 +97,7 @@ def export_on(
     if rank.world_size > 1:
         raise ConfigError(f"{rank.world_size} processes: an export runs in one; start it without torchrun")
     check_versions()
-    from dlrm_fused.export.folder import export_run
+    from dlrm_fused.inference.export.folder import export_run
 
     quality = export_run(run, checkpoint, output, table_dtype, split, overrides)
     print(f"{output}: tables in {table_dtype}")

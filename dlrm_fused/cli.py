@@ -27,7 +27,7 @@ with: ``torchrun --standalone --nproc-per-node=2 -- eval.py --run ...`` (without
 own options). ``key=value`` overrides such as ``embedding.sharding=row_wise`` change how the run is evaluated.
 
 ``--online`` scores requests of one user and 1 to 64 candidates instead, against kept histories (``model.kind=transformer``); it
-prints latencies and writes ``online.json``.
+prints how far the scores are from those of the full model, and writes ``online.json``.
 """
 
 EXPORT = """\
@@ -108,8 +108,8 @@ def evaluate(arguments: Sequence[str] | None = None, program: str | None = None)
     parser.add_argument("--split", default="test", choices=[split.name for split in Split])
     parser.add_argument("--predictions", type=Path, help="also write the predictions to this Parquet file")
     parser.add_argument("--output", type=Path, help="the JSON file of the table (default: eval.json in the run's folder)")
-    parser.add_argument("--online", action="store_true", help="score requests online, and time them")
-    parser.add_argument("--requests", type=int, default=200, help="with --online: of each number of candidates (default: 200)")
+    parser.add_argument("--online", action="store_true", help="compare online scores with the full model's")
+    parser.add_argument("--requests", type=int, default=4, help="with --online: samples that are compared (default: 4)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the run")
     parser.help_if_wanted(arguments)
     end_with_torchrun()
@@ -131,7 +131,7 @@ def _evaluate(rank: Rank, error_store: ErrorStore, parser: _Parser, arguments: S
     from dlrm_fused.versions import check_versions
 
     check_versions()
-    from dlrm_fused.training.online_evaluation import score_run_online
+    from dlrm_fused.inference.online.evaluation import score_run_online
 
     score_run_online(run, checkpoint, split, overrides, parsed.requests, rank, error_store, parsed.output)
 

@@ -17,10 +17,6 @@ the L2 cache is filled with other data. ``off``, ``no hints``, the selected and 
 longer, and the ratios are of these times: the best of many measured ones is otherwise partly luck. ``off`` has two turns there,
 and the ratio of its own times says how far equal policies are apart.
 
-A window of the L2 cache is timed beside ``off`` ("L2 window"). It keeps the hottest rows of lookups in one table, which come
-first there, and counts as static. For attention it keeps the first layer's history from one pass to the next, which is no
-choice of a launch: it is reported alone.
-
 The results of every policy are compared bit for bit with those of ``off``. Without a GPU, which needs ``TRITON_INTERPRET=1``,
 the tiny workloads try the script; the times mean nothing.
 """
@@ -46,13 +42,11 @@ from benchmarks.cache_policies.report import line, summarize, text
 from benchmarks.cache_policies.workloads import WORKLOADS, Run, Workload
 from benchmarks.common.harness import Report, Timing, World, captured, compile_ahead, describe_run, open_world, time_interleaved
 from benchmarks.common.results import add_report_arguments
-from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common import cache_policy
 from dlrm_fused.ops.common.cache_hints import LOAD_HINTS, OFF, STATIC, STORE_HINTS, STORES, CachePolicy, Hint, with_hints
 from dlrm_fused.ops.common.cache_policy import Stream
-from dlrm_fused.ops.common.l2_persistence import SetAside, forget_kept, set_aside
 
-WINDOW, OFF_AGAIN = "L2 window", "off again"
+OFF_AGAIN = "off again"
 # Calls that are shorter run as CUDA graphs, which go through the sets of data until they have lasted so long.
 _GRAPH_MICROSECONDS, _SHORTEST_GRAPH_MICROSECONDS = 50.0, 300.0
 # What each stream is tried with, alone.
@@ -85,24 +79,13 @@ class Clock:
         self.world, self.on_gpu = world, world.device.type == "cuda"
         self.l2_bytes = torch.cuda.get_device_properties(world.device).L2_cache_size if self.on_gpu else 0
         self._other_data = torch.zeros(self.l2_bytes // 2, device=world.device)  # twice as many bytes
-        self.resets_lines = self.on_gpu and _can_reset_lines()
 
     def times(self, passes: Mapping[str, Pass], seconds: float, most_rounds: int) -> dict[str, Timing]:
         fewest = 10 if self.on_gpu else 2
         return time_interleaved(self.world, passes, seconds, (fewest, most_rounds), before=self._fill_cache)
 
     def _fill_cache(self) -> None:
-        if self.resets_lines:
-            forget_kept()
         self._other_data.sum()
-
-
-def _can_reset_lines() -> bool:
-    try:
-        forget_kept()
-    except UsageError:
-        return False
-    return True
 
 
 def selected(workload: Workload, run: Run) -> tuple[CachePolicy, dict[str, Any]]:
@@ -223,10 +206,6 @@ class WorkloadRun:
         finalists = {name: passes[name] for name in dict.fromkeys((off, hardware, chosen, best))}
         last = self.clock.times({**finalists, OFF_AGAIN: passes[off]}, 0.4 * seconds, 120)
         final_us = {name: timing.microseconds / self.calls_of_pass for name, timing in last.items()}
-        window = self.window(0.2 * seconds)
-        if "over_off" in window and "rows" in self.workload.streams:
-            final_us[WINDOW] = window["over_off"] * final_us[off]
-            best = min(best, WINDOW, key=lambda name: final_us[name])
         return {
             "passed": not differ,
             "differ": differ,
@@ -245,40 +224,12 @@ class WorkloadRun:
             "spread": {name: timing.spread for name, timing in first.items()},
             "final_spread": {name: timing.spread for name, timing in last.items()},
             "same_kernels": {own.name: own.names[1:] for own in self.candidates.values() if own.names[1:]},
-            "window": window,
             "calls": self.calls_of_pass,
             "timed": "graphs" if self._graphs else f"bursts: {self._without_graphs}",
         }
 
     def name_of(self, policy: CachePolicy) -> str:
         return self.candidates[hints_of(self.workload, policy)].name
-
-    def window(self, seconds: float) -> dict[str, Any]:
-        """A window of the L2 cache for the hottest memory, beside off; each alone, since what is set aside is so for all."""
-        if self.run.hot is None or not self.clock.on_gpu:
-            return {}
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        try:
-            with torch.cuda.stream(side):
-                off = self.pass_of(partial(self.go_through, OFF))
-                us = [self._time_alone(off, seconds)]
-                with set_aside(self.clock.world.device) as kept:
-                    windowed = self.pass_of(partial(self._go_through_with_window, kept))
-                    us_of_window = self._time_alone(windowed, seconds)
-                us.append(self._time_alone(off, seconds))
-        except (UsageError, RuntimeError) as error:
-            return {"error": str(error)}
-        # The second time of off was up to 2.5 times the first, now and then: the cache had not been given back at once.
-        return {"set_aside_bytes": kept.size, "off_us": us, "us": us_of_window, "over_off": us_of_window / us[0]}
-
-    def _go_through_with_window(self, kept: SetAside) -> None:
-        assert self.run.hot is not None
-        with kept.keep(self.run.hot[: kept.size // self.run.hot.element_size()]):
-            self.go_through(OFF)
-
-    def _time_alone(self, own: Pass, seconds: float) -> float:
-        return self.clock.times({"": own}, seconds, 60)[""].microseconds / self.calls_of_pass
 
 
 def _have_same_bits(results: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
@@ -308,7 +259,6 @@ def work(world: World, options: argparse.Namespace) -> None:
     head = {
         **describe_run(world, options.commit),
         "l2_bytes": clock.l2_bytes,
-        "resets_kept_lines": clock.resets_lines,
         "static_policies": {name: policy.hints() for name, policy in STATIC.items()},
     }
     report = Report(world, options.output, head, summarize=summarize, line=line)

@@ -20,6 +20,7 @@ from dlrm_fused.ops.common.cache_hints import LOAD_HINTS, OFF, STATIC, STORE_HIN
 from dlrm_fused.ops.common.cache_policy import Stream, select
 
 Hints = dict[str, str]
+WINDOW = "L2 window"  # an access-policy window of CUDA, which older results have beside the policies
 
 
 def measured_hints(cell: Mapping[str, Any], name: str) -> Hints:
@@ -57,9 +58,9 @@ def replay(cell: Mapping[str, Any], l2_bytes: float) -> dict[str, Any]:
         given = ", ".join(f"{stream} {hint}" for stream, hint in selected.items() if hint != cell["off"][stream])
         return {**record, "passed": False, "error": f"not timed: {given}"}
     static = {name: us[name] for name in us if name in STATIC}
-    window = cell["window"]
+    window = cell.get("window", {})
     if "over_off" in window and "rows" in cell["off"]:
-        static["L2 window"] = window["us"] / window["off_us"][0] * us["off"]
+        static[WINDOW] = window["us"] / window["off_us"][0] * us["off"]
     best = min(static, key=lambda name: static[name])
     return {
         **record,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from benchmarks.common.harness import World
 from benchmarks.gemv_all_reduce.simulated_ranks import SimulatedRanks, multiply
+from dlrm_fused.inference.online.cached_attention import cached_attention
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.embedding_all_to_all import EmbeddingWorkspace, ExchangeLayout, LocalTables, LookupLayout, RowwiseAdagrad
@@ -23,7 +24,6 @@ from dlrm_fused.ops.gemm_all_to_all.kernel import gemm, gemm_combine
 from dlrm_fused.ops.moe.activations import ACTIVATIONS
 from dlrm_fused.ops.moe.dispatch import route
 from dlrm_fused.ops.moe.steps import KernelSteps
-from dlrm_fused.serving.cached_attention import cached_attention
 from dlrm_fused.symmetric import Channel
 
 TIMEOUT_SECONDS = 60.0
@@ -38,13 +38,11 @@ class Run:
         calls: each with a set of data of its own, in turn; they return what they have computed.
         state: what all calls share, and may change.
         reset: puts the state back.
-        hot: [n] memory whose hottest part comes first, for a window of the L2 cache.
     """
 
     calls: Sequence[Callable[[], Sequence[Tensor]]]
     state: Sequence[Tensor] = ()
     reset: Callable[[], object] = field(default=lambda: None)
-    hot: Tensor | None = None
 
     def results(self) -> list[Tensor]:
         """Of one pass over all sets of data, from the same start; copies."""
@@ -137,8 +135,7 @@ class _Embedding:
             lookup_and_scatter(workspace, plan, lookup, to, receive_offset=pool.offset_of(output), first=True, last=True)
             return [output]
 
-        hot = tables.weights[: self.rows * self.dim] if self.tables == 1 else None
-        return Run([partial(look_up, *own) for own in self.draw(world.device)], hot=hot)
+        return Run([partial(look_up, *own) for own in self.draw(world.device)])
 
     def updates(self, world: World) -> Run:
         sets = self.sets if self.gradients == "of each call" else 1
@@ -326,7 +323,7 @@ def _attention(rows: int, heads: int, keys: int, d_head: int, layers: int) -> Wo
         def call(layer: int) -> list[Tensor]:
             return [cached_attention(projected, cache, layer, keys)]
 
-        return Run([partial(call, layer) for layer in range(layers)], state=[kept], hot=kept[0].flatten())
+        return Run([partial(call, layer) for layer in range(layers)], state=[kept])
 
     name = f"attention of {rows} rows to {keys} keys, {heads} heads of {d_head}"
     return Workload(name, ("results",), make)

@@ -29,7 +29,7 @@ from dlrm_fused.checksums import CHECKSUMS_FILE, Checksums, FileSums
 from dlrm_fused.config import Split
 from dlrm_fused.datasets.prepared import PreparedDataset
 from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo, SparseFeature
-from dlrm_fused.export import loader
+from dlrm_fused.inference.export import loader
 from dlrm_fused.training.checkpoint import RawWriter, restore_tensors
 from dlrm_fused.training.checkpoint.tensors import TENSORS_FILE
 

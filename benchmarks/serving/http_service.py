@@ -27,7 +27,7 @@ from benchmarks.serving.clients import Load, Question, send
 from benchmarks.serving.rows import prepared_rows
 from benchmarks.serving.service_process import running_service
 from benchmarks.serving.trouble import cause
-from dlrm_fused.export.loader import load
+from dlrm_fused.inference.export.loader import load
 
 RESULT = ROOT / "benchmarks/results/http_service.json"
 QUESTIONS = 1000

@@ -6,6 +6,8 @@
 Two models with the same random weights, ``comm=baseline`` and ``comm=fused``, score the same candidates against the same kept
 history, in turns; on GPUs, each request of either is one CUDA graph. A latency is the time from the call to the probabilities
 on the host. Percentiles are those of the slowest rank. Scores of the two are compared.
+
+For a run of your own, ``--config`` is the ``config.yaml`` of its folder: latencies depend on its shapes, not on its weights.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ from benchmarks.common.harness import World, describe_run, open_world
 from benchmarks.common.results import add_report_arguments, write_results
 from dlrm_fused.config import Comm, Config, Split, load_config
 from dlrm_fused.datasets import open_dataset
-from dlrm_fused.serving.online import MAX_CANDIDATES, OnlineScorer
-from dlrm_fused.training.online_model import OnlineModel
-from dlrm_fused.training.online_requests import RequestSamples
+from dlrm_fused.inference.online.model import OnlineModel
+from dlrm_fused.inference.online.request_samples import RequestSamples
+from dlrm_fused.inference.online.scorer import MAX_CANDIDATES, OnlineScorer
 from dlrm_fused.training.runtime import apply_numerics
 
 KINDS = (Comm.baseline, Comm.fused)

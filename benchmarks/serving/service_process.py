@@ -39,7 +39,7 @@ class Service:
 @contextmanager
 def running_service(model: Path, options: Sequence[str] = ()) -> Iterator[Service]:
     """Start the service on a free port; at the end it is told to end, and must do so with status 0."""
-    with running_command([sys.executable, "-m", "dlrm_fused.serve", "--model", str(model), *options], ROOT) as service:
+    with running_command([sys.executable, "-m", "dlrm_fused.inference.http", "--model", str(model), *options], ROOT) as service:
         yield service
 
 

@@ -18,25 +18,25 @@ import torch
 from torch import Tensor, nn
 
 from dlrm_fused.compat.torch import copy_all, modules_of, tensors_of
-from dlrm_fused.cuda_graphs import RUNS_BEFORE_CAPTURE, GraphRecorder
+from dlrm_fused.cuda_graphs import RUNS_BEFORE_CAPTURE, CapturedCall, Captures, Generation
 from dlrm_fused.symmetric.call_order import CallOrder
 
 R = TypeVar("R", Tensor, tuple[Tensor, Tensor])
 
 
 class TakesGradients(Protocol):
-    """Who takes the gradients of parameters, instead of autograd."""
+    """Takes the gradients of parameters, instead of autograd."""
 
     def store(self, gradients: Sequence[Tensor | None]) -> None:
-        """Copy them, None for 0; called within a capture, or in each backward pass that is not replayed."""
+        """Copy the gradients, None for 0; called within a capture, or in each backward pass that is not replayed."""
 
     def use(self) -> None:
-        """They have been stored; called in each backward pass."""
+        """Use the gradients that have been stored; called in each backward pass."""
 
 
-# Captures that read large inputs where they are, and captures that copy all.
+# Most captures that read large inputs where they are, and most captures that copy all.
 _MOST_IN_PLACE, _MOST_COPIED = 2, 2
-# Of an input. To copy this much takes less time than a launch.
+# Bytes of the largest input that is always copied: to copy so much takes less time than a launch.
 _COPIED_BYTES = 2**23
 
 
@@ -50,8 +50,8 @@ class CapturedFunction(Generic[R]):
 
     There is a capture for each set of :func:`modes`: training or evaluation, autocast, deterministic algorithms, and the
     precision of fp32 products. Other switches of ``torch.backends`` count as they were set at the capture. Where a parameter or
-    a buffer was replaced or has moved (:func:`places`), the next call is not captured, and then all is captured again. Under
-    ``no_grad`` the function runs as it is.
+    a buffer was replaced or has moved (:class:`Generation`), the next call is not captured, and then all is captured again.
+    Under ``no_grad`` the function runs as it is.
 
     Args:
         function: maps tensors to one, or to two of which the first is differentiable. It launches the same kernels whatever the
@@ -59,8 +59,8 @@ class CapturedFunction(Generic[R]):
         layers: returns the modules whose parameters and buffers the function uses; called at each call.
 
     Attributes:
-        takes_gradients: who takes the gradients of :meth:`parameters`, in their order; to be set before the first call. Then
-            those of inputs lie in memory to which the next backward pass writes; who keeps one beyond it copies it. None:
+        takes_gradients: takes the gradients of :meth:`parameters`, in their order; to be set before the first call. The
+            gradients of inputs then lie in memory to which the next backward pass writes; to keep one beyond it, copy it. None:
             autograd gets all gradients, as copies, and accumulates those of parameters in ``grad``, where DDP finds them.
     """
 
@@ -68,14 +68,12 @@ class CapturedFunction(Generic[R]):
         self._function: Callable[..., R] = function
         self._layers = layers
         self.takes_gradients: TakesGradients | None = None
-        self._in_place: dict[Any, _Capture] = {}
-        self._copied: dict[Any, _Capture] = {}
+        self._in_place: Captures[_Capture] = Captures(_MOST_IN_PLACE)
+        self._copied: Captures[_Capture] = Captures(_MOST_COPIED)
         self._memory: _SharedMemory | None = None
-        self._held: list[Tensor] = []  # so that no other tensor gets their ids
-        self._places: list[object] | None = None
 
     def __call__(self, *inputs: Tensor) -> R:
-        """The function's results, with which the caller does as it likes.
+        """Return the function's results, which the caller may change.
 
         Raises:
             RuntimeError: in the backward pass, if the function has been called again before.
@@ -88,38 +86,26 @@ class CapturedFunction(Generic[R]):
         return cast(R, results if len(results) > 1 else results[0])
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those that gradients are wanted of."""
+        """Return the parameters that need a gradient."""
         return [p for layer in self._layers() for p in layer.parameters() if p.requires_grad]
 
-    def _keeps_places(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether captures read the parameters and buffers that the modules have now; if not, captures are dropped."""
-        held, was_captured = tensors_of(modules), self._places is not None
-        of_today = places(held)
-        if of_today == self._places:
-            return True
-        self._held, self._places = held, of_today
-        self._in_place.clear()
-        self._copied.clear()
-        self._memory = None
-        return not was_captured  # weights that are replaced at every call are not worth a capture
-
     def _capture(self, inputs: Sequence[Tensor]) -> _Capture | None:
-        """The capture for inputs like these; None if there are too many already, or what they read was just replaced."""
+        """Return the capture for inputs like these; None if there are too many already, or weights were just replaced."""
         modules = modules_of(self._layers())
-        if not self._keeps_places(modules):
-            return None
+        generation = Generation(tensors_of(modules))
+        self._copied.renew(generation)
+        if self._in_place.renew(generation):
+            self._memory = None
+            return None  # weights that are replaced at every call are not worth a capture
         of_today = modes(modules, inputs[0].device.type)
         in_place = [t.nbytes > _COPIED_BYTES for t in inputs]
-        for captures, most, is_read_in_place in (
-            (self._in_place, _MOST_IN_PLACE, in_place),
-            (self._copied, _MOST_COPIED, [False] * len(inputs)),
-        ):
+        for captures, is_read_in_place in ((self._in_place, in_place), (self._copied, [False] * len(inputs))):
             of_inputs: list[object] = [
                 (t.shape, t.dtype, t.requires_grad, (t.data_ptr(), t.stride()) if reads else None)
                 for t, reads in zip(inputs, is_read_in_place, strict=True)
             ]
             key = (of_today, *of_inputs)
-            if key not in captures and len(captures) < most:
+            if key not in captures and captures.has_room:
                 self._memory = self._memory or _SharedMemory(inputs[0].device)
                 captures[key] = _Capture(
                     self._function, inputs, is_read_in_place, self._layers(), self._memory, self.takes_gradients
@@ -130,11 +116,11 @@ class CapturedFunction(Generic[R]):
 
 
 class _SharedMemory:
-    """Memory in which the captures of a function keep tensors, those of one call at a time.
+    """Memory in which all captures of a function keep the tensors of one call at a time.
 
     Attributes:
         call: the number of that call.
-        order: of replays, also on several streams.
+        order: keeps replays in their order, also on several streams.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -146,7 +132,7 @@ class _Capture:
     """The two graphs for inputs of some shapes and addresses.
 
     Attributes:
-        parameters: of the layers, which gradients are wanted of.
+        parameters: those of the layers that need a gradient.
     """
 
     def __init__(
@@ -161,63 +147,65 @@ class _Capture:
         self._memory = memory
         self.takes_gradients = takes_gradients
         self.parameters = [p for layer in layers for p in layer.parameters() if p.requires_grad]
-        recorder = GraphRecorder(inputs[0].device, memory.pool)
+        to_copy = [None if reads else t for t, reads in zip(inputs, is_read_in_place, strict=True)]
+        self._graphs = graphs = CapturedCall(inputs[0].device, to_copy, memory.pool)
+        # Inputs that are read in place are the caller's, who may free them: no attribute holds them.
         read = [
-            (t.detach() if reads else t.detach().clone()).requires_grad_(t.requires_grad)
-            for t, reads in zip(inputs, is_read_in_place, strict=True)
+            (given.detach() if copy is None else copy).requires_grad_(given.requires_grad)
+            for copy, given in zip(graphs.copies, inputs, strict=True)
         ]
-        with _as_other_leaves(layers) as leaves, recorder.on_its_stream():
+        self._needs_gradient = [t.requires_grad for t in read]
+        with _as_other_leaves(layers) as leaves, graphs.on_its_stream():
             wanted = [t for t in (*read, *leaves) if t.requires_grad]
             for _ in range(RUNS_BEFORE_CAPTURE):
                 results = _as_tuple(function(*read))
                 torch.autograd.grad(results[0], wanted, torch.ones_like(results[0]), allow_unused=True)
             torch.clear_autocast_cache()  # weights are to be cast in each replay
-            with recorder.record() as self._forward:
-                results = _as_tuple(function(*read))
-            self._upstream = torch.ones_like(results[0])
-            with recorder.record() as self._backward:
-                gradients = torch.autograd.grad(results[0], wanted, self._upstream, allow_unused=True)
+            results = graphs.record_forward(lambda: _as_tuple(function(*read)))
+
+            def differentiate(upstream: Tensor) -> Sequence[Tensor | None]:
+                gradients = torch.autograd.grad(results[0], wanted, upstream, allow_unused=True)
                 if takes_gradients is not None:
                     takes_gradients.store(gradients[len(wanted) - len(self.parameters) :])
+                return gradients
+
+            graphs.record_backward(differentiate)
             torch.clear_autocast_cache()
-        self._results = [result.detach() for result in results]
-        self._gradients = gradients
-        # The others are the caller's, who may free them.
-        self._copies = [None if reads else t for t, reads in zip(read, is_read_in_place, strict=True)]
-        self._needs_gradient = [t.requires_grad for t in read]
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        pairs = [(copy, given) for copy, given in zip(self._copies, inputs, strict=True) if copy is not None]
+        """Replay the function; return copies of its results."""
         self._memory.order.follow()
-        copy_all([copy for copy, _ in pairs], [given for _, given in pairs])
-        self._forward.replay()
         self._memory.call += 1
-        return tuple(result.clone() for result in self._results)
+        return self._graphs.forward(inputs)
 
     def read_in_place(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Those that the backward graph reads again where they are."""
-        return [given for copy, given in zip(self._copies, inputs, strict=True) if copy is None]
+        """Return the inputs that the backward graph reads again where they are."""
+        return [given for copy, given in zip(self._graphs.copies, inputs, strict=True) if copy is None]
 
     @property
     def call(self) -> int:
-        """The number of the call whose tensors the memory holds."""
+        """Return the number of the call whose tensors the memory holds."""
         return self._memory.call
 
     def backward(self, call: int, upstream: Tensor) -> list[Tensor | None]:
-        """Gradients of the inputs and of the parameters, of this call."""
+        """Return the gradients of the inputs and of the parameters, of this call.
+
+        Raises:
+            RuntimeError: if the memory holds the tensors of another call.
+        """
         if call != self._memory.call:
             raise RuntimeError("a captured function was called again before the backward pass of this call")
         self._memory.order.follow()
-        self._upstream.copy_(upstream)
-        self._backward.replay()
-        # Autograd makes `grad` of what only it holds, without a copy, and the next replay would write there. What is held here,
-        # too, it copies.
-        gradients = iter(self._gradients if self.takes_gradients is not None else _copies(self._gradients))
+        self._graphs.backward(upstream)
+        # Autograd makes `grad` of a tensor that only it holds, without a copy, and the next replay would write there. It copies
+        # a tensor that is held here, too.
+        found = self._graphs.gradients
+        gradients = iter(found if self.takes_gradients is not None else _copies(found))
         return [*(next(gradients) if needed else None for needed in self._needs_gradient), *gradients]
 
 
 class _Run:
-    """One call that is not captured, with gradients all at once as of a :class:`_Capture`."""
+    """One call that is not captured, with all gradients at once, as a :class:`_Capture` gives them."""
 
     call = 0
 
@@ -247,13 +235,8 @@ class _Run:
         return [*(next(gradients) if t.requires_grad else None for t in self._read), *gradients]
 
 
-def places(tensors: Sequence[Tensor]) -> list[object]:
-    """Equal as long as the tensors are the same, in the same memory."""
-    return [(id(t), t.data_ptr(), t.stride(), t.requires_grad) for t in tensors]
-
-
 def modes(modules: Sequence[nn.Module], device_type: str) -> tuple[object, ...]:
-    """The modes of modules and torch that change what a function does, besides its inputs and weights."""
+    """Return the modes of modules and torch that change what a function does, besides its inputs and weights."""
     return (
         tuple([module.training for module in modules]),
         torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
@@ -275,7 +258,7 @@ def _as_tuple(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 class _Replay(torch.autograd.Function):
-    """Arguments: a capture or a run, its inputs, its parameters."""
+    """Runs a capture or a :class:`_Run`; arguments are that, its inputs and its parameters."""
 
     @staticmethod
     def forward(ctx: Any, run: _Capture | _Run, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -298,7 +281,7 @@ class _Replay(torch.autograd.Function):
 
 @contextmanager
 def _as_other_leaves(layers: Sequence[nn.Module]) -> Iterator[list[nn.Parameter]]:
-    """Within, the layers' parameters are others in the same memory, in the order of ``parameters()``.
+    """Put other parameters in the same memory into the layers; yield them, in the order of ``parameters()``.
 
     Autograd would let a captured stream wait for the stream on which DDP has first used the parameters, which is not captured.
     """

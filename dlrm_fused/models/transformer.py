@@ -3,7 +3,7 @@
 A sample's tokens are its n past interactions, oldest first, the candidate, and padding: T = history_length + 1 in all. The
 vector that the Transformer gives for the candidate joins DLRM's other features. A token attends to itself and to those before
 it, so the candidate never sees padding, and the history is encoded without the candidate: positions are counted back from it.
-The history's encoding can therefore be kept and used for many candidates (:mod:`dlrm_fused.serving.online`).
+The history's encoding can therefore be kept and used for many candidates (:mod:`dlrm_fused.inference.online.scorer`).
 
 Sources: Chen et al., *Behavior Sequence Transformer for E-commerce Recommendation in Alibaba*, arXiv 1905.06874; Zhai et al.,
 *Actions Speak Louder than Words* (HSTU), arXiv 2402.17152; pre-norm blocks with RMSNorm: Zhang and Sennrich, arXiv 1910.07467.

@@ -1,6 +1,5 @@
 """Memory that all ranks can write, and what exchanges through it need. See docs/symmetric.md."""
 
-from dlrm_fused.deprecated import moved_names
 from dlrm_fused.symmetric.block_pool import BlockPool
 from dlrm_fused.symmetric.channel import Channel, abort_peers_on_error
 from dlrm_fused.symmetric.factory import symmetric_group
@@ -17,5 +16,3 @@ __all__ = [
     "name_lost_peer",
     "symmetric_group",
 ]
-
-__getattr__ = moved_names(__name__)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.cache_policies import benchmark, workloads
 from benchmarks.cache_policies.benchmark import candidates
-from benchmarks.cache_policies.replay import replay
+from benchmarks.cache_policies.replay import WINDOW, replay
 from benchmarks.cache_policies.report import line, summarize, text
 from benchmarks.cache_policies.workloads import Run, Workload, full
 from dlrm_fused.ops.common import cache_policy
@@ -80,7 +80,7 @@ def lookup_of_uniform_rows(**us: float) -> dict[str, Any]:
 def test_a_recorded_run_tells_what_the_selector_would_cost_now() -> None:
     now = replay(lookup_of_uniform_rows(**{"loads evict_first": 96.0, "rows evict_last": 90.0}), 52.4e6)
     assert now["selected"] == {"rows": "evict_first", "indices": "evict_first", "sent": "off"}
-    assert now["best"] == benchmark.WINDOW
+    assert now["best"] == WINDOW
     assert (now["selected_over_off"], now["best_over_off"]) == (pytest.approx(0.96), pytest.approx(0.95))
     assert line(replay(lookup_of_uniform_rows(), 52.4e6)) == "lookup: FAILED not timed: rows evict_first, indices evict_first"
 

@@ -17,8 +17,8 @@ from dlrm_fused.config import Split, load_config
 from dlrm_fused.datasets.preparation import cli
 from dlrm_fused.datasets.transformation import TRANSFORMATION, TRANSFORMATION_FILE, Transformation
 from dlrm_fused.errors import CheckpointError
-from dlrm_fused.export import loader
-from dlrm_fused.export.folder import export_run
+from dlrm_fused.inference.export import loader
+from dlrm_fused.inference.export.folder import export_run
 from tests.distributed.launch import RankFailed, evaluate, run_ranks, start_training
 
 ROWS, USERS = 600, 20

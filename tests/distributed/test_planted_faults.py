@@ -22,12 +22,12 @@ from torch import Tensor
 from dlrm_fused.config import Config, Split
 from dlrm_fused.datasets.prepared import PreparedDataset
 from dlrm_fused.errors import CheckpointError, DataError
-from dlrm_fused.export.loader import load
+from dlrm_fused.inference.export.loader import load
 from dlrm_fused.training.checkpoint import CheckpointFolder, LocalShards, RawReader, restore_tensors, set_aside_damaged
 from dlrm_fused.training.run_folder import RunFolder
 from tests.distributed.launch import RankFailed, losses, small_config, train
 from tests.distributed.planted_faults import FAULTS
-from tests.export.exporting import export
+from tests.inference.exporting import export
 from tests.unit.prepared_sets import write_prepared_set
 
 TOTAL = int(os.environ.get("FAULTS", "40"))

@@ -14,7 +14,7 @@ from dlrm_fused.config import load_config
 from dlrm_fused.datasets.preparation import cli
 from dlrm_fused.datasets.preparation.parquet import SAMPLE_WEIGHT
 from dlrm_fused.errors import CheckpointError
-from dlrm_fused.export.loader import load
+from dlrm_fused.inference.export.loader import load
 from tests.distributed.launch import (
     WITHOUT_AMPLIFIED_ROUNDING,
     RankFailed,
@@ -25,7 +25,7 @@ from tests.distributed.launch import (
     summary,
     train,
 )
-from tests.export.exporting import export, predictions_of_eval
+from tests.inference.exporting import export, predictions_of_eval
 from tests.unit.several_labels import LABELS, TWO_LABELS, two_labels
 from tests.unit.tables import random_table, write_table
 

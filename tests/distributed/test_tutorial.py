@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dlrm_fused.export.loader import load
+from dlrm_fused.inference.export.loader import load
 from tests.distributed.launch import free_port, summary
 from tests.distributed.test_own_tables import CRITEO_SAMPLE
 

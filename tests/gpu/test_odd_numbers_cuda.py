@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from dlrm_fused.inference.online.cached_attention import cached_attention, reference
 from dlrm_fused.ops.common.dtypes import LARGEST_FP16, within_range
 from dlrm_fused.ops.embedding_all_to_all import embedding_all_to_all, update
 from dlrm_fused.ops.embedding_all_to_all.reduce import add_up
 from dlrm_fused.ops.embedding_all_to_all.tables import RowwiseAdagrad
-from dlrm_fused.serving.cached_attention import cached_attention, reference
 from dlrm_fused.symmetric import SymmetricGroup
 from tests.gpu.all_ranks import MARKS, ON_GPU, checked_on_all_ranks
 from tests.ops.embedding_all_to_all.lookups import make_lookup, make_tables

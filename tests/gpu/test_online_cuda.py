@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlrm_fused.serving.online import OnlineScorer
+from dlrm_fused.inference.online.scorer import OnlineScorer
 from tests.distributed.launch import run_ranks
-from tests.serving.test_cached_attention import test_equals_the_reference  # noqa: F401 - on a GPU here
-from tests.serving.test_online import HISTORY, Requests, scores, with_scorer, with_scorers
+from tests.inference.test_cached_attention import test_equals_the_reference  # noqa: F401 - on a GPU here
+from tests.inference.test_online import HISTORY, Requests, scores, with_scorer, with_scorers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 # Its model has four heads.

@@ -284,7 +284,7 @@ _BOUNDED = {
         "seen = wait(channel, pieces.flags + source * pieces.of_rank": _WORDS,
         "tl.store(flags + channel.world * pieces.of_rank": _WORDS,
     },
-    "serving/cached_attention.py": {
+    "inference/online/cached_attention.py": {
         "first = split * steps * KEYS": _DIMENSION,
         "keys = peer_pointer(cache, 0, 0, DTYPE) + (layer * 2 * HEADS": "heads of all layers",
         "part = (split * HEADS + head) * rows + row": _PARTS,

@@ -16,12 +16,11 @@ from benchmarks.cache_policies.workloads import tiny
 from benchmarks.common.harness import open_world
 from dlrm_fused.config import load_config
 from dlrm_fused.errors import UsageError
+from dlrm_fused.inference.online.cached_attention import cached_attention
 from dlrm_fused.ops.common import cache_policy
 from dlrm_fused.ops.common.cache_hints import HARDWARE, LOADS, OFF, STATIC, STORES, CachePolicy, Hint, with_hints
 from dlrm_fused.ops.common.cache_policy import Stream, once, picked, select
 from dlrm_fused.ops.common.gpus import INTERPRETER
-from dlrm_fused.ops.common.l2_persistence import set_aside
-from dlrm_fused.serving.cached_attention import cached_attention
 from dlrm_fused.training import build
 from tests.distributed.launch import run_ranks
 from tests.ops.test_compile_for_gpus import LAUNCHES
@@ -211,11 +210,6 @@ def test_a_model_is_built_with_the_hints_that_its_config_asks_for(
 def test_an_unknown_policy_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(UsageError, match=r"cache policy 'fast'; allowed: selected, off, .*stores evict_first"):
         cache_policy.use("fast")
-
-
-def test_l2_cache_is_set_aside_on_gpus_only() -> None:
-    with pytest.raises(UsageError, match="cpu: only the L2 cache of an NVIDIA GPU"), set_aside(CPU):
-        pass
 
 
 # In compiled kernels.

@@ -32,6 +32,7 @@ from triton.runtime import JITFunction, driver
 from triton.runtime.errors import PTXASError
 
 from dlrm_fused.errors import UsageError
+from dlrm_fused.inference.online import cached_attention as attention
 from dlrm_fused.ops import adagrad
 from dlrm_fused.ops.all_gather_gemm import kernel as pieces
 from dlrm_fused.ops.all_gather_gemm import tuning as pieces_tuning
@@ -69,7 +70,6 @@ from dlrm_fused.ops.moe import dispatch, products, steps
 from dlrm_fused.ops.moe.activations import ACTIVATIONS
 from dlrm_fused.ops.schedules import Streams
 from dlrm_fused.ops.schedules.piece_flags import PieceArgs, PieceFlags, mark_kernel
-from dlrm_fused.serving import cached_attention as attention
 from dlrm_fused.symmetric import device, device_puts
 from dlrm_fused.symmetric.device import channel_args
 from dlrm_fused.symmetric.hosts import Hosts

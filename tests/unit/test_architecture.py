@@ -12,16 +12,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # From the ground up. Modules of one floor may import each other, and those of lower floors.
 FLOORS = (
-    {"errors", "compat", "deprecated", "launcher"},
+    {"errors", "compat", "launcher"},
     {"records"},
     {"auto_choice", "checksums", "config", "cuda_graphs", "lasting", "versions"},
     {"datasets", "symmetric"},
     {"ops"},
     {"models", "sharding"},
-    {"serving"},
     {"training"},
-    {"export"},
-    {"application", "doctor", "scaleout", "serve"},
+    {"inference"},
+    {"application", "doctor", "scaleout"},
     {"cli"},
 )
 FLOOR_OF = {part: number for number, floor in enumerate(FLOORS) for part in floor}
@@ -33,8 +32,6 @@ def name_of(file: Path) -> str:
 
 
 MODULES = {name_of(file): file for file in ROOT.glob("dlrm_fused/**/*.py")}
-# Names of the release before, which lead to where things are now.
-STUBS = {name for name, file in MODULES.items() if file.read_text().startswith('"""Names that have moved')}
 
 
 def part_of(module: str) -> str:
@@ -57,7 +54,7 @@ def own_imports(module: str) -> set[str]:
     return {name for name in imported(module) if name in MODULES and name not in (module, "dlrm_fused")}
 
 
-INNER = sorted(MODULES.keys() - STUBS - {"dlrm_fused"})
+INNER = sorted(MODULES.keys() - {"dlrm_fused"})
 
 
 def test_every_module_belongs_to_a_floor() -> None:

@@ -11,16 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dlrm_fused.models.captured import (
-    CapturedFunction,
-    _as_other_leaves,
-    _Capture,
-    _Replay,
-    modes,
-    modules_of,
-    places,
-    tensors_of,
-)
+from dlrm_fused.cuda_graphs import CapturedCall, Captures, Generation, places
+from dlrm_fused.models.captured import CapturedFunction, _as_other_leaves, _Capture, _Replay, modes, modules_of, tensors_of
 from dlrm_fused.symmetric.call_order import CallOrder
 
 
@@ -153,6 +145,22 @@ def test_what_a_capture_reads_is_known_by_its_place(change: Callable[[Net], None
     assert places(tensors_of(modules_of([net]))) != before
 
 
+def test_captures_of_another_generation_are_dropped() -> None:
+    net, owner = Net(), object()
+    captures: Captures[str] = Captures(2)
+    assert not captures.renew(Generation([net.linear.weight], [owner]))
+    captures["a"] = "first"
+    assert not captures.renew(Generation([net.linear.weight], [owner]))
+    assert captures == {"a": "first"}
+    assert captures.has_room
+    captures["b"] = "second"
+    assert not captures.has_room
+    assert captures.renew(Generation([net.linear.weight], [object()]))
+    assert captures == {}
+    replace_a_parameter(net)
+    assert captures.generation != Generation([net.linear.weight], [owner])
+
+
 @contextmanager
 def restored(get: Callable[[], object], set_: Callable[[object], None], value: object) -> Iterator[None]:
     before = get()
@@ -193,14 +201,13 @@ def captured_product(weight: nn.Parameter, takes_gradients: Taken | None) -> _Ca
 
     capture: Any = _Capture.__new__(_Capture)
     capture.parameters, capture.takes_gradients = [weight], takes_gradients
-    capture._memory, capture._upstream, capture._gradients = (
-        SimpleNamespace(call=0, order=CallOrder(torch.device("cpu"))),
-        upstream,
-        gradients,
-    )
-    capture._copies, capture._needs_gradient, capture._results = [x.detach()], [True], [result]
-    capture._forward = SimpleNamespace(replay=lambda: result.copy_((x * weight).sum().detach()))
-    capture._backward = SimpleNamespace(replay=run_backward)
+    capture._memory, capture._needs_gradient = SimpleNamespace(call=0, order=CallOrder(torch.device("cpu"))), [True]
+    graphs: Any = CapturedCall.__new__(CapturedCall)
+    graphs.copies, graphs._is_copied, graphs._targets = [x.detach()], [True], [x.detach()]
+    graphs._results, graphs._upstream, graphs.gradients = [result], upstream, gradients
+    graphs._forward = SimpleNamespace(replay=lambda: result.copy_((x * weight).sum().detach()))
+    graphs._backward = SimpleNamespace(replay=run_backward)
+    capture._graphs = graphs
     return capture  # type: ignore[no-any-return]
 
 

@@ -23,9 +23,9 @@ from dlrm_fused.datasets.preparation import cli
 from dlrm_fused.datasets.preparation.table import value_counts
 from dlrm_fused.datasets.preparation.table.columns import WIDE
 from dlrm_fused.datasets.transformation import MISSING
-from dlrm_fused.export.loader import InputError, Inputs, Model, Rows, read_rows, rows_of
-from dlrm_fused.serve.limits import Limits
-from dlrm_fused.serve.requests import parse
+from dlrm_fused.inference.export.loader import InputError, Inputs, Model, Rows, read_rows, rows_of
+from dlrm_fused.inference.http.limits import Limits
+from dlrm_fused.inference.http.requests import parse
 from tests.unit.tables import PreparedTable, read_prepared
 
 TOP = 2**64 - 1

@@ -16,11 +16,11 @@ from dlrm_fused.config import Config, ExpertActivation, ExpertsConfig, Gate, Mod
 from dlrm_fused.datasets.batch import Batch
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError, UsageError
+from dlrm_fused.inference.online.model import OnlineModel
 from dlrm_fused.models import RankingTask
 from dlrm_fused.models.moe import MixtureOfExperts, Router, balance_loss
 from dlrm_fused.models.transformer import HistoryTransformer
 from dlrm_fused.training.expert_load import load_values
-from dlrm_fused.training.online_model import OnlineModel
 from dlrm_fused.training.telemetry import RunWriter
 
 WIDTH, TOKENS = 16, 10

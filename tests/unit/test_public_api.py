@@ -1,4 +1,4 @@
-"""What ``import dlrm_fused`` offers, what it costs, and what is left of the names of the release before."""
+"""What ``import dlrm_fused`` offers, and what it costs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ast
 import importlib
 import inspect
 import os
-import pkgutil
 import re
 import subprocess
 import sys
@@ -15,12 +14,10 @@ from pathlib import Path
 import pytest
 
 import dlrm_fused
-from dlrm_fused.deprecated import MOVED
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs/reference/api.md"
 HEAD = "| name | what it is | defined in |\n|---|---|---|\n"
-OLD_NAMES = [(module, name) for module, names in MOVED.items() for name in names]
 
 
 def run_python(program: str) -> str:
@@ -69,26 +66,11 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     assert set(dlrm_fused.__all__) < set(dir(dlrm_fused))
 
 
-@pytest.mark.parametrize(("module", "name"), OLD_NAMES)
-def test_a_name_of_the_release_before_works_and_says_where_it_is_now(module: str, name: str) -> None:
-    place = MOVED[module][name]
-    said = f"{module}.{name} is {place.replace(':', '.')} now; the old name goes with release 0.2"
-    with pytest.warns(DeprecationWarning, match=f"^{re.escape(said)}$") as warned:
-        value = getattr(importlib.import_module(module), name)
-    assert {Path(warning.filename).name for warning in warned} == {Path(__file__).name}
-    assert value == pkgutil.resolve_name(place)
-
-
 @pytest.mark.parametrize("operator", ["embedding_all_to_all", "gemv_all_reduce", "gemm_all_to_all"])
 def test_what_was_an_operators_module_is_its_package(operator: str) -> None:
     package = importlib.import_module(f"dlrm_fused.ops.{operator}")
     assert getattr(package, operator) is getattr(dlrm_fused, operator)
     assert callable(package.reference)
-
-
-def test_an_unknown_name_of_an_old_module_is_an_import_error() -> None:
-    with pytest.raises(ImportError, match="cannot import name 'EmbeddingExchanges'"):
-        exec("from dlrm_fused.ops.exchange import EmbeddingExchanges")
 
 
 def first_sentence(value: object) -> str:

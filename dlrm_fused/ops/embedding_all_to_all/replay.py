@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from dlrm_fused.compat.torch import copy_all
-from dlrm_fused.cuda_graphs import RUNS_BEFORE_CAPTURE, GraphRecorder, RunCounter
+from dlrm_fused.cuda_graphs import RUNS_BEFORE_CAPTURE, CapturedCall, Captures, Generation, RunCounter
 from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all
 from dlrm_fused.ops.embedding_all_to_all.prefetch_sort import PrefetchedSort
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
@@ -22,13 +21,13 @@ from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
 # A training loop has batches of one size, and perhaps a last one of another. Each capture keeps memory for all that a step
 # reads and makes.
 _MOST_CAPTURES = 2
-# Of a rank; more take longer than their launches.
+# Most indices of a rank: the kernels of more take longer than their launches.
 _MOST_INDICES = 2**21
-# Of an output, which a replay copies, and of its gradient.
+# Most bytes of an output, which a replay copies, and of its gradient.
 _MOST_BYTES = 2**26
 
 _Key = tuple[Any, ...]
-# Maps indices and offsets of the lookups, as they are given, to what the operator is to read.
+# Maps indices and offsets of the lookups, as they are given, to those that the operator reads.
 Prepare = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[Sequence[Tensor], Sequence[Tensor]]]
 
 
@@ -48,25 +47,22 @@ class ReplayedEmbeddingAllToAll:
     def __init__(self, workspace: EmbeddingWorkspace, prepare: Prepare = lambda indices, offsets: (indices, offsets)) -> None:
         self._workspace = workspace
         self._prepare = prepare
-        self._outputs: object = None  # the memory that was captured
-        self._tables: object = None  # the tables, too
-        self._captures: dict[_Key, _Capture] = {}
+        self._tables: object = None  # the tables whose steps are counted
+        self._captures: Captures[_Capture] = Captures(_MOST_CAPTURES)
         self._steps = RunCounter()
 
     def __call__(self, indices: Sequence[Tensor], offsets: Sequence[Tensor], batch_sizes: Sequence[int]) -> Tensor:
-        """As :func:`embedding_all_to_all`. Collective."""
+        """Run :func:`embedding_all_to_all`, replayed where it can be. Collective."""
         workspace = self._workspace
         if not self._can_be_captured(indices, batch_sizes):
             return self._run(indices, offsets, batch_sizes)
-        if self._outputs is not workspace.outputs:  # all ranks have got more memory, for larger batches
-            self._captures.clear()
-            self._outputs = workspace.outputs
+        # All ranks get other outputs when they get more memory, for larger batches.
+        self._captures.renew(Generation((), (workspace.outputs, workspace.tables)))
         if self._tables is not workspace.tables:
-            self._captures.clear()
             self._steps = RunCounter()  # numbers that change at every step are not worth a capture
             self._tables = workspace.tables
         key = (tuple(batch_sizes), workspace.gradient_scale, *((t.shape, t.dtype) for t in (*indices, *offsets)))
-        if key not in self._captures and len(self._captures) < _MOST_CAPTURES:
+        if key not in self._captures and self._captures.has_room:
             if self._steps.runs(key) <= RUNS_BEFORE_CAPTURE:
                 return self._rehearse(key, indices, offsets, batch_sizes)
             self._captures[key] = _Capture(workspace, self._prepare, indices, offsets, batch_sizes)
@@ -77,13 +73,13 @@ class ReplayedEmbeddingAllToAll:
 
     def _rehearse(self, key: _Key, indices: Sequence[Tensor], offsets: Sequence[Tensor], batch_sizes: Sequence[int]) -> Tensor:
         """Run as it is; if the shapes come again, with copies, as a capture will: Triton compiles kernels by the alignment and
-        the strides of what they read."""
+        the strides of the memory that they read."""
         comes_again = self._steps.runs(key) > 0
         if comes_again:
             indices, offsets = [tensor.clone() for tensor in indices], [tensor.clone() for tensor in offsets]
 
         def count(gradient: Tensor) -> Tensor | None:
-            self._steps.count(key)  # not before: what the backward pass needs is known only then
+            self._steps.count(key)  # not before: only then it is known what the backward pass needs
             return gradient.clone(memory_format=torch.contiguous_format) if comes_again else None
 
         output = self._run(indices, offsets, batch_sizes)
@@ -111,10 +107,10 @@ class ReplayedEmbeddingAllToAll:
 
 
 class _Capture:
-    """The two graphs for inputs of some shapes, and the memory that they read and write.
+    """The two graphs for inputs of some shapes.
 
     Attributes:
-        tables: that they read and update.
+        tables: the tables that the graphs read and update.
     """
 
     def __init__(
@@ -127,18 +123,18 @@ class _Capture:
     ) -> None:
         self.workspace, self.prepare, self.batch_sizes = workspace, prepare, list(batch_sizes)
         self._outputs, self.tables = workspace.outputs, workspace.tables
-        self.inputs = [tensor.clone() for tensor in (*indices, *offsets)]
+        self._graphs = graphs = CapturedCall(workspace.device, (*indices, *offsets))
         self._lent: weakref.ref[_Loan] | None = None
-        count, recorder = len(indices), GraphRecorder(workspace.device)
+        copies, count = cast(list[Tensor], graphs.copies), len(indices)
         self._plan = workspace.plan(batch_sizes)
-        with workspace.captures_until_growth(), workspace.other_anchor() as anchor, recorder.on_its_stream():
-            with recorder.record() as self._forward:
-                prepared = prepare(self.inputs[:count], self.inputs[count:])
-                output = embedding_all_to_all(workspace, *prepared, (), batch_sizes)
-            self.gradient = torch.empty_like(output)
-            with recorder.record() as self._backward:
-                torch.autograd.grad(output, anchor, self.gradient)
-        self._output = output.detach()
+
+        def exchange() -> tuple[Tensor]:
+            prepared = prepare(copies[:count], copies[count:])
+            return (embedding_all_to_all(workspace, *prepared, (), batch_sizes),)
+
+        with workspace.captures_until_growth(), workspace.other_anchor() as anchor, graphs.on_its_stream():
+            (output,) = graphs.record_forward(exchange)
+            graphs.record_backward(lambda gradient: torch.autograd.grad(output, anchor, gradient))
 
     @property
     def is_of_today(self) -> bool:
@@ -151,29 +147,28 @@ class _Capture:
         return self._lent is not None and self._lent() is not None
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, _Loan]:
-        """The output, and what is to be kept until the backward pass."""
+        """Replay the forward pass; return the output, and the loan that the caller keeps until the backward pass."""
         self.workspace.forward_channel.begin_call()
-        copy_all(self.inputs, inputs)
-        self._forward.replay()
+        (output,) = self._graphs.forward(inputs)
         loan = _Loan()
         self._lent = weakref.ref(loan)
-        return self._output.clone(), loan
+        return output, loan
 
     def backward(self, gradient: Tensor) -> None:
+        """Replay the backward pass, which updates the tables."""
         self.workspace.begin_call()
-        self.gradient.copy_(gradient)
         for tables in self.tables:
             if tables.on_device.rate is not None:
                 tables.on_device.rate.refresh()
-        self._backward.replay()
+        self._graphs.backward(gradient)
 
 
 class _Loan:
-    """The graphs' memory is in use as long as this lives."""
+    """Marks the graphs' memory as in use, as long as it lives."""
 
 
 class _Replay(torch.autograd.Function):
-    """Arguments: the anchor, a capture, the indices and the offsets of its lookups."""
+    """Replays a capture; arguments are the anchor, the capture, the indices and the offsets of its lookups."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, capture: _Capture, *inputs: Tensor) -> Tensor:

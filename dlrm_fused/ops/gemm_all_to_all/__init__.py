@@ -18,7 +18,6 @@ How it runs (Punniyamurthy et al., arXiv 2305.06942, "GEMM + All-to-All"):
 * on the CPU: torch's product, stored in the other process's memory.
 """
 
-from dlrm_fused.deprecated import moved_names
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups as Groups
 from dlrm_fused.ops.gemm_all_to_all.kernel import Routes as Routes
 from dlrm_fused.ops.gemm_all_to_all.op import FP8 as FP8
@@ -28,5 +27,3 @@ from dlrm_fused.ops.gemm_all_to_all.reference import reference as reference
 from dlrm_fused.ops.gemm_all_to_all.reference import routed_reference as routed_reference
 from dlrm_fused.ops.gemm_all_to_all.schedule import schedule_of as schedule_of
 from dlrm_fused.ops.gemm_all_to_all.workspace import GemmWorkspace as GemmWorkspace
-
-__getattr__ = moved_names(__name__)

@@ -17,9 +17,6 @@ How it runs:
 The order of addition is that of ranks, everywhere: all ranks get the same bits.
 """
 
-from dlrm_fused.deprecated import moved_names
 from dlrm_fused.ops.gemv_all_reduce.op import gemv_all_reduce as gemv_all_reduce
 from dlrm_fused.ops.gemv_all_reduce.reference import reference as reference
 from dlrm_fused.ops.gemv_all_reduce.workspace import GemvWorkspace as GemvWorkspace
-
-__getattr__ = moved_names(__name__)

@@ -1,0 +1,646 @@
+"""Predicts with an exported model; this file and the folder it lies in need torch and NumPy, and nothing else.
+
+    from loader import load
+    model = load("model")
+    probabilities = model.predict([{"price": 3.5, "item": "a17", "categories": ["x", "y"]}])
+
+The folder: ``manifest.json`` says what the model takes, ``dense.pt2`` is the part after the embeddings, by torch.export,
+``tables.safetensors`` holds for each table ``<table>.rows`` ([rows, dim], float32, float16 or int8) and, for int8,
+``<table>.scales`` ([rows] float32, by which a row is multiplied). Where ``transformation/`` is there, rows have the columns of
+the table that the model was trained on; otherwise ids and numbers as a prepared data set has them.
+``dlrm_rows_<digest>/`` is the code that reads and applies the transformation, the one of training, and that checks files.
+``checksums.json`` has those of all files, with which they are compared at loading.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import torch
+
+from dlrm_fused.checksums import CHECKSUMS_FILE, Checksums
+from dlrm_fused.datasets.transformation import DenseTransform, IdEncoding, Transformation, ids_of, token_name
+from dlrm_fused.datasets.transformation import Values as Kind
+from dlrm_fused.datasets.values import LARGEST_FLOAT32, NullMarkers, number_of, whole_of
+from dlrm_fused.errors import DataError
+from dlrm_fused.records import read_json
+
+logger = logging.getLogger("dlrm_fused")
+
+FORMAT_VERSION = 2
+_EXPORT_AGAIN = "export the model again"
+HISTORY = "history"  # the field of a row with its past interactions, oldest first
+
+_GAP_ROWS = 32
+_DTYPES = {"F32": np.float32, "F16": np.float16, "I8": np.int8}
+
+
+class InputError(ValueError):
+    """Raised for a row that cannot be used; the message names the row, the feature and the value."""
+
+
+class Bags(NamedTuple):
+    """Holds the ids of one feature in n bags: ids [total] int64, bag after bag; lengths [n] int64."""
+
+    ids: np.ndarray
+    lengths: np.ndarray
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs that n rows are to the model.
+
+    Attributes:
+        dense: [n, dense features] float32.
+        bags: of each sparse feature n bags; of each token feature n * (history length + 1), those of a row together: its
+            history, oldest first, then the candidate, then empty ones.
+        history_lengths: [n] int64; zeros for a model that reads no histories.
+    """
+
+    dense: np.ndarray
+    bags: tuple[Bags, ...]
+    history_lengths: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.dense)
+
+    @staticmethod
+    def join(parts: Sequence[Inputs]) -> Inputs:
+        """Return the inputs of the rows of all parts, in their order."""
+        if len(parts) == 1:
+            return parts[0]
+        bags = zip(*(part.bags for part in parts), strict=True)
+        return Inputs(
+            np.concatenate([part.dense for part in parts]),
+            tuple(Bags(*map(np.concatenate, zip(*of_feature, strict=True))) for of_feature in bags),
+            np.concatenate([part.history_lengths for part in parts]),
+        )
+
+
+@dataclass(frozen=True)
+class Table:
+    """An embedding table: rows [rows, dim]; scales [rows] for int8, otherwise None."""
+
+    rows: np.ndarray
+    scales: np.ndarray | None = None
+
+    def pool(self, bags: Bags) -> torch.Tensor:
+        """Return the sum of each bag's rows: [n, dim] float32."""
+        rows = self.rows[bags.ids].astype(np.float32)
+        if self.scales is not None:
+            rows *= self.scales[bags.ids, None]
+        if (bags.lengths == 1).all():
+            return torch.from_numpy(rows)
+        of_row = np.repeat(np.arange(len(bags.lengths)), bags.lengths)
+        return torch.zeros(len(bags.lengths), rows.shape[1]).index_add_(0, torch.from_numpy(of_row), torch.from_numpy(rows))
+
+
+@dataclass(frozen=True)
+class Model:
+    """An exported model. Any thread may predict, several at a time.
+
+    Attributes:
+        info: the content of ``manifest.json``.
+        dense_part: maps dense features, pooled embeddings and, with histories, those of tokens and history lengths to
+            probabilities, as of :meth:`score`.
+        tables: of each sparse and token feature, in their order.
+        rows: turns rows into :class:`Inputs`.
+    """
+
+    info: dict[str, Any]
+    dense_part: Callable[..., torch.Tensor]
+    tables: tuple[Table, ...]
+    rows: Rows
+
+    @property
+    def labels(self) -> list[str]:
+        """The names of the labels, in the order of the predictions."""
+        return list(self.info["labels"])
+
+    def predict(self, rows: Any) -> np.ndarray:
+        """Return the probability of each row: [n] float32; [n, L] of L > 1 labels, in the order of :attr:`labels`.
+
+        Args:
+            rows: a list of dicts, one value for each feature; or a column for each: an Arrow table, a data frame of pandas
+                or polars, or a dict of arrays and lists.
+
+        Raises:
+            InputError: if a row has unknown features, lacks one, or holds a value that cannot be used.
+        """
+        return self.score(self.encode(rows))
+
+    def encode(self, rows: Any) -> Inputs:
+        """Return the inputs for :meth:`score`; arguments and errors are those of :meth:`predict`."""
+        return self.rows.encode(rows_of(rows))
+
+    @torch.no_grad()
+    def score(self, inputs: Inputs) -> np.ndarray:
+        """Return the probability of each row, as :meth:`predict` does."""
+        if not len(inputs):
+            return np.zeros((0, len(self.labels)) if len(self.labels) > 1 else 0, np.float32)
+        pooled = [table.pool(bags) for table, bags in zip(self.tables, inputs.bags, strict=True)]
+        sparse = len(self.info["sparse_features"])
+        arguments = [torch.from_numpy(inputs.dense), torch.cat(pooled[:sparse], dim=1)]
+        if self.info["token_features"]:
+            arguments += [torch.cat(pooled[sparse:], dim=1), torch.from_numpy(inputs.history_lengths)]
+        return self.dense_part(*arguments).numpy()
+
+
+def load(folder: str | Path) -> Model:
+    """Load the model in a folder that export.py wrote; tables are memory-mapped.
+
+    Raises:
+        ValueError: if it is of another format version, or damaged.
+        FileNotFoundError: if a file is missing.
+    """
+    folder = Path(folder)
+    check_files(folder)
+    info = read_manifest(folder)
+    arrays = read_safetensors(folder / "tables.safetensors")
+    names = [feature["name"] for feature in info["sparse_features"] + info["token_features"]]
+    tables = tuple(Table(arrays[f"{name}.rows"], arrays.get(f"{name}.scales")) for name in names)
+    try:
+        dense_part = torch.export.load(folder / "dense.pt2").module()
+    except Exception as error:  # a damaged archive may raise anything
+        raise ValueError(f"{folder / 'dense.pt2'}: damaged ({type(error).__name__}); export the model again") from error
+    return Model(info, dense_part, tables, read_rows(folder, info))
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read ``manifest.json``, which says what the model takes.
+
+    Raises:
+        ValueError: if the file is damaged or of another version.
+        FileNotFoundError: if it is missing.
+    """
+    path = folder / "manifest.json"
+    _check_presence(path)
+    with _refused_as_value_error():
+        info = read_json(path, DataError, _EXPORT_AGAIN)
+    if info.get("format_version") != FORMAT_VERSION:
+        raise ValueError(
+            f"{folder}: format version {info.get('format_version')}, this loader reads {FORMAT_VERSION}; {_EXPORT_AGAIN}"
+        )
+    return info
+
+
+def check_files(folder: Path) -> None:
+    """Read all files and compare them with ``checksums.json``; a model of an earlier release has none, which is logged.
+
+    Raises:
+        ValueError: if a file is not as export.py wrote it.
+        FileNotFoundError: if one is missing.
+    """
+    with _refused_as_value_error():
+        checksums = Checksums.load(folder, DataError, _EXPORT_AGAIN)
+        if checksums is None:
+            logger.warning("%s: exported by an earlier release, without checksums: damage of its bytes cannot be seen", folder)
+            return
+        lacking = {"manifest.json", "dense.pt2", "tables.safetensors"} - checksums.files.keys()
+        if lacking:
+            raise DataError(f"{folder / CHECKSUMS_FILE}: damaged: lacks {', '.join(sorted(lacking))}; {_EXPORT_AGAIN}")
+        for name in checksums.files:
+            _check_presence(folder / name)
+            checksums.check(folder, name, DataError, _EXPORT_AGAIN)
+
+
+def _check_presence(path: Path) -> None:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: missing; {_EXPORT_AGAIN}")
+
+
+@contextmanager
+def _refused_as_value_error() -> Iterator[None]:
+    """Raise errors of this package as ValueError: users of an exported model know Python's errors alone."""
+    try:
+        yield
+    except DataError as error:
+        raise ValueError(str(error)) from None
+
+
+def read_safetensors(path: Path) -> dict[str, np.ndarray]:
+    """Map the tensors of a safetensors file: 8 bytes with the length of a JSON header, the header, and the data.
+
+    Own code, since a fresh environment need not have the safetensors package, which would also copy the tables into memory.
+
+    Raises:
+        ValueError: if the file is cut off.
+    """
+    data = np.memmap(path, np.uint8, "r")
+    begin = 8 + int(data[:8].view("<u8")[0])
+    header = json.loads(bytes(data[8:begin]))
+    header.pop("__metadata__", None)
+    if begin + max(entry["data_offsets"][1] for entry in header.values()) != len(data):
+        raise ValueError(f"{path}: cut off or damaged; export the model again")
+    arrays = {}
+    for name, entry in header.items():
+        first, end = entry["data_offsets"]
+        arrays[name] = data[begin + first : begin + end].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    return arrays
+
+
+def read_rows(folder: Path, info: Mapping[str, Any]) -> Rows:
+    """Return the object that turns rows into inputs of the model that ``info`` describes."""
+    path = folder / "transformation"
+    if not path.is_dir():
+        return PreparedRows(info)
+    trained_with = info.get("data", {}).get("transformation")
+    found = json.loads((path / "transformation.json").read_text()).get("digest")
+    if trained_with is not None and trained_with != found:
+        raise ValueError(f"{path}: is another transformation than the model was trained with; export the model again")
+    return TableRows(info, path)
+
+
+def rows_of(table: Any) -> Sequence[Mapping[str, Any]]:
+    """Return the rows of a table as dicts; return anything that :meth:`Model.predict` does not take as a table as it is.
+
+    Raises:
+        InputError: if columns differ in their length.
+    """
+    if hasattr(table, "to_dicts"):  # polars
+        rows: Sequence[Mapping[str, Any]] = table.to_dicts()
+        return rows
+    if hasattr(table, "to_pylist"):  # Arrow; without pandas it has no Python values of nanoseconds
+        columns = {
+            name: (
+                column.cast("timestamp[us]", safe=False) if str(column.type).startswith("timestamp[ns") else column
+            ).to_pylist()
+            for name, column in zip(table.schema.names, table.columns, strict=True)
+        }
+    elif hasattr(table, "to_dict"):  # pandas
+        columns = {name: table[name].tolist() for name in table.columns}
+    elif isinstance(table, Mapping):
+        columns = {name: _listed(column) for name, column in table.items()}
+    else:
+        return table  # type: ignore[no-any-return]
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise InputError(f"columns of different lengths: {_shown(lengths)}; allowed: a value for each row in every column")
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _listed(column: Any) -> list[Any]:
+    if isinstance(column, np.ndarray) and column.dtype.kind == "M":
+        return column.astype("datetime64[us]").tolist()  # a list of nanoseconds would have no times of Python
+    return list(column)
+
+
+class Values:
+    """Reads the values of a feature, and makes ids of them.
+
+    Attributes:
+        is_list: whether a row has a list of them.
+        rows: of the table; ids are taken modulo them, as in training.
+    """
+
+    allowed: str
+
+    def __init__(self, is_list: bool, rows: int) -> None:
+        self.is_list, self.rows = is_list, rows
+
+    def listed(self, value: Any) -> list[Any] | None:
+        """Return the values of a row of a list feature; None if it is no list."""
+        return list(value) if isinstance(value, list | tuple | np.ndarray) else None
+
+    def read(self, value: Any) -> Any:
+        """Return the value that becomes an id; raise ValueError if there is none."""
+        raise NotImplementedError
+
+
+class Ids(Values):
+    """Reads ids as they are."""
+
+    def __init__(self, limit: int, rows: int, is_list: bool) -> None:
+        super().__init__(is_list, rows)
+        self.allowed = f"whole numbers from 0 to {limit - 1}"
+        self._limit = limit
+
+    def read(self, value: Any) -> int:
+        is_whole = hasattr(value, "__index__") and not isinstance(value, bool | np.bool_ | np.ndarray)
+        if not is_whole or not 0 <= operator.index(value) < self._limit:
+            raise ValueError(value)
+        return operator.index(value)
+
+
+class Label(Ids):
+    """Reads a label of a past interaction, in the types that a column of labels may have."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__(2, rows, is_list=False)
+
+    def read(self, value: Any) -> int:
+        return super().read(whole_of(value))
+
+
+class Categories(Values):
+    """Reads values of a column of the table that the model was trained on.
+
+    Args:
+        limit: the model was trained on ids below it.
+
+    Raises:
+        ValueError: if the encoding gives larger ids.
+    """
+
+    def __init__(self, encoding: IdEncoding, limit: int, rows: int) -> None:
+        super().__init__(encoding.column.is_list, rows)
+        if encoding.rows > limit:
+            raise ValueError(
+                f"column {encoding.column.name} has {encoding.rows} ids, the model {limit}; export the model again"
+            )
+        self.encoding = encoding
+        self.is_text = encoding.column.values is Kind.text
+        self.allowed = "text, or null" if self.is_text else "whole numbers of 64 bits, or null"
+
+    def listed(self, value: Any) -> list[Any] | None:
+        separator = self.encoding.column.separator
+        if separator and isinstance(value, str | bytes):
+            text = value.decode() if isinstance(value, bytes) else value
+            return [None] if text in self.encoding.nulls.texts else list(text.split(separator))
+        return [None] if value is None else super().listed(value)
+
+    def read(self, value: Any) -> int | str | None:
+        return self.encoding.read(value)
+
+
+class Number:
+    """Reads a dense feature of a prepared data set: finite numbers, as they are."""
+
+    allowed = "finite numbers"
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def read(self, value: Any) -> float:
+        """Return the number; raise ValueError if it is none."""
+        if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
+            raise ValueError(value)
+        return number_of(value) if value == value else math.inf
+
+    def apply(self, values: np.ndarray) -> np.ndarray:
+        """Return the model's inputs for numbers [n]: [n]."""
+        return values
+
+
+class Column(Number):
+    """Makes a dense feature of a column of the table that the model was trained on."""
+
+    allowed = "numbers, or null"
+
+    def __init__(self, feature: DenseTransform, nulls: NullMarkers) -> None:
+        super().__init__(feature.name)
+        self._nulls = nulls
+        self.apply = feature.apply  # type: ignore[method-assign]
+
+    def read(self, value: Any) -> float:
+        return number_of(value, self._nulls)
+
+
+class Rows:
+    """Turns rows into inputs.
+
+    Attributes:
+        numbers: dense features that rows have.
+        categories: sparse features, by name, in the model's order.
+        tokens: token features, by name, in the model's order.
+        history: the name of a row's past interactions: ``HISTORY``, with ``_`` before it if a feature has that name.
+    """
+
+    def __init__(self, info: Mapping[str, Any]) -> None:
+        self.numbers: list[Number] = []
+        self.categories: dict[str, Values] = {}
+        self.tokens: dict[str, Values] = {}
+        self.history_length: int = info["history_length"]
+        self.history_only = {feature["name"] for feature in info["token_features"] if feature["history_only"]}
+        self.history = HISTORY
+
+    def avoid(self, names: Iterable[str]) -> None:
+        """Call past interactions by another name than the features of rows."""
+        taken = set(names)
+        while self.history in taken:
+            self.history = f"_{self.history}"
+
+    def features(self) -> set[str]:
+        """Return the names that each row has."""
+        raise NotImplementedError
+
+    def interactions(self, row: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
+        """Return the values of token features: of the last ``history_length`` past interactions, then of the candidate."""
+        raise NotImplementedError
+
+    def encode(self, rows: Sequence[Mapping[str, Any]]) -> Inputs:
+        """Return the inputs of rows; raise InputError for a row that cannot be used."""
+        wheres = [f"row {number}" for number in range(len(rows))]
+        check_names(rows, self.features(), wheres)
+        dense = self._dense(rows)
+        bags = [_read(values, name, [row[name] for row in rows], wheres) for name, values in self.categories.items()]
+        histories = [self.interactions(row, where) for row, where in zip(rows, wheres, strict=True)] if self.tokens else []
+        bags += [self._token_bags(name, values, histories) for name, values in self.tokens.items()]
+        lengths = [len(history) - 1 for history in histories] or [0] * len(rows)
+        ids = _ids([*self.categories.values(), *self.tokens.values()], [values for values, _ in bags])
+        found = tuple(Bags(each, lengths) for each, (_, lengths) in zip(ids, bags, strict=True))
+        return Inputs(dense, found, np.array(lengths, np.int64))
+
+    def _dense(self, rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
+        dense = np.ones((len(rows), max(len(self.numbers), 1)), np.float32)  # without numbers, the constant feature
+        values = np.empty((len(rows), len(self.numbers)))
+        with np.errstate(over="ignore"):
+            for column, number in enumerate(self.numbers):
+                values[:, column] = [self._number(number, row[number.name], at) for at, row in enumerate(rows)]
+                dense[:, column] = number.apply(values[:, column])
+        wrong = np.argwhere(~np.isfinite(dense[:, : len(self.numbers)]) | (np.abs(values) > LARGEST_FLOAT32))
+        if wrong.size:
+            row, column = wrong[0].tolist()
+            name = self.numbers[column].name
+            _refuse(f"row {row}", name, rows[row][name], "finite numbers of float32")
+        return dense
+
+    def _number(self, number: Number, value: Any, row: int) -> float:
+        try:
+            return number.read(value)
+        except (ValueError, TypeError):
+            _refuse(f"row {row}", number.name, value, number.allowed)
+
+    def _token_bags(
+        self, name: str, values: Values, histories: Sequence[Sequence[Mapping[str, Any]]]
+    ) -> tuple[list[Any], np.ndarray]:
+        present, tokens, wheres = [], [], []
+        for number, history in enumerate(histories):
+            for position, token in enumerate(history):
+                is_candidate = position == len(history) - 1
+                if not (is_candidate and name in self.history_only):
+                    present.append(number * (self.history_length + 1) + position)
+                    tokens.append(token[name])
+                    wheres.append(f"row {number}" if is_candidate else f"row {number}, {self.history}[{position}]")
+        elements, of_present = _read(values, name, tokens, wheres)
+        lengths = np.zeros(len(histories) * (self.history_length + 1), np.int64)
+        lengths[present] = of_present
+        return elements, lengths
+
+
+class PreparedRows(Rows):
+    """Takes rows with the features of a prepared data set: numbers and ids.
+
+    For a model that reads histories, a row has the token features of its candidate, and in ``history`` those of each past
+    interaction.
+    """
+
+    def __init__(self, info: Mapping[str, Any]) -> None:
+        super().__init__(info)
+        self.numbers = [Number(name) for name in info["dense_features"]]
+        for kind, into in (("sparse_features", self.categories), ("token_features", self.tokens)):
+            for feature in info[kind]:
+                into[feature["name"]] = Ids(feature["ids"], feature["rows"], feature["jagged"])
+        self._names = {number.name for number in self.numbers} | self.categories.keys()
+        self._names |= self.tokens.keys() - self.history_only
+        self.avoid(self._names)
+
+    def features(self) -> set[str]:
+        return self._names | ({self.history} if self.tokens else set())
+
+    def interactions(self, row: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
+        history = _history(row, self.history, where)
+        check_names(history, self.tokens.keys(), [f"{where}, {self.history}[{at}]" for at in range(len(history))])
+        return [*history[-self.history_length :], row]
+
+
+class TableRows(Rows):
+    """Takes rows with the columns of the table that the model was trained on.
+
+    For a model that reads histories, a row has the column of times, and in ``history`` each past interaction has it too, the
+    label (the first of several), and the columns that are tokens.
+    """
+
+    def __init__(self, info: Mapping[str, Any], folder: Path) -> None:
+        super().__init__(info)
+        with _refused_as_value_error():
+            transformation = Transformation.load(folder)
+        tables = {feature["name"]: feature for feature in info["sparse_features"] + info["token_features"]}
+        encodings = {encoding.column.name: encoding for encoding in transformation.sparse}
+
+        def categories(column: str, table: str) -> Categories:
+            return Categories(encodings[column], tables[table]["ids"], tables[table]["rows"])
+
+        self.numbers = [Column(feature, transformation.nulls) for feature in transformation.dense]
+        self.categories = {name: categories(name, name) for name in encodings}
+        self.label, self.time = transformation.labels[0], ""
+        self._format = transformation.table_format
+        history = transformation.history
+        if info["token_features"] and history is not None:
+            self.time, self.items = history.time, history.items
+            self.tokens = {token_name(name): categories(name, token_name(name)) for name in self.items}
+            self.tokens["token_label"] = Label(tables["token_label"]["rows"])
+            self.tokens["token_gap"] = Ids(_GAP_ROWS, tables["token_gap"]["rows"], False)
+        self._names = {number.name for number in self.numbers} | self.categories.keys() | ({self.time} if self.time else set())
+        self.avoid(self._names)
+
+    def features(self) -> set[str]:
+        return self._names | ({self.history} if self.time else set())
+
+    def interactions(self, row: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
+        history = _history(row, self.history, where)
+        wheres = [f"{where}, {self.history}[{at}]" for at in range(len(history))]
+        check_names(history, {self.time, self.label, *self.items}, wheres)
+        past = [self._seconds(each[self.time], at) for each, at in zip(history, wheres, strict=True)]
+        now = self._seconds(row[self.time], where)
+        for at, (before, after) in enumerate(pairwise([*past, now])):
+            if before > after or (at == len(past) - 1 and before == now):
+                shown = history[at][self.time]
+                _refuse(wheres[at], self.time, shown, f"times in ascending order, before the row's own, {row[self.time]!r}")
+        tokens = [self._token(each, gap) for each, gap in zip([*history, row], _gaps([*past, now]), strict=True)]
+        return tokens[-self.history_length - 1 :]
+
+    def _seconds(self, value: Any, where: str) -> int:
+        """Return the seconds since 1970 of a time, which is read as the times of the table are."""
+        try:
+            return self._format.seconds(value)
+        except ValueError:
+            as_table = f"times as --time-format {self._format.time} of the table says"
+            allowed = "seconds since 1970, or texts such as 2024-05-31T12:00:00"
+            _refuse(where, self.time, value, as_table if self._format.time else allowed)
+
+    def _token(self, interaction: Mapping[str, Any], gap: int) -> Mapping[str, Any]:
+        of_items = {token_name(name): interaction[name] for name in self.items}
+        return {**of_items, "token_label": interaction.get(self.label), "token_gap": gap}
+
+
+def check_names(rows: Iterable[Any], names: Iterable[str], wheres: Sequence[str]) -> None:
+    """Raise InputError unless each of ``rows`` is a dict with exactly these names; ``wheres`` name the rows."""
+    wanted = set(names)
+    for row, where in zip(rows, wheres, strict=True):
+        if not isinstance(row, dict):
+            raise InputError(f"{where}: {_shown(row)}; allowed: an object with the features {', '.join(sorted(wanted))}")
+        if row.keys() != wanted:
+            unknown, missing = sorted(map(str, row.keys() - wanted)), sorted(wanted - row.keys())
+            if unknown:
+                has = ", ".join(sorted(wanted))
+                raise InputError(
+                    f"{where}: unknown feature {_shown(unknown[0])}={_shown(row.get(unknown[0]))}; the model has: {has}"
+                )
+            raise InputError(f"{where}: feature {missing[0]} is missing; each row has all features")
+
+
+def _history(row: Mapping[str, Any], name: str, where: str) -> list[Any]:
+    history = row[name]
+    if not isinstance(history, list):
+        _refuse(where, name, history, "a list of past interactions, oldest first")
+    return history
+
+
+def _read(values: Values, name: str, of_rows: Sequence[Any], wheres: Sequence[str]) -> tuple[list[Any], np.ndarray]:
+    """Return the values that become ids, row after row, and their number in each row, [n]."""
+    read: list[Any] = []
+    lengths = []
+    for value, where in zip(of_rows, wheres, strict=True):
+        elements = values.listed(value) if values.is_list else [value]
+        if elements is None:
+            _refuse(where, name, value, f"a list of {values.allowed}")
+        for element in elements:
+            try:
+                read.append(values.read(element))
+            except (ValueError, TypeError):
+                _refuse(where, name, element, values.allowed)
+        lengths.append(len(elements))
+    return read, np.array(lengths, np.int64)
+
+
+def _ids(features: Sequence[Values], read: Sequence[list[Any]]) -> list[np.ndarray]:
+    """Return the ids of each feature, [total] int64, for the values that were read."""
+    encoded = iter(
+        ids_of([(each.encoding, of) for each, of in zip(features, read, strict=True) if isinstance(each, Categories)])
+    )
+    return [
+        (next(encoded) if isinstance(each, Categories) else np.array(of, np.int64)).astype(np.int64) % each.rows
+        for each, of in zip(features, read, strict=True)
+    ]
+
+
+def _gaps(seconds: Sequence[int]) -> list[int]:
+    """Return for each of ascending times the bucket of its distance to the last earlier one: b for [2^(b-1), 2^b) seconds, 0
+    for none."""
+    gaps: list[int] = []
+    earlier = None  # the last time that is less than that of the interactions at hand
+    for at, second in enumerate(seconds):
+        if at and seconds[at - 1] < second:
+            earlier = seconds[at - 1]
+        gaps.append(0 if earlier is None else min((second - earlier).bit_length(), _GAP_ROWS - 1))
+    return gaps
+
+
+def _shown(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else f"{shown[:80]}..."
+
+
+def _refuse(where: str, name: str, value: Any, allowed: str) -> NoReturn:
+    raise InputError(f"{where}, feature {name}: {_shown(value)}; allowed: {allowed}") from None

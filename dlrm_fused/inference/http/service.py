@@ -1,0 +1,71 @@
+"""Defines the paths of the service and their answers."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.requests import ClientDisconnect
+
+from dlrm_fused.inference.export.loader import Model
+from dlrm_fused.inference.http.batching import Batcher, Overloaded
+from dlrm_fused.inference.http.limits import Limits
+from dlrm_fused.inference.http.requests import by_row, parse, read_body, request_schema
+from dlrm_fused.inference.http.telemetry import ServiceMetrics
+
+logger = logging.getLogger("uvicorn.error")
+
+_CLIENT_GONE = 499  # nginx's status, for the metrics alone: nobody reads the answer
+
+
+def build_service(model: Model, limits: Limits) -> FastAPI:
+    """Return the ASGI application that predicts with a model."""
+    batcher = Batcher(model.score, limits, lambda rows: metrics.batch_rows.observe(rows))
+    metrics = ServiceMetrics(lambda: batcher.waiting_rows)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await batcher.close()
+
+    service = FastAPI(title=f"dlrm_fused: {model.info['run']}, step {model.info['step']}", lifespan=lifespan)
+
+    @service.post("/predict", openapi_extra=request_schema(model), summary="Probabilities of rows")
+    async def predict(request: Request) -> Response:
+        began = time.perf_counter()
+        try:
+            inputs = parse(await read_body(request, limits), model, limits)
+            answer = JSONResponse({"probabilities": by_row(await batcher.score(inputs), model.labels)})
+        except HTTPException as error:
+            answer = _refusal(error.status_code, error.detail)
+        except Overloaded:
+            answer = _refusal(503, f"{batcher.waiting_rows} rows are waiting; try again later")
+            answer.headers["Retry-After"] = "1"
+        except ClientDisconnect:
+            answer = _refusal(_CLIENT_GONE, "")
+        except Exception:
+            logger.exception("a batch could not be scored")
+            answer = _refusal(500, "internal error; the log of the service has the reason")
+        metrics.requests.labels(answer.status_code).inc()
+        metrics.seconds.observe(time.perf_counter() - began)
+        return answer
+
+    @service.get("/health", summary="The model that is served")
+    async def health() -> dict[str, Any]:
+        return {name: model.info[name] for name in ("run", "step", "table_dtype")}
+
+    @service.get("/metrics", summary="For Prometheus", response_class=Response)
+    async def prometheus() -> Response:
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    return service
+
+
+def _refusal(status: int, reason: str) -> JSONResponse:
+    return JSONResponse({"detail": reason}, status)

@@ -1,0 +1,1 @@
+"""Online scoring of candidates against kept histories. See docs/online.md."""

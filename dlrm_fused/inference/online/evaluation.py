@@ -1,0 +1,108 @@
+"""Online scores of a run compared with the full model's: the work of ``eval.py --online``.
+
+A request is the history of one sample of a split, and as candidates those of this sample and of samples after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dlrm_fused.config import Comm, Config, ModelKind, Precision, Split
+from dlrm_fused.datasets import Dataset, open_dataset
+from dlrm_fused.datasets.batch import Batch
+from dlrm_fused.datasets.schema import DatasetSchema
+from dlrm_fused.errors import ConfigError
+from dlrm_fused.inference.online.model import OnlineModel
+from dlrm_fused.inference.online.request_samples import RequestSamples
+from dlrm_fused.inference.online.scorer import MAX_CANDIDATES, OnlineScorer
+from dlrm_fused.training.build import build
+from dlrm_fused.training.checkpoint import restore_model
+from dlrm_fused.training.runtime import ErrorStore, Rank, join_run
+from dlrm_fused.training.saved_run import SavedRun, try_to_write, write_on_rank_0, write_result
+
+# Largest difference of probabilities. With bf16, autocast keeps some values of the full model in fp32.
+_MAX_DIFFERENCE = {Precision.bf16: 0.05}
+_MAX_DIFFERENCE_OTHERWISE = 1e-3
+
+
+def score_run_online(
+    run: Path,
+    checkpoint: str,
+    split: Split,
+    overrides: Sequence[str],
+    requests: int,
+    rank: Rank,
+    error_store: ErrorStore,
+    output: Path | None = None,
+) -> None:
+    """Score requests of a split with a checkpoint of a run, print how far scores are from the full model's, and write
+    ``online.json``. Collective.
+
+    Every tensor-parallel group answers all requests.
+
+    Args:
+        checkpoint: ``best``, ``last`` or a step.
+        overrides: ``key=value`` settings that replace those of the run.
+        requests: how many; the first candidate of each is compared with the full model, which takes these as one batch.
+        output: the JSON file. Default: ``online.json`` in the run's folder, left out if that may only be read.
+
+    Raises:
+        CheckpointError: if the run or the checkpoint does not exist, or does not fit.
+        ConfigError: if the model is no Transformer, or the split has too few samples.
+        RuntimeError: if scores differ from those of the full model.
+    """
+    saved = SavedRun.open(run, checkpoint, overrides)
+    config = saved.config
+    if config.model.kind is not ModelKind.transformer:
+        raise ConfigError(f"--online: the run has model.kind={config.model.kind.name}; it is for model.kind=transformer")
+    with join_run(config, rank, error_store) as device:
+        if output is not None:
+            write_on_rank_0(partial(try_to_write, output), output, rank)
+        dataset = open_dataset(config, device)
+        saved.check_data(dataset)
+        samples = _read(dataset, split, requests)
+        model = OnlineModel.build(config, dataset.schema, device, samples.longest_bag())
+        model.restore(saved.checkpoint)
+        expected = _full_model(config, dataset.schema, device, saved.checkpoint, samples.batch(min(requests, len(samples))))
+        difference = _difference(model.scorer, samples, expected)
+        if not difference <= _MAX_DIFFERENCE.get(config.training.precision, _MAX_DIFFERENCE_OTHERWISE):
+            raise RuntimeError(f"scores differ from those of the full model by up to {difference:.2g}")
+        if rank.index == 0:
+            print(f"scores differ from those of the full model by {difference:.2g} at most")
+        found = {"requests": len(expected), "difference_from_full_model": difference}
+        write_result({**found, "split": split.name, "step": saved.step}, run / "online.json", output, rank)
+
+
+def _read(dataset: Dataset, split: Split, requests: int) -> RequestSamples:
+    available = dataset.samples(split)
+    if available < MAX_CANDIDATES:
+        raise ConfigError(f"--split {split.name}: it has {available} samples; --online needs {MAX_CANDIDATES} at least")
+    rows = torch.arange(min(available, max(requests, MAX_CANDIDATES)), device=dataset.generator_device)
+    return RequestSamples(dataset.read(split, rows), dataset.schema.history_length)
+
+
+@torch.no_grad()
+def _full_model(config: Config, schema: DatasetSchema, device: torch.device, checkpoint: Path, batch: Batch) -> Tensor:
+    """Return the probabilities that the model as it was trained gives the samples. Collective."""
+    sharded = build(replace(config, comm=Comm.baseline), schema, device)
+    restore_model(checkpoint, sharded)
+    sharded.model.eval()
+    _, output = sharded.model(batch.to(device))
+    return torch.sigmoid(output.logits).cpu()
+
+
+def _difference(scorer: OnlineScorer, samples: RequestSamples, expected: Tensor) -> float:
+    """Return the largest difference of scores from ``expected``; each sample is scored alone, and among others."""
+    difference = 0.0
+    for sample, probability in enumerate(expected):
+        history = scorer.encode(samples.history(sample))
+        for count in (1, MAX_CANDIDATES):
+            score = scorer.score(history, samples.candidates(sample, count))[0]
+            difference = max(difference, float((score - probability).abs().max()))
+    return difference

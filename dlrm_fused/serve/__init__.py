@@ -1,1 +1,0 @@
-"""An exported model as an HTTP service: ``python -m dlrm_fused.serve --model model``."""

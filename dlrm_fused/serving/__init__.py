@@ -1,1 +1,0 @@
-"""Online scoring: candidates against histories that are kept. See docs/online.md."""

@@ -1,0 +1,323 @@
+"""An exported model predicts what eval.py predicts, with torch and NumPy alone; half an export is never there."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import safetensors.numpy
+from numpy.typing import NDArray
+from packaging.requirements import Requirement
+
+from benchmarks.serving.rows import prepared_rows
+from benchmarks.serving.service_process import running_service
+from dlrm_fused.datasets.preparation.parquet import ParquetOptions, write_parquet
+from dlrm_fused.errors import CheckpointError, ConfigError, DataError, UserError
+from dlrm_fused.inference.export.loader import load
+from dlrm_fused.inference.export.quality import Quality
+from dlrm_fused.inference.export.table_formats import convert
+from tests.distributed.launch import train
+from tests.inference.exporting import export, predictions_of_eval
+from tests.unit.prepared_sets import write_prepared_set
+
+ROOT = Path(__file__).parents[2]
+EXPERTS = ["model.experts.count=8", "model.experts.hidden=16"]
+HISTORY = ["model.d_model=16", "data.synthetic.history_length=6", "data.synthetic.history_items=200"]
+DIMS = ["embedding.tables.table_0.dim=4", "embedding.tables.table_3.dim=16"]
+# Layers and tables that are sharded over the two ranks that train them.
+MODELS = {
+    "dlrm": ["embedding.sharding=row_wise"],
+    "dcnv2": ["model.kind=dcnv2", "embedding.sharding=column_wise"],
+    "transformer": ["model.kind=transformer", *HISTORY],
+    "experts": ["model.top_mlp=[16,8,1]", "model.experts.top_k=3", "model.experts.shared_hidden=16", *EXPERTS],
+    "dlrm_of_unequal_tables": ["embedding.sharding=column_wise", *DIMS],
+    "dcnv2_of_unequal_tables": ["model.kind=dcnv2", "embedding.sharding=row_wise", *DIMS],
+    "transformer_of_unequal_tables": ["model.kind=transformer", *HISTORY, *DIMS, "embedding.tables.token_item.dim=12"],
+    "transformer_of_experts": [
+        "model.kind=transformer",
+        "model.tensor_parallel=1",
+        "model.experts.gate=sigmoid",
+        "model.experts.activation=swiglu",
+        *HISTORY,
+        *EXPERTS,
+    ],
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of each model, trained on two ranks."""
+    return train(tmp_path_factory.mktemp(request.param), 2, "training.max_steps=40", *MODELS[request.param])
+
+
+@pytest.fixture(scope="module", params=["dlrm", "transformer"])
+def of_two_labels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    settings = ["training.max_steps=40", "data.synthetic.labels=2", *MODELS[request.param]]
+    return train(tmp_path_factory.mktemp(f"two_labels_{request.param}"), 2, *settings)
+
+
+@pytest.fixture(scope="module")
+def dlrm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("dlrm"), 1, "training.max_steps=40")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A run's export in fp32: its folder, the rows of the test split, and what eval.py predicts for them."""
+
+    folder: Path
+    quality: Quality
+    rows: list[dict[str, Any]]
+    expected: NDArray[np.float32]
+
+
+@pytest.fixture(scope="module")
+def exported(run: Path) -> Exported:
+    return exported_of(run)
+
+
+def exported_of(run: Path) -> Exported:
+    folder = run.parent / "model"
+    quality = export(run, folder)
+    rows = prepared_rows(run, with_history=bool(load(folder).info["history_length"]))
+    return Exported(folder, quality, rows, predictions_of_eval(run))
+
+
+def test_predictions_are_those_of_eval(run: Path, exported: Exported) -> None:
+    model, rows, expected = load(exported.folder), exported.rows, exported.expected
+    assert len(rows) == 1501
+    np.testing.assert_allclose(model.predict(rows), expected, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(model.predict(rows[:1]), expected[:1], rtol=0, atol=1e-6)
+    assert exported.quality.auc_difference == 0
+    assert exported.quality.auc == pytest.approx(json.loads((run / "eval.json").read_text())["auc"], abs=1e-6)
+
+
+def test_a_thousand_rows_over_http_are_predicted_as_eval_predicts_them(exported: Exported) -> None:
+    body = json.dumps({"rows": exported.rows[:1000]}).encode()
+    with running_service(exported.folder) as service:
+        status, answer = service.request("POST", "/predict", body)
+    assert status == 200, answer
+    np.testing.assert_allclose(json.loads(answer)["probabilities"], exported.expected[:1000], rtol=0, atol=1e-6)
+
+
+def test_of_several_labels_there_is_a_prediction_for_each(of_two_labels: Path, tmp_path: Path) -> None:
+    export(of_two_labels, tmp_path / "model")
+    model = load(tmp_path / "model")
+    rows = prepared_rows(of_two_labels, with_history=bool(model.info["history_length"]))
+    expected = predictions_of_eval(of_two_labels)
+    assert model.labels == ["label_0", "label_1"]
+    assert expected.shape == (1501, 2)
+    np.testing.assert_allclose(model.predict(rows), expected, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(model.predict(rows[:1]), expected[:1], rtol=0, atol=1e-6)
+    assert model.predict([]).shape == (0, 2)
+    evaluated, quality = json.loads((of_two_labels / "eval.json").read_text()), model.info["quality"]
+    assert set(quality) == set(model.labels)
+    for label, of_label in quality.items():
+        assert of_label["auc_difference"] == 0
+        assert of_label["auc"] == pytest.approx(evaluated[f"auc/{label}"], abs=1e-6)
+
+
+@pytest.mark.parametrize(("table_dtype", "bound"), [("fp16", 1e-4), ("int8", 1e-3)])
+def test_smaller_tables_cost_little_auc(run: Path, tmp_path: Path, table_dtype: str, bound: float) -> None:
+    quality = export(run, tmp_path / "model", table_dtype)
+    assert quality.samples == 1501
+    assert abs(quality.auc_difference) < bound
+    written = json.loads((tmp_path / "model/manifest.json").read_text())
+    assert written["quality"]["auc_difference"] == quality.auc_difference
+    assert written["table_dtype"] == table_dtype
+
+
+PREDICT = """
+import json, sys
+from loader import load
+print(json.dumps(load("model").predict(json.load(sys.stdin)).tolist()))
+"""
+
+
+def environment_of(folder: Path, *packages: str) -> Path:
+    """A folder of links to what these packages and those that they require consist of, and to nothing else."""
+    wanted, seen = list(packages), set()
+    while wanted:
+        name = wanted.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        distribution = metadata.distribution(name)
+        requirements = [Requirement(line) for line in distribution.requires or []]
+        wanted += [each.name for each in requirements if each.marker is None or each.marker.evaluate({"extra": ""})]
+        for top in {file.parts[0] for file in distribution.files or [] if file.parts[0] not in ("..", "__pycache__")}:
+            if not (folder / top).exists():  # several packages share a folder, such as nvidia
+                (folder / top).symlink_to(distribution.locate_file(top))
+    return folder
+
+
+def test_the_loader_needs_torch_and_numpy_alone(exported: Exported, tmp_path: Path) -> None:
+    assert_loads_alone(exported, tmp_path)
+
+
+@pytest.mark.parametrize("of_two_labels", ["dlrm"], indirect=True)
+def test_the_loader_of_several_labels_needs_them_alone_too(of_two_labels: Path, tmp_path: Path) -> None:
+    assert_loads_alone(exported_of(of_two_labels), tmp_path)
+
+
+def assert_loads_alone(exported: Exported, tmp_path: Path) -> None:
+    (tmp_path / "packages").mkdir()
+    packages = environment_of(tmp_path / "packages", "torch", "numpy")
+    rows = exported.rows[:20]
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", PREDICT],
+        cwd=exported.folder.parent,
+        env={"PYTHONPATH": f"{exported.folder}:{packages}"},
+        input=json.dumps(rows),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_allclose(json.loads(done.stdout), load(exported.folder).predict(rows), rtol=0, atol=1e-7)
+
+
+def test_an_arrow_table_is_as_good_as_dicts(dlrm: Path, tmp_path: Path) -> None:
+    export(dlrm, tmp_path / "model")
+    model, rows = load(tmp_path / "model"), prepared_rows(dlrm)[:50]
+    assert model.predict(pa.Table.from_pylist(rows)).tolist() == model.predict(rows).tolist()
+    assert model.predict([]).tolist() == []
+
+
+@pytest.mark.parametrize("table_dtype", ["fp32", "fp16", "int8"])
+def test_tables_are_safetensors(dlrm: Path, tmp_path: Path, table_dtype: str) -> None:
+    export(dlrm, tmp_path / "model", table_dtype)
+    arrays = safetensors.numpy.load_file(tmp_path / "model/tables.safetensors")
+    dtype = {"fp32": np.float32, "fp16": np.float16, "int8": np.int8}[table_dtype]
+    assert arrays["table_3.rows"].shape == (700, 8)
+    assert arrays["table_3.rows"].dtype == dtype
+    assert ("table_3.scales" in arrays) == (table_dtype == "int8")
+
+
+def test_int8_rounds_each_row_to_a_254th_of_its_largest_value() -> None:
+    weight = (
+        np.random.default_rng(0).normal(size=(100, 16)).astype(np.float32) * np.logspace(-6, 3, 100, dtype=np.float32)[:, None]
+    )
+    weight[7] = 0
+    table = convert(weight, "int8")
+    assert table.scales is not None
+    error = np.abs(table.rows * table.scales[:, None] - weight).max(axis=1)
+    assert (error <= np.abs(weight).max(axis=1) / 254 * 1.0001).all()
+    assert not table.rows[7].any()
+
+
+@pytest.mark.parametrize("source", ["synthetic", "prepared", "parquet"])
+def test_rows_of_a_capped_table_are_found_modulo_the_cap(tmp_path: Path, source: str) -> None:
+    if source != "synthetic":
+        write_prepared_set(tmp_path / "prepared", {"train": 500, "validation": 50, "test": 50})
+        write_parquet(ParquetOptions(tmp_path / "prepared", tmp_path / "parquet", row_group_rows=100))
+    data = [f"data.source={source}", f"data.path={tmp_path / source}"]
+    run = train(tmp_path, 1, "training.max_steps=20", "embedding.max_rows=10", *data)
+    export(run, tmp_path / "model")
+    # As they are stored, while synthetic ids are made for the rows of the tables.
+    rows = prepared_rows(run, overrides=[] if source == "synthetic" else ["embedding.max_rows=0"])
+    np.testing.assert_allclose(load(tmp_path / "model").predict(rows), predictions_of_eval(run), rtol=0, atol=1e-6)
+
+
+def test_the_command_says_what_it_has_written(dlrm: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "export.py"), "--run", str(dlrm), "--output", "model", "--tables", "int8"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[0] == "model: tables in int8"
+    assert "difference of AUC: " in done.stdout
+    assert {path.name.partition("rows_")[0] for path in (tmp_path / "model").iterdir()} == {
+        "checksums.json",
+        "config.yaml",
+        "dense.pt2",
+        "dlrm_",
+        "loader.py",
+        "manifest.json",
+        "tables.safetensors",
+    }
+    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert again.returncode == 1
+    assert "ERROR --output model: exists already" in again.stderr + again.stdout
+    assert "Traceback" not in again.stderr
+
+
+def test_whoever_the_umask_allows_may_read_an_export(dlrm: Path, tmp_path: Path) -> None:
+    umask = os.umask(0o022)
+    try:
+        export(dlrm, tmp_path / "model")
+    finally:
+        os.umask(umask)
+    files = [path for path in (tmp_path / "model").rglob("*") if path.is_file()]
+    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in files} == {path.name: 0o644 for path in files}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"run": "nowhere"}, CheckpointError, "no run there"),
+        ({"checkpoint": "7"}, CheckpointError, "--checkpoint 7: .* has no such checkpoint"),
+        ({"overrides": ["data.source=prepared", "data.path=nowhere"]}, DataError, "data.path=nowhere: no such folder"),
+        ({"overrides": ["model.top_mlp=[32,1]"]}, CheckpointError, "belongs to other settings"),
+        ({"overrides": ["model.top=1"]}, ConfigError, "model.top: unknown setting"),
+    ],
+)
+def test_an_export_that_fails_leaves_nothing(
+    dlrm: Path, tmp_path: Path, arguments: dict[str, object], error: type[UserError], message: str
+) -> None:
+    from dlrm_fused.config import Split
+    from dlrm_fused.inference.export.folder import export_run
+
+    wanted = {
+        "run": dlrm,
+        "checkpoint": "last",
+        "output": tmp_path / "model",
+        "table_dtype": "fp32",
+        "split": Split.test,
+        "overrides": [],
+        **arguments,
+    }
+    with pytest.raises(error, match=message):
+        export_run(**{**wanted, "run": Path(str(wanted["run"]))})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["tables.safetensors", "manifest.json", "dense.pt2"])
+def test_a_damaged_model_is_not_loaded(dlrm: Path, tmp_path: Path, name: str) -> None:
+    export(dlrm, tmp_path / "model")
+    path = tmp_path / "model" / name
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=rf"{name}: damaged: .*; export the model again"):
+        load(tmp_path / "model")
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(ValueError, match=rf"{name}: damaged: .*; export the model again"):
+        load(tmp_path / "model")
+
+
+def test_a_model_without_checksums_is_loaded_and_that_is_told(dlrm: Path, tmp_path: Path, caplog: Any) -> None:
+    export(dlrm, tmp_path / "model")
+    (tmp_path / "model/checksums.json").unlink()
+    load(tmp_path / "model")
+    assert "without checksums" in caplog.text
+
+
+def test_a_full_disk_is_told_in_one_line(dlrm: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=24k", "tmpfs", disk]
+    if subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("may not mount a file system")
+    try:
+        with pytest.raises(ConfigError, match=r"^--output .*disk/model: cannot be written: No space left on device$"):
+            export(dlrm, disk / "model")
+        assert not list(disk.iterdir())
+    finally:
+        subprocess.run(["umount", disk], check=True)
