@@ -1,7 +1,7 @@
 """Bad inputs: all ranks end, soon, and one line says what is wrong.
 
-Every case runs the real program on two ranks. What it prints must be, to the letter, what docs/reference/errors.md shows for
-it; ``UPDATE_DOCS=1 pytest tests/distributed/test_bad_inputs.py`` writes that table anew.
+Every case runs the real program on two ranks. It must print, to the letter, the message that bad_inputs.md in this folder
+shows; ``UPDATE_DOCS=1 pytest tests/distributed/test_bad_inputs.py`` writes those tables anew.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.distributed.launch import SMALL, run_script, train
 from tests.unit.prepared_sets import write_prepared_set
 
 ROOT = Path(__file__).parents[2]
-DOCUMENT = ROOT / "docs/reference/errors.md"
+DOCUMENT = Path(__file__).with_name("bad_inputs.md")
 # From the start of a rank's work, imports aside, so from the moment the input is met at the latest.
 LIMIT_SECONDS = 60.0
 
@@ -514,7 +514,7 @@ def folder(shared: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def shown() -> Iterator[dict[str, str]]:
-    """Messages by input, as docs/reference/errors.md shows them; to be filled anew where UPDATE_DOCS is set."""
+    """Messages by input, as bad_inputs.md shows them; to be filled anew where UPDATE_DOCS is set."""
     if "UPDATE_DOCS" not in os.environ:
         yield dict(re.findall(r"^\| (.*) \| (.*) \|$", DOCUMENT.read_text(), re.MULTILINE))
         return
