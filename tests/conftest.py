@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 
 from tests.interpreter import quicken
+from tests.processor_time import ProcessorTime
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -35,11 +36,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="each worker keeps its ranks on cores of its own: faster, but ranks of one core do not truly run at once",
     )
+    parser.addoption(
+        "--most-processor-seconds",
+        type=float,
+        help="fail where all tests together, or one that is not marked slow, take more processor time than they should",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # All that tests import lives as long as the process: to search it for garbage is a third of the time of collection.
     gc.disable()
+    config.pluginmanager.register(ProcessorTime(config.option.most_processor_seconds))
     worker = getattr(config, "workerinput", None)
     if worker and config.option.core_per_worker:
         cores, index = sorted(os.sched_getaffinity(0)), int(worker["workerid"].removeprefix("gw"))

@@ -74,7 +74,7 @@ def test_ranks_are_where_they_are_told_to_be() -> None:
         (THREE_HOSTS, ["embedding.sharding=table_wise"]),
         (TWO_AND_TWO, MIXED),
         (ONE_AND_THREE, [*MIXED, "embedding.tables.table_0.dim=4", "embedding.tables.table_3.dim=12"]),
-        (ONE_AND_THREE, ["embedding.sharding=row_wise"]),
+        pytest.param(ONE_AND_THREE, ["embedding.sharding=row_wise"], marks=pytest.mark.slow),
         (ALL_ALONE, [*MIXED, "model.kind=dcnv2"]),
         pytest.param(TWO_AND_TWO, ["embedding.sharding=column_wise", "embedding.shard_columns=4"], marks=pytest.mark.slow),
         pytest.param(ONE_AND_THREE, MIXED, marks=pytest.mark.slow),
@@ -104,7 +104,7 @@ def test_losses_are_those_of_the_baseline(tmp_path: Path, hosts: tuple[int, ...]
         # Groups that share weights inside hosts, one over both, and two of which only one lies on both.
         (TWO_AND_TWO, [*TRANSFORMER, "model.tensor_parallel=2"]),
         pytest.param(TWO_AND_TWO, [*TRANSFORMER, "model.tensor_parallel=4"], marks=pytest.mark.slow),
-        (ONE_AND_THREE, [*TRANSFORMER, "model.tensor_parallel=2"]),
+        pytest.param(ONE_AND_THREE, [*TRANSFORMER, "model.tensor_parallel=2"], marks=pytest.mark.slow),
         (TWO_AND_TWO, EXPERTS),
         (ALL_ALONE, [*TRANSFORMER, "model.tensor_parallel=2"]),
         (ALL_ALONE, EXPERTS),
@@ -153,7 +153,7 @@ def test_auto_measures_what_then_runs_with_the_network_in_it_and_gives_the_same_
     assert losses(auto) == pytest.approx(losses(train(tmp_path / "baseline", 4, *settings)), rel=1e-5, abs=0)
 
 
-@pytest.mark.parametrize("comm", ["fused", "baseline"])
+@pytest.mark.parametrize("comm", ["fused", pytest.param("baseline", marks=pytest.mark.slow)])
 def test_a_run_of_four_ranks_that_is_started_again_has_the_bits_of_one_that_was_not(tmp_path: Path, comm: str) -> None:
     settings = [f"comm={comm}", "checkpoint.every_steps=10", "embedding.sharding=table_wise"]
 

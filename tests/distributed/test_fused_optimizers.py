@@ -210,7 +210,7 @@ def _message_of_weight_decay(world: World) -> str:
         return f"{type(raised.value).__name__}: {raised.value}"
 
 
-@pytest.mark.parametrize("kind", ["adam", "rowwise_adam"])
+@pytest.mark.parametrize("kind", ["adam", pytest.param("rowwise_adam", marks=pytest.mark.slow)])
 def test_runs_continue_with_the_other_and_evaluations_leave_no_trace(tmp_path, kind):
     """FBGEMM counts the lookups of evaluations as steps; a run that continues could not know of them."""
     settings = [

@@ -156,9 +156,8 @@ def waiting_for_rank_3(hosts: Hosts, folder: Path, place: str) -> Run:
     return run
 
 
-@pytest.mark.parametrize(
-    "place", [place if place == "the fused forward" else pytest.param(place, marks=pytest.mark.slow) for place in PLACES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
 def test_a_killed_rank_of_another_host_is_named_by_all_at_once(hosts: Hosts, tmp_path: Path, place: str) -> None:
     run = waiting_for_rank_3(hosts, tmp_path, place)
     run.ranks[3].kill()

@@ -73,7 +73,12 @@ def test_a_shuffled_run_is_evaluated_by_another_number_of_ranks(uninterrupted: P
 
 
 @pytest.mark.parametrize(
-    "number", [number if number < 2 else pytest.param(number, marks=pytest.mark.exhaustive) for number in range(10)]
+    "number",
+    [
+        0,
+        pytest.param(1, marks=pytest.mark.slow),
+        *(pytest.param(number, marks=pytest.mark.exhaustive) for number in range(2, 10)),
+    ],
 )
 def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path: Path, parquet: Path, uninterrupted: Path, number: int) -> None:
     """By SIGKILL to both ranks, a random time after a random step."""

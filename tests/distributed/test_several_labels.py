@@ -47,7 +47,7 @@ EASY = [
 ]
 
 
-@pytest.mark.parametrize("comm", ["fused", "baseline"])
+@pytest.mark.parametrize("comm", ["fused", pytest.param("baseline", marks=pytest.mark.slow)])
 def test_both_planted_labels_are_learned(tmp_path: Path, comm: str) -> None:
     """On two ranks, each AUC comes within 0.01 of what the true probabilities reach."""
     found = summary(train(tmp_path, 2, f"comm={comm}", *EASY))

@@ -627,7 +627,7 @@ def test_a_program_that_ends_without_closing_its_group_is_not_lost() -> None:
     assert outputs == ["left in good order\n", ""]
 
 
-@pytest.mark.parametrize("ending", ["destroys", "leaves"])
+@pytest.mark.parametrize("ending", [pytest.param("destroys", marks=pytest.mark.slow), "leaves"])
 def test_programs_that_end_right_after_a_collective_are_not_aborted(ending: str) -> None:
     """With its process group destroyed, and with all left to the end of Python."""
     command = [sys.executable, "-W", "ignore", "-c", END_AFTER_A_COLLECTIVE, str(ENDS), ending]

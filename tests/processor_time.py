@@ -1,0 +1,113 @@
+"""Processor time of the tests, with that of all processes that they start; a bound notices when tests grow.
+
+Processor time does not depend on what else the machine does. A slow machine needs more of it, so bounds are given for the
+machine on which they were recorded, and scaled by the time of a fixed piece of work.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Generator
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Seconds of _fixed_work where the bounds in the Makefile were recorded.
+_RECORDED_SECONDS = 0.10
+# One test without the mark `slow` may take so long there: the first of a worker starts the server, in 10 s.
+MOST_SECONDS_OF_A_TEST = 40.0
+_SHOWN = 10
+_SERVER: Any = forkserver._forkserver  # type: ignore[attr-defined]
+
+
+def processor_seconds() -> float:
+    """Return the seconds of this process, of its ended children, and of the server that forks ranks, with its ended ranks."""
+    seconds: float = sum(os.times()[:4])
+    stat = Path(f"/proc/{_SERVER._forkserver_pid}/stat")
+    if stat.exists():
+        # utime, stime, cutime and cstime of proc(5); the name before them may have spaces.
+        ticks = stat.read_text().rpartition(")")[2].split()[11:15]
+        seconds += sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+    return seconds
+
+
+def slowness() -> float:
+    """Return how many times longer this machine computes than that of the recorded bounds; at least 1."""
+    return max(1.0, min(_fixed_work() for _ in range(3)) / _RECORDED_SECONDS)
+
+
+def _fixed_work() -> float:
+    began = time.process_time()
+    total = 0
+    for number in range(3_000_000):
+        total += number & 7
+    return time.process_time() - began
+
+
+class ProcessorTime:
+    """Plugin of pytest that tells the processor time of the session, and fails it beyond ``most_seconds``."""
+
+    def __init__(self, most_seconds: float | None) -> None:
+        self._most_seconds = most_seconds
+        self._slowness = 1.0 if most_seconds is None else slowness()
+        self._last = processor_seconds()
+        self._of_workers = 0.0
+        self._by_test: Counter[str] = Counter()
+        self._slow: set[str] = set()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Generator[None, Any, Any]:
+        report = yield
+        now = processor_seconds()
+        # Sent to xdist's controller with the report.
+        report.processor_seconds, self._last = now - self._last, now
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._by_test[report.nodeid] += getattr(report, "processor_seconds", 0.0)
+        if {"slow", "exhaustive"} & set(report.keywords):
+            self._slow.add(report.nodeid)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self._of_workers += getattr(node, "workeroutput", {}).get("processor_seconds", 0.0)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        output = getattr(session.config, "workeroutput", None)
+        if output is not None:
+            output["processor_seconds"] = processor_seconds()
+        elif self._excess() and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        terminalreporter.section(f"processor time: {self._seconds():.0f} s")
+        for test, seconds in self._by_test.most_common(_SHOWN):
+            terminalreporter.line(f"{seconds:6.1f} s  {test}")
+        for line in self._excess():
+            terminalreporter.line(line, red=True)
+
+    def _seconds(self) -> float:
+        return self._of_workers + processor_seconds()
+
+    def _excess(self) -> list[str]:
+        """Return a line for each bound that the session has exceeded."""
+        if self._most_seconds is None:
+            return []
+        lines, most = [], self._most_seconds * self._slowness
+        if self._seconds() > most:
+            lines.append(
+                f"The tests took {self._seconds():.0f} s of processor time, more than {most:.0f} s: make them shorter, mark "
+                "long forms `slow`, or raise --most-processor-seconds in the Makefile and say why."
+            )
+        most = MOST_SECONDS_OF_A_TEST * self._slowness
+        for test, seconds in self._by_test.items():
+            if seconds > most and test not in self._slow:
+                lines.append(
+                    f"{test} took {seconds:.0f} s of processor time, more than {most:.0f} s: shorten it or mark it `slow`."
+                )
+        return lines
