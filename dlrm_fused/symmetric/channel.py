@@ -118,7 +118,7 @@ class Channel:
         self.fault = self.state[_FAULT : _FAULT + 1]
         on_gpu = group.device.type == "cuda"
         self.control = torch.zeros(8, dtype=torch.int64, pin_memory=on_gpu)
-        # How many looks at a flag a kernel takes in that time; 0 where no kernels run.
+        # The looks at a flag that a kernel takes in that time; 0 if no kernels run.
         poll_limit = 0
         if on_gpu or os.environ.get("TRITON_INTERPRET") == "1":
             poll_limit = math.ceil(timeout_seconds * _polls_per_second(group.device))
@@ -433,7 +433,7 @@ def _check_timeout(name: str, timeout_seconds: float) -> None:
 
 
 def _abort(state: Tensor, control: Tensor) -> Callable[[int], None]:
-    """What ends the waits of kernels when a peer is gone. Holds the two tensors, not the channel."""
+    """Return a function that ends the waits of kernels when a peer is gone. It holds the two tensors, not the channel."""
     words = control.numpy()
     # A stream of its own: the others may be behind the kernel that waits.
     stream = torch.cuda.Stream(state.device) if state.device.type == "cuda" else None

@@ -53,7 +53,7 @@ ABORT_CHECK = tl.constexpr(64)  # polls between two looks at the abort word
 
 
 class ChannelArgs(NamedTuple):
-    """What every kernel of a channel carries, as one argument; the attributes of a Channel say more of each.
+    """The arguments that every kernel of a channel carries, as one argument; the attributes of a Channel say more of each.
 
     Triton passes a tuple field by field, so it costs a launch no more than the fields would.
     """
@@ -299,7 +299,7 @@ def _wait_for_all(channel, words, there, value):
 
 @triton.jit
 def announced_offset(channel, peer):
-    """Where ``peer`` receives in this epoch, in bytes; only after :func:`wait_until_ready` for it in the same program."""
+    """Return the bytes at which ``peer`` receives in this epoch; only after :func:`wait_until_ready` in the same program."""
     return (tl.load(channel.flags + peer) & 0xFFFFFFFF) * OFFSET_UNIT
 
 
@@ -349,7 +349,7 @@ def uses_kernels(device: torch.device) -> bool:
 
 
 def polls_per_second(device: torch.device) -> float:
-    """How often :func:`wait` looks at its word per second, measured; turns a time limit into ``poll_limit``."""
+    """Return how many times per second :func:`wait` looks at its word, measured; it turns a time limit into ``poll_limit``."""
     return measured_polls_per_second(_poll, device)
 
 

@@ -158,7 +158,7 @@ def _scatter_backward(gradient: Tensor, x: Tensor, weight: Tensor, schedule: str
 
 
 def _for_pair(pair: Pair, schedule: str) -> str:
-    """The same schedule for the pair of the backward pass, where it has it."""
+    """Return the schedule for the pair of the backward pass: this one, where that pair has it."""
     return schedule if schedule in NAMES[pair] else AUTO
 
 

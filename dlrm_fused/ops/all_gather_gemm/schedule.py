@@ -1,4 +1,4 @@
-"""Which schedule ``auto`` takes for AllGather + GEMM and for GEMM + ReduceScatter."""
+"""The schedule that ``auto`` takes for AllGather + GEMM and for GEMM + ReduceScatter."""
 
 from __future__ import annotations
 

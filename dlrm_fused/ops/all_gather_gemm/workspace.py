@@ -17,7 +17,7 @@ from dlrm_fused.ops.schedules.piece_flags import PieceFlags
 from dlrm_fused.symmetric import SymmetricGroup, SymmetricMemory
 from dlrm_fused.symmetric.device import uses_kernels
 
-# Of programs of a launch: those that have begun, and those that have stored at the peers.
+# Counters of a launch: programs that have begun, and programs that have stored at the peers.
 COUNTERS = 2
 ROW_BYTES = 16  # rows of all matrices have a multiple of so many bytes
 
@@ -79,7 +79,7 @@ class ShardWorkspace(MatrixWorkspace):
         self.gathered = group.allocate(f"{name}.gathered", size)
         self.received = group.allocate(f"{name}.received", size)
         self.pieces = PieceFlags(self.channel, f"{name}.pieces", MOST_PIECES, has_own_channel=True)
-        # Of rows that are gathered beside another call.
+        # The flags of rows that are gathered beside another call.
         self.pieces_beside = PieceFlags(self.channels[1], f"{name}.pieces_beside", 1, has_own_channel=False)
         self.counters = torch.zeros(COUNTERS, dtype=torch.int64, device=group.device)
         self.gather_stream = torch.cuda.Stream(group.device, priority=-1) if group.device.type == "cuda" else None
@@ -99,7 +99,7 @@ class ShardWorkspace(MatrixWorkspace):
             self.group.release(memory)
 
     def meet_beside(self, work: Callable[[], Tensor], fingerprint: int) -> Tensor:
-        """As :func:`~dlrm_fused.ops.common.meeting.meet_beside`, in an epoch of the calls."""
+        """Do the work as :func:`~dlrm_fused.ops.common.meeting.meet_beside` does, in an epoch of the calls."""
         meeting = self.pieces.begin if self.is_by_kernels else None
         return meet_beside(work, self.channel, self.streams.beside, fingerprint, meeting=meeting)
 
