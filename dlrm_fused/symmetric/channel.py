@@ -38,6 +38,7 @@ from torch import Tensor
 from dlrm_fused.compat.triton import host_atomics
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.lasting import lasting
+from dlrm_fused.symmetric import device
 from dlrm_fused.symmetric.call_order import CallOrder
 from dlrm_fused.symmetric.device import channel_args, polls_per_second
 from dlrm_fused.symmetric.futex import wait_for_change, wake
@@ -45,22 +46,18 @@ from dlrm_fused.symmetric.memory import SymmetricGroup
 from dlrm_fused.symmetric.messages import Exchange, LateRankError, Why, without_empty
 from dlrm_fused.symmetric.puts import Puts
 
-# The words and values below are those of device.py.
-# Words of Channel.state.
-_EPOCH = 0
-_FAULT = 2
-_ABORT = 3
-# Words of Channel.control.
-_KIND, _WAITING, _PEER, _FAULT_EPOCH, _AWAITED, _LOST = 0, 1, 2, 3, 4, 7
-# Kinds of faults.
-_LIMIT_EXCEEDED, _ABORTED, _REFUSED, _MISMATCH = 1, 2, 3, 4
-# What was awaited.
-_READY, _ARRIVAL, _TAKEN = 0, 1, 2
+# Kernels and the host share these words and values; device.py says what each means.
+_EPOCH, _FAULT, _ABORT = (word.value for word in (device.EPOCH, device.FAULT, device.ABORT))
+_KIND, _WAITING, _PEER, _FAULT_EPOCH, _AWAITED, _LOST = (
+    word.value for word in (device.KIND, device.WAITING, device.PEER, device.FAULT_EPOCH, device.AWAITED, device.LOST)
+)
+_LIMIT_EXCEEDED, _ABORTED, _REFUSED, _MISMATCH = (
+    kind.value for kind in (device.LIMIT_EXCEEDED, device.ABORTED, device.REFUSED, device.MISMATCH)
+)
+_READY, _ARRIVAL, _TAKEN = device.READY.value, device.ARRIVAL.value, device.TAKEN.value
 _AWAITED_FOR = {_READY: "to be ready to receive", _ARRIVAL: "to send its data", _TAKEN: "to take its data"}
+OFFSET_UNIT, _REFUSED_OFFSET = device.OFFSET_UNIT.value, device.REFUSED_OFFSET.value
 
-# A ready word is epoch << 32 | offset / OFFSET_UNIT; the last offset means that the rank refuses to take part.
-OFFSET_UNIT = 4096
-_REFUSED_OFFSET = 0xFFFFFFFF
 # The half of a ready word, and of an arrival word, that each epoch changes.
 _HALF = {_READY: 1, _ARRIVAL: 0}
 
