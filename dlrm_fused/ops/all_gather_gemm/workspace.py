@@ -64,17 +64,9 @@ class ShardWorkspace(MatrixWorkspace):
         Raises:
             UsageError: on all ranks, if an argument is wrong on one of them, or they differ.
         """
-        super().__init__(
-            group,
-            name=name,
-            max_rows=max_rows,
-            max_columns=max_columns,
-            dtype=dtype,
-            timeout_seconds=timeout_seconds,
-            measures_schedules=measures_schedules,
-            channels=("", "beside"),
-            most_rows=MAX_ROWS_OF_ALL_RANKS // group.world_size,
-        )
+        most = MAX_ROWS_OF_ALL_RANKS // group.world_size
+        settings = max_rows, max_columns, dtype, timeout_seconds, measures_schedules
+        super().__init__(group, name, *settings, channels=("", "beside"), most_rows=most)
         size = max_rows * max_columns * dtype.itemsize
         self.gathered = group.allocate(f"{name}.gathered", size)
         self.received = group.allocate(f"{name}.received", size)

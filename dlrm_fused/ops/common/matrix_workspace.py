@@ -27,13 +27,13 @@ class MatrixWorkspace(Workspace):
     def __init__(
         self,
         group: SymmetricGroup,
-        *,
         name: str,
         max_rows: int,
         max_columns: int,
         dtype: torch.dtype,
         timeout_seconds: float,
         measures_schedules: bool,
+        *,
         channels: Sequence[str] = ("",),
         most_rows: int | None = None,
     ) -> None:

@@ -43,16 +43,9 @@ class GemmWorkspace(MatrixWorkspace):
         Raises:
             UsageError: on all ranks, if an argument is wrong on one of them, or they differ.
         """
-        super().__init__(
-            group,
-            name=name,
-            max_rows=max_rows,
-            max_columns=max_columns,
-            dtype=dtype,
-            timeout_seconds=timeout_seconds,
-            measures_schedules=measures_schedules,
-            most_rows=MAX_ROWS_OF_ALL_RANKS // group.world_size,
-        )
+        most = MAX_ROWS_OF_ALL_RANKS // group.world_size
+        settings = max_rows, max_columns, dtype, timeout_seconds, measures_schedules
+        super().__init__(group, name, *settings, most_rows=most)
         # A result, and for each row of it where it came from.
         self.origins_at = -(-max_rows * max_columns * dtype.itemsize // ROW_BYTES) * ROW_BYTES
         self.result_bytes = self.origins_at + 4 * max_rows

@@ -45,15 +45,8 @@ class GemvWorkspace(MatrixWorkspace):
         Raises:
             UsageError: on all ranks, if an argument is wrong on one of them, or they differ.
         """
-        super().__init__(
-            group,
-            name=name,
-            max_rows=max_rows,
-            max_columns=max_columns,
-            dtype=dtype,
-            timeout_seconds=timeout_seconds,
-            measures_schedules=measures_schedules,
-        )
+        settings = max_rows, max_columns, dtype, timeout_seconds, measures_schedules
+        super().__init__(group, name, *settings)
         ranks, few = group.world_size, min(max_rows, MAX_ROWS)
         self.schedules = self.schedules_from(MEASURED_ON, table_of(ranks, dtype))
         # Kernels sum what they reach by stores.
