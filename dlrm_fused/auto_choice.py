@@ -75,7 +75,7 @@ def device_seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _mean_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Of one run, after some that warm up. Collective if the run is."""
+    """Return the seconds that one run takes on the device, after some that warm up. Collective if the run is."""
     for _ in range(_WARMUP_RUNS):
         run()
     _synchronize(device)

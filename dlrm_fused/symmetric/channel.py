@@ -38,6 +38,7 @@ from torch import Tensor
 from dlrm_fused.compat.triton import host_atomics
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.lasting import lasting
+from dlrm_fused.symmetric import device
 from dlrm_fused.symmetric.call_order import CallOrder
 from dlrm_fused.symmetric.device import channel_args, polls_per_second
 from dlrm_fused.symmetric.futex import wait_for_change, wake
@@ -45,22 +46,18 @@ from dlrm_fused.symmetric.memory import SymmetricGroup
 from dlrm_fused.symmetric.messages import Exchange, LateRankError, Why, without_empty
 from dlrm_fused.symmetric.puts import Puts
 
-# The words and values below are those of device.py.
-# Words of Channel.state.
-_EPOCH = 0
-_FAULT = 2
-_ABORT = 3
-# Words of Channel.control.
-_KIND, _WAITING, _PEER, _FAULT_EPOCH, _AWAITED, _LOST = 0, 1, 2, 3, 4, 7
-# Kinds of faults.
-_LIMIT_EXCEEDED, _ABORTED, _REFUSED, _MISMATCH = 1, 2, 3, 4
-# What was awaited.
-_READY, _ARRIVAL, _TAKEN = 0, 1, 2
+# Kernels and the host share these words and values; device.py says what each means.
+_EPOCH, _FAULT, _ABORT = (word.value for word in (device.EPOCH, device.FAULT, device.ABORT))
+_KIND, _WAITING, _PEER, _FAULT_EPOCH, _AWAITED, _LOST = (
+    word.value for word in (device.KIND, device.WAITING, device.PEER, device.FAULT_EPOCH, device.AWAITED, device.LOST)
+)
+_LIMIT_EXCEEDED, _ABORTED, _REFUSED, _MISMATCH = (
+    kind.value for kind in (device.LIMIT_EXCEEDED, device.ABORTED, device.REFUSED, device.MISMATCH)
+)
+_READY, _ARRIVAL, _TAKEN = device.READY.value, device.ARRIVAL.value, device.TAKEN.value
 _AWAITED_FOR = {_READY: "to be ready to receive", _ARRIVAL: "to send its data", _TAKEN: "to take its data"}
+OFFSET_UNIT, _REFUSED_OFFSET = device.OFFSET_UNIT.value, device.REFUSED_OFFSET.value
 
-# A ready word is epoch << 32 | offset / OFFSET_UNIT; the last offset means that the rank refuses to take part.
-OFFSET_UNIT = 4096
-_REFUSED_OFFSET = 0xFFFFFFFF
 # The half of a ready word, and of an arrival word, that each epoch changes.
 _HALF = {_READY: 1, _ARRIVAL: 0}
 
@@ -118,7 +115,7 @@ class Channel:
         self.fault = self.state[_FAULT : _FAULT + 1]
         on_gpu = group.device.type == "cuda"
         self.control = torch.zeros(8, dtype=torch.int64, pin_memory=on_gpu)
-        # How many looks at a flag a kernel takes in that time; 0 where no kernels run.
+        # The looks at a flag that a kernel takes in that time; 0 if no kernels run.
         poll_limit = 0
         if on_gpu or os.environ.get("TRITON_INTERPRET") == "1":
             poll_limit = math.ceil(timeout_seconds * _polls_per_second(group.device))
@@ -433,7 +430,7 @@ def _check_timeout(name: str, timeout_seconds: float) -> None:
 
 
 def _abort(state: Tensor, control: Tensor) -> Callable[[int], None]:
-    """What ends the waits of kernels when a peer is gone. Holds the two tensors, not the channel."""
+    """Return a function that ends the waits of kernels when a peer is gone. It holds the two tensors, not the channel."""
     words = control.numpy()
     # A stream of its own: the others may be behind the kernel that waits.
     stream = torch.cuda.Stream(state.device) if state.device.type == "cuda" else None

@@ -36,24 +36,33 @@ PROGRAMS_DONE = tl.constexpr(1)  # of the running launch
 FAULT = tl.constexpr(2)  # 1 after a fault: nothing is sent or awaited any more
 ABORT = tl.constexpr(3)  # rank + 1 of a peer that the host knows to be lost
 
-# Kinds of faults, word 0 of Channel.control.
+# Words of Channel.control: the first fault of a channel.
+KIND = tl.constexpr(0)
+WAITING = tl.constexpr(1)  # the rank that waited
+PEER = tl.constexpr(2)  # the rank for which it waited
+FAULT_EPOCH = tl.constexpr(3)
+AWAITED = tl.constexpr(4)
+LOST = tl.constexpr(7)  # rank + 1 of a peer that is lost; the host alone writes and reads it
+
+# Kinds of faults, the word KIND.
 LIMIT_EXCEEDED = tl.constexpr(1)
 ABORTED = tl.constexpr(2)
 REFUSED = tl.constexpr(3)
 MISMATCH = tl.constexpr(4)
 
-# What was awaited, word 4 of Channel.control.
+# Awaited events, the word AWAITED.
 READY = tl.constexpr(0)
 ARRIVAL = tl.constexpr(1)
+TAKEN = tl.constexpr(2)  # a slice by its receiver
 
-# A ready word is epoch << 32 | offset / 4096; this offset says that the rank has refused to take part.
+# A ready word is epoch << 32 | offset / OFFSET_UNIT; this offset says that the rank has refused to take part.
 REFUSED_OFFSET = tl.constexpr(0xFFFFFFFF)
 OFFSET_UNIT = tl.constexpr(4096)
 ABORT_CHECK = tl.constexpr(64)  # polls between two looks at the abort word
 
 
 class ChannelArgs(NamedTuple):
-    """What every kernel of a channel carries, as one argument; the attributes of a Channel say more of each.
+    """The arguments that every kernel of a channel carries, as one argument; the attributes of a Channel say more of each.
 
     Triton passes a tuple field by field, so it costs a launch no more than the fields would.
     """
@@ -183,12 +192,12 @@ def report_fault(channel, kind, peer, epoch, awaited):
     first = tl.atomic_cas(channel.state + FAULT, tl.zeros((), tl.int64), tl.full((), 1, tl.int64), sem="relaxed", scope="gpu")
     if first == 0:
         record = channel.control.to(tl.pointer_type(tl.int64))
-        tl.store(record + 1, tl.full((), channel.rank, tl.int64))
-        tl.store(record + 2, peer + tl.zeros((), tl.int64))
-        tl.store(record + 3, epoch)
-        tl.store(record + 4, awaited)
+        tl.store(record + WAITING, tl.full((), channel.rank, tl.int64))
+        tl.store(record + PEER, peer + tl.zeros((), tl.int64))
+        tl.store(record + FAULT_EPOCH, epoch)
+        tl.store(record + AWAITED, awaited)
         tl.debug_barrier()
-        tl.store(record, kind)
+        tl.store(record + KIND, kind)
 
 
 @triton.jit
@@ -299,7 +308,7 @@ def _wait_for_all(channel, words, there, value):
 
 @triton.jit
 def announced_offset(channel, peer):
-    """Where ``peer`` receives in this epoch, in bytes; only after :func:`wait_until_ready` for it in the same program."""
+    """Return the bytes at which ``peer`` receives in this epoch; only after :func:`wait_until_ready` in the same program."""
     return (tl.load(channel.flags + peer) & 0xFFFFFFFF) * OFFSET_UNIT
 
 
@@ -349,7 +358,7 @@ def uses_kernels(device: torch.device) -> bool:
 
 
 def polls_per_second(device: torch.device) -> float:
-    """How often :func:`wait` looks at its word per second, measured; turns a time limit into ``poll_limit``."""
+    """Return how many times per second :func:`wait` looks at its word, measured; it turns a time limit into ``poll_limit``."""
     return measured_polls_per_second(_poll, device)
 
 

@@ -1,4 +1,4 @@
-"""What calls of both operators have in common: operands, the ranks of pieces, and how the peers learn that a piece has come."""
+"""The part that calls of both operators share: operands, the ranks of pieces, and how the peers learn that a piece has come."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class PiecesCall:
         return (self.rank - piece.shift) % self.ranks
 
     def number(self, piece: Piece) -> int:
-        """Of a piece among all from one rank to another."""
+        """Return the number of a piece among all from one rank to another."""
         return piece.depth_part * len(self.schedule.parts) + piece.number
 
     def _mark(self, task: Task) -> None:

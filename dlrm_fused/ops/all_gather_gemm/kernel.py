@@ -58,7 +58,7 @@ class Epoch(NamedTuple):
 
     @property
     def args(self) -> tuple[Any, ...]:
-        """Of a kernel that waits for pieces."""
+        """The arguments of a kernel that waits for pieces."""
         return self.ends, self.pieces.args, self.channel.args
 
 
@@ -409,7 +409,10 @@ def multiply_arriving(
 def push_and_multiply(
     own: Tensor, memory: SymmetricMemory, weight: Tensor, out: Tensor, epoch: Epoch, *, is_transposed: bool
 ) -> None:
-    """As :func:`multiply_arriving`, in an epoch that the kernel begins; it sends the own rows to the peers, in one piece."""
+    """Multiply as :func:`multiply_arriving` does, in an epoch that the kernel begins.
+
+    The kernel sends the own rows to the peers, in one piece.
+    """
     (rows, depth), columns, ranks = own.shape, out.shape[1], epoch.channel.group.world_size
     tiles, pushers = tiles_and_pushers(rows, columns, depth, own.element_size(), ranks - 1, gpu_of(own.device))
     count = triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns)

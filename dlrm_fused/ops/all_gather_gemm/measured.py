@@ -1,4 +1,4 @@
-"""What was measured of AllGather + GEMM and GEMM + ReduceScatter, by shape: rows of all ranks, columns and K of one rank, and
+"""The measurements of AllGather + GEMM and GEMM + ReduceScatter, by shape: rows of all ranks, columns and K of one rank, and
 bytes of an element.
 
 Nothing here is needed for a right result: for other shapes there is a rule, and ``auto`` measures for itself.

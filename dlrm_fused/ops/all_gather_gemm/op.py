@@ -30,7 +30,7 @@ def all_gather_gemm(workspace: ShardWorkspace, x: Tensor, weight: Tensor, *, sch
             be equal on all ranks. Rows of x, weight and result are multiples of 16 bytes.
         weight: [N, K], contiguous, in the workspace's dtype: this rank's part of the output features.
         schedule: one of ``library``, ``kernel``, ``chunks``, ``chunks_2``, ``chunks_4``, ``tapered``, ``deep_2``,
-            ``arriving``, ``arriving_4`` and ``arriving_8``, see docs/schedules.md; or ``auto``, which takes the fastest: from a
+            ``arriving`` and ``arriving_4``, see docs/schedules.md; or ``auto``, which takes the fastest: from a
             table, or measured here by the first call with a shape. Without a GPU, and between hosts, all but ``library`` are
             one.
 
@@ -158,7 +158,7 @@ def _scatter_backward(gradient: Tensor, x: Tensor, weight: Tensor, schedule: str
 
 
 def _for_pair(pair: Pair, schedule: str) -> str:
-    """The same schedule for the pair of the backward pass, where it has it."""
+    """Return the schedule for the pair of the backward pass: this one, where that pair has it."""
     return schedule if schedule in NAMES[pair] else AUTO
 
 

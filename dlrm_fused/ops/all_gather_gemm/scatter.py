@@ -55,7 +55,7 @@ def _scattered_by_library(workspace: ShardWorkspace, x: Tensor, factor: Tensor, 
 
 
 def _scattered_as_rows(workspace: ShardWorkspace, product: Tensor, fingerprint: int) -> Tensor:
-    """Of an fp32 product: rows for peers go there, rounded to the dtype, and are added up in the order of ranks."""
+    """Return the sums of an fp32 product: rows go to peers, rounded to the dtype, and are added up in the order of ranks."""
     ranks, rank, (all_rows, columns) = workspace.world_size, workspace.rank, product.shape
     rows, hosts = all_rows // ranks, workspace.group.hosts
     received = workspace.matrix(workspace.received, rank, (ranks, rows, columns))

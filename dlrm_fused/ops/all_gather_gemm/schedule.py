@@ -1,4 +1,4 @@
-"""Which schedule ``auto`` takes for AllGather + GEMM and for GEMM + ReduceScatter."""
+"""The schedule that ``auto`` takes for AllGather + GEMM and for GEMM + ReduceScatter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dlrm_fused.ops.schedules.rule import SPACE, choose
 
 NAMES = {
     Pair.all_gather_gemm: (
-        LIBRARY, "kernel", "chunks", "chunks_2", "chunks_4", "tapered", "deep_2", "arriving", "arriving_4", "arriving_8",
+        LIBRARY, "kernel", "chunks", "chunks_2", "chunks_4", "tapered", "deep_2", "arriving", "arriving_4",
     ),
     Pair.gemm_reduce_scatter: (LIBRARY, "kernel", "chunks", "chunks_2", "chunks_4", "chunks_8", "tapered"),
 }  # fmt: skip

@@ -6,8 +6,8 @@ from dlrm_fused.ops.common.gpus import H100, INTERPRETER, Gpu
 from dlrm_fused.ops.gemm_all_to_all import tuning
 from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles
 
-# Of 16-bit elements, with the share of the widest tile's speed that each reaches with all its programs on a multiprocessor, and
-# with one alone. Measured on two H200s.
+# Tiles for 16-bit elements, with the share of the widest tile's speed that each reaches with all its programs on a
+# multiprocessor, and with one alone. Measured on two H200s.
 _SHAPES = (
     (Tiles(rows=128, columns=256, depth=64, band=8, warps=8, stages=4, programs=1), 1.0, 1.0),
     (Tiles(rows=128, columns=128, depth=64, band=8, warps=4, stages=3, programs=2), 0.92, 0.7),
@@ -16,7 +16,7 @@ _SHAPES = (
     (Tiles(rows=64, columns=128, depth=128, band=8, warps=4, stages=4, programs=1), 0.62, 0.75),
     (Tiles(rows=64, columns=64, depth=128, band=8, warps=4, stages=5, programs=1), 0.46, 0.6),
 )
-# What it takes to add what has come to a tile, by programs on a multiprocessor: of two, one adds while the other multiplies.
+# The time to add what has come to a tile, by programs on a multiprocessor: of two, one adds while the other multiplies.
 # In units of K that could be multiplied meanwhile.
 _ADDING = {1: 400, 2: 150}
 # Programs that push shall end with the tiles of own rows beside, whose time is in proportion to the columns, and shorter where
@@ -41,7 +41,7 @@ def tiles_of_pieces(
 
 
 def tiles_and_pushers(rows: int, columns: int, depth: int, element_size: int, peers: int, gpu: Gpu) -> tuple[Tiles, int]:
-    """As :func:`tiles_of_pieces`, for a kernel some programs of which store its rows at the peers first; and how many do."""
+    """Return :func:`tiles_of_pieces` for a kernel some programs of which store its rows at the peers first; and how many do."""
     tiles = tiles_of_pieces(rows, columns, depth, element_size, gpu, peers=peers)
     tiles = tuning.fitted(tiles, element_size, gpu.shared_memory)
     if gpu == INTERPRETER:  # where the programs of a grid run one after the other
@@ -82,7 +82,7 @@ def _left_by(count: int, programs: int, pushers: int, fewest: int) -> int:
 
 
 def _rounds(count: int, multiprocessors: int, programs: int, alone: float) -> float:
-    """What so many tiles take, in tiles of a multiprocessor that is full.
+    """Return the time of so many tiles, in tiles of a multiprocessor that is full.
 
     Args:
         programs: on a multiprocessor.

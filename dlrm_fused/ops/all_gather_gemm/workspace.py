@@ -8,21 +8,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.all_gather_gemm.measured import MEASURED_ON, table_of
+from dlrm_fused.ops.common.matrix_workspace import MAX_ROWS_OF_ALL_RANKS, MatrixWorkspace
 from dlrm_fused.ops.common.meeting import meet_beside
-from dlrm_fused.ops.common.schedules import Schedules
-from dlrm_fused.ops.common.workspace import ReceiveWindow, Workspace, check_counts, check_dtype
-from dlrm_fused.ops.schedules import MOST_PIECES, Pair, Streams
+from dlrm_fused.ops.common.workspace import ReceiveWindow
+from dlrm_fused.ops.schedules import MOST_PIECES, Pair
 from dlrm_fused.ops.schedules.piece_flags import PieceFlags
 from dlrm_fused.symmetric import SymmetricGroup, SymmetricMemory
 from dlrm_fused.symmetric.device import uses_kernels
 
-# Of programs of a launch: those that have begun, and those that have stored at the peers.
+# Counters of a launch: programs that have begun, and programs that have stored at the peers.
 COUNTERS = 2
 ROW_BYTES = 16  # rows of all matrices have a multiple of so many bytes
-# Rows of all ranks' blocks are counted in 31 bits.
-_MAX_ROWS_OF_ALL_RANKS = 2**31 - 1
 
 
 class Started(NamedTuple):
@@ -37,7 +34,7 @@ class Started(NamedTuple):
     rows: Callable[[], Tensor]
 
 
-class ShardWorkspace(Workspace):
+class ShardWorkspace(MatrixWorkspace):
     """The symmetric memory in which shards are gathered, and products for other ranks received. Making one is collective.
 
     Calls may share it, of both operators and of any layers.
@@ -67,35 +64,19 @@ class ShardWorkspace(Workspace):
         Raises:
             UsageError: on all ranks, if an argument is wrong on one of them, or they differ.
         """
-
-        def check() -> dict[str, object]:
-            check_dtype(name, dtype)
-            check_counts(name, max_rows=max_rows, max_columns=max_columns)
-            most = _MAX_ROWS_OF_ALL_RANKS // group.world_size
-            if max_rows > most:
-                raise UsageError(f"{name}: max_rows={max_rows}; allowed with {group.world_size} ranks: at most {most}")
-            sizes = {"max_rows": max_rows, "max_columns": max_columns}
-            return {"name": name, **sizes, "dtype": dtype, "measures_schedules": measures_schedules}
-
-        super().__init__(group, name, check, timeout_seconds=timeout_seconds, channels=("", "beside"))
-        self.max_rows, self.max_columns, self.dtype = max_rows, max_columns, dtype
+        most = MAX_ROWS_OF_ALL_RANKS // group.world_size
+        settings = max_rows, max_columns, dtype, timeout_seconds, measures_schedules
+        super().__init__(group, name, *settings, channels=("", "beside"), most_rows=most)
         size = max_rows * max_columns * dtype.itemsize
         self.gathered = group.allocate(f"{name}.gathered", size)
         self.received = group.allocate(f"{name}.received", size)
         self.pieces = PieceFlags(self.channel, f"{name}.pieces", MOST_PIECES, has_own_channel=True)
-        # Of rows that are gathered beside another call.
+        # The flags of rows that are gathered beside another call.
         self.pieces_beside = PieceFlags(self.channels[1], f"{name}.pieces_beside", 1, has_own_channel=False)
         self.counters = torch.zeros(COUNTERS, dtype=torch.int64, device=group.device)
-        self.streams = Streams(group.device)
         self.gather_stream = torch.cuda.Stream(group.device, priority=-1) if group.device.type == "cuda" else None
         self.schedules = {
-            pair: Schedules(
-                f"{name}, {pair}",
-                self.channel,
-                may_measure=measures_schedules,
-                measured_on=MEASURED_ON,
-                measured=table_of(pair, self.world_size, dtype),
-            )
+            pair: self.schedules_from(MEASURED_ON, table_of(pair, self.world_size, dtype), f", {pair}")
             for pair in (Pair.all_gather_gemm, Pair.gemm_reduce_scatter)
         }
 
@@ -110,7 +91,7 @@ class ShardWorkspace(Workspace):
             self.group.release(memory)
 
     def meet_beside(self, work: Callable[[], Tensor], fingerprint: int) -> Tensor:
-        """As :func:`~dlrm_fused.ops.common.meeting.meet_beside`, in an epoch of the calls."""
+        """Do the work as :func:`~dlrm_fused.ops.common.meeting.meet_beside` does, in an epoch of the calls."""
         meeting = self.pieces.begin if self.is_by_kernels else None
         return meet_beside(work, self.channel, self.streams.beside, fingerprint, meeting=meeting)
 

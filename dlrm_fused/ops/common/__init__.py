@@ -1,1 +1,1 @@
-"""What operators share: workspaces, rows sent to other ranks, schedules and what is measured of them, launches."""
+"""Parts that operators share: workspaces, rows sent to other ranks, schedules and what is measured of them, launches."""

@@ -16,7 +16,7 @@ import triton.language as tl
 
 @dataclass(frozen=True)
 class Hint:
-    """Of a load or store. PTX knows a cache operator or an eviction priority, not both at once.
+    """The cache hint of a load or store. PTX knows a cache operator or an eviction priority, not both at once.
 
     Attributes:
         modifier: of loads .ca, .cg or .cv; of stores .wb, .cg, .cs or .wt; or none.
@@ -67,7 +67,7 @@ class CachePolicy:
 OFF = CachePolicy()
 STORES = ("sent", "results", "new_rows")
 LOADS = tuple(field.name for field in fields(CachePolicy) if field.name not in STORES)
-# What a launch may read more than once.
+# Streams that a launch may read more than once.
 _REUSED = ("rows", "gradients", "activations")
 
 

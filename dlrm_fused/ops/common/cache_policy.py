@@ -1,4 +1,4 @@
-"""Which cache hints a launch gives its kernel's streams: off, one choice for all, or what the selector makes of their sizes.
+"""The cache hints that a launch gives its kernel's streams: off, one choice for all, or what the selector makes of their sizes.
 
 Some streams pass once and only displace what others read again, so that one choice for all streams is rarely the best. What
 decides is how large the streams are and how often each place is read, which follows from the skew of the rows looked up.
@@ -19,12 +19,12 @@ from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.cache_hints import EVICT_FIRST, EVICT_LAST, OFF, STATIC, STORES, CachePolicy, Hint, with_hints
 from dlrm_fused.ops.common.gpus import gpu_of
 
-# What launches say of their streams.
+# Launches describe their streams by these.
 
 
 @dataclass(frozen=True)
 class Stream:
-    """What a launch does with one stream.
+    """The use that a launch makes of one stream.
 
     Attributes:
         distinct: bytes of different places, as expected.
@@ -36,7 +36,7 @@ class Stream:
 
     @property
     def passes(self) -> float:
-        """How often a place is accessed."""
+        """The mean number of accesses to a place."""
         return self.accessed / self.distinct if self.distinct else 1.0
 
 
@@ -78,7 +78,7 @@ def _distinct(count: float, rows: float, exponent: float) -> float:
 
 # Passes from which on a stream counts as read again. Measured: 1.2 gain from evict_first, 2.1 lose.
 _READ_AGAIN = 1.5
-# Of the L2 cache, what results may take that stay there while rows pass. Measured: 0.32 of it gain, 0.48 lose.
+# The share of the L2 cache for results that stay there while rows pass. Measured: 0.32 of it gain, 0.48 lose.
 _RESULTS_THAT_STAY = 0.4
 # Gradients that are read, in bytes of the rows that they update, from which on they are most of an update's work. Measured: 4
 # times gain, 2.3 times lose.

@@ -16,7 +16,7 @@ _RESERVED = 1024
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a CUDA device."""
+    """Return the number of multiprocessors of a CUDA device."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 

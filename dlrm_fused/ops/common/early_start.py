@@ -34,5 +34,5 @@ def starts_early(device: torch.device, programs: int) -> bool:
 
 
 def launch_options(early: bool) -> dict[str, Any]:
-    """Of a launch of a Triton kernel."""
+    """Return the options of a launch of a Triton kernel."""
     return {"launch_pdl": True} if early else {}

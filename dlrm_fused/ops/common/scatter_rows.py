@@ -22,7 +22,7 @@ from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, uses_kernels, wait_until_all_ready
 from dlrm_fused.symmetric.hosts import Hosts
 
-# Of a program's tile: bytes of a row at a time, and rows, whose loads and stores are in flight together.
+# The tile of a program: bytes of a row at a time, and rows, whose loads and stores are in flight together.
 _ROW_BYTES, _ROWS = 2048, 8
 # Enough stores in flight for the links of one GPU, also where other kernels hold some multiprocessors.
 _PROGRAMS_OF_MULTIPROCESSOR = 4
@@ -101,7 +101,7 @@ def scatter_rows(
     by_rank = None if by_kernel and not remote else _ByRank.of(targets, rows_per_rank, channel.group.world_size)
 
     def values(peer: int) -> Tensor:
-        """What goes to a rank, in the order of its rows there."""
+        """Return the rows that go to a rank, in the order of its rows there."""
         assert by_rank is not None
         sent = by_rank.items(peer)
         rows = source.index_select(0, sent // repeats if repeats > 1 else sent)
@@ -114,7 +114,7 @@ def scatter_rows(
             block[destinations_at : destinations_at + 4 * rows_per_rank].view(torch.int32)[rows] = destinations.int()
 
     def store_at(peer: int, offset: int) -> None:
-        """What the kernel does for one rank, on the CPU."""
+        """Store the rows of one rank on the CPU, as the kernel does."""
         assert by_rank is not None
         store(peer, offset, by_rank.rows(peer), values(peer), rank * destinations_per_rank + by_rank.items(peer))
 
@@ -185,5 +185,5 @@ class _ByRank(NamedTuple):
         return self.order[self.bounds[rank] : self.bounds[rank + 1]]
 
     def rows(self, rank: int) -> Tensor:
-        """Where they go there."""
+        """Return the rows of that rank to which they go."""
         return self.targets[self.bounds[rank] : self.bounds[rank + 1]] - rank * self.rows_per_rank

@@ -1,4 +1,4 @@
-"""Which of an operator's schedules ``auto`` takes: the fastest that was measured, so that it loses to none."""
+"""The choice that ``auto`` makes among an operator's schedules: the fastest that was measured, so that it loses to none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Shape = tuple[int, int, int]
 
 
 class Schedules:
-    """What is known of a workspace's calls, by shape: from a table, or measured by the first call with a shape.
+    """The fastest schedule of a workspace's calls, by shape: from a table, or measured by the first call with a shape.
 
     Attributes:
         measured_here: by this workspace.
@@ -49,11 +49,11 @@ class Schedules:
         self._logged: set[tuple[str, Shape]] = set()
 
     def known(self, shape: Shape) -> str | None:
-        """What was the fastest, if anybody has measured it."""
+        """Return the fastest schedule of a shape; None if nobody has measured it."""
         return self.measured_here.get(shape) or self._table.get(shape)
 
     def choose(self, shape: Shape, names: Sequence[str], run: Callable[[str], object], rule: str) -> str:
-        """What ``auto`` takes for a call. Collective: all ranks choose alike.
+        """Return the schedule that ``auto`` takes for a call. Collective: all ranks choose alike.
 
         A shape that nobody has measured is measured now, on GPUs and outside of a CUDA graph's capture. The host then waits
         for the device.
@@ -79,7 +79,7 @@ class Schedules:
         return self._may_measure and self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
     def _seconds(self, names: Sequence[str], run: Callable[[str], object]) -> dict[str, float]:
-        """Of a call by each schedule, on the slowest rank. Collective."""
+        """Return the seconds of a call by each schedule, on the slowest rank. Collective."""
         own = {}
         for name in names:
             own[name] = device_seconds(partial(run, name), self._device)

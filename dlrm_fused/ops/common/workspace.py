@@ -1,4 +1,4 @@
-"""What the workspaces of all operators have in common: channels, a handle, and settings that must be equal on all ranks."""
+"""The base of all operators' workspaces: channels, a handle, and settings that must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _workspaces: weakref.WeakValueDictionary[int, Workspace] = weakref.WeakValueDict
 
 
 class ReceiveWindow(NamedTuple):
-    """Where the ranks receive in one epoch of a channel; what kernels that store at other ranks need to know of it.
+    """The memory in which ranks receive in one epoch of a channel, as kernels that store at other ranks need it.
 
     Attributes:
         memory: in which every rank receives, at an offset of its own.
@@ -132,7 +132,7 @@ class Workspace:
 
 
 def fingerprint_of(*what: object) -> int:
-    """What must be equal on all ranks in a call, as 31 bits."""
+    """Return a checksum, of 31 bits, of what must be equal on all ranks in a call."""
     return zlib.crc32(repr(what).encode()) >> 1
 
 

@@ -37,13 +37,13 @@ from dlrm_fused.ops.gemm_all_to_all.split import Arrivals, add_up
 from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles, fitted, tiles_of_groups, tiles_of_product
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, no_channel, wait_until_all_ready
 
-# Of which a program finds the order.
+# One program finds the order of so many tiles.
 TILES_OF_PROGRAM = 64
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Which rows of a matrix [R, K] belong together. A group has whole tiles; its last rows may be pads.
+    """The rows of a matrix [R, K] that belong together. A group has whole tiles; its last rows may be pads.
 
     Attributes:
         tile_rows: rows of a tile; divides R.
@@ -83,7 +83,7 @@ class Groups:
 
 
 class Routes(NamedTuple):
-    """Where the rows of x belong.
+    """The destinations of the rows of x.
 
     Attributes:
         groups: which rows belong together.
@@ -139,7 +139,7 @@ class GroupArgs(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """What is read and written beside the product, as one argument of the kernel; any tensor stands for what is not used."""
+    """The tensors beside the product, as one argument of the kernel; any tensor stands for one that is not used."""
 
     scale: Any  # fp32 [G, N], with SCALED
     out: Any  # [R, N], without SENDS
@@ -159,7 +159,7 @@ def multiply(left, right, product, PRECISION: tl.constexpr):
 
 @triton.jit
 def upright(product, ROWS: tl.constexpr):
-    """As [ROWS, COLUMNS], what :func:`multiply` has added up."""
+    """Return the sums of :func:`multiply` as [ROWS, COLUMNS]."""
     if ROWS < 64:
         result = tl.trans(product)
     else:
@@ -421,7 +421,7 @@ def _launch(
 
 
 def precision(dtype: torch.dtype) -> str:
-    """As torch multiplies fp32 matrices on GPUs."""
+    """Return the input precision by which torch multiplies matrices of this dtype on GPUs."""
     return "tf32" if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" else "ieee"
 
 

@@ -1,4 +1,4 @@
-"""What was measured of GEMM + All-to-All, by shape: rows, columns and K of one rank, and bytes of an element of x.
+"""The measurements of GEMM + All-to-All, by shape: rows, columns and K of one rank, and bytes of an element of x.
 
 Nothing here is needed for a right result: for other shapes tuning.py has rules, and ``auto`` measures for itself.
 """

@@ -1,4 +1,4 @@
-"""Which schedule ``auto`` takes: the fastest that was measured, so that it loses to none."""
+"""The schedule that ``auto`` takes: the fastest that was measured, so that it loses to none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KERNEL, CHUNKS = "kernel", "chunks"
 # By a copy engine: names of dlrm_fused.ops.schedules.
 BY_PIECES = (CHUNKS, "chunks_2", "chunks_4", "tapered")
 SCHEDULES = (AUTO, KERNEL, *BY_PIECES, LIBRARY)
-# Which auto measures, besides the library's.
+# auto measures these, besides the library's.
 _OWN = tuple(name for name in SPACE[Pair.gemm_all_to_all] if name != LIBRARY)
 # On GPUs like an H100 with NVLink the library's product is at its best by chunks of so many rows, and so deep; this decides
 # where nothing was measured. The rule of dlrm_fused.ops.schedules is better with two ranks, but loses up to 27 % with four
@@ -27,13 +27,16 @@ _CHUNK_ROWS, _CHUNK_DEPTH = 1024, 4096
 
 
 def schedule_of(workspace: GemmWorkspace, rows: int, columns: int, depth: int) -> str:
-    """What ``auto`` takes for x [rows, depth] and a weight [columns, depth] that is not float8, unless it measures first."""
+    """Return the schedule that ``auto`` takes, unless it measures first.
+
+    The call has x [rows, depth] and a weight [columns, depth] that is not float8.
+    """
     shape = rows, columns, depth
     return workspace.schedules.known(shape) or _rule_of(workspace, shape)
 
 
 def choose_schedule(workspace: GemmWorkspace, shape: Shape, run: Callable[[str], object]) -> str:
-    """What ``auto`` takes for a call. Collective: all ranks choose alike.
+    """Return the schedule that ``auto`` takes for a call. Collective: all ranks choose alike.
 
     Args:
         run: makes the call by a schedule.

@@ -10,7 +10,7 @@ from dlrm_fused.ops.gemm_all_to_all.measured import MEASURED_ON, TILES
 
 # So large a share of the multiprocessors counts as nearly all of them.
 _NEARLY_ALL = 0.91
-# Of K, for a piece to be worth its sum.
+# A piece of K is worth its sum if it is at least so deep.
 _LEAST_DEPTH_OF_PIECE = 2048
 # Tiles are not made smaller than this where shared memory is short: bytes of a row of a step, and columns of a tile.
 _LEAST_STEP_BYTES, _LEAST_COLUMNS = 64, 64
@@ -19,7 +19,7 @@ _BARRIER_BYTES = 256
 
 @dataclass(frozen=True)
 class Tiles:
-    """How one launch divides a product.
+    """The division of a product among the programs of one launch.
 
     Attributes:
         rows, columns: of a tile of the result, powers of two.
@@ -107,8 +107,10 @@ def tiles_of_groups(columns: int, element_size: int, tile_rows: int) -> Tiles:
 
 
 def weight_gradient_tiles(element_size: int) -> Tiles:
-    """Of the gradient of a group's weight. Where groups have few rows, writing it takes longest: one program stores, while
-    another computes."""
+    """Return the tiles of the gradient of a group's weight.
+
+    If groups have few rows, writing it takes longest: one program stores, while another computes.
+    """
     if _override:
         return _override
     depth = 128 // element_size

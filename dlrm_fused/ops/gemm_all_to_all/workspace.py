@@ -5,22 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.common.schedules import Schedules
-from dlrm_fused.ops.common.workspace import Workspace, check_counts, check_dtype
+from dlrm_fused.ops.common.matrix_workspace import MAX_ROWS_OF_ALL_RANKS, MatrixWorkspace
 from dlrm_fused.ops.gemm_all_to_all.measured import MEASURED_ON, table_of
 from dlrm_fused.ops.gemm_all_to_all.split import Arrivals
-from dlrm_fused.ops.schedules import MOST_PIECES, Streams
+from dlrm_fused.ops.schedules import MOST_PIECES
 from dlrm_fused.ops.schedules.piece_flags import PieceFlags
 from dlrm_fused.symmetric import BlockPool, SymmetricGroup
 
 ROW_BYTES = 16  # rows of all matrices have a multiple of so many bytes
 _HELD_RESULTS = 2
-# Destinations and origins count the rows of all ranks in 31 bits.
-_MAX_ROWS_OF_ALL_RANKS = 2**31 - 1
 
 
-class GemmWorkspace(Workspace):
+class GemmWorkspace(MatrixWorkspace):
     """The symmetric memory through which products travel. Making one is collective; calls may share it."""
 
     def __init__(
@@ -47,27 +43,16 @@ class GemmWorkspace(Workspace):
         Raises:
             UsageError: on all ranks, if an argument is wrong on one of them, or they differ.
         """
-
-        def check() -> dict[str, object]:
-            check_dtype(name, dtype)
-            check_counts(name, max_rows=max_rows, max_columns=max_columns)
-            most = _MAX_ROWS_OF_ALL_RANKS // group.world_size
-            if max_rows > most:
-                raise UsageError(f"{name}: max_rows={max_rows}; allowed with {group.world_size} ranks: at most {most}")
-            sizes = {"max_rows": max_rows, "max_columns": max_columns}
-            return {"name": name, **sizes, "dtype": dtype, "measures_schedules": measures_schedules}
-
-        super().__init__(group, name, check, timeout_seconds=timeout_seconds)
-        self.max_rows, self.max_columns, self.dtype = max_rows, max_columns, dtype
+        most = MAX_ROWS_OF_ALL_RANKS // group.world_size
+        settings = max_rows, max_columns, dtype, timeout_seconds, measures_schedules
+        super().__init__(group, name, *settings, most_rows=most)
         # A result, and for each row of it where it came from.
         self.origins_at = -(-max_rows * max_columns * dtype.itemsize // ROW_BYTES) * ROW_BYTES
         self.result_bytes = self.origins_at + 4 * max_rows
         self.results = BlockPool.with_spare(group, f"{name}.results", self.result_bytes, _HELD_RESULTS)
-        self.streams = Streams(group.device)
         self.pieces = PieceFlags(self.channel, f"{name}.pieces", MOST_PIECES, has_own_channel=False)
         self.arrivals = Arrivals(group.device)
-        table = table_of(self.world_size, dtype)
-        self.schedules = Schedules(name, self.channel, may_measure=measures_schedules, measured_on=MEASURED_ON, measured=table)
+        self.schedules = self.schedules_from(MEASURED_ON, table_of(self.world_size, dtype))
 
     def rows_of(self, block: Tensor, rows: int, columns: int) -> Tensor:
         """[rows, columns]: the result in a block."""

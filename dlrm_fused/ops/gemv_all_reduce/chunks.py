@@ -117,7 +117,10 @@ class ManyRows:
         return self._results.to_hold(result)
 
     def by_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, fingerprint: int) -> Tensor:
-        """As :meth:`by_chunks`. The ranks must divide m, and rows of all matrices have a multiple of 16 bytes."""
+        """Return the result of :meth:`by_chunks`; the kernel of the product stores at the peers.
+
+        The ranks must divide m, and rows of all matrices have a multiple of 16 bytes.
+        """
         # A rank makes ready for these stores when the sum of its last call, which read what is there, is done.
         window = ReceiveWindow(self._parts, self._channel, 0, fingerprint)
         gemm_combine(x.contiguous(), weight.contiguous(), window)

@@ -62,7 +62,7 @@ class ReceiveBuffer(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """What follows the sum, as one argument of the kernel; any tensor stands for what is not used."""
+    """The operands of the work that follows the sum, as one argument of the kernel; any tensor stands for what is not used."""
 
     bias: Any  # [n]
     residual: Any  # [m, n]
@@ -84,7 +84,7 @@ class SplitBuffer(NamedTuple):
 
 @triton.jit
 def _tag(epoch):
-    """What marks the words of a call: 32 bits, never 0, which is what memory begins with."""
+    """Return the mark of the words of a call: 32 bits, never 0, which is what memory begins with."""
     return epoch % _LOW + 1
 
 
@@ -126,7 +126,7 @@ def _poll(channel, word):
 
 
 def polls_per_second(device: torch.device) -> float:
-    """How often a wait of this kernel looks, measured; turns a time limit into ``poll_limit``."""
+    """Return the looks per second of a wait of this kernel, measured; it turns a time limit into ``poll_limit``."""
     return measured_polls_per_second(_poll, device)
 
 

@@ -1,4 +1,4 @@
-"""What was measured of products + AllReduce of many rows, by rows, columns and K of one rank.
+"""The measurements of products + AllReduce of many rows, by rows, columns and K of one rank.
 
 Nothing here is needed for a right result: other shapes are measured by ``auto`` itself, or have a rule.
 """

@@ -80,7 +80,7 @@ torch.library.define(
 
 
 class Inputs(NamedTuple):
-    """As :func:`gemv_all_reduce` takes them."""
+    """The inputs of :func:`gemv_all_reduce`."""
 
     x: Tensor
     weight: Tensor
@@ -90,7 +90,7 @@ class Inputs(NamedTuple):
     norm_eps: float
 
     def fingerprint(self, how: object) -> int:
-        """What must be equal on all ranks, as 31 bits; ``how`` the call is made, too."""
+        """Return a checksum, of 31 bits, of what must be equal on all ranks; ``how`` the call is made, too."""
         given = [tensor is not None for tensor in (self.bias, self.residual, self.norm_weight)]
         return fingerprint_of(tuple(self.x.shape), tuple(self.weight.shape), self.x.dtype, given, self.norm_eps, how)
 

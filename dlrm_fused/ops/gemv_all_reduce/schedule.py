@@ -1,4 +1,4 @@
-"""Which schedule ``auto`` takes."""
+"""The schedule that ``auto`` takes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCHEDULES = (AUTO, KERNEL, CHUNKS, SCATTER, LIBRARY)
 _ROW_BYTES = 16  # of which rows have a multiple where they are scattered
 # With so many rows the kernel has been faster than the library in every shape that was measured, on two and on four GPUs.
 _ROWS_OF_THE_KERNEL = 16
-# Of many rows, by their names in dlrm_fused.ops.schedules.
+# The schedules of many rows, by their names in dlrm_fused.ops.schedules.
 OF_MANY_ROWS = {"sums_beside": CHUNKS, "kernel": SCATTER, "library": LIBRARY}
 
 
@@ -45,7 +45,7 @@ def check_schedule(workspace: GemvWorkspace, schedule: str, x: Tensor, weight: T
 
 
 def choose_schedule(workspace: GemvWorkspace, shape: Shape, run: Callable[[str], object]) -> str:
-    """What ``auto`` takes for a call. Collective: all ranks choose alike.
+    """Return the schedule that ``auto`` takes for a call. Collective: all ranks choose alike.
 
     Args:
         run: makes the call by a schedule.

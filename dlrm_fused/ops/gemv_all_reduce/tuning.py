@@ -23,8 +23,8 @@ TAGGED_SPLIT_ROWS = 4
 _ENOUGH = 0.895
 # Partial results, rows * columns, above which they are added up at one rank instead of at every rank.
 ONE_SHOT_WORDS = 32_768
-# Of loads on their way, for up to 16 rows and for more. With the first, two programs have room on a multiprocessor: of one
-# launch, and of the next, which starts early.
+# Bytes of loads on their way, for up to 16 rows and for more. With the first, two programs have room on a multiprocessor:
+# one of a launch, and one of the next, which starts early.
 _STAGE_BYTES, _STAGE_BYTES_OF_MANY_ROWS = 104 * 1024, 160 * 1024
 _MOST_STAGES = 10
 MIN_DEPTH_OF_SPLIT = 512
@@ -36,7 +36,7 @@ _SCRATCH_BYTES = 1024
 
 @dataclass(frozen=True)
 class Blocks:
-    """How one launch divides the work.
+    """The division of the work among the programs of one launch.
 
     Attributes:
         columns: of a program's tile of the result, a power of two from 16.
@@ -93,7 +93,7 @@ def can_be_two_shot(blocks: Blocks, columns: int, world_size: int) -> bool:
 
 
 def _measured(rows: int, columns: int, depth: int) -> Blocks | None:
-    """What was fastest for this weight and as many rows or the next more that were measured."""
+    """Return the blocks that were fastest for this weight and as many rows or the next more that were measured."""
     shapes = {m: blocks for (m, n, k), blocks in _MEASURED.items() if (n, k) == (columns, depth) and m >= rows}
     return shapes[min(shapes)] if shapes else None
 
@@ -114,7 +114,9 @@ def most_stages(rows: int, tile: int, step: int, element_size: int) -> int:
 
 
 def _tile_and_splits(columns: int, depth: int, most: int) -> tuple[int, int]:
-    """As many programs as multiprocessors, or a little less: then all have the same to do, and all begin at once.
+    """Return the columns of a tile, and the splits, for as many programs as multiprocessors or a few less.
+
+    Then all programs have the same to do, and all begin at once.
 
     Tiles of 64 columns were the fastest of those that come near; wider ones make for more splits, narrower ones for more reads
     of x.
@@ -134,7 +136,7 @@ def _tile_and_splits(columns: int, depth: int, most: int) -> tuple[int, int]:
 
 
 def _resident(blocks: Blocks, columns: int, gpu: Gpu) -> Blocks:
-    """As many programs as fit at once, one on each multiprocessor: fewer splits, then wider tiles."""
+    """Return blocks with as many programs as fit at once, one on each multiprocessor: fewer splits, then wider tiles."""
     splits, tile = blocks.splits, blocks.columns
     while -(-columns // tile) * splits > gpu.multiprocessors:
         splits, tile = (splits - 1, tile) if splits > 1 else (1, 2 * tile)

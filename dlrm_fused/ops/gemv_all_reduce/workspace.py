@@ -8,19 +8,17 @@ import math
 import torch
 import triton
 
-from dlrm_fused.ops.common.schedules import Schedules
+from dlrm_fused.ops.common.matrix_workspace import MatrixWorkspace
 from dlrm_fused.ops.common.sum_over_hosts import SumOverHosts
-from dlrm_fused.ops.common.workspace import Workspace, check_counts, check_dtype
 from dlrm_fused.ops.gemv_all_reduce.chunks import ManyRows
 from dlrm_fused.ops.gemv_all_reduce.kernel import ReceiveBuffer, SplitBuffer, polls_per_second
 from dlrm_fused.ops.gemv_all_reduce.measured import MEASURED_ON, table_of
 from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_COLUMNS, MAX_ROWS, MAX_SPLITS, MIN_COLUMNS, TAGGED_SPLIT_ROWS, padded
-from dlrm_fused.ops.schedules import Streams
 from dlrm_fused.symmetric import SymmetricGroup
 from dlrm_fused.symmetric.device import uses_kernels
 
 
-class GemvWorkspace(Workspace):
+class GemvWorkspace(MatrixWorkspace):
     """The symmetric memory through which partial results are summed. Making one is collective; calls may share it."""
 
     def __init__(
@@ -47,19 +45,10 @@ class GemvWorkspace(Workspace):
         Raises:
             UsageError: on all ranks, if an argument is wrong on one of them, or they differ.
         """
-
-        def check() -> dict[str, object]:
-            check_dtype(name, dtype)
-            check_counts(name, max_columns=max_columns, max_rows=max_rows)
-            sizes = {"max_columns": max_columns, "max_rows": max_rows}
-            return {"name": name, **sizes, "dtype": dtype, "measures_schedules": measures_schedules}
-
-        super().__init__(group, name, check, timeout_seconds=timeout_seconds)
-        self.max_columns, self.max_rows, self.dtype = max_columns, max_rows, dtype
+        settings = max_rows, max_columns, dtype, timeout_seconds, measures_schedules
+        super().__init__(group, name, *settings)
         ranks, few = group.world_size, min(max_rows, MAX_ROWS)
-        table = table_of(ranks, dtype)
-        self.schedules = Schedules(name, self.channel, may_measure=measures_schedules, measured_on=MEASURED_ON, measured=table)
-        self.streams = Streams(group.device)
+        self.schedules = self.schedules_from(MEASURED_ON, table_of(ranks, dtype))
         # Kernels sum what they reach by stores.
         self.sums_by_kernel = uses_kernels(group.device) and not group.hosts.are_many
         if self.sums_by_kernel:

@@ -1,4 +1,4 @@
-"""How a computation and the collective that belongs to it are run together: one vocabulary for all operators.
+"""Schedules: ways to run a computation together with the collective that belongs to it. One vocabulary for all operators.
 
 A pair is a product or a lookup, and a collective before or after it (:class:`~dlrm_fused.ops.schedules.schedule.Pair`). A
 :class:`~dlrm_fused.ops.schedules.schedule.Schedule` says what is cut, who moves it and what waits for what; it is data.

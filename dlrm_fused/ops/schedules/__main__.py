@@ -1,4 +1,4 @@
-"""What the rule says of a call, and its timelines:
+"""A command that prints the rule's choice for a call, and its timelines:
 
 python -m dlrm_fused.ops.schedules --pair all_gather_gemm --ranks 2 --rows 16384 --columns 3584 --depth 4096
     [--machine "NVIDIA H200"] [--schedule chunks_4] [--draw timeline.svg]

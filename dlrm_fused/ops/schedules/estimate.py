@@ -1,4 +1,4 @@
-"""How long a call takes by a schedule, on paper: the tasks of its plan, each with a time from sizes and rates alone.
+"""The time that a call takes by a schedule, on paper: the tasks of its plan, each with a time from sizes and rates alone.
 
 A product takes as many rounds of tiles as the multiprocessors need for them, or as long as its operands take to be read; a
 piece as long as the links take for it, behind the pieces before. Lanes are as the executor runs them, and the peers are taken
@@ -15,21 +15,21 @@ from dlrm_fused.ops.schedules.machine import Machine
 from dlrm_fused.ops.schedules.plan import Kind, Lane, Piece, Plan, Task, make_plan
 from dlrm_fused.ops.schedules.schedule import Mover, Pair, Schedule
 
-# What it takes to read a row that has been read before, from the cache, beside reading it from memory.
+# The time to read a row again, from the cache, as a share of the time to read it from memory.
 _AGAIN = 0.35
-# Of a product that takes as long as its weight takes to be read.
+# A product of at most so many rows takes as long as its weight takes to be read.
 FEW_ROWS = 64
 # Rows and columns of tiles, with the share of the largest ones' speed that each reaches: the library's, and our kernels'.
 _SHAPES = ((256, 128, 1.0), (192, 128, 0.98), (128, 128, 0.95), (96, 128, 0.93), (64, 128, 0.85), (64, 64, 0.7))
 _TILES = (*_SHAPES, *((columns, rows, share) for rows, columns, share in _SHAPES))
 _KERNEL_TILES = ((128, 256, 1.0), (128, 128, 0.92), (64, 256, 0.88), (64, 128, 0.75), (64, 64, 0.6))
-# Of a maximum: multiplication and stores at the peers that take equally long take 1.26 times that together.
+# The power of a smooth maximum: multiplication and stores at the peers that take equally long take 1.26 times that together.
 _SHARPNESS = 3
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of a call on one rank.
+    """The size of a call on one rank.
 
     Attributes:
         pair: what is computed and communicated.
@@ -67,7 +67,7 @@ class Size:
 
     @property
     def link_bytes(self) -> float:
-        """That a rank sends at least."""
+        """The bytes that a rank sends at least."""
         passes = 2 if self.pair is Pair.gemm_all_reduce else 1
         return passes * self.shard_rows * (self.ranks - 1) * self.travelling * self.element_bytes
 
@@ -87,7 +87,7 @@ class Size:
         return self.operations / self.memory_bytes
 
     def bytes_of_rows(self, rows: int, depth: float) -> float:
-        """That so many rows of the computation read and write."""
+        """Return the bytes that so many rows of the computation read and write."""
         if self.is_lookup:
             read = depth * self.row_bytes * (self.distinct_share + (1 - self.distinct_share) * _AGAIN)
             return rows * self.columns * (read + self.element_bytes)
@@ -165,7 +165,7 @@ class _Clock:
         return ended.get(piece, max(ended.values(), default=0.0))
 
     def _steps(self, task: Task) -> Iterator[tuple[Piece, float, float]]:
-        """What a task does one after the other: a piece, when it may begin, and how long it takes."""
+        """Yield the steps of a task in order: a piece, when it may begin, and how long it takes."""
         arrivals = [max(self.ended[other].values()) + self.times.machine.wait_us for other in task.arrivals]
         if task.kind is Kind.collective:
             yield task.pieces[0], 0.0, self.times.of(task, task.pieces[0])
@@ -191,7 +191,7 @@ class _Times:
         self.size, self.schedule, self.machine = size, schedule, machine
         self._is_by_copies = schedule.mover is Mover.copy_engine
         self._slowed = self._contention()
-        # Of this project's kernel: rows whose tiles it computes together, its time for them, and for a round of tiles.
+        # Rows whose tiles this project's kernel computes together, its time for them, and for a round of tiles.
         added = size.pair is Pair.gemm_reduce_scatter and not schedule.is_one_product
         self._kernel_rows = size.shard_rows * (1 if added or size.pair.moves_first else size.ranks)
         self._kernel_us, self._round_us = product_us(
@@ -199,7 +199,7 @@ class _Times:
         )
 
     def of(self, task: Task, piece: Piece | None) -> float:
-        """Of a task and one of its pieces."""
+        """Return the microseconds that a task needs for one of its pieces."""
         size, machine = self.size, self.machine
         if piece is None or task.kind in (Kind.begin, Kind.gate):
             return machine.wait_us
@@ -223,7 +223,7 @@ class _Times:
         return self.machine.copy_start_us if task.kind is Kind.move and self._is_by_copies else 0.0
 
     def least_us(self, task: Task) -> float:
-        """Of any piece."""
+        """Return the microseconds that a task needs for any piece: a round of tiles, or none."""
         return self._round_us / self.machine.kernel_share if self._is_persistent(task) and self._has_tiles else 0.0
 
     def goes_on(self, task: Task) -> bool:
@@ -260,7 +260,7 @@ class _Times:
         return (time**_SHARPNESS + stores_us**_SHARPNESS) ** (1 / _SHARPNESS)
 
     def _rows_us(self, rows: int, depth: float, is_persistent: bool) -> float:
-        """Of so many rows of the computation."""
+        """Return the microseconds of so many rows of the computation."""
         size, machine = self.size, self.machine
         if size.is_lookup:
             share = machine.kernel_lookup_share if self.schedule.mover is Mover.same_kernel else machine.lookup_share
@@ -300,7 +300,7 @@ class _Times:
 def product_us(
     rows: int, columns: int, depth: float, machine: Machine, tiles: Sequence[tuple[int, int, float]] = _TILES
 ) -> tuple[float, float]:
-    """Of a product with the tiles that suit it, and of one round of them: a tile on each multiprocessor."""
+    """Return the microseconds of a product with the tiles that suit it, and of one round: a tile on each multiprocessor."""
 
     def of_tiles(tile: tuple[int, int, float]) -> tuple[float, float]:
         tile_rows, tile_columns, share = tile

@@ -20,7 +20,7 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # What is begun beside a computation shall not wait for all of its programs.
+        # A task beside a computation shall not wait for all of its programs.
         self.beside = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def run(self, plan: Plan, actions: Mapping[Kind, Action]) -> None:

@@ -1,4 +1,4 @@
-"""What the rule knows of a machine: rates that are measured once, and costs of starting things.
+"""The facts of a machine that the rule knows: rates that are measured once, and costs of starting things.
 
 Rates come from ``python -m dlrm_fused.doctor`` or from the ceilings of a benchmark, costs from a fit to measured calls
 (benchmarks/schedules); of machines that nobody has measured, rates from data sheets with the costs of those that somebody has.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Machine:
-    """Of one rank.
+    """The rates and costs of one rank.
 
     Attributes:
         name: for people.

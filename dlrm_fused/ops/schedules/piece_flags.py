@@ -125,7 +125,7 @@ def _has_refused(channel, source, epoch):
 
 @triton.jit
 def _wait_for_call(channel, word, source, epoch):
-    """As :func:`~dlrm_fused.symmetric.device.wait`, for a rank that may refuse."""
+    """Wait as :func:`~dlrm_fused.symmetric.device.wait` does, for a rank that may refuse."""
     seen = tl.atomic_add(word, 0, sem="acquire", scope="sys")
     polls = tl.zeros((), tl.int64)
     while (seen < epoch << 32) & (polls < channel.poll_limit):
@@ -200,7 +200,7 @@ class PieceFlags:
 
 @triton.jit
 def end_of_piece(ends, number):
-    """Where piece ``number`` ends; 0 for -1."""
+    """Return the row at which piece ``number`` ends; 0 for -1."""
     end = tl.zeros((), tl.int32)
     for i in tl.static_range(len(ends)):
         end = tl.where(number == i, ends[i], end)

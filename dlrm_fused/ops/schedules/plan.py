@@ -21,7 +21,7 @@ ROW_UNIT = 128
 
 
 class Kind(enum.StrEnum):
-    """What a task does."""
+    """The work of a task."""
 
     begin = "begin"  # meets the peers, which can receive then
     collective = "collective"  # the library's, for all pieces at once
@@ -34,7 +34,7 @@ class Kind(enum.StrEnum):
 
 
 class Lane(enum.StrEnum):
-    """Where a task runs: tasks of a lane follow each other."""
+    """The stream on which a task runs: tasks of a lane follow each other."""
 
     main = "main"  # the caller's stream
     beside = "beside"  # a stream of its own, of moves and of what tells of them: a copy engine makes all copies one by one
@@ -171,7 +171,7 @@ def _gathered(schedule: Schedule, own: Piece, remote: list[Piece]) -> Plan:
 
 def _scattered(pair: Pair, own: Piece, remote: list[Piece]) -> Plan:
     """Results travel, while the next ones are computed; own ones are computed last."""
-    # Where other calls use the channel, too, meeting takes longer; the first move is after a product in any case.
+    # Meeting takes longer if other calls use the channel, too; the first move is after a product in any case.
     tasks = [_BEGIN if pair is Pair.gemm_reduce_scatter else Task(Kind.begin, Lane.beside)]
     marks: list[int] = []
     for piece in remote:

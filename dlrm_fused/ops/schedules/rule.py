@@ -10,7 +10,7 @@ from dlrm_fused.ops.schedules.schedule import SCHEDULES, Pair, Schedule, sums_be
 
 # Calls repeat a few shapes, step after step, and estimates take longer than a call's launches.
 _KEPT_CHOICES = 1024
-# Of the schedules that were measured, those without which some call would take noticeably longer; docs/schedules.md.
+# The measured schedules without which some call would take noticeably longer; docs/schedules.md.
 SPACE = {
     Pair.all_gather_gemm: ("library", "kernel", "chunks", "chunks_4", "arriving"),
     Pair.gemm_reduce_scatter: ("library", "kernel", "chunks_2", "tapered"),
@@ -48,7 +48,7 @@ def choose(size: Size, machine: Machine, allowed: tuple[str, ...] | None = None)
 
 
 def explain(size: Size, machine: Machine) -> str:
-    """What the choice rests on, for people: sizes, bounds, and all estimates."""
+    """Return the reasons for the choice, for people: sizes, bounds, and all estimates."""
     found = estimates(size, machine)
     compute_us = max(size.operations / machine.teraflops / 1e6, size.memory_bytes / machine.memory / 1e3)
     if size.is_lookup:

@@ -74,7 +74,6 @@ _ALL = (
     Schedule("deep_2", Mover.copy_engine, depth_parts=2),
     Schedule("arriving", Mover.copy_engine, is_one_product=True),
     Schedule("arriving_4", Mover.copy_engine, parts=(1, 1, 1, 1), is_one_product=True),
-    Schedule("arriving_8", Mover.copy_engine, parts=(1,) * 8, is_one_product=True),
     Schedule("copied", Mover.other_kernel),
     Schedule("sums_beside", Mover.other_kernel, parts=(1, 1, 1, 1)),
 )

@@ -1,0 +1,79 @@
+"""The base of workspaces for products: sizes that all ranks agree on, a stream for copies, and the schedules that are known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from dlrm_fused.errors import UsageError
+from dlrm_fused.ops.common.schedules import Schedules, Shape
+from dlrm_fused.ops.common.workspace import Workspace, check_counts, check_dtype
+from dlrm_fused.ops.schedules import Streams
+from dlrm_fused.symmetric import SymmetricGroup
+
+# Kernels count the rows of all ranks in 31 bits.
+MAX_ROWS_OF_ALL_RANKS = 2**31 - 1
+
+
+class MatrixWorkspace(Workspace):
+    """A workspace for matrices of at most so many rows and columns.
+
+    Attributes:
+        max_rows, max_columns, dtype: as given.
+        streams: on which the tasks of a schedule run.
+    """
+
+    def __init__(
+        self,
+        group: SymmetricGroup,
+        name: str,
+        max_rows: int,
+        max_columns: int,
+        dtype: torch.dtype,
+        timeout_seconds: float,
+        measures_schedules: bool,
+        *,
+        channels: Sequence[str] = ("",),
+        most_rows: int | None = None,
+    ) -> None:
+        """Collective.
+
+        Args:
+            group, name, timeout_seconds, channels: as for :class:`~dlrm_fused.ops.common.workspace.Workspace`.
+            max_rows, max_columns: the largest numbers of rows and of columns; each at least 1.
+            dtype: float32, bfloat16 or float16.
+            measures_schedules: whether ``auto`` may measure a shape that it meets for the first time, on GPUs.
+            most_rows: the largest ``max_rows`` that the operator allows; None for any.
+
+        Raises:
+            UsageError: on all ranks, if an argument is wrong on one of them, or they differ.
+        """
+
+        def check() -> dict[str, object]:
+            check_dtype(name, dtype)
+            check_counts(name, max_rows=max_rows, max_columns=max_columns)
+            if most_rows is not None and max_rows > most_rows:
+                raise UsageError(f"{name}: max_rows={max_rows}; allowed with {group.world_size} ranks: at most {most_rows}")
+            sizes = {"max_rows": max_rows, "max_columns": max_columns}
+            return {"name": name, **sizes, "dtype": dtype, "measures_schedules": measures_schedules}
+
+        super().__init__(group, name, check, timeout_seconds=timeout_seconds, channels=channels)
+        self.max_rows, self.max_columns, self.dtype = max_rows, max_columns, dtype
+        self.streams = Streams(group.device)
+        self._measures_schedules = measures_schedules
+
+    def schedules_from(self, measured_on: str, measured: Mapping[Shape, str], purpose: str = "") -> Schedules:
+        """Return the schedules of this workspace's calls.
+
+        Args:
+            measured_on, measured: the GPU of a recorded table, and the table.
+            purpose: is added to the workspace's name in the log.
+        """
+        return Schedules(
+            f"{self.name}{purpose}",
+            self.channel,
+            may_measure=self._measures_schedules,
+            measured_on=measured_on,
+            measured=measured,
+        )
