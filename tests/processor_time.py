@@ -102,7 +102,7 @@ class ProcessorTime:
         if self._seconds() > most:
             lines.append(
                 f"The tests took {self._seconds():.0f} s of processor time, more than {most:.0f} s: make them shorter, mark "
-                "long forms `slow`, or raise --most-processor-seconds in the Makefile and say why."
+                "long forms `slow`, or raise the bound in the Makefile and say why."
             )
         most = MOST_SECONDS_OF_A_TEST * self._slowness
         for test, seconds in self._by_test.items():
