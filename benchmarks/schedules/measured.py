@@ -63,9 +63,7 @@ def _calls_of(report: Mapping[str, Any]) -> Iterator[Call]:
     for cell in report["cells"]:
         if not cell["passed"]:
             continue
-        if "pooling" in cell:
-            yield _lookup(cell, ranks)
-        elif "size" in cell:
+        if "size" in cell:
             yield from _sum(cell, ranks)
         else:
             yield _product(cell, ranks)
@@ -89,15 +87,6 @@ def _sum(cell: Mapping[str, Any], ranks: int) -> Iterator[Call]:
     listed = {"sums_beside": "chunks", "kernel": "scatter"}
     names = {name: key if key in us else "fused" for name, key in listed.items()}
     yield Call(size, _steady(cell, us, {**names, "library": "nccl"}))
-
-
-def _lookup(cell: Mapping[str, Any], ranks: int) -> Call:
-    pooled = cell["lookups"] / (cell["tables"] * cell["bags"])
-    columns = cell["tables"] * cell["dim"]
-    distinct = cell["distinct_rows"] / cell["lookups"]
-    size = Size(Pair.embedding_all_to_all, ranks, cell["bags"], columns, pooled, 4, _BYTES[cell["dtype"]], distinct)
-    names = {"kernel": "fused", "copied": "copy", "library": "baseline"}
-    return Call(size, _steady(cell, {name: cell[f"{name}_us"] for name in names.values()}, names))
 
 
 def _steady(cell: Mapping[str, Any], us: Mapping[str, float], names: Mapping[str, str]) -> dict[str, float]:

@@ -30,20 +30,18 @@ _TIMELINES = {
     "chunks": Pair.all_gather_gemm,
     "chunks_4": Pair.gemm_reduce_scatter,
     "tapered": Pair.all_gather_gemm,
-    "deep_2": Pair.all_gather_gemm,
     "arriving": Pair.all_gather_gemm,
     "arriving_4": Pair.all_gather_gemm,
     "sums_beside": Pair.gemm_all_reduce,
 }
 # Machines whose links and multiprocessors are like nobody's above.
 _UNMEASURED = ("NVIDIA A100-SXM4-80GB", "NVIDIA B200", "NVIDIA H100 PCIe")
-# Rows of all ranks, N and K of one: Llama's projections over as many ranks, a small layer, and a lookup's columns and pooling.
+# Rows of all ranks, N and K of one: Llama's projections over as many ranks, and a small layer.
 _PREDICTED = (
     Size(Pair.all_gather_gemm, 1, 16384, 28672, 8192),
     Size(Pair.gemm_reduce_scatter, 1, 16384, 8192, 28672),
     Size(Pair.gemm_all_to_all, 1, 16384, 4096, 4096),
     Size(Pair.gemm_all_reduce, 1, 8, 8192, 28672),
-    Size(Pair.embedding_all_to_all, 1, 65536, 2048, 20, 4),
 )
 
 
@@ -103,11 +101,11 @@ def predictions() -> None:
 
 def _over(size: Size, ranks: int) -> Size:
     """The same layer over so many ranks: its output features are cut where shards are gathered, its input features for sums."""
-    cut_columns = size.pair in (Pair.all_gather_gemm, Pair.embedding_all_to_all)
+    cut_columns = size.pair is Pair.all_gather_gemm
     cut_depth = size.pair in (Pair.gemm_reduce_scatter, Pair.gemm_all_reduce)
     columns = size.columns // ranks if cut_columns else size.columns
     depth = size.depth // ranks if cut_depth else size.depth
-    return Size(size.pair, ranks, size.rows, columns, depth, size.element_bytes, size.row_bytes)
+    return Size(size.pair, ranks, size.rows, columns, depth, size.element_bytes)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -29,7 +29,7 @@ from dlrm_fused.ops.schedules.rule import schedule_of, space_of
 
 FITTED = (
     "library_share", "library_sum_share", "kernel_share", "kernel_contention", "started_us", "tile_us", "copy_start_us",
-    "move_us", "mark_us", "wait_us", "collective_us", "sum_us", "sum_share", "lookup_share", "kernel_lookup_share",
+    "move_us", "mark_us", "wait_us", "collective_us", "sum_us", "sum_share",
 )  # fmt: skip
 # Of an error that all schedules of a call share, which changes no choice.
 _WEIGHT_OF_COMMON_ERROR = 0.2

@@ -16,13 +16,11 @@ from dlrm_fused.ops.schedules.piece_flags import ends_of
 from dlrm_fused.ops.schedules.plan import ROW_UNIT, Plan, cut
 
 GATHER, SCATTER = Pair.all_gather_gemm, Pair.gemm_reduce_scatter
-BLOCKS, SUMS, LOOKUPS = Pair.gemm_all_to_all, Pair.gemm_all_reduce, Pair.embedding_all_to_all
+BLOCKS, SUMS = Pair.gemm_all_to_all, Pair.gemm_all_reduce
 # In pieces, of which each rank has one of every other.
 OF_SHARDS = [schedule for schedule in SCHEDULES.values() if schedule.mover in (Mover.same_kernel, Mover.copy_engine)]
-OF_RESULTS = [schedule for schedule in OF_SHARDS if schedule.depth_parts == 1]
 PLANS = [
-    *((GATHER, schedule) for schedule in OF_SHARDS),
-    *((pair, schedule) for pair in (SCATTER, BLOCKS, LOOKUPS) for schedule in OF_RESULTS),
+    *((pair, schedule) for pair in (GATHER, SCATTER, BLOCKS) for schedule in OF_SHARDS),
     (SUMS, SCHEDULES["kernel"]),
 ]
 # Fewer rows than pieces; of whole tiles, and not.
@@ -55,9 +53,9 @@ def products(plan: Plan) -> list[tuple[int, Piece]]:
     return [*computed, *((number, piece) for number, task in tasks(plan, Kind.combine) for piece in task.pieces)]
 
 
-def rows_of(pieces: Iterable[Piece], shift: int, depth_part: int = 0) -> list[int]:
+def rows_of(pieces: Iterable[Piece], shift: int) -> list[int]:
     """Of a peer's shard, in order, as often as they are dealt with."""
-    own = [piece for piece in pieces if (piece.shift, piece.depth_part) == (shift, depth_part)]
+    own = [piece for piece in pieces if piece.shift == shift]
     return sorted(row for piece in own for row in range(piece.first, piece.last))
 
 
@@ -76,8 +74,8 @@ def test_every_row_of_every_shard_is_computed_once(pair: Pair, schedule: Schedul
     for ranks, rows, plan in plans(pair, schedule):
         pieces = [piece for _, piece in products(plan)]
         assert rows_of(pieces, shift=0) == list(range(rows))
-        for shift, part in itertools.product(range(1, ranks), range(schedule.depth_parts)):
-            assert rows_of(pieces, shift, part) == list(range(rows))
+        for shift in range(1, ranks):
+            assert rows_of(pieces, shift) == list(range(rows))
         assert max(piece.shift for piece in pieces) == ranks - 1
 
 
@@ -85,8 +83,8 @@ def test_every_row_of_every_shard_is_computed_once(pair: Pair, schedule: Schedul
 def test_every_row_moves_once_to_each_peer_and_none_to_this_rank(pair: Pair, schedule: Schedule) -> None:
     for ranks, rows, plan in plans(pair, schedule):
         moved = [piece for _, task in tasks(plan, Kind.move) for piece in task.pieces]
-        for shift, part in itertools.product(range(1, ranks), range(schedule.depth_parts)):
-            assert rows_of(moved, shift, part) == list(range(rows))
+        for shift in range(1, ranks):
+            assert rows_of(moved, shift) == list(range(rows))
         assert {piece.shift for piece in moved} == set(range(1, ranks))
 
 
@@ -105,7 +103,7 @@ def test_flags_of_the_pieces_of_a_peer_are_different_and_there_is_room_for_them(
     for ranks, _, plan in plans(pair, schedule):
         for shift in range(1, ranks):
             moved = [task.pieces[0] for _, task in tasks(plan, Kind.move) if task.pieces[0].shift == shift]
-            flags = [piece.depth_part * len(schedule.parts) + piece.number for piece in moved]
+            flags = [piece.number for piece in moved]
             assert len(set(flags)) == len(flags)
             assert set(flags) <= set(range(MOST_PIECES))
 
@@ -213,18 +211,9 @@ def test_a_chunk_is_summed_while_the_next_is_multiplied(parts: tuple[int, ...]) 
             assert is_after(plan, len(plan) - 1, number)
 
 
-@pytest.mark.parametrize("pair", [BLOCKS, LOOKUPS])
-def test_another_kernel_moves_when_all_is_computed(pair: Pair) -> None:
-    for ranks, rows, (compute, move) in plans(pair, SCHEDULES["copied"]):
-        own, *remote = (Piece(shift, 0, rows) for shift in range(ranks))
-        assert (compute.kind, compute.pieces) == (Kind.compute, (own, *remote))
-        assert (move.kind, move.pieces) == (Kind.move, tuple(remote))
-        assert compute.lane is move.lane is Lane.main
-
-
 @settings(deadline=None)
 @given(
-    pair=st.sampled_from([GATHER, SCATTER, BLOCKS, LOOKUPS]),
+    pair=st.sampled_from([GATHER, SCATTER, BLOCKS]),
     parts=st.lists(st.integers(1, 9), min_size=1, max_size=8),
     is_one_product=st.booleans(),
     ranks=st.integers(1, 6),
@@ -274,16 +263,10 @@ def test_fewer_rows_than_pieces_are_a_row_each() -> None:
 # What is refused.
 
 
-@pytest.mark.parametrize("name", ["copied", "sums_beside"])
-def test_another_kernel_moves_results_alone(name: str) -> None:
-    with pytest.raises(ValueError, match=r"^all_gather_gemm: nothing to move after the computation$"):
-        make_plan(GATHER, SCHEDULES[name], 4, 1024)
-
-
-@pytest.mark.parametrize("pair", [SCATTER, BLOCKS, SUMS, LOOKUPS])
-def test_results_of_a_part_of_the_inner_dimension_do_not_travel(pair: Pair) -> None:
-    with pytest.raises(ValueError, match=f"^{pair}: schedule deep_2 sends pieces of a sum"):
-        make_plan(pair, SCHEDULES["deep_2"], 4, 1024)
+@pytest.mark.parametrize("pair", [GATHER, SCATTER, BLOCKS])
+def test_another_kernel_moves_sums_for_all_ranks_alone(pair: Pair) -> None:
+    with pytest.raises(ValueError, match=rf"^{pair}: schedule sums_beside adds up over the ranks; of gemm_all_reduce alone$"):
+        make_plan(pair, SCHEDULES["sums_beside"], 4, 1024)
 
 
 @pytest.mark.parametrize("name", ["chunks", "chunks_4", "arriving"])
@@ -292,15 +275,10 @@ def test_a_copy_engine_does_not_add_up_for_all_ranks(name: str) -> None:
         make_plan(SUMS, SCHEDULES[name], 4, 1024)
 
 
-def test_sums_of_own_rows_are_not_left_to_a_kernel_that_moves() -> None:
-    with pytest.raises(ValueError, match=r"^gemm_reduce_scatter: what has come has to be added up$"):
-        make_plan(SCATTER, SCHEDULES["copied"], 4, 1024)
-
-
-@pytest.mark.parametrize(("parts", "depth_parts"), [((), 1), ((1, 0), 1), ((1, -1), 1), ((1,), 0)])
-def test_a_schedule_of_no_pieces_is_refused(parts: tuple[int, ...], depth_parts: int) -> None:
-    with pytest.raises(ValueError, match=r"schedule none: parts=.*; needed: at least 1 each"):
-        Schedule("none", Mover.copy_engine, parts, depth_parts)
+@pytest.mark.parametrize("parts", [(), (1, 0), (1, -1)])
+def test_a_schedule_of_no_pieces_is_refused(parts: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"schedule none: parts=.*; needed: one part at least, of 1 or more"):
+        Schedule("none", Mover.copy_engine, parts)
 
 
 # The executor, on the CPU.

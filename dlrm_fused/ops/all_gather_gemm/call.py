@@ -50,10 +50,6 @@ class PiecesCall:
         """From which a piece comes."""
         return (self.rank - piece.shift) % self.ranks
 
-    def number(self, piece: Piece) -> int:
-        """Return the number of a piece among all from one rank to another."""
-        return piece.depth_part * len(self.schedule.parts) + piece.number
-
     def _mark(self, task: Task) -> None:
         for piece in task.pieces:
-            self.workspace.pieces.mark(self.peer(piece), self.number(piece))
+            self.workspace.pieces.mark(self.peer(piece), piece.number)

@@ -13,7 +13,7 @@ from dlrm_fused.ops.all_gather_gemm.reference import all_gather
 from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace, Started
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.common.workspace import fingerprint_of
-from dlrm_fused.ops.schedules import Kind, Mover, Pair, Piece, Schedule, Task, make_plan
+from dlrm_fused.ops.schedules import Kind, Mover, Pair, Schedule, Task, make_plan
 from dlrm_fused.symmetric import name_lost_peer
 
 
@@ -118,38 +118,28 @@ class _Gather(PiecesCall):
         self, workspace: ShardWorkspace, x: Tensor, weight: Tensor, schedule: Schedule, is_transposed: bool, fingerprint: int
     ) -> None:
         super().__init__(workspace, x, weight, schedule, is_transposed=is_transposed, fingerprint=fingerprint, rows=len(x))
-        # Parts of the inner dimension lie one after the other, so that each is contiguous.
-        self._part_depth = x.shape[1] // schedule.depth_parts
-        self._shape = (schedule.depth_parts, self.ranks, self.rows, self._part_depth)
         self.out = x.new_empty(self.ranks * self.rows, self.factor.shape[1])
-        self._sums: dict[Piece, Tensor] = {}  # over parts of the inner dimension, in fp32
         compute = self._multiply_arriving if schedule.is_one_product else self._multiply
         self.actions |= {Kind.move: self._move, Kind.gate: self._wait, Kind.compute: compute}
 
     def gathered_rows(self) -> Tensor:
         """[M, K], when the call has been started; this rank's rows join the peers' now."""
         gathered = self._gathered_on(self.rank)
-        for part, own in enumerate(self.x.chunk(self.schedule.depth_parts, dim=1)):
-            gathered[part, self.rank].copy_(own)
-        return gathered.permute(1, 2, 0, 3).reshape(self.ranks * self.rows, -1)
+        gathered[self.rank].copy_(self.x)
+        return gathered.flatten(0, 1)
 
     def _gathered_on(self, rank: int) -> Tensor:
-        """[parts of the inner dimension, ranks, rows of a shard, K of a part]."""
-        return self.workspace.matrix(self.workspace.gathered, rank, self._shape)
-
-    def _depth_of(self, piece: Piece) -> slice:
-        return slice(piece.depth_part * self._part_depth, (piece.depth_part + 1) * self._part_depth)
+        """[ranks, rows of a shard, K]."""
+        return self.workspace.matrix(self.workspace.gathered, rank, (self.ranks, *self.x.shape))
 
     def _move(self, task: Task) -> None:
         (piece,) = task.pieces
         rows = slice(piece.first, piece.last)
-        # A copy engine copies what is contiguous.
-        sent = self.x[rows, self._depth_of(piece)].contiguous()
-        self._gathered_on(self.peer(piece))[piece.depth_part, self.rank, rows].copy_(sent, non_blocking=True)
+        self._gathered_on(self.peer(piece))[self.rank, rows].copy_(self.x[rows], non_blocking=True)
 
     def _wait(self, task: Task) -> None:
         for piece in task.pieces:
-            self.workspace.pieces.wait(self.source(piece), self.number(piece))
+            self.workspace.pieces.wait(self.source(piece), piece.number)
 
     def _multiply_arriving(self, _: Task) -> None:
         multiplication = push_and_multiply if self.schedule.mover is Mover.same_kernel else multiply_arriving
@@ -163,20 +153,4 @@ class _Gather(PiecesCall):
         if piece.shift == 0:
             torch.mm(self.x, self.factor, out=out)
             return
-        x = self._gathered_on(self.rank)[piece.depth_part, self.source(piece), rows]
-        if self.schedule.depth_parts == 1:
-            torch.mm(x, self.factor, out=out)
-        else:
-            self._add_up(x, piece, out)
-
-    def _add_up(self, x: Tensor, piece: Piece, out: Tensor) -> None:
-        """Add the product of a part of the inner dimension to that of the parts before; the sum is rounded once."""
-        factor, of_rows = self.factor[self._depth_of(piece)], piece._replace(depth_part=0)
-        if x.device.type == "cuda" and x.dtype != torch.float32:
-            product = torch.mm(x, factor, out_dtype=torch.float32)
-        else:
-            product = x.float() @ factor.float()
-        total = self._sums[of_rows].add_(product) if of_rows in self._sums else product
-        if piece.depth_part == self.schedule.depth_parts - 1:
-            out.copy_(total)
-        self._sums[of_rows] = total
+        torch.mm(self._gathered_on(self.rank)[self.source(piece), rows], self.factor, out=out)

@@ -29,10 +29,9 @@ def all_gather_gemm(workspace: ShardWorkspace, x: Tensor, weight: Tensor, *, sch
         x: [M / ranks, K], contiguous, in the workspace's dtype; M at most ``max_rows``, K at most ``max_columns``. Shapes must
             be equal on all ranks. Rows of x, weight and result are multiples of 16 bytes.
         weight: [N, K], contiguous, in the workspace's dtype: this rank's part of the output features.
-        schedule: one of ``library``, ``kernel``, ``chunks``, ``chunks_2``, ``chunks_4``, ``tapered``, ``deep_2``,
-            ``arriving`` and ``arriving_4``, see docs/schedules.md; or ``auto``, which takes the fastest: from a
-            table, or measured here by the first call with a shape. Without a GPU, and between hosts, all but ``library`` are
-            one.
+        schedule: one of ``library``, ``kernel``, ``chunks``, ``chunks_2``, ``chunks_4``, ``tapered``, ``arriving``
+            and ``arriving_4``, see docs/schedules.md; or ``auto``, which takes the fastest: from a table, or measured here by
+            the first call with a shape. Without a GPU, and between hosts, all but ``library`` are one.
 
     Returns:
         [M, N] in the workspace's dtype.
@@ -80,7 +79,7 @@ def _gather(x: Tensor, weight: Tensor, schedule: str, handle: int) -> Tensor:
     workspace.begin_call()
     with abort_peers_on_error(workspace.channel):
         _check(workspace, GATHER, x, weight)
-        check_schedule(workspace, GATHER, schedule, weight.shape[1])
+        check_schedule(workspace, GATHER, schedule)
     return _gathered(workspace, x, weight, schedule, is_transposed=False).out
 
 
@@ -90,7 +89,7 @@ def _scatter(x: Tensor, weight: Tensor, schedule: str, handle: int) -> Tensor:
     workspace.begin_call()
     with abort_peers_on_error(workspace.channel):
         _check(workspace, SCATTER, x, weight)
-        check_schedule(workspace, SCATTER, schedule, weight.shape[1])
+        check_schedule(workspace, SCATTER, schedule)
         if len(x) % workspace.world_size:
             raise UsageError(f"{workspace.name}: x has {len(x)} rows; needed: a multiple of the {workspace.world_size} ranks")
     return _scattered(workspace, x, weight, schedule, is_transposed=False).out

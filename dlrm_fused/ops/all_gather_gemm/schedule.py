@@ -14,24 +14,18 @@ from dlrm_fused.ops.schedules.machines import machine_of
 from dlrm_fused.ops.schedules.rule import SPACE, choose
 
 NAMES = {
-    Pair.all_gather_gemm: (
-        LIBRARY, "kernel", "chunks", "chunks_2", "chunks_4", "tapered", "deep_2", "arriving", "arriving_4",
-    ),
+    Pair.all_gather_gemm: (LIBRARY, "kernel", "chunks", "chunks_2", "chunks_4", "tapered", "arriving", "arriving_4"),
     Pair.gemm_reduce_scatter: (LIBRARY, "kernel", "chunks", "chunks_2", "chunks_4", "chunks_8", "tapered"),
-}  # fmt: skip
+}
 
 
-def check_schedule(workspace: ShardWorkspace, pair: Pair, schedule: str, depth: int) -> None:
-    """Raises UsageError if a call with this inner dimension cannot be made so."""
+def check_schedule(workspace: ShardWorkspace, pair: Pair, schedule: str) -> None:
+    """Raise UsageError if a call cannot be made by this schedule."""
     name, allowed = workspace.name, (AUTO, *NAMES[pair])
     if schedule not in allowed:
         raise UsageError(f"{name}: schedule={schedule}; allowed for {pair}: {', '.join(allowed)}")
     if schedule == LIBRARY and not workspace.schedules[pair].has_library:
         raise UsageError(f"{name}: schedule=library: the process group has no NCCL; take another one, or auto")
-    parts = 1 if schedule == AUTO else SCHEDULES[schedule].depth_parts
-    unit = parts * 16 // workspace.dtype.itemsize
-    if parts > 1 and depth % unit:
-        raise UsageError(f"{name}: schedule={schedule}: K={depth}; needed: a multiple of {unit}, to be cut into {parts} parts")
 
 
 def choose_schedule(

@@ -15,8 +15,6 @@ from dlrm_fused.ops.schedules.machine import Machine
 from dlrm_fused.ops.schedules.plan import Kind, Lane, Piece, Plan, Task, make_plan
 from dlrm_fused.ops.schedules.schedule import Mover, Pair, Schedule
 
-# The time to read a row again, from the cache, as a share of the time to read it from memory.
-_AGAIN = 0.35
 # A product of at most so many rows takes as long as its weight takes to be read.
 FEW_ROWS = 64
 # Rows and columns of tiles, with the share of the largest ones' speed that each reaches: the library's, and our kernels'.
@@ -34,29 +32,21 @@ class Size:
     Attributes:
         pair: what is computed and communicated.
         ranks: on one host.
-        rows: M, of all ranks together where rows are sharded; of a lookup, samples of all ranks.
-        columns: N of the product on this rank; of a lookup, elements of a sample's pooled rows in this rank's tables.
-        depth: K of the product on this rank; of a lookup, rows that are pooled into one.
+        rows: M, of all ranks together where rows are sharded.
+        columns: N of the product on this rank.
+        depth: K of the product on this rank.
         element_bytes: of an element of what travels.
-        row_bytes: of an element that is looked up.
-        distinct_share: different rows among those that are looked up.
     """
 
     pair: Pair
     ranks: int
     rows: int
     columns: int
-    depth: float
+    depth: int
     element_bytes: int = 2
-    row_bytes: int = 4
-    distinct_share: float = 1.0
 
     @property
-    def is_lookup(self) -> bool:
-        return self.pair is Pair.embedding_all_to_all
-
-    @property
-    def travelling(self) -> float:
+    def travelling(self) -> int:
         """Columns of what travels."""
         return self.depth if self.pair.moves_first else self.columns
 
@@ -66,32 +56,29 @@ class Size:
         return max(1, self.rows // self.ranks)
 
     @property
-    def link_bytes(self) -> float:
+    def link_bytes(self) -> int:
         """The bytes that a rank sends at least."""
         passes = 2 if self.pair is Pair.gemm_all_reduce else 1
         return passes * self.shard_rows * (self.ranks - 1) * self.travelling * self.element_bytes
 
     @property
-    def operations(self) -> float:
+    def operations(self) -> int:
         """Multiplications and additions."""
-        return (1 if self.is_lookup else 2) * self.rows * self.columns * self.depth
+        return 2 * self.rows * self.columns * self.depth
 
     @property
-    def memory_bytes(self) -> float:
-        """MK + NK + MN of a product; of a lookup, the rows that are read and those that are written."""
-        return self.bytes_of_rows(self.rows, self.depth)
+    def memory_bytes(self) -> int:
+        """Bytes of the three matrices: MK + NK + MN elements."""
+        return self.bytes_of_rows(self.rows)
 
     @property
     def operations_per_byte(self) -> float:
         """The arithmetic intensity of the computation."""
         return self.operations / self.memory_bytes
 
-    def bytes_of_rows(self, rows: int, depth: float) -> float:
+    def bytes_of_rows(self, rows: int) -> int:
         """Return the bytes that so many rows of the computation read and write."""
-        if self.is_lookup:
-            read = depth * self.row_bytes * (self.distinct_share + (1 - self.distinct_share) * _AGAIN)
-            return rows * self.columns * (read + self.element_bytes)
-        return (rows * depth + self.columns * depth + rows * self.columns) * self.element_bytes
+        return (rows * self.depth + self.columns * self.depth + rows * self.columns) * self.element_bytes
 
 
 @dataclass(frozen=True)
@@ -211,9 +198,7 @@ class _Times:
         if task.kind is Kind.move:
             if self._is_by_copies:
                 return machine.move_us + self._bytes(piece) / machine.peer_copies / 1e3
-            # A kernel of its own waits until the peers can receive, tells them when it has stored, and waits for theirs.
-            epoch_us = 2 * machine.wait_us + machine.mark_us if self.schedule.mover is Mover.other_kernel else machine.wait_us
-            return epoch_us + self._bytes(piece) / machine.peer_stores / 1e3
+            return machine.wait_us + self._bytes(piece) / machine.peer_stores / 1e3
         if task.kind is Kind.combine:
             return self._combination(piece)
         return self._computation(task, piece)
@@ -232,7 +217,7 @@ class _Times:
 
     @property
     def _has_tiles(self) -> bool:
-        return not self.size.is_lookup and self.size.rows > FEW_ROWS
+        return self.size.rows > FEW_ROWS
 
     def is_part_of_launch(self, task: Task) -> bool:
         """Whether the task is the end of another kernel: with few rows, that of the product adds up, too."""
@@ -244,14 +229,12 @@ class _Times:
         return own_rows_are_added or (task.kind is Kind.compute and self.schedule.is_one_product)
 
     def _bytes(self, piece: Piece) -> float:
-        parts = self.schedule.depth_parts if self.size.pair.moves_first else 1
-        return piece.rows * self.size.travelling / parts * self.size.element_bytes
+        return piece.rows * self.size.travelling * self.size.element_bytes
 
     def _computation(self, task: Task, piece: Piece) -> float:
         size, machine = self.size, self.machine
         is_first = piece == task.pieces[0]
-        parts = self.schedule.depth_parts if piece.shift else 1
-        time = machine.tile_us * is_first + self._rows_us(piece.rows, size.depth / parts, self._is_persistent(task))
+        time = machine.tile_us * is_first + self._rows_us(piece.rows, self._is_persistent(task))
         stores = self.schedule.mover is Mover.same_kernel and not size.pair.moves_first and piece.shift > 0
         if not stores:
             return time
@@ -259,25 +242,22 @@ class _Times:
         stores_us = min(time, self._round_us) + self._bytes(piece) / machine.peer_stores / 1e3
         return (time**_SHARPNESS + stores_us**_SHARPNESS) ** (1 / _SHARPNESS)
 
-    def _rows_us(self, rows: int, depth: float, is_persistent: bool) -> float:
+    def _rows_us(self, rows: int, is_persistent: bool) -> float:
         """Return the microseconds of so many rows of the computation."""
         size, machine = self.size, self.machine
-        if size.is_lookup:
-            share = machine.kernel_lookup_share if self.schedule.mover is Mover.same_kernel else machine.lookup_share
-            return size.bytes_of_rows(rows, depth) / machine.memory / share / 1e3
-        floor = size.bytes_of_rows(rows, depth) / machine.memory / 1e3
+        floor = size.bytes_of_rows(rows) / machine.memory / 1e3
         if is_persistent:  # the weight is read once, and rounds of tiles are filled, for the pieces of a shard together
-            read_us = size.bytes_of_rows(self._kernel_rows, size.depth) / machine.memory / 1e3
+            read_us = size.bytes_of_rows(self._kernel_rows) / machine.memory / 1e3
             tiles_us = self._kernel_us / machine.kernel_share if self._has_tiles else 0.0
             return max(read_us, tiles_us) * rows / self._kernel_rows * self._slowed
-        return max(floor, product_us(rows, size.columns, depth, machine)[0]) * self._slowed
+        return max(floor, product_us(rows, size.columns, size.depth, machine)[0]) * self._slowed
 
     def _combination(self, piece: Piece) -> float:
         size, machine = self.size, self.machine
         bytes_ = piece.rows * size.columns * size.element_bytes
         if size.pair is Pair.gemm_reduce_scatter:
             multiplied = size.depth + machine.store_depth
-            return self._rows_us(piece.rows, size.depth, is_persistent=True) * (multiplied + machine.add_depth) / multiplied
+            return self._rows_us(piece.rows, is_persistent=True) * (multiplied + machine.add_depth) / multiplied
         if size.pair is Pair.gemm_all_reduce:  # a reduce-scatter and an all-gather, or the latter alone
             if size.rows <= FEW_ROWS:  # words that say by themselves that they have come
                 return machine.wait_us
@@ -290,7 +270,7 @@ class _Times:
         """The factor on products: as long as pieces are on their way, at most all the time."""
         factors = {Mover.copy_engine: self.machine.contention, Mover.other_kernel: self.machine.kernel_contention}
         is_alone = self.schedule.mover is Mover.other_kernel and len(self.schedule.parts) == 1
-        if self.schedule.mover not in factors or self.size.is_lookup or is_alone:
+        if self.schedule.mover not in factors or is_alone:
             return 1.0
         link_us = self.size.link_bytes / self.machine.peer_copies / 1e3
         product = self.size.operations / self.machine.teraflops / 1e6

@@ -35,8 +35,6 @@ class Machine:
         collective_us: the library's, beside the bytes.
         sum_us: of a kernel that adds up over the ranks what they have, beside the bytes.
         sum_share: of ``peer_stores``, what such a kernel reaches.
-        lookup_share: of ``memory``, what the library's lookup of embedding rows reaches.
-        kernel_lookup_share: the same of this project's lookup.
     """
 
     name: str
@@ -61,5 +59,3 @@ class Machine:
     collective_us: float = 15.0
     sum_us: float = 8.0
     sum_share: float = 0.8
-    lookup_share: float = 0.5
-    kernel_lookup_share: float = 0.7

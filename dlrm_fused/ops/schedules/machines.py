@@ -37,8 +37,6 @@ H200 = Machine(
     collective_us=13.4,
     sum_us=9.21,
     sum_share=1.04,
-    lookup_share=0.766,
-    kernel_lookup_share=0.81,
 )
 H100 = replace(
     H200,
@@ -48,8 +46,6 @@ H100 = replace(
     peer_copies=379.3,
     peer_stores=362.9,
     contention=1.058,
-    lookup_share=0.93,
-    kernel_lookup_share=1.0,
 )
 MEASURED = {machine.name: machine for machine in (H100, H200)}
 

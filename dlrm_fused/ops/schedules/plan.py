@@ -47,14 +47,12 @@ class Piece(NamedTuple):
         shift: of the rank; 0 is this one.
         first, last: rows of the shard, ``last`` exclusive.
         number: of the piece among those of its rank.
-        depth_part: which of the equal pieces of the inner dimension.
     """
 
     shift: int
     first: int
     last: int
     number: int = 0
-    depth_part: int = 0
 
     @property
     def rows(self) -> int:
@@ -101,9 +99,9 @@ def make_plan(pair: Pair, schedule: Schedule, ranks: int, shard_rows: int) -> Pl
     if schedule.mover is Mover.library:
         return _serial(pair, ranks, shard_rows)
     if schedule.mover is Mover.other_kernel:
-        return _sums_beside(schedule, shard_rows) if pair is Pair.gemm_all_reduce else _moved_after(pair, ranks, shard_rows)
-    if schedule.depth_parts > 1 and not pair.moves_first:
-        raise ValueError(f"{pair}: schedule {schedule.name} sends pieces of a sum over the inner dimension; none is finished")
+        if pair is not Pair.gemm_all_reduce:
+            raise ValueError(f"{pair}: schedule {schedule.name} adds up over the ranks; of {Pair.gemm_all_reduce} alone")
+        return _sums_beside(schedule, shard_rows)
     if schedule.mover is Mover.copy_engine and pair is Pair.gemm_all_reduce:
         raise ValueError(f"{pair}: schedule {schedule.name}: a copy engine adds nothing up")
     own = Piece(0, 0, shard_rows)
@@ -124,8 +122,7 @@ def cut(rows: int, parts: Sequence[int]) -> list[tuple[int, int]]:
 def _pieces_of_peers(schedule: Schedule, ranks: int, shard_rows: int) -> list[Piece]:
     """In the order in which they travel: a piece of every peer, then the next of each, so that all links are busy."""
     return [
-        Piece(shift, first, last, number, depth_part)
-        for depth_part in range(schedule.depth_parts)
+        Piece(shift, first, last, number)
         for number, (first, last) in enumerate(cut(shard_rows, schedule.parts))
         for shift in range(1, ranks)
     ]
@@ -192,15 +189,6 @@ def _add_move(tasks: list[Task], piece: Piece, after: tuple[int, ...] = ()) -> i
     tasks.append(Task(Kind.move, Lane.beside, (piece,), after=after))
     tasks.append(Task(Kind.mark, Lane.beside, (piece,)))
     return len(tasks) - 1
-
-
-def _moved_after(pair: Pair, ranks: int, shard_rows: int) -> Plan:
-    """All results first, then a kernel that stores them at the peers."""
-    if pair.moves_first or pair is Pair.gemm_reduce_scatter:
-        why = "nothing to move after the computation" if pair.moves_first else "what has come has to be added up"
-        raise ValueError(f"{pair}: {why}")
-    own, *remote = (Piece(shift, 0, shard_rows) for shift in range(ranks))
-    return (Task(Kind.compute, Lane.main, (own, *remote)), Task(Kind.move, Lane.main, tuple(remote)))
 
 
 def _sums_beside(schedule: Schedule, rows: int) -> Plan:

@@ -16,7 +16,6 @@ SPACE = {
     Pair.gemm_reduce_scatter: ("library", "kernel", "chunks_2", "tapered"),
     Pair.gemm_all_to_all: ("library", "kernel", "chunks", "chunks_2"),
     Pair.gemm_all_reduce: ("library", "kernel", "sums_beside"),
-    Pair.embedding_all_to_all: ("library", "kernel", "copied"),
 }
 
 
@@ -51,14 +50,11 @@ def explain(size: Size, machine: Machine) -> str:
     """Return the reasons for the choice, for people: sizes, bounds, and all estimates."""
     found = estimates(size, machine)
     compute_us = max(size.operations / machine.teraflops / 1e6, size.memory_bytes / machine.memory / 1e3)
-    if size.is_lookup:
-        compute_us = size.memory_bytes / machine.memory / 1e3
     link_us = size.link_bytes / machine.peer_copies / 1e3
     lines = [
-        f"{size.pair}: M {size.rows}, N {size.columns}, K {size.depth:g} on each of {size.ranks} ranks, {machine.name}",
+        f"{size.pair}: M {size.rows}, N {size.columns}, K {size.depth} on each of {size.ranks} ranks, {machine.name}",
         f"  {size.operations_per_byte:.0f} operations a byte; computing alone {compute_us:.1f} us, the links {link_us:.1f} us",
+        f"  products take {machine.contention:.2f} times as long while copies run beside them",
     ]
-    if not size.is_lookup:
-        lines.append(f"  products take {machine.contention:.2f} times as long while copies run beside them")
     lines += [f"  {name:<12} {timeline.microseconds:9.1f} us" for name, timeline in found.items()]
     return "\n".join([*lines, f"  taken: {next(iter(found))}"])

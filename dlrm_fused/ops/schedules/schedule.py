@@ -16,7 +16,6 @@ class Pair(enum.StrEnum):
     gemm_reduce_scatter = "gemm_reduce_scatter"  # products of all rows are added up over the ranks, each for its shard
     gemm_all_to_all = "gemm_all_to_all"  # each rank gets its block of all ranks' products
     gemm_all_reduce = "gemm_all_reduce"  # products of all rows are added up over the ranks, for all of them
-    embedding_all_to_all = "embedding_all_to_all"  # pooled rows of this rank's tables go to the ranks of their samples
 
     @property
     def moves_first(self) -> bool:
@@ -42,21 +41,17 @@ class Schedule:
         mover: who moves.
         parts: sizes, relative to each other, of the pieces into which the rows that go to or come from one rank are cut; in the
             order in which they travel.
-        depth_parts: equal pieces into which the inner dimension of the product is cut besides.
         is_one_product: one kernel computes with all pieces, each as it arrives; else each piece is a product of its own.
     """
 
     name: str
     mover: Mover
     parts: tuple[int, ...] = (1,)
-    depth_parts: int = 1
     is_one_product: bool = False
 
     def __post_init__(self) -> None:
-        if not self.parts or min(self.parts) < 1 or self.depth_parts < 1:
-            raise ValueError(
-                f"schedule {self.name}: parts={self.parts}, depth_parts={self.depth_parts}; needed: at least 1 each"
-            )
+        if not self.parts or min(self.parts) < 1:
+            raise ValueError(f"schedule {self.name}: parts={self.parts}; needed: one part at least, of 1 or more")
 
     @property
     def overlaps(self) -> bool:
@@ -71,10 +66,8 @@ _ALL = (
     Schedule("chunks_4", Mover.copy_engine, parts=(1, 1, 1, 1)),
     Schedule("chunks_8", Mover.copy_engine, parts=(1,) * 8),
     Schedule("tapered", Mover.copy_engine, parts=(1, 3, 3, 1)),
-    Schedule("deep_2", Mover.copy_engine, depth_parts=2),
     Schedule("arriving", Mover.copy_engine, is_one_product=True),
     Schedule("arriving_4", Mover.copy_engine, parts=(1, 1, 1, 1), is_one_product=True),
-    Schedule("copied", Mover.other_kernel),
     Schedule("sums_beside", Mover.other_kernel, parts=(1, 1, 1, 1)),
 )
 SCHEDULES = {schedule.name: schedule for schedule in _ALL}
@@ -82,7 +75,7 @@ SCHEDULES = {schedule.name: schedule for schedule in _ALL}
 # tenth of a millisecond.
 _SUMMED_ELEMENTS = 8 << 20
 _MOST_SUMS = 4
-MOST_PIECES = max(len(schedule.parts) * schedule.depth_parts for schedule in _ALL)  # from one rank to another
+MOST_PIECES = max(len(schedule.parts) for schedule in _ALL)  # from one rank to another
 
 
 def sums_beside(rows: int, columns: int) -> Schedule:

@@ -102,11 +102,6 @@ def by_schedule(pair: Pair, schedule: str) -> Attempt:
     return lambda scene, is_wrong: scene.call(scene.workspace, pair, schedule if is_wrong else "auto")
 
 
-def cut_an_odd_depth(scene: Layers, is_wrong: bool) -> None:
-    changes = {"x": torch.ones(ROWS, 12), "weight": torch.ones(COLUMNS, 12)}
-    scene.call(scene.workspace, GATHER, "deep_2" if is_wrong else "auto", **changes)
-
-
 def use_a_closed_group(scene: Layers, is_wrong: bool) -> None:
     group = symmetric_group(dist.new_group())
     group.close()
@@ -196,7 +191,6 @@ _CALLS = [
     WrongUse('`schedule="fast"`', by_schedule(GATHER, "fast"), "schedule=fast", SECOND),
     WrongUse("a schedule of the other operator", by_schedule(SCATTER, "arriving_4"), "schedule=arriving_4", SECOND),
     WrongUse('`schedule="chunks_8"`, to gather', by_schedule(GATHER, "chunks_8"), "schedule=chunks_8", SECOND),
-    WrongUse("a K that `deep_2` cannot cut", cut_an_odd_depth, "K=12; needed: a multiple of 8", SECOND),
     *(
         WrongUse(f"{what} that differs between ranks, {way}", attempt, _DIFFER, SECOND, error=CommunicationError)
         for what, way, attempt in (
