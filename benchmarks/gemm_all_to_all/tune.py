@@ -4,11 +4,11 @@
         [--alone] [--cells tiny|full|few] [--match REGEX] [--most 24] [--seconds-budget 150]
     python -m benchmarks.gemm_all_to_all.tune --table tuning.json
 
-The figures behind dlrm_fused/ops/gemm_all_to_all/measured.py, for the products of cells.py. All ranks take part in every call,
+The figures behind dlrm_fused/ops/common/recorded, for the products of cells.py. All ranks take part in every call,
 with the same tiles; the schedules that have no tiles, chunks and the library's, are candidates too. With ``--alone`` the kernel
 multiplies without communication, against the library's product, and one rank will do. The fastest are timed again, longer.
-With ``--table`` it prints the tiles of each cell as source of measured.py. Without GPUs tiles mean nothing:
-that tests this script.
+With ``--table`` it prints the tiles of each cell as recorded there. Without GPUs tiles mean nothing: that tests
+this script.
 """
 
 from __future__ import annotations
@@ -223,19 +223,16 @@ def summarize(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def print_table(files: Sequence[Path]) -> None:
-    """The tiles of each cell as source of measured.py: the largest of those that are nearly as fast as the fastest.
+    """Print the tiles of each cell as rows of a record: the largest of those that are nearly as fast as the fastest.
 
     Their rows go to other ranks in longer pieces.
     """
-    print("TILES = {")
     for cell in [cell for file in files for cell in json.loads(file.read_text())["cells"]]:
         kernels = [own for own in cell["times"] if own["schedule"] == "kernel"]
         fast = [own for own in kernels if own["us"] <= _NEARLY_AS_FAST * kernels[0]["us"]]
         kernel = max(fast, key=lambda own: own["tiles"]["rows"] * own["tiles"]["columns"])
-        shape = ", ".join(str(cell[key]) for key in ("m", "n", "k", "element_size"))
-        values = ", ".join(map(str, kernel["tiles"].values()))
-        print(f"    ({shape}): ({values}),  # {kernel['us']:.1f} us; the library's {cell['library_us']:.1f}")
-    print("}")
+        row = [*(cell[key] for key in ("m", "n", "k", "element_size")), list(kernel["tiles"].values())]
+        print(f"{json.dumps(row)},")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -21,8 +21,8 @@ from benchmarks.common import report as any_report
 from benchmarks.common.environment import ROOT
 from benchmarks.common.harness import Work
 from benchmarks.gemm_all_to_all.cells import DTYPE
-from dlrm_fused.ops.all_gather_gemm.measured import table_of
 from dlrm_fused.ops.all_gather_gemm.schedule import NAMES
+from dlrm_fused.ops.common.recorded import recorded_schedules
 from dlrm_fused.ops.schedules import Pair
 from tests.distributed.launch import Ended, run_program
 
@@ -219,7 +219,7 @@ def test_every_other_rank_names_a_rank_that_is_killed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pair", [Pair.all_gather_gemm, Pair.gemm_reduce_scatter])
 def test_the_operators_table_has_the_fastest_schedules_of_the_raw_results(pair: Pair) -> None:
-    measured = table_of(pair, 2, torch.bfloat16)
+    measured = recorded_schedules("NVIDIA H200", pair, 2, torch.bfloat16)
     cells = json.loads((ROOT / f"benchmarks/results/schedules/{pair}_2_h200.json").read_text())["cells"]
     assert len(measured) >= 29
     for cell in cells:

@@ -234,18 +234,19 @@ def test_of_tiles_that_are_as_fast_the_largest_are_printed_as_source(
     cell = {"m": 1, "n": 2, "k": 3, "element_size": 2, "times": times, "library_us": 9.0}
     (tmp_path / "results.json").write_text(json.dumps({"cells": [cell]}))
     tune_gemm.main(["--table", str(tmp_path / "results.json")])
-    assert "(1, 2, 3, 2): (128, 128, 64, 8, 4, 3, 1, 1),  # 10.1 us; the library's 9.0" in capsys.readouterr().out
+    assert "[1, 2, 3, 2, [128, 128, 64, 8, 4, 3, 1, 1]]," in capsys.readouterr().out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("alone", [[], ["--alone"]])
-def test_the_fastest_tiles_are_printed_as_source(tmp_path: Path, capsys: pytest.CaptureFixture[str], alone: list[str]) -> None:
+def test_the_fastest_tiles_are_printed_as_rows_of_a_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], alone: list[str]
+) -> None:
     _run(tmp_path, "--cells", "tiny", "--most", "3", *alone, main=tune_gemm.main)
     tune_gemm.main(["--table", str(tmp_path / "results.json")])
-    printed: dict[str, Any] = {}
-    exec(capsys.readouterr().out, printed)
-    assert list(printed["TILES"]) == [(cell.m, cell.n, cell.k, 2) for cell in tiny_products()]
-    assert all(Tiles(*fields) for fields in printed["TILES"].values())
+    rows = json.loads(f"[{capsys.readouterr().out.rstrip().rstrip(',')}]")
+    assert [row[:4] for row in rows] == [[cell.m, cell.n, cell.k, 2] for cell in tiny_products()]
+    assert all(Tiles(*fields) for *_, fields in rows)
 
 
 # The stress test.

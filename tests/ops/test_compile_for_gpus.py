@@ -47,6 +47,7 @@ from dlrm_fused.ops.common import cache_hints, devices, early_start, meeting
 from dlrm_fused.ops.common import scatter_rows as scatter
 from dlrm_fused.ops.common.devices import room_of_program
 from dlrm_fused.ops.common.gpus import INTERPRETER
+from dlrm_fused.ops.common.recorded import recorded_tiles
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.embedding_all_to_all import ExchangeLayout, LookupLayout, put_tiles, reduce, update
 from dlrm_fused.ops.embedding_all_to_all import tuning as lookup_tuning
@@ -59,7 +60,6 @@ from dlrm_fused.ops.gemm_all_to_all import kernel as gemm
 from dlrm_fused.ops.gemm_all_to_all import op as gemm_op
 from dlrm_fused.ops.gemm_all_to_all import tuning as gemm_tuning
 from dlrm_fused.ops.gemm_all_to_all import weight_gradient
-from dlrm_fused.ops.gemm_all_to_all.measured import TILES
 from dlrm_fused.ops.gemm_all_to_all.weight_gradient import grouped_weight_gradient
 from dlrm_fused.ops.gemv_all_reduce import chunks as gemv_chunks
 from dlrm_fused.ops.gemv_all_reduce import kernel as gemv_kernel
@@ -624,7 +624,7 @@ def test_float8_weights_are_refused_where_kernels_cannot_read_them(error: str) -
 
 def tiles_that_are_chosen(memory: int) -> set[gemm_tuning.Tiles]:
     """All that were measured, and those of rules, as they fit so many bytes of shared memory; without communication."""
-    measured = [gemm_tuning.Tiles(*fields) for fields in TILES.values()]
+    measured = [gemm_tuning.Tiles(*fields) for fields in recorded_tiles().values()]
     chosen = [*measured, *gemm_tuning._SMALL.values(), *(tiles for tiles, *_ in pieces_tuning._SHAPES)]
     return {replace(gemm_tuning.fitted(tiles, HALF.itemsize, memory), band=8, splits=1) for tiles in chosen}
 

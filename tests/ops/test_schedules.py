@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from dlrm_fused.errors import CommunicationError
 from dlrm_fused.ops.common import schedules
+from dlrm_fused.ops.common.recorded import recorded_schedules
 from dlrm_fused.ops.common.schedules import Schedules
 
 SHAPE, OTHER = (1024, 512, 256), (8, 512, 256)
@@ -40,14 +42,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     def seconds(run: Callable[[], Any], device: torch.device) -> float:
         return float(run())
 
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU of the table")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"])
     monkeypatch.setattr(schedules, "device_seconds", seconds)
     return state
 
 
-def make(channel: Any, may_measure: bool = True, measured_on: str = "GPU of the table") -> Schedules:
-    return Schedules("sums", channel, may_measure=may_measure, measured_on=measured_on, measured={SHAPE: "library"})
+def make(channel: Any, may_measure: bool = True) -> Schedules:
+    return Schedules("sums", channel, may_measure=may_measure, recorded={SHAPE: "library"})
 
 
 def never(name: str) -> float:
@@ -58,10 +59,17 @@ def test_a_shape_of_the_table_is_not_measured() -> None:
     assert make(TwoRanks({})).choose(SHAPE, NAMES, never, rule="kernel") == "library"
 
 
-def test_the_table_of_another_gpu_says_nothing() -> None:
-    choice = make(TwoRanks({}), may_measure=False, measured_on="another")
-    assert choice.choose(SHAPE, NAMES, never, rule="kernel") == "kernel"
-    assert choice.known(SHAPE) is None
+def test_without_a_record_the_rule_decides_where_nothing_may_be_measured() -> None:
+    choice = make(TwoRanks({}), may_measure=False)
+    assert choice.choose(OTHER, NAMES, never, rule="kernel") == "kernel"
+    assert choice.known(OTHER) is None
+
+
+def test_records_are_of_a_gpu_an_operator_a_number_of_ranks_and_a_dtype() -> None:
+    recorded = partial(recorded_schedules, operator="gemm_all_to_all", ranks=4, dtype=torch.bfloat16)
+    assert recorded("NVIDIA H200")[4096, 4096, 4096] == "chunks"
+    assert recorded("another GPU") == recorded("NVIDIA H200", ranks=2) == recorded("NVIDIA H200", dtype=torch.float32) == {}
+    assert recorded("NVIDIA H200", operator="gemv_all_reduce", ranks=2).keys().isdisjoint(recorded("NVIDIA H200"))
 
 
 def test_the_slowest_rank_decides_and_the_choice_stays(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dlrm_fused.ops.all_gather_gemm.measured import MEASURED_ON, table_of
 from dlrm_fused.ops.common.matrix_workspace import MAX_ROWS_OF_ALL_RANKS, MatrixWorkspace
 from dlrm_fused.ops.common.meeting import meet_beside
 from dlrm_fused.ops.common.workspace import ReceiveWindow
@@ -76,8 +75,7 @@ class ShardWorkspace(MatrixWorkspace):
         self.counters = torch.zeros(COUNTERS, dtype=torch.int64, device=group.device)
         self.gather_stream = torch.cuda.Stream(group.device, priority=-1) if group.device.type == "cuda" else None
         self.schedules = {
-            pair: self.schedules_from(MEASURED_ON, table_of(pair, self.world_size, dtype), f", {pair}")
-            for pair in (Pair.all_gather_gemm, Pair.gemm_reduce_scatter)
+            pair: self.schedules_of(pair, f", {pair}") for pair in (Pair.all_gather_gemm, Pair.gemm_reduce_scatter)
         }
 
     @property

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.common.schedules import Schedules, Shape
+from dlrm_fused.ops.common.recorded import recorded_schedules
+from dlrm_fused.ops.common.schedules import Schedules
 from dlrm_fused.ops.common.workspace import Workspace, check_counts, check_dtype
 from dlrm_fused.ops.schedules import Streams
 from dlrm_fused.symmetric import SymmetricGroup
@@ -63,17 +64,14 @@ class MatrixWorkspace(Workspace):
         self.streams = Streams(group.device)
         self._measures_schedules = measures_schedules
 
-    def schedules_from(self, measured_on: str, measured: Mapping[Shape, str], purpose: str = "") -> Schedules:
+    def schedules_of(self, operator: str, purpose: str = "") -> Schedules:
         """Return the schedules of this workspace's calls.
 
         Args:
-            measured_on, measured: the GPU of a recorded table, and the table.
+            operator: as in :func:`~dlrm_fused.ops.common.recorded.recorded_schedules`.
             purpose: is added to the workspace's name in the log.
         """
-        return Schedules(
-            f"{self.name}{purpose}",
-            self.channel,
-            may_measure=self._measures_schedules,
-            measured_on=measured_on,
-            measured=measured,
-        )
+        name, device = f"{self.name}{purpose}", self.group.device
+        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        recorded = recorded_schedules(gpu, operator, self.world_size, self.dtype)
+        return Schedules(name, self.channel, may_measure=self._measures_schedules, recorded=recorded)

@@ -10,14 +10,12 @@ import torch
 import torch.distributed as dist
 
 from dlrm_fused.auto_choice import device_seconds
+from dlrm_fused.ops.common.recorded import Shape as Shape
 from dlrm_fused.symmetric import Channel
 
 logger = logging.getLogger("dlrm_fused")
 
 AUTO, LIBRARY = "auto", "library"
-
-# Rows, columns and K of one rank.
-Shape = tuple[int, int, int]
 
 
 class Schedules:
@@ -28,19 +26,16 @@ class Schedules:
         has_library: whether torch.distributed communicates tensors of the ranks' device.
     """
 
-    def __init__(
-        self, name: str, channel: Channel, *, may_measure: bool, measured_on: str, measured: Mapping[Shape, str]
-    ) -> None:
+    def __init__(self, name: str, channel: Channel, *, may_measure: bool, recorded: Mapping[Shape, str]) -> None:
         """Args:
         name: of the workspace, for the log.
         channel: of its calls, whose faults a measurement raises.
         may_measure: whether calls may, on GPUs.
-        measured_on, measured: the GPU of a table, and the table.
+        recorded: the fastest schedule on this GPU, by shape.
         """
         self._name, self._channel, self._device = name, channel, channel.group.device
         self._may_measure = may_measure
-        is_that_gpu = self._device.type == "cuda" and torch.cuda.get_device_name(self._device) == measured_on
-        self._table = measured if is_that_gpu else {}
+        self._recorded = recorded
         self.measured_here: dict[Shape, str] = {}
         process_group = channel.group.process_group
         self.has_library = (
@@ -50,7 +45,7 @@ class Schedules:
 
     def known(self, shape: Shape) -> str | None:
         """Return the fastest schedule of a shape; None if nobody has measured it."""
-        return self.measured_here.get(shape) or self._table.get(shape)
+        return self.measured_here.get(shape) or self._recorded.get(shape)
 
     def choose(self, shape: Shape, names: Sequence[str], run: Callable[[str], object], rule: str) -> str:
         """Return the schedule that ``auto`` takes for a call. Collective: all ranks choose alike.

@@ -1,4 +1,4 @@
-"""Tile shapes of the GEMM kernels, by the shape of the product: as measured.py says, or else by the rules below."""
+"""Tile shapes of the GEMM kernels, by the shape of the product: as recorded, or else by the rules below."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from dlrm_fused.ops.common.devices import room_of_program
 from dlrm_fused.ops.common.gpus import GPUS, Gpu
-from dlrm_fused.ops.gemm_all_to_all.measured import MEASURED_ON, TILES
+from dlrm_fused.ops.common.recorded import TILES_MEASURED_ON, recorded_tiles
 
 # So large a share of the multiprocessors counts as nearly all of them.
 _NEARLY_ALL = 0.91
@@ -124,12 +124,12 @@ def tiles_of_product(rows: int, columns: int, depth: int, element_size: int, gpu
     if _override:
         return _override
     # Measurements tell how tiles fill multiprocessors: they hold for other GPUs with as many.
-    measured = TILES.get((rows, columns, depth, element_size)) if _is_alike(gpu) else None
+    measured = recorded_tiles().get((rows, columns, depth, element_size)) if _is_alike(gpu) else None
     return Tiles(*measured) if measured else _by_rule(rows, columns, depth, element_size, gpu)
 
 
 def _is_alike(gpu: Gpu) -> bool:
-    of_measurements = GPUS[MEASURED_ON]
+    of_measurements = GPUS[TILES_MEASURED_ON]
     return (gpu.capability, gpu.multiprocessors) == (of_measurements.capability, of_measurements.multiprocessors)
 
 

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.ops.common.matrix_workspace import MAX_ROWS_OF_ALL_RANKS, MatrixWorkspace
-from dlrm_fused.ops.gemm_all_to_all.measured import MEASURED_ON, table_of
 from dlrm_fused.ops.gemm_all_to_all.split import Arrivals
 from dlrm_fused.ops.schedules import MOST_PIECES
 from dlrm_fused.ops.schedules.piece_flags import PieceFlags
@@ -52,7 +51,7 @@ class GemmWorkspace(MatrixWorkspace):
         self.results = BlockPool.with_spare(group, f"{name}.results", self.result_bytes, _HELD_RESULTS)
         self.pieces = PieceFlags(self.channel, f"{name}.pieces", MOST_PIECES, has_own_channel=False)
         self.arrivals = Arrivals(group.device)
-        self.schedules = self.schedules_from(MEASURED_ON, table_of(self.world_size, dtype))
+        self.schedules = self.schedules_of("gemm_all_to_all")
 
     def rows_of(self, block: Tensor, rows: int, columns: int) -> Tensor:
         """[rows, columns]: the result in a block."""

@@ -12,7 +12,6 @@ from dlrm_fused.ops.common.matrix_workspace import MatrixWorkspace
 from dlrm_fused.ops.common.sum_over_hosts import SumOverHosts
 from dlrm_fused.ops.gemv_all_reduce.chunks import ManyRows
 from dlrm_fused.ops.gemv_all_reduce.kernel import ReceiveBuffer, SplitBuffer, polls_per_second
-from dlrm_fused.ops.gemv_all_reduce.measured import MEASURED_ON, table_of
 from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_COLUMNS, MAX_ROWS, MAX_SPLITS, MIN_COLUMNS, TAGGED_SPLIT_ROWS, padded
 from dlrm_fused.symmetric import SymmetricGroup
 from dlrm_fused.symmetric.device import uses_kernels
@@ -48,7 +47,7 @@ class GemvWorkspace(MatrixWorkspace):
         settings = max_rows, max_columns, dtype, timeout_seconds, measures_schedules
         super().__init__(group, name, *settings)
         ranks, few = group.world_size, min(max_rows, MAX_ROWS)
-        self.schedules = self.schedules_from(MEASURED_ON, table_of(ranks, dtype))
+        self.schedules = self.schedules_of("gemv_all_reduce")
         # Kernels sum what they reach by stores.
         self.sums_by_kernel = uses_kernels(group.device) and not group.hosts.are_many
         if self.sums_by_kernel:

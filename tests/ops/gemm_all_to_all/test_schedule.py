@@ -13,9 +13,9 @@ import torch
 from dlrm_fused.errors import CommunicationError
 from dlrm_fused.ops.common import schedules
 from dlrm_fused.ops.common.gpus import GPUS, H100
+from dlrm_fused.ops.common.recorded import TILES_MEASURED_ON, recorded_schedules, recorded_tiles
 from dlrm_fused.ops.common.schedules import Schedules
 from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, gemm_all_to_all, tuning
-from dlrm_fused.ops.gemm_all_to_all.measured import MEASURED_ON, TILES, table_of
 from dlrm_fused.ops.gemm_all_to_all.schedule import by_rule, schedule_of
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
@@ -25,29 +25,28 @@ from tests.ops.gemm_all_to_all.cases import MAX_COLUMNS, MAX_ROWS, Case, call, d
 EQUAL, WIDE = Case(72, 40, rows=24), Case(80, 40, rows=12)
 
 
-def workspace_on(gpu: str, monkeypatch: pytest.MonkeyPatch, ranks: int = 4) -> Any:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
+def workspace_on(gpu: str, ranks: int = 4) -> Any:
     channel: Any = SimpleNamespace(group=SimpleNamespace(device=torch.device("cuda"), process_group=None))
-    table = table_of(ranks, torch.bfloat16)
-    known = Schedules("products", channel, may_measure=True, measured_on=MEASURED_ON, measured=table)
+    recorded = recorded_schedules(gpu, "gemm_all_to_all", ranks, torch.bfloat16)
+    known = Schedules("products", channel, may_measure=True, recorded=recorded)
     return SimpleNamespace(world_size=ranks, schedules=known, dtype=torch.bfloat16, gpu=H100)
 
 
-def test_what_was_measured_here_precedes_the_table_and_the_table_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_measured_here_precedes_the_table_and_the_table_the_rule() -> None:
     shape = (16384, 4096, 1024)
-    workspace = workspace_on(MEASURED_ON, monkeypatch)
+    workspace = workspace_on(TILES_MEASURED_ON)
     assert schedule_of(workspace, *shape) == "kernel"
     assert schedule_of(workspace, 4096, 4096, 4096) == "chunks"
     workspace.schedules.measured_here[shape] = "library"
     assert schedule_of(workspace, *shape) == "library"
 
 
-def test_the_table_holds_for_its_gpu_and_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_holds_for_its_gpu_and_its_ranks() -> None:
     """The rule says otherwise of this shape."""
     shape = (32768, 4096, 4096)
-    assert schedule_of(workspace_on(MEASURED_ON, monkeypatch), *shape) == "kernel"
-    assert schedule_of(workspace_on(MEASURED_ON, monkeypatch, ranks=2), *shape) == "chunks"
-    assert schedule_of(workspace_on("another GPU", monkeypatch), *shape) == "chunks"
+    assert schedule_of(workspace_on(TILES_MEASURED_ON), *shape) == "kernel"
+    assert schedule_of(workspace_on(TILES_MEASURED_ON, ranks=2), *shape) == "chunks"
+    assert schedule_of(workspace_on("another GPU"), *shape) == "chunks"
 
 
 def test_the_rule_knows_slow_links() -> None:
@@ -141,7 +140,7 @@ def test_ranks_that_make_other_calls_are_noticed_while_auto_measures() -> None:
 
 def test_tiles_of_products() -> None:
     wide, narrow = (128, 256), (128, 128)
-    assert tuning.tiles_of_product(1024, 1024, 4096, 2, H100) == tuning.Tiles(*TILES[1024, 1024, 4096, 2])
+    assert tuning.tiles_of_product(1024, 1024, 4096, 2, H100) == tuning.Tiles(*recorded_tiles()[1024, 1024, 4096, 2])
     for shape, sizes, splits in (
         ((4096, 2048, 512, 2), wide, 1),
         ((2048, 1024, 4096, 2), narrow, 1),
@@ -167,7 +166,7 @@ def test_tiles_fit_in_shared_memory(kib: int, element_size: int) -> None:
     chosen += [tuning.tiles_of_product(2**k, 4096, 2**k, element_size, H100) for k in range(4, 16)]
     chosen += [
         tuning.weight_gradient_tiles(element_size),
-        *(tuning.Tiles(*TILES[shape]) for shape in TILES if shape[3] == element_size),
+        *(tuning.Tiles(*fields) for shape, fields in recorded_tiles().items() if shape[3] == element_size),
     ]
     for tiles in chosen:
         fitted = tuning.fitted(tiles, element_size, kib * KIB)
