@@ -77,7 +77,7 @@ class ReadsBatches(Protocol):
     """A :class:`Dataset` that computes several small batches at once in hardly more time than one."""
 
     def batches_at_once(self, batch_size: int) -> int:
-        """How many batches of so many samples to ask for."""
+        """Return how many batches of ``batch_size`` samples one call of :meth:`read_batches` should ask for."""
         ...
 
     def read_batches(self, split: Split, rows: Tensor) -> list[Samples]:

@@ -19,7 +19,7 @@ from dlrm_fused.errors import ConfigError
 
 
 class _Loader(Iterator[Batch]):
-    """What both loaders have in common: threads that end with the context."""
+    """The common part of both loaders: threads that end with the context."""
 
     _prefetcher: _Prefetcher
 

@@ -1,4 +1,4 @@
-"""What sources of samples take from a config."""
+"""The settings of a config that sources of samples read."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class RowGroupOrder:
         lanes = self._count_lanes(window_rows)
         self._lane_starts = batch_size * np.arange(lanes + 1) // lanes  # in a batch
         self._batches = int(self._starts[-1]) // batch_size
-        # Of whole epochs and row groups, made once rather than for every batch.
+        # The orders of whole epochs and row groups are made once rather than for every batch.
         self._sequence = lru_cache(maxsize=2)(self._make_sequence)
         self._permutation = lru_cache(maxsize=2 * lanes)(self._make_permutation)
 
@@ -77,7 +77,7 @@ class RowGroupOrder:
         return torch.from_numpy(self._starts[groups[slots]] + within)
 
     def _places(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where the samples at ``positions`` stand in the sequence of row groups, which lanes divide among them."""
+        """Return the places of the samples at ``positions`` in the sequence of row groups, which lanes divide among them."""
         batch, sample = np.divmod(positions, self._batch)
         lane = np.searchsorted(self._lane_starts, sample, side="right") - 1
         first, after = self._lane_starts[lane], self._lane_starts[lane + 1]
@@ -96,6 +96,6 @@ class RowGroupOrder:
 
 
 def equal_runs(values: NDArray[np.int64]) -> list[slice]:
-    """Where ``values`` ([n], n >= 1) repeats itself: slices of equal elements that follow each other."""
+    """Return the slices of ``values`` ([n], n >= 1) within which consecutive elements are equal."""
     bounds = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), values.size]
     return [slice(first, stop) for first, stop in pairwise(bounds)]

@@ -40,7 +40,7 @@ FORMAT_VERSION = 3
 READABLE_VERSIONS = (1, 2, 3)  # 1 had no token features, 2 one label and no weights
 SCHEMA_FILE = "dataset.json"
 INTERACTIONS = "interactions"
-# What a set of version 2 has not, as it is there; left out of the file, such a set is what earlier releases wrote and read.
+# Values that a set of version 2 has implicitly. A set with these is written without them, so that earlier releases read it.
 _SINCE_VERSION_3 = {"labels": (LABEL,), "has_weights": False}
 
 
@@ -64,7 +64,7 @@ class SparseFeature:
 
 
 def labels_shape(labels: Sequence[str]) -> tuple[int, ...]:
-    """What follows the number of samples in the shape of the labels of these names."""
+    """Return the shape of one sample's labels: [] for one label, else [labels]."""
     return (len(labels),) if len(labels) > 1 else ()
 
 
@@ -182,7 +182,7 @@ def _files_below(folder: Path) -> list[str]:
 
 
 def _contradiction(info: PreparedInfo) -> str | None:
-    """What cannot be about the content of ``dataset.json``."""
+    """Return the first contradiction in the content of ``dataset.json``, in words; None if there is none."""
     for split, samples in info.samples.items():
         if not isinstance(samples, int):
             return f"split {split} has {samples!r} samples, expected a whole number"

@@ -137,7 +137,7 @@ class SyntheticDataset:
         ]
 
     def best_attainable_auc(self, split: Split = Split.test, max_samples: int = 2**20, label: int = 0) -> AttainableAuc:
-        """What a model that knows the true probabilities reaches on the first ``max_samples`` samples of a split.
+        """Return the AUC of a model that knows the true probabilities, on the first ``max_samples`` samples of a split.
 
         Args:
             label: its number.
@@ -325,7 +325,7 @@ class _Columns:
 
 
 class _Ids:
-    """Which ids occur how often.
+    """The distribution of ids: few are popular, most are rare.
 
     Args:
         rows: of every table.
@@ -394,7 +394,7 @@ class _Segments:
         return (shift_right(combine(sample_hash, self._hash), 32) * self._count >> 32).squeeze(1)
 
     def score(self, segment: Tensor, effect: Tensor, label: int) -> Tensor:
-        """What the tables add to the logit of a label before shifting and scaling, [b] int64.
+        """Return the tables' part of the logit of a label before shifting and scaling, [b] int64.
 
         Args:
             segment: [b].
@@ -454,7 +454,7 @@ class _History:
 
 
 class _Layout:
-    """How b samples by slots become the values of a KeyedJaggedTensor: all ids of the first table, then of the second, ..."""
+    """The order that turns samples by slots into the values of a KeyedJaggedTensor: all ids of one table, then of the next."""
 
     def __init__(self, pooling: Sequence[int], batch_size: int, device: torch.device) -> None:
         slots = torch.arange(batch_size * sum(pooling), dtype=torch.int32, device=device).view(batch_size, -1)

@@ -60,14 +60,14 @@ Int = NDArray[np.int64]
 
 
 class Values(Enum):
-    """What the values of a sparse column are."""
+    """Kinds of values of a sparse column."""
 
     integer = "integer"
     text = "text"
 
 
 class DenseKind(Enum):
-    """What becomes of a dense value x; a missing one becomes 0."""
+    """Transformations of a dense value x; a missing one becomes 0."""
 
     standardize = "standardize"  # (x - mean) / deviation
     log = "log"  # the same of sign(x) log(1 + |x|)
@@ -271,7 +271,7 @@ def text_keys(data: NDArray[np.uint8], offsets: Int) -> Int:
 
 @dataclass(frozen=True)
 class HistoryColumns:
-    """What past interactions of a user are made of.
+    """The columns that make the history of a user's past interactions.
 
     Attributes:
         user, time: columns.

@@ -71,7 +71,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Survey:
-    """What one block contributes to what must be known of all rows.
+    """The counts of one block, which are added up over all blocks before rows are written.
 
     Attributes:
         counts: of each sparse feature; None for rows that the vocabulary is not made from.
@@ -87,7 +87,7 @@ class Survey:
 
 @dataclass(frozen=True)
 class Encoding:
-    """How parsed values become model inputs.
+    """The rules by which parsed values become inputs of the model.
 
     Attributes:
         hash_rows: ids are taken modulo this; 0 looks them up in ``vocabularies``.
@@ -217,7 +217,7 @@ class _Preparation:
         return lines
 
     def _split_lines(self, lines: int) -> dict[str, int]:
-        """How the lines of the last file are shared out."""
+        """Return how many lines of the last file each split gets."""
         held_out = lines if len(self._files) > 1 else round(lines * self._options.held_out)
         of = {"validation": (held_out + 1) // 2, "test": held_out // 2}
         return of if len(self._files) > 1 else {"train": lines - held_out, **of}

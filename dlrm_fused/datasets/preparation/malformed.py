@@ -56,7 +56,7 @@ class MalformedLines:
             )
 
     def report(self) -> str:
-        """What was left out, for people to read; empty if nothing was."""
+        """Return a text for people that names the lines left out; empty if there are none."""
         if not self.count:
             return ""
         shown = "".join(f"\n  {line}" for line in self.first)

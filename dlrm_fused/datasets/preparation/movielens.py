@@ -178,7 +178,7 @@ def _with_counts(ratings: pl.DataFrame, train: Int, histories: Histories | None)
 
 
 def _count_in(keys: Int, rows: Int) -> Int:
-    """How often the key of each rating occurs in ``rows``."""
+    """Return, for each rating, how often its key occurs among the ratings ``rows``."""
     distinct, number = np.unique(keys, return_inverse=True)
     return np.bincount(number[rows], minlength=len(distinct))[number]
 

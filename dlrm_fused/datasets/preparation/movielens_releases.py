@@ -31,7 +31,7 @@ Entity = TypeVar("Entity")
 
 @dataclass(frozen=True)
 class User:
-    """What a release tells about a user; ``None`` or ``""`` where it does not say."""
+    """A user as a release describes them; ``None`` or ``""`` stand for facts that it does not give."""
 
     age: int | None
     gender: str

@@ -1,4 +1,4 @@
-"""Which columns of a table are what, checked against the columns that its files have."""
+"""The roles that a user gives the columns of a table, checked against the columns of its files."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class ColumnChoice:
 
 
 def choose_sparse(files: Sequence[TableFile], choice: ColumnChoice) -> tuple[SparseColumn, ...]:
-    """What the sparse columns hold, from the columns of the files.
+    """Return the sparse columns with the kind of their values, as the files' columns have it.
 
     Raises:
         DataError: if a column is missing in a file, or of a type that does not fit its use, or differs between files.
@@ -156,7 +156,7 @@ def _sparse_column(files: Sequence[TableFile], option: str, name: str, separator
 
 
 def _held(file: TableFile, option: str, name: str, separator: str) -> tuple[Values, bool] | None:
-    """What values a column of a file holds, and whether in lists; None where it has no type, since all are missing."""
+    """Return the kind of a column's values, and whether it holds lists; None for a column without type: all are missing."""
     data_type = file.schema.field(name).type
     is_list = _is_list(data_type)
     found = _described(data_type.value_type if is_list else data_type)

@@ -1,4 +1,4 @@
-"""What a table holds, for people to read."""
+"""A description of a table's columns, for people to read."""
 
 from __future__ import annotations
 

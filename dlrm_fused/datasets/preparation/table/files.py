@@ -245,7 +245,7 @@ def _read_batches(file: TableFile, columns: Sequence[str]) -> Iterator[pa.Record
 def _read_as_written(file: TableFile, columns: list[str]) -> Iterator[pa.RecordBatch]:
     """The rows with ``columns``, which go by their names in the file, and perhaps others."""
     if file.suffix in PARQUET:
-        # What is buffered ahead would be held until the end of the file.
+        # Without this, pyarrow holds data that it has buffered ahead until the end of the file.
         with pa.parquet.ParquetFile(file.path, pre_buffer=False) as parquet:
             yield from parquet.iter_batches(BLOCK_ROWS, columns=columns)
     elif file.suffix in IPC:

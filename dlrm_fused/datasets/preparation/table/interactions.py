@@ -32,7 +32,7 @@ LABEL_ROWS = 2
 
 @dataclass(frozen=True)
 class Interactions:
-    """Of n rows: [n] each.
+    """The interactions of n rows; each field is [n].
 
     Attributes:
         users, items: numbers that are different for different ones.
@@ -76,7 +76,7 @@ def _row_keys(values: Categories) -> Int:
 
 
 class InteractionFiles:
-    """What histories need of all rows, in the order in which they are read.
+    """Files with the users, times and tokens of all rows in the order of reading; histories are made from them.
 
     Args:
         output: folder of the prepared set.

@@ -167,7 +167,7 @@ def prepare_table(options: TableOptions) -> PreparedInfo:
 
 
 def describe_table(options: TableOptions) -> str:
-    """What a table holds, and the config that would be proposed for it; nothing is written.
+    """Return a text with a table's columns and the config that would be proposed for it; write nothing.
 
     Raises:
         DataError: if an option, a file or a value is wrong.

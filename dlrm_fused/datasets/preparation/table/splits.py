@@ -1,4 +1,4 @@
-"""Which rows are for training, validation and test."""
+"""The division of rows into training, validation and test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is learned of a dense column: how much of it is known, mean and deviation, quantiles."""
+"""Statistics of a dense column: the share of known values, mean and deviation, quantiles."""
 
 from __future__ import annotations
 
@@ -65,5 +65,5 @@ def quantiles(name: str, sample: Float) -> DenseTransform:
 
 
 def before_scaling(kind: DenseKind, values: Float) -> Float:
-    """What mean and deviation are taken of."""
+    """Return the values of which mean and deviation are taken: their signed logarithms if ``kind`` is ``log``."""
     return signed_log(values) if kind is DenseKind.log else values

@@ -55,7 +55,7 @@ class Question:
 
 @dataclass(frozen=True)
 class ValueLengths:
-    """How many values a sparse column has in training rows, in all and in a row."""
+    """Numbers of values of a sparse column in training rows: in all, missing, and the least and the most in a row."""
 
     values: int = 0
     missing: int = 0

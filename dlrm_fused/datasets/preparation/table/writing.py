@@ -153,7 +153,7 @@ class _SplitFiles:
         return self._labels.rows
 
     def values(self, name: str) -> int:
-        """How many values a jagged feature has in all rows."""
+        """Return how many values a jagged feature has in all rows."""
         return self._values[name].rows
 
     def append(self, block: EncodedBlock, rows: Int) -> None:
