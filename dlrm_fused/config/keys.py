@@ -64,7 +64,7 @@ def is_group(kind: Any) -> bool:
 
 
 def allowed(kind: Any) -> str:
-    """What a setting of this type may be."""
+    """Return the values that a setting of this type may have, in words."""
     if isinstance(kind, type) and issubclass(kind, Enum):
         return ", ".join(member.name for member in kind)
     if is_dataclass(kind):

@@ -125,7 +125,7 @@ def _merge(updates: Sequence[tuple[DictConfig, str]]) -> DictConfig:
 
 @cache
 def _defaults() -> DictConfig:
-    """Of all settings, with their types; not to be changed."""
+    """Return the defaults of all settings, with their types; the caller must not change them."""
     return cast(DictConfig, OmegaConf.structured(Config))
 
 
