@@ -88,7 +88,7 @@ def nccl_backend(store: dist.Store, rank: int, world_size: int, timeout: timedel
 
 @contextmanager
 def coalesced(backend: Any) -> Iterator[list[dist.Work]]:
-    """What is sent and received within is one launch of NCCL, whose work is in the list afterwards."""
+    """Make sends and receives within one launch of NCCL; its work is in the list afterwards."""
     works: list[dist.Work] = []
     backend._start_coalescing()
     yield works

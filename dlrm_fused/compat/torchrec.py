@@ -64,7 +64,7 @@ def process_group(module: ShardedEmbeddingBagCollection) -> dist.ProcessGroup | 
 
 
 def device(module: ShardedEmbeddingBagCollection) -> torch.device:
-    """Where a module's tables are."""
+    """Return the device that holds a module's tables."""
     return module._device or torch.device("cpu")
 
 
@@ -193,7 +193,7 @@ def embedding_modules(lookup: Any) -> list[Any]:
 def fbgemm_lookups(model: nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
     """The lookups of FBGEMM that update the tables of a model. TorchRec does not keep them as submodules."""
     sharded = [module for module in model.modules() if isinstance(module, ShardedEmbeddingBagCollection)]
-    # Those of data-parallel tables are in DDP, and no such lookups.
+    # DDP wraps the lookups of data-parallel tables, which are no such lookups.
     own = [getattr(lookup, "module", lookup) for module in sharded for lookup in lookups(module)]
     found = [module.emb_module for lookup in own for module in embedding_modules(lookup)]
     return [lookup for lookup in found if isinstance(lookup, SplitTableBatchedEmbeddingBagsCodegen)]
@@ -206,7 +206,7 @@ def split_features(lookup: Any, features: KeyedJaggedTensor) -> list[KeyedJagged
 
 
 def pooled_by_module(lookup: Any, features: KeyedJaggedTensor) -> list[Tensor]:
-    """What each embedding module looks up, before TorchRec concatenates the results."""
+    """Return the pooled embeddings of each embedding module, before TorchRec concatenates them."""
     return list(lookup._forward(split_features(lookup, features))) if embedding_modules(lookup) else []
 
 
@@ -216,7 +216,7 @@ def undivided_gradient(lookup: Any, weights: Tensor) -> Tensor:
 
 
 class Later(Awaitable[Out], Generic[Out]):
-    """What a function returns when it is waited for."""
+    """A result that its function computes when it is waited for."""
 
     def __init__(self, function: Callable[[], Out]) -> None:
         super().__init__()
