@@ -35,7 +35,7 @@ _SHOWN_ERRORS, _LONGEST_ERROR = 4, 300
 
 @dataclass(frozen=True)
 class _Plan:
-    """What rank 0 has all ranks measure; nothing, without pairs."""
+    """The measurements that rank 0 asks all ranks for; without pairs there are none."""
 
     pairs: list[tuple[int, int]]
     device_type: str = "cpu"

@@ -24,7 +24,7 @@ _WARM_UP_ROUNDS = 3
 
 @dataclass(frozen=True)
 class Measurement:
-    """Of one pair: half the median time of a message there and back; bandwidth in one direction, of ``BANDWIDTH_BYTES``."""
+    """One pair's latency, half the median time there and back, and bandwidth in one direction, with ``BANDWIDTH_BYTES``."""
 
     ranks: tuple[int, int]
     backend: str

@@ -1,4 +1,4 @@
-"""Which transport communication fused into kernels takes between two ranks, and why."""
+"""The transport that fused communication takes between two ranks, and the reason for it."""
 
 from __future__ import annotations
 

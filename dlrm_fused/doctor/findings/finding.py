@@ -1,4 +1,4 @@
-"""What a finding is, and how bad."""
+"""The types of a finding and of its level."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHOWN_HOSTS = 4
 
 
 class Level(Enum):
-    """How bad, with the exit status: ``broken`` keeps training or ``comm=fused`` from running, ``slower`` costs time, ``note``
+    """Levels, with their exit status: ``broken`` keeps training or ``comm=fused`` from running, ``slower`` costs time, ``note``
     costs nothing."""
 
     broken = 1
