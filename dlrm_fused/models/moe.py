@@ -25,7 +25,7 @@ from dlrm_fused.ops.moe.activations import ACTIVATIONS, Activation
 
 
 class Routing(NamedTuple):
-    """What a router says of T tokens; float32.
+    """A router's decisions for T tokens; float32.
 
     Attributes:
         experts: [T, k] int64, the experts of each token, best first.
@@ -132,7 +132,7 @@ class MixtureOfExperts(nn.Module):
         return result
 
     def take_auxiliary_loss(self) -> Tensor | None:
-        """What the last forward pass adds to the loss of this rank; None if it was not in training, or this was asked before.
+        """Return the last forward pass's part of this rank's loss, once; None after that, or if the pass was not in training.
 
         Like the loss of :class:`~dlrm_fused.models.RankingTask`, it is this rank's share: the mean over ranks is that of
         the global batch.

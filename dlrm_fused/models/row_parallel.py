@@ -1,4 +1,4 @@
-"""Which operators multiply and communicate in tensor-parallel layers: what ``comm`` means for them."""
+"""The choice of operators that multiply and communicate in tensor-parallel layers, by ``comm``."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def choose_product(config: Config, group: dist.ProcessGroup | None, tokens: int,
 
 
 def _sharded_products(fused: LayerProducts, config: Config, max_rows: int) -> LayerProducts | None:
-    """Those of sequence parallelism, over the ranks of ``fused``; None without GPUs that reach each other's memory.
+    """Return sequence parallelism's products over the ranks of ``fused``; None without GPUs that reach each other's memory.
 
     Collective over the group.
     """
@@ -123,12 +123,12 @@ def fused_product(
 
 
 def _products_of_a_block(product: LayerProducts, config: Config, rows: int, device: torch.device) -> Callable[[], None]:
-    """What makes the four products of a block. Collective."""
+    """Return a function that computes the four products of a block. Collective."""
     assert product.group is not None
     width, dtype, ranks = config.model.d_model, compute_dtype(config), product.group.size()
     norm_weight = torch.ones(width, dtype=dtype, device=device)
     between = torch.ones(rows // ranks if product.shards else rows, width, dtype=dtype, device=device)
-    # Of a column-parallel weight, and of the row-parallel one behind it: of the attention's three results it takes one.
+    # Columns of a column-parallel weight, and depth of the row-parallel one behind it: attention makes one result of three.
     sizes = [(3 * width // ranks, width // ranks), (FEED_FORWARD_FACTOR * width // ranks,) * 2]
     weights = [
         (torch.ones(columns, width, dtype=dtype, device=device), torch.ones(width, depth, dtype=dtype, device=device))

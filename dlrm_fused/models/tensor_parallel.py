@@ -119,7 +119,7 @@ class _MeanOfRanks(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LayerProducts:
-    """How sharded layers multiply and communicate: the one place where ``comm`` matters to a tensor-parallel model.
+    """The products and exchanges of sharded layers: the one place where ``comm`` matters to a tensor-parallel model.
 
     Attributes:
         group: the ranks that hold the pieces; None: this rank alone. One rank communicates nothing.
@@ -156,7 +156,7 @@ class LayerProducts:
         workspace, ranks = self.shards, self.shards.world_size
         x, weight = self._in_compute_dtype(x), _MeanOfRanks.apply(self._in_compute_dtype(weight), ranks)
         rows = x.flatten(0, -2).contiguous()
-        # What the workspace has no memory for goes in several calls.
+        # Rows beyond the workspace's memory go in further calls.
         parts = [all_gather_gemm(workspace, part, weight) for part in rows.split(workspace.max_rows // ranks)]
         if len(parts) == 1:
             out = parts[0]
@@ -199,7 +199,7 @@ class LayerProducts:
         if self.workspace is None:
             out, normed = reference(self.group, x, weight, None, residual, norm_weight, NORM_EPS)
         else:
-            # What the workspace has no memory for goes in several calls.
+            # Rows beyond the workspace's memory go in further calls.
             rows = zip(x.split(self.workspace.max_rows), residual.split(self.workspace.max_rows), strict=True)
             results = [gemv_all_reduce(self.workspace, x, weight, None, r, norm_weight, NORM_EPS) for x, r in rows]
             out, normed = results[0] if len(results) == 1 else map(torch.cat, zip(*results, strict=True))

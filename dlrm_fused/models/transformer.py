@@ -73,7 +73,7 @@ class Block(nn.Module):
         return projected.unflatten(-1, (-1, 3, self._d_head))
 
     def finish(self, attended: Tensor, x: Tensor, next_norm: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """What follows the attention.
+        """Compute the rest of the block from the attention's result.
 
         Args:
             attended: [..., heads / ranks, d_head], the attention's result.
@@ -167,7 +167,7 @@ class HistoryTransformer(nn.Module):
             queries, keys, values = block.project(normed).permute(3, 0, 2, 1, 4)
             attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
             x, normed = block.finish(attended.transpose(1, 2), x, next_norm, real_tokens)
-        # Of the last block, only the candidates' outputs are used.
+        # Only the candidates' outputs of the last block are used.
         queries, keys, values = last.project(normed).permute(3, 0, 2, 1, 4)
         samples, samples_of_x = (torch.arange(of.shape[0], device=tokens.device) for of in (candidates, x))
         attended = F.scaled_dot_product_attention(
