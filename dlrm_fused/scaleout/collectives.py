@@ -1,4 +1,4 @@
-"""What collectives send: phases, each of which starts when the one before is there.
+"""The phases in which collectives send, each of which starts when the one before has arrived.
 
 ``size`` is what a rank holds, in bytes, as in nccl-tests: the tensor of an AllReduce, all that a rank sends in an
 All-to-All (its own part included), the result of an AllGather, the input of a ReduceScatter.
@@ -128,7 +128,7 @@ def all_reduce_auto(topology: Topology, size: float) -> list[Phase]:
 
 
 def algorithms_of(collective: str) -> dict[str, Collective]:
-    """What can be asked for, by name: those of :data:`COLLECTIVES`, and ``auto`` for an AllReduce."""
+    """Return the algorithms of a collective by name: those of :data:`COLLECTIVES`, and ``auto`` for an AllReduce."""
     chosen = {"auto": all_reduce_auto} if collective == "all_reduce" else {}
     return {**chosen, **COLLECTIVES[collective]}
 

@@ -1,4 +1,4 @@
-"""What follows the embeddings in a step, forward and backward: kernels and exchanges, traced from the trainer's own model.
+"""The part of a step that follows the embeddings: its kernels and exchanges, traced from the trainer's own model.
 
 PyTorch's tracer runs the model as one of so many ranks, on tensors without memory, and notes each operation. A matrix product
 is a kernel, and so is an attention. Of the other operations, a compiled model makes one kernel of each chain between products;
@@ -74,7 +74,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Gradient:
-    """Of a dense parameter.
+    """The gradient of a dense parameter.
 
     Args:
         after: The index of the backward pass's last piece of work before it is there.
@@ -111,7 +111,7 @@ def trace(
     *,
     compiled: bool,
 ) -> DenseWork:
-    """What one rank does.
+    """Return the kernels, exchanges and gradients of one rank's dense part.
 
     Args:
         task: built for the CPU, not compiled; with ``comm=baseline``, on the ranks of

@@ -1,4 +1,4 @@
-"""What ``comm=fused`` makes of the dense part's kernels and exchanges.
+"""The dense part's kernels and exchanges as ``comm=fused`` joins them.
 
 The exchanges of experts' rows, and the AllReduce after a row-parallel product, are one kernel with the product before them.
 Where none is, as for the tokens that experts get, the kernel that gathers rows sends them. Rows are sent to where they belong,
@@ -22,7 +22,7 @@ class SendingKernel:
 
 
 def fused(pieces: Sequence[Kernel | Exchange], *, is_backward: bool) -> Iterator[tuple[int, Kernel | Exchange | SendingKernel]]:
-    """What is left, each with the number of the last piece that it stands for."""
+    """Yield the pieces that are left after joining, each with the number of the last piece that it stands for."""
     before: list[tuple[int, Kernel]] = []  # the last kernel that is no copy, and copies since
     follows_rows = False
     for number, piece in enumerate(pieces):

@@ -1,4 +1,4 @@
-"""How long a rank computes: a roofline fitted to measured kernels.
+"""The time that a rank's kernels take: a roofline fitted to measured kernels.
 
 A kernel takes a launch, and then the longer of its matrix products at the machine's rate and of its bytes at the bandwidth of
 its memory (Williams, Waterman, Patterson, *Roofline*, Commun. ACM 52(4), 2009). Products of few operations, which do not fill
@@ -57,7 +57,7 @@ class Machine:
     fused_speeds: Mapping[str, float] = field(default_factory=dict)
 
     def share(self, sender: str, link: str) -> float:
-        """Of the rate of a link that a collective of the library, or ``stores``, reach.
+        """Return the share of a link's rate that a collective of the library, or ``stores``, reach.
 
         Args:
             link: Its name in :attr:`Topology.links <dlrm_fused.scaleout.topologies.Topology.links>`.

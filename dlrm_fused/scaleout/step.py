@@ -72,7 +72,7 @@ class Span:
 
 
 class Timeline:
-    """What ran when."""
+    """The tasks of a step with their start and end."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self.spans = list(spans)
@@ -83,7 +83,7 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """The duration of the whole step."""
         return max((span.end for span in self.spans), default=0.0)
 
     def critical_path(self) -> list[Span]:

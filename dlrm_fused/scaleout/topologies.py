@@ -1,4 +1,4 @@
-"""Which links the flows between ranks cross, by classes: all members of a class are alike by the topology's symmetry.
+"""The links that flows between ranks cross, by classes: all members of a class are alike by the topology's symmetry.
 
 A topology names its classes of links, and says for the pairs of ranks that a pattern of communication uses (all pairs, the
 neighbours of a ring) how many flows are alike and which links each of them crosses.

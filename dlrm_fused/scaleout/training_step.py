@@ -72,7 +72,7 @@ def tasks_of_step(
 
 
 def embedding_seconds(timeline: Timeline) -> float:
-    """Of the embedding stage, forward: from the start of the lookup until all pooled embeddings are there."""
+    """Return the embedding stage's forward time: from the start of the lookup until all pooled embeddings have arrived."""
     names = {span.task.name for span in timeline.spans}
     first, last = (LOOKUP_AND_POOLED, LOOKUP_AND_POOLED) if LOOKUP_AND_POOLED in names else (LOOKUP, POOLED)
     return timeline[last].end - timeline[first].start

@@ -1,4 +1,4 @@
-"""What each rank computes and sends in a step of the trainer: from its config, its model and the planner's plan.
+"""The work and traffic of a rank in a step of the trainer, from its config, its model and the planner's plan.
 
 All ranks are taken as alike: each has the work of the one that the plan gives most, since all wait for that one.
 """
@@ -42,7 +42,7 @@ _DTYPES = {OutputDtype.fp32: torch.float32, OutputDtype.fp16: torch.float16, Out
 
 @dataclass(frozen=True)
 class Workload:
-    """Of one rank's step; bytes are those of the whole batch of the rank, its own part of an exchange included.
+    """The work of one rank's step; bytes are those of the rank's whole batch, its own part of an exchange included.
 
     Args:
         samples: Of a rank.
@@ -74,7 +74,7 @@ class Workload:
 
 
 def workload(config: Config, schema: DatasetSchema, ranks: int, ranks_per_host: int, memory_gib: float) -> Workload:
-    """What a step of ``training.global_batch_size`` samples makes a rank do: a GPU, or with ``runtime.device=cpu`` a core.
+    """Return a rank's work in a step of ``training.global_batch_size`` samples: a GPU's, or with ``runtime.device=cpu`` a core's.
 
     Raises:
         ConfigError: ranks that layers cannot be shared by; no plan fits into ``memory_gib`` a rank.
@@ -141,7 +141,7 @@ def _on_many_ranks(config: Config, schema: DatasetSchema, ranks: int, group_rank
 
 
 class _Load:
-    """How the plan spreads rows and columns.
+    """The rows and columns that the plan gives each rank.
 
     Attributes: as of :class:`Workload`; rows are counted in columns of weights, ``input_bytes`` and ``pooled_columns`` are of a
     sample.
