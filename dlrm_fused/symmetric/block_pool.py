@@ -109,7 +109,7 @@ class BlockPool:
         return block
 
     def to_hold(self, received: Tensor) -> Tensor:
-        """What a caller may hold as long as it likes: the tensor of :meth:`receive`, or a copy if it is in the spare block."""
+        """Return a tensor that a caller may hold for good: that of :meth:`receive`, or a copy if it is in the spare block."""
         is_spare = received.untyped_storage().data_ptr() == self.memory.local.untyped_storage().data_ptr()
         return received.clone() if is_spare else received
 

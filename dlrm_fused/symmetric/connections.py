@@ -17,7 +17,7 @@ import psutil
 from dlrm_fused.errors import CommunicationError
 
 _CONNECT_SECONDS = 60.0
-# Of an address that does not answer; the next may.
+# Seconds after which an address that does not answer is given up; the next may answer.
 _ADDRESS_SECONDS = 10.0
 _STRANGER_SECONDS = 5.0
 _TOKEN_BYTES = 16
@@ -26,7 +26,7 @@ _RANK = struct.Struct("!i")
 
 @dataclass(frozen=True)
 class Address:
-    """Where a rank can be reached, and who it is.
+    """The addresses at which a rank can be reached, and its identity.
 
     Attributes:
         host: its name.

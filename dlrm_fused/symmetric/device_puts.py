@@ -69,7 +69,7 @@ _bindings: Any = None
 
 
 class PutArgs(NamedTuple):
-    """What a kernel is given of a :class:`~dlrm_fused.symmetric.puts.Puts`, as one argument."""
+    """The parts of a :class:`~dlrm_fused.symmetric.puts.Puts` that a kernel needs, as one argument."""
 
     memory: Any  # address of this rank's block: signal words, a scratch word, inbox, outbox
     counts: Any  # int64 tensor [4 * world]

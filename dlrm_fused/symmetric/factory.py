@@ -17,7 +17,7 @@ from dlrm_fused.symmetric.memory import SymmetricGroup
 from dlrm_fused.symmetric.nvshmem import NvshmemGroup
 from dlrm_fused.symmetric.shared import SharedGroup
 
-# How slices go to ranks of other hosts: `messages` of the process group, or `nvshmem`, put-with-signal from within kernels.
+# This variable says how slices go to other hosts: `messages` of the process group, or `nvshmem`, puts from within kernels.
 _TRANSPORT_VARIABLE = "DLRM_FUSED_TRANSPORT"
 _MESSAGES = "messages"
 

@@ -1,4 +1,4 @@
-"""Which ranks of a group lie on one host, where stores reach the memory of each other, and who talks to other hosts.
+"""The hosts of a group: ranks of one host store into each other's memory, and counterparts talk to other hosts.
 
 GPUs of one machine that have no peer access count as if they were on different hosts.
 """
@@ -19,7 +19,7 @@ _HOST_VARIABLE = "DLRM_FUSED_HOST"
 
 @dataclass(frozen=True)
 class Host:
-    """What processes must have in common to map each other's memory."""
+    """The facts that processes must have in common to map each other's memory."""
 
     name: str
     boot: str  # differs between machines, and between two starts of one
@@ -103,7 +103,7 @@ class Hosts:
 
     @cached_property
     def local_rotation(self) -> tuple[int, ...]:
-        """The same, those after this rank first and itself last, so that not all store to one of them at once."""
+        """The ranks of this host, from the one after this rank to itself, so that not all store to one of them at once."""
         after = self.local.index(self.rank) + 1
         return self.local[after:] + self.local[:after]
 
@@ -128,7 +128,7 @@ class Hosts:
         return there[self.ranks[self.of_rank[rank]].index(rank) % len(there)]
 
     def counterparts(self) -> tuple[int, ...]:
-        """Of this rank on the other hosts, in the order of :attr:`others`."""
+        """The counterparts of this rank on the other hosts, in the order of :attr:`others`."""
         return tuple(self.counterpart(self.rank, host) for host in self.others)
 
     @cached_property

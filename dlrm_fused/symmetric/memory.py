@@ -190,7 +190,7 @@ class SymmetricGroup(abc.ABC):
         self._memories.remove(memory)
 
     def gather(self, work: Callable[[], T]) -> list[T]:
-        """What ``work()`` returned on each rank; see :func:`~dlrm_fused.symmetric.collective_errors.gather_or_raise`."""
+        """Return ``work()``'s results on all ranks; see :func:`~dlrm_fused.symmetric.collective_errors.gather_or_raise`."""
         return gather_or_raise(work, self.process_group, self.device)
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from dlrm_fused.compat.torch import coalesced, default_store, nccl_backend
 from dlrm_fused.symmetric.peer_monitor import PeerMonitor
 
-# Of NCCL's own watchdog, which ends the process.
+# The time limit of NCCL's own watchdog, which ends the process.
 _NCCL_TIMEOUT = timedelta(minutes=10)
 
 
@@ -70,7 +70,7 @@ class Exchange(ABC):
 
 
 class Link(ABC):
-    """What takes the slices of one channel. Its exchanges are begun by one thread at a time, in the same order on all ranks."""
+    """A channel that transfers slices. One thread at a time begins its exchanges, in the same order on all ranks."""
 
     @abstractmethod
     def exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int) -> Exchange:
@@ -84,7 +84,7 @@ class Link(ABC):
 
 
 class Messages(ABC):
-    """What takes slices between the hosts of a group.
+    """A transport of slices between the hosts of a group.
 
     Attributes:
         backend: ``tcp`` or ``nccl``.

@@ -22,7 +22,7 @@ from dlrm_fused.symmetric.messages import Exchange
 # A slice can be written and sent while the receiver still reads the one before.
 _SLOTS = 2
 _ALIGNMENT = 256
-# Of the kernels that copy: bytes of a program at a time, and programs.
+# In kernels that copy: bytes that a program copies at a time, and programs.
 _BLOCK_BYTES, _PROGRAMS = 4096, 64
 
 
@@ -67,7 +67,7 @@ class Puts:
             inbox,
             outbox,
         )
-        # Of exchange(), by rank: pieces not yet put, and how many are put but, as far as this rank's calls go, not yet read.
+        # For exchange(), by rank: pieces not yet put, and how many are put but, as far as this rank's calls go, not yet read.
         self._queues: dict[int, deque[tuple[Tensor, int]]] = {rank: deque() for rank in group.hosts.remote}
         self._unread = dict.fromkeys(group.hosts.remote, 0)
 

@@ -42,7 +42,7 @@ class SharedGroup(SymmetricGroup):
 
 @dataclass(frozen=True)
 class _File:
-    """Where peers find a rank's block."""
+    """The file and process by which peers find a rank's block."""
 
     name: str
     size: int

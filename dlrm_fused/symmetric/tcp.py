@@ -28,7 +28,7 @@ from dlrm_fused.symmetric.peer_monitor import PeerMonitor
 
 # Tag and number of bytes; ranks that differ in them make different calls.
 _HEADER = struct.Struct("!IQ")
-# Of the kernel, which may allow less: a slice that fits is written at once, and received before anybody reads.
+# Size of the socket's buffers; the kernel may allow less. A slice that fits is written at once, before anybody reads.
 _BUFFER_BYTES = 1 << 22
 # Between two looks whether a rank that is waited for is gone.
 _LOOK_SECONDS = 0.05
@@ -204,7 +204,7 @@ class _Incoming:
 
 
 class _Outgoing:
-    """What is still to be written of a message; set ``is_sent`` at the end, with ``is_lost`` if the connection broke."""
+    """The unwritten rest of a message; sets ``is_sent`` at the end, with ``is_lost`` if the connection broke."""
 
     def __init__(self, connection: socket.socket, slice_: Tensor, tag: int) -> None:
         self._connection = connection
