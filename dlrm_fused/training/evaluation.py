@@ -81,7 +81,7 @@ def named(values: Mapping[str, Mapping[str, Value]]) -> dict[str, Value]:
 
 
 def report(values: Mapping[str, BinaryMetricValues]) -> dict[str, float]:
-    """What is reported of all labels, and of how many samples."""
+    """Return the metrics of all labels that are reported, and the number of samples."""
     samples = next(iter(values.values())).samples
     return {**named({label: {name: getattr(v, name) for name in _REPORTED} for label, v in values.items()}), "samples": samples}
 

@@ -28,7 +28,7 @@ _NEGATIVE, _POSITIVE, _PADDING = 0, 1, 2
 
 @dataclass(frozen=True)
 class BinaryMetricValues:
-    """What :meth:`BinaryMetrics.compute` found; a value that the data do not define (AUC of one class) is NaN."""
+    """The results of :meth:`BinaryMetrics.compute`; a value that the data do not define (AUC of one class) is NaN."""
 
     auc: float
     # Bound on |auc - exact AUC|; 0 when auc is exact.
@@ -71,7 +71,7 @@ class BinaryMetrics:
         self._device = device
         self._exact_samples = exact_samples
         self._weighted = weighted
-        # What pairs are counted in. Integers, where possible: the result then depends on no order of summation.
+        # Pairs are counted in integers where possible: the result then depends on no order of summation.
         self._count_dtype = torch.float64 if weighted else torch.int64
         self.reset()
 
@@ -218,7 +218,7 @@ class BinaryMetrics:
 
 
 def _sums_of_groups(values: Tensor, sizes: Tensor) -> Tensor:
-    """Of each group of consecutive values, of these sizes."""
+    """Return the sum of each group of consecutive values; ``sizes`` are those of the groups."""
     so_far = values.cumsum(0)[sizes.cumsum(0) - 1]
     return so_far.diff(prepend=so_far.new_zeros(1))
 
@@ -246,7 +246,7 @@ def _area(negatives: Tensor, positives: Tensor) -> tuple[float, float]:
 
 
 def _means(total: float, positives: float, predicted: float, loss: float) -> dict[str, float]:
-    """What follows from sums over samples."""
+    """Return the metrics that follow from sums over samples."""
     log_loss = loss / total if total else math.nan
     entropy = _entropy(positives / total) if total else 0.0
     return {

@@ -1,4 +1,4 @@
-"""What a user may do after a run, as commands to copy."""
+"""Commands to copy for a user's next steps after a run."""
 
 from __future__ import annotations
 

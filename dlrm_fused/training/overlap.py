@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Times:
-    """Of a part.
+    """The times of a part.
 
     Attributes:
         busy: while it runs, once or several times at once.

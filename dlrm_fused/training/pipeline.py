@@ -106,7 +106,7 @@ class TrainingPipeline(SparseDistPipeline[Batch, Output]):
 
 
 class _TimedOptimizer:
-    """What the pipeline calls of an optimizer."""
+    """The calls that the pipeline makes of an optimizer, with the update's time taken."""
 
     def __init__(self, optimizer: CombinedOptimizer, timer: StepTimer) -> None:
         self._optimizer = optimizer

@@ -1,4 +1,4 @@
-"""How long the parts of a training step take, and which of them hold it up, measured without stalling it."""
+"""A timer that measures how long the parts of a training step take, and which hold it up, without stalling the step."""
 
 from __future__ import annotations
 

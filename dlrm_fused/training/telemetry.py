@@ -1,4 +1,4 @@
-"""What a run writes for its user: metrics.jsonl, TensorBoard, summary.json, a progress bar or log, a profiler trace.
+"""The outputs of a run for its user: metrics.jsonl, TensorBoard, summary.json, a progress bar or log, a profiler trace.
 
 Only rank 0 writes, except for the trace, which every rank writes for itself.
 """

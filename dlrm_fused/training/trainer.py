@@ -232,7 +232,7 @@ class Trainer:
         logger.info("what to do next:\n%s", next_steps(self._config, self._rank.world_size))
 
     def _attainable_auc(self) -> dict[str, float]:
-        """What a model that knows the planted signal of synthetic data would reach on the test split; else nothing."""
+        """Return the test AUC of a model that knows the planted signal of synthetic data; nothing for other data."""
         if not isinstance(self._dataset, SyntheticDataset):
             return {}
         attainable = {

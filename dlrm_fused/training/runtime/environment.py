@@ -1,4 +1,4 @@
-"""What a rank sets up before its work: its log lines, its device, the arithmetic of its numbers."""
+"""The setup of a rank before its work: its log lines, its device, the arithmetic of its numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the first failure of a run is written, for all ranks to see."""
+"""The store of a run's first failure, which all ranks can read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SECONDS_TO_START = 30.0
 
 
 class ErrorStore:
-    """Where the first failure of a run is written, for all ranks to see."""
+    """The store of a run's first failure, which all ranks can read."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank

@@ -1,4 +1,4 @@
-"""How ranks find each other: the store of the rendezvous, and the default process group."""
+"""The means by which ranks find each other: the store of the rendezvous, and the default process group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dlrm_fused.training.runtime.rank import Rank
 _COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
-# What rank 0 serves where torchrun's agent does not, by port. Held as long as the process lives: another rank may still read
+# Stores that rank 0 serves where torchrun's agent does not, by port. Held as long as the process lives: another rank may read
 # from it, or begin its next process group, when rank 0 has left this one.
 _servers: dict[int, dist.TCPStore] = {}
 _groups_before = itertools.count()
@@ -65,7 +65,7 @@ def process_group(rank: Rank, device: torch.device, timeout: timedelta = _COLLEC
         timeout=timeout,
         device_id=None if device.type == "cpu" else device,
     )
-    # Where one rank is done at once, others may still be connecting to it.
+    # A rank may be done at once while others are still connecting to it.
     dist.all_reduce(torch.zeros(1, device="cpu"))
     yield
     # Not in a finally: after a failure other ranks may never join, and the process is about to end anyway.
