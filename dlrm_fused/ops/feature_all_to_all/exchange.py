@@ -84,7 +84,7 @@ class FeatureExchange(Workspace):
         self._most_features = max(map(len, self.features_of_ranks))
         self._last_feature = max((max(features) for features in self.features_of_ranks if features), default=-1)
         self._words = 2 * (self._most_features + 1) * self.world_size
-        # Of one batch at a time, as the memory.
+        # One batch at a time uses this, as it does the memory.
         self._words_on_host = torch.empty(self._words, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self._memory: SymmetricMemory | None = None
         self._allocate(_BAG_UNIT, 1)

@@ -1,4 +1,4 @@
-"""What the expert layer computes on one rank between its transfers: both products of the experts, padding, the weighted sum.
+"""The expert layer's computation on one rank between its transfers: both products of the experts, padding, the weighted sum.
 
 Rows lie as :mod:`~dlrm_fused.ops.moe.dispatch` says. R is the number of rows of a receive block, L that of this rank's
 experts, d the width of a token, f that of the hidden layer, p the parts of w_in (1 with SiLU, 2 with SwiGLU), k the number of
@@ -89,7 +89,7 @@ class HostSteps:
 
 
 class KernelSteps(HostSteps):
-    """The same on GPUs, and under Triton's interpreter. Nothing waits for the device, but to find rows for other hosts."""
+    """The steps on GPUs, and under Triton's interpreter. Nothing waits for the device, but to find rows for other hosts."""
 
     def zero_pads(self, rows: Tensor, destinations: Tensor, groups: Groups) -> None:
         zero_pads_kernel[(groups.local_from.numel(), triton.cdiv(groups.tile_rows, _PAD_ROWS))](
