@@ -15,7 +15,7 @@ from dlrm_fused.launcher import end_with_torchrun, torchrun
 if TYPE_CHECKING:
     from dlrm_fused.training.runtime import ErrorStore, Rank
 
-# What needs torch is imported inside of functions: `prepare` does without, and so do its many processes.
+# Modules that need torch are imported inside of functions: `prepare` does without them, and so do its many processes.
 
 TRAIN = "Train a model: ``torchrun --standalone --nproc-per-node=2 train.py --config configs/quickstart.yaml [key=value ...]``."
 

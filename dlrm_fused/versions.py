@@ -25,7 +25,7 @@ VERSION_SETS = (
     {"torch": "2.14", "torchrec": "1.9", "fbgemm-gpu": "1.9", "triton": "3.8"},
 )
 
-# Where a package has names other than its own: as published, and as imported.
+# Other names of packages: as published, and as imported.
 _DISTRIBUTIONS = {"fbgemm-gpu": ("fbgemm-gpu", "fbgemm-gpu-cpu")}
 _MODULES = {"fbgemm-gpu": "fbgemm_gpu"}
 
@@ -58,7 +58,7 @@ def check_versions() -> None:
 
 
 def installed_versions() -> dict[str, str | None]:
-    """What is installed of the packages in ``VERSION_SETS``, with versions as :func:`installed_version` gives them."""
+    """Return the installed packages of ``VERSION_SETS``, with versions as :func:`installed_version` gives them."""
     found = [package for package in VERSION_SETS[0] if importlib.util.find_spec(_MODULES.get(package, package)) is not None]
     return {package: installed_version(package) for package in found}
 
