@@ -64,7 +64,7 @@ def installed_versions() -> dict[str, str | None]:
 
 
 def check_installed(installed: Mapping[str, str | None]) -> str | None:
-    """Like :func:`check_version_set`, of versions by package, perhaps those of another host.
+    """Check versions by package as :func:`check_version_set` does, perhaps those of another host.
 
     Raises:
         VersionError: a package is missing; or see :func:`check_version_set`.

@@ -78,7 +78,7 @@ def read_steps_anew(lookups: Iterable[SplitTableBatchedEmbeddingBagsCodegen]) ->
 
 @contextmanager
 def uncounted(lookups: Sequence[SplitTableBatchedEmbeddingBagsCodegen]) -> Iterator[None]:
-    """Keep lookups within from counting as steps of the optimizer: FBGEMM counts forward passes, even those without backward."""
+    """Keep lookups within from counting as steps of the optimizer: FBGEMM counts forward passes, with or without backward."""
     counts = [cast(Tensor, lookup.iter) for lookup in lookups]
     before = [count.clone() for count in counts]
     yield

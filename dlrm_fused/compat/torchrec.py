@@ -89,17 +89,17 @@ def lookups(module: ShardedEmbeddingBagCollection) -> list[Any]:
 
 
 def grouped_configs_per_rank(sharding: Any) -> list[list[Any]]:
-    """By rank, the tables of each of its embedding modules."""
+    """Return, by rank, the tables of each of its embedding modules."""
     return sharding._grouped_embedding_configs_per_rank
 
 
 def feature_names_per_rank(sharding: Any) -> list[list[str]]:
-    """By rank, the features that it looks up."""
+    """Return, by rank, the features that it looks up."""
     return [[name for name, _ in features] for features in features_per_rank(sharding)]
 
 
 def features_per_rank(sharding: Any) -> list[list[tuple[str, int]]]:
-    """For each rank, the features that it looks up, each with the number of rows of the table that it holds."""
+    """Return, by rank, the features that it looks up, each with the number of the table's rows that it holds."""
     return [
         [(name, table.local_rows) for group in groups for table in group.embedding_tables for name in table.feature_names]
         for groups in grouped_configs_per_rank(sharding)

@@ -116,7 +116,7 @@ class _Day:
             self.hotness = [1] * SPARSE_FEATURES
 
     def read_ids(self, rows: NDArray[np.int64]) -> list[NDArray[Any]]:
-        """For each feature, its ids, [b, hotness] or [b]."""
+        """Return each feature's ids, [b, hotness] or [b]."""
         if self.single is not None:
             return list(np.ascontiguousarray(self.single.take(rows, axis=0).T))
         # As bytes, since members of a zip file lie at odd addresses: NumPy would first copy all of an unaligned array.

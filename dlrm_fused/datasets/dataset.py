@@ -81,5 +81,5 @@ class ReadsBatches(Protocol):
         ...
 
     def read_batches(self, split: Split, rows: Tensor) -> list[Samples]:
-        """As :meth:`Dataset.read` of each of ``rows``, [batches, b]."""
+        """Return the results of :meth:`Dataset.read` for each of ``rows``, [batches, b]."""
         ...

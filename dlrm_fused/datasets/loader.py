@@ -103,7 +103,7 @@ class TrainLoader(_Loader):
         return _read(self._dataset, Split.train, self._rows(step), share, self._global_batch_size, self._world_size)
 
     def _rows(self, step: int) -> Tensor:
-        """This rank's rows of the data set; one of them if it has no share, since padding is made of samples."""
+        """Return this rank's rows of the data set; one row if it has no share, since padding is made of samples."""
         epoch, start, share = self._share(step)
         return self._order.rows(epoch, start, start + max(share, 1))
 

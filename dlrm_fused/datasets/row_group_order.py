@@ -60,7 +60,7 @@ class RowGroupOrder:
 
     @property
     def batches_of_half_a_group(self) -> int:
-        """In about so many batches a lane gets through half of a row group; at least 1."""
+        """Return the number of batches, about, in which a lane gets through half of a row group; at least 1."""
         return max(1, int(self._sizes.mean()) * self.lanes // (2 * self._batch))
 
     def rows(self, epoch: int, start: int, stop: int) -> Tensor:

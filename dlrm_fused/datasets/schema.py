@@ -177,7 +177,7 @@ def checksums_of(folder: Path) -> Checksums | None:
 
 
 def _files_below(folder: Path) -> list[str]:
-    """All files in folders of ``folder``; those beside ``dataset.json`` are for people to change."""
+    """Return all files in folders of ``folder``; those beside ``dataset.json`` are for people to change."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.glob("*/**/*") if path.is_file())
 
 

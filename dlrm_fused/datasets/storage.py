@@ -179,7 +179,7 @@ class IdColumns:
         self._jagged = {f.name: _JaggedColumn(folder, f.name, rows) for f in features if f.jagged}
 
     def read(self, rows: NDArray[np.int64]) -> tuple[list[NDArray[np.int32]], list[NDArray[np.int64] | int]]:
-        """For each feature, its ids in ``rows`` ([b]), row after row [n_f] and checked, and their number in each row.
+        """Return each feature's ids in ``rows`` ([b]), row after row [n_f] and checked, and their number in each row.
 
         Raises:
             DataError: if an id is not in [0, rows of its feature).

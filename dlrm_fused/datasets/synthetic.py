@@ -482,7 +482,7 @@ def auc_with_error(scores: Tensor, labels: Tensor) -> tuple[float, float]:
 
 
 def _share_below(values: Tensor, ordered: Tensor) -> Tensor:
-    """For each value, the share of ``ordered`` that is less, counting ties half: float64."""
+    """Return, for each value, the share of ``ordered`` that is less, counting ties half: float64."""
     less = torch.searchsorted(ordered, values)
     not_more = torch.searchsorted(ordered, values, right=True)
     return (less + not_more).double() / (2 * ordered.numel())
@@ -522,7 +522,7 @@ def _calibrate(settings: SyntheticConfig, rows: Sequence[int], seed: int) -> tup
 
 
 def _samples_at_once(history_length: int) -> int:
-    """So few that long histories neither take seconds nor gigabytes."""
+    """Return the number of samples to draw at a time, so few that long histories take neither seconds nor gigabytes."""
     return min(_CALIBRATION_SAMPLES, max(1024, 2**21 // (history_length + 1)))
 
 

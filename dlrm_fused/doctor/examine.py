@@ -123,7 +123,7 @@ def _send_measurements(rank: Rank, meeting: Meeting, plan: _Plan, seconds: float
 
 
 def _received_measurements(meeting: Meeting, seconds: float) -> tuple[list[Measurement], list[Finding]]:
-    """All measurements, and a finding if some ranks have none to send."""
+    """Return all measurements, and a finding if some ranks have none to send."""
     outcomes = meeting.read_all("measured", seconds)
     errors = {
         number: outcome.error if isinstance(outcome, Outcome) else str(outcome)

@@ -134,7 +134,7 @@ class PeerGroup:
 
 
 def peer_groups(ranks: Iterable[RankFacts]) -> list[PeerGroup]:
-    """All pairs of ranks by their transport and its reason, the commonest first."""
+    """Return all pairs of ranks by their transport and its reason, the commonest first."""
     pairs: dict[Choice, list[tuple[int, int]]] = defaultdict(list)
     for facts, peer in combinations(ranks, 2):
         pairs[transport_of(facts, peer)].append((facts.rank, peer.rank))
@@ -142,7 +142,7 @@ def peer_groups(ranks: Iterable[RankFacts]) -> list[PeerGroup]:
 
 
 def operator_transports(ranks: Sequence[RankFacts]) -> Mapping[str, str]:
-    """By operator: the transports that it takes with ``comm=fused``, or what runs in its place."""
+    """Return, by operator, the transports that it takes with ``comm=fused``, or what runs in its place."""
     return {operator.name: _taken(operator, ranks) for operator in OPERATORS}
 
 

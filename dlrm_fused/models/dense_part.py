@@ -94,7 +94,7 @@ class DensePart(nn.Module):
 
     @property
     def captured(self) -> CapturedFunction[tuple[Tensor, Tensor]] | None:
-        """As of :class:`CompiledForTraining`."""
+        """The captured function of :class:`CompiledForTraining`."""
         return self._losses_and_logits.captured
 
     def forward(

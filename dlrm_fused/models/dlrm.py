@@ -146,7 +146,7 @@ class ExpertDLRM(nn.Module):
         self._out_of_experts = CompiledForTraining(self._after_experts, is_compiled, lambda: after)
 
     def logits_of(self, dense: Tensor, pooled: Tensor, real: Tensor) -> Tensor:
-        """To logits [b, labels].
+        """Return the logits, [b, labels].
 
         Args:
             dense: [b, dense features].

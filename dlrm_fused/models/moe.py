@@ -202,7 +202,7 @@ def _sum_over_ranks(slots: Tensor) -> Tensor:
 
 
 def _expert_weights(experts: int, out_features: int, in_features: int, group: ProcessGroup | None) -> nn.Parameter:
-    """This rank's experts of [experts, out_features, in_features]. An expert is drawn by a seed of its own, on the CPU, as
+    """Return this rank's experts of [experts, out_features, in_features]. An expert is drawn by its own seed, on the CPU, as
     nn.Linear draws: it depends neither on how many ranks there are nor on the device."""
     ranks, rank = group_size(group), 0 if group is None else group.rank()
     own = experts // ranks

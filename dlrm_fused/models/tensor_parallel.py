@@ -47,7 +47,7 @@ def gather_samples(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def own_samples(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """This rank's [b, ...] of [n * b, ...], equal on all ranks.
+    """Return this rank's [b, ...] of [n * b, ...], equal on all ranks.
 
     Backward, the gradients of all ranks' samples are gathered, and divided by n: they are of the mean of the ranks' losses.
     """
@@ -134,11 +134,11 @@ class LayerProducts:
     shards: ShardWorkspace | None = None
 
     def enter(self, x: Tensor) -> Tensor:
-        """This rank's samples [b, ...] as the layers take them: those of all ranks, [n * b, ...], or its own."""
+        """Return this rank's samples [b, ...] as the layers take them: those of all ranks, [n * b, ...], or its own."""
         return x if self.shards else gather_samples(x, self.group)
 
     def leave(self, x: Tensor) -> Tensor:
-        """This rank's samples [b, ...] of what layers gave."""
+        """Return this rank's samples [b, ...] of the layers' results."""
         return x if self.shards else own_samples(x, self.group)
 
     def columns(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ class LayerProducts:
         return out.view(ranks * x.shape[0], *x.shape[1:-1], len(weight))
 
     def _in_compute_dtype(self, x: Tensor) -> Tensor:
-        """In autocast's dtype, where it is enabled."""
+        """Return ``x`` in autocast's dtype, where it is enabled."""
         kind = x.device.type
         return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
@@ -241,12 +241,12 @@ class RowParallelLinear(nn.Module):
         self.weight = _shard_of_weight(in_features, out_features, 1, product.group)
 
     def forward(self, x: Tensor, residual: Tensor, norm_weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Like :class:`LayerProducts`, which it calls."""
+        """Return the layer's output and its norm, as :class:`LayerProducts` does."""
         return self._product(x, self.weight, residual, norm_weight)
 
 
 def _shard_of_weight(in_features: int, out_features: int, dim: int, group: ProcessGroup | None) -> nn.Parameter:
-    """This rank's piece of a weight [out_features, in_features], sharded along ``dim``.
+    """Return this rank's piece of a weight [out_features, in_features], sharded along ``dim``.
 
     The whole is drawn on the CPU, as nn.Linear draws it, so that neither the piece nor what is drawn after it depends on how
     many ranks there are.
@@ -264,7 +264,7 @@ def _shard_of_weight(in_features: int, out_features: int, dim: int, group: Proce
 
 
 def sharded_parameter(piece: Tensor, dim: int, group: ProcessGroup | None) -> nn.Parameter:
-    """This rank's piece as a parameter; one rank alone has the whole, an ordinary parameter."""
+    """Return this rank's piece as a parameter; one rank alone has the whole, an ordinary parameter."""
     parameter = nn.Parameter(piece)
     if group_size(group) > 1:
         parameter.shard_dim = dim  # type: ignore[attr-defined]

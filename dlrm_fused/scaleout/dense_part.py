@@ -153,7 +153,7 @@ def trace(
 
 
 class _Pooled(nn.Module):
-    """In place of the embedding stage: returns what it is given."""
+    """Stands in for the embedding stage: returns the embeddings that it is given."""
 
     def __init__(self, *embeddings: Tensor) -> None:
         super().__init__()

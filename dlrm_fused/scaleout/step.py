@@ -97,7 +97,7 @@ class Timeline:
             span = self._by_name[span.waited_for] if span.waited_for else None
 
     def trace_events(self) -> dict[str, object]:
-        """For https://ui.perfetto.dev, once written as JSON (Chrome's Trace Event Format; times in microseconds)."""
+        """Return events that https://ui.perfetto.dev shows once they are JSON (Chrome's Trace Event Format; microseconds)."""
         streams = list(dict.fromkeys(span.task.stream for span in self.spans))
         names = [
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": stream}}

@@ -73,7 +73,7 @@ class Topology(Protocol):
         ...
 
     def ring_within_hosts(self) -> list[Flows]:
-        """As ``ring``, in every host for itself."""
+        """Return the flows of a ring in each host."""
         ...
 
     def ring_of_rails(self) -> list[Flows]:
@@ -181,7 +181,7 @@ class Torus:
         return [Flows(self.ranks, self._evenly_over_all_links(), self.latency)]
 
     def _evenly_over_all_links(self) -> Mapping[str, float]:
-        """As many rings as there are directions, each with its share of the bytes: none waits for another one's links."""
+        """Return the crossings of one ring per direction, each with its share of the bytes: none waits for another's links."""
         return {name: 1 / len(self.links) for name in self.links}
 
     def ring_within_hosts(self) -> list[Flows]:
@@ -279,7 +279,7 @@ class Cluster:
         return self._to_other_hosts(1, same_rail=True)
 
     def ring(self) -> list[Flows]:
-        """As many rings as a host has ranks, each of which leaves it by another NIC and has its share of the bytes."""
+        """Return as many rings as a host has ranks; each leaves it by another NIC and has its share of the bytes."""
         if self.hosts == 1:
             return self.ring_within_hosts()
         outside = 1 / self.ranks_per_host

@@ -74,7 +74,7 @@ class Workload:
 
 
 def workload(config: Config, schema: DatasetSchema, ranks: int, ranks_per_host: int, memory_gib: float) -> Workload:
-    """Return a rank's work in a step of ``training.global_batch_size`` samples: a GPU's, or with ``runtime.device=cpu`` a core's.
+    """Return a rank's work in a step of ``training.global_batch_size`` samples: a GPU's, or a core's on the CPU.
 
     Raises:
         ConfigError: ranks that layers cannot be shared by; no plan fits into ``memory_gib`` a rank.

@@ -102,7 +102,7 @@ class BlockPool:
         return self._spare
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """As :meth:`take`, but in the spare block if no other is free."""
+        """Return a tensor as :meth:`take` does, but in the spare block if no other is free."""
         block = self.take(shape, dtype)
         if block is None:
             block = self.spare[: math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))

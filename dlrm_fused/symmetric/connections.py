@@ -50,7 +50,7 @@ class Address:
         return cls(socket.gethostname(), os.getpid(), addresses, port, token, interface_addresses())
 
     def describe(self, rank: int) -> str:
-        """Such as ``rank 3 on host (pid 123)``."""
+        """Return the peer's name, such as ``rank 3 on host (pid 123)``."""
         return f"rank {rank} on {self.host} (pid {self.process})"
 
 
@@ -160,7 +160,7 @@ def _own_addresses() -> tuple[str, ...]:
 
 
 def _ipv4_addresses() -> Mapping[str, list[str]]:
-    """By interface that is up."""
+    """Return the IPv4 addresses of each interface that is up."""
     states = psutil.net_if_stats()
     return {
         name: [address.address for address in addresses if address.family == socket.AF_INET]

@@ -119,7 +119,7 @@ def channel_args(
 
 
 def no_channel(tensor: torch.Tensor) -> ChannelArgs:
-    """For a launch of a kernel that does not communicate, where any tensor stands for what is not read."""
+    """Return the argument for a kernel that does not communicate; any tensor stands for those that it does not read."""
     return channel_args(tensor, tensor, tensor, 0, 0, 0, 1)
 
 

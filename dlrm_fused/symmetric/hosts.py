@@ -52,7 +52,7 @@ class Hosts:
 
     @staticmethod
     def of(host_of_ranks: Sequence[Host], rank: int) -> Hosts:
-        """From the host of each rank."""
+        """Return the hosts of a group, from the host of each rank."""
         by_host: dict[Host, list[int]] = {}
         for number, host in enumerate(host_of_ranks):
             by_host.setdefault(host, []).append(number)

@@ -129,7 +129,7 @@ class SymmetricGroup(abc.ABC):
         return Hosts.of([host for _, _, host in ranks], self.rank)
 
     def put_numbers(self) -> list[int]:
-        """By rank, the number that a put names it by."""
+        """Return, by rank, the number by which a put names it."""
         return list(range(self.world_size))
 
     def with_puts(self, kernel: Any) -> Any:

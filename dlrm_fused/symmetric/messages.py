@@ -135,7 +135,7 @@ class NcclMessages(Messages):
 
 
 class _NcclLink(Link):
-    """All channels have one: NCCL keeps the order of its launches."""
+    """The link that all channels share: NCCL keeps the order of its launches."""
 
     def __init__(self, nccl: Any) -> None:
         self._nccl = nccl

@@ -143,11 +143,11 @@ class PeerMonitor:
                     callbacks.remove(callback)
 
     def describe(self, rank: int) -> str:
-        """Such as ``rank 3 on host (pid 123)``."""
+        """Return a rank's name, such as ``rank 3 on host (pid 123)``."""
         return self._addresses[rank].describe(rank)
 
     def describe_loss(self, rank: int) -> str:
-        """Such as ``rank 3 on host (pid 123) is lost, ...``, and that this rank cannot go on."""
+        """Return a message such as ``rank 3 on host (pid 123) is lost, ...``, which says that this rank cannot go on."""
         return (
             f"{self.describe(rank)} is lost, its process ended or its host cannot be reached; "
             f"{self.describe(self._rank)} cannot go on without it"
@@ -263,7 +263,7 @@ class PeerMonitor:
             connection.close()
 
     def _abandon(self) -> None:
-        """In a forked child: a copy of the connections must not keep them open when the parent ends."""
+        """Close the connections in a forked child: its copy must not keep them open when the parent ends."""
         self._closing = True
         atexit.unregister(self.close)
         self._close_sockets()

@@ -150,7 +150,7 @@ class _PutExchange(Exchange):
         raise_fault()
 
     def arrivals(self, deadline: float) -> Iterator[tuple[int, Tensor]]:
-        """As the base class has it, but the limit is that of the kernels, which record what goes wrong."""
+        """Yield arrivals as the base class does, but with the kernels' time limit; they record what goes wrong."""
         for number in self._rounds:
             here = {rank: pieces for rank, pieces in self._pieces.items() if number < len(pieces)}
             for rank, pieces in here.items():

@@ -188,13 +188,13 @@ class _Incoming:
         return self._taken == _HEADER.size + len(self._data)
 
     def buffers(self) -> list[memoryview]:
-        """For what is still to come."""
+        """Return buffers for the bytes that are still to come."""
         if self._taken < _HEADER.size:
             return [memoryview(self._header)[self._taken :], self._data]
         return [self._data[self._taken - _HEADER.size :]]
 
     def take(self, count: int) -> bool:
-        """So many bytes have been read; whether they are those of the message that is expected."""
+        """Take note of ``count`` bytes read; return whether they are those of the expected message."""
         self._taken += count
         return self._taken < _HEADER.size or self._header == self._expected_header
 

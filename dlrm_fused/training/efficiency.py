@@ -163,7 +163,7 @@ def bags_per_sample(schema: DatasetSchema) -> dict[str, int]:
 
 
 def ids_per_sample(config: Config, schema: DatasetSchema) -> dict[str, float]:
-    """By table, on average."""
+    """Return the mean number of a sample's ids, by table."""
     bags, settings = bags_per_sample(schema), config.embedding.tables
     return {
         feature.name: bags[feature.name] * (settings.get(feature.name, TableConfig()).pooling_factor or feature.pooling_factor)

@@ -48,7 +48,7 @@ class BinaryMetricValues:
 
     @property
     def constant(self) -> bool:
-        """All predictions are the same number: the model tells no sample from another."""
+        """Whether all predictions are the same number: the model tells no sample from another."""
         return self.samples > 1 and self.min_prediction == self.max_prediction
 
 
@@ -171,7 +171,7 @@ class BinaryMetrics:
             self._fold()
 
     def _keep_real_samples(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Their logits, codes and weights; no weights without."""
+        """Drop padding; return the real samples' logits, codes and weights, none if samples are not weighted."""
         logits = torch.cat([*self._logits, torch.empty(0, device=self._device)])
         codes = torch.cat([*self._codes, torch.empty(0, dtype=torch.uint8, device=self._device)])
         weights = torch.cat([*self._weights, torch.empty(0, device=self._device)])

@@ -303,7 +303,7 @@ class Profiler:
         self._profile: torch.profiler.profile | None = None
 
     def before_step(self, step: int) -> None:
-        """To be called before each step, in order."""
+        """Begin or end the trace if this step is the one to. The caller calls this before each step, in order."""
         if self._profile is not None:
             self._profile.step()
             if step > self._last:

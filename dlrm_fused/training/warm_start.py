@@ -42,7 +42,7 @@ class RowMap:
 
     @staticmethod
     def of(old: IdEncoding, new: IdEncoding) -> RowMap:
-        """By the values of two vocabularies; missing and unseen values have the same ids in all."""
+        """Return the map by the values of two vocabularies; missing and unseen values have the same ids in all."""
         assert old.vocabulary is not None
         assert new.vocabulary is not None
         old_ids = np.full(new.rows, _NEW, np.int64)

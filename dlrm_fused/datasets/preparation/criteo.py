@@ -223,7 +223,7 @@ class _Preparation:
         return of if len(self._files) > 1 else {"train": lines - held_out, **of}
 
     def _tasks(self) -> Iterator[Task]:
-        """All blocks of all files, in order."""
+        """Yield all blocks of all files, in order."""
         for file in self._files[:-1]:
             for block in split_blocks(file):
                 yield Task(block, "train")

@@ -122,7 +122,7 @@ def cut(rows: int, parts: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _pieces_of_peers(schedule: Schedule, ranks: int, shard_rows: int) -> list[Piece]:
-    """In the order in which they travel: a piece of every peer, then the next of each, so that all links are busy."""
+    """Return the pieces in the order of travel: one of every peer, then the next of each, so that all links are busy."""
     return [
         Piece(shift, first, last, number, depth_part)
         for depth_part in range(schedule.depth_parts)
@@ -195,7 +195,7 @@ def _add_move(tasks: list[Task], piece: Piece, after: tuple[int, ...] = ()) -> i
 
 
 def _moved_after(pair: Pair, ranks: int, shard_rows: int) -> Plan:
-    """All results first, then a kernel that stores them at the peers."""
+    """Return the plan that computes all results first; a second kernel stores them at the peers."""
     if pair.moves_first or pair is Pair.gemm_reduce_scatter:
         why = "nothing to move after the computation" if pair.moves_first else "what has come has to be added up"
         raise ValueError(f"{pair}: {why}")

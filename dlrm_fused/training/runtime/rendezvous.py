@@ -39,7 +39,7 @@ def is_agents_store() -> bool:
 
 
 def meeting_store(rank: Rank, timeout: timedelta) -> dist.Store:
-    """Like :func:`rendezvous_store`; rank 0 serves it first, where torchrun's agent does not. A process may be alone."""
+    """Return :func:`rendezvous_store`; rank 0 serves it first, where torchrun's agent does not. A process may be alone."""
     if "MASTER_ADDR" not in os.environ:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", LOCAL_WORLD_SIZE="1")
     if rank.index == 0 and not is_agents_store():

@@ -65,7 +65,7 @@ class ColumnChoice:
                 raise DataError(f"{option} {name}: is {'the' if len(self.labels) == 1 else 'a'} label; choose another column")
 
     def names(self) -> list[str]:
-        """All columns to read, each once."""
+        """Return all columns to read, each once."""
         others = [name for _, name in self.other]
         return list(dict.fromkeys([*self.labels, *self.dense, *self.sparse, *self._weights(), *others]))
 

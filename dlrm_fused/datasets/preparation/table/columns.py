@@ -1,4 +1,4 @@
-"""From Arrow columns to NumPy arrays, with an error that names the row where a value cannot be used."""
+"""Conversion of Arrow columns to NumPy arrays; its errors name the row whose value cannot be used."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Split(Protocol):
 
 @dataclass(frozen=True)
 class OneSplit:
-    """All rows are of one split."""
+    """Puts all rows into one split."""
 
     name: str
 
@@ -42,7 +42,7 @@ class OneSplit:
 
 @dataclass(frozen=True)
 class FileSplit:
-    """All rows of a file are of one split."""
+    """Puts all rows of a file into one split."""
 
     of_files: Mapping[Path, str]
 

@@ -62,7 +62,7 @@ class ValueCounter:
         return pa.concat_tables(kept).sort_by([("count", "descending"), ("value", "ascending")]).combine_chunks()
 
     def _parts(self) -> Iterator[pa.Table]:
-        """All counts, each value in one part only."""
+        """Return all counts, each value in one part only."""
         if not self._files:
             yield self._merged()
             return
