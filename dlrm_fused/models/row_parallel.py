@@ -23,7 +23,7 @@ _MAX_ROWS = 32_768
 
 
 def choose_product(config: Config, group: dist.ProcessGroup | None, tokens: int, device: torch.device) -> LayerProducts:
-    """The product of ``config.comm`` for the model's row-parallel layers. Collective over the group.
+    """Return the product of ``config.comm`` for the model's row-parallel layers. Collective over the group.
 
     With ``auto``, all ways are measured: the products of a block, forward, with the rows of a training batch. That in which
     each rank has its own rows between layers is among them on GPUs of one host.
@@ -46,28 +46,18 @@ def choose_product(config: Config, group: dist.ProcessGroup | None, tokens: int,
     fused = fused_product(config, group, device, "row-parallel layers", width, min(max(rows), _MAX_ROWS))
     if fused.workspace is None or config.comm is Comm.fused:
         return fused
+
+    def faster(way: LayerProducts, other: LayerProducts, work: str, other_name: str) -> bool:
+        steps = [_products_of_a_block(products, config, rows[0], device) for products in (way, other)]
+        return measure_both(*steps, group, device, work=work, unfused_name=other_name).fused_is_faster
+
     baseline = LayerProducts(group)
-    both = measure_both(
-        _products_of_a_block(fused, config, rows[0], device),
-        _products_of_a_block(baseline, config, rows[0], device),
-        group,
-        device,
-        work=f"row-parallel layers of {rows[0]} rows",
-        unfused_name="product and all-reduce",
-    )
-    whole = fused if both.fused_is_faster else baseline
+    is_fused = faster(fused, baseline, f"row-parallel layers of {rows[0]} rows", "product and all-reduce")
+    whole = fused if is_fused else baseline
     sharded = _sharded_products(fused, config, min(max(rows), _MAX_ROWS))
     if sharded is None:
         return whole
-    both = measure_both(
-        _products_of_a_block(sharded, config, rows[0], device),
-        _products_of_a_block(whole, config, rows[0], device),
-        group,
-        device,
-        work=f"layers of {rows[0]} rows, each rank with its own between them",
-        unfused_name="all ranks with all rows",
-    )
-    if both.fused_is_faster:
+    if faster(sharded, whole, f"layers of {rows[0]} rows, each rank with its own between them", "all ranks with all rows"):
         return sharded
     assert sharded.shards is not None
     sharded.shards.close()
