@@ -103,7 +103,7 @@ def evaluate(
 
 
 def main() -> int:
-    """The command ``dlrm-fused``; returns the exit code."""
+    """Run the command ``dlrm-fused`` and return its exit code."""
     name, arguments = (sys.argv[1:2] or [""])[0], sys.argv[2:]
     if name == "prepare":
         from dlrm_fused.datasets.preparation.cli import main as prepare

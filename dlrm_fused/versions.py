@@ -122,7 +122,7 @@ def _tested() -> str:
 
 
 def installed_version(package: str) -> str | None:
-    """The version by the package's metadata, else by its module's ``__version__``; None where neither states one."""
+    """Return the version by the package's metadata, else by its module's ``__version__``; None where neither states one."""
     for distribution in _DISTRIBUTIONS.get(package, (package,)):
         try:
             return metadata.version(distribution)
@@ -140,5 +140,5 @@ def _release(version: str) -> str:
 
 
 def has_c_compiler() -> bool:
-    """Whether Triton, and so torch.compile on GPUs, finds a compiler for the launchers of its kernels."""
+    """Return whether Triton, and so torch.compile on GPUs, finds a compiler for the launchers of its kernels."""
     return "CC" in os.environ or any(shutil.which(name) for name in ("gcc", "clang", "cc"))

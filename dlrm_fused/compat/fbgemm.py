@@ -35,7 +35,7 @@ class Storage(NamedTuple):
 
 
 def storage(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> Storage:
-    """The tables of a lookup, in place, so that another kernel reads and updates what checkpoints hold."""
+    """Return the tables of a lookup, in place, so that another kernel reads and updates what checkpoints hold."""
     place = "host" if lookup.use_cpu else "dev"
     return Storage(
         weights=getattr(lookup, f"weights_{place}").detach(),

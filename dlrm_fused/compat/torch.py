@@ -22,7 +22,7 @@ ATTENTION_OF_GPUS = {
 
 
 def is_rocm() -> bool:
-    """Whether this torch is built for AMD's GPUs, which it calls ``cuda`` too."""
+    """Return whether this torch is built for AMD's GPUs, which it calls ``cuda`` too."""
     return torch.version.hip is not None
 
 
@@ -41,7 +41,7 @@ def copy_all(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def modules_of(layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """The layers and all modules in them, faster than ``modules()``: this is asked at every call."""
+    """Return the layers and all modules in them, faster than ``modules()``: this is asked at every call."""
     found = list(layers)
     for module in found:
         found += [child for child in module._modules.values() if child is not None]
@@ -66,17 +66,17 @@ def current_stream_handle(device: torch.device) -> int:
 
 
 def is_alive(process_group: dist.ProcessGroup) -> bool:
-    """Whether a process group has not been destroyed; there is no public way to ask."""
+    """Return whether a process group has not been destroyed; there is no public way to ask."""
     return process_group in dist.distributed_c10d._world.pg_map
 
 
 def default_store() -> dist.Store:
-    """The store through which the ranks of the default process group met."""
+    """Return the store through which the ranks of the default process group met."""
     return dist.distributed_c10d._get_default_store()
 
 
 def nccl_backend(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Any:
-    """A communicator of NCCL that belongs to no process group. Collective.
+    """Return a communicator of NCCL that belongs to no process group. Collective.
 
     Args:
         timeout: of NCCL's watchdog.
@@ -96,7 +96,7 @@ def coalesced(backend: Any) -> Iterator[list[dist.Work]]:
 
 
 def symmetric_memory_backend(device: torch.device) -> str | None:
-    """The backend of torch's symmetric memory on a device; None if it has none, as on CPUs.
+    """Return the backend of torch's symmetric memory on a device; None if it has none, as on CPUs.
 
     The module has an underscore; what it offers is documented and has no other name.
     """
@@ -106,7 +106,7 @@ def symmetric_memory_backend(device: torch.device) -> str | None:
 
 
 def is_nvshmem_available() -> bool:
-    """Whether torch's symmetric memory has an NVSHMEM backend, and finds the library."""
+    """Return whether torch's symmetric memory has an NVSHMEM backend, and finds the library."""
     from torch.distributed import _symmetric_memory
 
     return _symmetric_memory.is_nvshmem_available()
@@ -172,5 +172,5 @@ def ranks_without_peers(world_size: int) -> Iterator[None]:
 
 
 def traced_group(group: torch.ScriptObject) -> dist.ProcessGroup:
-    """The process group of a collective in a graph that make_fx has traced."""
+    """Return the process group of a collective in a graph that make_fx has traced."""
     return dist.ProcessGroup.unbox(group)

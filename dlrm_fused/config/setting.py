@@ -23,7 +23,7 @@ class Bound:
 
 
 def setting(default: Any, bound: Bound | None = None, *, used: Callable[[Any], bool] | None = None) -> Any:
-    """A field of a dataclass of settings.
+    """Return a field of a dataclass of settings.
 
     Args:
         default: its value; a list or a group is copied for each owner.

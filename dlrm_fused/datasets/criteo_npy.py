@@ -144,7 +144,7 @@ def _map_labels(path: Path, samples: int) -> NDArray[Any]:
 
 
 def _map_multi_hot(path: Path, samples: int) -> list[NDArray[Any]]:
-    """The arrays "0" to "25" of an uncompressed ``.npz``, mapped where they lie in it."""
+    """Return the arrays "0" to "25" of an uncompressed ``.npz``, mapped where they lie in it."""
     try:
         with zipfile.ZipFile(path) as archive:
             members = {info.filename: info for info in archive.infolist()}
@@ -248,5 +248,5 @@ class _SplitOfDays:
 
 
 def open_criteo_npy(config: Config, device: torch.device) -> CriteoNpyDataset:
-    """The set of ``data.source=criteo_npy``; an :data:`~dlrm_fused.datasets.OpenDataset`."""
+    """Return the set of ``data.source=criteo_npy``; an :data:`~dlrm_fused.datasets.OpenDataset`."""
     return CriteoNpyDataset(folder_of(config), rows_of_tables(config, config.embedding.rows))

@@ -30,7 +30,7 @@ def transformation_of(config: Config) -> Path | None:
 
 
 def rows_of_tables(config: Config, stated: Sequence[int]) -> list[int]:
-    """Rows of every table: those of ``embedding.rows`` or else of the data set, capped at ``embedding.max_rows``.
+    """Return rows of every table: those of ``embedding.rows`` or else of the data set, capped at ``embedding.max_rows``.
 
     Args:
         stated: what the data set says of each table.

@@ -64,7 +64,7 @@ class RowGroupOrder:
         return max(1, int(self._sizes.mean()) * self.lanes // (2 * self._batch))
 
     def rows(self, epoch: int, start: int, stop: int) -> Tensor:
-        """Rows at positions [start, stop) of the epoch, of which batches are slices: int64 [stop - start]."""
+        """Return rows at positions [start, stop) of the epoch, of which batches are slices: int64 [stop - start]."""
         if not 0 <= start <= stop <= self._batches * self._batch:
             raise IndexError(f"positions [{start}, {stop}) of an epoch of {self._batches} batches of {self._batch} samples")
         groups, bounds = self._sequence(epoch)
@@ -84,7 +84,7 @@ class RowGroupOrder:
         return self._batches * first + batch * (after - first) + sample - first
 
     def _make_sequence(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The row groups in the order of the epoch, and where each begins in it."""
+        """Return the row groups in the order of the epoch, and where each begins in it."""
         groups = np.arange(self._sizes.size)
         if self._shuffled:
             groups = permute(groups, groups.size, derive_key(self._seed, epoch))

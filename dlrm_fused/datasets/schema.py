@@ -94,7 +94,7 @@ class DatasetSchema:
         return self.sparse_features + self.token_features
 
     def with_table_rows(self, rows: Sequence[int]) -> DatasetSchema:
-        """The schema with other numbers of rows, in order of :attr:`tables`."""
+        """Return the schema with other numbers of rows, in order of :attr:`tables`."""
         features = tuple(replace(feature, rows=count) for feature, count in zip(self.tables, rows, strict=True))
         split = len(self.sparse_features)
         return replace(self, sparse_features=features[:split], token_features=features[split:])

@@ -154,12 +154,12 @@ class SyntheticDataset:
         return AttainableAuc(auc, error, samples)
 
     def _labels(self, drawn: _Drawn) -> Tensor:
-        """[b] of one label, else [b, L]."""
+        """Return [b] of one label, else [b, L]."""
         labels = (drawn.label_uniform < self._probability(drawn)).float()
         return labels.view(-1, *labels_shape(self.schema.labels))
 
     def _probability(self, drawn: _Drawn) -> Tensor:
-        """[b, L]."""
+        """Return [b, L]."""
         return torch.sigmoid((drawn.score.double() - self._center) * self._scale)
 
     def _sparse(self, drawn: _Drawn) -> KeyedJaggedTensor:
@@ -184,7 +184,7 @@ class SyntheticDataset:
         )
 
     def _tokens(self, drawn: _DrawnHistory) -> KeyedJaggedTensor:
-        """The history's tokens and the candidate's; the response to the candidate is not told."""
+        """Return the history's tokens and the candidate's; the response to the candidate is not told."""
         batch_size, tokens = drawn.ids.shape
         names = [feature.name for feature in self.schema.token_features]
         position = torch.arange(tokens, device=drawn.ids.device)
@@ -489,7 +489,7 @@ def _share_below(values: Tensor, ordered: Tensor) -> Tensor:
 
 
 def table_rows(settings: SyntheticConfig) -> list[int]:
-    """Rows of the tables that the settings ask for, in order of ``schema.tables``."""
+    """Return rows of the tables that the settings ask for, in order of ``schema.tables``."""
     rows = _per_table(settings.rows, settings.tables)
     return [*rows, settings.history_items, _RESPONSES, _GAPS] if settings.history_length else rows
 
@@ -562,6 +562,6 @@ def _roughly_normal(bits: Tensor) -> Tensor:
 
 
 def open_synthetic(config: Config, device: torch.device) -> SyntheticDataset:
-    """The set of ``data.source=synthetic``; an :data:`~dlrm_fused.datasets.OpenDataset`."""
+    """Return the set of ``data.source=synthetic``; an :data:`~dlrm_fused.datasets.OpenDataset`."""
     settings = config.data.synthetic
     return SyntheticDataset(settings, config.seed, device, rows_of_tables(config, table_rows(settings)))

@@ -135,7 +135,7 @@ def _received_measurements(meeting: Meeting, seconds: float) -> tuple[list[Measu
 
 
 def _without_connection(errors: Mapping[int, str]) -> Finding:
-    """One finding for all ranks: where one cannot connect, most others say so too."""
+    """Return one finding for all ranks: where one cannot connect, most others say so too."""
     shown = [f"rank {number}: {error[:_LONGEST_ERROR]}" for number, error in list(errors.items())[:_SHOWN_ERRORS]]
     more = [f"{len(errors) - len(shown)} more ranks"] if len(errors) > len(shown) else []
     advice = (

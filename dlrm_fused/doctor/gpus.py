@@ -95,7 +95,7 @@ def parse_topology(text: str) -> dict[str, dict[str, str]]:
 
 
 def gpu_of(index: int, smi: Smi) -> Gpu:
-    """The GPU with torch's number ``index``, which may differ from nvidia-smi's."""
+    """Return the GPU with torch's number ``index``, which may differ from nvidia-smi's."""
     uuids = [_uuid(number) for number in range(torch.cuda.device_count())]
     number = smi.indices.get(uuids[index])
     return Gpu(

@@ -33,7 +33,7 @@ class Measurement:
 
 
 def pairs_to_measure(hosts: Sequence[Host]) -> list[tuple[int, int]]:
-    """One pair within each host that has two ranks, and one between each two neighbouring hosts.
+    """Return one pair within each host that has two ranks, and one between each two neighbouring hosts.
 
     Args:
         hosts: of each rank.

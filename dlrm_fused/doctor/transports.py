@@ -51,7 +51,7 @@ OPERATORS = (
 
 
 def transport_of(facts: RankFacts, peer: RankFacts) -> Choice:
-    """The transport from one rank to another, by what both know of themselves.
+    """Return the transport from one rank to another, by what both know of themselves.
 
     Between hosts it is that of DLRM_FUSED_TRANSPORT: by default messages, since put-with-signal through NVSHMEM has not run
     on GPUs yet.
@@ -80,14 +80,14 @@ def transport_of(facts: RankFacts, peer: RankFacts) -> Choice:
 
 
 def lacks_peer_access(facts: RankFacts, peer: RankFacts) -> bool:
-    """Whether GPUs of one host do not reach each other's memory, or are told not to."""
+    """Return whether GPUs of one host do not reach each other's memory, or are told not to."""
     if facts.host != peer.host or facts.gpu is None or peer.gpu is None:
         return False
     return facts.is_p2p_off or peer.is_p2p_off or facts.gpu.peer_access.get(peer.gpu.uuid) is False
 
 
 def puts_slices(*ranks: RankFacts) -> bool:
-    """Whether these ranks put slices to other hosts, which takes GPUs."""
+    """Return whether these ranks put slices to other hosts, which takes GPUs."""
     return all(facts.gpu is not None and facts.transport == NVSHMEM for facts in ranks)
 
 
@@ -98,7 +98,7 @@ def _over(link: str) -> str:
 
 
 def is_nvlink(link: str) -> bool:
-    """Whether ``nvidia-smi topo -m`` means NVLink: ``NV18``."""
+    """Return whether ``nvidia-smi topo -m`` means NVLink: ``NV18``."""
     return link.startswith("NV") and link[2:].isdigit()
 
 

@@ -15,7 +15,7 @@ logger = logging.getLogger("dlrm_fused")
 
 
 def reachable_memory(config: Config, group: dist.ProcessGroup, device: torch.device, layers: str) -> SymmetricGroup | None:
-    """The memory of the ranks; None, with a warning, if they cannot reach each other's. Collective over the group.
+    """Return the memory of the ranks; None, with a warning, if they cannot reach each other's. Collective over the group.
 
     Args:
         layers: what they are to share, for messages.

@@ -33,7 +33,7 @@ class ExpertComputation:
     activation: str = "silu"
 
     def __call__(self, x: Tensor, experts: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
-        """Each token's sum over its experts. Collective over the group; in autocast's dtype where it is enabled.
+        """Return each token's sum over its experts. Collective over the group; in autocast's dtype where it is enabled.
 
         Backward, the gradients of w_in and w_out are the sums over the group's tokens, divided by its ranks: averaged over
         the groups, they are those of the mean of the ranks' losses.
@@ -76,7 +76,7 @@ class ExpertComputation:
 def choose_computations(
     config: Config, group: ProcessGroup | None, layers: int, width: int, tokens: int, device: torch.device
 ) -> list[ExpertComputation]:
-    """The computation of ``config.comm`` for each of the model's layers of experts. Collective over the group.
+    """Return the computation of ``config.comm`` for each of the model's layers of experts. Collective over the group.
 
     With ``auto``, both ways are measured: one layer, forward and backward, with the tokens of a training batch, evenly spread.
 

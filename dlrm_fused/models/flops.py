@@ -69,7 +69,7 @@ def _block(config: Config, tokens: int, queries: int) -> int:
 
 
 def _experts_of_a_token(config: Config, width: int) -> int:
-    """The router, the token's experts and their weighted sum, and the expert that all tokens have."""
+    """Return the router, the token's experts and their weighted sum, and the expert that all tokens have."""
     experts = config.model.experts
     router, weighted_sum = _product(1, width, experts.count), _product(1, experts.top_k, width)
     matrices = 1 + ACTIVATIONS[experts.activation.name].parts
@@ -82,7 +82,7 @@ def _bottom(config: Config, schema: DatasetSchema) -> int:
 
 
 def _top(config: Config, schema: DatasetSchema, features: int) -> int:
-    """The top MLP of DLRM and DCNv2, with its experts."""
+    """Return the top MLP of DLRM and DCNv2, with its experts."""
     widths = top_widths(config, schema)
     return _mlp(features, widths) + (_experts_of_a_token(config, widths[0]) if config.model.experts.count else 0)
 
@@ -108,7 +108,7 @@ def _mlp(in_features: int, widths: Sequence[int]) -> int:
 
 
 def _product(rows: int, inner: int, columns: int) -> int:
-    """[rows, inner] by [inner, columns]."""
+    """Return the FLOPs of [rows, inner] by [inner, columns]."""
     return 2 * rows * inner * columns
 
 

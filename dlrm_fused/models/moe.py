@@ -183,7 +183,7 @@ class _SharedExpert(nn.Module):
 
 
 def _count(experts: Tensor, count: int) -> Tensor:
-    """[count], how often each expert occurs; -1 is none. Unlike bincount, does not wait for the device."""
+    """Return [count], how often each expert occurs; -1 is none. Unlike bincount, does not wait for the device."""
     slots = torch.zeros(count + 1, dtype=torch.int64, device=experts.device)
     ids = experts.flatten() + 1
     return slots.scatter_add_(0, ids, torch.ones_like(ids))[1:]

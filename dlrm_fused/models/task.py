@@ -131,7 +131,7 @@ class RankingTask(nn.Module):
         return [layer for layer in self.model.children() if layer is not self.model.sparse_arch]
 
     def _logits(self, batch: Batch) -> Tensor:
-        """[b, labels]."""
+        """Return [b, labels]."""
         with torch.autocast(self._device_type, dtype=torch.bfloat16, enabled=self._autocast):
             # As in forward, not by what the batch has.
             histories = (batch.tokens, batch.history_lengths) if self._reads_histories else ()

@@ -38,7 +38,7 @@ def group_size(group: ProcessGroup | None) -> int:
 
 
 def gather_samples(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """[b, ...] of each rank to [n * b, ...] of all, on all of them; b must not differ. Collective.
+    """Gather [b, ...] of each rank to [n * b, ...] of all, on all of them; b must not differ. Collective.
 
     Backward, each rank takes the gradient of its own samples, times n: the gradient of the mean of the ranks' losses becomes
     that of this rank's.
@@ -142,7 +142,7 @@ class LayerProducts:
         return x if self.shards else own_samples(x, self.group)
 
     def columns(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The product of a column-parallel layer.
+        """Return the product of a column-parallel layer.
 
         Args:
             x: [s, ..., K], the samples between layers.
@@ -170,7 +170,7 @@ class LayerProducts:
         return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
     def _scatter(self, workspace: ShardWorkspace, x: Tensor, weight: Tensor) -> Tensor:
-        """[rows of own samples, N]: the sum over ranks of x [rows of all, K_local] @ weight.T."""
+        """Return [rows of own samples, N]: the sum over ranks of x [rows of all, K_local] @ weight.T."""
         ranks = workspace.world_size
         weight = _MeanOfRanks.apply(weight, ranks)
         parts = x.unflatten(0, (ranks, -1)).split(workspace.max_rows // ranks, dim=1)
@@ -224,7 +224,7 @@ class ColumnParallelLinear(nn.Module):
         self.weight = _shard_of_weight(in_features, out_features, 0, products.group)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, ..., in_features], the samples between layers, to [n * b, ..., out_features / ranks]."""
+        """Map [s, ..., in_features], the samples between layers, to [n * b, ..., out_features / ranks]."""
         return self._products.columns(x, self.weight)
 
 

@@ -160,7 +160,7 @@ def _with_comm(config: Config, comm: Comm, global_batch_size: int) -> Config:
 
 
 def _parts(timeline: Timeline) -> str:
-    """The milliseconds of the critical path, kernels of the dense part together."""
+    """Return the milliseconds of the critical path, kernels of the dense part together."""
     parts: dict[str, float] = defaultdict(float)
     for span in timeline.critical_path():
         parts[span.task.name.split(" ")[0] if ":" in span.task.name else span.task.name] += span.end - span.start

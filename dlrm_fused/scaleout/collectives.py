@@ -36,7 +36,7 @@ def all_to_all_direct(topology: Topology, size: float) -> list[Phase]:
 
 
 def all_to_all_pairwise(topology: Topology, size: float) -> list[Phase]:
-    """One message at a time. Its steps are taken as alike: the links of a step are those of all pairs, on average."""
+    """Return the phases of one message at a time. All steps count as alike, with the links of all pairs on average."""
     peers = topology.ranks - 1
     if peers == 0:
         return []
@@ -119,7 +119,7 @@ COLLECTIVES: dict[str, dict[str, Collective]] = {
 
 
 def all_reduce_auto(topology: Topology, size: float) -> list[Phase]:
-    """The faster of ring and trees, as NCCL chooses; on a torus the ring."""
+    """Return the faster of ring and trees, as NCCL chooses; on a torus the ring."""
     ring = all_reduce_ring(topology, size)
     if isinstance(topology, Torus):
         return ring

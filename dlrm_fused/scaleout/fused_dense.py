@@ -50,7 +50,7 @@ def fused(pieces: Sequence[Kernel | Exchange], *, is_backward: bool) -> Iterator
 
 
 def _sender(before: Sequence[tuple[int, Kernel]]) -> Kernel | None:
-    """The product whose result is exchanged, or else the largest of the copies."""
+    """Return the product whose result is exchanged, or else the largest of the copies."""
     kernels = [kernel for _, kernel in before]
     products, copies = [kernel for kernel in kernels if kernel.flops], [kernel for kernel in kernels if kernel.is_copy]
     return products[0] if products else max(copies, key=lambda kernel: kernel.bytes, default=None)

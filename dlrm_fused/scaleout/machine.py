@@ -72,7 +72,7 @@ class Machine:
         return self.launch + max(compute, kernel.bytes / self.memory)
 
     def slower(self, factor: float) -> Machine:
-        """One whose kernels take ``factor`` times as long."""
+        """Return one whose kernels take ``factor`` times as long."""
         return replace(
             self,
             launch=self.launch * factor,
@@ -119,7 +119,7 @@ def as_json(machine: Machine) -> dict[str, object]:
 
 
 def fit_line(work: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """A fixed time and a rate: seconds = fixed + work / rate, by least squares of the relative errors.
+    """Return a fixed time and a rate: seconds = fixed + work / rate, by least squares of the relative errors.
 
     Returns:
         fixed seconds, not below 0, and the work of a second.

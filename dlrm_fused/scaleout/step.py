@@ -87,7 +87,7 @@ class Timeline:
         return max((span.end for span in self.spans), default=0.0)
 
     def critical_path(self) -> list[Span]:
-        """The tasks, from the first to the last, each of which started when the one before it ended."""
+        """Return the tasks, from the first to the last, each of which started when the one before it ended."""
         return list(self._back_from_the_end())[::-1]
 
     def _back_from_the_end(self) -> Iterator[Span]:

@@ -57,19 +57,19 @@ class Topology(Protocol):
     def links(self) -> Mapping[str, Links]: ...
 
     def all_pairs(self) -> list[Flows]:
-        """One flow from every rank to every other one."""
+        """Return one flow from every rank to every other one."""
         ...
 
     def within_hosts(self) -> list[Flows]:
-        """One flow from every rank to every other one of its host."""
+        """Return one flow from every rank to every other one of its host."""
         ...
 
     def rails(self) -> list[Flows]:
-        """One flow from every rank to the rank of the same place in every other host."""
+        """Return one flow from every rank to the rank of the same place in every other host."""
         ...
 
     def ring(self) -> list[Flows]:
-        """One flow from every rank to the next one, in the order of the ranks and back to the first."""
+        """Return one flow from every rank to the next one, in the order of the ranks and back to the first."""
         ...
 
     def ring_within_hosts(self) -> list[Flows]:
@@ -77,7 +77,7 @@ class Topology(Protocol):
         ...
 
     def ring_of_rails(self) -> list[Flows]:
-        """One flow from every rank to the rank of the same place in the next host."""
+        """Return one flow from every rank to the rank of the same place in the next host."""
         ...
 
 
@@ -157,7 +157,7 @@ class Torus:
         return {name: Links(self.ranks, self.bytes_per_second) for name, size in directions if size > 1}
 
     def _to(self, row: int, column: int) -> Flows:
-        """The flows of all ranks to the one so many rows and columns further."""
+        """Return the flows of all ranks to the one so many rows and columns further."""
         along_row = _ways(column, self.columns, "east", "west")
         along_column = _ways(row, self.rows, "south", "north")
         hops = sum(along_row.values()) + sum(along_column.values())

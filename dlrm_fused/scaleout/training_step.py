@@ -130,7 +130,7 @@ class _Step:
             self._last = POOLED
 
     def _copies(self, part: str, size: float) -> float:
-        """Seconds in which TorchRec's path copies pooled embeddings, or gradients of them, around their exchange."""
+        """Return seconds in which TorchRec's path copies pooled embeddings, or gradients of them, around their exchange."""
         copies = _COPIES if self._topology.ranks > 1 else _COPIES_OF_ONE_RANK
         return copies[part] * (self._machine.launch + 2 * size / self._machine.memory)
 

@@ -134,7 +134,7 @@ def _group_ranks(config: Config, ranks: int, ranks_per_host: int) -> int:
 
 
 def _on_many_ranks(config: Config, schema: DatasetSchema, ranks: int, group_ranks: int) -> RankingTask:
-    """The model of rank 0, whose operations and collectives are in turn."""
+    """Return the model of rank 0, whose operations and collectives are in turn."""
     in_turn = replace(config, comm=Comm.baseline, training=replace(config.training, compile=Compile.never))
     group = dist.new_group(list(range(group_ranks))) if group_ranks < ranks else dist.group.WORLD
     return build_model(in_turn, schema, ranks, torch.device("cpu"), cast(dist.ProcessGroup, group))

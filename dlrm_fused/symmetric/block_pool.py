@@ -62,7 +62,7 @@ class BlockPool:
         self._returned: deque[_Block] = deque()
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """A contiguous tensor, not initialized, in a block of its own; None if no free block is large enough.
+        """Return a contiguous tensor, not initialized, in a block of its own; None if no free block is large enough.
 
         The block is free again when the tensor's storage is freed, that is when no view of it and no autograd graph holds it
         any more. On a GPU, work of the current stream may use it at once: the stream is made to wait for other streams
@@ -118,7 +118,7 @@ class BlockPool:
         self._group.release(self.memory)
 
     def offset_of(self, tensor: Tensor) -> int:
-        """Bytes from the beginning of the pool to the tensor's first element.
+        """Return bytes from the beginning of the pool to the tensor's first element.
 
         Raises:
             UsageError: the tensor is not in this pool.
@@ -130,7 +130,7 @@ class BlockPool:
         return offset
 
     def free_bytes(self) -> int:
-        """Bytes that are not lent out, in all free blocks together."""
+        """Return bytes that are not lent out, in all free blocks together."""
         with self._lock:
             self._collect()
             return sum(block.size for block in self._free)

@@ -126,7 +126,7 @@ def _connect_to(rank: int, peer: int, addresses: Sequence[Address], deadline: fl
 
 
 def _introduced(connection: socket.socket, token: bytes) -> int | None:
-    """The rank that has connected; None if it is a stranger."""
+    """Return the rank that has connected; None if it is a stranger."""
     connection.settimeout(_STRANGER_SECONDS)
     received = b""
     try:
@@ -170,7 +170,7 @@ def _ipv4_addresses() -> Mapping[str, list[str]]:
 
 
 def interface_addresses() -> frozenset[str]:
-    """The IP addresses of all interfaces of this host."""
+    """Return the IP addresses of all interfaces of this host."""
     return frozenset(
         address.address.partition("%")[0]
         for interface in psutil.net_if_addrs().values()

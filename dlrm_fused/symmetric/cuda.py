@@ -28,7 +28,7 @@ P2P_VARIABLE = "NCCL_P2P_DISABLE"
 
 
 def is_p2p_off() -> bool:
-    """Whether ``NCCL_P2P_DISABLE=1`` is set: then no GPU of this rank is taken to reach another's memory."""
+    """Return whether ``NCCL_P2P_DISABLE=1`` is set: then no GPU of this rank is taken to reach another's memory."""
     return os.environ.get(P2P_VARIABLE) == "1"
 
 
@@ -71,7 +71,7 @@ class CudaGroup(SymmetricGroup):
             )
 
     def _unreachable(self, gpus: Mapping[int, str]) -> list[int]:
-        """The ranks of this host to whose GPU this rank's has no peer access."""
+        """Return the ranks of this host to whose GPU this rank's has no peer access."""
         # A GPU that CUDA_VISIBLE_DEVICES hides from this process cannot be asked about; it may be reachable all the same.
         visible = {
             str(torch.cuda.get_device_properties(index).uuid): torch.device("cuda", index)

@@ -84,7 +84,7 @@ class PutArgs(NamedTuple):
 def put_args(
     memory: int, counts: Any, ranks: Any, slot_size: int, slots: int, scratch: int, inbox: int, outbox: int
 ) -> PutArgs:
-    """The fields as kernels want them."""
+    """Return the fields as kernels want them."""
     return PutArgs(memory, counts, ranks, slot_size, constant(slots), constant(scratch), constant(inbox), constant(outbox))
 
 

@@ -42,7 +42,7 @@ def _close_all() -> None:
 
 
 def symmetric_group(process_group: dist.ProcessGroup | None = None, device: torch.device | str | None = None) -> SymmetricGroup:
-    """The symmetric group of a process group on a device; made at the first call, which is collective, and kept.
+    """Return the symmetric group of a process group on a device; made at the first call, which is collective, and kept.
 
     Args:
         process_group: default: all ranks; without torch.distributed, this process alone.

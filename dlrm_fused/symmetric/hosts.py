@@ -27,7 +27,7 @@ class Host:
 
     @staticmethod
     def here() -> Host:
-        """The host of this process."""
+        """Return the host of this process."""
         return Host(
             os.environ.get(_HOST_VARIABLE) or socket.gethostname(),
             Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
@@ -123,12 +123,12 @@ class Hosts:
         )
 
     def counterpart(self, rank: int, host: int) -> int:
-        """The rank of a host that talks to a rank of another one: that with the same number within its host."""
+        """Return the rank of a host that talks to a rank of another one: that with the same number within its host."""
         there = self.ranks[host]
         return there[self.ranks[self.of_rank[rank]].index(rank) % len(there)]
 
     def counterparts(self) -> tuple[int, ...]:
-        """The counterparts of this rank on the other hosts, in the order of :attr:`others`."""
+        """Return the counterparts of this rank on the other hosts, in the order of :attr:`others`."""
         return tuple(self.counterpart(self.rank, host) for host in self.others)
 
     @cached_property

@@ -133,11 +133,11 @@ class SymmetricGroup(abc.ABC):
         return list(range(self.world_size))
 
     def with_puts(self, kernel: Any) -> Any:
-        """A Triton kernel that puts or waits for slices, as it is to be launched."""
+        """Return a Triton kernel that puts or waits for slices, as it is to be launched."""
         return kernel
 
     def next_channel(self) -> int:
-        """A number for a channel of the group, equal on all ranks that make their channels in the same order."""
+        """Return a number for a channel of the group, equal on all ranks that make their channels in the same order."""
         return next(self._channels)
 
     @abc.abstractmethod
@@ -212,7 +212,7 @@ class SymmetricGroup(abc.ABC):
 
 
 def readable(size: float) -> str:
-    """A number of bytes for people: ``1.5 MB``."""
+    """Return a number of bytes for people: ``1.5 MB``."""
     units = ["bytes", "kB", "MB", "GB", "TB", "PB"]
     while size >= 1000 and len(units) > 1:
         size /= 1000

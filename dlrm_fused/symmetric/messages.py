@@ -94,7 +94,7 @@ class Messages(ABC):
 
     @abstractmethod
     def open(self, channel: int) -> Link:
-        """The link of the channel of that number. Collective."""
+        """Return the link of the channel of that number. Collective."""
 
     @abstractmethod
     def release(self, link: Link) -> None:

@@ -63,7 +63,7 @@ class NvshmemGroup(SymmetricGroup):
         return dist.get_process_group_ranks(self.process_group)
 
     def with_puts(self, kernel: Any) -> Any:
-        """The kernel linked with NVSHMEM's device library, whose state is set up when it is loaded."""
+        """Return the kernel linked with NVSHMEM's device library, whose state is set up when it is loaded."""
         if kernel not in self._kernels:
             self._kernels[kernel] = self._bindings.requires_nvshmem(kernel)
         return self._kernels[kernel]

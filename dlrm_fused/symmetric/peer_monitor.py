@@ -81,7 +81,7 @@ class PeerMonitor:
         self._thread.start()
 
     def lost_peer(self) -> int | None:
-        """The first rank whose process was lost; None if there is none. Ranks that closed their group are not lost."""
+        """Return the first rank whose process was lost; None if there is none. Ranks that closed their group are not lost."""
         return self._lost
 
     def hear_of_loss(self) -> int | None:
@@ -91,15 +91,15 @@ class PeerMonitor:
         return None if found is None else found[1]
 
     def has_left(self, rank: int) -> bool:
-        """Whether that rank has closed its group, in good order."""
+        """Return whether that rank has closed its group, in good order."""
         return rank in self._left
 
     def is_gone(self, rank: int) -> bool:
-        """Whether it is of no use to wait for that rank any more, see :meth:`on_gone`."""
+        """Return whether it is of no use to wait for that rank any more, see :meth:`on_gone`."""
         return rank in self._gone
 
     def refused_peer(self, channel: int) -> int | None:
-        """The first rank that has refused to take part in an exchange of a channel; None if there was none."""
+        """Return the first rank that has refused to take part in an exchange of a channel; None if there was none."""
         return self._refused.get(channel)
 
     def say_refused(self, channel: int) -> None:

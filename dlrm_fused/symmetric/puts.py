@@ -47,7 +47,7 @@ class Puts:
         world, host_of = group.world_size, group.hosts.of_rank
 
         def box(rank: int, of: int) -> int:
-            """Number of a rank's box in the memory of another one."""
+            """Return number of a rank's box in the memory of another one."""
             return sum(host_of[other] != host_of[of] for other in range(rank))
 
         boxes = world - min(map(len, group.hosts.ranks))
@@ -72,7 +72,7 @@ class Puts:
         self._unread = dict.fromkeys(group.hosts.remote, 0)
 
     def kernel(self, kernel: Any) -> Any:
-        """A Triton kernel that uses ``args``, as it is to be launched."""
+        """Return a Triton kernel that uses ``args``, as it is to be launched."""
         return self._group.with_puts(kernel)
 
     def release(self) -> None:

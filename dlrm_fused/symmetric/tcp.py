@@ -199,7 +199,7 @@ class _Incoming:
         return self._taken < _HEADER.size or self._header == self._expected_header
 
     def slice(self) -> Tensor:
-        """The tensor, when the message is complete."""
+        """Return the tensor, when the message is complete."""
         return self._slice if self._slice is self._on_host else self._slice.copy_(self._on_host, non_blocking=True)
 
 

@@ -69,12 +69,12 @@ def evaluate(
 
 
 def by_label(values: Tensor) -> tuple[Tensor, ...]:
-    """[b] of one label, or [b, L], as [b] of each."""
+    """Return [b] of one label, or [b, L], as [b] of each."""
     return values.unbind(1) if values.dim() > 1 else (values,)
 
 
 def named(values: Mapping[str, Mapping[str, Value]]) -> dict[str, Value]:
-    """Values of all labels, each by its name and label, such as ``auc/bought``; of a single label by the name alone."""
+    """Return values of all labels, each by its name and label, such as ``auc/bought``; of a single label by the name alone."""
     if len(values) == 1:
         return dict(next(iter(values.values())))
     return {f"{name}/{label}": value for label, of_label in values.items() for name, value in of_label.items()}

@@ -11,7 +11,7 @@ from dlrm_fused.models.moe import MixtureOfExperts
 
 
 def read_expert_loads(layers: Sequence[MixtureOfExperts]) -> list[list[float]]:
-    """Each layer's tokens by expert, as parts of them all, over all ranks since they were read before. Collective."""
+    """Return each layer's tokens by expert, as parts of them all, over all ranks since they were read before. Collective."""
     if not layers:
         return []
     loads = torch.stack([layer.load for layer in layers])

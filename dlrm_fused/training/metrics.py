@@ -124,7 +124,7 @@ class BinaryMetrics:
             self._bound_memory()
 
     def compute(self, group: dist.ProcessGroup | None = None) -> BinaryMetricValues:
-        """The metrics of the samples of all ranks so far; all ranks of the group must call it.
+        """Return the metrics of the samples of all ranks so far; all ranks of the group must call it.
 
         Args:
             group: the ranks; None is the default group, or this process alone when torch.distributed is not
@@ -261,7 +261,7 @@ def _entropy(rate: float) -> float:
 
 
 def _all_gather(tensor: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
-    """The tensors of all ranks, which have one shape, in order of rank."""
+    """Return the tensors of all ranks, which have one shape, in order of rank."""
     if not dist.is_initialized():
         return [tensor]
     gathered = tensor.new_empty(dist.get_world_size(group), *tensor.shape)

@@ -54,12 +54,12 @@ _ENDS = {field.name for field in fields(_End)}
 
 
 def reaches_target(config: Config, auc: float | None) -> bool:
-    """Whether a run ends with this AUC, of an evaluation during training."""
+    """Return whether a run ends with this AUC, of an evaluation during training."""
     return auc is not None and 0 < config.training.target_auc <= auc
 
 
 def loses_patience(config: Config, evaluations_since_best: int) -> bool:
-    """Whether a run ends since its AUC has not risen for so many evaluations."""
+    """Return whether a run ends since its AUC has not risen for so many evaluations."""
     return 0 < config.evaluation.patience <= evaluations_since_best
 
 
@@ -87,7 +87,7 @@ class RunFolder:
         return content
 
     def is_finished(self, config: Config) -> bool:
-        """Whether the run has already got where the config wants it to go.
+        """Return whether the run has already got where the config wants it to go.
 
         Raises:
             CheckpointError: if it has, with other settings.

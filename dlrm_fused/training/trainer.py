@@ -293,7 +293,7 @@ class Trainer:
             raise self._stop_request.stopped()
 
     def _evaluate_and_note(self) -> tuple[float, bool]:
-        """The AUC of an evaluation, and whether it is the best so far."""
+        """Return the AUC of an evaluation, and whether it is the best so far."""
         auc = self._evaluate()
         return auc, self._note_auc(auc)
 
@@ -379,7 +379,7 @@ class Trainer:
                 self._told.add(reason)
 
     def _named(self, label: str) -> str:
-        """A label in a message; a single one goes without saying."""
+        """Return a label in a message; a single one goes without saying."""
         return f" {label}" if len(self._dataset.schema.labels) > 1 else ""
 
     def _save(self, auc: float | None) -> None:

@@ -143,7 +143,7 @@ def _check_options(options: CriteoOptions) -> None:
 
 
 def find_files(path: Path) -> list[Path]:
-    """The files of a data set, in order of time.
+    """Return the files of a data set, in order of time.
 
     Raises:
         DataError: if there are none, or a day is there twice.

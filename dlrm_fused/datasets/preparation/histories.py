@@ -41,7 +41,7 @@ class Histories:
 
 
 def find_histories(users: Int, items: Int, times: Int, length: int) -> Histories:
-    """The up to ``length`` last interactions before each of n.
+    """Return the up to ``length`` last interactions before each of n.
 
     Args:
         users, items, times: [n] each; times in seconds.

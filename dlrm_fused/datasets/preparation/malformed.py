@@ -64,5 +64,5 @@ class MalformedLines:
         return f"{self.count} of {self.lines} lines are malformed and left out:{shown}{more}"
 
     def summary(self) -> dict[str, Any]:
-        """The counts, for ``dataset.json``."""
+        """Return the counts, for ``dataset.json``."""
         return {"lines": self.lines, "malformed_lines": self.count, "first_malformed_lines": self.first}

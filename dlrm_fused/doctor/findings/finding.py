@@ -103,7 +103,7 @@ def numbers(ranks: Iterable[RankFacts]) -> list[int]:
 
 
 def hosts(ranks: Iterable[RankFacts]) -> str:
-    """Names of the ranks' hosts, the first few of many."""
+    """Return names of the ranks' hosts, the first few of many."""
     names = list(dict.fromkeys(facts.host.name for facts in ranks))
     more = len(names) - _SHOWN_HOSTS
     return ", ".join(names[:_SHOWN_HOSTS]) + (f" and {more} more" if more > 0 else "")

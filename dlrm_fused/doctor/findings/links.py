@@ -26,7 +26,7 @@ def _rdma(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 
 def _rdma_fault(facts: RankFacts) -> tuple[str, Level, str, str] | None:
-    """Name, level, what is wrong, and what to do."""
+    """Return name, level, what is wrong, and what to do."""
     ports, active = facts.network.rdma, facts.active_rdma
     if not ports:
         advice = "if the machine has one, show it to the container: --device=/dev/infiniband"

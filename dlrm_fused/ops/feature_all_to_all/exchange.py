@@ -142,7 +142,7 @@ class FeatureExchange(Workspace):
         self._routes = torch.tensor(routes, dtype=torch.int64).view(-1, ROUTE_FIELDS).to(self.device)
 
     def _event(self) -> torch.cuda.Event | None:
-        """An event after all that the current stream has been given; None on the CPU."""
+        """Return an event after all that the current stream has been given; None on the CPU."""
         return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
 
     def release(self) -> None:
@@ -204,7 +204,7 @@ class SentFeatures:
         self._told = exchange._event()
 
     def receive(self) -> ReceivedFeatures:
-        """The features of this rank's tables. Collective; waits until all ranks have sent, and no longer.
+        """Return the features of this rank's tables. Collective; waits until all ranks have sent, and no longer.
 
         Raises:
             CommunicationError: if a peer is lost, or was waited for too long.

@@ -35,7 +35,7 @@ class Activation:
         return w_in.shape[-2] // self.parts
 
     def of(self, h: Tensor) -> Tensor:
-        """[R, f] from the first product, [R, parts * f]. Differentiable."""
+        """Return [R, f] from the first product, [R, parts * f]. Differentiable."""
         if self.parts == 1:
             return F.silu(h)
         gate, up = h.chunk(2, dim=-1)

@@ -37,7 +37,7 @@ _PAD_ROWS, _PAD_COLUMNS = 16, 512
 
 
 def max_rows_of_rank(ranks: int, experts: int, top_k: int, max_tokens: int, tile_rows: int) -> int:
-    """The most rows that a rank can receive, pads included: a multiple of ``tile_rows``."""
+    """Return the most rows that a rank can receive, pads included: a multiple of ``tile_rows``."""
     local = experts // ranks
     rows = ranks * max_tokens * min(top_k, local)
     return (rows + min(rows, local) * (tile_rows - 1)) // tile_rows * tile_rows

@@ -84,7 +84,7 @@ class HostSteps:
         return total.to(slots.dtype)
 
     def gates_gradient(self, gradient: Tensor, slots: Tensor, targets: Tensor, top_k: int) -> Tensor:
-        """fp32 [T, k]: the products of each token's row of ``gradient`` with the rows of its slots; 0 without target."""
+        """Return fp32 [T, k]: the products of each token's row of ``gradient`` with the rows of its slots; 0 without target."""
         return (gradient.float()[:, None] * _rows_of_slots(slots, targets, top_k)).sum(-1)
 
 
@@ -204,6 +204,6 @@ def gates_gradient_kernel(gradient, slots, targets, result, width, TOP_K: tl.con
 
 
 def _rows_of_slots(slots: Tensor, targets: Tensor, top_k: int) -> Tensor:
-    """fp32 [T, k, d], zeros for slots without target."""
+    """Return fp32 [T, k, d], zeros for slots without target."""
     rows = slots[: targets.numel()].float().masked_fill(targets[:, None] < 0, 0)
     return rows.view(-1, top_k, slots.shape[1])

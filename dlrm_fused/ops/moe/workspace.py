@@ -67,7 +67,7 @@ class ExpertMemory:
 def expert_memory(
     ranks: int, experts: int, top_k: int, max_tokens: int, width: int, dtype: torch.dtype, *, with_kernels: bool
 ) -> ExpertMemory:
-    """The memory of an :class:`ExpertWorkspace` with these settings.
+    """Return the memory of an :class:`ExpertWorkspace` with these settings.
 
     Args:
         with_kernels: whether kernels run, which want rows in tiles: on GPUs.
@@ -164,11 +164,11 @@ class ExpertWorkspace(Workspace):
             blocks.release()
 
     def rows_of(self, received: Tensor) -> Tensor:
-        """[R, d]: the rows in a receive block."""
+        """Return [R, d]: the rows in a receive block."""
         return received[: self.memory.destinations_at].view(self.dtype).view(self.memory.rows, self.width)
 
     def destinations_of(self, received: Tensor) -> Tensor:
-        """int32 [R]: the destinations in a receive block."""
+        """Return int32 [R]: the destinations in a receive block."""
         return received[self.memory.destinations_at : self.memory.received_bytes].view(torch.int32)
 
     def to_tokens(self, received: Tensor, groups: Groups, targets: Tensor) -> Routes:
@@ -181,7 +181,7 @@ class ExpertWorkspace(Workspace):
         return Routes(groups, self.destinations_of(received), self.memory.slots, from_hosts)
 
     def slots_of(self, combined: Tensor) -> Tensor:
-        """[slots, d]: the rows in a block of results."""
+        """Return [slots, d]: the rows in a block of results."""
         return combined[: self.memory.combined_bytes].view(self.dtype).view(self.memory.slots, self.width)
 
     def _check_settings(self, group: SymmetricGroup, name: str) -> Mapping[str, object]:

@@ -108,7 +108,7 @@ def _restore_random_state(path: Path, device: torch.device) -> None:
 
 
 def _stored(path: Path) -> dict[str, Any]:
-    """The entries of the checkpoint's metadata, by key. Collective: a rank that cannot read it ends all."""
+    """Return the entries of the checkpoint's metadata, by key. Collective: a rank that cannot read it ends all."""
     entries: dict[str, Any] = {}
     gather_or_raise(lambda: entries.update(RawReader(path).read_metadata().state_dict_metadata))
     return entries

@@ -18,7 +18,7 @@ _STATE_NAMES = {"sum": "momentum1", "exp_avg": "momentum1", "exp_avg_sq": "momen
 
 
 def model_state(sharded: ShardedModel) -> State:
-    """The live tensors of the model, by their keys in a checkpoint."""
+    """Return the live tensors of the model, by their keys in a checkpoint."""
     state: State = {}
     parameters = dict(sharded.model.named_parameters())
     for name, value in sharded.model.state_dict().items():
@@ -33,7 +33,7 @@ def model_state(sharded: ShardedModel) -> State:
 
 
 def optimizer_state(sharded: ShardedModel) -> State:
-    """The live tensors of all optimizers, by their keys in a checkpoint."""
+    """Return the live tensors of all optimizers, by their keys in a checkpoint."""
     state: State = {}
     fused = sharded.model.fused_optimizer.params
     parameters = dict(sharded.model.named_parameters())
@@ -51,7 +51,7 @@ def optimizer_state(sharded: ShardedModel) -> State:
 
 
 def of_dense(value: Tensor, parameter: Tensor | None, groups: ModelParallelGroups | None) -> Tensor | LocalShards:
-    """A dense parameter, or a state of its optimizer: this rank's shard of it if the parameter is sharded."""
+    """Return a dense parameter, or a state of its optimizer: this rank's shard of it if the parameter is sharded."""
     dim = getattr(parameter, "shard_dim", None)
     if dim is None or parameter is None or groups is None or value.shape != parameter.shape:
         return value

@@ -30,7 +30,7 @@ def configure_logging(rank: Rank) -> None:
 
 
 def choose_device(setting: str, rank: Rank) -> torch.device:
-    """The device of this rank: ``cpu``, ``cuda``, or ``auto`` for cuda where there is one.
+    """Return the device of this rank: ``cpu``, ``cuda``, or ``auto`` for cuda where there is one.
 
     Raises:
         ConfigError: if the host has fewer GPUs than ranks.

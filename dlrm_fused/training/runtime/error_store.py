@@ -30,7 +30,7 @@ class ErrorStore:
             self.store()  # serves it, where torchrun's agent does not
 
     def store(self) -> dist.Store | None:
-        """The store of the rendezvous, through a connection of its own.
+        """Return the store of the rendezvous, through a connection of its own.
 
         None for a process without torchrun, and as long as there is no store: one that is not torchrun's own begins with rank
         0, which is waited for a while.
@@ -52,7 +52,7 @@ class ErrorStore:
             return True  # nobody else can be asked
 
     def failure_of_another(self) -> str | None:
-        """The posted failure, unless it is this rank's own."""
+        """Return the posted failure, unless it is this rank's own."""
         store = self.store()
         if store is None or not store.check([_FAILURE_KEY]):
             return None

@@ -24,7 +24,7 @@ _groups_before = itertools.count()
 
 
 def rendezvous_store(timeout: timedelta) -> dist.Store:
-    """A connection of its own to the store of the rendezvous, where nothing is left of an attempt before this one."""
+    """Return a connection of its own to the store of the rendezvous, where nothing is left of an attempt before this one."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
     if not is_agents_store():

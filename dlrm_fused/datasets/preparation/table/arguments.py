@@ -187,7 +187,7 @@ def _table_options(args: argparse.Namespace) -> TableOptions:
 
 
 def _table_format(args: argparse.Namespace) -> dict[str, Any]:
-    """The options that are given, by their names in :class:`TableFormat`."""
+    """Return the options that are given, by their names in :class:`TableFormat`."""
     given = {
         "delimiter": "\t" if args.delimiter == "\\t" else args.delimiter,
         "encoding": args.encoding,

@@ -92,7 +92,7 @@ def choose_sparse(files: Sequence[TableFile], choice: ColumnChoice) -> tuple[Spa
 
 
 def grouping_column(files: Sequence[TableFile], option: str, name: str) -> SparseColumn:
-    """The column by whose values rows are grouped.
+    """Return the column by whose values rows are grouped.
 
     Raises:
         DataError: if it holds lists, or is of a type that ids cannot have.
@@ -174,7 +174,7 @@ def _held(file: TableFile, option: str, name: str, separator: str) -> tuple[Valu
 
 
 def _described(data_type: pa.DataType) -> str | None:
-    """A name of :class:`Values`, ``_NUMBERS`` for others; what else it is; None for a type of missing values only."""
+    """Return a name of :class:`Values`, ``_NUMBERS`` for others; what else it is; None for a type of missing values only."""
     types = pa.types
     if types.is_dictionary(data_type):
         return _described(data_type.value_type)

@@ -71,7 +71,7 @@ class InteractionColumns:
 
 
 def _row_keys(values: Categories) -> Int:
-    """The key of each row's value, 0 for a missing one: [n]."""
+    """Return the key of each row's value, 0 for a missing one: [n]."""
     return np.append(values.keys(), 0)[values.number]
 
 
@@ -157,7 +157,7 @@ class InteractionFiles:
         return tuple(features)
 
     def _in_order(self, encoding: IdEncoding, order: Int) -> tuple[Int, Int]:
-        """Values and offsets of a jagged token feature, in the order of interactions."""
+        """Return values and offsets of a jagged token feature, in the order of interactions."""
         name = token_name(encoding.column.name)
         values, lengths = self._read(name), self._read(f"{name}.lengths")
         starts = (lengths.cumsum() - lengths)[order]

@@ -112,7 +112,7 @@ def _own_dim(rows: int) -> int:
 
 
 def _batch(train_rows: int) -> int:
-    """A power of two that gives about ``STEPS_OF_EPOCH`` steps, but not very few or very many samples."""
+    """Return a power of two that gives about ``STEPS_OF_EPOCH`` steps, but not very few or very many samples."""
     wanted = 2 ** round(math.log2(max(train_rows / STEPS_OF_EPOCH, 1)))
     return min(max(wanted, BATCHES[0]), BATCHES[1], train_rows)
 

@@ -26,7 +26,7 @@ BY_TIME, BY_COLUMN = "--split-by-time", "--split-by-column"
 
 class Split(Protocol):
     def assign(self, block: Block) -> NDArray[np.uint8]:
-        """The split of each row of a block, as its position in ``SPLITS``: [n]."""
+        """Return the split of each row of a block, as its position in ``SPLITS``: [n]."""
         ...
 
 

@@ -48,12 +48,12 @@ class Moments:
 
 
 def scaling(name: str, kind: DenseKind, moments: Moments) -> DenseTransform:
-    """The transform that scales to mean 0 and standard deviation 1."""
+    """Return the transform that scales to mean 0 and standard deviation 1."""
     return DenseTransform(name, kind, moments.mean, moments.deviation)
 
 
 def quantiles(name: str, sample: Float) -> DenseTransform:
-    """The transform to the share of rows below a value, from a sample without NaN [n].
+    """Return the transform to the share of rows below a value, from a sample without NaN [n].
 
     Equal values lie in the middle of their share.
     """

@@ -197,7 +197,7 @@ class Survey:
         self.escaped = block.escaped | self.escaped
 
     def sample(self) -> dict[str, NDArray[np.float64]]:
-        """A sample of the known values of each column with quantiles: [m]."""
+        """Return a sample of the known values of each column with quantiles: [m]."""
         names = [name for name, kind in self.question.dense.items() if kind is DenseKind.quantile]
         if not names:
             return {}

@@ -51,7 +51,7 @@ class ValueCounter:
                 self._spill(merged)
 
     def frequent(self, threshold: int) -> pa.Table:
-        """The values that occur ``threshold`` times or more, with columns ``value`` and ``count``.
+        """Return the values that occur ``threshold`` times or more, with columns ``value`` and ``count``.
 
         They are in descending order of their counts, those of equal counts in that of their values: whatever the order of rows.
         """

@@ -117,7 +117,7 @@ def _encode_block(
 
 
 def encode(values: Categories, encoding: IdEncoding) -> NDArray[np.int32]:
-    """The ids of values, row after row: [total]."""
+    """Return the ids of values, row after row: [total]."""
     return values.take(encoding.of_keys(values.keys()), MISSING)
 
 
