@@ -109,7 +109,7 @@ def check_version_set(installed: Mapping[str, str | None]) -> str | None:
 
 
 def _is_set_of_another_torch(releases: Mapping[str, str]) -> bool:
-    """Whether torch is 2.X of no known set, X above the first one's, and TorchRec and FBGEMM are 1.(X - 5), as they number."""
+    """Return whether torch is 2.X of no known set, X above the first's, and TorchRec and FBGEMM are 1.(X - 5)."""
     major, minor = (int(part) for part in releases.get("torch", "0.0").split("."))
     is_known = any(known["torch"] == releases.get("torch") for known in VERSION_SETS)
     theirs = {releases.get(package, f"1.{minor - 5}") for package in ("torchrec", "fbgemm-gpu")}

@@ -60,8 +60,11 @@ def sleep_on_device(seconds: float) -> None:
 
 
 def current_stream_handle(device: torch.device) -> int:
-    """The handle of the current CUDA stream of a device with an index; the public way makes an object, which takes as long as a
-    launch."""
+    """Return the handle of a device's current CUDA stream. The public way makes an object, which takes as long as a launch.
+
+    Args:
+        device: with an index.
+    """
     return torch._C._cuda_getCurrentRawStream(device.index)
 
 
@@ -125,7 +128,7 @@ def use_symmetric_memory_backend(name: Literal["CUDA", "NVSHMEM"], device: torch
 
 
 def nvshmem_bindings() -> Any:
-    """The module by which Triton kernels call NVSHMEM: ``putmem_signal_block``, ``signal_wait_until``, ``requires_nvshmem``.
+    """Return the module by which Triton kernels call NVSHMEM: ``putmem_signal_block``, ``signal_wait_until`` and others.
 
     Its import initializes CUDA; without a GPU it defines nothing to call.
     """

@@ -24,7 +24,7 @@ def folder_of(config: Config) -> Path:
 
 
 def transformation_of(config: Config) -> Path | None:
-    """The folder of the :class:`~dlrm_fused.datasets.transformation.Transformation` that the set was made by, if it has one."""
+    """Return the folder of the set's :class:`~dlrm_fused.datasets.transformation.Transformation`, if it has one."""
     folder = Path(config.data.path, TRANSFORMATION)
     return folder if config.data.source is not DataSource.synthetic and folder.is_dir() else None
 

@@ -545,7 +545,7 @@ def _quantiles(rows: int, exponent: float) -> Tensor:
 
 
 def _coprime_near_golden_section(rows: int) -> int:
-    """A factor that spreads consecutive numbers over [0, rows) and, having no divisor in common with it, reaches each once."""
+    """Return a factor that spreads consecutive numbers over [0, rows) and reaches each once: it has no divisor of ``rows``."""
     factor = max(1, round(rows * 0.6180339887))
     while math.gcd(factor, rows) != 1:
         factor += 1

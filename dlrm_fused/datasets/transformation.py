@@ -286,7 +286,7 @@ class HistoryColumns:
 
 
 def file_stem(feature: str) -> str:
-    """The name of a feature as its files have it: itself, with %XX for the bytes that the name of a file should not have."""
+    """Return a feature's name as its files have it, with %XX for the bytes that the name of a file should not have."""
     return re.sub(r"[^\w.-]|^\.", lambda found: "".join(f"%{byte:02X}" for byte in found[0].encode()), feature)
 
 
@@ -329,7 +329,7 @@ class Transformation:
         return tuple(feature.name for feature in self.dense) or (CONSTANT,)
 
     def tables_of(self, encoding: IdEncoding) -> tuple[str, ...]:
-        """Names of the features, and so of the tables, whose ids an encoding gives: the column's, and that of its tokens."""
+        """Return the features, and so the tables, whose ids an encoding gives: the column's, and that of its tokens."""
         name = encoding.column.name
         has_tokens = self.history is not None and name in self.history.items
         return (name, token_name(name)) if has_tokens else (name,)

@@ -99,7 +99,7 @@ def whole_of(value: object, nulls: NullMarkers = NONE) -> int | None:
 
 
 def text_of(value: object, nulls: NullMarkers = NONE) -> str | None:
-    """The value of a sparse column of texts; None for a missing one. Numbers and truths are the texts that Arrow makes of them.
+    """Return the value of a sparse column of texts, None for a missing one. Numbers and truths are the texts that Arrow makes.
 
     Raises:
         ValueError: if it is neither a text nor a number that has one text.

@@ -71,7 +71,7 @@ class RunFolder:
         self.checkpoints = CheckpointFolder(path / "checkpoints")
 
     def summary(self) -> dict[str, Any] | None:
-        """The outcome, if the run has ended; a damaged one is told in the log, and counts as none: it will be written anew."""
+        """Return the outcome, if the run has ended; the log tells of a damaged one, which counts as none and is rewritten."""
         path = self.path / "summary.json"
         if not path.exists():
             return None

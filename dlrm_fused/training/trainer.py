@@ -298,7 +298,7 @@ class Trainer:
         return auc, self._note_auc(auc)
 
     def _note_auc(self, auc: float) -> bool:
-        """Whether an AUC is the best so far; it may end the run. One that is not defined beats only none, and ends nothing."""
+        """Return whether an AUC is the best so far; it may end the run. An undefined one beats only none, and ends nothing."""
         if math.isnan(auc):
             return self._best_auc == -math.inf
         is_best = auc > self._best_auc

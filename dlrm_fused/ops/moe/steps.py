@@ -49,7 +49,7 @@ class HostSteps:
         return h, self.activation.of(h)
 
     def hidden_gradient(self, gradient: Tensor, w_out: Tensor, h: Tensor, groups: Groups) -> Tensor:
-        """The gradient [R, p * f] of h from that of the results [R, d]; that of the activation is ``gradient @ w_out[e]``."""
+        """Return h's gradient [R, p * f] from the results' [R, d]; that of the activation is ``gradient @ w_out[e]``."""
         h_gradient = torch.empty_like(h)
         for expert, part in enumerate(groups.slices()):
             h_gradient[part] = self.activation.gradient(gradient[part] @ w_out[expert], h[part])

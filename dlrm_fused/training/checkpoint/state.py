@@ -66,7 +66,7 @@ def _whole(tensor: Tensor) -> LocalShards:
 
 
 def _shards_like(weight: Any, value: Any) -> LocalShards:
-    """The state ``value`` of the optimizer of a sharded table, laid out as :mod:`dlrm_fused.training.checkpoint` says."""
+    """Return the state ``value`` of a sharded table's optimizer, laid out as :mod:`dlrm_fused.training.checkpoint` says."""
     pairs = list(zip(weight.local_shards(), value.local_shards(), strict=True))
     if value.dim() == 2:
         return LocalShards(tuple(weight.size()), [(tuple(w.metadata.shard_offsets), s.tensor.detach()) for w, s in pairs])

@@ -95,7 +95,7 @@ class StopRequest:
         os.close(self._signals)
 
     def is_due(self) -> bool:
-        """Whether all ranks stop here; waits for their agreement if there is a wish to. From that call on it stays true."""
+        """Return whether all ranks stop here; wait for their agreement if there is a wish to. Once true, it stays so."""
         with self._lock:
             self._calls += 1
             promised = self._promised
