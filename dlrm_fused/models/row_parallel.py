@@ -47,17 +47,17 @@ def choose_product(config: Config, group: dist.ProcessGroup | None, tokens: int,
     if fused.workspace is None or config.comm is Comm.fused:
         return fused
 
-    def faster(way: LayerProducts, other: LayerProducts, work: str, other_name: str) -> bool:
-        steps = [_products_of_a_block(products, config, rows[0], device) for products in (way, other)]
-        return measure_both(*steps, group, device, work=work, unfused_name=other_name).fused_is_faster
+    def is_faster(way: LayerProducts, other: LayerProducts, work: str, other_name: str) -> bool:
+        step, other_step = (_products_of_a_block(products, config, rows[0], device) for products in (way, other))
+        return measure_both(step, other_step, group, device, work=work, unfused_name=other_name).fused_is_faster
 
     baseline = LayerProducts(group)
-    is_fused = faster(fused, baseline, f"row-parallel layers of {rows[0]} rows", "product and all-reduce")
+    is_fused = is_faster(fused, baseline, f"row-parallel layers of {rows[0]} rows", "product and all-reduce")
     whole = fused if is_fused else baseline
     sharded = _sharded_products(fused, config, min(max(rows), _MAX_ROWS))
     if sharded is None:
         return whole
-    if faster(sharded, whole, f"layers of {rows[0]} rows, each rank with its own between them", "all ranks with all rows"):
+    if is_faster(sharded, whole, f"layers of {rows[0]} rows, each rank with its own between them", "all ranks with all rows"):
         return sharded
     assert sharded.shards is not None
     sharded.shards.close()
