@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# By name, the module that defines it.
+# The module that defines each name.
 _DEFINED_IN = {
     # Training with this trainer.
     "train": "dlrm_fused.cli",

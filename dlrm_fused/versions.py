@@ -18,7 +18,7 @@ from dlrm_fused.errors import UserError
 
 logger = logging.getLogger("dlrm_fused")
 
-# Tested together, as major.minor; patch releases and local tags (+cu130) may differ.
+# Releases that are tested together, as major.minor; patch releases and local tags (+cu130) may differ.
 VERSION_SETS = (
     {"torch": "2.11", "torchrec": "1.6", "fbgemm-gpu": "1.6", "triton": "3.6"},
     {"torch": "2.13", "torchrec": "1.8", "fbgemm-gpu": "1.8", "triton": "3.7"},

@@ -111,7 +111,7 @@ def _merge(updates: Sequence[tuple[DictConfig, str]]) -> DictConfig:
     """Return the defaults with the settings of all updates, each from an origin."""
     config = _defaults()
     try:
-        # At once: OmegaConf copies everything whenever it merges.
+        # One call merges all: OmegaConf copies everything whenever it merges.
         return cast(DictConfig, OmegaConf.merge(config, *(update for update, _ in updates)))
     except OmegaConfBaseException:
         for update, origin in updates:

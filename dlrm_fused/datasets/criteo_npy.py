@@ -119,7 +119,7 @@ class _Day:
         """Return each feature's ids, [b, hotness] or [b]."""
         if self.single is not None:
             return list(np.ascontiguousarray(self.single.take(rows, axis=0).T))
-        # As bytes, since members of a zip file lie at odd addresses: NumPy would first copy all of an unaligned array.
+        # Taking bytes, since members of a zip file lie at odd addresses: NumPy would first copy all of an unaligned array.
         return [column.view(np.uint8).take(rows, axis=0).view(column.dtype) for column in self.multi_hot]
 
 
@@ -226,7 +226,7 @@ class _SplitOfDays:
         dense, ids, labels = zip(
             *(self._read_part(number, rows[mine]) for number, mine in zip(numbers, places, strict=True)), strict=True
         )
-        # Back to the order that was asked for.
+        # The result goes back to the order that was asked for.
         restore = np.concatenate(places).argsort()
         return (
             np.concatenate(dense)[restore],

@@ -35,7 +35,7 @@ from dlrm_fused.datasets.storage import check_below, check_finite, check_weights
 from dlrm_fused.datasets.transformation import CONSTANT
 from dlrm_fused.errors import DataError
 
-# In the metadata of a column. That of weights needs no value.
+# Keys in the metadata of a column. That of weights needs no value.
 ROWS, POOLING_FACTOR, IS_WEIGHT = b"rows", b"pooling_factor", b"is_weight"
 _REMEDY = "correct the file"
 

@@ -42,7 +42,7 @@ _GAPS = 32
 _RULE_TABLES = 6
 _SEGMENT_MEAN = 3.0
 _CALIBRATION_SAMPLES = 16_384
-# So few ids are drawn in less time than it takes to launch the kernels that draw them.
+# Drawing so few ids takes less time than launching the kernels that draw them.
 _FEW_VALUES = 2**19
 # At most so many ids are drawn at once where only their scores are kept, so that opening a set needs little memory.
 _MOST_VALUES = 2**21
@@ -385,7 +385,7 @@ class _Segments:
         self._first_rule = torch.arange(self._groups, device=device) << _RULE_TABLES
         patterns = (settings.labels * self._count * self._groups) << _RULE_TABLES
         rules = _roughly_normal(split_mix(derive_key(seed, 31), torch.arange(patterns)))
-        # As much as all tables and dense features add without segments.
+        # Segments' rules add as much as all tables and dense features do without segments.
         rules = (rules * int(2**_MEAN_BITS * math.sqrt((tables + dense) / self._groups))).to(device)
         self._rules = rules.chunk(settings.labels)
 
@@ -428,7 +428,7 @@ class _History:
         hashes = split_mix(derive_key(seed, 20), torch.arange(1 + _GROUPS + 2 * tokens)).to(device)
         self._length_hash, self._taste_hash, self._item_hash, self._other_hash = hashes.split([1, _GROUPS, tokens, tokens])
         self._position = torch.arange(tokens, device=device)
-        # As much as all tables and dense features together, each of which adds about _NORMAL_STD << _MEAN_BITS.
+        # Histories add as much as all tables and dense features together, each of which adds about _NORMAL_STD << _MEAN_BITS.
         self._weight = int(_NORMAL_STD * 2**_MEAN_BITS * math.sqrt(settings.tables + settings.dense_features))
 
     def draw(self, sample_hash: Tensor) -> _DrawnHistory:

@@ -42,7 +42,7 @@ def pairs_to_measure(hosts: Sequence[Host]) -> list[tuple[int, int]]:
     within = [(ranks[0], ranks[1]) for ranks in ranks_of.values() if len(ranks) > 1]
     firsts = [ranks[0] for ranks in ranks_of.values()]
     between = list(pairwise(firsts))
-    # Every second one first: no pair waits for a chain of others.
+    # Every second pair goes first, so that no pair waits for a chain of others.
     return within + between[::2] + between[1::2]
 
 

@@ -82,7 +82,7 @@ class BlockPool:
             bytes_ = torch.from_numpy(np.asarray(lease))
         del lease  # now owned by the storage alone
         assert bytes_.data_ptr() == self.memory.local.data_ptr() + block.offset, "torch has copied the block"
-        # Not a view of the bytes, but a tensor in its own right, as from an allocator.
+        # This is no view of the bytes but a tensor in its own right, as from an allocator.
         return torch.empty(0, dtype=dtype, device=self._device).set_(bytes_.untyped_storage(), 0, tuple(shape), ())
 
     @classmethod
@@ -90,7 +90,7 @@ class BlockPool:
         """Collective: room for ``held`` blocks of ``block_size`` bytes that callers may hold without a copy, and the spare."""
         size = _round_up(max(1, block_size))
         pool = cls(group, name, (held + 1) * size)
-        # Not lent out: a lease would keep the pool alive, and the pool the lease.
+        # The spare block is not lent out: a lease would keep the pool alive, and the pool the lease.
         pool._spare = pool.memory.local[:size]
         pool._free = [_Block(size, pool.memory.size - size)]
         return pool

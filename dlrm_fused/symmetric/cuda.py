@@ -89,7 +89,7 @@ class CudaGroup(SymmetricGroup):
         with torch.cuda.device(self.device):
             if len(self.hosts.local) == 1:
                 alone = {self.rank: torch.zeros(size, dtype=torch.uint8, device=self.device)}
-                # Ends when the memory of all is zero.
+                # This call ends when the memory of all is zero.
                 self.gather(lambda: torch.cuda.synchronize(self.device))
                 return SymmetricMemory(name, alone, self.rank, self.world_size)
             allocated: list[Tensor] = []
@@ -98,7 +98,7 @@ class CudaGroup(SymmetricGroup):
             group = self._local_group
             assert group is not None
             handles: list[Any] = []
-            # Ends when all ranks have mapped all, and all memory is zero.
+            # This call ends when all ranks have mapped all, and all memory is zero.
             self.gather(lambda: handles.append(rendezvous(local, group)))
             (handle,) = handles
             blocks = {

@@ -224,10 +224,10 @@ def _count(channel, puts, item_row, slice_row, peer, items, needed):
     tl.debug_barrier()
     counted = puts.counts + item_row * channel.world + peer
     number = tl.zeros((), tl.int64)
-    # At system scope, since it is the network card that reads.
+    # The scope is the system's, since the network card reads.
     if tl.atomic_add(counted, items + tl.zeros((), tl.int64), sem="acq_rel", scope="sys") + items == needed:
         tl.atomic_xchg(counted, tl.zeros((), tl.int64), sem="relaxed", scope="gpu")
-        # Not a load and a store: a thread that comes late would load what another has stored.
+        # A load and a store would not do: a thread that comes late would load what another has stored.
         number = tl.atomic_add(puts.counts + slice_row * channel.world + peer, 1, sem="relaxed", scope="gpu") + 1
         if tl.atomic_add(channel.state + FAULT, 0, sem="relaxed", scope="gpu") != 0:
             number = tl.zeros((), tl.int64)

@@ -21,7 +21,7 @@ from dlrm_fused.symmetric.shared import SharedGroup
 _TRANSPORT_VARIABLE = "DLRM_FUSED_TRANSPORT"
 _MESSAGES = "messages"
 
-# By type of device and value of the variable.
+# Groups by type of device and value of the variable.
 _TRANSPORTS: dict[tuple[str, str], type[SymmetricGroup]] = {
     ("cpu", _MESSAGES): SharedGroup,
     ("cuda", _MESSAGES): CudaGroup,
@@ -36,7 +36,7 @@ def _close_all() -> None:
     for group in _groups.values():
         with suppress(RuntimeError):  # of a GPU; said where it happened
             group.close()
-    # Here end the threads of process groups that torch has let go of.
+    # The threads of process groups that torch has let go of end here.
     _groups.clear()
     wait_for_gloo_threads()
 

@@ -10,7 +10,7 @@ import ctypes
 import platform
 import time
 
-# By machine, the number of the system call, for which the C library has no function.
+# The number of the system call by machine; the C library has no function for it.
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 _WAIT, _WAKE = 0, 1
 _ALL = 2**31 - 1

@@ -149,7 +149,7 @@ class _NcclExchange(Exchange):
         self._received, self._kept = received, sent
         self._work: dist.Work | None = None
         if sent or received:
-            # One launch, in which the order is of no importance.
+            # All are one launch, in which the order does not matter.
             with coalesced(backend) as works:
                 for rank, slice_ in sent.items():
                     backend.send([slice_], rank, 0)
@@ -171,11 +171,11 @@ def raise_fault(monitor: PeerMonitor, rank: int, channel: int) -> None:
     """Raise LateRankError if it is known that a rank is waited for in vain."""
     if monitor.lost_peer() is not None:
         raise LateRankError(rank, Why.is_gone)
-    # Before who has left: other ranks end because of it.
+    # A rank that refused is named before ranks that have left, which end because of it.
     refused = monitor.refused_peer(channel)
     if refused is not None:
         raise LateRankError(refused, Why.has_refused)
-    # Not when a rank has just left: what it sent before may still be on its way.
+    # A rank that has just left does not count: what it sent before may still be on its way.
     if monitor.is_gone(rank):
         raise LateRankError(rank, Why.is_gone)
 

@@ -198,7 +198,7 @@ class PeerMonitor:
         except BlockingIOError:
             return True
         except OSError as error:
-            # Not the end of a process, which resets the connection, but keepalive.
+            # Other errors come from keepalive: the end of a process resets the connection.
             is_unreachable = not isinstance(error, ConnectionError)
             received = b""
         unread[peer] += received

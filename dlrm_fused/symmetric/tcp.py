@@ -30,7 +30,7 @@ from dlrm_fused.symmetric.peer_monitor import PeerMonitor
 _HEADER = struct.Struct("!IQ")
 # Size of the socket's buffers; the kernel may allow less. A slice that fits is written at once, before anybody reads.
 _BUFFER_BYTES = 1 << 22
-# Between two looks whether a rank that is waited for is gone.
+# Seconds between two looks whether a rank that is waited for is gone.
 _LOOK_SECONDS = 0.05
 
 

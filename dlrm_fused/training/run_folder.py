@@ -97,7 +97,7 @@ class RunFolder:
         is_finished = summary.get("steps", 0) >= config.training.max_steps
         if step is None:
             return is_finished or bool(summary.get("reached_target")) or bool(summary.get("lost_patience"))
-        # Not what the summary says: a higher target, or more patience, may be wanted now.
+        # The summary's word is not enough: a higher target, or more patience, may be wanted now.
         progress = self.checkpoints.progress(step)
         has_ended = reaches_target(config, progress.validation_auc) or loses_patience(config, progress.evaluations_since_best)
         is_finished |= bool(summary) and has_ended

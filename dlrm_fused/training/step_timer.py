@@ -171,7 +171,7 @@ class StepTimer:
             taken = clock.milliseconds(begin, end)
             self._totals[name] += taken
             if name not in _HOST_PARTS:
-                # Negative for what another stream began before the step.
+                # This is negative for work that another stream began before the step.
                 since_begin = clock.milliseconds(step.begin, begin)
                 on_device.append((name, since_begin, since_begin + taken))
             clock.reuse(begin)

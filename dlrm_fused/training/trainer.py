@@ -275,7 +275,7 @@ class Trainer:
         is_last = self._step == self._config.training.max_steps
         evaluates = is_multiple(self._step, self._config.evaluation.every_steps)
         saves = is_last or is_multiple(self._step, self._config.checkpoint.every_steps)
-        # Also before a checkpoint, so that a resumed run reports the same means as one that was not interrupted.
+        # Means are reported before a checkpoint, too, so that a resumed run reports the same ones as an uninterrupted run.
         reports = saves or evaluates or is_multiple(self._step, self._config.telemetry.log_every_steps)
         if reports:
             self._report_training(output)

@@ -61,7 +61,7 @@ def run_with_error_reporting(work: Callable[[Rank, ErrorStore], None]) -> None:
         flush()
         with suppress(RuntimeError, OSError):
             error_store.wait_for_readers()
-        # Not sys.exit: threads of collectives that will never complete would keep the process.
+        # sys.exit would not do: threads of collectives that will never complete would keep the process.
         os._exit(1)
 
 

@@ -15,7 +15,7 @@ from dlrm_fused.training.runtime.rendezvous import is_agents_store, meeting_stor
 _FAILURE_KEY = "failure"
 _READERS_KEY = "readers"
 STORE_TIMEOUT = timedelta(seconds=10)
-# Between the first rank of a run and the last one, at most.
+# Seconds between the starts of a run's first and last rank, at most.
 _SECONDS_TO_START = 30.0
 
 

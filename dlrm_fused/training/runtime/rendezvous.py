@@ -68,7 +68,7 @@ def process_group(rank: Rank, device: torch.device, timeout: timedelta = _COLLEC
     # A rank may be done at once while others are still connecting to it.
     dist.all_reduce(torch.zeros(1, device="cpu"))
     yield
-    # Not in a finally: after a failure other ranks may never join, and the process is about to end anyway.
+    # A finally would not do: after a failure other ranks may never join, and the process is about to end anyway.
     dist.destroy_process_group()
 
 
