@@ -1,6 +1,6 @@
 """Evaluate a run: ``python eval.py --run runs/quickstart``; ``--help`` says more."""
 
-from dlrm_fused.cli import evaluate
+from dlrm_fused.cli import evaluate_command
 
 if __name__ == "__main__":
-    evaluate()
+    evaluate_command()

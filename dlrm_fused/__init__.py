@@ -8,8 +8,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dlrm_fused.application import evaluate as evaluate
-    from dlrm_fused.application import train as train
+    from dlrm_fused.cli import evaluate as evaluate
+    from dlrm_fused.cli import train as train
     from dlrm_fused.errors import CommunicationError as CommunicationError
     from dlrm_fused.errors import UsageError as UsageError
     from dlrm_fused.errors import UserError as UserError
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# By name, the module that defines it.
+# The module that defines each name.
 _DEFINED_IN = {
     # Training with this trainer.
-    "train": "dlrm_fused.application",
-    "evaluate": "dlrm_fused.application",
+    "train": "dlrm_fused.cli",
+    "evaluate": "dlrm_fused.cli",
     # Its communication in a TorchRec trainer of one's own.
     "FusedEmbeddingBagCollectionSharder": "dlrm_fused.sharding.sharder",
     "fused_enumerator": "dlrm_fused.sharding.estimates",

@@ -32,7 +32,7 @@ THREADS = 4  # that read a file: few enough that the disk's reading ahead still 
 
 
 def block_sums(data: NDArray[np.uint8], algorithm: str = XXH3) -> NDArray[np.uint64]:
-    """The checksum of each block of ``data`` ([bytes]): [blocks] uint64; the last block may be shorter.
+    """Return the checksum of each block of ``data`` ([bytes]): [blocks] uint64; the last block may be shorter.
 
     Args:
         algorithm: ``XXH3`` or ``CRC32``.
@@ -88,11 +88,11 @@ class CheckedBytes:
         return not self._left
 
     def check(self, begin: int, end: int) -> bool:
-        """Whether the blocks of the bytes [begin, end) are as they were written."""
+        """Return whether the blocks of the bytes [begin, end) are as they were written."""
         return begin >= end or self._check_run(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES))
 
     def check_blocks(self, blocks: NDArray[np.int64]) -> bool:
-        """Whether these blocks, given in any order and as often as it comes, are as they were written.
+        """Return whether these blocks, given in any order and as often as it comes, are as they were written.
 
         Several threads check where there are many.
         """
@@ -222,12 +222,12 @@ class Checksums:
 
 
 def damaged(path: Path, record: str, remedy: str) -> str:
-    """The message about a file whose bytes have other checksums than those in the file ``record``."""
+    """Return the message about a file whose bytes have other checksums than those in the file ``record``."""
     return f"{path}: damaged: its bytes are not those that were written, whose checksums are in {record}; {remedy}"
 
 
 def map_bytes(path: Path) -> NDArray[np.uint8]:
-    """The bytes of a file, memory-mapped. Raises OSError."""
+    """Return the bytes of a file, memory-mapped. Raises OSError."""
     if not os.path.getsize(path):
         return np.zeros(0, np.uint8)
     return np.asarray(np.memmap(path, np.uint8, "r"))

@@ -62,7 +62,7 @@ def _watch(parent: int) -> None:
 
 
 def _has_lost_its_store() -> bool:
-    """Whether torchrun ended before this process could see who its parent is: its store is there before its ranks are."""
+    """Return whether torchrun ended before this process saw who its parent is: its store is there before its ranks."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return False
     try:

@@ -26,7 +26,7 @@ def write_record(path: Path, record: Any) -> None:
 
 
 def read_json(path: Path, error: type[UserError], remedy: str) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Return the object in a JSON file.
 
     Args:
         error: what is raised.
@@ -49,7 +49,7 @@ def read_json(path: Path, error: type[UserError], remedy: str) -> dict[str, Any]
 
 
 def read_record(path: Path, kind: type[Record], error: type[UserError], remedy: str, version: int | None = None) -> Record:
-    """A dataclass from its JSON file. Fields that the file lacks have their defaults.
+    """Return a dataclass from its JSON file. Fields that the file lacks have their defaults.
 
     Args:
         version: what ``format_version`` must be, of records that have one.
@@ -68,7 +68,7 @@ def read_record(path: Path, kind: type[Record], error: type[UserError], remedy: 
 
 
 def parse_record(content: Any, kind: type[Record]) -> Record:
-    """A dataclass from what :mod:`json` has read.
+    """Return a dataclass from what :mod:`json` has read.
 
     Raises:
         ValueError: names the field.

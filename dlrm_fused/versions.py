@@ -18,14 +18,14 @@ from dlrm_fused.errors import UserError
 
 logger = logging.getLogger("dlrm_fused")
 
-# Tested together, as major.minor; patch releases and local tags (+cu130) may differ.
+# Releases that are tested together, as major.minor; patch releases and local tags (+cu130) may differ.
 VERSION_SETS = (
     {"torch": "2.11", "torchrec": "1.6", "fbgemm-gpu": "1.6", "triton": "3.6"},
     {"torch": "2.13", "torchrec": "1.8", "fbgemm-gpu": "1.8", "triton": "3.7"},
     {"torch": "2.14", "torchrec": "1.9", "fbgemm-gpu": "1.9", "triton": "3.8"},
 )
 
-# Where a package has names other than its own: as published, and as imported.
+# Other names of packages: as published, and as imported.
 _DISTRIBUTIONS = {"fbgemm-gpu": ("fbgemm-gpu", "fbgemm-gpu-cpu")}
 _MODULES = {"fbgemm-gpu": "fbgemm_gpu"}
 
@@ -58,13 +58,13 @@ def check_versions() -> None:
 
 
 def installed_versions() -> dict[str, str | None]:
-    """What is installed of the packages in ``VERSION_SETS``, with versions as :func:`installed_version` gives them."""
+    """Return the installed packages of ``VERSION_SETS``, with versions as :func:`installed_version` gives them."""
     found = [package for package in VERSION_SETS[0] if importlib.util.find_spec(_MODULES.get(package, package)) is not None]
     return {package: installed_version(package) for package in found}
 
 
 def check_installed(installed: Mapping[str, str | None]) -> str | None:
-    """Like :func:`check_version_set`, of versions by package, perhaps those of another host.
+    """Check versions by package as :func:`check_version_set` does, perhaps those of another host.
 
     Raises:
         VersionError: a package is missing; or see :func:`check_version_set`.
@@ -109,7 +109,7 @@ def check_version_set(installed: Mapping[str, str | None]) -> str | None:
 
 
 def _is_set_of_another_torch(releases: Mapping[str, str]) -> bool:
-    """Whether torch is 2.X of no known set, X above the first one's, and TorchRec and FBGEMM are 1.(X - 5), as they number."""
+    """Return whether torch is 2.X of no known set, X above the first's, and TorchRec and FBGEMM are 1.(X - 5)."""
     major, minor = (int(part) for part in releases.get("torch", "0.0").split("."))
     is_known = any(known["torch"] == releases.get("torch") for known in VERSION_SETS)
     theirs = {releases.get(package, f"1.{minor - 5}") for package in ("torchrec", "fbgemm-gpu")}
@@ -122,7 +122,7 @@ def _tested() -> str:
 
 
 def installed_version(package: str) -> str | None:
-    """The version by the package's metadata, else by its module's ``__version__``; None where neither states one."""
+    """Return the version by the package's metadata, else by its module's ``__version__``; None where neither states one."""
     for distribution in _DISTRIBUTIONS.get(package, (package,)):
         try:
             return metadata.version(distribution)
@@ -140,5 +140,5 @@ def _release(version: str) -> str:
 
 
 def has_c_compiler() -> bool:
-    """Whether Triton, and so torch.compile on GPUs, finds a compiler for the launchers of its kernels."""
+    """Return whether Triton, and so torch.compile on GPUs, finds a compiler for the launchers of its kernels."""
     return "CC" in os.environ or any(shutil.which(name) for name in ("gcc", "clang", "cc"))

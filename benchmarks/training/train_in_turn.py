@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import dlrm_fused.training.trainer
-from dlrm_fused.cli import train
+from dlrm_fused.cli import train_command
 
 _SECONDS_BETWEEN_LOOKS = 0.1
 
@@ -26,7 +26,7 @@ def main() -> None:
         if not folder.exists():
             return
         time.sleep(_SECONDS_BETWEEN_LOOKS)
-    train()
+    train_command()
 
 
 if __name__ == "__main__":

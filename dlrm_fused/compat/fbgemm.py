@@ -35,7 +35,7 @@ class Storage(NamedTuple):
 
 
 def storage(lookup: SplitTableBatchedEmbeddingBagsCodegen) -> Storage:
-    """The tables of a lookup, in place, so that another kernel reads and updates what checkpoints hold."""
+    """Return the tables of a lookup, in place, so that another kernel reads and updates what checkpoints hold."""
     place = "host" if lookup.use_cpu else "dev"
     return Storage(
         weights=getattr(lookup, f"weights_{place}").detach(),
@@ -78,7 +78,7 @@ def read_steps_anew(lookups: Iterable[SplitTableBatchedEmbeddingBagsCodegen]) ->
 
 @contextmanager
 def uncounted(lookups: Sequence[SplitTableBatchedEmbeddingBagsCodegen]) -> Iterator[None]:
-    """What is looked up within are no steps of the optimizer: FBGEMM counts forward passes, even without a backward pass."""
+    """Keep lookups within from counting as steps of the optimizer: FBGEMM counts forward passes, with or without backward."""
     counts = [cast(Tensor, lookup.iter) for lookup in lookups]
     before = [count.clone() for count in counts]
     yield
@@ -98,7 +98,7 @@ def kernel_inputs(
     mode, version = lookup.bounds_check_mode_int, lookup.bounds_check_version
     if not checks_bounds:
         lookup.bounds_check_mode_int = BoundsCheckMode.NONE.value
-    # Of FBGEMM's two kernels for the same check, the faster one: see docs/performance/training.md.
+    # FBGEMM has two kernels for this check; 2 is the faster one: see docs/performance/training.md.
     lookup.bounds_check_version = 2
     try:
         indices, offsets, weights, _ = lookup.prepare_inputs(indices, offsets, weights)

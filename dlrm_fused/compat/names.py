@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# By module, or class as module:class. What a class sets in its methods counts, too. tests/unit/test_compat.py holds this list
+# Names by module, or class as module:class; a class's attributes count, too. tests/unit/test_compat.py holds this list
 # against the modules beside.
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "fbgemm_gpu.split_table_batched_embeddings_ops_training:SplitTableBatchedEmbeddingBagsCodegen": (

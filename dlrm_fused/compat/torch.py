@@ -22,7 +22,7 @@ ATTENTION_OF_GPUS = {
 
 
 def is_rocm() -> bool:
-    """Whether this torch is built for AMD's GPUs, which it calls ``cuda`` too."""
+    """Return whether this torch is built for AMD's GPUs, which it calls ``cuda`` too."""
     return torch.version.hip is not None
 
 
@@ -41,7 +41,7 @@ def copy_all(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def modules_of(layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """The layers and all modules in them, faster than ``modules()``: this is asked at every call."""
+    """Return the layers and all modules in them, faster than ``modules()``: this is asked at every call."""
     found = list(layers)
     for module in found:
         found += [child for child in module._modules.values() if child is not None]
@@ -60,23 +60,26 @@ def sleep_on_device(seconds: float) -> None:
 
 
 def current_stream_handle(device: torch.device) -> int:
-    """The handle of the current CUDA stream of a device with an index; the public way makes an object, which takes as long as a
-    launch."""
+    """Return the handle of a device's current CUDA stream. The public way makes an object, which takes as long as a launch.
+
+    Args:
+        device: with an index.
+    """
     return torch._C._cuda_getCurrentRawStream(device.index)
 
 
 def is_alive(process_group: dist.ProcessGroup) -> bool:
-    """Whether a process group has not been destroyed; there is no public way to ask."""
+    """Return whether a process group has not been destroyed; there is no public way to ask."""
     return process_group in dist.distributed_c10d._world.pg_map
 
 
 def default_store() -> dist.Store:
-    """The store through which the ranks of the default process group met."""
+    """Return the store through which the ranks of the default process group met."""
     return dist.distributed_c10d._get_default_store()
 
 
 def nccl_backend(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Any:
-    """A communicator of NCCL that belongs to no process group. Collective.
+    """Return a communicator of NCCL that belongs to no process group. Collective.
 
     Args:
         timeout: of NCCL's watchdog.
@@ -88,7 +91,7 @@ def nccl_backend(store: dist.Store, rank: int, world_size: int, timeout: timedel
 
 @contextmanager
 def coalesced(backend: Any) -> Iterator[list[dist.Work]]:
-    """What is sent and received within is one launch of NCCL, whose work is in the list afterwards."""
+    """Make sends and receives within one launch of NCCL; its work is in the list afterwards."""
     works: list[dist.Work] = []
     backend._start_coalescing()
     yield works
@@ -96,7 +99,7 @@ def coalesced(backend: Any) -> Iterator[list[dist.Work]]:
 
 
 def symmetric_memory_backend(device: torch.device) -> str | None:
-    """The backend of torch's symmetric memory on a device; None if it has none, as on CPUs.
+    """Return the backend of torch's symmetric memory on a device; None if it has none, as on CPUs.
 
     The module has an underscore; what it offers is documented and has no other name.
     """
@@ -106,7 +109,7 @@ def symmetric_memory_backend(device: torch.device) -> str | None:
 
 
 def is_nvshmem_available() -> bool:
-    """Whether torch's symmetric memory has an NVSHMEM backend, and finds the library."""
+    """Return whether torch's symmetric memory has an NVSHMEM backend, and finds the library."""
     from torch.distributed import _symmetric_memory
 
     return _symmetric_memory.is_nvshmem_available()
@@ -125,7 +128,7 @@ def use_symmetric_memory_backend(name: Literal["CUDA", "NVSHMEM"], device: torch
 
 
 def nvshmem_bindings() -> Any:
-    """The module by which Triton kernels call NVSHMEM: ``putmem_signal_block``, ``signal_wait_until``, ``requires_nvshmem``.
+    """Return the module by which Triton kernels call NVSHMEM: ``putmem_signal_block``, ``signal_wait_until`` and others.
 
     Its import initializes CUDA; without a GPU it defines nothing to call.
     """
@@ -172,5 +175,5 @@ def ranks_without_peers(world_size: int) -> Iterator[None]:
 
 
 def traced_group(group: torch.ScriptObject) -> dist.ProcessGroup:
-    """The process group of a collective in a graph that make_fx has traced."""
+    """Return the process group of a collective in a graph that make_fx has traced."""
     return dist.ProcessGroup.unbox(group)

@@ -32,7 +32,7 @@ Out = TypeVar("Out")
 
 
 def sharded_module_order(sharder: EmbeddingBagCollectionSharder) -> list[str] | None:
-    """The sharder's argument ``sharded_module_order_overwrite``, which a sharder that replaces ``shard`` passes on."""
+    """Return the sharder's argument ``sharded_module_order_overwrite``, which a sharder that replaces ``shard`` passes on."""
     return sharder._sharded_module_order_overwrite
 
 
@@ -54,27 +54,27 @@ def set_fused_params(weight: nn.Parameter, optimizer: type[torch.optim.Optimizer
 
 
 def environment(module: ShardedEmbeddingBagCollection) -> ShardingEnv:
-    """The ranks that a module is sharded over."""
+    """Return the ranks that a module is sharded over."""
     return module._env
 
 
 def process_group(module: ShardedEmbeddingBagCollection) -> dist.ProcessGroup | None:
-    """The process group of those ranks."""
+    """Return the process group of those ranks."""
     return module._env.process_group
 
 
 def device(module: ShardedEmbeddingBagCollection) -> torch.device:
-    """Where a module's tables are."""
+    """Return the device that holds a module's tables."""
     return module._device or torch.device("cpu")
 
 
 def path(module: ShardedEmbeddingBagCollection) -> str:
-    """The name of a module within its model."""
+    """Return the name of a module within its model."""
     return module._module_fqn or "embeddings"
 
 
 def sharding_types(module: ShardedEmbeddingBagCollection) -> list[str]:
-    """A module's sharding types, by number."""
+    """Return a module's sharding types, by number."""
     return module._sharding_types
 
 
@@ -84,22 +84,22 @@ def shardings(module: ShardedEmbeddingBagCollection) -> list[Any]:
 
 
 def lookups(module: ShardedEmbeddingBagCollection) -> list[Any]:
-    """The lookup of each sharding type: a group of embedding modules, each of them an operator of FBGEMM."""
+    """Return the lookup of each sharding type: a group of embedding modules, each of them an operator of FBGEMM."""
     return cast(list[Any], module._lookups)
 
 
 def grouped_configs_per_rank(sharding: Any) -> list[list[Any]]:
-    """By rank, the tables of each of its embedding modules."""
+    """Return, by rank, the tables of each of its embedding modules."""
     return sharding._grouped_embedding_configs_per_rank
 
 
 def feature_names_per_rank(sharding: Any) -> list[list[str]]:
-    """By rank, the features that it looks up."""
+    """Return, by rank, the features that it looks up."""
     return [[name for name, _ in features] for features in features_per_rank(sharding)]
 
 
 def features_per_rank(sharding: Any) -> list[list[tuple[str, int]]]:
-    """For each rank, the features that it looks up, each with the number of rows of the table that it holds."""
+    """Return, by rank, the features that it looks up, each with the number of the table's rows that it holds."""
     return [
         [(name, table.local_rows) for group in groups for table in group.embedding_tables for name in table.feature_names]
         for groups in grouped_configs_per_rank(sharding)
@@ -107,7 +107,7 @@ def features_per_rank(sharding: Any) -> list[list[tuple[str, int]]]:
 
 
 def rows_of_features(sharding: Any) -> list[tuple[str, int]]:
-    """The features of all ranks, each with the rows of a table that it reads."""
+    """Return the features of all ranks, each with the rows of a table that it reads."""
     return [
         (name, table.num_embeddings)
         for groups in grouped_configs_per_rank(sharding)
@@ -129,17 +129,17 @@ def look_up_and_deliver(
 
 
 def feature_names(module: ShardedEmbeddingBagCollection) -> list[str]:
-    """The features that a module's tables read, one table after the other."""
+    """Return the features that a module's tables read, one table after the other."""
     return [name for config in module._embedding_bag_configs for name in config.feature_names]
 
 
 def feature_order(module: ShardedEmbeddingBagCollection) -> list[str]:
-    """The features of a module in the order of its tables, which is that of the module before it was sharded."""
+    """Return the features of a module in the order of its tables, which is that of the module before it was sharded."""
     return [name for names in get_embedding_names_by_table(module._embedding_bag_configs) for name in names]
 
 
 def divides_after_output(module: ShardedEmbeddingBagCollection) -> bool:
-    """Whether the output's columns are divided for mean pooling, in the order of TorchRec's sharding types."""
+    """Return whether the output's columns are divided for mean pooling, in the order of TorchRec's sharding types."""
     return module._has_mean_pooling_callback
 
 
@@ -149,7 +149,7 @@ def output_of(
     context: EmbeddingBagCollectionContext,
     order: Sequence[str] = (),
 ) -> LazyAwaitable[KeyedTensor]:
-    """The output of a module, from the columns of its sharding types.
+    """Return the output of a module, from the columns of its sharding types.
 
     Args:
         parts: by number of a sharding type; one that is missing has its columns in the part before.
@@ -186,27 +186,27 @@ def _in_order(output: KeyedTensor, order: list[str]) -> KeyedTensor:
 
 
 def embedding_modules(lookup: Any) -> list[Any]:
-    """The embedding modules of a lookup; none on a rank without tables of its sharding type."""
+    """Return the embedding modules of a lookup; none on a rank without tables of its sharding type."""
     return list(lookup._emb_modules)
 
 
 def fbgemm_lookups(model: nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
-    """The lookups of FBGEMM that update the tables of a model. TorchRec does not keep them as submodules."""
+    """Return the lookups of FBGEMM that update the tables of a model. TorchRec does not keep them as submodules."""
     sharded = [module for module in model.modules() if isinstance(module, ShardedEmbeddingBagCollection)]
-    # Those of data-parallel tables are in DDP, and no such lookups.
+    # DDP wraps the lookups of data-parallel tables, which are no such lookups.
     own = [getattr(lookup, "module", lookup) for module in sharded for lookup in lookups(module)]
     found = [module.emb_module for lookup in own for module in embedding_modules(lookup)]
     return [lookup for lookup in found if isinstance(lookup, SplitTableBatchedEmbeddingBagsCodegen)]
 
 
 def split_features(lookup: Any, features: KeyedJaggedTensor) -> list[KeyedJaggedTensor]:
-    """The features of each embedding module."""
+    """Return the features of each embedding module."""
     splits = lookup._feature_splits
     return features.split(splits) if len(splits) > 1 else [features]
 
 
 def pooled_by_module(lookup: Any, features: KeyedJaggedTensor) -> list[Tensor]:
-    """What each embedding module looks up, before TorchRec concatenates the results."""
+    """Return the pooled embeddings of each embedding module, before TorchRec concatenates them."""
     return list(lookup._forward(split_features(lookup, features))) if embedding_modules(lookup) else []
 
 
@@ -216,7 +216,7 @@ def undivided_gradient(lookup: Any, weights: Tensor) -> Tensor:
 
 
 class Later(Awaitable[Out], Generic[Out]):
-    """What a function returns when it is waited for."""
+    """A result that its function computes when it is waited for."""
 
     def __init__(self, function: Callable[[], Out]) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ class SparseDistPipeline(TrainPipelineSparseDist[In, Out], Generic[In, Out]):
         return self._model
 
     def data_dist_stream(self) -> AbstractContextManager[Any]:
-        """The stream on which sparse features are exchanged is the current one, on GPUs."""
+        """Return the stream on which sparse features are exchanged: the current one, on GPUs."""
         return self._stream_context(self._data_dist_stream)
 
     def next_batch(self, batches: Iterator[In]) -> In | None:

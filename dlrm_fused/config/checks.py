@@ -55,7 +55,7 @@ def _check_data(config: Config) -> None:
 
 
 def most_segments(dense_features: int) -> int:
-    """How many segments the dense features of synthetic data tell apart, each by a high or a low mean; 1,024 at most."""
+    """Return how many segments dense features of synthetic data tell apart, each by a high or low mean; at most 1,024."""
     return int(2 ** min(dense_features, 10))
 
 
@@ -150,7 +150,7 @@ def _check_embedding(config: Config) -> None:
 
 
 def _check_counters(optimizer: EmbeddingOptimizerConfig, largest_rate: float) -> None:
-    """Of occurrences of rows: what decays by them, and not beyond zero."""
+    """Check the settings that need rows' occurrences counted: only rowwise_adagrad counts, and decay must not cross zero."""
     halflife, prefix = optimizer.counter_halflife, "embedding.optimizer"
     require(
         optimizer.kind is EmbeddingOptimizerKind.rowwise_adagrad,

@@ -41,7 +41,7 @@ def _keys_of(schema: Any, prefix: str) -> Iterator[str]:
 
 
 def member_type(group: Any, name: str) -> Any:
-    """The type of a setting of a group; None for a name that the group does not have."""
+    """Return the type of a setting of a group; None for a name that the group does not have."""
     return _BY_NAME[group] if group in _BY_NAME else _types(group).get(name)
 
 
@@ -51,7 +51,7 @@ def _types(group: Any) -> dict[str, Any]:
 
 
 def type_of(key: str) -> Any:
-    """The type of a known setting; ``key`` may name a member of a list."""
+    """Return the type of a known setting; ``key`` may name a member of a list."""
     kind: Any = Config
     for part in key.partition("[")[0].split("."):
         kind = member_type(kind, part)
@@ -59,12 +59,12 @@ def type_of(key: str) -> Any:
 
 
 def is_group(kind: Any) -> bool:
-    """Whether a setting of this type has settings of its own."""
+    """Return whether a setting of this type has settings of its own."""
     return is_dataclass(kind) or kind in _BY_NAME
 
 
 def allowed(kind: Any) -> str:
-    """What a setting of this type may be."""
+    """Return the values that a setting of this type may have, in words."""
     if isinstance(kind, type) and issubclass(kind, Enum):
         return ", ".join(member.name for member in kind)
     if is_dataclass(kind):
@@ -73,7 +73,7 @@ def allowed(kind: Any) -> str:
 
 
 def nearest(unknown: str) -> str:
-    """The setting that an unknown name may have been meant for, by its whole path; those of single tables included."""
+    """Return the setting that an unknown name may have been meant for, by its whole path; those of single tables included."""
     parts = unknown.split(".")
     candidates = [] if unknown.startswith(f"{TABLES}.") else known_keys()
     if len(parts) >= 4:

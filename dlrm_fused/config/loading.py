@@ -48,7 +48,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved config, every setting included, as YAML that :func:`load_config` reads back."""
+    """Return the resolved config, every setting included, as YAML that :func:`load_config` reads back."""
     return OmegaConf.to_yaml(OmegaConf.create(_settings(config)))
 
 
@@ -108,10 +108,10 @@ def _parse_override(override: str) -> DictConfig:
 
 
 def _merge(updates: Sequence[tuple[DictConfig, str]]) -> DictConfig:
-    """The defaults with the settings of all updates, each from an origin."""
+    """Return the defaults with the settings of all updates, each from an origin."""
     config = _defaults()
     try:
-        # At once: OmegaConf copies everything whenever it merges.
+        # One call merges all: OmegaConf copies everything whenever it merges.
         return cast(DictConfig, OmegaConf.merge(config, *(update for update, _ in updates)))
     except OmegaConfBaseException:
         for update, origin in updates:
@@ -125,7 +125,7 @@ def _merge(updates: Sequence[tuple[DictConfig, str]]) -> DictConfig:
 
 @cache
 def _defaults() -> DictConfig:
-    """Of all settings, with their types; not to be changed."""
+    """Return the defaults of all settings, with their types; the caller must not change them."""
     return cast(DictConfig, OmegaConf.structured(Config))
 
 

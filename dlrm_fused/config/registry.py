@@ -19,7 +19,7 @@ class ModelKind(Enum):
 
 @unique
 class DataSource(Enum):
-    """Where samples come from, by their :data:`dlrm_fused.datasets.OpenDataset`."""
+    """Sources of samples, each by its :data:`dlrm_fused.datasets.OpenDataset`."""
 
     prepared = "dlrm_fused.datasets.prepared:open_prepared"  # a folder that data/prepare.py wrote
     parquet = "dlrm_fused.datasets.parquet:open_parquet"  # Parquet files, read as they are

@@ -30,7 +30,7 @@ PARQUET_WINDOW_ROWS = 1_048_576
 
 
 class Comm(Enum):
-    """How the collectives of the embedding stage, of tensor-parallel layers and of experts run."""
+    """Ways to run the collectives of the embedding stage, of tensor-parallel layers and of experts."""
 
     baseline = "baseline"  # TorchRec's own sharding; products and collectives in turn
     fused = "fused"  # computation and communication in one operator, where the plan allows it
@@ -46,21 +46,21 @@ class Compile(Enum):
 
 
 class ExpertActivation(Enum):
-    """What an expert makes of its first product: silu(h), or silu(gate) * up, of two matrices."""
+    """The function that an expert applies to its first product: silu(h), or silu(gate) * up, of two matrices."""
 
     silu = "silu"
     swiglu = "swiglu"
 
 
 class Gate(Enum):
-    """What the weights of a token's experts are: their probabilities or scores, divided by their sum."""
+    """The weights of a token's experts: their probabilities or scores, divided by their sum."""
 
     softmax = "softmax"
     sigmoid = "sigmoid"
 
 
 class Sharding(Enum):
-    """How embedding tables are spread over ranks; ``auto`` lets the planner choose for each table."""
+    """Ways to spread embedding tables over ranks; ``auto`` lets the planner choose for each table."""
 
     auto = "auto"
     data_parallel = "data_parallel"
@@ -73,7 +73,7 @@ class Sharding(Enum):
 
 
 class ComputeKernel(Enum):
-    """Where embedding weights live.
+    """The memory that holds embedding weights.
 
     ``fused``, which ``auto`` stands for: in the memory of the device. The others: in host memory that the GPU reads, with or
     without a cache in its own.
@@ -198,7 +198,7 @@ class DataConfig:
     path: str = ""
     # Rows that are shuffled together; 0 keeps the order of the files. Where a config does not set it, parquet has its own.
     shuffle_window_rows: int = setting(16_777_216, at_least(0))
-    # Of parquet: columns of labels, the first of which decides which checkpoint is best; a column of samples' weights, or none.
+    # For parquet: columns of labels, the first of which decides which checkpoint is best; a column of samples' weights or none.
     labels: list[str] = setting(["label"], different("one or more different columns"))
     sample_weight: str = ""
     # Threads that assemble batches, and batches each rank holds ready.
@@ -218,7 +218,7 @@ class ExpertsConfig:
     # Width of an expert's hidden layer, and of that of an expert that all tokens have; 0: no such expert.
     hidden: int = setting(256, multiple_of(8), used=_has_experts)
     shared_hidden: int = setting(0, at_least(0), used=_has_experts)
-    # Of all experts.
+    # Settings that all experts share.
     activation: ExpertActivation = ExpertActivation.silu
     gate: Gate = Gate.softmax
     # Weights of the auxiliary losses.

@@ -16,14 +16,14 @@ _BOUND, _USED = "bound", "used"
 
 @dataclass(frozen=True)
 class Bound:
-    """Which values a setting may have, as a test and in words."""
+    """The values that a setting may have, as a test and in words."""
 
     allows: Callable[[Any], bool]
     words: str
 
 
 def setting(default: Any, bound: Bound | None = None, *, used: Callable[[Any], bool] | None = None) -> Any:
-    """A field of a dataclass of settings.
+    """Return a field of a dataclass of settings.
 
     Args:
         default: its value; a list or a group is copied for each owner.
@@ -95,17 +95,17 @@ def one_of(*choices: str) -> Bound:
 
 
 def each_positive(words: str, *, minimum_length: int = 0) -> Bound:
-    """Of a list of int."""
+    """Return the bound of a list of int: each is 1 or more, and there are ``minimum_length`` of them or more."""
     return Bound(lambda values: len(values) >= minimum_length and all(value >= 1 for value in values), words)
 
 
 def different(words: str) -> Bound:
-    """Of a list of one or more, no two of which are the same."""
+    """Return the bound of a list of one or more elements, no two of which are equal."""
     return Bound(lambda values: 0 < len(values) == len(set(values)), words)
 
 
 def matching(pattern: str, words: str) -> Bound:
-    """Of a text, from its first character to its last."""
+    """Return the bound of a text that matches ``pattern`` from its first character to its last."""
     return Bound(lambda text: re.fullmatch(pattern, text) is not None, words)
 
 

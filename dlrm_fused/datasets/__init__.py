@@ -21,7 +21,7 @@ OpenDataset = Callable[["Config", "torch.device"], "Dataset"]
 
 
 def open_dataset(config: Config, device: torch.device) -> Dataset:
-    """The data set of ``config.data``, with the tables of ``embedding.rows`` capped at ``embedding.max_rows``.
+    """Return the data set of ``config.data``, with the tables of ``embedding.rows`` capped at ``embedding.max_rows``.
 
     Stored ids are taken modulo the rows of their table; synthetic ones are generated for them.
 

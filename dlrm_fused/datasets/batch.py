@@ -1,4 +1,4 @@
-"""What readers return and what a rank trains on."""
+"""Samples, which readers return, and batches, which a rank trains on."""
 
 from __future__ import annotations
 

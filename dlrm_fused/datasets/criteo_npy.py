@@ -116,10 +116,10 @@ class _Day:
             self.hotness = [1] * SPARSE_FEATURES
 
     def read_ids(self, rows: NDArray[np.int64]) -> list[NDArray[Any]]:
-        """For each feature, its ids, [b, hotness] or [b]."""
+        """Return each feature's ids, [b, hotness] or [b]."""
         if self.single is not None:
             return list(np.ascontiguousarray(self.single.take(rows, axis=0).T))
-        # As bytes, since members of a zip file lie at odd addresses: NumPy would first copy all of an unaligned array.
+        # Taking bytes, since members of a zip file lie at odd addresses: NumPy would first copy all of an unaligned array.
         return [column.view(np.uint8).take(rows, axis=0).view(column.dtype) for column in self.multi_hot]
 
 
@@ -144,7 +144,7 @@ def _map_labels(path: Path, samples: int) -> NDArray[Any]:
 
 
 def _map_multi_hot(path: Path, samples: int) -> list[NDArray[Any]]:
-    """The arrays "0" to "25" of an uncompressed ``.npz``, mapped where they lie in it."""
+    """Return the arrays "0" to "25" of an uncompressed ``.npz``, mapped where they lie in it."""
     try:
         with zipfile.ZipFile(path) as archive:
             members = {info.filename: info for info in archive.infolist()}
@@ -226,7 +226,7 @@ class _SplitOfDays:
         dense, ids, labels = zip(
             *(self._read_part(number, rows[mine]) for number, mine in zip(numbers, places, strict=True)), strict=True
         )
-        # Back to the order that was asked for.
+        # The result goes back to the order that was asked for.
         restore = np.concatenate(places).argsort()
         return (
             np.concatenate(dense)[restore],
@@ -248,5 +248,5 @@ class _SplitOfDays:
 
 
 def open_criteo_npy(config: Config, device: torch.device) -> CriteoNpyDataset:
-    """The set of ``data.source=criteo_npy``; an :data:`~dlrm_fused.datasets.OpenDataset`."""
+    """Return the set of ``data.source=criteo_npy``; an :data:`~dlrm_fused.datasets.OpenDataset`."""
     return CriteoNpyDataset(folder_of(config), rows_of_tables(config, config.embedding.rows))

@@ -31,7 +31,7 @@ class Dataset(Protocol):
         ...
 
     def samples(self, split: Split) -> int:
-        """Number of samples of a split.
+        """Return number of samples of a split.
 
         Raises:
             DataError: if the data set has no such split.
@@ -39,7 +39,7 @@ class Dataset(Protocol):
         ...
 
     def read(self, split: Split, rows: Tensor) -> Samples:
-        """The samples at positions ``rows`` ([b] int64, b >= 1, each in [0, samples(split))).
+        """Return the samples at positions ``rows`` ([b] int64, b >= 1, each in [0, samples(split))).
 
         Raises:
             DataError: if the stored data contradict the schema.
@@ -51,7 +51,7 @@ class Order(Protocol):
     """The order in which epochs visit the samples of a split."""
 
     def rows(self, epoch: int, start: int, stop: int) -> Tensor:
-        """Rows at positions [start, stop) of the epoch: int64 [stop - start]."""
+        """Return rows at positions [start, stop) of the epoch: int64 [stop - start]."""
         ...
 
 
@@ -60,7 +60,7 @@ class ReadsRowGroups(Protocol):
     """A :class:`Dataset` that reads many samples in order to have one, and so says in which order to train on them."""
 
     def training_order(self, config: Config, world_size: int) -> RowGroupOrder:
-        """The order of the training split, which is the same for any number of ranks.
+        """Return the order of the training split, which is the same for any number of ranks.
 
         Raises:
             DataError: if there are more ranks than row groups.
@@ -77,9 +77,9 @@ class ReadsBatches(Protocol):
     """A :class:`Dataset` that computes several small batches at once in hardly more time than one."""
 
     def batches_at_once(self, batch_size: int) -> int:
-        """How many batches of so many samples to ask for."""
+        """Return how many batches of ``batch_size`` samples one call of :meth:`read_batches` should ask for."""
         ...
 
     def read_batches(self, split: Split, rows: Tensor) -> list[Samples]:
-        """As :meth:`Dataset.read` of each of ``rows``, [batches, b]."""
+        """Return the results of :meth:`Dataset.read` for each of ``rows``, [batches, b]."""
         ...

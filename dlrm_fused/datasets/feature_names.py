@@ -33,7 +33,7 @@ def check_names(names: Iterable[str], where: str, remedy: str) -> None:
 
 
 def module_name(feature: str) -> str:
-    """The module of a feature: its name, unless a module cannot have that."""
+    """Return the module of a feature: its name, unless a module cannot have that."""
     is_free = feature and "." not in feature and not hasattr(_module_dict(), feature)
     if is_free and feature != _TABLES and not feature.startswith(_ESCAPED):
         return feature
@@ -41,7 +41,7 @@ def module_name(feature: str) -> str:
 
 
 def feature_name(module: str) -> str:
-    """The feature of a module that :func:`module_name` has named."""
+    """Return the feature of a module that :func:`module_name` has named."""
     return unquote(module.removeprefix(_ESCAPED)) if module.startswith(_ESCAPED) else module
 
 

@@ -22,7 +22,7 @@ _MIX_2 = 0x94D049BB133111EB
 
 
 def signed(value: int) -> int:
-    """The 64 low bits of ``value`` as the int64 that holds them."""
+    """Return the 64 low bits of ``value`` as the int64 that holds them."""
     return (value + 2**63) % 2**64 - 2**63
 
 
@@ -52,7 +52,7 @@ def _mix(z: Bits) -> Bits:
 
 
 def derive_key(*parts: int) -> int:
-    """One 64-bit key from a seed and the numbers of what it is for."""
+    """Return one 64-bit key from a seed and the numbers of what it is for."""
     key = 0
     for part in parts:
         key = int(split_mix(key, np.array([part]))[0])

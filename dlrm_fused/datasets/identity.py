@@ -46,7 +46,7 @@ def difference(before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
 
 
 def is_unknown(before: Mapping[str, str], now: Mapping[str, str], config: Config) -> bool:
-    """Whether digests are missing that would tell if a model knows a data set's ids, as in those of earlier releases."""
+    """Return whether digests are missing that would tell if a model knows a data set's ids, as in those of earlier releases."""
     if transformation_of(config) is not None or "transformation" in before:
         return not ("transformation" in before and "transformation" in now)
     return bool(now) and not before

@@ -59,7 +59,7 @@ class Interactions:
         self._ids = IdColumns(folder, self._features, info.interactions, f"{folder.root / folder.name}")
 
     def read(self, windows: NDArray[np.int64]) -> tuple[list[NDArray[np.int32]], list[NDArray[np.int64] | int]]:
-        """For each token feature, its ids in all tokens of b samples, and how many each of the b * T tokens has.
+        """Return each token feature's ids in all tokens of b samples, and how many each of the b * T tokens has.
 
         Args:
             windows: [b, 3], of :class:`HistoryWindows`.

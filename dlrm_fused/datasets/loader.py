@@ -19,7 +19,7 @@ from dlrm_fused.errors import ConfigError
 
 
 class _Loader(Iterator[Batch]):
-    """What both loaders have in common: threads that end with the context."""
+    """The common part of both loaders: threads that end with the context."""
 
     _prefetcher: _Prefetcher
 
@@ -84,7 +84,7 @@ class TrainLoader(_Loader):
         self._prefetcher = _Prefetcher(self._assemble, dataset, config, device)
 
     def position(self, step: int) -> tuple[int, int]:
-        """The epoch of a step and the number of its batch within the epoch."""
+        """Return the epoch of a step and the number of its batch within the epoch."""
         return divmod(step, self.batches_per_epoch)
 
     def __next__(self) -> Batch:
@@ -103,19 +103,19 @@ class TrainLoader(_Loader):
         return _read(self._dataset, Split.train, self._rows(step), share, self._global_batch_size, self._world_size)
 
     def _rows(self, step: int) -> Tensor:
-        """This rank's rows of the data set; one of them if it has no share, since padding is made of samples."""
+        """Return this rank's rows of the data set; one row if it has no share, since padding is made of samples."""
         epoch, start, share = self._share(step)
         return self._order.rows(epoch, start, start + max(share, 1))
 
     def _share(self, step: int) -> tuple[int, int, int]:
-        """The epoch of a step, and where in it this rank's samples begin, and how many they are."""
+        """Return the epoch of a step, and where in it this rank's samples begin, and how many they are."""
         epoch, number = self.position(step)
         first = number * self._global_batch_size
         start, stop = rank_share(first, self._global_batch_size, self._rank, self._world_size)
         return epoch, start, stop - start
 
     def _generate(self, step: int, dataset: ReadsBatches) -> list[Batch]:
-        """The batches of this step and of some that follow in its epoch."""
+        """Return the batches of this step and of some that follow in its epoch."""
         epoch, start, share = self._share(step)
         size, batch = max(share, 1), self._global_batch_size
         count = min(dataset.batches_at_once(size), self.batches_per_epoch - step % self.batches_per_epoch)
@@ -124,7 +124,7 @@ class TrainLoader(_Loader):
 
 
 def _training_order(dataset: Dataset, config: Config, world_size: int) -> tuple[Order, int]:
-    """The order of the training split, and how many steps ahead to begin reading, of a set that can."""
+    """Return the order of the training split, and how many steps ahead to begin reading, of a set that can."""
     if isinstance(dataset, ReadsRowGroups):
         order = dataset.training_order(config, world_size)
         return order, order.batches_of_half_a_group
@@ -169,7 +169,7 @@ class EvaluationLoader(_Loader):
         self._prefetcher = _Prefetcher(self._assemble, dataset, config, device)
 
     def __len__(self) -> int:
-        """Number of batches, the same on every rank."""
+        """Return number of batches, the same on every rank."""
         return -(-self._samples // self._global_batch_size)
 
     def __next__(self) -> Batch:
@@ -189,17 +189,17 @@ class EvaluationLoader(_Loader):
 
 
 def rank_share(first: int, size: int, rank: int, world_size: int) -> tuple[int, int]:
-    """The rank's contiguous share [start, stop) of ``size`` positions from ``first``; shares differ by at most one."""
+    """Return the rank's contiguous share [start, stop) of ``size`` positions from ``first``; shares differ by at most one."""
     return first + size * rank // world_size, first + size * (rank + 1) // world_size
 
 
 def _read(dataset: Dataset, split: Split, rows: Tensor, share: int, global_size: int, world_size: int) -> Batch:
-    """The batch of ``share`` samples, padded to what the largest share of all ranks has."""
+    """Return the batch of ``share`` samples, padded to what the largest share of all ranks has."""
     return _as_batch(dataset.read(split, rows), share, global_size, world_size)
 
 
 def _as_batch(samples: Samples, share: int, global_size: int, world_size: int) -> Batch:
-    """The batch of the first ``share`` samples, padded as by :func:`_read`."""
+    """Return the batch of the first ``share`` samples, padded as by :func:`_read`."""
     padded_share, size = -(-global_size // world_size), len(samples.labels)
     if padded_share > size:
         samples = _pad(samples, padded_share - size)

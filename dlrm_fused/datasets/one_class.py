@@ -13,12 +13,12 @@ _ROWS = 2**24  # read at a time
 
 
 def splits_of_one_class(folder: Path, info: PreparedInfo) -> list[str]:
-    """A line for each label and split of a prepared set in which all rows that count are of one class."""
+    """Return a line for each label and split of a prepared set in which all rows that count are of one class."""
     return [line for split, rows in info.samples.items() for line in _of_split(folder / split, info.schema, split, rows)]
 
 
 def one_class(split: str, label: str, value: int, samples: int) -> str:
-    """The line that says so of one label and split."""
+    """Return the line that says so of one label and split."""
     return f"{split} split: {label} is {value} in all {samples:,} samples, so its AUC is not defined; take other rows, or more"
 
 

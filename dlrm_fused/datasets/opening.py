@@ -1,4 +1,4 @@
-"""What sources of samples take from a config."""
+"""The settings of a config that sources of samples read."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def folder_of(config: Config) -> Path:
 
 
 def transformation_of(config: Config) -> Path | None:
-    """The folder of the :class:`~dlrm_fused.datasets.transformation.Transformation` that the set was made by, if it has one."""
+    """Return the folder of the set's :class:`~dlrm_fused.datasets.transformation.Transformation`, if it has one."""
     folder = Path(config.data.path, TRANSFORMATION)
     return folder if config.data.source is not DataSource.synthetic and folder.is_dir() else None
 
 
 def rows_of_tables(config: Config, stated: Sequence[int]) -> list[int]:
-    """Rows of every table: those of ``embedding.rows`` or else of the data set, capped at ``embedding.max_rows``.
+    """Return rows of every table: those of ``embedding.rows`` or else of the data set, capped at ``embedding.max_rows``.
 
     Args:
         stated: what the data set says of each table.

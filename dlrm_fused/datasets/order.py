@@ -39,7 +39,7 @@ class SampleOrder:
         self._window = samples if window_rows >= samples else window_rows // self._block * self._block
 
     def rows(self, epoch: int, start: int, stop: int) -> Tensor:
-        """Rows at positions [start, stop) of the epoch: int64 [stop - start]."""
+        """Return rows at positions [start, stop) of the epoch: int64 [stop - start]."""
         if not 0 <= start <= stop <= self._samples:
             raise IndexError(f"positions [{start}, {stop}) of an epoch of {self._samples} samples")
         if self._window == 0 or start == stop:
@@ -58,7 +58,7 @@ class SampleOrder:
         return first + permute(offsets, size, derive_key(self._seed, epoch, window))
 
     def _over_blocks(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Rows of the positions once whole blocks are permuted; an incomplete block at the end keeps its place.
+        """Return rows of the positions once whole blocks are permuted; an incomplete block at the end keeps its place.
 
         The split is turned like a ring, by another amount each epoch, so that its end and the borders of blocks move.
         """
@@ -71,7 +71,7 @@ class SampleOrder:
 
 
 def permute(values: NDArray[np.int64], size: int, key: int) -> NDArray[np.int64]:
-    """A pseudorandom permutation of [0, size), applied to ``values``, which are in that range.
+    """Return a pseudorandom permutation of [0, size), applied to ``values``, which are in that range.
 
     A Feistel network over pairs from [0, a) x [0, b), where a * b is little more than ``size``; what falls outside of the
     range goes through it again (generalized Feistel cipher and cycle walking of Black, Rogaway: Ciphers with Arbitrary

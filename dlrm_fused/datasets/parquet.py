@@ -162,7 +162,7 @@ class _SplitGroups:
 
 
 def _stored_schema(schema: pa.Schema, groups: Sequence[RowGroup], columns: Columns, config: Config) -> DatasetSchema:
-    """The features, with tables of as many rows as the files state, or else ``embedding.rows``."""
+    """Return the features, with tables of as many rows as the files state, or else ``embedding.rows``."""
     table_rows = [rows for rows in (stated_rows(schema, name) for name in columns.sparse) if rows]
     if len(table_rows) < len(columns.sparse):
         table_rows = config.embedding.rows
@@ -182,5 +182,5 @@ def _stored_schema(schema: pa.Schema, groups: Sequence[RowGroup], columns: Colum
 
 
 def open_parquet(config: Config, device: torch.device) -> ParquetDataset:
-    """The set of ``data.source=parquet``; an :data:`~dlrm_fused.datasets.OpenDataset`."""
+    """Return the set of ``data.source=parquet``; an :data:`~dlrm_fused.datasets.OpenDataset`."""
     return ParquetDataset(config)

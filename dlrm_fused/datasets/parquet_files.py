@@ -35,7 +35,7 @@ from dlrm_fused.datasets.storage import check_below, check_finite, check_weights
 from dlrm_fused.datasets.transformation import CONSTANT
 from dlrm_fused.errors import DataError
 
-# In the metadata of a column. That of weights needs no value.
+# Keys in the metadata of a column. That of weights needs no value.
 ROWS, POOLING_FACTOR, IS_WEIGHT = b"rows", b"pooling_factor", b"is_weight"
 _REMEDY = "correct the file"
 
@@ -100,7 +100,7 @@ class DecodedRowGroup:
 
 
 def open_files(folder: Path) -> tuple[list[RowGroup], pa.Schema]:
-    """The row groups of ``folder/*.parquet`` in the order of the names, and the columns of all files.
+    """Return the row groups of ``folder/*.parquet`` in the order of the names, and the columns of all files.
 
     Names that begin with ``_`` or ``.`` are left out, as Spark and Hive do.
 
@@ -162,7 +162,7 @@ def check_same_columns(schema: pa.Schema, path: str, expected: pa.Schema, expect
 
 
 def columns_of(schema: pa.Schema, path: Path, labels: Sequence[str], sample_weight: str) -> Columns:
-    """The meaning of the columns.
+    """Return the meaning of the columns.
 
     Args:
         labels: ``data.labels``.
@@ -209,7 +209,7 @@ def columns_of(schema: pa.Schema, path: Path, labels: Sequence[str], sample_weig
 
 
 def stated_rows(schema: pa.Schema, feature: str) -> int | None:
-    """Rows of the feature's table, if the files state them.
+    """Return rows of the feature's table, if the files state them.
 
     Raises:
         DataError: if what they state is not a whole number, 1 or more.
@@ -221,7 +221,7 @@ def stated_rows(schema: pa.Schema, feature: str) -> int | None:
 
 
 def _stated(schema: pa.Schema, feature: str, key: bytes) -> float | None:
-    """A number in the metadata of a field."""
+    """Return a number in the metadata of a field."""
     metadata = schema.field(feature).metadata or {}
     if key not in metadata:
         return None
@@ -304,7 +304,7 @@ def _without_nulls(array: pa.Array, name: str, group: RowGroup) -> pa.Array:
 
 
 def _values(array: pa.Array) -> NDArray[Any]:
-    """A view of the memory that Arrow has decoded into; bool has another format there."""
+    """Return a view of the memory that Arrow has decoded into; bool has another format there."""
     return np.asarray(array.to_numpy(zero_copy_only=not pa.types.is_boolean(array.type)))
 
 

@@ -133,7 +133,7 @@ class _SplitFiles:
 
 
 def open_prepared(config: Config, device: torch.device) -> PreparedDataset:
-    """The set of ``data.source=prepared``; an :data:`~dlrm_fused.datasets.OpenDataset`."""
+    """Return the set of ``data.source=prepared``; an :data:`~dlrm_fused.datasets.OpenDataset`."""
     folder = folder_of(config)
     schema = PreparedInfo.load(folder).schema
     return PreparedDataset(folder, rows_of_tables(config, [feature.rows for feature in schema.tables]))

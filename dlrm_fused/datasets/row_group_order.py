@@ -45,7 +45,7 @@ class RowGroupOrder:
         lanes = self._count_lanes(window_rows)
         self._lane_starts = batch_size * np.arange(lanes + 1) // lanes  # in a batch
         self._batches = int(self._starts[-1]) // batch_size
-        # Of whole epochs and row groups, made once rather than for every batch.
+        # The orders of whole epochs and row groups are made once rather than for every batch.
         self._sequence = lru_cache(maxsize=2)(self._make_sequence)
         self._permutation = lru_cache(maxsize=2 * lanes)(self._make_permutation)
 
@@ -60,11 +60,11 @@ class RowGroupOrder:
 
     @property
     def batches_of_half_a_group(self) -> int:
-        """In about so many batches a lane gets through half of a row group; at least 1."""
+        """Return the number of batches, about, in which a lane gets through half of a row group; at least 1."""
         return max(1, int(self._sizes.mean()) * self.lanes // (2 * self._batch))
 
     def rows(self, epoch: int, start: int, stop: int) -> Tensor:
-        """Rows at positions [start, stop) of the epoch, of which batches are slices: int64 [stop - start]."""
+        """Return rows at positions [start, stop) of the epoch, of which batches are slices: int64 [stop - start]."""
         if not 0 <= start <= stop <= self._batches * self._batch:
             raise IndexError(f"positions [{start}, {stop}) of an epoch of {self._batches} batches of {self._batch} samples")
         groups, bounds = self._sequence(epoch)
@@ -77,14 +77,14 @@ class RowGroupOrder:
         return torch.from_numpy(self._starts[groups[slots]] + within)
 
     def _places(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where the samples at ``positions`` stand in the sequence of row groups, which lanes divide among them."""
+        """Return the places of the samples at ``positions`` in the sequence of row groups, which lanes divide among them."""
         batch, sample = np.divmod(positions, self._batch)
         lane = np.searchsorted(self._lane_starts, sample, side="right") - 1
         first, after = self._lane_starts[lane], self._lane_starts[lane + 1]
         return self._batches * first + batch * (after - first) + sample - first
 
     def _make_sequence(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The row groups in the order of the epoch, and where each begins in it."""
+        """Return the row groups in the order of the epoch, and where each begins in it."""
         groups = np.arange(self._sizes.size)
         if self._shuffled:
             groups = permute(groups, groups.size, derive_key(self._seed, epoch))
@@ -96,6 +96,6 @@ class RowGroupOrder:
 
 
 def equal_runs(values: NDArray[np.int64]) -> list[slice]:
-    """Where ``values`` ([n], n >= 1) repeats itself: slices of equal elements that follow each other."""
+    """Return the slices of ``values`` ([n], n >= 1) within which consecutive elements are equal."""
     bounds = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), values.size]
     return [slice(first, stop) for first, stop in pairwise(bounds)]

@@ -40,7 +40,7 @@ FORMAT_VERSION = 3
 READABLE_VERSIONS = (1, 2, 3)  # 1 had no token features, 2 one label and no weights
 SCHEMA_FILE = "dataset.json"
 INTERACTIONS = "interactions"
-# What a set of version 2 has not, as it is there; left out of the file, such a set is what earlier releases wrote and read.
+# Values that a set of version 2 has implicitly. A set with these is written without them, so that earlier releases read it.
 _SINCE_VERSION_3 = {"labels": (LABEL,), "has_weights": False}
 
 
@@ -64,7 +64,7 @@ class SparseFeature:
 
 
 def labels_shape(labels: Sequence[str]) -> tuple[int, ...]:
-    """What follows the number of samples in the shape of the labels of these names."""
+    """Return the shape of one sample's labels: [] for one label, else [labels]."""
     return (len(labels),) if len(labels) > 1 else ()
 
 
@@ -94,7 +94,7 @@ class DatasetSchema:
         return self.sparse_features + self.token_features
 
     def with_table_rows(self, rows: Sequence[int]) -> DatasetSchema:
-        """The schema with other numbers of rows, in order of :attr:`tables`."""
+        """Return the schema with other numbers of rows, in order of :attr:`tables`."""
         features = tuple(replace(feature, rows=count) for feature, count in zip(self.tables, rows, strict=True))
         split = len(self.sparse_features)
         return replace(self, sparse_features=features[:split], token_features=features[split:])
@@ -177,12 +177,12 @@ def checksums_of(folder: Path) -> Checksums | None:
 
 
 def _files_below(folder: Path) -> list[str]:
-    """All files in folders of ``folder``; those beside ``dataset.json`` are for people to change."""
+    """Return all files in folders of ``folder``; those beside ``dataset.json`` are for people to change."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.glob("*/**/*") if path.is_file())
 
 
 def _contradiction(info: PreparedInfo) -> str | None:
-    """What cannot be about the content of ``dataset.json``."""
+    """Return the first contradiction in the content of ``dataset.json``, in words; None if there is none."""
     for split, samples in info.samples.items():
         if not isinstance(samples, int):
             return f"split {split} has {samples!r} samples, expected a whole number"

@@ -51,7 +51,7 @@ def map_array(
 
 
 def _array_in(data: NDArray[np.uint8]) -> NDArray[Any]:
-    """The array in the bytes of a ``.npy`` file, not copied. Raises ValueError or TypeError if they hold none."""
+    """Return the array in the bytes of a ``.npy`` file, not copied. Raises ValueError or TypeError if they hold none."""
     header = io.BytesIO(data[:_LONGEST_HEADER].tobytes())
     version = npy.read_magic(header)
     shape, is_fortran_order, dtype = (npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0)(header)
@@ -179,7 +179,7 @@ class IdColumns:
         self._jagged = {f.name: _JaggedColumn(folder, f.name, rows) for f in features if f.jagged}
 
     def read(self, rows: NDArray[np.int64]) -> tuple[list[NDArray[np.int32]], list[NDArray[np.int64] | int]]:
-        """For each feature, its ids in ``rows`` ([b]), row after row [n_f] and checked, and their number in each row.
+        """Return each feature's ids in ``rows`` ([b]), row after row [n_f] and checked, and their number in each row.
 
         Raises:
             DataError: if an id is not in [0, rows of its feature).
@@ -226,6 +226,6 @@ class _JaggedColumn:
 
 
 def ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The numbers [start, start + length) of every pair, one range after the other."""
+    """Return the numbers [start, start + length) of every pair, one range after the other."""
     ends = lengths.cumsum()
     return np.arange(lengths.sum()) + np.repeat(starts - (ends - lengths), lengths)

@@ -42,7 +42,7 @@ _GAPS = 32
 _RULE_TABLES = 6
 _SEGMENT_MEAN = 3.0
 _CALIBRATION_SAMPLES = 16_384
-# So few ids are drawn in less time than it takes to launch the kernels that draw them.
+# Drawing so few ids takes less time than launching the kernels that draw them.
 _FEW_VALUES = 2**19
 # At most so many ids are drawn at once where only their scores are kept, so that opening a set needs little memory.
 _MOST_VALUES = 2**21
@@ -137,7 +137,7 @@ class SyntheticDataset:
         ]
 
     def best_attainable_auc(self, split: Split = Split.test, max_samples: int = 2**20, label: int = 0) -> AttainableAuc:
-        """What a model that knows the true probabilities reaches on the first ``max_samples`` samples of a split.
+        """Return the AUC of a model that knows the true probabilities, on the first ``max_samples`` samples of a split.
 
         Args:
             label: its number.
@@ -154,12 +154,12 @@ class SyntheticDataset:
         return AttainableAuc(auc, error, samples)
 
     def _labels(self, drawn: _Drawn) -> Tensor:
-        """[b] of one label, else [b, L]."""
+        """Return [b] of one label, else [b, L]."""
         labels = (drawn.label_uniform < self._probability(drawn)).float()
         return labels.view(-1, *labels_shape(self.schema.labels))
 
     def _probability(self, drawn: _Drawn) -> Tensor:
-        """[b, L]."""
+        """Return [b, L]."""
         return torch.sigmoid((drawn.score.double() - self._center) * self._scale)
 
     def _sparse(self, drawn: _Drawn) -> KeyedJaggedTensor:
@@ -184,7 +184,7 @@ class SyntheticDataset:
         )
 
     def _tokens(self, drawn: _DrawnHistory) -> KeyedJaggedTensor:
-        """The history's tokens and the candidate's; the response to the candidate is not told."""
+        """Return the history's tokens and the candidate's; the response to the candidate is not told."""
         batch_size, tokens = drawn.ids.shape
         names = [feature.name for feature in self.schema.token_features]
         position = torch.arange(tokens, device=drawn.ids.device)
@@ -325,7 +325,7 @@ class _Columns:
 
 
 class _Ids:
-    """Which ids occur how often.
+    """The distribution of ids: few are popular, most are rare.
 
     Args:
         rows: of every table.
@@ -385,7 +385,7 @@ class _Segments:
         self._first_rule = torch.arange(self._groups, device=device) << _RULE_TABLES
         patterns = (settings.labels * self._count * self._groups) << _RULE_TABLES
         rules = _roughly_normal(split_mix(derive_key(seed, 31), torch.arange(patterns)))
-        # As much as all tables and dense features add without segments.
+        # Segments' rules add as much as all tables and dense features do without segments.
         rules = (rules * int(2**_MEAN_BITS * math.sqrt((tables + dense) / self._groups))).to(device)
         self._rules = rules.chunk(settings.labels)
 
@@ -394,7 +394,7 @@ class _Segments:
         return (shift_right(combine(sample_hash, self._hash), 32) * self._count >> 32).squeeze(1)
 
     def score(self, segment: Tensor, effect: Tensor, label: int) -> Tensor:
-        """What the tables add to the logit of a label before shifting and scaling, [b] int64.
+        """Return the tables' part of the logit of a label before shifting and scaling, [b] int64.
 
         Args:
             segment: [b].
@@ -428,7 +428,7 @@ class _History:
         hashes = split_mix(derive_key(seed, 20), torch.arange(1 + _GROUPS + 2 * tokens)).to(device)
         self._length_hash, self._taste_hash, self._item_hash, self._other_hash = hashes.split([1, _GROUPS, tokens, tokens])
         self._position = torch.arange(tokens, device=device)
-        # As much as all tables and dense features together, each of which adds about _NORMAL_STD << _MEAN_BITS.
+        # Histories add as much as all tables and dense features together, each of which adds about _NORMAL_STD << _MEAN_BITS.
         self._weight = int(_NORMAL_STD * 2**_MEAN_BITS * math.sqrt(settings.tables + settings.dense_features))
 
     def draw(self, sample_hash: Tensor) -> _DrawnHistory:
@@ -454,7 +454,7 @@ class _History:
 
 
 class _Layout:
-    """How b samples by slots become the values of a KeyedJaggedTensor: all ids of the first table, then of the second, ..."""
+    """The order that turns samples by slots into the values of a KeyedJaggedTensor: all ids of one table, then of the next."""
 
     def __init__(self, pooling: Sequence[int], batch_size: int, device: torch.device) -> None:
         slots = torch.arange(batch_size * sum(pooling), dtype=torch.int32, device=device).view(batch_size, -1)
@@ -482,14 +482,14 @@ def auc_with_error(scores: Tensor, labels: Tensor) -> tuple[float, float]:
 
 
 def _share_below(values: Tensor, ordered: Tensor) -> Tensor:
-    """For each value, the share of ``ordered`` that is less, counting ties half: float64."""
+    """Return, for each value, the share of ``ordered`` that is less, counting ties half: float64."""
     less = torch.searchsorted(ordered, values)
     not_more = torch.searchsorted(ordered, values, right=True)
     return (less + not_more).double() / (2 * ordered.numel())
 
 
 def table_rows(settings: SyntheticConfig) -> list[int]:
-    """Rows of the tables that the settings ask for, in order of ``schema.tables``."""
+    """Return rows of the tables that the settings ask for, in order of ``schema.tables``."""
     rows = _per_table(settings.rows, settings.tables)
     return [*rows, settings.history_items, _RESPONSES, _GAPS] if settings.history_length else rows
 
@@ -522,7 +522,7 @@ def _calibrate(settings: SyntheticConfig, rows: Sequence[int], seed: int) -> tup
 
 
 def _samples_at_once(history_length: int) -> int:
-    """So few that long histories neither take seconds nor gigabytes."""
+    """Return the number of samples to draw at a time, so few that long histories take neither seconds nor gigabytes."""
     return min(_CALIBRATION_SAMPLES, max(1024, 2**21 // (history_length + 1)))
 
 
@@ -545,7 +545,7 @@ def _quantiles(rows: int, exponent: float) -> Tensor:
 
 
 def _coprime_near_golden_section(rows: int) -> int:
-    """A factor that spreads consecutive numbers over [0, rows) and, having no divisor in common with it, reaches each once."""
+    """Return a factor that spreads consecutive numbers over [0, rows) and reaches each once: it has no divisor of ``rows``."""
     factor = max(1, round(rows * 0.6180339887))
     while math.gcd(factor, rows) != 1:
         factor += 1
@@ -562,6 +562,6 @@ def _roughly_normal(bits: Tensor) -> Tensor:
 
 
 def open_synthetic(config: Config, device: torch.device) -> SyntheticDataset:
-    """The set of ``data.source=synthetic``; an :data:`~dlrm_fused.datasets.OpenDataset`."""
+    """Return the set of ``data.source=synthetic``; an :data:`~dlrm_fused.datasets.OpenDataset`."""
     settings = config.data.synthetic
     return SyntheticDataset(settings, config.seed, device, rows_of_tables(config, table_rows(settings)))

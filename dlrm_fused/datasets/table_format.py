@@ -64,7 +64,7 @@ class TableFormat:
             _check_time(self.time)
 
     def seconds(self, value: object) -> int:
-        """Seconds since 1970, rounded down, of one time, as a column of such values is read.
+        """Return seconds since 1970, rounded down, of one time, as a column of such values is read.
 
         Raises:
             ValueError: if it is not a time.
@@ -83,7 +83,7 @@ class TableFormat:
         return _microseconds(datetime.fromisoformat(value.strip())) // 1_000_000
 
     def saved(self) -> dict[str, Any]:
-        """The settings that differ from the defaults, for JSON."""
+        """Return the settings that differ from the defaults, for JSON."""
         default = TableFormat()
         return {name: value for name, value in asdict(self).items() if value != getattr(default, name)}
 
@@ -117,7 +117,7 @@ def parse_time(text: str, time_format: str) -> int:
 
 
 def fewest_digits(time_format: str) -> int:
-    """The fewest digits that a format of digits alone takes; 0 for other formats."""
+    """Return the fewest digits that a format of digits alone takes; 0 for other formats."""
     directives = re.findall("%([YymdHMSf])", time_format)
     if len(time_format) != 2 * len(directives) or "f" in directives[:-1]:
         return 0
@@ -130,7 +130,7 @@ def _microseconds(when: datetime) -> int:
 
 
 def _number(value: object) -> Fraction | None:
-    """A finite number, or the text of one; None for anything else."""
+    """Return a finite number, or the text of one; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, Real | Decimal | str):
         return None
     try:

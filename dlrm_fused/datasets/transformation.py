@@ -60,14 +60,14 @@ Int = NDArray[np.int64]
 
 
 class Values(Enum):
-    """What the values of a sparse column are."""
+    """Kinds of values of a sparse column."""
 
     integer = "integer"
     text = "text"
 
 
 class DenseKind(Enum):
-    """What becomes of a dense value x; a missing one becomes 0."""
+    """Transformations of a dense value x; a missing one becomes 0."""
 
     standardize = "standardize"  # (x - mean) / deviation
     log = "log"  # the same of sign(x) log(1 + |x|)
@@ -147,13 +147,13 @@ class Vocabulary:
         return Vocabulary(keys[order], order + np.int32(FIRST_KEPT), values, offsets)
 
     def keys_of_values(self) -> Int:
-        """The key of each value, in order of their ids: [V]."""
+        """Return the key of each value, in order of their ids: [V]."""
         if self.offsets is not None:
             return text_keys(self.values, self.offsets)
         return integer_keys(self.values.view(np.int64), self.values >= 2**63 if self.values.dtype == np.uint64 else None)
 
     def find(self, keys: Int) -> NDArray[np.int32]:
-        """The id of each of ``keys`` [n], ``UNSEEN`` where it has none: [n]."""
+        """Return the id of each of ``keys`` [n], ``UNSEEN`` where it has none: [n]."""
         if not len(self.keys):
             return np.full(len(keys), UNSEEN, np.int32)
         at = np.searchsorted(self.keys, keys)
@@ -176,7 +176,7 @@ class IdEncoding:
     nulls: NullMarkers = NONE
 
     def of_keys(self, keys: Int) -> NDArray[np.int32]:
-        """The ids of values with these keys ([n]): [n]."""
+        """Return the ids of values with these keys ([n]): [n]."""
         if self.vocabulary is not None:
             return self.vocabulary.find(keys)
         buckets = np.uint64(self.rows - FIRST_HASHED)
@@ -191,7 +191,7 @@ class IdEncoding:
         return (whole_of if self.column.values is Values.integer else text_of)(value, self.nulls)
 
     def of_values(self, values: Sequence[object]) -> NDArray[np.int32]:
-        """The ids of n values, None or an empty text for a missing one: [n].
+        """Return the ids of n values, None or an empty text for a missing one: [n].
 
         Raises:
             ValueError: if the column cannot hold a value.
@@ -201,7 +201,7 @@ class IdEncoding:
 
 
 def ids_of(columns: Sequence[tuple[IdEncoding, Sequence[int | str | None]]]) -> list[NDArray[np.int32]]:
-    """The ids of the values of each column, as :meth:`IdEncoding.read` returns them: [n] each.
+    """Return the ids of the values of each column, as :meth:`IdEncoding.read` returns them: [n] each.
 
     All values are hashed together, so a row of many columns takes about as long as one of a single column.
     """
@@ -271,7 +271,7 @@ def text_keys(data: NDArray[np.uint8], offsets: Int) -> Int:
 
 @dataclass(frozen=True)
 class HistoryColumns:
-    """What past interactions of a user are made of.
+    """The columns that make the history of a user's past interactions.
 
     Attributes:
         user, time: columns.
@@ -286,12 +286,12 @@ class HistoryColumns:
 
 
 def file_stem(feature: str) -> str:
-    """The name of a feature as its files have it: itself, with %XX for the bytes that the name of a file should not have."""
+    """Return a feature's name as its files have it, with %XX for the bytes that the name of a file should not have."""
     return re.sub(r"[^\w.-]|^\.", lambda found: "".join(f"%{byte:02X}" for byte in found[0].encode()), feature)
 
 
 def token_name(column: str) -> str:
-    """The token feature that a column of items becomes."""
+    """Return the token feature that a column of items becomes."""
     return f"token_{column}"
 
 
@@ -329,7 +329,7 @@ class Transformation:
         return tuple(feature.name for feature in self.dense) or (CONSTANT,)
 
     def tables_of(self, encoding: IdEncoding) -> tuple[str, ...]:
-        """Names of the features, and so of the tables, whose ids an encoding gives: the column's, and that of its tokens."""
+        """Return the features, and so the tables, whose ids an encoding gives: the column's, and that of its tokens."""
         name = encoding.column.name
         has_tokens = self.history is not None and name in self.history.items
         return (name, token_name(name)) if has_tokens else (name,)
@@ -375,7 +375,7 @@ class Transformation:
         return digest.hexdigest()
 
     def _format_of_values(self) -> list[object]:
-        """The part of the files' format on which hashed texts depend; other texts show in vocabularies."""
+        """Return the part of the files' format on which hashed texts depend; other texts show in vocabularies."""
         files = self.table_format
         hashes_texts = any(each.vocabulary is None and each.column.values is Values.text for each in self.sparse)
         return [files.encoding, files.quote, files.escape, files.trim] if hashes_texts else []
@@ -440,7 +440,7 @@ def _check_bytes(folder: Path) -> None:
 
 
 def _rounded(value: Any) -> Any:
-    """Numbers to six digits: sums of the same values in another order differ in the last ones."""
+    """Return numbers to six digits: sums of the same values in another order differ in the last ones."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):

@@ -46,7 +46,7 @@ NONE = NullMarkers()
 
 
 def number_of(value: object, nulls: NullMarkers = NONE) -> float:
-    """The value of a dense column; NaN for a missing one.
+    """Return the value of a dense column; NaN for a missing one.
 
     Raises:
         ValueError: if it is no number.
@@ -73,7 +73,7 @@ def number_of(value: object, nulls: NullMarkers = NONE) -> float:
 
 
 def whole_of(value: object, nulls: NullMarkers = NONE) -> int | None:
-    """The value of a sparse column of whole numbers; None for a missing one.
+    """Return the value of a sparse column of whole numbers; None for a missing one.
 
     Raises:
         ValueError: if it is no whole number of 64 bits, signed or unsigned.
@@ -99,7 +99,7 @@ def whole_of(value: object, nulls: NullMarkers = NONE) -> int | None:
 
 
 def text_of(value: object, nulls: NullMarkers = NONE) -> str | None:
-    """The value of a sparse column of texts; None for a missing one. Numbers and truths are the texts that Arrow makes of them.
+    """Return the value of a sparse column of texts, None for a missing one. Numbers and truths are the texts that Arrow makes.
 
     Raises:
         ValueError: if it is neither a text nor a number that has one text.
@@ -121,7 +121,7 @@ def text_of(value: object, nulls: NullMarkers = NONE) -> str | None:
 
 
 def _plain(value: object) -> object:
-    """A scalar of NumPy as one of Python; None for what is missing."""
+    """Return a scalar of NumPy as one of Python; None for what is missing."""
     if type(value) in (int, str, bool):
         return value
     if isinstance(value, np.generic):

@@ -9,5 +9,5 @@ if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not sys.exit: a check that hangs, or a process group that was never complete, would keep the process.
+    # sys.exit would not do: a check that hangs, or a process group that was never complete, would keep the process.
     os._exit(status)

@@ -14,7 +14,7 @@ _LARGE_BYTES = 16 << 20
 
 
 def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
-    """Whether code for an architecture, such as ``sm_90a`` or ``compute_90``, runs on a GPU of a compute capability.
+    """Return whether code for an architecture, such as ``sm_90a`` or ``compute_90``, runs on a GPU of a compute capability.
 
     Binaries (``sm``) run on their own major capability from their minor one on; PTX (``compute``) is compiled for every later
     one. ``a`` binds either to just its capability, ``f`` to its major one. Source: NVIDIA's *CUDA C++ Programming Guide*,

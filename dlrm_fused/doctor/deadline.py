@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
-    """What work returned, or else why it did not: ``error`` is empty if it did."""
+    """The value that work returned, or the reason why it did not return: ``error`` is empty if it did."""
 
     value: T | None
     error: str = ""

@@ -35,7 +35,7 @@ _SHOWN_ERRORS, _LONGEST_ERROR = 4, 300
 
 @dataclass(frozen=True)
 class _Plan:
-    """What rank 0 has all ranks measure; nothing, without pairs."""
+    """The measurements that rank 0 asks all ranks for; without pairs there are none."""
 
     pairs: list[tuple[int, int]]
     device_type: str = "cpu"
@@ -123,7 +123,7 @@ def _send_measurements(rank: Rank, meeting: Meeting, plan: _Plan, seconds: float
 
 
 def _received_measurements(meeting: Meeting, seconds: float) -> tuple[list[Measurement], list[Finding]]:
-    """All measurements, and a finding if some ranks have none to send."""
+    """Return all measurements, and a finding if some ranks have none to send."""
     outcomes = meeting.read_all("measured", seconds)
     errors = {
         number: outcome.error if isinstance(outcome, Outcome) else str(outcome)
@@ -135,7 +135,7 @@ def _received_measurements(meeting: Meeting, seconds: float) -> tuple[list[Measu
 
 
 def _without_connection(errors: Mapping[int, str]) -> Finding:
-    """One finding for all ranks: where one cannot connect, most others say so too."""
+    """Return one finding for all ranks: where one cannot connect, most others say so too."""
     shown = [f"rank {number}: {error[:_LONGEST_ERROR]}" for number, error in list(errors.items())[:_SHOWN_ERRORS]]
     more = [f"{len(errors) - len(shown)} more ranks"] if len(errors) > len(shown) else []
     advice = (

@@ -1,4 +1,4 @@
-"""What a rank knows of itself, its host and its network: plain values, which rank 0 compares."""
+"""Facts of a rank about itself, its host and its network: plain values, which rank 0 compares."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from dlrm_fused.symmetric.hosts import Host
 
-# How slices are to go between hosts, if not as messages; dlrm_fused/symmetric/factory.py follows it.
+# This variable chooses how slices go between hosts, if not as messages; dlrm_fused/symmetric/factory.py follows it.
 TRANSPORT_VARIABLE = "DLRM_FUSED_TRANSPORT"
 
 
@@ -132,7 +132,7 @@ class RankFacts:
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """What the trainer's process group is made of on this rank's device."""
+        """The backends of which the trainer's process group consists on this rank's device."""
         return ("gloo",) if self.gpu is None else ("gloo", "nccl")
 
     @property

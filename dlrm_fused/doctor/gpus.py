@@ -21,7 +21,7 @@ _CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED = 124  # cuda.h
 
 @dataclass(frozen=True)
 class Smi:
-    """What nvidia-smi says of a host; empty where there is none, or where it does not answer.
+    """The answers of nvidia-smi about a host; empty if it is missing or does not answer.
 
     Attributes:
         indices: nvidia-smi's number of each GPU, by uuid.
@@ -46,7 +46,7 @@ def ask_nvidia_smi() -> Smi:
 
 
 def _nvidia_smi(*arguments: str) -> str:
-    """What it prints; empty if it is missing, fails or takes too long."""
+    """Return the output of nvidia-smi; empty if it is missing, fails or takes too long."""
     path = shutil.which("nvidia-smi")
     if path is None:
         return ""
@@ -95,7 +95,7 @@ def parse_topology(text: str) -> dict[str, dict[str, str]]:
 
 
 def gpu_of(index: int, smi: Smi) -> Gpu:
-    """The GPU with torch's number ``index``, which may differ from nvidia-smi's."""
+    """Return the GPU with torch's number ``index``, which may differ from nvidia-smi's."""
     uuids = [_uuid(number) for number in range(torch.cuda.device_count())]
     number = smi.indices.get(uuids[index])
     return Gpu(

@@ -24,7 +24,7 @@ _WARM_UP_ROUNDS = 3
 
 @dataclass(frozen=True)
 class Measurement:
-    """Of one pair: half the median time of a message there and back; bandwidth in one direction, of ``BANDWIDTH_BYTES``."""
+    """One pair's latency, half the median time there and back, and bandwidth in one direction, with ``BANDWIDTH_BYTES``."""
 
     ranks: tuple[int, int]
     backend: str
@@ -33,7 +33,7 @@ class Measurement:
 
 
 def pairs_to_measure(hosts: Sequence[Host]) -> list[tuple[int, int]]:
-    """One pair within each host that has two ranks, and one between each two neighbouring hosts.
+    """Return one pair within each host that has two ranks, and one between each two neighbouring hosts.
 
     Args:
         hosts: of each rank.
@@ -42,7 +42,7 @@ def pairs_to_measure(hosts: Sequence[Host]) -> list[tuple[int, int]]:
     within = [(ranks[0], ranks[1]) for ranks in ranks_of.values() if len(ranks) > 1]
     firsts = [ranks[0] for ranks in ranks_of.values()]
     between = list(pairwise(firsts))
-    # Every second one first: no pair waits for a chain of others.
+    # Every second pair goes first, so that no pair waits for a chain of others.
     return within + between[::2] + between[1::2]
 
 

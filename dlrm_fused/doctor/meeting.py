@@ -36,7 +36,7 @@ class Meeting:
         self._store.set(f"{topic}/{self._rank.index}", message)  # type: ignore[arg-type]  # takes bytes too
 
     def read(self, topic: str, rank: int, seconds: float) -> Any:
-        """What a rank posts within so many seconds.
+        """Return the message that a rank posts within so many seconds.
 
         Raises:
             TimeoutError: it posts nothing.
@@ -53,7 +53,7 @@ class Meeting:
         return pickle.loads(message)
 
     def read_all(self, topic: str, seconds: float) -> dict[int, Any]:
-        """What each rank posts within so many seconds in all, by rank; exceptions of :meth:`read` in place of values."""
+        """Return each rank's message, by rank, or the exception of :meth:`read`; all ranks together have so many seconds."""
         deadline = time.monotonic() + seconds
         found: dict[int, Any] = {}
         for rank in range(self._rank.world_size):

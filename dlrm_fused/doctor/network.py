@@ -100,7 +100,7 @@ def nccl_uses(setting: str | None, interfaces: Sequence[Interface]) -> list[str]
 
 
 def _address_of_host_name() -> str:
-    """The address gloo takes without a setting: the first of the host's name that can be bound, else loopback."""
+    """Return the address gloo takes without a setting: the first of the host's name that can be bound, else loopback."""
     with suppress(OSError):
         for family, kind, protocol, _, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
             with suppress(OSError), socket.socket(family, kind, protocol) as probe:

@@ -38,7 +38,7 @@ def _find_library() -> str | None:
 def _folders() -> Iterator[Path]:
     if "NVSHMEM_HOME" in os.environ:
         yield Path(os.environ["NVSHMEM_HOME"]) / "lib"
-    # Where the package that torch's CUDA build depends on puts it.
+    # The package that torch's CUDA build depends on puts it here.
     try:
         package = importlib.util.find_spec("nvidia.nvshmem")
     except ModuleNotFoundError:

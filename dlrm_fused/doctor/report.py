@@ -36,7 +36,7 @@ class Examination:
 
 
 def as_json(examination: Examination) -> str:
-    """One object: status, ranks (facts), measurements, transports, operators, findings."""
+    """Return one object: status, ranks (facts), measurements, transports, operators, findings."""
     content: dict[str, Any] = {
         "status": examination.status,
         "world_size": examination.world_size,
@@ -149,7 +149,7 @@ def as_ranges(ranks: Iterable[int]) -> str:
 
 
 def _by_ranks(ranks: Sequence[RankFacts], row: Callable[[RankFacts], Sequence[str]]) -> list[list[str]]:
-    """Rows with their ranks before them; ranks whose rows are alike share one."""
+    """Return rows with their ranks before them; ranks whose rows are alike share one."""
     alike: dict[tuple[str, ...], list[int]] = {}
     for facts in ranks:
         alike.setdefault(tuple(row(facts)), []).append(facts.rank)

@@ -1,4 +1,4 @@
-"""Which transport communication fused into kernels takes between two ranks, and why."""
+"""The transport that fused communication takes between two ranks, and the reason for it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ OPERATORS = (
 
 
 def transport_of(facts: RankFacts, peer: RankFacts) -> Choice:
-    """The transport from one rank to another, by what both know of themselves.
+    """Return the transport from one rank to another, by what both know of themselves.
 
     Between hosts it is that of DLRM_FUSED_TRANSPORT: by default messages, since put-with-signal through NVSHMEM has not run
     on GPUs yet.
@@ -80,14 +80,14 @@ def transport_of(facts: RankFacts, peer: RankFacts) -> Choice:
 
 
 def lacks_peer_access(facts: RankFacts, peer: RankFacts) -> bool:
-    """Whether GPUs of one host do not reach each other's memory, or are told not to."""
+    """Return whether GPUs of one host do not reach each other's memory, or are told not to."""
     if facts.host != peer.host or facts.gpu is None or peer.gpu is None:
         return False
     return facts.is_p2p_off or peer.is_p2p_off or facts.gpu.peer_access.get(peer.gpu.uuid) is False
 
 
 def puts_slices(*ranks: RankFacts) -> bool:
-    """Whether these ranks put slices to other hosts, which takes GPUs."""
+    """Return whether these ranks put slices to other hosts, which takes GPUs."""
     return all(facts.gpu is not None and facts.transport == NVSHMEM for facts in ranks)
 
 
@@ -98,7 +98,7 @@ def _over(link: str) -> str:
 
 
 def is_nvlink(link: str) -> bool:
-    """Whether ``nvidia-smi topo -m`` means NVLink: ``NV18``."""
+    """Return whether ``nvidia-smi topo -m`` means NVLink: ``NV18``."""
     return link.startswith("NV") and link[2:].isdigit()
 
 
@@ -134,7 +134,7 @@ class PeerGroup:
 
 
 def peer_groups(ranks: Iterable[RankFacts]) -> list[PeerGroup]:
-    """All pairs of ranks by their transport and its reason, the commonest first."""
+    """Return all pairs of ranks by their transport and its reason, the commonest first."""
     pairs: dict[Choice, list[tuple[int, int]]] = defaultdict(list)
     for facts, peer in combinations(ranks, 2):
         pairs[transport_of(facts, peer)].append((facts.rank, peer.rank))
@@ -142,7 +142,7 @@ def peer_groups(ranks: Iterable[RankFacts]) -> list[PeerGroup]:
 
 
 def operator_transports(ranks: Sequence[RankFacts]) -> Mapping[str, str]:
-    """By operator: the transports that it takes with ``comm=fused``, or what runs in its place."""
+    """Return, by operator, the transports that it takes with ``comm=fused``, or what runs in its place."""
     return {operator.name: _taken(operator, ranks) for operator in OPERATORS}
 
 

@@ -1,4 +1,4 @@
-"""What layers with a fused operator ask of the ranks and of the config before they use it."""
+"""Checks of ranks and config that layers with a fused operator make before they use it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger("dlrm_fused")
 
 
 def reachable_memory(config: Config, group: dist.ProcessGroup, device: torch.device, layers: str) -> SymmetricGroup | None:
-    """The memory of the ranks; None, with a warning, if they cannot reach each other's. Collective over the group.
+    """Return the memory of the ranks; None, with a warning, if they cannot reach each other's. Collective over the group.
 
     Args:
         layers: what they are to share, for messages.
@@ -33,5 +33,5 @@ def reachable_memory(config: Config, group: dist.ProcessGroup, device: torch.dev
 
 
 def compute_dtype(config: Config) -> torch.dtype:
-    """Of products, by ``training.precision``."""
+    """Return the dtype of matrix products, by ``training.precision``."""
     return torch.bfloat16 if config.training.precision is Precision.bf16 else torch.float32

@@ -94,7 +94,7 @@ class DensePart(nn.Module):
 
     @property
     def captured(self) -> CapturedFunction[tuple[Tensor, Tensor]] | None:
-        """As of :class:`CompiledForTraining`."""
+        """The captured function of :class:`CompiledForTraining`."""
         return self._losses_and_logits.captured
 
     def forward(
@@ -122,7 +122,7 @@ class DensePart(nn.Module):
 def cross_entropy(
     logits: Tensor, labels: Tensor, weights: Tensor, task_weights: Sequence[float] = (1.0,)
 ) -> tuple[Tensor, Tensor]:
-    """The loss of all labels, from logits of any dtype.
+    """Return the loss of all labels, from logits of any dtype.
 
     Args:
         logits: [b, L].
@@ -150,7 +150,7 @@ def _sum_over_samples(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor
 
 
 def is_compiled(setting: Compile, device: torch.device) -> bool:
-    """Whether ``training.compile`` means so on this device: by default on GPUs, where code can be made for them."""
+    """Return whether ``training.compile`` means so on this device: by default on GPUs, where code can be made for them."""
     if setting is not Compile.auto:
         return setting is Compile.always
     return device.type == "cuda" and has_c_compiler()

@@ -40,16 +40,16 @@ class _InTwoParts(DLRM):
         self.sparse_arch = SparseArch(tables)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """[b, dense features] and features of stride b to logits [b, labels]."""
+        """Map [b, dense features] and features of stride b to logits [b, labels]."""
         return self.logits_of(dense_features, self.sparse_arch(sparse_features))
 
     def interactions_of(self, dense: Tensor, pooled: Tensor) -> Tensor:
-        """[b, dense features] and pooled embeddings [b, sum of dimensions] to what the top MLP reads, [b, N]."""
+        """Map [b, dense features] and pooled embeddings [b, sum of dimensions] to what the top MLP reads, [b, N]."""
         interactions: Tensor = self.inter_arch(self.dense_arch(dense), pooled)
         return interactions
 
     def logits_of(self, dense: Tensor, pooled: Tensor) -> Tensor:
-        """[b, dense features] and pooled embeddings [b, sum of dimensions] to logits [b, labels]."""
+        """Map [b, dense features] and pooled embeddings [b, sum of dimensions] to logits [b, labels]."""
         logits: Tensor = self.over_arch(self.interactions_of(dense, pooled))
         return logits
 
@@ -146,7 +146,7 @@ class ExpertDLRM(nn.Module):
         self._out_of_experts = CompiledForTraining(self._after_experts, is_compiled, lambda: after)
 
     def logits_of(self, dense: Tensor, pooled: Tensor, real: Tensor) -> Tensor:
-        """To logits [b, labels].
+        """Return the logits, [b, labels].
 
         Args:
             dense: [b, dense features].
@@ -166,14 +166,14 @@ class ExpertDLRM(nn.Module):
 
 
 def build_dlrm(config: Config, schema: DatasetSchema, device: torch.device, group: dist.ProcessGroup | None) -> nn.Module:
-    """The model of ``model.kind=dlrm``; a :data:`~dlrm_fused.models.BuildModel`."""
+    """Return the model of ``model.kind=dlrm``; a :data:`~dlrm_fused.models.BuildModel`."""
     shape, tables = config.model, embedding_tables(config.embedding, schema.sparse_features)
     top = top_widths(config, schema)
     return _with_experts(Dlrm(tables, len(schema.dense_features), shape.bottom_mlp, top), top, config, device, group)
 
 
 def build_dcnv2(config: Config, schema: DatasetSchema, device: torch.device, group: dist.ProcessGroup | None) -> nn.Module:
-    """The model of ``model.kind=dcnv2``; a :data:`~dlrm_fused.models.BuildModel`."""
+    """Return the model of ``model.kind=dcnv2``; a :data:`~dlrm_fused.models.BuildModel`."""
     shape, tables = config.model, embedding_tables(config.embedding, schema.sparse_features)
     dense_features, top = len(schema.dense_features), top_widths(config, schema)
     model = Dcnv2(tables, dense_features, shape.bottom_mlp, top, shape.cross_layers, shape.cross_rank)
@@ -183,7 +183,7 @@ def build_dcnv2(config: Config, schema: DatasetSchema, device: torch.device, gro
 def _with_experts(
     dlrm: _InTwoParts, top: list[int], config: Config, device: torch.device, group: dist.ProcessGroup | None
 ) -> nn.Module:
-    """The model itself if it has no experts."""
+    """Return the model itself if it has no experts."""
     if not config.model.experts.count:
         return dlrm
     (experts,) = build_experts(config, group, layers=1, width=top[0], tokens=1, device=device)

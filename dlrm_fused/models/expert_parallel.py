@@ -1,4 +1,4 @@
-"""How the experts of a Mixture of Experts are computed, and which ranks they are spread over: what ``comm`` means for them."""
+"""The computation of a Mixture of Experts' experts, and the ranks that they are spread over; ``comm`` chooses among ways."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ExpertComputation:
     activation: str = "silu"
 
     def __call__(self, x: Tensor, experts: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
-        """Each token's sum over its experts. Collective over the group; in autocast's dtype where it is enabled.
+        """Return each token's sum over its experts. Collective over the group; in autocast's dtype where it is enabled.
 
         Backward, the gradients of w_in and w_out are the sums over the group's tokens, divided by its ranks: averaged over
         the groups, they are those of the mean of the ranks' losses.
@@ -54,7 +54,7 @@ class ExpertComputation:
     def with_slots(
         self, x: Tensor, experts: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """The same, and int64 [E]: how many tokens of the group have each expert; None if this rank has not been told."""
+        """Return the call's result and int64 [E]: the group's tokens of each expert; None if this rank has not been told."""
         dtype = x.dtype
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -76,7 +76,7 @@ class ExpertComputation:
 def choose_computations(
     config: Config, group: ProcessGroup | None, layers: int, width: int, tokens: int, device: torch.device
 ) -> list[ExpertComputation]:
-    """The computation of ``config.comm`` for each of the model's layers of experts. Collective over the group.
+    """Return the computation of ``config.comm`` for each of the model's layers of experts. Collective over the group.
 
     With ``auto``, both ways are measured: one layer, forward and backward, with the tokens of a training batch, evenly spread.
 
@@ -130,7 +130,7 @@ def choose_computations(
 def _step_of_a_layer(
     computation: ExpertComputation, config: Config, width: int, tokens: int, device: torch.device
 ) -> Callable[[], None]:
-    """What makes a layer's forward and backward pass. Collective."""
+    """Return a function that runs a layer's forward and backward pass. Collective."""
     settings, dtype = config.model.experts, compute_dtype(config)
     own = settings.count // group_size(computation.group)
     x = torch.ones(tokens, width, dtype=dtype, device=device, requires_grad=True)

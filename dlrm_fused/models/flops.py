@@ -1,4 +1,4 @@
-"""How many floating-point operations a model needs: those of its matrix products.
+"""The number of floating-point operations that a model's matrix products need.
 
 A multiplication with its addition counts as two, a backward pass as two forward passes: the convention of model FLOPs
 utilization in Chowdhery et al., *PaLM*, arXiv 2204.02311, appendix B. What an implementation does beside it (elementwise work,
@@ -26,13 +26,13 @@ _FORWARD_PASSES_OF_A_STEP = 3
 
 
 def training_flops(config: Config, schema: DatasetSchema) -> int | None:
-    """Of the forward and the backward pass of one sample; None for a kind of model that is not counted here."""
+    """Return the FLOPs of one sample's forward and backward pass; None for a kind of model that is not counted here."""
     forward = forward_flops(config, schema)
     return None if forward is None else _FORWARD_PASSES_OF_A_STEP * forward
 
 
 def forward_flops(config: Config, schema: DatasetSchema) -> int | None:
-    """Of the forward pass of one sample; None for a kind of model that is not counted here."""
+    """Return the FLOPs of one sample's forward pass; None for a kind of model that is not counted here."""
     count = _COUNTS.get(config.model.kind)
     return None if count is None else count(config, schema)
 
@@ -52,14 +52,14 @@ def _dcnv2(config: Config, schema: DatasetSchema) -> int:
 def _transformer(config: Config, schema: DatasetSchema) -> int:
     vectors, width, tokens = _vectors(schema), config.model.d_model, schema.history_length + 1
     into = _product(tokens, pooled_columns(config.embedding, schema.token_features), width)
-    # Of the last block, only the candidate's result is used.
+    # Only the candidate's result of the last block is used.
     blocks = (config.model.layers - 1) * _block(config, tokens, queries=tokens) + _block(config, tokens, queries=1)
     top = _mlp(config.embedding.dim + _pairs(vectors) + width, top_widths(config, schema))
     return _bottom(config, schema) + into + blocks + _interaction(config, schema) + top
 
 
 def _block(config: Config, tokens: int, queries: int) -> int:
-    """Of the Transformer, for a result of so many of the tokens."""
+    """Return the FLOPs of one block of the Transformer whose result is needed for ``queries`` of the tokens."""
     width = config.model.d_model
     projections = _product(tokens, width, 3 * width) + _product(queries, width, width)
     attention = _product(queries, width, tokens) + _product(queries, tokens, width)  # of all heads together
@@ -69,7 +69,7 @@ def _block(config: Config, tokens: int, queries: int) -> int:
 
 
 def _experts_of_a_token(config: Config, width: int) -> int:
-    """The router, the token's experts and their weighted sum, and the expert that all tokens have."""
+    """Return the router, the token's experts and their weighted sum, and the expert that all tokens have."""
     experts = config.model.experts
     router, weighted_sum = _product(1, width, experts.count), _product(1, experts.top_k, width)
     matrices = 1 + ACTIVATIONS[experts.activation.name].parts
@@ -82,7 +82,7 @@ def _bottom(config: Config, schema: DatasetSchema) -> int:
 
 
 def _top(config: Config, schema: DatasetSchema, features: int) -> int:
-    """The top MLP of DLRM and DCNv2, with its experts."""
+    """Return the top MLP of DLRM and DCNv2, with its experts."""
     widths = top_widths(config, schema)
     return _mlp(features, widths) + (_experts_of_a_token(config, widths[0]) if config.model.experts.count else 0)
 
@@ -95,7 +95,7 @@ def _interaction(config: Config, schema: DatasetSchema) -> int:
 
 
 def _vectors(schema: DatasetSchema) -> int:
-    """What interacts: pooled embeddings and the bottom MLP's result."""
+    """Return how many vectors interact: pooled embeddings and the bottom MLP's result."""
     return len(schema.sparse_features) + 1
 
 
@@ -108,7 +108,7 @@ def _mlp(in_features: int, widths: Sequence[int]) -> int:
 
 
 def _product(rows: int, inner: int, columns: int) -> int:
-    """[rows, inner] by [inner, columns]."""
+    """Return the FLOPs of [rows, inner] by [inner, columns]."""
     return 2 * rows * inner * columns
 
 

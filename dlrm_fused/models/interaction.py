@@ -41,12 +41,12 @@ class Interaction(nn.Module):
         self._dims = {numbers[module]: own for module, own in self._dims.items()}
 
     def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
-        """[b, D] and [b, sum of dims] to ``dense`` and the products of all pairs of vectors, [b, D + pairs]."""
+        """Map [b, D] and [b, sum of dims] to ``dense`` and the products of all pairs of vectors, [b, D + pairs]."""
         interactions: Tensor = self.products(dense, self._of_one_dim(pooled))
         return interactions
 
     def _of_one_dim(self, pooled: Tensor) -> Tensor:
-        """[b, sum of dims] to [b, features, D]."""
+        """Map [b, sum of dims] to [b, features, D]."""
         if not self.projections:
             return pooled.unflatten(1, (-1, self._dim))
         of_features = zip(self._dims, pooled.split(list(self._dims.values()), dim=1), strict=True)

@@ -25,7 +25,7 @@ from dlrm_fused.ops.moe.activations import ACTIVATIONS, Activation
 
 
 class Routing(NamedTuple):
-    """What a router says of T tokens; float32.
+    """A router's decisions for T tokens; float32.
 
     Attributes:
         experts: [T, k] int64, the experts of each token, best first.
@@ -132,7 +132,7 @@ class MixtureOfExperts(nn.Module):
         return result
 
     def take_auxiliary_loss(self) -> Tensor | None:
-        """What the last forward pass adds to the loss of this rank; None if it was not in training, or this was asked before.
+        """Return the last forward pass's part of this rank's loss, once; None after that, or if the pass was not in training.
 
         Like the loss of :class:`~dlrm_fused.models.RankingTask`, it is this rank's share: the mean over ranks is that of
         the global batch.
@@ -183,7 +183,7 @@ class _SharedExpert(nn.Module):
 
 
 def _count(experts: Tensor, count: int) -> Tensor:
-    """[count], how often each expert occurs; -1 is none. Unlike bincount, does not wait for the device."""
+    """Return [count], how often each expert occurs; -1 is none. Unlike bincount, does not wait for the device."""
     slots = torch.zeros(count + 1, dtype=torch.int64, device=experts.device)
     ids = experts.flatten() + 1
     return slots.scatter_add_(0, ids, torch.ones_like(ids))[1:]
@@ -202,7 +202,7 @@ def _sum_over_ranks(slots: Tensor) -> Tensor:
 
 
 def _expert_weights(experts: int, out_features: int, in_features: int, group: ProcessGroup | None) -> nn.Parameter:
-    """This rank's experts of [experts, out_features, in_features]. An expert is drawn by a seed of its own, on the CPU, as
+    """Return this rank's experts of [experts, out_features, in_features]. An expert is drawn by its own seed, on the CPU, as
     nn.Linear draws: it depends neither on how many ranks there are nor on the device."""
     ranks, rank = group_size(group), 0 if group is None else group.rank()
     own = experts // ranks

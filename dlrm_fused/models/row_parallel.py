@@ -1,4 +1,4 @@
-"""Which operators multiply and communicate in tensor-parallel layers: what ``comm`` means for them."""
+"""The choice of operators that multiply and communicate in tensor-parallel layers, by ``comm``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MAX_ROWS = 32_768
 
 
 def choose_product(config: Config, group: dist.ProcessGroup | None, tokens: int, device: torch.device) -> LayerProducts:
-    """The product of ``config.comm`` for the model's row-parallel layers. Collective over the group.
+    """Return the product of ``config.comm`` for the model's row-parallel layers. Collective over the group.
 
     With ``auto``, all ways are measured: the products of a block, forward, with the rows of a training batch. That in which
     each rank has its own rows between layers is among them on GPUs of one host.
@@ -46,28 +46,18 @@ def choose_product(config: Config, group: dist.ProcessGroup | None, tokens: int,
     fused = fused_product(config, group, device, "row-parallel layers", width, min(max(rows), _MAX_ROWS))
     if fused.workspace is None or config.comm is Comm.fused:
         return fused
+
+    def is_faster(way: LayerProducts, other: LayerProducts, work: str, other_name: str) -> bool:
+        step, other_step = (_products_of_a_block(products, config, rows[0], device) for products in (way, other))
+        return measure_both(step, other_step, group, device, work=work, unfused_name=other_name).fused_is_faster
+
     baseline = LayerProducts(group)
-    both = measure_both(
-        _products_of_a_block(fused, config, rows[0], device),
-        _products_of_a_block(baseline, config, rows[0], device),
-        group,
-        device,
-        work=f"row-parallel layers of {rows[0]} rows",
-        unfused_name="product and all-reduce",
-    )
-    whole = fused if both.fused_is_faster else baseline
+    is_fused = is_faster(fused, baseline, f"row-parallel layers of {rows[0]} rows", "product and all-reduce")
+    whole = fused if is_fused else baseline
     sharded = _sharded_products(fused, config, min(max(rows), _MAX_ROWS))
     if sharded is None:
         return whole
-    both = measure_both(
-        _products_of_a_block(sharded, config, rows[0], device),
-        _products_of_a_block(whole, config, rows[0], device),
-        group,
-        device,
-        work=f"layers of {rows[0]} rows, each rank with its own between them",
-        unfused_name="all ranks with all rows",
-    )
-    if both.fused_is_faster:
+    if is_faster(sharded, whole, f"layers of {rows[0]} rows, each rank with its own between them", "all ranks with all rows"):
         return sharded
     assert sharded.shards is not None
     sharded.shards.close()
@@ -75,7 +65,7 @@ def choose_product(config: Config, group: dist.ProcessGroup | None, tokens: int,
 
 
 def _sharded_products(fused: LayerProducts, config: Config, max_rows: int) -> LayerProducts | None:
-    """Those of sequence parallelism, over the ranks of ``fused``; None without GPUs that reach each other's memory.
+    """Return sequence parallelism's products over the ranks of ``fused``; None without GPUs that reach each other's memory.
 
     Collective over the group.
     """
@@ -123,12 +113,12 @@ def fused_product(
 
 
 def _products_of_a_block(product: LayerProducts, config: Config, rows: int, device: torch.device) -> Callable[[], None]:
-    """What makes the four products of a block. Collective."""
+    """Return a function that computes the four products of a block. Collective."""
     assert product.group is not None
     width, dtype, ranks = config.model.d_model, compute_dtype(config), product.group.size()
     norm_weight = torch.ones(width, dtype=dtype, device=device)
     between = torch.ones(rows // ranks if product.shards else rows, width, dtype=dtype, device=device)
-    # Of a column-parallel weight, and of the row-parallel one behind it: of the attention's three results it takes one.
+    # Columns of a column-parallel weight, and depth of the row-parallel one behind it: attention makes one result of three.
     sizes = [(3 * width // ranks, width // ranks), (FEED_FORWARD_FACTOR * width // ranks,) * 2]
     weights = [
         (torch.ones(columns, width, dtype=dtype, device=device), torch.ones(width, depth, dtype=dtype, device=device))

@@ -18,7 +18,7 @@ _TABLE_DTYPES = {TableDtype.fp32: DataType.FP32, TableDtype.fp16: DataType.FP16}
 
 
 def embedding_tables(embedding: EmbeddingConfig, features: Sequence[SparseFeature]) -> EmbeddingBagCollection:
-    """A table for each feature, of its module's name, on the meta device: sharding gives it memory and weights."""
+    """Return a table for each feature, of its module's name, on the meta device: sharding gives it memory and weights."""
     return EmbeddingBagCollection(
         tables=[
             EmbeddingBagConfig(
@@ -53,7 +53,7 @@ class InFeatureOrder(nn.Module):
         self.features = [feature for config in tables.embedding_bag_configs() for feature in config.feature_names]
 
     def forward(self, pooled: KeyedTensor) -> Tensor:
-        """[b, sum of dimensions]; a view of the collection's result if that has this order."""
+        """Return [b, sum of dimensions]; a view of the collection's result if that has this order."""
         if pooled.keys() == self.features:
             values: Tensor = pooled.values()
             return values

@@ -1,4 +1,4 @@
-"""What is trained: a model of a config with the loss of click prediction on top."""
+"""The module that is trained: a config's model with the loss of click prediction on top."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BuildModel = Callable[[Config, DatasetSchema, torch.device, dist.ProcessGroup | 
 
 
 class Output(NamedTuple):
-    """What a forward pass leaves for the metrics; all are detached.
+    """The results of a forward pass that metrics read; all are detached.
 
     Attributes:
         loss: [] this rank's share of the cross-entropy, such that the mean over ranks is the mean over the global batch.
@@ -100,12 +100,12 @@ class RankingTask(nn.Module):
 
     @property
     def captured(self) -> CapturedFunction[tuple[Tensor, Tensor]] | None:
-        """What gives the gradients of all dense parameters at once; None for a model that autograd runs through."""
+        """The function that computes all dense parameters' gradients at once; None for a model that autograd runs through."""
         return self._dense_part.captured if self._dense_part is not None else None
 
     @property
     def dense_part(self) -> DensePart | None:
-        """What follows the embeddings; None for a model that is not called in two parts."""
+        """The part that follows the embeddings; None for a model that is not called in two parts."""
         return self._dense_part
 
     def forward(self, batch: Batch) -> tuple[Tensor, Output]:
@@ -127,11 +127,11 @@ class RankingTask(nn.Module):
         return loss, output
 
     def dense_layers(self) -> list[nn.Module]:
-        """Of the model, all that has no tables."""
+        """Return the model's layers without tables."""
         return [layer for layer in self.model.children() if layer is not self.model.sparse_arch]
 
     def _logits(self, batch: Batch) -> Tensor:
-        """[b, labels]."""
+        """Return [b, labels]."""
         with torch.autocast(self._device_type, dtype=torch.bfloat16, enabled=self._autocast):
             # As in forward, not by what the batch has.
             histories = (batch.tokens, batch.history_lengths) if self._reads_histories else ()

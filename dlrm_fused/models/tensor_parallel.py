@@ -38,7 +38,7 @@ def group_size(group: ProcessGroup | None) -> int:
 
 
 def gather_samples(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """[b, ...] of each rank to [n * b, ...] of all, on all of them; b must not differ. Collective.
+    """Gather [b, ...] of each rank to [n * b, ...] of all, on all of them; b must not differ. Collective.
 
     Backward, each rank takes the gradient of its own samples, times n: the gradient of the mean of the ranks' losses becomes
     that of this rank's.
@@ -47,7 +47,7 @@ def gather_samples(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def own_samples(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """This rank's [b, ...] of [n * b, ...], equal on all ranks.
+    """Return this rank's [b, ...] of [n * b, ...], equal on all ranks.
 
     Backward, the gradients of all ranks' samples are gathered, and divided by n: they are of the mean of the ranks' losses.
     """
@@ -119,7 +119,7 @@ class _MeanOfRanks(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LayerProducts:
-    """How sharded layers multiply and communicate: the one place where ``comm`` matters to a tensor-parallel model.
+    """The products and exchanges of sharded layers: the one place where ``comm`` matters to a tensor-parallel model.
 
     Attributes:
         group: the ranks that hold the pieces; None: this rank alone. One rank communicates nothing.
@@ -134,15 +134,15 @@ class LayerProducts:
     shards: ShardWorkspace | None = None
 
     def enter(self, x: Tensor) -> Tensor:
-        """This rank's samples [b, ...] as the layers take them: those of all ranks, [n * b, ...], or its own."""
+        """Return this rank's samples [b, ...] as the layers take them: those of all ranks, [n * b, ...], or its own."""
         return x if self.shards else gather_samples(x, self.group)
 
     def leave(self, x: Tensor) -> Tensor:
-        """This rank's samples [b, ...] of what layers gave."""
+        """Return this rank's samples [b, ...] of the layers' results."""
         return x if self.shards else own_samples(x, self.group)
 
     def columns(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The product of a column-parallel layer.
+        """Return the product of a column-parallel layer.
 
         Args:
             x: [s, ..., K], the samples between layers.
@@ -156,7 +156,7 @@ class LayerProducts:
         workspace, ranks = self.shards, self.shards.world_size
         x, weight = self._in_compute_dtype(x), _MeanOfRanks.apply(self._in_compute_dtype(weight), ranks)
         rows = x.flatten(0, -2).contiguous()
-        # What the workspace has no memory for goes in several calls.
+        # Rows beyond the workspace's memory go in further calls.
         parts = [all_gather_gemm(workspace, part, weight) for part in rows.split(workspace.max_rows // ranks)]
         if len(parts) == 1:
             out = parts[0]
@@ -165,12 +165,12 @@ class LayerProducts:
         return out.view(ranks * x.shape[0], *x.shape[1:-1], len(weight))
 
     def _in_compute_dtype(self, x: Tensor) -> Tensor:
-        """In autocast's dtype, where it is enabled."""
+        """Return ``x`` in autocast's dtype, where it is enabled."""
         kind = x.device.type
         return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
     def _scatter(self, workspace: ShardWorkspace, x: Tensor, weight: Tensor) -> Tensor:
-        """[rows of own samples, N]: the sum over ranks of x [rows of all, K_local] @ weight.T."""
+        """Return [rows of own samples, N]: the sum over ranks of x [rows of all, K_local] @ weight.T."""
         ranks = workspace.world_size
         weight = _MeanOfRanks.apply(weight, ranks)
         parts = x.unflatten(0, (ranks, -1)).split(workspace.max_rows // ranks, dim=1)
@@ -199,7 +199,7 @@ class LayerProducts:
         if self.workspace is None:
             out, normed = reference(self.group, x, weight, None, residual, norm_weight, NORM_EPS)
         else:
-            # What the workspace has no memory for goes in several calls.
+            # Rows beyond the workspace's memory go in further calls.
             rows = zip(x.split(self.workspace.max_rows), residual.split(self.workspace.max_rows), strict=True)
             results = [gemv_all_reduce(self.workspace, x, weight, None, r, norm_weight, NORM_EPS) for x, r in rows]
             out, normed = results[0] if len(results) == 1 else map(torch.cat, zip(*results, strict=True))
@@ -224,7 +224,7 @@ class ColumnParallelLinear(nn.Module):
         self.weight = _shard_of_weight(in_features, out_features, 0, products.group)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, ..., in_features], the samples between layers, to [n * b, ..., out_features / ranks]."""
+        """Map [s, ..., in_features], the samples between layers, to [n * b, ..., out_features / ranks]."""
         return self._products.columns(x, self.weight)
 
 
@@ -241,12 +241,12 @@ class RowParallelLinear(nn.Module):
         self.weight = _shard_of_weight(in_features, out_features, 1, product.group)
 
     def forward(self, x: Tensor, residual: Tensor, norm_weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Like :class:`LayerProducts`, which it calls."""
+        """Return the layer's output and its norm, as :class:`LayerProducts` does."""
         return self._product(x, self.weight, residual, norm_weight)
 
 
 def _shard_of_weight(in_features: int, out_features: int, dim: int, group: ProcessGroup | None) -> nn.Parameter:
-    """This rank's piece of a weight [out_features, in_features], sharded along ``dim``.
+    """Return this rank's piece of a weight [out_features, in_features], sharded along ``dim``.
 
     The whole is drawn on the CPU, as nn.Linear draws it, so that neither the piece nor what is drawn after it depends on how
     many ranks there are.
@@ -264,7 +264,7 @@ def _shard_of_weight(in_features: int, out_features: int, dim: int, group: Proce
 
 
 def sharded_parameter(piece: Tensor, dim: int, group: ProcessGroup | None) -> nn.Parameter:
-    """This rank's piece as a parameter; one rank alone has the whole, an ordinary parameter."""
+    """Return this rank's piece as a parameter; one rank alone has the whole, an ordinary parameter."""
     parameter = nn.Parameter(piece)
     if group_size(group) > 1:
         parameter.shard_dim = dim  # type: ignore[attr-defined]

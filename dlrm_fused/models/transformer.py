@@ -68,12 +68,12 @@ class Block(nn.Module):
             self.feed_forward_out = RowParallelLinear(d_ff, d_model, product)
 
     def project(self, normed: Tensor) -> Tensor:
-        """[..., d_model] to queries, keys and values of this rank's heads, [..., heads / ranks, 3, d_head]."""
+        """Map [..., d_model] to queries, keys and values of this rank's heads, [..., heads / ranks, 3, d_head]."""
         projected: Tensor = self.qkv(normed)
         return projected.unflatten(-1, (-1, 3, self._d_head))
 
     def finish(self, attended: Tensor, x: Tensor, next_norm: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """What follows the attention.
+        """Compute the rest of the block from the attention's result.
 
         Args:
             attended: [..., heads / ranks, d_head], the attention's result.
@@ -136,7 +136,7 @@ class HistoryTransformer(nn.Module):
         self.final_norm = nn.Parameter(torch.ones(d_model))
 
     def stages(self) -> list[tuple[Block, Tensor]]:
-        """Each block with the weight of the norm that follows it."""
+        """Return each block with the weight of the norm that follows it."""
         blocks = [block for block in self.blocks if isinstance(block, Block)]
         return list(zip(blocks, [*(block.attention_norm for block in blocks[1:]), self.final_norm], strict=True))
 
@@ -167,7 +167,7 @@ class HistoryTransformer(nn.Module):
             queries, keys, values = block.project(normed).permute(3, 0, 2, 1, 4)
             attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
             x, normed = block.finish(attended.transpose(1, 2), x, next_norm, real_tokens)
-        # Of the last block, only the candidates' outputs are used.
+        # Only the candidates' outputs of the last block are used.
         queries, keys, values = last.project(normed).permute(3, 0, 2, 1, 4)
         samples, samples_of_x = (torch.arange(of.shape[0], device=tokens.device) for of in (candidates, x))
         attended = F.scaled_dot_product_attention(
@@ -230,7 +230,7 @@ class TransformerOverArch(nn.Module):
         self.over = OverArch(dim + pairs + d_model, layer_sizes)
 
     def forward(self, dense: Tensor, sparse: Tensor, encoded: Tensor) -> Tensor:
-        """[b, D], [b, sum of dims] and [b, d_model] to logits, [b, labels]."""
+        """Map [b, D], [b, sum of dims] and [b, d_model] to logits, [b, labels]."""
         logits: Tensor = self.over(torch.cat((self.interaction(dense, sparse), encoded), dim=1))
         return logits
 
@@ -290,7 +290,7 @@ class TransformerDLRM(nn.Module):
 
 
 def build(config: Config, schema: DatasetSchema, device: torch.device, group: dist.ProcessGroup | None) -> nn.Module:
-    """The model of ``model.kind=transformer``, a :data:`~dlrm_fused.models.BuildModel`.
+    """Return the model of ``model.kind=transformer``, a :data:`~dlrm_fused.models.BuildModel`.
 
     The ranks of the group share the weights of its blocks: those of experts, or all.
     """
@@ -304,7 +304,7 @@ def build(config: Config, schema: DatasetSchema, device: torch.device, group: di
 def build_transformer(
     config: Config, schema: DatasetSchema, product: LayerProducts, experts: Sequence[MixtureOfExperts] = ()
 ) -> TransformerDLRM:
-    """The model of ``model.kind=transformer``, whose layers are sharded over the ranks of ``product``.
+    """Return the model of ``model.kind=transformer``, whose layers are sharded over the ranks of ``product``.
 
     Args:
         experts: of each block; none for a model without experts.

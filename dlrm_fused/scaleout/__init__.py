@@ -1,4 +1,4 @@
-"""What fusion brings on many hosts: a discrete-event model of networks, collectives and steps.
+"""A discrete-event model of networks, collectives and steps, which predicts the gain of fusion on many hosts.
 
 It reads in this order: ``fair_sharing`` (how flows divide links), ``topologies`` (which links a flow crosses), ``network``
 (flows in time, as SimPy events), ``collectives`` (what an algorithm sends, in which order), ``step`` (tasks on streams).

@@ -45,7 +45,7 @@ def sweep(scenario: Scenario) -> Iterator[tuple[Row, Timeline]]:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What fusion saves of a step (1 - fused / baseline) with one setting changed to each of its values."""
+    """The share of a step that fusion saves (1 - fused / baseline), with one setting changed to each of its values."""
 
     key: str
     values: tuple[Any, ...]
@@ -53,7 +53,7 @@ class Sensitivity:
 
 
 def sensitivities(scenario: Scenario) -> tuple[float, list[Sensitivity]]:
-    """What fusion saves on the first of ``hosts``, and with each setting of ``sensitivity`` changed, the largest change first.
+    """Return fusion's saving on the first of ``hosts``, and with each setting of ``sensitivity`` changed, largest change first.
 
     Raises:
         ConfigError: as of :func:`sweep`; nothing in ``sensitivity``.
@@ -128,7 +128,7 @@ def steps(scenario: Scenario, planned: _Planned, *, progress: bool = True) -> It
 
 
 def slowest_rank(scenario: Scenario, ranks: int) -> float:
-    """How many times as long as others the slowest rank computes: log-normal factors, drawn by the seed.
+    """Return how many times as long as others the slowest rank computes: log-normal factors, drawn by the seed.
 
     All ranks wait for it in the first exchange of a step, so it counts for all.
     """
@@ -160,7 +160,7 @@ def _with_comm(config: Config, comm: Comm, global_batch_size: int) -> Config:
 
 
 def _parts(timeline: Timeline) -> str:
-    """The milliseconds of the critical path, kernels of the dense part together."""
+    """Return the milliseconds of the critical path, kernels of the dense part together."""
     parts: dict[str, float] = defaultdict(float)
     for span in timeline.critical_path():
         parts[span.task.name.split(" ")[0] if ":" in span.task.name else span.task.name] += span.end - span.start

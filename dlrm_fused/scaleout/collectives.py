@@ -1,4 +1,4 @@
-"""What collectives send: phases, each of which starts when the one before is there.
+"""The phases in which collectives send, each of which starts when the one before has arrived.
 
 ``size`` is what a rank holds, in bytes, as in nccl-tests: the tensor of an AllReduce, all that a rank sends in an
 All-to-All (its own part included), the result of an AllGather, the input of a ReduceScatter.
@@ -36,7 +36,7 @@ def all_to_all_direct(topology: Topology, size: float) -> list[Phase]:
 
 
 def all_to_all_pairwise(topology: Topology, size: float) -> list[Phase]:
-    """One message at a time. Its steps are taken as alike: the links of a step are those of all pairs, on average."""
+    """Return the phases of one message at a time. All steps count as alike, with the links of all pairs on average."""
     peers = topology.ranks - 1
     if peers == 0:
         return []
@@ -119,7 +119,7 @@ COLLECTIVES: dict[str, dict[str, Collective]] = {
 
 
 def all_reduce_auto(topology: Topology, size: float) -> list[Phase]:
-    """The faster of ring and trees, as NCCL chooses; on a torus the ring."""
+    """Return the faster of ring and trees, as NCCL chooses; on a torus the ring."""
     ring = all_reduce_ring(topology, size)
     if isinstance(topology, Torus):
         return ring
@@ -128,7 +128,7 @@ def all_reduce_auto(topology: Topology, size: float) -> list[Phase]:
 
 
 def algorithms_of(collective: str) -> dict[str, Collective]:
-    """What can be asked for, by name: those of :data:`COLLECTIVES`, and ``auto`` for an AllReduce."""
+    """Return the algorithms of a collective by name: those of :data:`COLLECTIVES`, and ``auto`` for an AllReduce."""
     chosen = {"auto": all_reduce_auto} if collective == "all_reduce" else {}
     return {**chosen, **COLLECTIVES[collective]}
 

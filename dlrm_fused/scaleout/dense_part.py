@@ -1,4 +1,4 @@
-"""What follows the embeddings in a step, forward and backward: kernels and exchanges, traced from the trainer's own model.
+"""The part of a step that follows the embeddings: its kernels and exchanges, traced from the trainer's own model.
 
 PyTorch's tracer runs the model as one of so many ranks, on tensors without memory, and notes each operation. A matrix product
 is a kernel, and so is an attention. Of the other operations, a compiled model makes one kernel of each chain between products;
@@ -74,7 +74,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Gradient:
-    """Of a dense parameter.
+    """The gradient of a dense parameter.
 
     Args:
         after: The index of the backward pass's last piece of work before it is there.
@@ -111,7 +111,7 @@ def trace(
     *,
     compiled: bool,
 ) -> DenseWork:
-    """What one rank does.
+    """Return the kernels, exchanges and gradients of one rank's dense part.
 
     Args:
         task: built for the CPU, not compiled; with ``comm=baseline``, on the ranks of
@@ -153,7 +153,7 @@ def trace(
 
 
 class _Pooled(nn.Module):
-    """In place of the embedding stage: returns what it is given."""
+    """Stands in for the embedding stage: returns the embeddings that it is given."""
 
     def __init__(self, *embeddings: Tensor) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """The node that computed what this one is a view of, or has exchanged."""
+    """Return the node that computed what this one is a view of, or has exchanged."""
     while node.op == "call_function" and (_name(node) in _MOVE_NOTHING or _name(node) in _COLLECTIVES):
         if not node.all_input_nodes or _name(node).endswith("empty"):
             break
@@ -254,7 +254,7 @@ class _Work:
         self._end_chain()
 
     def end_of(self, node: fx.Node) -> int:
-        """The index of the work after which the node's result is there; 0 for what no kernel here computes."""
+        """Return the index of the work after which the node's result is there; 0 for what no kernel here computes."""
         return self._ends.get(node, 0)
 
     def _append(self, work: Kernel | Exchange, *nodes: fx.Node) -> None:
@@ -281,7 +281,7 @@ class _Work:
 
 
 def _kernel_of_chain(nodes: Sequence[fx.Node]) -> Kernel:
-    """One kernel, which reads what others computed and writes what others use."""
+    """Return one kernel, which reads what others computed and writes what others use."""
     own = set(nodes)
     read = {source for node in nodes for source in _inputs(node) if source not in own}
     written = [node for node in nodes if any(user not in own for user in _users(node))]
@@ -315,7 +315,7 @@ def _flops(node: fx.Node) -> float:
 
 
 def _size(node: fx.Node) -> float:
-    """Bytes of a tensor, or of several; 0 for what is none."""
+    """Return bytes of a tensor, or of several; 0 for what is none."""
     value = node.meta.get("val")
     tensors = [value] if isinstance(value, Tensor) else [part for part in value or () if isinstance(part, Tensor)]
     return float(sum(math.prod(tensor.shape) * tensor.element_size() for tensor in tensors))

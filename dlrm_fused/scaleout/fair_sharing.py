@@ -12,7 +12,7 @@ _FULL = 1e-12
 
 
 def max_min_rates(usage: NDArray[np.float64], capacity: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The rates, in bytes/s, at which no flow can go faster without slowing one that is not faster.
+    """Return the rates, in bytes/s, at which no flow can go faster without slowing one that is not faster.
 
     Args:
         usage: ``(links, flows)``, the capacity that a flow takes of a link at a rate of one byte/s. 0: the flow does not

@@ -1,4 +1,4 @@
-"""What ``comm=fused`` makes of the dense part's kernels and exchanges.
+"""The dense part's kernels and exchanges as ``comm=fused`` joins them.
 
 The exchanges of experts' rows, and the AllReduce after a row-parallel product, are one kernel with the product before them.
 Where none is, as for the tokens that experts get, the kernel that gathers rows sends them. Rows are sent to where they belong,
@@ -22,7 +22,7 @@ class SendingKernel:
 
 
 def fused(pieces: Sequence[Kernel | Exchange], *, is_backward: bool) -> Iterator[tuple[int, Kernel | Exchange | SendingKernel]]:
-    """What is left, each with the number of the last piece that it stands for."""
+    """Yield the pieces that are left after joining, each with the number of the last piece that it stands for."""
     before: list[tuple[int, Kernel]] = []  # the last kernel that is no copy, and copies since
     follows_rows = False
     for number, piece in enumerate(pieces):
@@ -50,7 +50,7 @@ def fused(pieces: Sequence[Kernel | Exchange], *, is_backward: bool) -> Iterator
 
 
 def _sender(before: Sequence[tuple[int, Kernel]]) -> Kernel | None:
-    """The product whose result is exchanged, or else the largest of the copies."""
+    """Return the product whose result is exchanged, or else the largest of the copies."""
     kernels = [kernel for _, kernel in before]
     products, copies = [kernel for kernel in kernels if kernel.flops], [kernel for kernel in kernels if kernel.is_copy]
     return products[0] if products else max(copies, key=lambda kernel: kernel.bytes, default=None)

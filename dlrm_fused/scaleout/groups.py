@@ -73,7 +73,7 @@ def consecutive(topology: Topology, size: int) -> Topology:
 
 
 def strided(topology: Topology, size: int) -> Topology:
-    """The ranks of the same place in each of the groups of :func:`consecutive`.
+    """Return the ranks of the same place in each of the groups of :func:`consecutive`.
 
     Raises:
         UsageError: As there.

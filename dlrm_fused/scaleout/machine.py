@@ -1,4 +1,4 @@
-"""How long a rank computes: a roofline fitted to measured kernels.
+"""The time that a rank's kernels take: a roofline fitted to measured kernels.
 
 A kernel takes a launch, and then the longer of its matrix products at the machine's rate and of its bytes at the bandwidth of
 its memory (Williams, Waterman, Patterson, *Roofline*, Commun. ACM 52(4), 2009). Products of few operations, which do not fill
@@ -57,7 +57,7 @@ class Machine:
     fused_speeds: Mapping[str, float] = field(default_factory=dict)
 
     def share(self, sender: str, link: str) -> float:
-        """Of the rate of a link that a collective of the library, or ``stores``, reach.
+        """Return the share of a link's rate that a collective of the library, or ``stores``, reach.
 
         Args:
             link: Its name in :attr:`Topology.links <dlrm_fused.scaleout.topologies.Topology.links>`.
@@ -72,7 +72,7 @@ class Machine:
         return self.launch + max(compute, kernel.bytes / self.memory)
 
     def slower(self, factor: float) -> Machine:
-        """One whose kernels take ``factor`` times as long."""
+        """Return one whose kernels take ``factor`` times as long."""
         return replace(
             self,
             launch=self.launch * factor,
@@ -119,7 +119,7 @@ def as_json(machine: Machine) -> dict[str, object]:
 
 
 def fit_line(work: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """A fixed time and a rate: seconds = fixed + work / rate, by least squares of the relative errors.
+    """Return a fixed time and a rate: seconds = fixed + work / rate, by least squares of the relative errors.
 
     Returns:
         fixed seconds, not below 0, and the work of a second.

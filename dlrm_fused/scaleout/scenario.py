@@ -134,7 +134,7 @@ def load_scenario(path: Path, overrides: Sequence[str]) -> Scenario:
 
 
 def changed(scenario: Scenario, key: str, value: object) -> Scenario:
-    """With one setting changed: of the scenario, or of the trainer with ``train.settings.`` before its name.
+    """Return a scenario with one setting changed: its own, or one of the trainer with ``train.settings.`` before its name.
 
     Raises:
         ConfigError: no such setting, or a value that is not allowed. Settings of the trainer are checked when it is read.

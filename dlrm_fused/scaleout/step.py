@@ -72,7 +72,7 @@ class Span:
 
 
 class Timeline:
-    """What ran when."""
+    """The tasks of a step with their start and end."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self.spans = list(spans)
@@ -83,11 +83,11 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """The duration of the whole step."""
         return max((span.end for span in self.spans), default=0.0)
 
     def critical_path(self) -> list[Span]:
-        """The tasks, from the first to the last, each of which started when the one before it ended."""
+        """Return the tasks, from the first to the last, each of which started when the one before it ended."""
         return list(self._back_from_the_end())[::-1]
 
     def _back_from_the_end(self) -> Iterator[Span]:
@@ -97,7 +97,7 @@ class Timeline:
             span = self._by_name[span.waited_for] if span.waited_for else None
 
     def trace_events(self) -> dict[str, object]:
-        """For https://ui.perfetto.dev, once written as JSON (Chrome's Trace Event Format; times in microseconds)."""
+        """Return events that https://ui.perfetto.dev shows once they are JSON (Chrome's Trace Event Format; microseconds)."""
         streams = list(dict.fromkeys(span.task.stream for span in self.spans))
         names = [
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": stream}}

@@ -1,4 +1,4 @@
-"""Which links the flows between ranks cross, by classes: all members of a class are alike by the topology's symmetry.
+"""The links that flows between ranks cross, by classes: all members of a class are alike by the topology's symmetry.
 
 A topology names its classes of links, and says for the pairs of ranks that a pattern of communication uses (all pairs, the
 neighbours of a ring) how many flows are alike and which links each of them crosses.
@@ -57,27 +57,27 @@ class Topology(Protocol):
     def links(self) -> Mapping[str, Links]: ...
 
     def all_pairs(self) -> list[Flows]:
-        """One flow from every rank to every other one."""
+        """Return one flow from every rank to every other one."""
         ...
 
     def within_hosts(self) -> list[Flows]:
-        """One flow from every rank to every other one of its host."""
+        """Return one flow from every rank to every other one of its host."""
         ...
 
     def rails(self) -> list[Flows]:
-        """One flow from every rank to the rank of the same place in every other host."""
+        """Return one flow from every rank to the rank of the same place in every other host."""
         ...
 
     def ring(self) -> list[Flows]:
-        """One flow from every rank to the next one, in the order of the ranks and back to the first."""
+        """Return one flow from every rank to the next one, in the order of the ranks and back to the first."""
         ...
 
     def ring_within_hosts(self) -> list[Flows]:
-        """As ``ring``, in every host for itself."""
+        """Return the flows of a ring in each host."""
         ...
 
     def ring_of_rails(self) -> list[Flows]:
-        """One flow from every rank to the rank of the same place in the next host."""
+        """Return one flow from every rank to the rank of the same place in the next host."""
         ...
 
 
@@ -157,7 +157,7 @@ class Torus:
         return {name: Links(self.ranks, self.bytes_per_second) for name, size in directions if size > 1}
 
     def _to(self, row: int, column: int) -> Flows:
-        """The flows of all ranks to the one so many rows and columns further."""
+        """Return the flows of all ranks to the one so many rows and columns further."""
         along_row = _ways(column, self.columns, "east", "west")
         along_column = _ways(row, self.rows, "south", "north")
         hops = sum(along_row.values()) + sum(along_column.values())
@@ -181,7 +181,7 @@ class Torus:
         return [Flows(self.ranks, self._evenly_over_all_links(), self.latency)]
 
     def _evenly_over_all_links(self) -> Mapping[str, float]:
-        """As many rings as there are directions, each with its share of the bytes: none waits for another one's links."""
+        """Return the crossings of one ring per direction, each with its share of the bytes: none waits for another's links."""
         return {name: 1 / len(self.links) for name in self.links}
 
     def ring_within_hosts(self) -> list[Flows]:
@@ -279,7 +279,7 @@ class Cluster:
         return self._to_other_hosts(1, same_rail=True)
 
     def ring(self) -> list[Flows]:
-        """As many rings as a host has ranks, each of which leaves it by another NIC and has its share of the bytes."""
+        """Return as many rings as a host has ranks; each leaves it by another NIC and has its share of the bytes."""
         if self.hosts == 1:
             return self.ring_within_hosts()
         outside = 1 / self.ranks_per_host

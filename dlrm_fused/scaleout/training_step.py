@@ -72,7 +72,7 @@ def tasks_of_step(
 
 
 def embedding_seconds(timeline: Timeline) -> float:
-    """Of the embedding stage, forward: from the start of the lookup until all pooled embeddings are there."""
+    """Return the embedding stage's forward time: from the start of the lookup until all pooled embeddings have arrived."""
     names = {span.task.name for span in timeline.spans}
     first, last = (LOOKUP_AND_POOLED, LOOKUP_AND_POOLED) if LOOKUP_AND_POOLED in names else (LOOKUP, POOLED)
     return timeline[last].end - timeline[first].start
@@ -130,7 +130,7 @@ class _Step:
             self._last = POOLED
 
     def _copies(self, part: str, size: float) -> float:
-        """Seconds in which TorchRec's path copies pooled embeddings, or gradients of them, around their exchange."""
+        """Return seconds in which TorchRec's path copies pooled embeddings, or gradients of them, around their exchange."""
         copies = _COPIES if self._topology.ranks > 1 else _COPIES_OF_ONE_RANK
         return copies[part] * (self._machine.launch + 2 * size / self._machine.memory)
 
@@ -139,7 +139,7 @@ class _Step:
         return self._machine.fused_speeds.get(kernel, 1.0) if self._is_fused and self._work.is_covered else 1.0
 
     def _pass(self, part: str, pieces: Sequence[Kernel | Exchange], gradients: Sequence[Gradient] = ()) -> Iterator[Task]:
-        """AllReduces of dense gradients start when these are there."""
+        """Yield the tasks of a pass; AllReduces of dense gradients start when these have been computed."""
         buckets = _buckets(gradients)
         in_order = fused(pieces, is_backward=part == "backward") if self._is_fused else enumerate(pieces)
         for number, piece in in_order:
@@ -223,7 +223,7 @@ def _name(piece: Kernel | Exchange | SendingKernel) -> str:
 
 
 def _uneven(phases: Sequence[Phase], imbalance: float, direction: str) -> list[Phase]:
-    """With the links that lead out of, or into, a rank as full as those of the rank that sends or receives most.
+    """Return phases in which a rank's links out, or in, are as full as those of the rank that sends or receives most.
 
     The other end of each flow has its average, since every rank sends to, or receives from, all others.
     """
@@ -232,7 +232,7 @@ def _uneven(phases: Sequence[Phase], imbalance: float, direction: str) -> list[P
 
 
 def _crossing(phases: Sequence[Phase], factor: Callable[[str], float]) -> list[Phase]:
-    """With so many times as many bytes on a link, by its name."""
+    """Return phases with ``factor(link)`` times as many bytes on each link, by its name."""
     return [
         replace(
             phase,

@@ -1,4 +1,4 @@
-"""What each rank computes and sends in a step of the trainer: from its config, its model and the planner's plan.
+"""The work and traffic of a rank in a step of the trainer, from its config, its model and the planner's plan.
 
 All ranks are taken as alike: each has the work of the one that the plan gives most, since all wait for that one.
 """
@@ -42,7 +42,7 @@ _DTYPES = {OutputDtype.fp32: torch.float32, OutputDtype.fp16: torch.float16, Out
 
 @dataclass(frozen=True)
 class Workload:
-    """Of one rank's step; bytes are those of the whole batch of the rank, its own part of an exchange included.
+    """The work of one rank's step; bytes are those of the rank's whole batch, its own part of an exchange included.
 
     Args:
         samples: Of a rank.
@@ -74,7 +74,7 @@ class Workload:
 
 
 def workload(config: Config, schema: DatasetSchema, ranks: int, ranks_per_host: int, memory_gib: float) -> Workload:
-    """What a step of ``training.global_batch_size`` samples makes a rank do: a GPU, or with ``runtime.device=cpu`` a core.
+    """Return a rank's work in a step of ``training.global_batch_size`` samples: a GPU's, or a core's on the CPU.
 
     Raises:
         ConfigError: ranks that layers cannot be shared by; no plan fits into ``memory_gib`` a rank.
@@ -134,14 +134,14 @@ def _group_ranks(config: Config, ranks: int, ranks_per_host: int) -> int:
 
 
 def _on_many_ranks(config: Config, schema: DatasetSchema, ranks: int, group_ranks: int) -> RankingTask:
-    """The model of rank 0, whose operations and collectives are in turn."""
+    """Return the model of rank 0, whose operations and collectives are in turn."""
     in_turn = replace(config, comm=Comm.baseline, training=replace(config.training, compile=Compile.never))
     group = dist.new_group(list(range(group_ranks))) if group_ranks < ranks else dist.group.WORLD
     return build_model(in_turn, schema, ranks, torch.device("cpu"), cast(dist.ProcessGroup, group))
 
 
 class _Load:
-    """How the plan spreads rows and columns.
+    """The rows and columns that the plan gives each rank.
 
     Attributes: as of :class:`Workload`; rows are counted in columns of weights, ``input_bytes`` and ``pooled_columns`` are of a
     sample.

@@ -62,7 +62,7 @@ class BlockPool:
         self._returned: deque[_Block] = deque()
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """A contiguous tensor, not initialized, in a block of its own; None if no free block is large enough.
+        """Return a contiguous tensor, not initialized, in a block of its own; None if no free block is large enough.
 
         The block is free again when the tensor's storage is freed, that is when no view of it and no autograd graph holds it
         any more. On a GPU, work of the current stream may use it at once: the stream is made to wait for other streams
@@ -82,7 +82,7 @@ class BlockPool:
             bytes_ = torch.from_numpy(np.asarray(lease))
         del lease  # now owned by the storage alone
         assert bytes_.data_ptr() == self.memory.local.data_ptr() + block.offset, "torch has copied the block"
-        # Not a view of the bytes, but a tensor in its own right, as from an allocator.
+        # This is no view of the bytes but a tensor in its own right, as from an allocator.
         return torch.empty(0, dtype=dtype, device=self._device).set_(bytes_.untyped_storage(), 0, tuple(shape), ())
 
     @classmethod
@@ -90,7 +90,7 @@ class BlockPool:
         """Collective: room for ``held`` blocks of ``block_size`` bytes that callers may hold without a copy, and the spare."""
         size = _round_up(max(1, block_size))
         pool = cls(group, name, (held + 1) * size)
-        # Not lent out: a lease would keep the pool alive, and the pool the lease.
+        # The spare block is not lent out: a lease would keep the pool alive, and the pool the lease.
         pool._spare = pool.memory.local[:size]
         pool._free = [_Block(size, pool.memory.size - size)]
         return pool
@@ -102,14 +102,14 @@ class BlockPool:
         return self._spare
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """As :meth:`take`, but in the spare block if no other is free."""
+        """Return a tensor as :meth:`take` does, but in the spare block if no other is free."""
         block = self.take(shape, dtype)
         if block is None:
             block = self.spare[: math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
         return block
 
     def to_hold(self, received: Tensor) -> Tensor:
-        """What a caller may hold as long as it likes: the tensor of :meth:`receive`, or a copy if it is in the spare block."""
+        """Return a tensor that a caller may hold for good: that of :meth:`receive`, or a copy if it is in the spare block."""
         is_spare = received.untyped_storage().data_ptr() == self.memory.local.untyped_storage().data_ptr()
         return received.clone() if is_spare else received
 
@@ -118,7 +118,7 @@ class BlockPool:
         self._group.release(self.memory)
 
     def offset_of(self, tensor: Tensor) -> int:
-        """Bytes from the beginning of the pool to the tensor's first element.
+        """Return bytes from the beginning of the pool to the tensor's first element.
 
         Raises:
             UsageError: the tensor is not in this pool.
@@ -130,7 +130,7 @@ class BlockPool:
         return offset
 
     def free_bytes(self) -> int:
-        """Bytes that are not lent out, in all free blocks together."""
+        """Return bytes that are not lent out, in all free blocks together."""
         with self._lock:
             self._collect()
             return sum(block.size for block in self._free)

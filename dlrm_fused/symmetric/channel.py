@@ -67,7 +67,7 @@ _PIECE_BYTES = 1 << 18
 # Looks at a flag before the waiting process begins to sleep: many where every rank of the host has a core of its own, and waits
 # for no other host, which takes longer than to wake up.
 _MANY_YIELDS, _FEW_YIELDS = 100, 5
-# Between two looks of a sleeping process whether the rank that it waits for is gone.
+# Seconds between two looks of a sleeping process whether the rank that it waits for is gone.
 _LOOK_SECONDS = 0.02
 
 

@@ -20,7 +20,7 @@ T = TypeVar("T")
 def gather_or_raise(
     work: Callable[[], T], process_group: dist.ProcessGroup | None = None, device: torch.device | None = None
 ) -> list[T]:
-    """What ``work()`` returned on each rank, by rank. Collective.
+    """Return the results of ``work()`` on all ranks, by rank. Collective.
 
     Args:
         work: what it returns is pickled.

@@ -17,7 +17,7 @@ import psutil
 from dlrm_fused.errors import CommunicationError
 
 _CONNECT_SECONDS = 60.0
-# Of an address that does not answer; the next may.
+# Seconds after which an address that does not answer is given up; the next may answer.
 _ADDRESS_SECONDS = 10.0
 _STRANGER_SECONDS = 5.0
 _TOKEN_BYTES = 16
@@ -26,7 +26,7 @@ _RANK = struct.Struct("!i")
 
 @dataclass(frozen=True)
 class Address:
-    """Where a rank can be reached, and who it is.
+    """The addresses at which a rank can be reached, and its identity.
 
     Attributes:
         host: its name.
@@ -50,7 +50,7 @@ class Address:
         return cls(socket.gethostname(), os.getpid(), addresses, port, token, interface_addresses())
 
     def describe(self, rank: int) -> str:
-        """Such as ``rank 3 on host (pid 123)``."""
+        """Return the peer's name, such as ``rank 3 on host (pid 123)``."""
         return f"rank {rank} on {self.host} (pid {self.process})"
 
 
@@ -126,7 +126,7 @@ def _connect_to(rank: int, peer: int, addresses: Sequence[Address], deadline: fl
 
 
 def _introduced(connection: socket.socket, token: bytes) -> int | None:
-    """The rank that has connected; None if it is a stranger."""
+    """Return the rank that has connected; None if it is a stranger."""
     connection.settimeout(_STRANGER_SECONDS)
     received = b""
     try:
@@ -160,7 +160,7 @@ def _own_addresses() -> tuple[str, ...]:
 
 
 def _ipv4_addresses() -> Mapping[str, list[str]]:
-    """By interface that is up."""
+    """Return the IPv4 addresses of each interface that is up."""
     states = psutil.net_if_stats()
     return {
         name: [address.address for address in addresses if address.family == socket.AF_INET]
@@ -170,7 +170,7 @@ def _ipv4_addresses() -> Mapping[str, list[str]]:
 
 
 def interface_addresses() -> frozenset[str]:
-    """The IP addresses of all interfaces of this host."""
+    """Return the IP addresses of all interfaces of this host."""
     return frozenset(
         address.address.partition("%")[0]
         for interface in psutil.net_if_addrs().values()

@@ -28,7 +28,7 @@ P2P_VARIABLE = "NCCL_P2P_DISABLE"
 
 
 def is_p2p_off() -> bool:
-    """Whether ``NCCL_P2P_DISABLE=1`` is set: then no GPU of this rank is taken to reach another's memory."""
+    """Return whether ``NCCL_P2P_DISABLE=1`` is set: then no GPU of this rank is taken to reach another's memory."""
     return os.environ.get(P2P_VARIABLE) == "1"
 
 
@@ -71,7 +71,7 @@ class CudaGroup(SymmetricGroup):
             )
 
     def _unreachable(self, gpus: Mapping[int, str]) -> list[int]:
-        """The ranks of this host to whose GPU this rank's has no peer access."""
+        """Return the ranks of this host to whose GPU this rank's has no peer access."""
         # A GPU that CUDA_VISIBLE_DEVICES hides from this process cannot be asked about; it may be reachable all the same.
         visible = {
             str(torch.cuda.get_device_properties(index).uuid): torch.device("cuda", index)
@@ -89,7 +89,7 @@ class CudaGroup(SymmetricGroup):
         with torch.cuda.device(self.device):
             if len(self.hosts.local) == 1:
                 alone = {self.rank: torch.zeros(size, dtype=torch.uint8, device=self.device)}
-                # Ends when the memory of all is zero.
+                # This call ends when the memory of all is zero.
                 self.gather(lambda: torch.cuda.synchronize(self.device))
                 return SymmetricMemory(name, alone, self.rank, self.world_size)
             allocated: list[Tensor] = []
@@ -98,7 +98,7 @@ class CudaGroup(SymmetricGroup):
             group = self._local_group
             assert group is not None
             handles: list[Any] = []
-            # Ends when all ranks have mapped all, and all memory is zero.
+            # This call ends when all ranks have mapped all, and all memory is zero.
             self.gather(lambda: handles.append(rendezvous(local, group)))
             (handle,) = handles
             blocks = {

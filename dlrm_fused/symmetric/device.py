@@ -102,14 +102,14 @@ for _name in ("add", "sub", "mul", "mod", "floordiv"):
 
 
 def constant(value: int) -> Any:
-    """A field of a tuple that is a constant to the compiler."""
+    """Return a field of a tuple that is a constant to the compiler."""
     return _InterpretedConstant(value) if triton.knobs.runtime.interpret else tl.constexpr(value)
 
 
 def channel_args(
     flags: torch.Tensor, flag_addresses: torch.Tensor, state: torch.Tensor, control: int, poll_limit: int, rank: int, world: int
 ) -> ChannelArgs:
-    """The fields as kernels want them; what does not change while a channel lives is a constant to the compiler.
+    """Return the fields as kernels want them; what does not change while a channel lives is a constant to the compiler.
 
     The limit is rounded up to a multiple of 16: Triton compiles a kernel anew for a 1, and for what 16 does not divide.
     """
@@ -119,7 +119,7 @@ def channel_args(
 
 
 def no_channel(tensor: torch.Tensor) -> ChannelArgs:
-    """For a launch of a kernel that does not communicate, where any tensor stands for what is not read."""
+    """Return the argument for a kernel that does not communicate; any tensor stands for those that it does not read."""
     return channel_args(tensor, tensor, tensor, 0, 0, 0, 1)
 
 
@@ -350,7 +350,7 @@ def _poll(channel, word):
 
 
 def uses_kernels(device: torch.device) -> bool:
-    """Whether Triton kernels run on tensors of this device: on NVIDIA's GPUs, and anywhere under its interpreter.
+    """Return whether Triton kernels run on tensors of this device: on NVIDIA's GPUs, and anywhere under its interpreter.
 
     On AMD's GPUs none has been run, so torch's own operators compute there.
     """

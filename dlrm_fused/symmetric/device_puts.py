@@ -69,7 +69,7 @@ _bindings: Any = None
 
 
 class PutArgs(NamedTuple):
-    """What a kernel is given of a :class:`~dlrm_fused.symmetric.puts.Puts`, as one argument."""
+    """The parts of a :class:`~dlrm_fused.symmetric.puts.Puts` that a kernel needs, as one argument."""
 
     memory: Any  # address of this rank's block: signal words, a scratch word, inbox, outbox
     counts: Any  # int64 tensor [4 * world]
@@ -84,7 +84,7 @@ class PutArgs(NamedTuple):
 def put_args(
     memory: int, counts: Any, ranks: Any, slot_size: int, slots: int, scratch: int, inbox: int, outbox: int
 ) -> PutArgs:
-    """The fields as kernels want them."""
+    """Return the fields as kernels want them."""
     return PutArgs(memory, counts, ranks, slot_size, constant(slots), constant(scratch), constant(inbox), constant(outbox))
 
 
@@ -224,10 +224,10 @@ def _count(channel, puts, item_row, slice_row, peer, items, needed):
     tl.debug_barrier()
     counted = puts.counts + item_row * channel.world + peer
     number = tl.zeros((), tl.int64)
-    # At system scope, since it is the network card that reads.
+    # The scope is the system's, since the network card reads.
     if tl.atomic_add(counted, items + tl.zeros((), tl.int64), sem="acq_rel", scope="sys") + items == needed:
         tl.atomic_xchg(counted, tl.zeros((), tl.int64), sem="relaxed", scope="gpu")
-        # Not a load and a store: a thread that comes late would load what another has stored.
+        # A load and a store would not do: a thread that comes late would load what another has stored.
         number = tl.atomic_add(puts.counts + slice_row * channel.world + peer, 1, sem="relaxed", scope="gpu") + 1
         if tl.atomic_add(channel.state + FAULT, 0, sem="relaxed", scope="gpu") != 0:
             number = tl.zeros((), tl.int64)

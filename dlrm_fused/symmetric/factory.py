@@ -17,11 +17,11 @@ from dlrm_fused.symmetric.memory import SymmetricGroup
 from dlrm_fused.symmetric.nvshmem import NvshmemGroup
 from dlrm_fused.symmetric.shared import SharedGroup
 
-# How slices go to ranks of other hosts: `messages` of the process group, or `nvshmem`, put-with-signal from within kernels.
+# This variable says how slices go to other hosts: `messages` of the process group, or `nvshmem`, puts from within kernels.
 _TRANSPORT_VARIABLE = "DLRM_FUSED_TRANSPORT"
 _MESSAGES = "messages"
 
-# By type of device and value of the variable.
+# Groups by type of device and value of the variable.
 _TRANSPORTS: dict[tuple[str, str], type[SymmetricGroup]] = {
     ("cpu", _MESSAGES): SharedGroup,
     ("cuda", _MESSAGES): CudaGroup,
@@ -36,13 +36,13 @@ def _close_all() -> None:
     for group in _groups.values():
         with suppress(RuntimeError):  # of a GPU; said where it happened
             group.close()
-    # Here end the threads of process groups that torch has let go of.
+    # The threads of process groups that torch has let go of end here.
     _groups.clear()
     wait_for_gloo_threads()
 
 
 def symmetric_group(process_group: dist.ProcessGroup | None = None, device: torch.device | str | None = None) -> SymmetricGroup:
-    """The symmetric group of a process group on a device; made at the first call, which is collective, and kept.
+    """Return the symmetric group of a process group on a device; made at the first call, which is collective, and kept.
 
     Args:
         process_group: default: all ranks; without torch.distributed, this process alone.

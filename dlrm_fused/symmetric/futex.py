@@ -10,11 +10,11 @@ import ctypes
 import platform
 import time
 
-# By machine, the number of the system call, for which the C library has no function.
+# The number of the system call by machine; the C library has no function for it.
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 _WAIT, _WAKE = 0, 1
 _ALL = 2**31 - 1
-# Where the number is not known, one sleeps and looks again.
+# A waiter on a machine whose number of the system call is not known sleeps this long and looks again.
 _NAP_SECONDS = 100e-6
 
 

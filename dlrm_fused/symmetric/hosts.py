@@ -1,4 +1,4 @@
-"""Which ranks of a group lie on one host, where stores reach the memory of each other, and who talks to other hosts.
+"""The hosts of a group: ranks of one host store into each other's memory, and counterparts talk to other hosts.
 
 GPUs of one machine that have no peer access count as if they were on different hosts.
 """
@@ -19,7 +19,7 @@ _HOST_VARIABLE = "DLRM_FUSED_HOST"
 
 @dataclass(frozen=True)
 class Host:
-    """What processes must have in common to map each other's memory."""
+    """The facts that processes must have in common to map each other's memory."""
 
     name: str
     boot: str  # differs between machines, and between two starts of one
@@ -27,7 +27,7 @@ class Host:
 
     @staticmethod
     def here() -> Host:
-        """The host of this process."""
+        """Return the host of this process."""
         return Host(
             os.environ.get(_HOST_VARIABLE) or socket.gethostname(),
             Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
@@ -52,7 +52,7 @@ class Hosts:
 
     @staticmethod
     def of(host_of_ranks: Sequence[Host], rank: int) -> Hosts:
-        """From the host of each rank."""
+        """Return the hosts of a group, from the host of each rank."""
         by_host: dict[Host, list[int]] = {}
         for number, host in enumerate(host_of_ranks):
             by_host.setdefault(host, []).append(number)
@@ -103,7 +103,7 @@ class Hosts:
 
     @cached_property
     def local_rotation(self) -> tuple[int, ...]:
-        """The same, those after this rank first and itself last, so that not all store to one of them at once."""
+        """The ranks of this host, from the one after this rank to itself, so that not all store to one of them at once."""
         after = self.local.index(self.rank) + 1
         return self.local[after:] + self.local[:after]
 
@@ -123,12 +123,12 @@ class Hosts:
         )
 
     def counterpart(self, rank: int, host: int) -> int:
-        """The rank of a host that talks to a rank of another one: that with the same number within its host."""
+        """Return the rank of a host that talks to a rank of another one: that with the same number within its host."""
         there = self.ranks[host]
         return there[self.ranks[self.of_rank[rank]].index(rank) % len(there)]
 
     def counterparts(self) -> tuple[int, ...]:
-        """Of this rank on the other hosts, in the order of :attr:`others`."""
+        """Return the counterparts of this rank on the other hosts, in the order of :attr:`others`."""
         return tuple(self.counterpart(self.rank, host) for host in self.others)
 
     @cached_property

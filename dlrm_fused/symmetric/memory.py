@@ -129,15 +129,15 @@ class SymmetricGroup(abc.ABC):
         return Hosts.of([host for _, _, host in ranks], self.rank)
 
     def put_numbers(self) -> list[int]:
-        """By rank, the number that a put names it by."""
+        """Return, by rank, the number by which a put names it."""
         return list(range(self.world_size))
 
     def with_puts(self, kernel: Any) -> Any:
-        """A Triton kernel that puts or waits for slices, as it is to be launched."""
+        """Return a Triton kernel that puts or waits for slices, as it is to be launched."""
         return kernel
 
     def next_channel(self) -> int:
-        """A number for a channel of the group, equal on all ranks that make their channels in the same order."""
+        """Return a number for a channel of the group, equal on all ranks that make their channels in the same order."""
         return next(self._channels)
 
     @abc.abstractmethod
@@ -190,7 +190,7 @@ class SymmetricGroup(abc.ABC):
         self._memories.remove(memory)
 
     def gather(self, work: Callable[[], T]) -> list[T]:
-        """What ``work()`` returned on each rank; see :func:`~dlrm_fused.symmetric.collective_errors.gather_or_raise`."""
+        """Return ``work()``'s results on all ranks; see :func:`~dlrm_fused.symmetric.collective_errors.gather_or_raise`."""
         return gather_or_raise(work, self.process_group, self.device)
 
     def close(self) -> None:
@@ -212,7 +212,7 @@ class SymmetricGroup(abc.ABC):
 
 
 def readable(size: float) -> str:
-    """A number of bytes for people: ``1.5 MB``."""
+    """Return a number of bytes for people: ``1.5 MB``."""
     units = ["bytes", "kB", "MB", "GB", "TB", "PB"]
     while size >= 1000 and len(units) > 1:
         size /= 1000

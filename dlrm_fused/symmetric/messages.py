@@ -20,7 +20,7 @@ from torch import Tensor
 from dlrm_fused.compat.torch import coalesced, default_store, nccl_backend
 from dlrm_fused.symmetric.peer_monitor import PeerMonitor
 
-# Of NCCL's own watchdog, which ends the process.
+# The time limit of NCCL's own watchdog, which ends the process.
 _NCCL_TIMEOUT = timedelta(minutes=10)
 
 
@@ -70,7 +70,7 @@ class Exchange(ABC):
 
 
 class Link(ABC):
-    """What takes the slices of one channel. Its exchanges are begun by one thread at a time, in the same order on all ranks."""
+    """A channel that transfers slices. One thread at a time begins its exchanges, in the same order on all ranks."""
 
     @abstractmethod
     def exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int) -> Exchange:
@@ -84,7 +84,7 @@ class Link(ABC):
 
 
 class Messages(ABC):
-    """What takes slices between the hosts of a group.
+    """A transport of slices between the hosts of a group.
 
     Attributes:
         backend: ``tcp`` or ``nccl``.
@@ -94,7 +94,7 @@ class Messages(ABC):
 
     @abstractmethod
     def open(self, channel: int) -> Link:
-        """The link of the channel of that number. Collective."""
+        """Return the link of the channel of that number. Collective."""
 
     @abstractmethod
     def release(self, link: Link) -> None:
@@ -135,7 +135,7 @@ class NcclMessages(Messages):
 
 
 class _NcclLink(Link):
-    """All channels have one: NCCL keeps the order of its launches."""
+    """The link that all channels share: NCCL keeps the order of its launches."""
 
     def __init__(self, nccl: Any) -> None:
         self._nccl = nccl
@@ -149,7 +149,7 @@ class _NcclExchange(Exchange):
         self._received, self._kept = received, sent
         self._work: dist.Work | None = None
         if sent or received:
-            # One launch, in which the order is of no importance.
+            # All are one launch, in which the order does not matter.
             with coalesced(backend) as works:
                 for rank, slice_ in sent.items():
                     backend.send([slice_], rank, 0)
@@ -171,11 +171,11 @@ def raise_fault(monitor: PeerMonitor, rank: int, channel: int) -> None:
     """Raise LateRankError if it is known that a rank is waited for in vain."""
     if monitor.lost_peer() is not None:
         raise LateRankError(rank, Why.is_gone)
-    # Before who has left: other ranks end because of it.
+    # A rank that refused is named before ranks that have left, which end because of it.
     refused = monitor.refused_peer(channel)
     if refused is not None:
         raise LateRankError(refused, Why.has_refused)
-    # Not when a rank has just left: what it sent before may still be on its way.
+    # A rank that has just left does not count: what it sent before may still be on its way.
     if monitor.is_gone(rank):
         raise LateRankError(rank, Why.is_gone)
 

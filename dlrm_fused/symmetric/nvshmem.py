@@ -24,7 +24,7 @@ from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.symmetric.device_puts import bind_nvshmem
 from dlrm_fused.symmetric.memory import SymmetricGroup, SymmetricMemory
 
-# Until the process ends: freeing is collective (pytorch/pytorch#195500), and a late credit may still arrive.
+# Memory is kept until the process ends: freeing is collective (pytorch/pytorch#195500), and a late credit may still arrive.
 _kept: list[SymmetricMemory] = []
 
 
@@ -63,7 +63,7 @@ class NvshmemGroup(SymmetricGroup):
         return dist.get_process_group_ranks(self.process_group)
 
     def with_puts(self, kernel: Any) -> Any:
-        """The kernel linked with NVSHMEM's device library, whose state is set up when it is loaded."""
+        """Return the kernel linked with NVSHMEM's device library, whose state is set up when it is loaded."""
         if kernel not in self._kernels:
             self._kernels[kernel] = self._bindings.requires_nvshmem(kernel)
         return self._kernels[kernel]
@@ -75,7 +75,7 @@ class NvshmemGroup(SymmetricGroup):
             allocated: list[Tensor] = []
             self.gather(lambda: allocated.append(self._zeros(size)))
             mapped: list[tuple[Any, dict[int, Tensor]]] = []
-            # Ends when all memory is zero and mapped.
+            # This call ends when all memory is zero and mapped.
             self.gather(lambda: mapped.append(self._map(name, allocated[0])))
         ((handle, blocks),) = mapped
         memory = SymmetricMemory(name, blocks, self.rank, self.world_size, resources=handle)

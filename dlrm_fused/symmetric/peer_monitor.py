@@ -81,7 +81,7 @@ class PeerMonitor:
         self._thread.start()
 
     def lost_peer(self) -> int | None:
-        """The first rank whose process was lost; None if there is none. Ranks that closed their group are not lost."""
+        """Return the first rank whose process was lost; None if there is none. Ranks that closed their group are not lost."""
         return self._lost
 
     def hear_of_loss(self) -> int | None:
@@ -91,15 +91,15 @@ class PeerMonitor:
         return None if found is None else found[1]
 
     def has_left(self, rank: int) -> bool:
-        """Whether that rank has closed its group, in good order."""
+        """Return whether that rank has closed its group, in good order."""
         return rank in self._left
 
     def is_gone(self, rank: int) -> bool:
-        """Whether it is of no use to wait for that rank any more, see :meth:`on_gone`."""
+        """Return whether it is of no use to wait for that rank any more, see :meth:`on_gone`."""
         return rank in self._gone
 
     def refused_peer(self, channel: int) -> int | None:
-        """The first rank that has refused to take part in an exchange of a channel; None if there was none."""
+        """Return the first rank that has refused to take part in an exchange of a channel; None if there was none."""
         return self._refused.get(channel)
 
     def say_refused(self, channel: int) -> None:
@@ -143,11 +143,11 @@ class PeerMonitor:
                     callbacks.remove(callback)
 
     def describe(self, rank: int) -> str:
-        """Such as ``rank 3 on host (pid 123)``."""
+        """Return a rank's name, such as ``rank 3 on host (pid 123)``."""
         return self._addresses[rank].describe(rank)
 
     def describe_loss(self, rank: int) -> str:
-        """Such as ``rank 3 on host (pid 123) is lost, ...``, and that this rank cannot go on."""
+        """Return a message such as ``rank 3 on host (pid 123) is lost, ...``, which says that this rank cannot go on."""
         return (
             f"{self.describe(rank)} is lost, its process ended or its host cannot be reached; "
             f"{self.describe(self._rank)} cannot go on without it"
@@ -198,7 +198,7 @@ class PeerMonitor:
         except BlockingIOError:
             return True
         except OSError as error:
-            # Not the end of a process, which resets the connection, but keepalive.
+            # Other errors come from keepalive: the end of a process resets the connection.
             is_unreachable = not isinstance(error, ConnectionError)
             received = b""
         unread[peer] += received
@@ -263,7 +263,7 @@ class PeerMonitor:
             connection.close()
 
     def _abandon(self) -> None:
-        """In a forked child: a copy of the connections must not keep them open when the parent ends."""
+        """Close the connections in a forked child: its copy must not keep them open when the parent ends."""
         self._closing = True
         atexit.unregister(self.close)
         self._close_sockets()

@@ -22,7 +22,7 @@ from dlrm_fused.symmetric.messages import Exchange
 # A slice can be written and sent while the receiver still reads the one before.
 _SLOTS = 2
 _ALIGNMENT = 256
-# Of the kernels that copy: bytes of a program at a time, and programs.
+# In kernels that copy: bytes that a program copies at a time, and programs.
 _BLOCK_BYTES, _PROGRAMS = 4096, 64
 
 
@@ -47,7 +47,7 @@ class Puts:
         world, host_of = group.world_size, group.hosts.of_rank
 
         def box(rank: int, of: int) -> int:
-            """Number of a rank's box in the memory of another one."""
+            """Return number of a rank's box in the memory of another one."""
             return sum(host_of[other] != host_of[of] for other in range(rank))
 
         boxes = world - min(map(len, group.hosts.ranks))
@@ -67,12 +67,12 @@ class Puts:
             inbox,
             outbox,
         )
-        # Of exchange(), by rank: pieces not yet put, and how many are put but, as far as this rank's calls go, not yet read.
+        # For exchange(), by rank: pieces not yet put, and how many are put but, as far as this rank's calls go, not yet read.
         self._queues: dict[int, deque[tuple[Tensor, int]]] = {rank: deque() for rank in group.hosts.remote}
         self._unread = dict.fromkeys(group.hosts.remote, 0)
 
     def kernel(self, kernel: Any) -> Any:
-        """A Triton kernel that uses ``args``, as it is to be launched."""
+        """Return a Triton kernel that uses ``args``, as it is to be launched."""
         return self._group.with_puts(kernel)
 
     def release(self) -> None:
@@ -150,7 +150,7 @@ class _PutExchange(Exchange):
         raise_fault()
 
     def arrivals(self, deadline: float) -> Iterator[tuple[int, Tensor]]:
-        """As the base class has it, but the limit is that of the kernels, which record what goes wrong."""
+        """Yield arrivals as the base class does, but with the kernels' time limit; they record what goes wrong."""
         for number in self._rounds:
             here = {rank: pieces for rank, pieces in self._pieces.items() if number < len(pieces)}
             for rank, pieces in here.items():

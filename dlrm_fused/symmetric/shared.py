@@ -42,7 +42,7 @@ class SharedGroup(SymmetricGroup):
 
 @dataclass(frozen=True)
 class _File:
-    """Where peers find a rank's block."""
+    """The file and process by which peers find a rank's block."""
 
     name: str
     size: int
@@ -63,7 +63,7 @@ class _File:
         return _File(name, size, os.getpid(), descriptor, os.fstat(descriptor).st_ino)
 
     def map(self) -> Tensor:
-        """The block as uint8 [size]; mapped as long as a tensor of its storage lives."""
+        """Return the block as uint8 [size]; mapped as long as a tensor of its storage lives."""
         path = f"/proc/{self.process}/fd/{self.descriptor}"
         try:
             inode = os.stat(path).st_ino
@@ -88,7 +88,7 @@ def _check_available(name: str, size: int, ranks: int) -> None:
 
 
 def _available_memory() -> int:
-    """Bytes that processes can still take: of the host, and of the container if it has a limit."""
+    """Return bytes that processes can still take: of the host, and of the container if it has a limit."""
     available = psutil.virtual_memory().available
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()

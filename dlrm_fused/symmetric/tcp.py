@@ -28,9 +28,9 @@ from dlrm_fused.symmetric.peer_monitor import PeerMonitor
 
 # Tag and number of bytes; ranks that differ in them make different calls.
 _HEADER = struct.Struct("!IQ")
-# Of the kernel, which may allow less: a slice that fits is written at once, and received before anybody reads.
+# Size of the socket's buffers; the kernel may allow less. A slice that fits is written at once, before anybody reads.
 _BUFFER_BYTES = 1 << 22
-# Between two looks whether a rank that is waited for is gone.
+# Seconds between two looks whether a rank that is waited for is gone.
 _LOOK_SECONDS = 0.05
 
 
@@ -188,23 +188,23 @@ class _Incoming:
         return self._taken == _HEADER.size + len(self._data)
 
     def buffers(self) -> list[memoryview]:
-        """For what is still to come."""
+        """Return buffers for the bytes that are still to come."""
         if self._taken < _HEADER.size:
             return [memoryview(self._header)[self._taken :], self._data]
         return [self._data[self._taken - _HEADER.size :]]
 
     def take(self, count: int) -> bool:
-        """So many bytes have been read; whether they are those of the message that is expected."""
+        """Take note of ``count`` bytes read; return whether they are those of the expected message."""
         self._taken += count
         return self._taken < _HEADER.size or self._header == self._expected_header
 
     def slice(self) -> Tensor:
-        """The tensor, when the message is complete."""
+        """Return the tensor, when the message is complete."""
         return self._slice if self._slice is self._on_host else self._slice.copy_(self._on_host, non_blocking=True)
 
 
 class _Outgoing:
-    """What is still to be written of a message; set ``is_sent`` at the end, with ``is_lost`` if the connection broke."""
+    """The unwritten rest of a message; sets ``is_sent`` at the end, with ``is_lost`` if the connection broke."""
 
     def __init__(self, connection: socket.socket, slice_: Tensor, tag: int) -> None:
         self._connection = connection

@@ -38,7 +38,7 @@ def build(config: Config, schema: DatasetSchema, device: torch.device) -> Sharde
 
 
 def _with_possible_comm(config: Config, device: torch.device) -> Config:
-    """With ``comm=baseline``, and a warning, where the device has no fused communication.
+    """Return the config; where the device has no fused communication, one with ``comm=baseline``, and warn.
 
     Raises:
         UsageError: instead of the warning, with ``comm_strict``.

@@ -1,4 +1,4 @@
-"""How near training steps come to what a GPU can do: the work of a step over the time that it takes.
+"""The efficiency of training steps: the work of a step over its time, beside the rates of the GPU.
 
 The work is counted once, from the config, the features of the data set and the sharding plan, so that reporting it costs a step
 nothing. It is the mean over ranks: a rank that the plan gives more than others has more to do.
@@ -23,7 +23,7 @@ from dlrm_fused.sharding.parallel import ShardedModel
 from dlrm_fused.sharding.tables import data_parallel_tables, is_table
 
 _KERNELS_ON_HOST = {EmbeddingComputeKernel.FUSED_UVM.value, EmbeddingComputeKernel.FUSED_UVM_CACHING.value}
-# What an optimizer keeps for each weight of a table, in float32, beside one number for a row.
+# The float32 values that an optimizer keeps for each weight of a table, beside one for a row.
 _STATES_OF_A_WEIGHT = {
     EmbeddingOptimizerKind.sgd: 0,
     EmbeddingOptimizerKind.rowwise_adagrad: 0,
@@ -36,7 +36,7 @@ _FLOAT32_BYTES = 4
 
 @dataclass(frozen=True)
 class StepWork:
-    """What a training step makes a rank do, on average.
+    """The work of a training step on a rank, on average.
 
     Attributes:
         flops: of the model's matrix products, forward and backward; None for a model without a count.
@@ -50,7 +50,7 @@ class StepWork:
 
 
 def efficiency(work: StepWork, gpu: Gpu | None, precision: Precision, step_seconds: float) -> dict[str, float]:
-    """What the steps of an interval have made of a GPU.
+    """Return how well the steps of an interval used a GPU.
 
     Args:
         gpu: by its data sheet; None where that is not known, or there is none.
@@ -76,7 +76,7 @@ def efficiency(work: StepWork, gpu: Gpu | None, precision: Precision, step_secon
 
 
 def step_work(config: Config, schema: DatasetSchema, device: torch.device, sharded: ShardedModel, ranks: int) -> StepWork:
-    """Of a step of ``training.global_batch_size`` samples."""
+    """Return a rank's mean work in a step of ``training.global_batch_size`` samples."""
     flops = training_flops(config, schema)
     samples = config.training.global_batch_size / ranks
     return StepWork(
@@ -87,7 +87,7 @@ def step_work(config: Config, schema: DatasetSchema, device: torch.device, shard
 
 
 def row_bytes(config: Config, schema: DatasetSchema, plan: ShardingPlan, ranks: int) -> float:
-    """What a rank reads and writes in HBM for rows of embedding tables.
+    """Return the bytes that a rank reads and writes in HBM in a step for rows of embedding tables.
 
     A row is read for the forward pass; for the update it is read and written, and so are states of the optimizer that are as
     wide as it. Each id of a batch counts as a row of its own, up to the rows of the table: where few ids are frequent, HBM
@@ -106,12 +106,12 @@ def row_bytes(config: Config, schema: DatasetSchema, plan: ShardingPlan, ranks: 
 
 
 def state_bytes(config: Config) -> int:
-    """What an update reads and writes of the states of one weight, those that are as wide as its row."""
+    """Return the bytes of one weight's optimizer states that an update reads and writes; only states as wide as a row count."""
     return 2 * _STATES_OF_A_WEIGHT[config.embedding.optimizer.kind] * _FLOAT32_BYTES
 
 
 def pooled_bytes(config: Config, schema: DatasetSchema, plan: ShardingPlan, ranks: int, device: torch.device) -> float:
-    """What a rank sends to others of pooled embeddings, forward, and of their gradients, backward.
+    """Return the bytes that a rank sends to others: pooled embeddings, forward, and their gradients, backward.
 
     A shard gives its columns for all samples and gets their gradients, so a table whose rows are cut sends them once for each
     piece. Ids do not count.
@@ -125,7 +125,7 @@ def pooled_bytes(config: Config, schema: DatasetSchema, plan: ShardingPlan, rank
 
 
 def gradient_bytes(sharded: ShardedModel, ranks: int) -> float:
-    """What a rank sends to average the gradients of what other ranks hold too: dense layers and data-parallel tables.
+    """Return the bytes that a rank sends to average the gradients of replicated weights: dense layers, data-parallel tables.
 
     An AllReduce over n ranks sends 2 (n - 1) / n of its bytes, unless a switch adds them up: Patarasuk and Yuan, *Bandwidth
     optimal all-reduce algorithms for clusters of workstations*, J. Parallel Distrib. Comput. 69, 2009. What tensor-parallel
@@ -152,18 +152,18 @@ def _is_data_parallel(sharding: ParameterSharding) -> bool:
 
 
 def _columns_of_shards(sharding: ParameterSharding) -> int:
-    """Of all shards together; 0 for a table that every rank has."""
+    """Return the columns of all shards together; 0 for a table that every rank has."""
     return 0 if sharding.sharding_spec is None else sum(shard.shard_sizes[1] for shard in sharding.sharding_spec.shards)
 
 
 def bags_per_sample(schema: DatasetSchema) -> dict[str, int]:
-    """By table: each bag gives a pooled embedding."""
+    """Return the bags of a sample, by table; each bag gives a pooled embedding."""
     tokens = {feature.name for feature in schema.token_features}
     return {feature.name: schema.history_length + 1 if feature.name in tokens else 1 for feature in schema.tables}
 
 
 def ids_per_sample(config: Config, schema: DatasetSchema) -> dict[str, float]:
-    """By table, on average."""
+    """Return the mean number of a sample's ids, by table."""
     bags, settings = bags_per_sample(schema), config.embedding.tables
     return {
         feature.name: bags[feature.name] * (settings.get(feature.name, TableConfig()).pooling_factor or feature.pooling_factor)
@@ -172,5 +172,5 @@ def ids_per_sample(config: Config, schema: DatasetSchema) -> dict[str, float]:
 
 
 def bytes_on_the_wire(wire: WireDtype, output: OutputDtype) -> int:
-    """Of one number of a pooled embedding."""
+    """Return the bytes of one number of a pooled embedding on the wire."""
     return 2 if wire is not WireDtype.fp32 or output is not OutputDtype.fp32 else 4

@@ -69,19 +69,19 @@ def evaluate(
 
 
 def by_label(values: Tensor) -> tuple[Tensor, ...]:
-    """[b] of one label, or [b, L], as [b] of each."""
+    """Return [b] of one label, or [b, L], as [b] of each."""
     return values.unbind(1) if values.dim() > 1 else (values,)
 
 
 def named(values: Mapping[str, Mapping[str, Value]]) -> dict[str, Value]:
-    """Values of all labels, each by its name and label, such as ``auc/bought``; of a single label by the name alone."""
+    """Return values of all labels, each by its name and label, such as ``auc/bought``; of a single label by the name alone."""
     if len(values) == 1:
         return dict(next(iter(values.values())))
     return {f"{name}/{label}": value for label, of_label in values.items() for name, value in of_label.items()}
 
 
 def report(values: Mapping[str, BinaryMetricValues]) -> dict[str, float]:
-    """What is reported of all labels, and of how many samples."""
+    """Return the metrics of all labels that are reported, and the number of samples."""
     samples = next(iter(values.values())).samples
     return {**named({label: {name: getattr(v, name) for name in _REPORTED} for label, v in values.items()}), "samples": samples}
 

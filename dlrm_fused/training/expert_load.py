@@ -1,4 +1,4 @@
-"""How evenly the experts of a model are used in training."""
+"""Measures of how evenly the experts of a model are used in training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dlrm_fused.models.moe import MixtureOfExperts
 
 
 def read_expert_loads(layers: Sequence[MixtureOfExperts]) -> list[list[float]]:
-    """Each layer's tokens by expert, as parts of them all, over all ranks since they were read before. Collective."""
+    """Return each layer's tokens by expert, as parts of them all, over all ranks since they were read before. Collective."""
     if not layers:
         return []
     loads = torch.stack([layer.load for layer in layers])
@@ -23,7 +23,7 @@ def read_expert_loads(layers: Sequence[MixtureOfExperts]) -> list[list[float]]:
 
 
 def load_values(loads: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Of each layer, the load of its busiest and of its idlest expert, relative to the mean of all: 1 where they are even."""
+    """Return the loads of each layer's busiest and idlest expert, relative to the mean of all: 1 if all are even."""
     return {
         f"experts_{layer}_{name}": extreme(fractions) * len(fractions)
         for layer, fractions in enumerate(loads)

@@ -28,7 +28,7 @@ _NEGATIVE, _POSITIVE, _PADDING = 0, 1, 2
 
 @dataclass(frozen=True)
 class BinaryMetricValues:
-    """What :meth:`BinaryMetrics.compute` found; a value that the data do not define (AUC of one class) is NaN."""
+    """The results of :meth:`BinaryMetrics.compute`; a value that the data do not define (AUC of one class) is NaN."""
 
     auc: float
     # Bound on |auc - exact AUC|; 0 when auc is exact.
@@ -48,7 +48,7 @@ class BinaryMetricValues:
 
     @property
     def constant(self) -> bool:
-        """All predictions are the same number: the model tells no sample from another."""
+        """Whether all predictions are the same number: the model tells no sample from another."""
         return self.samples > 1 and self.min_prediction == self.max_prediction
 
 
@@ -71,7 +71,7 @@ class BinaryMetrics:
         self._device = device
         self._exact_samples = exact_samples
         self._weighted = weighted
-        # What pairs are counted in. Integers, where possible: the result then depends on no order of summation.
+        # Pairs are counted in integers where possible: the result then depends on no order of summation.
         self._count_dtype = torch.float64 if weighted else torch.int64
         self.reset()
 
@@ -124,7 +124,7 @@ class BinaryMetrics:
             self._bound_memory()
 
     def compute(self, group: dist.ProcessGroup | None = None) -> BinaryMetricValues:
-        """The metrics of the samples of all ranks so far; all ranks of the group must call it.
+        """Return the metrics of the samples of all ranks so far; all ranks of the group must call it.
 
         Args:
             group: the ranks; None is the default group, or this process alone when torch.distributed is not
@@ -171,7 +171,7 @@ class BinaryMetrics:
             self._fold()
 
     def _keep_real_samples(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Their logits, codes and weights; no weights without."""
+        """Drop padding; return the real samples' logits, codes and weights, none if samples are not weighted."""
         logits = torch.cat([*self._logits, torch.empty(0, device=self._device)])
         codes = torch.cat([*self._codes, torch.empty(0, dtype=torch.uint8, device=self._device)])
         weights = torch.cat([*self._weights, torch.empty(0, device=self._device)])
@@ -218,7 +218,7 @@ class BinaryMetrics:
 
 
 def _sums_of_groups(values: Tensor, sizes: Tensor) -> Tensor:
-    """Of each group of consecutive values, of these sizes."""
+    """Return the sum of each group of consecutive values; ``sizes`` are those of the groups."""
     so_far = values.cumsum(0)[sizes.cumsum(0) - 1]
     return so_far.diff(prepend=so_far.new_zeros(1))
 
@@ -246,7 +246,7 @@ def _area(negatives: Tensor, positives: Tensor) -> tuple[float, float]:
 
 
 def _means(total: float, positives: float, predicted: float, loss: float) -> dict[str, float]:
-    """What follows from sums over samples."""
+    """Return the metrics that follow from sums over samples."""
     log_loss = loss / total if total else math.nan
     entropy = _entropy(positives / total) if total else 0.0
     return {
@@ -261,7 +261,7 @@ def _entropy(rate: float) -> float:
 
 
 def _all_gather(tensor: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
-    """The tensors of all ranks, which have one shape, in order of rank."""
+    """Return the tensors of all ranks, which have one shape, in order of rank."""
     if not dist.is_initialized():
         return [tensor]
     gathered = tensor.new_empty(dist.get_world_size(group), *tensor.shape)

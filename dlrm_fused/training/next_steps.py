@@ -1,4 +1,4 @@
-"""What a user may do after a run, as commands to copy."""
+"""Commands to copy for a user's next steps after a run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def next_steps(config: Config, world_size: int) -> str:
 
 
 def _program(name: str) -> str:
-    """A program of this environment, which may not be on the PATH."""
+    """Return a program of this environment, which may not be on the PATH."""
     path = Path(sys.executable).parent / name
     found = shutil.which(name)
     return name if found and Path(found) == path else _shortened(path)

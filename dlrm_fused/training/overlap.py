@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Times:
-    """Of a part.
+    """The times of a part.
 
     Attributes:
         busy: while it runs, once or several times at once.
@@ -21,7 +21,7 @@ class Times:
 
 
 def busy_and_exposed(intervals: Iterable[tuple[str, float, float]], begin: float, end: float) -> tuple[dict[str, Times], float]:
-    """By part its :class:`Times` between two moments, and the time in which no part runs; all in one unit.
+    """Return each part's :class:`Times` between two moments, and the time in which no part runs; all in one unit.
 
     Args:
         intervals: the part, when it begins and when it ends, in any order; what lies outside of the two moments is cut off.

@@ -53,7 +53,7 @@ class TrainingPipeline(SparseDistPipeline[Batch, Output]):
         model.eval()
         with uncounted(fbgemm_lookups(model)):
             yield model
-        # Not in a finally: it starts a collective, which other ranks may never join after a failure.
+        # A finally would not do: this starts a collective, which other ranks may never join after a failure.
         model.train()
         self.attach(model)
 
@@ -106,7 +106,7 @@ class TrainingPipeline(SparseDistPipeline[Batch, Output]):
 
 
 class _TimedOptimizer:
-    """What the pipeline calls of an optimizer."""
+    """The calls that the pipeline makes of an optimizer, with the update's time taken."""
 
     def __init__(self, optimizer: CombinedOptimizer, timer: StepTimer) -> None:
         self._optimizer = optimizer

@@ -54,12 +54,12 @@ _ENDS = {field.name for field in fields(_End)}
 
 
 def reaches_target(config: Config, auc: float | None) -> bool:
-    """Whether a run ends with this AUC, of an evaluation during training."""
+    """Return whether a run ends with this AUC, of an evaluation during training."""
     return auc is not None and 0 < config.training.target_auc <= auc
 
 
 def loses_patience(config: Config, evaluations_since_best: int) -> bool:
-    """Whether a run ends since its AUC has not risen for so many evaluations."""
+    """Return whether a run ends since its AUC has not risen for so many evaluations."""
     return 0 < config.evaluation.patience <= evaluations_since_best
 
 
@@ -71,7 +71,7 @@ class RunFolder:
         self.checkpoints = CheckpointFolder(path / "checkpoints")
 
     def summary(self) -> dict[str, Any] | None:
-        """The outcome, if the run has ended; a damaged one is told in the log, and counts as none: it will be written anew."""
+        """Return the outcome, if the run has ended; the log tells of a damaged one, which counts as none and is rewritten."""
         path = self.path / "summary.json"
         if not path.exists():
             return None
@@ -87,7 +87,7 @@ class RunFolder:
         return content
 
     def is_finished(self, config: Config) -> bool:
-        """Whether the run has already got where the config wants it to go.
+        """Return whether the run has already got where the config wants it to go.
 
         Raises:
             CheckpointError: if it has, with other settings.
@@ -97,7 +97,7 @@ class RunFolder:
         is_finished = summary.get("steps", 0) >= config.training.max_steps
         if step is None:
             return is_finished or bool(summary.get("reached_target")) or bool(summary.get("lost_patience"))
-        # Not what the summary says: a higher target, or more patience, may be wanted now.
+        # The summary's word is not enough: a higher target, or more patience, may be wanted now.
         progress = self.checkpoints.progress(step)
         has_ended = reaches_target(config, progress.validation_auc) or loses_patience(config, progress.evaluations_since_best)
         is_finished |= bool(summary) and has_ended

@@ -155,7 +155,7 @@ class RunLock:
 
 
 def _lock(file: int) -> bool | None:
-    """Whether this process has the lock now; None if the file system has no locks."""
+    """Return whether this process has the lock now; None if the file system has no locks."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

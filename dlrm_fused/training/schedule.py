@@ -8,7 +8,7 @@ from dlrm_fused.config import ScheduleConfig
 
 
 def factor(schedule: ScheduleConfig, step: int) -> float:
-    """What the learning rates are multiplied by in a step, counted from 0.
+    """Return the factor of the learning rates in a step, counted from 0.
 
     Linear warm-up from 1 / warmup_steps, then 1, then (1 - fraction of the decay)^power, not below the floor. The shape
     of MLPerf's DLRM (facebookresearch/dlrm, LRPolicyScheduler).

@@ -1,4 +1,4 @@
-"""How long the parts of a training step take, and which of them hold it up, measured without stalling it."""
+"""A timer that measures how long the parts of a training step take, and which hold it up, without stalling the step."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class StepTimer:
             taken = clock.milliseconds(begin, end)
             self._totals[name] += taken
             if name not in _HOST_PARTS:
-                # Negative for what another stream began before the step.
+                # This is negative for work that another stream began before the step.
                 since_begin = clock.milliseconds(step.begin, begin)
                 on_device.append((name, since_begin, since_begin + taken))
             clock.reuse(begin)

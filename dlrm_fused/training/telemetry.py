@@ -1,4 +1,4 @@
-"""What a run writes for its user: metrics.jsonl, TensorBoard, summary.json, a progress bar or log, a profiler trace.
+"""The outputs of a run for its user: metrics.jsonl, TensorBoard, summary.json, a progress bar or log, a profiler trace.
 
 Only rank 0 writes, except for the trace, which every rank writes for itself.
 """
@@ -303,7 +303,7 @@ class Profiler:
         self._profile: torch.profiler.profile | None = None
 
     def before_step(self, step: int) -> None:
-        """To be called before each step, in order."""
+        """Begin or end the trace if this step is the one to. The caller calls this before each step, in order."""
         if self._profile is not None:
             self._profile.step()
             if step > self._last:

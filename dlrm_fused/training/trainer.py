@@ -232,7 +232,7 @@ class Trainer:
         logger.info("what to do next:\n%s", next_steps(self._config, self._rank.world_size))
 
     def _attainable_auc(self) -> dict[str, float]:
-        """What a model that knows the planted signal of synthetic data would reach on the test split; else nothing."""
+        """Return the test AUC of a model that knows the planted signal of synthetic data; nothing for other data."""
         if not isinstance(self._dataset, SyntheticDataset):
             return {}
         attainable = {
@@ -275,7 +275,7 @@ class Trainer:
         is_last = self._step == self._config.training.max_steps
         evaluates = is_multiple(self._step, self._config.evaluation.every_steps)
         saves = is_last or is_multiple(self._step, self._config.checkpoint.every_steps)
-        # Also before a checkpoint, so that a resumed run reports the same means as one that was not interrupted.
+        # Means are reported before a checkpoint, too, so that a resumed run reports the same ones as an uninterrupted run.
         reports = saves or evaluates or is_multiple(self._step, self._config.telemetry.log_every_steps)
         if reports:
             self._report_training(output)
@@ -293,12 +293,12 @@ class Trainer:
             raise self._stop_request.stopped()
 
     def _evaluate_and_note(self) -> tuple[float, bool]:
-        """The AUC of an evaluation, and whether it is the best so far."""
+        """Return the AUC of an evaluation, and whether it is the best so far."""
         auc = self._evaluate()
         return auc, self._note_auc(auc)
 
     def _note_auc(self, auc: float) -> bool:
-        """Whether an AUC is the best so far; it may end the run. One that is not defined beats only none, and ends nothing."""
+        """Return whether an AUC is the best so far; it may end the run. An undefined one beats only none, and ends nothing."""
         if math.isnan(auc):
             return self._best_auc == -math.inf
         is_best = auc > self._best_auc
@@ -379,7 +379,7 @@ class Trainer:
                 self._told.add(reason)
 
     def _named(self, label: str) -> str:
-        """A label in a message; a single one goes without saying."""
+        """Return a label in a message; a single one goes without saying."""
         return f" {label}" if len(self._dataset.schema.labels) > 1 else ""
 
     def _save(self, auc: float | None) -> None:

@@ -23,14 +23,14 @@ from dlrm_fused.training.run_folder import RunFolder
 
 logger = logging.getLogger("dlrm_fused")
 
-# Of a table that each rank reads at a time, whatever part of it becomes its own.
+# Rows of a table that each rank reads at a time, whatever part of it becomes its own.
 _BLOCK_ROWS = 1 << 20
 _NEW = -1
 
 
 @dataclass(frozen=True)
 class RowMap:
-    """Which rows of a table go on.
+    """The rows of a table that continue from another run.
 
     Attributes:
         old_rows: of the other run's table.
@@ -42,7 +42,7 @@ class RowMap:
 
     @staticmethod
     def of(old: IdEncoding, new: IdEncoding) -> RowMap:
-        """By the values of two vocabularies; missing and unseen values have the same ids in all."""
+        """Return the map by the values of two vocabularies; missing and unseen values have the same ids in all."""
         assert old.vocabulary is not None
         assert new.vocabulary is not None
         old_ids = np.full(new.rows, _NEW, np.int64)
@@ -143,7 +143,7 @@ def _empty_block(table: LocalShards, column: int, rows: int, width: int) -> Tens
 
 
 def _row_maps(run: RunFolder, config: Config) -> dict[str, RowMap]:
-    """Of the tables whose values have vocabularies."""
+    """Return the row maps of the tables whose values have vocabularies."""
     folders = {str(run.path): transformation_of(load_config(run.path / "config.yaml")), "this run": transformation_of(config)}
     there = [folder for folder in folders.values() if folder is not None]
     if not there:

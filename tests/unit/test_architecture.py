@@ -20,7 +20,7 @@ FLOORS = (
     {"models", "sharding"},
     {"training"},
     {"inference"},
-    {"application", "doctor", "scaleout"},
+    {"doctor", "scaleout"},
     {"cli"},
 )
 FLOOR_OF = {part: number for number, floor in enumerate(FLOORS) for part in floor}

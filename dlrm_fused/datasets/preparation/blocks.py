@@ -52,7 +52,7 @@ def check_input(path: Path) -> None:
 
 
 def first_line(path: Path) -> bytes:
-    """The first line of a plain or ``.gz`` file.
+    """Return the first line of a plain or ``.gz`` file.
 
     Raises:
         DataError: if the file is missing, empty, damaged, or begins with a line of more than ``MAX_LINE_BYTES``.

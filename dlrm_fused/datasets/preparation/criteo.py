@@ -71,7 +71,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Survey:
-    """What one block contributes to what must be known of all rows.
+    """The counts of one block, which are added up over all blocks before rows are written.
 
     Attributes:
         counts: of each sparse feature; None for rows that the vocabulary is not made from.
@@ -87,7 +87,7 @@ class Survey:
 
 @dataclass(frozen=True)
 class Encoding:
-    """How parsed values become model inputs.
+    """The rules by which parsed values become inputs of the model.
 
     Attributes:
         hash_rows: ids are taken modulo this; 0 looks them up in ``vocabularies``.
@@ -143,7 +143,7 @@ def _check_options(options: CriteoOptions) -> None:
 
 
 def find_files(path: Path) -> list[Path]:
-    """The files of a data set, in order of time.
+    """Return the files of a data set, in order of time.
 
     Raises:
         DataError: if there are none, or a day is there twice.
@@ -217,13 +217,13 @@ class _Preparation:
         return lines
 
     def _split_lines(self, lines: int) -> dict[str, int]:
-        """How the lines of the last file are shared out."""
+        """Return how many lines of the last file each split gets."""
         held_out = lines if len(self._files) > 1 else round(lines * self._options.held_out)
         of = {"validation": (held_out + 1) // 2, "test": held_out // 2}
         return of if len(self._files) > 1 else {"train": lines - held_out, **of}
 
     def _tasks(self) -> Iterator[Task]:
-        """All blocks of all files, in order."""
+        """Yield all blocks of all files, in order."""
         for file in self._files[:-1]:
             for block in split_blocks(file):
                 yield Task(block, "train")

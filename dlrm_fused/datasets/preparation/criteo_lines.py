@@ -66,7 +66,7 @@ def parse_lines(data: bytes) -> Rows:
 
 
 def _parse_well_formed(data: bytes, lines: int) -> pl.DataFrame | None:
-    """The columns of ``data``, or None if any of its lines is malformed."""
+    """Return the columns of ``data``, or None if any of its lines is malformed."""
     if not lines:
         return pl.DataFrame(schema={**_SCHEMA, **dict.fromkeys(SPARSE_FEATURES, pl.UInt32)})
     # polars fills up short lines, and takes a plus sign or blanks for part of a number.

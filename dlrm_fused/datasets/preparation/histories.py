@@ -41,7 +41,7 @@ class Histories:
 
 
 def find_histories(users: Int, items: Int, times: Int, length: int) -> Histories:
-    """The up to ``length`` last interactions before each of n.
+    """Return the up to ``length`` last interactions before each of n.
 
     Args:
         users, items, times: [n] each; times in seconds.
@@ -63,7 +63,7 @@ def find_histories(users: Int, items: Int, times: Int, length: int) -> Histories
 
 
 def count_earlier(keys: Int, times: Int) -> Int:
-    """For each of n interactions, how many of the same key ([n]) have an earlier time ([n]): [n]."""
+    """Return, for each of n interactions, how many of the same key ([n]) have an earlier time ([n]): [n]."""
     return find_histories(keys, np.zeros_like(keys), times, 0).earlier
 
 

@@ -56,7 +56,7 @@ class MalformedLines:
             )
 
     def report(self) -> str:
-        """What was left out, for people to read; empty if nothing was."""
+        """Return a text for people that names the lines left out; empty if there are none."""
         if not self.count:
             return ""
         shown = "".join(f"\n  {line}" for line in self.first)
@@ -64,5 +64,5 @@ class MalformedLines:
         return f"{self.count} of {self.lines} lines are malformed and left out:{shown}{more}"
 
     def summary(self) -> dict[str, Any]:
-        """The counts, for ``dataset.json``."""
+        """Return the counts, for ``dataset.json``."""
         return {"lines": self.lines, "malformed_lines": self.count, "first_malformed_lines": self.first}

@@ -101,7 +101,7 @@ def prepare_movielens(options: MovieLensOptions) -> PreparedInfo:
 
 
 def read_source(source: str, malformed: MalformedLines) -> Release:
-    """The release in a folder, or, for ``recbole``, the 100K one, downloaded.
+    """Return the release in a folder, or, for ``recbole``, the 100K one, downloaded.
 
     Raises:
         DataError: if it cannot be downloaded, is not a release, or has too many malformed lines.
@@ -178,7 +178,7 @@ def _with_counts(ratings: pl.DataFrame, train: Int, histories: Histories | None)
 
 
 def _count_in(keys: Int, rows: Int) -> Int:
-    """How often the key of each rating occurs in ``rows``."""
+    """Return, for each rating, how often its key occurs among the ratings ``rows``."""
     distinct, number = np.unique(keys, return_inverse=True)
     return np.bincount(number[rows], minlength=len(distinct))[number]
 
@@ -195,7 +195,7 @@ def _write_tokens(output: Path, encoder: _Encoder, ratings: pl.DataFrame, histor
 def _token_features(
     encoder: _Encoder, ratings: pl.DataFrame, histories: Histories, train: Int, length: int
 ) -> tuple[SparseFeature, ...]:
-    """The token features, with the average sizes of bags in the samples ``train``."""
+    """Return the token features, with the average sizes of bags in the samples ``train``."""
     genres = encoder.genre_count[encoder.movie_row(ratings[histories.order])]
 
     def feature(name: str, rows: int, ids: Int | None = None, history_only: bool = False) -> SparseFeature:
@@ -230,7 +230,7 @@ class _Lists:
         self.values = np.fromiter((value for row in lists for value in row), np.int64)
 
     def take(self, rows: Int) -> tuple[Int, Int]:
-        """Values and offsets of the lists of ``rows``, one after the other."""
+        """Return values and offsets of the lists of ``rows``, one after the other."""
         starts, lengths = self.offsets[rows], np.diff(self.offsets)[rows]
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)

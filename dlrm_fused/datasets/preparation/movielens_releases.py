@@ -31,7 +31,7 @@ Entity = TypeVar("Entity")
 
 @dataclass(frozen=True)
 class User:
-    """What a release tells about a user; ``None`` or ``""`` where it does not say."""
+    """A user as a release describes them; ``None`` or ``""`` stand for facts that it does not give."""
 
     age: int | None
     gender: str
@@ -95,7 +95,7 @@ def _read_100k(folder: Path, malformed: MalformedLines) -> Release:
 
 
 def _read_dat(folder: Path, malformed: MalformedLines) -> Release:
-    """The 1M release; the 10M one is the same without users.dat."""
+    """Return the 1M release; the 10M one is the same without users.dat."""
 
     def user(fields: Sequence[str]) -> tuple[int, User]:
         return _id(fields[0]), User(_age(fields[2]), fields[1], fields[3])
@@ -145,7 +145,7 @@ def _read_recbole(folder: Path, malformed: MalformedLines) -> Release:
 
 
 def _recbole_columns(path: Path, needed: list[str]) -> list[str]:
-    """Names in the header line of an atomic file, which reads ``name:type<tab>name:type``."""
+    """Return names in the header line of an atomic file, which reads ``name:type<tab>name:type``."""
     check_input(path)
     with path.open(encoding="utf-8", errors="replace") as file:
         columns = [column.split(":")[0] for column in file.readline().rstrip("\r\n").split("\t")]

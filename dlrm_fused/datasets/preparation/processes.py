@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 
 class OrderedMap(Protocol):
-    """Like the built-in ``map``."""
+    """Map as the built-in ``map`` does."""
 
     def __call__(self, function: Callable[[Item], Result], items: Iterable[Item], /) -> Iterator[Result]: ...
 

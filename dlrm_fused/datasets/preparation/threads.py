@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 
 def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
-    """As the built-in ``map``; at most ``workers + 1`` items are under way or waiting to be taken."""
+    """Map as the built-in ``map`` does; at most ``workers + 1`` items are under way or waiting to be taken."""
     pool = ThreadPoolExecutor(workers)
     pending: deque[Future[Result]] = deque()
     try:

@@ -80,7 +80,7 @@ class IdCounter:
         self._run_ends.append(self._run_ends[-1] + len(run))
 
     def frequent(self, threshold: int, memory_entries: int) -> Counts:
-        """The ids that occur at least ``threshold`` times; merges about ``memory_entries`` entries at a time."""
+        """Return the ids that occur at least ``threshold`` times; merges about ``memory_entries`` entries at a time."""
         self.spill()
         total = self._run_ends[-1]
         if total == 0:
@@ -132,7 +132,7 @@ class Vocabulary:
         np.save(path.with_name(path.name + ".numbers.npy"), numbers)
 
     def encode(self, ids: Ids) -> NDArray[np.int32]:
-        """Numbers of ``ids [n]``."""
+        """Return numbers of ``ids [n]``."""
         if not len(self._ids):
             return np.full(len(ids), RARE, np.int32)
         at = np.minimum(np.searchsorted(self._ids, ids), len(self._ids) - 1)

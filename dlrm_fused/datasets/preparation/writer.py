@@ -32,7 +32,7 @@ def claim_output(folder: Path, overwrite: bool) -> None:
         DataError: if it holds a complete set or other files, and ``overwrite`` is false; or if it is not a folder.
     """
     _check_output(folder, overwrite)
-    # First: without it the set is incomplete.
+    # The schema goes first: without it the set is incomplete.
     for name in _FILES:
         (folder / name).unlink(missing_ok=True)
     for name in _FOLDERS:

@@ -13,6 +13,6 @@ __all__ = ["Finding", "Level", "exit_status", "judge_facts", "judge_measurements
 
 
 def judge_facts(ranks: Sequence[RankFacts]) -> list[Finding]:
-    """What is wrong by the facts of those ranks that sent them."""
+    """Return all findings that follow from the facts of those ranks that sent them."""
     checks = (*versions.CHECKS, *builds.CHECKS, *devices.CHECKS, *interfaces.CHECKS, *links.CHECKS)
     return [finding for check in checks for finding in check(ranks)]

@@ -77,7 +77,7 @@ def _shared_memory(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 def _containers(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     """Containers on one machine that call themselves alike, or in which the same container began more than once."""
     for (name, _), alike in group_by(ranks, lambda facts: (facts.host.name, facts.host.boot)).items():
-        # One rank of each: the others say the same.
+        # One rank of each suffices: the others say the same.
         firsts = [together[0] for together in group_by(alike, lambda facts: facts.host).values()]
         yield from _without_stores("containers", name, firsts)
 

@@ -1,4 +1,4 @@
-"""What a finding is, and how bad."""
+"""The types of a finding and of its level."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHOWN_HOSTS = 4
 
 
 class Level(Enum):
-    """How bad, with the exit status: ``broken`` keeps training or ``comm=fused`` from running, ``slower`` costs time, ``note``
+    """Levels, with their exit status: ``broken`` keeps training or ``comm=fused`` from running, ``slower`` costs time, ``note``
     costs nothing."""
 
     broken = 1
@@ -103,7 +103,7 @@ def numbers(ranks: Iterable[RankFacts]) -> list[int]:
 
 
 def hosts(ranks: Iterable[RankFacts]) -> str:
-    """Names of the ranks' hosts, the first few of many."""
+    """Return names of the ranks' hosts, the first few of many."""
     names = list(dict.fromkeys(facts.host.name for facts in ranks))
     more = len(names) - _SHOWN_HOSTS
     return ", ".join(names[:_SHOWN_HOSTS]) + (f" and {more} more" if more > 0 else "")

@@ -56,7 +56,7 @@ def _same_address(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 
 def _address(facts: RankFacts, backend: str) -> str:
-    """Of the first interface that the backend uses, unless that is loopback: there is a finding of its own for that."""
+    """Return an address of the first interface that the backend uses, "" for loopback, which has a finding of its own."""
     used = [interface for interface in facts.network.interfaces if interface.name in facts.network.uses[backend][:1]]
     return next((i.addresses[0] for i in used if i.addresses and not i.is_loopback), "")
 

@@ -1,4 +1,4 @@
-"""How ranks of several hosts reach each other: RDMA, the transport that is asked for, NVSHMEM; links slower than others."""
+"""Findings about the links between hosts: RDMA, the transport that is asked for, NVSHMEM; links slower than others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _rdma(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 
 def _rdma_fault(facts: RankFacts) -> tuple[str, Level, str, str] | None:
-    """Name, level, what is wrong, and what to do."""
+    """Return name, level, what is wrong, and what to do."""
     ports, active = facts.network.rdma, facts.active_rdma
     if not ports:
         advice = "if the machine has one, show it to the container: --device=/dev/infiniband"
@@ -43,7 +43,7 @@ def _rdma_fault(facts: RankFacts) -> tuple[str, Level, str, str] | None:
 
 
 def _transport(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    """What DLRM_FUSED_TRANSPORT asks for and cannot be had."""
+    """Yield findings about values of DLRM_FUSED_TRANSPORT that ranks cannot follow, or not together."""
     by_value = group_by(ranks, lambda facts: facts.transport)
     if len(by_value) > 1:
         what = ", ".join(f"{value} on {hosts(alike)}" for value, alike in by_value.items())

@@ -43,11 +43,11 @@ class PiecesCall:
         self.actions: dict[Kind, Action] = {Kind.begin: lambda _: workspace.pieces.begin(fingerprint), Kind.mark: self._mark}
 
     def peer(self, piece: Piece) -> int:
-        """To which a piece goes."""
+        """Return the rank to which a piece goes."""
         return (self.rank + piece.shift) % self.ranks
 
     def source(self, piece: Piece) -> int:
-        """From which a piece comes."""
+        """Return the rank from which a piece comes."""
         return (self.rank - piece.shift) % self.ranks
 
     def _mark(self, task: Task) -> None:

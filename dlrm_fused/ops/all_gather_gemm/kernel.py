@@ -42,7 +42,7 @@ _PUSHED_BLOCK = 8192
 
 
 class Epoch(NamedTuple):
-    """In which a kernel moves pieces, or waits for them.
+    """The call of a channel in which a kernel moves pieces, or waits for them.
 
     Attributes:
         channel, pieces, fingerprint: of the call.
@@ -113,7 +113,7 @@ def _multiply_piece(
     TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    """This program's tiles of rows ``first_row`` to ``end_row`` of x, stored ``first_out`` rows further on in ``out``.
+    """Compute this program's tiles of x's rows ``first_row`` to ``end_row``; store them ``first_out`` rows later in ``out``.
 
     Args:
         number: this program's first tile of the piece.
@@ -178,7 +178,7 @@ def _multiply_arriving(
     TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, HAS_ASYNC_PROXY: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    """This program's tiles of the peers' rows, in the order in which they come.
+    """Compute this program's tiles of the peers' rows, in the order in which they come.
 
     Args:
         number: this program's first tile of the first piece.
@@ -290,7 +290,7 @@ def _multiply_and_add_piece(
     TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    """This program's tiles of own rows ``first_row`` to ``end_row``, with what the peers have sent.
+    """Compute this program's tiles of own rows ``first_row`` to ``end_row``, with what the peers have sent.
 
     Args:
         number: this program's first tile of the piece.
@@ -469,7 +469,7 @@ def multiply_and_send(
 
 
 def _shards(own: Tensor, memory: SymmetricMemory, ranks: int, tiles: Tiles) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """This rank's rows, and the place of the rows of all."""
+    """Return descriptors of this rank's rows, and of the place of all ranks' rows."""
     gathered = memory.local[: ranks * own.numel() * own.element_size()].view(own.dtype).view(-1, own.shape[1])
     block = [tiles.rows, tiles.depth]
     return TensorDescriptor.from_tensor(own, block), TensorDescriptor.from_tensor(gathered, block)

@@ -45,7 +45,7 @@ def all_gather_gemm(workspace: ShardWorkspace, x: Tensor, weight: Tensor, *, sch
 
 
 def gemm_reduce_scatter(workspace: ShardWorkspace, x: Tensor, weight: Tensor, *, schedule: str = AUTO) -> Tensor:
-    """This rank's rows of the sum over ranks of ``x @ weight.T``: a row-parallel layer whose result is sharded by rows.
+    """Return this rank's rows of the sum over ranks of ``x @ weight.T``: a row-parallel layer with its result sharded by rows.
 
     Collective, and differentiable, as :func:`all_gather_gemm`.
 

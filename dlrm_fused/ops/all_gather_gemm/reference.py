@@ -40,7 +40,7 @@ def all_gather(x: Tensor, process_group: dist.ProcessGroup) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, process_group: dist.ProcessGroup) -> Tensor:
-    """This rank's block of rows of the sum over ranks."""
+    """Return this rank's block of rows of the sum over ranks."""
     own = x.new_empty(len(x) // process_group.size(), *x.shape[1:])
     dist.reduce_scatter_tensor(own, x.contiguous(), group=process_group)
     return own

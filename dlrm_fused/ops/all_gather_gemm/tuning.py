@@ -28,7 +28,7 @@ _FEWEST_PUSHERS, _MOST_PUSHERS = 8, 24
 def tiles_of_pieces(
     rows: int, columns: int, depth: int, element_size: int, gpu: Gpu, *, peers: int = 0, added: float = 0.0
 ) -> Tiles:
-    """For a persistent kernel that multiplies pieces one after the other.
+    """Return the tiles of a persistent kernel that multiplies pieces one after the other.
 
     Args:
         rows: of x that it multiplies first.
@@ -76,7 +76,7 @@ def _count(rows: int, columns: int, tiles: Tiles) -> int:
 
 
 def _left_by(count: int, programs: int, pushers: int, fewest: int) -> int:
-    """So many pushers, or as many fewer as it takes for the tiles to need the fewest rounds of programs beside them."""
+    """Return ``pushers``, or fewer, such that the tiles need the fewest rounds of programs beside them."""
     rounds = -(-count // (programs - fewest))
     return min(pushers, programs - -(-count // rounds))
 

@@ -99,5 +99,5 @@ class ShardWorkspace(MatrixWorkspace):
         return memory.peer(rank)[: elements * self.dtype.itemsize].view(self.dtype).view(*shape)
 
     def window_of(self, memory: SymmetricMemory, fingerprint: int) -> ReceiveWindow:
-        """For one epoch of the channel, in which ranks receive at the beginning of ``memory``."""
+        """Return the window of one call of the channel, in which ranks receive at the beginning of ``memory``."""
         return ReceiveWindow(memory, self.channel, 0, fingerprint)

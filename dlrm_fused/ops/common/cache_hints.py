@@ -60,7 +60,7 @@ class CachePolicy:
     new_rows: Hint = EVICT_FIRST  # of tables, by the update
 
     def hints(self) -> dict[str, str]:
-        """By stream, as words."""
+        """Return the hints by stream, as words."""
         return {field.name: str(getattr(self, field.name)) for field in fields(self)}
 
 

@@ -41,7 +41,7 @@ class Stream:
 
 
 def once(size: float) -> Stream:
-    """So many bytes, each accessed once."""
+    """Return a stream of ``size`` bytes, each accessed once."""
     return Stream(size, size)
 
 
@@ -135,7 +135,7 @@ _zipf_exponent = 0.0
 
 
 def use(policy: CachePolicy | str, zipf_exponent: float | None = None) -> None:
-    """From now on launch the kernels of this process with a policy, for measuring: hints never change results.
+    """Launch the kernels of this process with a policy from now on, for measuring: hints never change results.
 
     CUDA graphs keep the policy under which they were captured.
 

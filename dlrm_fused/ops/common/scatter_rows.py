@@ -149,7 +149,7 @@ def _streams(source: Tensor, targets: Tensor) -> dict[str, Stream]:
 
 
 def rows_of_slices(targets: Tensor, rows_per_rank: int, hosts: Hosts) -> dict[int, Tensor]:
-    """By rank of another host, int64: what :func:`scatter_rows` sent there with these targets, in the order of the slice.
+    """Return the rows that :func:`scatter_rows` sent with these targets, by rank of another host: int64, in the slice's order.
 
     When results come back in that order, this is ``received``.
     """

@@ -99,7 +99,7 @@ class Workspace:
         return workspace
 
     def window(self, pool: BlockPool, block: Tensor, *what: object) -> ReceiveWindow:
-        """For one epoch of the channel, in which this rank receives in a block of a pool; ``what`` is the same on all ranks."""
+        """Return the window of one call, in which this rank receives in a block of a pool; ``what`` is equal on all ranks."""
         return ReceiveWindow(pool.memory, self.channel, pool.offset_of(block), fingerprint_of(*what))
 
     def begin_call(self) -> None:

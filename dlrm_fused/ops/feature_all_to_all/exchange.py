@@ -84,7 +84,7 @@ class FeatureExchange(Workspace):
         self._most_features = max(map(len, self.features_of_ranks))
         self._last_feature = max((max(features) for features in self.features_of_ranks if features), default=-1)
         self._words = 2 * (self._most_features + 1) * self.world_size
-        # Of one batch at a time, as the memory.
+        # One batch at a time uses this, as it does the memory.
         self._words_on_host = torch.empty(self._words, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self._memory: SymmetricMemory | None = None
         self._allocate(_BAG_UNIT, 1)
@@ -142,7 +142,7 @@ class FeatureExchange(Workspace):
         self._routes = torch.tensor(routes, dtype=torch.int64).view(-1, ROUTE_FIELDS).to(self.device)
 
     def _event(self) -> torch.cuda.Event | None:
-        """An event after all that the current stream has been given; None on the CPU."""
+        """Return an event after all that the current stream has been given; None on the CPU."""
         return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
 
     def release(self) -> None:
@@ -204,7 +204,7 @@ class SentFeatures:
         self._told = exchange._event()
 
     def receive(self) -> ReceivedFeatures:
-        """The features of this rank's tables. Collective; waits until all ranks have sent, and no longer.
+        """Return the features of this rank's tables. Collective; waits until all ranks have sent, and no longer.
 
         Raises:
             CommunicationError: if a peer is lost, or was waited for too long.

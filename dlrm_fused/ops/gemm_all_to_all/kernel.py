@@ -78,7 +78,7 @@ class Groups:
         return [slice(first, end) for first, end in itertools.pairwise(bounds)]
 
     def args(self, tiles: int) -> GroupArgs:
-        """For a kernel that computes so many rows of tiles."""
+        """Return the groups as an argument of a kernel that computes so many rows of tiles."""
         return GroupArgs(self.bounds, self.order(tiles), tiles, self.local_from.numel())
 
 
@@ -110,7 +110,7 @@ def tile_order_kernel(bounds, local_from, order, tiles, groups, LANES: tl.conste
 
 @triton.jit
 def store_order(order, tiles, first, middle, last, TILES: tl.constexpr, LANES: tl.constexpr):
-    """This program's part of :meth:`Groups.order`: the groups' tiles for other ranks are laid end to end, then those for this.
+    """Store this program's part of :meth:`Groups.order`: the groups' tiles for other ranks end to end, then those for this.
 
     Args:
         first, middle, last: [LANES], of each group: its first tile, the first one for this rank alone, and the end.

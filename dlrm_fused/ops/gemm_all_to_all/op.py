@@ -250,7 +250,7 @@ def _grouped_product(x: Tensor, weight: Tensor, scale: Tensor | None, groups: Gr
 
 
 def _product(x: Tensor, weight: Tensor, scale: Tensor | None, part_of: int | None = None) -> Tensor:
-    """With kernels the bits of what they send within a host; ``part_of``: as in :func:`gemm`."""
+    """Return x @ weight.T with the bits that kernels send within a host; ``part_of``: as in :func:`gemm`."""
     if uses_kernels(x.device):
         out = x.new_empty(x.shape[0], weight.shape[0])
         gemm(x, weight, out, scale, part_of=part_of)
@@ -305,7 +305,7 @@ def _numbers_in_slices(destinations: Tensor, rows_per_rank: int, hosts: Hosts) -
 
 
 def _slots_from_hosts(workspace: GemmWorkspace, destinations: Tensor, slots: int) -> dict[int, Tensor]:
-    """By rank of another host, the slots of this rank to which it sends rows. Collective; waits for the device."""
+    """Return, by rank of another host, the slots of this rank to which it sends rows. Collective; waits for the device."""
     hosts, channel = workspace.group.hosts, workspace.channel
     sent = {rank: destinations[destinations // slots == rank] % slots for rank in hosts.remote}
 

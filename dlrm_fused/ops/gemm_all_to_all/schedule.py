@@ -53,7 +53,7 @@ def _rule_of(workspace: GemmWorkspace, shape: Shape) -> str:
 
 
 def by_rule(ranks: int, shape: Shape, element_bytes: int, gpu: Gpu) -> str:
-    """For a shape that nobody has measured."""
+    """Return the schedule for a shape that nobody has measured."""
     rows, _, depth = shape
     if (gpu.multiprocessors, gpu.bf16, gpu.link) != (H100.multiprocessors, H100.bf16, H100.link):
         return choose(Size(Pair.gemm_all_to_all, ranks, *shape, element_bytes), machine_of(gpu), _OWN)

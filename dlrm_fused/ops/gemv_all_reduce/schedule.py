@@ -67,7 +67,7 @@ def _can_scatter(workspace: GemvWorkspace, shape: Shape) -> bool:
 
 
 def _by_rule(workspace: GemvWorkspace, shape: Shape, names: Sequence[str]) -> str:
-    """For more rows than the kernel takes: the schedule of these whose estimate is shortest."""
+    """Return the schedule in ``names`` whose estimate is shortest, for more rows than the kernel takes."""
     size = Size(Pair.gemm_all_reduce, workspace.world_size, *shape, workspace.dtype.itemsize)
     allowed = tuple(name for name, own in OF_MANY_ROWS.items() if own in names)
     return OF_MANY_ROWS[choose(size, machine_of(workspace.gpu), allowed)]

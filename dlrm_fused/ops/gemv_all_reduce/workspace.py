@@ -83,7 +83,7 @@ class GemvWorkspace(MatrixWorkspace):
 
 
 def split_buffer(rows: int, columns: int, tiles: int, device: torch.device) -> SplitBuffer:
-    """For products of up to ``rows`` rows and so many columns, in up to ``tiles`` tiles."""
+    """Return a buffer for products of up to ``rows`` rows and ``columns`` columns, in up to ``tiles`` tiles."""
     slots = MAX_SPLITS - 1
     # The last tile may be wider than what is left of the columns.
     elements = padded(rows) * (columns + MAX_COLUMNS)

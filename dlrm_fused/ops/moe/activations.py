@@ -13,7 +13,7 @@ from dlrm_fused.errors import UsageError
 
 @dataclass(frozen=True)
 class Activation:
-    """What an expert makes of its first product.
+    """The function that an expert applies to its first product.
 
     Attributes:
         name: ``silu``: silu(h); or ``swiglu``: silu(left half of h) * right half.
@@ -31,18 +31,18 @@ class Activation:
         return ACTIVATIONS[name]
 
     def width(self, w_in: Tensor) -> int:
-        """Of the hidden layer of experts with this w_in [..., parts * f, d]: f."""
+        """Return the hidden layer's width f, from the experts' w_in [..., parts * f, d]."""
         return w_in.shape[-2] // self.parts
 
     def of(self, h: Tensor) -> Tensor:
-        """[R, f] from the first product, [R, parts * f]. Differentiable."""
+        """Return [R, f] from the first product, [R, parts * f]. Differentiable."""
         if self.parts == 1:
             return F.silu(h)
         gate, up = h.chunk(2, dim=-1)
         return F.silu(gate) * up
 
     def gradient(self, gradient: Tensor, h: Tensor) -> Tensor:
-        """That of h, from the gradient of :meth:`of` it."""
+        """Return the gradient of h [R, parts * f], from that of the result of :meth:`of`, [R, f]."""
         gate = h[:, : gradient.shape[1]]
         rate = torch.sigmoid(gate)
         slope = rate * (1 + gate * (1 - rate))

@@ -1,4 +1,4 @@
-"""Where each token's row goes in the memory of its experts' ranks.
+"""The places of tokens' rows in the memory of their experts' ranks.
 
 A token has up to k experts; each such (token, expert) is a *slot*, number ``token * k + j``. Rank r has experts ``r * L`` to
 ``(r + 1) * L``, L = experts / ranks. It receives the rows of its experts one expert after the other, each padded to whole
@@ -6,7 +6,7 @@ tiles of ``tile_rows``; within an expert, the rows of rank r + 1 come first, the
 the order of their slots. So the tiles whose results have to travel come first, and every rank knows every row's place from the
 counts of all ranks alone.
 
-What goes to a rank of another host is a slice: the rows of its experts one expert after the other, in the order of their slots.
+A rank of another host gets a slice: the rows of its experts one expert after the other, in the order of their slots.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _PAD_ROWS, _PAD_COLUMNS = 16, 512
 
 
 def max_rows_of_rank(ranks: int, experts: int, top_k: int, max_tokens: int, tile_rows: int) -> int:
-    """The most rows that a rank can receive, pads included: a multiple of ``tile_rows``."""
+    """Return the most rows that a rank can receive, pads included: a multiple of ``tile_rows``."""
     local = experts // ranks
     rows = ranks * max_tokens * min(top_k, local)
     return (rows + min(rows, local) * (tile_rows - 1)) // tile_rows * tile_rows
 
 
 class RoutesToExperts(NamedTuple):
-    """Where rows go and come from.
+    """The places that rows go to and come from.
 
     Attributes:
         targets: int32 [slots]: rank * rows_per_rank + row in the receive block of that rank; for a rank of another host, the
@@ -136,7 +136,7 @@ def count_kernel(
     ids, slots, counts, positions, experts,
     TOP_K: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, EXPERTS: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
-    """How many slots of each chunk go to each expert, and how many earlier slots of its chunk go where a slot goes.
+    """Count each chunk's slots of each expert, and for each slot the earlier ones of its chunk with the same expert.
 
     Args:
         ids: int64 [slots].
@@ -197,7 +197,7 @@ def exchange_counts_kernel(
 
 
 class SlotArgs(NamedTuple):
-    """What is known of each of a rank's slots, as one argument of the kernel."""
+    """Arrays with an element for each of a rank's slots, as one argument of the kernel."""
 
     ids: Any  # int64, of experts
     positions: Any  # int32, of count_kernel
@@ -255,7 +255,7 @@ def place_kernel(
         mask=slot < slots,
     )  # fmt: skip
 
-    # Of this rank's experts, in one dimension.
+    # The groups of this rank's experts, in one dimension.
     is_own, group = receiver == RANK, tl.arange(0, LANES)
     last_tile = tl.sum(tl.where(is_own, end, 0), axis=0)
     first_tile = last_tile - tl.sum(tl.where(is_own, tiles_of_expert, 0), axis=0)
@@ -350,7 +350,7 @@ def _received_rows(counts: Tensor, first_rows: Tensor, hosts: Hosts) -> dict[int
 
 
 def count_slots(slots: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """How many of int64 [slots] are each of ``count`` experts, and how many before a slot are the same as it. int64.
+    """Return how many of int64 [slots] name each of ``count`` experts, and for each slot how many before it equal it; int64.
 
     Slots of -1 are not counted.
     """
@@ -363,7 +363,7 @@ def count_slots(slots: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def place_experts(counts: Tensor, rank: int, tile_rows: int) -> tuple[Tensor, Groups]:
-    """Where rows begin, from the counts of all ranks.
+    """Return the rows at which each rank's part of each expert begins, from the counts of all ranks.
 
     Args:
         counts: [ranks, experts]: slots of each rank for each expert.

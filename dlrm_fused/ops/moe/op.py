@@ -136,7 +136,7 @@ def _backward(gradient: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, *hel
     steps, groups = workspace.steps, Groups(workspace.memory.tile_rows, bounds, local_from, {workspace.tiles: order})
     gradient = gradient.contiguous()
 
-    # What is received here is used up before the next epoch: spare blocks serve.
+    # Rows received here are used up before the next call: spare blocks serve.
     receiving, combining = workspace.received.spare, workspace.combined.spare
     gradient_rows, to_tokens = workspace.rows_of(receiving), workspace.to_tokens(received, groups, targets)
     scatter_rows(

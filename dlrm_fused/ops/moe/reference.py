@@ -90,7 +90,7 @@ def _with_scaled_gradient(weight: Tensor, scale: float) -> Tensor:
 
 
 def _grouped_product(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-    """[rows, N]: the first counts[0] rows times ``weight[0].T`` of weight [L, N, K], and so on."""
+    """Return [rows, N]: the first counts[0] rows times ``weight[0].T`` of weight [L, N, K], and so on."""
     on_nvidia = rows.is_cuda and not is_rocm()
     has_kernel = on_nvidia and rows.dtype == torch.bfloat16 and torch.cuda.get_device_capability(rows.device) >= (9, 0)
     if has_kernel and len(rows):

@@ -1,4 +1,4 @@
-"""What the expert layer computes on one rank between its transfers: both products of the experts, padding, the weighted sum.
+"""The expert layer's computation on one rank between its transfers: both products of the experts, padding, the weighted sum.
 
 Rows lie as :mod:`~dlrm_fused.ops.moe.dispatch` says. R is the number of rows of a receive block, L that of this rank's
 experts, d the width of a token, f that of the hidden layer, p the parts of w_in (1 with SiLU, 2 with SwiGLU), k the number of
@@ -49,7 +49,7 @@ class HostSteps:
         return h, self.activation.of(h)
 
     def hidden_gradient(self, gradient: Tensor, w_out: Tensor, h: Tensor, groups: Groups) -> Tensor:
-        """The gradient [R, p * f] of h from that of the results [R, d]; that of the activation is ``gradient @ w_out[e]``."""
+        """Return h's gradient [R, p * f] from the results' [R, d]; that of the activation is ``gradient @ w_out[e]``."""
         h_gradient = torch.empty_like(h)
         for expert, part in enumerate(groups.slices()):
             h_gradient[part] = self.activation.gradient(gradient[part] @ w_out[expert], h[part])
@@ -84,12 +84,12 @@ class HostSteps:
         return total.to(slots.dtype)
 
     def gates_gradient(self, gradient: Tensor, slots: Tensor, targets: Tensor, top_k: int) -> Tensor:
-        """fp32 [T, k]: the products of each token's row of ``gradient`` with the rows of its slots; 0 without target."""
+        """Return fp32 [T, k]: the products of each token's row of ``gradient`` with the rows of its slots; 0 without target."""
         return (gradient.float()[:, None] * _rows_of_slots(slots, targets, top_k)).sum(-1)
 
 
 class KernelSteps(HostSteps):
-    """The same on GPUs, and under Triton's interpreter. Nothing waits for the device, but to find rows for other hosts."""
+    """The steps on GPUs, and under Triton's interpreter. Nothing waits for the device, but to find rows for other hosts."""
 
     def zero_pads(self, rows: Tensor, destinations: Tensor, groups: Groups) -> None:
         zero_pads_kernel[(groups.local_from.numel(), triton.cdiv(groups.tile_rows, _PAD_ROWS))](
@@ -204,6 +204,6 @@ def gates_gradient_kernel(gradient, slots, targets, result, width, TOP_K: tl.con
 
 
 def _rows_of_slots(slots: Tensor, targets: Tensor, top_k: int) -> Tensor:
-    """fp32 [T, k, d], zeros for slots without target."""
+    """Return fp32 [T, k, d], zeros for slots without target."""
     rows = slots[: targets.numel()].float().masked_fill(targets[:, None] < 0, 0)
     return rows.view(-1, top_k, slots.shape[1])

@@ -36,7 +36,7 @@ _FEWEST_TILE_ROWS = 16 if triton.knobs.runtime.interpret else 64
 
 @dataclass(frozen=True)
 class ExpertMemory:
-    """What a workspace needs on each rank; all of it follows from its settings.
+    """The sizes of a workspace's memory on each rank; all follow from its settings.
 
     Attributes:
         tile_rows: to which each expert's rows are padded.
@@ -59,7 +59,7 @@ class ExpertMemory:
     element_bytes: int
 
     def hidden_bytes(self, hidden: int, activation: str = "silu") -> int:
-        """Of ordinary memory that a call holds until its backward pass, for hidden layers of so many elements."""
+        """Return the bytes of ordinary memory that a call holds until its backward pass, for hidden layers ``hidden`` wide."""
         parts = Activation.named(activation, "hidden_bytes").parts
         return (1 + parts) * self.rows * hidden * self.element_bytes
 
@@ -67,7 +67,7 @@ class ExpertMemory:
 def expert_memory(
     ranks: int, experts: int, top_k: int, max_tokens: int, width: int, dtype: torch.dtype, *, with_kernels: bool
 ) -> ExpertMemory:
-    """The memory of an :class:`ExpertWorkspace` with these settings.
+    """Return the memory of an :class:`ExpertWorkspace` with these settings.
 
     Args:
         with_kernels: whether kernels run, which want rows in tiles: on GPUs.
@@ -80,7 +80,7 @@ def expert_memory(
     destinations_at = rows * width * dtype.itemsize
     received_bytes, combined_bytes = destinations_at + rows * 4, slots * width * dtype.itemsize
     counts_bytes, flags_bytes = ranks * experts * 4, 3 * ranks * 8
-    # Of each kind those that calls may hold until their backward passes, and a spare one.
+    # There are blocks of each kind for calls that hold them until their backward passes, and a spare one.
     blocks = (_HELD_CALLS + 1) * (_round_up(received_bytes, OFFSET_UNIT) + _round_up(combined_bytes, OFFSET_UNIT))
     symmetric_bytes = counts_bytes + flags_bytes + blocks
     return ExpertMemory(
@@ -164,15 +164,15 @@ class ExpertWorkspace(Workspace):
             blocks.release()
 
     def rows_of(self, received: Tensor) -> Tensor:
-        """[R, d]: the rows in a receive block."""
+        """Return [R, d]: the rows in a receive block."""
         return received[: self.memory.destinations_at].view(self.dtype).view(self.memory.rows, self.width)
 
     def destinations_of(self, received: Tensor) -> Tensor:
-        """int32 [R]: the destinations in a receive block."""
+        """Return int32 [R]: the destinations in a receive block."""
         return received[self.memory.destinations_at : self.memory.received_bytes].view(torch.int32)
 
     def to_tokens(self, received: Tensor, groups: Groups, targets: Tensor) -> Routes:
-        """Where the results of the rows in a receive block belong.
+        """Return the places to which the results of the rows in a receive block belong.
 
         Args:
             targets: int32 [slots], of this rank's slots.
@@ -181,7 +181,7 @@ class ExpertWorkspace(Workspace):
         return Routes(groups, self.destinations_of(received), self.memory.slots, from_hosts)
 
     def slots_of(self, combined: Tensor) -> Tensor:
-        """[slots, d]: the rows in a block of results."""
+        """Return [slots, d]: the rows in a block of results."""
         return combined[: self.memory.combined_bytes].view(self.dtype).view(self.memory.slots, self.width)
 
     def _check_settings(self, group: SymmetricGroup, name: str) -> Mapping[str, object]:

@@ -83,7 +83,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Span:
-    """When a task deals with a piece: microseconds from the beginning of the call."""
+    """The time in which a task deals with a piece: microseconds from the beginning of the call."""
 
     kind: Kind
     lane: Lane
@@ -124,7 +124,7 @@ class _Clock:
             self.ended.append(self._run(task))
 
     def _run(self, task: Task) -> dict[Piece, float]:
-        """When each piece of the task is done."""
+        """Return when each piece of the task is done, in microseconds."""
         if task.is_inside and task.kind is Kind.move and not self.times.size.pair.moves_first:  # stores of computed tiles
             return {piece: self._end_of(task.after[0], piece) + self.times.machine.wait_us for piece in task.pieces}
         is_launch = not task.is_inside and task.kind is not Kind.end and not self.times.is_part_of_launch(task)
@@ -147,7 +147,7 @@ class _Clock:
         return ended or dict.fromkeys(task.pieces, now)
 
     def _end_of(self, number: int, piece: Piece) -> float:
-        """When a task has done a piece; all of it, if it does not have that piece."""
+        """Return when a task has done a piece, in microseconds; when it has done all, if it does not have that piece."""
         ended = self.ended[number]
         return ended.get(piece, max(ended.values(), default=0.0))
 
@@ -204,7 +204,7 @@ class _Times:
         return self._computation(task, piece)
 
     def start_us(self, task: Task) -> float:
-        """From the end of what a task of the other lane waits for to its beginning."""
+        """Return the microseconds from the end of the other lane's task that this one waits for to this one's beginning."""
         return self.machine.copy_start_us if task.kind is Kind.move and self._is_by_copies else 0.0
 
     def least_us(self, task: Task) -> float:

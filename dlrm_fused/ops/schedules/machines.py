@@ -20,7 +20,7 @@ H200 = Machine(
     memory=4246.0,
     peer_copies=375.6,
     peer_stores=362.3,
-    multiprocessors=132,
+    multiprocessors=gpus.H100.multiprocessors,
     library_share=0.552,
     library_sum_share=0.781,
     kernel_share=0.935,
@@ -40,7 +40,7 @@ H200 = Machine(
 )
 H100 = replace(
     H200,
-    name="NVIDIA H100 80GB HBM3",
+    name=gpus.H100.name,
     teraflops=781.5,
     memory=3002.0,
     peer_copies=379.3,

@@ -208,5 +208,5 @@ def end_of_piece(ends, number):
 
 
 def ends_of(bounds: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    """For kernels, the ends of pieces that follow each other."""
+    """Return the ends of pieces that follow each other, as kernels take them."""
     return tuple(last for _, last in bounds)

@@ -120,7 +120,7 @@ def cut(rows: int, parts: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _pieces_of_peers(schedule: Schedule, ranks: int, shard_rows: int) -> list[Piece]:
-    """In the order in which they travel: a piece of every peer, then the next of each, so that all links are busy."""
+    """Return the pieces in the order of travel: one of every peer, then the next of each, so that all links are busy."""
     return [
         Piece(shift, first, last, number)
         for number, (first, last) in enumerate(cut(shard_rows, schedule.parts))

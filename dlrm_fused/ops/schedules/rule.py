@@ -31,7 +31,7 @@ def schedule_of(size: Size, name: str) -> Schedule:
 
 
 def estimates(size: Size, machine: Machine) -> dict[str, Timeline]:
-    """By name of the schedule, the shortest first."""
+    """Return the estimates of all schedules by name, the shortest first."""
     found = {name: estimate(size, schedule_of(size, name), machine) for name in space_of(size)}
     return dict(sorted(found.items(), key=lambda entry: entry[1].microseconds))
 

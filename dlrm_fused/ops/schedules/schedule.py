@@ -79,6 +79,6 @@ MOST_PIECES = max(len(schedule.parts) for schedule in _ALL)  # from one rank to 
 
 
 def sums_beside(rows: int, columns: int) -> Schedule:
-    """In as many chunks as suit a product of this size."""
+    """Return the schedule ``sums_beside`` in as many chunks as suit a product of this size."""
     chunks = max(1, min(_MOST_SUMS, rows, rows * columns // _SUMMED_ELEMENTS))
     return replace(SCHEDULES["sums_beside"], parts=(1,) * chunks)

@@ -65,7 +65,7 @@ class CheckpointFolder:
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """The step of the highest validation AUC. One that is not defined, NaN, is below all others.
+        """Return the step of the highest validation AUC. One that is not defined, NaN, is below all others.
 
         Raises:
             CheckpointError: if a checkpoint, which may be the best, is damaged.
@@ -134,7 +134,7 @@ class CheckpointFolder:
             )
 
     def select(self, which: str) -> int:
-        """The step of ``best``, ``last``, or a step given as a number.
+        """Return the step of ``best``, ``last``, or a step given as a number.
 
         Raises:
             CheckpointError: if there is no such checkpoint.
@@ -173,7 +173,7 @@ class CheckpointFolder:
 
 
 def owner_of(progress: Progress) -> dict[str, object]:
-    """The run, the step and the number of ranks, which tie a checkpoint's checksums to it."""
+    """Return the run, the step and the number of ranks, which tie a checkpoint's checksums to it."""
     return {"run": progress.settings.get("name"), "step": progress.step, "world_size": progress.world_size}
 
 

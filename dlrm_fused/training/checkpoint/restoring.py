@@ -40,7 +40,7 @@ def restore(path: Path, sharded: ShardedModel, progress: Progress, device: torch
 
 
 def _set_step_of_data_parallel_tables(sharded: ShardedModel, step: int) -> None:
-    """Their optimizers, torch's, count by themselves (Adam's bias correction); other plans have no such counts to save."""
+    """Set the step that torch's optimizers count (Adam's bias correction); checkpoints of other plans have no such counts."""
     tables = [parameter for _, parameter in data_parallel_tables(sharded.model)]
     for _, optimizer in sharded.optimizer.optimizers:
         for parameter, state in optimizer.state.items():
@@ -108,7 +108,7 @@ def _restore_random_state(path: Path, device: torch.device) -> None:
 
 
 def _stored(path: Path) -> dict[str, Any]:
-    """The entries of the checkpoint's metadata, by key. Collective: a rank that cannot read it ends all."""
+    """Return the entries of the checkpoint's metadata, by key. Collective: a rank that cannot read it ends all."""
     entries: dict[str, Any] = {}
     gather_or_raise(lambda: entries.update(RawReader(path).read_metadata().state_dict_metadata))
     return entries

@@ -18,7 +18,7 @@ _STATE_NAMES = {"sum": "momentum1", "exp_avg": "momentum1", "exp_avg_sq": "momen
 
 
 def model_state(sharded: ShardedModel) -> State:
-    """The live tensors of the model, by their keys in a checkpoint."""
+    """Return the live tensors of the model, by their keys in a checkpoint."""
     state: State = {}
     parameters = dict(sharded.model.named_parameters())
     for name, value in sharded.model.state_dict().items():
@@ -33,7 +33,7 @@ def model_state(sharded: ShardedModel) -> State:
 
 
 def optimizer_state(sharded: ShardedModel) -> State:
-    """The live tensors of all optimizers, by their keys in a checkpoint."""
+    """Return the live tensors of all optimizers, by their keys in a checkpoint."""
     state: State = {}
     fused = sharded.model.fused_optimizer.params
     parameters = dict(sharded.model.named_parameters())
@@ -51,7 +51,7 @@ def optimizer_state(sharded: ShardedModel) -> State:
 
 
 def of_dense(value: Tensor, parameter: Tensor | None, groups: ModelParallelGroups | None) -> Tensor | LocalShards:
-    """A dense parameter, or a state of its optimizer: this rank's shard of it if the parameter is sharded."""
+    """Return a dense parameter, or a state of its optimizer: this rank's shard of it if the parameter is sharded."""
     dim = getattr(parameter, "shard_dim", None)
     if dim is None or parameter is None or groups is None or value.shape != parameter.shape:
         return value
@@ -66,7 +66,7 @@ def _whole(tensor: Tensor) -> LocalShards:
 
 
 def _shards_like(weight: Any, value: Any) -> LocalShards:
-    """The state ``value`` of the optimizer of a sharded table, laid out as :mod:`dlrm_fused.training.checkpoint` says."""
+    """Return the state ``value`` of a sharded table's optimizer, laid out as :mod:`dlrm_fused.training.checkpoint` says."""
     pairs = list(zip(weight.local_shards(), value.local_shards(), strict=True))
     if value.dim() == 2:
         return LocalShards(tuple(weight.size()), [(tuple(w.metadata.shard_offsets), s.tensor.detach()) for w, s in pairs])

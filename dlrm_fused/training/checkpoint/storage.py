@@ -131,7 +131,7 @@ class RawReader(FileSystemReader):
             _check_slots(Path(self.path) / name, slots[name])
 
     def _stored_tensor(self, item: ReadItem) -> tuple[Tensor, _MappedSlot | None]:
-        """The whole chunk, not yet checked, and the slot that checks it, None if the chunk is empty."""
+        """Return the whole chunk, not yet checked, and the slot that checks it, None if the chunk is empty."""
         slot: Slot = self.storage_data[item.storage_index]
         dtype, shape = self._stored_type(item.storage_index)
         path = Path(self.path) / slot.file
@@ -155,7 +155,7 @@ class RawReader(FileSystemReader):
 
 
 def _map(path: Path) -> NDArray[np.uint8]:
-    """The bytes of a file that is not empty, memory-mapped; what is written to them does not reach the file."""
+    """Return the bytes of a file that is not empty, memory-mapped; what is written to them does not reach the file."""
     return np.asarray(np.memmap(path, np.uint8, "c"))
 
 
@@ -224,7 +224,7 @@ def _warn_unchecked(folder: Path) -> None:
 
 
 def _sizes(slots: Iterable[Slot]) -> dict[str, int]:
-    """Bytes of each file."""
+    """Return bytes of each file."""
     sizes: dict[str, int] = {}
     for slot in slots:
         sizes[slot.file] = max(slot.begin + slot.length, sizes.get(slot.file, 0))

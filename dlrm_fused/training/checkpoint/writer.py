@@ -81,7 +81,7 @@ class CheckpointWriter:
     def _state(self, sharded: ShardedModel) -> State:
         rank = dist.get_rank()
         state = {**model_state(sharded), **optimizer_state(sharded), **random_state(rank, self._device)}
-        # What several ranks hold alike is written once.
+        # State that several ranks hold alike is written once.
         return {key: value for key, value in state.items() if _is_written(key, value, rank)}
 
     def _stage(self, state: State) -> None:

@@ -1,4 +1,4 @@
-"""What a rank sets up before its work: its log lines, its device, the arithmetic of its numbers."""
+"""The setup of a rank before its work: its log lines, its device, the arithmetic of its numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def configure_logging(rank: Rank) -> None:
 
 
 def choose_device(setting: str, rank: Rank) -> torch.device:
-    """The device of this rank: ``cpu``, ``cuda``, or ``auto`` for cuda where there is one.
+    """Return the device of this rank: ``cpu``, ``cuda``, or ``auto`` for cuda where there is one.
 
     Raises:
         ConfigError: if the host has fewer GPUs than ranks.

@@ -61,7 +61,7 @@ def run_with_error_reporting(work: Callable[[Rank, ErrorStore], None]) -> None:
         flush()
         with suppress(RuntimeError, OSError):
             error_store.wait_for_readers()
-        # Not sys.exit: threads of collectives that will never complete would keep the process.
+        # sys.exit would not do: threads of collectives that will never complete would keep the process.
         os._exit(1)
 
 
@@ -90,7 +90,7 @@ def _report(error: BaseException, rank: Rank, error_store: ErrorStore) -> None:
 
 
 def _is_told_here(rank: Rank, error_store: ErrorStore) -> bool:
-    """Whether the first failure was that of a rank of this host, and so is in the log of this host."""
+    """Return whether the first failure was that of a rank of this host, and so is in the log of this host."""
     try:
         first = error_store.failure_of_another()
     except (RuntimeError, OSError):

@@ -1,4 +1,4 @@
-"""Where the first failure of a run is written, for all ranks to see."""
+"""The store of a run's first failure, which all ranks can read."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dlrm_fused.training.runtime.rendezvous import is_agents_store, meeting_stor
 _FAILURE_KEY = "failure"
 _READERS_KEY = "readers"
 STORE_TIMEOUT = timedelta(seconds=10)
-# Between the first rank of a run and the last one, at most.
+# Seconds between the starts of a run's first and last rank, at most.
 _SECONDS_TO_START = 30.0
 
 
 class ErrorStore:
-    """Where the first failure of a run is written, for all ranks to see."""
+    """The store of a run's first failure, which all ranks can read."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
@@ -30,7 +30,7 @@ class ErrorStore:
             self.store()  # serves it, where torchrun's agent does not
 
     def store(self) -> dist.Store | None:
-        """The store of the rendezvous, through a connection of its own.
+        """Return the store of the rendezvous, through a connection of its own.
 
         None for a process without torchrun, and as long as there is no store: one that is not torchrun's own begins with rank
         0, which is waited for a while.
@@ -52,7 +52,7 @@ class ErrorStore:
             return True  # nobody else can be asked
 
     def failure_of_another(self) -> str | None:
-        """The posted failure, unless it is this rank's own."""
+        """Return the posted failure, unless it is this rank's own."""
         store = self.store()
         if store is None or not store.check([_FAILURE_KEY]):
             return None

@@ -1,4 +1,4 @@
-"""This process among all processes of a run."""
+"""The number of this process among all processes of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rank:
-    """This process among all processes of the run, as torchrun states it; a process without torchrun is alone."""
+    """The place of this process among all of the run, as torchrun states it; a process without torchrun is alone."""
 
     index: int
     world_size: int

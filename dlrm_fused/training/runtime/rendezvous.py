@@ -1,4 +1,4 @@
-"""How ranks find each other: the store of the rendezvous, and the default process group."""
+"""The means by which ranks find each other: the store of the rendezvous, and the default process group."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from dlrm_fused.training.runtime.rank import Rank
 _COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
-# What rank 0 serves where torchrun's agent does not, by port. Held as long as the process lives: another rank may still read
+# Stores that rank 0 serves where torchrun's agent does not, by port. Held as long as the process lives: another rank may read
 # from it, or begin its next process group, when rank 0 has left this one.
 _servers: dict[int, dist.TCPStore] = {}
 _groups_before = itertools.count()
 
 
 def rendezvous_store(timeout: timedelta) -> dist.Store:
-    """A connection of its own to the store of the rendezvous, where nothing is left of an attempt before this one."""
+    """Return a connection of its own to the store of the rendezvous, where nothing is left of an attempt before this one."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
     if not is_agents_store():
@@ -39,7 +39,7 @@ def is_agents_store() -> bool:
 
 
 def meeting_store(rank: Rank, timeout: timedelta) -> dist.Store:
-    """Like :func:`rendezvous_store`; rank 0 serves it first, where torchrun's agent does not. A process may be alone."""
+    """Return :func:`rendezvous_store`; rank 0 serves it first, where torchrun's agent does not. A process may be alone."""
     if "MASTER_ADDR" not in os.environ:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", LOCAL_WORLD_SIZE="1")
     if rank.index == 0 and not is_agents_store():
@@ -65,10 +65,10 @@ def process_group(rank: Rank, device: torch.device, timeout: timedelta = _COLLEC
         timeout=timeout,
         device_id=None if device.type == "cpu" else device,
     )
-    # Where one rank is done at once, others may still be connecting to it.
+    # A rank may be done at once while others are still connecting to it.
     dist.all_reduce(torch.zeros(1, device="cpu"))
     yield
-    # Not in a finally: after a failure other ranks may never join, and the process is about to end anyway.
+    # A finally would not do: after a failure other ranks may never join, and the process is about to end anyway.
     dist.destroy_process_group()
 
 

@@ -95,7 +95,7 @@ class StopRequest:
         os.close(self._signals)
 
     def is_due(self) -> bool:
-        """Whether all ranks stop here; waits for their agreement if there is a wish to. From that call on it stays true."""
+        """Return whether all ranks stop here; wait for their agreement if there is a wish to. Once true, it stays so."""
         with self._lock:
             self._calls += 1
             promised = self._promised
@@ -110,7 +110,7 @@ class StopRequest:
             raise self.stopped()
 
     def stopped(self) -> Stopped:
-        """The exception for the signal that has come."""
+        """Return the exception for the signal that has come."""
         return Stopped(128 + self._signal)
 
     def _listen(self) -> None:
@@ -131,7 +131,7 @@ class StopRequest:
                 self._end_process(128 + number, f"a second {signal.Signals(number).name}: ending without a checkpoint")
 
     def _wait_for_wish(self) -> tuple[int, bool]:
-        """The number of a signal that any rank has had, and whether it is this one."""
+        """Return the number of a signal that any rank has had, and whether it is this one."""
         seconds = None if self._store is None else _SECONDS_BETWEEN_LOOKS
         while True:
             if select.select([self._signals], [], [], seconds)[0]:

@@ -53,7 +53,7 @@ class Watchdog:
         return self
 
     def peers_have_joined(self) -> None:
-        """From now on a rank that gives no sign of life is taken for lost."""
+        """Take ranks that give no sign of life for lost from now on."""
         self._expects_signs = True
         self._start()  # now, where the store began with the process group
 

@@ -14,7 +14,7 @@ from dlrm_fused.datasets.table_format import UNITS, TableFormat
 from dlrm_fused.datasets.transformation import DenseKind, HistoryColumns
 from dlrm_fused.errors import DataError
 
-# What reads tables is imported when it is needed: the worker processes of other preparations do without.
+# Modules that read tables are imported when they are needed: the worker processes of other preparations do without them.
 if TYPE_CHECKING:
     from dlrm_fused.datasets.preparation.table.prepare import SplitOptions, TableOptions
 
@@ -187,7 +187,7 @@ def _table_options(args: argparse.Namespace) -> TableOptions:
 
 
 def _table_format(args: argparse.Namespace) -> dict[str, Any]:
-    """The options that are given, by their names in :class:`TableFormat`."""
+    """Return the options that are given, by their names in :class:`TableFormat`."""
     given = {
         "delimiter": "\t" if args.delimiter == "\\t" else args.delimiter,
         "encoding": args.encoding,

@@ -1,4 +1,4 @@
-"""Which columns of a table are what, checked against the columns that its files have."""
+"""The roles that a user gives the columns of a table, checked against the columns of its files."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class ColumnChoice:
                 raise DataError(f"{option} {name}: is {'the' if len(self.labels) == 1 else 'a'} label; choose another column")
 
     def names(self) -> list[str]:
-        """All columns to read, each once."""
+        """Return all columns to read, each once."""
         others = [name for _, name in self.other]
         return list(dict.fromkeys([*self.labels, *self.dense, *self.sparse, *self._weights(), *others]))
 
@@ -82,7 +82,7 @@ class ColumnChoice:
 
 
 def choose_sparse(files: Sequence[TableFile], choice: ColumnChoice) -> tuple[SparseColumn, ...]:
-    """What the sparse columns hold, from the columns of the files.
+    """Return the sparse columns with the kind of their values, as the files' columns have it.
 
     Raises:
         DataError: if a column is missing in a file, or of a type that does not fit its use, or differs between files.
@@ -92,7 +92,7 @@ def choose_sparse(files: Sequence[TableFile], choice: ColumnChoice) -> tuple[Spa
 
 
 def grouping_column(files: Sequence[TableFile], option: str, name: str) -> SparseColumn:
-    """The column by whose values rows are grouped.
+    """Return the column by whose values rows are grouped.
 
     Raises:
         DataError: if it holds lists, or is of a type that ids cannot have.
@@ -156,7 +156,7 @@ def _sparse_column(files: Sequence[TableFile], option: str, name: str, separator
 
 
 def _held(file: TableFile, option: str, name: str, separator: str) -> tuple[Values, bool] | None:
-    """What values a column of a file holds, and whether in lists; None where it has no type, since all are missing."""
+    """Return the kind of a column's values, and whether it holds lists; None for a column without type: all are missing."""
     data_type = file.schema.field(name).type
     is_list = _is_list(data_type)
     found = _described(data_type.value_type if is_list else data_type)
@@ -174,7 +174,7 @@ def _held(file: TableFile, option: str, name: str, separator: str) -> tuple[Valu
 
 
 def _described(data_type: pa.DataType) -> str | None:
-    """A name of :class:`Values`, ``_NUMBERS`` for others; what else it is; None for a type of missing values only."""
+    """Return a name of :class:`Values`, ``_NUMBERS`` for others; what else it is; None for a type of missing values only."""
     types = pa.types
     if types.is_dictionary(data_type):
         return _described(data_type.value_type)

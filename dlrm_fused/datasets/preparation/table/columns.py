@@ -1,4 +1,4 @@
-"""From Arrow columns to NumPy arrays, with an error that names the row where a value cannot be used."""
+"""Conversion of Arrow columns to NumPy arrays; its errors name the row whose value cannot be used."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Categories:
         return keys_of(self.distinct)
 
     def take(self, ids_of_distinct: NDArray[np.int32], missing: int) -> NDArray[np.int32]:
-        """The id of each value: [total]."""
+        """Return the id of each value: [total]."""
         return np.append(ids_of_distinct, np.int32(missing))[self.number]  # position -1 is the last
 
 
@@ -57,14 +57,14 @@ def keys_of(values: pa.Array) -> Int:
 
 
 def wide_bits(values: pa.Decimal128Array) -> tuple[Int, NDArray[np.bool_]]:
-    """The low 64 bits of ``WIDE`` values without nulls, and which of them are beyond int64: [n] each."""
+    """Return the low 64 bits of ``WIDE`` values without nulls, and which of them are beyond int64: [n] each."""
     words = np.frombuffer(values.buffers()[1] or b"", np.int64).reshape(-1, 2)[values.offset : values.offset + len(values)]
     low, high = words.T
     return low.copy(), (high == 0) & (low < 0)
 
 
 def text_buffers(texts: pa.StringArray) -> tuple[NDArray[np.uint8], Int]:
-    """The UTF-8 of n texts, one after the other, and where each begins: [bytes], [n + 1]."""
+    """Return the UTF-8 of n texts, one after the other, and where each begins: [bytes], [n + 1]."""
     if not len(texts):
         return np.zeros(0, np.uint8), np.zeros(1, np.int64)
     _, offset_buffer, data = texts.buffers()
@@ -100,7 +100,7 @@ def read_weights(block: Block, name: str) -> NDArray[np.float32]:
 
 
 def read_numbers(block: Block, name: str, nulls: NullMarkers = NONE) -> NDArray[np.float64]:
-    """Values of a dense column in n rows: [n], NaN for a missing one.
+    """Return values of a dense column in n rows: [n], NaN for a missing one.
 
     Raises:
         DataError: if one is not a number, infinite, or too large for float32.
@@ -113,7 +113,7 @@ def read_numbers(block: Block, name: str, nulls: NullMarkers = NONE) -> NDArray[
 
 
 def read_categories(block: Block, column: SparseColumn, nulls: NullMarkers = NONE) -> Categories:
-    """Values of a sparse column in n rows. A missing list counts as a list of one missing value; an empty one has none.
+    """Return values of a sparse column in n rows. A missing list counts as a list of one missing value; an empty one has none.
 
     Raises:
         DataError: if a value is not what the column holds.
@@ -135,7 +135,7 @@ def read_categories(block: Block, column: SparseColumn, nulls: NullMarkers = NON
 
 
 def read_texts(block: Block, name: str) -> pa.StringArray:
-    """Values of a column in n rows as texts: [n]."""
+    """Return values of a column in n rows as texts: [n]."""
     return _as_text(block.columns[name])
 
 
@@ -174,14 +174,14 @@ def _distinct(
 
 
 def _texts(array: pa.Array, nulls: NullMarkers) -> pa.Array:
-    """Values of a sparse column of texts; null for a missing one."""
+    """Return values of a sparse column of texts; null for a missing one."""
     texts = _without_markers(_as_text(pc.cast(array, pa.int64()) if pa.types.is_floating(array.type) else array), nulls)
     empty = pc.equal(texts, "")
     return pc.if_else(empty, pa.scalar(None, pa.string()), texts) if pc.any(empty).as_py() else texts
 
 
 def _wholes(array: pa.Array, nulls: NullMarkers) -> pa.Array:
-    """Values of a sparse column of whole numbers, int64 or ``WIDE`` where one is beyond that; null for a missing one."""
+    """Return values of a sparse column of whole numbers, int64 or ``WIDE`` where one is beyond that; null for a missing one."""
     wholes = _parsed(array, nulls, _whole)
     markers = [marker for marker in nulls.wholes if wholes.type == WIDE or marker < 2**63]
     if not markers:
@@ -210,7 +210,7 @@ def _whole(array: pa.Array) -> pa.Array:
 
 
 def _parsed(array: pa.Array, nulls: NullMarkers, parse: Callable[[pa.Array], pa.Array]) -> pa.Array:
-    """Numbers of a column that holds them, or their texts; truths are 1 and 0.
+    """Return numbers of a column that holds them, or their texts; truths are 1 and 0.
 
     Raises:
         pa.ArrowInvalid: if a value is none.
@@ -243,7 +243,7 @@ def _without_nan(array: pa.Array) -> pa.Array:
 
 
 def _decoded(array: pa.Array) -> pa.Array:
-    """The values of a dictionary."""
+    """Return the values of a dictionary."""
     return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
 
 

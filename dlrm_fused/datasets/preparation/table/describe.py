@@ -1,4 +1,4 @@
-"""What a table holds, for people to read."""
+"""A description of a table's columns, for people to read."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def describe(
 
 
 def suspects(survey: Survey) -> list[str]:
-    """A line for each value that may stand for a missing one and has an id like others, or has a quote that was not read."""
+    """Return a line for each value that may stand for a missing one but has an id, or has a quote that was not read."""
     escaped = [
         f"warning: --sparse {name}: {value[:60]!r} has a backslash before a quote; if the files escape quotes so, give "
         "--escape '\\'"

@@ -57,7 +57,7 @@ class TableFile:
         return self.suffix not in PARQUET + IPC
 
     def is_written(self, column: str) -> bool:
-        """Whether the values of a column are texts for want of a type, so that numbers may be meant."""
+        """Return whether the values of a column are texts for want of a type, so that numbers may be meant."""
         return self.is_text or column in self.partitions
 
     def hint(self, wanted: str) -> str:
@@ -98,7 +98,7 @@ class Block:
 
 
 def find_files(patterns: Sequence[str], option: str = "--input") -> list[Path]:
-    """The files that patterns such as ``logs/*.parquet`` name, each pattern's in the order of their names.
+    """Return the files that patterns such as ``logs/*.parquet`` name, each pattern's in the order of their names.
 
     Names that begin with ``_`` or ``.`` are left out, as Spark and Hive do, unless they are given as they are and have a known
     suffix.
@@ -181,7 +181,7 @@ def read_blocks(files: Sequence[TableFile], columns: Sequence[str]) -> Iterator[
 
 
 def _suffix(path: Path, table_format: TableFormat) -> str | None:
-    """The suffix that tells the format; None if none does. With a delimiter, whatever is not known is text."""
+    """Return the suffix that tells the format; None if none does. With a delimiter, whatever is not known is text."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     is_compressed = bool(suffixes) and suffixes[-1] in COMPRESSIONS
     suffix = "".join(suffixes[-2:-1] if is_compressed else suffixes[-1:])
@@ -203,7 +203,7 @@ def _new_name(name: str, table_format: TableFormat) -> str:
 
 
 def _as_text(data_type: pa.DataType) -> pa.DataType:
-    """The type as which a column is read: bytes count as the text that they are in UTF-8."""
+    """Return the type as which a column is read: bytes count as the text that they are in UTF-8."""
     types = pa.types
     if types.is_large_binary(data_type):
         return pa.large_string()
@@ -245,7 +245,7 @@ def _read_batches(file: TableFile, columns: Sequence[str]) -> Iterator[pa.Record
 def _read_as_written(file: TableFile, columns: list[str]) -> Iterator[pa.RecordBatch]:
     """The rows with ``columns``, which go by their names in the file, and perhaps others."""
     if file.suffix in PARQUET:
-        # What is buffered ahead would be held until the end of the file.
+        # Without this, pyarrow holds data that it has buffered ahead until the end of the file.
         with pa.parquet.ParquetFile(file.path, pre_buffer=False) as parquet:
             yield from parquet.iter_batches(BLOCK_ROWS, columns=columns)
     elif file.suffix in IPC:
@@ -266,7 +266,7 @@ def _read_as_written(file: TableFile, columns: list[str]) -> Iterator[pa.RecordB
 
 
 def _converted(array: pa.Array, column: str, file: TableFile) -> pa.Array:
-    """Values with bytes as text, and without the blanks around them that are to be left out."""
+    """Return values with bytes as text, and without the blanks around them that are to be left out."""
     wanted = _as_text(array.type)
     if wanted != array.type:
         try:

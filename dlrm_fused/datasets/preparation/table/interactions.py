@@ -32,7 +32,7 @@ LABEL_ROWS = 2
 
 @dataclass(frozen=True)
 class Interactions:
-    """Of n rows: [n] each.
+    """The interactions of n rows; each field is [n].
 
     Attributes:
         users, items: numbers that are different for different ones.
@@ -71,12 +71,12 @@ class InteractionColumns:
 
 
 def _row_keys(values: Categories) -> Int:
-    """The key of each row's value, 0 for a missing one: [n]."""
+    """Return the key of each row's value, 0 for a missing one: [n]."""
     return np.append(values.keys(), 0)[values.number]
 
 
 class InteractionFiles:
-    """What histories need of all rows, in the order in which they are read.
+    """Files with the users, times and tokens of all rows in the order of reading; histories are made from them.
 
     Args:
         output: folder of the prepared set.
@@ -157,7 +157,7 @@ class InteractionFiles:
         return tuple(features)
 
     def _in_order(self, encoding: IdEncoding, order: Int) -> tuple[Int, Int]:
-        """Values and offsets of a jagged token feature, in the order of interactions."""
+        """Return values and offsets of a jagged token feature, in the order of interactions."""
         name = token_name(encoding.column.name)
         values, lengths = self._read(name), self._read(f"{name}.lengths")
         starts = (lengths.cumsum() - lengths)[order]

@@ -167,7 +167,7 @@ def prepare_table(options: TableOptions) -> PreparedInfo:
 
 
 def describe_table(options: TableOptions) -> str:
-    """What a table holds, and the config that would be proposed for it; nothing is written.
+    """Return a text with a table's columns and the config that would be proposed for it; write nothing.
 
     Raises:
         DataError: if an option, a file or a value is wrong.
@@ -275,7 +275,7 @@ def _escaped_quote(files: Sequence[TableFile], table_format: TableFormat) -> str
 def _open_files(
     patterns: Sequence[str], of_splits: Mapping[str, Sequence[str]], table_format: TableFormat
 ) -> tuple[list[TableFile], FileSplit | None]:
-    """The files of ``--input``, or those of each split, and then what split each is for."""
+    """Return the files of ``--input``, or those of each split, and then what split each is for."""
     if not of_splits:
         return [open_file(path, table_format) for path in find_files(patterns)], None
     split_of: dict[Path, str] = {}
@@ -353,13 +353,13 @@ def _interactions(
 
 
 def _origin(options: TableOptions | ApplyOptions, split: Split) -> dict[str, Any]:
-    """A record of how the set was made, for ``dataset.json``."""
+    """Return a record of how the set was made, for ``dataset.json``."""
     times = {"times": split.found} if isinstance(split, TimeSplit) else {}
     return {"data_set": "table", **_plain(asdict(options)), **times}
 
 
 def _plain(value: Any) -> Any:
-    """A value of options for JSON."""
+    """Return a value of options for JSON."""
     if isinstance(value, dict):
         return {key: _plain(content) for key, content in value.items()}
     if isinstance(value, list | tuple):

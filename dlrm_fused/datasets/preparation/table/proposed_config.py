@@ -56,7 +56,7 @@ def _model(schema: DatasetSchema, dim: int, train_rows: int) -> list[str]:
 
 
 def _embedding(dim: int, train_rows: int) -> list[str]:
-    # Of few rows, SGD overfits less; its rate grows with the batch, in whose mean a row of a table occurs once or twice.
+    # On few rows, SGD overfits less; its rate grows with the batch, in whose mean a row of a table occurs once or twice.
     optimizer = ("sgd", min(0.04 * _batch(train_rows), 40.0)) if train_rows < SMALL else ("rowwise_adagrad", 0.05)
     return [
         "embedding:",
@@ -112,7 +112,7 @@ def _own_dim(rows: int) -> int:
 
 
 def _batch(train_rows: int) -> int:
-    """A power of two that gives about ``STEPS_OF_EPOCH`` steps, but not very few or very many samples."""
+    """Return a power of two that gives about ``STEPS_OF_EPOCH`` steps, but not very few or very many samples."""
     wanted = 2 ** round(math.log2(max(train_rows / STEPS_OF_EPOCH, 1)))
     return min(max(wanted, BATCHES[0]), BATCHES[1], train_rows)
 

@@ -37,7 +37,7 @@ class RowSample:
             self._shrink()
 
     def values(self) -> NDArray[Any]:
-        """The sample, [m, ...]."""
+        """Return the sample, [m, ...]."""
         self._shrink()
         return self._values[0]
 
@@ -51,5 +51,5 @@ class RowSample:
 
 
 def sample_bits(first: int, count: int) -> NDArray[np.uint64]:
-    """The random numbers by which rows are sampled."""
+    """Return the random numbers by which rows are sampled."""
     return row_bits(_KEY, first, count)

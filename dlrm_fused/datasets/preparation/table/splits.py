@@ -1,4 +1,4 @@
-"""Which rows are for training, validation and test."""
+"""The division of rows into training, validation and test."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ BY_TIME, BY_COLUMN = "--split-by-time", "--split-by-column"
 
 class Split(Protocol):
     def assign(self, block: Block) -> NDArray[np.uint8]:
-        """The split of each row of a block, as its position in ``SPLITS``: [n]."""
+        """Return the split of each row of a block, as its position in ``SPLITS``: [n]."""
         ...
 
 
 @dataclass(frozen=True)
 class OneSplit:
-    """All rows are of one split."""
+    """Puts all rows into one split."""
 
     name: str
 
@@ -42,7 +42,7 @@ class OneSplit:
 
 @dataclass(frozen=True)
 class FileSplit:
-    """All rows of a file are of one split."""
+    """Puts all rows of a file into one split."""
 
     of_files: Mapping[Path, str]
 

@@ -1,4 +1,4 @@
-"""What is learned of a dense column: how much of it is known, mean and deviation, quantiles."""
+"""Statistics of a dense column: the share of known values, mean and deviation, quantiles."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Moments:
 
 
 def scaling(name: str, kind: DenseKind, moments: Moments) -> DenseTransform:
-    """The transform that scales to mean 0 and standard deviation 1."""
+    """Return the transform that scales to mean 0 and standard deviation 1."""
     return DenseTransform(name, kind, moments.mean, moments.deviation)
 
 
 def quantiles(name: str, sample: Float) -> DenseTransform:
-    """The transform to the share of rows below a value, from a sample without NaN [n].
+    """Return the transform to the share of rows below a value, from a sample without NaN [n].
 
     Equal values lie in the middle of their share.
     """
@@ -65,5 +65,5 @@ def quantiles(name: str, sample: Float) -> DenseTransform:
 
 
 def before_scaling(kind: DenseKind, values: Float) -> Float:
-    """What mean and deviation are taken of."""
+    """Return the values of which mean and deviation are taken: their signed logarithms if ``kind`` is ``log``."""
     return signed_log(values) if kind is DenseKind.log else values

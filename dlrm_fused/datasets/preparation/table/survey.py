@@ -55,7 +55,7 @@ class Question:
 
 @dataclass(frozen=True)
 class ValueLengths:
-    """How many values a sparse column has in training rows, in all and in a row."""
+    """Numbers of values of a sparse column in training rows: in all, missing, and the least and the most in a row."""
 
     values: int = 0
     missing: int = 0
@@ -197,7 +197,7 @@ class Survey:
         self.escaped = block.escaped | self.escaped
 
     def sample(self) -> dict[str, NDArray[np.float64]]:
-        """A sample of the known values of each column with quantiles: [m]."""
+        """Return a sample of the known values of each column with quantiles: [m]."""
         names = [name for name, kind in self.question.dense.items() if kind is DenseKind.quantile]
         if not names:
             return {}

@@ -91,7 +91,7 @@ def check_closed(path: Path, table_format: TableFormat, last_value: str) -> None
 
 
 def explained(error: Exception, table_format: TableFormat) -> str:
-    """The cause of an error of reading text, and what to do; empty where the error says it itself."""
+    """Return the cause of an error of reading text, and what to do; empty where the error says it itself."""
     reason = str(error)
     if isinstance(error, UnicodeError) or "invalid UTF8" in reason:
         given = "UTF-8" if table_format.encoding == "utf-8" else table_format.encoding

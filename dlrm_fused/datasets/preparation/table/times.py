@@ -70,7 +70,7 @@ class TimeSurvey:
         self._first, self._last = _FARTHEST, -_FARTHEST
 
     def read(self, block: Block) -> Int:
-        """The times of the rows that come next: [n], microseconds since 1970."""
+        """Return the times of the rows that come next: [n], microseconds since 1970."""
         times = read_times(block, self._name, self._option, self._time_format)
         self._example = self._example or block
         if self._dates:
@@ -80,7 +80,7 @@ class TimeSurvey:
         return times
 
     def finish(self) -> str:
-        """The first and the last time, and how they were read, for people.
+        """Return the first and the last time, and how they were read, for people.
 
         Raises:
             DataError: if all are numbers that look like dates, such as 20240531.
@@ -111,7 +111,7 @@ def _decoded(array: pa.Array) -> pa.Array:
 
 
 def _is_typed(data_type: pa.DataType) -> bool:
-    """Whether a column says itself that it holds times."""
+    """Return whether a column says itself that it holds times."""
     return bool(pa.types.is_timestamp(data_type) or pa.types.is_date(data_type))
 
 
@@ -149,7 +149,7 @@ def _trimmed(texts: pa.Array) -> pa.Array:
 
 
 def _numbers(array: pa.Array) -> pa.Array | None:
-    """Numbers, or texts of numbers: int64 where all are whole, otherwise float64; None if something else is there."""
+    """Return numbers, or texts of numbers: int64 where all are whole, otherwise float64; None if something else is there."""
     if _is_typed(array.type):
         return None
     values = _trimmed(array) if _is_text(array.type) else array
@@ -186,7 +186,7 @@ def _by_iso(texts: pa.Array) -> pa.Array:
 
 
 def _by_format(array: pa.Array, time_format: str) -> pa.Array:
-    """Each distinct text of the block is parsed once, since ``datetime.strptime`` is slow."""
+    """Parse each distinct text of the block once, since ``datetime.strptime`` is slow."""
     if _is_text(array.type):
         texts = _trimmed(array)
     else:
@@ -200,7 +200,7 @@ def _by_format(array: pa.Array, time_format: str) -> pa.Array:
 
 
 def _fits(numbers: pa.Array, date: str) -> bool:
-    """Whether all numbers look like dates of a format of ``_DATES``."""
+    """Return whether all numbers look like dates of a format of ``_DATES``."""
     if not pa.types.is_integer(numbers.type):
         return False
     rest = numbers.drop_null().to_numpy()
@@ -214,7 +214,7 @@ def _fits(numbers: pa.Array, date: str) -> bool:
 
 
 def _remedy(value: object) -> str:
-    """The option that would read a value, if one would; begins with a semicolon."""
+    """Return the option that would read a value, if one would; begins with a semicolon."""
     try:
         number = int(str(value).strip())
     except ValueError:

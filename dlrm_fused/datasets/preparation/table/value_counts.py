@@ -51,7 +51,7 @@ class ValueCounter:
                 self._spill(merged)
 
     def frequent(self, threshold: int) -> pa.Table:
-        """The values that occur ``threshold`` times or more, with columns ``value`` and ``count``.
+        """Return the values that occur ``threshold`` times or more, with columns ``value`` and ``count``.
 
         They are in descending order of their counts, those of equal counts in that of their values: whatever the order of rows.
         """
@@ -62,7 +62,7 @@ class ValueCounter:
         return pa.concat_tables(kept).sort_by([("count", "descending"), ("value", "ascending")]).combine_chunks()
 
     def _parts(self) -> Iterator[pa.Table]:
-        """All counts, each value in one part only."""
+        """Return all counts, each value in one part only."""
         if not self._files:
             yield self._merged()
             return

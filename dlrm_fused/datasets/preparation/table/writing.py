@@ -117,7 +117,7 @@ def _encode_block(
 
 
 def encode(values: Categories, encoding: IdEncoding) -> NDArray[np.int32]:
-    """The ids of values, row after row: [total]."""
+    """Return the ids of values, row after row: [total]."""
     return values.take(encoding.of_keys(values.keys()), MISSING)
 
 
@@ -153,7 +153,7 @@ class _SplitFiles:
         return self._labels.rows
 
     def values(self, name: str) -> int:
-        """How many values a jagged feature has in all rows."""
+        """Return how many values a jagged feature has in all rows."""
         return self._values[name].rows
 
     def append(self, block: EncodedBlock, rows: Int) -> None:
