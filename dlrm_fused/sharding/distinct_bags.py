@@ -1,4 +1,4 @@
-"""Which bags of a batch need not go between hosts one by one, from the features before and after the input dist."""
+"""Find the bags of a batch that need not go between hosts one by one, from the features before and after the input dist."""
 
 from __future__ import annotations
 

@@ -100,5 +100,5 @@ def fused_enumerator(
 
 
 def _is_fused(option: ShardingOption) -> bool:
-    # What the planner decides; the settings of the lookup are the same for all of its options.
+    # The planner decides these; the settings of the lookup are the same for all of its options.
     return reason_against(TableSettings(option.name, option.sharding_type, option.compute_kernel), uses_kernels=True) is None

@@ -142,7 +142,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
 
 class GivesGradientsAtOnce(Protocol):
-    """What computes the gradients of some parameters together, as a captured function does."""
+    """A module that computes the gradients of some parameters together, as a captured function does."""
 
     takes_gradients: Any  # who gets them: FlatParameters
 

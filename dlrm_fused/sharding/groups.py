@@ -1,4 +1,4 @@
-"""Which ranks share the weights of a layer, and data parallelism across those groups.
+"""Groups of ranks that share the weights of a layer, and data parallelism across those groups.
 
 A parameter whose attribute ``shard_dim`` is set is sharded along that dimension: rank r of a group of n holds the r-th of n
 equal shards. Other groups hold the same shards. A group is consecutive ranks:

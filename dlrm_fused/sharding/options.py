@@ -14,7 +14,7 @@ AUTO: Final = "auto"
 
 @dataclass(frozen=True)
 class FusedOptions:
-    """What :class:`FusedEmbeddingBagCollectionSharder` tells the modules that it shards; its arguments of these names."""
+    """The arguments of :class:`FusedEmbeddingBagCollectionSharder` for the modules that it shards."""
 
     mode: Mode
     strict: bool

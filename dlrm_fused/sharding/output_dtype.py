@@ -1,4 +1,4 @@
-"""Which number format pooled embeddings have, by the config and the device."""
+"""Choose the number format of pooled embeddings, by the config and the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dlrm_fused.errors import ConfigError
 
 
 def pooled_dtype(config: Config, device: torch.device) -> OutputDtype:
-    """What ``embedding.output_dtype`` means on this device; never ``auto``.
+    """Return the number format that ``embedding.output_dtype`` means on this device; never ``auto``.
 
     Raises:
         ConfigError: if the device lacks it, or it contradicts the format on the wire or ``training.precision``.

@@ -73,7 +73,7 @@ class ShardedModel:
 
     @property
     def paths(self) -> Mapping[str, str]:
-        """How the pooled embeddings of each table are computed and delivered now; empty for ``comm=baseline``."""
+        """The path on which the pooled embeddings of each table are computed and delivered; empty for ``comm=baseline``."""
         return table_paths(self.model)
 
 
@@ -206,7 +206,7 @@ def _decoupled_decay(counter_halflife: int) -> dict[str, Any]:
 
 
 def _codecs(embedding: EmbeddingConfig, device: torch.device) -> dict[str, QuantizedCommCodecs] | None:
-    """What changes the number format on the wire; None where that stays as it is."""
+    """Return the codecs that change the number format on the wire; None where it stays as it is."""
     wires = (embedding.forward_wire, embedding.backward_wire)
     if set(wires) == {WireDtype.fp32}:
         return None
@@ -215,7 +215,7 @@ def _codecs(embedding: EmbeddingConfig, device: torch.device) -> dict[str, Quant
 
 
 def _refuse_missing_optimizer(optimizer: EmbeddingOptimizerConfig) -> None:
-    """What FBGEMM has on GPUs only."""
+    """Refuse an optimizer that FBGEMM has on GPUs only."""
     if optimizer.kind in (EmbeddingOptimizerKind.adam, EmbeddingOptimizerKind.rowwise_adam):
         raise ConfigError(
             f"embedding.optimizer.kind={optimizer.kind.name}: FBGEMM has it on GPUs only; on the CPU: rowwise_adagrad, "

@@ -1,4 +1,4 @@
-"""Which rank holds which part of which embedding table: TorchRec's planner, told what the config says."""
+"""Place parts of embedding tables on ranks: TorchRec's planner, told what the config says."""
 
 from __future__ import annotations
 

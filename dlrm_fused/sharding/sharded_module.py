@@ -41,7 +41,7 @@ logger = logging.getLogger("dlrm_fused")
 
 
 class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
-    """What :class:`FusedEmbeddingBagCollectionSharder` makes of an EmbeddingBagCollection.
+    """The sharded module that :class:`FusedEmbeddingBagCollectionSharder` makes of an EmbeddingBagCollection.
 
     Attributes:
         reasons: by table, why it runs on TorchRec's path; None for the others.

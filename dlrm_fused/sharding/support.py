@@ -1,4 +1,4 @@
-"""Which embedding tables the fused path covers, and why it does not cover the others.
+"""Find the embedding tables that the fused path covers, and why it does not cover the others.
 
 All rules are here. A table that breaks one runs on TorchRec's own lookup and output dist.
 """
@@ -41,7 +41,7 @@ _OF_STATES = ("optimizer_state_dtypes", "uvm_non_rowwise_momentum")
 _ARGUMENTS_OFF = ("max_norm", "gradient_clipping", *_OF_STATES, "enable_raw_embedding_streaming")
 # A line of the log names so many tables; plan.txt of a run, and the module's `paths`, name all.
 _MOST_NAMED = 20
-# What to do about the reasons that users meet most.
+# Advice for the reasons that users meet most.
 _ADVICE = {
     f"sharding type {ShardingType.DATA_PARALLEL.value}": (
         "the planner replicates small tables; to shard them, give it ParameterConstraints(sharding_types=['table_wise']) for "

@@ -47,7 +47,7 @@ def keys_of_bags(lengths: Tensor, begins: Tensor, values: Tensor, numbers: Tenso
 
 
 class DistinctRows(NamedTuple):
-    """Which rows go between this rank and those of other hosts, in the order of ``Hosts.remote``.
+    """The rows that go between this rank and those of other hosts, in the order of ``Hosts.remote``.
 
     Attributes:
         sent: int64 [rows]: for each row that this rank sends, the first place that has it in its results for the global batch.
@@ -126,6 +126,6 @@ def _first_keys(features: int) -> Tensor:
 
 
 def _counts(rows: Tensor, features: Sequence[int]) -> list[int]:
-    """How many of the rows belong to each rank, which has so many features."""
+    """Return the number of rows that belong to each rank, which has so many features."""
     ends = torch.searchsorted(rows, torch.tensor(list(itertools.accumulate(features))) * _KEYS).tolist()
     return [end - begin for begin, end in itertools.pairwise([0, *ends])]

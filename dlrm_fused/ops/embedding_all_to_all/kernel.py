@@ -29,7 +29,7 @@ _PRESENCE_UNIT = tl.constexpr(PRESENCE_UNIT)
 
 
 class Destinations(NamedTuple):
-    """Where a launch stores its results.
+    """The places where a launch stores its results.
 
     Attributes:
         receivers: int64 [n, 3]: whose bags, whose address, and for waiting that rank's number within the host.
@@ -49,7 +49,7 @@ class Destinations(NamedTuple):
 
 
 class KernelDestinations(NamedTuple):
-    """The same for the kernel."""
+    """:class:`Destinations` as an argument of the kernel."""
 
     receivers: Any
     receiver_count: Any
@@ -58,7 +58,7 @@ class KernelDestinations(NamedTuple):
 
 
 def in_memory_of_ranks(workspace: EmbeddingWorkspace, plan: BatchPlan, number: int) -> Destinations:
-    """Of a lookup's results for ranks of this host, and of its partial sums for all."""
+    """Return where a lookup stores: results go to ranks of this host, partial sums to all ranks."""
     return Destinations(
         plan.receiver_tables[number],
         workspace.destination_memory(plan, number).addresses,
@@ -70,7 +70,7 @@ def in_memory_of_ranks(workspace: EmbeddingWorkspace, plan: BatchPlan, number: i
 
 
 def in_slices(workspace: EmbeddingWorkspace, plan: BatchPlan, buffer_address: Tensor) -> Destinations:
-    """Of a lookup's results for ranks of other hosts.
+    """Return where a lookup stores results for ranks of other hosts.
 
     Args:
         buffer_address: int64 [1].
@@ -107,7 +107,7 @@ class Lookup(NamedTuple):
 
 
 def _blocks(workspace: EmbeddingWorkspace, plan: BatchPlan, lookup: Lookup) -> tuple[Blocks, int]:
-    """How to divide the work, and items of one feature and destination."""
+    """Return how to divide the work, and the items of one feature and destination."""
     mean_length = lookup.indices.numel() / max(1, lookup.offsets.numel() - 1)
     bags = lookup.features.count * plan.global_batch
     shape = LookupShape(lookup.features.block_dim, workspace.tables[lookup.number].weights.dtype, mean_length, bags)
@@ -116,7 +116,7 @@ def _blocks(workspace: EmbeddingWorkspace, plan: BatchPlan, lookup: Lookup) -> t
 
 
 def _streams(workspace: EmbeddingWorkspace, plan: BatchPlan, lookup: Lookup) -> dict[str, Stream]:
-    """Of a launch, as far as the host knows them: a table for each feature, all of one size."""
+    """Return the streams of a launch, as far as the host knows them: a table for each feature, all of one size."""
     features, tables = lookup.features, workspace.tables[lookup.number]
     share = features.count / max(1, len(tables.feature_tables))
     picks, row_bytes = share * lookup.indices.numel(), features.block_dim * lookup.weights.element_size()

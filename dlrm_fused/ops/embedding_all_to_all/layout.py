@@ -1,4 +1,4 @@
-"""Which columns of the output each rank's lookups produce; also as tensors that kernels read."""
+"""The columns of the output that each rank's lookups produce; also as tensors that kernels read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dlrm_fused.lasting import lasting
 
 @dataclass(frozen=True)
 class LookupLayout:
-    """What one lookup of one rank produces.
+    """The columns that one lookup of one rank produces.
 
     Attributes:
         columns: first column in the output of each of its features.
@@ -154,7 +154,7 @@ class FeatureTable:
 def feature_tables(
     sources: Sequence[int], dims: Sequence[int], columns: Sequence[int], device: torch.device
 ) -> list[FeatureTable]:
-    """What a kernel needs to know of each feature, by block dim: where it is read, its dim, and its destination's column."""
+    """Return each feature's source, dim and destination column for a kernel, by block dim."""
     by_block: dict[int, list[tuple[int, int, int, int]]] = {}
     for feature, (source, dim, column) in enumerate(zip(sources, dims, columns, strict=True)):
         by_block.setdefault(1 << (dim - 1).bit_length(), []).append((feature, source, dim, column))

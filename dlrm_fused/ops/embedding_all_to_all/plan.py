@@ -1,4 +1,4 @@
-"""Which rows and columns go to which rank, at which byte, for given batch sizes; also as tensors that kernels read."""
+"""The byte at which each row and column is received on which rank, for given batch sizes; also as tensors for kernels."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def tile_table(tiles: Sequence[Tile], device: torch.device) -> Tensor:
 
 
 class BatchPlan:
-    """What depends on the batch sizes: where everything lies, and the tables that tell kernels so.
+    """The places of all data for given batch sizes, and the tables that tell kernels so.
 
     Attributes:
         batch_sizes: bags of each rank.
@@ -153,11 +153,11 @@ class BatchPlan:
         return -(-self.batch_sizes[rank] // PRESENCE_UNIT) * PRESENCE_UNIT
 
     def _partial_bytes(self, rank: int) -> int:
-        """Of the partial sums that one source has for a rank."""
+        """Return the bytes of the partial sums that one source has for a rank."""
         return self.batch_sizes[rank] * self._layout.row_wise_columns * self._wire
 
     def _presence_bytes(self, rank: int) -> int:
-        """Of what tells which of them are not empty: nothing on several hosts, where all are sent."""
+        """Return the bytes that tell which partial sums are not empty: none on several hosts, where all are sent."""
         return 0 if self.hosts.are_many else self._layout.row_wise_features * self.presence_stride(rank)
 
     def _host_parts_offset(self, server: int, served: int | None) -> int:
@@ -192,8 +192,8 @@ class BatchPlan:
         return self.hosts.counterpart(rank, self.hosts.own) if self._own[lookup].row_wise else None
 
     def destination(self, lookup: int, rank: int) -> tuple[int, int]:
-        """Where in the :meth:`receiver`'s memory a lookup's results for a rank go: byte offset of the first row, elements
-        between rows.
+        """Return the place of a lookup's results for a rank in the :meth:`receiver`'s memory: byte of the first row, and the
+        elements between rows.
 
         In the output, to whose offset it is relative, or in the staging memory; see :meth:`goes_to_staging`.
         """
@@ -207,7 +207,7 @@ class BatchPlan:
         return offset + number * self._partial_bytes(rank), self._layout.row_wise_columns
 
     def presence_destination(self, rank: int) -> int:
-        """The same for what tells which partial sums are not empty, on one host."""
+        """Return the byte at which a rank is told which of this rank's partial sums are not empty, on one host."""
         return self.presence_offset(rank) + self._source(self._rank, rank) * self._presence_bytes(rank)
 
     def goes_to_staging(self, lookup: int) -> bool:
@@ -216,7 +216,7 @@ class BatchPlan:
 
     @_kept
     def pooled_tiles(self, lookup: int) -> list[Tile]:
-        """What of a lookup's result [global batch, width] is stored where."""
+        """Return the tiles of a lookup's result [global batch, width], each with the place where it is stored."""
         runs = LookupLayout(self._layout.destination_columns(self._rank, lookup), self._own[lookup].dims).runs()
         tiles = []
         for rank in (*self.hosts.remote, *self.hosts.local_rotation):
@@ -238,7 +238,7 @@ class BatchPlan:
 
     @lasting_property
     def bag_tables(self) -> list[Tensor]:
-        """What the lookup kernel needs to know of the ranks, for each lookup of this rank.
+        """Return for each lookup of this rank the facts about ranks that the lookup kernel needs.
 
         int64 [2 * ranks + 1]: the first bag of each rank and the end, and the byte where each rank receives the lookup. On one
         host [3 * ranks + 1]: also the byte where it is told which partial sums are not empty.
@@ -268,7 +268,7 @@ class BatchPlan:
 
     @lasting_property
     def slice_receivers(self) -> Tensor:
-        """The same for slices that are not empty, which all lie in one buffer: the only one of its table of addresses."""
+        """The receivers of slices that are not empty, which all lie in one buffer: the only one of its table of addresses."""
         rows = [[rank, 0, 0] for rank in self.hosts.remote if self.batch_sizes[rank]]
         return torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 3).to(self._device, non_blocking=True)
 
@@ -309,13 +309,15 @@ class BatchPlan:
 
     @_kept
     def gradient_tiles(self) -> list[Tile]:
-        """What of the output's gradient [local batch, columns] is stored where."""
+        """Return the tiles of the output's gradient [local batch, columns], each with the place where it is stored."""
         return [tile for rank in self.hosts.local_rotation for tile in self._gradient_tiles(self._rank, rank)]
 
     @_kept
     def spread_tiles(self, sender: int) -> list[Tile]:
-        """What of a slice of gradients from another host is stored where: this rank's own columns, and, from a counterpart,
-        those of row-wise tables at all ranks of this host."""
+        """Return the tiles of a slice of gradients from another host, each with the place where it is stored.
+
+        They are this rank's own columns, and, from a counterpart, those of row-wise tables at all ranks of this host.
+        """
         own = self._gradient_tiles(sender, self._rank, packed=True, row_wise=False)
         if sender not in self.hosts.served:
             return own
@@ -349,7 +351,7 @@ class BatchPlan:
 
     @lasting_property
     def gradient_slice_table(self) -> Tensor:
-        """What of the output's gradient goes where in the slices for other hosts, for the kernel."""
+        """The places of the output's gradient in the slices for other hosts, for the kernel."""
         return self._gradient_slice_table.to(self._device, non_blocking=True)
 
     @lasting_property
@@ -377,7 +379,7 @@ class BatchPlan:
         return batch * max(map(self.slice_width, ranks)) * self._wire, batch * gradients * self._gradient_wire
 
     def _gradient_tiles(self, sender: int, rank: int, *, packed: bool = False, row_wise: bool | None = None) -> list[Tile]:
-        """Of a sender's gradients, those for the lookups of a rank.
+        """Return the tiles of a sender's gradients that belong to the lookups of a rank.
 
         Args:
             packed: whether the sender's columns lie side by side, as in a slice; else as in the output.

@@ -1,4 +1,4 @@
-"""What a rank does with embeddings it has received: adds up row-wise parts, and converts what came in another dtype."""
+"""Finish embeddings that a rank has received: add up row-wise parts, and convert from another dtype."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dlrm_fused.ops.embedding_all_to_all.scatter import to_wire
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
 from dlrm_fused.symmetric.device import uses_kernels
 
-# Of a program's tile.
+# Rows and columns of a program's tile.
 _ROWS, _COLUMNS = 4, 256
 _ELEMENTS = 1024
 
@@ -95,7 +95,7 @@ def _add_up_present(workspace: EmbeddingWorkspace, plan: BatchPlan, output: Tens
 
 
 def _streams(sources: Tensor, output: Tensor) -> dict[str, Stream]:
-    """Of what adds up; what is not sent counts too."""
+    """Return the streams of a kernel that adds up; parts that are not sent count too."""
     return {"received": once(sources.nbytes), "results": once(output.nbytes)}
 
 

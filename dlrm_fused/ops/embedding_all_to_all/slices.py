@@ -1,4 +1,4 @@
-"""What goes between hosts: slices of pooled embeddings, sums of partial results, and gradients.
+"""Slices that go between hosts: pooled embeddings, sums of partial results, and gradients.
 
 A rank packs what its lookups have for a rank of another host into one matrix, whose rows are that rank's bags. Row-wise tables
 cross between two hosts once: the ranks of a host add up their partial results before, and a gradient is spread by its receiver
@@ -146,7 +146,7 @@ class GradientSlices:
         self._slices = workspace.backward_channel.exchange(sent, received, fingerprint=plan.fingerprint)
 
     def _sizes(self, number: int, sender: int) -> tuple[int, ...]:
-        """Of what a rank sends: [bags, width], or with distinct rows flat: these, and the columns of row-wise tables."""
+        """Return the shape of a sender's slice: [bags, width]; flat with distinct rows, then columns of row-wise tables."""
         plan, bags = self._plan, self._plan.batch_sizes[sender]
         width = plan.gradient_slice_width(sender, self._workspace.rank)
         if self._distinct is None:
@@ -163,7 +163,7 @@ class GradientSlices:
         return _packed(parts, sum(columns for *_, columns in runs), self._workspace.backward_wire)
 
     def _compressed(self, gradient: Tensor, distinct: DistinctRows) -> dict[int, Tensor]:
-        """The same, flat: the gradients of distinct rows, then the columns of row-wise tables."""
+        """Return the slices flat: the gradients of distinct rows, then the columns of row-wise tables."""
         plan, wire = self._plan, self._workspace.backward_wire
         of_places = gradient.reshape(-1, _row_dim(self._workspace)).index_select(0, plan.remote_places)
         rows = [within_range(own, wire).to(wire).flatten() for own in distinct.gradient_of_rows(of_places)]

@@ -115,7 +115,7 @@ class RateOnDevice:
 
 
 class BiasCorrection:
-    """What Adam divides its moments by, anew at each step.
+    """The divisors of Adam's moments, computed anew at each step.
 
     Attributes:
         betas: of the optimizer, as numbers of fp32: what kernels of GPUs would make of them.
@@ -136,7 +136,7 @@ class BiasCorrection:
 
 @dataclass(frozen=True, eq=False)
 class DeviceTables:
-    """What the kernels of the update need to know of tables; tensors are on the device of the weights."""
+    """The facts about tables that the kernels of the update need; tensors are on the device of the weights."""
 
     tables: (
         Tensor  # int64 [T, 3]: weights of row k, counted over all tables, begin at k * dim + this; dim; column, if one feature
@@ -196,7 +196,7 @@ class LocalTables:
 
     @cached_property
     def on_device(self) -> DeviceTables:
-        """What kernels need to know; made at the first use, since a copy to the device waits for it."""
+        """The facts for kernels; made at the first use, since a copy to the device waits for it."""
         return _copy_to_device(self)
 
     def batch_size(self, offsets: Tensor) -> int:

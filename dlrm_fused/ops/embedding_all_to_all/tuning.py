@@ -1,4 +1,4 @@
-"""How much work a program of the fused lookup does, by shape: measured, not derived.
+"""The work of one program of the fused lookup, by shape: measured, not derived.
 
 The source is benchmarks/embedding_all_to_all/tune.py.
 """
@@ -14,7 +14,7 @@ from dlrm_fused.ops.common.gpus import GPUS, INTERPRETER, Gpu
 
 @dataclass(frozen=True)
 class LookupShape:
-    """What the best block shape depends on.
+    """The facts about a lookup that the best block shape depends on.
 
     Attributes:
         block_dim: next power of two of the embedding dim.
@@ -30,7 +30,7 @@ class LookupShape:
 
 @dataclass(frozen=True)
 class Blocks:
-    """How a lookup is divided.
+    """The division of a lookup among programs.
 
     Attributes:
         bags: of a program's item of work.

@@ -51,7 +51,7 @@ _MERGES_PER_MULTIPROCESSOR = 16
 _LONGEST_CHUNK = 1024  # positions
 _CHUNKS_PER_MULTIPROCESSOR = 128  # 32 programs are resident; more let the fast ones make up for the slow ones
 _MAX_INT32 = 2**31 - 1
-# How the kernels update a row.
+# Ways in which the kernels update a row.
 _RULES = {Sgd: "sgd", RowwiseAdagrad: "rowwise_adagrad", Adagrad: "adagrad", Adam: "adam", RowwiseAdam: "rowwise_adam"}
 
 
@@ -195,7 +195,7 @@ def _count_step(tables: LocalTables, adam: Adam, named: int, cancelled: Tensor |
 
 
 def _states(tables: LocalTables, optimizer: Optimizer) -> dict[str, Any]:
-    """What the kernels need of the optimizer, by field of UpdateArgs."""
+    """Return the optimizer's part of UpdateArgs, by field."""
     fields: dict[str, Any] = dict.fromkeys(("momentum1", "momentum2", "divisors", "beta1", "beta2", "weight_decay"))
     match optimizer:
         case Sgd():
@@ -246,7 +246,7 @@ def per_sample_weight_gradients(
 
 
 def _streams(tables: LocalTables, order: SortedLookup, gradients: Tensor) -> dict[str, Stream]:
-    """Of an update, as far as the host knows them: all tables of one size. States of elements go the way of weights."""
+    """Return the streams of an update, with all tables of one size. States of elements go the way of weights."""
     states = (getattr(tables.optimizer, name, None) for name in ("momentum", "momentum1", "momentum2"))
     of_elements = sum(state.nbytes for state in states if state is not None and state.numel() == tables.weights.numel())
     row_bytes = (tables.weights.nbytes + of_elements) / tables.total_rows

@@ -130,7 +130,7 @@ def plan_kernel(
 
 
 class UpdateArgs(NamedTuple):
-    """What the kernels of the update share, as one argument.
+    """Arguments that the kernels of the update share, as one argument.
 
     Triton passes a tuple field by field, so it costs a launch no more than the fields would.
     """
@@ -310,7 +310,7 @@ def update_kernel(
     length = (end - begin).to(tl.int32)
     keys = args.keys + begin
     samples = args.samples + begin
-    # What a tile reads first is loaded while the tile before is in work.
+    # The first reads of a tile are loaded while the tile before is in work.
     next_key = load(keys + row, CACHE, "order", mask=row < length, other=0)
     next_record = load(samples + row, CACHE, "order", mask=row < length, other=0)
     for start in range(0, length, ROWS):

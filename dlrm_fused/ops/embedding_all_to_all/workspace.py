@@ -1,4 +1,4 @@
-"""Where pooled embeddings and their gradients go, and the symmetric memory in which they are received.
+"""The destinations of pooled embeddings and of their gradients, and the symmetric memory that receives them.
 
 An :class:`EmbeddingWorkspace` is made once for one embedding module and names, for every rank, which columns of the output its
 lookups produce. The operators in this package refer to it by its ``handle``.
@@ -33,7 +33,7 @@ _KEPT_BATCH_PLANS = 64
 
 
 class EmbeddingWorkspace(Workspace):
-    """Where pooled embeddings and their gradients go, and the memory they are received in. Making one is collective.
+    """The destinations of pooled embeddings and gradients, and the memory that receives them. Making one is collective.
 
     Args:
         group: the ranks that take part.
@@ -156,7 +156,7 @@ class EmbeddingWorkspace(Workspace):
         return self._feature_tables[lookup]
 
     def slice_feature_tables(self, lookup: int) -> list[FeatureTable]:
-        """The same, with columns of the slices that go to other hosts; none of a row-wise lookup, which sends sums."""
+        """Return the features with their columns in slices for other hosts; none of a row-wise lookup, which sends sums."""
         return [] if self.own_lookups[lookup].row_wise else self._slice_feature_tables[lookup]
 
     @cached_property
@@ -196,7 +196,7 @@ class EmbeddingWorkspace(Workspace):
             self._captures_keep_memory = True
 
     def plan(self, batch_sizes: Sequence[int]) -> BatchPlan:
-        """What depends on the batch sizes of all ranks.
+        """Return the plan for the batch sizes of all ranks.
 
         Raises:
             UsageError: if there is not one size for each rank.
@@ -250,12 +250,12 @@ class EmbeddingWorkspace(Workspace):
             return self._room is not None
 
     def staging(self) -> SymmetricMemory:
-        """Where partial sums, and other dtypes than the output's, are received."""
+        """Return the memory that receives partial sums, and other dtypes than the output's."""
         assert self._staging is not None
         return self._staging
 
     def destination_memory(self, plan: BatchPlan, lookup: int) -> SymmetricMemory:
-        """Where a lookup of this rank is received by its destinations."""
+        """Return the memory in which destinations receive a lookup of this rank."""
         return self.staging() if plan.goes_to_staging(lookup) else self.outputs.memory
 
     def _is_capturing(self) -> bool:
@@ -309,7 +309,7 @@ class EmbeddingWorkspace(Workspace):
 
 
 def _checked(settings: Mapping[str, Any], name: str, world_size: int) -> dict[str, object]:
-    """What must be equal on all ranks. Raises UsageError if a setting is wrong."""
+    """Return the settings that must be equal on all ranks. Raises UsageError if one is wrong."""
     layout = settings["layout"]
     if not isinstance(layout, ExchangeLayout):
         raise UsageError(f"{name}: layout={layout!r}; needed: an ExchangeLayout")
