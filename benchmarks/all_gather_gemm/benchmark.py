@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.all_gather_gemm.cells import CELLS, Layer
 from benchmarks.all_gather_gemm.layers import LayerRun, call, new_workspace, schedules_of
-from benchmarks.all_gather_gemm.report import line, summarize, table
+from benchmarks.all_gather_gemm.report import REPORT
 from benchmarks.common.benchmark_command import benchmark_parser
 from benchmarks.common.harness import (
     Report,
@@ -62,8 +62,8 @@ class Run:
             world,
             options.output,
             head,
-            summarize=summarize,
-            line=lambda cell: f"{cell['pair']:<20} {line(cell)}",
+            summarize=REPORT.summarize,
+            line=lambda cell: f"{cell['pair']:<20} {REPORT.line(cell)}",
             seconds_budget=options.seconds_budget,
         )
         is_asked_for = re.compile(options.match).search
@@ -78,7 +78,7 @@ class Run:
             if self.report.has_time(f"{cell.pair} {cell.name}"):
                 self.measure(cell, workspace)
         self.report.write()
-        self.world.log(table(self.report.content))
+        self.world.log(REPORT.table(self.report.content))
 
     def compile(self) -> None:
         """The kernels of all cells, before the first is timed."""

@@ -53,7 +53,7 @@ from benchmarks.common.harness import (
     time_interleaved,
 )
 from benchmarks.embedding_all_to_all.cells import CELLS, Cell, Lookup, LookupDrawer, row_wise_cells, table_rows
-from benchmarks.embedding_all_to_all.report import line, summarize, table
+from benchmarks.embedding_all_to_all.report import REPORT
 from dlrm_fused.ops.embedding_all_to_all import (
     EmbeddingWorkspace,
     ExchangeLayout,
@@ -404,8 +404,8 @@ class Run:
             world,
             options.output,
             head,
-            summarize=summarize,
-            line=lambda cell: f"{cell['stage']:<17} {line(cell)}",
+            summarize=REPORT.summarize,
+            line=lambda cell: f"{cell['stage']:<17} {REPORT.line(cell)}",
             seconds_budget=options.seconds_budget,
         )
         world.log(json.dumps(head, indent=2))
@@ -424,7 +424,7 @@ class Run:
             if self.world.device.type == "cuda":
                 torch.cuda.empty_cache()
         self.report.write()
-        self.world.log(table(self.report.content))
+        self.world.log(REPORT.table(self.report.content))
 
     def groups(self) -> list[list[Cell]]:
         """Cells that share tables, in an order that leaves a fair sample when time runs out."""

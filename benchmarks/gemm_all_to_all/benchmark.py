@@ -44,7 +44,7 @@ from benchmarks.common.harness import (
 )
 from benchmarks.gemm_all_to_all.cells import DTYPE, LAYER_CELLS, LAYER_TOLERANCE, PRODUCT_CELLS, TOLERANCE, Layer, Product
 from benchmarks.gemm_all_to_all.products import FusedProduct, ProductAlone, ProductRun, new_workspace
-from benchmarks.gemm_all_to_all.report import line, summarize, table
+from benchmarks.gemm_all_to_all.report import REPORT
 from benchmarks.moe.layers import LayerRun
 from dlrm_fused.ops.gemm_all_to_all import gemm_all_to_all
 from dlrm_fused.ops.gemm_all_to_all.kernel import gemm
@@ -69,8 +69,8 @@ class Run:
             world,
             options.output,
             head,
-            summarize=summarize,
-            line=lambda cell: f"{cell['stage']:<14} {line(cell)}",
+            summarize=REPORT.summarize,
+            line=lambda cell: f"{cell['stage']:<14} {REPORT.line(cell)}",
             seconds_budget=options.seconds_budget,
         )
 
@@ -86,7 +86,7 @@ class Run:
         if wanted in ("layer", "all"):
             self.measure_layers(layers)
         self.report.write()
-        self.world.log(table(self.report.content))
+        self.world.log(REPORT.table(self.report.content))
 
     def measure_op(self, cells: Sequence[Product]) -> None:
         if self.on_gpu:

@@ -59,7 +59,7 @@ from benchmarks.gemv_all_reduce.cells import (
     draw_weights,
     weight_copies,
 )
-from benchmarks.gemv_all_reduce.report import RIVALS, line, summarize, table
+from benchmarks.gemv_all_reduce.report import REPORT, RIVALS
 from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace, gemv_all_reduce
 from dlrm_fused.ops.gemv_all_reduce.schedule import CHUNKS, SCATTER
 
@@ -228,7 +228,9 @@ class Run:
         }
         world.log(json.dumps(head, indent=2))
         self.ceilings = ceilings
-        self.report = Report(world, options.output, head, summarize=summarize, line=line, seconds_budget=options.seconds_budget)
+        self.report = Report(
+            world, options.output, head, summarize=REPORT.summarize, line=REPORT.line, seconds_budget=options.seconds_budget
+        )
         self.cells = [
             cell
             for cell in CELLS[options.cells]()
@@ -270,7 +272,7 @@ class Run:
             if self.world.device.type == "cuda":
                 torch.cuda.empty_cache()
         self.report.write()
-        self.world.log(table(self.report.content))
+        self.world.log(REPORT.table(self.report.content))
 
     def copies(self, cell: Cell) -> int:
         return weight_copies(cell.n, cell.depth(self.world.size)) if self.world.device.type == "cuda" else 2

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.all_gather_gemm import benchmark, layers, stress
 from benchmarks.all_gather_gemm.cells import ROWS, Layer, full_cells, tiny_cells
-from benchmarks.all_gather_gemm.report import PAIRS, contestants, summarize, table
+from benchmarks.all_gather_gemm.report import PAIRS, REPORT, contestants
 from benchmarks.common import killed_rank
 from benchmarks.common import report as any_report
 from benchmarks.common.environment import ROOT
@@ -83,7 +83,7 @@ def test_summary_has_geometric_means_worst_cells_and_failures() -> None:
         {"pair": str(GATHER), "name": "d", "passed": False, "error": "rank 1: out of memory"},
         _result(SCATTER, "e", 0.7, passed=False),
     ]
-    summary = summarize(cells)
+    summary = REPORT.summarize(cells)
     assert list(summary) == [GATHER, SCATTER]
     assert summary[GATHER]["ratio"] == pytest.approx(1.0)
     assert summary[GATHER]["overlap"] == pytest.approx(2.0)
@@ -92,7 +92,7 @@ def test_summary_has_geometric_means_worst_cells_and_failures() -> None:
     assert summary[GATHER]["slower"] == 1
     assert summary[GATHER]["worst"][0] == {"name": "b", "ratio": 2.0}
     assert summary[SCATTER]["ratio"] is None
-    text = table({"cells": cells, "not_run": ["all_gather_gemm y"]})
+    text = REPORT.table({"cells": cells, "not_run": ["all_gather_gemm y"]})
     assert "FAILED rank 1: out of memory" in text
     assert "FAILED {'chunks': 0.5}" in text
     assert "geometric means of 2 cells: best schedule / (cuBLAS + NCCL) 1.000" in text

@@ -26,7 +26,7 @@ from benchmarks.embedding_all_to_all.cells import (
     table_rows,
     tiny_cells,
 )
-from benchmarks.embedding_all_to_all.report import plot, summarize, table
+from benchmarks.embedding_all_to_all.report import REPORT
 from tests.distributed.launch import run_program
 
 _CPU = torch.device("cpu")
@@ -184,7 +184,7 @@ def test_summary_has_geometric_means_worst_cells_and_failures():
         {"name": "d", "stage": "forward", "passed": False, "error": "rank 1: out of memory"},
         _result("e", 0.5, 50.0, stage="row_wise_forward"),
     ]
-    summary = summarize(cells)
+    summary = REPORT.summarize(cells)
     forward = summary["forward"]
     assert forward["ratio"] == pytest.approx(0.5)
     assert forward["failed"] == ["c", "d"]
@@ -193,7 +193,7 @@ def test_summary_has_geometric_means_worst_cells_and_failures():
     assert (forward["overlap_cells"], forward["overlap"]) == (1, pytest.approx(1.0))
     assert summary["row_wise_forward"]["overlap"] is None
     assert "training" not in summary
-    text = table({"cells": cells, "not_run": ["f"]})
+    text = REPORT.table({"cells": cells, "not_run": ["f"]})
     assert "FAILED rank 1: out of memory" in text
     assert "not run: f" in text
 
@@ -218,7 +218,7 @@ def test_tiny_cells_on_the_cpu_pass_and_are_drawn(tmp_path):
         assert cell["fused_over_floor"] > 1
         assert len(cell["by_rank_us"]["fused"]) == 2
     assert report["commit"] == "abc"
-    plot(report, tmp_path / "plot.png")
+    REPORT.plot(report, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
 
 

@@ -32,7 +32,7 @@ from benchmarks.gemm_all_to_all.cells import (
     tiny_layers,
     tiny_products,
 )
-from benchmarks.gemm_all_to_all.report import plot, summarize, table
+from benchmarks.gemm_all_to_all.report import REPORT
 from benchmarks.moe import profile_layer as profile_moe
 from dlrm_fused.models import expert_parallel
 from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles
@@ -115,7 +115,7 @@ def test_summary_has_geometric_means_worst_cells_and_failures() -> None:
         _result("e", "gemm", 1.1),
         _result("f", "layer_training", 0.7, passed=False),
     ]
-    summary = summarize(cells)
+    summary = REPORT.summarize(cells)
     assert list(summary) == ["op", "gemm", "layer_training"]
     assert summary["op"]["ratio"] == pytest.approx(1.0)
     assert summary["op"]["overlap"] == pytest.approx(2.0)
@@ -123,7 +123,7 @@ def test_summary_has_geometric_means_worst_cells_and_failures() -> None:
     assert summary["op"]["slower"] == 1
     assert summary["op"]["worst"][0] == {"name": "b", "ratio": 2.0}
     assert summary["layer_training"]["ratio"] is None
-    text = table({"cells": cells, "not_run": ["op y"]})
+    text = REPORT.table({"cells": cells, "not_run": ["op y"]})
     assert "FAILED rank 1: out of memory" in text
     assert "FAILED {'fused': 0.5}" in text
     assert "geometric means of 1 cells: kernel / cuBLAS 1.100" in text
@@ -154,7 +154,7 @@ def test_tiny_cells_on_the_cpu_pass_and_are_drawn(tmp_path: Path) -> None:
     assert set(training["errors"]) == {"output", *(f"gradient of {name}" for name in ("tokens", "router", "w_in", "w_out"))}
     assert training["rows_received"] >= 20 * 3  # of two ranks, one has at least half
     assert report["commit"] == "abc"
-    plot(report, tmp_path / "plot.png")
+    REPORT.plot(report, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
 
 

@@ -24,7 +24,7 @@ from benchmarks.gemv_all_reduce import simulated_ranks
 from benchmarks.gemv_all_reduce import stress as stress_gemv
 from benchmarks.gemv_all_reduce import tune as tune_gemv
 from benchmarks.gemv_all_reduce.cells import LARGE_ROWS, ROWS, SHAPES, Cell, large_cells, small_cells, tiny_cells, weight_copies
-from benchmarks.gemv_all_reduce.report import plot, summarize, table
+from benchmarks.gemv_all_reduce.report import REPORT
 from dlrm_fused.ops.gemv_all_reduce.tuning import Blocks
 from tests.distributed.launch import Ended, run_program
 
@@ -78,7 +78,7 @@ def test_summary_has_geometric_means_worst_cells_and_failures() -> None:
         {"name": "x", "size": "small", "m": 2, "passed": False, "error": "rank 1: out of memory"},
         _result(2048, 0.8),
     ]
-    summary = summarize(cells)
+    summary = REPORT.summarize(cells)
     small = summary["small"]
     assert small["ratio_of_few_rows"] == pytest.approx(0.5)
     assert small["ratio"] == pytest.approx(0.5 ** (1 / 3))
@@ -88,7 +88,7 @@ def test_summary_has_geometric_means_worst_cells_and_failures() -> None:
     assert small["slower_than_nccl"] == 2
     assert summary["large"]["ratio"] == pytest.approx(0.8)
     assert summary["large"]["ratio_to_symmetric"] is None
-    text = table({"cells": cells, "not_run": ["y"]})
+    text = REPORT.table({"cells": cells, "not_run": ["y"]})
     assert "FAILED rank 1: out of memory" in text
     assert "FAILED error 5.0e-01, not the same bits on all ranks" in text
     assert "0.500 for m <= 16" in text
@@ -112,7 +112,7 @@ def test_tiny_cells_on_the_cpu_pass_and_are_drawn(tmp_path: Path) -> None:
         assert cell["fused_over_floor"] > 1
         assert len(cell["by_rank_us"]["fused"]) == 2
     assert report["commit"] == "abc"
-    plot(report, tmp_path / "plot.png")
+    REPORT.plot(report, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
 
 
