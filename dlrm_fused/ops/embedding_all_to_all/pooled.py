@@ -19,16 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.meeting import meet
-from dlrm_fused.ops.common.workspace import ReceiveWindow, check_tensor
+from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.embedding_all_to_all.distinct import DistinctRows
+from dlrm_fused.ops.embedding_all_to_all.gradient import send_gradient
+from dlrm_fused.ops.embedding_all_to_all.inputs import check_pooled, checks_of_call
 from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
-from dlrm_fused.ops.embedding_all_to_all.reduce import receive_output
+from dlrm_fused.ops.embedding_all_to_all.reduce import finish_output, open_output
 from dlrm_fused.ops.embedding_all_to_all.scatter import scatter_tiles
-from dlrm_fused.ops.embedding_all_to_all.slices import GradientSlices, PooledSlices, copy_tile, packed_rows, packed_slices
+from dlrm_fused.ops.embedding_all_to_all.slices import PooledSlices, copy_tile, packed_rows, packed_slices
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
-from dlrm_fused.symmetric import abort_peers_on_error
 from dlrm_fused.symmetric.device import uses_kernels
 
 
@@ -48,8 +48,8 @@ def pooled_all_to_all(
             layouts that have a ``row_dim``.
 
     Returns:
-        The same dtype [batch_sizes[rank], layout.columns]. It lies in symmetric memory, which is free again when no tensor uses
-        it.
+        The same dtype [batch_sizes[rank], layout.columns], the caller's as long as a tensor uses it. It lies in symmetric
+        memory, unless it was received in another dtype, or more than ``held_outputs`` outputs are alive.
 
     Raises:
         UsageError: for other shapes or dtypes; the other ranks raise too, with the name of this one.
@@ -73,74 +73,32 @@ torch.library.define(
 )
 
 
-def checked_plan(
-    workspace: EmbeddingWorkspace, batch_sizes: Sequence[int], check: Callable[[BatchPlan], None], *, with_all: bool = False
-) -> BatchPlan:
-    """The plan of a batch whose inputs this rank finds right; a rank that does not tells the others.
-
-    Args:
-        check: raises UsageError if the inputs are wrong.
-        with_all: ask all ranks before any goes on, and raise on all what is wrong on one. Always done before memory is
-            allocated, which is collective. Slow.
-    """
-
-    def check_for_all() -> list[int]:
-        try:
-            check(workspace.plan(batch_sizes))
-        except UsageError as error:
-            raise UsageError(f"rank {workspace.rank}: {error}") from error
-        return list(batch_sizes)
-
-    if with_all or not workspace.has_room(batch_sizes):
-        sizes = workspace.group.gather(check_for_all)
-        for rank, other in enumerate(sizes):
-            if other != sizes[0]:
-                raise UsageError(
-                    f"{workspace.name}: batch_sizes={sizes[0]} on rank 0, {other} on rank {rank}; they must be equal"
-                )
-    else:
-        with abort_peers_on_error(workspace.forward_channel):
-            check(workspace.plan(batch_sizes))
-    return workspace.plan(batch_sizes)
-
-
-def _forward(anchor: Tensor, pooled: list[Tensor], batch_sizes: list[int], handle: int, *rows: Any) -> Tensor:
+def _exchange(anchor: Tensor, pooled: list[Tensor], batch_sizes: list[int], handle: int, *rows: Any) -> Tensor:
     workspace = EmbeddingWorkspace.of(handle)
     workspace.forward_channel.begin_call()
-    plan = checked_plan(workspace, batch_sizes, lambda plan: _check_pooled(workspace, plan, pooled))
-    distinct = _distinct_rows(*rows)
-    return receive_output(
-        workspace, plan, lambda offset: _send(workspace, plan, pooled, distinct, offset), are_empty_bags_sent=True
-    )
+    with checks_of_call(workspace, batch_sizes):
+        plan = workspace.plan(batch_sizes)
+        check_pooled(workspace, plan, pooled)
+    output, receive_offset = open_output(workspace, plan)
+    send_in_host = _send_by_kernel if uses_kernels(workspace.device) else _send_by_host
+    if plan.hosts.are_many:
+        distinct = _distinct_rows(*rows)
+        slices = PooledSlices(workspace, plan, distinct)
+        if distinct is None:
+            slices.send(packed_slices(workspace, plan, pooled))
+        else:
+            slices.send(packed_rows(workspace, plan, pooled, distinct))
+        send_in_host(workspace, plan, pooled, receive_offset)
+        slices.send_sums()
+        slices.receive(receive_offset)
+    else:
+        send_in_host(workspace, plan, pooled, receive_offset)
+    return finish_output(workspace, plan, output, are_empty_bags_sent=True)
 
 
 def _distinct_rows(*rows: Any) -> DistinctRows | None:
     """From the operator's arguments."""
     return DistinctRows(*rows) if rows and rows[0] is not None else None
-
-
-def _check_pooled(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[Tensor]) -> None:
-    if len(pooled) != len(workspace.own_lookups):
-        raise UsageError(
-            f"{workspace.name}: {len(pooled)} pooled tensors for {len(workspace.own_lookups)} lookups of rank {workspace.rank}"
-        )
-    for number, (tensor, lookup) in enumerate(zip(pooled, workspace.own_lookups, strict=True)):
-        shape = (plan.global_batch, lookup.width)
-        check_tensor(workspace, f"pooled[{number}]", tensor, workspace.output_dtype, shape, rows=True)
-
-
-def _send(
-    workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[Tensor], distinct: DistinctRows | None, receive_offset: int
-) -> None:
-    send_in_host = _send_by_kernel if uses_kernels(workspace.device) else _send_by_host
-    if not plan.hosts.are_many:
-        send_in_host(workspace, plan, pooled, receive_offset)
-        return
-    slices = PooledSlices(workspace, plan, distinct)
-    slices.send(packed_slices(workspace, plan, pooled) if distinct is None else packed_rows(workspace, plan, pooled, distinct))
-    send_in_host(workspace, plan, pooled, receive_offset)
-    slices.send_sums()
-    slices.receive(receive_offset)
 
 
 def _send_by_host(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[Tensor], receive_offset: int) -> None:
@@ -170,57 +128,7 @@ def _send_by_kernel(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list
         meet(workspace.forward_channel, plan.fingerprint, receive_offset)
 
 
-def send_gradient(
-    workspace: EmbeddingWorkspace, plan: BatchPlan, gradient: Tensor, distinct: DistinctRows | None = None
-) -> list[Tensor]:
-    """Bring the output's gradient to the owners of the tables. Collective.
-
-    Args:
-        gradient: [batch_sizes[rank], layout.columns] of the output's dtype.
-        distinct: of the forward pass.
-
-    Returns:
-        For each lookup of this rank the gradient [global batch, width] of its result, unscaled, in the wire's dtype: views of
-        memory that the next backward pass writes to.
-    """
-    channel = workspace.backward_channel
-    workspace.begin_call()
-    if not _can_be_read_in_tiles(gradient):
-        gradient = gradient.contiguous()
-    with abort_peers_on_error(channel):
-        shape = (plan.local_batch, workspace.layout.columns)
-        check_tensor(workspace, "the gradient", gradient, workspace.output_dtype, shape, rows=True)
-    workspace.reserve(plan.batch_sizes)
-    slices = GradientSlices(workspace, plan, gradient, distinct) if plan.hosts.are_many else None
-    memory = workspace.gradients
-    if uses_kernels(workspace.device):
-        window = ReceiveWindow(memory, channel, 0, plan.fingerprint)
-        scatter_tiles(gradient, plan.gradient_table, plan.local_batch, window, wire=workspace.backward_wire, relative=False)
-    else:
-        _send_gradient_by_host(workspace, plan, gradient)
-    if slices is not None:
-        slices.receive()
-    return [plan.gradients_view(memory, number) for number in range(len(workspace.own_lookups))]
-
-
-def _send_gradient_by_host(workspace: EmbeddingWorkspace, plan: BatchPlan, gradient: Tensor) -> None:
-    tiles = plan.gradient_tiles()
-
-    def store(peer: int, _: int) -> None:
-        for tile in tiles:
-            if tile.peer == peer:
-                copy_tile(gradient, tile, workspace.gradients, 0, workspace.backward_wire)
-
-    workspace.backward_channel.run_epoch(store, fingerprint=plan.fingerprint)
-
-
-def _can_be_read_in_tiles(gradient: Tensor) -> bool:
-    """Whether it need not be copied: some columns of a wider tensor, as the dense part leaves them, will do."""
-    alignment = 4 * gradient.element_size()
-    return gradient.stride()[1:] == (1,) and gradient.stride(0) % 4 == 0 and gradient.data_ptr() % alignment == 0
-
-
-def _backward(gradient: Tensor, batch_sizes: list[int], handle: int, *rows: Any) -> list[Tensor]:
+def _return_gradients(gradient: Tensor, batch_sizes: list[int], handle: int, *rows: Any) -> list[Tensor]:
     workspace = EmbeddingWorkspace.of(handle)
     received = send_gradient(workspace, workspace.plan(batch_sizes), gradient, _distinct_rows(*rows))
     # A division, as TorchRec's, so that the bits are the same for three ranks too.
@@ -228,8 +136,8 @@ def _backward(gradient: Tensor, batch_sizes: list[int], handle: int, *rows: Any)
     return [view.to(workspace.output_dtype, copy=True).div_(divisor) for view in received]
 
 
-torch.library.impl("dlrm_fused::pooled_all_to_all", ["cpu", "cuda"], _forward)
-torch.library.impl("dlrm_fused::pooled_all_to_all_backward", ["cpu", "cuda"], _backward)
+torch.library.impl("dlrm_fused::pooled_all_to_all", ["cpu", "cuda"], _exchange)
+torch.library.impl("dlrm_fused::pooled_all_to_all_backward", ["cpu", "cuda"], _return_gradients)
 
 
 @torch.library.register_fake("dlrm_fused::pooled_all_to_all")
@@ -272,10 +180,10 @@ class _PooledAllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, inputs: tuple[Any, ...], *pooled: Tensor) -> Tensor:
-        output = _forward(anchor, list(pooled), *inputs)
+        output = _exchange(anchor, list(pooled), *inputs)
         _save_for_backward(ctx, (anchor, list(pooled), *inputs), output)
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *_gradients(ctx, gradient, _backward)
+        return None, None, *_gradients(ctx, gradient, _return_gradients)
