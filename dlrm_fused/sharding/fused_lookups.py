@@ -46,7 +46,6 @@ from dlrm_fused.ops.embedding_all_to_all import (
     ExchangeLayout,
     LocalTables,
     LookupLayout,
-    ReplayedEmbeddingAllToAll,
     RowwiseAdagrad,
     RowwiseAdam,
     Sgd,
@@ -56,6 +55,7 @@ from dlrm_fused.ops.embedding_all_to_all import (
 from dlrm_fused.ops.embedding_all_to_all.tables import Optimizer
 from dlrm_fused.sharding.distinct_bags import DistinctBags
 from dlrm_fused.sharding.options import FusedOptions
+from dlrm_fused.sharding.replay import ReplayedEmbeddingAllToAll
 from dlrm_fused.symmetric import SymmetricGroup, abort_peers_on_error
 from dlrm_fused.symmetric.device import uses_kernels
 

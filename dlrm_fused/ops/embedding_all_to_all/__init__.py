@@ -5,7 +5,7 @@ another library has looked up); ``inputs.py`` checks what both are given, ``grad
 ``tables.py`` (rows), ``layout.py`` (columns), ``plan.py`` (a batch), ``workspace.py`` (symmetric memory). Between hosts:
 ``slices.py``, ``distinct.py``. Kernels: ``kernel.py`` (lookup), ``scatter.py`` (tiles to peers), ``reduce.py`` (what was
 received), ``update.py`` and ``update_kernels.py`` (optimizer), with ``prefetch_sort.py`` ahead of it. ``tuning.py`` has the
-lookup's block shapes. ``replay.py`` launches all as CUDA graphs.
+lookup's block shapes.
 """
 
 from dlrm_fused.ops.embedding_all_to_all.distinct import DistinctRows as DistinctRows
@@ -15,7 +15,6 @@ from dlrm_fused.ops.embedding_all_to_all.layout import LookupLayout as LookupLay
 from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all as embedding_all_to_all
 from dlrm_fused.ops.embedding_all_to_all.pooled import pooled_all_to_all as pooled_all_to_all
 from dlrm_fused.ops.embedding_all_to_all.reference import reference as reference
-from dlrm_fused.ops.embedding_all_to_all.replay import ReplayedEmbeddingAllToAll as ReplayedEmbeddingAllToAll
 from dlrm_fused.ops.embedding_all_to_all.tables import Adagrad as Adagrad
 from dlrm_fused.ops.embedding_all_to_all.tables import Adam as Adam
 from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables as LocalTables
