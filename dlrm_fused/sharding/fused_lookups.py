@@ -117,8 +117,6 @@ class FusedLookups:
         Args:
             ctx: its ``own_keys``, if all ranks have them, are those of the local batch, by :class:`BatchKeys`.
         """
-        # TorchRec divides by what is set when the collective runs.
-        self._workspace.gradient_scale = 1 / self._workspace.world_size if get_gradient_division() else 1.0
         features = [input[i] for i in self.shardings]
         batch_sizes = self._batch_sizes(ctx, features[0].stride())
         if self._uses_kernels:
@@ -161,7 +159,7 @@ class FusedLookups:
         distinct = None
         if self._distinct is not None and own_keys is not None:
             distinct = self._distinct.rows(own_keys, features, batch_sizes)
-        return pooled_all_to_all(self._workspace, pooled, batch_sizes, distinct)
+        return pooled_all_to_all(self._workspace, pooled, batch_sizes, distinct, self._gradient_scale())
 
     def _in_kernels(self, features: Sequence[KeyedJaggedTensor], batch_sizes: Sequence[int]) -> Tensor:
         with abort_peers_on_error(self._workspace.forward_channel):
@@ -175,13 +173,17 @@ class FusedLookups:
         indices, offsets = [of.values() for _, of in of_modules], [of.offsets() for _, of in of_modules]
         weights = [_weights(lookup, module, of) for (lookup, of), module in zip(of_modules, self._modules, strict=True)]
         if all(weight is None for weight in weights):
-            return self._embedding_all_to_all(indices, offsets, batch_sizes)
+            return self._embedding_all_to_all(indices, offsets, batch_sizes, self._gradient_scale())
         inputs = [
             _kernel_inputs(*of_module, self._check_indices)
             for of_module in zip(self._modules, indices, offsets, weights, strict=True)
         ]
         own_indices, own_offsets, own_weights = zip(*inputs, strict=True)
-        return embedding_all_to_all(self._workspace, own_indices, own_offsets, own_weights, batch_sizes)
+        return embedding_all_to_all(self._workspace, own_indices, own_offsets, own_weights, batch_sizes, self._gradient_scale())
+
+    def _gradient_scale(self) -> float:
+        """Return the factor of gradients that TorchRec's own collective would have if it ran now."""
+        return 1 / self._workspace.world_size if get_gradient_division() else 1.0
 
     def _split(self, output: Tensor) -> dict[int, Tensor]:
         runs: dict[int, int] = {}

@@ -134,9 +134,11 @@ def train_and_list_exchanges(config: Config) -> list[bool]:
     """Train; of each fused exchange of pooled embeddings, whether rows that several bags have went once."""
     sent_once: list[bool] = []
 
-    def listed(workspace: EmbeddingWorkspace, pooled: list[Tensor], sizes: list[int], distinct: DistinctRows | None) -> Tensor:
+    def listed(
+        workspace: EmbeddingWorkspace, pooled: list[Tensor], sizes: list[int], distinct: DistinctRows | None, scale: float
+    ) -> Tensor:
         sent_once.append(distinct is not None)
-        return pooled_all_to_all(workspace, pooled, sizes, distinct)
+        return pooled_all_to_all(workspace, pooled, sizes, distinct, scale)
 
     fused_lookups.pooled_all_to_all = listed
     _train(config)

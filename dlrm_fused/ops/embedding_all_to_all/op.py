@@ -43,6 +43,7 @@ def embedding_all_to_all(
     offsets: Sequence[Tensor],
     per_sample_weights: Sequence[Tensor],
     batch_sizes: Sequence[int],
+    gradient_scale: float | None = None,
 ) -> Tensor:
     """Look up and pool this rank's features for all ranks, and receive those of all ranks for its own batch. Collective.
 
@@ -54,6 +55,7 @@ def embedding_all_to_all(
         offsets: for each lookup int32 or int64 [features * sum(batch_sizes) + 1].
         per_sample_weights: empty, or fp32 for each lookup: [n], or [0] where there are none.
         batch_sizes: bags of each rank; equal on all ranks.
+        gradient_scale: factor of the gradients that the tables get; default: the workspace's.
 
     Returns:
         [batch_sizes[rank], layout.columns] of the workspace's output dtype, the caller's as long as a tensor uses it. It lies
@@ -66,7 +68,8 @@ def embedding_all_to_all(
             raises it, or ``workspace.raise_fault()``.
     """
     weights = [tables.weights for tables in workspace.tables]
-    inputs = weights, list(indices), list(offsets), list(per_sample_weights), list(batch_sizes), workspace.handle
+    lookups = weights, list(indices), list(offsets), list(per_sample_weights)
+    inputs = *lookups, list(batch_sizes), workspace.handle, gradient_scale
     if torch.compiler.is_compiling():
         return torch.ops.dlrm_fused.embedding_all_to_all(workspace.anchor, *inputs)
     if not torch.is_grad_enabled():
@@ -77,14 +80,14 @@ def embedding_all_to_all(
 torch.library.define(
     "dlrm_fused::embedding_all_to_all",
     "(Tensor anchor, Tensor[] weights, Tensor[] indices, Tensor[] offsets, Tensor[] per_sample_weights, int[] batch_sizes, "
-    "int handle) -> Tensor",
+    "int handle, float? gradient_scale=None) -> Tensor",
 )
 # Returns the gradients of the anchor and of the per-sample weights; updates the tables of the workspace. `prefetched_sort` is a
 # PrefetchedSort.handle, or 0.
 torch.library.define(
     "dlrm_fused::embedding_all_to_all_backward",
     "(Tensor gradient, Tensor[] indices, Tensor[] offsets, Tensor[] per_sample_weights, int[] batch_sizes, int handle, "
-    "int prefetched_sort=0) -> Tensor[]",
+    "int prefetched_sort=0, float? gradient_scale=None) -> Tensor[]",
 )
 
 
@@ -96,6 +99,7 @@ def _look_up_and_deliver(
     per_sample_weights: list[Tensor],
     batch_sizes: list[int],
     handle: int,
+    gradient_scale: float | None = None,
 ) -> Tensor:
     workspace = EmbeddingWorkspace.of(handle)
     workspace.forward_channel.begin_call()
@@ -155,11 +159,12 @@ def _update_tables(
     batch_sizes: list[int],
     handle: int,
     prefetched_sort: int = 0,
+    gradient_scale: float | None = None,
 ) -> list[Tensor]:
     workspace = EmbeddingWorkspace.of(handle)
     ordered = sorted_lookups(prefetched_sort, workspace.tables, indices, offsets)
     received = send_gradient(workspace, workspace.plan(batch_sizes), gradient)
-    weight_gradients, scale = [], workspace.gradient_scale
+    weight_gradients, scale = [], workspace.gradient_scale if gradient_scale is None else gradient_scale
     for i, (tables, order) in enumerate(ordered):
         weights = per_sample_weights[i] if per_sample_weights and per_sample_weights[i].numel() else None
         if weights is not None:
@@ -180,7 +185,7 @@ torch.library.impl("dlrm_fused::embedding_all_to_all_backward", ["cpu", "cuda"],
 
 @torch.library.register_fake("dlrm_fused::embedding_all_to_all")
 def _fake_forward(anchor: Tensor, *inputs: Any) -> Tensor:
-    *_, batch_sizes, handle = inputs
+    _, _, _, _, batch_sizes, handle, *_ = inputs
     workspace = EmbeddingWorkspace.of(handle)
     return anchor.new_empty((batch_sizes[workspace.rank], workspace.layout.columns), dtype=workspace.output_dtype)
 
@@ -193,7 +198,7 @@ def _fake_backward(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, _, indices, offsets, per_sample_weights, ctx.batch_sizes, ctx.handle = inputs
+    _, _, indices, offsets, per_sample_weights, ctx.batch_sizes, ctx.handle, ctx.gradient_scale = inputs
     ctx.lookups = len(indices)
     ctx.save_for_backward(*indices, *offsets, *per_sample_weights)
     # A compiler traces with tensors without memory.
@@ -204,7 +209,8 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     anchor, *weight_gradients = _gradients(ctx, gradient, torch.ops.dlrm_fused.embedding_all_to_all_backward)
     nothing = [None] * ctx.lookups
-    return anchor, nothing, nothing, nothing, weight_gradients, None, None
+    # PyTorch leaves out arguments at the end that have their default, and wants no gradients of them.
+    return anchor, nothing, nothing, nothing, weight_gradients, None, None, *([] if ctx.gradient_scale is None else [None])
 
 
 def _gradients(ctx: Any, gradient: Tensor, backward: Callable[..., list[Tensor]]) -> list[Tensor]:
@@ -212,7 +218,7 @@ def _gradients(ctx: Any, gradient: Tensor, backward: Callable[..., list[Tensor]]
     saved = list(ctx.saved_tensors)
     indices, offsets, per_sample_weights = saved[:count], saved[count : 2 * count], saved[2 * count :]
     handle = ctx.prefetched_sort.handle if ctx.prefetched_sort else 0
-    return backward(gradient, indices, offsets, per_sample_weights, ctx.batch_sizes, ctx.handle, handle)
+    return backward(gradient, indices, offsets, per_sample_weights, ctx.batch_sizes, ctx.handle, handle, ctx.gradient_scale)
 
 
 torch.library.register_autograd("dlrm_fused::embedding_all_to_all", _differentiate, setup_context=_save_for_backward)

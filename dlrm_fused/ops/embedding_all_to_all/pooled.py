@@ -3,8 +3,8 @@
 ``torch.ops.dlrm_fused.pooled_all_to_all(anchor, pooled, batch_sizes, workspace)``: every rank has the pooled embeddings of its
 own tables for the bags of all ranks, and gets those of all tables for its own bags. The results are stored straight into their
 columns of the destination's output; row-wise partial sums are added there in the order of ranks, those of another host
-as one. The backward pass brings the output's gradient to the owners of the tables in the same way, divided as
-:attr:`EmbeddingWorkspace.gradient_scale` says.
+as one. The backward pass brings the output's gradient to the owners of the tables in the same way, scaled as
+``gradient_scale`` says.
 
 This is what ``comm=fused`` runs on the CPU, around FBGEMM's lookup: values are copied, never computed anew, so that results and
 gradients are bit-identical to those of TorchRec's table- and column-wise paths. On GPUs it serves lookups that
@@ -14,7 +14,7 @@ gradients are bit-identical to those of TorchRec's table- and column-wise paths.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ def pooled_all_to_all(
     pooled: Sequence[Tensor],
     batch_sizes: Sequence[int],
     distinct: DistinctRows | None = None,
+    gradient_scale: float | None = None,
 ) -> Tensor:
     """Exchange pooled embeddings; differentiable. Collective.
 
@@ -46,6 +47,7 @@ def pooled_all_to_all(
         batch_sizes: bags of each rank; equal on all ranks.
         distinct: which results are equal, so that they need to go to another host once; given by all ranks or by none. For
             layouts that have a ``row_dim``.
+        gradient_scale: factor of the gradients of ``pooled``; default: the workspace's.
 
     Returns:
         The same dtype [batch_sizes[rank], layout.columns], the caller's as long as a tensor uses it. It lies in symmetric
@@ -56,24 +58,41 @@ def pooled_all_to_all(
         CommunicationError: if a peer is lost, or was waited for too long.
     """
     rows = (None,) * len(DistinctRows._fields) if distinct is None else distinct
-    inputs = list(batch_sizes), workspace.handle, *rows
+    inputs = list(batch_sizes), workspace.handle, *rows, gradient_scale
     if torch.compiler.is_compiling():
         return torch.ops.dlrm_fused.pooled_all_to_all(workspace.anchor, list(pooled), *inputs)
     return _PooledAllToAll.apply(workspace.anchor, inputs, *pooled)
 
 
-_DISTINCT_ROWS = "Tensor? sent=None, Tensor? received=None, int[]? sent_counts=None, int[]? received_counts=None"
+class _Options(NamedTuple):
+    """The arguments of both operators that may be left out: the fields of DistinctRows, and the scale."""
+
+    sent: Tensor | None = None
+    received: Tensor | None = None
+    sent_counts: list[int] | None = None
+    received_counts: list[int] | None = None
+    gradient_scale: float | None = None
+
+    @property
+    def distinct(self) -> DistinctRows | None:
+        """The distinct rows, if they are given."""
+        return None if self.sent is None else DistinctRows(*self[: len(DistinctRows._fields)])  # type: ignore[arg-type]
+
+
+_OPTIONS = (
+    "Tensor? sent=None, Tensor? received=None, int[]? sent_counts=None, int[]? received_counts=None, float? gradient_scale=None"
+)
 torch.library.define(
     "dlrm_fused::pooled_all_to_all",
-    f"(Tensor anchor, Tensor[] pooled, int[] batch_sizes, int handle, {_DISTINCT_ROWS}) -> Tensor",
+    f"(Tensor anchor, Tensor[] pooled, int[] batch_sizes, int handle, {_OPTIONS}) -> Tensor",
 )
 torch.library.define(
     "dlrm_fused::pooled_all_to_all_backward",
-    f"(Tensor gradient, int[] batch_sizes, int handle, {_DISTINCT_ROWS}) -> Tensor[]",
+    f"(Tensor gradient, int[] batch_sizes, int handle, {_OPTIONS}) -> Tensor[]",
 )
 
 
-def _exchange(anchor: Tensor, pooled: list[Tensor], batch_sizes: list[int], handle: int, *rows: Any) -> Tensor:
+def _exchange(anchor: Tensor, pooled: list[Tensor], batch_sizes: list[int], handle: int, *options: Any) -> Tensor:
     workspace = EmbeddingWorkspace.of(handle)
     workspace.forward_channel.begin_call()
     with checks_of_call(workspace, batch_sizes):
@@ -82,7 +101,7 @@ def _exchange(anchor: Tensor, pooled: list[Tensor], batch_sizes: list[int], hand
     output, receive_offset = open_output(workspace, plan)
     send_in_host = _send_by_kernel if uses_kernels(workspace.device) else _send_by_host
     if plan.hosts.are_many:
-        distinct = _distinct_rows(*rows)
+        distinct = _Options(*options).distinct
         slices = PooledSlices(workspace, plan, distinct)
         if distinct is None:
             slices.send(packed_slices(workspace, plan, pooled))
@@ -94,11 +113,6 @@ def _exchange(anchor: Tensor, pooled: list[Tensor], batch_sizes: list[int], hand
     else:
         send_in_host(workspace, plan, pooled, receive_offset)
     return finish_output(workspace, plan, output, are_empty_bags_sent=True)
-
-
-def _distinct_rows(*rows: Any) -> DistinctRows | None:
-    """From the operator's arguments."""
-    return DistinctRows(*rows) if rows and rows[0] is not None else None
 
 
 def _send_by_host(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[Tensor], receive_offset: int) -> None:
@@ -128,11 +142,11 @@ def _send_by_kernel(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list
         meet(workspace.forward_channel, plan.fingerprint, receive_offset)
 
 
-def _return_gradients(gradient: Tensor, batch_sizes: list[int], handle: int, *rows: Any) -> list[Tensor]:
-    workspace = EmbeddingWorkspace.of(handle)
-    received = send_gradient(workspace, workspace.plan(batch_sizes), gradient, _distinct_rows(*rows))
+def _return_gradients(gradient: Tensor, batch_sizes: list[int], handle: int, *options: Any) -> list[Tensor]:
+    workspace, given = EmbeddingWorkspace.of(handle), _Options(*options)
+    received = send_gradient(workspace, workspace.plan(batch_sizes), gradient, given.distinct)
     # A division, as TorchRec's, so that the bits are the same for three ranks too.
-    divisor = 1 / workspace.gradient_scale
+    divisor = 1 / (workspace.gradient_scale if given.gradient_scale is None else given.gradient_scale)
     return [view.to(workspace.output_dtype, copy=True).div_(divisor) for view in received]
 
 
@@ -152,21 +166,22 @@ def _fake_backward(gradient: Tensor, batch_sizes: list[int], handle: int, *_: An
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, _, ctx.batch_sizes, ctx.handle, *rows = inputs
-    distinct = _distinct_rows(*rows)
-    ctx.counts = () if distinct is None else (distinct.sent_counts, distinct.received_counts)
-    if distinct is not None:
-        ctx.save_for_backward(distinct.sent, distinct.received)
+    _, _, ctx.batch_sizes, ctx.handle, *options = inputs
+    given = _Options(*options)
+    ctx.rest = given[2:]
+    ctx.save_for_backward(given.sent, given.received)
 
 
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     gradients = _gradients(ctx, gradient, torch.ops.dlrm_fused.pooled_all_to_all_backward)
     # PyTorch leaves out arguments at the end that have their default, and wants no gradients of them.
-    return None, gradients, None, None, *([None] * len(DistinctRows._fields) if ctx.counts else [])
+    *counts, scale = ctx.rest
+    left_out = 0 if scale is not None else 1 if counts[0] is not None else len(_Options._fields)
+    return None, gradients, None, None, *[None] * (len(_Options._fields) - left_out)
 
 
 def _gradients(ctx: Any, gradient: Tensor, backward: Callable[..., list[Tensor]]) -> list[Tensor]:
-    return backward(gradient, ctx.batch_sizes, ctx.handle, *ctx.saved_tensors, *ctx.counts)
+    return backward(gradient, ctx.batch_sizes, ctx.handle, *ctx.saved_tensors, *ctx.rest)
 
 
 torch.library.register_autograd("dlrm_fused::pooled_all_to_all", _differentiate, setup_context=_save_for_backward)
