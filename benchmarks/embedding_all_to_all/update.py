@@ -42,7 +42,7 @@ from benchmarks.embedding_all_to_all.cells import ROWS, Cell, Lookup, LookupDraw
 from dlrm_fused.compat.fbgemm import storage
 from dlrm_fused.ops.embedding_all_to_all import update as embedding_update
 from dlrm_fused.ops.embedding_all_to_all.update import SortedLookup, apply_gradients, sort_lookup
-from dlrm_fused.sharding.fused_lookups import local_tables
+from dlrm_fused.sharding.fbgemm_tables import local_tables
 
 DEVICE = torch.device("cuda")
 EPS = 1e-8

@@ -19,7 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_fused.compat import torchrec as compat
 from dlrm_fused.lasting import lasting
 from dlrm_fused.ops.feature_all_to_all import FeatureExchange, SentFeatures
-from dlrm_fused.sharding.fused_lookups import next_number
+from dlrm_fused.sharding.exchange import next_number
 from dlrm_fused.sharding.support import OF_WHOLE_FEATURES
 from dlrm_fused.symmetric import SymmetricGroup
 

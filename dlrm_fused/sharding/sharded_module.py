@@ -1,36 +1,34 @@
 """TorchRec's sharded EmbeddingBagCollection, with the lookup and the All-to-All of pooled embeddings in one operator.
 
-All table-, column- and row-wise tables of a module are looked up and delivered together
-(:mod:`~dlrm_fused.sharding.fused_lookups`). Tables and batches that this does not cover
+A module has one path at a time (:mod:`~dlrm_fused.sharding.paths`). A fused one looks up and delivers all table-, column- and
+row-wise tables together. Tables and batches that this does not cover
 (:mod:`~dlrm_fused.sharding.support`) take TorchRec's own path, in the same module and step.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
-from torch import Tensor
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
 from torchrec.distributed.memory_stashing import MemoryStashingManager
-from torchrec.distributed.types import Awaitable, LazyAwaitable, NoWait, ShardingEnv2D
+from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardingEnv2D
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from dlrm_fused.auto_choice import BothWays, measure_both
+from dlrm_fused.auto_choice import BothWays
 from dlrm_fused.compat import torchrec as compat
-from dlrm_fused.compat.fbgemm import read_steps_anew, uncounted
+from dlrm_fused.compat.fbgemm import read_steps_anew
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.sharding.distinct_bags import BatchKeys, finds_distinct_rows
+from dlrm_fused.sharding.exchange import BatchContext
 from dlrm_fused.sharding.fused_input_dist import FusedInputDist, covers
-from dlrm_fused.sharding.fused_lookups import FusedLookups
 from dlrm_fused.sharding.options import AUTO, FUSED, FusedOptions
+from dlrm_fused.sharding.paths import FusedSettings, MeasuringPath, Path, TorchRecPath, fused_path
 from dlrm_fused.sharding.support import TableSettings, by_table, output_type, summary
 from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
 from dlrm_fused.symmetric.collective_errors import gather_or_raise
@@ -74,9 +72,8 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     def _set_up_paths(self) -> None:
         """Decide which tables take the fused path, say so, and prepare it. Collective."""
         self._logged: set[str] = set()
-        self._undecided = False
         self._measured: dict[str, BothWays] = {}  # by sharding type, with mode="auto"
-        self._fused: FusedLookups | None = None
+        self._path: Path = TorchRecPath()
         self._input_dist: FusedInputDist | None = None
         self._has_features_of_input_dist = covers(self)
         self._check_options()
@@ -84,28 +81,26 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         finds_distinct = self._group is not None and finds_distinct_rows(self._group)
         self._batch_keys = BatchKeys(self) if finds_distinct else None
         self._announce_support()
-        covered = [i for i, kind in enumerate(compat.sharding_types(self)) if self._is_covered(kind)]
-        if covered and self._group is not None:
-            if self.options.mode == AUTO:
-                self._undecided = True
-            else:
-                self._fused = self._fuse(covered)
+        self._path = self._choose_path()
 
-    @property
-    def _fuses_input_dist(self) -> bool:
-        """Whether the features of later batches go to their ranks without the host."""
-        is_whole = self._fused is not None and len(self._fused.shardings) == len(compat.sharding_types(self))
-        has_kernels = self._group is not None and uses_kernels(self._group.device) and not self._group.hosts.are_many
-        return is_whole and has_kernels and self._has_features_of_input_dist
-
-    def _fuse(self, shardings: Sequence[int]) -> FusedLookups:
+    def _choose_path(self) -> Path:
         """Collective."""
-        assert self._group is not None
+        covered = [i for i, kind in enumerate(compat.sharding_types(self)) if self._is_covered(kind)]
+        if not covered or self._group is None:
+            return TorchRecPath()
         infos = next(iter(self.sharding_type_to_sharding_infos.values()))
         output_dtype = output_type(infos[0].fused_params or {})
         assert output_dtype is not None
         keyed = None if self._batch_keys is None else self._batch_keys.features
-        return FusedLookups(self, self.options, self._group, shardings, output_dtype, keyed)
+        settings = FusedSettings(self.options, self._group, output_dtype, keyed)
+        return MeasuringPath(settings, covered) if self.options.mode == AUTO else fused_path(self, settings, covered)
+
+    @property
+    def _fuses_input_dist(self) -> bool:
+        """Whether the features of later batches go to their ranks without the host."""
+        is_whole = bool(self._path.shardings) and len(self._path.shardings) == len(compat.sharding_types(self))
+        has_kernels = self._group is not None and uses_kernels(self._group.device) and not self._group.hosts.are_many
+        return is_whole and has_kernels and self._has_features_of_input_dist
 
     def _check_options(self) -> None:
         """Ranks with other options would make other collective calls, and wait for each other."""
@@ -137,7 +132,7 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
     def _path_of(self, kind: str, reason: str | None) -> str:
         if reason:
             return f"torchrec: {reason}"
-        if self._undecided:
+        if isinstance(self._path, MeasuringPath):
             return AUTO
         both = self._measured.get(kind)
         if both is None:
@@ -213,6 +208,10 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
         with name_lost_peer():
             return cast(LazyAwaitable[KeyedTensor], super().forward(*input, **kwargs))
 
+    def create_context(self) -> EmbeddingBagCollectionContext:
+        """Return the context of a batch, with room for the state of our own."""
+        return BatchContext()
+
     def input_dist(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor | TensorDict
     ) -> Awaitable[Awaitable[KJTList]]:
@@ -229,9 +228,8 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             )
         if not isinstance(features, KeyedJaggedTensor):  # a TensorDict
             return cast(Awaitable[Awaitable[KJTList]], super().input_dist(ctx, features))
-        if self._batch_keys is not None and (self._fused is not None or self._undecided):
-            # FusedLookups reads it; attributes of a context are TorchRec's, and pass its pipelines.
-            ctx.own_keys = self._batch_keys.of(features)  # type: ignore[attr-defined]
+        if self._batch_keys is not None and self._path.reads_keys and isinstance(ctx, BatchContext):
+            ctx.own_keys = self._batch_keys.of(features)
         if self._input_dist is not None and self._input_dist.takes(features):
             return self._input_dist(ctx, features)
         sent = cast(Awaitable[Awaitable[KJTList]], super().input_dist(ctx, features))
@@ -247,18 +245,22 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             UsageError: with ``strict``, if this batch is not covered.
             CommunicationError: if a peer is lost, or was waited for too long.
         """
-        output = self._look_up_and_deliver(ctx, input)
+        output = self._path_of_batch(ctx, input).deliver(self, ctx, input)
         if self._order:
             compat.put_in_order(output, self._order)
         return output
 
-    def _look_up_and_deliver(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
-        if self._undecided and self.training and torch.is_grad_enabled() and self._reason_against_batch(ctx) is None:
-            self._choose_faster(ctx, input)
-        if self._fused is None:
-            return super().compute_and_output_dist(ctx, input)
+    def _path_of_batch(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> Path:
+        """Return the module's path, or TorchRec's for a batch that fused communication does not cover.
+
+        The first training batch that is covered decides what ``mode="auto"`` has left open. Collective.
+        """
         reason = self._reason_against_batch(ctx)
-        if reason:
+        if reason is None:
+            if isinstance(self._path, MeasuringPath) and self.training and torch.is_grad_enabled():
+                self._path, self._measured = self._path.measure(self, ctx, input)
+            return self._path
+        if self._path.shardings:
             if self.options.strict:
                 raise UsageError(
                     f"strict fused communication (strict=True, comm_strict=true) does not cover {reason}; let such batches run "
@@ -266,8 +268,7 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
                 )
             self._log_once(logging.WARNING, f"batches with {reason} run on TorchRec's own path, without fused communication")
             read_steps_anew(compat.fbgemm_lookups(self))
-            return super().compute_and_output_dist(ctx, input)
-        return self._compute_and_output_dist(self._fused, ctx, input)
+        return TorchRecPath()
 
     def _reason_against_batch(self, ctx: EmbeddingBagCollectionContext) -> str | None:
         if ctx.variable_batch_per_feature:
@@ -280,64 +281,14 @@ class FusedShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
             return "memory stashing"
         return None
 
-    def _compute_and_output_dist(
-        self, fused: FusedLookups, ctx: EmbeddingBagCollectionContext, input: KJTList
-    ) -> LazyAwaitable[KeyedTensor]:
-        # TorchRec's collectives first: they run beside the fused ones.
-        parts: dict[int, Awaitable[Tensor]] = {
-            i: self._output_dist_of(i, ctx, input) for i in range(len(compat.lookups(self))) if i not in fused.shardings
-        }
-        parts.update({i: NoWait(part) for i, part in fused(ctx, input).items()})
-        return compat.output_of(self, parts, ctx, fused.order)
-
-    def _output_dist_of(self, sharding: int, ctx: EmbeddingBagCollectionContext, input: KJTList) -> Awaitable[Tensor]:
-        """TorchRec's own path of one sharding type."""
-        return compat.look_up_and_deliver(self, sharding, ctx, input)
-
-    def _choose_faster(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> None:
-        """Measure both paths of every covered sharding type on this batch, and keep the faster ones. Collective.
-
-        Between hosts all types are measured together: messages of both paths in one step wait for each other (see
-        docs/symmetric.md, "GPUs without peer access").
-        """
-        assert self._group is not None
-        self._undecided = False
-        chosen, kinds = [], compat.sharding_types(self)
-        covered = [i for i, kind in enumerate(kinds) if self._is_covered(kind)]
-        for shardings in [covered] if self._group.hosts.are_many else [[i] for i in covered]:
-            candidate = self._fuse(shardings)
-
-            def by_torchrec(shardings: Sequence[int] = shardings) -> list[Tensor]:
-                return [part.wait() for part in [self._output_dist_of(i, ctx, input) for i in shardings]]
-
-            with torch.no_grad(), uncounted(compat.fbgemm_lookups(self)):
-                both = measure_both(
-                    partial(candidate, ctx, input),
-                    by_torchrec,
-                    cast(dist.ProcessGroup, compat.process_group(self)),
-                    self._group.device,
-                    work=f"{compat.path(self)}: {', '.join(kinds[i] for i in shardings)} tables",
-                    unfused_name="TorchRec",
-                )
-            self._measured.update(dict.fromkeys((kinds[i] for i in shardings), both))
-            if both.fused_is_faster:
-                chosen.append(candidate)
-            else:
-                candidate.release()
-        if len(chosen) > 1:
-            for candidate in chosen:
-                candidate.release()
-            chosen = [self._fuse([i for candidate in chosen for i in candidate.shardings])]
-        self._fused = chosen[0] if chosen else None
-
     def update_shards(self, *args: Any, **kwargs: Any) -> None:
         """Move tables to other ranks, as DistributedModelParallel.reshard asks for. Collective.
 
         Outputs of before stay what they are, but gradients do not go back through them any more.
         """
-        for replaced in (self._fused, self._input_dist):
-            if replaced is not None:
-                replaced.release()
-        self._fused = self._input_dist = replaced = None  # they keep the present tables alive
+        self._path.release()
+        if self._input_dist is not None:
+            self._input_dist.release()
+        self._path, self._input_dist = TorchRecPath(), None  # the old ones keep the present tables alive
         super().update_shards(*args, **kwargs)
         self._set_up_paths()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dlrm_fused.config import Config
 from dlrm_fused.ops.embedding_all_to_all import DistinctRows, EmbeddingWorkspace, pooled_all_to_all
-from dlrm_fused.sharding import fused_lookups
+from dlrm_fused.sharding import cpu_path
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import ErrorStore, Rank
 from dlrm_fused.training.trainer import train as run_trainer
@@ -134,11 +134,13 @@ def train_and_list_exchanges(config: Config) -> list[bool]:
     """Train; of each fused exchange of pooled embeddings, whether rows that several bags have went once."""
     sent_once: list[bool] = []
 
-    def listed(workspace: EmbeddingWorkspace, pooled: list[Tensor], sizes: list[int], distinct: DistinctRows | None) -> Tensor:
+    def listed(
+        workspace: EmbeddingWorkspace, pooled: list[Tensor], sizes: list[int], distinct: DistinctRows | None, scale: float
+    ) -> Tensor:
         sent_once.append(distinct is not None)
-        return pooled_all_to_all(workspace, pooled, sizes, distinct)
+        return pooled_all_to_all(workspace, pooled, sizes, distinct, scale)
 
-    fused_lookups.pooled_all_to_all = listed
+    cpu_path.pooled_all_to_all = listed
     _train(config)
     return sent_once
 

@@ -37,9 +37,10 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from dlrm_fused.compat import torchrec as compat
 from dlrm_fused.errors import UsageError
 from dlrm_fused.sharding import FusedEmbeddingBagCollectionSharder
-from dlrm_fused.sharding.fused_lookups import FusedLookups
+from dlrm_fused.sharding.cpu_path import CpuPath
 from dlrm_fused.sharding.sharded_module import FusedShardedEmbeddingBagCollection
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import RankFailed, on_hosts, run_ranks
@@ -565,9 +566,9 @@ def _auto_choice_with_slow_paths(world: World, slow: str) -> tuple[dict[str, str
         model = build(world, FusedEmbeddingBagCollectionSharder(dict(ADAGRAD), **world.options))
         collection = get_unwrapped_module(model).collections[0]
         of_slow = collection._sharding_types.index(slow)
-        ours, theirs = FusedLookups.__call__, type(collection)._output_dist_of
-        FusedLookups.__call__ = slowed(ours, lambda lookups, *_: lookups.shardings == (of_slow,))
-        type(collection)._output_dist_of = slowed(theirs, lambda _, sharding, *__: sharding != of_slow)
+        ours, theirs = CpuPath.look_up, compat.look_up_and_deliver
+        CpuPath.look_up = slowed(ours, lambda path, *_: path.shardings == (of_slow,))
+        compat.look_up_and_deliver = slowed(theirs, lambda _, sharding, *__: sharding != of_slow)
         losses = step_by_step(model, world)
     return collection.paths, messages, losses, expected
 

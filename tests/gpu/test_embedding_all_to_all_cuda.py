@@ -23,10 +23,10 @@ from dlrm_fused.ops.embedding_all_to_all import (
     Adam,
     EmbeddingWorkspace,
     LocalTables,
-    ReplayedEmbeddingAllToAll,
     RowwiseAdagrad,
     embedding_all_to_all,
 )
+from dlrm_fused.sharding.replay import ReplayedEmbeddingAllToAll
 from dlrm_fused.symmetric import SymmetricGroup
 from tests.gpu.all_ranks import MARKS, ON_GPU, captured, checked_on_all_ranks, delay
 from tests.ops.embedding_all_to_all import test_op

@@ -117,7 +117,7 @@ def train(model: DistributedModelParallel, first: int) -> list[Tensor]:
 
 def fused_lookups(model: DistributedModelParallel) -> Any:
     """None of TorchRec's."""
-    return getattr(get_unwrapped_module(model).tables, "_fused", None)
+    return getattr(get_unwrapped_module(model).tables, "_path", None)
 
 
 def equals_torchrec(group: SymmetricGroup, settings: dict[str, Any], course: Course) -> None:
@@ -127,7 +127,7 @@ def equals_torchrec(group: SymmetricGroup, settings: dict[str, Any], course: Cou
         model = sharded(group, sharder(dict(settings)))
         found.append([*course(model), *(_weights(lookup).clone() for lookup in fbgemm_lookups(model))])
         fused = fused_lookups(model)
-        assert fused is None or len(fused._embedding_all_to_all._captures) == ON_GPU, "replayed at the end"
+        assert fused is None or len(fused._replayed._captures) == ON_GPU, "replayed at the end"
     ours, torchrecs = found
     torch.testing.assert_close(ours, torchrecs, rtol=1e-4, atol=1e-4)
 

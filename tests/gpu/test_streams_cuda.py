@@ -21,13 +21,13 @@ from dlrm_fused.ops.all_gather_gemm import ShardWorkspace, all_gather_gemm, gemm
 from dlrm_fused.ops.common.workspace import Workspace
 from dlrm_fused.ops.embedding_all_to_all import (
     EmbeddingWorkspace,
-    ReplayedEmbeddingAllToAll,
     embedding_all_to_all,
     pooled_all_to_all,
 )
 from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, gemm_all_to_all
 from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace, gemv_all_reduce
 from dlrm_fused.ops.moe import ExpertWorkspace, expert_layer
+from dlrm_fused.sharding.replay import ReplayedEmbeddingAllToAll
 from dlrm_fused.symmetric import SymmetricGroup
 from tests.gpu.all_ranks import HALF, MARKS, ON_GPU, checked_on_all_ranks, small_tiles_without_gpus, synchronize
 from tests.ops.embedding_all_to_all.world import Features, Traffic, World

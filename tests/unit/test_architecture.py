@@ -78,3 +78,18 @@ def test_no_circle_of_imports() -> None:
 @pytest.mark.parametrize("module", [module for module in INNER if part_of(module) in ("symmetric", "ops")])
 def test_operators_do_without_torchrec(module: str) -> None:
     assert not {name.split(".")[0] for name in imported(module)} & {"torchrec", "fbgemm_gpu"}
+
+
+def _callables_given(module: str) -> Iterator[str]:
+    """Public functions and methods of a module that are given a callable."""
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.FunctionDef) and (node.name == "__init__" or not node.name.startswith("_")):
+            arguments = (*node.args.args, *node.args.kwonlyargs)
+            annotations = [ast.unparse(argument.annotation) for argument in arguments if argument.annotation is not None]
+            if any("Callable" in annotation for annotation in annotations):
+                yield node.name
+
+
+@pytest.mark.parametrize("module", [module for module in INNER if ".ops.embedding_all_to_all" in module])
+def test_the_embedding_operators_call_nothing_of_their_callers(module: str) -> None:
+    assert list(_callables_given(module)) == []

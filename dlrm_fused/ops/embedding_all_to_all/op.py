@@ -25,20 +25,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.meeting import meet
+from dlrm_fused.ops.embedding_all_to_all.gradient import send_gradient
+from dlrm_fused.ops.embedding_all_to_all.inputs import check_lookups, checks_of_call
 from dlrm_fused.ops.embedding_all_to_all.kernel import Lookup, in_memory_of_ranks, in_slices, lookup_and_put, lookup_and_scatter
-from dlrm_fused.ops.embedding_all_to_all.layout import FeatureTable
 from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
-from dlrm_fused.ops.embedding_all_to_all.pooled import checked_plan, send_gradient
 from dlrm_fused.ops.embedding_all_to_all.prefetch_sort import sorted_lookups
-from dlrm_fused.ops.embedding_all_to_all.reduce import receive_output
+from dlrm_fused.ops.embedding_all_to_all.reduce import finish_output, open_output
 from dlrm_fused.ops.embedding_all_to_all.slices import PooledSlices
 from dlrm_fused.ops.embedding_all_to_all.update import apply_gradients, per_sample_weight_gradients
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
-from dlrm_fused.symmetric.device import uses_kernels
-
-_INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 def embedding_all_to_all(
@@ -47,6 +43,7 @@ def embedding_all_to_all(
     offsets: Sequence[Tensor],
     per_sample_weights: Sequence[Tensor],
     batch_sizes: Sequence[int],
+    gradient_scale: float | None = None,
 ) -> Tensor:
     """Look up and pool this rank's features for all ranks, and receive those of all ranks for its own batch. Collective.
 
@@ -58,10 +55,11 @@ def embedding_all_to_all(
         offsets: for each lookup int32 or int64 [features * sum(batch_sizes) + 1].
         per_sample_weights: empty, or fp32 for each lookup: [n], or [0] where there are none.
         batch_sizes: bags of each rank; equal on all ranks.
+        gradient_scale: factor of the gradients that the tables get; default: the workspace's.
 
     Returns:
-        [batch_sizes[rank], layout.columns] of the workspace's output dtype, in symmetric memory, which is free again when no
-        tensor uses it.
+        [batch_sizes[rank], layout.columns] of the workspace's output dtype, the caller's as long as a tensor uses it. It lies
+        in symmetric memory, unless it was received in another dtype, or more than ``held_outputs`` outputs are alive.
 
     Raises:
         UsageError: for other shapes, dtypes or devices, or, with ``check_indices``, for an index beyond its table. The other
@@ -70,29 +68,30 @@ def embedding_all_to_all(
             raises it, or ``workspace.raise_fault()``.
     """
     weights = [tables.weights for tables in workspace.tables]
-    inputs = weights, list(indices), list(offsets), list(per_sample_weights), list(batch_sizes), workspace.handle
+    lookups = weights, list(indices), list(offsets), list(per_sample_weights)
+    inputs = *lookups, list(batch_sizes), workspace.handle, gradient_scale
     if torch.compiler.is_compiling():
         return torch.ops.dlrm_fused.embedding_all_to_all(workspace.anchor, *inputs)
     if not torch.is_grad_enabled():
-        return _forward(workspace.anchor, *inputs)
+        return _look_up_and_deliver(workspace.anchor, *inputs)
     return _EmbeddingAllToAll.apply(workspace.anchor, inputs, *per_sample_weights)
 
 
 torch.library.define(
     "dlrm_fused::embedding_all_to_all",
     "(Tensor anchor, Tensor[] weights, Tensor[] indices, Tensor[] offsets, Tensor[] per_sample_weights, int[] batch_sizes, "
-    "int handle) -> Tensor",
+    "int handle, float? gradient_scale=None) -> Tensor",
 )
 # Returns the gradients of the anchor and of the per-sample weights; updates the tables of the workspace. `prefetched_sort` is a
 # PrefetchedSort.handle, or 0.
 torch.library.define(
     "dlrm_fused::embedding_all_to_all_backward",
     "(Tensor gradient, Tensor[] indices, Tensor[] offsets, Tensor[] per_sample_weights, int[] batch_sizes, int handle, "
-    "int prefetched_sort=0) -> Tensor[]",
+    "int prefetched_sort=0, float? gradient_scale=None) -> Tensor[]",
 )
 
 
-def _forward(
+def _look_up_and_deliver(
     anchor: Tensor,
     weights: list[Tensor],
     indices: list[Tensor],
@@ -100,130 +99,59 @@ def _forward(
     per_sample_weights: list[Tensor],
     batch_sizes: list[int],
     handle: int,
+    gradient_scale: float | None = None,
 ) -> Tensor:
     workspace = EmbeddingWorkspace.of(handle)
     workspace.forward_channel.begin_call()
-
-    def check(plan: BatchPlan) -> None:
-        _check_inputs(workspace, plan, weights, indices, offsets, per_sample_weights)
-        if workspace.check_indices:
-            for number in range(len(indices)):
-                _check_indices(workspace, plan, number, indices[number], offsets[number])
-
-    plan = checked_plan(workspace, batch_sizes, check, with_all=workspace.check_indices)
-
-    numbers = range(len(workspace.tables)) if plan.global_batch else range(0)
-
-    def lookups_of(number: int, features: Sequence[FeatureTable]) -> list[Lookup]:
+    with checks_of_call(workspace, batch_sizes, with_all=workspace.check_indices):
+        plan = workspace.plan(batch_sizes)
+        check_lookups(workspace, plan, weights, indices, offsets, per_sample_weights)
+    to_hosts: list[Lookup] = []  # whose results leave in slices
+    to_ranks: list[Lookup] = []  # whose results, or partial sums, are stored at ranks of this host
+    for number in range(len(weights)) if plan.global_batch else ():
         sample_weights = per_sample_weights[number] if per_sample_weights else None
-        return [Lookup(number, own, weights[number], indices[number], offsets[number], sample_weights) for own in features]
+        inputs = weights[number], indices[number], offsets[number], sample_weights
+        to_ranks += [Lookup(number, features, *inputs) for features in workspace.feature_tables(number)]
+        if plan.hosts.are_many:
+            to_hosts += [Lookup(number, features, *inputs) for features in workspace.slice_feature_tables(number)]
 
-    def send(receive_offset: int) -> None:
-        lookups = [lookup for number in numbers for lookup in lookups_of(number, workspace.feature_tables(number))]
-        for i, lookup in enumerate(lookups):
-            lookup_and_scatter(
-                workspace, plan, lookup, in_memory_of_ranks(workspace, plan, lookup.number),
-                receive_offset=receive_offset, first=i == 0, last=i == len(lookups) - 1,
-            )  # fmt: skip
-        if not lookups:
-            meet(workspace.forward_channel, plan.fingerprint, receive_offset)  # such as a rank without tables
-
-    def send_slices() -> PooledSlices:
-        lookups = [lookup for number in numbers for lookup in lookups_of(number, workspace.slice_feature_tables(number))]
-        if workspace.pooled_puts is not None:
-            lookup_and_put(workspace, plan, workspace.pooled_puts, lookups)
-            return PooledSlices(workspace, plan)
-        buffer = torch.empty(plan.slices_size, dtype=torch.uint8, device=workspace.device)
-        to = in_slices(workspace, plan, torch.full((1,), buffer.data_ptr(), device=workspace.device))
-        for lookup in lookups if plan.slice_receivers.numel() else ():
-            lookup_and_scatter(workspace, plan, lookup, to, receive_offset=0, first=False, last=False)
-        slices = PooledSlices(workspace, plan)
-        slices.send(plan.slices_of(buffer))
-        return slices
-
-    def send_also_to_hosts(receive_offset: int) -> None:
-        slices = send_slices()
-        send(receive_offset)
+    output, receive_offset = open_output(workspace, plan)
+    if plan.hosts.are_many:
+        slices = _look_up_slices(workspace, plan, to_hosts)
+        _look_up_for_ranks(workspace, plan, to_ranks, receive_offset)
         slices.send_sums()
         slices.receive(receive_offset)
-
-    if plan.hosts.are_many:
-        return receive_output(workspace, plan, send_also_to_hosts, are_empty_bags_sent=True)
-    return receive_output(workspace, plan, send, are_empty_bags_sent=False)
-
-
-def _check_inputs(
-    workspace: EmbeddingWorkspace,
-    plan: BatchPlan,
-    weights: list[Tensor],
-    indices: list[Tensor],
-    offsets: list[Tensor],
-    per_sample_weights: list[Tensor],
-) -> None:
-    name, count = workspace.name, len(workspace.own_lookups)
-    if not uses_kernels(workspace.device):
-        raise UsageError(
-            f"{name}: embedding_all_to_all on {workspace.device}: its kernels need a GPU or TRITON_INTERPRET=1; on the CPU use "
-            "pooled_all_to_all with a lookup of your own"
-        )
-    if len(workspace.tables) != count:
-        raise UsageError(f"{name}: no tables for its {count} lookups; call attach_tables first")
-    given = {"weights": weights, "indices": indices, "offsets": offsets}
-    if per_sample_weights:
-        given["per_sample_weights"] = per_sample_weights
-    for key, tensors in given.items():
-        if len(tensors) != count:
-            raise UsageError(f"{name}: {len(tensors)} {key} for {count} lookups of rank {workspace.rank}; give one for each")
-    for number in range(count):
-        attached = workspace.tables[number].weights
-        if weights[number].dtype != attached.dtype or weights[number].shape != attached.shape:
-            raise UsageError(
-                f"{name}: weights[{number}] is {weights[number].dtype} {list(weights[number].shape)}, the attached tables "
-                f"{attached.dtype} {list(attached.shape)}"
-            )
-        _check_tensor(workspace, f"indices[{number}]", indices[number], _INDEX_DTYPES)
-        _check_tensor(workspace, f"offsets[{number}]", offsets[number], _INDEX_DTYPES)
-        expected = len(workspace.own_lookups[number].dims) * plan.global_batch + 1
-        if offsets[number].numel() != expected:
-            raise UsageError(
-                f"{name}: offsets[{number}] has {offsets[number].numel()} entries; needed: features * sum(batch_sizes) + 1 = "
-                f"{expected}"
-            )
-        if per_sample_weights and per_sample_weights[number].numel():
-            _check_tensor(workspace, f"per_sample_weights[{number}]", per_sample_weights[number], (torch.float32,))
-            if per_sample_weights[number].numel() != indices[number].numel():
-                raise UsageError(
-                    f"{name}: per_sample_weights[{number}] has {per_sample_weights[number].numel()} entries for "
-                    f"{indices[number].numel()} indices"
-                )
+    else:
+        _look_up_for_ranks(workspace, plan, to_ranks, receive_offset)
+    return finish_output(workspace, plan, output, are_empty_bags_sent=plan.hosts.are_many)
 
 
-def _check_tensor(workspace: EmbeddingWorkspace, key: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    if tensor.dtype not in dtypes:
-        raise UsageError(f"{workspace.name}: {key} is {tensor.dtype}; allowed: {', '.join(str(dtype) for dtype in dtypes)}")
-    if tensor.dim() != 1 or not tensor.is_contiguous():
-        raise UsageError(
-            f"{workspace.name}: {key} has shape {list(tensor.shape)}, strides {tensor.stride()}; needed: 1-D, contiguous"
-        )
-    if tensor.device != workspace.device:
-        raise UsageError(f"{workspace.name}: {key} is on {tensor.device}, the workspace on {workspace.device}")
+def _look_up_for_ranks(workspace: EmbeddingWorkspace, plan: BatchPlan, lookups: Sequence[Lookup], receive_offset: int) -> None:
+    """Run the epoch inside the host: store the results at the ranks that receive them, and wait for theirs."""
+    for i, lookup in enumerate(lookups):
+        lookup_and_scatter(
+            workspace, plan, lookup, in_memory_of_ranks(workspace, plan, lookup.number),
+            receive_offset=receive_offset, first=i == 0, last=i == len(lookups) - 1,
+        )  # fmt: skip
+    if not lookups:
+        meet(workspace.forward_channel, plan.fingerprint, receive_offset)  # such as a rank without tables
 
 
-def _check_indices(workspace: EmbeddingWorkspace, plan: BatchPlan, number: int, indices: Tensor, offsets: Tensor) -> None:
-    where, bounds = workspace.name, offsets.long().cpu()
-    if bounds[0] != 0 or bounds[-1] != indices.numel() or bool((bounds[1:] < bounds[:-1]).any()):
-        raise UsageError(f"{where}: offsets[{number}] must rise from 0 to {indices.numel()}, the number of indices")
-    tables = workspace.tables[number]
-    for feature, table in enumerate(tables.feature_tables):
-        own = indices[bounds[feature * plan.global_batch] : bounds[(feature + 1) * plan.global_batch]]
-        if own.numel() and (own.min() < 0 or own.max() >= tables.rows[table]):
-            wrong = own[(own < 0) | (own >= tables.rows[table])][0].item()
-            raise UsageError(
-                f"{where}: indices[{number}] holds {wrong} for feature {feature}, whose table has {tables.rows[table]} rows"
-            )
+def _look_up_slices(workspace: EmbeddingWorkspace, plan: BatchPlan, lookups: Sequence[Lookup]) -> PooledSlices:
+    """Begin to send the results for ranks of other hosts: kernels put them, or they are looked up into a buffer and sent."""
+    slices = PooledSlices(workspace, plan)
+    if workspace.pooled_puts is not None:
+        lookup_and_put(workspace, plan, workspace.pooled_puts, lookups)
+        return slices
+    buffer = torch.empty(plan.slices_size, dtype=torch.uint8, device=workspace.device)
+    to = in_slices(workspace, plan, torch.full((1,), buffer.data_ptr(), device=workspace.device))
+    for lookup in lookups if plan.slice_receivers.numel() else ():
+        lookup_and_scatter(workspace, plan, lookup, to, receive_offset=0, first=False, last=False)
+    slices.send(plan.slices_of(buffer))
+    return slices
 
 
-def _backward(
+def _update_tables(
     gradient: Tensor,
     indices: list[Tensor],
     offsets: list[Tensor],
@@ -231,11 +159,12 @@ def _backward(
     batch_sizes: list[int],
     handle: int,
     prefetched_sort: int = 0,
+    gradient_scale: float | None = None,
 ) -> list[Tensor]:
     workspace = EmbeddingWorkspace.of(handle)
     ordered = sorted_lookups(prefetched_sort, workspace.tables, indices, offsets)
     received = send_gradient(workspace, workspace.plan(batch_sizes), gradient)
-    weight_gradients, scale = [], workspace.gradient_scale
+    weight_gradients, scale = [], workspace.gradient_scale if gradient_scale is None else gradient_scale
     for i, (tables, order) in enumerate(ordered):
         weights = per_sample_weights[i] if per_sample_weights and per_sample_weights[i].numel() else None
         if weights is not None:
@@ -250,13 +179,13 @@ def _backward(
     return [torch.empty(0, device=workspace.device), *weight_gradients]
 
 
-torch.library.impl("dlrm_fused::embedding_all_to_all", ["cpu", "cuda"], _forward)
-torch.library.impl("dlrm_fused::embedding_all_to_all_backward", ["cpu", "cuda"], _backward)
+torch.library.impl("dlrm_fused::embedding_all_to_all", ["cpu", "cuda"], _look_up_and_deliver)
+torch.library.impl("dlrm_fused::embedding_all_to_all_backward", ["cpu", "cuda"], _update_tables)
 
 
 @torch.library.register_fake("dlrm_fused::embedding_all_to_all")
 def _fake_forward(anchor: Tensor, *inputs: Any) -> Tensor:
-    *_, batch_sizes, handle = inputs
+    _, _, _, _, batch_sizes, handle, *_ = inputs
     workspace = EmbeddingWorkspace.of(handle)
     return anchor.new_empty((batch_sizes[workspace.rank], workspace.layout.columns), dtype=workspace.output_dtype)
 
@@ -269,7 +198,7 @@ def _fake_backward(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, _, indices, offsets, per_sample_weights, ctx.batch_sizes, ctx.handle = inputs
+    _, _, indices, offsets, per_sample_weights, ctx.batch_sizes, ctx.handle, ctx.gradient_scale = inputs
     ctx.lookups = len(indices)
     ctx.save_for_backward(*indices, *offsets, *per_sample_weights)
     # A compiler traces with tensors without memory.
@@ -280,7 +209,8 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     anchor, *weight_gradients = _gradients(ctx, gradient, torch.ops.dlrm_fused.embedding_all_to_all_backward)
     nothing = [None] * ctx.lookups
-    return anchor, nothing, nothing, nothing, weight_gradients, None, None
+    # PyTorch leaves out arguments at the end that have their default, and wants no gradients of them.
+    return anchor, nothing, nothing, nothing, weight_gradients, None, None, *([] if ctx.gradient_scale is None else [None])
 
 
 def _gradients(ctx: Any, gradient: Tensor, backward: Callable[..., list[Tensor]]) -> list[Tensor]:
@@ -288,7 +218,7 @@ def _gradients(ctx: Any, gradient: Tensor, backward: Callable[..., list[Tensor]]
     saved = list(ctx.saved_tensors)
     indices, offsets, per_sample_weights = saved[:count], saved[count : 2 * count], saved[2 * count :]
     handle = ctx.prefetched_sort.handle if ctx.prefetched_sort else 0
-    return backward(gradient, indices, offsets, per_sample_weights, ctx.batch_sizes, ctx.handle, handle)
+    return backward(gradient, indices, offsets, per_sample_weights, ctx.batch_sizes, ctx.handle, handle, ctx.gradient_scale)
 
 
 torch.library.register_autograd("dlrm_fused::embedding_all_to_all", _differentiate, setup_context=_save_for_backward)
@@ -302,11 +232,11 @@ class _EmbeddingAllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, inputs: tuple[Any, ...], *_: Tensor) -> Tensor:
-        output = _forward(anchor, *inputs)
+        output = _look_up_and_deliver(anchor, *inputs)
         _save_for_backward(ctx, (anchor, *inputs), output)
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        anchor, *weight_gradients = _gradients(ctx, gradient, _backward)
+        anchor, *weight_gradients = _gradients(ctx, gradient, _update_tables)
         return anchor, None, *weight_gradients

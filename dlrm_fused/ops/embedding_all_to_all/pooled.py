@@ -3,8 +3,8 @@
 ``torch.ops.dlrm_fused.pooled_all_to_all(anchor, pooled, batch_sizes, workspace)``: every rank has the pooled embeddings of its
 own tables for the bags of all ranks, and gets those of all tables for its own bags. The results are stored straight into their
 columns of the destination's output; row-wise partial sums are added there in the order of ranks, those of another host
-as one. The backward pass brings the output's gradient to the owners of the tables in the same way, divided as
-:attr:`EmbeddingWorkspace.gradient_scale` says.
+as one. The backward pass brings the output's gradient to the owners of the tables in the same way, scaled as
+``gradient_scale`` says.
 
 This is what ``comm=fused`` runs on the CPU, around FBGEMM's lookup: values are copied, never computed anew, so that results and
 gradients are bit-identical to those of TorchRec's table- and column-wise paths. On GPUs it serves lookups that
@@ -14,21 +14,21 @@ gradients are bit-identical to those of TorchRec's table- and column-wise paths.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.meeting import meet
-from dlrm_fused.ops.common.workspace import ReceiveWindow, check_tensor
+from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.embedding_all_to_all.distinct import DistinctRows
+from dlrm_fused.ops.embedding_all_to_all.gradient import send_gradient
+from dlrm_fused.ops.embedding_all_to_all.inputs import check_pooled, checks_of_call
 from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
-from dlrm_fused.ops.embedding_all_to_all.reduce import receive_output
+from dlrm_fused.ops.embedding_all_to_all.reduce import finish_output, open_output
 from dlrm_fused.ops.embedding_all_to_all.scatter import scatter_tiles
-from dlrm_fused.ops.embedding_all_to_all.slices import GradientSlices, PooledSlices, copy_tile, packed_rows, packed_slices
+from dlrm_fused.ops.embedding_all_to_all.slices import PooledSlices, copy_tile, packed_rows, packed_slices
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
-from dlrm_fused.symmetric import abort_peers_on_error
 from dlrm_fused.symmetric.device import uses_kernels
 
 
@@ -37,6 +37,7 @@ def pooled_all_to_all(
     pooled: Sequence[Tensor],
     batch_sizes: Sequence[int],
     distinct: DistinctRows | None = None,
+    gradient_scale: float | None = None,
 ) -> Tensor:
     """Exchange pooled embeddings; differentiable. Collective.
 
@@ -46,101 +47,72 @@ def pooled_all_to_all(
         batch_sizes: bags of each rank; equal on all ranks.
         distinct: which results are equal, so that they need to go to another host once; given by all ranks or by none. For
             layouts that have a ``row_dim``.
+        gradient_scale: factor of the gradients of ``pooled``; default: the workspace's.
 
     Returns:
-        The same dtype [batch_sizes[rank], layout.columns]. It lies in symmetric memory, which is free again when no tensor uses
-        it.
+        The same dtype [batch_sizes[rank], layout.columns], the caller's as long as a tensor uses it. It lies in symmetric
+        memory, unless it was received in another dtype, or more than ``held_outputs`` outputs are alive.
 
     Raises:
         UsageError: for other shapes or dtypes; the other ranks raise too, with the name of this one.
         CommunicationError: if a peer is lost, or was waited for too long.
     """
     rows = (None,) * len(DistinctRows._fields) if distinct is None else distinct
-    inputs = list(batch_sizes), workspace.handle, *rows
+    inputs = list(batch_sizes), workspace.handle, *rows, gradient_scale
     if torch.compiler.is_compiling():
         return torch.ops.dlrm_fused.pooled_all_to_all(workspace.anchor, list(pooled), *inputs)
     return _PooledAllToAll.apply(workspace.anchor, inputs, *pooled)
 
 
-_DISTINCT_ROWS = "Tensor? sent=None, Tensor? received=None, int[]? sent_counts=None, int[]? received_counts=None"
+class _Options(NamedTuple):
+    """The arguments of both operators that may be left out: the fields of DistinctRows, and the scale."""
+
+    sent: Tensor | None = None
+    received: Tensor | None = None
+    sent_counts: list[int] | None = None
+    received_counts: list[int] | None = None
+    gradient_scale: float | None = None
+
+    @property
+    def distinct(self) -> DistinctRows | None:
+        """The distinct rows, if they are given."""
+        return None if self.sent is None else DistinctRows(*self[: len(DistinctRows._fields)])  # type: ignore[arg-type]
+
+
+_OPTIONS = (
+    "Tensor? sent=None, Tensor? received=None, int[]? sent_counts=None, int[]? received_counts=None, float? gradient_scale=None"
+)
 torch.library.define(
     "dlrm_fused::pooled_all_to_all",
-    f"(Tensor anchor, Tensor[] pooled, int[] batch_sizes, int handle, {_DISTINCT_ROWS}) -> Tensor",
+    f"(Tensor anchor, Tensor[] pooled, int[] batch_sizes, int handle, {_OPTIONS}) -> Tensor",
 )
 torch.library.define(
     "dlrm_fused::pooled_all_to_all_backward",
-    f"(Tensor gradient, int[] batch_sizes, int handle, {_DISTINCT_ROWS}) -> Tensor[]",
+    f"(Tensor gradient, int[] batch_sizes, int handle, {_OPTIONS}) -> Tensor[]",
 )
 
 
-def checked_plan(
-    workspace: EmbeddingWorkspace, batch_sizes: Sequence[int], check: Callable[[BatchPlan], None], *, with_all: bool = False
-) -> BatchPlan:
-    """The plan of a batch whose inputs this rank finds right; a rank that does not tells the others.
-
-    Args:
-        check: raises UsageError if the inputs are wrong.
-        with_all: ask all ranks before any goes on, and raise on all what is wrong on one. Always done before memory is
-            allocated, which is collective. Slow.
-    """
-
-    def check_for_all() -> list[int]:
-        try:
-            check(workspace.plan(batch_sizes))
-        except UsageError as error:
-            raise UsageError(f"rank {workspace.rank}: {error}") from error
-        return list(batch_sizes)
-
-    if with_all or not workspace.has_room(batch_sizes):
-        sizes = workspace.group.gather(check_for_all)
-        for rank, other in enumerate(sizes):
-            if other != sizes[0]:
-                raise UsageError(
-                    f"{workspace.name}: batch_sizes={sizes[0]} on rank 0, {other} on rank {rank}; they must be equal"
-                )
-    else:
-        with abort_peers_on_error(workspace.forward_channel):
-            check(workspace.plan(batch_sizes))
-    return workspace.plan(batch_sizes)
-
-
-def _forward(anchor: Tensor, pooled: list[Tensor], batch_sizes: list[int], handle: int, *rows: Any) -> Tensor:
+def _exchange(anchor: Tensor, pooled: list[Tensor], batch_sizes: list[int], handle: int, *options: Any) -> Tensor:
     workspace = EmbeddingWorkspace.of(handle)
     workspace.forward_channel.begin_call()
-    plan = checked_plan(workspace, batch_sizes, lambda plan: _check_pooled(workspace, plan, pooled))
-    distinct = _distinct_rows(*rows)
-    return receive_output(
-        workspace, plan, lambda offset: _send(workspace, plan, pooled, distinct, offset), are_empty_bags_sent=True
-    )
-
-
-def _distinct_rows(*rows: Any) -> DistinctRows | None:
-    """From the operator's arguments."""
-    return DistinctRows(*rows) if rows and rows[0] is not None else None
-
-
-def _check_pooled(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[Tensor]) -> None:
-    if len(pooled) != len(workspace.own_lookups):
-        raise UsageError(
-            f"{workspace.name}: {len(pooled)} pooled tensors for {len(workspace.own_lookups)} lookups of rank {workspace.rank}"
-        )
-    for number, (tensor, lookup) in enumerate(zip(pooled, workspace.own_lookups, strict=True)):
-        shape = (plan.global_batch, lookup.width)
-        check_tensor(workspace, f"pooled[{number}]", tensor, workspace.output_dtype, shape, rows=True)
-
-
-def _send(
-    workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[Tensor], distinct: DistinctRows | None, receive_offset: int
-) -> None:
+    with checks_of_call(workspace, batch_sizes):
+        plan = workspace.plan(batch_sizes)
+        check_pooled(workspace, plan, pooled)
+    output, receive_offset = open_output(workspace, plan)
     send_in_host = _send_by_kernel if uses_kernels(workspace.device) else _send_by_host
-    if not plan.hosts.are_many:
+    if plan.hosts.are_many:
+        distinct = _Options(*options).distinct
+        slices = PooledSlices(workspace, plan, distinct)
+        if distinct is None:
+            slices.send(packed_slices(workspace, plan, pooled))
+        else:
+            slices.send(packed_rows(workspace, plan, pooled, distinct))
         send_in_host(workspace, plan, pooled, receive_offset)
-        return
-    slices = PooledSlices(workspace, plan, distinct)
-    slices.send(packed_slices(workspace, plan, pooled) if distinct is None else packed_rows(workspace, plan, pooled, distinct))
-    send_in_host(workspace, plan, pooled, receive_offset)
-    slices.send_sums()
-    slices.receive(receive_offset)
+        slices.send_sums()
+        slices.receive(receive_offset)
+    else:
+        send_in_host(workspace, plan, pooled, receive_offset)
+    return finish_output(workspace, plan, output, are_empty_bags_sent=True)
 
 
 def _send_by_host(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[Tensor], receive_offset: int) -> None:
@@ -170,66 +142,16 @@ def _send_by_kernel(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list
         meet(workspace.forward_channel, plan.fingerprint, receive_offset)
 
 
-def send_gradient(
-    workspace: EmbeddingWorkspace, plan: BatchPlan, gradient: Tensor, distinct: DistinctRows | None = None
-) -> list[Tensor]:
-    """Bring the output's gradient to the owners of the tables. Collective.
-
-    Args:
-        gradient: [batch_sizes[rank], layout.columns] of the output's dtype.
-        distinct: of the forward pass.
-
-    Returns:
-        For each lookup of this rank the gradient [global batch, width] of its result, unscaled, in the wire's dtype: views of
-        memory that the next backward pass writes to.
-    """
-    channel = workspace.backward_channel
-    workspace.begin_call()
-    if not _can_be_read_in_tiles(gradient):
-        gradient = gradient.contiguous()
-    with abort_peers_on_error(channel):
-        shape = (plan.local_batch, workspace.layout.columns)
-        check_tensor(workspace, "the gradient", gradient, workspace.output_dtype, shape, rows=True)
-    workspace.reserve(plan.batch_sizes)
-    slices = GradientSlices(workspace, plan, gradient, distinct) if plan.hosts.are_many else None
-    memory = workspace.gradients
-    if uses_kernels(workspace.device):
-        window = ReceiveWindow(memory, channel, 0, plan.fingerprint)
-        scatter_tiles(gradient, plan.gradient_table, plan.local_batch, window, wire=workspace.backward_wire, relative=False)
-    else:
-        _send_gradient_by_host(workspace, plan, gradient)
-    if slices is not None:
-        slices.receive()
-    return [plan.gradients_view(memory, number) for number in range(len(workspace.own_lookups))]
-
-
-def _send_gradient_by_host(workspace: EmbeddingWorkspace, plan: BatchPlan, gradient: Tensor) -> None:
-    tiles = plan.gradient_tiles()
-
-    def store(peer: int, _: int) -> None:
-        for tile in tiles:
-            if tile.peer == peer:
-                copy_tile(gradient, tile, workspace.gradients, 0, workspace.backward_wire)
-
-    workspace.backward_channel.run_epoch(store, fingerprint=plan.fingerprint)
-
-
-def _can_be_read_in_tiles(gradient: Tensor) -> bool:
-    """Whether it need not be copied: some columns of a wider tensor, as the dense part leaves them, will do."""
-    alignment = 4 * gradient.element_size()
-    return gradient.stride()[1:] == (1,) and gradient.stride(0) % 4 == 0 and gradient.data_ptr() % alignment == 0
-
-
-def _backward(gradient: Tensor, batch_sizes: list[int], handle: int, *rows: Any) -> list[Tensor]:
-    workspace = EmbeddingWorkspace.of(handle)
-    received = send_gradient(workspace, workspace.plan(batch_sizes), gradient, _distinct_rows(*rows))
+def _return_gradients(gradient: Tensor, batch_sizes: list[int], handle: int, *options: Any) -> list[Tensor]:
+    workspace, given = EmbeddingWorkspace.of(handle), _Options(*options)
+    received = send_gradient(workspace, workspace.plan(batch_sizes), gradient, given.distinct)
     # A division, as TorchRec's, so that the bits are the same for three ranks too.
-    divisor = 1 / workspace.gradient_scale
+    divisor = 1 / (workspace.gradient_scale if given.gradient_scale is None else given.gradient_scale)
     return [view.to(workspace.output_dtype, copy=True).div_(divisor) for view in received]
 
 
-torch.library.impl("dlrm_fused::pooled_all_to_all", ["cpu", "cuda"], _forward)
-torch.library.impl("dlrm_fused::pooled_all_to_all_backward", ["cpu", "cuda"], _backward)
+torch.library.impl("dlrm_fused::pooled_all_to_all", ["cpu", "cuda"], _exchange)
+torch.library.impl("dlrm_fused::pooled_all_to_all_backward", ["cpu", "cuda"], _return_gradients)
 
 
 @torch.library.register_fake("dlrm_fused::pooled_all_to_all")
@@ -244,21 +166,22 @@ def _fake_backward(gradient: Tensor, batch_sizes: list[int], handle: int, *_: An
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, _, ctx.batch_sizes, ctx.handle, *rows = inputs
-    distinct = _distinct_rows(*rows)
-    ctx.counts = () if distinct is None else (distinct.sent_counts, distinct.received_counts)
-    if distinct is not None:
-        ctx.save_for_backward(distinct.sent, distinct.received)
+    _, _, ctx.batch_sizes, ctx.handle, *options = inputs
+    given = _Options(*options)
+    ctx.rest = given[2:]
+    ctx.save_for_backward(given.sent, given.received)
 
 
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     gradients = _gradients(ctx, gradient, torch.ops.dlrm_fused.pooled_all_to_all_backward)
     # PyTorch leaves out arguments at the end that have their default, and wants no gradients of them.
-    return None, gradients, None, None, *([None] * len(DistinctRows._fields) if ctx.counts else [])
+    *counts, scale = ctx.rest
+    left_out = 0 if scale is not None else 1 if counts[0] is not None else len(_Options._fields)
+    return None, gradients, None, None, *[None] * (len(_Options._fields) - left_out)
 
 
 def _gradients(ctx: Any, gradient: Tensor, backward: Callable[..., list[Tensor]]) -> list[Tensor]:
-    return backward(gradient, ctx.batch_sizes, ctx.handle, *ctx.saved_tensors, *ctx.counts)
+    return backward(gradient, ctx.batch_sizes, ctx.handle, *ctx.saved_tensors, *ctx.rest)
 
 
 torch.library.register_autograd("dlrm_fused::pooled_all_to_all", _differentiate, setup_context=_save_for_backward)
@@ -272,10 +195,10 @@ class _PooledAllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, inputs: tuple[Any, ...], *pooled: Tensor) -> Tensor:
-        output = _forward(anchor, list(pooled), *inputs)
+        output = _exchange(anchor, list(pooled), *inputs)
         _save_for_backward(ctx, (anchor, list(pooled), *inputs), output)
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *_gradients(ctx, gradient, _backward)
+        return None, None, *_gradients(ctx, gradient, _return_gradients)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
@@ -23,29 +21,29 @@ _ROWS, _COLUMNS = 4, 256
 _ELEMENTS = 1024
 
 
-def receive_output(
-    workspace: EmbeddingWorkspace, plan: BatchPlan, send: Callable[[int], object], *, are_empty_bags_sent: bool
-) -> Tensor:
-    """One epoch of the forward channel, from the side of the receiver.
+def open_output(workspace: EmbeddingWorkspace, plan: BatchPlan) -> tuple[Tensor, int]:
+    """Return a new output, and the byte of ``workspace.outputs`` at which the ranks that send store it. Collective where the
+    batch needs more memory.
 
-    Args:
-        send: ``send(offset)`` runs the epoch, in which this rank receives at byte ``offset`` of ``workspace.outputs``.
-        are_empty_bags_sent: whether all partial sums arrive, also those of empty bags.
-
-    Returns:
-        [local batch, columns] of the workspace's output dtype, the caller's as long as it likes: a block of symmetric memory,
-        or, where everything is received in another dtype, an ordinary tensor.
+    The output is [local batch, columns] of the workspace's output dtype: a block of symmetric memory, or, where everything is
+    received in another dtype, an ordinary tensor, and the byte is 0.
     """
     workspace.reserve(plan.batch_sizes)
     shape, pool = (plan.local_batch, workspace.layout.columns), workspace.outputs
     if plan.is_staged:
-        output, offset = torch.empty(shape, dtype=workspace.output_dtype, device=workspace.device), 0
-    else:
-        output = pool.receive(shape, workspace.output_dtype)
-        offset = pool.offset_of(output)
-    send(offset)
+        return torch.empty(shape, dtype=workspace.output_dtype, device=workspace.device), 0
+    output = pool.receive(shape, workspace.output_dtype)
+    return output, pool.offset_of(output)
+
+
+def finish_output(workspace: EmbeddingWorkspace, plan: BatchPlan, output: Tensor, *, are_empty_bags_sent: bool) -> Tensor:
+    """Return the output of :func:`open_output`, once all ranks have stored their parts: the caller's as long as it likes.
+
+    Args:
+        are_empty_bags_sent: whether all partial sums arrive, also those of empty bags.
+    """
     _finish_staged(workspace, plan, output, are_empty_bags_sent)
-    return pool.to_hold(output)
+    return workspace.outputs.to_hold(output)
 
 
 def _finish_staged(workspace: EmbeddingWorkspace, plan: BatchPlan, output: Tensor, are_empty_bags_sent: bool) -> None:

@@ -42,7 +42,7 @@ class EmbeddingWorkspace(Workspace):
         output_dtype: float32, bfloat16 or float16: of the output and of its gradient.
         forward_wire: the same: in which pooled embeddings travel. What has the output's dtype goes straight there.
         backward_wire: the same for the gradients.
-        gradient_scale: factor of the gradients that the tables get.
+        gradient_scale: factor of the gradients that the tables get, in calls that give none.
         timeout_seconds: how long a rank waits for another.
         held_outputs: outputs that may be alive at once without a copy. Further ones are copied out of the symmetric memory.
         check_indices: compare every index with the number of rows before each lookup; slow, for debugging.

@@ -51,27 +51,40 @@ class ReplayedEmbeddingAllToAll:
         self._captures: Captures[_Capture] = Captures(_MOST_CAPTURES)
         self._steps = RunCounter()
 
-    def __call__(self, indices: Sequence[Tensor], offsets: Sequence[Tensor], batch_sizes: Sequence[int]) -> Tensor:
+    def __call__(
+        self,
+        indices: Sequence[Tensor],
+        offsets: Sequence[Tensor],
+        batch_sizes: Sequence[int],
+        gradient_scale: float | None = None,
+    ) -> Tensor:
         """Run :func:`embedding_all_to_all`, replayed where it can be. Collective."""
         workspace = self._workspace
         if not self._can_be_captured(indices, batch_sizes):
-            return self._run(indices, offsets, batch_sizes)
+            return self._run(indices, offsets, batch_sizes, gradient_scale)
         # All ranks get other outputs when they get more memory, for larger batches.
         self._captures.renew(Generation((), (workspace.outputs, workspace.tables)))
         if self._tables is not workspace.tables:
             self._steps = RunCounter()  # numbers that change at every step are not worth a capture
             self._tables = workspace.tables
-        key = (tuple(batch_sizes), workspace.gradient_scale, *((t.shape, t.dtype) for t in (*indices, *offsets)))
+        key = (tuple(batch_sizes), gradient_scale, *((t.shape, t.dtype) for t in (*indices, *offsets)))
         if key not in self._captures and self._captures.has_room:
             if self._steps.runs(key) <= RUNS_BEFORE_CAPTURE:
-                return self._rehearse(key, indices, offsets, batch_sizes)
-            self._captures[key] = _Capture(workspace, self._prepare, indices, offsets, batch_sizes)
+                return self._rehearse(key, indices, offsets, batch_sizes, gradient_scale)
+            self._captures[key] = _Capture(workspace, self._prepare, indices, offsets, batch_sizes, gradient_scale)
         capture = self._captures.get(key)
         if capture is None or capture.is_lent:
-            return self._run(indices, offsets, batch_sizes)
+            return self._run(indices, offsets, batch_sizes, gradient_scale)
         return _Replay.apply(workspace.anchor, capture, *indices, *offsets)
 
-    def _rehearse(self, key: _Key, indices: Sequence[Tensor], offsets: Sequence[Tensor], batch_sizes: Sequence[int]) -> Tensor:
+    def _rehearse(
+        self,
+        key: _Key,
+        indices: Sequence[Tensor],
+        offsets: Sequence[Tensor],
+        batch_sizes: Sequence[int],
+        gradient_scale: float | None,
+    ) -> Tensor:
         """Run as it is; if the shapes come again, with copies, as a capture will: Triton compiles kernels by the alignment and
         the strides of the memory that they read."""
         comes_again = self._steps.runs(key) > 0
@@ -82,12 +95,18 @@ class ReplayedEmbeddingAllToAll:
             self._steps.count(key)  # not before: only then it is known what the backward pass needs
             return gradient.clone(memory_format=torch.contiguous_format) if comes_again else None
 
-        output = self._run(indices, offsets, batch_sizes)
+        output = self._run(indices, offsets, batch_sizes, gradient_scale)
         output.register_hook(count)
         return output
 
-    def _run(self, indices: Sequence[Tensor], offsets: Sequence[Tensor], batch_sizes: Sequence[int]) -> Tensor:
-        return embedding_all_to_all(self._workspace, *self._prepare(indices, offsets), (), batch_sizes)
+    def _run(
+        self,
+        indices: Sequence[Tensor],
+        offsets: Sequence[Tensor],
+        batch_sizes: Sequence[int],
+        gradient_scale: float | None,
+    ) -> Tensor:
+        return embedding_all_to_all(self._workspace, *self._prepare(indices, offsets), (), batch_sizes, gradient_scale)
 
     def _can_be_captured(self, indices: Sequence[Tensor], batch_sizes: Sequence[int]) -> bool:
         workspace = self._workspace
@@ -120,8 +139,10 @@ class _Capture:
         indices: Sequence[Tensor],
         offsets: Sequence[Tensor],
         batch_sizes: Sequence[int],
+        gradient_scale: float | None,
     ) -> None:
-        self.workspace, self.prepare, self.batch_sizes = workspace, prepare, list(batch_sizes)
+        self.workspace, self.prepare = workspace, prepare
+        self.batch_sizes, self.gradient_scale = list(batch_sizes), gradient_scale
         self._outputs, self.tables = workspace.outputs, workspace.tables
         self._graphs = graphs = CapturedCall(workspace.device, (*indices, *offsets))
         self._lent: weakref.ref[_Loan] | None = None
@@ -130,7 +151,7 @@ class _Capture:
 
         def exchange() -> tuple[Tensor]:
             prepared = prepare(copies[:count], copies[count:])
-            return (embedding_all_to_all(workspace, *prepared, (), batch_sizes),)
+            return (embedding_all_to_all(workspace, *prepared, (), batch_sizes, gradient_scale),)
 
         with workspace.captures_until_growth(), workspace.other_anchor() as anchor, graphs.on_its_stream():
             (output,) = graphs.record_forward(exchange)
@@ -187,7 +208,6 @@ class _Replay(torch.autograd.Function):
             count = len(inputs) // 2
             indices, offsets = capture.prepare(inputs[:count], inputs[count:])
             order = PrefetchedSort(capture.tables, indices, offsets, None)
-            torch.ops.dlrm_fused.embedding_all_to_all_backward(
-                gradient, indices, offsets, [], capture.batch_sizes, capture.workspace.handle, order.handle
-            )
+            call = capture.batch_sizes, capture.workspace.handle, order.handle, capture.gradient_scale
+            torch.ops.dlrm_fused.embedding_all_to_all_backward(gradient, indices, offsets, [], *call)
         return None, None, *(None for _ in inputs)
