@@ -40,13 +40,20 @@ class FbgemmTables:
     def inputs(
         self, indices: Sequence[Tensor], offsets: Sequence[Tensor], weights: Sequence[Tensor | None]
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Return indices, offsets and weights of samples as FBGEMM hands them to its kernels; without weights [0] of them."""
+        """Return indices, offsets and weights of samples as FBGEMM hands them to its kernels.
+
+        A lookup without weights has [0] of them; if no lookup has weights, their list is empty.
+        """
         found = [
             kernel_inputs(*of_lookup, checks_bounds=self._checks_bounds)
             for of_lookup in zip(self._lookups, indices, offsets, weights, strict=True)
         ]
-        none = [own_indices.new_empty(0, dtype=torch.float32) if own is None else own for own_indices, _, own in found]
-        return [own for own, _, _ in found], [own for _, own, _ in found], none
+        given = (
+            []
+            if all(own is None for own in weights)
+            else [own_indices.new_empty(0, dtype=torch.float32) if own is None else own for own_indices, _, own in found]
+        )
+        return [own for own, _, _ in found], [own for _, own, _ in found], given
 
     def inputs_without_weights(self, indices: Sequence[Tensor], offsets: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return indices and offsets as FBGEMM hands them to its kernels; waits for nothing, and may be captured."""

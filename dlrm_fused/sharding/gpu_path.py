@@ -70,7 +70,7 @@ class GpuPath:
         weights = [
             _weights(lookup, module, features) for (lookup, features), module in zip(by_module, self._modules, strict=True)
         ]
-        if all(own is None for own in weights):
+        if all(own is None for own in weights) and self._replayed.covers(indices, call.batch_sizes):
             return self._replayed(indices, offsets, call.batch_sizes, call.gradient_scale)
         inputs = self._tables.inputs(indices, offsets, weights)
         return embedding_all_to_all(workspace, *inputs, call.batch_sizes, call.gradient_scale)

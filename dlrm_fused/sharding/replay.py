@@ -34,9 +34,7 @@ Prepare = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[Sequence[Tensor],
 class ReplayedEmbeddingAllToAll:
     """:func:`embedding_all_to_all` for a training loop: from the fourth step of some shapes on, it is replayed.
 
-    It is run as it is where replays would not do the same or would not be faster: without gradients, with ``check_indices`` or
-    stochastic rounding, with ranks on several hosts, for many indices or large outputs, on the CPU, within a capture of the
-    caller's, and while an earlier output waits for its backward pass.
+    It is run as it is while an earlier output waits for its backward pass, and for more shapes than two.
 
     Args:
         workspace: with tables attached. When others are, with other numbers of the optimizer or at other addresses, all is
@@ -51,6 +49,27 @@ class ReplayedEmbeddingAllToAll:
         self._captures: Captures[_Capture] = Captures(_MOST_CAPTURES)
         self._steps = RunCounter()
 
+    def covers(self, indices: Sequence[Tensor], batch_sizes: Sequence[int]) -> bool:
+        """Return whether replays of a batch do the same as the operator, and are faster.
+
+        They are not without gradients, with ``check_indices`` or stochastic rounding, with ranks on several hosts, for many
+        indices or large outputs, on the CPU, and within a capture of the caller's.
+        """
+        workspace = self._workspace
+        output_bytes = batch_sizes[workspace.rank] * workspace.layout.columns * workspace.output_dtype.itemsize
+        return (
+            workspace.device.type == "cuda"
+            and not workspace.group.hosts.are_many
+            and workspace.has_memory
+            and torch.is_grad_enabled()
+            and not workspace.check_indices
+            and not any(tables.rounds_stochastically for tables in workspace.tables)
+            and sum(map(Tensor.numel, indices)) <= _MOST_INDICES
+            and output_bytes <= _MOST_BYTES
+            and not torch.compiler.is_compiling()
+            and not torch.cuda.is_current_stream_capturing()
+        )
+
     def __call__(
         self,
         indices: Sequence[Tensor],
@@ -58,10 +77,8 @@ class ReplayedEmbeddingAllToAll:
         batch_sizes: Sequence[int],
         gradient_scale: float | None = None,
     ) -> Tensor:
-        """Run :func:`embedding_all_to_all`, replayed where it can be. Collective."""
+        """Run :func:`embedding_all_to_all` of a batch that is covered, replayed where it can be. Collective."""
         workspace = self._workspace
-        if not self._can_be_captured(indices, batch_sizes):
-            return self._run(indices, offsets, batch_sizes, gradient_scale)
         # All ranks get other outputs when they get more memory, for larger batches.
         self._captures.renew(Generation((), (workspace.outputs, workspace.tables)))
         if self._tables is not workspace.tables:
@@ -107,22 +124,6 @@ class ReplayedEmbeddingAllToAll:
         gradient_scale: float | None,
     ) -> Tensor:
         return embedding_all_to_all(self._workspace, *self._prepare(indices, offsets), (), batch_sizes, gradient_scale)
-
-    def _can_be_captured(self, indices: Sequence[Tensor], batch_sizes: Sequence[int]) -> bool:
-        workspace = self._workspace
-        output_bytes = batch_sizes[workspace.rank] * workspace.layout.columns * workspace.output_dtype.itemsize
-        return (
-            workspace.device.type == "cuda"
-            and not workspace.group.hosts.are_many
-            and workspace.has_memory
-            and torch.is_grad_enabled()
-            and not workspace.check_indices
-            and not any(tables.rounds_stochastically for tables in workspace.tables)
-            and sum(map(Tensor.numel, indices)) <= _MOST_INDICES
-            and output_bytes <= _MOST_BYTES
-            and not torch.compiler.is_compiling()
-            and not torch.cuda.is_current_stream_capturing()
-        )
 
 
 class _Capture:

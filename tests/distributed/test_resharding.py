@@ -15,7 +15,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
 from dlrm_fused.auto_choice import BothWays
 from dlrm_fused.errors import UsageError
-from dlrm_fused.sharding import FusedEmbeddingBagCollectionSharder, sharded_module
+from dlrm_fused.sharding import FusedEmbeddingBagCollectionSharder, paths
 from tests.distributed.launch import on_hosts, run_ranks
 from tests.distributed.test_drop_in import (
     COLUMN_WISE,
@@ -142,7 +142,7 @@ def memory_after_choice(case: Case, faster: list[str]) -> tuple[int, int]:
         return BothWays(fused=1.0, unfused=2.0 if any(kind in work for kind in faster) else 0.5)
 
     found = []
-    with group_of(case), mock.patch.object(sharded_module, "measure_both", both):
+    with group_of(case), mock.patch.object(paths, "measure_both", both):
         gc.disable()
         for mode in ("auto", "fused"):
             before = symmetric_memory()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shlex
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from dlrm_fused.config import Comm, Config, Split, load_config
 from dlrm_fused.datasets.batch import Batch
 from dlrm_fused.datasets.loader import TrainLoader
 from dlrm_fused.errors import ConfigError, TrainingError
+from dlrm_fused.ops.embedding_all_to_all import kernel as embedding_kernel
 from dlrm_fused.training.evaluation import evaluate
 from dlrm_fused.training.pipeline import TrainingPipeline
 from dlrm_fused.training.runtime import Rank
@@ -32,6 +35,7 @@ from tests.distributed.launch import (
 )
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "dlrm_fused"
 WEIGHTS = [f"table.table_{table}.weight" for table in range(4)]
 
 
@@ -110,6 +114,37 @@ def test_a_pause_keeps_the_batches_in_flight(tmp_path):
         assert taken_before > 5  # some are in flight
         assert taken_after == taken_before
         assert in_order
+
+
+def way_to_the_lookup_kernel(config: Config) -> list[tuple[str, str]]:
+    """The package's frames, each a file and a function, between a step of the pipeline and the first lookup kernel."""
+    rank, device, found = Rank.from_environment(), torch.device("cpu"), list[traceback.FrameSummary]()
+    launched = embedding_kernel.lookup_and_scatter_kernel
+
+    class Recorded:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            found[:] = found or traceback.extract_stack()
+            return launched[grid]
+
+    with (
+        sharded_model(config, device) as (dataset, sharded),
+        TrainLoader(dataset, config, rank.index, rank.world_size, device) as loader,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        pipeline = TrainingPipeline(sharded.model, sharded.optimizer, device, StepTimer(device))
+        patch.setattr(embedding_kernel, "lookup_and_scatter_kernel", Recorded())
+        pipeline.progress(loader)
+    ours = [(Path(frame.filename), frame.name) for frame in found]
+    return [(path.name, name) for path, name in ours if PACKAGE in path.parents]
+
+
+@pytest.mark.interpreted
+def test_a_newcomer_follows_a_step_to_its_kernel_through_few_files(tmp_path):
+    for frames in run_ranks(2, way_to_the_lookup_kernel, small_config(tmp_path, "comm=fused", "training.max_steps=1")):
+        assert frames[0] == ("pipeline.py", "_forward")
+        assert frames[-1] == ("kernel.py", "lookup_and_scatter")
+        assert len(frames) <= 12, frames
+        assert len({file for file, _ in frames}) <= 7, frames
 
 
 def failure(folder: Path, ranks: int, *overrides: str) -> BaseException:

@@ -173,8 +173,13 @@ def replayed_operator(group: SymmetricGroup, optimizer: str) -> None:
     def prepare(indices: Sequence[Tensor], offsets: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         return [tensor - 1 for tensor in indices], list(offsets)
 
-    plain_operator, replayed = partial(embedding_all_to_all, plain), ReplayedEmbeddingAllToAll(workspace, prepare)
+    plain_operator, replays = partial(embedding_all_to_all, plain), ReplayedEmbeddingAllToAll(workspace, prepare)
     wait, held = delays(group.rank), []
+
+    def replayed(indices: Sequence[Tensor], offsets: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+        if replays.covers(indices, sizes):
+            return replays(indices, offsets, sizes)
+        return embedding_all_to_all(workspace, *prepare(indices, offsets), (), sizes)
 
     def outputs(number: int, sizes: list[int], batches: list[list[_Batch]]) -> list[Tensor]:
         redraw(world, batches, sum(sizes))
@@ -223,7 +228,7 @@ def replayed_operator(group: SymmetricGroup, optimizer: str) -> None:
         assert torch.equal(own.weights, expected.weights)
         assert all(map(torch.equal, states_of(own), states_of(expected)))
     assert all(torch.equal(output, copy) for output, copy in held)
-    assert len(replayed._captures) == ON_GPU  # what was captured before there was more memory is gone
+    assert len(replays._captures) == ON_GPU  # what was captured before there was more memory is gone
     workspace.raise_fault()
 
 

@@ -165,7 +165,7 @@ def lookups(group: SymmetricGroup, name: str, *, replayed: bool) -> Calls:
 
     def forward(number: int) -> Tensor:
         indices, offsets, weights = on_device[number]
-        if replayed:
+        if replayed and replay.covers(indices, sizes):
             return replay(indices, offsets, sizes)
         return embedding_all_to_all(workspace, indices, offsets, weights, sizes)
 
