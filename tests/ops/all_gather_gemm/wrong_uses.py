@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_fused.errors import CommunicationError, UserError
 from dlrm_fused.ops.all_gather_gemm import ShardWorkspace, all_gather_gemm, gemm_reduce_scatter, reference, scatter_reference
 from dlrm_fused.ops.schedules import Pair
-from dlrm_fused.symmetric import symmetric_group
-from tests.ops.wrong_use import RANKS, SECOND, TIMEOUT_SECONDS, Scene, WrongUse
+from dlrm_fused.symmetric import SymmetricGroup
+from tests.ops.workspace_wrong_use import (
+    CALL_AFTER_AN_ERROR,
+    CLOSED_GROUP,
+    LATE_CALL,
+    Attempt,
+    Change,
+    WorkspaceScene,
+    calls_that_differ,
+    changed,
+    dropped,
+    settings_that_differ,
+    too_large,
+    wrong_setting,
+)
+from tests.ops.wrong_use import RANKS, SECOND, WrongUse
 
-NAME = "layers"
 ROWS, COLUMNS, DEPTH = 4, 12, 16  # of a shard, N, K
 MAX_ROWS, MAX_COLUMNS = 32, 16
 GATHER, SCATTER = Pair.all_gather_gemm, Pair.gemm_reduce_scatter
@@ -24,49 +34,40 @@ OPERATORS = {GATHER: all_gather_gemm, SCATTER: gemm_reduce_scatter}
 REFERENCES = {GATHER: reference, SCATTER: scatter_reference}
 
 
-class Layers(Scene):
+class Layers(WorkspaceScene):
     """A product of gathered rows, and one whose rows are scattered, over a workspace that is in use."""
 
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(self.rank)
         rows = {GATHER: ROWS, SCATTER: RANKS * ROWS}
-        self.inputs = {
+        self.inputs_of = {
             pair: {
                 "x": torch.randn(rows[pair], DEPTH, generator=generator),
                 "weight": torch.randn(COLUMNS, DEPTH, generator=generator),
             }
             for pair in OPERATORS
         }
-        self.correct = self.make()
-        self.held = self.results(self.correct)
+        self.inputs = self.inputs_of[GATHER]
+        self.hold_results()
 
-    def make(self, **settings: Any) -> ShardWorkspace:
-        defaults = {
-            "name": NAME,
-            "max_rows": MAX_ROWS,
-            "max_columns": MAX_COLUMNS,
-            "dtype": torch.float32,
-            "timeout_seconds": TIMEOUT_SECONDS,
-        }
-        return ShardWorkspace(self.group, **{**defaults, **settings})
-
-    def begin(self) -> None:
-        self.workspace = self.make()
-        self.held[2:] = self.results(self.workspace)
+    def create(self, group: SymmetricGroup, **settings: Any) -> ShardWorkspace:
+        usual = {"name": "layers", "max_rows": MAX_ROWS, "max_columns": MAX_COLUMNS, "dtype": torch.float32}
+        return ShardWorkspace(group, **{**usual, **settings})
 
     def tables(self) -> Sequence[Tensor]:
-        return [tensor for own in self.inputs.values() for tensor in own.values()]
+        return [tensor for own in self.inputs_of.values() for tensor in own.values()]
 
-    def results(self, workspace: ShardWorkspace) -> list[Tensor]:
-        return [self.call(workspace, pair) for pair in OPERATORS]
+    def results(self, workspace: ShardWorkspace, **changes: Any) -> list[Tensor]:
+        """Gathered rows, which changes concern, and scattered ones."""
+        return [self.call(workspace, GATHER, **changes), self.call(workspace, SCATTER)]
 
-    def call(self, workspace: ShardWorkspace, pair: Pair, schedule: str = "auto", **changes: Tensor) -> Tensor:
-        return OPERATORS[pair](workspace, **{**self.inputs[pair], **changes}, schedule=schedule)
+    def call(self, workspace: ShardWorkspace, pair: Pair, **changes: Any) -> Tensor:
+        return OPERATORS[pair](workspace, **{**self.inputs_of[pair], **changes})
 
     def difference(self) -> float:
         differences = []
-        for pair, own in self.inputs.items():
+        for pair, own in self.inputs_of.items():
             seen = []
             for is_fused in (True, False):
                 x, weight = (own[key].clone().requires_grad_() for key in ("x", "weight"))
@@ -80,48 +81,25 @@ class Layers(Scene):
         return max(differences)
 
 
-Attempt = Callable[[Layers, bool], object]
-
-
-def settings(**wrong: Any) -> Attempt:
-    """Make a workspace with other settings."""
-    return lambda scene, is_wrong: scene.make(**(wrong if is_wrong else {}))
-
-
-def given(pair: Pair, schedule: str = "auto", **changes: Callable[[Tensor], Tensor]) -> Attempt:
-    """Give other tensors."""
+def given(pair: Pair, schedule: str = "auto", **changes: Change) -> Attempt:
+    """Give an operator other tensors."""
 
     def attempt(scene: Layers, is_wrong: bool) -> None:
-        wrong = {key: change(scene.inputs[pair][key]) for key, change in changes.items()} if is_wrong else {}
-        scene.call(scene.workspace, pair, schedule, **wrong)
+        scene.call(scene.workspace, pair, schedule=schedule, **(changed(scene.inputs_of[pair], changes) if is_wrong else {}))
 
     return attempt
 
 
 def by_schedule(pair: Pair, schedule: str) -> Attempt:
-    return lambda scene, is_wrong: scene.call(scene.workspace, pair, schedule if is_wrong else "auto")
+    return lambda scene, is_wrong: scene.call(scene.workspace, pair, schedule=schedule if is_wrong else "auto")
 
 
-def use_a_closed_group(scene: Layers, is_wrong: bool) -> None:
-    group = symmetric_group(dist.new_group())
-    group.close()
-    ShardWorkspace(group, name=NAME, max_rows=MAX_ROWS, max_columns=MAX_COLUMNS, dtype=torch.float32)
-
-
-def use_a_dropped_workspace(pair: Pair) -> Attempt:
-    def attempt(scene: Layers, is_wrong: bool) -> None:
-        handle, scene.workspace = scene.workspace.handle, None  # type: ignore[assignment]
-        getattr(torch.ops.dlrm_fused, pair)(*scene.inputs[pair].values(), "auto", handle)
-
-    return attempt
-
-
-def come_too_late(scene: Layers, is_wrong: bool) -> None:
-    scene.workspace = scene.make(timeout_seconds=0.3)
-    scene.call(scene.workspace, GATHER)
-    if is_wrong:
-        time.sleep(1.0)
-    scene.call(scene.workspace, GATHER)
+def dropped_before(pair: Pair, verb: str) -> WrongUse:
+    return dropped(
+        "ShardWorkspace",
+        lambda scene, handle: getattr(torch.ops.dlrm_fused, pair)(*scene.inputs_of[pair].values(), "auto", handle),
+        f"a workspace that is no longer, to {verb}",
+    )
 
 
 def make_calls_in_another_order(scene: Layers, is_wrong: bool) -> None:
@@ -129,28 +107,14 @@ def make_calls_in_another_order(scene: Layers, is_wrong: bool) -> None:
         scene.call(scene.workspace, pair)
 
 
-def go_on_after_an_error(scene: Layers, is_wrong: bool) -> None:
-    try:
-        given(GATHER, x=Tensor.half)(scene, is_wrong)
-    except UserError:
-        scene.call(scene.workspace, GATHER)
-
-
-_OTHER_SETTINGS = {"dtype": torch.bfloat16, "max_rows": 8, "max_columns": 8, "measures_schedules": False}
-_CREATION = [
-    WrongUse("`dtype=torch.float64`", settings(dtype=torch.float64), "dtype=torch.float64", SECOND, "dtype=torch.float64"),
-    WrongUse("`max_rows=0`", settings(max_rows=0), "max_rows=0", SECOND, "max_rows=0"),
-    WrongUse("`max_columns=1.5`", settings(max_columns=1.5), "max_columns=1.5", SECOND, "max_columns=1.5"),
-    WrongUse("more rows than 31 bits count", settings(max_rows=2**30), "max_rows=1073741824", SECOND, "max_rows=1073741824"),
-    *(
-        WrongUse(f"`{key}` that differs between ranks", settings(**{key: value}), f"{key} differs", SECOND, f"{key} differs")
-        for key, value in _OTHER_SETTINGS.items()
-    ),
-    WrongUse("more columns than memory holds", settings(max_columns=10**13), "but this host has", error=CommunicationError),
-    WrongUse("a group that is closed", use_a_closed_group, "its group is closed"),
-]
-_DIFFER = "differ in shapes or settings"
-_CALLS = [
+USES = [
+    wrong_setting(dtype=torch.float64),
+    wrong_setting(max_rows=0),
+    wrong_setting(max_columns=1.5),
+    wrong_setting("more rows than 31 bits count", max_rows=2**30),
+    *settings_that_differ(dtype=torch.bfloat16, max_rows=8, max_columns=8, measures_schedules=False),
+    too_large("more columns than memory holds", max_columns=10**13),
+    CLOSED_GROUP,
     WrongUse("x in fp16", given(GATHER, x=Tensor.half), "x is torch.float16", SECOND),
     WrongUse("weights in fp64", given(SCATTER, weight=Tensor.double), "weight is torch.float64", SECOND),
     WrongUse("a vector for x", given(GATHER, x=lambda x: x[0]), f"x has shape [{DEPTH}]", SECOND),
@@ -192,7 +156,7 @@ _CALLS = [
     WrongUse("a schedule of the other operator", by_schedule(SCATTER, "arriving_4"), "schedule=arriving_4", SECOND),
     WrongUse('`schedule="chunks_8"`, to gather', by_schedule(GATHER, "chunks_8"), "schedule=chunks_8", SECOND),
     *(
-        WrongUse(f"{what} that differs between ranks, {way}", attempt, _DIFFER, SECOND, error=CommunicationError)
+        calls_that_differ(f"{what} that differs between ranks, {way}", attempt)
         for what, way, attempt in (
             ("M", "gathered", given(GATHER, x=lambda x: x.repeat(2, 1))),
             ("N", "gathered", given(GATHER, weight=lambda weight: weight[:8])),
@@ -202,10 +166,9 @@ _CALLS = [
             ("the schedule", "gathered", by_schedule(GATHER, "library")),
         )
     ),
-    WrongUse("calls in another order", make_calls_in_another_order, _DIFFER, SECOND, error=CommunicationError),
-    WrongUse("a workspace that is no longer, to gather", use_a_dropped_workspace(GATHER), "no such ShardWorkspace"),
-    WrongUse("a workspace that is no longer, to scatter", use_a_dropped_workspace(SCATTER), "no such ShardWorkspace"),
-    WrongUse("a call later than `timeout_seconds`", come_too_late, "longer than 0.3 s", SECOND, error=CommunicationError),
-    WrongUse("calls after one that failed", go_on_after_an_error, "did not take part", SECOND, error=CommunicationError),
+    calls_that_differ("calls in another order", make_calls_in_another_order),
+    dropped_before(GATHER, "gather"),
+    dropped_before(SCATTER, "scatter"),
+    LATE_CALL,
+    CALL_AFTER_AN_ERROR,
 ]
-USES = [*_CREATION, *_CALLS]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,8 +19,17 @@ from dlrm_fused.ops.embedding_all_to_all import (
     pooled_all_to_all,
 )
 from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables, RowwiseAdagrad
-from dlrm_fused.symmetric import symmetric_group
+from dlrm_fused.symmetric import SymmetricGroup, symmetric_group
 from tests.ops.embedding_all_to_all.world import Features, Traffic, World, run_epochs
+from tests.ops.workspace_wrong_use import (
+    LATE_CALL,
+    Attempt,
+    WorkspaceScene,
+    calls_that_differ,
+    dropped,
+    settings,
+    wrong_setting,
+)
 from tests.ops.wrong_use import RANKS, SECOND, TIMEOUT_SECONDS, Scene, WrongUse
 
 BATCHES = [3, 2]
@@ -35,31 +43,30 @@ ROW_WISE = LookupLayout((24,), (4,), row_wise=True)
 LAYOUT = ExchangeLayout(tuple((own, ROW_WISE) for own in LOOKUPS), WIDTH)
 
 
-class Pooled(Scene):
+class Pooled(WorkspaceScene):
     """``pooled_all_to_all`` over a workspace that is in use."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.correct = self.make()
         generator = torch.Generator().manual_seed(1)
         self.by_rank = [[torch.randn(sum(BATCHES), width, generator=generator) for width in (12, 4)] for _ in range(RANKS)]
         self.gradients = [torch.randn(batch, WIDTH, generator=generator) for batch in BATCHES]
         self.pooled = self.by_rank[self.rank]
-        self.held = [pooled_all_to_all(self.correct, self.pooled, BATCHES).detach()]
+        self.hold_results()
 
-    def make(self, layout: Any = LAYOUT, **settings: Any) -> EmbeddingWorkspace:
-        defaults = {"name": NAME, "gradient_scale": 0.5, "timeout_seconds": TIMEOUT_SECONDS}
-        return EmbeddingWorkspace(self.group, layout, **{**defaults, **settings})
-
-    def begin(self) -> None:
-        self.workspace = self.make()
-        self.held[1:] = [pooled_all_to_all(self.workspace, self.pooled, BATCHES).detach()]
+    def create(self, group: SymmetricGroup, **settings: Any) -> EmbeddingWorkspace:
+        return EmbeddingWorkspace(group, **{"layout": LAYOUT, "name": NAME, "gradient_scale": 0.5, **settings})
 
     def tables(self) -> Sequence[Tensor]:
         return self.pooled
 
-    def call(self, pooled: Sequence[Tensor] | None = None, batch_sizes: Sequence[int] = BATCHES) -> Tensor:
-        return pooled_all_to_all(self.workspace, self.pooled if pooled is None else pooled, batch_sizes)
+    def results(
+        self, workspace: EmbeddingWorkspace, pooled: Sequence[Tensor] | None = None, batch_sizes: Sequence[int] = BATCHES
+    ) -> list[Tensor]:
+        return [pooled_all_to_all(workspace, self.pooled if pooled is None else pooled, batch_sizes).detach()]
+
+    def call(self, **changes: Any) -> list[Tensor]:
+        return self.results(self.workspace, **changes)
 
     def backward(self, upstream: Tensor) -> None:
         torch.ops.dlrm_fused.pooled_all_to_all_backward(upstream, BATCHES, self.workspace.handle)
@@ -80,22 +87,17 @@ class Pooled(Scene):
         return max(float((found - right).abs().max()) for found, right in pairs)  # type: ignore[operator]
 
 
-def settings(**wrong: Any) -> Callable[[Pooled, bool], object]:
-    """Make a workspace with other settings."""
-    return lambda scene, is_wrong: scene.make(**(wrong if is_wrong else {}))
-
-
-def layout(*lookups: Sequence[LookupLayout], columns: int = WIDTH) -> Callable[[Pooled, bool], object]:
+def layout(*lookups: Sequence[LookupLayout], columns: int = WIDTH) -> Attempt:
     """Make a workspace with another layout."""
     return settings(layout=ExchangeLayout(tuple(tuple(own) for own in lookups), columns))
 
 
-def pooled(change: Callable[[list[Tensor]], Sequence[Tensor]]) -> Callable[[Pooled, bool], object]:
+def pooled(change: Callable[[list[Tensor]], Sequence[Tensor]]) -> Attempt:
     """Give other tensors."""
-    return lambda scene, is_wrong: scene.call(change(list(scene.pooled)) if is_wrong else None)
+    return lambda scene, is_wrong: scene.call(pooled=change(list(scene.pooled)) if is_wrong else None)
 
 
-def in_the_first_call(attempt: Callable[[Pooled, bool], object]) -> Callable[[Pooled, bool], object]:
+def in_the_first_call(attempt: Attempt) -> Attempt:
     """Before there is memory, which all ranks allocate together."""
 
     def first(scene: Pooled, is_wrong: bool) -> None:
@@ -105,11 +107,11 @@ def in_the_first_call(attempt: Callable[[Pooled, bool], object]) -> Callable[[Po
     return first
 
 
-def batch_sizes(wrong: list[int]) -> Callable[[Any, bool], object]:
+def batch_sizes(wrong: list[int]) -> Attempt:
     return lambda scene, is_wrong: scene.call(batch_sizes=wrong if is_wrong else BATCHES)
 
 
-def gradient(change: Callable[[Tensor], Tensor]) -> Callable[[Any, bool], object]:
+def gradient(change: Callable[[Tensor], Tensor]) -> Attempt:
     """Give the backward operator another gradient."""
 
     def attempt(scene: Any, is_wrong: bool) -> None:
@@ -119,26 +121,13 @@ def gradient(change: Callable[[Tensor], Tensor]) -> Callable[[Any, bool], object
     return attempt
 
 
-def allocate(name: str, sizes: Sequence[int]) -> Callable[[Scene, bool], object]:
+def allocate(name: str, sizes: Sequence[int]) -> Attempt:
     return lambda scene, is_wrong: scene.group.allocate(name, sizes[scene.rank])
 
 
 def join_as_a_stranger(scene: Scene, is_wrong: bool) -> None:
     groups = [dist.new_group([rank]) for rank in range(RANKS)]
     symmetric_group(groups[1 - scene.rank])
-
-
-def use_a_dropped_exchange(scene: Pooled, is_wrong: bool) -> None:
-    handle, scene.workspace = scene.workspace.handle, None  # type: ignore[assignment]
-    torch.ops.dlrm_fused.pooled_all_to_all(scene.correct.anchor, scene.pooled, BATCHES, handle)
-
-
-def come_too_late(scene: Pooled, is_wrong: bool) -> None:
-    scene.workspace = scene.make(timeout_seconds=0.3)
-    scene.call()
-    if is_wrong:
-        time.sleep(1.0)
-    scene.call()
 
 
 def go_on_after_an_error(scene: Pooled, is_wrong: bool) -> None:
@@ -202,7 +191,7 @@ EXCHANGES = [
     ),
     WrongUse("`gradient_scale=0`", settings(gradient_scale=0.0), "gradient_scale=0.0"),
     WrongUse("`held_outputs=0`", settings(held_outputs=0), "held_outputs=0"),
-    WrongUse("`timeout_seconds=0`", settings(timeout_seconds=0.0), "timeout_seconds=0.0", SECOND, "timeout_seconds=0.0"),
+    wrong_setting("`timeout_seconds=0`", timeout_seconds=0.0),
     WrongUse("`name` that differs between ranks", settings(name="other"), "rank 1: other", SECOND, "rank 1: other"),
 ]
 
@@ -220,13 +209,7 @@ POOLED = [
     WrongUse("a lookup too many", pooled(lambda own: [*own, own[0]]), "3 pooled tensors for 2 lookups", SECOND),
     WrongUse("`batch_sizes` of three ranks", batch_sizes([3, 2, 1]), "batch_sizes=[3, 2, 1]"),
     WrongUse("a negative batch size", batch_sizes([6, -1]), "batch_sizes=[6, -1]", SECOND),
-    WrongUse(
-        "batch sizes that differ between ranks",
-        batch_sizes([2, 3]),
-        "differ in shapes or settings",
-        SECOND,
-        error=CommunicationError,
-    ),
+    calls_that_differ("batch sizes that differ between ranks", batch_sizes([2, 3])),
     WrongUse(
         "too few columns, in the first call",
         in_the_first_call(pooled(lambda own: [own[0][:, :8], own[1]])),
@@ -241,17 +224,13 @@ POOLED = [
         SECOND,
         "batch_sizes=[3, 2] on rank 0, [2, 3] on rank 1",
     ),
-    WrongUse("a workspace that is no longer", use_a_dropped_exchange, "no such EmbeddingWorkspace in this process"),
+    dropped(
+        "EmbeddingWorkspace in this process",
+        lambda scene, handle: torch.ops.dlrm_fused.pooled_all_to_all(scene.correct.anchor, scene.pooled, BATCHES, handle),
+    ),
     WrongUse("backward: a gradient in fp64", gradient(Tensor.double), "the gradient is torch.float64", SECOND),
     WrongUse("backward: a gradient of another batch", gradient(lambda g: g[:1]), "the gradient has shape [1, 28]", SECOND),
-    WrongUse(
-        "a call later than `timeout_seconds`",
-        come_too_late,
-        "longer than 0.3 s",
-        SECOND,
-        "longer than 0.3 s",
-        CommunicationError,
-    ),
+    LATE_CALL,
     WrongUse(
         "calls after one that failed",
         go_on_after_an_error,
@@ -313,7 +292,7 @@ class Fused(Scene):
         return run_epochs(self.world, self.correct, 1).largest()
 
 
-def given(key: str, change: Callable[[Tensor], Tensor]) -> Callable[[Fused, bool], object]:
+def given(key: str, change: Callable[[Tensor], Tensor]) -> Attempt:
     """Change an input of the first lookup."""
 
     def attempt(scene: Fused, is_wrong: bool) -> None:
@@ -323,7 +302,7 @@ def given(key: str, change: Callable[[Tensor], Tensor]) -> Callable[[Fused, bool
     return attempt
 
 
-def checked(key: str, change: Callable[[Tensor], Tensor]) -> Callable[[Fused, bool], object]:
+def checked(key: str, change: Callable[[Tensor], Tensor]) -> Attempt:
     """The same with ``check_indices``."""
 
     def attempt(scene: Fused, is_wrong: bool) -> None:
@@ -341,11 +320,11 @@ def end_earlier(offsets: Tensor) -> Tensor:
     return torch.cat([offsets[:-1], offsets[-1:] - 1])
 
 
-def one_list_shorter(key: str) -> Callable[[Fused, bool], object]:
+def one_list_shorter(key: str) -> Attempt:
     return lambda scene, is_wrong: scene.call(**({key: scene.inputs[key][:1]} if is_wrong else {}))
 
 
-def weights(change: Callable[[Tensor], Tensor]) -> Callable[[Fused, bool], object]:
+def weights(change: Callable[[Tensor], Tensor]) -> Attempt:
     """Give the operator other weights than those of the attached tables."""
 
     def attempt(scene: Fused, is_wrong: bool) -> None:
@@ -360,11 +339,11 @@ def weights(change: Callable[[Tensor], Tensor]) -> Callable[[Fused, bool], objec
     return attempt
 
 
-def attach(change: Callable[[tuple[LocalTables, ...]], Sequence[LocalTables]]) -> Callable[[Fused, bool], object]:
+def attach(change: Callable[[tuple[LocalTables, ...]], Sequence[LocalTables]]) -> Attempt:
     return lambda scene, _: scene.workspace.attach_tables(change(scene.workspace.tables))
 
 
-def tables(**changes: Callable[[LocalTables], object]) -> Callable[[Fused, bool], object]:
+def tables(**changes: Callable[[LocalTables], object]) -> Attempt:
     """Describe the tables of the first lookup otherwise."""
 
     def attempt(scene: Fused, _: bool) -> None:
@@ -437,13 +416,7 @@ FUSED = [
     ),
     WrongUse("tables in another dtype than attached", weights(Tensor.half), "weights[0] is torch.float16", SECOND),
     WrongUse("tables of another size than attached", weights(lambda own: own[4:]), "weights[0] is torch.float32 [72]", SECOND),
-    WrongUse(
-        "batch sizes that differ between ranks",
-        lambda scene, is_wrong: scene.call(batch_sizes=[2, 3] if is_wrong else BATCHES),
-        "differ in shapes or settings",
-        SECOND,
-        error=CommunicationError,
-    ),
+    calls_that_differ("batch sizes that differ between ranks", batch_sizes([2, 3])),
     WrongUse("`batch_sizes` of one rank", batch_sizes([5]), "batch_sizes=[5]"),
     WrongUse(
         "`check_indices`: an index beyond its table",
