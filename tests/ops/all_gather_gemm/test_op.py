@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def results_and_gradients(is_fused: bool, case: Case) -> list[Tensor]:
         x, weight = own.x.requires_grad_(), own.weight.requires_grad_()
         if is_fused:
             group = symmetric_group()
-            result = call(workspace := new_workspace(group), case, x, weight)
+            result = call(workspace := new_workspace(group), case, own)
         else:
             result = (reference if case.pair.moves_first else scatter_reference)(dist.group.WORLD, x, weight)
         result.sin().sum().backward()
@@ -93,12 +94,11 @@ def error_of_a_call(case: Case, is_refused: bool) -> str:
     with process_group(rank, torch.device("cpu")):
         workspace = new_workspace(symmetric_group())
         own = draw(case, rank.world_size, 1, torch.float32)[rank.index]
-        x, weight = own.x, own.weight
         if rank.index == 1:
-            x, weight = (x.double(), weight) if is_refused else (x, weight[:-4])
+            own = replace(own, x=own.x.double()) if is_refused else replace(own, weight=own.weight[:-4])
         answer = "no error"
         try:
-            call(workspace, case, x, weight)
+            call(workspace, case, own)
         except (UsageError, CommunicationError) as error:
             answer = f"{type(error).__name__}: {error}"
         dist.barrier()  # who ends earlier is taken for lost
@@ -131,8 +131,10 @@ def call_until_rank_1_is_killed() -> None:
             if rank.index == 1 and number == 2 * len(BOTH_PATHS) + 3:
                 os.kill(os.getpid(), signal.SIGKILL)
             own = draw(case, rank.world_size, number, torch.float32)[rank.index]
+            for leaf in (own.x, own.weight):
+                leaf.requires_grad_()
             try:
-                call(workspace, case, own.x.requires_grad_(), own.weight.requires_grad_()).sum().backward()
+                call(workspace, case, own).sum().backward()
             except CommunicationError as error:
                 print(error, flush=True)
                 os._exit(0)  # the process group would wait for the rank that is gone

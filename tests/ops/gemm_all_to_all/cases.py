@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from dlrm_fused.ops.gemm_all_to_all import FP8, GemmWorkspace, Routes, gemm_all_to_all, routed_gemm_all_to_all
-from dlrm_fused.ops.gemm_all_to_all import tuning as gemm_tuning
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups
-from dlrm_fused.symmetric import symmetric_group
-from dlrm_fused.training.runtime import Rank, process_group
-from tests.distributed.launch import on_hosts, run_ranks
+from dlrm_fused.symmetric import SymmetricGroup
+from tests.ops.checked_calls import Operator, check_calls
 
 MAX_ROWS, MAX_COLUMNS = 128, 80
 TILE_ROWS, GROUPS, SLOTS = 16, 3, 70
-SMALL_TILES = gemm_tuning.Tiles(rows=16, columns=32, depth=16, band=2, warps=4, stages=2, programs=1)
 
 
 @dataclass(frozen=True)
@@ -58,11 +53,11 @@ class Inputs:
         """In fp64."""
         weight = self.weight.double() if self.scale is None else self.weight.double() * self.scale.double()[..., None]
         if weight.dim() == 2:
-            return self.x.detach().double() @ weight.T
+            return self.x.double() @ weight.T
         product = torch.zeros(len(self.x), weight.shape[1], dtype=torch.float64)
         for group, (first, end) in enumerate(zip(self.bounds, self.bounds[1:], strict=False)):
             rows = slice(first * TILE_ROWS, end * TILE_ROWS)
-            product[rows] = self.x.detach()[rows].double() @ weight[group].T
+            product[rows] = self.x[rows].double() @ weight[group].T
         return product
 
 
@@ -108,7 +103,7 @@ def expected(case: Case, inputs: list[Inputs], rank: int) -> Tensor:
 def expected_gradients(case: Case, inputs: list[Inputs], rank: int, gradients: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Those of x and weight of a rank, in fp64, from the gradients of all ranks' results."""
     own = inputs[rank]
-    weight = own.weight.detach().double()
+    weight = own.weight.double()
     if own.scale is not None:
         weight *= own.scale.double()[..., None]
     if case.is_routed:
@@ -118,10 +113,10 @@ def expected_gradients(case: Case, inputs: list[Inputs], rank: int, gradients: l
         for group, (first, end) in enumerate(zip(own.bounds, own.bounds[1:], strict=False)):
             rows = slice(first * TILE_ROWS, end * TILE_ROWS)
             x_gradient[rows] = of_product[rows] @ weight[group]
-            weight_gradient[group] = of_product[rows].T @ own.x[rows].detach().double()
+            weight_gradient[group] = of_product[rows].T @ own.x[rows].double()
         return x_gradient, weight_gradient
     of_product = torch.cat([gradient.double().chunk(len(inputs))[rank] for gradient in gradients])
-    return of_product @ weight, of_product.T @ own.x.detach().double()
+    return of_product @ weight, of_product.T @ own.x.double()
 
 
 def routes_of(own: Inputs) -> Routes:
@@ -135,97 +130,8 @@ def call(workspace: GemmWorkspace, case: Case, own: Inputs) -> Tensor:
     return routed_gemm_all_to_all(workspace, own.x, own.weight, routes_of(own), own.scale)
 
 
-def run_calls(
-    cases: list[Case],
-    calls: int,
-    dtype: torch.dtype,
-    with_gradients: bool,
-    straggler: int,
-    delay_seconds: float,
-    mutate: Callable[[], None] | None,
-) -> list[str]:
-    """Calls of all cases in turn through one workspace; the last three results are held, and looked at later. Returns what
-    was wrong."""
-    if mutate is not None:
-        mutate()
-    gemm_tuning.override(SMALL_TILES)
-    rank = Rank.from_environment()
-    delays, wrong = random.Random(rank.index), []
-    held: list[tuple[int, Tensor, Tensor]] = []
-    with process_group(rank, torch.device("cpu")):
-        group = symmetric_group()
-        workspace = GemmWorkspace(
-            group, name="products", max_rows=MAX_ROWS, max_columns=MAX_COLUMNS, dtype=dtype, timeout_seconds=100.0
-        )
-        for number in range(calls):
-            case = cases[number % len(cases)]
-            inputs = draw(case, rank.world_size, number, dtype)
-            own = inputs[rank.index]
-            if delays.random() < 0.2 or rank.index == straggler:
-                time.sleep(delays.uniform(0, delay_seconds))
-            if with_gradients:
-                own.x.requires_grad_()
-                own.weight.requires_grad_(not case.fp8)
-            result = call(workspace, case, own)
-            held = [*held[-2:], (number, result.detach(), expected(case, inputs, rank.index))]
-            for earlier, given, right in held:
-                if found := difference(given, right, dtype):
-                    wrong.append(f"call {earlier}: {found}")
-            if with_gradients:
-                wrong += _wrong_gradients(case, inputs, rank.index, result, number, dtype)
-        workspace.raise_fault()
-        group.close()
-    return wrong
+def new_workspace(group: SymmetricGroup, dtype: torch.dtype = torch.float32) -> GemmWorkspace:
+    return GemmWorkspace(group, name="products", max_rows=MAX_ROWS, max_columns=MAX_COLUMNS, dtype=dtype, timeout_seconds=100.0)
 
 
-def _wrong_gradients(case: Case, inputs: list[Inputs], rank: int, result: Tensor, number: int, dtype: torch.dtype) -> list[str]:
-    own = inputs[rank]
-    shape = (SLOTS, case.columns) if case.is_routed else (case.rows, case.columns)
-    gradients = [
-        torch.randn(shape, generator=torch.Generator().manual_seed(100 * number + other)).to(dtype)
-        for other in range(len(inputs))
-    ]
-    result.backward(gradients[rank])
-    x_gradient, weight_gradient = expected_gradients(case, inputs, rank, gradients)
-    pairs: list[tuple[str, Tensor | None, Tensor]] = [("x", own.x.grad, x_gradient)]
-    if not case.fp8:
-        pairs.append(("weight", own.weight.grad, weight_gradient))
-    return [
-        f"call {number}, gradient of {name}: {found}"
-        for name, given, right in pairs
-        if given is None or (found := difference(given, right, dtype))
-    ]
-
-
-def difference(given: Tensor, right: Tensor, dtype: torch.dtype) -> str:
-    """What differs by more than the rounding of the dtype; empty if nothing does. NaN in ``right`` is not looked at."""
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}[dtype]
-    there = ~right.isnan()
-    scale = right[there].abs().max().item() if there.any() else 0.0
-    if given.shape != right.shape:
-        return f"shape {list(given.shape)} instead of {list(right.shape)}"
-    worst = (given.double() - right)[there].abs().max().item() if there.any() else 0.0
-    return "" if worst <= tolerance * max(1.0, scale) else f"differs by {worst:.3g}"
-
-
-def check(
-    cases: list[Case],
-    ranks: int,
-    calls: int,
-    dtype: torch.dtype = torch.float32,
-    *,
-    with_gradients: bool = False,
-    straggler: int = 1,
-    delay_seconds: float = 0.01,
-    mutate: Callable[[], None] | None = None,
-    hosts: Sequence[int] | None = None,
-) -> None:
-    """Every result and gradient of every rank is right to the rounding of the dtype, also while later calls are made.
-
-    Args:
-        hosts: number of each rank's host; None for one.
-    """
-    found: list[Any] = run_ranks(
-        ranks, on_hosts, hosts or (0,) * ranks, run_calls, cases, calls, dtype, with_gradients, straggler, delay_seconds, mutate
-    )
-    assert found == [[]] * ranks
+check = partial(check_calls, Operator(new_workspace, draw, call, expected, expected_gradients))

@@ -20,7 +20,8 @@ from dlrm_fused.ops.gemm_all_to_all.tuning import override
 from dlrm_fused.ops.gemm_all_to_all.weight_gradient import grouped_weight_gradient
 from dlrm_fused.symmetric import device
 from tests.distributed.launch import RankFailed
-from tests.ops.gemm_all_to_all.cases import SMALL_TILES, Case, check
+from tests.ops.checked_calls import SMALL_TILES
+from tests.ops.gemm_all_to_all.cases import Case, check
 
 pytestmark = pytest.mark.interpreted
 

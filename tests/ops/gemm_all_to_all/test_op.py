@@ -7,15 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, reference, routed_reference
+from dlrm_fused.ops.gemm_all_to_all import reference, routed_reference
 from dlrm_fused.ops.gemm_all_to_all.schedule import SCHEDULES
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import run_ranks
 from tests.ops.gemm_all_to_all.cases import (
     GROUPS,
-    MAX_COLUMNS,
-    MAX_ROWS,
     SLOTS,
     TILE_ROWS,
     Case,
@@ -23,6 +21,7 @@ from tests.ops.gemm_all_to_all.cases import (
     check,
     draw,
     expected,
+    new_workspace,
     routes_of,
 )
 
@@ -47,7 +46,7 @@ def results_and_gradients(fused: bool, case: Case) -> list[Tensor]:
         x, weight = own.x.requires_grad_(), own.weight.requires_grad_()
         if fused:
             group = symmetric_group()
-            workspace = GemmWorkspace(group, name="products", max_rows=MAX_ROWS, max_columns=MAX_COLUMNS, dtype=torch.float32)
+            workspace = new_workspace(group)
             result = call(workspace, case, own)
         elif case.is_routed:
             result = routed_reference(dist.group.WORLD, x, weight, routes_of(own))
@@ -73,7 +72,7 @@ def opcheck() -> None:
     rank = Rank.from_environment()
     with process_group(rank, torch.device("cpu")):
         group = symmetric_group()
-        workspace = GemmWorkspace(group, name="products", max_rows=MAX_ROWS, max_columns=MAX_COLUMNS, dtype=torch.float32)
+        workspace = new_workspace(group)
         operator = torch.ops.dlrm_fused.gemm_all_to_all.default
         own = draw(EQUAL, rank.world_size, 1, torch.float32)[rank.index]
         inputs = own.x.requires_grad_(), own.weight.requires_grad_(), None

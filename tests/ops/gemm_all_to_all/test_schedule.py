@@ -15,12 +15,12 @@ from dlrm_fused.ops.common import schedules
 from dlrm_fused.ops.common.gpus import GPUS, H100
 from dlrm_fused.ops.common.recorded import TILES_MEASURED_ON, recorded_schedules, recorded_tiles
 from dlrm_fused.ops.common.schedules import Schedules
-from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, gemm_all_to_all, tuning
+from dlrm_fused.ops.gemm_all_to_all import gemm_all_to_all, tuning
 from dlrm_fused.ops.gemm_all_to_all.schedule import by_rule, schedule_of
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import run_ranks
-from tests.ops.gemm_all_to_all.cases import MAX_COLUMNS, MAX_ROWS, Case, call, draw, expected
+from tests.ops.gemm_all_to_all.cases import Case, call, draw, expected, new_workspace
 
 EQUAL, WIDE = Case(72, 40, rows=24), Case(80, 40, rows=12)
 
@@ -82,7 +82,7 @@ def calls_by_auto(clocks: list[Clock], is_capturing: bool) -> tuple[dict[Any, st
     Schedules._can_measure = lambda self: not is_capturing  # type: ignore[method-assign]
     with process_group(rank, torch.device("cpu")):
         group = symmetric_group()
-        workspace = GemmWorkspace(group, name="products", max_rows=MAX_ROWS, max_columns=MAX_COLUMNS, dtype=torch.float32)
+        workspace = new_workspace(group)
         errors = []
         for number, case in enumerate([EQUAL, WIDE, EQUAL, EQUAL]):
             inputs = draw(case, rank.world_size, number, torch.float32)
@@ -129,7 +129,7 @@ def shapes_that_differ() -> None:
     Schedules._can_measure = lambda self: True  # type: ignore[method-assign]
     with process_group(rank, torch.device("cpu")):
         group = symmetric_group()
-        workspace = GemmWorkspace(group, name="products", max_rows=MAX_ROWS, max_columns=MAX_COLUMNS, dtype=torch.float32)
+        workspace = new_workspace(group)
         with pytest.raises(CommunicationError, match="differ in shapes or settings"):
             gemm_all_to_all(workspace, torch.ones(24, 40), torch.ones(72 + 4 * rank.index, 40))
 

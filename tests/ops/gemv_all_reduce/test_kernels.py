@@ -24,7 +24,7 @@ from dlrm_fused.ops.gemv_all_reduce.tuning import Blocks
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import run_ranks
-from tests.ops.gemm_all_to_all.cases import SMALL_TILES
+from tests.ops.checked_calls import SMALL_TILES
 
 pytestmark = pytest.mark.interpreted
 
