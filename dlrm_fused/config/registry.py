@@ -10,7 +10,7 @@ from enum import Enum, unique
 
 @unique
 class ModelKind(Enum):
-    """Models, by their :data:`dlrm_fused.models.BuildModel`."""
+    """Models, by their :data:`dlrm_fused.models.task.BuildModel`."""
 
     dlrm = "dlrm_fused.models.dlrm:build_dlrm"
     dcnv2 = "dlrm_fused.models.dlrm:build_dcnv2"

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from dlrm_fused.config import Config
     from dlrm_fused.datasets.dataset import Dataset
 
-__all__ = ["Dataset", "OpenDataset", "open_dataset"]
-
 # Opens the data set of a config; the device is the one where samples that are computed are made.
 OpenDataset = Callable[["Config", "torch.device"], "Dataset"]
 

@@ -166,14 +166,14 @@ class ExpertDLRM(nn.Module):
 
 
 def build_dlrm(config: Config, schema: DatasetSchema, device: torch.device, group: dist.ProcessGroup | None) -> nn.Module:
-    """Return the model of ``model.kind=dlrm``; a :data:`~dlrm_fused.models.BuildModel`."""
+    """Return the model of ``model.kind=dlrm``; a :data:`~dlrm_fused.models.task.BuildModel`."""
     shape, tables = config.model, embedding_tables(config.embedding, schema.sparse_features)
     top = top_widths(config, schema)
     return _with_experts(Dlrm(tables, len(schema.dense_features), shape.bottom_mlp, top), top, config, device, group)
 
 
 def build_dcnv2(config: Config, schema: DatasetSchema, device: torch.device, group: dist.ProcessGroup | None) -> nn.Module:
-    """Return the model of ``model.kind=dcnv2``; a :data:`~dlrm_fused.models.BuildModel`."""
+    """Return the model of ``model.kind=dcnv2``; a :data:`~dlrm_fused.models.task.BuildModel`."""
     shape, tables = config.model, embedding_tables(config.embedding, schema.sparse_features)
     dense_features, top = len(schema.dense_features), top_widths(config, schema)
     model = Dcnv2(tables, dense_features, shape.bottom_mlp, top, shape.cross_layers, shape.cross_rank)

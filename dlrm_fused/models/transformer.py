@@ -290,7 +290,7 @@ class TransformerDLRM(nn.Module):
 
 
 def build(config: Config, schema: DatasetSchema, device: torch.device, group: dist.ProcessGroup | None) -> nn.Module:
-    """Return the model of ``model.kind=transformer``, a :data:`~dlrm_fused.models.BuildModel`.
+    """Return the model of ``model.kind=transformer``, a :data:`~dlrm_fused.models.task.BuildModel`.
 
     The ranks of the group share the weights of its blocks: those of experts, or all.
     """

@@ -5,14 +5,3 @@ from dlrm_fused.symmetric.channel import Channel, abort_peers_on_error
 from dlrm_fused.symmetric.factory import symmetric_group
 from dlrm_fused.symmetric.memory import SymmetricGroup, SymmetricMemory
 from dlrm_fused.symmetric.peer_monitor import PeerMonitor, name_lost_peer
-
-__all__ = [
-    "BlockPool",
-    "Channel",
-    "PeerMonitor",
-    "SymmetricGroup",
-    "SymmetricMemory",
-    "abort_peers_on_error",
-    "name_lost_peer",
-    "symmetric_group",
-]

@@ -9,8 +9,6 @@ from dlrm_fused.doctor.findings import builds, devices, interfaces, links, versi
 from dlrm_fused.doctor.findings.finding import Finding, Level, exit_status
 from dlrm_fused.doctor.findings.links import judge_measurements
 
-__all__ = ["Finding", "Level", "exit_status", "judge_facts", "judge_measurements"]
-
 
 def judge_facts(ranks: Sequence[RankFacts]) -> list[Finding]:
     """Return all findings that follow from the facts of those ranks that sent them."""

@@ -29,24 +29,6 @@ from dlrm_fused.training.checkpoint.damage import set_aside_damaged
 from dlrm_fused.training.checkpoint.folder import CheckpointFolder, Progress
 from dlrm_fused.training.checkpoint.local_shards import LocalShards, State
 from dlrm_fused.training.checkpoint.restoring import restore, restore_model, restore_tensors
-from dlrm_fused.training.checkpoint.state import model_state, of_dense, optimizer_state, random_state
+from dlrm_fused.training.checkpoint.state import model_state, of_dense, optimizer_state
 from dlrm_fused.training.checkpoint.storage import RawReader, RawWriter
 from dlrm_fused.training.checkpoint.writer import CheckpointWriter
-
-__all__ = [
-    "CheckpointFolder",
-    "CheckpointWriter",
-    "LocalShards",
-    "Progress",
-    "RawReader",
-    "RawWriter",
-    "State",
-    "model_state",
-    "of_dense",
-    "optimizer_state",
-    "random_state",
-    "restore",
-    "restore_model",
-    "restore_tensors",
-    "set_aside_damaged",
-]

@@ -16,19 +16,3 @@ from dlrm_fused.training.runtime.rank import Rank
 from dlrm_fused.training.runtime.rendezvous import meeting_store, process_group
 from dlrm_fused.training.runtime.stop_request import Stopped, StopRequest
 from dlrm_fused.training.runtime.watchdog import Watchdog
-
-__all__ = [
-    "ErrorStore",
-    "Rank",
-    "StopRequest",
-    "Stopped",
-    "Watchdog",
-    "apply_numerics",
-    "choose_device",
-    "configure_logging",
-    "join_run",
-    "logger",
-    "meeting_store",
-    "process_group",
-    "run_with_error_reporting",
-]
