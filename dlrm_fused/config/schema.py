@@ -6,7 +6,7 @@ Enumerations are written by their names: ``embedding.sharding=row_wise``.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from pathlib import Path
 
 from dlrm_fused.config.registry import DataSource, ModelKind
@@ -45,107 +45,29 @@ class Compile(Enum):
     never = "never"
 
 
-class ExpertActivation(Enum):
-    """The function that an expert applies to its first product: silu(h), or silu(gate) * up, of two matrices."""
-
-    silu = "silu"
-    swiglu = "swiglu"
-
-
-class Gate(Enum):
-    """The weights of a token's experts: their probabilities or scores, divided by their sum."""
-
-    softmax = "softmax"
-    sigmoid = "sigmoid"
-
-
-class Sharding(Enum):
-    """Ways to spread embedding tables over ranks; ``auto`` lets the planner choose for each table."""
-
-    auto = "auto"
-    data_parallel = "data_parallel"
-    table_wise = "table_wise"
-    column_wise = "column_wise"
-    row_wise = "row_wise"
-    table_row_wise = "table_row_wise"
-    table_column_wise = "table_column_wise"
-    grid_shard = "grid_shard"
-
-
-class ComputeKernel(Enum):
-    """The memory that holds embedding weights.
-
-    ``fused``, which ``auto`` stands for: in the memory of the device. The others: in host memory that the GPU reads, with or
-    without a cache in its own.
-    """
-
-    auto = "auto"
-    fused = "fused"
-    fused_uvm = "fused_uvm"
-    fused_uvm_caching = "fused_uvm_caching"
-
-
-class TableDtype(Enum):
-    fp32 = "fp32"
-    fp16 = "fp16"
-
-
-class WireDtype(Enum):
-    """The number format in which pooled embeddings, or their gradients, cross the network."""
-
-    fp32 = "fp32"
-    fp16 = "fp16"
-    bf16 = "bf16"
-
-
-class OutputDtype(Enum):
-    """The number format of pooled embeddings, and of their gradients, as the dense part gets and gives them."""
-
-    # bf16 with training.precision=bf16 on GPUs, unless a format on the wire is set; else fp32.
-    auto = "auto"
-    fp32 = "fp32"
-    fp16 = "fp16"
-    bf16 = "bf16"
-
-
-class Precision(Enum):
-    """Arithmetic of the dense layers: ``tf32`` and ``bf16`` (autocast) keep fp32 master weights."""
-
-    fp32 = "fp32"
-    tf32 = "tf32"
-    bf16 = "bf16"
-
-
-class EmbeddingOptimizerKind(Enum):
-    rowwise_adagrad = "rowwise_adagrad"
-    adagrad = "adagrad"
-    sgd = "sgd"
-    adam = "adam"
-    rowwise_adam = "rowwise_adam"
-
-
-class CacheHints(Enum):
-    default = "default"
-    selected = "selected"
-
-
-class DenseOptimizerKind(Enum):
-    adagrad = "adagrad"
-    sgd = "sgd"
-    adam = "adam"
-
-
-class OnDamage(Enum):
-    """The action if the newest checkpoint is damaged: the run ends, or goes on from the last one that is intact."""
-
-    error = "error"
-    fallback = "fallback"
-
-
-class Split(Enum):
-    train = "train"
-    validation = "validation"
-    test = "test"
+# The function that an expert applies to its first product: silu(h), or silu(gate) * up, of two matrices.
+ExpertActivation = StrEnum("ExpertActivation", "silu swiglu")
+# The weights of a token's experts: their probabilities or scores, divided by their sum.
+Gate = StrEnum("Gate", "softmax sigmoid")
+# Ways to spread embedding tables over ranks; `auto` lets the planner choose for each table.
+Sharding = StrEnum("Sharding", "auto data_parallel table_wise column_wise row_wise table_row_wise table_column_wise grid_shard")
+# The memory that holds embedding weights. `fused`, which `auto` stands for: the device's. The others: host memory that the GPU
+# reads, with or without a cache in its own.
+ComputeKernel = StrEnum("ComputeKernel", "auto fused fused_uvm fused_uvm_caching")
+TableDtype = StrEnum("TableDtype", "fp32 fp16")
+# The number format in which pooled embeddings, or their gradients, cross the network.
+WireDtype = StrEnum("WireDtype", "fp32 fp16 bf16")
+# The number format of pooled embeddings, and of their gradients, as the dense part gets and gives them. `auto` is bf16 with
+# training.precision=bf16 on GPUs, unless a format on the wire is set; else fp32.
+OutputDtype = StrEnum("OutputDtype", "auto fp32 fp16 bf16")
+# Arithmetic of the dense layers: `tf32` and `bf16` (autocast) keep fp32 master weights.
+Precision = StrEnum("Precision", "fp32 tf32 bf16")
+EmbeddingOptimizerKind = StrEnum("EmbeddingOptimizerKind", "rowwise_adagrad adagrad sgd adam rowwise_adam")
+CacheHints = StrEnum("CacheHints", "default selected")
+DenseOptimizerKind = StrEnum("DenseOptimizerKind", "adagrad sgd adam")
+# The action if the newest checkpoint is damaged: the run ends, or goes on from the last one that is intact.
+OnDamage = StrEnum("OnDamage", "error fallback")
+Split = StrEnum("Split", "train validation test")
 
 
 def _is_dcnv2(config: Config) -> bool:
