@@ -25,7 +25,7 @@ from tqdm import tqdm
 from dlrm_fused.datasets.preparation.blocks import Block, count_lines, cut_blocks, first_line, split_blocks
 from dlrm_fused.datasets.preparation.criteo_lines import COLUMNS, DENSE_FEATURES, SPARSE_FEATURES, Rows, parse_lines
 from dlrm_fused.datasets.preparation.malformed import MalformedLines
-from dlrm_fused.datasets.preparation.processes import OrderedMap, ordered_map
+from dlrm_fused.datasets.preparation.parallel import OrderedMap, ordered_map
 from dlrm_fused.datasets.preparation.vocabulary import MISSING, Counts, IdCounter, Vocabulary, count_ids
 from dlrm_fused.datasets.preparation.writer import SCRATCH, SPLITS, NpyAppender, claim_output
 from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo, SparseFeature

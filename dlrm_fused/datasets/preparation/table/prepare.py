@@ -14,6 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from dlrm_fused.datasets.preparation.parallel import map_on_threads
 from dlrm_fused.datasets.preparation.table.choice import ColumnChoice, check_sparse, check_types, choose_sparse, grouping_column
 from dlrm_fused.datasets.preparation.table.describe import describe, suspects
 from dlrm_fused.datasets.preparation.table.files import TableFile, find_files, open_file, read_blocks
@@ -32,7 +33,6 @@ from dlrm_fused.datasets.preparation.table.splits import (
 )
 from dlrm_fused.datasets.preparation.table.survey import Question, Survey, survey_block
 from dlrm_fused.datasets.preparation.table.writing import write_set
-from dlrm_fused.datasets.preparation.threads import map_in_order
 from dlrm_fused.datasets.preparation.writer import PROPOSED_CONFIG, SCRATCH, SPLITS, new_output
 from dlrm_fused.datasets.schema import PreparedInfo
 from dlrm_fused.datasets.table_format import PLAIN, TableFormat
@@ -234,7 +234,7 @@ class _Table:
         """
         question = replace(self.question, counted=frozenset(counted))
         survey = Survey(question, scratch)
-        blocks = map_in_order(partial(survey_block, question=question), read_blocks(self.files, self.columns), self.workers)
+        blocks = map_on_threads(partial(survey_block, question=question), read_blocks(self.files, self.columns), self.workers)
         with tqdm(desc="reading", unit=" rows", unit_scale=True) as bar:
             for block in blocks:
                 survey.add(block)

@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from dlrm_fused.datasets.preparation.parallel import map_on_threads
 from dlrm_fused.datasets.preparation.table.columns import Categories, read_categories, read_labels, read_numbers, read_weights
 from dlrm_fused.datasets.preparation.table.files import Block, TableFile, read_blocks
 from dlrm_fused.datasets.preparation.table.interactions import InteractionColumns, InteractionFiles, Interactions
 from dlrm_fused.datasets.preparation.table.splits import Split
-from dlrm_fused.datasets.preparation.threads import map_in_order
 from dlrm_fused.datasets.preparation.writer import SPLITS, NpyAppender
 from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo, SparseFeature, labels_shape
 from dlrm_fused.datasets.storage import ranges
@@ -70,7 +70,7 @@ def write_set(
     with ExitStack() as stack:
         splits = [_SplitFiles(output / name, transformation, stack) for name in SPLITS]
         histories = stack.enter_context(InteractionFiles(output, transformation)) if interactions else None
-        for block in _with_progress(map_in_order(encode, read_blocks(files, columns), workers)):
+        for block in _with_progress(map_on_threads(encode, read_blocks(files, columns), workers)):
             _append(block, splits)
             if histories is not None:
                 first_label = block.labels.reshape(len(block.labels), -1)[:, 0]

@@ -1,4 +1,4 @@
-"""A map over worker processes whose results come in order, with a bounded number of them under way."""
+"""Maps over worker processes and over threads whose results come in order, with a bounded number of them under way."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import connection
@@ -41,22 +41,34 @@ def ordered_map(workers: int) -> Iterator[OrderedMap]:
     with _one_polars_thread():
         # Not forked: polars' threads would be missing in the child.
         pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_start_worker)
-
-        def run(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-            pending: deque[Future[Result]] = deque()
-            for item in items:
-                pending.append(pool.submit(function, item))
-                if len(pending) == workers + 2:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-
         try:
-            yield run
+            yield lambda function, items: _in_order(pool, function, items, workers + 2)
         except BrokenProcessPool:
             raise DataError(f"one of --workers={workers} was killed; if memory ran out, use fewer workers") from None
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def map_on_threads(function: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
+    """Map as the built-in ``map`` does: for work that NumPy and Arrow do without the interpreter lock.
+
+    At most ``workers + 1`` items are under way or waiting to be taken.
+    """
+    pool = ThreadPoolExecutor(workers)
+    try:
+        yield from _in_order(pool, function, items, workers + 1)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _in_order(pool: Executor, function: Callable[[Item], Result], items: Iterable[Item], most: int) -> Iterator[Result]:
+    pending: deque[Future[Result]] = deque()
+    for item in items:
+        pending.append(pool.submit(function, item))
+        if len(pending) == most:
+            yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()
 
 
 @contextmanager
