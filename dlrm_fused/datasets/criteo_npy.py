@@ -17,7 +17,6 @@ mlcommons/training.
 from __future__ import annotations
 
 import re
-import struct
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,11 +28,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dlrm_fused.checksums import map_bytes
 from dlrm_fused.config import Config, Split
 from dlrm_fused.datasets.batch import Samples, sparse_from_features
 from dlrm_fused.datasets.opening import folder_of, rows_of_tables
 from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
-from dlrm_fused.datasets.storage import check_array, check_finite, check_labels, map_array
+from dlrm_fused.datasets.storage import check_finite, check_labels, map_array
 from dlrm_fused.errors import ConfigError, DataError
 
 DENSE_NAMES = tuple(f"int_{i}" for i in range(13))
@@ -150,7 +150,7 @@ def _map_multi_hot(path: Path, samples: int) -> list[NDArray[Any]]:
             members = {info.filename: info for info in archive.infolist()}
     except (OSError, zipfile.BadZipFile) as error:
         raise DataError(f"{path}: damaged or truncated ({error}); make it again") from None
-    columns = []
+    data, columns = map_bytes(path), []
     for number in range(SPARSE_FEATURES):
         info = members.get(f"{number}.npy")
         name = f"{path}, member {number}"
@@ -160,25 +160,14 @@ def _map_multi_hot(path: Path, samples: int) -> list[NDArray[Any]]:
             raise DataError(
                 f"{name}: compressed, so it cannot be mapped; write the file with np.savez, not np.savez_compressed"
             )
-        try:
-            array = _map_member(path, info)
-        except (OSError, ValueError, EOFError, struct.error) as error:
-            raise DataError(f"{name}: damaged or truncated ({error}); make it again") from None
-        check_array(array, name, [samples, None], _INTEGERS)
-        columns.append(array)
+        columns.append(map_array(name, [samples, None], _INTEGERS, _member(data, info)))
     return columns
 
 
-def _map_member(path: Path, info: zipfile.ZipInfo) -> NDArray[Any]:
-    """Map an uncompressed ``.npy`` member of a zip file (PKWARE APPNOTE 4.3.7: local file header)."""
-    with path.open("rb") as file:
-        file.seek(info.header_offset + 26)
-        name_length, extra_length = struct.unpack("<HH", file.read(4))
-        file.seek(name_length + extra_length, 1)
-        version = np.lib.format.read_magic(file)
-        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, column_major, dtype = read_header(file)
-        return np.asarray(np.memmap(path, dtype, "r", file.tell(), shape, "F" if column_major else "C"))
+def _member(data: NDArray[np.uint8], info: zipfile.ZipInfo) -> NDArray[np.uint8]:
+    """Return the bytes of a zip file from an uncompressed member on (PKWARE APPNOTE 4.3.7: local file header)."""
+    header = data[info.header_offset :][:30].tobytes()
+    return data[info.header_offset + 30 + sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28)) :]
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,12 @@ _LONGEST_HEADER = 2**16 + 12  # of format 1.0
 
 
 def map_array(
-    path: Path, shape: Sequence[int | None], dtypes: Sequence[str], data: NDArray[np.uint8] | None = None
+    path: Path | str, shape: Sequence[int | None], dtypes: Sequence[str], data: NDArray[np.uint8] | None = None
 ) -> NDArray[Any]:
     """Map a ``.npy`` file.
 
     Args:
-        path: the file.
+        path: the file, or its name in messages if ``data`` is given.
         shape: what it must be; None is any number.
         dtypes: names of the NumPy types it may have.
         data: its bytes, if it is mapped already. Each mapping keeps a file open.
@@ -41,7 +41,7 @@ def map_array(
         DataError: names the file, if it is missing, truncated, or of another shape or type.
     """
     try:
-        array = _array_in(map_bytes(path) if data is None else data)
+        array = _array_in(map_bytes(Path(path)) if data is None else data)
     except FileNotFoundError:
         raise DataError(f"{path}: missing") from None
     except (OSError, ValueError, TypeError) as error:
