@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from dlrm_fused.datasets.feature_names import check_names
+from dlrm_fused.datasets.preparation.table.arrow import is_list, is_text
 from dlrm_fused.datasets.preparation.table.files import TableFile
 from dlrm_fused.datasets.transformation import SparseColumn, Values, file_stem
 from dlrm_fused.errors import DataError
@@ -158,19 +159,19 @@ def _sparse_column(files: Sequence[TableFile], option: str, name: str, separator
 def _held(file: TableFile, option: str, name: str, separator: str) -> tuple[Values, bool] | None:
     """Return the kind of a column's values, and whether it holds lists; None for a column without type: all are missing."""
     data_type = file.schema.field(name).type
-    is_list = _is_list(data_type)
-    found = _described(data_type.value_type if is_list else data_type)
+    has_lists = is_list(data_type)
+    found = _described(data_type.value_type if has_lists else data_type)
     if found is None:
         return None
-    if separator and (is_list or found != Values.text.name):
-        raise DataError(f"--separated {name}: {found if not is_list else 'lists'} in {file.path}; allowed: a column of text")
+    if separator and (has_lists or found != Values.text.name):
+        raise DataError(f"--separated {name}: {'lists' if has_lists else found} in {file.path}; allowed: a column of text")
     if found == _NUMBERS:  # perhaps whole ones; reading them tells
         found = Values.integer.name
     if found not in Values.__members__:
         raise DataError(
             f"{option} {name}: {data_type} in {file.path}; allowed: text, whole numbers, and lists of them; cast the column"
         )
-    return Values[found], is_list or bool(separator)
+    return Values[found], has_lists or bool(separator)
 
 
 def _described(data_type: pa.DataType) -> str | None:
@@ -184,14 +185,9 @@ def _described(data_type: pa.DataType) -> str | None:
         return Values.integer.name
     if types.is_floating(data_type) or types.is_decimal(data_type):
         return _NUMBERS
-    if types.is_string(data_type) or types.is_large_string(data_type) or types.is_string_view(data_type):
+    if is_text(data_type):
         return Values.text.name
-    return _LIST if _is_list(data_type) else str(data_type)
-
-
-def _is_list(data_type: pa.DataType) -> bool:
-    types = pa.types
-    return types.is_list(data_type) or types.is_large_list(data_type) or types.is_fixed_size_list(data_type)
+    return _LIST if is_list(data_type) else str(data_type)
 
 
 def _phrase(values: Values, is_list: bool) -> str:

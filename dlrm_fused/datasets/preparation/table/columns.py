@@ -6,13 +6,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from dlrm_fused.datasets.preparation.table.arrow import (
+    as_text,
+    decoded,
+    first_failing,
+    is_text,
+    null_where,
+    shown,
+    trimmed,
+    without_nan,
+)
 from dlrm_fused.datasets.preparation.table.files import Block
 from dlrm_fused.datasets.storage import ranges
 from dlrm_fused.datasets.transformation import Int, SparseColumn, Values, integer_keys, text_keys
@@ -82,7 +91,7 @@ def read_labels(block: Block, name: str) -> NDArray[np.uint8]:
     numbers = _numbers(block, name, "--label")
     wrong = np.flatnonzero((numbers != 0) & (numbers != 1))
     if wrong.size:
-        _refuse(block, name, "--label", int(wrong[0]), "0 and 1; derive such a column, or leave the row out")
+        block.refuse(name, "--label", int(wrong[0]), "0 and 1; derive such a column, or leave the row out")
     return numbers.astype(np.uint8)
 
 
@@ -95,7 +104,7 @@ def read_weights(block: Block, name: str) -> NDArray[np.float32]:
     numbers = _numbers(block, name, "--sample-weight")
     wrong = np.flatnonzero(~((numbers >= 0) & (numbers <= LARGEST_FLOAT32)))
     if wrong.size:
-        _refuse(block, name, "--sample-weight", int(wrong[0]), "finite numbers, 0 or more; mend the value or leave the row out")
+        block.refuse(name, "--sample-weight", int(wrong[0]), "finite numbers, 0 or more; mend the value or leave the row out")
     return numbers.astype(np.float32)
 
 
@@ -108,7 +117,7 @@ def read_numbers(block: Block, name: str, nulls: NullMarkers = NONE) -> NDArray[
     numbers = _numbers(block, name, "--dense", nulls)
     wrong = np.flatnonzero(np.abs(numbers) > LARGEST_FLOAT32)
     if wrong.size:
-        _refuse(block, name, "--dense", int(wrong[0]), "finite numbers of float32; mend the value or leave it empty")
+        block.refuse(name, "--dense", int(wrong[0]), "finite numbers of float32; mend the value or leave it empty")
     return numbers
 
 
@@ -120,7 +129,7 @@ def read_categories(block: Block, column: SparseColumn, nulls: NullMarkers = NON
     """
     array = block.columns[column.name]
     if column.separator:
-        array = pc.split_pattern(_without_markers(_as_text(array), nulls), column.separator)
+        array = pc.split_pattern(_without_markers(as_text(array), nulls), column.separator)
     if not column.is_list:
         return Categories(*_distinct(block, column, array, None, nulls), None)
     lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy().astype(np.int64)
@@ -136,17 +145,17 @@ def read_categories(block: Block, column: SparseColumn, nulls: NullMarkers = NON
 
 def read_texts(block: Block, name: str) -> pa.StringArray:
     """Return values of a column in n rows as texts: [n]."""
-    return _as_text(block.columns[name])
+    return as_text(block.columns[name])
 
 
 def _numbers(block: Block, name: str, option: str, nulls: NullMarkers = NONE) -> NDArray[np.float64]:
-    array = _decoded(block.columns[name])
+    array = decoded(block.columns[name])
     try:
         numbers = _parsed(array, nulls, _float)
     except pa.ArrowInvalid:
-        at = _first_failing(array, lambda part: _parsed(part, nulls, _float))
+        at = first_failing(array, lambda part: _parsed(part, nulls, _float))
         remedy = f"; {NULL_VALUES} says which values stand for missing ones" if option == "--dense" else ""
-        _refuse(block, name, option, at, f"numbers, empty where missing{remedy}")
+        block.refuse(name, option, at, f"numbers, empty where missing{remedy}")
     found = pc.fill_null(numbers, np.nan).to_numpy(zero_copy_only=False)
     return np.where(np.isin(found, list(nulls.numbers)), np.nan, found) if nulls.numbers else found
 
@@ -156,14 +165,14 @@ def _distinct(
 ) -> tuple[pa.Array, NDArray[np.int32]]:
     """Distinct values, and which of them each value is."""
     convert = partial(_wholes if column.values is Values.integer else _texts, nulls=nulls)
-    array = _without_nan(_decoded(array))
+    array = without_nan(decoded(array))
     try:
         encoded = convert(array).dictionary_encode()
     except pa.ArrowInvalid:
-        at = _first_failing(array, convert)
+        at = first_failing(array, convert)
         row = at if lengths is None else int(np.searchsorted(lengths.cumsum(), at, side="right"))
         raise DataError(
-            f"--sparse {column.name}: {_shown(array[at].as_py())} in {block.where(row)}; allowed: whole numbers of 64 bits"
+            f"--sparse {column.name}: {shown(array[at].as_py())} in {block.where(row)}; allowed: whole numbers of 64 bits"
             f"{', as in the rest of the column' if column.values is Values.integer else ' or text'}; write all values as text, "
             f"mend this one, or name it in {NULL_VALUES} if it stands for a missing one"
         ) from None
@@ -175,9 +184,9 @@ def _distinct(
 
 def _texts(array: pa.Array, nulls: NullMarkers) -> pa.Array:
     """Return values of a sparse column of texts; null for a missing one."""
-    texts = _without_markers(_as_text(pc.cast(array, pa.int64()) if pa.types.is_floating(array.type) else array), nulls)
+    texts = _without_markers(as_text(pc.cast(array, pa.int64()) if pa.types.is_floating(array.type) else array), nulls)
     empty = pc.equal(texts, "")
-    return pc.if_else(empty, pa.scalar(None, pa.string()), texts) if pc.any(empty).as_py() else texts
+    return null_where(empty, texts) if pc.any(empty).as_py() else texts
 
 
 def _wholes(array: pa.Array, nulls: NullMarkers) -> pa.Array:
@@ -186,8 +195,7 @@ def _wholes(array: pa.Array, nulls: NullMarkers) -> pa.Array:
     markers = [marker for marker in nulls.wholes if wholes.type == WIDE or marker < 2**63]
     if not markers:
         return wholes
-    is_marker = pc.is_in(wholes, pa.array(map(Decimal, markers), WIDE).cast(wholes.type))
-    return pc.if_else(is_marker, pa.scalar(None, wholes.type), wholes)
+    return null_where(pc.is_in(wholes, pa.array(map(Decimal, markers), WIDE).cast(wholes.type)), wholes)
 
 
 def _float(array: pa.Array) -> pa.Array:
@@ -200,7 +208,7 @@ def _whole(array: pa.Array) -> pa.Array:
     except pa.ArrowInvalid:
         if pa.types.is_floating(array.type):  # beyond int64, one tells no whole number from the next ones
             raise
-        if _is_text(array.type) and not pc.all(pc.match_substring_regex(array, "^-?[0-9]+$")).as_py():
+        if is_text(array.type) and not pc.all(pc.match_substring_regex(array, "^-?[0-9]+$")).as_py():
             raise
         wide = pc.cast(array, WIDE)
         limits = {at: int(value or 0) for at, value in pc.min_max(wide).as_py().items()}
@@ -215,9 +223,9 @@ def _parsed(array: pa.Array, nulls: NullMarkers, parse: Callable[[pa.Array], pa.
     Raises:
         pa.ArrowInvalid: if a value is none.
     """
-    if not _is_text(array.type):
+    if not is_text(array.type):
         return parse(array)
-    texts = _without_markers(_trimmed(array), nulls)
+    texts = _without_markers(trimmed(array), nulls)
     try:
         return parse(texts)
     except pa.ArrowInvalid:
@@ -229,65 +237,4 @@ def _parsed(array: pa.Array, nulls: NullMarkers, parse: Callable[[pa.Array], pa.
 
 def _without_markers(texts: pa.Array, nulls: NullMarkers) -> pa.Array:
     """Null in place of the texts that stand for a missing value."""
-    if not nulls.markers:
-        return texts
-    is_marker = pc.is_in(texts, pa.array(nulls.markers, texts.type))
-    return pc.if_else(is_marker, pa.scalar(None, texts.type), texts)
-
-
-def _without_nan(array: pa.Array) -> pa.Array:
-    """Null in place of NaN: whole numbers with missing ones are floats, as pandas writes them."""
-    if not pa.types.is_floating(array.type):
-        return array
-    return pc.if_else(pc.is_nan(array), pa.scalar(None, array.type), array)
-
-
-def _decoded(array: pa.Array) -> pa.Array:
-    """Return the values of a dictionary."""
-    return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
-
-
-def _as_text(array: pa.Array) -> pa.Array:
-    return array if array.type == pa.string() else pc.cast(array, pa.string())
-
-
-def _trimmed(array: pa.Array) -> pa.Array:
-    """Texts without blanks around them, and without those of blanks only; other arrays as they are."""
-    if not _is_text(array.type):
-        return array
-    trimmed = pc.utf8_trim_whitespace(_as_text(array))
-    return pc.if_else(pc.equal(trimmed, ""), pa.scalar(None, pa.string()), trimmed)
-
-
-def _is_text(data_type: pa.DataType) -> bool:
-    return pa.types.is_string(data_type) or pa.types.is_large_string(data_type) or pa.types.is_string_view(data_type)
-
-
-def _first(mask: pa.Array) -> int:
-    return int(np.flatnonzero(mask.to_numpy(zero_copy_only=False))[0])
-
-
-def _first_failing(array: pa.Array, convert: Callable[[pa.Array], pa.Array]) -> int:
-    """Position of the first value that cannot be converted; there is one."""
-    low, high = 0, len(array)
-    while high - low > 1:
-        middle = (low + high) // 2
-        try:
-            convert(array.slice(low, middle - low))
-        except pa.ArrowInvalid:
-            high = middle
-        else:
-            low = middle
-    return low
-
-
-def _refuse(block: Block, name: str, option: str, row: int, allowed: str) -> Any:
-    raise DataError(
-        f"{option} {name}: {_shown(block.columns[name][row].as_py())} in {block.where(row)}; allowed: {allowed}"
-    ) from None
-
-
-def _shown(value: object) -> str:
-    if value is None:
-        return "a missing value"
-    return repr(value)[:60] if isinstance(value, str) else str(value)[:60]
+    return null_where(pc.is_in(texts, pa.array(nulls.markers, texts.type)), texts) if nulls.markers else texts

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet
 
+from dlrm_fused.datasets.preparation.table.arrow import shown, trimmed
 from dlrm_fused.datasets.preparation.table.text_files import (
     COMPRESSIONS,
     CSV,
@@ -92,9 +93,8 @@ class Block:
 
     def refuse(self, column: str, option: str, row: int, allowed: str) -> NoReturn:
         """Raise DataError of a value, where ``option`` names its column."""
-        value = self.columns[column][row].as_py()
-        shown = "a missing value" if value is None else (repr(value) if isinstance(value, str) else str(value))[:60]
-        raise DataError(f"{option} {column}: {shown} in {self.where(row)}; allowed: {allowed}") from None
+        value = shown(self.columns[column][row].as_py())
+        raise DataError(f"{option} {column}: {value} in {self.where(row)}; allowed: {allowed}") from None
 
 
 def find_files(patterns: Sequence[str], option: str = "--input") -> list[Path]:
@@ -276,10 +276,7 @@ def _converted(array: pa.Array, column: str, file: TableFile) -> pa.Array:
                 f"--input {file.path}: column {column} holds bytes that are not text in UTF-8; write them as text, or leave "
                 "the column out"
             ) from None
-    if file.is_text and file.table_format.trim:
-        trimmed = pc.utf8_trim_whitespace(array)
-        array = pc.if_else(pc.equal(trimmed, ""), pa.scalar(None, pa.string()), trimmed)
-    return array
+    return trimmed(array) if file.is_text and file.table_format.trim else array
 
 
 def _open_ipc(source: pa.NativeFile) -> pa.RecordBatchFileReader | pa.RecordBatchStreamReader:

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from dlrm_fused.datasets.preparation.table.arrow import decoded, first_failing, is_text, null_where, trimmed, without_nan
 from dlrm_fused.datasets.preparation.table.files import Block
 from dlrm_fused.datasets.table_format import UNITS, fewest_digits, parse_time
 from dlrm_fused.datasets.transformation import Int
@@ -36,13 +37,13 @@ def read_times(block: Block, name: str, option: str, time_format: str) -> Int:
     Raises:
         DataError: if one is missing, not a time, or in the future.
     """
-    array = _decoded(block.columns[name])
+    array = decoded(block.columns[name])
     if not _can_hold_times(array.type):
         block.refuse(name, option, 0, f"{_ALLOWED}; the column is of type {array.type}")
     try:
         times = _microseconds(array, time_format)
     except ValueError:
-        row = _first_wrong(array, time_format)
+        row = first_failing(array, lambda part: _microseconds(part, time_format))
         allowed = f"what --time-format {time_format} says" if time_format else f"{_ALLOWED}; --time-format tells another format"
         block.refuse(name, option, row, f"{allowed}{_remedy(array[row].as_py())}")
     if times.null_count:
@@ -74,7 +75,7 @@ class TimeSurvey:
         times = read_times(block, self._name, self._option, self._time_format)
         self._example = self._example or block
         if self._dates:
-            numbers = _numbers(_decoded(block.columns[self._name]))
+            numbers = _numbers(decoded(block.columns[self._name]))
             self._dates = tuple(date for date in self._dates if numbers is not None and _fits(numbers, date))
         self._first, self._last = min(self._first, int(times.min())), max(self._last, int(times.max()))
         return times
@@ -98,7 +99,7 @@ class TimeSurvey:
         return f"{first.isoformat()} to {last.isoformat()} UTC, read as {self._read_as(self._example)}"
 
     def _read_as(self, block: Block) -> str:
-        array = _decoded(block.columns[self._name])
+        array = decoded(block.columns[self._name])
         if _is_typed(array.type):
             return str(array.type)
         if self._time_format in UNITS or (not self._time_format and _numbers(array) is not None):
@@ -106,23 +107,15 @@ class TimeSurvey:
         return self._time_format or "ISO 8601"
 
 
-def _decoded(array: pa.Array) -> pa.Array:
-    return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
-
-
 def _is_typed(data_type: pa.DataType) -> bool:
     """Return whether a column says itself that it holds times."""
     return bool(pa.types.is_timestamp(data_type) or pa.types.is_date(data_type))
 
 
-def _is_text(data_type: pa.DataType) -> bool:
-    return bool(pa.types.is_string(data_type) or pa.types.is_large_string(data_type) or pa.types.is_string_view(data_type))
-
-
 def _can_hold_times(data_type: pa.DataType) -> bool:
     types = pa.types
     is_number = types.is_integer(data_type) or types.is_floating(data_type) or types.is_decimal(data_type)
-    return is_number or _is_text(data_type) or _is_typed(data_type) or types.is_null(data_type)
+    return is_number or is_text(data_type) or _is_typed(data_type) or types.is_null(data_type)
 
 
 def _microseconds(array: pa.Array, time_format: str) -> pa.Array:
@@ -140,21 +133,14 @@ def _microseconds(array: pa.Array, time_format: str) -> pa.Array:
         return _by_unit(numbers, time_format or "s")
     if time_format:
         raise ValueError("not a number")
-    return _by_iso(_trimmed(array))
-
-
-def _trimmed(texts: pa.Array) -> pa.Array:
-    trimmed = pc.utf8_trim_whitespace(pc.cast(texts, pa.string()))
-    return pc.if_else(pc.equal(trimmed, ""), pa.scalar(None, pa.string()), trimmed)
+    return _by_iso(trimmed(array))
 
 
 def _numbers(array: pa.Array) -> pa.Array | None:
     """Return numbers, or texts of numbers: int64 where all are whole, otherwise float64; None if something else is there."""
     if _is_typed(array.type):
         return None
-    values = _trimmed(array) if _is_text(array.type) else array
-    if pa.types.is_floating(values.type):
-        values = pc.if_else(pc.is_nan(values), pa.scalar(None, values.type), values)
+    values = without_nan(trimmed(array))
     example = values.drop_null()[:1]  # asked first, since casting many texts that are no numbers is slow
     for data_type, safe in ((pa.int64(), True), (pa.float64(), False)):
         try:
@@ -179,16 +165,15 @@ def _by_unit(numbers: pa.Array, unit: str) -> pa.Array:
 
 def _by_iso(texts: pa.Array) -> pa.Array:
     has_zone = pc.fill_null(pc.match_substring_regex(texts, _HAS_ZONE), False)
-    none = pa.scalar(None, pa.string())
-    with_zone = pc.cast(pc.if_else(has_zone, texts, none), pa.timestamp("ns", "UTC"))
-    without = pc.cast(pc.if_else(has_zone, none, texts), pa.timestamp("ns"))
+    with_zone = pc.cast(null_where(pc.invert(has_zone), texts), pa.timestamp("ns", "UTC"))
+    without = pc.cast(null_where(has_zone, texts), pa.timestamp("ns"))
     return _by_unit(pc.coalesce(with_zone.cast(pa.int64()), without.cast(pa.int64())), "ns")
 
 
 def _by_format(array: pa.Array, time_format: str) -> pa.Array:
     """Parse each distinct text of the block once, since ``datetime.strptime`` is slow."""
-    if _is_text(array.type):
-        texts = _trimmed(array)
+    if is_text(array.type):
+        texts = trimmed(array)
     else:
         numbers = _numbers(array)
         if numbers is None or not pa.types.is_integer(numbers.type):
@@ -224,17 +209,3 @@ def _remedy(value: object) -> str:
     units = [unit for unit in UNITS if latest / 4 < number * _PER_UNIT[unit] <= latest]
     guesses = [f"--time-format {guess}" for guess in (*units, *(f"'{date}'" for date in fitting))]
     return f"; try {' or '.join(guesses)}" if guesses else "; is the unit another one?"
-
-
-def _first_wrong(array: pa.Array, time_format: str) -> int:
-    """Position of the first value that is not a time; there is one."""
-    low, high = 0, len(array)
-    while high - low > 1:
-        middle = (low + high) // 2
-        try:
-            _microseconds(array.slice(low, middle - low), time_format)
-        except ValueError:
-            high = middle
-        else:
-            low = middle
-    return low
