@@ -6,8 +6,9 @@ import argparse
 import errno
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from dlrm_fused.config import SyntheticConfig
 from dlrm_fused.datasets.one_class import splits_of_one_class
@@ -64,6 +65,11 @@ def _parser(program: str) -> argparse.ArgumentParser:
     return parser
 
 
+def _options(kind: type[Any], args: argparse.Namespace) -> Any:
+    """Return options of this dataclass, each with the value of the argument of its name."""
+    return kind(**{field.name: getattr(args, field.name) for field in fields(kind)})
+
+
 def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder for the prepared set")
     parser.add_argument("--overwrite", action="store_true", help="replace a prepared set that is there already")
@@ -106,18 +112,7 @@ def _add_movielens(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     )
     _max_malformed(parser)
     parser.set_defaults(
-        prepare=lambda args: prepare_movielens(
-            MovieLensOptions(
-                args.source,
-                args.output,
-                args.like_rating,
-                SplitBy[args.split],
-                args.seed,
-                args.max_malformed,
-                args.overwrite,
-                args.history,
-            )
-        )
+        prepare=lambda args: prepare_movielens(replace(_options(MovieLensOptions, args), split=SplitBy[args.split]))
     )
 
 
@@ -147,21 +142,7 @@ def _add_criteo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--torchrec", action="store_true", help="give the tensors of TorchRec's BinaryCriteoUtils")
     parser.add_argument("--workers", type=int, default=available_cores(), help="processes (default: one for each core)")
     _max_malformed(parser)
-    parser.set_defaults(
-        prepare=lambda args: prepare_criteo(
-            CriteoOptions(
-                input=args.input,
-                output=args.output,
-                hash_rows=args.hash_rows,
-                min_frequency=args.min_frequency,
-                held_out=args.held_out,
-                torchrec=args.torchrec,
-                workers=args.workers,
-                max_malformed=args.max_malformed,
-                overwrite=args.overwrite,
-            )
-        )
-    )
+    parser.set_defaults(prepare=lambda args: prepare_criteo(_options(CriteoOptions, args)))
 
 
 def _add_synthetic(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -190,9 +171,7 @@ def _add_parquet(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--row-group-rows", type=_positive, default=ROW_GROUP_ROWS, metavar="N", help=f"default {ROW_GROUP_ROWS}"
     )
-    parser.set_defaults(
-        prepare=lambda args: write_parquet(ParquetOptions(args.input, args.output, args.row_group_rows)),
-    )
+    parser.set_defaults(prepare=lambda args: write_parquet(_options(ParquetOptions, args)))
 
 
 def _positive(text: str) -> int:
@@ -206,5 +185,4 @@ def _prepare_synthetic(args: argparse.Namespace) -> PreparedInfo:
     # Imported here, since it needs torch, which takes seconds to load.
     from dlrm_fused.datasets.preparation.synthetic import SyntheticOptions, prepare_synthetic
 
-    settings = SyntheticConfig(**{field.name: getattr(args, field.name) for field in fields(SyntheticConfig)})
-    return prepare_synthetic(SyntheticOptions(args.output, settings, args.seed, args.overwrite))
+    return prepare_synthetic(SyntheticOptions(args.output, _options(SyntheticConfig, args), args.seed, args.overwrite))

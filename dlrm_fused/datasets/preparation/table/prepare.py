@@ -51,13 +51,7 @@ MAX_ROWS = 2**31 - 1
 
 @dataclass(frozen=True)
 class SplitOptions:
-    """
-    Attributes:
-        held_out: share of the rows that are not for training, half for validation and half for the test.
-        seed: of the random split.
-        by_time: column of times; the newest rows are held out. Empty: drawn at random.
-        by_column: column of the splits' names. Empty: there is none.
-    """
+    """The options that say which rows are held out, of which the help of ``data/prepare.py table`` has the meaning."""
 
     held_out: float = 0.2
     seed: int = 1
@@ -86,20 +80,7 @@ class SplitOptions:
 
 @dataclass(frozen=True)
 class TableOptions:
-    """
-    Attributes:
-        input: files, or patterns that name files; empty where ``split_files`` names them.
-        dense: columns, and what becomes of their values.
-        separated: separators of text columns that hold several values each.
-        min_frequency: values that occur less often in training rows share one id.
-        hash_buckets: rows of the tables of columns whose values are hashed instead.
-        history: what histories are made of; None for none.
-        sample_weight: column of what each row counts; empty for none.
-        null_values: values of dense and sparse columns that are missing ones.
-        workers: threads.
-        table_format: how the files are written.
-        split_files: likewise, by the split that their rows are for.
-    """
+    """The options of ``data/prepare.py table``, whose help says what each means."""
 
     input: tuple[str, ...]
     output: Path
@@ -121,15 +102,7 @@ class TableOptions:
 
 @dataclass(frozen=True)
 class ApplyOptions:
-    """
-    Attributes:
-        transformation: a prepared set.
-        input: files, or patterns that name files; empty where ``split_files`` names them.
-        split: None: all rows are for the test.
-        workers: threads.
-        table_format: what is other than in the files that the transformation was made for, by names of :class:`TableFormat`.
-        split_files: files, or patterns, by the split that their rows are for.
-    """
+    """The options of ``data/prepare.py apply``, whose help says what each means; without ``split`` all rows are for the test."""
 
     transformation: Path
     input: tuple[str, ...]
