@@ -27,7 +27,7 @@ from dlrm_fused.datasets.preparation.criteo_lines import COLUMNS, DENSE_FEATURES
 from dlrm_fused.datasets.preparation.malformed import MalformedLines
 from dlrm_fused.datasets.preparation.parallel import OrderedMap, ordered_map
 from dlrm_fused.datasets.preparation.vocabulary import MISSING, Counts, IdCounter, Vocabulary, count_ids
-from dlrm_fused.datasets.preparation.writer import SCRATCH, SPLITS, NpyAppender, claim_output
+from dlrm_fused.datasets.preparation.writer import SCRATCH, SPLITS, SplitFiles, claim_output
 from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo, SparseFeature
 from dlrm_fused.errors import DataError
 
@@ -39,16 +39,7 @@ INPUT_BYTES_PER_COUNT_BYTE = 1000
 
 @dataclass(frozen=True)
 class CriteoOptions:
-    """
-    Attributes:
-        input: a file in Kaggle's layout, or a folder with ``train.txt`` or ``day_*``; also ``.gz``.
-        hash_rows: ids are taken modulo this; 0 numbers the frequent ones instead.
-        min_frequency: ids that occur less often in the training split share one row.
-        held_out: last part of a single file, halved into validation and test; of several files, the last is halved.
-        torchrec: give the tensors of TorchRec's BinaryCriteoUtils.
-        workers: processes.
-        max_malformed: largest share of malformed lines.
-    """
+    """The options of ``data/prepare.py criteo``, whose help says what each means."""
 
     input: Path
     output: Path
@@ -193,12 +184,13 @@ class _Preparation:
                 encoding = replace(encoding, dense_min=dense_min if options.torchrec else None)
             if not options.hash_rows:
                 rows = [vocabulary.rows for vocabulary in _vocabularies(self._scratch)]
-            samples, malformed = self._write(run, encoding)
+            features = tuple(SparseFeature(name, count) for name, count in zip(SPARSE_FEATURES, rows, strict=True))
+            schema = DatasetSchema(DENSE_FEATURES, features)
+            samples, malformed = self._write(run, encoding, schema)
         shutil.rmtree(self._scratch)
         if malformed.count:
             print(malformed.report(), file=sys.stderr)
-        features = tuple(SparseFeature(name, count) for name, count in zip(SPARSE_FEATURES, rows, strict=True))
-        return PreparedInfo(DatasetSchema(DENSE_FEATURES, features), samples, self._origin(malformed))
+        return PreparedInfo(schema, samples, self._origin(malformed))
 
     def _origin(self, malformed: MalformedLines) -> dict[str, Any]:
         origin = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self._options).items()}
@@ -256,17 +248,17 @@ class _Preparation:
             Vocabulary.write(self._scratch / name, counter.frequent(options.min_frequency, limit))
         return dense_min
 
-    def _write(self, run: OrderedMap, encoding: Encoding) -> tuple[dict[str, int], MalformedLines]:
+    def _write(self, run: OrderedMap, encoding: Encoding, schema: DatasetSchema) -> tuple[dict[str, int], MalformedLines]:
         with ExitStack() as stack:
-            files = {split: _SplitFiles(self._options.output / split, stack) for split in SPLITS}
+            files = {split: SplitFiles(self._options.output / split, schema, stack) for split in SPLITS}
             malformed = MalformedLines(self._options.max_malformed)
             items = ((task, encoding) for task in self._tasks())
             for encoded in self._watch("writing", run(_encode_block, items), malformed):
-                files[encoded.task.split].append(encoded)
+                files[encoded.task.split].append(encoded.labels, encoded.dense, encoded.ids, {})
         for split, written in files.items():
-            if not written.labels.rows:
+            if not written.ids.rows:
                 raise DataError(f"{self._files[-1]}: no well-formed line for the {split} split")
-        return {split: written.labels.rows for split, written in files.items()}, malformed
+        return {split: written.ids.rows for split, written in files.items()}, malformed
 
     def _watch(self, what: str, results: Iterator[Any], malformed: MalformedLines | None = None) -> Iterator[Any]:
         """Pass results through, showing progress and counting malformed lines."""
@@ -284,18 +276,6 @@ class _Preparation:
                 bar.update(bytes_before + block.progress - bar.n)
                 yield result
         malformed.finish()
-
-
-class _SplitFiles:
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self.labels = stack.enter_context(NpyAppender(folder / "labels.npy", np.uint8))
-        self._dense = stack.enter_context(NpyAppender(folder / "dense.npy", np.float32, (len(DENSE_FEATURES),)))
-        self._ids = stack.enter_context(NpyAppender(folder / "single.npy", np.int32, (len(SPARSE_FEATURES),)))
-
-    def append(self, rows: Encoded) -> None:
-        self.labels.append(rows.labels)
-        self._dense.append(rows.dense)
-        self._ids.append(rows.ids)
 
 
 def _progress(what: str, total: int) -> tqdm[Any]:

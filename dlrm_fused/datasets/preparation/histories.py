@@ -7,15 +7,16 @@ is that of their items: it must depend neither on labels nor on the order of a f
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_fused.datasets.preparation.writer import write_array
-from dlrm_fused.datasets.schema import INTERACTIONS
-from dlrm_fused.datasets.transformation import file_stem
+from dlrm_fused.datasets.preparation.writer import IdFiles
+from dlrm_fused.datasets.schema import INTERACTIONS, SparseFeature
 
 Int = NDArray[np.int64]
 GAP_ROWS = 32
@@ -67,19 +68,18 @@ def count_earlier(keys: Int, times: Int) -> Int:
     return find_histories(keys, np.zeros_like(keys), times, 0).earlier
 
 
-def write_interactions(output: Path, single: Int, jagged: dict[str, tuple[Int, Int]]) -> None:
-    """Write the folder ``interactions``.
+def write_interactions(
+    output: Path, features: Sequence[SparseFeature], single: Int, jagged: Mapping[str, tuple[Int, Int]]
+) -> None:
+    """Write the folder ``interactions``: the ids of token features, in the order of :attr:`Histories.order`.
 
     Args:
-        single: [n, S], rows in the order of :attr:`Histories.order`.
-        jagged: values and offsets of the jagged token features, in the same order.
+        single, jagged: as :meth:`IdFiles.append` takes them.
     """
     folder = output / INTERACTIONS
     folder.mkdir(parents=True)
-    write_array(folder / "single.npy", single, np.int32)
-    for name, (values, offsets) in jagged.items():
-        write_array(folder / f"{file_stem(name)}.values.npy", values, np.int32)
-        write_array(folder / f"{file_stem(name)}.offsets.npy", offsets, np.int64)
+    with ExitStack() as stack:
+        IdFiles(folder, features, stack).append(single, jagged)
 
 
 def mean_bag(windows: Int, length: int, ids: Int | None, history_only: bool) -> float:

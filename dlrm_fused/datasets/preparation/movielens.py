@@ -13,6 +13,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -32,8 +33,9 @@ from dlrm_fused.datasets.preparation.histories import (
 )
 from dlrm_fused.datasets.preparation.malformed import MalformedLines
 from dlrm_fused.datasets.preparation.movielens_releases import Movie, Release, User, read_release
-from dlrm_fused.datasets.preparation.writer import SPLITS, claim_output, write_array
+from dlrm_fused.datasets.preparation.writer import SPLITS, SplitFiles, claim_output
 from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo, SparseFeature
+from dlrm_fused.datasets.storage import ranges
 from dlrm_fused.errors import DataError
 
 RECBOLE = "recbole==1.2.1"
@@ -54,13 +56,7 @@ class SplitBy(Enum):
 
 @dataclass(frozen=True)
 class MovieLensOptions:
-    """
-    Attributes:
-        source: folder of a release, or ``recbole`` to download the 100K release.
-        like_rating: the label is 1 for a rating of at least this.
-        max_malformed: largest share of malformed lines.
-        history: how many of the user's earlier ratings a sample has as tokens, at most; 0 for none. Needs the split by time.
-    """
+    """The options of ``data/prepare.py movielens``, whose help says what each means."""
 
     source: str
     output: Path
@@ -135,22 +131,18 @@ def _write(release: Release, options: MovieLensOptions, malformed: MalformedLine
     histories = _histories(release.ratings, options.history) if options.history else None
     ratings = _with_counts(release.ratings, rows["train"], histories)
     encoder = _Encoder(release, ratings[rows["train"]])
-    for split in SPLITS:
-        folder, part = options.output / split, ratings[rows[split]]
-        features = encoder.encode(part)
-        write_array(folder / "labels.npy", part["rating"].to_numpy() >= options.like_rating, np.uint8)
-        write_array(folder / "dense.npy", features.dense, np.float32)
-        write_array(folder / "single.npy", features.ids, np.int32)
-        values, offsets = encoder.genres.take(features.genre_row)
-        write_array(folder / "genres.values.npy", values, np.int32)
-        write_array(folder / "genres.offsets.npy", offsets, np.int64)
-        if histories:
-            write_array(folder / "history.npy", histories.windows[rows[split]], np.int64)
-    schema = encoder.schema()
+    schema = replace(encoder.schema(), history_length=options.history)
     if histories:
-        _write_tokens(options.output, encoder, ratings, histories)
-        tokens = _token_features(encoder, ratings, histories, rows["train"], options.history)
-        schema = replace(schema, token_features=tokens, history_length=options.history)
+        schema = replace(schema, token_features=_token_features(encoder, ratings, histories, rows["train"], options.history))
+        _write_tokens(options.output, schema, encoder, ratings, histories)
+    for split in SPLITS:
+        part = ratings[rows[split]]
+        features = encoder.encode(part)
+        labels, genres = part["rating"].to_numpy() >= options.like_rating, encoder.genres.take(features.genre_row)
+        windows = histories.windows[rows[split]] if histories else None
+        with ExitStack() as stack:
+            files = SplitFiles(options.output / split, schema, stack)
+            files.append(labels, features.dense, features.ids, {"genres": genres}, windows=windows)
     origin = {**asdict(options), "data_set": "movielens", "release": release.name, **malformed.summary()}
     origin.update(output=str(options.output), split=options.split.name)
     samples = {split: len(rows[split]) for split in SPLITS}
@@ -183,20 +175,20 @@ def _count_in(keys: Int, rows: Int) -> Int:
     return np.bincount(number[rows], minlength=len(distinct))[number]
 
 
-def _write_tokens(output: Path, encoder: _Encoder, ratings: pl.DataFrame, histories: Histories) -> None:
+def _write_tokens(output: Path, schema: DatasetSchema, encoder: _Encoder, ratings: pl.DataFrame, histories: Histories) -> None:
     """Write the interactions; single token features come in the order of :func:`_token_features`."""
     in_order = ratings[histories.order]
     movie = encoder.movie_row(in_order)
     response = np.rint(2 * in_order["rating"].to_numpy())
     single = np.stack([encoder.item_id(movie), response, histories.gap[histories.order]], axis=1)
-    write_interactions(output, single, {"token_genres": encoder.genres.take(movie)})
+    write_interactions(output, schema.token_features, single, {"token_genres": encoder.genres.take(movie)})
 
 
 def _token_features(
     encoder: _Encoder, ratings: pl.DataFrame, histories: Histories, train: Int, length: int
 ) -> tuple[SparseFeature, ...]:
     """Return the token features, with the average sizes of bags in the samples ``train``."""
-    genres = encoder.genre_count[encoder.movie_row(ratings[histories.order])]
+    genres = encoder.genres.lengths[encoder.movie_row(ratings[histories.order])]
 
     def feature(name: str, rows: int, ids: Int | None = None, history_only: bool = False) -> SparseFeature:
         pooling_factor = mean_bag(histories.windows[train], length, ids, history_only)
@@ -226,15 +218,13 @@ class _Lists:
 
     def __init__(self, rows: Iterable[list[int]]) -> None:
         lists = list(rows)
-        self.offsets = np.concatenate([[0], np.cumsum([len(row) for row in lists], dtype=np.int64)])
+        self.lengths = np.array([len(row) for row in lists], np.int64)
         self.values = np.fromiter((value for row in lists for value in row), np.int64)
 
     def take(self, rows: Int) -> tuple[Int, Int]:
-        """Return values and offsets of the lists of ``rows``, one after the other."""
-        starts, lengths = self.offsets[rows], np.diff(self.offsets)[rows]
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
-        within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
-        return self.values[np.repeat(starts, lengths) + within], offsets
+        """Return the values of the lists of ``rows``, one after the other, and how many each has."""
+        starts, lengths = (self.lengths.cumsum() - self.lengths)[rows], self.lengths[rows]
+        return self.values[ranges(starts, lengths)], lengths
 
 
 class _Encoder:
@@ -266,8 +256,7 @@ class _Encoder:
         self._mean = np.where(known, dense, 0).sum(0) / np.maximum(known.sum(0), 1)
         spread = np.sqrt((np.where(known, dense - self._mean, 0) ** 2).sum(0) / np.maximum(known.sum(0), 1))
         self._spread = np.where(spread > 0, spread, 1)
-        self.genre_count = np.diff(self.genres.offsets)
-        self._pooling = float(self.genre_count[self.movie_row(train)].mean())
+        self._pooling = float(self.genres.lengths[self.movie_row(train)].mean())
 
     def schema(self) -> DatasetSchema:
         dense = ["release_year", "years_since_release", "user_activity", "item_popularity"]

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from dlrm_fused.config import Split, SyntheticConfig, most_segments
 from dlrm_fused.datasets.batch import Samples
-from dlrm_fused.datasets.preparation.writer import NpyAppender, claim_output
-from dlrm_fused.datasets.schema import INTERACTIONS, DatasetSchema, PreparedInfo, labels_shape
+from dlrm_fused.datasets.preparation.writer import IdFiles, SplitFiles, claim_output
+from dlrm_fused.datasets.schema import INTERACTIONS, DatasetSchema, PreparedInfo
 from dlrm_fused.datasets.synthetic import SyntheticDataset
 from dlrm_fused.errors import DataError
 
@@ -47,7 +48,10 @@ def prepare_synthetic(options: SyntheticOptions) -> PreparedInfo:
     features = tuple(replace(f, jagged=f.jagged or f.pooling_factor != 1) for f in dataset.schema.sparse_features)
     schema = replace(dataset.schema, sparse_features=features)
     with ExitStack() as stack:
-        interactions = _open_interactions(options.output, schema, stack) if schema.token_features else None
+        interactions = None
+        if schema.token_features:
+            (options.output / INTERACTIONS).mkdir()
+            interactions = IdFiles(options.output / INTERACTIONS, schema.token_features, stack)
         for split in Split:
             _write_split(dataset, split, schema, options.output / split.name, interactions)
     best = dataset.best_attainable_auc()  # of the first label
@@ -89,47 +93,30 @@ def _check(settings: SyntheticConfig) -> None:
             raise DataError(f"--{name.replace('_', '-')}={getattr(settings, name)}: allowed: 0 or more")
 
 
-def _open_interactions(output: Path, schema: DatasetSchema, stack: ExitStack) -> NpyAppender:
-    (output / INTERACTIONS).mkdir()
-    return stack.enter_context(NpyAppender(output / INTERACTIONS / "single.npy", np.int32, (len(schema.token_features),)))
-
-
 def _write_split(
-    dataset: SyntheticDataset, split: Split, schema: DatasetSchema, folder: Path, interactions: NpyAppender | None
+    dataset: SyntheticDataset, split: Split, schema: DatasetSchema, folder: Path, interactions: IdFiles | None
 ) -> None:
-    single = [feature.name for feature in schema.sparse_features if not feature.jagged]
-    jagged = [feature.name for feature in schema.sparse_features if feature.jagged]
     with ExitStack() as stack:
-
-        def open_file(name: str, dtype: type[np.generic], row_shape: tuple[int, ...] = ()) -> NpyAppender:
-            return stack.enter_context(NpyAppender(folder / f"{name}.npy", dtype, row_shape))
-
-        labels, dense = (
-            open_file("labels", np.uint8, labels_shape(schema.labels)),
-            open_file("dense", np.float32, (len(schema.dense_features),)),
-        )
-        ids = open_file("single", np.int32, (len(single),))
-        windows = open_file("history", np.int64, (3,)) if interactions else None
-        values = {name: open_file(f"{name}.values", np.int32) for name in jagged}
-        offsets = {name: open_file(f"{name}.offsets", np.int64) for name in jagged}
-        for file in offsets.values():
-            file.append(np.zeros(1, np.int64))
+        files = SplitFiles(folder, schema, stack)
         for samples in _read_all(dataset, split):
-            labels.append(samples.labels.numpy())
-            dense.append(samples.dense.numpy())
             columns = samples.sparse.to_dict()
-            if single:
-                ids.append(np.stack([columns[name].values().numpy() for name in single], axis=1))
-            for name in jagged:
-                before = values[name].rows
-                values[name].append(columns[name].values().numpy())
-                offsets[name].append(before + np.cumsum(columns[name].lengths().numpy(), dtype=np.int64))
-            if interactions and windows:
-                _append_tokens(samples, schema, interactions, windows)
+            ids = {feature: columns[feature.name].values().numpy() for feature in schema.sparse_features}
+            single = [values for feature, values in ids.items() if not feature.jagged]
+            files.append(
+                samples.labels.numpy(),
+                samples.dense.numpy(),
+                np.stack(single, axis=1) if single else np.zeros((len(samples.labels), 0)),
+                {f.name: (values, columns[f.name].lengths().numpy()) for f, values in ids.items() if f.jagged},
+                windows=_append_tokens(samples, schema, interactions) if interactions else None,
+            )
 
 
-def _append_tokens(samples: Samples, schema: DatasetSchema, interactions: NpyAppender, windows: NpyAppender) -> None:
-    """Write every sample's history and candidate as interactions of its own, with id 0 where the candidate has none."""
+def _append_tokens(samples: Samples, schema: DatasetSchema, interactions: IdFiles) -> NDArray[np.int64]:
+    """Write every sample's history and candidate as interactions of its own, with id 0 where the candidate has none.
+
+    Returns:
+        the samples' windows: [b, 3].
+    """
     assert samples.tokens is not None
     assert samples.history_lengths is not None
     lengths = samples.history_lengths.numpy().astype(np.int64)
@@ -142,8 +129,8 @@ def _append_tokens(samples: Samples, schema: DatasetSchema, interactions: NpyApp
         rows = of_history if feature.history_only else slice(None)
         single[rows, column] = columns[feature.name].values().numpy()
     stop = interactions.rows + candidates
-    windows.append(np.stack([stop - lengths, stop, stop], axis=1))
-    interactions.append(single)
+    interactions.append(single, {})
+    return np.stack([stop - lengths, stop, stop], axis=1)
 
 
 def _read_all(dataset: SyntheticDataset, split: Split) -> Iterator[Samples]:

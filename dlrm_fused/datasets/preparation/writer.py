@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from dlrm_fused.checksums import CHECKSUMS_FILE
-from dlrm_fused.datasets.schema import INTERACTIONS, SCHEMA_FILE
-from dlrm_fused.datasets.transformation import TRANSFORMATION
+from dlrm_fused.datasets.schema import INTERACTIONS, SCHEMA_FILE, DatasetSchema, SparseFeature, labels_shape
+from dlrm_fused.datasets.transformation import TRANSFORMATION, file_stem
 from dlrm_fused.errors import DataError
 
 SPLITS = ("train", "validation", "test")
@@ -85,22 +85,16 @@ class NpyAppender:
     """
 
     def __init__(self, path: Path, dtype: DTypeLike, row_shape: tuple[int, ...] = ()) -> None:
-        self.path = path
-        self.dtype = np.dtype(dtype)
-        self.row_shape = row_shape
+        self._path, self._dtype, self._row_shape = path, np.dtype(dtype), row_shape
         self.rows = 0
         self._file = path.open("w+b")
         self._file.write(bytes(HEADER_BYTES))
 
-    @property
-    def row_bytes(self) -> int:
-        return self.dtype.itemsize * int(np.prod(self.row_shape, dtype=np.int64))
-
     def append(self, array: NDArray[Any]) -> None:
         """Add rows ``[n, *row_shape]``; they are converted to the file's dtype."""
-        array = np.ascontiguousarray(array, self.dtype)
-        if array.shape[1:] != self.row_shape:
-            raise ValueError(f"{self.path}: rows of shape {self.row_shape}, got {array.shape[1:]}")
+        array = np.ascontiguousarray(array, self._dtype)
+        if array.shape[1:] != self._row_shape:
+            raise ValueError(f"{self._path}: rows of shape {self._row_shape}, got {array.shape[1:]}")
         self._file.write(array.data)
         self.rows += len(array)
 
@@ -108,7 +102,7 @@ class NpyAppender:
         if self._file.closed:
             return
         self._file.seek(0)
-        self._file.write(_header(self.dtype, (self.rows, *self.row_shape)))
+        self._file.write(_header(self._dtype, (self.rows, *self._row_shape)))
         self._file.close()
 
     def __enter__(self) -> NpyAppender:
@@ -130,3 +124,67 @@ def write_array(path: Path, array: NDArray[Any], dtype: DTypeLike) -> None:
     """Write one whole array."""
     with NpyAppender(path, dtype, array.shape[1:]) as file:
         file.append(array)
+
+
+class IdFiles:
+    """The ids of n rows in the files that :class:`~dlrm_fused.datasets.storage.IdColumns` reads; ``stack`` closes them."""
+
+    def __init__(self, folder: Path, features: Sequence[SparseFeature], stack: ExitStack) -> None:
+        stems = {feature.name: file_stem(feature.name) for feature in features if feature.jagged}
+        singles = len(features) - len(stems)
+        self._single = _open(stack, folder / "single.npy", np.int32, (singles,)) if singles else None
+        self._values = {name: _open(stack, folder / f"{stem}.values.npy", np.int32) for name, stem in stems.items()}
+        self._offsets = {name: _open(stack, folder / f"{stem}.offsets.npy", np.int64) for name, stem in stems.items()}
+        for offsets in self._offsets.values():
+            offsets.append(np.zeros(1, np.int64))
+        self.rows = 0
+
+    def append(self, single: NDArray[Any], jagged: Mapping[str, tuple[NDArray[Any], NDArray[Any]]]) -> None:
+        """Add n rows.
+
+        Args:
+            single: [n, S], the ids of features that have one in each row.
+            jagged: of each other feature its ids, row after row, and how many each row has: [total], [n].
+        """
+        self.rows += len(single)
+        if self._single is not None:
+            self._single.append(single)
+        for name, (values, lengths) in jagged.items():
+            self._offsets[name].append(self._values[name].rows + np.cumsum(lengths, dtype=np.int64))
+            self._values[name].append(values)
+
+    def count(self, name: str) -> int:
+        """Return how many ids a jagged feature has in all rows."""
+        return self._values[name].rows
+
+
+class SplitFiles:
+    """The files of a split, as :class:`~dlrm_fused.datasets.prepared.PreparedDataset` reads them; ``stack`` closes them."""
+
+    def __init__(self, folder: Path, schema: DatasetSchema, stack: ExitStack) -> None:
+        self._labels = _open(stack, folder / "labels.npy", np.uint8, labels_shape(schema.labels))
+        self._dense = _open(stack, folder / "dense.npy", np.float32, (len(schema.dense_features),))
+        self.ids = IdFiles(folder, schema.sparse_features, stack)
+        self._weights = _open(stack, folder / "weights.npy", np.float32) if schema.has_weights else None
+        self._windows = _open(stack, folder / "history.npy", np.int64, (3,)) if schema.token_features else None
+
+    def append(
+        self,
+        labels: NDArray[Any],
+        dense: NDArray[Any],
+        single: NDArray[Any],
+        jagged: Mapping[str, tuple[NDArray[Any], NDArray[Any]]],
+        weights: NDArray[Any] | None = None,
+        windows: NDArray[Any] | None = None,
+    ) -> None:
+        """Add n samples: labels [n] or [n, L], dense [n, D], ids as :meth:`IdFiles.append`, weights [n], windows [n, 3]."""
+        self._labels.append(labels)
+        self._dense.append(dense)
+        self.ids.append(single, jagged)
+        for file, part in ((self._weights, weights), (self._windows, windows)):
+            if file is not None and part is not None:
+                file.append(part)
+
+
+def _open(stack: ExitStack, path: Path, dtype: DTypeLike, row_shape: tuple[int, ...] = ()) -> NpyAppender:
+    return stack.enter_context(NpyAppender(path, dtype, row_shape))

@@ -22,7 +22,7 @@ from dlrm_fused.datasets.preparation.table.times import MICROSECONDS, read_times
 from dlrm_fused.datasets.preparation.writer import SCRATCH, SPLITS, NpyAppender, write_array
 from dlrm_fused.datasets.schema import SparseFeature
 from dlrm_fused.datasets.storage import ranges
-from dlrm_fused.datasets.transformation import IdEncoding, Int, SparseColumn, Transformation, file_stem, token_name
+from dlrm_fused.datasets.transformation import Int, SparseColumn, Transformation, file_stem, token_name
 from dlrm_fused.datasets.values import NONE, NullMarkers
 
 HISTORY = "--history"
@@ -143,26 +143,23 @@ class InteractionFiles:
         for encoding in self._tokens:
             name = token_name(encoding.column.name)
             if encoding.column.is_list:
-                values, offsets = self._in_order(encoding, histories.order)
-                jagged[name] = values, offsets
-                features.append(self._feature(name, encoding.rows, histories, np.diff(offsets)))
+                jagged[name] = self._in_order(name, histories.order)
+                features.append(self._feature(name, encoding.rows, histories, jagged[name][1]))
             else:
                 single.append(self._read(name)[histories.order])
                 features.append(self._feature(name, encoding.rows, histories))
         single += [self._read("labels")[histories.order], histories.gap[histories.order]]
         features.append(self._feature(TOKEN_LABEL, LABEL_ROWS, histories, history_only=True))
         features.append(self._feature(TOKEN_GAP, GAP_ROWS, histories))
-        write_interactions(self._output, np.stack(single, axis=1), jagged)
+        write_interactions(self._output, features, np.stack(single, axis=1), jagged)
         shutil.rmtree(self._folder)
         return tuple(features)
 
-    def _in_order(self, encoding: IdEncoding, order: Int) -> tuple[Int, Int]:
-        """Return values and offsets of a jagged token feature, in the order of interactions."""
-        name = token_name(encoding.column.name)
+    def _in_order(self, name: str, order: Int) -> tuple[Int, Int]:
+        """Return the ids of a jagged token feature, and how many each interaction has, in the order of interactions."""
         values, lengths = self._read(name), self._read(f"{name}.lengths")
         starts = (lengths.cumsum() - lengths)[order]
-        offsets = np.concatenate([[0], lengths[order].cumsum()])
-        return values[ranges(starts, lengths[order])], offsets
+        return values[ranges(starts, lengths[order])], lengths[order]
 
     def _feature(
         self, name: str, rows: int, histories: Histories, lengths: Int | None = None, history_only: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,10 @@ from dlrm_fused.datasets.preparation.table.columns import Categories, read_categ
 from dlrm_fused.datasets.preparation.table.files import Block, TableFile, read_blocks
 from dlrm_fused.datasets.preparation.table.interactions import InteractionColumns, InteractionFiles, Interactions
 from dlrm_fused.datasets.preparation.table.splits import Split
-from dlrm_fused.datasets.preparation.writer import SPLITS, NpyAppender
+from dlrm_fused.datasets.preparation.writer import SPLITS, SplitFiles
 from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo, SparseFeature, labels_shape
 from dlrm_fused.datasets.storage import ranges
-from dlrm_fused.datasets.transformation import MISSING, IdEncoding, Int, Transformation, file_stem
+from dlrm_fused.datasets.transformation import MISSING, IdEncoding, Int, Transformation
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,13 @@ def write_set(
         DataError: if a value cannot be used.
     """
     encode = partial(_encode_block, transformation=transformation, split=split, interactions=interactions)
+    features = tuple(SparseFeature(each.column.name, each.rows, jagged=each.column.is_list) for each in transformation.sparse)
+    weighted = bool(transformation.sample_weight)
+    schema = DatasetSchema(transformation.dense_features, features, labels=transformation.label_names, has_weights=weighted)
+    for name in SPLITS:
+        (output / name).mkdir()
     with ExitStack() as stack:
-        splits = [_SplitFiles(output / name, transformation, stack) for name in SPLITS]
+        splits = [SplitFiles(output / name, schema, stack) for name in SPLITS]
         histories = stack.enter_context(InteractionFiles(output, transformation)) if interactions else None
         for block in _with_progress(map_on_threads(encode, read_blocks(files, columns), workers)):
             _append(block, splits)
@@ -76,15 +81,12 @@ def write_set(
                 first_label = block.labels.reshape(len(block.labels), -1)[:, 0]
                 histories.append(block.split, block.interactions, block.single, block.jagged, first_label)
         token_features = histories.finish() if histories else ()
-    samples = {name: written.rows for name, written in zip(SPLITS, splits, strict=True) if written.rows}
-    history_length = transformation.history.length if transformation.history else 0
-    schema = DatasetSchema(
-        transformation.dense_features,
-        tuple(_feature(encoding, splits) for encoding in transformation.sparse),
-        token_features,
-        history_length,
-        transformation.label_names,
-        bool(transformation.sample_weight),
+    samples = {name: written.ids.rows for name, written in zip(SPLITS, splits, strict=True) if written.ids.rows}
+    schema = replace(
+        schema,
+        sparse_features=tuple(_with_pooling_factor(feature, splits) for feature in features),
+        token_features=token_features,
+        history_length=transformation.history.length if transformation.history else 0,
     )
     info = PreparedInfo(schema, samples, origin, interactions=sum(samples.values()) if token_features else 0)
     info.save(output)
@@ -121,60 +123,26 @@ def encode(values: Categories, encoding: IdEncoding) -> NDArray[np.int32]:
     return values.take(encoding.of_keys(values.keys()), MISSING)
 
 
-def _append(block: EncodedBlock, splits: Sequence[_SplitFiles]) -> None:
+def _append(block: EncodedBlock, splits: Sequence[SplitFiles]) -> None:
     order = np.argsort(block.split, kind="stable")
     stops = np.bincount(block.split, minlength=len(splits)).cumsum()
     for files, start, stop in zip(splits, [0, *stops], stops, strict=False):
         if stop > start:
-            files.append(block, order[start:stop])
+            rows = order[start:stop]
+            lengths = {name: np.diff(offsets)[rows] for name, (_, offsets) in block.jagged.items()}
+            jagged = {
+                name: (values[ranges(offsets[rows], lengths[name])], lengths[name])
+                for name, (values, offsets) in block.jagged.items()
+            }
+            weights = None if block.weights is None else block.weights[rows]
+            files.append(block.labels[rows], block.dense[rows], block.single[rows], jagged, weights)
 
 
-class _SplitFiles:
-    """The files of one split."""
-
-    def __init__(self, folder: Path, transformation: Transformation, stack: ExitStack) -> None:
-        def file(name: str, dtype: type[np.generic], row_shape: tuple[int, ...] = ()) -> NpyAppender:
-            return stack.enter_context(NpyAppender(folder / f"{file_stem(name)}.npy", dtype, row_shape))
-
-        folder.mkdir()
-        names = [encoding.column.name for encoding in transformation.sparse if encoding.column.is_list]
-        self._labels = file("labels", np.uint8, labels_shape(transformation.labels))
-        self._weights = file("weights", np.float32) if transformation.sample_weight else None
-        self._dense = file("dense", np.float32, (len(transformation.dense_features),))
-        singles = len(transformation.sparse) - len(names)
-        self._single = file("single", np.int32, (singles,)) if singles else None
-        self._values = {name: file(f"{name}.values", np.int32) for name in names}
-        self._offsets = {name: file(f"{name}.offsets", np.int64) for name in names}
-        for offsets in self._offsets.values():
-            offsets.append(np.zeros(1, np.int64))
-
-    @property
-    def rows(self) -> int:
-        return self._labels.rows
-
-    def values(self, name: str) -> int:
-        """Return how many values a jagged feature has in all rows."""
-        return self._values[name].rows
-
-    def append(self, block: EncodedBlock, rows: Int) -> None:
-        self._labels.append(block.labels[rows])
-        self._dense.append(block.dense[rows])
-        if self._weights and block.weights is not None:
-            self._weights.append(block.weights[rows])
-        if self._single:
-            self._single.append(block.single[rows])
-        for name, (values, offsets) in block.jagged.items():
-            starts, lengths = offsets[rows], np.diff(offsets)[rows]
-            self._offsets[name].append(self._values[name].rows + lengths.cumsum())
-            self._values[name].append(values[ranges(starts, lengths)])
-
-
-def _feature(encoding: IdEncoding, splits: Sequence[_SplitFiles]) -> SparseFeature:
-    name = encoding.column.name
-    if not encoding.column.is_list:
-        return SparseFeature(name, encoding.rows)
-    mean = sum(files.values(name) for files in splits) / sum(files.rows for files in splits)
-    return SparseFeature(name, encoding.rows, round(mean, 4), jagged=True)
+def _with_pooling_factor(feature: SparseFeature, splits: Sequence[SplitFiles]) -> SparseFeature:
+    if not feature.jagged:
+        return feature
+    mean = sum(files.ids.count(feature.name) for files in splits) / sum(files.ids.rows for files in splits)
+    return replace(feature, pooling_factor=round(mean, 4))
 
 
 def _with_progress(blocks: Iterator[EncodedBlock]) -> Iterator[EncodedBlock]:
