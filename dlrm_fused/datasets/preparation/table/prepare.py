@@ -102,7 +102,7 @@ class TableOptions:
 
 @dataclass(frozen=True)
 class ApplyOptions:
-    """The options of ``data/prepare.py apply``, whose help says what each means; without ``split`` all rows are for the test."""
+    """The options of ``data/prepare.py apply``, whose help says what each means; without ``split`` rows are for the test."""
 
     transformation: Path
     input: tuple[str, ...]
