@@ -202,16 +202,14 @@ _WORDS = "words of the protocol: a few for each rank"
 _PARTS = "heads, rows of a tile and splits of a launch"
 _BOUNDED = {
     "ops/all_gather_gemm/kernel.py": {
-        "first = first_row + row_tile * ROWS": _DIMENSION,
-        "first_of_band = number // band_tiles * BAND": _DIMENSION,
-        "product, out, received, row_tile * ROWS": _DIMENSION,
+        "first = first_row + row_tile * TILE.rows": _DIMENSION,
+        "product, out, received, row_tile * TILE.rows": _DIMENSION,
         "return number + tl.cdiv(": _DIMENSION,
         "row_tile, column_tile = tile_of(": _DIMENSION,
         "tiles = row_tiles * column_tiles": _DIMENSION,
         "tiles, programs = row_tiles * column_tiles": _DIMENSION,
         "x, weight, block, number, tl.num_programs(0), peer * rows": _ROWS,
-        "x, weight, first, column_tile * COLUMNS": _DIMENSION,
-        "x, weight, first_of_x + first, column_tile * COLUMNS": _DIMENSION,
+        "product = product_of_tile(": _DIMENSION,
     },
     "ops/common/scatter_rows.py": {
         "for first in range(tl.program_id(0) * ROWS": _ITEMS,
@@ -248,10 +246,10 @@ _BOUNDED = {
         "fields = routes + item // blocks * _FIELDS": _ITEMS,
     },
     "ops/gemm_all_to_all/kernel.py": {
-        "first_column = column_tile * COLUMNS": _DIMENSION,
-        "first_of_band = tile // band_tiles * BAND": _DIMENSION,
-        "first_row = peer * block_rows + place % tiles_of_block * ROWS": _ROWS,
-        "first_row = tl.load(groups.order + place) * ROWS": _ROWS,
+        "first_column = column_tile * TILE.columns": _DIMENSION,
+        "first_of_band = number // band_tiles * BAND": _DIMENSION,
+        "first_row = peer * block_rows + place % tiles_of_block * TILE.rows": _ROWS,
+        "first_row = tl.load(groups.order + place) * TILE.rows": _ROWS,
         "i = (tl.program_id(0) * TILES": _DIMENSION,
     },
     "ops/gemm_all_to_all/split.py": {"arrivals += tile * pieces": _ITEMS},
@@ -273,10 +271,9 @@ _BOUNDED = {
         "slot = tl.program_id(0) * CHUNK": _ROWS,
     },
     "ops/moe/products.py": {
-        "first_of_band = tile // (BAND * column_tiles) * BAND": _DIMENSION,
-        "first_row = tl.load(groups.order + place) * ROWS": _ROWS,
+        "first_row = tl.load(groups.order + place) * TILE.rows": _ROWS,
         "places = tl.multiple_of(hidden + row.to(tl.int64) * (parts * columns)": "columns of a row",
-        "return first_row, in_band // band * COLUMNS": _DIMENSION,
+        "return first_row, column_tile * WIDTH": _DIMENSION,
     },
     "ops/moe/steps.py": {"row = (end - 1) * tile_rows + in_tile": _ROWS},
     "ops/schedules/piece_flags.py": {

@@ -21,9 +21,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dlrm_fused.ops.all_gather_gemm.tuning import tiles_and_pushers, tiles_of_pieces
 from dlrm_fused.ops.common.devices import has_async_proxy
-from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.gpus import gpu_of
-from dlrm_fused.ops.gemm_all_to_all.kernel import halves, multiply, no_product, precision, programs_of, upright
+from dlrm_fused.ops.gemm_all_to_all.kernel import halves, multiply, no_product, programs_of, tile_constants, tile_of, upright
 from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles, fitted
 from dlrm_fused.ops.schedules.piece_flags import (
     PieceFlags,
@@ -63,55 +62,40 @@ class Epoch(NamedTuple):
 
 
 @triton.jit
-def tile_of(number, row_tiles, column_tiles, BAND: tl.constexpr):
-    """Row and column of a tile: columns one after the other within a band of rows, for the L2 cache."""
-    band_tiles = BAND * column_tiles
-    first_of_band = number // band_tiles * BAND
-    band = tl.minimum(row_tiles - first_of_band, BAND)
-    return first_of_band + number % band_tiles % band, number % band_tiles // band
-
-
-@triton.jit
-def product_of_tile(
-    x, weight, first_row, first_column, depth,
-    TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
+def product_of_tile(x, weight, first_row, first_column, depth, TRANSPOSED: tl.constexpr, TILE: tl.constexpr):
     """fp32, as :func:`multiply` adds it up.
 
     Args:
-        x: descriptor [rows, K], blocks [ROWS, DEPTH].
-        weight: descriptor [N, K], blocks [COLUMNS, DEPTH]; with TRANSPOSED [K, N], [DEPTH, COLUMNS].
+        x: descriptor [R, K], blocks [rows, depth] of TILE, a :class:`~dlrm_fused.ops.gemm_all_to_all.kernel.TileArgs`.
+        weight: descriptor [N, K], blocks [columns, depth]; with TRANSPOSED [K, N], [depth, columns].
     """
-    product = no_product(ROWS, COLUMNS)
-    for step in range(0, tl.cdiv(depth, DEPTH)):
-        left = x.load([first_row, step * DEPTH])
+    product = no_product(TILE.rows, TILE.columns)
+    for step in range(0, tl.cdiv(depth, TILE.depth)):
+        left = x.load([first_row, step * TILE.depth])
         if TRANSPOSED:
-            right = weight.load([step * DEPTH, first_column])
-            product = multiply(left, right, product, PRECISION)
+            right = weight.load([step * TILE.depth, first_column])
+            product = multiply(left, right, product, TILE.precision)
         else:
-            right = weight.load([first_column, step * DEPTH])
-            product = multiply(left, right.T, product, PRECISION)
+            right = weight.load([first_column, step * TILE.depth])
+            product = multiply(left, right.T, product, TILE.precision)
     return product
 
 
 @triton.jit
-def _store_tile(product, out, first_out, row, row_is_in, first_column, columns, DTYPE: tl.constexpr, ROWS: tl.constexpr,
-                COLUMNS: tl.constexpr):  # fmt: skip
+def _store_tile(product, out, first_out, row, row_is_in, first_column, columns, TILE: tl.constexpr):  # fmt: skip
     rows_of_out = tl.multiple_of(out + (first_out + row).to(tl.int64) * columns, 16)[:, None]
-    half: tl.constexpr = COLUMNS // 2
-    left_half, right_half = halves(upright(product, ROWS), ROWS, COLUMNS)
+    half: tl.constexpr = TILE.columns // 2
+    left_half, right_half = halves(upright(product, TILE.rows), TILE.rows, TILE.columns)
     column = first_column + tl.arange(0, half)
-    tl.store(rows_of_out + column[None, :], left_half.to(DTYPE), mask=row_is_in[:, None] & (column < columns)[None, :])
+    tl.store(rows_of_out + column[None, :], left_half.to(TILE.dtype), mask=row_is_in[:, None] & (column < columns)[None, :])
     column += half
-    tl.store(rows_of_out + column[None, :], right_half.to(DTYPE), mask=row_is_in[:, None] & (column < columns)[None, :])
+    tl.store(rows_of_out + column[None, :], right_half.to(TILE.dtype), mask=row_is_in[:, None] & (column < columns)[None, :])
 
 
 @triton.jit
 def _multiply_piece(
     x, weight, out, number, programs, first_row, end_row, first_out, columns, depth,
-    TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, BAND: tl.constexpr,
+    TRANSPOSED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Compute this program's tiles of x's rows ``first_row`` to ``end_row``; store them ``first_out`` rows later in ``out``.
 
@@ -122,16 +106,14 @@ def _multiply_piece(
     Returns:
         This program's first tile of the piece that follows.
     """
-    row_tiles, column_tiles = tl.cdiv(end_row - first_row, ROWS), tl.cdiv(columns, COLUMNS)
+    row_tiles, column_tiles = tl.cdiv(end_row - first_row, TILE.rows), tl.cdiv(columns, TILE.columns)
     tiles = row_tiles * column_tiles
     for tile in tl.range(number, tiles, programs, flatten=True):
-        row_tile, column_tile = tile_of(tile, row_tiles, column_tiles, BAND)
-        first = first_row + row_tile * ROWS
-        product = product_of_tile(
-            x, weight, first, column_tile * COLUMNS, depth, TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH
-        )
-        row = first + tl.arange(0, ROWS)
-        _store_tile(product, out, first_out, row, row < end_row, column_tile * COLUMNS, columns, DTYPE, ROWS, COLUMNS)
+        row_tile, column_tile = tile_of(tile, row_tiles, column_tiles, TILE.band)
+        first = first_row + row_tile * TILE.rows
+        product = product_of_tile(x, weight, first, column_tile * TILE.columns, depth, TRANSPOSED, TILE)
+        row = first + tl.arange(0, TILE.rows)
+        _store_tile(product, out, first_out, row, row < end_row, column_tile * TILE.columns, columns, TILE)
     return number + tl.cdiv(tl.maximum(tiles - number, 0), programs) * programs - tiles
 
 
@@ -175,8 +157,7 @@ def _push(own, addresses, pieces, counter, elements, pushers, epoch, channel, DT
 @triton.jit
 def _multiply_arriving(
     gathered, weight, out, number, shard_rows, columns, depth, ends, pieces, channel, epoch,
-    TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, HAS_ASYNC_PROXY: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
+    TRANSPOSED: tl.constexpr, HAS_ASYNC_PROXY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Compute this program's tiles of the peers' rows, in the order in which they come.
 
@@ -191,16 +172,14 @@ def _multiply_arriving(
         first = source * shard_rows + end_of_piece(ends, piece - 1)
         end = source * shard_rows + end_of_piece(ends, piece)
         number = _multiply_piece(
-            gathered, weight, out, number, tl.num_programs(0), first, end, 0, columns, depth,
-            TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH, BAND,
+            gathered, weight, out, number, tl.num_programs(0), first, end, 0, columns, depth, TRANSPOSED, TILE,
         )  # fmt: skip
 
 
 @triton.jit
 def arriving_gemm_kernel(
     own, gathered, weight, out, shard_rows, columns, depth, ends, pieces, channel,
-    TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, HAS_ASYNC_PROXY: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
+    TRANSPOSED: tl.constexpr, HAS_ASYNC_PROXY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """See :func:`multiply_arriving`.
 
@@ -212,20 +191,18 @@ def arriving_gemm_kernel(
     """
     number = _multiply_piece(
         own, weight, out, tl.program_id(0), tl.num_programs(0), 0, shard_rows, channel.rank * shard_rows, columns, depth,
-        TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH, BAND,
+        TRANSPOSED, TILE,
     )  # fmt: skip
     _multiply_arriving(
         gathered, weight, out, number, shard_rows, columns, depth, ends, pieces, channel, tl.load(pieces.stamp),
-        TRANSPOSED, DTYPE, PRECISION, HAS_ASYNC_PROXY, ROWS, COLUMNS, DEPTH, BAND,
+        TRANSPOSED, HAS_ASYNC_PROXY, TILE,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["fingerprint", "pushers"])
 def pushing_gemm_kernel(
     own, gathered, weight, own_elements, out, addresses, counters, shard_rows, columns, depth, ends, pieces, channel,
-    fingerprint, pushers,
-    TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, HAS_ASYNC_PROXY: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr, BLOCK: tl.constexpr,
+    fingerprint, pushers, TRANSPOSED: tl.constexpr, HAS_ASYNC_PROXY: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """See :func:`push_and_multiply`.
 
@@ -243,16 +220,16 @@ def pushing_gemm_kernel(
         if wait_for_calls(channel, pieces, epoch, fingerprint):
             _push(
                 own_elements, addresses, pieces, counters + 1, depth.to(tl.int64) * shard_rows, pushers, epoch, channel,
-                DTYPE, BLOCK,
+                TILE.dtype, BLOCK,
             )  # fmt: skip
     else:
         _multiply_piece(
             own, weight, out, program - pushers, tl.num_programs(0) - pushers, 0, shard_rows, channel.rank * shard_rows,
-            columns, depth, TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH, BAND,
+            columns, depth, TRANSPOSED, TILE,
         )  # fmt: skip
     _multiply_arriving(
         gathered, weight, out, program, shard_rows, columns, depth, ends, pieces, channel, epoch,
-        TRANSPOSED, DTYPE, PRECISION, HAS_ASYNC_PROXY, ROWS, COLUMNS, DEPTH, BAND,
+        TRANSPOSED, HAS_ASYNC_PROXY, TILE,
     )  # fmt: skip
 
 
@@ -267,28 +244,24 @@ def _add_received(product, received, first_row, first_column, rows, channel, DTY
 
 
 @triton.jit
-def _add_and_store(
-    product, out, received, first_row, end_row, first_column, rows, columns, channel,
-    DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+def _add_and_store(product, out, received, first_row, end_row, first_column, rows, columns, channel, TILE: tl.constexpr):
     """A tile of own rows, with what the peers have sent; ``received`` as in :func:`adding_gemm_kernel`."""
-    half: tl.constexpr = COLUMNS // 2
-    left_half, right_half = halves(upright(product, ROWS), ROWS, COLUMNS)
-    row = first_row + tl.arange(0, ROWS)
+    half: tl.constexpr = TILE.columns // 2
+    left_half, right_half = halves(upright(product, TILE.rows), TILE.rows, TILE.columns)
+    row = first_row + tl.arange(0, TILE.rows)
     rows_of_out = tl.multiple_of(out + row.to(tl.int64) * columns, 16)[:, None]
     column = first_column + tl.arange(0, half)
-    total = _add_received(left_half, received, first_row, first_column, rows, channel, DTYPE)
+    total = _add_received(left_half, received, first_row, first_column, rows, channel, TILE.dtype)
     tl.store(rows_of_out + column[None, :], total, mask=(row < end_row)[:, None] & (column < columns)[None, :])
     column += half
-    total = _add_received(right_half, received, first_row, first_column + half, rows, channel, DTYPE)
+    total = _add_received(right_half, received, first_row, first_column + half, rows, channel, TILE.dtype)
     tl.store(rows_of_out + column[None, :], total, mask=(row < end_row)[:, None] & (column < columns)[None, :])
 
 
 @triton.jit
 def _multiply_and_add_piece(
     x, weight, out, received, number, first_of_x, first_row, end_row, rows, columns, depth, channel,
-    TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
+    TRANSPOSED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Compute this program's tiles of own rows ``first_row`` to ``end_row``, with what the peers have sent.
 
@@ -299,18 +272,13 @@ def _multiply_and_add_piece(
     Returns:
         This program's first tile of the piece that follows.
     """
-    row_tiles, column_tiles = tl.cdiv(end_row - first_row, ROWS), tl.cdiv(columns, COLUMNS)
+    row_tiles, column_tiles = tl.cdiv(end_row - first_row, TILE.rows), tl.cdiv(columns, TILE.columns)
     tiles, programs = row_tiles * column_tiles, tl.num_programs(0)
     for tile in tl.range(number, tiles, programs, flatten=True):
-        row_tile, column_tile = tile_of(tile, row_tiles, column_tiles, BAND)
-        first = first_row + row_tile * ROWS
-        product = product_of_tile(
-            x, weight, first_of_x + first, column_tile * COLUMNS, depth,
-            TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH,
-        )  # fmt: skip
-        _add_and_store(
-            product, out, received, first, end_row, column_tile * COLUMNS, rows, columns, channel, DTYPE, ROWS, COLUMNS
-        )
+        row_tile, column_tile = tile_of(tile, row_tiles, column_tiles, TILE.band)
+        first = first_row + row_tile * TILE.rows
+        product = product_of_tile(x, weight, first_of_x + first, column_tile * TILE.columns, depth, TRANSPOSED, TILE)
+        _add_and_store(product, out, received, first, end_row, column_tile * TILE.columns, rows, columns, channel, TILE)
     return number + tl.cdiv(tl.maximum(tiles - number, 0), programs) * programs - tiles
 
 
@@ -325,63 +293,56 @@ def _wait_for_peers(channel, pieces, piece, epoch, HAS_ASYNC_PROXY: tl.constexpr
 @triton.jit
 def adding_gemm_kernel(
     x, weight, out, received, rows, columns, depth, ends, pieces, channel,
-    TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, HAS_ASYNC_PROXY: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
+    TRANSPOSED: tl.constexpr, HAS_ASYNC_PROXY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """See :func:`multiply_and_add`; ``received``: descriptor [ranks * rows, N], blocks [ROWS, COLUMNS // 2]."""
+    """See :func:`multiply_and_add`; ``received``: descriptor [ranks * rows, N], blocks of half a tile."""
     number, epoch = tl.program_id(0), tl.load(pieces.stamp)
     for piece in range(0, len(ends)):
         _wait_for_peers(channel, pieces, piece, epoch, HAS_ASYNC_PROXY)
         number = _multiply_and_add_piece(
             x, weight, out, received, number, 0, end_of_piece(ends, piece - 1), end_of_piece(ends, piece), rows, columns,
-            depth, channel, TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH, BAND,
+            depth, channel, TRANSPOSED, TILE,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["fingerprint"])
 def sending_gemm_kernel(
     x, weight, out, received, addresses, counters, rows, columns, depth, ends, pieces, channel, fingerprint,
-    TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, HAS_ASYNC_PROXY: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
+    TRANSPOSED: tl.constexpr, HAS_ASYNC_PROXY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """See :func:`multiply_and_send`; ``rows``: of a shard; ``received``: as in :func:`adding_gemm_kernel`.
 
     Each program multiplies its first tile of own rows before it looks whether its stores at the peers are done: they are on
     their way meanwhile.
     """
-    element_bytes: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    element_bytes: tl.constexpr = TILE.dtype.primitive_bitwidth // 8
     epoch, number = begin_epoch(channel, counters), tl.program_id(0)
     if number == 0:
         tell_call(channel, pieces, epoch, fingerprint)
     can_send = wait_for_calls(channel, pieces, epoch, fingerprint)
     for shift in range(1, channel.world):
         peer = (channel.rank + shift) % channel.world
-        block = peer_pointer(addresses, peer, channel.rank * rows * columns.to(tl.int64) * element_bytes, DTYPE)
+        block = peer_pointer(addresses, peer, channel.rank * rows * columns.to(tl.int64) * element_bytes, TILE.dtype)
         number = _multiply_piece(
             x, weight, block, number, tl.num_programs(0), peer * rows, tl.where(can_send, peer + 1, peer) * rows,
-            -peer * rows, columns, depth,
-            TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH, BAND,
+            -peer * rows, columns, depth, TRANSPOSED, TILE,
         )  # fmt: skip
     own = channel.rank * rows
-    row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
-    row_tile, column_tile = tile_of(tl.minimum(number, row_tiles * column_tiles - 1), row_tiles, column_tiles, BAND)
-    product = no_product(ROWS, COLUMNS)
+    row_tiles, column_tiles = tl.cdiv(rows, TILE.rows), tl.cdiv(columns, TILE.columns)
+    row_tile, column_tile = tile_of(tl.minimum(number, row_tiles * column_tiles - 1), row_tiles, column_tiles, TILE.band)
+    product = no_product(TILE.rows, TILE.columns)
     if number < row_tiles * column_tiles:
-        product = product_of_tile(
-            x, weight, own + row_tile * ROWS, column_tile * COLUMNS, depth,
-            TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH,
-        )  # fmt: skip
+        product = product_of_tile(x, weight, own + row_tile * TILE.rows, column_tile * TILE.columns, depth, TRANSPOSED, TILE)
     if _is_last(counters + 1, tl.num_programs(0)) & can_send:
         for i in tl.static_range(1, channel.world):
             mark_piece(channel, pieces, (channel.rank + i) % channel.world, 0, epoch)
     _wait_for_peers(channel, pieces, 0, epoch, HAS_ASYNC_PROXY)
     if number < row_tiles * column_tiles:
         _add_and_store(
-            product, out, received, row_tile * ROWS, rows, column_tile * COLUMNS, rows, columns, channel, DTYPE, ROWS, COLUMNS
+            product, out, received, row_tile * TILE.rows, rows, column_tile * TILE.columns, rows, columns, channel, TILE
         )
     _multiply_and_add_piece(
-        x, weight, out, received, number + tl.num_programs(0), own, 0, rows, rows, columns, depth, channel,
-        TRANSPOSED, DTYPE, PRECISION, ROWS, COLUMNS, DEPTH, BAND,
+        x, weight, out, received, number + tl.num_programs(0), own, 0, rows, rows, columns, depth, channel, TRANSPOSED, TILE,
     )  # fmt: skip
 
 
@@ -402,7 +363,7 @@ def multiply_arriving(
     arriving_gemm_kernel[(programs_of(own.device, count, tiles),)](
         *_shards(own, memory, ranks, tiles), _weight_blocks(weight, tiles, is_transposed), out, rows, columns, depth,
         *epoch.args,
-        HAS_ASYNC_PROXY=has_async_proxy(own.device), **_constants(own, tiles, is_transposed),
+        HAS_ASYNC_PROXY=has_async_proxy(own.device), TRANSPOSED=is_transposed, **tile_constants(tiles, own.dtype),
     )  # fmt: skip
 
 
@@ -420,7 +381,8 @@ def push_and_multiply(
     pushing_gemm_kernel[(programs,)](
         *_shards(own, memory, ranks, tiles), _weight_blocks(weight, tiles, is_transposed),
         own, out, memory.addresses, epoch.counters, rows, columns, depth, *epoch.args, epoch.fingerprint, pushers,
-        HAS_ASYNC_PROXY=has_async_proxy(own.device), BLOCK=_PUSHED_BLOCK, **_constants(own, tiles, is_transposed),
+        HAS_ASYNC_PROXY=has_async_proxy(own.device), BLOCK=_PUSHED_BLOCK, TRANSPOSED=is_transposed,
+        **tile_constants(tiles, own.dtype),
     )  # fmt: skip
 
 
@@ -439,7 +401,7 @@ def multiply_and_add(x: Tensor, weight: Tensor, out: Tensor, received: Tensor, e
     adding_gemm_kernel[(programs_of(x.device, count, tiles),)](
         TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]), _weight_blocks(weight, tiles, is_transposed),
         out, _received_blocks(received.view(-1, columns), tiles), rows, columns, depth, *epoch.args,
-        HAS_ASYNC_PROXY=has_async_proxy(x.device), **_constants(x, tiles, is_transposed),
+        HAS_ASYNC_PROXY=has_async_proxy(x.device), TRANSPOSED=is_transposed, **tile_constants(tiles, x.dtype),
     )  # fmt: skip
 
 
@@ -464,7 +426,8 @@ def multiply_and_send(
     sending_gemm_kernel[(programs,)](
         TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]), _weight_blocks(weight, tiles, is_transposed),
         out, _received_blocks(received, tiles), memory.addresses, epoch.counters, rows, columns, depth, *epoch.args,
-        epoch.fingerprint, HAS_ASYNC_PROXY=has_async_proxy(x.device), **_constants(x, tiles, is_transposed),
+        epoch.fingerprint,
+        HAS_ASYNC_PROXY=has_async_proxy(x.device), TRANSPOSED=is_transposed, **tile_constants(tiles, x.dtype),
     )  # fmt: skip
 
 
@@ -483,11 +446,3 @@ def _weight_blocks(weight: Tensor, tiles: Tiles, is_transposed: bool) -> TensorD
 def _received_blocks(received: Tensor, tiles: Tiles) -> TensorDescriptor:
     """Half a tile each."""
     return TensorDescriptor.from_tensor(received, [tiles.rows, tiles.columns // 2])
-
-
-def _constants(x: Tensor, tiles: Tiles, is_transposed: bool) -> dict[str, object]:
-    return {
-        "TRANSPOSED": is_transposed, "DTYPE": TRITON_DTYPES[x.dtype], "PRECISION": precision(x.dtype),
-        "ROWS": tiles.rows, "COLUMNS": tiles.columns, "DEPTH": tiles.depth, "BAND": tiles.band,
-        "num_warps": tiles.warps, "num_stages": tiles.stages,
-    }  # fmt: skip

@@ -138,6 +138,29 @@ class GroupArgs(NamedTuple):
     count: Any  # G
 
 
+class TileArgs(NamedTuple):
+    """The shape of a tile and the dtype of its operands, one constant of a kernel: nothing of :class:`Tiles` that would compile
+    the same code anew."""
+
+    rows: int
+    columns: int
+    depth: int
+    band: int
+    dtype: Any  # of Triton
+    precision: str
+
+
+def tile_constants(tiles: Tiles, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the tile, as a constant of a kernel, and how that is compiled."""
+    tile = TileArgs(tiles.rows, tiles.columns, tiles.depth, tiles.band, TRITON_DTYPES[dtype], _precision(dtype))
+    return {"TILE": tile, "num_warps": tiles.warps, "num_stages": tiles.stages}
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """Return the input precision by which torch multiplies matrices of this dtype on GPUs."""
+    return "tf32" if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" else "ieee"
+
+
 class Epilogue(NamedTuple):
     """The tensors beside the product, as one argument of the kernel; any tensor stands for one that is not used."""
 
@@ -177,6 +200,15 @@ def no_product(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def tile_of(number, row_tiles, column_tiles, BAND: tl.constexpr):
+    """Row and column of a tile: columns one after the other within a band of rows, for the L2 cache."""
+    band_tiles = BAND * column_tiles
+    first_of_band = number // band_tiles * BAND
+    band = tl.minimum(row_tiles - first_of_band, BAND)
+    return first_of_band + number % band_tiles % band, number % band_tiles // band
+
+
+@triton.jit
 def halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The left and the right half of a tile: stored one after the other, they need half as much shared memory."""
     return tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
@@ -200,15 +232,13 @@ def gemm_kernel(
     x, weight, epilogue, groups, destinations, slots, origins_at, first_origin, block_rows, columns, depth, addresses,
     receive_offset, channel, fingerprint,
     GROUPED: tl.constexpr, SENDS: tl.constexpr, TELLS_ORIGIN: tl.constexpr, TRANSPOSED: tl.constexpr,
-    SCALED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr, SPLIT_LEVELS: tl.constexpr,
-    CACHE: tl.constexpr,
+    SCALED: tl.constexpr, SPLIT_LEVELS: tl.constexpr, TILE: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """x times weight transposed, each row stored locally or, with SENDS, where it belongs, as one epoch of a channel.
 
     Args:
-        x: descriptor [R, K], blocks [ROWS, DEPTH].
-        weight: descriptor [G, N, K], blocks [1, COLUMNS, DEPTH]; with TRANSPOSED [G, K, N], [1, DEPTH, COLUMNS].
+        x: descriptor [R, K], blocks [rows, depth] of TILE, :class:`TileArgs`.
+        weight: descriptor [G, N, K], blocks [1, columns, depth]; with TRANSPOSED [G, K, N], [1, depth, columns].
         epilogue: :class:`Epilogue`.
         groups: :class:`GroupArgs`, with GROUPED.
         destinations: int32 [R], rank * slots + slot or -1, with GROUPED and SENDS.
@@ -221,43 +251,39 @@ def gemm_kernel(
     if SENDS:
         epoch = begin(channel, receive_offset, fingerprint)
         may_store = wait_until_all_ready(channel, epoch, fingerprint)
-    tiles_of_block = tl.cdiv(block_rows, ROWS)
+    tiles_of_block = tl.cdiv(block_rows, TILE.rows)
     row_tiles = tiles_of_block * channel.world
     if GROUPED:
         row_tiles = tl.load(groups.bounds + groups.count)
-    column_tiles = tl.cdiv(columns, COLUMNS)
-    band_tiles = BAND * column_tiles
-    element_bytes: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    column_tiles = tl.cdiv(columns, TILE.columns)
+    element_bytes: tl.constexpr = TILE.dtype.primitive_bitwidth // 8
 
-    steps = tl.cdiv(depth, DEPTH)
+    steps = tl.cdiv(depth, TILE.depth)
     steps_of_piece = tl.cdiv(steps, 1 << SPLIT_LEVELS)
     pieces = (row_tiles * column_tiles) << SPLIT_LEVELS
 
     for number in tl.range(tl.program_id(0), pieces, tl.num_programs(0), flatten=True):
         tile, piece = number >> SPLIT_LEVELS, number % (1 << SPLIT_LEVELS)
-        first_of_band = tile // band_tiles * BAND
-        band = tl.minimum(row_tiles - first_of_band, BAND)
-        place = first_of_band + tile % band_tiles % band
-        column_tile = tile % band_tiles // band
+        place, column_tile = tile_of(tile, row_tiles, column_tiles, TILE.band)
         if GROUPED:
-            first_row = tl.load(groups.order + place) * ROWS
+            first_row = tl.load(groups.order + place) * TILE.rows
             group = tl.load(groups.order + groups.order_tiles + place)
         else:
             peer = (channel.rank + 1 + place // tiles_of_block) % channel.world
-            first_row = peer * block_rows + place % tiles_of_block * ROWS
+            first_row = peer * block_rows + place % tiles_of_block * TILE.rows
             group = 0
 
-        product = no_product(ROWS, COLUMNS)
+        product = no_product(TILE.rows, TILE.columns)
         for step in range(piece * steps_of_piece, tl.minimum(steps, (piece + 1) * steps_of_piece)):
-            left = x.load([first_row, step * DEPTH])
+            left = x.load([first_row, step * TILE.depth])
             if TRANSPOSED:
-                right = weight.load([group, step * DEPTH, column_tile * COLUMNS]).reshape(DEPTH, COLUMNS)
-                product = multiply(left, right.to(DTYPE), product, PRECISION)
+                right = weight.load([group, step * TILE.depth, column_tile * TILE.columns]).reshape(TILE.depth, TILE.columns)
+                product = multiply(left, right.to(TILE.dtype), product, TILE.precision)
             else:
-                right = weight.load([group, column_tile * COLUMNS, step * DEPTH]).reshape(COLUMNS, DEPTH)
-                product = multiply(left, right.to(DTYPE).T, product, PRECISION)
+                right = weight.load([group, column_tile * TILE.columns, step * TILE.depth]).reshape(TILE.columns, TILE.depth)
+                product = multiply(left, right.to(TILE.dtype).T, product, TILE.precision)
 
-        row = first_row + tl.arange(0, ROWS)
+        row = first_row + tl.arange(0, TILE.rows)
         row_bytes = columns.to(tl.int64) * element_bytes
         if SENDS:
             if GROUPED:
@@ -273,27 +299,27 @@ def gemm_kernel(
                 row_is_in = (row < (peer + 1) * block_rows) & may_store
                 slot = (row - peer * block_rows + channel.rank * block_rows).to(tl.int64)
                 blocks = tl.load(addresses + peer) + announced_offset(channel, peer)
-            rows_of_out = (blocks + slot * row_bytes).to(tl.pointer_type(DTYPE))
+            rows_of_out = (blocks + slot * row_bytes).to(tl.pointer_type(TILE.dtype))
         else:
             row_is_in = row < block_rows
             rows_of_out = epilogue.out + row.to(tl.int64) * columns
         # Rows begin at multiples of 16 bytes, and so the compiler makes wide stores.
         rows_of_out = tl.multiple_of(rows_of_out, 16)[:, None]
-        half: tl.constexpr = COLUMNS // 2
+        half: tl.constexpr = TILE.columns // 2
         stream: tl.constexpr = "sent" if SENDS else "results"
-        left_half, right_half = halves(upright(product, ROWS), ROWS, COLUMNS)
+        left_half, right_half = halves(upright(product, TILE.rows), TILE.rows, TILE.columns)
         if SPLIT_LEVELS > 0:
             left_half, right_half, has_sum = add_up(
-                left_half, right_half, epilogue.partials, epilogue.arrivals, tile, piece, SPLIT_LEVELS, ROWS, COLUMNS
+                left_half, right_half, epilogue.partials, epilogue.arrivals, tile, piece, SPLIT_LEVELS, TILE.rows, TILE.columns
             )
             row_is_in &= has_sum
-        first_column = column_tile * COLUMNS
+        first_column = column_tile * TILE.columns
         scale_of_group = epilogue.scale + group * columns.to(tl.int64)
         _store_half(
-            left_half, scale_of_group, rows_of_out, row_is_in, first_column, columns, SCALED, DTYPE, half, CACHE, stream,
+            left_half, scale_of_group, rows_of_out, row_is_in, first_column, columns, SCALED, TILE.dtype, half, CACHE, stream,
         )  # fmt: skip
         _store_half(
-            right_half, scale_of_group, rows_of_out, row_is_in, first_column + half, columns, SCALED, DTYPE, half, CACHE,
+            right_half, scale_of_group, rows_of_out, row_is_in, first_column + half, columns, SCALED, TILE.dtype, half, CACHE,
             stream,
         )  # fmt: skip
     if SENDS:
@@ -413,16 +439,9 @@ def _launch(
         rows if groups else rows // ranks, columns, depth, window.memory.addresses if window else x,
         window.offset if window else 0, window.channel.args if window else no_channel(x), window.fingerprint if window else 0,
         GROUPED=groups is not None, SENDS=window is not None, TELLS_ORIGIN=origins_at is not None,
-        TRANSPOSED=is_transposed, SCALED=scale is not None, DTYPE=TRITON_DTYPES[x.dtype],
-        PRECISION=precision(x.dtype), ROWS=tiles.rows, COLUMNS=tiles.columns, DEPTH=tiles.depth, BAND=tiles.band,
-        SPLIT_LEVELS=splits.bit_length() - 1, CACHE=policy,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        TRANSPOSED=is_transposed, SCALED=scale is not None, SPLIT_LEVELS=splits.bit_length() - 1, CACHE=policy,
+        **tile_constants(tiles, x.dtype),
     )  # fmt: skip
-
-
-def precision(dtype: torch.dtype) -> str:
-    """Return the input precision by which torch multiplies matrices of this dtype on GPUs."""
-    return "tf32" if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" else "ieee"
 
 
 def programs_of(device: torch.device, tiles: int, shape: Tiles) -> int:

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.gpus import gpu_of
-from dlrm_fused.ops.gemm_all_to_all.kernel import Groups, halves, precision, programs_of
+from dlrm_fused.ops.gemm_all_to_all.kernel import Groups, halves, programs_of, tile_constants
 from dlrm_fused.ops.gemm_all_to_all.tuning import fitted, weight_gradient_tiles
 
 
 @triton.jit
-def weight_gradient_kernel(
-    a, b, out, bounds, factor, tile_rows, groups, a_columns, b_columns,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
-    """See :func:`grouped_weight_gradient`; descriptors with blocks [DEPTH, ROWS], [DEPTH, COLUMNS], [1, ROWS, COLUMNS / 2].
+def weight_gradient_kernel(a, b, out, bounds, factor, tile_rows, groups, a_columns, b_columns, TILE: tl.constexpr):
+    """See :func:`grouped_weight_gradient`; descriptors with blocks [depth, rows], [depth, columns], [1, rows, columns / 2].
 
     The tensor memory accelerator stores half a tile while the other half is made ready, and the next tile begins.
     """
+    ROWS: tl.constexpr = TILE.rows
+    COLUMNS: tl.constexpr = TILE.columns
     row_tiles, column_tiles = tl.cdiv(a_columns, ROWS), tl.cdiv(b_columns, COLUMNS)
     tiles_of_group = row_tiles * column_tiles
     for tile in tl.range(tl.program_id(0), groups * tiles_of_group, tl.num_programs(0)):
@@ -29,16 +29,16 @@ def weight_gradient_kernel(
         first_row = tile % tiles_of_group % row_tiles * ROWS
         first_column = tile % tiles_of_group // row_tiles * COLUMNS
         begin_row = tl.load(bounds + group) * tile_rows
-        steps = (tl.load(bounds + group + 1) * tile_rows - begin_row) // DEPTH
+        steps = (tl.load(bounds + group + 1) * tile_rows - begin_row) // TILE.depth
         product = tl.zeros((ROWS, COLUMNS), tl.float32)
         for step in range(steps):
-            left = a.load([begin_row + step * DEPTH, first_row])
-            right = b.load([begin_row + step * DEPTH, first_column])
-            product = tl.dot(left.T, right, product, input_precision=PRECISION)
+            left = a.load([begin_row + step * TILE.depth, first_row])
+            right = b.load([begin_row + step * TILE.depth, first_column])
+            product = tl.dot(left.T, right, product, input_precision=TILE.precision)
         half: tl.constexpr = COLUMNS // 2
         left_half, right_half = halves(product * factor, ROWS, COLUMNS)
-        out.store([group, first_row, first_column], left_half.to(DTYPE).reshape(1, ROWS, half))
-        out.store([group, first_row, first_column + half], right_half.to(DTYPE).reshape(1, ROWS, half))
+        out.store([group, first_row, first_column], left_half.to(TILE.dtype).reshape(1, ROWS, half))
+        out.store([group, first_row, first_column + half], right_half.to(TILE.dtype).reshape(1, ROWS, half))
 
 
 def grouped_weight_gradient(a: Tensor, b: Tensor, groups: Groups, out: Tensor, factor: float = 1.0) -> None:
@@ -51,12 +51,11 @@ def grouped_weight_gradient(a: Tensor, b: Tensor, groups: Groups, out: Tensor, f
     """
     (count, rows, columns), element_size = out.shape, a.element_size()
     tiles = fitted(weight_gradient_tiles(element_size), element_size, gpu_of(a.device).shared_memory)
-    depth = min(tiles.depth, groups.tile_rows)
+    tiles = replace(tiles, depth=min(tiles.depth, groups.tile_rows))
     programs = programs_of(a.device, count * triton.cdiv(rows, tiles.rows) * triton.cdiv(columns, tiles.columns), tiles)
     weight_gradient_kernel[(programs,)](
-        TensorDescriptor.from_tensor(a, [depth, tiles.rows]), TensorDescriptor.from_tensor(b, [depth, tiles.columns]),
+        TensorDescriptor.from_tensor(a, [tiles.depth, tiles.rows]),
+        TensorDescriptor.from_tensor(b, [tiles.depth, tiles.columns]),
         TensorDescriptor.from_tensor(out, [1, tiles.rows, tiles.columns // 2]),
-        groups.bounds, factor, groups.tile_rows, count, rows, columns,
-        DTYPE=TRITON_DTYPES[out.dtype], PRECISION=precision(a.dtype), ROWS=tiles.rows, COLUMNS=tiles.columns,
-        DEPTH=depth, num_warps=tiles.warps, num_stages=tiles.stages,
+        groups.bounds, factor, groups.tile_rows, count, rows, columns, **tile_constants(tiles, a.dtype),
     )  # fmt: skip

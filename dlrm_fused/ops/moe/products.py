@@ -14,109 +14,102 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.gpus import gpu_of
-from dlrm_fused.ops.gemm_all_to_all.kernel import Groups, halves, multiply, no_product, precision, programs_of, upright
+from dlrm_fused.ops.gemm_all_to_all.kernel import (
+    Groups,
+    halves,
+    multiply,
+    no_product,
+    programs_of,
+    tile_constants,
+    tile_of,
+    upright,
+)
 from dlrm_fused.ops.gemm_all_to_all.tuning import fitted, tiles_of_groups
 
 
 @triton.jit
-def _place_of_tile(tile, groups, columns, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BAND: tl.constexpr):
-    """First row, first column and group of a tile of the result; bands of rows of tiles are done column by column."""
-    row_tiles, column_tiles = tl.load(groups.bounds + groups.count), tl.cdiv(columns, COLUMNS)
-    first_of_band = tile // (BAND * column_tiles) * BAND
-    band = tl.minimum(row_tiles - first_of_band, BAND)
-    in_band = tile % (BAND * column_tiles)
-    place = first_of_band + in_band % band
-    first_row = tl.load(groups.order + place) * ROWS
-    return first_row, in_band // band * COLUMNS, tl.load(groups.order + groups.order_tiles + place)
+def _place_of_tile(tile, groups, columns, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    """First row, first column and group of a tile of the result; ``WIDTH``: columns of a tile."""
+    place, column_tile = tile_of(tile, tl.load(groups.bounds + groups.count), tl.cdiv(columns, WIDTH), TILE.band)
+    first_row = tl.load(groups.order + place) * TILE.rows
+    return first_row, column_tile * WIDTH, tl.load(groups.order + groups.order_tiles + place)
 
 
 @triton.jit
-def hidden_kernel(
-    x, weight, hidden, activated, groups, columns, depth,
-    GATED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, BAND: tl.constexpr,
-):  # fmt: skip
+def hidden_kernel(x, weight, hidden, activated, groups, columns, depth, GATED: tl.constexpr, TILE: tl.constexpr):
     """See :func:`hidden_layer`.
 
     Args:
-        x: descriptor [R, K], blocks [ROWS, DEPTH].
-        weight: descriptor [G * P, H, K], blocks [1, COLUMNS, DEPTH]; with GATED [1, COLUMNS / 2, DEPTH].
-        hidden, activated: descriptors [R, P, H] and [R, H], blocks of COLUMNS / 2 columns.
+        x: descriptor [R, K], blocks [rows, depth] of TILE, whose columns are, with GATED, those of both products together.
+        weight: descriptor [G * P, H, K], blocks [1, columns, depth]; with GATED [1, columns / 2, depth].
+        hidden, activated: descriptors [R, P, H] and [R, H], blocks of columns / 2 columns.
         columns: H.
-        COLUMNS: of a tile; with GATED of both products together.
     """
-    half: tl.constexpr = COLUMNS // 2
-    width: tl.constexpr = half if GATED else COLUMNS
+    half: tl.constexpr = TILE.columns // 2
+    width: tl.constexpr = half if GATED else TILE.columns
     tiles = tl.load(groups.bounds + groups.count) * tl.cdiv(columns, width)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
-        first_row, column, group = _place_of_tile(tile, groups, columns, width, ROWS, BAND)
+        first_row, column, group = _place_of_tile(tile, groups, columns, width, TILE)
         if GATED:
-            gate, up = no_product(ROWS, half), no_product(ROWS, half)
-            for step in range(tl.cdiv(depth, DEPTH)):
-                left = x.load([first_row, step * DEPTH])
-                right = weight.load([2 * group, column, step * DEPTH]).reshape(half, DEPTH)
-                gate = multiply(left, right.T, gate, PRECISION)
-                right = weight.load([2 * group + 1, column, step * DEPTH]).reshape(half, DEPTH)
-                up = multiply(left, right.T, up, PRECISION)
-            gate, up = upright(gate, ROWS).to(DTYPE), upright(up, ROWS).to(DTYPE)
-            hidden.store([first_row, 0, column], gate.reshape(ROWS, 1, half))
-            hidden.store([first_row, 1, column], up.reshape(ROWS, 1, half))
+            gate, up = no_product(TILE.rows, half), no_product(TILE.rows, half)
+            for step in range(tl.cdiv(depth, TILE.depth)):
+                left = x.load([first_row, step * TILE.depth])
+                right = weight.load([2 * group, column, step * TILE.depth]).reshape(half, TILE.depth)
+                gate = multiply(left, right.T, gate, TILE.precision)
+                right = weight.load([2 * group + 1, column, step * TILE.depth]).reshape(half, TILE.depth)
+                up = multiply(left, right.T, up, TILE.precision)
+            gate, up = upright(gate, TILE.rows).to(TILE.dtype), upright(up, TILE.rows).to(TILE.dtype)
+            hidden.store([first_row, 0, column], gate.reshape(TILE.rows, 1, half))
+            hidden.store([first_row, 1, column], up.reshape(TILE.rows, 1, half))
             gate = gate.to(tl.float32)
-            activated.store([first_row, column], (gate * tl.sigmoid(gate) * up.to(tl.float32)).to(DTYPE))
+            activated.store([first_row, column], (gate * tl.sigmoid(gate) * up.to(tl.float32)).to(TILE.dtype))
         else:
-            product = no_product(ROWS, COLUMNS)
-            for step in range(tl.cdiv(depth, DEPTH)):
-                left = x.load([first_row, step * DEPTH])
-                right = weight.load([group, column, step * DEPTH]).reshape(COLUMNS, DEPTH)
-                product = multiply(left, right.T, product, PRECISION)
-            left_half, right_half = halves(upright(product, ROWS), ROWS, COLUMNS)
-            left_half, right_half = left_half.to(DTYPE), right_half.to(DTYPE)
-            hidden.store([first_row, 0, column], left_half.reshape(ROWS, 1, half))
-            hidden.store([first_row, 0, column + half], right_half.reshape(ROWS, 1, half))
+            product = no_product(TILE.rows, TILE.columns)
+            for step in range(tl.cdiv(depth, TILE.depth)):
+                left = x.load([first_row, step * TILE.depth])
+                right = weight.load([group, column, step * TILE.depth]).reshape(TILE.columns, TILE.depth)
+                product = multiply(left, right.T, product, TILE.precision)
+            left_half, right_half = halves(upright(product, TILE.rows), TILE.rows, TILE.columns)
+            left_half, right_half = left_half.to(TILE.dtype), right_half.to(TILE.dtype)
+            hidden.store([first_row, 0, column], left_half.reshape(TILE.rows, 1, half))
+            hidden.store([first_row, 0, column + half], right_half.reshape(TILE.rows, 1, half))
             left_half, right_half = left_half.to(tl.float32), right_half.to(tl.float32)
-            activated.store([first_row, column], (left_half * tl.sigmoid(left_half)).to(DTYPE))
-            activated.store([first_row, column + half], (right_half * tl.sigmoid(right_half)).to(DTYPE))
+            activated.store([first_row, column], (left_half * tl.sigmoid(left_half)).to(TILE.dtype))
+            activated.store([first_row, column + half], (right_half * tl.sigmoid(right_half)).to(TILE.dtype))
 
 
 @triton.jit
-def hidden_gradient_kernel(
-    x, weight, hidden, result, groups, columns, depth,
-    GATED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, BAND: tl.constexpr,
-):  # fmt: skip
+def hidden_gradient_kernel(x, weight, hidden, result, groups, columns, depth, GATED: tl.constexpr, TILE: tl.constexpr):
     """See :func:`hidden_layer_gradient`.
 
     Args:
-        x: descriptor [R, K], blocks [ROWS, DEPTH].
-        weight: descriptor [G, K, H], blocks [1, DEPTH, COLUMNS].
+        x: descriptor [R, K], blocks [rows, depth] of TILE.
+        weight: descriptor [G, K, H], blocks [1, depth, columns].
         hidden: pointer to [R, P, H].
-        result: descriptor [R, P, H], blocks [ROWS, 1, COLUMNS / 2].
+        result: descriptor [R, P, H], blocks [rows, 1, columns / 2].
         columns: H.
     """
-    half: tl.constexpr = COLUMNS // 2
-    tiles = tl.load(groups.bounds + groups.count) * tl.cdiv(columns, COLUMNS)
+    half: tl.constexpr = TILE.columns // 2
+    tiles = tl.load(groups.bounds + groups.count) * tl.cdiv(columns, TILE.columns)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
-        first_row, column, group = _place_of_tile(tile, groups, columns, COLUMNS, ROWS, BAND)
-        product = no_product(ROWS, COLUMNS)
-        for step in range(tl.cdiv(depth, DEPTH)):
-            left = x.load([first_row, step * DEPTH])
-            right = weight.load([group, step * DEPTH, column]).reshape(DEPTH, COLUMNS)
-            product = multiply(left, right, product, PRECISION)
-        left_half, right_half = halves(upright(product, ROWS), ROWS, COLUMNS)
-        _store_hidden_gradient(left_half, hidden, result, first_row, column, columns, GATED, DTYPE, ROWS, half)
-        _store_hidden_gradient(right_half, hidden, result, first_row, column + half, columns, GATED, DTYPE, ROWS, half)
+        first_row, column, group = _place_of_tile(tile, groups, columns, TILE.columns, TILE)
+        product = no_product(TILE.rows, TILE.columns)
+        for step in range(tl.cdiv(depth, TILE.depth)):
+            left = x.load([first_row, step * TILE.depth])
+            right = weight.load([group, step * TILE.depth, column]).reshape(TILE.depth, TILE.columns)
+            product = multiply(left, right, product, TILE.precision)
+        left_half, right_half = halves(upright(product, TILE.rows), TILE.rows, TILE.columns)
+        _store_hidden_gradient(left_half, hidden, result, first_row, column, columns, GATED, TILE)
+        _store_hidden_gradient(right_half, hidden, result, first_row, column + half, columns, GATED, TILE)
 
 
 @triton.jit
-def _store_hidden_gradient(
-    gradient, hidden, result, first_row, first_column, columns,
-    GATED: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """The gradient of the hidden layer from that of what its activation has made of it, fp32 [ROWS, WIDTH]."""
+def _store_hidden_gradient(gradient, hidden, result, first_row, first_column, columns, GATED: tl.constexpr, TILE: tl.constexpr):
+    """The gradient of the hidden layer from that of what its activation has made of it, fp32, half a tile."""
     parts: tl.constexpr = 2 if GATED else 1
-    row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, WIDTH)
+    half: tl.constexpr = TILE.columns // 2
+    row, column = first_row + tl.arange(0, TILE.rows), first_column + tl.arange(0, half)
     # Rows begin at multiples of 16 bytes, and so the compiler makes wide loads.
     places = tl.multiple_of(hidden + row.to(tl.int64) * (parts * columns), 16)[:, None] + column[None, :]
     inside = (column < columns)[None, :]
@@ -125,9 +118,9 @@ def _store_hidden_gradient(
     slope = rate * (1 + pre * (1 - rate))
     if GATED:
         up = tl.load(places + columns, mask=inside, other=0.0).to(tl.float32)
-        result.store([first_row, 1, first_column], (gradient * pre * rate).to(DTYPE).reshape(ROWS, 1, WIDTH))
+        result.store([first_row, 1, first_column], (gradient * pre * rate).to(TILE.dtype).reshape(TILE.rows, 1, half))
         slope *= up
-    result.store([first_row, 0, first_column], (gradient * slope).to(DTYPE).reshape(ROWS, 1, WIDTH))
+    result.store([first_row, 0, first_column], (gradient * slope).to(TILE.dtype).reshape(TILE.rows, 1, half))
 
 
 def hidden_layer(rows: Tensor, w_in: Tensor, groups: Groups, hidden: Tensor, activated: Tensor) -> None:
@@ -151,8 +144,7 @@ def hidden_layer(rows: Tensor, w_in: Tensor, groups: Groups, hidden: Tensor, act
         TensorDescriptor.from_tensor(hidden.view(count, parts, width), [tiles.rows, 1, half]),
         TensorDescriptor.from_tensor(activated, [tiles.rows, half]),
         groups.args(row_tiles), width, depth,
-        GATED=parts == 2, DTYPE=TRITON_DTYPES[rows.dtype], PRECISION=precision(rows.dtype), ROWS=tiles.rows,
-        COLUMNS=tiles.columns, DEPTH=tiles.depth, BAND=tiles.band, num_warps=tiles.warps, num_stages=tiles.stages,
+        GATED=parts == 2, **tile_constants(tiles, rows.dtype),
     )  # fmt: skip
 
 
@@ -174,6 +166,5 @@ def hidden_layer_gradient(gradient: Tensor, w_out: Tensor, hidden: Tensor, group
         TensorDescriptor.from_tensor(w_out, [1, tiles.depth, tiles.columns]),
         hidden, TensorDescriptor.from_tensor(result.view(count, parts, width), [tiles.rows, 1, tiles.columns // 2]),
         groups.args(row_tiles), width, depth,
-        GATED=parts == 2, DTYPE=TRITON_DTYPES[gradient.dtype], PRECISION=precision(gradient.dtype), ROWS=tiles.rows,
-        COLUMNS=tiles.columns, DEPTH=tiles.depth, BAND=tiles.band, num_warps=tiles.warps, num_stages=tiles.stages,
+        GATED=parts == 2, **tile_constants(tiles, gradient.dtype),
     )  # fmt: skip
