@@ -217,7 +217,7 @@ _BOUNDED = {
     },
     "ops/embedding_all_to_all/kernel.py": {
         "feature = item // (receiver_count * blocks)": _ITEMS,
-        "fields = features + feature * _FEATURE_FIELDS": _ITEMS,
+        "fields = lookup.features + feature * _FEATURE_FIELDS": _ITEMS,
         "first_bag = tl.load(bags + peer) + item % blocks * BAGS": _DIMENSION,
         "of_receiver = receivers + item // blocks % receiver_count * 3": _ITEMS,
     },
@@ -250,7 +250,7 @@ _BOUNDED = {
         "first_of_band = number // band_tiles * BAND": _DIMENSION,
         "first_row = peer * block_rows + place % tiles_of_block * TILE.rows": _ROWS,
         "first_row = tl.load(groups.order + place) * TILE.rows": _ROWS,
-        "i = (tl.program_id(0) * TILES": _DIMENSION,
+        "places = tl.program_id(0) * TILES_OF_PROGRAM": _DIMENSION,
     },
     "ops/gemm_all_to_all/split.py": {"arrivals += tile * pieces": _ITEMS},
     "ops/gemm_all_to_all/weight_gradient.py": {"tiles_of_group = row_tiles * column_tiles": _DIMENSION},
@@ -267,7 +267,7 @@ _BOUNDED = {
     "ops/moe/dispatch.py": {
         "end_of_rows = tl.sum(": _ROWS,
         "expert = tl.program_id(0) * EXPERTS": _DIMENSION,
-        "slot = program * SLOTS": _ROWS,
+        "slot = program * _SLOTS_OF_PROGRAM": _ROWS,
         "slot = tl.program_id(0) * CHUNK": _ROWS,
     },
     "ops/moe/products.py": {

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "dlrm_fused"
-MAX_ARGUMENTS = 28
+MAX_ARGUMENTS = 24
 
 
 def launched_kernels() -> Iterator[tuple[str, int]]:

@@ -48,6 +48,29 @@ class Destinations(NamedTuple):
     awaits_receivers: bool
 
 
+class Pooling(NamedTuple):
+    """The way in which a program pools the bags of an item of work, one constant of the kernels; see :func:`_pool`."""
+
+    weighted: bool
+    mean: bool
+    vector: int  # divides dims, columns and table offsets
+    bags: int
+    rows: int
+    split: int
+    dim: int  # a power of two, at least that of every feature
+    is_exact: bool  # whether it is that of every feature
+
+
+class LookupArgs(NamedTuple):
+    """The tensors of a :class:`Lookup`, as one argument of the kernels."""
+
+    weights: Any
+    indices: Any
+    offsets: Any
+    sample_weights: Any  # any tensor, if there are none
+    features: Any  # int64 [n, 4], FeatureTable
+
+
 class KernelDestinations(NamedTuple):
     """:class:`Destinations` as an argument of the kernel."""
 
@@ -100,10 +123,9 @@ class Lookup(NamedTuple):
         return self.sample_weights is not None and self.sample_weights.numel() > 0
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As the kernels want them."""
-        sample_weights = self.sample_weights if self.sample_weights is not None and self.is_weighted else self.weights
-        return self.weights, self.indices, self.offsets, sample_weights
+    def args(self) -> LookupArgs:
+        sample_weights = self.sample_weights if self.is_weighted else self.weights
+        return LookupArgs(self.weights, self.indices, self.offsets, sample_weights, self.features.table)
 
 
 def _blocks(workspace: EmbeddingWorkspace, plan: BatchPlan, lookup: Lookup) -> tuple[Blocks, int]:
@@ -130,11 +152,11 @@ def _streams(workspace: EmbeddingWorkspace, plan: BatchPlan, lookup: Lookup) -> 
 
 
 def _constants(workspace: EmbeddingWorkspace, plan: BatchPlan, lookup: Lookup, blocks: Blocks) -> dict[str, Any]:
-    features = lookup.features
+    features, is_mean = lookup.features, workspace.tables[lookup.number].mean
+    shape = blocks.bags, blocks.rows, blocks.split, features.block_dim
     return {
-        "WEIGHTED": lookup.is_weighted, "MEAN": workspace.tables[lookup.number].mean,
-        "WIRE": TRITON_DTYPES[workspace.forward_wire], "VECTOR": features.vector, "BAGS": blocks.bags, "ROWS": blocks.rows,
-        "SPLIT": blocks.split, "DIM": features.block_dim, "EXACT_DIM": features.is_exact, "num_warps": blocks.warps,
+        "POOLING": Pooling(lookup.is_weighted, is_mean, features.vector, *shape, features.is_exact),
+        "WIRE": TRITON_DTYPES[workspace.forward_wire], "num_warps": blocks.warps,
         "CACHE": cache_policy.choose(workspace.device, lambda: _streams(workspace, plan, lookup)),
     }  # fmt: skip
 
@@ -161,8 +183,8 @@ def lookup_and_scatter(
     )
     items = to.receiver_count * lookup.features.count * per_feature
     lookup_and_scatter_kernel[(min(items, blocks.programs),)](
-        *lookup.tensors, lookup.features.table, destinations.bags,
-        per_feature, plan.global_batch, items, to, receive_offset, workspace.forward_channel.args, plan.fingerprint,
+        lookup.args, destinations.bags, per_feature, plan.global_batch, items, to, receive_offset,
+        workspace.forward_channel.args, plan.fingerprint,
         RELATIVE=destinations.is_relative, WAITS=destinations.awaits_receivers,
         PARTIAL=workspace.own_lookups[lookup.number].row_wise and not plan.hosts.are_many, FIRST=first, LAST=last,
         **_constants(workspace, plan, lookup, blocks),
@@ -181,9 +203,9 @@ def lookup_and_put(workspace: EmbeddingWorkspace, plan: BatchPlan, puts: Puts, l
     for lookup, blocks, per_feature in works if receivers else ():
         items = receivers * lookup.features.count * per_feature
         puts.kernel(lookup_and_put_kernel)[(min(items, blocks.programs),)](
-            *lookup.tensors, lookup.features.table, plan.slice_bags,
-            per_feature, plan.global_batch, items, plan.slice_receivers, receivers, plan.slice_width(workspace.rank), needed,
-            workspace.forward_channel.args, puts.args, plan.fingerprint, **_constants(workspace, plan, lookup, blocks),
+            lookup.args, plan.slice_bags, per_feature, plan.global_batch, items, plan.slice_receivers, receivers,
+            plan.slice_width(workspace.rank), needed, workspace.forward_channel.args, puts.args, plan.fingerprint,
+            **_constants(workspace, plan, lookup, blocks),
         )  # fmt: skip
 
 
@@ -199,88 +221,87 @@ def _bags(of_feature, first_bag, end_bag, number, CACHE: tl.constexpr):
 
 @triton.jit
 def _add_rows(
-    pooled, table, indices, factors, length, step, dim, lane,
-    ROWS: tl.constexpr, SPLIT: tl.constexpr, WEIGHTED: tl.constexpr, EXACT_DIM: tl.constexpr, CACHE: tl.constexpr,
+    pooled, table, indices, factors, length, step, dim, lane, POOLING: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
-    """Add rows ``step`` to ``step + ROWS`` of each share: all of them are on their way before the first is added."""
+    """Add ``POOLING.rows`` rows of each share from ``step`` on: all of them are on their way before the first is added."""
+    ROWS: tl.constexpr = POOLING.rows
     numbers: tl.tuple = ()
     for r in tl.static_range(ROWS):
-        numbers += (load(indices + (step + r) * SPLIT, CACHE, "indices", mask=step + r < length, other=0).to(tl.int64),)
+        numbers += (load(indices + (step + r) * POOLING.split, CACHE, "indices", mask=step + r < length, other=0).to(tl.int64),)
     rows: tl.tuple = ()
     for r in tl.static_range(ROWS):
         inside = (step + r < length)[:, None]
-        if not EXACT_DIM:
+        if not POOLING.is_exact:
             inside = inside & (lane < dim)[None, :]
         rows += (load(table + numbers[r][:, None] * dim + lane[None, :], CACHE, "rows", mask=inside, other=0.0),)
     for r in tl.static_range(ROWS):
         row = rows[r].to(tl.float32)
-        if WEIGHTED:
-            row *= load(factors + (step + r) * SPLIT, CACHE, "indices", mask=step + r < length, other=0.0)[:, None]
+        if POOLING.weighted:
+            row *= load(factors + (step + r) * POOLING.split, CACHE, "indices", mask=step + r < length, other=0.0)[:, None]
         pooled += row
     return pooled
 
 
 @triton.jit
 def _pool(
-    item, weights, indices, offsets, sample_weights, features, bags, blocks, global_batch, receivers, receiver_count,
-    WEIGHTED: tl.constexpr, MEAN: tl.constexpr, VECTOR: tl.constexpr, BAGS: tl.constexpr, ROWS: tl.constexpr,
-    SPLIT: tl.constexpr, DIM: tl.constexpr, EXACT_DIM: tl.constexpr, CACHE: tl.constexpr,
+    item, lookup, bags, blocks, global_batch, receivers, receiver_count, POOLING: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
-    """Pool the bags of an item of work: BAGS bags of one feature and one destination.
+    """Pool the bags of an item of work: so many bags of one feature and one destination.
 
-    Rows of a bag are dealt out to SPLIT shares, whose threads then read neighbouring indices; BAGS * SPLIT * ROWS rows of a
+    Rows of a bag are dealt out to ``split`` shares, whose threads then read neighbouring indices; bags * split * rows of a
     table are on their way at once.
 
     Returns:
-        fp32 [BAGS, DIM]; for each bag its number, whether it exists, and its length; pointers to the feature's and the
+        fp32 [bags, dim]; for each bag its number, whether it exists, and its length; pointers to the feature's and the
         receiver's fields.
     """
+    BAGS: tl.constexpr = POOLING.bags
+    SPLIT: tl.constexpr = POOLING.split
+    DIM: tl.constexpr = POOLING.dim
+    VECTOR: tl.constexpr = POOLING.vector
     share = tl.arange(0, BAGS * SPLIT)
     lane = tl.arange(0, DIM)
     # One feature after the other: a few tables at a time stay in the caches.
     feature = item // (receiver_count * blocks)
     of_receiver = receivers + item // blocks % receiver_count * 3
     peer = tl.load(of_receiver)
-    fields = features + feature * _FEATURE_FIELDS
+    fields = lookup.features + feature * _FEATURE_FIELDS
     first_bag = tl.load(bags + peer) + item % blocks * BAGS
     end_bag = tl.load(bags + peer + 1)
-    table = weights + tl.multiple_of(tl.load(fields + 1), VECTOR)
-    dim = DIM if EXACT_DIM else tl.multiple_of(tl.load(fields + 2), VECTOR)
-    of_feature = offsets + tl.load(fields) * global_batch
+    table = lookup.weights + tl.multiple_of(tl.load(fields + 1), VECTOR)
+    dim = DIM if POOLING.is_exact else tl.multiple_of(tl.load(fields + 2), VECTOR)
+    of_feature = lookup.offsets + tl.load(fields) * global_batch
 
     bag, exists, begin_row, length = _bags(of_feature, first_bag, end_bag, share // SPLIT, CACHE)
     begin_share = begin_row + share % SPLIT
     share_length = (length - share % SPLIT + SPLIT - 1) // SPLIT
     pooled = tl.zeros((BAGS * SPLIT, DIM), tl.float32)
-    for step in range(0, tl.max(share_length, axis=0), ROWS):
+    for step in range(0, tl.max(share_length, axis=0), POOLING.rows):
         pooled = _add_rows(
-            pooled, table, indices + begin_share, sample_weights + begin_share, share_length, step, dim, lane,
-            ROWS, SPLIT, WEIGHTED, EXACT_DIM, CACHE,
+            pooled, table, lookup.indices + begin_share, lookup.sample_weights + begin_share, share_length, step, dim, lane,
+            POOLING, CACHE,
         )  # fmt: skip
     if SPLIT > 1:
         pooled = tl.sum(tl.reshape(pooled, (BAGS, SPLIT, DIM)), axis=1)
         bag, exists, begin_row, length = _bags(of_feature, first_bag, end_bag, tl.arange(0, BAGS), CACHE)
-    if MEAN:
+    if POOLING.mean:
         pooled = pooled / tl.maximum(length, 1).to(tl.float32)[:, None]
     return pooled, bag, exists, length, fields, of_receiver
 
 
 @triton.jit(do_not_specialize=["blocks", "global_batch", "items", "receive_offset", "fingerprint"])
 def lookup_and_scatter_kernel(
-    weights, indices, offsets, sample_weights, features, bags, blocks, global_batch, items, to, receive_offset, channel,
-    fingerprint,
-    WEIGHTED: tl.constexpr, MEAN: tl.constexpr, RELATIVE: tl.constexpr, WAITS: tl.constexpr, PARTIAL: tl.constexpr,
-    FIRST: tl.constexpr, LAST: tl.constexpr, WIRE: tl.constexpr, VECTOR: tl.constexpr, BAGS: tl.constexpr, ROWS: tl.constexpr,
-    SPLIT: tl.constexpr, DIM: tl.constexpr, EXACT_DIM: tl.constexpr, CACHE: tl.constexpr,
+    lookup, bags, blocks, global_batch, items, to, receive_offset, channel, fingerprint,
+    RELATIVE: tl.constexpr, WAITS: tl.constexpr, PARTIAL: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+    WIRE: tl.constexpr, POOLING: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """Pool bags and store them at the ranks they belong to.
 
     Args:
-        features: int64 [n, 4], :class:`~dlrm_fused.ops.embedding_all_to_all.layout.FeatureTable`.
+        lookup: :class:`LookupArgs`.
         bags: int64, :attr:`~dlrm_fused.ops.embedding_all_to_all.plan.BatchPlan.bag_tables`.
         blocks: items of one feature and destination, enough for the largest batch.
         to: :class:`KernelDestinations`.
-        VECTOR: divides dims, columns and table offsets.
         WAITS: until the receivers are ready.
         PARTIAL: the results are partial sums, on one host. Those of empty bags are not sent: a byte for each bag tells which
             are.
@@ -289,14 +310,14 @@ def lookup_and_scatter_kernel(
         epoch = begin(channel, receive_offset, fingerprint)
     else:
         epoch = tl.load(channel.state) + 1
-    lane = tl.arange(0, DIM)
+    VECTOR: tl.constexpr = POOLING.vector
+    lane = tl.arange(0, POOLING.dim)
     ready_ranks = tl.zeros((), tl.int64)  # a bit for each of this host
     may_send = tl.full((), 1, tl.int1)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         pooled, bag, exists, length, fields, of_receiver = _pool(
-            item, weights, indices, offsets, sample_weights, features, bags, blocks, global_batch, to.receivers,
-            to.receiver_count, WEIGHTED, MEAN, VECTOR, BAGS, ROWS, SPLIT, DIM, EXACT_DIM, CACHE,
-        )  # fmt: skip
+            item, lookup, bags, blocks, global_batch, to.receivers, to.receiver_count, POOLING, CACHE
+        )
         peer = tl.load(of_receiver)
         receiver = tl.load(of_receiver + 1)
         if WAITS:
@@ -319,7 +340,7 @@ def lookup_and_scatter_kernel(
             tl.store(of_bags + at_row, (length > 0).to(tl.uint8), mask=sent)
             sent = sent & (length > 0)
         stored = sent[:, None]
-        if not EXACT_DIM:
+        if not POOLING.is_exact:
             stored = stored & (lane < tl.load(fields + 2))[None, :]
         store(places, to_wire(pooled, WIRE), CACHE, "sent", mask=stored)
     if LAST:
@@ -328,27 +349,25 @@ def lookup_and_scatter_kernel(
 
 @triton.jit(do_not_specialize=["blocks", "global_batch", "items", "receiver_count", "needed", "fingerprint"])
 def lookup_and_put_kernel(
-    weights, indices, offsets, sample_weights, features, bags, blocks, global_batch, items, receivers, receiver_count,
-    stride, needed, channel, puts, fingerprint,
-    WEIGHTED: tl.constexpr, MEAN: tl.constexpr, WIRE: tl.constexpr, VECTOR: tl.constexpr, BAGS: tl.constexpr,
-    ROWS: tl.constexpr, SPLIT: tl.constexpr, DIM: tl.constexpr, EXACT_DIM: tl.constexpr, CACHE: tl.constexpr,
+    lookup, bags, blocks, global_batch, items, receivers, receiver_count, stride, needed, channel, puts, fingerprint,
+    WIRE: tl.constexpr, POOLING: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """Pool bags, write them into slices for ranks of other hosts, and put a slice when all its items are there.
 
     Args:
-        features, bags, blocks, VECTOR: as those of :func:`lookup_and_scatter_kernel`.
+        lookup, bags, blocks: as those of :func:`lookup_and_scatter_kernel`.
         receivers: of :class:`Destinations`.
         stride: elements between rows of a slice.
         needed: items of one slice, of all launches that write it.
     """
-    lane = tl.arange(0, DIM)
+    VECTOR: tl.constexpr = POOLING.vector
+    lane = tl.arange(0, POOLING.dim)
     known_peer = tl.full((), -1, tl.int64)
     place = tl.full((), -1, tl.int64)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         pooled, bag, exists, _length, fields, of_receiver = _pool(
-            item, weights, indices, offsets, sample_weights, features, bags, blocks, global_batch, receivers, receiver_count,
-            WEIGHTED, MEAN, VECTOR, BAGS, ROWS, SPLIT, DIM, EXACT_DIM, CACHE,
-        )  # fmt: skip
+            item, lookup, bags, blocks, global_batch, receivers, receiver_count, POOLING, CACHE
+        )
         peer = tl.load(of_receiver)
         if peer != known_peer:
             place = open_slice(channel, puts, peer)
@@ -358,7 +377,7 @@ def lookup_and_put_kernel(
         slice_begin = tl.multiple_of(place.to(tl.pointer_type(WIRE)), 16)
         places = slice_begin + (bag - first_bag)[:, None] * tl.multiple_of(stride, 4) + (column + lane)[None, :]
         stored = (exists & (place >= 0))[:, None]
-        if not EXACT_DIM:
+        if not POOLING.is_exact:
             stored = stored & (lane < tl.load(fields + 2))[None, :]
         store(places, to_wire(pooled, WIRE), CACHE, "sent", mask=stored)
         size = (tl.load(bags + peer + 1) - first_bag) * stride * (WIRE.primitive_bitwidth // 8)

@@ -38,7 +38,7 @@ from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles, fitted, tiles_of_groups
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, no_channel, wait_until_all_ready
 
 # One program finds the order of so many tiles.
-TILES_OF_PROGRAM = 64
+TILES_OF_PROGRAM = tl.constexpr(64)
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,9 @@ class Groups:
             order = torch.empty(2, tiles, dtype=torch.int32, device=self.bounds.device)
             groups = self.local_from.numel()
             if tiles:
-                tile_order_kernel[(triton.cdiv(tiles, TILES_OF_PROGRAM),)](
-                    self.bounds, self.local_from, order, tiles, groups,
-                    LANES=triton.next_power_of_2(groups), TILES=TILES_OF_PROGRAM,
-                )  # fmt: skip
+                tile_order_kernel[(triton.cdiv(tiles, TILES_OF_PROGRAM.value),)](
+                    self.bounds, self.local_from, order, tiles, groups, LANES=triton.next_power_of_2(groups)
+                )
             self._orders[tiles] = order
         return self._orders[tiles]
 
@@ -100,16 +99,16 @@ class Routes(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["tiles", "groups"])
-def tile_order_kernel(bounds, local_from, order, tiles, groups, LANES: tl.constexpr, TILES: tl.constexpr):
+def tile_order_kernel(bounds, local_from, order, tiles, groups, LANES: tl.constexpr):
     """See :meth:`Groups.order`."""
     group = tl.arange(0, LANES)
     there = group < groups
     first, last = tl.load(bounds + group, mask=there, other=0), tl.load(bounds + group + 1, mask=there, other=0)
-    store_order(order, tiles, first, tl.load(local_from + group, mask=there, other=0), last, TILES, LANES)
+    store_order(order, tiles, first, tl.load(local_from + group, mask=there, other=0), last, LANES)
 
 
 @triton.jit
-def store_order(order, tiles, first, middle, last, TILES: tl.constexpr, LANES: tl.constexpr):
+def store_order(order, tiles, first, middle, last, LANES: tl.constexpr):
     """Store this program's part of :meth:`Groups.order`: the groups' tiles for other ranks end to end, then those for this.
 
     Args:
@@ -118,13 +117,13 @@ def store_order(order, tiles, first, middle, last, TILES: tl.constexpr, LANES: t
     sent, kept = middle - first, tl.maximum(last - middle, 0)
     place_of_sent = tl.cumsum(sent, axis=0) - sent
     place_of_kept = tl.sum(sent, axis=0) + tl.cumsum(kept, axis=0) - kept
-    i = (tl.program_id(0) * TILES + tl.arange(0, TILES))[:, None]
+    places = tl.program_id(0) * TILES_OF_PROGRAM + tl.arange(0, TILES_OF_PROGRAM)
+    i = places[:, None]
     of_sent, of_kept = i - place_of_sent[None, :], i - place_of_kept[None, :]
     is_sent = (of_sent >= 0) & (of_sent < sent[None, :])
     is_kept = (of_kept >= 0) & (of_kept < kept[None, :])
     tile = tl.where(is_sent, first[None, :] + of_sent, tl.where(is_kept, middle[None, :] + of_kept, 0))
     group = tl.where(is_sent | is_kept, tl.arange(0, LANES)[None, :], 0)
-    places = tl.program_id(0) * TILES + tl.arange(0, TILES)
     tl.store(order + places, tl.sum(tile, axis=1), mask=places < tiles)
     tl.store(order + tiles + places, tl.sum(group, axis=1), mask=places < tiles)
 

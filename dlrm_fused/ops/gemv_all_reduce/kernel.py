@@ -11,7 +11,7 @@ nothing that is still to be read is overwritten, though no rank announces that i
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import triton
@@ -19,6 +19,7 @@ import triton.language as tl
 
 from dlrm_fused.ops.common.cache_hints import store
 from dlrm_fused.ops.common.early_start import wait_for_earlier_kernels
+from dlrm_fused.ops.gemv_all_reduce.tuning import TAGGED_SPLIT_ROWS, Blocks, padded
 from dlrm_fused.symmetric.device import (
     ARRIVAL,
     EPOCH,
@@ -69,6 +70,27 @@ class Epilogue(NamedTuple):
     norm_weight: Any  # [n]
     normed: Any  # [m, n], the RMSNorm of the result
     squares: Any  # fp32 [tiles, ROWS], scratch of the norm
+
+
+class BlockArgs(NamedTuple):
+    """The division of the work among programs, one constant of the kernel: of
+    :class:`~dlrm_fused.ops.gemv_all_reduce.tuning.Blocks` what decides about its code."""
+
+    rows: int  # a power of two, at least m
+    columns: int
+    depth: int
+    splits: int
+    is_even: bool  # whether each split has whole steps
+    tagged_splits: bool  # whether parts of splits are handed on as words with tags
+    two_shot: bool
+    flagged: bool
+
+    @classmethod
+    def of(cls, blocks: Blocks, rows: int, depth: int) -> Self:
+        """Return those for x [rows, depth]."""
+        columns, step, splits = blocks.columns, blocks.depth, blocks.splits
+        is_even, is_tagged = depth % (step * splits) == 0, rows <= TAGGED_SPLIT_ROWS
+        return cls(padded(rows), columns, step, splits, is_even, is_tagged, blocks.two_shot, blocks.flagged)
 
 
 class SplitBuffer(NamedTuple):
@@ -200,23 +222,23 @@ def _check_handshake(channel, fingerprint, receive_buffer, handshake, tag, epoch
 
 
 @triton.jit
-def _multiply(
-    x, weight, m, n, k, x_stride, weight_stride, tile, split,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+def _multiply(x, weight, m, n, k, x_stride, weight_stride, tile, split, BLOCKS: tl.constexpr):
     """One tile of weight times x transposed, over this split's part of K: fp32 [COLUMNS, ROWS]."""
+    ROWS: tl.constexpr = BLOCKS.rows
+    COLUMNS: tl.constexpr = BLOCKS.columns
+    DEPTH: tl.constexpr = BLOCKS.depth
     row = tl.arange(0, ROWS)
     exists = (row < m)[None, :]
     # Columns that do not exist are computed from others: loads need no mask, and nobody stores them.
     column = (tile * COLUMNS + tl.arange(0, COLUMNS)) % n
     depth = tl.arange(0, DEPTH)
-    steps = tl.cdiv(tl.cdiv(k, DEPTH), SPLITS)
+    steps = tl.cdiv(tl.cdiv(k, DEPTH), BLOCKS.splits)
     begin = split * steps * DEPTH
     left = weight + column[:, None].to(tl.int64) * weight_stride + (begin + depth)[None, :]
     right = x + row[None, :].to(tl.int64) * x_stride + (begin + depth)[:, None]
     product = tl.zeros((COLUMNS, ROWS), tl.float32)
     for step in range(0, steps):
-        if EVEN:
+        if BLOCKS.is_even:
             weights = tl.load(left)
             factors = tl.load(right, mask=exists, other=0.0)
         else:
@@ -231,51 +253,48 @@ def _multiply(
 
 @triton.jit
 def _leave_part(
-    product, split_buffer, tile, tiles, split, places, slot_words, inside, tag,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TAGGED_SPLITS: tl.constexpr,
+    product, split_buffer, tile, tiles, split, places, slot_words, inside, tag, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Store this split's part of a tile, [COLUMNS, ROWS], where the program of the last split reads it."""
-    if TAGGED_SPLITS:
+    """Store this split's part of a tile, [columns, rows], where the program of the last split reads it."""
+    if BLOCKS.tagged_splits:
         tl.store(split_buffer.words + split * slot_words + places, _pack(tl.trans(product), tag), mask=inside)
     else:
-        element = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        tl.store(split_buffer.parts + (split * tiles + tile).to(tl.int64) * (COLUMNS * ROWS) + element, product)
+        element = tl.arange(0, BLOCKS.columns)[:, None] * BLOCKS.rows + tl.arange(0, BLOCKS.rows)[None, :]
+        tl.store(split_buffer.parts + (split * tiles + tile).to(tl.int64) * (BLOCKS.columns * BLOCKS.rows) + element, product)
         tl.debug_barrier()
         tl.atomic_xchg(split_buffer.flags + split * tiles + tile, tag, sem="release", scope="gpu")
 
 
 @triton.jit
 def _add_parts(
-    channel, product, split_buffer, tile, tiles, places, slot_words, inside, tag, epoch,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, TAGGED_SPLITS: tl.constexpr,
+    channel, product, split_buffer, tile, tiles, places, slot_words, inside, tag, epoch, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The last split's part of a tile plus those that the others leave, in their order: [ROWS, COLUMNS]."""
+    """The last split's part of a tile plus those that the others leave, in their order: [rows, columns]."""
     here = tl.full((), channel.rank, tl.int64)
-    if TAGGED_SPLITS:
+    if BLOCKS.tagged_splits:
         total = tl.trans(product)
-        for split in tl.static_range(SPLITS - 1):
+        for split in tl.static_range(BLOCKS.splits - 1):
             total += _unpack(_receive(channel, split_buffer.words + split * slot_words + places, inside, tag, epoch, here))
         return total
-    element = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-    for split in tl.static_range(SPLITS - 1):
+    element = tl.arange(0, BLOCKS.columns)[:, None] * BLOCKS.rows + tl.arange(0, BLOCKS.rows)[None, :]
+    for split in tl.static_range(BLOCKS.splits - 1):
         _wait_for_flag(channel, split_buffer.flags + split * tiles + tile, tag, epoch, here, "gpu")
-        part = split_buffer.parts + (split * tiles + tile).to(tl.int64) * (COLUMNS * ROWS)
+        part = split_buffer.parts + (split * tiles + tile).to(tl.int64) * (BLOCKS.columns * BLOCKS.rows)
         product += tl.load(part + element, volatile=True)
     return tl.trans(product)
 
 
 @triton.jit
 def _send_partial(
-    channel, partial, parts, places, inside, tag, tile, own_flag, receive_addresses,
-    TWO_SHOT: tl.constexpr, FLAGGED: tl.constexpr,
+    channel, partial, parts, places, inside, tag, tile, own_flag, receive_addresses, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Store partial results in the receive buffers of the peers who add them up."""
     root = tile % channel.world
-    if FLAGGED:
+    if BLOCKS.flagged:
         if root != channel.rank:
             tl.store(peer_pointer(receive_addresses, root, parts * 8, tl.float32) + places, partial, mask=inside)
             signal(peer_pointer(receive_addresses, root, own_flag * 8, tl.int64, 8), tag)
-    elif TWO_SHOT:
+    elif BLOCKS.two_shot:
         if root != channel.rank:
             tl.store(peer_pointer(receive_addresses, root, parts * 8, tl.int64, 8) + places, _pack(partial, tag), mask=inside)
     else:
@@ -349,10 +368,8 @@ def _complete(channel, epoch):
 @triton.jit(do_not_specialize=["fingerprint", "m"])
 def gemv_all_reduce_kernel(
     x, weight, epilogue, out, buffer, split_buffer, channel, fingerprint, m, n, k, x_stride, weight_stride, norm_eps,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr, TILES: tl.constexpr,
-    EVEN: tl.constexpr, TAGGED_SPLITS: tl.constexpr, TWO_SHOT: tl.constexpr, FLAGGED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, STARTS_EARLY: tl.constexpr,
-    CACHE: tl.constexpr,
+    BLOCKS: tl.constexpr, TILES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr,
+    STARTS_EARLY: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """out [m, n] = sum over ranks of x [m, k] times weight [n, k] transposed, + bias + residual; and its RMSNorm.
 
@@ -364,11 +381,13 @@ def gemv_all_reduce_kernel(
         fingerprint: 31 bits.
         buffer: :class:`ReceiveBuffer`.
         split_buffer: :class:`SplitBuffer`.
-        ROWS: power of two, at least m.
+        BLOCKS: :class:`BlockArgs`.
         TILES: power of two, at least the number of tiles; with a norm only.
-        TAGGED_SPLITS: parts of splits are handed on as words with tags.
         STARTS_EARLY: launched by programmatic dependent launch: see :mod:`~dlrm_fused.ops.common.early_start`.
     """
+    ROWS: tl.constexpr = BLOCKS.rows
+    COLUMNS: tl.constexpr = BLOCKS.columns
+    SPLITS: tl.constexpr = BLOCKS.splits
     if STARTS_EARLY:
         wait_for_earlier_kernels()
     tile, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
@@ -381,7 +400,7 @@ def gemv_all_reduce_kernel(
     if tl.program_id(0) == 0:
         _send_handshake(channel, fingerprint, handshake, receive_addresses, tag)
 
-    product = _multiply(x, weight, m, n, k, x_stride, weight_stride, tile, split, ROWS, COLUMNS, DEPTH, SPLITS, EVEN)
+    product = _multiply(x, weight, m, n, k, x_stride, weight_stride, tile, split, BLOCKS)
     row = tl.arange(0, ROWS)
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < m)[:, None] & (column < n)[None, :]
@@ -390,35 +409,31 @@ def gemv_all_reduce_kernel(
     slot_words = n.to(tl.int64) * m
 
     if split < SPLITS - 1:
-        _leave_part(
-            product, split_buffer, tile, tiles, split, places, slot_words, inside, tag, ROWS, COLUMNS, TAGGED_SPLITS
-        )  # fmt: skip
+        _leave_part(product, split_buffer, tile, tiles, split, places, slot_words, inside, tag, BLOCKS)
     else:
-        partial = _add_parts(
-            channel, product, split_buffer, tile, tiles, places, slot_words, inside, tag, epoch, ROWS, COLUMNS, SPLITS,
-            TAGGED_SPLITS,
-        )  # fmt: skip
+        partial = _add_parts(channel, product, split_buffer, tile, tiles, places, slot_words, inside, tag, epoch, BLOCKS)
         _send_partial(
             channel, partial, parts, places + channel.rank * slot_words, inside, tag, tile,
-            first_flag + channel.rank * tiles, receive_addresses, TWO_SHOT, FLAGGED,
+            first_flag + channel.rank * tiles, receive_addresses, BLOCKS,
         )  # fmt: skip
         if tile == 0:
             _check_handshake(channel, fingerprint, receive_buffer, handshake, tag, epoch)
         result = tl.zeros((ROWS, COLUMNS), out.dtype.element_ty)
-        adds_up = (not TWO_SHOT) or (tile % channel.world == channel.rank)
+        adds_up = (not BLOCKS.two_shot) or (tile % channel.world == channel.rank)
         if adds_up:
             total = _add_up(
-                channel, partial, parts, places, slot_words, receive_buffer, inside, tag, first_flag, tiles, epoch, FLAGGED
+                channel, partial, parts, places, slot_words, receive_buffer, inside, tag, first_flag, tiles, epoch,
+                BLOCKS.flagged,
             )  # fmt: skip
             if HAS_BIAS:
                 total += tl.load(epilogue.bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
             if HAS_RESIDUAL:
                 total += tl.load(epilogue.residual + places, mask=inside, other=0.0).to(tl.float32)
             result = total.to(out.dtype.element_ty)
-        if TWO_SHOT:
+        if BLOCKS.two_shot:
             result = _spread(
                 channel, result, row, tile, half + buffer.sums_at, first_flag + channel.world * tiles, m, n, receive_buffer,
-                receive_addresses, tag, epoch, ROWS, COLUMNS, FLAGGED,
+                receive_addresses, tag, epoch, BLOCKS,
             )  # fmt: skip
         store(out + places, result, CACHE, "results", mask=inside)
         if HAS_NORM:
@@ -428,12 +443,11 @@ def gemv_all_reduce_kernel(
 
 @triton.jit
 def _spread(
-    channel, result, row, tile, sums, flag, m, n, receive_buffer, receive_addresses, tag, epoch,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, FLAGGED: tl.constexpr,
+    channel, result, row, tile, sums, flag, m, n, receive_buffer, receive_addresses, tag, epoch, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """The finished tile, on every rank: the root, which has added it up, sends it; the others receive it."""
-    PAIRS: tl.constexpr = (result.dtype.primitive_bitwidth == 16) and not FLAGGED
-    WIDTH: tl.constexpr = COLUMNS // 2 if PAIRS else COLUMNS
+    PAIRS: tl.constexpr = (result.dtype.primitive_bitwidth == 16) and not BLOCKS.flagged
+    WIDTH: tl.constexpr = BLOCKS.columns // 2 if PAIRS else BLOCKS.columns
     row_length = n // 2 if PAIRS else n
     item = tile * WIDTH + tl.arange(0, WIDTH)
     inside = (row < m)[:, None] & (item < row_length)[None, :]
@@ -442,24 +456,24 @@ def _spread(
     if root == channel.rank:
         for i in tl.static_range(1, channel.world):
             peer = (channel.rank + i) % channel.world
-            if FLAGGED:
+            if BLOCKS.flagged:
                 theirs = peer_pointer(receive_addresses, peer, sums * 8, result.dtype)
                 tl.store(theirs + places, result, mask=inside)
             else:
-                words = _pack_pairs(result, tag, ROWS, COLUMNS) if PAIRS else _pack(result, tag)
+                words = _pack_pairs(result, tag, BLOCKS.rows, BLOCKS.columns) if PAIRS else _pack(result, tag)
                 tl.store(peer_pointer(receive_addresses, peer, sums * 8, tl.int64, 8) + places, words, mask=inside)
-        if FLAGGED:
+        if BLOCKS.flagged:
             for i in tl.static_range(1, channel.world):
                 signal(peer_pointer(receive_addresses, (channel.rank + i) % channel.world, flag * 8, tl.int64, 8), tag)
     else:
         sender = root + tl.zeros((), tl.int64)
-        if FLAGGED:
+        if BLOCKS.flagged:
             own = (receive_buffer + sums).to(tl.pointer_type(result.dtype)) + places
             result = _receive_tile(channel, receive_buffer + flag, own, inside, tag, epoch, sender)
         else:
             words = _receive(channel, receive_buffer + sums + places, inside, tag, epoch, sender)
             if PAIRS:
-                result = _unpack_pairs(words, result.dtype, ROWS, COLUMNS)
+                result = _unpack_pairs(words, result.dtype, BLOCKS.rows, BLOCKS.columns)
             else:
                 result = _unpack(words)
     return result

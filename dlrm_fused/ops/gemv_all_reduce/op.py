@@ -13,10 +13,10 @@ from dlrm_fused.ops.common import cache_policy
 from dlrm_fused.ops.common.cache_policy import once
 from dlrm_fused.ops.common.early_start import launch_options, starts_early
 from dlrm_fused.ops.common.workspace import check_tensor, fingerprint_of
-from dlrm_fused.ops.gemv_all_reduce.kernel import Epilogue, gemv_all_reduce_kernel
+from dlrm_fused.ops.gemv_all_reduce.kernel import BlockArgs, Epilogue, gemv_all_reduce_kernel
 from dlrm_fused.ops.gemv_all_reduce.library import multiply_and_reduce
 from dlrm_fused.ops.gemv_all_reduce.schedule import AUTO, LIBRARY, SCATTER, check_schedule, choose_schedule
-from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_ROWS, TAGGED_SPLIT_ROWS, choose_blocks, fitted, padded
+from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_ROWS, choose_blocks, fitted
 from dlrm_fused.ops.gemv_all_reduce.workspace import GemvWorkspace
 from dlrm_fused.symmetric import abort_peers_on_error
 
@@ -178,9 +178,7 @@ def run_kernel(workspace: GemvWorkspace, inputs: Inputs) -> tuple[Tensor, Tensor
     gemv_all_reduce_kernel[(tiles * blocks.splits,)](
         x, weight, epilogue, out, workspace.buffer_args(flagged=blocks.flagged), workspace.split_buffer,
         workspace.kernel_args, inputs.fingerprint(blocks), rows, columns, depth, x.stride(0), weight.stride(0), norm_eps,
-        ROWS=padded(rows), COLUMNS=blocks.columns, DEPTH=blocks.depth, SPLITS=blocks.splits,
-        TILES=triton.next_power_of_2(tiles) if has_norm else 1, EVEN=depth % (blocks.depth * blocks.splits) == 0,
-        TAGGED_SPLITS=rows <= TAGGED_SPLIT_ROWS, TWO_SHOT=blocks.two_shot, FLAGGED=blocks.flagged,
+        BLOCKS=BlockArgs.of(blocks, rows, depth), TILES=triton.next_power_of_2(tiles) if has_norm else 1,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, HAS_NORM=has_norm, STARTS_EARLY=early,
         CACHE=cache_policy.choose(x.device, lambda: {"results": once(out.nbytes)}),
         num_warps=blocks.warps, num_stages=blocks.stages, **launch_options(early),

@@ -31,9 +31,9 @@ from dlrm_fused.symmetric.hosts import Hosts
 _LANES = 128
 # Chunks and experts that a program adds up at a time.
 _SCAN_CHUNKS, _SCAN_EXPERTS = 256, 16
-_SLOTS_OF_PROGRAM = 1024
+_SLOTS_OF_PROGRAM = tl.constexpr(1024)
 # Pads that a program makes at a time.
-_PAD_ROWS, _PAD_COLUMNS = 16, 512
+_PAD_ROWS, _PAD_COLUMNS = tl.constexpr(16), tl.constexpr(512)
 
 
 def max_rows_of_rank(ranks: int, experts: int, top_k: int, max_tokens: int, tile_rows: int) -> int:
@@ -116,17 +116,17 @@ def route(
         received = {rank: own.to(experts.device) for rank, own in rows.items()}
 
     targets, first_rows = torch.empty_like(positions), starts.new_empty(count)
-    tiles, parts = rows_per_rank // tile_rows, triton.cdiv(tile_rows, _PAD_ROWS)
+    tiles, parts = rows_per_rank // tile_rows, triton.cdiv(tile_rows, _PAD_ROWS.value)
     order, slots_of_experts = starts.new_empty(2, tiles), experts.new_empty(count)
     groups = Groups(tile_rows, starts.new_empty(local + 1), starts.new_empty(local), {tiles: order})
     block_rows, destinations = block or (targets, targets)
-    place_kernel[(max(triton.cdiv(slots, _SLOTS_OF_PROGRAM), triton.cdiv(tiles, TILES_OF_PROGRAM), local * parts),)](
+    of_slots, of_tiles = triton.cdiv(slots, _SLOTS_OF_PROGRAM.value), triton.cdiv(tiles, TILES_OF_PROGRAM.value)
+    place_kernel[(max(of_slots, of_tiles, local * parts),)](
         SlotArgs(experts, positions, starts, targets), counts, memory.addresses, first_rows, slots_of_experts, groups.bounds,
         groups.local_from, order, block_rows, destinations,
         slots, count, tile_rows, tiles, rows_per_rank, block_rows.shape[-1],
         RANK=channel.group.rank, WORLD=ranks, RANKS=triton.next_power_of_2(ranks), LANES=triton.next_power_of_2(local),
-        CHUNK=chunk, SLOTS=_SLOTS_OF_PROGRAM, TILES=TILES_OF_PROGRAM, CLEARS_PADS=block is not None, PARTS=parts,
-        PAD_ROWS=_PAD_ROWS, COLUMNS=_PAD_COLUMNS, CACHE=policy, num_warps=4,
+        CHUNK=chunk, CLEARS_PADS=block is not None, PARTS=parts, CACHE=policy, num_warps=4,
     )  # fmt: skip
     return RoutesToExperts(targets, groups, received, slots_of_experts)
 
@@ -209,9 +209,8 @@ class SlotArgs(NamedTuple):
 def place_kernel(
     of_slots, counts, addresses, first_rows, slots_of_experts, bounds, local_from, order, rows, destinations, slots, experts,
     tile_rows, tiles, rows_per_rank, width,
-    RANK: tl.constexpr, WORLD: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, SLOTS: tl.constexpr,
-    TILES: tl.constexpr, CLEARS_PADS: tl.constexpr, PARTS: tl.constexpr, PAD_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    CACHE: tl.constexpr,
+    RANK: tl.constexpr, WORLD: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr,
+    CLEARS_PADS: tl.constexpr, PARTS: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """:func:`place_experts`, and what follows from it: targets, order of tiles, pads; of each every program has a part.
 
@@ -244,7 +243,7 @@ def place_kernel(
     tl.store(first_rows + expert, first_row, mask=exists)
     tl.debug_barrier()
 
-    slot = program * SLOTS + tl.arange(0, SLOTS)
+    slot = program * _SLOTS_OF_PROGRAM + tl.arange(0, _SLOTS_OF_PROGRAM)
     position = load(of_slots.positions + slot, CACHE, "routes", mask=slot < slots, other=-1)
     is_sent = position >= 0
     id_ = load(of_slots.ids + slot, CACHE, "routes", mask=is_sent, other=0).to(tl.int32)
@@ -265,16 +264,16 @@ def place_kernel(
         tl.store(bounds, 0)
         tl.store(bounds + 1 + group, last_tile, mask=group < local)
         tl.store(local_from + group, middle, mask=group < local)
-    store_order(order, tiles, first_tile, middle, last_tile, TILES, LANES)
+    store_order(order, tiles, first_tile, middle, last_tile, LANES)
     if CLEARS_PADS:
-        # Program p: PAD_ROWS of those of group p // PARTS.
+        # Program p: some of those of group p // PARTS.
         is_mine = group == program // PARTS
         end_of_rows = tl.sum(tl.where(is_mine, first_tile * tile_rows + tl.sum(tl.where(is_own, total, 0), axis=0), 0), axis=0)
         end_of_tiles = tl.sum(tl.where(is_mine, last_tile * tile_rows, 0), axis=0)
-        pad = end_of_rows + program % PARTS * PAD_ROWS + tl.arange(0, PAD_ROWS)
+        pad = end_of_rows + program % PARTS * _PAD_ROWS + tl.arange(0, _PAD_ROWS)
         is_pad = pad < end_of_tiles
         tl.store(destinations + pad, -1, mask=is_pad)
-        clear_rows(rows, pad, is_pad, width, PAD_ROWS, COLUMNS)
+        clear_rows(rows, pad, is_pad, width, _PAD_ROWS, _PAD_COLUMNS)
 
 
 @triton.jit
