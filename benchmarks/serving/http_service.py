@@ -12,17 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.environment import ROOT, command_line, current_commit, versions
+from benchmarks.common.environment import ROOT, describe_environment
 from benchmarks.common.results import write_results
-from benchmarks.data.measured_run import processor
 from benchmarks.serving.clients import Load, Question, send
 from benchmarks.serving.rows import prepared_rows
 from benchmarks.serving.service_process import running_service
@@ -69,10 +66,7 @@ def measure(
         asking.join()
         is_healthy = service.request("GET", "/health")[0] == 200
     return {
-        "machine": {"cpu": processor(), "cores": os.cpu_count(), "kernel": platform.release()},
-        "versions": versions(),
-        "commit": current_commit(),
-        "command": command_line(),
+        **describe_environment(["CPU"], None),
         "clients": clients,
         "loads": loads,
         "trouble": {name: asdict(incident) for name, incident in incidents.items()},

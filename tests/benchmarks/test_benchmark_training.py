@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from benchmarks.training import compare_settings, dense_part, scaling, timeline, trainer_throughput
-from dlrm_fused.config import Precision
+from benchmarks.training import compare_settings, scaling, timeline, trainer_throughput
 
 SMALL = [
     "data.synthetic.tables=3",
@@ -136,45 +133,6 @@ def test_the_trainer_takes_turns_with_a_bare_loop_of_the_same_settings(tmp_path:
     assert [step for step, _ in only["trainer"]["intervals"]] == [4, 6]
     assert len(only["trainer"]["checkpoints"]) == 2
     assert "table_0" in only["trainer"]["plan"]
-
-
-def test_16_bit_embeddings_are_measured_where_the_dense_part_computes_so() -> None:
-    assert [v.embeddings for v in dense_part.variants(Precision.fp32, autotune=False)] == [torch.float32] * 2
-    found = dense_part.variants(Precision.bf16, autotune=True)
-    assert [v.options is None for v in found] == [True, False, True, False, False]
-    assert [v.embeddings for v in found[2:]] == [torch.bfloat16] * 3
-
-
-def test_the_dense_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[dict[str, Any]] = []
-
-    def note(part: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """In place of the compiler, which takes half a minute."""
-        compiled.append(options)
-        return part
-
-    monkeypatch.setattr(torch, "compile", note)
-    kind = ["model.kind=dcnv2", "model.cross_layers=2", "model.cross_rank=4", "training.precision=bf16"]
-    output = tmp_path / "dense.json"
-    sizes = ["--samples", "16", "--steps", "2", "--commit", "abc", "--output", str(output)]
-    dense_part.main(["--config", "configs/synthetic.yaml", *sizes, *SMALL, *kind])
-    report = json.loads(output.read_text())
-    assert [v["variant"] for v in report["variants"]] == [
-        "eager, float32 embeddings",
-        "compiled, float32 embeddings",
-        "eager, bfloat16 embeddings",
-        "compiled, bfloat16 embeddings",
-    ]
-    assert len(compiled) == 2
-    assert all(options["fullgraph"] for options in compiled)
-    losses = [v["loss"] for v in report["variants"]]
-    assert losses[0] == losses[1]
-    assert losses[2] == pytest.approx(losses[0], rel=1e-2)
-    # Multiplications with additions of a sample: bottom MLP, two cross layers, top MLP; the backward pass has twice as many,
-    # but no gradient of the samples.
-    bottom, cross, top = 13 * 8, 2 * 2 * 32 * 4, 32 * 8 + 8
-    assert report["flops"] == 2 * 16 * (3 * (bottom + cross + top) - 13 * 8)
-    assert report["floor_ms"] == pytest.approx(report["flops"] / report["teraflops_of_a_large_product"] / 1e9)
 
 
 def device_event(name: str, begin_us: float, end_us: float, stream: int = 7, kind: str = "kernel") -> dict[str, Any]:
