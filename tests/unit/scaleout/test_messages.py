@@ -7,12 +7,12 @@ from collections import defaultdict
 import pytest
 import simpy
 
-from benchmarks.scaleout import messages
-from benchmarks.scaleout.messages import MESSAGES, Message, Wires
 from dlrm_fused.scaleout import collectives
 from dlrm_fused.scaleout.collectives import COLLECTIVES
 from dlrm_fused.scaleout.network import Network
 from dlrm_fused.scaleout.topologies import Cluster, Switch, Topology, Torus
+from tests.unit.scaleout import messages
+from tests.unit.scaleout.messages import MESSAGES, Message, Wires
 
 SIZE = 2**20
 LINKS = {"nvlink": 450e9, "nic": 50e9, "nvlink_latency": 2e-6, "nic_latency": 5e-6}

@@ -1,6 +1,6 @@
 """Collectives as lists of messages between ranks that are told apart: each with its route and what it waits for.
 
-Written from the algorithms, not from ``dlrm_fused.scaleout``, whose classes of equal links and flows they check.
+They are written from the algorithms, not from ``dlrm_fused.scaleout``, whose classes of equal links and flows they check.
 """
 
 from __future__ import annotations
