@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import signal
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +31,6 @@ from benchmarks.gemm_all_to_all.cells import (
     tiny_products,
 )
 from benchmarks.gemm_all_to_all.report import REPORT
-from benchmarks.moe import profile_layer as profile_moe
 from dlrm_fused.models import expert_parallel
 from dlrm_fused.ops.gemm_all_to_all.tuning import Tiles
 from tests.distributed.launch import Ended, run_program
@@ -307,31 +304,3 @@ def test_every_other_rank_names_a_rank_that_is_killed(tmp_path: Path) -> None:
     for rank in (0, 2):
         seen = json.loads((tmp_path / f"killed.rank{rank}.json").read_text())
         assert killed_rank._is_right(seen, killed=1), seen
-
-
-# The profile.
-
-
-def test_waits_of_the_host_are_counted_within_steps() -> None:
-    def event(name: str, start: float) -> Any:
-        return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=start + 10))
-
-    names = ["cudaLaunchKernel", "cuLaunchKernelEx", "cudaStreamSynchronize", "cudaMemcpyAsync", "cudaMemcpy", "aten::item"]
-    inside = [event(name, 101 + number) for number, name in enumerate(names)]
-    outside = [event("cudaDeviceSynchronize", start) for start in (50, 150)]
-    calls = profile_moe.cuda_calls([*outside, event(profile_moe.STEP, 100), *inside])
-    assert calls == dict.fromkeys(names[:-1], 1)
-    assert profile_moe.waits(calls) == {"cudaStreamSynchronize": 1, "cudaMemcpy": 1}
-
-
-def _profile(arguments: list[str]) -> None:
-    os.environ["KINETO_LOG_LEVEL"] = "5"
-    sys.exit(profile_moe.main(arguments))
-
-
-def test_a_profile_without_gpus_has_no_waits(tmp_path: Path) -> None:
-    sizes = ("--experts", "4", "--width", "16", "--hidden", "8", "--tokens", "10", "--steps", "2")
-    report = _run(tmp_path, *sizes, main=_profile)
-    assert report["passed"] is True
-    assert report["waits_by_rank"] == [{}, {}]
-    assert report["layer"] == {**{"experts": 4, "top_k": 2, "width": 16, "hidden": 8, "tokens": 10}, "activation": "silu"}

@@ -1,4 +1,4 @@
-"""Collectives beside the times that ASTRA-Sim's analytical network took for the same messages, as recorded at commit a7b5fa7."""
+"""Collectives beside the times that ASTRA-Sim's analytical network took for the same messages, recorded at commit a7b5fa7."""
 
 from __future__ import annotations
 
