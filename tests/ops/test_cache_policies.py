@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.cache_policies.workloads import tiny
-from benchmarks.common.harness import open_world
 from dlrm_fused.config import load_config
 from dlrm_fused.errors import UsageError
 from dlrm_fused.inference.online.cached_attention import cached_attention
@@ -21,8 +20,11 @@ from dlrm_fused.ops.common import cache_policy
 from dlrm_fused.ops.common.cache_hints import HARDWARE, LOADS, OFF, STATIC, STORES, CachePolicy, Hint, with_hints
 from dlrm_fused.ops.common.cache_policy import Stream, once, picked, select
 from dlrm_fused.ops.common.gpus import INTERPRETER
+from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training import build
+from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import run_ranks
+from tests.ops.hinted_workloads import WORKLOADS
 from tests.ops.test_compile_for_gpus import LAUNCHES
 from tests.ops.test_compile_for_gpus import architecture as architecture
 from tests.ops.test_compile_for_gpus import compiled as compiled
@@ -57,7 +59,7 @@ def update(rows: float, row_bytes: float, bags: int, pooling: int, zipf_exponent
     return {"old_rows": updated, "new_rows": updated, "gradients": read, "order": once(8 * bags * pooling)}
 
 
-# The selector: launches of the benchmark, whose measured times over those without hints follow.
+# The selector: launches whose measured times over those without hints follow (docs/cache_policies.md).
 
 PASSING = {stream: "evict_first" for stream in LOADS if stream != "old_rows"}  # old_rows have it anyway
 
@@ -285,18 +287,19 @@ def test_every_stream_is_one_of_a_kernel() -> None:
 def results_of_policies(number: int) -> dict[str, list[Tensor]]:
     """Of a tiny workload under each policy; the selector takes the cache for so small that it gives hints."""
     results = {}
-    with torch.no_grad(), open_world() as world:
-        workload = tiny()[number]
-        run = workload.make(world)
+    workload = WORKLOADS[number]
+    with torch.no_grad(), process_group(Rank.from_environment(), CPU), closing(symmetric_group(device=CPU)) as group:
+        torch.manual_seed(0)
+        run = workload.make(group)
         cache_policy.gpu_of = lambda device: replace(INTERPRETER, l2=512)
         for policy in (*STATIC, cache_policy.SELECTED):
             cache_policy.use(policy, workload.zipf_exponent)
-            results[policy] = run.results()
+            results[policy] = [own.clone() for own in run()]
     return results
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("number", range(len(tiny())), ids=[workload.name for workload in tiny()])
+@pytest.mark.parametrize("number", range(len(WORKLOADS)), ids=[workload.name for workload in WORKLOADS])
 def test_no_policy_changes_a_bit(number: int) -> None:
     (results,) = run_ranks(1, results_of_policies, number)
     expected = results["off"]
