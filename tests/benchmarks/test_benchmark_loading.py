@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import json
+from functools import partial
+from itertools import product
 from pathlib import Path
 
+import pytest
 import torch
 
 from benchmarks.data import loading
 from dlrm_fused.config import Split
 
+LARGE = f"parquet_{loading.ROW_GROUP_ROWS}"
 
-def test_every_set_is_measured_in_both_orders(tmp_path: Path) -> None:
+
+def test_every_set_is_measured_in_both_orders_on_every_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A rank needs a row group.
+    monkeypatch.setattr(loading, "SETS", {**loading.SETS, LARGE: partial(loading.parquet, row_group_rows=20)})
     output = tmp_path / "loading.json"
-    loading.main(["--samples", "400", "--batch", "20", "--workers", "1", "--seconds", "0.05", "--output", str(output)])
+    sizes = ["--samples", "400", "--batch", "20", "--workers", "1", "--ranks", "1", "8", "--seconds", "0.05"]
+    sets = [name for name in loading.SETS if name != "parquet_8192"]
+    loading.main([*sizes, "--sets", *sets, "--output", str(output)])
     rates = json.loads(output.read_text())["rates"]
-    sets = ["prepared", "criteo_npy", "criteo_npy, 214 ids"]
-    assert [(row["set"], row["order"]) for row in rates] == [
-        (name, order) for name in sets for order in ("shuffled", "of files")
-    ]
+    cells = list(product(sets, ("shuffled", "of files"), (1, 8)))
+    assert [(row["set"], row["order"], row["ranks"]) for row in rates] == cells
     assert all(row["samples_per_second"] > 0 for row in rates)
 
 
-def test_sets_have_as_many_ids_as_they_say(tmp_path: Path) -> None:
-    for dataset, ids in (
-        (loading.prepared(tmp_path / "prepared", 10), 26),
-        (loading.criteo_npy(tmp_path / "single", 10, is_multi_hot=False), 26),
-        (loading.criteo_npy(tmp_path / "multi", 10, is_multi_hot=True), 214),
-    ):
-        assert dataset.samples(Split.train) == 10
-        samples = dataset.read(Split.train, torch.arange(10))
-        assert samples.sparse.values().numel() == 10 * ids
-        assert samples.dense.shape == (10, 13)
+@pytest.mark.parametrize("name", loading.SETS)
+def test_sets_have_as_many_ids_as_they_say(name: str, tmp_path: Path) -> None:
+    dataset = loading.SETS[name](tmp_path / "set", 10)
+    assert dataset.samples(Split.train) == 10
+    samples = dataset.read(Split.train, torch.arange(10))
+    assert samples.sparse.values().numel() == 10 * (214 if "214" in name else 26)
+    assert samples.dense.shape == (10, 13)
