@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.training import compare_settings, scaling, timeline, trainer_throughput
+from benchmarks.training import compare, timeline
+from benchmarks.training.runs import Mark, sent_per_step
+from tests.distributed.network import needs_hosts
 
 SMALL = [
     "data.synthetic.tables=3",
@@ -20,36 +22,28 @@ SMALL = [
     "embedding.dim=8",
     "model.bottom_mlp=[8]",
     "model.top_mlp=[8,1]",
+    "runtime.device=cpu",
 ]
+SHORT = ["--rounds", "1", "--warmup", "2", "--steps", "6", "--interval", "2"]
+CONTESTANTS = ["comm=fused", "comm=baseline", "ranks=1"]
 
 
 def one(
-    batch: int | None,
-    settings: str,
-    rate: float,
-    step_ms: float,
-    peak: float | None = None,
-    loss: float = 0.5,
-    floor: float | None = None,
+    batch: int | None, settings: str, rate: float, step_ms: float, peak: float | None = None, loss: float = 0.5, **more: Any
 ) -> dict[str, Any]:
-    return {
-        "batch": batch,
-        "settings": settings,
-        "samples_per_second": rate,
-        "median_parts": {"step_ms": step_ms, **({} if floor is None else {"floor_ms": floor})},
-        "peak_memory_gib": peak,
-        "losses": [[10, 0.7], [20, loss]],
-    }
+    """What a run leaves, on this machine unless ``more`` says otherwise."""
+    run = {"batch": batch, "gbits_per_second": None, "settings": settings, "samples_per_second": rate, "step_ms": step_ms}
+    return {**run, "median_parts": {}, "peak_memory_gib": peak, "losses": [[10, 0.7], [20, loss]], "test_auc": 0.75, **more}
 
 
 def test_the_first_settings_are_compared_with_the_others_of_their_batch() -> None:
     runs = [
         *(one(1024, "comm=fused", rate, ms, peak) for rate, ms, peak in ((8e6, 1.0, 2.0), (4e6, 3.0, 2.5), (6e6, 2.0, 1.0))),
-        one(1024, "comm=baseline", 3e6, 4.0, 3.0, loss=0.45, floor=0.75),
+        one(1024, "comm=baseline", 3e6, 4.0, 3.0, loss=0.45, median_parts={"floor_ms": 0.75}),
         one(2048, "comm=fused", 1e6, 5.0),
         one(2048, "comm=baseline", 2e6, 6.0),
     ]
-    rows = compare_settings.summarize(runs)
+    rows = compare.summarize(runs)
     assert [(row["batch"], row["settings"], row["rounds"]) for row in rows] == [
         (1024, "comm=fused", 3),
         (1024, "comm=baseline", 1),
@@ -62,77 +56,82 @@ def test_the_first_settings_are_compared_with_the_others_of_their_batch() -> Non
     assert [row["peak_memory_gib"] for row in rows] == [2.5, 3.0, None, None]
     assert [row["loss"] for row in rows] == [0.5, 0.45, 0.5, 0.5]
     assert [row["loss_off"] for row in rows] == pytest.approx([0, 0.1, 0, 0])
-    lines = compare_settings.table(rows).splitlines()
-    assert lines[1].split() == ["1024", "6.000", "2.00", "-", "2.50", "1.00", "0.50000", "0.0e+00", "comm=fused"]
-    assert lines[2].split() == ["1024", "3.000", "4.00", "0.75", "3.00", "2.00", "0.45000", "1.0e-01", "comm=baseline"]
-    assert lines[4].split() == ["2048", "2.000", "6.00", "-", "-", "0.50", "0.50000", "0.0e+00", "comm=baseline"]
+    assert rows[1]["loss_off_at_step"] == 20
+    lines = [line.split() for line in compare.table(rows).splitlines()]
+    assert lines[1] == ["1024", "6.0000", "2.00", "-", "2.50", "1.00", "0.50000", "0.0e+00", "0.75000", "comm=fused"]
+    assert lines[2] == ["1024", "3.0000", "4.00", "0.75", "3.00", "2.00", "0.45000", "1.0e-01", "0.75000", "comm=baseline"]
+    assert lines[4] == ["2048", "2.0000", "6.00", "-", "-", "0.50", "0.50000", "0.0e+00", "0.75000", "comm=baseline"]
+
+
+def test_between_hosts_all_bytes_count_and_the_link_of_the_host_that_sends_most() -> None:
+    fused = [one(None, "comm=fused", 1e6, 1.0, gbits_per_second=0.1, sent_bytes_per_step=[50_000, 30_000]) for _ in range(3)]
+    baseline = [one(None, "comm=baseline", 1e6, 1.0, gbits_per_second=0.1, sent_bytes_per_step=[100_000, 60_000])]
+    rows = compare.summarize([*fused, *baseline])
+    assert [(row["sent_bytes"], row["link_ms"]) for row in rows] == [(80_000, pytest.approx(4)), (160_000, pytest.approx(8))]
+    assert "KB a step" in compare.table(rows)
+
+
+def test_bytes_of_a_step_are_those_after_warm_up_and_before_the_end() -> None:
+    start_up, final_evaluation = Mark(10, [7_000, 7_000]), Mark(60, [90_000, 90_000])
+    late = [Mark(step, [9_000 + 100 * step, 9_000 + 200 * step + 20 * (step % 20)]) for step in (20, 30, 40, 50)]
+    assert sent_per_step([start_up, *late, final_evaluation], warmup=20) == [100, 204]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        (["--steps", "3"], "multiples of --interval=2"),
+        (["--hosts", "1", "1"], "give both, or none"),
+        (["--hosts", "1", "1", "--gbits-per-second", "1", "--steps", "4"], "three times --interval=2"),
+        (["ranks=1", "--hosts", "1", "1", "--gbits-per-second", "1"], "no contestant may have ranks="),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(wrong: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        compare.main(["--config", "configs/synthetic.yaml", "--output", "r.json", "comm=fused", *SHORT, *wrong])
+    assert error in capsys.readouterr().err
+
+
+def _compare(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    output = folder / "results.json"
+    given = ["--config", "configs/synthetic.yaml", *SHORT, "--set", " ".join(SMALL), "--output", str(output), *arguments]
+    return compare.main(given), json.loads(output.read_text())
 
 
 @pytest.mark.slow
 def test_settings_take_turns(tmp_path: Path) -> None:
-    output = tmp_path / "results.json"
-    steps = ["--warmup", "2", "--steps", "4", "--interval", "2", "--rounds", "1", "--commit", "abc"]
-    settings = [" ".join([comm, *SMALL]) for comm in ("comm=fused", "comm=baseline")]
-    files = ["--output", str(output), "--plot", str(tmp_path / "throughput.png")]
-    compare_settings.main(["--config", "configs/synthetic.yaml", "--batches", "64", *steps, *files, *settings])
-    assert (tmp_path / "throughput.png").stat().st_size > 5_000
-    report = json.loads(output.read_text())
-    assert [(run["batch"], run["settings"]) for run in report["runs"]] == [(64, own) for own in settings]
+    status, report = _compare(tmp_path, "--batches", "64", "--commit", "abc", *CONTESTANTS)
+    assert status == 0
+    assert [(run["batch"], run["settings"]) for run in report["runs"]] == [(64, own) for own in CONTESTANTS]
     for run in report["runs"]:
-        assert [step for step, _ in run["intervals"]] == [4, 6]
+        assert [step for step, _ in run["intervals"]] == [4, 6, 8]
         assert run["samples_per_second"] > 0
         assert run["median_parts"]["step_ms"] > 0
-    fused, baseline = report["summary"]
-    assert fused["loss_off"] == 0
-    assert baseline["loss_off"] < 1e-5
+        assert "table_0" in " ".join(run["plan"])
+    assert report["summary"][0]["loss_off"] == 0
+    assert all(row["loss_off"] < 1e-5 for row in report["summary"])
     assert report["commit"] == "abc"
-
-
-def test_both_kinds_of_scaling_share_the_runs_on_most_gpus() -> None:
-    cells = [(cell.gpus, cell.batch) for cell in scaling.cells([1, 2, 4], 4096) if cell.comm == "fused"]
-    assert cells == [(4, 4096), (2, 4096), (2, 2048), (1, 4096), (1, 1024)]
-    rates = {(4, 4096): 3e6, (2, 4096): 2e6, (2, 2048): 1.5e6, (1, 4096): 1e6, (1, 1024): 1e6}
-    runs = [
-        {"gpus": gpus, "batch": batch, "comm": comm, "samples_per_second": rate / slower, "median_parts": {"step_ms": 1.0}}
-        for (gpus, batch), rate in rates.items()
-        for comm, slower in (("fused", 1), ("baseline", 2))
-    ]
-    rows = scaling.summarize(runs, 4096)
-    fused = {kind: [row for row in rows if (row["scaling"], row["comm"]) == (kind, "fused")] for kind in ("strong", "weak")}
-    assert [(row["gpus"], row["batch"]) for row in fused["strong"]] == [(1, 4096), (2, 4096), (4, 4096)]
-    assert [(row["gpus"], row["batch"]) for row in fused["weak"]] == [(1, 1024), (2, 2048), (4, 4096)]
-    assert [row["efficiency"] for row in fused["weak"]] == [1, 0.75, 0.75]
-    assert {row["over_baseline"] for row in fused["strong"]} == {2}
-    assert scaling.table(rows).splitlines()[3].split() == ["strong", "fused", "4", "4096", "3.000", "1.00", "0.75", "2.00"]
-    assert scaling.summarize(runs[:1], 4096)[0]["over_baseline"] is None
-
-
-@pytest.mark.exhaustive
-def test_scaling_is_measured_and_drawn(tmp_path: Path) -> None:
-    output, picture = tmp_path / "scaling.json", tmp_path / "scaling.png"
-    steps = ["--gpus", "1", "2", "--warmup", "2", "--steps", "4", "--interval", "2"]
-    settings = [*SMALL, "training.global_batch_size=64"]
-    scaling.main(["--config", "configs/synthetic.yaml", *steps, "--output", str(output), "--plot", str(picture), *settings])
-    report = json.loads(output.read_text())
-    assert [(run["gpus"], run["batch"]) for run in report["runs"][::2]] == [(2, 64), (1, 64), (1, 32)]
-    assert len(report["summary"]) == 8
-    assert all(row["samples_per_second"] > 0 for row in report["summary"])
-    assert picture.stat().st_size > 5_000
 
 
 @pytest.mark.exhaustive
 def test_the_trainer_takes_turns_with_a_bare_loop_of_the_same_settings(tmp_path: Path) -> None:
-    output = tmp_path / "results.json"
-    steps = ["--gpus", "2", "--warmup", "2", "--steps", "4", "--rounds", "1"]
-    settings = [*SMALL, "training.global_batch_size=64", "telemetry.log_every_steps=2", "embedding.output_dtype=fp16"]
-    trainer_throughput.main(["--config", "configs/synthetic.yaml", *steps, "--output", str(output), *settings])
-    report = json.loads(output.read_text())
-    assert report["samples_per_second"].keys() == {"trainer", "bare_generated", "bare_resident"}
-    assert min(report["samples_per_second"].values()) > 0
-    (only,) = report["rounds"]
-    assert [step for step, _ in only["trainer"]["intervals"]] == [4, 6]
-    assert len(only["trainer"]["checkpoints"]) == 2
-    assert "table_0" in only["trainer"]["plan"]
+    loops = [f"embedding.output_dtype=fp16 loop={data}" for data in ("generated", "resident")]
+    status, report = _compare(tmp_path, "training.global_batch_size=64 embedding.output_dtype=fp16", *loops)
+    assert status == 0
+    assert all(row["samples_per_second"] > 0 for row in report["summary"])
+    assert [row["loss"] is None for row in report["summary"]] == [False, True, True]
+
+
+@pytest.mark.exhaustive
+@needs_hosts
+def test_both_settings_train_the_same_over_a_link(tmp_path: Path) -> None:
+    """With SGD, which does not amplify rounding."""
+    sgd = "embedding.optimizer.kind=sgd training.dense_optimizer.kind=sgd training.global_batch_size=64"
+    link = ["--hosts", "2", "2", "--gbits-per-second", "1", "--most-loss-off", "1e-5"]
+    status, report = _compare(tmp_path, *link, f"comm=fused {sgd}", f"comm=baseline {sgd}")
+    assert status == 0
+    assert [run["settings"].split()[0] for run in report["runs"]] == ["comm=fused", "comm=baseline"]
+    assert all(sent > 1000 for run in report["runs"] for sent in run["sent_bytes_per_step"])
 
 
 def device_event(name: str, begin_us: float, end_us: float, stream: int = 7, kind: str = "kernel") -> dict[str, Any]:
