@@ -17,23 +17,26 @@ import argparse
 import statistics
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from benchmarks.common.environment import describe_environment, device_name
 from benchmarks.common.network import obstacle
 from benchmarks.common.results import add_report_arguments, write_results
-from benchmarks.scaleout import library_collectives, nvlink, tables
+from benchmarks.scaleout import links, tables
 from benchmarks.scaleout.device_time import seconds_of
 from benchmarks.scaleout.tables import FbgemmTables, FusedTables
 from dlrm_fused.config import Config, load_config
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.scaleout.dense_part import Kernel
-from dlrm_fused.scaleout.machine import Machine, as_json, fit_line
+from dlrm_fused.scaleout.machine import Machine
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 Point = TypeVar("Point")
@@ -67,9 +70,9 @@ def main() -> None:
     lines = _lines(device, scale, config)
     on_links: dict[str, dict[str, Points]] = {"links": {}, "NVLink": {}}
     if options.gbits_per_second:
-        on_links["links"] = library_collectives.measure(options.gbits_per_second)
+        on_links["links"] = links.between_hosts(options.gbits_per_second)
     if device.type == "cuda" and (gpus := torch.cuda.device_count()) > 1:
-        on_links["NVLink"] = nvlink.measure(gpus, options.nvlink_gb_per_second * 1e9)
+        on_links["NVLink"] = links.within_a_host(gpus, options.nvlink_gb_per_second * 1e9)
     for link, points_of in on_links.items():
         lines |= {f"{name} on {link}": points for name, points in points_of.items()}
     fits = {name: fit_line(*zip(*_fitted(points), strict=True)) for name, points in lines.items()}
@@ -109,7 +112,7 @@ def main() -> None:
             },
         },
         "held_out": held_out,
-        "machine": as_json(machine),
+        "machine": asdict(machine),
     }
     write_results(options.output, report)
     for name, errors in held_out.items():
@@ -126,6 +129,20 @@ def _lines(device: torch.device, scale: int, config: Config) -> dict[str, Points
         lines |= {f"fused {name}": points for name, points in measure_tables(FusedTables).items()}
     lines["optimizer"] = _optimizer(device, [(2**26 // scale) * eighths // 8 for eighths in range(2, 10)])
     return lines
+
+
+def fit_line(work: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """Return a fixed time and a rate: seconds = fixed + work / rate, by least squares of the relative errors.
+
+    Returns:
+        fixed seconds, not below 0, and the work of a second.
+    """
+    x, y = np.asarray(work, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
+    terms: NDArray[np.float64] = np.stack([np.ones_like(x), x], axis=1) / y[:, None]
+    fixed, slope = np.linalg.lstsq(terms, np.ones_like(y), rcond=None)[0]
+    if fixed < 0:
+        fixed, slope = 0.0, float((x / y).sum() / ((x / y) ** 2).sum())
+    return float(fixed), 1 / float(slope)
 
 
 def _fitted(points: Sequence[Point]) -> list[Point]:

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
 
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.scaleout.dense_part import Kernel
@@ -112,21 +109,3 @@ def read(path: Path, setting: str = "machine") -> Machine:
     if not all(math.isfinite(value) and value > 0 for value in rates) or not all(0 <= value < math.inf for value in times):
         raise ConfigError(f"{setting}={path}: rates must be above 0 and times not below it; measure again")
     return machine
-
-
-def as_json(machine: Machine) -> dict[str, object]:
-    return asdict(machine)
-
-
-def fit_line(work: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Return a fixed time and a rate: seconds = fixed + work / rate, by least squares of the relative errors.
-
-    Returns:
-        fixed seconds, not below 0, and the work of a second.
-    """
-    x, y = np.asarray(work, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
-    terms: NDArray[np.float64] = np.stack([np.ones_like(x), x], axis=1) / y[:, None]
-    fixed, slope = np.linalg.lstsq(terms, np.ones_like(y), rcond=None)[0]
-    if fixed < 0:
-        fixed, slope = 0.0, float((x / y).sum() / ((x / y) ** 2).sum())
-    return float(fixed), 1 / float(slope)

@@ -10,13 +10,22 @@ import pytest
 import torch
 
 from benchmarks import calibrate
-from benchmarks.scaleout import nvlink, tables
+from benchmarks.scaleout import links, tables
 from dlrm_fused.config import load_config
 from dlrm_fused.errors import ConfigError
 from tests.distributed.launch import run_program
 
 CPU = torch.device("cpu")
 SMALL = ["data.synthetic.tables=3", "data.synthetic.rows=[100]", "data.synthetic.pooling=[4]"]
+
+
+def test_a_fit_finds_the_fixed_time_and_the_rate() -> None:
+    work = [1.0, 10.0, 1000.0]
+    assert calibrate.fit_line(work, [3e-6 + some / 2e6 for some in work]) == pytest.approx((3e-6, 2e6))
+
+
+def test_a_fit_has_no_negative_time() -> None:
+    assert calibrate.fit_line([10.0, 20.0], [1.0, 3.0])[0] == 0
 
 
 @pytest.mark.parametrize(("kind", "bytes_of_update"), [("sgd", 2 * 4), ("adagrad", 2 * 4 + 2 * 4)])
@@ -42,8 +51,7 @@ def test_a_wrong_config_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def _with_few_bytes() -> None:
-    nvlink._SENT_BYTES = [3_000, 50_000]
-    nvlink.main()
+    links.main(["3000", "50000", "--stores"])
 
 
 def test_any_number_of_ranks_measures_its_links(tmp_path: Path) -> None:

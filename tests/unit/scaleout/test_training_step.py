@@ -23,7 +23,7 @@ from dlrm_fused.scaleout.answers import slowest_rank
 from dlrm_fused.scaleout.command import main
 from dlrm_fused.scaleout.dense_part import DenseWork, Exchange, Gradient, Kernel, trace
 from dlrm_fused.scaleout.fused_dense import SendingKernel, fused
-from dlrm_fused.scaleout.machine import Machine, fit_line, read
+from dlrm_fused.scaleout.machine import Machine, read
 from dlrm_fused.scaleout.scenario import load_scenario
 from dlrm_fused.scaleout.step import simulate
 from dlrm_fused.scaleout.topologies import Cluster, Switch
@@ -151,13 +151,6 @@ class TestFused:
 
 
 class TestMachine:
-    def test_a_fit_finds_the_fixed_time_and_the_rate(self) -> None:
-        work = [1.0, 10.0, 1000.0]
-        assert fit_line(work, [3e-6 + some / 2e6 for some in work]) == pytest.approx((3e-6, 2e6))
-
-    def test_a_fit_has_no_negative_time(self) -> None:
-        assert fit_line([10.0, 20.0], [1.0, 3.0])[0] == 0
-
     def test_a_calibration_without_a_network_is_read_and_one_with_an_unknown_rate_is_refused(self, tmp_path: Path) -> None:
         path, written = tmp_path / "machine.json", asdict(MACHINE)
         for key in ("link_shares", "nvlink_shares", "fused_speeds"):
