@@ -15,6 +15,7 @@ import pickle
 import runpy
 import socket
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -25,6 +26,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any, cast
 
 import torch
@@ -44,6 +46,15 @@ from tests.interpreter import quicken
 _RANK_TIMEOUT_SECONDS = 240.0
 # Once CUDA is initialized, as some imports do, a process cannot be forked.
 _context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+_OF_TORCHRUN = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
 _context.set_forkserver_preload(["tests.distributed.preloaded"])
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -176,15 +187,7 @@ def _be_rank(
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(ranks),
-        LOCAL_WORLD_SIZE=str(ranks),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",  # the store is the caller's
-    )
+    os.environ.update(_torchrun(rank, ranks, port))
     try:
         result = function(*arguments), None
     except BaseException as error:
@@ -193,6 +196,19 @@ def _be_rank(
     answer.send_bytes(pickle.dumps(result))
     # No exit handlers: they belong to the server that this process was forked from.
     os._exit(0)
+
+
+def _torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """The environment that torchrun gives a rank; the store, at this port, is the caller's."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
 
 def free_port() -> int:
@@ -311,10 +327,11 @@ def run_script(ranks: int, script: Path, arguments: Sequence[str], folder: Path,
 
     A rank that is still there after ``timeout`` seconds is killed: its status is then negative.
     """
-    return run_program(ranks, folder, timeout, _be_script, script, arguments)
+    return run_program(ranks, folder, timeout, be_script, script, arguments)
 
 
-def _be_script(script: Path, arguments: Sequence[str]) -> None:
+def be_script(script: Path, arguments: Sequence[str]) -> None:
+    """Be a script, as Python's command line would run it."""
     sys.argv = [str(script), *arguments]
     runpy.run_path(str(script), run_name="__main__")
 
@@ -322,7 +339,7 @@ def _be_script(script: Path, arguments: Sequence[str]) -> None:
 def run_program(ranks: int, folder: Path, timeout: float, main: Callable[..., None], *arguments: Any) -> Ended:
     """Run ``main(*arguments)`` as the whole program of so many processes. Otherwise like :func:`run_script`."""
     began = time.monotonic()
-    started = Ranks(ranks, _be_program, folder, main, arguments)
+    started = Ranks(ranks, _be_rank_of_program, folder, main, arguments)
     for process in started.processes:
         process.join(max(0.0, began + timeout - time.monotonic()))
     seconds = time.monotonic() - began
@@ -331,15 +348,56 @@ def run_program(ranks: int, folder: Path, timeout: float, main: Callable[..., No
     return Ended([cast(int, process.exitcode) for process in started.processes], "".join(outputs), seconds)
 
 
-def _be_program(folder: Path, main: Callable[..., None], arguments: Sequence[Any]) -> None:
+def _be_rank_of_program(folder: Path, main: Callable[..., None], arguments: Sequence[Any]) -> None:
+    output = folder / f"output_of_rank_{os.environ['RANK']}"
+    output.unlink(missing_ok=True)  # of an earlier program in this folder
+    _be_program(folder, output, output, main, arguments)
+
+
+def run_alone(folder: Path, main: Callable[..., None], *arguments: Any, timeout: float = 240.0) -> CompletedProcess[str]:
+    """Run ``main(*arguments)`` in ``folder`` as the whole program of a process without torchrun.
+
+    What it leaves is that of ``subprocess.run``, sooner: nothing is imported anew. A program that is still there after
+    ``timeout`` seconds is killed.
+    """
+    with tempfile.TemporaryDirectory() as outputs:
+        stdout, stderr = Path(outputs, "stdout"), Path(outputs, "stderr")
+        started = start_alone(folder, stdout, stderr, main, *arguments)
+        started.processes[0].join(timeout)
+        started.kill()
+        return CompletedProcess(arguments, cast(int, started.processes[0].exitcode), stdout.read_text(), stderr.read_text())
+
+
+def start_alone(folder: Path, stdout: Path, stderr: Path, main: Callable[..., None], *arguments: Any) -> Ranks:
+    """Start what :func:`run_alone` runs; its output goes to files."""
+    return Ranks(1, _be_alone, folder, stdout, stderr, main, arguments)
+
+
+def _be_alone(folder: Path, stdout: Path, stderr: Path, main: Callable[..., None], arguments: Sequence[Any]) -> None:
+    for name in _torchrun(0, 1, 0):
+        del os.environ[name]
+    _be_program(folder, stdout, stderr, main, arguments)
+
+
+def _be_program(folder: Path, stdout: Path, stderr: Path, main: Callable[..., None], arguments: Sequence[Any]) -> None:
     os.chdir(folder)
-    output = os.open(f"output_of_rank_{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    for descriptor, path in ((1, stdout), (2, stderr)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     # As in a fresh process.
     logging.disable(logging.NOTSET)
     warnings.resetwarnings()
+    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", category)
+    status = 0
     try:
         main(*arguments)
     except SystemExit as exit_:
-        os._exit(exit_.code if isinstance(exit_.code, int) else 1)
+        status = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+        if isinstance(exit_.code, str):
+            print(exit_.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

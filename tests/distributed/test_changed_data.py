@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from dlrm_fused.datasets.transformation import TRANSFORMATION, TRANSFORMATION_FI
 from dlrm_fused.errors import CheckpointError
 from dlrm_fused.inference.export import loader
 from dlrm_fused.inference.export.folder import export_run
-from tests.distributed.launch import RankFailed, evaluate, run_ranks, start_training
+from tests.distributed.launch import RankFailed, be_script, evaluate, run_alone, run_ranks, start_training
 
 ROWS, USERS = 600, 20
 
@@ -122,8 +120,8 @@ def test_sets_and_checkpoints_without_digests_are_read_with_one_line(moved: Path
     content = json.loads(path.read_text())
     del content["digest"]
     path.write_text(json.dumps(content))
-    evaluation = [sys.executable, "eval.py", "--run", str(moved / "runs/first")]
-    done = subprocess.run(evaluation, capture_output=True, text=True, check=False, timeout=120, cwd=Path(__file__).parents[2])
+    root = Path(__file__).parents[2]
+    done = run_alone(root, be_script, root / "eval.py", ["--run", str(moved / "runs/first")])
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "nothing tells" in line]
     assert f"data.path={moved / 'data'}" in line

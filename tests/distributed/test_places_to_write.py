@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
 from dlrm_fused.errors import CheckpointError
-from tests.distributed.launch import RankFailed, train
+from tests.distributed.launch import RankFailed, be_script, run_alone, train
 
 ROOT = Path(__file__).parents[2]
 BLOCKED = ".eval.json.partial"
@@ -24,9 +23,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def evaluate(run: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "eval.py", "--run", str(run), *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+def evaluate(run: Path, *options: str) -> CompletedProcess[str]:
+    return run_alone(ROOT, be_script, ROOT / "eval.py", ["--run", str(run), *options])
 
 
 @pytest.mark.slow

@@ -1,19 +1,31 @@
-"""Exports of runs, and what eval.py predicts with these."""
+"""Exports of runs, the service of these, and what eval.py predicts with them."""
 
 from __future__ import annotations
 
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import polars
 from numpy.typing import NDArray
 
+from benchmarks.serving.service_process import Service
 from dlrm_fused.config import Split
 from dlrm_fused.inference.export.folder import export_run
 from dlrm_fused.inference.export.quality import Quality
+from dlrm_fused.inference.http.command import main
 from dlrm_fused.training.offline_evaluation import evaluate_run
 from dlrm_fused.training.runtime import ErrorStore, Rank
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import free_port, run_ranks, start_alone
+
+ROOT = Path(__file__).parents[2]
+_START_SECONDS = 120.0
 
 
 def export(run: Path, output: Path, table_dtype: str = "fp32", *overrides: str) -> Quality:
@@ -33,3 +45,40 @@ def predictions_of_eval(run: Path, *overrides: str) -> NDArray[np.float32]:
 def _evaluate(run: Path, path: Path, overrides: tuple[str, ...]) -> None:
     rank = Rank.from_environment()
     evaluate_run(run, "last", Split.test, overrides, path, rank, ErrorStore(rank))
+
+
+def be_service(arguments: Sequence[str]) -> None:
+    """Be ``python -m dlrm_fused.inference.http``."""
+    sys.exit(main(arguments))
+
+
+@contextmanager
+def running_service(model: Path, options: Sequence[str] = ()) -> Iterator[Service]:
+    """Start the service on a free port; at the end it is told to end, and must do so as if by SIGTERM.
+
+    It is started like a rank, sooner than the process of the same name that benchmarks start.
+    """
+    port, log = free_port(), Path(tempfile.mkstemp()[1])
+    started = start_alone(ROOT, log, log, be_service, ["--model", str(model), "--port", str(port), *options])
+    (process,) = started.processes
+    service = Service(port, cast(Any, process))
+    try:
+        deadline = time.monotonic() + _START_SECONDS
+        while not _is_healthy(service):
+            assert process.is_alive(), log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        yield service
+        process.terminate()
+        process.join(timeout=60)
+        assert process.exitcode in (0, -signal.SIGTERM), log.read_text()
+    finally:
+        started.kill()
+        log.unlink()
+
+
+def _is_healthy(service: Service) -> bool:
+    try:
+        return service.request("GET", "/health")[0] == 200
+    except OSError:
+        return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -20,17 +21,17 @@ from numpy.typing import NDArray
 from packaging.requirements import Requirement
 
 from benchmarks.serving.rows import prepared_rows
-from benchmarks.serving.service_process import running_service
 from dlrm_fused.datasets.preparation.parquet import ParquetOptions, write_parquet
 from dlrm_fused.errors import CheckpointError, ConfigError, DataError, UserError
 from dlrm_fused.inference.export.loader import load
 from dlrm_fused.inference.export.quality import Quality
 from dlrm_fused.inference.export.table_formats import convert
-from tests.distributed.launch import train
-from tests.inference.exporting import export, predictions_of_eval
+from tests.distributed.launch import be_script, run_alone, train
+from tests.inference.exporting import export, predictions_of_eval, running_service
 from tests.unit.prepared_sets import write_prepared_set
 
 ROOT = Path(__file__).parents[2]
+SIZES = {"fp32": np.float32, "fp16": np.float16, "int8": np.int8}
 EXPERTS = ["model.experts.count=8", "model.experts.hidden=16"]
 HISTORY = ["model.d_model=16", "data.synthetic.history_length=6", "data.synthetic.history_items=200"]
 DIMS = ["embedding.tables.table_0.dim=4", "embedding.tables.table_3.dim=16"]
@@ -71,6 +72,23 @@ def dlrm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("dlrm"), 1, "training.max_steps=40")
 
 
+@pytest.fixture(scope="module")
+def model_of_dlrm(dlrm: Path) -> Path:
+    """Its export in fp32, to be read; files are as they are where the umask is 022."""
+    umask = os.umask(0o022)
+    try:
+        export(dlrm, dlrm.parent / "model")
+    finally:
+        os.umask(umask)
+    return dlrm.parent / "model"
+
+
+@pytest.fixture
+def own_model(model_of_dlrm: Path, tmp_path: Path) -> Path:
+    """A copy, to be changed."""
+    return shutil.copytree(model_of_dlrm, tmp_path / "model")
+
+
 @dataclass(frozen=True)
 class Exported:
     """A run's export in fp32: its folder, the rows of the test split, and what eval.py predicts for them."""
@@ -86,6 +104,11 @@ def exported(run: Path) -> Exported:
     return exported_of(run)
 
 
+@pytest.fixture(scope="module")
+def exported_of_two_labels(of_two_labels: Path) -> Exported:
+    return exported_of(of_two_labels)
+
+
 def exported_of(run: Path) -> Exported:
     folder = run.parent / "model"
     quality = export(run, folder)
@@ -98,6 +121,7 @@ def test_predictions_are_those_of_eval(run: Path, exported: Exported) -> None:
     assert len(rows) == 1501
     np.testing.assert_allclose(model.predict(rows), expected, rtol=0, atol=1e-6)
     np.testing.assert_allclose(model.predict(rows[:1]), expected[:1], rtol=0, atol=1e-6)
+    assert_has_tables_of(exported.folder, "fp32")
     assert exported.quality.auc_difference == 0
     assert exported.quality.auc == pytest.approx(json.loads((run / "eval.json").read_text())["auc"], abs=1e-6)
 
@@ -110,11 +134,8 @@ def test_a_thousand_rows_over_http_are_predicted_as_eval_predicts_them(exported:
     np.testing.assert_allclose(json.loads(answer)["probabilities"], exported.expected[:1000], rtol=0, atol=1e-6)
 
 
-def test_of_several_labels_there_is_a_prediction_for_each(of_two_labels: Path, tmp_path: Path) -> None:
-    export(of_two_labels, tmp_path / "model")
-    model = load(tmp_path / "model")
-    rows = prepared_rows(of_two_labels, with_history=bool(model.info["history_length"]))
-    expected = predictions_of_eval(of_two_labels)
+def test_of_several_labels_there_is_a_prediction_for_each(of_two_labels: Path, exported_of_two_labels: Exported) -> None:
+    model, rows, expected = load(exported_of_two_labels.folder), exported_of_two_labels.rows, exported_of_two_labels.expected
     assert model.labels == ["label_0", "label_1"]
     assert expected.shape == (1501, 2)
     np.testing.assert_allclose(model.predict(rows), expected, rtol=0, atol=1e-6)
@@ -127,14 +148,38 @@ def test_of_several_labels_there_is_a_prediction_for_each(of_two_labels: Path, t
         assert of_label["auc"] == pytest.approx(evaluated[f"auc/{label}"], abs=1e-6)
 
 
-@pytest.mark.parametrize(("table_dtype", "bound"), [("fp16", 1e-4), ("int8", 1e-3)])
-def test_smaller_tables_cost_little_auc(run: Path, tmp_path: Path, table_dtype: str, bound: float) -> None:
-    quality = export(run, tmp_path / "model", table_dtype)
+def models(quick: list[str]) -> pytest.MarkDecorator:
+    """All of them, those but ``quick`` in the slow tests."""
+    each = [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in MODELS]
+    return pytest.mark.parametrize("run", each, indirect=True)
+
+
+@models(quick=["dlrm"])
+def test_tables_in_fp16_cost_little_auc(run: Path, tmp_path: Path) -> None:
+    assert_costs_little_auc(run, tmp_path / "model", "fp16", 1e-4)
+
+
+@models(quick=["dlrm", "dcnv2_of_unequal_tables", "transformer", "experts"])
+def test_tables_in_int8_cost_little_auc(run: Path, tmp_path: Path) -> None:
+    assert_costs_little_auc(run, tmp_path / "model", "int8", 1e-3)
+
+
+def assert_costs_little_auc(run: Path, model: Path, table_dtype: str, bound: float) -> None:
+    quality = export(run, model, table_dtype)
     assert quality.samples == 1501
     assert abs(quality.auc_difference) < bound
-    written = json.loads((tmp_path / "model/manifest.json").read_text())
+    written = json.loads((model / "manifest.json").read_text())
     assert written["quality"]["auc_difference"] == quality.auc_difference
     assert written["table_dtype"] == table_dtype
+    assert_has_tables_of(model, table_dtype)
+
+
+def assert_has_tables_of(model: Path, table_dtype: str) -> None:
+    """They are safetensors."""
+    arrays = safetensors.numpy.load_file(model / "tables.safetensors")
+    assert arrays["table_3.rows"].shape in ((700, 8), (700, 16))
+    assert arrays["table_3.rows"].dtype == SIZES[table_dtype]
+    assert ("table_3.scales" in arrays) == (table_dtype == "int8")
 
 
 PREDICT = """
@@ -161,13 +206,14 @@ def environment_of(folder: Path, *packages: str) -> Path:
     return folder
 
 
+@models(quick=["dlrm", "experts"])
 def test_the_loader_needs_torch_and_numpy_alone(exported: Exported, tmp_path: Path) -> None:
     assert_loads_alone(exported, tmp_path)
 
 
 @pytest.mark.parametrize("of_two_labels", ["dlrm"], indirect=True)
-def test_the_loader_of_several_labels_needs_them_alone_too(of_two_labels: Path, tmp_path: Path) -> None:
-    assert_loads_alone(exported_of(of_two_labels), tmp_path)
+def test_the_loader_of_several_labels_needs_them_alone_too(exported_of_two_labels: Exported, tmp_path: Path) -> None:
+    assert_loads_alone(exported_of_two_labels, tmp_path)
 
 
 def assert_loads_alone(exported: Exported, tmp_path: Path) -> None:
@@ -187,21 +233,10 @@ def assert_loads_alone(exported: Exported, tmp_path: Path) -> None:
     np.testing.assert_allclose(json.loads(done.stdout), load(exported.folder).predict(rows), rtol=0, atol=1e-7)
 
 
-def test_an_arrow_table_is_as_good_as_dicts(dlrm: Path, tmp_path: Path) -> None:
-    export(dlrm, tmp_path / "model")
-    model, rows = load(tmp_path / "model"), prepared_rows(dlrm)[:50]
+def test_an_arrow_table_is_as_good_as_dicts(dlrm: Path, model_of_dlrm: Path) -> None:
+    model, rows = load(model_of_dlrm), prepared_rows(dlrm)[:50]
     assert model.predict(pa.Table.from_pylist(rows)).tolist() == model.predict(rows).tolist()
     assert model.predict([]).tolist() == []
-
-
-@pytest.mark.parametrize("table_dtype", ["fp32", "fp16", "int8"])
-def test_tables_are_safetensors(dlrm: Path, tmp_path: Path, table_dtype: str) -> None:
-    export(dlrm, tmp_path / "model", table_dtype)
-    arrays = safetensors.numpy.load_file(tmp_path / "model/tables.safetensors")
-    dtype = {"fp32": np.float32, "fp16": np.float16, "int8": np.int8}[table_dtype]
-    assert arrays["table_3.rows"].shape == (700, 8)
-    assert arrays["table_3.rows"].dtype == dtype
-    assert ("table_3.scales" in arrays) == (table_dtype == "int8")
 
 
 def test_int8_rounds_each_row_to_a_254th_of_its_largest_value() -> None:
@@ -230,8 +265,9 @@ def test_rows_of_a_capped_table_are_found_modulo_the_cap(tmp_path: Path, source:
 
 
 def test_the_command_says_what_it_has_written(dlrm: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "export.py"), "--run", str(dlrm), "--output", "model", "--tables", "int8"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    command = (tmp_path, be_script, ROOT / "export.py", ["--run", str(dlrm), "--output", "model", "--tables", "int8"])
+    done = run_alone(*command)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "model: tables in int8"
     assert "difference of AUC: " in done.stdout
     assert {path.name.partition("rows_")[0] for path in (tmp_path / "model").iterdir()} == {
@@ -243,19 +279,14 @@ def test_the_command_says_what_it_has_written(dlrm: Path, tmp_path: Path) -> Non
         "manifest.json",
         "tables.safetensors",
     }
-    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    again = run_alone(*command)
     assert again.returncode == 1
     assert "ERROR --output model: exists already" in again.stderr + again.stdout
     assert "Traceback" not in again.stderr
 
 
-def test_whoever_the_umask_allows_may_read_an_export(dlrm: Path, tmp_path: Path) -> None:
-    umask = os.umask(0o022)
-    try:
-        export(dlrm, tmp_path / "model")
-    finally:
-        os.umask(umask)
-    files = [path for path in (tmp_path / "model").rglob("*") if path.is_file()]
+def test_whoever_the_umask_allows_may_read_an_export(model_of_dlrm: Path) -> None:
+    files = [path for path in model_of_dlrm.rglob("*") if path.is_file()]
     assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in files} == {path.name: 0o644 for path in files}
 
 
@@ -290,22 +321,20 @@ def test_an_export_that_fails_leaves_nothing(
 
 
 @pytest.mark.parametrize("name", ["tables.safetensors", "manifest.json", "dense.pt2"])
-def test_a_damaged_model_is_not_loaded(dlrm: Path, tmp_path: Path, name: str) -> None:
-    export(dlrm, tmp_path / "model")
-    path = tmp_path / "model" / name
+def test_a_damaged_model_is_not_loaded(own_model: Path, name: str) -> None:
+    path = own_model / name
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=rf"{name}: damaged: .*; export the model again"):
-        load(tmp_path / "model")
+        load(own_model)
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(ValueError, match=rf"{name}: damaged: .*; export the model again"):
-        load(tmp_path / "model")
+        load(own_model)
 
 
-def test_a_model_without_checksums_is_loaded_and_that_is_told(dlrm: Path, tmp_path: Path, caplog: Any) -> None:
-    export(dlrm, tmp_path / "model")
-    (tmp_path / "model/checksums.json").unlink()
-    load(tmp_path / "model")
+def test_a_model_without_checksums_is_loaded_and_that_is_told(own_model: Path, caplog: Any) -> None:
+    (own_model / "checksums.json").unlink()
+    load(own_model)
     assert "without checksums" in caplog.text
 
 

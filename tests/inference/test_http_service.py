@@ -24,12 +24,12 @@ import pytest
 from benchmarks.serving.clients import send
 from benchmarks.serving.http_service import measure, questions_of
 from benchmarks.serving.rows import prepared_rows
-from benchmarks.serving.service_process import Service, running_command, running_service
+from benchmarks.serving.service_process import Service, running_command
 from dlrm_fused.inference.export.loader import Inputs
 from dlrm_fused.inference.http.batching import Batcher, Overloaded
 from dlrm_fused.inference.http.limits import Limits
-from tests.distributed.launch import train
-from tests.inference.exporting import export, predictions_of_eval
+from tests.distributed.launch import run_alone, train
+from tests.inference.exporting import be_service, export, predictions_of_eval, running_service
 
 ROOT = Path(__file__).parents[2]
 # The promise of a machine that does nothing else; the tests of a suite share theirs.
@@ -267,8 +267,7 @@ def test_a_service_that_cannot_start_says_why_in_one_line(
     tables.write_bytes(tables.read_bytes()[:-9])
     with socket.create_server(("127.0.0.1", 0)) as taken:
         given = {"MODEL": str(run / "model"), "DAMAGED": str(tmp_path / "damaged"), "TAKEN": str(taken.getsockname()[1])}
-        command = [sys.executable, "-m", "dlrm_fused.inference.http", *(given.get(each, each) for each in arguments)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        done = run_alone(ROOT, be_service, [given.get(each, each) for each in arguments])
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith("ERROR ")

@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.serving.rows import prepared_rows
-from benchmarks.serving.service_process import running_service
 from tests.distributed.launch import run_ranks, train
-from tests.inference.exporting import export, predictions_of_eval
+from tests.inference.exporting import export, predictions_of_eval, running_service
 from tests.inference.test_online import TRANSFORMER, score_online
 
 TWO = "data.synthetic.labels=2"
