@@ -11,12 +11,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.models.tensor_parallel import LayerProducts
 from dlrm_fused.models.transformer import HistoryTransformer
 from dlrm_fused.ops.all_gather_gemm import (
@@ -38,12 +36,10 @@ from tests.gpu.all_ranks import (
     checked_on_all_ranks,
     delay,
     small_tiles_without_gpus,
-    synchronize,
 )
+from tests.gpu.products import FP32, TIMEOUT_SECONDS, Products, check_calls_that_differ, check_refused
 
 pytestmark = MARKS
-TIMEOUT_SECONDS = 20.0
-FP32 = torch.float32
 GATHER, SCATTER = Pair.all_gather_gemm, Pair.gemm_reduce_scatter
 OPERATORS = {GATHER: all_gather_gemm, SCATTER: gemm_reduce_scatter}
 REFERENCES = {GATHER: reference, SCATTER: scatter_reference}
@@ -59,27 +55,18 @@ def schedules(pair: Pair) -> list[str]:
     return [name for name in NAMES[pair] if name != "library" or not SHARE_A_GPU]
 
 
-class Layers:
+class Layers(Products):
     """Products of random operands over one workspace, and what they must be."""
 
     def __init__(self, group: SymmetricGroup, dtype: torch.dtype) -> None:
-        self.group, self.dtype = group, dtype
         rows, columns = max(shape[0] for shape in SHAPES), max(max(shape[1:]) for shape in SHAPES)
-        self.workspace = ShardWorkspace(
-            group,
-            name="layers",
-            max_rows=rows * group.world_size,
-            max_columns=columns,
-            dtype=dtype,
-            timeout_seconds=TIMEOUT_SECONDS,
-        )
+        sizes = {"max_rows": rows * group.world_size, "max_columns": columns}
+        workspace = ShardWorkspace(group, name="layers", **sizes, dtype=dtype, timeout_seconds=TIMEOUT_SECONDS)
+        super().__init__(group, dtype, workspace, TOLERANCE)
 
     def draw(self, pair: Pair, rows: int, columns: int, depth: int, seed: int = 0) -> tuple[Tensor, Tensor]:
         """x and weight of this rank; so many rows of a shard."""
-        generator = torch.Generator().manual_seed(100 * seed + self.group.rank + 1)
-        x = torch.randn(rows if pair.moves_first else rows * self.group.world_size, depth, generator=generator)
-        weight = torch.randn(columns, depth, generator=generator) * depth**-0.5
-        return x.to(self.group.device, self.dtype), weight.to(self.group.device, self.dtype)
+        return self.operands(rows if pair.moves_first else rows * self.group.world_size, columns, depth, seed)
 
     def call(self, pair: Pair, operands: tuple[Tensor, Tensor], schedule: str = "auto") -> Tensor:
         return OPERATORS[pair](self.workspace, *operands, schedule=schedule)
@@ -89,10 +76,6 @@ class Layers:
         self.workspace.raise_fault()
         right = REFERENCES[pair](dist.group.WORLD, *(tensor.detach().double() for tensor in operands))
         self.assert_close(result, right)
-
-    def assert_close(self, found: Tensor, right: Tensor) -> None:
-        tolerance = TOLERANCE[self.dtype]
-        torch.testing.assert_close(found.double(), right.double(), rtol=tolerance, atol=tolerance * right.abs().max().item())
 
 
 def every_schedule(group: SymmetricGroup, dtype: torch.dtype, shapes: Sequence[tuple[int, int, int]] = SHAPES) -> None:
@@ -216,25 +199,18 @@ def compiled(group: SymmetricGroup) -> None:
 
 
 def refused(group: SymmetricGroup, change: Callable[[Tensor], Tensor], culprit: str) -> None:
-    """Rank 1 gives a wrong x: it is told so, the others that it was rank 1."""
     layers = Layers(group, FP32)
     x, weight = layers.draw(GATHER, *SHAPES[0])
-    wrong = group.rank == 1
-    with pytest.raises(UsageError if wrong else CommunicationError) as raised:
-        layers.call(GATHER, (change(x) if wrong else x, weight), "chunks")
-        synchronize()
-        layers.workspace.raise_fault()
-    assert (culprit if wrong else "rank 1 on") in str(raised.value)
+    check_refused(
+        group, layers.workspace, lambda wrong: layers.call(GATHER, (change(x) if wrong else x, weight), "chunks"), culprit
+    )
 
 
 def ranks_that_differ(group: SymmetricGroup, pair: Pair, schedule: str) -> None:
     layers = Layers(group, FP32)
     rows, columns, depth = SHAPES[0]
     given = layers.draw(pair, rows, columns - 8 * (group.rank % 2), depth)
-    with pytest.raises(CommunicationError, match="differ in shapes or settings"):
-        layers.call(pair, given, schedule)
-        synchronize()
-        layers.workspace.raise_fault()
+    check_calls_that_differ(layers.workspace, lambda: layers.call(pair, given, schedule))
 
 
 CHECKS: dict[str, Callable[[SymmetricGroup], Any]] = {

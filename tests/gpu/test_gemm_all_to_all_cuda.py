@@ -13,16 +13,15 @@ from functools import partial
 from itertools import cycle
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.ops.gemm_all_to_all import FP8, GemmWorkspace, Routes, gemm_all_to_all, reference, routed_gemm_all_to_all
 from dlrm_fused.ops.gemm_all_to_all import tuning as gemm_tuning
 from dlrm_fused.ops.gemm_all_to_all.kernel import Groups
 from dlrm_fused.symmetric import SymmetricGroup
+from tests.gpu import products as common
 from tests.gpu.all_ranks import (
     HALF,
     MARKS,
@@ -32,12 +31,11 @@ from tests.gpu.all_ranks import (
     checked_on_all_ranks,
     delay,
     small_tiles_without_gpus,
-    synchronize,
 )
+from tests.gpu.products import FP32, TIMEOUT_SECONDS, check_calls_that_differ, check_refused
 
 pytestmark = MARKS
-TIMEOUT_SECONDS = 20.0
-FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+FP16, BF16 = torch.float16, torch.bfloat16
 # The interpreter is slow.
 # Rows of a rank's block, columns and depths: of whole tiles, and not.
 SHAPES = ((256, 1024, 768), (33, 1032, 520), (500, 72, 2048)) if ON_GPU else ((16, 48, 32), (5, 24, 16), (7, 40, 24))
@@ -48,26 +46,17 @@ REPLAYS = 200 if ON_GPU else 4
 TOLERANCE = {FP32: 1e-5, FP16: 2**-10, BF16: 2**-7}
 
 
-class Products:
+class Products(common.Products):
     """Products of random operands over one workspace, and what they must be."""
 
     def __init__(self, group: SymmetricGroup, dtype: torch.dtype) -> None:
-        self.group, self.dtype = group, dtype
-        self.workspace = GemmWorkspace(
-            group,
-            name="products",
-            max_rows=1024 * group.world_size,
-            max_columns=max(columns for _, columns, _ in SHAPES),
-            dtype=dtype,
-            timeout_seconds=TIMEOUT_SECONDS,
-        )
+        sizes = {"max_rows": 1024 * group.world_size, "max_columns": max(columns for _, columns, _ in SHAPES)}
+        workspace = GemmWorkspace(group, name="products", **sizes, dtype=dtype, timeout_seconds=TIMEOUT_SECONDS)
+        super().__init__(group, dtype, workspace, TOLERANCE)
 
     def draw(self, rows: int, columns: int, depth: int, seed: int = 0) -> tuple[Tensor, Tensor]:
         """x with so many rows for each rank, and weight."""
-        generator = torch.Generator().manual_seed(100 * seed + self.group.rank + 1)
-        x = torch.randn(rows * self.group.world_size, depth, generator=generator)
-        weight = torch.randn(columns, depth, generator=generator) * depth**-0.5
-        return x.to(self.group.device, self.dtype), weight.to(self.group.device, self.dtype)
+        return self.operands(rows * self.group.world_size, columns, depth, seed)
 
     def check(self, result: Tensor, x: Tensor, weight: Tensor) -> None:
         """That it is the product, in fp64, after an All-to-All."""
@@ -76,10 +65,6 @@ class Products:
         right = torch.empty_like(product)
         dist.all_to_all_single(right, product)
         self.assert_close(result, right)
-
-    def assert_close(self, found: Tensor, right: Tensor) -> None:
-        tolerance = TOLERANCE[self.dtype]
-        torch.testing.assert_close(found.double(), right.double(), rtol=tolerance, atol=tolerance * right.abs().max().item())
 
 
 def equal_blocks(group: SymmetricGroup, dtype: torch.dtype) -> None:
@@ -243,17 +228,17 @@ def opcheck(group: SymmetricGroup) -> None:
 
 
 def refused(group: SymmetricGroup, change: Callable[[Tensor], Tensor], culprit: str) -> None:
-    """Rank 1 gives a wrong x: it is told so, the others that it was rank 1."""
+    """An earlier result stays as it is."""
     products = Products(group, FP32)
     x, weight = products.draw(*SHAPES[0])
     held = gemm_all_to_all(products.workspace, x, weight)
     before = held.clone()
-    wrong = group.rank == 1
-    with pytest.raises(UsageError if wrong else CommunicationError) as raised:
-        gemm_all_to_all(products.workspace, change(x) if wrong else x, weight)
-        synchronize()
-        products.workspace.raise_fault()
-    assert (culprit if wrong else "rank 1 on") in str(raised.value)
+    check_refused(
+        group,
+        products.workspace,
+        lambda wrong: gemm_all_to_all(products.workspace, change(x) if wrong else x, weight),
+        culprit,
+    )
     assert torch.equal(held, before)
 
 
@@ -261,10 +246,7 @@ def ranks_that_differ(group: SymmetricGroup) -> None:
     products = Products(group, FP32)
     rows, columns, depth = SHAPES[0]
     given = products.draw(rows + group.rank % 2, columns, depth)
-    with pytest.raises(CommunicationError, match="differ in shapes or settings"):
-        gemm_all_to_all(products.workspace, *given)
-        synchronize()
-        products.workspace.raise_fault()
+    check_calls_that_differ(products.workspace, lambda: gemm_all_to_all(products.workspace, *given))
 
 
 CHECKS: dict[str, Callable[[SymmetricGroup], Any]] = {

@@ -11,21 +11,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace, gemv_all_reduce, reference
 from dlrm_fused.ops.gemv_all_reduce import tuning as gemv_tuning
 from dlrm_fused.symmetric import SymmetricGroup
-from tests.gpu.all_ranks import HALF, MARKS, ON_GPU, RANKS, SHARE_A_GPU, captured, checked_on_all_ranks, delay, synchronize
+from tests.gpu.all_ranks import HALF, MARKS, ON_GPU, RANKS, SHARE_A_GPU, captured, checked_on_all_ranks, delay
+from tests.gpu.products import FP32, TIMEOUT_SECONDS, check_calls_that_differ, check_refused
 
 pytestmark = MARKS
-TIMEOUT_SECONDS = 20.0
-FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+FP16, BF16 = torch.float16, torch.bfloat16
 # The interpreter is slow.
 COLUMNS, DEPTH = (1024, 768) if ON_GPU else (48, 32)
 REPLAYS = 200 if ON_GPU else 4
@@ -189,22 +187,19 @@ def refused(group: SymmetricGroup, change: Callable[[Tensor], Tensor], culprit: 
     given = {key: tensor for key, tensor in products.draw(2).items() if key in ("x", "weight")}
     (held,) = products.multiply(given)
     before = held.clone()
-    wrong = group.rank == 1
-    with pytest.raises(UsageError if wrong else CommunicationError) as raised:
-        products.multiply({**given, "x": change(given["x"])} if wrong else given)
-        synchronize()
-        products.workspace.raise_fault()
-    assert (culprit if wrong else "rank 1 on") in str(raised.value)
+    check_refused(
+        group,
+        products.workspace,
+        lambda wrong: products.multiply({**given, "x": change(given["x"])} if wrong else given),
+        culprit,
+    )
     assert torch.equal(held, before)
 
 
 def ranks_that_differ(group: SymmetricGroup) -> None:
     products = Sums(group, FP32)
     given = {key: tensor for key, tensor in products.draw(2 + group.rank % 2).items() if key in ("x", "weight")}
-    with pytest.raises(CommunicationError, match="differ in shapes or settings"):
-        products.multiply(given)
-        synchronize()
-        products.workspace.raise_fault()
+    check_calls_that_differ(products.workspace, lambda: products.multiply(given))
 
 
 CHECKS: dict[str, Callable[[SymmetricGroup], Any]] = {
