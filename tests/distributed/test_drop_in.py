@@ -26,7 +26,6 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.sharding_plan import (
     column_wise,
-    construct_module_sharding_plan,
     data_parallel,
     row_wise,
     table_wise,
@@ -40,7 +39,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from dlrm_fused.sharding import FusedEmbeddingBagCollectionSharder
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import RankFailed, on_hosts, run_ranks
-from tests.distributed.test_fused_sharder import CPU, WITH_KERNELS, RowWiseToo, fill_tables
+from tests.distributed.test_fused_sharder import CPU, WITH_KERNELS, fill_tables, plan_of_modules
 
 TABLE_WISE, COLUMN_WISE, ROW_WISE, REPLICATED = "table_wise", "column_wise", "row_wise", "data_parallel"
 SUM, MEAN = PoolingType.SUM, PoolingType.MEAN
@@ -210,17 +209,7 @@ def _sharding(table: Table, ranks: int) -> Callable[..., Any]:
 
 
 def plan_of(case: Case, model: Behind, sharder: EmbeddingBagCollectionSharder) -> dict[str, EmbeddingModuleShardingPlan]:
-    return {
-        f"collections.{m}": construct_module_sharding_plan(
-            cast(EmbeddingBagCollection, model.collections[m]),
-            {f"table_{m}_{t}": _sharding(table, case.ranks) for t, table in enumerate(tables)},
-            cast(ModuleSharder[nn.Module], RowWiseToo(sharder)),
-            local_size=case.ranks,
-            world_size=case.ranks,
-            device_type=case.device_type,
-        )
-        for m, tables in enumerate(case.modules)
-    }
+    return plan_of_modules(model.collections, case.modules, _sharding, sharder, case.ranks, case.device_type)
 
 
 def shard(case: Case, sharder: EmbeddingBagCollectionSharder) -> DistributedModelParallel:

@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -32,7 +32,7 @@ from torchrec.distributed.sharding_plan import (
     row_wise,
     table_wise,
 )
-from torchrec.distributed.types import ModuleSharder, ShardingPlan
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharder, ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
@@ -123,6 +123,28 @@ def sharding_of(table: Table, ranks: int) -> Callable[..., Any]:
     return row_wise(compute_kernel=table.kernel) if table.sharding == "row_wise" else data_parallel()
 
 
+def plan_of_modules(
+    collections: nn.ModuleList,
+    modules: Sequence[Sequence[Any]],
+    sharding_of: Callable[[Any, int], Callable[..., Any]],
+    sharder: EmbeddingBagCollectionSharder,
+    ranks: int,
+    device_type: str,
+) -> dict[str, EmbeddingModuleShardingPlan]:
+    """The plan of ``collections`` by name, whose tables are ``modules``."""
+    return {
+        f"collections.{m}": construct_module_sharding_plan(
+            cast(EmbeddingBagCollection, collections[m]),
+            {f"table_{m}_{t}": sharding_of(table, ranks) for t, table in enumerate(tables)},
+            cast(ModuleSharder[nn.Module], RowWiseToo(sharder)),
+            local_size=ranks,
+            world_size=ranks,
+            device_type=device_type,
+        )
+        for m, tables in enumerate(modules)
+    }
+
+
 def build(
     world: World, sharder: EmbeddingBagCollectionSharder, prepare: Callable[[Towers], None] | None = None
 ) -> DistributedModelParallel:
@@ -131,19 +153,7 @@ def build(
     model = Towers(world)
     if prepare is not None:
         prepare(model)
-    plan = ShardingPlan(
-        {
-            f"collections.{m}": construct_module_sharding_plan(
-                cast(EmbeddingBagCollection, model.collections[m]),
-                {f"table_{m}_{t}": sharding_of(table, world.ranks) for t, table in enumerate(tables)},
-                cast(ModuleSharder[nn.Module], RowWiseToo(sharder)),
-                local_size=world.ranks,
-                world_size=world.ranks,
-                device_type="cpu",
-            )
-            for m, tables in enumerate(world.modules)
-        }
-    )
+    plan = ShardingPlan(plan_of_modules(model.collections, world.modules, sharding_of, sharder, world.ranks, CPU.type))
     sharded = DistributedModelParallel(
         model, device=CPU, plan=plan, sharders=[cast(ModuleSharder[nn.Module], sharder)], init_parameters=False
     )

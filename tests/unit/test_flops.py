@@ -9,25 +9,15 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from dlrm_fused.config import Config, ModelKind, Split, load_config
+from dlrm_fused.config import Config, ModelKind, Split
 from dlrm_fused.datasets import Dataset, open_dataset
 from dlrm_fused.datasets.batch import Batch
 from dlrm_fused.models import build_model
 from dlrm_fused.models.flops import forward_flops, training_flops
+from tests.unit.small_models import config_of
 
 SAMPLES = 6
 CPU = torch.device("cpu")
-# Five sparse features, three dense ones; sizes of layers differ, so that none can stand for another.
-SMALL = [
-    "runtime.device=cpu",
-    "data.synthetic.dense_features=3",
-    "data.synthetic.tables=5",
-    "data.synthetic.rows=[20]",
-    "data.synthetic.train_samples=100",
-    "embedding.dim=12",
-    "model.bottom_mlp=[20,12]",
-    "model.top_mlp=[24,10,1]",
-]
 KINDS = {
     "dlrm": ["model.kind=dlrm"],
     "dcnv2": ["model.kind=dcnv2", "model.cross_layers=4", "model.cross_rank=7"],
@@ -47,9 +37,7 @@ SHARED = [*EXPERTS, "model.experts.shared_hidden=14"]
 
 
 def small(tmp_path: Path, *overrides: str) -> tuple[Config, Dataset]:
-    path = tmp_path / "small.yaml"
-    path.write_text("data: {source: synthetic}")
-    config = load_config(path, [*SMALL, *overrides])
+    config = config_of(tmp_path, *overrides)
     return config, open_dataset(config, CPU)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from dlrm_fused.config import Compile, Config, Precision, Split, load_config
+from dlrm_fused.config import Compile, Config, Precision, Split
 from dlrm_fused.datasets.batch import Batch, Samples, sparse_from_features
 from dlrm_fused.datasets.loader import TrainLoader
 from dlrm_fused.datasets.preparation import cli
@@ -20,6 +20,7 @@ from dlrm_fused.errors import ConfigError
 from dlrm_fused.models import Output, RankingTask, build_model
 from dlrm_fused.models.dense_part import cross_entropy
 from dlrm_fused.models.heads import task_weights
+from tests.unit.small_models import config_of
 
 CPU = torch.device("cpu")
 LABELS = ("clicked", "bought", "returned")
@@ -125,16 +126,6 @@ class TestTaskWeights:
             config_of(tmp_path, setting)
 
 
-SMALL = [
-    "runtime.device=cpu",
-    "data.synthetic.dense_features=3",
-    "data.synthetic.tables=5",
-    "data.synthetic.rows=[20]",
-    "data.synthetic.train_samples=100",
-    "embedding.dim=12",
-    "model.bottom_mlp=[20,12]",
-    "model.top_mlp=[24,10,1]",
-]
 EXPERTS = ["model.experts.count=8", "model.experts.top_k=3", "model.experts.hidden=40"]
 HISTORY = ["model.d_model=16", "model.tensor_parallel=1", "data.synthetic.history_length=6", "data.synthetic.history_items=9"]
 MODELS = {
@@ -144,11 +135,6 @@ MODELS = {
     "experts": EXPERTS,
     "transformer_of_experts": ["model.kind=transformer", *HISTORY, *EXPERTS],
 }
-
-
-def config_of(tmp_path, *overrides: str) -> Config:
-    (tmp_path / "small.yaml").write_text("data: {source: synthetic}")
-    return load_config(tmp_path / "small.yaml", [*SMALL, *overrides])
 
 
 def forward(config: Config, dataset: SyntheticDataset) -> tuple[RankingTask, Output]:

@@ -176,10 +176,17 @@ MUTANTS: dict[str, Callable[[], None]] = {
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_broken_protocol_is_noticed(mutant: str) -> None:
+    assert_noticed(lambda: run_ranks(3, run_world, small_world, Traffic(), 20, 20, mutant))
+
+
+def assert_noticed(run: Callable[[], list[Result]]) -> None:
+    """By wrong results or an error of communication.
+
+    A rank that does not wait gets ahead of the others, and they see the shapes of another epoch.
+    """
     try:
-        results = run_ranks(3, run_world, small_world, Traffic(), 20, 20, mutant)
+        results = run()
     except RankFailed as failed:
-        # A rank that does not wait gets ahead of the others, and they see the shapes of another epoch.
         if not isinstance(failed.error, CommunicationError):
             raise
         return
