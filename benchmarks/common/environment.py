@@ -62,7 +62,7 @@ def versions() -> dict[str, str]:
 def command_line() -> str:
     """The command that started this process: without folders of this machine, and with a module's name for its file."""
     spec = sys.modules["__main__"].__spec__
-    program = f"python -m {spec.name}" if spec else Path(sys.argv[0]).name
+    program = f"python -m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
     return " ".join([program, *without_folders(sys.argv[1:])])
 
 

@@ -9,6 +9,7 @@ of the ranks the slowest.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import importlib.metadata
 import itertools
@@ -83,6 +84,13 @@ class World:
         dist.barrier()  # no rank stores there any more
         self.symmetric.close()
         self.symmetric = symmetric_group(self.symmetric.process_group, self.device)
+
+    def free_memory(self) -> None:
+        """Free what nothing refers to any more; of symmetric memory see :meth:`free_symmetric_memory`. Collective."""
+        gc.collect()  # those who refer to memory may refer to each other
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.free_symmetric_memory()
 
     def log(self, line: str) -> None:
         """Print on rank 0."""

@@ -1,0 +1,202 @@
+"""AllGather + GEMM and GEMM + ReduceScatter by every schedule, against NCCL and cuBLAS."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.common.harness import Work, World
+from benchmarks.operators.case import (
+    DTYPE,
+    SUM_TOLERANCE,
+    TIMEOUT_SECONDS,
+    TOLERANCE,
+    Multiply,
+    Operator,
+    Pass,
+    ProductCase,
+    draw_operands,
+    operands_in_turn,
+)
+from dlrm_fused.ops.all_gather_gemm import (
+    ShardWorkspace,
+    all_gather_gemm,
+    gemm_reduce_scatter,
+    reference,
+    scatter_reference,
+)
+from dlrm_fused.ops.all_gather_gemm.schedule import NAMES
+from dlrm_fused.ops.schedules import Pair
+
+PAIRS = (Pair.all_gather_gemm, Pair.gemm_reduce_scatter)
+# N and K of one rank. Llama 3 of 8 and 70 billion parameters over 8 ranks: query, key and value, then gate and up; this
+# project's transformer_large over 4 ranks: query, key and value, then feed-forward; first matrices of experts.
+GATHERED = (*((768, 4096), (3584, 4096), (1280, 8192), (7168, 8192), (3072, 4096), (4096, 4096), (1024, 2048), (2048, 1024)),)
+# The same layers' second products: attention's output, then down; feed-forward's second matrix; experts' second matrices.
+SCATTERED = (*((4096, 512), (4096, 1792), (8192, 1024), (8192, 3584), (4096, 1024), (4096, 4096), (2048, 1024), (1024, 2048)),)
+# M, of all ranks together.
+ROWS = (1024, 4096, 16384, 65536)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A product whose rows are gathered before, or scattered after.
+
+    Attributes:
+        pair: which of the two.
+        m: rows of all ranks together.
+        n, k: columns of the result, and depth, on one rank.
+    """
+
+    pair: Pair
+    m: int
+    n: int
+    k: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.m}x{self.n}x{self.k}"
+
+    @property
+    def operands(self) -> int:
+        """How many take turns."""
+        return operands_in_turn(DTYPE.itemsize * self.k * (self.m + self.n))
+
+    def rows(self, ranks: int) -> tuple[int, int]:
+        """Of x, and of the result, on one rank."""
+        shard = self.m // ranks
+        return (shard, self.m) if self.pair.moves_first else (self.m, shard)
+
+    def travelling(self) -> int:
+        """Columns of the matrix whose shards travel."""
+        return self.k if self.pair.moves_first else self.n
+
+    def work(self, ranks: int) -> Work:
+        """Operands are read once, the result is written once; what travels is written and read besides."""
+        sent = self.m // ranks * self.travelling() * (ranks - 1)
+        elements = sum(self.rows(ranks)[i] * width for i, width in enumerate((self.k, self.n))) + self.n * self.k + 2 * sent
+        return Work(2 * self.m * self.n * self.k, DTYPE.itemsize * elements, DTYPE.itemsize * sent)
+
+
+def schedules_of(pair: Pair) -> tuple[str, ...]:
+    """All of the pair but the library's, which is the baseline."""
+    return tuple(name for name in NAMES[pair] if name != "library")
+
+
+def call(workspace: ShardWorkspace, pair: Pair, x: Tensor, weight: Tensor, schedule: str) -> Tensor:
+    operator = all_gather_gemm if pair.moves_first else gemm_reduce_scatter
+    return operator(workspace, x, weight, schedule=schedule)
+
+
+def in_fp64(pair: Pair, x: Tensor, weight: Tensor) -> Tensor:
+    """The result. Collective."""
+    right = reference if pair.moves_first else scatter_reference
+    return right(dist.group.WORLD, x.double(), weight.double())
+
+
+def tolerance_of(pair: Pair) -> float:
+    return TOLERANCE if pair.moves_first else SUM_TOLERANCE
+
+
+def new_workspace(world: World, cells: Sequence[Layer], name: str) -> ShardWorkspace:
+    """For all of the cells. Collective."""
+    return ShardWorkspace(
+        world.symmetric,
+        name=name,
+        max_rows=max(cell.m for cell in cells),
+        max_columns=max(cell.travelling() for cell in cells),
+        dtype=DTYPE,
+        timeout_seconds=TIMEOUT_SECONDS,
+    )
+
+
+class LayerCase(ProductCase):
+    """A cell on this rank."""
+
+    cell: Layer
+
+    def __init__(self, world: World, cell: Layer) -> None:
+        rows = cell.rows(world.size)[0]
+        super().__init__(world, cell, draw_operands(world, rows, cell.n, cell.k, count=cell.operands))
+        self.workspace, self.tolerance = new_workspace(world, [cell], "benchmark"), tolerance_of(cell.pair)
+
+        def empty(rows: int, columns: int) -> Tensor:
+            return torch.empty(rows, columns, dtype=DTYPE, device=world.device)
+
+        self.buffer = empty(cell.m, cell.n)
+        self.travelling = empty(cell.m, cell.travelling())
+        self.shard = empty(cell.m // world.size, cell.n)
+
+    def stages(self) -> Sequence[str]:
+        return [str(self.cell.pair)]
+
+    def nccl(self, number: int) -> Tensor:
+        x, weight = self.operands[number]
+        if self.cell.pair.moves_first:
+            dist.all_gather_into_tensor(self.travelling, x)
+            return torch.mm(self.travelling, weight.t(), out=self.buffer)
+        torch.mm(x, weight.t(), out=self.travelling)
+        dist.reduce_scatter_tensor(self.shard, self.travelling)
+        return self.shard
+
+    def library(self, number: int) -> Tensor:
+        """cuBLAS alone, for all rows."""
+        x, weight = self.operands[number]
+        return torch.mm(self.travelling if self.cell.pair.moves_first else x, weight.t(), out=self.buffer)
+
+    def contestants(self, stage: str) -> dict[str, Multiply]:
+        def by_schedule(schedule: str, number: int) -> Tensor:
+            return call(self.workspace, self.cell.pair, *self.operands[number], schedule)
+
+        own = {name: partial(by_schedule, name) for name in schedules_of(self.cell.pair)}
+        return {"nccl": self.nccl, **own, "gemm": self.library}
+
+    def expected(self, stage: str) -> Tensor:
+        self.workspace.raise_fault()
+        return in_fp64(self.cell.pair, *self.operands[-1])
+
+    def phases(self, stage: str) -> Sequence[Work]:
+        return [self.cell.work(self.world.size)]
+
+    def remarks(self, us: Mapping[str, float]) -> dict[str, Any]:
+        return {"best": self.fastest(us)}
+
+
+def to_compile(world: World, cells: Sequence[Layer]) -> Sequence[Pass]:
+    """Collective."""
+    workspace = new_workspace(world, cells, "compilation")
+
+    @torch.no_grad()
+    def compiled(cell: Layer, schedule: str) -> None:
+        sizes = (cell.rows(world.size)[0], cell.n)
+        x, weight = (torch.empty(rows, cell.k, dtype=DTYPE, device=world.device) for rows in sizes)
+        call(workspace, cell.pair, x, weight, schedule)
+
+    return [partial(compiled, cell, name) for cell in cells for name in schedules_of(cell.pair)]
+
+
+@cache
+def all_cells() -> list[Layer]:
+    of_pairs = dict(zip(PAIRS, (GATHERED, SCATTERED), strict=True))
+    return [Layer(pair, m, n, k) for pair, shapes in of_pairs.items() for (n, k), m in itertools.product(shapes, ROWS)]
+
+
+OPERATOR = Operator(
+    open=LayerCase,
+    sets={
+        # For a test on the CPU.
+        "tiny": lambda: [Layer(Pair.all_gather_gemm, 24, 16, 16), Layer(Pair.gemm_reduce_scatter, 48, 8, 16)],
+        "all": all_cells,
+    },
+    titles={str(pair): str(pair) for pair in PAIRS},
+    ratios={str(pair): "best schedule / (cuBLAS + NCCL)" for pair in PAIRS},
+    key="pair",
+    to_compile=to_compile,
+)

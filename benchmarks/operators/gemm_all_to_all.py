@@ -1,0 +1,193 @@
+"""GEMM + All-to-All against cuBLAS and NCCL, and the operator's kernel without communication against cuBLAS."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.common.harness import Work, World
+from benchmarks.operators.case import (
+    DTYPE,
+    TIMEOUT_SECONDS,
+    Multiply,
+    Operator,
+    Pass,
+    ProductCase,
+    draw_operands,
+    operands_in_turn,
+)
+from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, gemm_all_to_all, schedule_of
+from dlrm_fused.ops.gemm_all_to_all.kernel import gemm
+from dlrm_fused.ops.gemm_all_to_all.split import Arrivals
+
+SCHEDULES = ("kernel", "chunks", "chunks_2", "chunks_4", "tapered", "library")
+# (M, N, K): rows of x on each rank, columns of the result, depth; of first and second matrices of experts.
+PRODUCTS = (
+    *((1024, 1024, 4096), (1024, 4096, 1024), (1024, 7168, 2048), (1024, 14336, 4096), (2048, 2048, 2048)),
+    *((2048, 4096, 1024), (2048, 4096, 14336), (4096, 1024, 1024), (4096, 4096, 4096), (4096, 14336, 4096)),
+    *((8192, 1024, 2048), (8192, 2048, 7168), (8192, 4096, 4096), (8192, 4096, 14336), (16384, 1024, 4096)),
+    *((16384, 4096, 1024), (16384, 7168, 2048), (32768, 1024, 1024), (32768, 4096, 4096), (32768, 7168, 2048)),
+)
+# Of fewer tiles than a GPU has multiprocessors.
+FEW_TILES = (*((128, 2048, 8192), (256, 256, 8192), (256, 1024, 4096), (512, 512, 4096), (512, 1024, 8192), (1024, 512, 2048)),)
+# Results of a workspace that may be held. Those of a graph are held for ever.
+_HELD_RESULTS = 2
+
+
+@dataclass(frozen=True)
+class Product:
+    """[M, K] x [N, K]^T on every rank; of the rows of the result each rank gets an equal part.
+
+    Attributes:
+        m: rows of x on each rank.
+        n: columns of the result.
+        k: depth.
+    """
+
+    m: int
+    n: int
+    k: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.m}x{self.n}x{self.k}"
+
+    @property
+    def operands(self) -> int:
+        """How many take turns."""
+        return operands_in_turn(DTYPE.itemsize * self.k * (self.m + self.n))
+
+    def work(self, ranks: int) -> Work:
+        """Operands are read once, the result is written once."""
+        elements = self.m * self.k + self.n * self.k + self.m * self.n
+        sent = self.m * self.n * (ranks - 1) / ranks
+        return Work(2 * self.m * self.n * self.k, DTYPE.itemsize * elements, DTYPE.itemsize * sent)
+
+
+def new_workspace(world: World, cells: Sequence[Product], name: str) -> GemmWorkspace:
+    """For all of the cells. Collective."""
+    return GemmWorkspace(
+        world.symmetric,
+        name=name,
+        max_rows=max(cell.m for cell in cells),
+        max_columns=max(cell.n for cell in cells),
+        dtype=DTYPE,
+        timeout_seconds=TIMEOUT_SECONDS,
+    )
+
+
+class GemmCase(ProductCase):
+    """A cell on this rank: in stage ``op`` the operator, in ``gemm`` its kernel alone, each rank for itself."""
+
+    cell: Product
+
+    def __init__(self, world: World, cell: Product) -> None:
+        super().__init__(world, cell, draw_operands(world, cell.m, cell.n, cell.k, count=cell.operands))
+        self.buffer, self.received = (torch.empty(cell.m, cell.n, dtype=DTYPE, device=world.device) for _ in range(2))
+        count = -(-len(self.operands) // _HELD_RESULTS)
+        self.workspaces = [new_workspace(world, [cell], f"benchmark {number}") for number in range(count)]
+        self.arrivals = Arrivals(world.device)
+        self.schedule = self.choose_schedule()
+
+    @torch.no_grad()
+    def choose_schedule(self) -> str:
+        """What ``auto`` takes in all workspaces; a shape that is not in the table it measures in the first one."""
+        first, *others = self.workspaces
+        gemm_all_to_all(first, *self.operands[0])
+        for workspace in others:
+            workspace.schedules.measured_here.update(first.schedules.measured_here)
+        return schedule_of(first, self.cell.m, self.cell.n, self.cell.k)
+
+    def stages(self) -> Sequence[str]:
+        return ["op", "gemm"] if self.world.device.type == "cuda" else ["op"]
+
+    def multiply(self, number: int, schedule: str = "auto") -> Tensor:
+        return gemm_all_to_all(self.workspaces[number // _HELD_RESULTS], *self.operands[number], schedule=schedule)
+
+    def library(self, number: int) -> Tensor:
+        """cuBLAS alone."""
+        x, weight = self.operands[number]
+        return torch.mm(x, weight.t(), out=self.buffer)
+
+    def kernel_alone(self, number: int) -> Tensor:
+        gemm(*self.operands[number], out=self.received, arrivals=self.arrivals)
+        return self.received
+
+    def contestants(self, stage: str) -> dict[str, Multiply]:
+        self.baseline = "nccl" if stage == "op" else "gemm"
+        if stage == "gemm":
+            return {"kernel": self.kernel_alone, "gemm": self.library}
+
+        def nccl(number: int) -> Tensor:
+            dist.all_to_all_single(self.received, self.library(number))
+            return self.received
+
+        named = SCHEDULES if self.world.device.type == "cuda" else ()
+        others = {name: partial(self.multiply, schedule=name) for name in named if name != self.schedule}
+        return {"fused": self.multiply, **others, "nccl": nccl, "gemm": self.library}
+
+    def expected(self, stage: str) -> Tensor:
+        for workspace in self.workspaces:
+            workspace.raise_fault()
+        x, weight = self.operands[-1]
+        product = x.double() @ weight.double().t()
+        if stage == "gemm":
+            return product
+        received = torch.empty_like(product)
+        dist.all_to_all_single(received, product)
+        return received
+
+    def phases(self, stage: str) -> Sequence[Work]:
+        return [self.cell.work(self.world.size if stage == "op" else 1)]
+
+    def remarks(self, us: Mapping[str, float]) -> dict[str, Any]:
+        return {"us": {**us, self.schedule: us["fused"]}, "schedule": self.schedule} if "fused" in us else {}
+
+    def own_pass(self, *, training: bool) -> Pass:
+        self.received.normal_()  # the gradient of a result
+        leaves = [tuple(operand.detach().requires_grad_(training) for operand in pair) for pair in self.operands]
+
+        def run() -> None:
+            for number, (x, weight) in enumerate(leaves):
+                y = gemm_all_to_all(self.workspaces[number // _HELD_RESULTS], x, weight)
+                if training:
+                    torch.autograd.grad(y, (x, weight), self.received)
+
+        return run
+
+
+def to_compile(world: World, cells: Sequence[Product]) -> Sequence[Pass]:
+    """Collective."""
+    workspace = new_workspace(world, cells, "compilation")
+
+    @torch.no_grad()
+    def call(cell: Product, schedule: str) -> None:
+        x, weight, out = (
+            torch.empty(shape, dtype=DTYPE, device=world.device)
+            for shape in ((cell.m, cell.k), (cell.n, cell.k), (cell.m, cell.n))
+        )
+        gemm_all_to_all(workspace, x, weight, schedule=schedule)
+        gemm(x, weight, out)
+
+    return [partial(call, cell, schedule) for cell in cells for schedule in ("kernel", "chunks")]
+
+
+OPERATOR = Operator(
+    open=GemmCase,
+    sets={
+        # For a test on the CPU.
+        "tiny": lambda: [Product(8, 16, 8), Product(24, 8, 16)],
+        "small": lambda: [Product(*shape) for shape in PRODUCTS[::4]],
+        "few": lambda: [Product(*shape) for shape in FEW_TILES],
+        "all": lambda: [Product(*shape) for shape in PRODUCTS],
+    },
+    titles={"op": "GEMM + All-to-All", "gemm": "GEMM alone"},
+    ratios={"op": "fused / (cuBLAS + NCCL)", "gemm": "kernel / cuBLAS"},
+    to_compile=to_compile,
+)

@@ -1,0 +1,236 @@
+"""GEMV + AllReduce: [m, K] x [N, K]^T with K split over the ranks, against cuBLAS with NCCL or torch's symmetric memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from torch import Tensor
+from torch.nn.functional import linear
+
+from benchmarks.common.harness import Work, World
+from benchmarks.operators.case import (
+    DTYPE,
+    SUM_TOLERANCE,
+    TIMEOUT_SECONDS,
+    TOLERANCE,
+    Multiply,
+    Operator,
+    Pass,
+    ProductCase,
+    draw_operands,
+    operands_in_turn,
+)
+from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace, gemv_all_reduce
+from dlrm_fused.ops.gemv_all_reduce.schedule import CHUNKS, SCATTER
+
+# N and K: of attention outputs and second feed-forward matrices of common Transformers.
+SHAPES = ((1024, 4096), (2048, 8192), (4096, 16384), (5120, 13824), (8192, 8192), (8192, 28672))
+ROWS, LARGE_ROWS = (1, 2, 4, 8, 16, 32, 64), (2048, 4096, 8192, 16384)
+# The all-reduces over torch's symmetric memory.
+SYMMETRIC = ("one_shot", "two_shot")
+# A pass of few rows makes at least so many calls, so that the launch of a graph does not count.
+_CALLS_OF_A_PASS = 48
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A product whose depth is split over the ranks.
+
+    Attributes:
+        m: rows of x: candidates or tokens.
+        n: columns of the result.
+        k: the depth, of all ranks together.
+    """
+
+    m: int
+    n: int
+    k: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.n}x{self.k} m{self.m}"
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it is a GEMM, as in training and prefill; else the weights are all that takes time to read."""
+        return self.m > ROWS[-1]
+
+    def depth(self, ranks: int) -> int:
+        """Of a rank's operands."""
+        return self.k // ranks
+
+    def work(self, ranks: int) -> Work:
+        """Weight and x read once, the result written once; a reduce-scatter and an all-gather. Flops take no time here."""
+        depth = self.depth(ranks)
+        sent = 2 * DTYPE.itemsize * self.m * self.n * (ranks - 1) / ranks
+        return Work(0, DTYPE.itemsize * (self.n * depth + self.m * depth + self.m * self.n), sent)
+
+    def operands(self, ranks: int) -> int:
+        """How many take turns."""
+        return 1 if self.is_large else operands_in_turn(DTYPE.itemsize * self.n * self.depth(ranks), least=2, most=1000)
+
+
+def new_workspace(world: World, cells: Sequence[Cell], name: str = "benchmark") -> GemvWorkspace:
+    """For all of the cells. Collective."""
+    return GemvWorkspace(
+        world.symmetric,
+        name=name,
+        max_columns=max(cell.n for cell in cells),
+        max_rows=max(cell.m for cell in cells),
+        dtype=DTYPE,
+        timeout_seconds=TIMEOUT_SECONDS,
+    )
+
+
+def tolerance_of(cell: Cell, world: World) -> float:
+    """As with cuBLAS and NCCL, partial sums of large products, and those of hosts, are rounded too."""
+    return SUM_TOLERANCE if cell.is_large or world.symmetric.hosts.are_many else TOLERANCE
+
+
+class GemvCase(ProductCase):
+    """A cell on this rank."""
+
+    cell: Cell
+    rivals = ("nccl", *SYMMETRIC, "gemm")
+
+    def __init__(self, world: World, cell: Cell, buffer: Tensor | None = None) -> None:
+        """Args:
+        buffer: in torch's symmetric memory, for the all-reduces that need it; None leaves them out.
+        """
+        count = cell.operands(world.size) if world.device.type == "cuda" else 2
+        depth = cell.depth(world.size)
+        super().__init__(world, cell, draw_operands(world, cell.m, cell.n, depth, count=count, whole_depth=cell.k))
+        self.workspace, self.buffer = new_workspace(world, [cell]), None if cell.is_large else buffer
+        self.tolerance = tolerance_of(cell, world)
+        self.turns = 1 if cell.is_large or world.device.type != "cuda" else max(1, _CALLS_OF_A_PASS // count)
+
+    def stages(self) -> Sequence[str]:
+        return ["large" if self.cell.is_large else "small"]
+
+    def multiply(self, number: int, schedule: str = "auto") -> Tensor:
+        return gemv_all_reduce(self.workspace, *self.operands[number], schedule=schedule)[0]
+
+    @torch.no_grad()
+    def other_schedules(self) -> list[str]:
+        """Of many rows, those that auto does not take here; it has measured, unless a table knows."""
+        if not self.cell.is_large or self.world.device.type != "cuda":
+            return []
+        self.multiply(0)
+        taken = self.workspace.schedules.known((self.cell.m, self.cell.n, self.cell.depth(self.world.size)))
+        return [schedule for schedule in (CHUNKS, SCATTER) if schedule != taken]
+
+    def contestants(self, stage: str) -> dict[str, Multiply]:
+        def nccl(number: int) -> Tensor:
+            out = linear(*self.operands[number])
+            dist.all_reduce(out)
+            return out
+
+        others = {schedule: partial(self.multiply, schedule=schedule) for schedule in self.other_schedules()}
+        return {"fused": self.multiply, **others, "nccl": nccl, **self.symmetric(), "gemm": lambda i: linear(*self.operands[i])}
+
+    def symmetric(self) -> dict[str, Multiply]:
+        """All-reduces over torch's symmetric memory, into which cuBLAS stores."""
+        if self.buffer is None:
+            return {}
+        out, group = self.buffer[: self.cell.m * self.cell.n].view(self.cell.m, self.cell.n), self.world.group.group_name
+
+        def one_shot(number: int) -> Tensor:
+            x, weight = self.operands[number]
+            torch.mm(x, weight.t(), out=out)
+            return torch.ops.symm_mem.one_shot_all_reduce_out(out, "sum", group, torch.empty_like(out))
+
+        def two_shot(number: int) -> Tensor:
+            x, weight = self.operands[number]
+            torch.mm(x, weight.t(), out=out)
+            return torch.ops.symm_mem.two_shot_all_reduce_(out, "sum", group)
+
+        return {"one_shot": one_shot, "two_shot": two_shot}
+
+    def expected(self, stage: str) -> Tensor:
+        x, weight = self.operands[-1]
+        product = x.double() @ weight.double().t()
+        dist.all_reduce(product)
+        return product
+
+    @torch.no_grad()
+    def check(self, stage: str) -> dict[str, Any]:
+        """Errors, and whether all ranks have the same bits."""
+        self.workspace.raise_fault()
+        if "two_shot" in self.last:  # its result is the symmetric buffer, which others have used since
+            self.last["two_shot"] = self.symmetric()["two_shot"](len(self.operands) - 1)
+        same: dict[str, bool] = {}
+        for name, result in self.last.items():
+            if name != self.alone:
+                of_first_rank = result.clone()
+                dist.broadcast(of_first_rank, src=0)
+                same[name] = torch.equal(result.view(torch.int16), of_first_rank.view(torch.int16))
+        every_rank = self.world.gather(same)
+        everywhere = {name: all(own[name] for own in every_rank) for name in same}
+        checked = super().check(stage)
+        passed = checked["passed"] and everywhere[self.fused]
+        return {**checked, "passed": passed, "same_bits_on_all_ranks": everywhere}
+
+    def phases(self, stage: str) -> Sequence[Work]:
+        return [self.cell.work(self.world.size)]
+
+    def remarks(self, us: Mapping[str, float]) -> dict[str, Any]:
+        symmetric = {name: us[name] for name in SYMMETRIC if name in us}
+        best = min(symmetric, key=symmetric.__getitem__, default=None)
+        return {"best_symmetric": best, "ratio_to_symmetric": us["fused"] / us[best] if best else None}
+
+
+@cache
+def symmetric_buffer(group: dist.ProcessGroup) -> Tensor:
+    """For the partial results of the contestants that need one. Collective at the first call."""
+    buffer = symm_mem.empty(ROWS[-1] * max(n for n, _ in SHAPES), dtype=DTYPE, device=torch.cuda.current_device())
+    symm_mem.rendezvous(buffer, group)
+    dist.barrier()  # torch clears the signal pads, and does not wait for the peers to have done so
+    return buffer
+
+
+def open_case(world: World, cell: Cell) -> GemvCase:
+    """Collective."""
+    return GemvCase(world, cell, symmetric_buffer(world.group) if world.device.type == "cuda" else None)
+
+
+def to_compile(world: World, cells: Sequence[Cell]) -> Sequence[Pass]:
+    """Collective."""
+    workspace = new_workspace(world, cells, "compilation")
+
+    @torch.no_grad()
+    def call(cell: Cell) -> None:
+        depth = cell.depth(world.size)
+        x, weight = (torch.empty(rows, depth, dtype=DTYPE, device=world.device) for rows in (cell.m, cell.n))
+        gemv_all_reduce(workspace, x, weight)
+
+    return [partial(call, cell) for cell in cells]
+
+
+def cells_of(*rows: int) -> list[Cell]:
+    return [Cell(m, n, k) for (n, k), m in itertools.product(SHAPES, rows)]
+
+
+STAGES = {"small": "GEMV + AllReduce", "large": "GEMM + AllReduce"}
+OPERATOR = Operator(
+    open=open_case,
+    sets={
+        # Two GEMVs and a GEMM, for a test on the CPU.
+        "tiny": lambda: [Cell(m, 32, 64) for m in (1, 3, 70)],
+        # Online scoring of 1 to 64 candidates.
+        "small": lambda: cells_of(*ROWS),
+        # Training and prefill.
+        "large": lambda: cells_of(*LARGE_ROWS),
+        "all": lambda: cells_of(*ROWS, *LARGE_ROWS),
+    },
+    titles=STAGES,
+    ratios=dict.fromkeys(STAGES, "fused / (cuBLAS + NCCL)"),
+    key="size",
+    to_compile=to_compile,
+)

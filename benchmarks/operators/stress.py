@@ -1,0 +1,250 @@
+"""Does an operator give the same bits whatever the ranks' delays, and an error when a rank is killed?
+
+Some pieces of work, all collective, are done once and checked. Then they are repeated in random order, the same on all ranks,
+with random delays on the device before each, other ones on each rank, and compared with the first time, bit for bit. On GPUs
+a piece is a CUDA graph if it can be one; the host reads the number of elements that differ at the end.
+
+Where ranks are declared to be several hosts, the first results are also compared with those of all ranks on one host. No bit
+may differ, but in sums over ranks, which several hosts add up in another order and round in other places, and in products of
+torch, whose bits may depend on the number of rows: there the relative difference must be within the tolerance.
+
+With ``--kill-rank`` that rank kills itself meanwhile; see killed_rank.py. Exit status 1 says that something was not as it must
+be. ``--tiny`` is small enough for compute-sanitizer and the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.common.harness import World, captured, compile_ahead, describe_run, relative_error, synchronize
+from benchmarks.common.random_delays import RandomDelays
+from benchmarks.common.results import write_results
+from benchmarks.operators import killed_rank
+
+# The longest usual delay, in microseconds.
+_DELAY, _DELAY_OF_TINY = 20.0, 200.0
+# The longest delays are rare.
+_LONG_DELAY_EVERY, _LONG_DELAY = 200, 50
+# Between two looks at what the kernels have reported.
+_REPLAYS_OF_A_LOOK = 1_000
+
+
+class Workspace(Protocol):
+    """Of any operator."""
+
+    def raise_fault(self) -> None: ...
+
+
+@dataclass
+class Work:
+    """A piece of work with always the same results. Collective.
+
+    Attributes:
+        name: for messages.
+        workspace: whose faults are looked at.
+        compute: gives the results; is given what delays this rank's device.
+        check: of the first results, their largest relative error on this rank, and whether they are right.
+        description: for the report.
+        in_graph: whether it is to be a CUDA graph.
+        tolerance_to_one_host: None where no bit may differ from what one host gives; else the largest relative difference.
+        as_between_hosts: on one host, what ``compute`` must give on several: by the schedule whose products those make.
+        held: so many first results of repetitions are kept, and compared once more when others have come.
+    """
+
+    name: str
+    workspace: Workspace
+    compute: Callable[[Callable[[], None]], Sequence[Tensor]]
+    check: Callable[[Sequence[Tensor]], tuple[float, bool]]
+    description: Mapping[str, Any]
+    in_graph: bool = True
+    tolerance_to_one_host: float | None = None
+    as_between_hosts: Callable[[], Sequence[Tensor]] | None = None
+    held: int = 0
+    first: list[Tensor] = field(default_factory=list)
+
+    def on_one_host(self) -> Sequence[Tensor]:
+        return self.compute(_no_delay) if self.as_between_hosts is None else self.as_between_hosts()
+
+
+def _no_delay() -> None:
+    pass
+
+
+def count_differing(found: Tensor, expected: Tensor) -> Tensor:
+    """Number of elements whose bits differ."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[found.element_size()]
+    return (found.detach().view(bits) != expected.detach().view(bits)).sum()
+
+
+class Repeated:
+    """A piece of work that is done again and again.
+
+    Attributes:
+        differing, held_differing: int64 on the device: elements whose bits differed, and those of results that were held.
+    """
+
+    def __init__(self, world: World, work: Work, delay: Callable[[], None]) -> None:
+        self.world, self.work, self.delay = world, work, delay
+        self.differing, self.held_differing = torch.zeros(2, dtype=torch.int64, device=world.device)
+        self.held: deque[Tensor] = deque()
+
+    def begin(self) -> float:
+        """The first time; the largest relative error of the results on any rank. Raises SystemExit if they are wrong."""
+        work = self.work
+        work.first = [result.detach().clone() for result in work.compute(self.delay)]
+        synchronize(self.world.device)
+        work.workspace.raise_fault()
+        by_rank = self.world.gather(work.check(work.first))
+        if not all(is_right for _, is_right in by_rank):
+            raise SystemExit(f"{work.name}: (relative error, whether it is right) by rank: {by_rank}")
+        return max(error for error, _ in by_rank)
+
+    def again(self) -> None:
+        """Once more, compared with the first time; the host does not wait for the device."""
+        results = self.work.compute(self.delay)
+        for pair in zip(results, self.work.first, strict=True):
+            self.differing += count_differing(*pair)
+        if self.work.held:
+            self.held.append(results[0])
+            if len(self.held) > self.work.held:
+                self.held_differing += count_differing(self.held.popleft(), self.work.first[0])
+
+    def prepared(self) -> Callable[[], None]:
+        """What repeats it: a graph, but for messages, and for what is not to be one."""
+        if self.world.device.type != "cuda" or not self.work.in_graph or self.world.symmetric.hosts.are_many:
+            return self.again
+        replay, problem = captured(self.world, self.again)
+        if replay is None:
+            raise SystemExit(f"{self.work.name} cannot be captured in a CUDA graph: {problem}")
+        return replay
+
+
+class Replays:
+    """All pieces of work, ready to be repeated. Collective."""
+
+    def __init__(self, world: World, works: Sequence[Work], options: argparse.Namespace) -> None:
+        """Args:
+        options: ``tiny`` and ``seed`` count.
+        """
+        self.world, self.works, seed = world, works, options.seed
+        usual = _DELAY_OF_TINY if options.tiny else _DELAY
+        self.delays = RandomDelays(
+            world.device, seed + 1 + world.rank, usual, long_every=_LONG_DELAY_EVERY, long_factor=_LONG_DELAY
+        )
+        compile_ahead(world, [work.on_one_host for work in works if work.in_graph])
+        self.repeated = [Repeated(world, work, self.delays.delay) for work in works]
+        self.errors = [repeated.begin() for repeated in self.repeated]
+        self.repeats = [repeated.prepared() for repeated in self.repeated]
+        self.order = random.Random(seed)
+
+    def repeat(self) -> None:
+        """A delay, then one of the pieces. The host does not wait for the device."""
+        self.delays.delay()
+        self.repeats[self.order.randrange(len(self.repeats))]()
+
+    def repeat_and_look(self, _: int) -> None:
+        self.repeat()
+        self.raise_faults()
+
+    def raise_faults(self) -> None:
+        """What has gone wrong on the device since."""
+        for workspace in {id(work.workspace): work.workspace for work in self.works}.values():
+            workspace.raise_fault()
+
+    def run(self, count: int) -> float:
+        """So many repetitions; the seconds that they took."""
+        dist.barrier()
+        began = time.perf_counter()
+        for number in range(count):
+            self.repeat()
+            if number % _REPLAYS_OF_A_LOOK == 0:
+                self.raise_faults()
+        synchronize(self.world.device)
+        seconds = time.perf_counter() - began
+        self.raise_faults()
+        return seconds
+
+
+def works_of(operator: str, world: World, options: argparse.Namespace) -> Sequence[Work]:
+    """All pieces of a run, with the same inputs whichever ranks are a host. Collective."""
+    works: Sequence[Work] = importlib.import_module(f"benchmarks.operators.{operator}_stress").works(world, tiny=options.tiny)
+    return works
+
+
+def results_on_one_host(operator: str, world: World, options: argparse.Namespace) -> list[list[Tensor]]:
+    """What each piece must give, whichever ranks are a host. Collective."""
+    works = works_of(operator, replace(world, symmetric=world.one_host), options)
+    results = [[result.detach().clone() for result in work.on_one_host()] for work in works]
+    synchronize(world.device)
+    for work in works:
+        work.workspace.raise_fault()
+    return results
+
+
+def compared_with_one_host(world: World, work: Work, expected: Sequence[Tensor]) -> tuple[bool, dict[str, float]]:
+    """Whether the first results differ as they may from those on one host, and how, for the report. Collective."""
+    pairs = list(zip(work.first, expected, strict=True))
+    if work.tolerance_to_one_host is None:
+        count = sum(world.gather(sum(int(count_differing(*pair)) for pair in pairs)))
+        return count == 0, {"elements_unlike_one_host": count}
+    error = max(world.gather(max(relative_error(*pair) for pair in pairs)))
+    return error <= work.tolerance_to_one_host, {"relative_error_to_one_host": error}
+
+
+def stress_on(world: World, options: argparse.Namespace) -> bool:
+    """All repetitions, and the report; whether no element differed. Collective."""
+    on_one_host = results_on_one_host(options.operator, world, options) if world.symmetric.hosts.are_many else None
+    works = works_of(options.operator, world, options)
+    replays = Replays(world, works, options)
+    world.log(f"{len(works)} pieces of work are right; largest relative error {max(replays.errors):.1e}")
+    compared: list[tuple[bool, dict[str, float]]] = [(True, {}) for _ in works]
+    if on_one_host is not None:
+        compared = [compared_with_one_host(world, *pair) for pair in zip(works, on_one_host, strict=True)]
+    seconds = replays.run(options.replays)
+    counts = torch.stack([torch.stack([own.differing, own.held_differing]) for own in replays.repeated])
+    differing = torch.tensor(world.gather(counts.tolist())).sum(0).tolist()
+    passed = not any(map(any, differing)) and all(is_as_on_one_host for is_as_on_one_host, _ in compared)
+    report = {
+        **describe_run(world, options.commit),
+        "operator": options.operator,
+        "hosts": world.symmetric.hosts.ranks,
+        "replays": options.replays,
+        "seconds": round(seconds, 2),
+        "mean_microseconds": round(1e6 * seconds / max(1, options.replays), 1),
+        "longest_delay_microseconds": replays.delays.longest,
+        "works": [
+            {
+                **{"name": work.name, **work.description, "relative_error": error, **unlike},
+                **{"elements_that_differ": count, "held_elements_that_differ": held},
+            }
+            for work, error, (count, held), (_, unlike) in zip(works, replays.errors, differing, compared, strict=True)
+        ],
+        "passed": passed,
+    }
+    if world.rank == 0:
+        write_results(options.output, report)
+    world.log(
+        f"{options.replays} replays in {seconds:.1f} s, elements that differ: {sum(map(sum, differing))}; passed: {passed}"
+    )
+    return passed
+
+
+def stress(options: argparse.Namespace) -> int:
+    """The stress test of an operator, on a rank of torchrun or alone; its exit status."""
+    options.output = options.output.absolute()
+    return killed_rank.run(
+        options,
+        stress_on,
+        lambda world, options: Replays(world, works_of(options.operator, world, options), options).repeat_and_look,
+    )

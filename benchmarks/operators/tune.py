@@ -1,0 +1,219 @@
+"""Which blocks of an operator's kernel are fastest: all choices of a cell, timed with its benchmark's own inputs.
+
+All ranks take part in every call, with the same choice. The fastest are timed again, longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.common.harness import (
+    Report,
+    World,
+    captured,
+    compile_ahead,
+    describe_run,
+    geometric_mean,
+    open_world,
+    time_finalists,
+)
+from benchmarks.operators.case import DTYPE, Case, Operator, Pass
+from dlrm_fused.ops.common.gpus import H100, Gpu, gpu_of
+
+# Each module declares what is tuned of an operator.
+TUNABLE = {
+    "embedding_all_to_all": "lookup_blocks",
+    "gemv_all_reduce": "gemv_blocks",
+    "gemm_all_to_all": "gemm_tiles",
+}
+# Choices that are timed again, and those that the report has.
+_FINALISTS, _REPORTED = 6, 10
+_SEED = 4
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is timed: a contestant of the cell, with blocks for its kernel."""
+
+    contestant: str
+    blocks: Any
+
+
+@dataclass(frozen=True)
+class Tunable:
+    """What is tuned of an operator.
+
+    Attributes:
+        choices: of a cell on so many ranks: what is used today, then others, in any order.
+        override: makes the kernel use these blocks, None again its own.
+        refined: further choices, made of the fastest ones.
+        table: source of the operator's table, of the records of cells.
+        cells: of the operator's sets, unless another is asked for.
+        contestants: by stage of the cells, the one that is tuned; the first stage unless another is asked for.
+        unlike: contestants that have no blocks, timed beside.
+    """
+
+    choices: Callable[[Any, int], Sequence[Any]]
+    override: Callable[[Any], None]
+    table: Callable[[Sequence[Mapping[str, Any]]], str]
+    cells: str
+    contestants: Mapping[str, str]
+    unlike: Sequence[str]
+    refined: Callable[[Sequence[Any]], Sequence[Any]] = lambda fastest: ()
+
+
+def this_gpu() -> Gpu:
+    """This rank's, as rules take it; without one, an H100."""
+    return gpu_of(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else H100
+
+
+def tunable_of(operator: str) -> Tunable:
+    declared: Tunable = importlib.import_module(f"benchmarks.operators.{TUNABLE[operator]}").TUNABLE
+    return declared
+
+
+def choices_of(tunable: Tunable, cell: Any, ranks: int, most: int | None = None) -> list[Any]:
+    """Blocks to be timed: those of today, then others, in an order of chance but always the same."""
+    today, *others = dict.fromkeys(tunable.choices(cell, ranks))
+    random.Random(_SEED).shuffle(others)
+    return [today, *others][:most]
+
+
+class Tuning:
+    """All cells. Everything is collective."""
+
+    def __init__(self, world: World, operator: Operator, tunable: Tunable, options: argparse.Namespace) -> None:
+        self.world, self.operator, self.tunable, self.options = world, operator, tunable, options
+        self.stage = options.stages or next(iter(tunable.contestants))
+        head = {**describe_run(world, options.commit), "operator": options.operator, "stage": self.stage}
+        self.report = Report(world, options.output, head, summarize=summarize, line=line, seconds_budget=options.seconds_budget)
+
+    @torch.no_grad()
+    def work(self) -> None:
+        for cell in self.operator.cells(self.options.cells, self.options.match):
+            if self.report.has_time(cell.name):
+                self.measure(cell)
+                self.world.free_memory()
+        self.report.write()
+        self.world.log(self.tunable.table(self.report.content["cells"]))
+
+    def measure(self, cell: Any) -> None:
+        """A record of the report."""
+        case = self.operator.open(self.world, cell)
+        passes = case.passes(self.stage)
+        contestant = self.tunable.contestants[self.stage]
+        blocks = choices_of(self.tunable, cell, self.world.size, self.options.most)
+        unlike = [Choice(name, None) for name in self.tunable.unlike if name in passes]
+        times = self.times(case, passes, [*unlike, *(Choice(contestant, own) for own in blocks)])
+        fastest = [choice.blocks for choice in times if choice.contestant == contestant]
+        refined = [Choice(contestant, own) for own in self.tunable.refined(fastest)]
+        times |= self.times(case, passes, [choice for choice in refined if choice not in times])
+        times = dict(sorted(times.items(), key=lambda entry: entry[1]))
+        self.report.add(
+            {
+                "name": cell.name,
+                **asdict(cell),
+                "element_size": DTYPE.itemsize,
+                "ranks": self.world.size,
+                "times": [{"us": us, **asdict(choice)} for choice, us in list(times.items())[:_REPORTED]],
+                "chosen_us": times.get(Choice(contestant, blocks[0])),
+                **{f"{choice.contestant}_us": times.get(choice) for choice in unlike},
+                "timed": len(times),
+            }
+        )
+
+    def times(self, case: Case, passes: Mapping[str, Pass], choices: Sequence[Choice]) -> dict[Choice, float]:
+        """Microseconds of a call, the fastest first. What cannot be launched on some rank is left out."""
+        calls = {str(choice): self.with_blocks(passes[choice.contestant], choice.blocks) for choice in choices}
+        compile_ahead(self.world, [calls[str(choice)] for choice in choices if choice.blocks is not None])
+        launched: dict[str, Pass] = {}
+        for name, call in calls.items():
+            replay, problem = self.launched(case, call)
+            if replay is None:
+                self.world.log(f"{case.cell.name}: {name}: {problem}")
+            else:
+                launched[name] = replay
+        if not launched:
+            return {}
+        times = time_finalists(self.world, launched, _FINALISTS)
+        by_name = {str(choice): choice for choice in choices}
+        return {by_name[name]: us / case.calls for name, us in times.items()}
+
+    def with_blocks(self, call: Pass, blocks: Any) -> Pass:
+        def run() -> None:
+            self.tunable.override(blocks)
+            try:
+                call()
+            finally:
+                self.tunable.override(None)
+
+        return run
+
+    def launched(self, case: Case, call: Pass) -> tuple[Pass | None, str]:
+        """The call, as a graph if these are asked for, or None and why it cannot be made on some rank."""
+        error = ""
+        try:
+            call()
+        except Exception as raised:  # too little shared memory is seen before the launch
+            error = f"{type(raised).__name__}: {raised}"
+        problem = next((other for other in self.world.gather(error) if other), "")
+        if problem:
+            return None, problem
+        if self.options.graphs and self.world.device.type == "cuda" and case.can_be_captured:
+            return captured(self.world, call)
+        return call, ""
+
+
+def entry_of(time: Mapping[str, Any]) -> tuple[str, list[Any]]:
+    """The contestant and the fields of the blocks of a recorded time, also of one that an earlier form has written."""
+    if "blocks" in time:
+        return time["contestant"], list((time["blocks"] or {}).values())
+    if "tiles" in time:
+        return time["schedule"], list(time["tiles"].values())
+    return "fused", [value for key, value in time.items() if key != "us"]
+
+
+def fastest_blocks(cell: Mapping[str, Any]) -> list[Any]:
+    """The fields of the fastest blocks of a record."""
+    return next(blocks for time in cell["times"] if (blocks := entry_of(time)[1]))
+
+
+def line(cell: Mapping[str, Any]) -> str:
+    """A line of the log."""
+    entries = [(time["us"], *entry_of(time)) for time in cell["times"][:4]]
+    best = "  ".join(f"{us:.1f} {name} {'/'.join(map(str, blocks))}" for us, name, blocks in entries)
+    chosen = "-" if cell["chosen_us"] is None else f"{cell['chosen_us']:.1f}"
+    return f"{cell['name']:<30} chosen {chosen:>7} | best of {cell['timed']:>3}: {best}"
+
+
+def summarize(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    gains = [
+        next(time["us"] for time in cell["times"] if entry_of(time)[1]) / cell["chosen_us"]
+        for cell in cells
+        if cell["chosen_us"]
+    ]
+    return {"best_over_chosen": geometric_mean(gains) if gains else None}
+
+
+def recorded_table(report: Mapping[str, Any]) -> str:
+    """Of recorded results of a tuner, today's or of an earlier form: the source of the operator's table."""
+    first = report["cells"][0]
+    earlier = (
+        "embedding_all_to_all" if "pooling" in first else "gemm_all_to_all" if "library_us" in first else "gemv_all_reduce"
+    )
+    cells = [{**cell, "size": report["size"]} for cell in report["cells"]] if "size" in report else report["cells"]
+    return tunable_of(report.get("operator", earlier)).table(cells)
+
+
+def tune(operator: Operator, options: argparse.Namespace) -> int:
+    """Measure on the ranks that torchrun has started, and print the table; the exit status."""
+    with open_world() as world:
+        Tuning(world, operator, tunable_of(options.operator), options).work()
+    return 0
