@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-from dlrm_fused.ops.common.gpus import H100, Gpu, gpu_of
-
 ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "triton")
 
@@ -38,11 +36,6 @@ def describe_environment(ranks: Sequence[str], commit: str | None) -> dict[str, 
 def device_name(device: torch.device) -> str:
     """Of a GPU, or ``CPU``."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-
-
-def this_gpu() -> Gpu:
-    """This rank's, as rules take it; without one, an H100."""
-    return gpu_of(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else H100
 
 
 def versions() -> dict[str, str]:

@@ -134,9 +134,6 @@ class LayerCase(ProductCase):
         self.travelling = empty(cell.m, cell.travelling())
         self.shard = empty(cell.m // world.size, cell.n)
 
-    def stages(self) -> Sequence[str]:
-        return [str(self.cell.pair)]
-
     def nccl(self, number: int) -> Tensor:
         x, weight = self.operands[number]
         if self.cell.pair.moves_first:
@@ -195,8 +192,7 @@ OPERATOR = Operator(
         "tiny": lambda: [Layer(Pair.all_gather_gemm, 24, 16, 16), Layer(Pair.gemm_reduce_scatter, 48, 8, 16)],
         "all": all_cells,
     },
-    titles={str(pair): str(pair) for pair in PAIRS},
-    ratios={str(pair): "best schedule / (cuBLAS + NCCL)" for pair in PAIRS},
+    stages=lambda cell: [str(cell.pair)],
     key="pair",
     to_compile=to_compile,
 )

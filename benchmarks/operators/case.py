@@ -50,10 +50,6 @@ class Case(abc.ABC):
         self.world, self.cell = world, cell
 
     @abc.abstractmethod
-    def stages(self) -> Sequence[str]:
-        """What is measured of the cell, each for a record of its own; names of :attr:`Operator.titles`."""
-
-    @abc.abstractmethod
     def passes(self, stage: str) -> dict[str, Pass]:
         """By contestant. The first one's time decides about CUDA graphs."""
 
@@ -90,8 +86,7 @@ class Operator:
     Attributes:
         open: draws a cell's inputs. Collective.
         sets: of cells, by name; each cell is a dataclass with a ``name``. ``all`` is measured unless another is asked for.
-        titles: by stage, of its table.
-        ratios: by stage, what the ratio compares.
+        stages: of a cell, each measured for a record of its own; report.py has their titles.
         key: of a record, for the stage.
         to_compile: returns calls with the kernels of all cells, which are compiled before the first is timed. Collective.
         head: what the report's head says besides.
@@ -99,8 +94,7 @@ class Operator:
 
     open: Callable[[World, Any], Case]
     sets: Mapping[str, Callable[[], Sequence[Any]]]
-    titles: Mapping[str, str]
-    ratios: Mapping[str, str]
+    stages: Callable[[Any], Sequence[str]]
     key: str = "stage"
     to_compile: Callable[[World, Sequence[Any]], Sequence[Pass]] = _nothing_to_compile
     head: Callable[[], Mapping[str, Any]] = dict

@@ -185,9 +185,6 @@ class EmbeddingCase(Case):
             exchange = PooledEmbeddingsAllToAll(self.world.group, [self.cell.width] * self.world.size, self.world.device)
         return {**forwards, "baseline": lambda lookup: exchange(library(lookup)).wait(), "lookup": library}
 
-    def stages(self) -> Sequence[str]:
-        return ["row_wise_forward", "row_wise_training"] if self.cell.row_wise else ["forward", "training"]
-
     def passes(self, stage: str) -> dict[str, Pass]:
         training = stage.endswith("training")
         self.choose_baseline(training)
@@ -311,12 +308,6 @@ def head() -> dict[str, Any]:
     return {"dtype": "by cell", "baseline": baseline, "lookups_in_turn": LOOKUPS, "tolerances": TOLERANCES}
 
 
-STAGES = {
-    "forward": "forward",
-    "training": "forward + backward + rowwise Adagrad",
-    "row_wise_forward": "row-wise, forward",
-    "row_wise_training": "row-wise, forward + backward + rowwise Adagrad",
-}
 OPERATOR = Operator(
     open=EmbeddingCase,
     sets={
@@ -325,7 +316,6 @@ OPERATOR = Operator(
         "lookups": tuned_cells,
         "all": lambda: [*full_cells(), *row_wise_cells(full_cells())],
     },
-    titles=STAGES,
-    ratios=dict.fromkeys(STAGES, "fused / (FBGEMM + NCCL, as TorchRec runs them)"),
+    stages=lambda cell: ["row_wise_forward", "row_wise_training"] if cell.row_wise else ["forward", "training"],
     head=head,
 )

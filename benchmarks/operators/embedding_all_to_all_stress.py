@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -253,8 +253,6 @@ def works(world: World, *, tiny: bool) -> Sequence[Work]:
         for kind, compute in (("training", batch.train), ("evaluation", batch.evaluate)):
             description: dict[str, Any] = {"kind": kind, "batch_sizes": batch.sizes}
             name = f"batch {number}, {kind}"
-            # Sizes of batches differ, and the host reads them: no graph.
-            work = Work(name, stage.workspace, compute, batch.check, description, in_graph=False, held=_HELD)
-            work.tolerance_to_one_host = tolerance
-            found.append(work)
+            work = Work(name, stage.workspace, compute, batch.check, description, tolerance_to_one_host=tolerance, held=_HELD)
+            found.append(replace(work, in_graph=False, is_compiled_ahead=False))
     return found

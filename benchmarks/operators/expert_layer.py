@@ -183,9 +183,6 @@ class LayerCase(Case):
         self.computation = ExpertComputation(world.group, self.workspace)
         compile_ahead(world, [self.own_pass(training=True)])
 
-    def stages(self) -> Sequence[str]:
-        return ["layer_forward", "layer_training"]
-
     def own_pass(self, *, training: bool) -> Pass:
         return partial(self.data.compute, self.computation, training=training)
 
@@ -215,7 +212,6 @@ def all_layers() -> list[Layer]:
     return [layer for layer in layers if layer.routing == "balanced" or layer.top_k < layer.experts]  # all experts: no skew
 
 
-STAGES = {"layer_forward": "expert layer, forward", "layer_training": "expert layer, forward + backward"}
 OPERATOR = Operator(
     open=LayerCase,
     sets={
@@ -224,6 +220,5 @@ OPERATOR = Operator(
         "small": lambda: all_layers()[::4],
         "all": all_layers,
     },
-    titles=STAGES,
-    ratios=dict.fromkeys(STAGES, "fused / unfused"),
+    stages=lambda cell: ["layer_forward", "layer_training"],
 )

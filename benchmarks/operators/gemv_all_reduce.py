@@ -111,9 +111,6 @@ class GemvCase(ProductCase):
         self.tolerance = tolerance_of(cell, world)
         self.turns = 1 if cell.is_large or world.device.type != "cuda" else max(1, _CALLS_OF_A_PASS // count)
 
-    def stages(self) -> Sequence[str]:
-        return ["large" if self.cell.is_large else "small"]
-
     def multiply(self, number: int, schedule: str = "auto") -> Tensor:
         return gemv_all_reduce(self.workspace, *self.operands[number], schedule=schedule)[0]
 
@@ -217,7 +214,6 @@ def cells_of(*rows: int) -> list[Cell]:
     return [Cell(m, n, k) for (n, k), m in itertools.product(SHAPES, rows)]
 
 
-STAGES = {"small": "GEMV + AllReduce", "large": "GEMM + AllReduce"}
 OPERATOR = Operator(
     open=open_case,
     sets={
@@ -229,8 +225,7 @@ OPERATOR = Operator(
         "large": lambda: cells_of(*LARGE_ROWS),
         "all": lambda: cells_of(*ROWS, *LARGE_ROWS),
     },
-    titles=STAGES,
-    ratios=dict.fromkeys(STAGES, "fused / (cuBLAS + NCCL)"),
+    stages=lambda cell: ["large" if cell.is_large else "small"],
     key="size",
     to_compile=to_compile,
 )

@@ -9,13 +9,28 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.harness import geometric_mean
-from benchmarks.operators import OPERATORS, load
+from benchmarks.operators import OPERATORS
 from benchmarks.operators.tune import recorded_table
 
 Result = Mapping[str, Any]
 
 # Keys of records that say which stage a record is of.
 _KEYS = ("stage", "pair", "size")
+# By stage: the title of its table, and what the ratio compares.
+STAGES = {
+    "forward": ("pooled lookup + All-to-All, forward", "fused / (FBGEMM + NCCL, as TorchRec runs them)"),
+    "training": ("the same with backward and rowwise Adagrad", "fused / (FBGEMM + NCCL, as TorchRec runs them)"),
+    "row_wise_forward": ("row-wise tables, forward", "fused / (FBGEMM + NCCL, as TorchRec runs them)"),
+    "row_wise_training": ("the same with backward and rowwise Adagrad", "fused / (FBGEMM + NCCL, as TorchRec runs them)"),
+    "small": ("GEMV + AllReduce", "fused / (cuBLAS + NCCL)"),
+    "large": ("GEMM + AllReduce", "fused / (cuBLAS + NCCL)"),
+    "op": ("GEMM + All-to-All", "fused / (cuBLAS + NCCL)"),
+    "gemm": ("GEMM alone", "kernel / cuBLAS"),
+    "layer_forward": ("expert layer, forward", "fused / unfused"),
+    "layer_training": ("expert layer, forward + backward", "fused / unfused"),
+    "all_gather_gemm": ("AllGather + GEMM", "best schedule / (cuBLAS + NCCL)"),
+    "gemm_reduce_scatter": ("GEMM + ReduceScatter", "best schedule / (cuBLAS + NCCL)"),
+}
 # Figures of a record, after the times: head and decimals.
 _FIGURES = {
     "floor_us": ("floor", 1),
@@ -107,30 +122,24 @@ def _failure(cell: Result) -> str:
 
 def line(cell: Result) -> str:
     """A line of the log, about a cell that has just been measured."""
-    today = in_todays_form(cell)
-    times = ", ".join(f"{name} {us:.1f}" for name, us in today.get("us", {}).items())
-    figures = "" if "error" in cell else f"  {times}  floor {today['floor_us']:.1f}"
-    return f"{stage_of(cell):<20} {row({**today, 'us': {}} if times else today, (), 44)}{figures}"
-
-
-def titles_and_ratios() -> tuple[dict[str, str], dict[str, str]]:
-    """Of the stages of all operators."""
-    operators = [load(name) for name in OPERATORS]
-    titles = {stage: title for operator in operators for stage, title in operator.titles.items()}
-    return titles, {stage: ratio for operator in operators for stage, ratio in operator.ratios.items()}
+    head = f"{stage_of(cell):<20} {cell['name']:<44} "
+    if "error" in cell:
+        return f"{head}FAILED {cell['error']}"
+    times = ", ".join(f"{name} {us:.1f}" for name, us in cell["us"].items())
+    failure = "" if cell["passed"] else f"  FAILED {_failure(cell)}"
+    return f"{head}ratio {cell['ratio']:.3f}: {times}; floor {cell['floor_us']:.1f}{failure}"
 
 
 def table(report: Result) -> str:
     """All cells, by stage, then means and worst cells."""
     lines: list[str] = []
-    titles, ratios = titles_and_ratios()
     stages, summary = by_stage(report["cells"]), summarize(report["cells"])
     for stage, cells in stages.items():
         figures = summary[stage]
         contestants = list(dict.fromkeys(name for cell in cells for name in cell.get("us", {})))
         width = 2 + max(len(cell["name"]) for cell in cells)
         heads = [head for key, (head, _) in _FIGURES.items() if any(key in cell for cell in cells)]
-        lines += ["", f"{titles[stage]} (us); ratio: {ratios[stage]}"]
+        lines += ["", "{} (us); ratio: {}".format(*STAGES[stage])]
         lines.append(" " * width + "".join(f"{name:>11}" for name in contestants) + "".join(f"{head:>10}" for head in heads))
         lines += [row(cell, contestants, width) for cell in cells]
         means = ", ".join(f"{key} {figure(figures[key])}" for key in (*_MEANS, "ratio_of_few_rows") if key in figures)
@@ -147,7 +156,6 @@ def plot(report: Result, output: Path) -> None:
     matplotlib.use("Agg")  # no display is needed
     import matplotlib.pyplot as plt
 
-    titles, ratios = titles_and_ratios()
     stages, summary = by_stage(report["cells"]), summarize(report["cells"])
     numbers, columns = [len(cells) for cells in stages.values()], min(2, len(stages))
     heights = [1.2 + 0.17 * max(numbers[i : i + columns]) for i in range(0, len(numbers), columns)]
@@ -162,8 +170,8 @@ def plot(report: Result, output: Path) -> None:
         unused.set_visible(False)
     for axis, (stage, cells) in zip(axes.flat, stages.items(), strict=False):
         _draw(axis, cells, summary[stage]["ratio"])
-        axis.set_xlabel(f"time of {ratios[stage]}")
-        axis.set_title(titles[stage], fontsize=10)
+        axis.set_xlabel(f"time of {STAGES[stage][1]}")
+        axis.set_title(STAGES[stage][0], fontsize=10)
     ranks = report["machine"]["ranks"]
     canvas.suptitle(f"{len(ranks)} x {ranks[0]}, commit {report['commit']}", fontsize=10)
     canvas.savefig(output, dpi=110)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -102,15 +102,16 @@ class Run:
 
     def measure(self, cell: Any) -> None:
         """The stages of a cell; one of them fails by itself."""
-        case = self.attempt(cell, "", partial(self.operator.open, self.world, cell))
-        for stage in case.stages() if case is not None else ():
-            if re.search(self.options.stages, stage):
-                result = self.attempt(cell, stage, partial(self.result, case, stage))
-                if result is not None:
-                    self.report.add({**self.operator.entry(cell, stage), **result})
-
-    def attempt(self, cell: Any, stage: str, work: Callable[[], Any]) -> Any:
-        return self.report.attempt(self.operator.entry(cell, stage or next(iter(self.operator.titles))), work)
+        stages = [stage for stage in self.operator.stages(cell) if re.search(self.options.stages, stage)]
+        case: Case | None = None
+        for stage in stages:
+            entry = self.operator.entry(cell, stage)
+            case = case or self.report.attempt(entry, partial(self.operator.open, self.world, cell))
+            if case is None:
+                return
+            result = self.report.attempt(entry, partial(self.result, case, stage))
+            if result is not None:
+                self.report.add({**entry, **result})
 
     def result(self, case: Case, stage: str) -> dict[str, Any]:
         """What the report says of a cell's stage."""

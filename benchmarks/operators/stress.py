@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -57,6 +58,7 @@ class Work:
         check: of the first results, their largest relative error on this rank, and whether they are right.
         description: for the report.
         in_graph: whether it is to be a CUDA graph.
+        is_compiled_ahead: whether its kernels are compiled before it is done, all in parallel.
         tolerance_to_one_host: None where no bit may differ from what one host gives; else the largest relative difference.
         as_between_hosts: on one host, what ``compute`` must give on several: by the schedule whose products those make.
         held: so many first results of repetitions are kept, and compared once more when others have come.
@@ -68,6 +70,7 @@ class Work:
     check: Callable[[Sequence[Tensor]], tuple[float, bool]]
     description: Mapping[str, Any]
     in_graph: bool = True
+    is_compiled_ahead: bool = True
     tolerance_to_one_host: float | None = None
     as_between_hosts: Callable[[], Sequence[Tensor]] | None = None
     held: int = 0
@@ -142,7 +145,7 @@ class Replays:
         self.delays = RandomDelays(
             world.device, seed + 1 + world.rank, usual, long_every=_LONG_DELAY_EVERY, long_factor=_LONG_DELAY
         )
-        compile_ahead(world, [work.on_one_host for work in works if work.in_graph])
+        compile_ahead(world, [partial(work.compute, _no_delay) for work in works if work.is_compiled_ahead])
         self.repeated = [Repeated(world, work, self.delays.delay) for work in works]
         self.errors = [repeated.begin() for repeated in self.repeated]
         self.repeats = [repeated.prepared() for repeated in self.repeated]

@@ -12,10 +12,10 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.all_gather_gemm import cells as sharded
-from benchmarks.embedding_all_to_all import cells as lookups
-from benchmarks.gemm_all_to_all import cells as products
-from benchmarks.gemv_all_reduce import cells as gemvs
+from benchmarks.operators import all_gather_gemm as sharded
+from benchmarks.operators import embedding_lookups as lookups
+from benchmarks.operators import gemm_all_to_all as products
+from benchmarks.operators import gemv_all_reduce as gemvs
 from dlrm_fused.ops.all_gather_gemm.tuning import tiles_and_pushers, tiles_of_pieces
 from dlrm_fused.ops.common.cache_policy import once, picked, select
 from dlrm_fused.ops.common.gpus import GPUS, Gpu
@@ -147,7 +147,7 @@ OPERATORS: dict[str, Callable[[Gpu, int], list[Choice]]] = {
 
 
 def _of_pair(pair: Pair) -> list[sharded.Layer]:
-    return [cell for cell in sharded.full_cells() if cell.pair is pair][:CALLS]
+    return [cell for cell in sharded.all_cells() if cell.pair is pair][:CALLS]
 
 
 def _schedule(pair: Pair, gpu: Gpu, ranks: int, cell: sharded.Layer) -> str:

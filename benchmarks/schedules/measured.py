@@ -50,7 +50,7 @@ def read_calls(files: Sequence[Path]) -> list[Call]:
 
 
 def read_ceilings(file: Path) -> tuple[str, Ceilings, float, float]:
-    """Of a benchmark of :mod:`benchmarks.all_gather_gemm`: the GPU, bandwidths, 10^12 operations a second, and contention."""
+    """Of ``python -m benchmarks run all_gather_gemm``: the GPU, bandwidths, 10^12 operations a second, and contention."""
     report = json.loads(file.read_text())
     ceilings = dict(report["ceilings"])
     del ceilings["unit"]

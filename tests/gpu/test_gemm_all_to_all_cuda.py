@@ -124,13 +124,13 @@ def routed(group: SymmetricGroup, dtype: torch.dtype, tile_rows: int) -> None:
 
 def every_tile_shape(group: SymmetricGroup) -> None:
     """Whatever is tried when they are tuned, the product is right."""
-    from benchmarks.gemm_all_to_all.cells import Product
-    from benchmarks.gemm_all_to_all.tune import candidates
+    from benchmarks.operators.gemm_all_to_all import Product
+    from benchmarks.operators.tune import choices_of, tunable_of
 
     products = Products(group, HALF)
     given = products.draw(*SHAPES[0])
     try:
-        for tiles in candidates(Product(*SHAPES[0]), 14)[1:]:
+        for tiles in choices_of(tunable_of("gemm_all_to_all"), Product(*SHAPES[0]), group.world_size, most=14)[1:]:
             gemm_tuning.override(tiles)
             products.check(gemm_all_to_all(products.workspace, *given, schedule="kernel"), *given)
     finally:

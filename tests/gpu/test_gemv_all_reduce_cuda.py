@@ -121,7 +121,7 @@ def every_block_shape(group: SymmetricGroup) -> None:
     rows, columns, depth = 5, 2 * COLUMNS, 4 * DEPTH
     products = Sums(group, HALF, columns=columns)
     given = {key: tensor for key, tensor in products.draw(rows, columns, depth).items() if key in ("x", "weight")}
-    from benchmarks.gemv_all_reduce.tune import all_blocks
+    from benchmarks.operators.gemv_blocks import all_blocks
 
     shapes = list(dict.fromkeys(all_blocks(rows, columns, depth)))
     random.Random(1).shuffle(shapes)

@@ -1,6 +1,6 @@
 """The work of one program of the fused lookup, by shape: measured, not derived.
 
-The source is benchmarks/embedding_all_to_all/tune.py.
+The source is ``python -m benchmarks tune embedding_all_to_all``.
 """
 
 from __future__ import annotations

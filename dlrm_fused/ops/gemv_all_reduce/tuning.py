@@ -57,7 +57,7 @@ class Blocks:
     flagged: bool
 
 
-# By rows, columns, and K of one rank, as benchmarks/gemv_all_reduce/tune.py --table prints it. No shape is known to need
+# By rows, columns, and K of one rank, as ``python -m benchmarks tune gemv_all_reduce`` prints it. No shape is known to need
 # other blocks than the rule's.
 _MEASURED: dict[tuple[int, int, int], Blocks] = {}
 _override: Blocks | None = None
