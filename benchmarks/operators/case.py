@@ -89,7 +89,6 @@ class Operator:
         stages: of a cell, each measured for a record of its own; report.py has their titles.
         key: of a record, for the stage.
         to_compile: returns calls with the kernels of all cells, which are compiled before the first is timed. Collective.
-        head: what the report's head says besides.
     """
 
     open: Callable[[World, Any], Case]
@@ -97,7 +96,6 @@ class Operator:
     stages: Callable[[Any], Sequence[str]]
     key: str = "stage"
     to_compile: Callable[[World, Sequence[Any]], Sequence[Pass]] = _nothing_to_compile
-    head: Callable[[], Mapping[str, Any]] = dict
 
     def cells(self, name: str, match: str) -> list[Any]:
         """Those of a set, in whose name the regular expression is found."""
@@ -119,6 +117,7 @@ def draw_operands(
     """So many pairs of x DTYPE [rows, depth] and weight DTYPE [columns, depth] of this rank, with results of about 1 in mind.
 
     Args:
+        count: two at most without a GPU, where times mean nothing.
         whole_depth: of the product that ranks add up, if depth is a part of it.
     """
     generator = torch.Generator(world.device).manual_seed(seed * world.size + world.rank)
@@ -126,7 +125,8 @@ def draw_operands(
     def normal(rows: int, deviation: float) -> Tensor:
         return torch.empty(rows, depth, dtype=DTYPE, device=world.device).normal_(0, deviation, generator=generator)
 
-    return [(normal(rows, 1.0), normal(columns, (whole_depth or depth) ** -0.5)) for _ in range(count)]
+    drawn = count if world.device.type == "cuda" else min(2, count)
+    return [(normal(rows, 1.0), normal(columns, (whole_depth or depth) ** -0.5)) for _ in range(drawn)]
 
 
 class ProductCase(Case):

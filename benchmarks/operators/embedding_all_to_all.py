@@ -302,12 +302,6 @@ class EmbeddingCase(Case):
         }
 
 
-def head() -> dict[str, Any]:
-    """What is the same for all cells."""
-    baseline = {"indices_and_offsets": "int64", "output_dtype": "fp32", "gradient_division": get_gradient_division()}
-    return {"dtype": "by cell", "baseline": baseline, "lookups_in_turn": LOOKUPS, "tolerances": TOLERANCES}
-
-
 OPERATOR = Operator(
     open=EmbeddingCase,
     sets={
@@ -317,5 +311,4 @@ OPERATOR = Operator(
         "all": lambda: [*full_cells(), *row_wise_cells(full_cells())],
     },
     stages=lambda cell: ["row_wise_forward", "row_wise_training"] if cell.row_wise else ["forward", "training"],
-    head=head,
 )

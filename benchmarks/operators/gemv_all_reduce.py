@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,16 +100,22 @@ class GemvCase(ProductCase):
     cell: Cell
     rivals = ("nccl", *SYMMETRIC, "gemm")
 
-    def __init__(self, world: World, cell: Cell, buffer: Tensor | None = None) -> None:
-        """Args:
-        buffer: in torch's symmetric memory, for the all-reduces that need it; None leaves them out.
-        """
-        count = cell.operands(world.size) if world.device.type == "cuda" else 2
+    def __init__(self, world: World, cell: Cell) -> None:
+        count = cell.operands(world.size)
         depth = cell.depth(world.size)
         super().__init__(world, cell, draw_operands(world, cell.m, cell.n, depth, count=count, whole_depth=cell.k))
-        self.workspace, self.buffer = new_workspace(world, [cell]), None if cell.is_large else buffer
+        self.workspace, self.buffer = new_workspace(world, [cell]), self.symmetric_buffer()
         self.tolerance = tolerance_of(cell, world)
         self.turns = 1 if cell.is_large or world.device.type != "cuda" else max(1, _CALLS_OF_A_PASS // count)
+
+    def symmetric_buffer(self) -> Tensor | None:
+        """In torch's symmetric memory, for the partial results of the all-reduces that need it; None leaves them out."""
+        if self.cell.is_large or self.world.device.type != "cuda":
+            return None
+        buffer = symm_mem.empty(self.cell.m, self.cell.n, dtype=DTYPE, device=self.world.device)
+        symm_mem.rendezvous(buffer, self.world.group)
+        dist.barrier()  # torch clears the signal pads, and does not wait for the peers to have done so
+        return buffer
 
     def multiply(self, number: int, schedule: str = "auto") -> Tensor:
         return gemv_all_reduce(self.workspace, *self.operands[number], schedule=schedule)[0]
@@ -136,7 +142,7 @@ class GemvCase(ProductCase):
         """All-reduces over torch's symmetric memory, into which cuBLAS stores."""
         if self.buffer is None:
             return {}
-        out, group = self.buffer[: self.cell.m * self.cell.n].view(self.cell.m, self.cell.n), self.world.group.group_name
+        out, group = self.buffer, self.world.group.group_name
 
         def one_shot(number: int) -> Tensor:
             x, weight = self.operands[number]
@@ -183,20 +189,6 @@ class GemvCase(ProductCase):
         return {"best_symmetric": best, "ratio_to_symmetric": us["fused"] / us[best] if best else None}
 
 
-@cache
-def symmetric_buffer(group: dist.ProcessGroup) -> Tensor:
-    """For the partial results of the contestants that need one. Collective at the first call."""
-    buffer = symm_mem.empty(ROWS[-1] * max(n for n, _ in SHAPES), dtype=DTYPE, device=torch.cuda.current_device())
-    symm_mem.rendezvous(buffer, group)
-    dist.barrier()  # torch clears the signal pads, and does not wait for the peers to have done so
-    return buffer
-
-
-def open_case(world: World, cell: Cell) -> GemvCase:
-    """Collective."""
-    return GemvCase(world, cell, symmetric_buffer(world.group) if world.device.type == "cuda" else None)
-
-
 def to_compile(world: World, cells: Sequence[Cell]) -> Sequence[Pass]:
     """Collective."""
     workspace = new_workspace(world, cells, "compilation")
@@ -215,7 +207,7 @@ def cells_of(*rows: int) -> list[Cell]:
 
 
 OPERATOR = Operator(
-    open=open_case,
+    open=GemvCase,
     sets={
         # Two GEMVs and a GEMM, for a test on the CPU.
         "tiny": lambda: [Cell(m, 32, 64) for m in (1, 3, 70)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -29,6 +30,8 @@ from benchmarks.operators.report import line, summarize, table
 
 # Shorter calls are timed in CUDA graphs where these are asked for, so that launches do not count.
 GRAPH_MICROSECONDS = 50.0
+# Of the libraries that the operators are compared with.
+_VARIABLES = ("NCCL_", "TORCH_NCCL_", "FBGEMM_")
 
 
 def in_graphs(world: World, passes: Mapping[str, Pass], needed: Sequence[str]) -> tuple[dict[str, Pass], dict[str, str]]:
@@ -82,8 +85,9 @@ class Run:
             **describe_run(world, options.commit),
             "ceilings": {"unit": "GB/s of a rank", **asdict(self.ceilings), "teraflops": self.teraflops},
             "contention": measure_contention(world, DTYPE),
+            "operator": options.operator,
             "dtype": str(DTYPE).removeprefix("torch."),
-            **operator.head(),
+            "environment": {key: value for key, value in sorted(os.environ.items()) if key.startswith(_VARIABLES)},
         }
         world.log(json.dumps(head, indent=2))
         self.report = Report(world, options.output, head, summarize=summarize, line=line, seconds_budget=options.seconds_budget)

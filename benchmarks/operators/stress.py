@@ -29,16 +29,34 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.common.harness import World, captured, compile_ahead, describe_run, relative_error, synchronize
-from benchmarks.common.random_delays import RandomDelays
 from benchmarks.common.results import write_results
 from benchmarks.operators import killed_rank
 
 # The longest usual delay, in microseconds.
 _DELAY, _DELAY_OF_TINY = 20.0, 200.0
-# The longest delays are rare.
+# The longest delays are rare, and so many times as long.
 _LONG_DELAY_EVERY, _LONG_DELAY = 200, 50
+_CYCLES_PER_MICROSECOND = 1_900
 # Between two looks at what the kernels have reported.
 _REPLAYS_OF_A_LOOK = 1_000
+
+
+class RandomDelays:
+    """Delays of up to ``usual`` microseconds on this rank's device, and now and then a longer one."""
+
+    def __init__(self, device: torch.device, seed: int, usual: float) -> None:
+        self._device, self._random, self._usual = device, random.Random(seed), usual
+        self.longest = usual * _LONG_DELAY
+
+    def delay(self) -> None:
+        """Delay what the device is given from now on. The host does not wait for a GPU."""
+        microseconds = self._random.uniform(0, self._usual)
+        if self._random.randrange(_LONG_DELAY_EVERY) == 0:
+            microseconds *= _LONG_DELAY
+        if self._device.type == "cuda":
+            torch.cuda._sleep(int(microseconds * _CYCLES_PER_MICROSECOND))
+        else:
+            time.sleep(microseconds / 1e6)
 
 
 class Workspace(Protocol):
@@ -141,10 +159,7 @@ class Replays:
         options: ``tiny`` and ``seed`` count.
         """
         self.world, self.works, seed = world, works, options.seed
-        usual = _DELAY_OF_TINY if options.tiny else _DELAY
-        self.delays = RandomDelays(
-            world.device, seed + 1 + world.rank, usual, long_every=_LONG_DELAY_EVERY, long_factor=_LONG_DELAY
-        )
+        self.delays = RandomDelays(world.device, seed + 1 + world.rank, _DELAY_OF_TINY if options.tiny else _DELAY)
         compile_ahead(world, [partial(work.compute, _no_delay) for work in works if work.is_compiled_ahead])
         self.repeated = [Repeated(world, work, self.delays.delay) for work in works]
         self.errors = [repeated.begin() for repeated in self.repeated]

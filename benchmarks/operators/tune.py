@@ -98,7 +98,8 @@ class Tuning:
     @torch.no_grad()
     def work(self) -> None:
         for cell in self.operator.cells(self.options.cells, self.options.match):
-            if self.report.has_time(cell.name):
+            is_tuned = not self.tunable.contestants.keys().isdisjoint(self.operator.stages(cell))
+            if is_tuned and self.report.has_time(cell.name):
                 self.measure(cell)
                 self.world.free_memory()
         self.report.write()

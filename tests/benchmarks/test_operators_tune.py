@@ -95,8 +95,7 @@ def test_tables_of_recorded_results_are_printed(
     ["gemv_all_reduce", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemm_all_to_all", "embedding_all_to_all"))],
 )
 def test_the_fastest_blocks_are_printed(operator: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    match = "m[13]$" if operator == "gemv_all_reduce" else ""
-    given = ["tune", operator, "--cells", "tiny", "--match", match, "--most", "3", "--output", "results.json"]
+    given = ["tune", operator, "--cells", "tiny", "--most", "3", "--output", "results.json"]
     ended = run_program(2, tmp_path, 240.0, main, given)
     assert ended.statuses == [0, 0], ended.output
     report = json.loads((tmp_path / "results.json").read_text())
