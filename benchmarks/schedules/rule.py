@@ -2,10 +2,10 @@
 
     python -m benchmarks.schedules.rule gathered.json products.json sums.json lookups.json --output rule.json
 
-The files are results of benchmarks/all_gather_gemm (first: its ceilings are the machine's rates), gemm_all_to_all,
-gemv_all_reduce and embedding_all_to_all, of one machine. Times that were not steady do not count, nor calls without a time for
-each schedule that the rule may take. Which calls are fitted and which are judged is drawn by ``--seed``
-and listed in the output before anything is fitted. Beside the rule stand its rivals: always the same kind of schedule.
+The files are results of ``python -m benchmarks run``, of one machine: of all_gather_gemm (first: its ceilings are the machine's
+rates), gemm_all_to_all, gemv_all_reduce and embedding_all_to_all. Times that were not steady do not count, nor calls without a
+time for each schedule that the rule may take. Which calls are fitted and which are judged is drawn by ``--seed`` and listed in
+the output before anything is fitted. Beside the rule stand its rivals: always the same kind of schedule.
 """
 
 from __future__ import annotations
