@@ -33,8 +33,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         ConfigError: one line that names the key, its value, what is allowed and, for an unknown key, the nearest one.
     """
     updates = [
-        (_read_yaml(Path(path)), str(path)),
-        *((_parse_override(override), "the command line") for override in overrides),
+        (read_yaml(Path(path), "configs"), str(path)),
+        *((parse_override(override), "the command line") for override in overrides),
     ]
     trees = [cast(dict[Any, Any], OmegaConf.to_container(update, resolve=False)) for update, _ in updates]
     for tree, (_, origin) in zip(trees, updates, strict=True):
@@ -76,12 +76,13 @@ def _flatten(tree: dict[str, Any], prefix: str) -> Iterable[tuple[str, object]]:
             yield key, value
 
 
-def _read_yaml(path: Path) -> DictConfig:
+def read_yaml(path: Path, examples: str) -> DictConfig:
+    """Return the settings in a file; ``examples`` is a folder of such files. Raises ConfigError."""
     try:
         loaded = OmegaConf.load(path)
     except FileNotFoundError:
-        known = sorted(str(p) for p in Path("configs").glob("*.yaml"))
-        raise ConfigError(f"config {path}: no such file; there are: {', '.join(known) or 'none in configs/'}") from None
+        known = sorted(str(p) for p in Path(examples).glob("*.yaml"))
+        raise ConfigError(f"config {path}: no such file; there are: {', '.join(known) or f'none in {examples}/'}") from None
     except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config {path}: not readable as YAML: {_yaml_reason(error)}") from None
     if not isinstance(loaded, DictConfig):
@@ -97,7 +98,8 @@ def _yaml_reason(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _parse_override(override: str) -> DictConfig:
+def parse_override(override: str) -> DictConfig:
+    """Return the setting in ``key=value``. Raises ConfigError."""
     key, separator, _ = override.partition("=")
     if not separator or not re.fullmatch(r"[A-Za-z_][\w.\-]*", key):
         raise ConfigError(f"override {override!r}: expected key=value, such as training.max_steps=100")

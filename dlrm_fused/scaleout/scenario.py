@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
-from enum import Enum
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, cast
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
+from dlrm_fused.config.loading import parse_override, read_yaml
+from dlrm_fused.config.setting import Bound, at_least, check_bounds, one_of, require, setting
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.scaleout.collectives import algorithms_of
 from dlrm_fused.scaleout.topologies import Cluster, Switch, Topology, Torus
@@ -19,10 +20,8 @@ from dlrm_fused.scaleout.topologies import Cluster, Switch, Topology, Torus
 _TRAINER = "train.settings."
 
 
-class NetworkKind(Enum):
-    cluster = "cluster"
-    switch = "switch"
-    torus = "torus"
+_ABOVE_0, _FROM_0 = Bound(lambda value: value > 0, "above 0"), at_least(0)
+NetworkKind = StrEnum("NetworkKind", "cluster switch torus")
 
 
 @dataclass
@@ -41,24 +40,24 @@ class NetworkSettings:
     """
 
     kind: NetworkKind = NetworkKind.cluster
-    ranks_per_host: int = 8
-    nvlink_gb_per_second: float = 450.0
-    nvlink_latency_us: float = 2.0
-    nic_gb_per_second: float = 50.0
-    nic_latency_us: float = 5.0
-    hosts_per_pod: int = 32
-    oversubscription: float = 1.0
+    ranks_per_host: int = setting(8, _ABOVE_0)
+    nvlink_gb_per_second: float = setting(450.0, _ABOVE_0)
+    nvlink_latency_us: float = setting(2.0, _FROM_0)
+    nic_gb_per_second: float = setting(50.0, _ABOVE_0)
+    nic_latency_us: float = setting(5.0, _FROM_0)
+    hosts_per_pod: int = setting(32, _ABOVE_0)
+    oversubscription: float = setting(1.0, Bound(lambda value: value >= 1, "1 (a full fat tree) or more"))
 
 
 @dataclass
 class RateSettings:
     """Factors of what the machine's calibration says, to ask what another one would bring."""
 
-    memory: float = 1.0
-    products: float = 1.0
-    lookup: float = 1.0
-    update: float = 1.0
-    optimizer: float = 1.0
+    memory: float = setting(1.0, _ABOVE_0)
+    products: float = setting(1.0, _ABOVE_0)
+    lookup: float = setting(1.0, _ABOVE_0)
+    update: float = setting(1.0, _ABOVE_0)
+    optimizer: float = setting(1.0, _ABOVE_0)
 
 
 @dataclass
@@ -68,8 +67,8 @@ class HostSettings:
     A GPU's step takes at least as long; on CPUs, which compute themselves, it is added. 0 leaves it out.
     """
 
-    baseline: float = 0.0
-    fused: float = 0.0
+    baseline: float = setting(0.0, _FROM_0)
+    fused: float = setting(0.0, _FROM_0)
 
 
 @dataclass
@@ -95,39 +94,29 @@ class Scenario:
     train: TrainSettings = field(default_factory=TrainSettings)
     machine: str = ""
     nvlink: str = ""
-    memory_gib: float = 80.0
+    memory_gib: float = setting(80.0, _ABOVE_0)
     network: NetworkSettings = field(default_factory=NetworkSettings)
-    hosts: list[int] = field(default_factory=lambda: [1, 2, 4, 8])
-    samples_per_rank: int = 0
-    all_to_all: str = "direct"
-    all_reduce: str = "auto"
-    slices: int = 64
-    epoch_samples: int = 0
+    hosts: list[int] = setting([1, 2, 4, 8])
+    samples_per_rank: int = setting(0, _FROM_0)
+    all_to_all: str = setting("direct", one_of(*algorithms_of("all_to_all")))
+    all_reduce: str = setting("auto", one_of(*algorithms_of("all_reduce")))
+    slices: int = setting(64, _ABOVE_0)
+    epoch_samples: int = setting(0, _FROM_0)
     machine_rates: RateSettings = field(default_factory=RateSettings)
     host_ms: HostSettings = field(default_factory=HostSettings)
-    straggling: float = 0.0
-    seed: int = 0
+    straggling: float = setting(0.0, _FROM_0)
+    seed: int = setting(0, _FROM_0)
     sweep: dict[str, list[Any]] = field(default_factory=dict)
     sensitivity: dict[str, list[Any]] = field(default_factory=dict)
 
 
 def load_scenario(path: Path, overrides: Sequence[str]) -> Scenario:
     """Raises: ConfigError: one line with the setting, its value and what is allowed."""
+    updates = [read_yaml(path, "configs/scaleout"), *map(parse_override, overrides)]
     try:
-        read = OmegaConf.load(path)
-    except FileNotFoundError:
-        raise ConfigError(f"config {path}: no such file; configs/scaleout has examples") from None
-    except (OSError, YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config {path}: not readable as YAML: {' '.join(str(error).split())[:200]}") from None
-    if not isinstance(read, DictConfig):
-        raise ConfigError(f"config {path}: expected a mapping of settings, such as name: my_cluster")
-    without = [override for override in overrides if "=" not in override]
-    if without:
-        raise ConfigError(f"override {without[0]!r}: expected key=value, such as slices=32")
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(Scenario), read, OmegaConf.from_dotlist(list(overrides)))
+        merged = OmegaConf.merge(OmegaConf.structured(Scenario), *updates)
         scenario = cast(Scenario, OmegaConf.to_object(merged))
-    except (OmegaConfBaseException, YAMLError) as error:
+    except OmegaConfBaseException as error:
         raise ConfigError(f"config {path}: {str(error).splitlines()[0]}") from None
     _check(scenario)
     return scenario
@@ -153,46 +142,19 @@ def changed(scenario: Scenario, key: str, value: object) -> Scenario:
 
 
 def _check(scenario: Scenario) -> None:
-    network = scenario.network
-    positive = {
-        "memory_gib": scenario.memory_gib,
-        "slices": scenario.slices,
-        "network.ranks_per_host": network.ranks_per_host,
-        "network.nvlink_gb_per_second": network.nvlink_gb_per_second,
-        "network.nic_gb_per_second": network.nic_gb_per_second,
-        "network.hosts_per_pod": network.hosts_per_pod,
-        **{f"machine_rates.{name}": factor for name, factor in asdict(scenario.machine_rates).items()},
-        **{f"hosts[{number}]": hosts for number, hosts in enumerate(scenario.hosts)},
-    }
-    not_negative = {
-        "samples_per_rank": scenario.samples_per_rank,
-        "epoch_samples": scenario.epoch_samples,
-        "straggling": scenario.straggling,
-        "seed": scenario.seed,
-        **{f"host_ms.{name}": time for name, time in asdict(scenario.host_ms).items()},
-        "network.nvlink_latency_us": network.nvlink_latency_us,
-        "network.nic_latency_us": network.nic_latency_us,
-    }
-    for key, value in positive.items():
-        if not 0 < value < float("inf"):
-            raise ConfigError(f"{key}={value}: allowed: above 0")
-    for key, value in not_negative.items():
-        if not 0 <= value < float("inf"):
-            raise ConfigError(f"{key}={value}: allowed: 0 or more")
-    if network.oversubscription < 1:
-        raise ConfigError(f"network.oversubscription={network.oversubscription}: allowed: 1 (a full fat tree) or more")
+    check_bounds(scenario)
+    for number, hosts in enumerate(scenario.hosts):
+        require(hosts > 0, f"hosts[{number}]", hosts, "above 0")
     for question in ("sweep", "sensitivity"):
         for key, values in getattr(scenario, question).items():
             if not values:
                 raise ConfigError(f"{question}.{key}=[]: give at least one value, or leave it out")
     if not scenario.hosts:
         raise ConfigError("hosts=[]: name at least one number of hosts")
-    for key in ("all_to_all", "all_reduce"):
-        if getattr(scenario, key) not in algorithms_of(key):
-            raise ConfigError(f"{key}={getattr(scenario, key)}: allowed: {', '.join(algorithms_of(key))}")
-    if network.kind is not NetworkKind.cluster and network.ranks_per_host != 1:
+    kind, ranks_per_host = scenario.network.kind, scenario.network.ranks_per_host
+    if kind is not NetworkKind.cluster and ranks_per_host != 1:
         raise ConfigError(
-            f"network.ranks_per_host={network.ranks_per_host}: allowed with network.kind={network.kind.name}: 1; "
+            f"network.ranks_per_host={ranks_per_host}: allowed with network.kind={kind.name}: 1; "
             "network.kind=cluster has hosts of several ranks"
         )
     for key, given in (("train.config", scenario.train.config), ("machine", scenario.machine)):
