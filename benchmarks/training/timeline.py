@@ -23,7 +23,7 @@ from pathlib import Path
 import matplotlib
 
 from benchmarks.common.results import write_results
-from dlrm_fused.training.overlap import Times, busy_and_exposed
+from dlrm_fused.training.step_timer import Times, busy_and_exposed
 
 matplotlib.use("Agg")  # no display is needed
 import matplotlib.pyplot as plt

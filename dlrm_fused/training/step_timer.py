@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch
-
-from dlrm_fused.training.overlap import busy_and_exposed
 
 PARTS = ("data_wait", "input_dist", "embedding", "dense_forward", "backward", "optimizer")
 # Parts timed by the host's clock: the host waits for data, and the device takes no part in that.
@@ -193,3 +192,46 @@ class _Part:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._timer.stop(self._name)
+
+
+@dataclass
+class Times:
+    """The times of a part.
+
+    Attributes:
+        busy: while it runs, once or several times at once.
+        exposed: while it runs and no other part does.
+    """
+
+    busy: float = 0.0
+    exposed: float = 0.0
+
+
+def busy_and_exposed(intervals: Iterable[tuple[str, float, float]], begin: float, end: float) -> tuple[dict[str, Times], float]:
+    """Return each part's :class:`Times` between two moments, and the time in which no part runs; all in one unit.
+
+    Args:
+        intervals: the part, when it begins and when it ends, in any order; what lies outside of the two moments is cut off.
+
+    Returns:
+        all parts that have an interval, also those with no time between the moments.
+    """
+    times: dict[str, Times] = {}
+    changes: list[tuple[float, str, int]] = []
+    for part, first, last in intervals:
+        times.setdefault(part, Times())
+        first, last = max(first, begin), min(last, end)
+        if first < last:
+            changes += [(first, part, 1), (last, part, -1)]
+    active: Counter[str] = Counter()
+    idle, now = 0.0, begin
+    for moment, part, change in [*sorted(changes), (end, "", 0)]:
+        running = [name for name, count in active.items() if count]
+        for name in running:
+            times[name].busy += moment - now
+        if len(running) == 1:
+            times[running[0]].exposed += moment - now
+        idle += 0.0 if running else moment - now
+        active[part] += change
+        now = moment
+    return times, idle

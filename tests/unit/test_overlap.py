@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from dlrm_fused.training.overlap import Times, busy_and_exposed
+from dlrm_fused.training.step_timer import Times, busy_and_exposed
 
 Intervals = list[tuple[str, float, float]]
 
