@@ -8,13 +8,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import simpy
+from numpy.typing import NDArray
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.scaleout.fair_sharing import max_min_rates
 from dlrm_fused.scaleout.topologies import Flows, Links
 
 # Flows whose ends differ by less than this share of the time end together: time is a floating-point number.
 _TOGETHER = 1e-12
+# A link is full when this share of its capacity is left: rates are sums of floating-point numbers, too.
+_FULL = 1e-12
 
 
 @dataclass(eq=False)
@@ -144,3 +146,32 @@ class Network:
         event = self._environment.timeout(seconds)
         event.callbacks.append(act)
         return event
+
+
+def max_min_rates(usage: NDArray[np.float64], capacity: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the rates, in bytes/s, at which no flow can go faster without slowing one that is not faster.
+
+    Bertsekas and Gallager, Data Networks, 1992, section 6.5.2.
+
+    Args:
+        usage: ``(links, flows)``, the capacity that a flow takes of a link at a rate of one byte/s. 0: the flow does not
+            cross it. A class of equal flows takes their sum.
+        capacity: ``(links,)``, in bytes/s; a class of equal links has their sum.
+
+    Raises:
+        UsageError: a flow crosses no link; its rate has no limit.
+    """
+    if not (usage > 0).any(axis=0).all():
+        raise UsageError("every flow must cross at least one link")
+    rates = np.zeros(usage.shape[1])
+    rising = np.ones(usage.shape[1], dtype=bool)
+    left = capacity.astype(np.float64)
+    while rising.any():
+        demand = usage[:, rising].sum(axis=1)
+        used = demand > 0
+        step = (left[used] / demand[used]).min()
+        rates[rising] += step
+        left = np.maximum(left - step * demand, 0)
+        full = used & (left <= _FULL * capacity)
+        rising &= ~(usage[full] > 0).any(axis=0)
+    return rates

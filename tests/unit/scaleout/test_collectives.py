@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from dlrm_fused.errors import UsageError
 from dlrm_fused.scaleout import collectives
 from dlrm_fused.scaleout.collectives import COLLECTIVES, Phase, algorithms_of, seconds
-from dlrm_fused.scaleout.fair_sharing import max_min_rates
-from dlrm_fused.scaleout.network import Network
+from dlrm_fused.scaleout.network import Network, max_min_rates
 from dlrm_fused.scaleout.topologies import Cluster, Flows, Links, Switch, Topology, Torus
 
 GB = 1e9
