@@ -137,14 +137,16 @@ def nvshmem_bindings() -> Any:
     return _nvshmem_triton
 
 
-def empty_symmetric(size: int, device: torch.device) -> Tensor:
-    """uint8 [size] that :func:`rendezvous` can map, an allocation of its own.
+def zeros_symmetric(size: int, device: torch.device) -> Tensor:
+    """Zeros, uint8 [size], that :func:`rendezvous` can map, an allocation of its own.
 
     The public ``empty`` may return a part of a larger allocation, from a pool; a handle's addresses are then those of that.
     """
     from torch._C._distributed_c10d import _SymmetricMemory
 
-    return _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
+    block = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device).zero_()
+    torch.cuda.synchronize(device)
+    return block
 
 
 def rendezvous(block: Tensor, process_group: dist.ProcessGroup) -> Any:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_fused.compat.torch import empty_symmetric, is_alive, rendezvous, symmetric_memory_backend
+from dlrm_fused.compat.torch import is_alive, rendezvous, symmetric_memory_backend, zeros_symmetric
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.symmetric.memory import SymmetricGroup, SymmetricMemory, readable
 
@@ -93,7 +93,7 @@ class CudaGroup(SymmetricGroup):
                 self.gather(lambda: torch.cuda.synchronize(self.device))
                 return SymmetricMemory(name, alone, self.rank, self.world_size)
             allocated: list[Tensor] = []
-            self.gather(lambda: allocated.append(self._zeros(size)))
+            self.gather(lambda: allocated.append(zeros_symmetric(size, self.device)))
             (local,) = allocated
             group = self._local_group
             assert group is not None
@@ -109,12 +109,6 @@ class CudaGroup(SymmetricGroup):
         assert addresses == list(handle.buffer_ptrs), "a block does not begin where its allocation does"
         # Views of peers' memory do not own it; the handle does.
         return SymmetricMemory(name, blocks, self.rank, self.world_size, resources=handle)
-
-    def _zeros(self, size: int) -> Tensor:
-        block = empty_symmetric(size, self.device)
-        block.zero_()
-        torch.cuda.synchronize(self.device)
-        return block
 
     def _check_available(self, name: str, size: int) -> None:
         free, total = torch.cuda.mem_get_info(self.device)

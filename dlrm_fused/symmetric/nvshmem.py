@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.compat.torch import (
-    empty_symmetric,
     is_nvshmem_available,
     nvshmem_bindings,
     rendezvous,
     use_symmetric_memory_backend,
+    zeros_symmetric,
 )
 from dlrm_fused.errors import CommunicationError, UsageError
 from dlrm_fused.symmetric.device_puts import bind_nvshmem
@@ -73,7 +73,7 @@ class NvshmemGroup(SymmetricGroup):
             if self.process_group is None:
                 return SymmetricMemory(name, {0: torch.zeros(size, dtype=torch.uint8, device=self.device)}, 0, 1)
             allocated: list[Tensor] = []
-            self.gather(lambda: allocated.append(self._zeros(size)))
+            self.gather(lambda: allocated.append(zeros_symmetric(size, self.device)))
             mapped: list[tuple[Any, dict[int, Tensor]]] = []
             # This call ends when all memory is zero and mapped.
             self.gather(lambda: mapped.append(self._map(name, allocated[0])))
@@ -81,12 +81,6 @@ class NvshmemGroup(SymmetricGroup):
         memory = SymmetricMemory(name, blocks, self.rank, self.world_size, resources=handle)
         _kept.append(memory)
         return memory
-
-    def _zeros(self, size: int) -> Tensor:
-        block = empty_symmetric(size, self.device)
-        block.zero_()
-        torch.cuda.synchronize(self.device)
-        return block
 
     def _map(self, name: str, local: Tensor) -> tuple[Any, dict[int, Tensor]]:
         """torch's handle, which owns the views of other blocks, and the blocks of this host."""
