@@ -31,7 +31,7 @@ from dlrm_fused.sharding.optimizers import describe_table_optimizers
 from dlrm_fused.sharding.output_dtype import pooled_dtype
 from dlrm_fused.sharding.parallel import make_sharder
 from dlrm_fused.sharding.planning import planner_for
-from dlrm_fused.training.efficiency import bags_per_sample, bytes_on_the_wire, ids_per_sample, state_bytes
+from dlrm_fused.training.efficiency import bags_per_sample, bytes_on_the_wire, ids_per_sample, placed, state_bytes
 
 # Readers give ids and lengths of bags as int32.
 _ID_BYTES, _LENGTH_BYTES = 4, 4
@@ -155,7 +155,7 @@ class _Load:
         batch = max(ranks, config.training.global_batch_size)
         self.sharding_types: set[str] = set()
         inputs: defaultdict[int, float] = defaultdict(float)
-        for name, sharding in _placed(plan):
+        for name, sharding in placed(plan):
             self.sharding_types.add(sharding.sharding_type)
             for piece in _pieces(sharding):
                 rows[piece.rank] += batch * ids[name] * piece.share_of_ids * piece.columns
@@ -170,11 +170,6 @@ class _Load:
 def _of_busiest(load: Mapping[int, float], ranks: int) -> float:
     """Over the average of all ranks; 1 where there is no load."""
     return max(load.values()) * ranks / sum(load.values()) if load else 1.0
-
-
-def _placed(plan: ShardingPlan) -> Iterator[tuple[str, ParameterSharding]]:
-    for module_plan in plan.plan.values():
-        yield from module_plan.items()
 
 
 @dataclass(frozen=True)

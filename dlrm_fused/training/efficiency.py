@@ -95,7 +95,7 @@ def row_bytes(config: Config, schema: DatasetSchema, plan: ShardingPlan, ranks: 
     """
     rows_of = {feature.name: feature.rows for feature in schema.tables}
     ids_of, weights = ids_per_sample(config, schema), 0.0
-    for name, sharding in _placed(plan):
+    for name, sharding in placed(plan):
         dim = config.embedding.dim_of(name)
         if _is_data_parallel(sharding):
             weights += dim * rows_of[name]
@@ -118,7 +118,7 @@ def pooled_bytes(config: Config, schema: DatasetSchema, plan: ShardingPlan, rank
     """
     samples = config.training.global_batch_size / ranks
     bags = bags_per_sample(schema)
-    columns = sum(bags[name] * _columns_of_shards(sharding) for name, sharding in _placed(plan))
+    columns = sum(bags[name] * _columns_of_shards(sharding) for name, sharding in placed(plan))
     embedding, output = config.embedding, pooled_dtype(config, device)
     both_ways = sum(bytes_on_the_wire(wire, output) for wire in (embedding.forward_wire, embedding.backward_wire))
     return (ranks - 1) / ranks * samples * columns * both_ways
@@ -140,7 +140,7 @@ def gradient_bytes(sharded: ShardedModel, ranks: int) -> float:
     return total
 
 
-def _placed(plan: ShardingPlan) -> Iterator[tuple[str, ParameterSharding]]:
+def placed(plan: ShardingPlan) -> Iterator[tuple[str, ParameterSharding]]:
     """Each table's feature, and where it lies."""
     for module_plan in plan.plan.values():
         for table, sharding in module_plan.items():
