@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from dlrm_fused.config import Split, SyntheticConfig, most_segments
+from dlrm_fused.config.setting import check_bounds, require
 from dlrm_fused.datasets.batch import Samples
 from dlrm_fused.datasets.preparation.writer import IdFiles, SplitFiles, claim_output
 from dlrm_fused.datasets.schema import INTERACTIONS, DatasetSchema, PreparedInfo
 from dlrm_fused.datasets.synthetic import SyntheticDataset
-from dlrm_fused.errors import DataError
+from dlrm_fused.errors import ConfigError, DataError
 
 ROWS_AT_ONCE = 16_384
 
@@ -69,16 +70,12 @@ def prepare_synthetic(options: SyntheticOptions) -> PreparedInfo:
 
 
 def _check(settings: SyntheticConfig) -> None:
-    for name in (
-        "tables",
-        "dense_features",
-        "labels",
-        *(f"{split.name}_samples" for split in Split),
-        "segments",
-        "history_items",
-    ):
-        if getattr(settings, name) < 1:
-            raise DataError(f"--{name.replace('_', '-')}={getattr(settings, name)}: allowed: 1 or more")
+    try:
+        check_bounds(settings)
+        require(settings.segments >= 1, "segments", settings.segments, "1 or more")
+    except ConfigError as error:
+        name, _, found = str(error).partition("=")
+        raise DataError(f"--{name.replace('_', '-')}={found}") from None
     most = most_segments(settings.dense_features)
     if settings.segments > most:
         raise DataError(
@@ -88,9 +85,6 @@ def _check(settings: SyntheticConfig) -> None:
         values: list[int] = getattr(settings, name)
         if len(values) not in (1, settings.tables) or min(values) < 1:
             raise DataError(f"--{name} {values}: allowed: one positive number, or one for each of {settings.tables} tables")
-    for name in ("zipf_exponent", "signal", "history_length"):
-        if not 0 <= getattr(settings, name) < float("inf"):
-            raise DataError(f"--{name.replace('_', '-')}={getattr(settings, name)}: allowed: 0 or more")
 
 
 def _write_split(
