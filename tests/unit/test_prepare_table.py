@@ -13,8 +13,7 @@ import pytest
 
 from dlrm_fused.datasets.preparation import cli
 from dlrm_fused.datasets.preparation.table import files, sampling, value_counts
-from dlrm_fused.datasets.preparation.table.sampling import RowSample, sample_bits
-from dlrm_fused.datasets.preparation.table.statistics import Moments, quantiles
+from dlrm_fused.datasets.preparation.table.statistics import Moments, RowSample, quantiles, sample_bits
 from dlrm_fused.datasets.preparation.table.value_counts import ValueCounter
 from dlrm_fused.datasets.preparation.writer import SPLITS
 from dlrm_fused.datasets.schema import PreparedInfo

@@ -26,9 +26,10 @@ from dlrm_fused.datasets.preparation.blocks import Block, count_lines, cut_block
 from dlrm_fused.datasets.preparation.criteo_lines import COLUMNS, DENSE_FEATURES, SPARSE_FEATURES, Rows, parse_lines
 from dlrm_fused.datasets.preparation.malformed import MalformedLines
 from dlrm_fused.datasets.preparation.parallel import OrderedMap, ordered_map
-from dlrm_fused.datasets.preparation.vocabulary import MISSING, Counts, IdCounter, Vocabulary, count_ids
+from dlrm_fused.datasets.preparation.vocabulary import Counts, IdCounter, Vocabulary, count_ids
 from dlrm_fused.datasets.preparation.writer import SCRATCH, SPLITS, SplitFiles, claim_output
 from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo, SparseFeature
+from dlrm_fused.datasets.transformation import MISSING
 from dlrm_fused.errors import DataError
 
 # Entries (16 bytes each) of id counts held in memory: 16 MiB, or a thousandth of the input if that is more, since the

@@ -14,9 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MISSING = 0
-RARE = 1  # seen less often than the threshold, or never
-FIRST_KEPT = 2
+from dlrm_fused.datasets.transformation import FIRST_KEPT, UNSEEN
 
 Ids = NDArray[np.uint32]
 
@@ -134,6 +132,6 @@ class Vocabulary:
     def encode(self, ids: Ids) -> NDArray[np.int32]:
         """Return numbers of ``ids [n]``."""
         if not len(self._ids):
-            return np.full(len(ids), RARE, np.int32)
+            return np.full(len(ids), UNSEEN, np.int32)
         at = np.minimum(np.searchsorted(self._ids, ids), len(self._ids) - 1)
-        return np.where(self._ids[at] == ids, self._numbers[at], RARE).astype(np.int32)
+        return np.where(self._ids[at] == ids, self._numbers[at], UNSEEN).astype(np.int32)

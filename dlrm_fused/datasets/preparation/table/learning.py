@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from dlrm_fused.datasets.preparation.table.columns import keys_of, text_buffers, wide_bits
 from dlrm_fused.datasets.preparation.table.splits import TRAIN
-from dlrm_fused.datasets.preparation.table.statistics import quantiles, scaling
+from dlrm_fused.datasets.preparation.table.statistics import quantiles
 from dlrm_fused.datasets.preparation.table.survey import Survey
 from dlrm_fused.datasets.preparation.writer import SPLITS
 from dlrm_fused.datasets.transformation import (
@@ -81,7 +81,8 @@ def check_survey(survey: Survey) -> None:
 def _dense(survey: Survey, name: str, kind: DenseKind) -> DenseTransform:
     if kind is DenseKind.quantile:
         return quantiles(name, survey.sample()[name])
-    return scaling(name, kind, survey.moments[name])
+    moments = survey.moments[name]
+    return DenseTransform(name, kind, moments.mean, moments.deviation)
 
 
 def _numbered(survey: Survey, column: SparseColumn, min_frequency: int) -> IdEncoding:

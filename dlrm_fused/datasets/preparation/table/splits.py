@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from dlrm_fused.datasets.hashing import derive_key
 from dlrm_fused.datasets.preparation.table.columns import read_texts
 from dlrm_fused.datasets.preparation.table.files import Block, TableFile, read_blocks
-from dlrm_fused.datasets.preparation.table.sampling import RowSample, row_bits, sample_bits
+from dlrm_fused.datasets.preparation.table.statistics import RowSample, row_bits, sample_bits
 from dlrm_fused.datasets.preparation.table.times import TimeSurvey, read_times
 from dlrm_fused.datasets.preparation.writer import SPLITS
 from dlrm_fused.errors import DataError

@@ -1,15 +1,19 @@
-"""Statistics of a dense column: the share of known values, mean and deviation, quantiles."""
+"""Statistics of columns: mean and deviation, quantiles, and a random sample of rows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_fused.datasets.transformation import DenseKind, DenseTransform, signed_log
+from dlrm_fused.datasets.hashing import derive_key, split_mix
+from dlrm_fused.datasets.transformation import DenseKind, DenseTransform
 
 QUANTILES = 256
+SAMPLE_ROWS = 2**18
+_SAMPLE_KEY = derive_key(3)
 
 Float = NDArray[np.float64]
 
@@ -47,11 +51,6 @@ class Moments:
         return (self.squares / self.count) ** 0.5 or 1.0
 
 
-def scaling(name: str, kind: DenseKind, moments: Moments) -> DenseTransform:
-    """Return the transform that scales to mean 0 and standard deviation 1."""
-    return DenseTransform(name, kind, moments.mean, moments.deviation)
-
-
 def quantiles(name: str, sample: Float) -> DenseTransform:
     """Return the transform to the share of rows below a value, from a sample without NaN [n].
 
@@ -64,6 +63,43 @@ def quantiles(name: str, sample: Float) -> DenseTransform:
     return DenseTransform(name, DenseKind.quantile, points=tuple(points.tolist()), positions=tuple(positions.tolist()))
 
 
-def before_scaling(kind: DenseKind, values: Float) -> Float:
-    """Return the values of which mean and deviation are taken: their signed logarithms if ``kind`` is ``log``."""
-    return signed_log(values) if kind is DenseKind.log else values
+def row_bits(key: int, first: int, count: int) -> NDArray[np.uint64]:
+    """64 random bits for each of the rows [first, first + count)."""
+    return split_mix(key, np.arange(first, first + count)).view(np.uint64)
+
+
+class RowSample:
+    """Holds the ``SAMPLE_ROWS`` rows with the smallest random numbers, or all rows if there are no more."""
+
+    def __init__(self) -> None:
+        self._bits: list[NDArray[np.uint64]] = []
+        self._values: list[NDArray[Any]] = []
+        self._limit = np.uint64(2**64 - 1)
+        self._held = 0
+
+    def add(self, bits: NDArray[np.uint64], values: NDArray[Any]) -> None:
+        """Offer rows ``values`` [n, ...] with the random numbers ``bits`` [n]."""
+        keep = bits <= self._limit
+        self._bits.append(bits[keep])
+        self._values.append(values[keep])
+        self._held += int(keep.sum())
+        if self._held > 2 * SAMPLE_ROWS:
+            self._shrink()
+
+    def values(self) -> NDArray[Any]:
+        """Return the sample, [m, ...]."""
+        self._shrink()
+        return self._values[0]
+
+    def _shrink(self) -> None:
+        bits, values = np.concatenate(self._bits), np.concatenate(self._values)
+        if len(bits) > SAMPLE_ROWS:
+            smallest = np.sort(np.argpartition(bits, SAMPLE_ROWS)[:SAMPLE_ROWS])
+            bits, values = bits[smallest], values[smallest]
+            self._limit = bits.max()
+        self._bits, self._values, self._held = [bits], [values], len(bits)
+
+
+def sample_bits(first: int, count: int) -> NDArray[np.uint64]:
+    """Return the random numbers by which rows are sampled, however a table is cut into blocks."""
+    return row_bits(_SAMPLE_KEY, first, count)

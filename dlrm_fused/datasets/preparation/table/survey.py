@@ -18,12 +18,11 @@ from dlrm_fused.datasets.preparation.table.columns import (
     read_weights,
 )
 from dlrm_fused.datasets.preparation.table.files import Block
-from dlrm_fused.datasets.preparation.table.sampling import RowSample, sample_bits
 from dlrm_fused.datasets.preparation.table.splits import TRAIN, Split
-from dlrm_fused.datasets.preparation.table.statistics import Moments, before_scaling
+from dlrm_fused.datasets.preparation.table.statistics import Moments, RowSample, sample_bits
 from dlrm_fused.datasets.preparation.table.value_counts import ValueCounter
 from dlrm_fused.datasets.preparation.writer import SPLITS
-from dlrm_fused.datasets.transformation import DenseKind, SparseColumn, Values, file_stem
+from dlrm_fused.datasets.transformation import DenseKind, SparseColumn, Values, file_stem, signed_log
 from dlrm_fused.datasets.values import NONE, NullMarkers
 
 _NO_LENGTH = 2**31 - 1  # longer than any
@@ -116,7 +115,7 @@ def _survey_dense(block: Block, question: Question, is_train: NDArray[np.bool_],
     for name, kind in question.dense.items():
         values = read_numbers(block, name, question.nulls)[is_train]
         known = values[~np.isnan(values)]
-        survey.moments.append(Moments.of(before_scaling(kind, known)))
+        survey.moments.append(Moments.of(signed_log(known) if kind is DenseKind.log else known))
         survey.extremes.append((known.min(initial=np.inf), known.max(initial=-np.inf)))
         if kind is DenseKind.quantile:
             sampled.append(values)
