@@ -97,10 +97,8 @@ def sparse_from_features(
     """Join the ids of every feature into one KeyedJaggedTensor.
 
     Args:
-        names: F feature names.
         ids: for each feature, its ids, sample after sample; all of its elements in C order count.
         lengths: for each feature, the number of ids of each sample [b], or one number that holds for all samples.
-        batch_size: b.
     """
     all_lengths = np.empty((len(names), batch_size), dtype=np.int32)
     for row, length in zip(all_lengths, lengths, strict=True):

@@ -45,7 +45,6 @@ class CriteoNpyDataset:
     """Days of Criteo, memory-mapped.
 
     Args:
-        folder: holds the files above, for one or more days.
         table_rows: rows of the 26 tables; ids are taken modulo them (TorchRec's ``hashes``).
 
     Raises:

@@ -11,12 +11,7 @@ from dlrm_fused.errors import DataError
 
 
 class HistoryWindows:
-    """The mapped ``history.npy`` of one split.
-
-    Args:
-        folder: of the split.
-        samples: rows of the split.
-    """
+    """The mapped ``history.npy`` of one split."""
 
     def __init__(self, folder: SetFolder, samples: int, info: PreparedInfo) -> None:
         self._path = folder.root / folder.name / "history.npy"

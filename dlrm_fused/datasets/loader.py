@@ -47,9 +47,7 @@ class TrainLoader(_Loader):
     So all calls of ``next`` must come on one stream.
 
     Args:
-        dataset: where samples come from.
         config: ``training.global_batch_size``, ``seed`` and ``data`` are used.
-        rank, world_size: which share.
         device: where batches will be trained on; for CUDA, they come in pinned memory.
         start_step: the first step to load, counted from 0.
 
@@ -137,10 +135,6 @@ class EvaluationLoader(_Loader):
     batches on every rank. A share that is smaller than another rank's is padded by a sample of weight 0.
 
     Args:
-        dataset: where samples come from.
-        split: the split to pass over.
-        global_batch_size: samples of one batch over all ranks.
-        rank, world_size: which share.
         device: where batches will be evaluated; for CUDA, they come in pinned memory.
         config: ``data.workers`` and ``data.prefetch_batches`` are used.
         max_samples: take only so many samples, the first ones; 0 takes all.

@@ -22,12 +22,6 @@ class SampleOrder:
     With a window of at least ``samples`` rows, all rows are permuted. With a smaller one, blocks of contiguous rows are
     permuted over the split and rows within windows of 64 blocks, so that only a window of the files is read at a time.
     A window of 0 keeps the order of the files.
-
-    Args:
-        samples: rows of the split.
-        window_rows: rows that are shuffled together.
-        seed: with the epoch, decides the permutation.
-        device: where :meth:`rows` puts its result.
     """
 
     def __init__(self, samples: int, window_rows: int, seed: int, device: torch.device | str = "cpu") -> None:

@@ -61,10 +61,7 @@ class Columns:
     """Features by their kind, in order of their columns.
 
     Attributes:
-        dense: names; there may be none.
-        sparse: names.
         jagged: names of those sparse features whose columns hold lists.
-        labels: names, in the order of the config.
         sample_weight: the name, empty where samples have no weights.
     """
 
@@ -163,10 +160,6 @@ def check_same_columns(schema: pa.Schema, path: str, expected: pa.Schema, expect
 
 def columns_of(schema: pa.Schema, path: Path, labels: Sequence[str], sample_weight: str) -> Columns:
     """Return the meaning of the columns.
-
-    Args:
-        labels: ``data.labels``.
-        sample_weight: ``data.sample_weight``.
 
     Raises:
         DataError: if a column has a type or a name that no feature has, or is said to hold weights by its file alone; or if

@@ -26,7 +26,6 @@ class PreparedDataset:
     """A prepared set, memory-mapped.
 
     Args:
-        folder: holds ``dataset.json``.
         table_rows: rows of every table, in order of ``schema.tables``; ids are taken modulo them. Default: those of the set.
 
     Raises:

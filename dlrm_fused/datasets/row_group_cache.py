@@ -19,7 +19,6 @@ class RowGroupCache(Generic[_Content]):
 
     Args:
         read: gives the content of a row group, by its number.
-        pool: where ``read`` runs.
     """
 
     def __init__(self, read: Callable[[int], _Content], pool: ThreadPoolExecutor) -> None:

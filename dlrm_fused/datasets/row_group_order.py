@@ -31,9 +31,7 @@ class RowGroupOrder:
 
     Args:
         group_rows: rows of each row group; row groups are numbered as they lie in the files, and their rows in turn.
-        batch_size: samples of a batch over all ranks.
         window_rows: rows of row groups that are open at the same time, over all ranks; 0 keeps the order of the files.
-        seed: with the epoch, decides the permutations.
     """
 
     def __init__(self, group_rows: Sequence[int], batch_size: int, window_rows: int, seed: int) -> None:

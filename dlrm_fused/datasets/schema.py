@@ -78,7 +78,6 @@ class DatasetSchema:
         token_features: likewise; features of a past interaction, or of the candidate.
         history_length: past interactions of a sample, at most; 0 without token features.
         labels: names of the labels; the one of a prepared set with one label is ``label``, whatever its column was.
-        has_weights: whether samples count differently.
     """
 
     dense_features: tuple[str, ...]

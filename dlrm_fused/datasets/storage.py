@@ -65,8 +65,6 @@ class SetFolder:
     """A folder of array files of a prepared set.
 
     Attributes:
-        root: of the set.
-        name: of the folder within it.
         checksums: of the set; None if an earlier release made it.
     """
 
@@ -163,9 +161,6 @@ class IdColumns:
 
     Args:
         folder: holds the files that :mod:`dlrm_fused.datasets.schema` describes.
-        features: in order of their columns.
-        rows: rows of the files.
-        where: names the folder's content in messages.
 
     Raises:
         DataError: if a file is missing, truncated, or of another shape or type.

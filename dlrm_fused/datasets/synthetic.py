@@ -77,8 +77,6 @@ class SyntheticDataset:
 
     Args:
         settings: numbers of tables, rows, ids and samples, and the strength of the signal.
-        seed: decides every sample and effect.
-        device: where samples are computed.
         rows: of every table, in order of ``schema.tables``; default: :func:`table_rows`.
     """
 
@@ -137,11 +135,7 @@ class SyntheticDataset:
         ]
 
     def best_attainable_auc(self, split: Split = Split.test, max_samples: int = 2**20, label: int = 0) -> AttainableAuc:
-        """Return the AUC of a model that knows the true probabilities, on the first ``max_samples`` samples of a split.
-
-        Args:
-            label: its number.
-        """
+        """Return the AUC of a model that knows the true probabilities, on the first ``max_samples`` samples of a split."""
         samples = min(self._samples[split], max_samples)
         probabilities, labels = [], []
         at_once = _samples_at_once(self.schema.history_length)
@@ -239,7 +233,6 @@ class _DrawnHistory:
 
     Attributes:
         lengths: [b] int64 interactions before the candidate.
-        all_full: whether all lengths are T - 1.
         ids, responses, gaps: [b, T] int32.
         score: [b] int64, what the history adds to the logit before shifting and scaling.
     """
@@ -328,10 +321,7 @@ class _Ids:
     """The distribution of ids: few are popular, most are rare.
 
     Args:
-        rows: of every table.
         table_of_slot: [P].
-        exponent: of popularity.
-        key: decides which ids are popular.
     """
 
     def __init__(self, rows: Sequence[int], table_of_slot: Tensor, exponent: float, key: int, device: torch.device) -> None:
@@ -399,7 +389,6 @@ class _Segments:
         Args:
             segment: [b].
             effect: [b, P] int64, the effect of the id in each slot as a part of the table's mean.
-            label: its number.
         """
         samples = segment.numel()
         of_table = effect.new_zeros(samples, self._tables).index_add(1, self._table_of_slot, effect)

@@ -24,7 +24,6 @@ class TableFormat:
 
     Attributes:
         delimiter: between the fields of a line; empty: a tab in .tsv and .inter files, otherwise a comma.
-        encoding: as Python names it.
         quote: encloses fields; empty: nothing does.
         escape: takes the meaning from the character after it; empty: nothing does, and quotes are doubled.
         trim: whether blanks around names and fields are left out.

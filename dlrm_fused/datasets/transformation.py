@@ -78,7 +78,6 @@ class DenseKind(Enum):
 class DenseTransform:
     """
     Attributes:
-        name: of the feature and of its column.
         mean, deviation: of known values in training rows, after the logarithm; not used for quantiles.
         points, positions: ascending values and where they lie between -1 and 1; for quantiles only.
     """
@@ -110,7 +109,6 @@ class SparseColumn:
     """A column whose values become ids.
 
     Attributes:
-        is_list: whether a row has a list of values.
         separator: cuts a text into the values of its list; empty where the column holds lists.
     """
 
@@ -248,7 +246,6 @@ def text_keys(data: NDArray[np.uint8], offsets: Int) -> Int:
     """Keys of texts: [n].
 
     Args:
-        data: the UTF-8 of all texts.
         offsets: [n + 1], where each begins in ``data``.
     """
     starts, lengths = offsets[:-1], np.diff(offsets)
@@ -274,7 +271,6 @@ class HistoryColumns:
     """The columns that make the history of a user's past interactions.
 
     Attributes:
-        user, time: columns.
         items: sparse columns that become tokens; the first is the item.
         length: interactions of a history, at most.
     """

@@ -45,7 +45,6 @@ def lead(rank: Rank, meeting: Meeting, seconds: float, shown: Callable[[Examinat
     """Rank 0's part; returns the status.
 
     Args:
-        seconds: limit of each step.
         shown: what to print of the examination.
     """
     _send_facts(rank, meeting, seconds)

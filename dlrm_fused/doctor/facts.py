@@ -69,7 +69,6 @@ class RdmaPort:
 @dataclass(frozen=True)
 class Network:
     """Attributes:
-    interfaces: of the host, or of the container.
     settings: environment variables that choose among them, and among ways inside the host, where they are set.
     uses: names of the interfaces that a backend, ``gloo`` or ``nccl``, connects ranks over; empty if the setting names none
         that is there.
@@ -104,7 +103,6 @@ class RankFacts:
     hip: the ROCm release that torch was built with; None for all other builds.
     nccl: None where torch has no NCCL.
     host_gpus: number of GPUs of the host by nvidia-smi, seen by torch or not; 0 without nvidia-smi.
-    visible_gpus: number of GPUs that torch sees.
     gpu: what this rank computes on; None for the CPU.
     transport: what DLRM_FUSED_TRANSPORT asks for, or else its default.
     torch_architectures: those that torch has kernels for, such as ``sm_90``; empty without GPUs.

@@ -25,7 +25,6 @@ class Smi:
 
     Attributes:
         indices: nvidia-smi's number of each GPU, by uuid.
-        driver: version of the driver.
         nvlinks: GB/s of the active NVLinks of each GPU, by its number.
         topology: of each row, by column, names as in nvidia-smi's table, but adapters by their own.
     """

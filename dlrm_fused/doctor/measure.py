@@ -33,11 +33,7 @@ class Measurement:
 
 
 def pairs_to_measure(hosts: Sequence[Host]) -> list[tuple[int, int]]:
-    """Return one pair within each host that has two ranks, and one between each two neighbouring hosts.
-
-    Args:
-        hosts: of each rank.
-    """
+    """Return one pair within each host that has two ranks, and one between each two neighbouring hosts."""
     ranks_of = {host: [rank for rank, at in enumerate(hosts) if at == host] for host in dict.fromkeys(hosts)}
     within = [(ranks[0], ranks[1]) for ranks in ranks_of.values() if len(ranks) > 1]
     firsts = [ranks[0] for ranks in ranks_of.values()]

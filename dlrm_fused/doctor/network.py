@@ -56,11 +56,7 @@ def list_interfaces() -> list[Interface]:
 
 
 def gloo_uses(setting: str | None, interfaces: Sequence[Interface], host_address: str) -> list[str]:
-    """Interfaces that gloo connects ranks over: those that GLOO_SOCKET_IFNAME lists, else the one of the host's name.
-
-    Args:
-        host_address: what the host's name resolves to.
-    """
+    """Interfaces that gloo connects ranks over: those that GLOO_SOCKET_IFNAME lists, else the one of the host's name."""
     if setting is not None:
         there = {interface.name for interface in interfaces}
         return [name for name in setting.split(",") if name in there]

@@ -19,8 +19,6 @@ _VERDICTS = {0: "all is well", 1: "broken: training or comm=fused cannot run", 2
 @dataclass(frozen=True)
 class Examination:
     """Attributes:
-    world_size: ranks of the run.
-    ranks: facts of those that sent them.
     not_measured: why nothing was measured; empty if something was.
     """
 

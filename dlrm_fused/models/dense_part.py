@@ -66,12 +66,10 @@ class DensePart(nn.Module):
     the model, and their parameters have their names there.
 
     Args:
-        logits_of: the model's.
         uses_bf16: compute under bf16 autocast.
         is_one_graph: compile all for training. A model with experts compiles its parts before and after them.
         has_experts: give ``logits_of`` what is padding.
         layers: returns the modules whose parameters ``logits_of`` uses; as of :class:`CompiledForTraining`.
-        task_weights: of the labels' losses in their sum.
     """
 
     def __init__(

@@ -43,9 +43,6 @@ class InFeatureOrder(nn.Module):
     """Pooled embeddings by the order of the tables' features; a sharded collection has an order of its own, by its plan.
 
     A module of its own, since TorchRec's pipeline traces what calls tables, where keys cannot be compared.
-
-    Attributes:
-        features: in their order.
     """
 
     def __init__(self, tables: EmbeddingBagCollection) -> None:

@@ -59,10 +59,6 @@ class RankingTask(nn.Module):
 
     Args:
         task_weights: of the labels' losses in their sum; 1 for a single label.
-        has_sample_weights: whether batches have weights of samples.
-
-    Attributes:
-        expert_layers: the model's layers of experts, in their order.
     """
 
     def __init__(

@@ -98,7 +98,6 @@ class HistoryTransformer(nn.Module):
     Args:
         token_width: W, of the tokens' embeddings.
         d_model: of the blocks; a multiple of ``heads``.
-        d_ff: of the blocks' feed-forward layers.
         history_length: past interactions of a sample, at most.
         product: how row-parallel layers multiply, and the ranks that the blocks are sharded over. These must divide ``heads``
             and ``d_ff``.
@@ -189,12 +188,7 @@ def _check_shape(d_model: int, heads: int, layers: int, d_ff: int, history_lengt
 
 
 class TransformerSparseArch(nn.Module):
-    """The lookups of sample features and of token features.
-
-    Args:
-        tables: of the sample features.
-        token_tables: of the token features.
-    """
+    """The lookups of sample features and of token features."""
 
     def __init__(self, tables: EmbeddingBagCollection, token_tables: EmbeddingBagCollection) -> None:
         super().__init__()
@@ -219,7 +213,6 @@ class TransformerOverArch(nn.Module):
     """DLRM's interaction of features, beside it the encoding of history and candidate, and the top MLP.
 
     Args:
-        dims: columns of each sparse feature.
         dim: D, of the vectors that interact.
     """
 
@@ -239,9 +232,7 @@ class TransformerDLRM(nn.Module):
     """DLRM whose prediction also reads the user's history.
 
     Args:
-        tables: of the sample features.
         token_tables: of the token features; their dimensions sum to the ``token_width`` of the Transformer.
-        dense_features: number of dense features.
         bottom_mlp: widths of the layers over the dense features; the last is D, of the vectors that interact.
         top_mlp: widths of the layers that end in the logits; the last is the number of labels.
     """
@@ -275,7 +266,6 @@ class TransformerDLRM(nn.Module):
 
         Args:
             dense: [b, dense_features].
-            sparse: the sample features, of stride b.
             tokens: the token features, of stride b * T; bag i * T + t is token t of sample i.
             history_lengths: [b], past interactions of each sample.
             real: [b] bool, false for samples that are padding, for a model with experts.

@@ -88,10 +88,7 @@ class Gradient:
 
 @dataclass(frozen=True)
 class DenseWork:
-    """Attributes:
-    forward, backward: in their order.
-    gradients: in the order in which they are there.
-    """
+    """The work of both passes, in the order of the operations."""
 
     forward: Sequence[Kernel | Exchange]
     backward: Sequence[Kernel | Exchange]
@@ -116,7 +113,6 @@ def trace(
     Args:
         task: built for the CPU, not compiled; with ``comm=baseline``, on the ranks of
             :func:`~dlrm_fused.compat.torch.ranks_without_peers`.
-        samples: of one rank.
         pooled: dtype of what the embedding stage returns.
     """
     for layer in task.expert_layers:
@@ -227,11 +223,7 @@ def _source(node: fx.Node) -> fx.Node:
 
 
 class _Work:
-    """Operations of a graph as kernels and exchanges.
-
-    Attributes:
-        work: in the order of the operations.
-    """
+    """Operations of a graph as kernels and exchanges."""
 
     def __init__(self, module: fx.GraphModule, *, compiled: bool) -> None:
         self.work: list[Kernel | Exchange] = []

@@ -11,13 +11,7 @@ from dlrm_fused.scaleout.topologies import Cluster, Flows, Links, Switch, Topolo
 
 @dataclass(frozen=True)
 class Groups:
-    """A topology of one group, with the flows of all groups on the links of all.
-
-    Args:
-        one: A group alone.
-        count: Groups.
-        links: Of the whole network.
-    """
+    """A topology of one group, with the flows of all groups on the links of all."""
 
     one: Topology
     count: int

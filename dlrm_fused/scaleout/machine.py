@@ -23,7 +23,6 @@ class Machine:
     """Rates of one rank, in seconds, bytes/s and floating-point operations/s.
 
     Args:
-        name: What was measured.
         launch: Seconds between the starts of two kernels that do nothing.
         memory: Bandwidth of elementwise kernels, reading and writing.
         products: Peak of matrix products, by dtype (bf16, fp32).
@@ -83,8 +82,6 @@ class Machine:
 
 def read(path: Path, setting: str = "machine") -> Machine:
     """
-    Args:
-        setting: That names the file, for messages.
 
     Raises:
         ConfigError: no such file, or it is no calibration.

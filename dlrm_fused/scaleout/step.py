@@ -50,9 +50,7 @@ class Task:
     """Work that starts when the task before it on its stream, and those that it names, have ended.
 
     Args:
-        name: Unique in a step.
         stream: Tasks of one stream run one after the other, in the order in which they are given, as on a CUDA stream.
-        after: Names of earlier tasks.
     """
 
     name: str

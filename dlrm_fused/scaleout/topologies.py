@@ -27,7 +27,6 @@ class Flows:
     """Equal flows between pairs of ranks.
 
     Args:
-        count: How many.
         crossings: For each class of links, how many of them one flow crosses. A fraction: it is divided over several
             routes.
         latency: Seconds from the moment when the last byte has been sent until it is there.
@@ -91,7 +90,6 @@ class Switch:
 
     Args:
         ranks: Their number; each sends and receives at ``bytes_per_second`` at the same time.
-        latency: Seconds from rank to rank.
     """
 
     ranks: int

@@ -45,8 +45,6 @@ class Workload:
     """The work of one rank's step; bytes are those of the rank's whole batch, its own part of an exchange included.
 
     Args:
-        samples: Of a rank.
-        dense: What follows the embeddings.
         group_ranks: Ranks that share the weights of layers, experts or a Transformer's blocks; 1 without such layers.
         id_bytes: What an input dist sends: ids and the lengths of bags, to each shard that needs them.
         id_imbalance: What the rank that receives most of them does, over the average.
@@ -55,7 +53,6 @@ class Workload:
         imbalance: What the rank that sends most of them sends, over the average; 1 for an even plan.
         is_covered: Whether ``comm=fused`` covers all tables of the plan; the others it leaves to TorchRec's path.
         parameter_bytes: Read and written by the dense optimizer.
-        is_on_cpu: Whether there is no GPU.
     """
 
     samples: float

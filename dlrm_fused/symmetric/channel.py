@@ -75,7 +75,6 @@ class Channel:
     """The flags of one exchange between the ranks of a group.
 
     Attributes:
-        group, name: as given.
         flags: int64 words: [p] the ready word of rank p, [W + p] its arrival word, [2 W + p] its fingerprint; W ranks.
         state: int64 [8] on the device: [0] the last completed epoch, [1] programs done in the running launch, [2] 1 after a
             fault, [3] rank + 1 of a peer that is gone: waits end; the rest is free for kernels.

@@ -29,8 +29,6 @@ class Address:
     """The addresses at which a rank can be reached, and its identity.
 
     Attributes:
-        host: its name.
-        process: its number there.
         addresses: of IPv4, the likeliest first.
         port: at which it awaits connections; 0 if it does not.
         token: a stranger that finds the port does not know it.

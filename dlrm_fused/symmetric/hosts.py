@@ -44,7 +44,6 @@ class Hosts:
 
     Attributes:
         ranks: of each host, ascending; hosts in the order of their first ranks.
-        rank: this one.
     """
 
     ranks: tuple[tuple[int, ...], ...]

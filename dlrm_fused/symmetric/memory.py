@@ -37,7 +37,6 @@ class SymmetricMemory:
     """A block of one size on every rank. Made by :meth:`SymmetricGroup.allocate`.
 
     Attributes:
-        name: as given to ``allocate``.
         size: bytes on each rank.
         local: uint8 [size], this rank's block, on the group's device.
         addresses: int64 [world_size] on the group's device: where each rank's block lies in the address space of this process
@@ -73,7 +72,6 @@ class SymmetricGroup(abc.ABC):
         hosts: which ranks lie on one host, and so reach each other's memory by stores.
         messages: takes slices to ranks of other hosts; None if there are none, or slices are put.
         puts_between_hosts: whether kernels put slices into the memory of ranks of other hosts.
-        is_closed: whether this rank has called ``close``.
         peer_monitor: notices when the process of another rank is gone.
     """
 

@@ -38,7 +38,6 @@ class LateRankError(Exception):
 
     Attributes:
         rank: the one at fault, which may be another than the one that was waited for.
-        why: it is not there.
     """
 
     def __init__(self, rank: int, why: Why) -> None:

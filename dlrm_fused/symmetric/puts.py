@@ -34,7 +34,6 @@ class Puts:
 
     Attributes:
         slice_size: bytes that a slice may have.
-        args: what kernels are given.
     """
 
     def __init__(self, group: SymmetricGroup, name: str, channel: ChannelArgs, slice_size: int) -> None:

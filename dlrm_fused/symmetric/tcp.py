@@ -38,8 +38,6 @@ class TcpMessages(Messages):
     """Messages by TCP.
 
     Args:
-        rank: this one.
-        remote: the ranks of other hosts.
         gather: as :meth:`~dlrm_fused.symmetric.memory.SymmetricGroup.gather`.
     """
 

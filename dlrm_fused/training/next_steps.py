@@ -40,11 +40,7 @@ def _program(name: str) -> str:
 
 
 def _script(name: str, launched: bool = False) -> list[str]:
-    """train.py or eval.py of this checkout; an installed package has the command dlrm-fused.
-
-    Args:
-        launched: by torchrun.
-    """
+    """train.py or eval.py of this checkout; an installed package has the command dlrm-fused."""
     script = _CHECKOUT / f"{name}.py"
     if script.is_file():
         return [_shortened(script)] if launched else [_program("python"), _shortened(script)]

@@ -24,10 +24,7 @@ class SavedRun:
     """A checkpoint of a run, chosen for an evaluation.
 
     Attributes:
-        path: the run's folder.
         config: the run's, with overrides.
-        step: of the checkpoint.
-        checkpoint: its folder.
     """
 
     path: Path
@@ -99,7 +96,6 @@ def write_result(content: Content, in_run: Path, output: Path | None, rank: Rank
     Args:
         in_run: the file in the run's folder that is written by default; if it cannot be written, as in a run that may
             only be read, the log tells so.
-        output: another file.
 
     Raises:
         CheckpointError: on all ranks, if ``output`` cannot be written.

@@ -80,7 +80,6 @@ class StepTimer:
     ``data_wait``; on the CPU those of the host.
 
     Args:
-        device: where the steps run.
         every: only one in so many steps is measured; the events of a step cost the host some 0.2 ms on CUDA.
     """
 

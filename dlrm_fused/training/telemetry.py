@@ -60,9 +60,6 @@ class RunWriter:
     complete.
 
     Args:
-        run_dir: ``runs/<name>``.
-        config: shown in TensorBoard as text.
-        rank: of this process.
         resume_step: the step of the checkpoint that the run continues from; 0 for a run that starts anew.
     """
 
@@ -102,12 +99,7 @@ class RunWriter:
 
     @_names_the_folder
     def expert_load(self, step: int, layer: int, fractions: Sequence[float]) -> None:
-        """A chart of how much of a layer's work each expert has had since the report before: a bar for each expert.
-
-        Args:
-            layer: its number among the model's layers of experts.
-            fractions: of the layer's routed tokens, by expert.
-        """
+        """A chart of how much of a layer's work each expert has had since the report before: a bar for each expert."""
         if self._active:
             edges = np.arange(1, len(fractions) + 1, dtype=np.float64)
             self._tensorboard.add_histogram_raw(
@@ -127,7 +119,6 @@ class RunWriter:
         """A line about an evaluation after ``step``.
 
         Args:
-            split: name of the split.
             values: auc, auc_error, log_loss, normalized_entropy, calibration, samples.
             final: whether it is the one at the end of the run; a run that continues removes its line.
         """
@@ -287,8 +278,6 @@ class Profiler:
     Args:
         run_dir: the trace goes to ``profile/`` in it, one file for each rank.
         steps: empty for no trace, or the first and the last step.
-        rank: of this process.
-        device: where the steps run.
     """
 
     _WARMUP_STEPS = 2

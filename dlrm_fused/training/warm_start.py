@@ -33,7 +33,6 @@ class RowMap:
     """The rows of a table that continue from another run.
 
     Attributes:
-        old_rows: of the other run's table.
         old_ids: int64 [rows of the new table]: the id that the value had in the other run; -1 for a value that it did not know.
     """
 
@@ -114,9 +113,6 @@ def _check_rows(run: RunFolder, maps: Mapping[str, RowMap], schema: DatasetSchem
 
 def restore_rows(path: Path, key: str, table: LocalShards, rows: RowMap) -> None:
     """Fill the rows of a table that go on from a checkpoint; the others stay as they are. Collective.
-
-    Args:
-        key: of the table's weight.
 
     Raises:
         CheckpointError: the checkpoint's table has another number of rows or columns, or cannot be read.

@@ -83,7 +83,6 @@ class Encoding:
 
     Attributes:
         hash_rows: ids are taken modulo this; 0 looks them up in ``vocabularies``.
-        vocabularies: folder of the vocabularies.
         missing_is_id: a missing id is treated as the id 0, as TorchRec does.
         dense_min: smallest dense value of each file for TorchRec's transform; None for log(1 + max(x, 0)).
     """

@@ -297,7 +297,6 @@ class _Table:
     Attributes:
         ids: ``[rows of the table]`` id of each in its embedding table: 1, 2, ... in order of the release's ids for
             those in the training split, 0 for others.
-        rows: rows of the embedding table.
     """
 
     def __init__(self, train: pl.Series, entities: dict[int, Any], unknown: Any) -> None:

@@ -50,11 +50,7 @@ def _merge(parts: list[Counts]) -> Counts:
 
 
 class IdCounter:
-    """Counts the ids of one feature over all rows.
-
-    Args:
-        path: prefix of the files for sorted runs.
-    """
+    """Counts the ids of one feature over all rows."""
 
     def __init__(self, path: Path) -> None:
         self._paths = [path.with_name(f"{path.name}.{kind}") for kind in ("ids", "counts", "first")]
@@ -110,11 +106,7 @@ class IdCounter:
 
 
 class Vocabulary:
-    """The kept ids of one feature, memory-mapped so that all processes share them.
-
-    Attributes:
-        rows: rows that an embedding table needs.
-    """
+    """The kept ids of one feature, memory-mapped so that all processes share them."""
 
     def __init__(self, path: Path) -> None:
         self._ids = np.load(path.with_name(path.name + ".ids.npy"), mmap_mode="r")

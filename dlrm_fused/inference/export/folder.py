@@ -44,9 +44,7 @@ def export_run(
     """Write a self-contained folder, complete or not at all; :mod:`dlrm_fused.inference.export.loader` says what is in it.
 
     Args:
-        run: folder of the run.
         checkpoint: ``best``, ``last`` or a step.
-        output: the folder, which must not exist.
         table_dtype: one of :data:`~dlrm_fused.inference.export.table_formats.TABLE_DTYPES`.
         split: the samples on which the AUC of each label is compared with that in fp32.
         overrides: ``key=value`` settings that replace those of the run.

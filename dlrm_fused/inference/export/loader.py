@@ -299,7 +299,6 @@ class Values:
     """Reads the values of a feature, and makes ids of them.
 
     Attributes:
-        is_list: whether a row has a list of them.
         rows: of the table; ids are taken modulo them, as in training.
     """
 

@@ -31,7 +31,6 @@ class Batcher:
 
     Args:
         score: maps the inputs of n rows to probabilities, [n] or [n, L] of several labels.
-        observe: called with the rows of each batch.
     """
 
     def __init__(self, score: Score, limits: Limits, observe: Callable[[int], None]) -> None:

@@ -136,10 +136,6 @@ class Door:
 class LimitedProtocol(HttpToolsProtocol):
     """Limits a client's connection.
 
-    Args:
-        door: of all connections.
-        of_uvicorn: what uvicorn gives a connection.
-
     Attributes:
         is_refused: whether its headers were too long. Bytes that it still sends are forgotten.
     """

@@ -14,10 +14,7 @@ class ServiceMetrics:
     """Counts requests, their times and the rows of batches.
 
     Attributes:
-        registry: holds all metrics.
-        requests: answered requests for predictions, by status.
         seconds: seconds from the first byte of a request to its answer.
-        batch_rows: rows that the model scored at once.
     """
 
     def __init__(self, waiting_rows: Callable[[], float]) -> None:

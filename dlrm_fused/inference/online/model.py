@@ -36,9 +36,6 @@ class OnlineModel:
         Layers and tables are sharded over tensor-parallel ranks. With ``comm=baseline``, a product is followed by an
         all-reduce; otherwise they are one operator. With ``training.precision=bf16`` all weights are bf16, otherwise fp32.
 
-        Args:
-            ids_per_bag: the most ids of a bag.
-
         Raises:
             ConfigError: if the model is no Transformer, or does not go with the data set or the ranks.
             UsageError: with ``comm_strict``, if ranks cannot reach each other's memory.

@@ -28,7 +28,6 @@ class ShardedTables:
     Attributes:
         rows: [local rows + 1, D], this rank's rows; the last is zero, for ids whose rows others hold. D is the widest table's
             columns; what is right of a narrower one is zero.
-        dims: columns of each table.
     """
 
     @lasting

@@ -30,8 +30,6 @@ class Size:
     """The size of a call on one rank.
 
     Attributes:
-        pair: what is computed and communicated.
-        ranks: on one host.
         rows: M, of all ranks together where rows are sharded.
         columns: N of the product on this rank.
         depth: K of the product on this rank.

@@ -14,11 +14,9 @@ class Machine:
     """The rates and costs of one rank.
 
     Attributes:
-        name: for people.
         teraflops: 10^12 operations a second, of the library's product of large matrices in 16 bits.
         memory: GB/s, bytes read plus bytes written within the GPU.
         peer_copies, peer_stores: GB/s to all peers together, by copy engines and by stores of a kernel.
-        multiprocessors: of the GPU.
         library_share: of ``peer_copies``, what the library's collectives reach.
         library_sum_share: the same of its all-reduce.
         kernel_share: of the library's speed, what this project's products reach between two tiles.

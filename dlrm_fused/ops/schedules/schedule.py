@@ -38,7 +38,6 @@ class Schedule:
 
     Attributes:
         name: by which an operator's ``schedule`` argument names it.
-        mover: who moves.
         parts: sizes, relative to each other, of the pieces into which the rows that go to or come from one rank are cut; in the
             order in which they travel.
         is_one_product: one kernel computes with all pieces, each as it arrives; else each piece is a product of its own.

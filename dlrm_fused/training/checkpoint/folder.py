@@ -32,9 +32,7 @@ class Progress:
         loss: mean over the steps since the report before.
         world_size: ranks that wrote the checkpoint.
         validation_auc: of the first label, of an evaluation at this very step, if there was one.
-        settings: the flattened config.
         evaluations_since_best: how many there were since the one with the highest AUC.
-        labels: what the model predicts, in this order.
         data: digests of the data set that the model was trained on; see :mod:`dlrm_fused.datasets.identity`.
     """
 

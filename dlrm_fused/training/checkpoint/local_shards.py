@@ -14,7 +14,6 @@ class LocalShards:
     """A tensor that is sharded over ranks, with the shards of this one; DCP reads and writes it like its own sharded tensors.
 
     Attributes:
-        shape: of the whole tensor.
         shards: (index of the first element, such as (row, column), and tensor) of each shard on this rank.
         is_written: whether this rank writes its shards; false where another rank holds the same ones and does.
     """

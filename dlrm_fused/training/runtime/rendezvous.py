@@ -52,9 +52,6 @@ def process_group(rank: Rank, device: torch.device, timeout: timedelta = _COLLEC
     """The default process group: gloo for CPU tensors, NCCL for those on GPUs.
 
     A program may have one after the other, as one that trains and then evaluates: as many on each rank.
-
-    Args:
-        timeout: of each collective, and of making the group.
     """
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",

@@ -29,7 +29,6 @@ class Watchdog:
     frozen container) is no silence.
 
     Args:
-        peer_timeout_seconds: how long a rank may give no sign of life.
         end: called with the reason, None if another rank tells it; the default logs it and ends the process.
     """
 

@@ -24,7 +24,6 @@ def describe(
 
     Args:
         survey: with the values of all sparse columns counted.
-        output: the folder that the config would name.
     """
     kept: dict[str, int] = {}
     for name, counter in survey.counters.items():

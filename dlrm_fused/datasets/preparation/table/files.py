@@ -42,7 +42,6 @@ class TableFile:
         suffix: of the format, without that of a compression.
         schema: the columns by their new names, with those of the path; all of a text file are texts.
         names: those that columns have in the file, by their new names.
-        table_format: how it is written.
         partitions: columns of the path, such as dt=2024-01-01, with the value that all rows have; None is a missing one.
     """
 
@@ -76,7 +75,6 @@ class Block:
     Attributes:
         first_in_file: number of the first row in its file, from 0.
         first: likewise in the whole table.
-        columns: n rows of the columns that are read.
     """
 
     path: Path

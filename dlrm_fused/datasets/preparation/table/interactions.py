@@ -46,11 +46,7 @@ class Interactions:
 
 @dataclass(frozen=True)
 class InteractionColumns:
-    """
-    Attributes:
-        time_format: as in :class:`TableFormat`.
-        nulls: users and items that are missing ones.
-    """
+    """The columns of which interactions are made."""
 
     user: SparseColumn
     item: SparseColumn
@@ -76,11 +72,7 @@ def _row_keys(values: Categories) -> Int:
 
 
 class InteractionFiles:
-    """Files with the users, times and tokens of all rows in the order of reading; histories are made from them.
-
-    Args:
-        output: folder of the prepared set.
-    """
+    """Files with the users, times and tokens of all rows in the order of reading; histories are made from them."""
 
     def __init__(self, output: Path, transformation: Transformation) -> None:
         assert transformation.history is not None

@@ -20,13 +20,7 @@ EVALUATION_TOKENS = 2**18  # of a batch, with histories
 
 
 def proposed_config(schema: DatasetSchema, train_rows: int, folder: Path) -> str:
-    """YAML for train.py.
-
-    Args:
-        schema: of the prepared set.
-        train_rows: rows of the training split.
-        folder: of the prepared set.
-    """
+    """YAML for train.py."""
     dim = _dim(max(feature.rows for feature in schema.tables))
     dims = {feature.name: min(_own_dim(feature.rows), dim) for feature in schema.tables}
     lines = [

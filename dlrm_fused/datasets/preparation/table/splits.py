@@ -71,8 +71,6 @@ class TimeSplit:
     """The newest rows are for the test, those before them for validation.
 
     Attributes:
-        option: names where the column comes from in messages.
-        time_format: as in :class:`TableFormat`.
         starts: microseconds since 1970 from which on rows are for validation, and for the test.
         found: the first and the last time, and how they were read, for people.
     """

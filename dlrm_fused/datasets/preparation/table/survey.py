@@ -37,7 +37,6 @@ class Question:
 
     Attributes:
         counted: names of the sparse columns whose values are counted.
-        sample_weight: empty where rows have no weights.
         nulls: values of dense and sparse columns that are missing ones.
         escaped_quote: a quote behind a backslash, as values hold it where ``--escape`` names none; empty if no file is text.
     """
@@ -67,12 +66,8 @@ class BlockSurvey:
     """The contribution of one block; all of it but ``rows``, ``positives`` and ``weight`` is of training rows.
 
     Attributes:
-        rows: of each split.
-        positives: of each label and split.
         weight: sum of the weights of each split's rows; their number without weights.
-        moments, extremes: of each dense column.
         sampled: random numbers by which rows are sampled, and the columns of these rows for quantiles [n, Q].
-        lengths: of each sparse column.
         counts: distinct values and their numbers, by name of the column.
         suspects: how often a value occurs that may stand for a missing one, by column and value.
         escaped: a value with an escaped quote, by column.
@@ -154,10 +149,6 @@ class Survey:
 
     Attributes:
         rows, positives, weight: as of a block; splits by their position in ``SPLITS``.
-        moments, extremes: of each dense column.
-        lengths: of each sparse column.
-        counters: by name of the column.
-        suspects, escaped: as of a block.
     """
 
     def __init__(self, question: Question, scratch: Path) -> None:

@@ -58,11 +58,7 @@ def read_times(block: Block, name: str, option: str, time_format: str) -> Int:
 
 
 class TimeSurvey:
-    """Reads the times of a column, and keeps the first and the last one, and how they were read.
-
-    Args:
-        name, option, time_format: as for :func:`read_times`.
-    """
+    """Reads the times of a column, and keeps the first and the last one, and how they were read."""
 
     def __init__(self, name: str, option: str, time_format: str) -> None:
         self._name, self._option, self._time_format = name, option, time_format

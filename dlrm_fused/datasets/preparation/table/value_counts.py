@@ -26,7 +26,6 @@ class ValueCounter:
 
     Args:
         value_type: int64, which becomes ``WIDE`` with the first value beyond it, or string.
-        path: prefix of the files.
     """
 
     def __init__(self, value_type: pa.DataType, path: Path) -> None:

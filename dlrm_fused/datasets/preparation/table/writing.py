@@ -58,11 +58,6 @@ def write_set(
 ) -> PreparedInfo:
     """Write all files of a prepared set but the transformation.
 
-    Args:
-        columns: all that is read.
-        interactions: where users and times are, for histories.
-        output: an empty folder.
-
     Raises:
         DataError: if a value cannot be used.
     """
