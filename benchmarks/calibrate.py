@@ -35,7 +35,7 @@ from benchmarks.scaleout.device_time import seconds_of
 from benchmarks.scaleout.tables import FbgemmTables, FusedTables
 from dlrm_fused.config import Config, load_config
 from dlrm_fused.errors import ConfigError
-from dlrm_fused.scaleout.dense_part import Kernel
+from dlrm_fused.scaleout.dense_trace import Kernel
 from dlrm_fused.scaleout.machine import Machine
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

@@ -18,9 +18,9 @@ from typing import Any
 from benchmarks.common.environment import ROOT, describe_environment
 from benchmarks.common.results import add_report_arguments, write_results
 from dlrm_fused.config import Comm, load_config
-from dlrm_fused.scaleout.answers import sweep
 from dlrm_fused.scaleout.scenario import HostSettings, NetworkSettings, Scenario, TrainSettings
 from dlrm_fused.scaleout.step import Timeline
+from dlrm_fused.scaleout.sweep import sweep
 from dlrm_fused.scaleout.training_step import embedding_seconds
 
 RESULTS = ROOT / "benchmarks/results"

@@ -31,7 +31,7 @@ from torch import Tensor
 from dlrm_fused.checksums import map_bytes
 from dlrm_fused.config import Config, Split
 from dlrm_fused.datasets.batch import Samples, sparse_from_features
-from dlrm_fused.datasets.opening import folder_of, rows_of_tables
+from dlrm_fused.datasets.data_settings import folder_of, rows_of_tables
 from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
 from dlrm_fused.datasets.storage import check_finite, check_labels, map_array
 from dlrm_fused.errors import ConfigError, DataError

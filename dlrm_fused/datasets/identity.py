@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping
 
 from dlrm_fused.config import Config, DataSource
+from dlrm_fused.datasets.data_settings import transformation_of
 from dlrm_fused.datasets.dataset import Dataset
-from dlrm_fused.datasets.opening import transformation_of
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.datasets.transformation import Transformation
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dlrm_fused.config import Config, Split
 from dlrm_fused.datasets.batch import Samples, sparse_from_features
-from dlrm_fused.datasets.opening import rows_of_tables
+from dlrm_fused.datasets.data_settings import rows_of_tables
 from dlrm_fused.datasets.parquet_files import (
     Columns,
     DecodedRowGroup,

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dlrm_fused.config import Config, Split
 from dlrm_fused.datasets.batch import Samples, sparse_from_features
+from dlrm_fused.datasets.data_settings import folder_of, rows_of_tables
 from dlrm_fused.datasets.interactions import HistoryWindows, Interactions
-from dlrm_fused.datasets.opening import folder_of, rows_of_tables
 from dlrm_fused.datasets.schema import INTERACTIONS, SCHEMA_FILE, PreparedInfo, SparseFeature, checksums_of, labels_shape
 from dlrm_fused.datasets.storage import IdColumns, SetFolder, check_finite, check_labels, check_weights
 from dlrm_fused.errors import DataError

@@ -21,8 +21,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.config import Config, Split, SyntheticConfig
 from dlrm_fused.datasets.batch import Samples
+from dlrm_fused.datasets.data_settings import rows_of_tables
 from dlrm_fused.datasets.hashing import combine, derive_key, shift_right, split_mix
-from dlrm_fused.datasets.opening import rows_of_tables
 from dlrm_fused.datasets.schema import LABEL, DatasetSchema, SparseFeature, labels_shape
 from dlrm_fused.lasting import lasting
 from dlrm_fused.versions import has_c_compiler

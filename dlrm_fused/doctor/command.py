@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from dlrm_fused.doctor.examine import follow, lead
-from dlrm_fused.doctor.meeting import Meeting, OtherReleaseError
+from dlrm_fused.doctor.mailbox import Mailbox, OtherReleaseError
 from dlrm_fused.doctor.report import as_json, as_text
 from dlrm_fused.training.runtime import Rank, configure_logging
 
@@ -38,10 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rank = Rank.from_environment()
     configure_logging(rank)
     try:
-        meeting = Meeting(rank, options.seconds)
+        mailbox = Mailbox(rank, options.seconds)
         if rank.index == 0:
-            return lead(rank, meeting, options.seconds, as_json if options.json else as_text)
-        return follow(rank, meeting, options.seconds)
+            return lead(rank, mailbox, options.seconds, as_json if options.json else as_text)
+        return follow(rank, mailbox, options.seconds)
     except (RuntimeError, OSError, OtherReleaseError) as error:
         store = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         print(f"dlrm_fused doctor: {rank} lost rank 0, or the store at {store}: {error}", file=sys.stderr)

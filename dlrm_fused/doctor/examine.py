@@ -12,8 +12,8 @@ from dlrm_fused.doctor.collect import collect_facts
 from dlrm_fused.doctor.deadline import Outcome, attempt
 from dlrm_fused.doctor.facts import RankFacts
 from dlrm_fused.doctor.findings import Finding, Level, judge_facts, judge_measurements
+from dlrm_fused.doctor.mailbox import Mailbox, OtherReleaseError
 from dlrm_fused.doctor.measure import Measurement, measure, pairs_to_measure
-from dlrm_fused.doctor.meeting import Meeting, OtherReleaseError
 from dlrm_fused.doctor.report import Examination
 from dlrm_fused.training.runtime import Rank
 
@@ -41,67 +41,67 @@ class _Plan:
     device_type: str = "cpu"
 
 
-def lead(rank: Rank, meeting: Meeting, seconds: float, shown: Callable[[Examination], str]) -> int:
+def lead(rank: Rank, mailbox: Mailbox, seconds: float, shown: Callable[[Examination], str]) -> int:
     """Rank 0's part; returns the status.
 
     Args:
         shown: what to print of the examination.
     """
-    _send_facts(rank, meeting, seconds)
-    ranks, findings = _received_facts(meeting, seconds)
+    _send_facts(rank, mailbox, seconds)
+    ranks, findings = _received_facts(mailbox, seconds)
     findings += judge_facts(ranks)
     obstacle = next((finding.name for finding in findings if finding.name in _CUTS_OFF), "")
     plan = _Plan([]) if obstacle else _plan(ranks)
-    meeting.post("plan", plan)
+    mailbox.post("plan", plan)
     measurements: list[Measurement] = []
     if plan.pairs:
-        _send_measurements(rank, meeting, plan, seconds)
-        measurements, failures = _received_measurements(meeting, seconds)
+        _send_measurements(rank, mailbox, plan, seconds)
+        measurements, failures = _received_measurements(mailbox, seconds)
         findings += failures + judge_measurements(measurements, ranks)
     not_measured = "" if measurements else obstacle or ("no pair answered" if plan.pairs else "one rank has no peers")
     examination = Examination(rank.world_size, ranks, measurements, not_measured, findings)
     print(shown(examination), flush=True)
-    meeting.post("status", examination.status)
-    meeting.post("left", True)
+    mailbox.post("status", examination.status)
+    mailbox.post("left", True)
     # The store may be this process's own: the others read the status from it before it ends.
-    meeting.read_all("left", _LEAVING_SECONDS)
+    mailbox.read_all("left", _LEAVING_SECONDS)
     return examination.status
 
 
-def follow(rank: Rank, meeting: Meeting, seconds: float) -> int:
+def follow(rank: Rank, mailbox: Mailbox, seconds: float) -> int:
     """The part of all other ranks, which wait for rank 0 longer than its own limits add up to; returns the status."""
-    _send_facts(rank, meeting, seconds)
-    plan: _Plan = meeting.read("plan", 0, 3 * seconds + _MARGIN_SECONDS)
+    _send_facts(rank, mailbox, seconds)
+    plan: _Plan = mailbox.read("plan", 0, 3 * seconds + _MARGIN_SECONDS)
     if plan.pairs:
-        _send_measurements(rank, meeting, plan, seconds)
-    status: int = meeting.read("status", 0, 4 * seconds)
-    meeting.post("left", True)
+        _send_measurements(rank, mailbox, plan, seconds)
+    status: int = mailbox.read("status", 0, 4 * seconds)
+    mailbox.post("left", True)
     return status
 
 
-def _send_facts(rank: Rank, meeting: Meeting, seconds: float) -> None:
-    meeting.post("arrival", rank.host)
-    meeting.post("facts", attempt(lambda: collect_facts(rank), seconds))
+def _send_facts(rank: Rank, mailbox: Mailbox, seconds: float) -> None:
+    mailbox.post("arrival", rank.host)
+    mailbox.post("facts", attempt(lambda: collect_facts(rank), seconds))
 
 
-def _received_facts(meeting: Meeting, seconds: float) -> tuple[list[RankFacts], list[Finding]]:
+def _received_facts(mailbox: Mailbox, seconds: float) -> tuple[list[RankFacts], list[Finding]]:
     """Facts of the ranks that sent them, and a finding for each that did not."""
     ranks: list[RankFacts] = []
     findings: list[Finding] = []
-    for number, outcome in meeting.read_all("facts", seconds + _MARGIN_SECONDS).items():
+    for number, outcome in mailbox.read_all("facts", seconds + _MARGIN_SECONDS).items():
         if isinstance(outcome, Outcome) and outcome.value is not None:
             ranks.append(outcome.value)
         else:
-            findings.append(_without_facts(number, outcome, meeting))
+            findings.append(_without_facts(number, outcome, mailbox))
     return ranks, findings
 
 
-def _without_facts(number: int, answer: Outcome[RankFacts] | Exception, meeting: Meeting) -> Finding:
+def _without_facts(number: int, answer: Outcome[RankFacts] | Exception, mailbox: Mailbox) -> Finding:
     if isinstance(answer, OtherReleaseError):
         what = f"rank {number} has release {answer} of dlrm_fused, rank 0 has {dlrm_fused.__version__}"
         return Finding("release-differs", Level.broken, [number], what, "install one release on all hosts")
     try:
-        place = f"rank {number} on {meeting.read('arrival', number, 0.0)}"
+        place = f"rank {number} on {mailbox.read('arrival', number, 0.0)}"
     except TimeoutError:
         what = f"rank {number} has not arrived: {answer}"
         advice = "look at the output of its host's torchrun: was it started, does it reach MASTER_ADDR, does python start there"
@@ -116,14 +116,14 @@ def _plan(ranks: Sequence[RankFacts]) -> _Plan:
     return _Plan(pairs_to_measure([facts.host for facts in ranks]), "cuda" if has_gpus else "cpu")
 
 
-def _send_measurements(rank: Rank, meeting: Meeting, plan: _Plan, seconds: float) -> None:
+def _send_measurements(rank: Rank, mailbox: Mailbox, plan: _Plan, seconds: float) -> None:
     device = torch.device(plan.device_type, rank.local_index) if plan.device_type == "cuda" else torch.device("cpu")
-    meeting.post("measured", attempt(lambda: measure(rank, device, plan.pairs, seconds), 2 * seconds))
+    mailbox.post("measured", attempt(lambda: measure(rank, device, plan.pairs, seconds), 2 * seconds))
 
 
-def _received_measurements(meeting: Meeting, seconds: float) -> tuple[list[Measurement], list[Finding]]:
+def _received_measurements(mailbox: Mailbox, seconds: float) -> tuple[list[Measurement], list[Finding]]:
     """Return all measurements, and a finding if some ranks have none to send."""
-    outcomes = meeting.read_all("measured", seconds)
+    outcomes = mailbox.read_all("measured", seconds)
     errors = {
         number: outcome.error if isinstance(outcome, Outcome) else str(outcome)
         for number, outcome in outcomes.items()

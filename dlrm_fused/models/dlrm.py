@@ -21,10 +21,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_fused.config import Config
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.models.dense_part import CompiledForTraining, is_compiled
-from dlrm_fused.models.heads import top_widths
+from dlrm_fused.models.embedding_tables import SparseArch, embedding_tables
 from dlrm_fused.models.interaction import Interaction, dims_of
 from dlrm_fused.models.moe import MixtureOfExperts, build_experts
-from dlrm_fused.models.tables import SparseArch, embedding_tables
+from dlrm_fused.models.multi_task import top_widths
 
 
 class _InTwoParts(DLRM):

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from dlrm_fused.auto_choice import measure_both
 from dlrm_fused.config import Comm, Config
-from dlrm_fused.models.choice import compute_dtype, reachable_memory
+from dlrm_fused.models.fused_communication import compute_dtype, reachable_memory
 from dlrm_fused.models.tensor_parallel import group_size
 from dlrm_fused.ops.moe import ExpertWorkspace, expert_layer_with_slots, reference
 from dlrm_fused.ops.moe.activations import ACTIVATIONS

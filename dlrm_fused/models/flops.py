@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 
 from dlrm_fused.config import Config, ModelKind
 from dlrm_fused.datasets.schema import DatasetSchema
-from dlrm_fused.models.heads import top_widths
-from dlrm_fused.models.row_parallel import FEED_FORWARD_FACTOR
-from dlrm_fused.models.tables import pooled_columns
+from dlrm_fused.models.embedding_tables import pooled_columns
+from dlrm_fused.models.multi_task import top_widths
+from dlrm_fused.models.product_choice import FEED_FORWARD_FACTOR
 from dlrm_fused.ops.moe.activations import ACTIVATIONS
 
 _FORWARD_PASSES_OF_A_STEP = 3

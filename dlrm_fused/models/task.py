@@ -16,8 +16,8 @@ from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.models.captured import CapturedFunction
 from dlrm_fused.models.dense_part import DensePart, cross_entropy, is_compiled
-from dlrm_fused.models.heads import task_weights
 from dlrm_fused.models.moe import MixtureOfExperts
+from dlrm_fused.models.multi_task import task_weights
 
 # Builds a model of a config for a data set: dense layers on the CPU, tables on the meta device. The other two arguments are the
 # device that it will run on, and the ranks that share weights of its layers; None is this rank alone. The model maps

@@ -26,11 +26,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dlrm_fused.config import Config
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError, UsageError
-from dlrm_fused.models.heads import top_widths
+from dlrm_fused.models.embedding_tables import InFeatureOrder, embedding_tables, pooled_columns
 from dlrm_fused.models.interaction import Interaction, dims_of
 from dlrm_fused.models.moe import MixtureOfExperts, build_experts
-from dlrm_fused.models.row_parallel import FEED_FORWARD_FACTOR, choose_product
-from dlrm_fused.models.tables import InFeatureOrder, embedding_tables, pooled_columns
+from dlrm_fused.models.multi_task import top_widths
+from dlrm_fused.models.product_choice import FEED_FORWARD_FACTOR, choose_product
 from dlrm_fused.models.tensor_parallel import (
     ColumnParallelLinear,
     LayerProducts,

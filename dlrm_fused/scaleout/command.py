@@ -12,9 +12,9 @@ from pathlib import Path
 from dlrm_fused.config import Comm
 from dlrm_fused.errors import ConfigError, UsageError
 from dlrm_fused.scaleout import plots
-from dlrm_fused.scaleout.answers import Row, Sensitivity, sensitivities, sweep
 from dlrm_fused.scaleout.scenario import Scenario, load_scenario
 from dlrm_fused.scaleout.step import Timeline
+from dlrm_fused.scaleout.sweep import Row, Sensitivity, sensitivities, sweep
 
 DESCRIPTION = """\
 How long a training step takes on hosts that one does not have: python -m dlrm_fused.scaleout --config configs/scaleout/X.yaml.

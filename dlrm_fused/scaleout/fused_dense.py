@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from dlrm_fused.scaleout.dense_part import Exchange, Kernel
+from dlrm_fused.scaleout.dense_trace import Exchange, Kernel
 
 
 @dataclass(frozen=True)

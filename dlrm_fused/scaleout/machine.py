@@ -15,7 +15,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 
 from dlrm_fused.errors import ConfigError
-from dlrm_fused.scaleout.dense_part import Kernel
+from dlrm_fused.scaleout.dense_trace import Kernel
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.scaleout.answers import Row, Sensitivity
+from dlrm_fused.scaleout.sweep import Row, Sensitivity
 
 
 def scaling(path: Path, rows: Sequence[Row], title: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from dlrm_fused.scaleout.collectives import Phase, algorithms_of
-from dlrm_fused.scaleout.dense_part import Exchange, Gradient, Kernel
+from dlrm_fused.scaleout.dense_trace import Exchange, Gradient, Kernel
 from dlrm_fused.scaleout.fused_dense import SendingKernel, fused
 from dlrm_fused.scaleout.groups import consecutive, strided
 from dlrm_fused.scaleout.machine import Machine

@@ -24,7 +24,7 @@ from dlrm_fused.config import Comm, Compile, Config, DenseOptimizerKind, ModelKi
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.models import RankingTask, build_model
-from dlrm_fused.scaleout.dense_part import DenseWork, trace
+from dlrm_fused.scaleout.dense_trace import DenseWork, trace
 from dlrm_fused.sharding.estimates import UNCOVERED_ACROSS_HOSTS
 from dlrm_fused.sharding.groups import expert_parallel_size, tensor_parallel_size
 from dlrm_fused.sharding.optimizers import describe_table_optimizers

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm_fused.config import Config, load_config
-from dlrm_fused.datasets.opening import transformation_of
+from dlrm_fused.datasets.data_settings import transformation_of
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.datasets.transformation import MISSING, TRANSFORMATION, UNSEEN, IdEncoding, Transformation
 from dlrm_fused.errors import CheckpointError

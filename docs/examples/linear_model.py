@@ -9,7 +9,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.config import Config
 from dlrm_fused.datasets.schema import DatasetSchema
-from dlrm_fused.models.tables import SparseArch, embedding_tables, pooled_columns
+from dlrm_fused.models.embedding_tables import SparseArch, embedding_tables, pooled_columns
 
 
 class LinearModel(nn.Module):

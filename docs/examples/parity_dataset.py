@@ -8,7 +8,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.config import Config, Split
 from dlrm_fused.datasets.batch import Samples
-from dlrm_fused.datasets.opening import rows_of_tables
+from dlrm_fused.datasets.data_settings import rows_of_tables
 from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
 
 ROWS = (100, 50)

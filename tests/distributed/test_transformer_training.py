@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_fused.config import Config
-from dlrm_fused.models.row_parallel import choose_product
+from dlrm_fused.models.product_choice import choose_product
 from dlrm_fused.models.tensor_parallel import LayerProducts
 from tests.distributed.launch import WITHOUT_AMPLIFIED_ROUNDING, evaluate, losses, run_ranks, small_config, summary, train
 from tests.distributed.without_symmetric_memory import choose_without_symmetric_memory

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dlrm_fused.config import Config
 from dlrm_fused.errors import CommunicationError, UsageError
-from dlrm_fused.models import choice
+from dlrm_fused.models import fused_communication
 from dlrm_fused.training.runtime import Rank, process_group
 
 
@@ -24,7 +24,7 @@ def choose_without_symmetric_memory(
     choose: Callable[[Config, dist.ProcessGroup, torch.device], Any], config: Config
 ) -> tuple[bool, str]:
     """Whether the computations are those of comm=baseline, and what is said with comm_strict=true."""
-    choice.symmetric_group = refuse_memory
+    fused_communication.symmetric_group = refuse_memory
     device = torch.device("cpu")
     with process_group(Rank.from_environment(), device):
         group = dist.group.WORLD

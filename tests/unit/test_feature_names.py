@@ -9,8 +9,8 @@ from dlrm_fused.config import EmbeddingConfig
 from dlrm_fused.datasets.feature_names import check_names, feature_name, module_name
 from dlrm_fused.datasets.schema import SparseFeature
 from dlrm_fused.errors import DataError
+from dlrm_fused.models.embedding_tables import embedding_tables
 from dlrm_fused.models.interaction import Interaction, dims_of
-from dlrm_fused.models.tables import embedding_tables
 from dlrm_fused.sharding.tables import is_table, table_name
 
 # Names that modules took in the release before; its checkpoints have them.

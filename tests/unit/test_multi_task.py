@@ -19,7 +19,7 @@ from dlrm_fused.datasets.synthetic import SyntheticDataset
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.models import Output, RankingTask, build_model
 from dlrm_fused.models.dense_part import cross_entropy
-from dlrm_fused.models.heads import task_weights
+from dlrm_fused.models.multi_task import task_weights
 from tests.unit.small_models import config_of
 
 CPU = torch.device("cpu")

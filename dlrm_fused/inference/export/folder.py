@@ -20,8 +20,8 @@ from safetensors import SafetensorError
 from dlrm_fused.checksums import CRC32, Checksums, FileSums
 from dlrm_fused.config import Split, to_yaml
 from dlrm_fused.datasets import Dataset, open_dataset
+from dlrm_fused.datasets.data_settings import transformation_of
 from dlrm_fused.datasets.identity import digests_of
-from dlrm_fused.datasets.opening import transformation_of
 from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature
 from dlrm_fused.datasets.transformation import TRANSFORMATION, Transformation
 from dlrm_fused.errors import ConfigError, DataError

@@ -12,10 +12,10 @@ from torch.export import Dim, ExportedProgram
 from dlrm_fused.config import Config
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError
+from dlrm_fused.models.embedding_tables import pooled_columns
 from dlrm_fused.models.expert_parallel import ExpertComputation
 from dlrm_fused.models.interaction import Interaction
 from dlrm_fused.models.moe import MixtureOfExperts
-from dlrm_fused.models.tables import pooled_columns
 from dlrm_fused.models.transformer import TransformerDLRM
 from dlrm_fused.ops.moe.activations import ACTIVATIONS
 

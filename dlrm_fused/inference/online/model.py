@@ -12,7 +12,7 @@ from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.inference.online.scorer import MAX_CANDIDATES, OnlineScorer
 from dlrm_fused.inference.online.sharded_tables import ShardedTables
-from dlrm_fused.models.row_parallel import fused_product
+from dlrm_fused.models.product_choice import fused_product
 from dlrm_fused.models.transformer import build_transformer
 from dlrm_fused.sharding.groups import ModelParallelGroups, tensor_parallel_groups
 from dlrm_fused.training.checkpoint import LocalShards, State, of_dense, restore_tensors

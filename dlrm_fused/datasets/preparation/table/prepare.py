@@ -15,7 +15,13 @@ from typing import Any
 from tqdm import tqdm
 
 from dlrm_fused.datasets.preparation.parallel import map_on_threads
-from dlrm_fused.datasets.preparation.table.choice import ColumnChoice, check_sparse, check_types, choose_sparse, grouping_column
+from dlrm_fused.datasets.preparation.table.column_roles import (
+    ColumnChoice,
+    check_sparse,
+    check_types,
+    choose_sparse,
+    grouping_column,
+)
 from dlrm_fused.datasets.preparation.table.describe import describe, suspects
 from dlrm_fused.datasets.preparation.table.files import TableFile, find_files, open_file, read_blocks
 from dlrm_fused.datasets.preparation.table.interactions import HISTORY, TOKEN_GAP, TOKEN_LABEL, InteractionColumns

@@ -19,7 +19,7 @@ class OtherReleaseError(Exception):
     """A rank has another release of dlrm_fused, so its messages may not be readable."""
 
 
-class Meeting:
+class Mailbox:
     """The ranks of a run, by what they post; a topic is posted once by a rank.
 
     Raises:

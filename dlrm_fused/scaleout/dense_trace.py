@@ -25,7 +25,7 @@ from dlrm_fused.config import EmbeddingConfig
 from dlrm_fused.datasets.batch import Batch
 from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature, labels_shape
 from dlrm_fused.models import RankingTask
-from dlrm_fused.models.tables import pooled_columns
+from dlrm_fused.models.embedding_tables import pooled_columns
 from dlrm_fused.scaleout.even_experts import spread_evenly
 
 # Operations that give a tensor another shape, or take memory for one, and move nothing.

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from dlrm_fused.auto_choice import measure_both
 from dlrm_fused.config import Comm, Config
-from dlrm_fused.models.choice import compute_dtype, reachable_memory
+from dlrm_fused.models.fused_communication import compute_dtype, reachable_memory
 from dlrm_fused.models.tensor_parallel import LayerProducts
 from dlrm_fused.ops.all_gather_gemm import ShardWorkspace
 from dlrm_fused.ops.all_gather_gemm.workspace import ROW_BYTES
