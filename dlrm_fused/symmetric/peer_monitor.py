@@ -60,7 +60,6 @@ class PeerMonitor:
         self._left: set[int] = set()
         self._refused: dict[int, int] = {}  # by channel, the first rank
         self._gone: set[int] = set()  # that were told to callbacks
-        self._loss_callbacks: list[Callable[[int], None]] = []
         self._gone_callbacks: list[Callable[[int], None]] = []
         self._refusal_callbacks: dict[int, list[Callable[[int], None]]] = {}  # by channel
         self._lock = threading.Lock()
@@ -106,15 +105,6 @@ class PeerMonitor:
         """Tell all ranks that this one refuses to take part in an exchange of a channel."""
         self._tell(_REFUSED, self._rank, self._peers, channel)
 
-    def on_loss(self, callback: Callable[[int], None]) -> None:
-        """Call ``callback(rank)`` when the first peer is lost, in the thread of the monitor; at once if one is lost
-        already."""
-        with self._lock:
-            if self._lost is None:
-                self._loss_callbacks.append(callback)
-                return
-        callback(self._lost)
-
     def on_gone(self, callback: Callable[[int], None]) -> None:
         """Call ``callback(rank)`` when it is of no use to wait for a peer any more: it is lost, or has left 5 seconds ago.
 
@@ -138,7 +128,7 @@ class PeerMonitor:
     def forget(self, callback: Callable[[int], None]) -> None:
         """Do not call ``callback`` any more."""
         with self._lock:
-            for callbacks in (self._loss_callbacks, self._gone_callbacks, *self._refusal_callbacks.values()):
+            for callbacks in (self._gone_callbacks, *self._refusal_callbacks.values()):
                 if callback in callbacks:
                     callbacks.remove(callback)
 
@@ -234,8 +224,6 @@ class PeerMonitor:
         self._tell(_LOST, rank, (peer for peer in self._peers if is_here or self._addresses[peer].host != lost_host))
         with self._lock:
             self._lost = rank
-            callbacks = self._loss_callbacks[:]
-        self._call(callbacks, rank)
         self._tell_gone(rank)
 
     def _tell_gone(self, rank: int) -> None:

@@ -89,15 +89,12 @@ def test_strangers_that_find_the_port_are_turned_away(monkeypatch: pytest.Monkey
 def test_a_rank_that_has_left_is_not_lost_but_gone_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_monitor, "_GRACE_SECONDS", 0.3)
     first, second = watches()
-    lost: list[int] = []
     gone: list[int] = []
-    first.on_loss(lost.append)
     first.on_gone(gone.append)
     second.close()
     until(lambda: first.has_left(1))
     assert gone == []
     until(lambda: gone == [1])
-    assert lost == []
     assert first.lost_peer() is None
     late: list[int] = []
     first.on_gone(late.append)
@@ -136,8 +133,8 @@ def test_a_failing_callback_does_not_keep_others_from_being_called(caplog: pytes
         raise RuntimeError(f"cannot bear the loss of {rank}")
 
     told: list[int] = []
-    first.on_loss(fail)
-    first.on_loss(told.append)
+    first.on_gone(fail)
+    first.on_gone(told.append)
     # As the kernel does for a process that ends: without a goodbye.
     second._peers[0].shutdown(socket.SHUT_RDWR)
     until(lambda: told == [1])

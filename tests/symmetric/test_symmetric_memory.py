@@ -453,7 +453,7 @@ def outlive(how: str) -> tuple[float, str, str]:
     channel, pool = Channel(group, "step", 60.0), BlockPool(group, "pool", 4 * 4096)
     exchange(channel, pool, 0)
     told: list[int] = []
-    group.peer_monitor.on_loss(told.append)
+    group.peer_monitor.on_gone(told.append)
     if rank.index == 2:
         if how == "killed with a living child" and os.fork() == 0:
             time.sleep(2 * SOON_SECONDS)
@@ -470,7 +470,7 @@ def outlive(how: str) -> tuple[float, str, str]:
     within(SOON_SECONDS, lambda: channel.control[7] == 3 and channel.state[3] == 3)
     assert message_of(CommunicationError, lambda: exchange(channel, pool, 1)).startswith("channel step")
     late: list[int] = []
-    group.peer_monitor.on_loss(late.append)
+    group.peer_monitor.on_gone(late.append)
     assert late == [2]
     group.close()
     return seconds, message, group.peer_monitor.describe(2)
