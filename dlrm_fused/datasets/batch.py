@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,9 +39,6 @@ class Samples:
     weights: Tensor | None = None
 
 
-_Moved = TypeVar("_Moved", Tensor, KeyedJaggedTensor)
-
-
 @dataclass
 class Batch(Pipelineable):
     """One rank's share of a global batch.
@@ -67,28 +64,20 @@ class Batch(Pipelineable):
     sample_weights: Tensor | None = None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        return self._with_each(lambda part: part.to(device, non_blocking=non_blocking))
+        return replace(self, **{name: part.to(device, non_blocking=non_blocking) for name, part in self._tensors()})
 
     def record_stream(self, stream: torch.Stream) -> None:
-        always = (self.dense, self.sparse, self.labels, self.weights)
-        for part in (*always, self.tokens, self.history_lengths, self.sample_weights):
-            if part is not None:
-                part.record_stream(stream)
+        for _, part in self._tensors():
+            part.record_stream(stream)
 
     def pin_memory(self) -> Batch:
-        return self._with_each(lambda part: part.pin_memory())
+        return replace(self, **{name: part.pin_memory() for name, part in self._tensors()})
 
-    def _with_each(self, move: Callable[[_Moved], _Moved]) -> Batch:
-        return Batch(
-            dense=move(self.dense),
-            sparse=move(self.sparse),
-            labels=move(self.labels),
-            weights=move(self.weights),
-            global_size=self.global_size,
-            tokens=None if self.tokens is None else move(self.tokens),
-            history_lengths=None if self.history_lengths is None else move(self.history_lengths),
-            sample_weights=None if self.sample_weights is None else move(self.sample_weights),
-        )
+    def _tensors(self) -> Iterator[tuple[str, Any]]:
+        """Names and values of the fields that are tensors, which a batch need not have all of."""
+        for field in fields(self):
+            if isinstance(part := getattr(self, field.name), Tensor | KeyedJaggedTensor):
+                yield field.name, part
 
 
 def sparse_from_features(

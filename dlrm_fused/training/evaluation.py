@@ -19,7 +19,8 @@ from dlrm_fused.training.metrics import BinaryMetrics, BinaryMetricValues
 
 Value = TypeVar("Value")
 
-_REPORTED = ("auc", "auc_error", "normalized_entropy", "log_loss", "calibration")
+# What is reported of :class:`BinaryMetricValues`.
+REPORTED = ("auc", "auc_error", "normalized_entropy", "log_loss", "calibration")
 
 
 @torch.no_grad()
@@ -83,7 +84,7 @@ def named(values: Mapping[str, Mapping[str, Value]]) -> dict[str, Value]:
 def report(values: Mapping[str, BinaryMetricValues]) -> dict[str, float]:
     """Return the metrics of all labels that are reported, and the number of samples."""
     samples = next(iter(values.values())).samples
-    return {**named({label: {name: getattr(v, name) for name in _REPORTED} for label, v in values.items()}), "samples": samples}
+    return {**named({label: {name: getattr(v, name) for name in REPORTED} for label, v in values.items()}), "samples": samples}
 
 
 def undefined(split: Split, values: Mapping[str, BinaryMetricValues]) -> dict[str, str]:

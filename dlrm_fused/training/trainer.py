@@ -27,7 +27,7 @@ from dlrm_fused.symmetric.collective_errors import gather_or_raise
 from dlrm_fused.training.build import build
 from dlrm_fused.training.checkpoint import CheckpointWriter, Progress, restore, set_aside_damaged
 from dlrm_fused.training.efficiency import efficiency, step_work
-from dlrm_fused.training.evaluation import evaluate, named, report, undefined
+from dlrm_fused.training.evaluation import REPORTED, evaluate, named, report, undefined
 from dlrm_fused.training.expert_load import load_values, read_expert_loads
 from dlrm_fused.training.metrics import BinaryMetricValues, LossTracker
 from dlrm_fused.training.next_steps import next_steps
@@ -406,14 +406,8 @@ def _summary(values: BinaryMetricValues, undefined: str | None) -> dict[str, flo
     Args:
         undefined: why the AUC is not defined; None if it is.
     """
-    return {
-        **({"test_auc_undefined": undefined} if undefined else {}),
-        "test_auc": values.auc,
-        "test_auc_error": values.auc_error,
-        "normalized_entropy": values.normalized_entropy,
-        "log_loss": values.log_loss,
-        "calibration": values.calibration,
-    }
+    reported = {f"test_{name}" if name.startswith("auc") else name: getattr(values, name) for name in REPORTED}
+    return {**({"test_auc_undefined": undefined} if undefined else {}), **reported}
 
 
 class _Throughput:
