@@ -30,8 +30,7 @@ def open_dataset(config: Config, device: torch.device) -> Dataset:
         ConfigError: if ``embedding.rows`` does not have one entry for each table of the data set.
         DataError: if the stored set is missing, damaged or inconsistent.
     """
-    opened: Dataset = resolve_name(config.data.source.value)(config, device)
-    return opened
+    return resolve_name(config.data.source.value)(config, device)
 
 
 def __getattr__(name: str) -> Any:

@@ -45,13 +45,11 @@ class _InTwoParts(DLRM):
 
     def interactions_of(self, dense: Tensor, pooled: Tensor) -> Tensor:
         """Map [b, dense features] and pooled embeddings [b, sum of dimensions] to what the top MLP reads, [b, N]."""
-        interactions: Tensor = self.inter_arch(self.dense_arch(dense), pooled)
-        return interactions
+        return self.inter_arch(self.dense_arch(dense), pooled)
 
     def logits_of(self, dense: Tensor, pooled: Tensor) -> Tensor:
         """Map [b, dense features] and pooled embeddings [b, sum of dimensions] to logits [b, labels]."""
-        logits: Tensor = self.over_arch(self.interactions_of(dense, pooled))
-        return logits
+        return self.over_arch(self.interactions_of(dense, pooled))
 
 
 def _of_one_dim(tables: EmbeddingBagCollection, dim: int) -> EmbeddingBagCollection:
@@ -157,12 +155,10 @@ class ExpertDLRM(nn.Module):
         return self._out_of_experts(x, self.over_arch.experts(x, real))
 
     def _before_experts(self, dense: Tensor, pooled: Tensor) -> Tensor:
-        x: Tensor = self.over_arch.first(self._interactions_of(dense, pooled))
-        return x
+        return self.over_arch.first(self._interactions_of(dense, pooled))
 
     def _after_experts(self, x: Tensor, of_experts: Tensor) -> Tensor:
-        logits: Tensor = self.over_arch.rest(x + of_experts)
-        return logits
+        return self.over_arch.rest(x + of_experts)
 
 
 def build_dlrm(config: Config, schema: DatasetSchema, device: torch.device, group: dist.ProcessGroup | None) -> nn.Module:

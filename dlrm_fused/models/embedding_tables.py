@@ -52,8 +52,7 @@ class InFeatureOrder(nn.Module):
     def forward(self, pooled: KeyedTensor) -> Tensor:
         """Return [b, sum of dimensions]; a view of the collection's result if that has this order."""
         if pooled.keys() == self.features:
-            values: Tensor = pooled.values()
-            return values
+            return pooled.values()
         by_key = pooled.to_dict()
         return torch.cat([by_key[feature] for feature in self.features], dim=1)
 
@@ -68,5 +67,4 @@ class SparseArch(nn.Module):
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         """Features of stride b to [b, sum of dimensions], in the order of the tables' features."""
-        pooled: Tensor = self.in_feature_order(self.embedding_bag_collection(features))
-        return pooled
+        return self.in_feature_order(self.embedding_bag_collection(features))

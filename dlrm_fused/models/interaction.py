@@ -42,8 +42,7 @@ class Interaction(nn.Module):
 
     def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
         """Map [b, D] and [b, sum of dims] to ``dense`` and the products of all pairs of vectors, [b, D + pairs]."""
-        interactions: Tensor = self.products(dense, self._of_one_dim(pooled))
-        return interactions
+        return self.products(dense, self._of_one_dim(pooled))
 
     def _of_one_dim(self, pooled: Tensor) -> Tensor:
         """Map [b, sum of dims] to [b, features, D]."""
@@ -54,8 +53,7 @@ class Interaction(nn.Module):
 
     def _project(self, module: str, pooled: Tensor) -> Tensor:
         projection = cast(nn.Linear, self.projections[module])
-        vector: Tensor = projection(pooled.to(projection.weight.dtype))  # pooled embeddings may be in 16 bits
-        return vector
+        return projection(pooled.to(projection.weight.dtype))  # pooled embeddings may be in 16 bits
 
 
 def dims_of(tables: EmbeddingBagCollection) -> dict[str, int]:

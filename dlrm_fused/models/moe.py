@@ -178,8 +178,7 @@ class _SharedExpert(nn.Module):
         self.out = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.out(self._activation.of(self.into(x)))
-        return result
+        return self.out(self._activation.of(self.into(x)))
 
 
 def _count(experts: Tensor, count: int) -> Tensor:

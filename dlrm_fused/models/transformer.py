@@ -88,8 +88,7 @@ class Block(nn.Module):
         if self.experts is not None:
             x = x + self.experts(normed.flatten(0, -2), None if real is None else real.flatten()).view_as(x)
             return x, rms_norm(x, next_norm)
-        result: tuple[Tensor, Tensor] = self.feed_forward_out(F.gelu(self.feed_forward_in(normed)), x, next_norm)
-        return result
+        return self.feed_forward_out(F.gelu(self.feed_forward_in(normed)), x, next_norm)
 
 
 class HistoryTransformer(nn.Module):
@@ -224,8 +223,7 @@ class TransformerOverArch(nn.Module):
 
     def forward(self, dense: Tensor, sparse: Tensor, encoded: Tensor) -> Tensor:
         """Map [b, D], [b, sum of dims] and [b, d_model] to logits, [b, labels]."""
-        logits: Tensor = self.over(torch.cat((self.interaction(dense, sparse), encoded), dim=1))
-        return logits
+        return self.over(torch.cat((self.interaction(dense, sparse), encoded), dim=1))
 
 
 class TransformerDLRM(nn.Module):
@@ -275,8 +273,7 @@ class TransformerDLRM(nn.Module):
         """
         pooled, token_vectors = self.sparse_arch(sparse, tokens)
         encoded = self.transformer(token_vectors, history_lengths, real)
-        logits: Tensor = self.over_arch(self.dense_arch(dense), pooled, encoded)
-        return logits
+        return self.over_arch(self.dense_arch(dense), pooled, encoded)
 
 
 def build(config: Config, schema: DatasetSchema, device: torch.device, group: dist.ProcessGroup | None) -> nn.Module:

@@ -18,8 +18,7 @@ def read_expert_loads(layers: Sequence[MixtureOfExperts]) -> list[list[float]]:
     for layer in layers:
         layer.load.zero_()
     dist.all_reduce(loads)
-    fractions: list[list[float]] = (loads.double() / loads.sum(dim=1, keepdim=True).clamp(min=1)).tolist()
-    return fractions
+    return (loads.double() / loads.sum(dim=1, keepdim=True).clamp(min=1)).tolist()
 
 
 def load_values(loads: Sequence[Sequence[float]]) -> dict[str, float]:

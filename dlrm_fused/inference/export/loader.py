@@ -268,8 +268,7 @@ def rows_of(table: Any) -> Sequence[Mapping[str, Any]]:
         InputError: if columns differ in their length.
     """
     if hasattr(table, "to_dicts"):  # polars
-        rows: Sequence[Mapping[str, Any]] = table.to_dicts()
-        return rows
+        return table.to_dicts()
     if hasattr(table, "to_pylist"):  # Arrow; without pandas it has no Python values of nanoseconds
         columns = {
             name: (
