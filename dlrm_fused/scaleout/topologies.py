@@ -203,8 +203,8 @@ def _ways(distance: int, size: int, forward: str, backward: str) -> dict[str, fl
 class Cluster:
     """Hosts of GPUs: an NVLink domain in each, a NIC for each GPU, rail-optimized fat tree between them.
 
-    NIC i of every host of a pod is on one leaf switch, rail i. A message between other rails, or pods, crosses the spine;
-    NCCL's PXN way, over NVLink to the GPU on the rail of the receiver, is ``rail_by_nvlink``.
+    NIC i of every host of a pod is on one leaf switch, rail i. A message to another rail goes NCCL's PXN way, over NVLink to
+    the GPU on the rail of the receiver; one to another pod crosses the spine.
 
     Args:
         nvlink, nic: Bytes/s of one GPU in one direction.
@@ -221,7 +221,6 @@ class Cluster:
     nic_latency: float
     hosts_per_pod: int = 32
     oversubscription: float = 1.0
-    rail_by_nvlink: bool = True
 
     def __post_init__(self) -> None:
         if self.hosts > self.hosts_per_pod and self.hosts % self.hosts_per_pod:
@@ -246,14 +245,11 @@ class Cluster:
 
     def _outside(self, hosts: int, ranks_a_host: int, *, same_rail: bool, same_pod: bool) -> Flows:
         crossings: dict[str, float] = {"nic out": 1, "nic in": 1}
-        lead = 0.0
-        changes_rail = not same_rail
-        if changes_rail and self.rail_by_nvlink:
+        if not same_rail:
             crossings |= {"nvlink out": 1, "nvlink in": 1}
-            lead = self.nvlink_latency
-            changes_rail = False
-        if changes_rail or not same_pod:
+        if not same_pod:
             crossings["spine"] = 1
+        lead = 0.0 if same_rail else self.nvlink_latency
         return Flows(self.ranks * hosts * ranks_a_host, crossings, self.nic_latency, lead)
 
     def _to_other_hosts(self, ranks_a_host: int, *, same_rail: bool) -> list[Flows]:

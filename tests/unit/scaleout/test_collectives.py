@@ -175,7 +175,7 @@ def test_a_torus_has_no_trees() -> None:
 
 TOPOLOGIES = st.one_of(
     st.builds(switch, st.integers(1, 64)),
-    st.builds(cluster, st.integers(1, 32), oversubscription=st.sampled_from([1.0, 2.0]), rail_by_nvlink=st.booleans()),
+    st.builds(cluster, st.integers(1, 32), oversubscription=st.sampled_from([1.0, 2.0])),
     st.builds(cluster, st.sampled_from([4, 8, 12]), hosts_per_pod=st.just(4)),
     st.builds(Torus, st.integers(1, 6), st.sampled_from([2, 4, 6]), st.just(25 * GB), st.just(1e-6)),
 )
