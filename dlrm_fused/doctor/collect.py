@@ -9,10 +9,11 @@ import shutil
 import torch
 
 from dlrm_fused.doctor.architectures import fbgemm_architectures
-from dlrm_fused.doctor.facts import TRANSPORT_VARIABLE, RankFacts
+from dlrm_fused.doctor.facts import RankFacts
 from dlrm_fused.doctor.gpus import ask_nvidia_smi, gpu_of
 from dlrm_fused.doctor.network import network_of_host
 from dlrm_fused.doctor.nvshmem import nvshmem_of_host
+from dlrm_fused.symmetric.factory import TRANSPORT_VARIABLE
 from dlrm_fused.symmetric.hosts import Host
 from dlrm_fused.training.runtime import Rank
 from dlrm_fused.versions import installed_versions

@@ -7,9 +7,6 @@ from dataclasses import dataclass, field
 
 from dlrm_fused.symmetric.hosts import Host
 
-# This variable chooses how slices go between hosts, if not as messages; dlrm_fused/symmetric/factory.py follows it.
-TRANSPORT_VARIABLE = "DLRM_FUSED_TRANSPORT"
-
 
 @dataclass(frozen=True)
 class Gpu:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
 
-from dlrm_fused.doctor.facts import TRANSPORT_VARIABLE, RankFacts
+from dlrm_fused.doctor.facts import RankFacts
+from dlrm_fused.symmetric.factory import TRANSPORT_VARIABLE
 
 STORES = "stores"  # the peer's memory is mapped: kernels, or copies on the CPU, write into it
 MESSAGES = "messages"  # finished slices through the process group

@@ -18,7 +18,7 @@ from dlrm_fused.symmetric.nvshmem import NvshmemGroup
 from dlrm_fused.symmetric.shared import SharedGroup
 
 # This variable says how slices go to other hosts: `messages` of the process group, or `nvshmem`, puts from within kernels.
-_TRANSPORT_VARIABLE = "DLRM_FUSED_TRANSPORT"
+TRANSPORT_VARIABLE = "DLRM_FUSED_TRANSPORT"
 _MESSAGES = "messages"
 
 # Groups by type of device and value of the variable.
@@ -98,10 +98,10 @@ def reason_against(device: torch.device) -> str | None:
 def _transport(device: torch.device) -> type[SymmetricGroup]:
     if reason := reason_against(device):
         raise CommunicationError(f"device={device}: {reason}")  # on all ranks, which have one build of torch
-    name = os.environ.get(_TRANSPORT_VARIABLE) or _MESSAGES
+    name = os.environ.get(TRANSPORT_VARIABLE) or _MESSAGES
     if (device.type, name) in _TRANSPORTS:
         return _TRANSPORTS[device.type, name]
     names = [transport for kind, transport in _TRANSPORTS if kind == device.type]
     if not names:
         raise UsageError(f"device={device}: symmetric memory exists for cpu and cuda")
-    raise UsageError(f"{_TRANSPORT_VARIABLE}={name}: on {device.type} it is one of: {', '.join(names)}")
+    raise UsageError(f"{TRANSPORT_VARIABLE}={name}: on {device.type} it is one of: {', '.join(names)}")

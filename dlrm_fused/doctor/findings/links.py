@@ -5,10 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 
-from dlrm_fused.doctor.facts import TRANSPORT_VARIABLE, Nvshmem, RankFacts
+from dlrm_fused.doctor.facts import Nvshmem, RankFacts
 from dlrm_fused.doctor.findings.finding import Check, Finding, Level, group_by, has_many_hosts, hosts, numbers, with_gpus
 from dlrm_fused.doctor.measure import Measurement
 from dlrm_fused.doctor.transports import IBGDA_ADVICE, MESSAGES, NVSHMEM, puts_slices
+from dlrm_fused.symmetric.factory import TRANSPORT_VARIABLE
 
 _SLOW = 0.5  # of the median of its kind
 _FEWEST = 3  # of a kind that have a median worth the name
