@@ -37,14 +37,9 @@ class Comm(Enum):
     auto = "auto"  # the faster of the two for each sharding type and for the layers, measured at the start
 
 
-class Compile(Enum):
-    """Whether the dense part of a training step, loss included, is compiled by ``torch.compile``."""
-
-    auto = "auto"  # on GPUs, where a C compiler is found
-    always = "always"
-    never = "never"
-
-
+# Whether the dense part of a training step, loss included, is compiled by `torch.compile`; `auto`: on GPUs, where a C compiler
+# is found.
+Compile = StrEnum("Compile", "auto always never")
 # The function that an expert applies to its first product: silu(h), or silu(gate) * up, of two matrices.
 ExpertActivation = StrEnum("ExpertActivation", "silu swiglu")
 # The weights of a token's experts: their probabilities or scores, divided by their sum.
