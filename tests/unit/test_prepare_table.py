@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from dlrm_fused.datasets.preparation import cli
-from dlrm_fused.datasets.preparation.table import files, sampling, value_counts
+from dlrm_fused.datasets.preparation.table import files, statistics, value_counts
 from dlrm_fused.datasets.preparation.table.statistics import Moments, RowSample, quantiles, sample_bits
 from dlrm_fused.datasets.preparation.table.value_counts import ValueCounter
 from dlrm_fused.datasets.preparation.writer import SPLITS
@@ -388,7 +388,7 @@ def test_counts_that_do_not_fit_in_memory_are_exact(
 
 
 def test_a_sample_of_rows_is_uniform_and_does_not_depend_on_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "SAMPLE_ROWS", 500)
+    monkeypatch.setattr(statistics, "SAMPLE_ROWS", 500)
     samples = []
     for block in (10_000, 77):
         sample = RowSample()
