@@ -19,7 +19,7 @@ from dlrm_fused.training.metrics import BinaryMetrics, BinaryMetricValues
 
 Value = TypeVar("Value")
 
-# What is reported of :class:`BinaryMetricValues`.
+# The values of :class:`BinaryMetricValues` that evaluations report.
 REPORTED = ("auc", "auc_error", "normalized_entropy", "log_loss", "calibration")
 
 
