@@ -74,10 +74,10 @@ def product_of_tile(x, weight, first_row, first_column, depth, TRANSPOSED: tl.co
         left = x.load([first_row, step * TILE.depth])
         if TRANSPOSED:
             right = weight.load([step * TILE.depth, first_column])
-            product = multiply(left, right, product, TILE.precision)
+            product = multiply(left, right, product, TILE.tf32)
         else:
             right = weight.load([first_column, step * TILE.depth])
-            product = multiply(left, right.T, product, TILE.precision)
+            product = multiply(left, right.T, product, TILE.tf32)
     return product
 
 

@@ -146,18 +146,18 @@ class TileArgs(NamedTuple):
     depth: int
     band: int
     dtype: Any  # of Triton
-    precision: str
+    tf32: bool  # how fp32 is multiplied; no word for it, since Triton 3.6 takes none out of a tuple into a function
 
 
 def tile_constants(tiles: Tiles, dtype: torch.dtype) -> dict[str, Any]:
     """Return the tile, as a constant of a kernel, and how that is compiled."""
-    tile = TileArgs(tiles.rows, tiles.columns, tiles.depth, tiles.band, TRITON_DTYPES[dtype], _precision(dtype))
+    tile = TileArgs(tiles.rows, tiles.columns, tiles.depth, tiles.band, TRITON_DTYPES[dtype], _uses_tf32(dtype))
     return {"TILE": tile, "num_warps": tiles.warps, "num_stages": tiles.stages}
 
 
-def _precision(dtype: torch.dtype) -> str:
-    """Return the input precision by which torch multiplies matrices of this dtype on GPUs."""
-    return "tf32" if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" else "ieee"
+def _uses_tf32(dtype: torch.dtype) -> bool:
+    """Return whether torch multiplies matrices of this dtype in TF32 on GPUs."""
+    return dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
 
 
 class Epilogue(NamedTuple):
@@ -170,12 +170,13 @@ class Epilogue(NamedTuple):
 
 
 @triton.jit
-def multiply(left, right, product, PRECISION: tl.constexpr):
+def multiply(left, right, product, TF32: tl.constexpr):
     """product + left [ROWS, DEPTH] @ right [DEPTH, COLUMNS]. Tensor cores want 64 rows on the left, but few columns will do."""
+    precision: tl.constexpr = "tf32" if TF32 else "ieee"
     if left.shape[0] < 64:
-        result = tl.dot(right.T, left.T, product, input_precision=PRECISION)
+        result = tl.dot(right.T, left.T, product, input_precision=precision)
     else:
-        result = tl.dot(left, right, product, input_precision=PRECISION)
+        result = tl.dot(left, right, product, input_precision=precision)
     return result
 
 
@@ -277,10 +278,10 @@ def gemm_kernel(
             left = x.load([first_row, step * TILE.depth])
             if TRANSPOSED:
                 right = weight.load([group, step * TILE.depth, column_tile * TILE.columns]).reshape(TILE.depth, TILE.columns)
-                product = multiply(left, right.to(TILE.dtype), product, TILE.precision)
+                product = multiply(left, right.to(TILE.dtype), product, TILE.tf32)
             else:
                 right = weight.load([group, column_tile * TILE.columns, step * TILE.depth]).reshape(TILE.columns, TILE.depth)
-                product = multiply(left, right.to(TILE.dtype).T, product, TILE.precision)
+                product = multiply(left, right.to(TILE.dtype).T, product, TILE.tf32)
 
         row = first_row + tl.arange(0, TILE.rows)
         row_bytes = columns.to(tl.int64) * element_bytes

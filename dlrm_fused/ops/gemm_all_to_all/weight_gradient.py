@@ -34,7 +34,7 @@ def weight_gradient_kernel(a, b, out, bounds, factor, tile_rows, groups, a_colum
         for step in range(steps):
             left = a.load([begin_row + step * TILE.depth, first_row])
             right = b.load([begin_row + step * TILE.depth, first_column])
-            product = tl.dot(left.T, right, product, input_precision=TILE.precision)
+            product = tl.dot(left.T, right, product, input_precision="tf32" if TILE.tf32 else "ieee")
         half: tl.constexpr = COLUMNS // 2
         left_half, right_half = halves(product * factor, ROWS, COLUMNS)
         out.store([group, first_row, first_column], left_half.to(TILE.dtype).reshape(1, ROWS, half))

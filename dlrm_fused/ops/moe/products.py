@@ -56,9 +56,9 @@ def hidden_kernel(x, weight, hidden, activated, groups, columns, depth, GATED: t
             for step in range(tl.cdiv(depth, TILE.depth)):
                 left = x.load([first_row, step * TILE.depth])
                 right = weight.load([2 * group, column, step * TILE.depth]).reshape(half, TILE.depth)
-                gate = multiply(left, right.T, gate, TILE.precision)
+                gate = multiply(left, right.T, gate, TILE.tf32)
                 right = weight.load([2 * group + 1, column, step * TILE.depth]).reshape(half, TILE.depth)
-                up = multiply(left, right.T, up, TILE.precision)
+                up = multiply(left, right.T, up, TILE.tf32)
             gate, up = upright(gate, TILE.rows).to(TILE.dtype), upright(up, TILE.rows).to(TILE.dtype)
             hidden.store([first_row, 0, column], gate.reshape(TILE.rows, 1, half))
             hidden.store([first_row, 1, column], up.reshape(TILE.rows, 1, half))
@@ -69,7 +69,7 @@ def hidden_kernel(x, weight, hidden, activated, groups, columns, depth, GATED: t
             for step in range(tl.cdiv(depth, TILE.depth)):
                 left = x.load([first_row, step * TILE.depth])
                 right = weight.load([group, column, step * TILE.depth]).reshape(TILE.columns, TILE.depth)
-                product = multiply(left, right.T, product, TILE.precision)
+                product = multiply(left, right.T, product, TILE.tf32)
             left_half, right_half = halves(upright(product, TILE.rows), TILE.rows, TILE.columns)
             left_half, right_half = left_half.to(TILE.dtype), right_half.to(TILE.dtype)
             hidden.store([first_row, 0, column], left_half.reshape(TILE.rows, 1, half))
@@ -98,7 +98,7 @@ def hidden_gradient_kernel(x, weight, hidden, result, groups, columns, depth, GA
         for step in range(tl.cdiv(depth, TILE.depth)):
             left = x.load([first_row, step * TILE.depth])
             right = weight.load([group, step * TILE.depth, column]).reshape(TILE.depth, TILE.columns)
-            product = multiply(left, right, product, TILE.precision)
+            product = multiply(left, right, product, TILE.tf32)
         left_half, right_half = halves(upright(product, TILE.rows), TILE.rows, TILE.columns)
         _store_hidden_gradient(left_half, hidden, result, first_row, column, columns, GATED, TILE)
         _store_hidden_gradient(right_half, hidden, result, first_row, column + half, columns, GATED, TILE)
