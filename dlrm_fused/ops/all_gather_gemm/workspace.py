@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dlrm_fused.ops.common.matrix_workspace import MAX_ROWS_OF_ALL_RANKS, MatrixWorkspace
+from dlrm_fused.ops.common.matrix_workspace import MatrixWorkspace
 from dlrm_fused.ops.common.meeting import meet_beside
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.schedules import MOST_PIECES, Pair
 from dlrm_fused.ops.schedules.piece_flags import PieceFlags
-from dlrm_fused.symmetric import SymmetricGroup, SymmetricMemory
+from dlrm_fused.symmetric import SymmetricMemory
 from dlrm_fused.symmetric.device import uses_kernels
 
 # Counters of a launch: programs that have begun, and programs that have stored at the peers.
@@ -36,37 +36,16 @@ class Started(NamedTuple):
 class ShardWorkspace(MatrixWorkspace):
     """The symmetric memory in which shards are gathered, and products for other ranks received. Making one is collective.
 
-    Calls may share it, of both operators and of any layers.
+    Calls may share it, of both operators and of any layers. ``max_rows`` are those of all ranks together, M; ``max_columns``
+    those of what travels: K of ``all_gather_gemm``, N of ``gemm_reduce_scatter``, and for gradients the same ones. Memory for
+    two matrices [max_rows, max_columns] is allocated.
     """
 
-    def __init__(
-        self,
-        group: SymmetricGroup,
-        *,
-        name: str,
-        max_rows: int,
-        max_columns: int,
-        dtype: torch.dtype,
-        timeout_seconds: float = 600.0,
-        measures_schedules: bool = True,
-    ) -> None:
-        """Collective.
+    _channels = ("", "beside")
 
-        Args:
-            group, name, timeout_seconds: as for :class:`~dlrm_fused.ops.common.workspace.Workspace`.
-            max_rows: of all ranks together, M.
-            max_columns: of what travels: K of ``all_gather_gemm``, N of ``gemm_reduce_scatter``; for gradients the same ones.
-                Memory for two matrices [max_rows, max_columns] is allocated here.
-            dtype: float32, bfloat16 or float16.
-            measures_schedules: whether ``auto`` may measure a shape that it meets for the first time, on GPUs.
-
-        Raises:
-            UsageError: on all ranks, if an argument is wrong on one of them, or they differ.
-        """
-        most = MAX_ROWS_OF_ALL_RANKS // group.world_size
-        settings = max_rows, max_columns, dtype, timeout_seconds, measures_schedules
-        super().__init__(group, name, *settings, channels=("", "beside"), most_rows=most)
-        size = max_rows * max_columns * dtype.itemsize
+    def _allocate(self) -> None:
+        group, name = self.group, self.name
+        size = self.max_rows * self.max_columns * self.dtype.itemsize
         self.gathered = group.allocate(f"{name}.gathered", size)
         self.received = group.allocate(f"{name}.received", size)
         self.pieces = PieceFlags(self.channel, f"{name}.pieces", MOST_PIECES, has_own_channel=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
@@ -14,55 +14,60 @@ from dlrm_fused.ops.schedules import Streams
 from dlrm_fused.symmetric import SymmetricGroup
 
 # Kernels count the rows of all ranks in 31 bits.
-MAX_ROWS_OF_ALL_RANKS = 2**31 - 1
+_MAX_ROWS_OF_ALL_RANKS = 2**31 - 1
 
 
 class MatrixWorkspace(Workspace):
-    """A workspace for matrices of at most so many rows and columns.
+    """A workspace for matrices of at most so many rows and columns. Making one is collective; calls may share it.
 
     Attributes:
         max_rows, max_columns, dtype: as given.
         streams: on which the tasks of a schedule run.
     """
 
+    _channels: ClassVar[tuple[str, ...]] = ("",)
+    _counts_rows_of_all_ranks: ClassVar[bool] = True
+
     def __init__(
         self,
         group: SymmetricGroup,
+        *,
         name: str,
         max_rows: int,
         max_columns: int,
         dtype: torch.dtype,
-        timeout_seconds: float,
-        measures_schedules: bool,
-        *,
-        channels: Sequence[str] = ("",),
-        most_rows: int | None = None,
+        timeout_seconds: float = 600.0,
+        measures_schedules: bool = True,
     ) -> None:
         """Collective.
 
         Args:
-            group, name, timeout_seconds, channels: as for :class:`~dlrm_fused.ops.common.workspace.Workspace`.
-            max_rows, max_columns: the largest numbers of rows and of columns; each at least 1.
+            group, name, timeout_seconds: as for :class:`~dlrm_fused.ops.common.workspace.Workspace`.
+            max_rows, max_columns: the largest numbers of rows and of columns, each at least 1; the class says whose.
             dtype: float32, bfloat16 or float16.
             measures_schedules: whether ``auto`` may measure a shape that it meets for the first time, on GPUs.
-            most_rows: the largest ``max_rows`` that the operator allows; None for any.
 
         Raises:
             UsageError: on all ranks, if an argument is wrong on one of them, or they differ.
         """
+        most_rows = _MAX_ROWS_OF_ALL_RANKS // group.world_size
 
         def check() -> dict[str, object]:
             check_dtype(name, dtype)
             check_counts(name, max_rows=max_rows, max_columns=max_columns)
-            if most_rows is not None and max_rows > most_rows:
+            if self._counts_rows_of_all_ranks and max_rows > most_rows:
                 raise UsageError(f"{name}: max_rows={max_rows}; allowed with {group.world_size} ranks: at most {most_rows}")
             sizes = {"max_rows": max_rows, "max_columns": max_columns}
             return {"name": name, **sizes, "dtype": dtype, "measures_schedules": measures_schedules}
 
-        super().__init__(group, name, check, timeout_seconds=timeout_seconds, channels=channels)
+        super().__init__(group, name, check, timeout_seconds=timeout_seconds, channels=self._channels)
         self.max_rows, self.max_columns, self.dtype = max_rows, max_columns, dtype
         self.streams = Streams(group.device)
         self._measures_schedules = measures_schedules
+        self._allocate()
+
+    def _allocate(self) -> None:
+        """Allocate what the operator needs besides. Collective."""
 
     def schedules_of(self, operator: str, purpose: str = "") -> Schedules:
         """Return the schedules of this workspace's calls.

@@ -20,6 +20,8 @@ from dlrm_fused.symmetric.device import uses_kernels
 class GemvWorkspace(MatrixWorkspace):
     """The symmetric memory through which partial results are summed. Making one is collective; calls may share it."""
 
+    _counts_rows_of_all_ranks = False
+
     def __init__(
         self,
         group: SymmetricGroup,
@@ -44,8 +46,15 @@ class GemvWorkspace(MatrixWorkspace):
         Raises:
             UsageError: on all ranks, if an argument is wrong on one of them, or they differ.
         """
-        settings = max_rows, max_columns, dtype, timeout_seconds, measures_schedules
-        super().__init__(group, name, *settings)
+        super().__init__(
+            group,
+            name=name,
+            max_rows=max_rows,
+            max_columns=max_columns,
+            dtype=dtype,
+            timeout_seconds=timeout_seconds,
+            measures_schedules=measures_schedules,
+        )
         ranks, few = group.world_size, min(max_rows, MAX_ROWS)
         self.schedules = self.schedules_of("gemv_all_reduce")
         # Kernels sum what they reach by stores.
