@@ -5,7 +5,10 @@ Rows for a rank of another host go there in one slice, whose order both sides kn
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Self
 
 import torch
@@ -96,51 +99,76 @@ def scatter_rows(
         CommunicationError: on the CPU, if a peer is lost or makes another call; on GPUs a later call raises it.
     """
     memory, channel, receive_offset, fingerprint = window
-    items, width, rank = targets.numel(), source.shape[1], channel.group.rank
-    by_kernel, remote = uses_kernels(memory.local.device), channel.group.hosts.remote
+    rank, remote, by_kernel = channel.group.rank, channel.group.hosts.remote, uses_kernels(memory.local.device)
+    call = _Call(source, targets, window, rows_per_rank, repeats, scale, destinations_at, rank * destinations_per_rank)
     by_rank = None if by_kernel and not remote else _ByRank.of(targets, rows_per_rank, channel.group.world_size)
-
-    def values(peer: int) -> Tensor:
-        """Return the rows that go to a rank, in the order of its rows there."""
-        assert by_rank is not None
-        sent = by_rank.items(peer)
-        rows = source.index_select(0, sent // repeats if repeats > 1 else sent)
-        return rows if scale is None else (rows.float() * scale[sent, None]).to(source.dtype)
-
-    def store(peer: int, offset: int, rows: Tensor, values: Tensor, destinations: Tensor) -> None:
-        block, size = memory.peer(peer)[offset:], rows_per_rank * width * source.element_size()
-        block[:size].view(source.dtype).view(rows_per_rank, width).index_copy_(0, rows, values)
-        if destinations_at is not None:
-            block[destinations_at : destinations_at + 4 * rows_per_rank].view(torch.int32)[rows] = destinations.int()
-
-    def store_at(peer: int, offset: int) -> None:
-        """Store the rows of one rank on the CPU, as the kernel does."""
-        assert by_rank is not None
-        store(peer, offset, by_rank.rows(peer), values(peer), rank * destinations_per_rank + by_rank.items(peer))
-
     exchange = None
     if remote:
         assert received is not None, f"channel {channel.name}: ranks on several hosts, and nothing said of their slices"
-        slices = {peer: values(peer) for peer in remote}
-        arriving = {peer: source.new_empty(len(rows), width) for peer, rows in received.items()}
+        assert by_rank is not None
+        slices = {peer: call.values(by_rank.items(peer)) for peer in remote}
+        arriving = {peer: source.new_empty(len(rows), source.shape[1]) for peer, rows in received.items()}
         exchange = channel.exchange(slices, arriving, fingerprint=fingerprint)
-    if not by_kernel:
-        channel.run_epoch(store_at, offset=receive_offset, fingerprint=fingerprint)
+    if by_kernel:
+        call.store_by_kernel()
     else:
+        assert by_rank is not None
+        channel.run_epoch(partial(call.store_at, by_rank), offset=receive_offset, fingerprint=fingerprint)
+    if exchange is not None and received is not None:
+        for peer, slice_ in exchange.arrivals():
+            numbers = peer * destinations_per_rank + torch.arange(len(slice_), device=slice_.device)
+            call.store(rank, receive_offset, received[peer], slice_, numbers)
+        exchange.finish()
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of one :func:`scatter_rows`; ``first_destination``: the number of this rank's row 0."""
+
+    source: Tensor
+    targets: Tensor
+    window: ReceiveWindow
+    rows_per_rank: int
+    repeats: int
+    scale: Tensor | None
+    destinations_at: int | None
+    first_destination: int
+
+    def values(self, items: Tensor) -> Tensor:
+        """Return the rows that are stored for these items."""
+        rows = self.source.index_select(0, items // self.repeats if self.repeats > 1 else items)
+        return rows if self.scale is None else (rows.float() * self.scale[items, None]).to(rows.dtype)
+
+    def store(self, peer: int, offset: int, rows: Tensor, values: Tensor, destinations: Tensor) -> None:
+        """Store rows in the block of a rank of this host."""
+        shape, at = (self.rows_per_rank, self.source.shape[1]), self.destinations_at
+        block = self.window.memory.peer(peer)[offset:]
+        block[: math.prod(shape) * values.element_size()].view(values.dtype).view(shape).index_copy_(0, rows, values)
+        if at is not None:
+            block[at : at + 4 * self.rows_per_rank].view(torch.int32)[rows] = destinations.int()
+
+    def store_at(self, by_rank: _ByRank, peer: int, offset: int) -> None:
+        """Store the rows of one rank on the CPU, as the kernel does."""
+        items = by_rank.items(peer)
+        self.store(peer, offset, by_rank.rows(peer), self.values(items), self.first_destination + items)
+
+    def store_by_kernel(self) -> None:
+        source, targets, scale, (memory, channel, receive_offset, fingerprint) = (
+            self.source,
+            self.targets,
+            self.scale,
+            self.window,
+        )
+        items, width = targets.numel(), source.shape[1]
         most = _PROGRAMS_OF_MULTIPROCESSOR * gpu_of(source.device).multiprocessors
         scatter_rows_kernel[(max(1, min(triton.cdiv(items, _ROWS), most)),)](
-            source, source.stride(0), targets if scale is None else scale, targets, items, width, rows_per_rank,
-            destinations_at or 0, rank * destinations_per_rank, memory.addresses, receive_offset, channel.args, fingerprint,
-            REPEATS=repeats, SCALED=scale is not None, TELLS_DESTINATION=destinations_at is not None,
+            source, source.stride(0), targets if scale is None else scale, targets, items, width, self.rows_per_rank,
+            self.destinations_at or 0, self.first_destination, memory.addresses, receive_offset, channel.args, fingerprint,
+            REPEATS=self.repeats, SCALED=scale is not None, TELLS_DESTINATION=self.destinations_at is not None,
             DTYPE=TRITON_DTYPES[source.dtype], ROWS=_ROWS,
             COLUMNS=min(triton.next_power_of_2(width), _ROW_BYTES // source.element_size()),
             CACHE=cache_policy.choose(source.device, lambda: _streams(source, targets)), num_warps=8,
         )  # fmt: skip
-    if exchange is not None and received is not None:
-        for peer, slice_ in exchange.arrivals():
-            numbers = peer * destinations_per_rank + torch.arange(len(slice_), device=slice_.device)
-            store(rank, receive_offset, received[peer], slice_, numbers)
-        exchange.finish()
 
 
 def _streams(source: Tensor, targets: Tensor) -> dict[str, Stream]:
