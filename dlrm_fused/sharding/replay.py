@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dlrm_fused.cuda_graphs import RUNS_BEFORE_CAPTURE, CapturedCall, Captures, Generation, RunCounter
-from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all
+from dlrm_fused.ops.embedding_all_to_all.op import embedding_all_to_all, update_tables
 from dlrm_fused.ops.embedding_all_to_all.prefetch_sort import PrefetchedSort
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
 
@@ -209,6 +209,6 @@ class _Replay(torch.autograd.Function):
             count = len(inputs) // 2
             indices, offsets = capture.prepare(inputs[:count], inputs[count:])
             order = PrefetchedSort(capture.tables, indices, offsets, None)
-            call = capture.batch_sizes, capture.workspace.handle, order.handle, capture.gradient_scale
-            torch.ops.dlrm_fused.embedding_all_to_all_backward(gradient, indices, offsets, [], *call)
+            call = capture.batch_sizes, capture.workspace.handle, capture.gradient_scale
+            update_tables(gradient, indices, offsets, [], *call, order)
         return None, None, *(None for _ in inputs)

@@ -19,7 +19,7 @@ Kernels need a GPU, or Triton's interpreter (``TRITON_INTERPRET=1``) on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from dlrm_fused.ops.embedding_all_to_all.gradient import send_gradient
 from dlrm_fused.ops.embedding_all_to_all.inputs import check_lookups, checks_of_call
 from dlrm_fused.ops.embedding_all_to_all.kernel import Lookup, in_memory_of_ranks, in_slices, lookup_and_put, lookup_and_scatter
 from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
-from dlrm_fused.ops.embedding_all_to_all.prefetch_sort import sorted_lookups
+from dlrm_fused.ops.embedding_all_to_all.prefetch_sort import PrefetchedSort
 from dlrm_fused.ops.embedding_all_to_all.reduce import finish_output, open_output
 from dlrm_fused.ops.embedding_all_to_all.slices import PooledSlices
 from dlrm_fused.ops.embedding_all_to_all.update import apply_gradients, per_sample_weight_gradients
@@ -82,12 +82,11 @@ torch.library.define(
     "(Tensor anchor, Tensor[] weights, Tensor[] indices, Tensor[] offsets, Tensor[] per_sample_weights, int[] batch_sizes, "
     "int handle, float? gradient_scale=None) -> Tensor",
 )
-# Returns the gradients of the anchor and of the per-sample weights; updates the tables of the workspace. `prefetched_sort` is a
-# PrefetchedSort.handle, or 0.
+# Returns the gradients of the anchor and of the per-sample weights; updates the tables of the workspace.
 torch.library.define(
     "dlrm_fused::embedding_all_to_all_backward",
     "(Tensor gradient, Tensor[] indices, Tensor[] offsets, Tensor[] per_sample_weights, int[] batch_sizes, int handle, "
-    "int prefetched_sort=0, float? gradient_scale=None) -> Tensor[]",
+    "float? gradient_scale=None) -> Tensor[]",
 )
 
 
@@ -151,21 +150,32 @@ def _look_up_slices(workspace: EmbeddingWorkspace, plan: BatchPlan, lookups: Seq
     return slices
 
 
-def _update_tables(
+def update_tables(
     gradient: Tensor,
     indices: list[Tensor],
     offsets: list[Tensor],
     per_sample_weights: list[Tensor],
     batch_sizes: list[int],
     handle: int,
-    prefetched_sort: int = 0,
     gradient_scale: float | None = None,
+    prefetched: PrefetchedSort | None = None,
 ) -> list[Tensor]:
+    """The backward pass: bring the gradient to the tables' owners, and apply their optimizers. Collective.
+
+    Args:
+        gradient: [local batch, columns], of the output.
+        prefetched: the sorted indices of the forward pass, whose tables are updated; None: they are sorted here.
+        others: those of the forward pass.
+
+    Returns:
+        Gradients: of the anchor, and of the per-sample weights of each lookup that has them.
+    """
     workspace = EmbeddingWorkspace.of(handle)
-    ordered = sorted_lookups(prefetched_sort, workspace.tables, indices, offsets)
+    sort = prefetched or PrefetchedSort(workspace.tables, indices, offsets, stream=None)
+    orders = sort.take(indices, offsets)
     received = send_gradient(workspace, workspace.plan(batch_sizes), gradient)
     weight_gradients, scale = [], workspace.gradient_scale if gradient_scale is None else gradient_scale
-    for i, (tables, order) in enumerate(ordered):
+    for i, (tables, order) in enumerate(zip(sort.tables, orders, strict=True)):
         weights = per_sample_weights[i] if per_sample_weights and per_sample_weights[i].numel() else None
         if weights is not None:
             weight_gradients.append(per_sample_weight_gradients(tables, received[i], indices[i], offsets[i], scale))
@@ -180,7 +190,7 @@ def _update_tables(
 
 
 torch.library.impl("dlrm_fused::embedding_all_to_all", ["cpu", "cuda"], _look_up_and_deliver)
-torch.library.impl("dlrm_fused::embedding_all_to_all_backward", ["cpu", "cuda"], _update_tables)
+torch.library.impl("dlrm_fused::embedding_all_to_all_backward", ["cpu", "cuda"], update_tables)
 
 
 @torch.library.register_fake("dlrm_fused::embedding_all_to_all")
@@ -201,24 +211,26 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
     _, _, indices, offsets, per_sample_weights, ctx.batch_sizes, ctx.handle, ctx.gradient_scale = inputs
     ctx.lookups = len(indices)
     ctx.save_for_backward(*indices, *offsets, *per_sample_weights)
-    # A compiler traces with tensors without memory.
+    # A compiler traces with tensors without memory; what it has compiled sorts in the backward pass.
     is_traced = type(output) is not Tensor
     ctx.prefetched_sort = None if is_traced else EmbeddingWorkspace.of(ctx.handle).prefetch_sort(indices, offsets)
 
 
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    anchor, *weight_gradients = _gradients(ctx, gradient, torch.ops.dlrm_fused.embedding_all_to_all_backward)
+    anchor, *weight_gradients = _gradients(ctx, gradient)
     nothing = [None] * ctx.lookups
     # PyTorch leaves out arguments at the end that have their default, and wants no gradients of them.
     return anchor, nothing, nothing, nothing, weight_gradients, None, None, *([] if ctx.gradient_scale is None else [None])
 
 
-def _gradients(ctx: Any, gradient: Tensor, backward: Callable[..., list[Tensor]]) -> list[Tensor]:
+def _gradients(ctx: Any, gradient: Tensor) -> list[Tensor]:
     count = ctx.lookups
     saved = list(ctx.saved_tensors)
-    indices, offsets, per_sample_weights = saved[:count], saved[count : 2 * count], saved[2 * count :]
-    handle = ctx.prefetched_sort.handle if ctx.prefetched_sort else 0
-    return backward(gradient, indices, offsets, per_sample_weights, ctx.batch_sizes, ctx.handle, handle, ctx.gradient_scale)
+    lookups = saved[:count], saved[count : 2 * count], saved[2 * count :]
+    inputs = gradient, *lookups, ctx.batch_sizes, ctx.handle, ctx.gradient_scale
+    if ctx.prefetched_sort is None:
+        return torch.ops.dlrm_fused.embedding_all_to_all_backward(*inputs)
+    return update_tables(*inputs, ctx.prefetched_sort)
 
 
 torch.library.register_autograd("dlrm_fused::embedding_all_to_all", _differentiate, setup_context=_save_for_backward)
@@ -238,5 +250,5 @@ class _EmbeddingAllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        anchor, *weight_gradients = _gradients(ctx, gradient, _update_tables)
+        anchor, *weight_gradients = _gradients(ctx, gradient)
         return anchor, None, *weight_gradients

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Sequence
 
 import torch
@@ -12,18 +10,14 @@ from torch import Tensor
 from dlrm_fused.ops.embedding_all_to_all.tables import LocalTables
 from dlrm_fused.ops.embedding_all_to_all.update import SortedLookup, sort_lookup
 
-# Operators of PyTorch take numbers, not objects.
-_handles = itertools.count(1)
 # So few indices are sorted in less time than it takes to let another stream do it and wait for that.
 _FEW_INDICES = 2**19
-_prefetched: weakref.WeakValueDictionary[int, PrefetchedSort] = weakref.WeakValueDictionary()
 
 
 class PrefetchedSort:
     """The sorted lookups of one forward pass. Its autograd graph owns them, so they cannot be taken for those of another.
 
     Attributes:
-        handle: a number, at least 1, by which the backward operator names them.
         tables: as given; the backward pass updates them, also if others have been attached since.
     """
 
@@ -48,8 +42,6 @@ class PrefetchedSort:
             self._done = stream.record_event()
             for tensor in (*indices, *offsets):
                 tensor.record_stream(stream)
-        self.handle = next(_handles)
-        _prefetched[self.handle] = self
 
     def take(self, indices: Sequence[Tensor], offsets: Sequence[Tensor]) -> list[SortedLookup | None]:
         """The sorted lookups, for the current stream; None for tables without optimizer.
@@ -66,21 +58,6 @@ class PrefetchedSort:
                 for tensor in lookup.tensors() if lookup is not None else ():
                     tensor.record_stream(stream)
         return lookups
-
-
-def sorted_lookups(
-    handle: int, tables: Sequence[LocalTables], indices: Sequence[Tensor], offsets: Sequence[Tensor]
-) -> list[tuple[LocalTables, SortedLookup | None]]:
-    """The tables of the forward pass with this handle and the sorted lookups, None for tables without optimizer.
-
-    Args:
-        tables: for a forward pass that has left nothing.
-        indices, offsets: of the forward pass.
-    """
-    prefetched = _prefetched.get(handle)
-    if prefetched is None:
-        return list(zip(tables, _sort(tables, indices, offsets), strict=True))
-    return list(zip(prefetched.tables, prefetched.take(indices, offsets), strict=True))
 
 
 def _sort(tables: Sequence[LocalTables], indices: Sequence[Tensor], offsets: Sequence[Tensor]) -> list[SortedLookup | None]:
