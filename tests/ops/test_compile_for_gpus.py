@@ -77,6 +77,7 @@ from tests.ops.address_arithmetic import PACKAGE, unbounded_products_in_addresse
 from tests.ops.embedding_all_to_all.lookups import make_lookup, make_tables
 
 WORLD, RANK = 2, 1
+ONE_HOST = Hosts((tuple(range(WORLD)),), RANK)
 INLINE_ASSEMBLY = "tt.elementwise_inline_asm"
 SHARED_KIB = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}
 # PyTorch's bindings of NVSHMEM, and the two functions that they call, in LLVM's language.
@@ -180,7 +181,7 @@ def compile_only(of: Architecture, monkeypatch: pytest.MonkeyPatch, seen: Callab
 def channel() -> Any:
     words = torch.zeros(8, dtype=torch.int64)
     args = channel_args(words, words, words, words.data_ptr(), 10**10, RANK, WORLD)
-    group = SimpleNamespace(rank=RANK, world_size=WORLD, hosts=Hosts((tuple(range(WORLD)),), RANK), device=torch.device("cpu"))
+    group = SimpleNamespace(rank=RANK, world_size=WORLD, hosts=ONE_HOST, device=torch.device("cpu"))
     return SimpleNamespace(args=args, group=group)
 
 
@@ -337,11 +338,11 @@ def launch_update(dtype: torch.dtype, optimizer: str, features: list[int], weigh
 def launch_lookup(wire: torch.dtype, row_wise: bool, output: torch.dtype = torch.float32) -> None:
     """The lookup of a feature of each of two block dims, and what its receiver does."""
     tables, lookup = make_tables([9, 6], [64, 20], [0, 1]), LookupLayout((0, 64), (64, 20), row_wise)
-    plan = BatchPlan(ExchangeLayout(((lookup,),) * WORLD, 84), RANK, (4, 4), output, wire, wire, torch.device("cpu"))
+    plan = BatchPlan(ExchangeLayout(((lookup,),) * WORLD, 84), ONE_HOST, (4, 4), output, wire, wire, torch.device("cpu"))
     features = feature_tables(tables.offsets, lookup.dims, lookup.columns, torch.device("cpu"))
     staging = SimpleNamespace(local=torch.zeros(1 << 16, dtype=torch.uint8), addresses=torch.zeros(WORLD, dtype=torch.int64))
     workspace: Any = SimpleNamespace(
-        tables=[tables], own_lookups=[lookup], layout=plan._layout, partial_sum_tables=features, forward_wire=wire,
+        tables=[tables], own_lookups=[lookup], layout=plan.layout, partial_sum_tables=features, forward_wire=wire,
         forward_channel=channel(), device=torch.device("cpu"), rank=RANK, world_size=WORLD, staging=lambda: staging,
         destination_memory=lambda plan, lookup: staging,
     )  # fmt: skip
@@ -384,7 +385,7 @@ def launch_puts_of_bytes() -> None:
 def launch_lookup_and_put(wire: torch.dtype) -> None:
     tables, lookup = make_tables([9, 6], [64, 20], [0, 1]), LookupLayout((0, 64), (64, 20))
     layout = ExchangeLayout(((lookup,), (LookupLayout((84,), (WIDTH,)),)), 84 + WIDTH)
-    plan = BatchPlan(layout, 0, (4, 4), SINGLE, wire, wire, torch.device("cpu"), Hosts(((0,), (1,)), 0))
+    plan = BatchPlan(layout, Hosts(((0,), (1,)), 0), (4, 4), SINGLE, wire, wire, torch.device("cpu"))
     workspace: Any = SimpleNamespace(
         tables=[tables], own_lookups=[lookup], layout=layout, forward_wire=wire, forward_channel=channel(),
         device=torch.device("cpu"), rank=0,
@@ -394,12 +395,12 @@ def launch_lookup_and_put(wire: torch.dtype) -> None:
     lookups = [Lookup(0, part, tables.weights, batch.indices, batch.offsets, None) for part in features]
     lookup_and_put(workspace, plan, own, lookups)  # type: ignore[arg-type]
     put_tiles.put_gradient(own, rows(SINGLE, 4, 84 + WIDTH), plan, window(), wire)  # type: ignore[arg-type]
-    put_tiles.spread_slice(own, 1, WIDTH, plan.spread_tables[1], 4, window(), wire)  # type: ignore[arg-type]
+    put_tiles.spread_slice(own, 1, WIDTH, plan.slices.spread_tables[1], 4, window(), wire)  # type: ignore[arg-type]
 
 
 def launch_scatter_tiles(wire: torch.dtype) -> None:
     layout = ExchangeLayout(((LookupLayout((0,), (WIDTH,)),), (LookupLayout((WIDTH,), (WIDTH,)),)), WORLD * WIDTH)
-    plan = BatchPlan(layout, RANK, (4, 4), SINGLE, wire, wire, torch.device("cpu"))
+    plan = BatchPlan(layout, ONE_HOST, (4, 4), SINGLE, wire, wire, torch.device("cpu"))
     for relative in (True, False):
         scatter_tiles(rows(SINGLE), plan.pooled_tables[0], 4, window(), wire=wire, relative=relative)
 

@@ -2,10 +2,10 @@
 
 What it computes: ``reference.py``. The operators: ``op.py`` (lookup and All-to-All), ``pooled.py`` (the All-to-All of what
 another library has looked up); ``inputs.py`` checks what both are given, ``gradient.py`` is the way back. Where things lie:
-``tables.py`` (rows), ``layout.py`` (columns), ``plan.py`` (a batch), ``workspace.py`` (symmetric memory). Between hosts:
-``slices.py``, ``distinct.py``. Kernels: ``kernel.py`` (lookup), ``scatter.py`` (tiles to peers), ``reduce.py`` (what was
-received), ``update.py`` and ``update_kernels.py`` (optimizer), with ``prefetch_sort.py`` ahead of it. ``tuning.py`` has the
-lookup's block shapes.
+``tables.py`` (rows), ``layout.py`` (columns), ``byte_layout.py`` and ``plan.py`` (a batch, as numbers and as tensors),
+``workspace.py`` (symmetric memory). Between hosts: ``host_slices.py`` (places), ``slices.py``, ``distinct.py``. Kernels:
+``kernel.py`` (lookup), ``scatter.py`` (tiles to peers), ``reduce.py`` (what was received), ``update.py`` and
+``update_kernels.py`` (optimizer), with ``prefetch_sort.py`` ahead of it. ``tuning.py`` has the lookup's block shapes.
 """
 
 from dlrm_fused.ops.embedding_all_to_all.distinct import DistinctRows as DistinctRows

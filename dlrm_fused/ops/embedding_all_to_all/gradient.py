@@ -48,7 +48,7 @@ def send_gradient(
 
 
 def _send_gradient_by_host(workspace: EmbeddingWorkspace, plan: BatchPlan, gradient: Tensor) -> None:
-    tiles = plan.gradient_tiles()
+    tiles = plan.places.gradient_tiles
 
     def store(peer: int, _: int) -> None:
         for tile in tiles:

@@ -15,8 +15,10 @@ from dlrm_fused.ops.common.cache_hints import load, store
 from dlrm_fused.ops.common.cache_policy import Stream, once, picked
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.gpus import gpu_of
+from dlrm_fused.ops.embedding_all_to_all.byte_layout import PRESENCE_UNIT
+from dlrm_fused.ops.embedding_all_to_all.host_slices import HostSlices
 from dlrm_fused.ops.embedding_all_to_all.layout import FeatureTable
-from dlrm_fused.ops.embedding_all_to_all.plan import PRESENCE_UNIT, BatchPlan
+from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
 from dlrm_fused.ops.embedding_all_to_all.scatter import to_wire
 from dlrm_fused.ops.embedding_all_to_all.tuning import Blocks, LookupShape, choose_blocks
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
@@ -86,20 +88,19 @@ def in_memory_of_ranks(workspace: EmbeddingWorkspace, plan: BatchPlan, number: i
         plan.receiver_tables[number],
         workspace.destination_memory(plan, number).addresses,
         plan.bag_tables[number],
-        plan.destination(number, workspace.rank)[1],
-        is_relative=not plan.goes_to_staging(number),
+        plan.places.destination(number, workspace.rank)[1],
+        is_relative=not plan.places.goes_to_staging(number),
         awaits_receivers=True,
     )
 
 
-def in_slices(workspace: EmbeddingWorkspace, plan: BatchPlan, buffer_address: Tensor) -> Destinations:
+def in_slices(slices: HostSlices, buffer_address: Tensor) -> Destinations:
     """Return where a lookup stores results for ranks of other hosts.
 
     Args:
         buffer_address: int64 [1].
     """
-    width = plan.slice_width(workspace.rank)
-    return Destinations(plan.slice_receivers, buffer_address, plan.slice_bags, width, is_relative=False, awaits_receivers=False)
+    return Destinations(slices.receivers, buffer_address, slices.bags, slices.width, is_relative=False, awaits_receivers=False)
 
 
 class Lookup(NamedTuple):
@@ -195,16 +196,16 @@ def lookup_and_put(workspace: EmbeddingWorkspace, plan: BatchPlan, puts: Puts, l
     """Look up all features of this rank that go to other hosts in slices, and put each slice when it is complete.
 
     Args:
-        puts: for slices as large as :attr:`~dlrm_fused.ops.embedding_all_to_all.plan.BatchPlan.slices_of` has them.
+        puts: for slices as large as the plan's.
     """
     works = [(lookup, *_blocks(workspace, plan, lookup)) for lookup in lookups]
     needed = sum(lookup.features.count * per_feature for lookup, _, per_feature in works)
-    receivers = plan.slice_receivers.shape[0]
+    receivers = plan.slices.receivers.shape[0]
     for lookup, blocks, per_feature in works if receivers else ():
         items = receivers * lookup.features.count * per_feature
         puts.kernel(lookup_and_put_kernel)[(min(items, blocks.programs),)](
-            lookup.args, plan.slice_bags, per_feature, plan.global_batch, items, plan.slice_receivers, receivers,
-            plan.slice_width(workspace.rank), needed, workspace.forward_channel.args, puts.args, plan.fingerprint,
+            lookup.args, plan.slices.bags, per_feature, plan.global_batch, items, plan.slices.receivers, receivers,
+            plan.slices.width, needed, workspace.forward_channel.args, puts.args, plan.fingerprint,
             **_constants(workspace, plan, lookup, blocks),
         )  # fmt: skip
 

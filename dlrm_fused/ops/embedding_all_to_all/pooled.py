@@ -116,11 +116,10 @@ def _exchange(anchor: Tensor, pooled: list[Tensor], batch_sizes: list[int], hand
 
 
 def _send_by_host(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list[Tensor], receive_offset: int) -> None:
-    by_lookup = [plan.pooled_tiles(number) for number in range(len(pooled))]
 
     def store(peer: int, offset: int) -> None:
-        for number, tiles in enumerate(by_lookup):
-            memory, base = workspace.destination_memory(plan, number), 0 if plan.goes_to_staging(number) else offset
+        for number, tiles in enumerate(plan.places.pooled_tiles):
+            memory, base = workspace.destination_memory(plan, number), 0 if plan.places.goes_to_staging(number) else offset
             for tile in tiles:
                 if tile.peer == peer:
                     copy_tile(pooled[number], tile, memory, base, workspace.forward_wire)
@@ -136,7 +135,7 @@ def _send_by_kernel(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: list
         )
         scatter_tiles(
             source, plan.pooled_tables[number], max(plan.batch_sizes), window, wire=wire,
-            relative=not plan.goes_to_staging(number), first=number == 0, last=number == last,
+            relative=not plan.places.goes_to_staging(number), first=number == 0, last=number == last,
         )  # fmt: skip
     if not pooled:
         meet(workspace.forward_channel, plan.fingerprint, receive_offset)

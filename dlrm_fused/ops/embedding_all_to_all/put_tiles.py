@@ -11,7 +11,8 @@ from dlrm_fused.ops.common.cache_hints import OFF  # links between hosts are slo
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.common.workspace import ReceiveWindow
-from dlrm_fused.ops.embedding_all_to_all.plan import TILE_COLUMNS, BatchPlan
+from dlrm_fused.ops.embedding_all_to_all.host_slices import TILE_COLUMNS
+from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
 from dlrm_fused.ops.embedding_all_to_all.scatter import store_tile
 from dlrm_fused.symmetric.device import peer_pointer
 from dlrm_fused.symmetric.device_puts import open_slice, put_slice, release_slice, wait_for_slice
@@ -72,10 +73,10 @@ def put_gradient(puts: Puts, gradient: Tensor, plan: BatchPlan, window: ReceiveW
         gradient: [local batch, columns] as :func:`~dlrm_fused.ops.embedding_all_to_all.scatter.scatter_tiles` reads it.
     """
     row_blocks = triton.cdiv(plan.local_batch, _ROWS)
-    items = plan.gradient_slice_table.shape[0] * row_blocks
+    items = plan.slices.gradient_table.shape[0] * row_blocks
     if items:
         puts.kernel(put_tiles_kernel)[(min(items, _most_programs(gradient.device)),)](
-            gradient, gradient.stride(0), plan.gradient_slice_table, items, row_blocks, plan.gradient_slice_needs,
+            gradient, gradient.stride(0), plan.slices.gradient_table, items, row_blocks, plan.slices.gradient_needs,
             window.channel.args, puts.args, window.fingerprint,
             WIRE=TRITON_DTYPES[wire], ALIGNMENT=4 * wire.itemsize, ROWS=_ROWS, COLUMNS=TILE_COLUMNS, CACHE=OFF, num_warps=4,
         )  # fmt: skip
@@ -88,7 +89,7 @@ def spread_slice(
 
     Args:
         width: elements of its rows.
-        table: of :func:`~dlrm_fused.ops.embedding_all_to_all.plan.tile_table`, not empty.
+        table: of :func:`~dlrm_fused.ops.embedding_all_to_all.host_slices.tile_table`, not empty.
         rows: of the slice.
         window: where its tiles begin to count, at every rank.
     """

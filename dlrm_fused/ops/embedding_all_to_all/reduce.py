@@ -30,7 +30,7 @@ def open_output(workspace: EmbeddingWorkspace, plan: BatchPlan) -> tuple[Tensor,
     """
     workspace.reserve(plan.batch_sizes)
     shape, pool = (plan.local_batch, workspace.layout.columns), workspace.outputs
-    if plan.is_staged:
+    if plan.places.is_staged:
         return torch.empty(shape, dtype=workspace.output_dtype, device=workspace.device), 0
     output = pool.receive(shape, workspace.output_dtype)
     return output, pool.offset_of(output)
@@ -52,11 +52,11 @@ def _finish_staged(workspace: EmbeddingWorkspace, plan: BatchPlan, output: Tenso
         _add_up_present(workspace, plan, output)
     elif workspace.layout.row_wise_columns:
         partial_sums = plan.partial_sums_view(workspace.staging())
-        for source, column, width in plan.row_wise_runs():
+        for source, column, width in plan.places.row_wise_runs:
             add_up(partial_sums[:, :, source : source + width], output[:, column : column + width])
-    if plan.is_staged:
+    if plan.places.is_staged:
         staged = plan.staged_view(workspace.staging())
-        for column, width in plan.direct_runs():
+        for column, width in plan.places.direct_runs:
             add_up(staged[None, :, column : column + width], output[:, column : column + width])
 
 
@@ -134,7 +134,7 @@ def add_up_kernel(
     sources, output, rows, width, source_stride, row_stride, output_stride,
     SOURCES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
-    """Sum of partial results, always in the order of ``BatchPlan.sources``, so that it is the same in every run."""
+    """Sum of partial results, always in the order of ``ByteLayout.sources``, so that it is the same in every run."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < width)[None, :]

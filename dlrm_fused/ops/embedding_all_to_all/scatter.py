@@ -13,7 +13,7 @@ from dlrm_fused.ops.common.cache_policy import once
 from dlrm_fused.ops.common.dtypes import LARGEST_FP16, TRITON_DTYPES
 from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.common.workspace import ReceiveWindow
-from dlrm_fused.ops.embedding_all_to_all.plan import TILE_COLUMNS
+from dlrm_fused.ops.embedding_all_to_all.host_slices import TILE_COLUMNS
 from dlrm_fused.symmetric.device import begin, finish, peer_pointer, wait_until_ready
 
 _ROWS = 8  # of a program's tile
@@ -94,7 +94,7 @@ def scatter_tiles(
 
     Args:
         source: fp32, bf16 or fp16, 2-D with unit column stride; rows and columns that start at multiples of 4 elements.
-        table: of :func:`~dlrm_fused.ops.embedding_all_to_all.plan.tile_table`.
+        table: of :func:`~dlrm_fused.ops.embedding_all_to_all.host_slices.tile_table`.
         most_rows: of any tile.
         wire: dtype in which the values are stored.
         relative: whether the tiles' offsets count from where their peer receives.

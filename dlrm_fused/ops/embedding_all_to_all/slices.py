@@ -16,8 +16,9 @@ from torch import Tensor
 from dlrm_fused.ops.common.dtypes import within_range
 from dlrm_fused.ops.common.meeting import meet
 from dlrm_fused.ops.common.workspace import ReceiveWindow
+from dlrm_fused.ops.embedding_all_to_all.byte_layout import Tile
 from dlrm_fused.ops.embedding_all_to_all.distinct import DistinctRows
-from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan, Tile
+from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
 from dlrm_fused.ops.embedding_all_to_all.put_tiles import put_gradient, spread_slice
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
 from dlrm_fused.symmetric import SymmetricMemory
@@ -45,7 +46,7 @@ class PooledSlices:
         wire, device = workspace.forward_wire, workspace.device
         if self._distinct is None:
             received = {
-                rank: torch.empty(plan.local_batch, plan.slice_width(rank), dtype=wire, device=device)
+                rank: torch.empty(plan.local_batch, plan.slices.widths[rank], dtype=wire, device=device)
                 for rank in plan.hosts.remote
             }
         else:
@@ -71,24 +72,24 @@ class PooledSlices:
             offset: in bytes, of this rank's output in ``workspace.outputs``.
         """
         plan, workspace = self._plan, self._workspace
-        memory, begin = (workspace.staging(), 0) if plan.is_staged else (workspace.outputs.memory, offset)
+        memory, begin = (workspace.staging(), 0) if plan.places.is_staged else (workspace.outputs.memory, offset)
         if self._slices is None:
             assert workspace.pooled_puts is not None
-            for rank, table in plan.pooled_spread_tables.items():
+            for rank, table in plan.slices.pooled_spread_tables.items():
                 window = ReceiveWindow(memory, workspace.forward_channel, begin, plan.fingerprint)
-                width, wire = plan.slice_width(rank), workspace.forward_wire
+                width, wire = plan.slices.widths[rank], workspace.forward_wire
                 spread_slice(workspace.pooled_puts, rank, width, table, plan.local_batch, window, wire)
         else:
-            output = plan.staged_view(memory) if plan.is_staged else plan.output_view(memory, offset)
+            output = plan.staged_view(memory) if plan.places.is_staged else plan.output_view(memory, offset)
             if self._rows is None:
                 for rank, slice_ in self._slices.arrivals():
-                    for source, column, width in plan.slice_runs(rank):
+                    for source, column, width in plan.slices.runs[rank]:
                         output[:, column : column + width] = slice_[:, source : source + width]
             else:
                 self._slices.wait_arrivals()
                 assert self._distinct is not None
                 rows = self._rows.index_select(0, self._distinct.received.flatten())
-                output.view(-1, _row_dim(workspace)).index_copy_(0, plan.remote_places, rows)
+                output.view(-1, _row_dim(workspace)).index_copy_(0, plan.slices.remote_places, rows)
         if self._sums is not None:
             self._sums.complete()
         if self._slices is not None:
@@ -102,7 +103,7 @@ def packed_slices(workspace: EmbeddingWorkspace, plan: BatchPlan, pooled: Sequen
         pooled: [global batch, width] of each lookup.
     """
     own = [result for result, lookup in zip(pooled, workspace.own_lookups, strict=True) if not lookup.row_wise]
-    width, wire = plan.slice_width(workspace.rank), workspace.forward_wire
+    width, wire = plan.slices.width, workspace.forward_wire
     return {rank: _packed([result[plan.bags_of(rank)] for result in own], width, wire) for rank in plan.hosts.remote}
 
 
@@ -148,15 +149,15 @@ class GradientSlices:
     def _sizes(self, number: int, sender: int) -> tuple[int, ...]:
         """Return the shape of a sender's slice: [bags, width]; flat with distinct rows, then columns of row-wise tables."""
         plan, bags = self._plan, self._plan.batch_sizes[sender]
-        width = plan.gradient_slice_width(sender, self._workspace.rank)
+        width = plan.slices.gradient_width(sender, self._workspace.rank)
         if self._distinct is None:
             return bags, width
-        row_wise = width - plan.slice_width(self._workspace.rank)
+        row_wise = width - plan.slices.width
         return (self._distinct.sent_counts[number] * _row_dim(self._workspace) + bags * row_wise,)
 
     def _whole(self, gradient: Tensor) -> dict[int, Tensor]:
         """By rank of another host, the columns [bags, width] of the gradient that go there."""
-        return {rank: self._packed_runs(gradient, self._plan.gradient_slice_runs(rank)) for rank in self._plan.hosts.remote}
+        return {rank: self._packed_runs(gradient, runs) for rank, runs in self._plan.slices.gradient_runs.items()}
 
     def _packed_runs(self, gradient: Tensor, runs: Sequence[tuple[int, int, int]]) -> Tensor:
         parts = [gradient[:, column : column + columns] for _, column, columns in runs]
@@ -165,11 +166,11 @@ class GradientSlices:
     def _compressed(self, gradient: Tensor, distinct: DistinctRows) -> dict[int, Tensor]:
         """Return the slices flat: the gradients of distinct rows, then the columns of row-wise tables."""
         plan, wire = self._plan, self._workspace.backward_wire
-        of_places = gradient.reshape(-1, _row_dim(self._workspace)).index_select(0, plan.remote_places)
+        of_places = gradient.reshape(-1, _row_dim(self._workspace)).index_select(0, plan.slices.remote_places)
         rows = [within_range(own, wire).to(wire).flatten() for own in distinct.gradient_of_rows(of_places)]
         sent = dict(zip(plan.hosts.remote, rows, strict=True))
         if self._workspace.layout.row_wise_columns:
-            row_wise = self._packed_runs(gradient, plan.row_wise_runs()).flatten()
+            row_wise = self._packed_runs(gradient, plan.places.row_wise_runs).flatten()
             sent.update({rank: torch.cat([sent[rank], row_wise]) for rank in plan.hosts.counterparts()})
         return sent
 
@@ -177,7 +178,7 @@ class GradientSlices:
         """[bags, width] from :meth:`_compressed`."""
         assert self._distinct is not None
         plan, dim = self._plan, _row_dim(self._workspace)
-        number, features = plan.hosts.remote.index(sender), plan.slice_width(self._workspace.rank) // dim
+        number, features = plan.hosts.remote.index(sender), plan.slices.width // dim
         end = self._distinct.sent_counts[number] * dim
         own = self._distinct.gradient_of_slice(number, flat[:end].view(-1, dim), plan.bags_of(sender), features)
         return own if end == len(flat) else torch.cat([own, flat[end:].view(len(own), -1)], dim=1)
@@ -189,13 +190,13 @@ class GradientSlices:
         if self._slices is None:
             assert workspace.gradient_puts is not None
             window = ReceiveWindow(workspace.gradients, workspace.backward_channel, 0, plan.fingerprint)
-            for rank, table in plan.spread_tables.items():
-                width, rows = plan.gradient_slice_width(rank, workspace.rank), plan.batch_sizes[rank]
+            for rank, table in plan.slices.spread_tables.items():
+                width, rows = plan.slices.gradient_width(rank, workspace.rank), plan.batch_sizes[rank]
                 spread_slice(workspace.gradient_puts, rank, width, table, rows, window, wire)
         else:
             for rank, slice_ in self._slices.arrivals():
                 expanded = slice_ if self._distinct is None else self._expanded(rank, slice_)
-                for tile in plan.spread_tiles(rank):
+                for tile in plan.slices.spread_tiles[rank]:
                     copy_tile(expanded, tile, workspace.gradients, 0, wire)
             self._slices.finish()
         if workspace.layout.row_wise_columns:

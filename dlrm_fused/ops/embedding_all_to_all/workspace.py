@@ -216,7 +216,7 @@ class EmbeddingWorkspace(Workspace):
     @lasting
     def _new_plan(self, batch_sizes: tuple[int, ...]) -> BatchPlan:
         dtypes = (self.output_dtype, self.forward_wire, self.backward_wire)
-        return BatchPlan(self.layout, self.rank, batch_sizes, *dtypes, self.device, self.group.hosts)
+        return BatchPlan(self.layout, self.group.hosts, batch_sizes, *dtypes, self.device)
 
     def reserve(self, batch_sizes: Sequence[int]) -> None:
         """Have memory for batches of these sizes. Collective when they are larger than any before, else nothing happens.
@@ -256,7 +256,7 @@ class EmbeddingWorkspace(Workspace):
 
     def destination_memory(self, plan: BatchPlan, lookup: int) -> SymmetricMemory:
         """Return the memory in which destinations receive a lookup of this rank."""
-        return self.staging() if plan.goes_to_staging(lookup) else self.outputs.memory
+        return self.staging() if plan.places.goes_to_staging(lookup) else self.outputs.memory
 
     def _is_capturing(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -271,16 +271,16 @@ class EmbeddingWorkspace(Workspace):
         ranks = range(self.world_size)
         local_batch = max(plan.batch_sizes)
         largest = self._new_plan((max(local_batch, 1),) * self.world_size)
-        block = max(largest.output_size(rank) for rank in ranks)
+        block = max(largest.places.output_size(rank) for rank in ranks)
         self.outputs = BlockPool.with_spare(
             self.group, f"{self.name}: {self.held_outputs + 1} outputs", block, self.held_outputs
         )
-        staging = max(largest.staging_size(rank) for rank in ranks)
+        staging = max(largest.places.staging_size(rank) for rank in ranks)
         self._staging = self.group.allocate(f"{self.name}: partial sums and other dtypes", staging) if staging else None
-        gradients = max(plan.gradients_size(rank) for rank in ranks)
+        gradients = max(plan.places.gradients_size(rank) for rank in ranks)
         self.gradients = self.group.allocate(f"{self.name}: gradients", max(gradients, 4096))
         if self.group.puts_between_hosts and self.group.hosts.are_many and uses_kernels(self.device):
-            pooled_size, gradient_size = largest.largest_slices()
+            pooled_size, gradient_size = largest.slices.largest()
             self.pooled_puts = Puts(self.group, f"{self.name}: slices", self.forward_channel.args, pooled_size)
             self.gradient_puts = Puts(
                 self.group, f"{self.name}: slices of gradients", self.backward_channel.args, gradient_size

@@ -1,0 +1,207 @@
+"""The slices that travel between ranks of different hosts, for given batch sizes: what is in them, and tables for kernels.
+
+A rank sends to one of another host its results for that one's bags, those of row-wise tables left out, and the gradients of
+that one's results; a counterpart also gets the gradients of row-wise tables, for its host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from dlrm_fused.lasting import lasting_property
+from dlrm_fused.ops.embedding_all_to_all.byte_layout import ByteLayout, Tile, runs_of
+from dlrm_fused.symmetric.hosts import Hosts
+
+_ALIGNMENT = 16  # bytes that kernels store at a time
+# Columns of a program's tile.
+TILE_COLUMNS = 512
+
+
+def tile_table(tiles: Sequence[Tile], device: torch.device) -> Tensor:
+    """The tiles as the kernel wants them: int64 [n, 7], none wider than a tile, fields in their order."""
+    narrow = [
+        replace(
+            tile,
+            source_column=tile.source_column + begin_column,
+            offset=tile.offset + begin_column * tile.item_size,
+            width=min(TILE_COLUMNS, tile.width - begin_column),
+        )
+        for tile in tiles
+        for begin_column in range(0, tile.width if tile.rows else 0, TILE_COLUMNS)
+    ]
+    rows = [astuple(tile)[:7] for tile in narrow]
+    return torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 7).to(device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class HostSlices:
+    """The slices that one rank sends and receives.
+
+    Attributes:
+        places: of all data.
+        forward_wire: the dtype of results that travel.
+        device: of the tables.
+    """
+
+    places: ByteLayout
+    forward_wire: torch.dtype
+    device: torch.device
+
+    @property
+    def _hosts(self) -> Hosts:
+        return self.places.hosts
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """By rank, columns of its lookups that are not row-wise: of the slices that it sends of its results."""
+        return tuple(sum(lookup.width for lookup in lookups if not lookup.row_wise) for lookups in self.places.layout.lookups)
+
+    @property
+    def width(self) -> int:
+        """Columns of the slices that this rank sends of its results."""
+        return self.widths[self._hosts.rank]
+
+    @cached_property
+    def runs(self) -> list[list[tuple[int, int, int]]]:
+        """By rank, (column in the slice, column in the output, width) of a slice of its results."""
+        lookups = self.places.layout.lookups
+        return [runs_of(lookup for lookup in of_rank if not lookup.row_wise) for of_rank in lookups]
+
+    @cached_property
+    def gradient_runs(self) -> dict[int, list[tuple[int, int, int]]]:
+        """By rank of another host, (column in the slice, column in the output, width) of the gradients that it is sent."""
+        row_wise, counterparts = self.places.row_wise_runs, self._hosts.counterparts()
+        return {
+            rank: self.runs[rank]
+            + [(self.widths[rank] + source, column, width) for source, column, width in row_wise if rank in counterparts]
+            for rank in self._hosts.remote
+        }
+
+    def gradient_width(self, sender: int, rank: int) -> int:
+        """Columns of the gradients that a sender has for a rank of another host."""
+        is_counterpart = self._hosts.counterpart(sender, self._hosts.of_rank[rank]) == rank
+        return self.widths[rank] + (self.places.layout.row_wise_columns if is_counterpart else 0)
+
+    def largest(self) -> tuple[int, int]:
+        """Bytes of the largest slice of results, and of gradients, between any two ranks."""
+        batch, ranks = max(self.places.batch_sizes), range(len(self.widths))
+        gradients = max(self.gradient_width(sender, rank) for sender in ranks for rank in ranks)
+        return batch * max(self.widths) * self.places.wire_item, batch * gradients * self.places.gradient_item
+
+    @lasting_property
+    def receivers(self) -> Tensor:
+        """The receivers of slices that are not empty, which all lie in one buffer: the only one of its table of addresses."""
+        rows = [[rank, 0, 0] for rank in self._hosts.remote if self.places.batch_sizes[rank]]
+        return torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 3).to(self.device, non_blocking=True)
+
+    @lasting_property
+    def bags(self) -> Tensor:
+        """As :attr:`~dlrm_fused.ops.embedding_all_to_all.plan.BatchPlan.bag_tables`, where the kernel writes slices."""
+        begins = [self._begins.get(rank, 0) for rank in range(len(self.widths))]
+        return torch.tensor([*self.places.starts, *begins]).to(self.device, non_blocking=True)
+
+    @cached_property
+    def _begins(self) -> dict[int, int]:
+        """By rank of another host, the byte at which its slice begins in a buffer of all slices that this rank sends."""
+        begins, end = dict[int, int](), 0
+        for rank in self._hosts.remote:
+            begins[rank] = end
+            end += -(-self._size(rank) // _ALIGNMENT) * _ALIGNMENT
+        return begins
+
+    def _size(self, rank: int) -> int:
+        """Return the bytes of the results that this rank sends to one."""
+        return self.places.batch_sizes[rank] * self.width * self.places.wire_item
+
+    def of(self, buffer: Tensor) -> dict[int, Tensor]:
+        """By rank of another host, its slice [bags, width] in a uint8 buffer."""
+        return {
+            rank: buffer[begin : begin + self._size(rank)].view(self.forward_wire).view(-1, max(self.width, 1))
+            for rank, begin in self._begins.items()
+        }
+
+    @property
+    def buffer_size(self) -> int:
+        """Bytes of all slices that this rank sends of its results."""
+        return sum(self._size(rank) + _ALIGNMENT for rank in self._hosts.remote)
+
+    @lasting_property
+    def pooled_spread_tables(self) -> dict[int, Tensor]:
+        """By rank of another host whose slice is not empty: what of it goes where in this rank's output, for the kernel."""
+        own, columns, item = self._hosts.rank, self.places.layout.columns, self.places.wire_item
+        rows = self.places.batch_sizes[own]
+        return self._tables(
+            {
+                sender: [
+                    Tile(own, 0, source, column * item, columns, width, rows, item)
+                    for source, column, width in self.runs[sender]
+                ]
+                for sender in self._hosts.remote
+            }
+        )
+
+    @cached_property
+    def spread_tiles(self) -> dict[int, list[Tile]]:
+        """By rank of another host, the tiles of its slice of gradients, each with the place where it is stored.
+
+        They are this rank's own columns, and, from a counterpart, those of row-wise tables at all ranks of this host.
+        """
+        return {sender: self._spread_tiles(sender) for sender in self._hosts.remote}
+
+    def _spread_tiles(self, sender: int) -> list[Tile]:
+        tiles = self.places.tiles_of_gradient(sender, self._hosts.rank, packed=True, row_wise=False)
+        for rank in self._hosts.local_rotation if sender in self._hosts.served else ():
+            row_wise = self.places.tiles_of_gradient(sender, rank, packed=True, row_wise=True)
+            tiles += [replace(tile, source_column=tile.source_column + self.width) for tile in row_wise]
+        return tiles
+
+    @lasting_property
+    def spread_tables(self) -> dict[int, Tensor]:
+        """:attr:`spread_tiles` for the kernel, without slices that are empty."""
+        return self._tables(self.spread_tiles)
+
+    def _tables(self, by_sender: dict[int, list[Tile]]) -> dict[int, Tensor]:
+        tables = {sender: tile_table(tiles, self.device) for sender, tiles in by_sender.items()}
+        return {sender: table for sender, table in tables.items() if len(table)}
+
+    @lasting_property
+    def gradient_table(self) -> Tensor:
+        """The places of the output's gradient in the slices for other hosts, for the kernel."""
+        return self._gradient_table.to(self.device, non_blocking=True)
+
+    @lasting_property
+    def gradient_needs(self) -> Tensor:
+        """int64 [2, ranks]: tiles of the slice of gradients for each rank, and its bytes."""
+        own, ranks = self._hosts.rank, range(len(self.widths))
+        row_bytes = self.places.batch_sizes[own] * self.places.gradient_item
+        tiles = torch.bincount(self._gradient_table[:, 0], minlength=len(ranks)).tolist()
+        sizes = [row_bytes * self.gradient_width(own, rank) for rank in ranks]
+        return torch.tensor([tiles, sizes], dtype=torch.int64).to(self.device, non_blocking=True)
+
+    @lasting_property
+    def _gradient_table(self) -> Tensor:
+        own, item = self._hosts.rank, self.places.gradient_item
+        rows = self.places.batch_sizes[own]
+        tiles = [
+            Tile(rank, 0, column, source * item, self.gradient_width(own, rank), width, rows, item)
+            for rank, runs in self.gradient_runs.items()
+            for source, column, width in runs
+        ]
+        return tile_table(tiles, torch.device("cpu"))
+
+    @lasting_property
+    def remote_places(self) -> Tensor:
+        """int64, for each feature of the ranks of other hosts and each local bag: its row where the output is seen as rows of
+        :attr:`ExchangeLayout.row_dim` columns."""
+        layout = self.places.layout
+        dim = layout.row_dim
+        assert dim is not None, "features have several widths"
+        own = [lookup for rank in self._hosts.remote for lookup in layout.lookups[rank] if not lookup.row_wise]
+        columns = torch.tensor([column // dim for lookup in own for column in lookup.columns], dtype=torch.int64)
+        bags = torch.arange(self.places.batch_sizes[self._hosts.rank])
+        return (bags * (layout.columns // dim) + columns[:, None]).flatten()
