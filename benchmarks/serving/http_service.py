@@ -3,7 +3,7 @@
 Clients ask one after the other and compare every answer with what the loader predicts; while they go on asking, others
 send what is wrong (:mod:`benchmarks.serving.trouble`):
 
-    python -m benchmarks.serving.http_service --run runs/first --model model [--clients 64] [--seconds 60]
+    python -m benchmarks.serving.http_service --run runs/first --model model --output results.json [--clients 64] [--seconds 60]
 
 The run's data set gives the rows: one of ids and numbers. Clients and service share the machine.
 """
@@ -18,15 +18,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.environment import ROOT, describe_environment
-from benchmarks.common.results import write_results
+from benchmarks.common.environment import describe_environment
+from benchmarks.common.results import add_report_arguments, write_results
 from benchmarks.serving.clients import Load, Question, send
 from benchmarks.serving.rows import prepared_rows
 from benchmarks.serving.service_process import running_service
 from benchmarks.serving.trouble import cause
 from dlrm_fused.inference.export.loader import load
 
-RESULT = ROOT / "benchmarks/results/http_service.json"
 QUESTIONS = 1000
 
 
@@ -38,10 +37,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16], help="of a request")
     parser.add_argument("--repeats", type=int, default=20, help="of each trouble")
-    parser.add_argument("--output", type=Path, default=RESULT)
+    add_report_arguments(parser)
     args = parser.parse_args()
     report = measure(args.run, args.model, args.clients, args.seconds, args.rows, args.repeats)
-    write_results(args.output, report)
+    write_results(args.output, {**describe_environment(["CPU"], args.commit), **report})
     print(json.dumps(report, indent=2))
 
 
@@ -66,7 +65,6 @@ def measure(
         asking.join()
         is_healthy = service.request("GET", "/health")[0] == 200
     return {
-        **describe_environment(["CPU"], None),
         "clients": clients,
         "loads": loads,
         "trouble": {name: asdict(incident) for name, incident in incidents.items()},

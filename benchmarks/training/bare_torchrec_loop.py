@@ -30,7 +30,7 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
-from benchmarks.common.harness import synchronize
+from benchmarks.common.harness import open_world, synchronize
 from dlrm_fused.config import Config, DenseOptimizerKind, EmbeddingOptimizerKind, ModelKind, Precision, load_config
 from dlrm_fused.datasets import open_dataset
 from dlrm_fused.datasets.batch import Batch
@@ -121,25 +121,8 @@ def batches(config: Config, kind: str, device: torch.device) -> tuple[DatasetSch
     return dataset.schema, itertools.cycle(resident)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--data", choices=["generated", "resident"], default="generated")
-    parser.add_argument("--warmup", type=int, default=200, help="steps that are not timed")
-    parser.add_argument("--steps", type=int, default=1000, help="timed steps")
-    parser.add_argument("overrides", nargs="*")
-    arguments = parser.parse_args()
-    config = load_config(arguments.config, arguments.overrides)
-    kinds = config.embedding.optimizer.kind, config.training.dense_optimizer.kind
-    if kinds[0] not in _EMBEDDING_OPTIMIZERS or kinds[1] is not DenseOptimizerKind.adagrad:
-        parser.error(f"optimizers {kinds[0].name} and {kinds[1].name}: this loop has rowwise_adagrad or adagrad, and adagrad")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-    else:
-        device = torch.device("cpu")
-        dist.init_process_group("gloo")
+def train(config: Config, arguments: argparse.Namespace, device: torch.device) -> tuple[float, float]:
+    """Return the samples/s of all ranks after the warm-up, and the last loss of this one. Collective."""
     torch.manual_seed(config.seed)
     torch.set_float32_matmul_precision("highest" if config.training.precision is Precision.fp32 else "high")
     schema, stream = batches(config, arguments.data, device)
@@ -155,13 +138,27 @@ def main() -> None:
         loss = pipeline.progress(stream)
     synchronize(device)
     dist.barrier()
-    seconds = time.monotonic() - began
-    if dist.get_rank() == 0:
-        rate = arguments.steps * config.training.global_batch_size / seconds
-        print(json.dumps({"data": arguments.data, "samples_per_second": rate, "steps": arguments.steps, "loss": loss.item()}))
-    sys.stdout.flush()
-    # The pipeline exchanges features of batches to come; Python would abort where it ends while PyTorch's threads run.
-    os._exit(0)
+    return arguments.steps * config.training.global_batch_size / (time.monotonic() - began), loss.item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--data", choices=["generated", "resident"], default="generated")
+    parser.add_argument("--warmup", type=int, default=200, help="steps that are not timed")
+    parser.add_argument("--steps", type=int, default=1000, help="timed steps")
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_args()
+    config = load_config(arguments.config, arguments.overrides)
+    kinds = config.embedding.optimizer.kind, config.training.dense_optimizer.kind
+    if kinds[0] not in _EMBEDDING_OPTIMIZERS or kinds[1] is not DenseOptimizerKind.adagrad:
+        parser.error(f"optimizers {kinds[0].name} and {kinds[1].name}: this loop has rowwise_adagrad or adagrad, and adagrad")
+    with open_world() as world:
+        rate, loss = train(config, arguments, world.device)
+        world.log(json.dumps({"data": arguments.data, "samples_per_second": rate, "steps": arguments.steps, "loss": loss}))
+        sys.stdout.flush()
+        # The pipeline exchanges features of batches to come; Python would abort where it ends while PyTorch's threads run.
+        os._exit(0)
 
 
 if __name__ == "__main__":
