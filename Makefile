@@ -4,6 +4,7 @@
 # make test-all    the same with the tests marked `slow`: long soaks, exhaustive cases; the sharder with interpreted kernels;
 #                  what .ci/run does
 # make test-stack  the tests that tell most about a release of torch: with STACK and VENV of its own, what .ci/run does beside
+# make test-triton    kernels compile with the Triton of the oldest stack, too; part of what .ci/run does
 # make test-hosts  what takes longest, most of it on several hosts (network namespaces, Slurm), as root; not part of test-all
 # make test-fast   unit tests alone, for work in progress
 # make lint    linters and type checks alone; `make format` mends what can be mended
@@ -36,7 +37,7 @@ WITH_KERNELS = TRITON_INTERPRET=1 $(PYTEST) -n 2 $(2) -m "$(1)"
 MOST_WITHOUT_KERNELS = 1300
 MOST_WITH_KERNELS    = 400
 
-.PHONY: packages setup setup-dev train test test-all test-stack test-hosts test-fast lint format clean $(addsuffix -without-kernels,test test-all) \
+.PHONY: packages setup setup-dev train test test-all test-stack test-triton test-hosts test-fast lint format clean $(addsuffix -without-kernels,test test-all) \
     $(addsuffix -with-kernels,test test-all)
 
 packages: $(VENV)/packages-$(DEVICE)
@@ -70,6 +71,10 @@ test-stack: setup-dev
 	    $(addprefix tests/distributed/test_,$(addsuffix .py,checkpoint compiled_training drop_in fused_checkpoint fused_parity \
 	    fused_sharder torchrec_own_tests torchrec_pipelines))
 	TRITON_INTERPRET=1 $(PYTEST) -n 2 -m "interpreted and not slow and not exhaustive" tests/ops/embedding_all_to_all tests/ops/gemv_all_reduce
+
+test-triton: setup-dev
+	$(INSTALL) --no-deps --upgrade --target $(VENV)/oldest-triton $$(grep triton $(firstword $(sort $(wildcard requirements/stacks/*))))
+	PYTHONPATH=$(VENV)/oldest-triton $(PYTEST) -n 2 -m "not exhaustive" tests/ops/test_compile_for_gpus.py -k "kernels_compile and sm_90"
 
 # One test at a time: hosts that wait for each other take turns badly with others.
 test-hosts: setup-dev
