@@ -133,3 +133,31 @@ def difference(given: Tensor, right: Tensor, dtype: torch.dtype) -> str:
         return f"shape {list(given.shape)} instead of {list(right.shape)}"
     worst = (given.double() - right)[there].abs().max().item() if there.any() else 0.0
     return "" if worst <= tolerance * max(1.0, scale) else f"differs by {worst:.3g}"
+
+
+def check_reference(operator: Operator, reference: Callable[[Any, Any], Tensor], case: Any, ranks: int) -> None:
+    """The operator gives the result and the gradients of ``reference(case, inputs of the rank)``."""
+    fused, unfused = (run_ranks(ranks, _result_and_gradients, operator, unfused, case) for unfused in (None, reference))
+    torch.testing.assert_close(fused, unfused, rtol=1e-5, atol=1e-5)
+
+
+def _result_and_gradients(operator: Operator, reference: Callable[[Any, Any], Tensor] | None, case: Any) -> list[Tensor | None]:
+    rank = Rank.from_environment()
+    with process_group(rank, torch.device("cpu")):
+        inputs = operator.draw(case, rank.world_size, 1, torch.float32)
+        own = inputs[rank.index]
+        leaves = own.x.requires_grad_(), own.weight.requires_grad_()
+        if reference is None:
+            group = symmetric_group()
+            workspace = operator.make_workspace(group, torch.float32)
+            result = operator.call(workspace, case, own)
+        else:
+            result = reference(case, own)
+        # Where it may be anything, it is zeros in the reference, and not initialized otherwise.
+        result = result.masked_fill(operator.expected(case, inputs, rank.index).isnan(), 0)
+        result.sin().sum().backward()
+        if reference is None:
+            workspace.raise_fault()
+            group.close()
+        assert all(leaf.grad is not None for leaf in leaves)
+        return [result.detach(), *(leaf.grad for leaf in leaves)]

@@ -24,7 +24,8 @@ from dlrm_fused.ops.schedules import Pair
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import run_program, run_ranks
-from tests.ops.all_gather_gemm.cases import Case, call, check, draw, new_workspace
+from tests.ops.all_gather_gemm.cases import OPERATOR, Case, Inputs, call, check, draw, new_workspace
+from tests.ops.checked_calls import check_reference
 
 GATHER, SCATTER = Case(Pair.all_gather_gemm, 24, 72, 40), Case(Pair.gemm_reduce_scatter, 24, 72, 40)
 # Without kernels, and between hosts, all schedules but the library's are one.
@@ -45,29 +46,13 @@ def test_sixteen_bits() -> None:
     check(BOTH_PATHS, ranks=2, calls=len(BOTH_PATHS), dtype=torch.bfloat16, with_gradients=True)
 
 
-def results_and_gradients(is_fused: bool, case: Case) -> list[Tensor]:
-    rank = Rank.from_environment()
-    with process_group(rank, torch.device("cpu")):
-        own = draw(case, rank.world_size, 1, torch.float32)[rank.index]
-        x, weight = own.x.requires_grad_(), own.weight.requires_grad_()
-        if is_fused:
-            group = symmetric_group()
-            result = call(workspace := new_workspace(group), case, own)
-        else:
-            result = (reference if case.pair.moves_first else scatter_reference)(dist.group.WORLD, x, weight)
-        result.sin().sum().backward()
-        if is_fused:
-            workspace.raise_fault()
-            group.close()
-        assert x.grad is not None
-        assert weight.grad is not None
-        return [result.detach(), x.grad, weight.grad]
+def unfused(case: Case, own: Inputs) -> Tensor:
+    return (reference if case.pair.moves_first else scatter_reference)(dist.group.WORLD, own.x, own.weight)
 
 
 @pytest.mark.parametrize("case", [GATHER, SCATTER], ids=["all_gather_gemm", "gemm_reduce_scatter"])
 def test_the_reference_is_the_same(case: Case) -> None:
-    fused, unfused = (run_ranks(3, results_and_gradients, is_fused, case) for is_fused in (True, False))
-    torch.testing.assert_close(fused, unfused, rtol=1e-5, atol=1e-5)
+    check_reference(OPERATOR, unfused, case, ranks=3)
 
 
 def opcheck() -> None:

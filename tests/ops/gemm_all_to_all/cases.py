@@ -134,4 +134,5 @@ def new_workspace(group: SymmetricGroup, dtype: torch.dtype = torch.float32) -> 
     return GemmWorkspace(group, name="products", max_rows=MAX_ROWS, max_columns=MAX_COLUMNS, dtype=dtype, timeout_seconds=100.0)
 
 
-check = partial(check_calls, Operator(new_workspace, draw, call, expected, expected_gradients))
+OPERATOR = Operator(new_workspace, draw, call, expected, expected_gradients)
+check = partial(check_calls, OPERATOR)

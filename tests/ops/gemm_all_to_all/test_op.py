@@ -12,15 +12,16 @@ from dlrm_fused.ops.gemm_all_to_all.schedule import SCHEDULES
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import run_ranks
+from tests.ops.checked_calls import check_reference
 from tests.ops.gemm_all_to_all.cases import (
     GROUPS,
+    OPERATOR,
     SLOTS,
     TILE_ROWS,
     Case,
-    call,
+    Inputs,
     check,
     draw,
-    expected,
     new_workspace,
     routes_of,
 )
@@ -38,34 +39,15 @@ def test_sixteen_bits() -> None:
     check([EQUAL, LIBRARY, ROUTED], ranks=2, calls=6, dtype=torch.bfloat16, with_gradients=True)
 
 
-def results_and_gradients(fused: bool, case: Case) -> list[Tensor]:
-    rank = Rank.from_environment()
-    with process_group(rank, torch.device("cpu")):
-        inputs = draw(case, rank.world_size, 1, torch.float32)
-        own = inputs[rank.index]
-        x, weight = own.x.requires_grad_(), own.weight.requires_grad_()
-        if fused:
-            group = symmetric_group()
-            workspace = new_workspace(group)
-            result = call(workspace, case, own)
-        elif case.is_routed:
-            result = routed_reference(dist.group.WORLD, x, weight, routes_of(own))
-        else:
-            result = reference(dist.group.WORLD, x, weight)
-        # Slots where nothing belongs are zeros in the reference, and not initialized otherwise.
-        result = result.masked_fill(expected(case, inputs, rank.index).isnan(), 0)
-        result.sin().sum().backward()
-        if fused:
-            group.close()
-        assert x.grad is not None
-        assert weight.grad is not None
-        return [result.detach(), x.grad, weight.grad]
+def unfused(case: Case, own: Inputs) -> Tensor:
+    if case.is_routed:
+        return routed_reference(dist.group.WORLD, own.x, own.weight, routes_of(own))
+    return reference(dist.group.WORLD, own.x, own.weight)
 
 
 @pytest.mark.parametrize("case", [EQUAL, ROUTED], ids=["equal blocks", "routed"])
 def test_the_reference_is_the_same(case: Case) -> None:
-    fused, unfused = (run_ranks(2, results_and_gradients, is_fused, case) for is_fused in (True, False))
-    torch.testing.assert_close(fused, unfused, rtol=1e-5, atol=1e-5)
+    check_reference(OPERATOR, unfused, case, ranks=2)
 
 
 def opcheck() -> None:
