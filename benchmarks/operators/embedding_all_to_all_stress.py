@@ -33,7 +33,6 @@ from dlrm_fused.symmetric.device import uses_kernels
 LEARNING_RATE, EPSILON = 0.1, 1e-6
 # Against plain torch: fp32 sums in another order, then one rounding of fp16 tables.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2**-9}
-_HELD = 3
 _SEED = 1
 
 
@@ -253,6 +252,6 @@ def works(world: World, *, tiny: bool) -> Sequence[Work]:
         for kind, compute in (("training", batch.train), ("evaluation", batch.evaluate)):
             description: dict[str, Any] = {"kind": kind, "batch_sizes": batch.sizes}
             name = f"batch {number}, {kind}"
-            work = Work(name, stage.workspace, compute, batch.check, description, tolerance_to_one_host=tolerance, held=_HELD)
-            found.append(replace(work, in_graph=False, is_compiled_ahead=False))
+            work = Work(name, stage.workspace, compute, batch.check, description, tolerance_to_one_host=tolerance)
+            found.append(replace(work, in_graph=False, is_compiled_ahead=False, is_held=True))
     return found

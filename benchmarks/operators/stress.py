@@ -37,6 +37,8 @@ _DELAY, _DELAY_OF_TINY = 20.0, 200.0
 # The longest delays are rare, and so many times as long.
 _LONG_DELAY_EVERY, _LONG_DELAY = 200, 50
 _CYCLES_PER_MICROSECOND = 1_900
+# Results that are held at once.
+_HELD = 3
 # Between two looks at what the kernels have reported.
 _REPLAYS_OF_A_LOOK = 1_000
 
@@ -79,7 +81,7 @@ class Work:
         is_compiled_ahead: whether its kernels are compiled before it is done, all in parallel.
         tolerance_to_one_host: None where no bit may differ from what one host gives; else the largest relative difference.
         as_between_hosts: on one host, what ``compute`` must give on several: by the schedule whose products those make.
-        held: so many first results of repetitions are kept, and compared once more when others have come.
+        is_held: whether the first result of each repetition is kept, and compared once more after some others.
     """
 
     name: str
@@ -91,7 +93,7 @@ class Work:
     is_compiled_ahead: bool = True
     tolerance_to_one_host: float | None = None
     as_between_hosts: Callable[[], Sequence[Tensor]] | None = None
-    held: int = 0
+    is_held: bool = False
     first: list[Tensor] = field(default_factory=list)
 
     def on_one_host(self) -> Sequence[Tensor]:
@@ -115,10 +117,12 @@ class Repeated:
         differing, held_differing: int64 on the device: elements whose bits differed, and those of results that were held.
     """
 
-    def __init__(self, world: World, work: Work, delay: Callable[[], None]) -> None:
-        self.world, self.work, self.delay = world, work, delay
+    def __init__(self, world: World, work: Work, delay: Callable[[], None], held: deque[tuple[Repeated, Tensor]]) -> None:
+        """Args:
+        held: results of all pieces that are held.
+        """
+        self.world, self.work, self.delay, self.held = world, work, delay, held
         self.differing, self.held_differing = torch.zeros(2, dtype=torch.int64, device=world.device)
-        self.held: deque[Tensor] = deque()
 
     def begin(self) -> float:
         """The first time; the largest relative error of the results on any rank. Raises SystemExit if they are wrong."""
@@ -136,10 +140,11 @@ class Repeated:
         results = self.work.compute(self.delay)
         for pair in zip(results, self.work.first, strict=True):
             self.differing += count_differing(*pair)
-        if self.work.held:
-            self.held.append(results[0])
-            if len(self.held) > self.work.held:
-                self.held_differing += count_differing(self.held.popleft(), self.work.first[0])
+        if self.work.is_held:
+            self.held.append((self, results[0]))
+            if len(self.held) > _HELD:
+                earlier, result = self.held.popleft()
+                earlier.held_differing += count_differing(result, earlier.work.first[0])
 
     def prepared(self) -> Callable[[], None]:
         """What repeats it: a graph, but for messages, and for what is not to be one."""
@@ -161,7 +166,8 @@ class Replays:
         self.world, self.works, seed = world, works, options.seed
         self.delays = RandomDelays(world.device, seed + 1 + world.rank, _DELAY_OF_TINY if options.tiny else _DELAY)
         compile_ahead(world, [partial(work.compute, _no_delay) for work in works if work.is_compiled_ahead])
-        self.repeated = [Repeated(world, work, self.delays.delay) for work in works]
+        held: deque[tuple[Repeated, Tensor]] = deque()
+        self.repeated = [Repeated(world, work, self.delays.delay, held) for work in works]
         self.errors = [repeated.begin() for repeated in self.repeated]
         self.repeats = [repeated.prepared() for repeated in self.repeated]
         self.order = random.Random(seed)
