@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from dlrm_fused.inference.export.quality import Quality
 from dlrm_fused.inference.http.command import main
 from dlrm_fused.training.offline_evaluation import evaluate_run
 from dlrm_fused.training.runtime import ErrorStore, Rank
-from tests.distributed.launch import free_port, run_ranks, start_alone
+from tests.distributed.launch import run_ranks, start_alone
 
 ROOT = Path(__file__).parents[2]
 _START_SECONDS = 120.0
@@ -54,20 +55,21 @@ def be_service(arguments: Sequence[str]) -> None:
 
 @contextmanager
 def running_service(model: Path, options: Sequence[str] = ()) -> Iterator[Service]:
-    """Start the service on a free port; at the end it is told to end, and must do so as if by SIGTERM.
+    """Start the service on a port that it chooses; at the end it is told to end, and must do so as if by SIGTERM.
 
     It is started like a rank, sooner than the process of the same name that benchmarks start.
     """
-    port, log = free_port(), Path(tempfile.mkstemp()[1])
-    started = start_alone(ROOT, log, log, be_service, ["--model", str(model), "--port", str(port), *options])
+    log = Path(tempfile.mkstemp()[1])
+    started = start_alone(ROOT, log, log, be_service, ["--model", str(model), "--port", "0", *options])
     (process,) = started.processes
-    service = Service(port, cast(Any, process))
     try:
-        deadline = time.monotonic() + _START_SECONDS
-        while not _is_healthy(service):
+        deadline, service = time.monotonic() + _START_SECONDS, None
+        while service is None or not _is_healthy(service):
             assert process.is_alive(), log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)
+            if told := re.search(r"Serving .*, port (\d+)", log.read_text()):
+                service = Service(int(told[1]), cast(Any, process))
         yield service
         process.terminate()
         process.join(timeout=60)
