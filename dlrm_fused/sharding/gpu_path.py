@@ -6,7 +6,7 @@ tables. Launched are, in this order:
 1. TorchRec's lookups and collectives of sharding types that are not fused, which run beside the rest;
 2. FBGEMM's check of the ids;
 3. the lookup kernels, which store each pooled bag at its rank, and what adds up row-wise partial sums there;
-4. beside them, for the backward pass, the sort of the ids.
+4. for the backward pass the sort of the ids, beside 3 if there are many.
 
 Batches of few ids replay 2 to 4 as one CUDA graph. The pooled embeddings of this rank's own bags come out. The backward pass
 brings their gradients to the tables' ranks, where kernels update FBGEMM's tables in place.

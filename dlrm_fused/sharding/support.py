@@ -42,12 +42,14 @@ _ARGUMENTS_OFF = ("max_norm", "gradient_clipping", *_OF_STATES, "enable_raw_embe
 # A line of the log names so many tables; plan.txt of a run, and the module's `paths`, name all.
 _MOST_NAMED = 20
 # Advice for the reasons that users meet most.
+_SHARDED_OTHERWISE = (
+    "for fused communication give it ParameterConstraints(sharding_types=['table_wise']) for each, or this trainer "
+    "embedding.sharding=table_wise and, of a table with a setting of its own, embedding.tables.<name>.sharding=table_wise"
+)
 _ADVICE = {
-    f"sharding type {ShardingType.DATA_PARALLEL.value}": (
-        "the planner replicates small tables; to shard them, give it ParameterConstraints(sharding_types=['table_wise']) for "
-        "each, or this trainer embedding.sharding=table_wise and, of a table with a setting of its own, "
-        "embedding.tables.<name>.sharding=table_wise"
-    ),
+    f"sharding type {ShardingType.DATA_PARALLEL.value}": f"TorchRec's planner replicates small tables; {_SHARDED_OTHERWISE}",
+    f"sharding type {ShardingType.TABLE_ROW_WISE.value}": f"the planner may choose others; {_SHARDED_OTHERWISE}",
+    f"sharding type {ShardingType.GRID_SHARD.value}": f"the planner may choose others; {_SHARDED_OTHERWISE}",
     f"compute kernel {EmbeddingComputeKernel.DENSE.value}": (
         "their optimizer does not run in backward; call torchrec.optim.apply_optimizer_in_backward before the plan is made, or "
         "plan them with compute_kernel='fused'"

@@ -168,4 +168,5 @@ class TestSummary:
         assert line.endswith("not for 22: 2D [" + ", ".join(f"t{i}" for i in range(20)) + " and 2 more]")
 
     def test_the_setting_of_a_single_table_is_named_too(self):
-        assert "embedding.tables.<name>.sharding=table_wise" in summary({"city": "sharding type data_parallel"})
+        for kind in ("data_parallel", "table_row_wise", "grid_shard"):
+            assert "embedding.tables.<name>.sharding=table_wise" in summary({"city": f"sharding type {kind}"})
