@@ -59,7 +59,7 @@ def table(cells: Sequence[Mapping[str, Any]]) -> str:
         by_dim.setdefault(cell["dim"], []).append(f"Blocks({bags}, {rows}, {warps}, {own}, {split})")
     lines = []
     for (size, element), by_dim in found.items():
-        rows_of_table = [f"        {dim}: ({', '.join(blocks)})," for dim, blocks in by_dim.items()]
+        rows_of_table = [f"        {dim}: ({' '.join(f'{own},' for own in blocks)})," for dim, blocks in by_dim.items()]
         lines += [f'    ("{size}", {element}): {{', *rows_of_table, "    },"]
     return "\n".join(lines)
 
