@@ -22,7 +22,7 @@ from benchmarks.operators.tune import TUNABLE, tunable_of
 
 
 def add_cell_options(parser: argparse.ArgumentParser) -> None:
-    """Which cells, for how long."""
+    """Add the options that say which cells are run, and for how long."""
     parser.add_argument("--cells", help="a set of the operator's, such as tiny, small, all")
     parser.add_argument("--match", default="", help="only cells in whose name this regular expression is found")
     parser.add_argument("--seconds-budget", type=float, help="no cell is begun later; the others are listed as not run")

@@ -120,7 +120,7 @@ def main() -> None:
 
 
 def _lines(device: torch.device, scale: int, config: Config) -> dict[str, Points]:
-    """What takes a fixed time and one by its bytes."""
+    """Measure what takes a fixed time and one that grows with its bytes."""
     # Sizes beyond the L2 cache of a GPU.
     lines = {"memory": _elementwise(device, [(2**28 if scale == 1 else 2**25) // 4 * quarters for quarters in range(4, 16)])}
     measure_tables = partial(tables.measure, config, device, [8192 // scale * eighths for eighths in range(1, 9)])
@@ -155,12 +155,12 @@ def _left_out(points: Sequence[Point]) -> list[Point]:
 
 
 def _errors(points: Points, fixed: float, rate: float) -> list[float]:
-    """Of the fit: predicted over measured, less 1."""
+    """Return the errors of the fit: predicted over measured, less 1."""
     return [(fixed + work / rate) / seconds - 1 for work, seconds in points]
 
 
 def _peak_and_half(measured: Sequence[tuple[Kernel, float]], launch: float, memory: float) -> tuple[float, float]:
-    """Of :class:`Machine`, from the products that memory does not bound."""
+    """Return both numbers of :class:`Machine`, from the products that memory does not bound."""
     bound = [(kernel.flops, seconds) for kernel, seconds in measured if kernel.bytes / memory < seconds / 2]
     fixed, peak = fit_line(*zip(*bound, strict=True))
     return peak, max(0.0, fixed - launch) * peak

@@ -1,4 +1,4 @@
-"""Where results come from: versions of packages, the commit and the command."""
+"""The origin of results: versions of packages, the commit and the command."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def describe_environment(ranks: Sequence[str], commit: str | None) -> dict[str, 
 
 
 def device_name(device: torch.device) -> str:
-    """Of a GPU, or ``CPU``."""
+    """Return the name of a GPU, or ``CPU``."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that are installed; on GPUs, of CUDA and NCCL too."""
+    """Return the versions of Python and of the packages that are installed; on GPUs, of CUDA and NCCL too."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -65,7 +65,7 @@ def without_folders(words: Sequence[str]) -> list[str]:
 
 
 def current_commit() -> str:
-    """Of this repository; ``unknown`` if git does not know."""
+    """Return the commit of this repository; ``unknown`` if git does not know."""
     try:
         return subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True

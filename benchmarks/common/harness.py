@@ -1,4 +1,4 @@
-"""What the benchmarks of fused computation and communication share: processes, timing across ranks, ceilings, report.
+"""The parts that benchmarks of fused computation and communication share: processes, timing across ranks, ceilings, report.
 
 How time is taken on GPUs: before each burst of calls all ranks are put to sleep on the device, long enough for the host to
 enqueue the whole burst, and then meet at a barrier. So the events around the burst see the device's time, not that of
@@ -39,7 +39,7 @@ from dlrm_fused.symmetric import SymmetricGroup, SymmetricMemory, symmetric_grou
 
 T = TypeVar("T")
 
-# Of operands of products. Triton's interpreter has none of bf16.
+# The dtype of products' operands. Triton's interpreter has no products of bf16.
 HALF = torch.float16 if triton.knobs.runtime.interpret else torch.bfloat16
 
 # A rank may compile kernels while the others wait.
@@ -99,7 +99,7 @@ class World:
 
 
 def add_host_options(parser: argparse.ArgumentParser) -> None:
-    """Those that :func:`open_world` wants."""
+    """Add the options that :func:`open_world` reads."""
     parser.add_argument(
         "--slices-by",
         choices=["messages", "nvshmem"],
@@ -353,7 +353,7 @@ def _compile(kernel: _Kernel) -> None:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the machine can do at best, measured; GB/s (1e9 bytes) of one rank, the slowest.
+    """The most that the machine can do, as measured; GB/s (1e9 bytes) of one rank, the slowest.
 
     Attributes:
         copy: within a GPU, bytes read plus bytes written.
@@ -418,7 +418,7 @@ def _floats(memory: SymmetricMemory, rank: int, begin: int, size: int) -> Tensor
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank has to do at least.
+    """The least work of a rank.
 
     Attributes:
         flops: multiplications and additions.
@@ -444,7 +444,9 @@ def measure_teraflops(world: World, dtype: torch.dtype) -> float:
 
 
 def measure_contention(world: World, dtype: torch.dtype) -> dict[str, float]:
-    """How many times as long the library's product takes while pieces come and go beside it, on the slowest rank. Collective.
+    """Return how many times as long the library's product takes while pieces come and go beside it, on the slowest rank.
+
+    Collective.
 
     Returns:
         By who moves them: ``copy_engine``, and ``other_kernel``, whose programs take multiprocessors, too.
@@ -516,7 +518,7 @@ class Report:
         return False
 
     def attempt(self, cell: Mapping[str, Any], work: Callable[[], T]) -> T | None:
-        """What ``work()`` returns; if it raises on some rank, the cell is reported as failed and this is None.
+        """Return the result of ``work()``; if it raises on some rank, report the cell as failed and return None.
 
         Args:
             cell: its name, and whatever else its entry begins with.
@@ -559,7 +561,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Of at least one value, all positive."""
+    """Return the geometric mean of at least one value, all positive."""
     return math.exp(statistics.fmean(math.log(value) for value in values))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-# How deep lists and objects of records are divided into lines.
+# Lists and objects of records are divided into lines down to this depth.
 _DEPTH = 2
 
 

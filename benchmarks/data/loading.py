@@ -1,4 +1,4 @@
-"""How many samples a second do the readers give a rank?
+"""Samples a second that the readers give a rank.
 
     python -m benchmarks.data.loading --output loading.json [--sets prepared parquet_8192] [--workers 1 2] [--ranks 1 8]
 
@@ -70,7 +70,7 @@ def criteo_npy(folder: Path, samples: int, is_multi_hot: bool) -> CriteoNpyDatas
 
 
 def samples_per_second(dataset: Dataset, config: Config, seconds: float, world_size: int = 1) -> float:
-    """Of the loader of rank 0, which has nothing to wait for, after its first batches; no other rank runs."""
+    """Return the samples a second of rank 0's loader after its first batches; no other rank runs, so it waits for none."""
     with TrainLoader(dataset, config, 0, world_size, torch.device("cpu")) as loader:
         for _ in range(config.data.prefetch_batches + config.data.workers):
             next(loader)

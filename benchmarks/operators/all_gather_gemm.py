@@ -18,12 +18,12 @@ from benchmarks.operators.case import (
     SUM_TOLERANCE,
     TIMEOUT_SECONDS,
     TOLERANCE,
+    MatrixProduct,
     Multiply,
     Operator,
     Pass,
     ProductCase,
     draw_operands,
-    operands_in_turn,
 )
 from dlrm_fused.ops.all_gather_gemm import (
     ShardWorkspace,
@@ -39,38 +39,24 @@ PAIRS = (Pair.all_gather_gemm, Pair.gemm_reduce_scatter)
 # N and K of one rank. Llama 3 of 8 and 70 billion parameters over 8 ranks: query, key and value, then gate and up; this
 # project's transformer_large over 4 ranks: query, key and value, then feed-forward; first matrices of experts.
 GATHERED = (*((768, 4096), (3584, 4096), (1280, 8192), (7168, 8192), (3072, 4096), (4096, 4096), (1024, 2048), (2048, 1024)),)
-# The same layers' second products: attention's output, then down; feed-forward's second matrix; experts' second matrices.
+# N and K of their second products: attention's output, then down; feed-forward's second matrix; experts' second matrices.
 SCATTERED = (*((4096, 512), (4096, 1792), (8192, 1024), (8192, 3584), (4096, 1024), (4096, 4096), (2048, 1024), (1024, 2048)),)
 # M, of all ranks together.
 ROWS = (1024, 4096, 16384, 65536)
 
 
 @dataclass(frozen=True)
-class Layer:
-    """A product whose rows are gathered before, or scattered after.
+class Layer(MatrixProduct):
+    """A product whose rows are gathered before, or scattered after; m are the rows of all ranks, n and k those of one.
 
     Attributes:
         pair: which of the two.
-        m: rows of all ranks together.
-        n, k: columns of the result, and depth, on one rank.
     """
 
     pair: Pair
-    m: int
-    n: int
-    k: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.m}x{self.n}x{self.k}"
-
-    @property
-    def operands(self) -> int:
-        """How many take turns."""
-        return operands_in_turn(DTYPE.itemsize * self.k * (self.m + self.n))
 
     def rows(self, ranks: int) -> tuple[int, int]:
-        """Of x, and of the result, on one rank."""
+        """Return the rows of x and of the result on one rank."""
         shard = self.m // ranks
         return (shard, self.m) if self.pair.moves_first else (self.m, shard)
 
@@ -182,14 +168,14 @@ def to_compile(world: World, cells: Sequence[Layer]) -> Sequence[Pass]:
 @cache
 def all_cells() -> list[Layer]:
     of_pairs = dict(zip(PAIRS, (GATHERED, SCATTERED), strict=True))
-    return [Layer(pair, m, n, k) for pair, shapes in of_pairs.items() for (n, k), m in itertools.product(shapes, ROWS)]
+    return [Layer(m, n, k, pair) for pair, shapes in of_pairs.items() for (n, k), m in itertools.product(shapes, ROWS)]
 
 
 OPERATOR = Operator(
     open=LayerCase,
     sets={
         # For a test on the CPU.
-        "tiny": lambda: [Layer(Pair.all_gather_gemm, 24, 16, 16), Layer(Pair.gemm_reduce_scatter, 48, 8, 16)],
+        "tiny": lambda: [Layer(24, 16, 16, Pair.all_gather_gemm), Layer(48, 8, 16, Pair.gemm_reduce_scatter)],
         "all": all_cells,
     },
     stages=lambda cell: [str(cell.pair)],

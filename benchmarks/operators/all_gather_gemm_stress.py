@@ -23,7 +23,7 @@ TINY = ((3, 16, 16), (7, 8, 32))
 def works(world: World, *, tiny: bool) -> Sequence[Work]:
     """Collective."""
     shapes = TINY if tiny else FULL
-    cells = [Layer(pair, rows * world.size, columns, depth) for pair in PAIRS for rows, columns, depth in shapes]
+    cells = [Layer(rows * world.size, columns, depth, pair) for pair in PAIRS for rows, columns, depth in shapes]
     workspace = new_workspace(world, cells, "stress")
     return [
         product(world, workspace, cell, schedule, number)

@@ -1,4 +1,4 @@
-"""What an operator declares for its benchmark: cells, and for each cell its contestants, the check, and the least work."""
+"""The declaration of an operator's benchmark: cells, and for each cell its contestants, the check, and the least work."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Case(abc.ABC):
         """The least work of this rank in a call, one phase after the other."""
 
     def remarks(self, us: Mapping[str, float]) -> dict[str, Any]:
-        """What the report says besides of the times, in microseconds of a call."""
+        """Return further entries of the report, made of the contestants' times in microseconds of a call."""
         return {}
 
     def fastest(self, us: Mapping[str, float]) -> str:
@@ -98,17 +98,39 @@ class Operator:
     to_compile: Callable[[World, Sequence[Any]], Sequence[Pass]] = _nothing_to_compile
 
     def cells(self, name: str, match: str) -> list[Any]:
-        """Those of a set, in whose name the regular expression is found."""
+        """Return the cells of a set in whose name the regular expression is found."""
         return [cell for cell in self.sets[name]() if re.search(match, cell.name)]
 
     def entry(self, cell: Any, stage: str) -> dict[str, Any]:
-        """What the record of a cell begins with."""
+        """Return the first entries of a cell's record."""
         return {"name": cell.name, **asdict(cell), self.key: stage}
 
 
 def operands_in_turn(bytes_: float, least: int = 1, most: int = 8) -> int:
-    """How many different operands of so many bytes take turns, so that the L2 cache does not hold the next ones."""
+    """Return how many operands of so many bytes take turns, so that the L2 cache does not hold the next ones."""
     return max(least, min(most, math.ceil(ROTATED_BYTES / bytes_)))
+
+
+@dataclass(frozen=True)
+class MatrixProduct:
+    """[M, K] x [N, K]^T, by operands that take turns.
+
+    Attributes:
+        m, n, k: rows of x, columns of the result, and depth.
+    """
+
+    m: int
+    n: int
+    k: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.m}x{self.n}x{self.k}"
+
+    @property
+    def operands(self) -> int:
+        """Return how many operands take turns."""
+        return operands_in_turn(DTYPE.itemsize * self.k * (self.m + self.n))
 
 
 def draw_operands(

@@ -40,7 +40,7 @@ from benchmarks.operators.case import Operator
 
 COMPARABLE = ("embedding_all_to_all", "gemm_all_to_all", "expert_layer")
 SIDES = ("today", "then")
-# Of each, the method of the worker and what it is told.
+# By figure, the worker's method that measures it, and its argument.
 FIGURES: dict[str, tuple[str, bool]] = {
     "forward": ("time", False),
     "training": ("time", True),
@@ -72,7 +72,7 @@ class Checkout:
             worker.stdin.flush()
 
     def answers(self) -> list[Any]:
-        """Of all ranks.
+        """Return the answers of all ranks.
 
         Raises:
             SystemExit: if a rank has ended instead.
@@ -141,7 +141,7 @@ def summarize(times: dict[str, list[float]]) -> dict[str, float]:
 
 
 def geometric_means(records: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Of the ratios of the cells that passed, by figure."""
+    """Return by figure the geometric mean of the ratios of the cells that passed."""
     passed = [record for record in records if record["passed"]]
     return {figure: geometric_mean([record[figure]["ratio"] for record in passed]) for figure in FIGURES if passed}
 

@@ -33,7 +33,7 @@ _LAUNCHES_IN_TURN = 8
 
 
 class Worker:
-    """What it can be told to do. Each method is collective among the ranks of this checkout."""
+    """The tasks of a rank. Each method is collective among the ranks of this checkout."""
 
     def __init__(self, world: World) -> None:
         self.world = world

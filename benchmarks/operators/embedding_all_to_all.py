@@ -54,7 +54,7 @@ LOOKUPS = 3
 # Outputs of a captured pass are never given back: memory for those of two graphs is kept for cells with small outputs only.
 _GRAPH_OUTPUT_BYTES = 16e6
 _SAMPLED_ROWS, _UNTOUCHED_ROWS = 1 << 20, 1 << 16
-# Of the choice of the baseline's settings.
+# The time in which the baseline's settings are chosen.
 _SECONDS_OF_CHOICE = 0.1
 # Largest relative error against the baseline. Weights of fp16 are rounded stochastically: one unit of the last place.
 TOLERANCES = {"output": 1e-5, "weights": 1e-4, "weights of fp16": 2**-10, "momentum": 1e-4}
@@ -91,7 +91,7 @@ class Tables:
         self.momentum.detach().uniform_(0.01, 0.02, generator=generator)
 
     def local(self) -> LocalTables:
-        """The same memory, as the fused operator wants it described."""
+        """Describe this memory as the fused operator wants it."""
         return LocalTables(
             weights=self.weights.detach(),
             offsets=tuple(self.tbe.weights_physical_offsets),
@@ -110,7 +110,7 @@ class Tables:
 
 @dataclass(frozen=True)
 class BaselineSettings:
-    """What a user of TorchRec can choose for speed, where it is not clear beforehand what is best."""
+    """The settings by which a user of TorchRec may gain speed, and of which the best is not known beforehand."""
 
     use_experimental_tbe: bool = False
     synchronous_collectives: bool = False

@@ -38,7 +38,7 @@ _SEED = 1
 
 @dataclass(frozen=True)
 class Size:
-    """Of tables and batches, on every rank."""
+    """Numbers of tables and bags on every rank."""
 
     rows: int
     dims: tuple[int, int, int]

@@ -61,7 +61,7 @@ class Cell:
 
     @property
     def rows(self) -> int:
-        """Of each table on a rank."""
+        """Return the rows of each table on a rank."""
         return self.with_tables_of(_LARGEST_TABLES).largest_rows
 
     def with_tables_of(self, bytes_: float) -> Cell:
@@ -88,7 +88,7 @@ class Cell:
         return distinct_rows * self.dim * self.torch_dtype.itemsize + index_bytes + 4 * self.bags * self.width
 
     def backward_bytes(self, lookups: float, distinct_rows: float) -> float:
-        """The same in the backward pass: gradients and indices once, each distinct row and its momentum read and written."""
+        """Return the bytes of the backward pass: gradients and indices once, distinct rows and momentum read and written."""
         index_bytes = 8 * (lookups + self.tables * self.bags + 1)
         row_bytes = 2 * (self.dim * self.torch_dtype.itemsize + 4)
         return distinct_rows * row_bytes + index_bytes + 4 * self.bags * self.width
@@ -144,7 +144,7 @@ def row_wise_cells(cells: list[Cell]) -> list[Cell]:
 
 @dataclass(frozen=True)
 class Lookup:
-    """What a rank looks up at once.
+    """A batch that a rank looks up.
 
     Attributes:
         indices: int64 [N].
@@ -193,7 +193,7 @@ class LookupDrawer:
             return torch.randint(0, self._table_rows, tables.shape, generator=self._generator, device=self._device)
         points = torch.rand(tables.shape, dtype=torch.float64, generator=self._generator, device=self._device)
         by_frequency = torch.searchsorted(self._cumulative, points).clamp_(max=self._table_rows - 1)
-        # The same scattering, turned by another amount for each table.
+        # Each table's scattering is this one, turned by another amount.
         return (self._scattered[by_frequency] + tables * 7919) % self._table_rows
 
 

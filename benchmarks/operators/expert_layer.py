@@ -20,7 +20,7 @@ from dlrm_fused.ops.moe import ExpertWorkspace
 
 # Largest relative error against fp32: layers round several times, and their gradients are sums of rounded rows.
 LAYER_TOLERANCE = 16 * 2**-8
-# Where much cancels out, the errors of the baseline are a yardstick: it rounds in the same places.
+# The baseline's errors are the yardstick where much cancels out: it rounds in the same places.
 _ERROR_OVER_BASELINE = 2.0
 # (experts, top_k, width, hidden, tokens of a rank).
 LAYERS = (
@@ -28,7 +28,7 @@ LAYERS = (
     *((32, 2, 2048, 2048, 2048), (32, 2, 4096, 2048, 16384), (32, 8, 1024, 1024, 8192), (32, 8, 2048, 2048, 4096)),
     *((128, 2, 2048, 1024, 8192), (128, 8, 1024, 1024, 2048), (128, 8, 2048, 1024, 16384), (128, 8, 4096, 2048, 4096)),
 )
-# Of Zipf's law: the popularity of experts.
+# The popularity of experts follows Zipf's law.
 _ZIPF_EXPONENT = 1.0
 
 
@@ -57,7 +57,7 @@ class Layer:
         return f"{self.experts}e top{self.top_k} {self.width}x{self.hidden} t{self.tokens} {self.routing}"
 
     def phases(self, received: int, sent: int, away: int, ranks: int) -> tuple[Work, Work]:
-        """What a rank has to do in the forward pass, and in the backward pass.
+        """Return the least work of a rank in the forward pass, and in the backward pass.
 
         In the latter every product has two of its size, and gradients of the weights are written.
 

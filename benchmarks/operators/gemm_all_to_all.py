@@ -15,12 +15,12 @@ from benchmarks.common.harness import Work, World
 from benchmarks.operators.case import (
     DTYPE,
     TIMEOUT_SECONDS,
+    MatrixProduct,
     Multiply,
     Operator,
     Pass,
     ProductCase,
     draw_operands,
-    operands_in_turn,
 )
 from dlrm_fused.ops.gemm_all_to_all import GemmWorkspace, gemm_all_to_all, schedule_of
 from dlrm_fused.ops.gemm_all_to_all.kernel import gemm
@@ -34,34 +34,15 @@ PRODUCTS = (
     *((8192, 1024, 2048), (8192, 2048, 7168), (8192, 4096, 4096), (8192, 4096, 14336), (16384, 1024, 4096)),
     *((16384, 4096, 1024), (16384, 7168, 2048), (32768, 1024, 1024), (32768, 4096, 4096), (32768, 7168, 2048)),
 )
-# Of fewer tiles than a GPU has multiprocessors.
+# Products of fewer tiles than a GPU has multiprocessors.
 FEW_TILES = (*((128, 2048, 8192), (256, 256, 8192), (256, 1024, 4096), (512, 512, 4096), (512, 1024, 8192), (1024, 512, 2048)),)
 # Results of a workspace that may be held. Those of a graph are held for ever.
 _HELD_RESULTS = 2
 
 
 @dataclass(frozen=True)
-class Product:
-    """[M, K] x [N, K]^T on every rank; of the rows of the result each rank gets an equal part.
-
-    Attributes:
-        m: rows of x on each rank.
-        n: columns of the result.
-        k: depth.
-    """
-
-    m: int
-    n: int
-    k: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.m}x{self.n}x{self.k}"
-
-    @property
-    def operands(self) -> int:
-        """How many take turns."""
-        return operands_in_turn(DTYPE.itemsize * self.k * (self.m + self.n))
+class Product(MatrixProduct):
+    """A product on every rank, with m rows of x; of the rows of the result each rank gets an equal part."""
 
     def work(self, ranks: int) -> Work:
         """Operands are read once, the result is written once."""
@@ -97,7 +78,7 @@ class GemmCase(ProductCase):
 
     @torch.no_grad()
     def choose_schedule(self) -> str:
-        """What ``auto`` takes in all workspaces; a shape that is not in the table it measures in the first one."""
+        """Return the schedule that ``auto`` takes in all workspaces; it measures a shape without a table in the first one."""
         first, *others = self.workspaces
         gemm_all_to_all(first, *self.operands[0])
         for workspace in others:

@@ -24,7 +24,7 @@ _OPERANDS = 3
 
 
 def works(world: World, *, tiny: bool) -> Sequence[Work]:
-    """Of each shape several with different operands, so that a result that is left from another call differs. Collective."""
+    """Return several works of each shape, whose operands differ, so that a result of another call is seen. Collective."""
     cells = [replace(cell, m=cell.m * world.size) for cell in (TINY if tiny else FULL)]
     workspace = new_workspace(world, cells, "stress")
     return [product(world, workspace, cell, i * _OPERANDS + j) for i, cell in enumerate(cells) for j in range(_OPERANDS)]

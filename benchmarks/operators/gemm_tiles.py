@@ -20,7 +20,7 @@ _ACCUMULATED_ELEMENTS = 32 * 1024
 _MAX_ELEMENTS_OF_THREAD = 128
 # Smaller tiles are loaded more often; tried only if there are few larger ones.
 _LARGE_ELEMENTS = 128 * 128
-# Of the least share of the busiest multiprocessor, with as many splits; tiles that give it more are left out.
+# Tiles are left out that give the busiest multiprocessor more than this, times the least share with as many splits.
 _LONGEST_SHARE = 1.2
 # Times that differ by less do not say which is faster.
 _NEARLY_AS_FAST = 1.01

@@ -63,7 +63,7 @@ class Cell:
         return self.m > ROWS[-1]
 
     def depth(self, ranks: int) -> int:
-        """Of a rank's operands."""
+        """Return the depth of a rank's operands."""
         return self.k // ranks
 
     def work(self, ranks: int) -> Work:
@@ -73,7 +73,7 @@ class Cell:
         return Work(0, DTYPE.itemsize * (self.n * depth + self.m * depth + self.m * self.n), sent)
 
     def operands(self, ranks: int) -> int:
-        """How many take turns."""
+        """Return how many operands take turns."""
         return 1 if self.is_large else operands_in_turn(DTYPE.itemsize * self.n * self.depth(ranks), least=2, most=1000)
 
 
@@ -122,7 +122,7 @@ class GemvCase(ProductCase):
 
     @torch.no_grad()
     def other_schedules(self) -> list[str]:
-        """Of many rows, those that auto does not take here; it has measured, unless a table knows."""
+        """Return the schedules of many rows that auto does not take here; it has measured, unless a table knows."""
         if not self.cell.is_large or self.world.device.type != "cuda":
             return []
         self.multiply(0)

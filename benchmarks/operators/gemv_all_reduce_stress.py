@@ -30,7 +30,7 @@ TINY = ((1, 16, 16), (3, 32, 24), (70, 16, 16))
 
 
 def works(world: World, *, tiny: bool) -> Sequence[Work]:
-    """Of each shape several with different operands, so that a result that is left from another call differs. Collective."""
+    """Return several works of each shape, whose operands differ, so that a result of another call is seen. Collective."""
     cells = [Cell(m, n, k * world.size) for m, n, k in (TINY if tiny else FULL)]
     workspace = new_workspace(world, cells, "stress")
     return [product(world, workspace, cell, i + j) for i, cell in enumerate(cells) for j in range(2 if tiny else 3)]

@@ -14,7 +14,7 @@ from dlrm_fused.ops.gemv_all_reduce.tuning import MIN_DEPTH_OF_SPLIT, ONE_SHOT_W
 
 
 def choices(cell: Cell, ranks: int) -> list[Blocks]:
-    """What the operator takes today, then all others; of many rows it has no kernel of its own."""
+    """Return the blocks that the operator takes today, then all others; it has no kernel of its own for many rows."""
     depth = cell.depth(ranks)
     today = tuning.choose_blocks(cell.m, cell.n, depth, ranks, DTYPE.itemsize, this_gpu(), with_norm=False)
     return [today, *([] if cell.is_large else all_blocks(cell.m, cell.n, depth))]

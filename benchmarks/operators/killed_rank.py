@@ -33,7 +33,7 @@ _START_LIMIT_SECONDS = 300.0
 
 
 def add_kill_options(parser: argparse.ArgumentParser) -> None:
-    """Those that :func:`run` wants, besides ``--output`` and those of hosts."""
+    """Add the options that :func:`run` reads besides ``--output`` and those of hosts."""
     parser.add_argument("--kill-rank", type=int, help="this rank kills itself")
     parser.add_argument("--kill-after", type=float, default=3.0, metavar="SECONDS")
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() or 3, help="with --kill-rank")

@@ -30,7 +30,7 @@ from benchmarks.operators.report import line, summarize, table
 
 # Shorter calls are timed in CUDA graphs where these are asked for, so that launches do not count.
 GRAPH_MICROSECONDS = 50.0
-# Of the libraries that the operators are compared with.
+# Prefixes of the variables that set the libraries with which operators are compared.
 _VARIABLES = ("NCCL_", "TORCH_NCCL_", "FBGEMM_")
 
 
@@ -118,7 +118,7 @@ class Run:
                 self.report.add({**entry, **result})
 
     def result(self, case: Case, stage: str) -> dict[str, Any]:
-        """What the report says of a cell's stage."""
+        """Return the record of a cell's stage."""
         passes, only = case.passes(stage), self.options.contestants
         if only:
             kept = {*only, *case.rivals}

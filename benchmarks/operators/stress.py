@@ -62,7 +62,7 @@ class RandomDelays:
 
 
 class Workspace(Protocol):
-    """Of any operator."""
+    """The members of an operator's workspace that a stress test uses."""
 
     def raise_fault(self) -> None: ...
 
@@ -147,7 +147,7 @@ class Repeated:
                 earlier.held_differing += count_differing(result, earlier.work.first[0])
 
     def prepared(self) -> Callable[[], None]:
-        """What repeats it: a graph, but for messages, and for what is not to be one."""
+        """Return the function that repeats it: a graph's replay, but for messages and work that is not captured."""
         if self.world.device.type != "cuda" or not self.work.in_graph or self.world.symmetric.hosts.are_many:
             return self.again
         replay, problem = captured(self.world, self.again)
@@ -182,7 +182,7 @@ class Replays:
         self.raise_faults()
 
     def raise_faults(self) -> None:
-        """What has gone wrong on the device since."""
+        """Raise the faults of the device since the last call."""
         for workspace in {id(work.workspace): work.workspace for work in self.works}.values():
             workspace.raise_fault()
 
@@ -207,7 +207,7 @@ def works_of(operator: str, world: World, options: argparse.Namespace) -> Sequen
 
 
 def results_on_one_host(operator: str, world: World, options: argparse.Namespace) -> list[list[Tensor]]:
-    """What each piece must give, whichever ranks are a host. Collective."""
+    """Return the results that each piece must give, whichever ranks are a host. Collective."""
     works = works_of(operator, replace(world, symmetric=world.one_host), options)
     results = [[result.detach().clone() for result in work.on_one_host()] for work in works]
     synchronize(world.device)

@@ -1,4 +1,4 @@
-"""Which blocks of an operator's kernel are fastest: all choices of a cell, timed with its benchmark's own inputs.
+"""The fastest blocks of an operator's kernel: all choices of a cell are timed with its benchmark's own inputs.
 
 All ranks take part in every call, with the same choice. The fastest are timed again, longer.
 """
@@ -40,7 +40,7 @@ _SEED = 4
 
 @dataclass(frozen=True)
 class Choice:
-    """What is timed: a contestant of the cell, with blocks for its kernel."""
+    """A contestant of a cell with blocks for its kernel, which are timed together."""
 
     contestant: str
     blocks: Any
@@ -48,7 +48,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Tunable:
-    """What is tuned of an operator.
+    """The blocks of an operator that are tuned.
 
     Attributes:
         choices: of a cell on so many ranks: what is used today, then others, in any order.
@@ -204,7 +204,7 @@ def summarize(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def recorded_table(report: Mapping[str, Any]) -> str:
-    """Of recorded results of a tuner, today's or of an earlier form: the source of the operator's table."""
+    """Return the source of an operator's table, from a tuner's recorded results of today's or of an earlier form."""
     first = report["cells"][0]
     earlier = (
         "embedding_all_to_all" if "pooling" in first else "gemm_all_to_all" if "library_us" in first else "gemv_all_reduce"

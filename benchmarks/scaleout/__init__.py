@@ -1,1 +1,1 @@
-"""What the simulated collectives of dlrm_fused.scaleout are compared with."""
+"""Measurements with which the simulated collectives of dlrm_fused.scaleout are compared."""

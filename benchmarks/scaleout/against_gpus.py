@@ -147,7 +147,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _unlike_the_config(settings: str) -> str:
-    """Those that change what is computed."""
+    """Return the settings that change the computation."""
     return " ".join(setting for setting in settings.split() if "samples" not in setting)
 
 

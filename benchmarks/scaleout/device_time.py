@@ -1,4 +1,4 @@
-"""How long a call takes on one rank alone."""
+"""The time of a call on one rank alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_CYCLES_PER_SECOND = 2e9  # of today's GPUs
 def seconds_of(
     device: torch.device, function: Callable[[], object], *, captured: bool = True, launched_ahead: bool = True
 ) -> float:
-    """Of one call, the median of several rounds after a warm-up.
+    """Return the seconds of one call, the median of several rounds after a warm-up.
 
     Args:
         captured: on a GPU, calls are replayed from a CUDA graph.
@@ -38,7 +38,7 @@ def seconds_of(
 
 
 def seconds_after(device: torch.device, prepare: Callable[[], T], function: Callable[[T], object]) -> float:
-    """Of one call with what ``prepare`` gives and has ended with, the median of several rounds after a warm-up."""
+    """Return the seconds of one call with the result of ``prepare``, which has ended: the median of rounds after a warm-up."""
     times = []
     for _ in range(_WARMUPS + _ROUNDS):
         prepared = prepare()

@@ -62,7 +62,7 @@ class FbgemmTables:
 
 
 class FusedTables(FbgemmTables):
-    """The same tables, as ``comm=fused`` looks them up."""
+    """FBGEMM's tables, looked up as ``comm=fused`` does."""
 
     def __init__(
         self, device: torch.device, rows: Sequence[int], dim: int, optimizer: EmbOptimType, output: SparseType
@@ -86,14 +86,14 @@ class FusedTables(FbgemmTables):
         return embedding_all_to_all(self._workspace, [ids], [offsets], [], [(offsets.numel() - 1) // self._tables])
 
     def sort(self, ids: Tensor, offsets: Tensor) -> SortedLookup:
-        """What the update needs, and the trainer does beside the dense part."""
+        """Sort the ids for the update, as the trainer does beside the dense part."""
         return sort_lookup(self._local, ids, offsets)
 
 
 def measure(
     config: Config, device: torch.device, batches: Sequence[int], make: type[FbgemmTables]
 ) -> dict[str, list[tuple[float, float]]]:
-    """Of each batch, the bytes of rows that a lookup reads, and its seconds; the bytes of rows and states that the backward
+    """Return for each batch the bytes of rows that a lookup reads, and its seconds; those of rows and states that the backward
     pass with the config's optimizer reads and writes, and its seconds; and those of the sort, if it is apart.
 
     Popular ids, whose rows are in caches, occur as often as in the config's data.

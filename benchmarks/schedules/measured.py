@@ -36,7 +36,7 @@ class Call:
 
 
 def read_calls(files: Sequence[Path]) -> list[Call]:
-    """Of all cells that passed, in the order of the files: the times that were steady.
+    """Return the steady times of all cells that passed, in the order of the files.
 
     Of cells that several files have, the shorter time of each schedule counts: what disturbs a run takes time.
     """
@@ -50,7 +50,7 @@ def read_calls(files: Sequence[Path]) -> list[Call]:
 
 
 def read_ceilings(file: Path) -> tuple[str, Ceilings, float, float]:
-    """Of ``python -m benchmarks run all_gather_gemm``: the GPU, bandwidths, 10^12 operations a second, and contention."""
+    """Read a report of ``python -m benchmarks run all_gather_gemm``: its GPU, ceilings, 10^12 operations/s, contention."""
     report = json.loads(file.read_text())
     ceilings = dict(report["ceilings"])
     del ceilings["unit"]
@@ -70,7 +70,7 @@ def _calls_of(report: Mapping[str, Any]) -> Iterator[Call]:
 
 
 def _product(cell: Mapping[str, Any], ranks: int) -> Call:
-    """Of GEMM + All-to-All, AllGather + GEMM, or GEMM + ReduceScatter."""
+    """Read a call of GEMM + All-to-All, AllGather + GEMM, or GEMM + ReduceScatter."""
     pair = Pair(cell.get("pair", Pair.gemm_all_to_all))
     names = {name: name for name in cell["us"] if name not in ("gemm", "fused", "nccl", "library")}
     times = _steady(cell, cell["us"], {**names, "library": "nccl"})
@@ -78,7 +78,7 @@ def _product(cell: Mapping[str, Any], ranks: int) -> Call:
 
 
 def _sum(cell: Mapping[str, Any], ranks: int) -> Iterator[Call]:
-    """Of GEMV + AllReduce; ``fused`` is what auto took, of many rows that which is not listed besides."""
+    """Read the calls of GEMV + AllReduce; ``fused`` is what auto took, for many rows the one not listed besides."""
     us, size = cell["us"], Size(Pair.gemm_all_reduce, ranks, cell["m"], cell["n"], cell["k"] // ranks)
     if cell["size"] == "small":
         if cell["m"] <= _ROWS_OF_THE_KERNEL:

@@ -1,4 +1,4 @@
-"""How good is the rule that chooses a schedule from sizes alone? Costs are fitted to half of the measured calls.
+"""The quality of the rule that chooses a schedule from sizes alone. Costs are fitted to half of the measured calls.
 
     python -m benchmarks.schedules.rule gathered.json products.json sums.json lookups.json --output rule.json
 
@@ -31,7 +31,7 @@ FITTED = (
     "library_share", "library_sum_share", "kernel_share", "kernel_contention", "started_us", "tile_us", "copy_start_us",
     "move_us", "mark_us", "wait_us", "collective_us", "sum_us", "sum_share",
 )  # fmt: skip
-# Of an error that all schedules of a call share, which changes no choice.
+# An error that all schedules of a call share changes no choice, so it counts less.
 _WEIGHT_OF_COMMON_ERROR = 0.2
 _FIRST_STEP, _LAST_STEP = 0.3, 0.01
 _NEAR = 1.03
@@ -40,7 +40,7 @@ Choose = Callable[[Call], str]
 
 
 def read_complete_calls(files: Sequence[Path]) -> list[Call]:
-    """Those of which every schedule that the rule may take has a time."""
+    """Return the calls for which every schedule that the rule may take has a time."""
     return [call for call in read_calls(files) if set(space_of(call.size)) <= call.microseconds.keys()]
 
 
@@ -65,7 +65,7 @@ def fit(calls: Sequence[Call], machine: Machine) -> Machine:
 
 
 def squared_error(calls: Sequence[Call], machine: Machine) -> float:
-    """Of the logarithms of estimates, over all calls and schedules."""
+    """Return the squared error of the logarithms of estimates, over all calls and schedules."""
     total = 0.0
     for call in calls:
         errors = [math.log(time / call.microseconds[name]) for name, time in estimated(call, machine).items()]
@@ -92,7 +92,7 @@ def always(mover: Mover) -> Choose:
 
 
 def judge(calls: Sequence[Call], choose: Choose) -> dict[str, Any]:
-    """How often the fastest is chosen, how often one within 3 % of it, and what a wrong choice loses."""
+    """Return how often the fastest is chosen, how often one within 3 % of it, and the loss by a wrong choice."""
     losses = []
     for call in calls:
         fastest = min(call.microseconds[name] for name in space_of(call.size))

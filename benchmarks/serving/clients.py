@@ -22,7 +22,7 @@ class Question:
 
 @dataclass
 class Load:
-    """What happened to the requests of all clients.
+    """The outcome of all clients' requests.
 
     Attributes:
         seconds: of each request that was answered as it should be.

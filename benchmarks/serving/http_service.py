@@ -1,4 +1,4 @@
-"""How many requests does the HTTP service answer, how fast, and does it stand what clients do to it?
+"""The HTTP service under load: requests answered, their times, and its answers to misbehaving clients.
 
 Clients ask one after the other and compare every answer with what the loader predicts; while they go on asking, others
 send what is wrong (:mod:`benchmarks.serving.trouble`):

@@ -53,7 +53,7 @@ def build(config: Config, samples: RequestSamples, world: World, schema: Any) ->
 
 
 def percentiles(world: World, seconds: Sequence[float]) -> dict[str, float]:
-    """Of the slowest rank, in milliseconds. Collective."""
+    """Return the percentiles of the slowest rank, in milliseconds. Collective."""
     by_rank = world.gather([float(np.percentile(seconds, p)) * 1e3 for p in (50, 99)])
     p50, p99 = max(by_rank)
     return {"p50_ms": p50, "p99_ms": p99, "p99_over_p50": p99 / p50}

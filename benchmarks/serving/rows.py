@@ -37,7 +37,7 @@ def prepared_rows(
 
 
 def _values(feature: SparseFeature, bags: KeyedJaggedTensor) -> list[Any]:
-    """Of each bag: its ids if the feature is jagged, otherwise its id, None for padding."""
+    """Return for each bag its ids if the feature is jagged, otherwise its id, None for padding."""
     of_bags = [bag.tolist() for bag in bags[feature.name].to_dense()]
     return of_bags if feature.jagged else [bag[0] if bag else None for bag in of_bags]
 

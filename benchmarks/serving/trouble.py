@@ -1,4 +1,4 @@
-"""What clients do to a service in bad faith or by mistake, and which status each is to get."""
+"""Requests that clients send in bad faith or by mistake, with the status that each is to get."""
 
 from __future__ import annotations
 

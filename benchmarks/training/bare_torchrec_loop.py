@@ -40,7 +40,7 @@ from dlrm_fused.models.dense_part import DensePart, is_compiled
 from dlrm_fused.sharding.output_dtype import pooled_dtype
 
 _RESIDENT_BATCHES = 8
-# That the pipeline has begun with when a step ends.
+# The pipeline has begun with so many batches when a step ends.
 _BATCHES_AHEAD = 2
 _EMBEDDING_OPTIMIZERS = {
     EmbeddingOptimizerKind.rowwise_adagrad: EmbOptimType.EXACT_ROWWISE_ADAGRAD,

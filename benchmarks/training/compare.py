@@ -1,4 +1,4 @@
-"""How fast, and to which losses, does a config train with these settings, or those? Runs take turns; the first is the measure.
+"""Speed and losses of a config by settings. Runs take turns; the first is the measure.
 
     python -m benchmarks.training.compare --config configs/criteo_1tb_dcnv2_synthetic.yaml --ranks 2 --batches 16384 65536 \
         --output results.json "comm=fused" "comm=baseline" "comm=baseline training.compile=never"
@@ -57,7 +57,7 @@ _COLUMNS: Sequence[tuple[str, str, float, str]] = (
 
 @dataclass(frozen=True)
 class Cell:
-    """What contestants share: a global batch size, None for the config's, and the rate of the links of hosts."""
+    """The conditions that contestants share: a global batch size, None for the config's, and the rate of the links of hosts."""
 
     batch: int | None
     gbits_per_second: float | None

@@ -41,7 +41,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Mark:
-    """How many bytes each host had sent when ``step`` was done."""
+    """The bytes that each host had sent when ``step`` was done."""
 
     step: int
     sent: list[int]

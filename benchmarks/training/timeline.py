@@ -1,4 +1,4 @@
-"""Where the time of a training step goes on the GPU, from a trace that ``telemetry.profile_steps`` has recorded.
+"""The time of a training step on the GPU by part, from a trace that ``telemetry.profile_steps`` has recorded.
 
     python -m benchmarks.training.timeline runs/NAME/profile/steps100-105_rank0.json.gz --plot timeline.png
 
@@ -51,7 +51,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """What ran on the device.
+    """A kernel or copy that ran on the device.
 
     Attributes:
         begin, end: in milliseconds.
@@ -64,13 +64,13 @@ class Kernel:
 
     @property
     def part(self) -> str:
-        """Of the step."""
+        """Return the part of the step to which it belongs."""
         return next(part for part, pattern in PARTS.items() if re.search(pattern, self.name))
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What a trace says.
+    """The contents of a trace.
 
     Attributes:
         kernels: all of them, in the order of their beginnings.

@@ -31,7 +31,7 @@ CONTESTANTS = ["comm=fused", "comm=baseline", "ranks=1"]
 def one(
     batch: int | None, settings: str, rate: float, step_ms: float, peak: float | None = None, loss: float = 0.5, **more: Any
 ) -> dict[str, Any]:
-    """What a run leaves, on this machine unless ``more`` says otherwise."""
+    """The files that a run leaves, on this machine unless ``more`` says otherwise."""
     run = {"batch": batch, "gbits_per_second": None, "settings": settings, "samples_per_second": rate, "step_ms": step_ms}
     return {**run, "median_parts": {}, "peak_memory_gib": peak, "losses": [[10, 0.7], [20, loss]], "test_auc": 0.75, **more}
 

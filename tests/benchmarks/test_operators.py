@@ -35,7 +35,7 @@ from tests.distributed.launch import run_program, run_ranks
 RESULTS = ROOT / "benchmarks/results"
 MEBI = 1 << 20
 GATHER, SCATTER = Pair.all_gather_gemm, Pair.gemm_reduce_scatter
-# Where a mistake is put in: a module, and the operator as it calls it.
+# A mistake is put into these: a module, and the operator as it calls it.
 CALLED = {
     "embedding_all_to_all": ("benchmarks.operators.embedding_all_to_all", "pooled_all_to_all"),
     "gemv_all_reduce": ("benchmarks.operators.gemv_all_reduce", "gemv_all_reduce"),
@@ -98,15 +98,15 @@ def test_least_work_and_floor() -> None:
     weights = 2 * 2 * 16 * 32
     assert forward == Work(2 * 2 * 7 * 16 * 32, 2 * (weights + 2 * 10 * 16), 2 * (12 + 4) * 16)
     assert backward == Work(2 * forward.flops, forward.memory_bytes + 2 * weights, forward.link_bytes)
-    # What travels counts once over the links, and in memory once where it is read and once where it is written.
+    # Bytes that travel count once over the links, and twice in memory: where they are read, and where they are written.
     moved = 2 * MEBI // 2 + 2 * MEBI + 2 * (256 * 512 + 2 * 256 * 512 * 3)
-    for layer in (ShardedLayer(GATHER, 1024, 1024, 512), ShardedLayer(SCATTER, 1024, 512, 1024)):
+    for layer in (ShardedLayer(1024, 1024, 512, GATHER), ShardedLayer(1024, 512, 1024, SCATTER)):
         assert layer.work(ranks=4) == Work(2 * 1024 * 1024 * 512, moved, 2 * 256 * 512 * 3)
 
 
 @pytest.mark.parametrize(("routing", "least", "most"), [("balanced", 1.0, 1.4), ("zipf", 1.8, 4.0)])
 def test_the_most_popular_expert(routing: str, least: float, most: float) -> None:
-    """How often it is wanted, over the mean."""
+    """It gets as many times the tokens of the mean expert as its routing says."""
     layer = Layer(8, 2, 64, 64, 5000, routing)
     logits = layer.draw_tokens(0, 1, torch.device("cpu")).float() @ layer.draw_router(torch.device("cpu")).float().T
     slots = torch.bincount(logits.topk(2).indices.flatten(), minlength=8).double()

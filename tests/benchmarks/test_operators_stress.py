@@ -31,7 +31,7 @@ from tests.distributed.launch import Ended, run_program
 
 ON_THE_CPU = ("all_gather_gemm", "expert_layer", "gemm_all_to_all", "gemv_all_reduce")
 TWO_BY_TWO = ("--slices-by", "messages", "--ranks-per-host", "2")
-# Where a mistake is put in: a module, and the operator as it calls it.
+# A mistake is put into these: a module, and the operator as it calls it.
 CALLED = {
     "gemv_all_reduce": ("benchmarks.operators.gemv_all_reduce_stress", "gemv_all_reduce"),
     "gemm_all_to_all": ("benchmarks.operators.gemm_all_to_all_stress", "gemm_all_to_all"),

@@ -125,7 +125,7 @@ def _gradients(result: Tensor, ranks: int, seed: int) -> list[Tensor]:
 
 
 def difference(given: Tensor, right: Tensor, dtype: torch.dtype) -> str:
-    """What differs by more than the rounding of the dtype; empty if nothing does. NaN in ``right`` is not looked at."""
+    """Say what differs by more than the rounding of the dtype; empty if nothing does. NaN in ``right`` is not looked at."""
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}[dtype]
     there = ~right.isnan()
     scale = right[there].abs().max().item() if there.any() else 0.0
@@ -153,7 +153,7 @@ def _result_and_gradients(operator: Operator, reference: Callable[[Any, Any], Te
             result = operator.call(workspace, case, own)
         else:
             result = reference(case, own)
-        # Where it may be anything, it is zeros in the reference, and not initialized otherwise.
+        # A part that may be anything is zeros in the reference, and not initialized otherwise.
         result = result.masked_fill(operator.expected(case, inputs, rank.index).isnan(), 0)
         result.sin().sum().backward()
         if reference is None:

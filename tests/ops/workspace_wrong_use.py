@@ -48,7 +48,7 @@ class WorkspaceScene(Scene):
 
     @abstractmethod
     def results(self, workspace: Any, **changes: Any) -> list[Tensor]:
-        """What the operator returns for the inputs, or for others."""
+        """Call the operator with the inputs, or with others."""
 
 
 def settings(**wrong: Any) -> Attempt:

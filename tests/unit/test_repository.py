@@ -218,11 +218,15 @@ def test_links_between_documents_lead_somewhere(document: Path) -> None:
 FRAGMENT = re.compile(r"\s*(What|Of|That|The same|Whose|How|Where|Which|Those)\b")
 
 
+def _sources(*folders: str) -> list[Path]:
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
 def test_no_docstring_begins_with_a_fragment() -> None:
     """A docstring says what a function does or returns: "Return the bytes of one piece.", not "Of one piece."."""
     fragments = [
         f"{path.relative_to(ROOT)}:{node.value.lineno}: {node.value.value.splitlines()[0]}"
-        for path in sorted((ROOT / "dlrm_fused").rglob("*.py"))
+        for path in _sources("dlrm_fused", "benchmarks")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
         if FRAGMENT.match(node.value.value)
@@ -233,7 +237,7 @@ def test_no_docstring_begins_with_a_fragment() -> None:
 def test_no_comment_begins_with_a_fragment() -> None:
     fragments = [
         f"{path.relative_to(ROOT)}:{token.start[0]}: {token.string}"
-        for path in sorted((ROOT / "dlrm_fused").rglob("*.py"))
+        for path in _sources("dlrm_fused", "benchmarks")
         for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
         if token.type == tokenize.COMMENT and FRAGMENT.match(token.string[1:])
     ]
