@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from dlrm_fused.inference.online.cached_attention import cached_attention, reference
@@ -17,6 +19,7 @@ from dlrm_fused.ops.common.dtypes import LARGEST_FP16, within_range
 from dlrm_fused.ops.embedding_all_to_all import embedding_all_to_all, update
 from dlrm_fused.ops.embedding_all_to_all.reduce import add_up
 from dlrm_fused.ops.embedding_all_to_all.tables import RowwiseAdagrad
+from dlrm_fused.ops.embedding_all_to_all.update_kernels import square_root
 from dlrm_fused.symmetric import SymmetricGroup
 from tests.gpu.all_ranks import MARKS, ON_GPU, checked_on_all_ranks
 from tests.ops.embedding_all_to_all.lookups import make_lookup, make_tables
@@ -119,6 +122,25 @@ def test_the_smallest_momentum_divides() -> None:
     step = (before - tables.weights).view(5, DIM)
     torch.testing.assert_close(step[2].cpu(), torch.full((DIM,), 0.1), rtol=1e-2, atol=0)
     assert not step[[0, 1, 3, 4]].any()
+
+
+@triton.jit
+def square_root_kernel(values, roots, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(roots + at, square_root(tl.load(values + at)))
+
+
+# On GPUs all numbers of fp32, 2^26 at a time; the interpreter, whose fma rounds twice, sees every 2^16th of them.
+@pytest.mark.parametrize("first", range(-(2**31), 2**31, 2**26) if ON_GPU else [0])
+def test_square_roots_are_rounded_as_those_of_torch(first: int) -> None:
+    block = 1024
+    bits = torch.arange(first, first + 2**26, device=DEVICE) if ON_GPU else torch.arange(-(2**31), 2**31, 2**16)
+    values = bits.to(torch.int32).view(FP32)
+    roots = torch.empty_like(values)
+    square_root_kernel[(values.numel() // block,)](values, roots, BLOCK=block)
+    rounding = 0.0 if ON_GPU else 2.0**-22
+    torch.testing.assert_close(roots, values.sqrt(), rtol=rounding, atol=0, equal_nan=True)
+    assert torch.equal(roots[values == 0].signbit(), values[values == 0].signbit())
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP16])
