@@ -440,9 +440,9 @@ LOSES_NOTHING = {
     "_merge_kernel": {"max.f32", "ex2.approx.ftz.f32"},
     # First guesses of a quotient in fp64, which are made exact.
     "step_kernel": {"rcp.approx.ftz.f64", "abs.ftz.f32"},
-    # First guesses of square roots, of numbers that are not tiny.
-    "update_kernel": {"rsqrt.approx.ftz.f32"},
-    "merge_kernel": {"rsqrt.approx.ftz.f32"},
+    # Square roots of numbers that are not tiny.
+    "update_kernel": {"sqrt.approx.ftz.f32"},
+    "merge_kernel": {"sqrt.approx.ftz.f32"},
 }
 ONE_SHOT = Blocks(columns=16, depth=64, splits=3, warps=4, stages=3, two_shot=False, flagged=False)
 TWO_SHOT = Blocks(columns=16, depth=64, splits=1, warps=4, stages=3, two_shot=True, flagged=False)

@@ -253,18 +253,13 @@ def _update_rows(
 
 @triton.jit
 def square_root(x):
-    """Return the square root of fp32 numbers with the bits of tl.sqrt_rn, whose call for rare numbers makes a kernel slower.
+    """Return the square root of fp32 numbers to one unit in the last place.
 
-    The guess would take the smallest numbers for 0, so they are scaled. Newton's step after it rounds correctly: P. Markstein,
-    IA-64 and Elementary Functions, 2000.
+    tl.sqrt alone takes the smallest numbers for 0 on GPUs, so they are scaled. tl.sqrt_rn calls a function for rare numbers,
+    with which the update of 16-bit rows takes 8% longer.
     """
     is_tiny = x < 2.0**-100
-    scaled = tl.where(is_tiny, x * 2.0**64, x)
-    guess = tl.rsqrt(scaled)
-    root = scaled * guess
-    root = tl.fma(tl.fma(-root, root, scaled), 0.5 * guess, root)
-    root = tl.where(is_tiny, root * 2.0**-32, root)
-    return tl.where((x == 0.0) | (x == float("inf")), x, root)
+    return tl.sqrt(tl.where(is_tiny, x * 2.0**64, x)) * tl.where(is_tiny, 2.0**-32, 1.0)
 
 
 @triton.jit
