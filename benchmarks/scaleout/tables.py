@@ -19,8 +19,7 @@ from dlrm_fused.errors import ConfigError
 from dlrm_fused.ops.embedding_all_to_all import EmbeddingWorkspace, ExchangeLayout, LookupLayout, embedding_all_to_all
 from dlrm_fused.ops.embedding_all_to_all.update import SortedLookup, sort_lookup
 from dlrm_fused.sharding.fbgemm_tables import local_tables
-from dlrm_fused.sharding.output_dtype import pooled_dtype
-from dlrm_fused.sharding.parallel import FBGEMM_OPTIMIZERS
+from dlrm_fused.sharding.parallel import FBGEMM_OPTIMIZERS, pooled_dtype
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.efficiency import state_bytes
 

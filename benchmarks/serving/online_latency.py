@@ -28,8 +28,8 @@ from benchmarks.common.harness import World, describe_run, open_world
 from benchmarks.common.results import add_report_arguments, write_results
 from dlrm_fused.config import Comm, Config, Split, load_config
 from dlrm_fused.datasets import open_dataset
+from dlrm_fused.inference.online.evaluation import RequestSamples
 from dlrm_fused.inference.online.model import OnlineModel
-from dlrm_fused.inference.online.request_samples import RequestSamples
 from dlrm_fused.inference.online.scorer import MAX_CANDIDATES, OnlineScorer
 from dlrm_fused.training.runtime import apply_numerics
 

@@ -37,7 +37,7 @@ from dlrm_fused.datasets.batch import Batch
 from dlrm_fused.datasets.loader import TrainLoader
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.models.dense_part import DensePart, is_compiled
-from dlrm_fused.sharding.output_dtype import pooled_dtype
+from dlrm_fused.sharding.parallel import pooled_dtype
 
 _RESIDENT_BATCHES = 8
 # The pipeline has begun with so many batches when a step ends.

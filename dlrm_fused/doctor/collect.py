@@ -11,8 +11,7 @@ import torch
 from dlrm_fused.doctor.architectures import fbgemm_architectures
 from dlrm_fused.doctor.facts import RankFacts
 from dlrm_fused.doctor.gpus import ask_nvidia_smi, gpu_of
-from dlrm_fused.doctor.network import network_of_host
-from dlrm_fused.doctor.nvshmem import nvshmem_of_host
+from dlrm_fused.doctor.network import network_of_host, nvshmem_of_host
 from dlrm_fused.symmetric.factory import TRANSPORT_VARIABLE
 from dlrm_fused.symmetric.hosts import Host
 from dlrm_fused.training.runtime import Rank

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 
 import dlrm_fused
 from dlrm_fused.doctor.collect import collect_facts
-from dlrm_fused.doctor.deadline import Outcome, attempt
 from dlrm_fused.doctor.facts import RankFacts
 from dlrm_fused.doctor.findings import Finding, Level, judge_facts, judge_measurements
 from dlrm_fused.doctor.mailbox import Mailbox, OtherReleaseError
@@ -31,6 +32,32 @@ _CUTS_OFF = {
 _MARGIN_SECONDS = 2.0
 _LEAVING_SECONDS = 5.0
 _SHOWN_ERRORS, _LONGEST_ERROR = 4, 300
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[T]):
+    """The value that work returned, or the reason why it did not return: ``error`` is empty if it did."""
+
+    value: T | None
+    error: str = ""
+
+
+def attempt(work: Callable[[], T], seconds: float) -> Outcome[T]:
+    """Run ``work`` in a thread for at most so long; never raises. A thread that hangs is left behind."""
+    outcomes: list[Outcome[T]] = []
+
+    def run() -> None:
+        try:
+            outcomes.append(Outcome(work()))
+        except BaseException as error:
+            outcomes.append(Outcome(None, f"{type(error).__name__}: {' '.join(str(error).split())}"))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return outcomes[0] if outcomes else Outcome(None, f"did not end within {seconds:.0f} s")
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,7 @@ from dlrm_fused.scaleout.dense_trace import DenseWork, trace
 from dlrm_fused.sharding.estimates import UNCOVERED_ACROSS_HOSTS
 from dlrm_fused.sharding.groups import expert_parallel_size, tensor_parallel_size
 from dlrm_fused.sharding.optimizers import describe_table_optimizers
-from dlrm_fused.sharding.output_dtype import pooled_dtype
-from dlrm_fused.sharding.parallel import make_sharder
+from dlrm_fused.sharding.parallel import make_sharder, pooled_dtype
 from dlrm_fused.sharding.planning import planner_for
 from dlrm_fused.training.efficiency import bags_per_sample, bytes_on_the_wire, ids_per_sample, placed, state_bytes
 

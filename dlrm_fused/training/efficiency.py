@@ -18,8 +18,7 @@ from dlrm_fused.datasets.feature_names import feature_name
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.models.flops import training_flops
 from dlrm_fused.ops.common.gpus import Gpu
-from dlrm_fused.sharding.output_dtype import pooled_dtype
-from dlrm_fused.sharding.parallel import ShardedModel
+from dlrm_fused.sharding.parallel import ShardedModel, pooled_dtype
 from dlrm_fused.sharding.tables import data_parallel_tables, is_table
 
 _KERNELS_ON_HOST = {EmbeddingComputeKernel.FUSED_UVM.value, EmbeddingComputeKernel.FUSED_UVM_CACHING.value}

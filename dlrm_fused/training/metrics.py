@@ -1,4 +1,5 @@
-"""Quality of binary predictions over all ranks, and the loss of training steps, without stalling the device.
+"""Quality of binary predictions over all ranks, the loss of training steps, and how evenly experts are used, without stalling
+the device.
 
 AUC is the probability that a positive sample is ranked above a negative one, ties counted half (the Mann-Whitney
 statistic). Both ways of computing it below are the same formula over groups of samples in ascending order of the
@@ -8,6 +9,7 @@ logit: groups of equal logits make it exact, groups of neighbouring logits bound
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dlrm_fused.lasting import lasting
+from dlrm_fused.models.moe import MixtureOfExperts
 
 # Bins of the histogram: logits in [-16, 16) in steps of 2**-16, and everything beyond in the outermost two. A power of
 # two, so that scaling is exact and the bins keep the order of the logits. Two int64 counters a bin: 32 MiB.
@@ -306,3 +309,23 @@ class LossTracker:
         return LossSummary(
             mean=of_ranks.mean().item(), steps=len(steps), first_nonfinite_step=steps[int(bad[0])] if len(bad) else None
         )
+
+
+def read_expert_loads(layers: Sequence[MixtureOfExperts]) -> list[list[float]]:
+    """Return each layer's tokens by expert, as parts of them all, over all ranks since they were read before. Collective."""
+    if not layers:
+        return []
+    loads = torch.stack([layer.load for layer in layers])
+    for layer in layers:
+        layer.load.zero_()
+    dist.all_reduce(loads)
+    return (loads.double() / loads.sum(dim=1, keepdim=True).clamp(min=1)).tolist()
+
+
+def load_values(loads: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Return the loads of each layer's busiest and idlest expert, relative to the mean of all: 1 if all are even."""
+    return {
+        f"experts_{layer}_{name}": extreme(fractions) * len(fractions)
+        for layer, fractions in enumerate(loads)
+        for name, extreme in (("busiest", max), ("idlest", min))
+    }

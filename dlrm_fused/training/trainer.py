@@ -28,8 +28,7 @@ from dlrm_fused.training.build import build
 from dlrm_fused.training.checkpoint import CheckpointWriter, Progress, restore, set_aside_damaged
 from dlrm_fused.training.efficiency import efficiency, step_work
 from dlrm_fused.training.evaluation import REPORTED, evaluate, named, report, undefined
-from dlrm_fused.training.expert_load import load_values, read_expert_loads
-from dlrm_fused.training.metrics import BinaryMetricValues, LossTracker
+from dlrm_fused.training.metrics import BinaryMetricValues, LossTracker, load_values, read_expert_loads
 from dlrm_fused.training.next_steps import next_steps
 from dlrm_fused.training.pipeline import TrainingPipeline
 from dlrm_fused.training.run_folder import RunFolder, loses_patience, reaches_target

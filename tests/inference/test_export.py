@@ -25,7 +25,7 @@ from dlrm_fused.datasets.preparation.parquet import ParquetOptions, write_parque
 from dlrm_fused.errors import CheckpointError, ConfigError, DataError, UserError
 from dlrm_fused.inference.export.loader import load
 from dlrm_fused.inference.export.quality import Quality
-from dlrm_fused.inference.export.table_formats import convert
+from dlrm_fused.inference.export.weights import convert
 from tests.distributed.launch import be_script, run_alone, train
 from tests.inference.exporting import export, predictions_of_eval, running_service
 from tests.unit.prepared_sets import write_prepared_set

@@ -20,7 +20,7 @@ from dlrm_fused.inference.online.model import OnlineModel
 from dlrm_fused.models import RankingTask
 from dlrm_fused.models.moe import MixtureOfExperts, Router, balance_loss
 from dlrm_fused.models.transformer import HistoryTransformer
-from dlrm_fused.training.expert_load import load_values
+from dlrm_fused.training.metrics import load_values
 from dlrm_fused.training.telemetry import RunWriter
 
 WIDTH, TOKENS = 16, 10

@@ -35,8 +35,7 @@ from dlrm_fused.errors import CommunicationError, ConfigError
 from dlrm_fused.models import build_model
 from dlrm_fused.sharding import planning
 from dlrm_fused.sharding.optimizers import describe_table_optimizers
-from dlrm_fused.sharding.output_dtype import pooled_dtype
-from dlrm_fused.sharding.parallel import make_sharder
+from dlrm_fused.sharding.parallel import make_sharder, pooled_dtype
 from dlrm_fused.sharding.planning import describe_plan, make_plan, planner_for, shard_columns, table_constraints
 from dlrm_fused.sharding.tables import fill_uniform
 from dlrm_fused.symmetric.hosts import Hosts

@@ -28,8 +28,7 @@ from dlrm_fused.errors import ConfigError, DataError
 from dlrm_fused.inference.export import loader
 from dlrm_fused.inference.export.program import export_dense_part
 from dlrm_fused.inference.export.quality import Quality, compare
-from dlrm_fused.inference.export.table_formats import convert, write_tables
-from dlrm_fused.inference.export.weights import ALONE, restore_weights
+from dlrm_fused.inference.export.weights import ALONE, convert, restore_weights, write_tables
 from dlrm_fused.training.saved_run import SavedRun
 
 MANIFEST = "manifest.json"
@@ -45,7 +44,7 @@ def export_run(
 
     Args:
         checkpoint: ``best``, ``last`` or a step.
-        table_dtype: one of :data:`~dlrm_fused.inference.export.table_formats.TABLE_DTYPES`.
+        table_dtype: one of :data:`~dlrm_fused.inference.export.weights.TABLE_DTYPES`.
         split: the samples on which the AUC of each label is compared with that in fp32.
         overrides: ``key=value`` settings that replace those of the run.
 

@@ -12,15 +12,16 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dlrm_fused.config import Comm, Config, ModelKind, Precision, Split
 from dlrm_fused.datasets import Dataset, open_dataset
-from dlrm_fused.datasets.batch import Batch
+from dlrm_fused.datasets.batch import Batch, Samples
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.inference.online.model import OnlineModel
-from dlrm_fused.inference.online.request_samples import RequestSamples
-from dlrm_fused.inference.online.scorer import MAX_CANDIDATES, OnlineScorer
+from dlrm_fused.inference.online.scorer import MAX_CANDIDATES, Candidates, OnlineScorer
 from dlrm_fused.training.build import build
 from dlrm_fused.training.checkpoint import restore_model
 from dlrm_fused.training.runtime import ErrorStore, Rank, join_run
@@ -29,6 +30,61 @@ from dlrm_fused.training.saved_run import SavedRun, try_to_write, write_on_rank_
 # Largest difference of probabilities. With bf16, autocast keeps some values of the full model in fp32.
 _MAX_DIFFERENCE = {Precision.bf16: 0.05}
 _MAX_DIFFERENCE_OTHERWISE = 1e-3
+
+
+class RequestSamples:
+    """Takes samples of a data set with histories apart into histories and candidates, on the CPU."""
+
+    def __init__(self, samples: Samples, history_length: int) -> None:
+        assert samples.tokens is not None
+        assert samples.history_lengths is not None
+        cpu = torch.device("cpu")
+        self._dense, self._sparse, self._tokens = samples.dense.to(cpu), samples.sparse.to(cpu), samples.tokens.to(cpu)
+        self._labels_shape = samples.labels.shape[1:]
+        self._history_lengths = samples.history_lengths.to(cpu).long()
+        self._tokens_of_sample = history_length + 1
+
+    def __len__(self) -> int:
+        return len(self._dense)
+
+    def longest_bag(self) -> int:
+        """Return the most ids of a bag, 1 at least."""
+        return max(1, int(self._tokens.lengths().max()), int(self._sparse.lengths().max()))
+
+    def history(self, sample: int) -> KeyedJaggedTensor:
+        """Return the interactions of a sample's history, oldest first."""
+        first = sample * self._tokens_of_sample
+        return _select(self._tokens, torch.arange(first, first + int(self._history_lengths[sample])))
+
+    def candidates(self, sample: int, count: int) -> Candidates:
+        """Return ``count`` candidates: those of a sample and of the samples after it."""
+        chosen = torch.arange(sample, sample + count) % len(self)
+        tokens = chosen * self._tokens_of_sample + self._history_lengths[chosen]
+        return Candidates(self._dense[chosen], _select(self._sparse, chosen), _select(self._tokens, tokens))
+
+    def batch(self, count: int) -> Batch:
+        """Return the first samples as they are, for the full model; without labels."""
+        return Batch(
+            dense=self._dense[:count],
+            sparse=_select(self._sparse, torch.arange(count)),
+            labels=torch.zeros(count, *self._labels_shape),
+            weights=torch.ones(count),
+            global_size=count,
+            tokens=_select(self._tokens, torch.arange(count * self._tokens_of_sample)),
+            history_lengths=self._history_lengths[:count],
+            sample_weights=torch.ones(count),
+        )
+
+
+def _select(bags: KeyedJaggedTensor, chosen: Tensor) -> KeyedJaggedTensor:
+    """Return some bags of each key."""
+    keys = bags.keys()
+    lengths = bags.lengths().view(len(keys), -1)[:, chosen].flatten().long()
+    starts = bags.offsets()[:-1].view(len(keys), -1)[:, chosen].flatten().long()
+    # Places count from each bag's start.
+    shifts = starts - pad(lengths.cumsum(0), (1, 0))[:-1]
+    places = torch.arange(int(lengths.sum())) + shifts.repeat_interleave(lengths)
+    return KeyedJaggedTensor(keys=keys, values=bags.values()[places], lengths=lengths.int(), stride=len(chosen))
 
 
 def score_run_online(

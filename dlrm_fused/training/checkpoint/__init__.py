@@ -25,10 +25,8 @@ columns. Loading with another n gives every shard the mean over the n saved ones
 row means of squared gradients, the mean is exactly the state of a whole row.
 """
 
-from dlrm_fused.training.checkpoint.damage import set_aside_damaged
-from dlrm_fused.training.checkpoint.folder import CheckpointFolder, Progress
-from dlrm_fused.training.checkpoint.local_shards import LocalShards, State
+from dlrm_fused.training.checkpoint.folder import CheckpointFolder, Progress, set_aside_damaged
 from dlrm_fused.training.checkpoint.restoring import restore, restore_model, restore_tensors
-from dlrm_fused.training.checkpoint.state import model_state, of_dense, optimizer_state
+from dlrm_fused.training.checkpoint.state import LocalShards, State, model_state, of_dense, optimizer_state
 from dlrm_fused.training.checkpoint.storage import RawReader, RawWriter
 from dlrm_fused.training.checkpoint.writer import CheckpointWriter

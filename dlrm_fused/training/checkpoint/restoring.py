@@ -19,8 +19,7 @@ from dlrm_fused.sharding.parallel import ShardedModel
 from dlrm_fused.sharding.tables import data_parallel_tables
 from dlrm_fused.symmetric.collective_errors import gather_or_raise
 from dlrm_fused.training.checkpoint.folder import Progress
-from dlrm_fused.training.checkpoint.local_shards import LocalShards, State, tensors_of
-from dlrm_fused.training.checkpoint.state import model_state, optimizer_state, random_state
+from dlrm_fused.training.checkpoint.state import LocalShards, State, model_state, optimizer_state, random_state, tensors_of
 from dlrm_fused.training.checkpoint.storage import RawReader, reason_of
 
 

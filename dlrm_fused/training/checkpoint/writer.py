@@ -22,8 +22,15 @@ from dlrm_fused.errors import CheckpointError
 from dlrm_fused.records import write_record
 from dlrm_fused.sharding.parallel import ShardedModel
 from dlrm_fused.training.checkpoint.folder import PROGRESS_FILE, UNFINISHED_PREFIX, CheckpointFolder, Progress, owner_of
-from dlrm_fused.training.checkpoint.local_shards import LocalShards, State, map_tensors, tensors_of
-from dlrm_fused.training.checkpoint.state import model_state, optimizer_state, random_state
+from dlrm_fused.training.checkpoint.state import (
+    LocalShards,
+    State,
+    map_tensors,
+    model_state,
+    optimizer_state,
+    random_state,
+    tensors_of,
+)
 from dlrm_fused.training.checkpoint.storage import RawReader, RawWriter, reason_of
 from dlrm_fused.training.checkpoint.tensors import TENSORS_FILE
 

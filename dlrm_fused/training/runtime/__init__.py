@@ -8,11 +8,9 @@ in a collective that will never complete; hence the watchdog ends the process it
 A run also stops on all ranks when one is told to, by SIGTERM: :class:`StopRequest`.
 """
 
-from dlrm_fused.training.runtime.environment import apply_numerics, choose_device, configure_logging, logger
+from dlrm_fused.training.runtime.environment import Rank, apply_numerics, choose_device, configure_logging, logger
 from dlrm_fused.training.runtime.error_reporting import run_with_error_reporting
 from dlrm_fused.training.runtime.error_store import ErrorStore
-from dlrm_fused.training.runtime.join import join_run
-from dlrm_fused.training.runtime.rank import Rank
 from dlrm_fused.training.runtime.rendezvous import meeting_store, process_group
 from dlrm_fused.training.runtime.stop_request import Stopped, StopRequest
-from dlrm_fused.training.runtime.watchdog import Watchdog
+from dlrm_fused.training.runtime.watchdog import Watchdog, join_run

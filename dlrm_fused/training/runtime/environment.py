@@ -1,18 +1,42 @@
-"""The setup of a rank before its work: its log lines, its device, the arithmetic of its numbers."""
+"""A rank, and its setup before its work: its log lines, its device, the arithmetic of its numbers."""
 
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import sys
 import warnings
+from dataclasses import dataclass
 
 import torch
 
 from dlrm_fused.config import Config, Precision
 from dlrm_fused.errors import ConfigError
-from dlrm_fused.training.runtime.rank import Rank
 
 logger = logging.getLogger("dlrm_fused")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The place of this process among all of the run, as torchrun states it; a process without torchrun is alone."""
+
+    index: int
+    world_size: int
+    local_index: int
+    host: str
+
+    @staticmethod
+    def from_environment() -> Rank:
+        return Rank(
+            index=int(os.environ.get("RANK", "0")),
+            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            local_index=int(os.environ.get("LOCAL_RANK", "0")),
+            host=socket.gethostname(),
+        )
+
+    def __str__(self) -> str:
+        return f"rank {self.index} on {self.host}"
 
 
 def configure_logging(rank: Rank) -> None:

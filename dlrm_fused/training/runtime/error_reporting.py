@@ -13,9 +13,8 @@ from contextlib import suppress
 from dlrm_fused.errors import UserError
 from dlrm_fused.launcher import end_with_torchrun
 from dlrm_fused.symmetric.peer_monitor import name_lost_peer
-from dlrm_fused.training.runtime.environment import configure_logging
+from dlrm_fused.training.runtime.environment import Rank, configure_logging
 from dlrm_fused.training.runtime.error_store import ErrorStore
-from dlrm_fused.training.runtime.rank import Rank
 from dlrm_fused.training.runtime.stop_request import Stopped
 from dlrm_fused.training.runtime.watchdog import flush
 

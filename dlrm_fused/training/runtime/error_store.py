@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from dlrm_fused.training.runtime.rank import Rank
+from dlrm_fused.training.runtime.environment import Rank
 from dlrm_fused.training.runtime.rendezvous import is_agents_store, meeting_store
 
 _FAILURE_KEY = "failure"

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from dlrm_fused.training.runtime.rank import Rank
+from dlrm_fused.training.runtime.environment import Rank
 
 # A collective that outlasts this was caused by something the watchdog did not see.
 _COLLECTIVE_TIMEOUT = timedelta(minutes=10)

@@ -13,8 +13,8 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
+from dlrm_fused.training.runtime.environment import Rank
 from dlrm_fused.training.runtime.error_store import ErrorStore
-from dlrm_fused.training.runtime.rank import Rank
 from dlrm_fused.training.runtime.watchdog import flush
 
 logger = logging.getLogger("dlrm_fused")

@@ -1,4 +1,4 @@
-"""Ends the process of a rank when another rank has failed or vanished."""
+"""Ends the process of a rank when another rank of the run that it has joined has failed or vanished."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 
+import torch
+
+from dlrm_fused.config import Config
+from dlrm_fused.training.runtime.environment import Rank, apply_numerics, choose_device
 from dlrm_fused.training.runtime.error_store import STORE_TIMEOUT, ErrorStore
-from dlrm_fused.training.runtime.rank import Rank
+from dlrm_fused.training.runtime.rendezvous import process_group
 
 logger = logging.getLogger("dlrm_fused")
 _HEARTBEAT_SECONDS = 1.0
@@ -117,6 +121,20 @@ class Watchdog:
                     f"the rendezvous store at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} has not answered "
                     f"for {self._timeout:.0f} s (runtime.peer_timeout_seconds): its host or the network is down"
                 )
+
+
+@contextmanager
+def join_run(config: Config, rank: Rank, error_store: ErrorStore) -> Iterator[torch.device]:
+    """Join the default process group, for the time of the context; gives this rank's device. Collective.
+
+    Raises:
+        ConfigError: if the host has fewer GPUs than ranks.
+    """
+    device = choose_device(config.runtime.device, rank)
+    apply_numerics(config)
+    with Watchdog(rank, error_store, config.runtime.peer_timeout_seconds) as watchdog, process_group(rank, device):
+        watchdog.peers_have_joined()
+        yield device
 
 
 def _end_process(reason: str | None) -> None:

@@ -21,13 +21,12 @@ from dlrm_fused.models import build_model
 from dlrm_fused.models.flops import training_flops
 from dlrm_fused.scaleout.command import main
 from dlrm_fused.scaleout.dense_trace import DenseWork, Exchange, Gradient, Kernel, trace
-from dlrm_fused.scaleout.fused_dense import SendingKernel, fused
 from dlrm_fused.scaleout.machine import Machine, read
 from dlrm_fused.scaleout.scenario import load_scenario
 from dlrm_fused.scaleout.step import simulate
 from dlrm_fused.scaleout.sweep import slowest_rank
 from dlrm_fused.scaleout.topologies import Cluster, Switch
-from dlrm_fused.scaleout.training_step import Algorithms, embedding_seconds, tasks_of_step
+from dlrm_fused.scaleout.training_step import Algorithms, SendingKernel, embedding_seconds, fused, tasks_of_step
 from dlrm_fused.scaleout.workload import Workload, workload
 
 DCNV2 = "configs/criteo_1tb_dcnv2_synthetic.yaml"
