@@ -125,7 +125,7 @@ def test_the_smallest_momentum_divides() -> None:
 
 
 @triton.jit
-def square_root_kernel(values, roots, BLOCK: tl.constexpr):
+def square_root_kernel(values, roots, BLOCK: tl.constexpr):  # noqa: N803 - as kernels have them
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(roots + at, square_root(tl.load(values + at)))
 
