@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-# The processes of data/prepare.py import this package too, and must not wait for torch: 4 s and 400 MB for each. A service
+# data/prepare.py imports this package too, and must not wait for torch: 4 s and 400 MB. A service
 # imports it for the transformation, and need not have what configs need.
 if TYPE_CHECKING:
     import torch

@@ -19,8 +19,7 @@ import pyarrow.csv
 import pyarrow.parquet
 import pytest
 
-from dlrm_fused.datasets.preparation import cli
-from dlrm_fused.datasets.preparation.table import value_counts
+from dlrm_fused.datasets.preparation import cli, value_counts
 from dlrm_fused.datasets.preparation.table.columns import WIDE
 from dlrm_fused.datasets.transformation import MISSING
 from dlrm_fused.inference.export.loader import InputError, Inputs, Model, Rows, read_rows, rows_of
@@ -296,7 +295,7 @@ def test_values_beyond_int64_are_counted_with_the_others_and_beyond_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(value_counts, "ENTRIES_IN_MEMORY", 4)
-    counter = value_counts.ValueCounter(pa.int64(), tmp_path / "x")
+    counter = value_counts.ValueCounter(tmp_path / "x")
     counter.add(pa.array([3, -1, 5, 6, 7, 8]), np.array([2, 1, 1, 1, 1, 1]))
     counter.add(decimals([3, TOP, 2**63, 5], WIDE), np.array([1, 4, 1, 1]))
     counter.add(pa.array([3, 9]), np.array([1, 1]))

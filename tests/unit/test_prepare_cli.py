@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from dlrm_fused.datasets.preparation import cli, criteo
-from dlrm_fused.datasets.preparation.blocks import cut_blocks, split_blocks
-from dlrm_fused.datasets.preparation.vocabulary import Counts, IdCounter, count_ids
+from dlrm_fused.datasets.preparation.blocks import read_blocks
 from dlrm_fused.datasets.preparation.writer import NpyAppender, claim_output
 from dlrm_fused.datasets.schema import PreparedInfo
 from dlrm_fused.errors import DataError
@@ -41,7 +40,7 @@ def test_the_script_prepares_a_set(tmp_path: Path, source: Path) -> None:
 
 
 def test_preparation_does_not_load_torch() -> None:
-    """Each of its processes would need seconds, and hundreds of megabytes, for it."""
+    """It would need seconds, and hundreds of megabytes, for it."""
     code = "import sys; import dlrm_fused.datasets.preparation.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=SCRIPT.parents[1]).returncode == 0
 
@@ -78,7 +77,7 @@ def test_an_interrupted_preparation_leaves_no_set_and_can_be_repeated(
     assert cli.main(command) == 0
     with monkeypatch.context() as patch:
 
-        def interrupt(_: Any) -> None:
+        def interrupt(*_: Any, **__: Any) -> None:
             raise KeyboardInterrupt
 
         patch.setattr(criteo, "_encode_block", interrupt)
@@ -170,36 +169,11 @@ def test_blocks_hold_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("dlrm_fused.datasets.preparation.blocks.BLOCK_BYTES", block_bytes)
     path = tmp_path / "file"
     path.write_bytes(text)
-    parts = [block.read() for block in split_blocks(path)]
+    blocks = list(read_blocks(path))
+    parts = [block.data for block in blocks]
     assert b"".join(parts) == text
     assert all(part.endswith(b"\n") for part in parts[:-1])
+    assert [block.first for block in blocks] == [b"".join(parts[:at]).count(b"\n") for at in range(len(parts))]
+    assert sum(block.lines for block in blocks) == len(text.splitlines())
+    assert sum(block.bytes_on_disk for block in blocks) == len(text)
     assert all(len(part) <= max(block_bytes + 3, len(text.split(b"\n")[0]) + 1) for part in parts)
-
-
-def test_blocks_are_cut_after_given_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dlrm_fused.datasets.preparation.blocks.BLOCK_BYTES", 8)
-    path = tmp_path / "file"
-    lines = [f"{number}\n".encode() for number in range(30)]
-    path.write_bytes(b"".join(lines))
-    counts = [block.read().count(b"\n") for block in split_blocks(path)]
-    for cuts in ([10, 20], [1, 29], [4, 5], [0, 30]):
-        parts = [b"", b"", b""]
-        for block, part in cut_blocks(split_blocks(path), counts, cuts):
-            parts[part] += block.read()
-        assert parts == [b"".join(lines[a:b]) for a, b in zip([0, *cuts], [*cuts, 30], strict=True)]
-
-
-@pytest.mark.parametrize("memory_entries", [10**6, 20])
-def test_counts_of_spilled_runs_are_exact(tmp_path: Path, memory_entries: int) -> None:
-    ids = (np.random.default_rng(0).zipf(1.5, 1000) % 2**20).astype(np.uint32) * np.uint32(2654435761)
-    counter = IdCounter(tmp_path / "ids")
-    for start in range(0, 1000, 100):
-        part = count_ids(ids[start : start + 100], np.arange(start, start + 100))
-        counter.add(Counts(part.ids, part.counts, part.first))
-        if memory_entries < 1000:
-            counter.spill()
-    kept = counter.frequent(2, memory_entries)
-    expected, first, counts = np.unique(ids, return_index=True, return_counts=True)
-    np.testing.assert_array_equal(kept.ids, expected[counts >= 2])
-    np.testing.assert_array_equal(kept.counts, counts[counts >= 2])
-    np.testing.assert_array_equal(kept.first, first[counts >= 2])

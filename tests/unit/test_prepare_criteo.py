@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
-from dlrm_fused.datasets.preparation import blocks, criteo
+from dlrm_fused.datasets.preparation import blocks, criteo, value_counts
 from dlrm_fused.datasets.preparation.criteo import CriteoOptions, prepare_criteo
 from dlrm_fused.datasets.preparation.criteo_lines import malformed_reason, parse_lines
 from dlrm_fused.datasets.schema import PreparedInfo
@@ -83,18 +83,18 @@ def test_days_follow_their_numbers_not_their_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "mode", [{"hash_rows": 50}, pytest.param({"min_frequency": 2}, marks=pytest.mark.slow), {"torchrec": True}]
 )
-def test_processes_gzip_line_ends_and_blocks_change_nothing(
+def test_threads_gzip_line_ends_and_blocks_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: dict[str, object]
 ) -> None:
     text = lines(300)
     expected = prepare(write(tmp_path / "train.txt", text), tmp_path / "plain", **mode)
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 5000)
-    monkeypatch.setattr(criteo, "COUNT_ENTRIES", 500)
+    monkeypatch.setattr(value_counts, "ENTRIES_IN_MEMORY", 500)
     (tmp_path / "train.txt.gz").write_bytes(gzip.compress("\n".join(text).encode()))
     variants = {
         "crlf": prepare(write(tmp_path / "crlf.txt", text, end="\r\n"), tmp_path / "crlf", **mode),
         "gzip": prepare(tmp_path / "train.txt.gz", tmp_path / "gzip", **mode),
-        "processes": prepare(tmp_path / "train.txt", tmp_path / "processes", workers=2, **mode),
+        "threads": prepare(tmp_path / "train.txt", tmp_path / "threads", workers=2, **mode),
     }
     for name, splits in variants.items():
         for split in SPLITS:
@@ -223,7 +223,7 @@ MALFORMED = {
 def test_a_malformed_line_is_left_out_and_told(line: str, reason: str) -> None:
     rows = parse_lines(f"{LINE}\n{line}\n{LINE}\n".encode())
     assert len(rows.labels) == len(rows.dense) == rows.ids.height == 2
-    assert rows.lines == 3
+    assert rows.numbers.tolist() == [0, 2]
     [(number, told)] = rows.malformed
     assert number == 1
     assert told.startswith(reason)

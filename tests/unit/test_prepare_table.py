@@ -11,10 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from dlrm_fused.datasets.preparation import cli
-from dlrm_fused.datasets.preparation.table import files, statistics, value_counts
+from dlrm_fused.datasets.preparation import cli, value_counts
+from dlrm_fused.datasets.preparation.table import files, statistics
 from dlrm_fused.datasets.preparation.table.statistics import Moments, RowSample, quantiles, sample_bits
-from dlrm_fused.datasets.preparation.table.value_counts import ValueCounter
+from dlrm_fused.datasets.preparation.value_counts import ValueCounter
 from dlrm_fused.datasets.preparation.writer import SPLITS
 from dlrm_fused.datasets.schema import PreparedInfo
 from dlrm_fused.datasets.transformation import FIRST_KEPT, MISSING, UNSEEN
@@ -376,7 +376,7 @@ def test_counts_that_do_not_fit_in_memory_are_exact(
     monkeypatch.setattr(value_counts, "ENTRIES_IN_MEMORY", limit)
     values = np.random.default_rng(0).zipf(1.3, 3000) % 500
     texts = [f"value {value}" for value in values] if as_text else values.tolist()
-    counter = ValueCounter(pa.string() if as_text else pa.int64(), tmp_path / "counts")
+    counter = ValueCounter(tmp_path / "counts")
     for start in range(0, 3000, 100):
         distinct, counts = zip(*Counter(texts[start : start + 100]).items(), strict=True)
         counter.add(pa.array([*distinct, distinct[0]][:-1]), np.array(counts))

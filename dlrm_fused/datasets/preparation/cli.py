@@ -12,8 +12,9 @@ from typing import Any
 
 from dlrm_fused.config import SyntheticConfig
 from dlrm_fused.datasets.one_class import splits_of_one_class
-from dlrm_fused.datasets.preparation.criteo import CriteoOptions, available_cores, prepare_criteo
+from dlrm_fused.datasets.preparation.criteo import CriteoOptions, prepare_criteo
 from dlrm_fused.datasets.preparation.movielens import MovieLensOptions, SplitBy, prepare_movielens
+from dlrm_fused.datasets.preparation.parallel import available_cores
 from dlrm_fused.datasets.preparation.parquet import ROW_GROUP_ROWS, ParquetOptions, write_parquet
 from dlrm_fused.datasets.preparation.table.arguments import add_apply, add_table
 from dlrm_fused.datasets.schema import SCHEMA_FILE, PreparedInfo
@@ -140,7 +141,7 @@ def _add_criteo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="last part of a single file, halved into validation and test (default 1/7); of several files the last is",
     )
     parser.add_argument("--torchrec", action="store_true", help="give the tensors of TorchRec's BinaryCriteoUtils")
-    parser.add_argument("--workers", type=int, default=available_cores(), help="processes (default: one for each core)")
+    parser.add_argument("--workers", type=int, default=available_cores(), help="threads (default: one for each core)")
     _max_malformed(parser)
     parser.set_defaults(prepare=lambda args: prepare_criteo(_options(CriteoOptions, args)))
 

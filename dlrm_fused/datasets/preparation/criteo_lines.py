@@ -29,15 +29,15 @@ class Rows:
     """Well-formed lines, n of them, in their order.
 
     Attributes:
-        lines: how many lines there were, malformed ones included.
         malformed: (line, reason) of those left out; the first line is 0.
+        numbers: ``[n]``, their lines.
         labels: ``[n]`` uint8.
         dense: ``[n, 13]`` int32, 0 where missing.
         ids: a column of n uint32 for each sparse feature, null where missing.
     """
 
-    lines: int
     malformed: list[tuple[int, str]]
+    numbers: NDArray[np.int64]
     labels: NDArray[np.uint8]
     dense: NDArray[np.int32]
     ids: pl.DataFrame
@@ -57,8 +57,8 @@ def parse_lines(data: bytes) -> Rows:
         table = _parse_well_formed(data, lines - len(malformed))
         assert table is not None, "malformed_reason() accepted a line that the parser does not"
     return Rows(
-        lines,
         malformed,
+        numbers=np.delete(np.arange(lines), [number for number, _ in malformed]),
         labels=table["label"].to_numpy(),
         dense=table.select(DENSE_FEATURES).fill_null(0).to_numpy(order="c"),
         ids=table.select(SPARSE_FEATURES),

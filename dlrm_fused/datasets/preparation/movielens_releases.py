@@ -15,7 +15,7 @@ from typing import TypeVar
 import polars as pl
 from tqdm import tqdm
 
-from dlrm_fused.datasets.preparation.blocks import check_input, split_blocks
+from dlrm_fused.datasets.preparation.blocks import check_input, read_blocks
 from dlrm_fused.datasets.preparation.malformed import MalformedLines
 from dlrm_fused.errors import DataError
 
@@ -157,15 +157,14 @@ def _recbole_columns(path: Path, needed: list[str]) -> list[str]:
 
 def _read_ratings(path: Path, separator: str, columns: list[str], header: bool, malformed: MalformedLines) -> pl.DataFrame:
     parts = []
-    first_line = 1
-    with tqdm(total=path.stat().st_size if path.is_file() else 0, unit="B", unit_scale=True, desc=path.name) as bar:
-        for block in split_blocks(path):
-            lines = block.read().decode("utf-8", errors="replace").removesuffix("\n").split("\n")
-            skipped = 1 if header and first_line == 1 else 0
-            parts.append(_parse_ratings(lines[skipped:], first_line + skipped, path, separator, columns, malformed))
+    check_input(path)
+    with tqdm(total=path.stat().st_size, unit="B", unit_scale=True, desc=path.name) as bar:
+        for block in read_blocks(path):
+            lines = block.data.decode("utf-8", errors="replace").removesuffix("\n").split("\n")
+            skipped = int(header and block.first == 0)
+            parts.append(_parse_ratings(lines[skipped:], block.first + 1 + skipped, path, separator, columns, malformed))
             malformed.seen(len(lines) - skipped)
-            first_line += len(lines)
-            bar.update(block.stop - block.start)
+            bar.update(block.bytes_on_disk)
     ratings = pl.concat(parts)
     if ratings.is_empty():
         raise DataError(f"{path}: no rating that can be used")

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlrm_fused.datasets.preparation.criteo import available_cores
+from dlrm_fused.datasets.preparation.parallel import available_cores
 from dlrm_fused.datasets.preparation.writer import SPLITS
 from dlrm_fused.datasets.schema import PreparedInfo
 from dlrm_fused.datasets.table_format import UNITS, TableFormat
 from dlrm_fused.datasets.transformation import DenseKind, HistoryColumns
 from dlrm_fused.errors import DataError
 
-# Modules that read tables are imported when they are needed: the worker processes of other preparations do without them.
+# Modules that read tables are imported when they are needed: other preparations do without them.
 if TYPE_CHECKING:
     from dlrm_fused.datasets.preparation.table.prepare import SplitOptions, TableOptions
 

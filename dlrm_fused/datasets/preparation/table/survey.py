@@ -20,7 +20,7 @@ from dlrm_fused.datasets.preparation.table.columns import (
 from dlrm_fused.datasets.preparation.table.files import Block
 from dlrm_fused.datasets.preparation.table.splits import TRAIN, Split
 from dlrm_fused.datasets.preparation.table.statistics import Moments, RowSample, sample_bits
-from dlrm_fused.datasets.preparation.table.value_counts import ValueCounter
+from dlrm_fused.datasets.preparation.value_counts import ValueCounter
 from dlrm_fused.datasets.preparation.writer import SPLITS
 from dlrm_fused.datasets.transformation import DenseKind, SparseColumn, Values, file_stem, signed_log
 from dlrm_fused.datasets.values import NONE, NullMarkers
@@ -159,9 +159,8 @@ class Survey:
         self.moments = {name: Moments() for name in question.dense}
         self.extremes = dict.fromkeys(question.dense, (np.inf, -np.inf))
         self.lengths: dict[str, ValueLengths] = {}
-        types = {Values.integer: pa.int64(), Values.text: pa.string()}
         self.counters = {
-            column.name: ValueCounter(types[column.values], scratch / file_stem(column.name))
+            column.name: ValueCounter(scratch / file_stem(column.name))
             for column in question.sparse
             if column.name in question.counted
         }
