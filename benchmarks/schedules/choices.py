@@ -132,7 +132,7 @@ def looked_up(gpu: Gpu, ranks: int) -> list[Choice]:
             "offsets": once(8 * bags),
             "sent": once(4 * bags * cell.dim),
         }
-        hint = str(select(streams, gpu.l2).rows)
+        hint = select(streams, gpu.l2).rows or "off"
         found.append(Choice(cell.name, "kernel", blocks, min(items, blocks.programs), hint=hint))
     return found
 

@@ -1,4 +1,4 @@
-"""Small workloads of every kernel that takes cache hints, with which tests see that hints change no result."""
+"""Small workloads of the kernels that take cache hints, with which tests see that hints change no result."""
 
 from __future__ import annotations
 
@@ -8,22 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dlrm_fused.inference.online.cached_attention import cached_attention
-from dlrm_fused.ops.common.scatter_rows import scatter_rows
-from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.embedding_all_to_all import EmbeddingWorkspace, ExchangeLayout, LocalTables, LookupLayout, RowwiseAdagrad
 from dlrm_fused.ops.embedding_all_to_all.kernel import Lookup, in_memory_of_ranks, lookup_and_scatter
-from dlrm_fused.ops.embedding_all_to_all.reduce import add_up
 from dlrm_fused.ops.embedding_all_to_all.update import apply_gradients, sort_lookup
-from dlrm_fused.ops.gemm_all_to_all.kernel import gemm, gemm_combine
-from dlrm_fused.ops.gemv_all_reduce import GemvWorkspace, gemv_all_reduce
-from dlrm_fused.ops.moe.activations import ACTIVATIONS
-from dlrm_fused.ops.moe.dispatch import route
-from dlrm_fused.ops.moe.steps import KernelSteps
-from dlrm_fused.symmetric import Channel, SymmetricGroup
+from dlrm_fused.symmetric import SymmetricGroup
 
 _TIMEOUT_SECONDS = 60.0
-_TILE_ROWS = 64
 # Computes from the same start at each call; results may share memory with those of the next one.
 Run = Callable[[], Sequence[Tensor]]
 
@@ -109,85 +99,8 @@ def _from_the_start(embedding: _Embedding, with_lookup: bool) -> Run:
     return run
 
 
-def _gemv(group: SymmetricGroup) -> Run:
-    workspace = GemvWorkspace(group, name="GEMV", max_columns=32, dtype=torch.float32)
-    x, weight = torch.randn(1, 64), torch.randn(32, 64)
-    return lambda: gemv_all_reduce(workspace, x, weight, schedule="kernel")[:1]
-
-
-def _window(group: SymmetricGroup, name: str, size: int) -> ReceiveWindow:
-    return ReceiveWindow(group.allocate(name, size), Channel(group, name, _TIMEOUT_SECONDS), offset=0, fingerprint=1)
-
-
-def _gemm(group: SymmetricGroup) -> Run:
-    x, weight, out = torch.randn(32, 32), torch.randn(32, 32), torch.empty(32, 32)
-
-    def run() -> list[Tensor]:
-        gemm(x, weight, out)
-        return [out]
-
-    return run
-
-
-def _gemm_sent(group: SymmetricGroup) -> Run:
-    x, weight, window = torch.randn(32, 32), torch.randn(32, 32), _window(group, "GEMM", 4 * 32 * 32)
-
-    def run() -> list[Tensor]:
-        gemm_combine(x, weight, window)
-        return [window.memory.local[: 4 * 32 * 32]]
-
-    return run
-
-
-def _put(group: SymmetricGroup) -> Run:
-    source, targets = torch.randn(8, 16).half(), torch.randperm(16).int()
-    window = _window(group, "put", 2 * 16 * 16)
-
-    def run() -> list[Tensor]:
-        scatter_rows(source, targets, window, rows_per_rank=16, repeats=2)
-        return [window.memory.local[: 2 * 16 * 16]]
-
-    return run
-
-
-def _sum(group: SymmetricGroup) -> Run:
-    parts, output = torch.randn(2, 6, 16), torch.empty(6, 16)
-
-    def run() -> list[Tensor]:
-        add_up(parts, output)
-        return [output]
-
-    return run
-
-
-def _sum_of_experts(group: SymmetricGroup) -> Run:
-    steps, slots = KernelSteps(ACTIVATIONS["silu"]), torch.randn(8, 16).half()
-    targets, gates = torch.arange(8).int(), torch.rand(4, 2)
-    return lambda: [steps.sum_slots(slots, targets, gates, 4, 2)]
-
-
-def _routing(group: SymmetricGroup) -> Run:
-    window = _window(group, "routing", 4 * 4)
-    chosen = torch.rand(8, 4).argsort(1)[:, :2].contiguous()
-    return lambda: [route(chosen, window, count=4, tile_rows=_TILE_ROWS, rows_per_rank=16 + 4 * _TILE_ROWS).targets]
-
-
-def _attention(group: SymmetricGroup) -> Run:
-    projected, kept = torch.randn(2, 2, 3, 16).half(), torch.randn(1, 2, 2, 70, 16).half()
-    cache = torch.tensor([kept.data_ptr(), 70])
-    return lambda: [cached_attention(projected, cache, 0, 70), kept]
-
-
 WORKLOADS = [
     Workload("lookup", _lookup, zipf_exponent=1.05),
     Workload("update", _update),
     Workload("lookup and update", _step, zipf_exponent=1.05),
-    Workload("GEMV", _gemv),
-    Workload("GEMM, stored", _gemm),
-    Workload("GEMM, sent", _gemm_sent),
-    Workload("gather and put", _put),
-    Workload("sum of parts", _sum),
-    Workload("sum of experts", _sum_of_experts),
-    Workload("routing", _routing),
-    Workload("attention", _attention),
 ]

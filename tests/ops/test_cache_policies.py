@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,18 @@ from torch import Tensor
 
 from dlrm_fused.config import load_config
 from dlrm_fused.errors import UsageError
-from dlrm_fused.inference.online.cached_attention import cached_attention
 from dlrm_fused.ops.common import cache_policy
-from dlrm_fused.ops.common.cache_hints import HARDWARE, LOADS, OFF, STATIC, STORES, CachePolicy, Hint, with_hints
-from dlrm_fused.ops.common.cache_policy import Stream, once, picked, select
+from dlrm_fused.ops.common.cache_policy import (
+    ALL_LOADS_FIRST,
+    GRADIENTS_LAST,
+    OFF,
+    ROWS_FIRST,
+    CachePolicy,
+    Stream,
+    once,
+    picked,
+    select,
+)
 from dlrm_fused.ops.common.gpus import INTERPRETER
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training import build
@@ -40,12 +48,6 @@ def _off_afterwards() -> Iterator[None]:
     cache_policy.use("off")
 
 
-def given(policy: CachePolicy) -> dict[str, str]:
-    """Hints that differ from the defaults."""
-    off = OFF.hints()
-    return {stream: hint for stream, hint in policy.hints().items() if hint != off[stream]}
-
-
 def lookup(rows: float, row_bytes: float, bags: int, pooling: int, zipf_exponent: float, sent: float) -> dict[str, Stream]:
     """In one table."""
     of_rows = picked(bags * pooling, rows, row_bytes, zipf_exponent=zipf_exponent)
@@ -61,8 +63,6 @@ def update(rows: float, row_bytes: float, bags: int, pooling: int, zipf_exponent
 
 # The selector: launches whose measured times over those without hints follow (docs/cache_policies.md).
 
-PASSING = {stream: "evict_first" for stream in LOADS if stream != "old_rows"}  # old_rows have it anyway
-
 
 @pytest.mark.parametrize(
     ("rows", "row_bytes", "bags", "zipf_exponent"),
@@ -70,7 +70,7 @@ PASSING = {stream: "evict_first" for stream in LOADS if stream != "old_rows"}  #
     ids=["0.97", "0.94", "0.98", "0.95"],
 )
 def test_rows_that_hardly_come_again_pass(rows: float, row_bytes: float, bags: int, zipf_exponent: float) -> None:
-    assert given(select(lookup(rows, row_bytes, bags, 16, zipf_exponent, 16.8 * MB), L2)) == PASSING
+    assert select(lookup(rows, row_bytes, bags, 16, zipf_exponent, 16.8 * MB), L2) is ALL_LOADS_FIRST
 
 
 @pytest.mark.parametrize(("row_bytes", "sent"), [(256, 33.6), (256, 25.2), (512, 33.6)], ids=["1.04", "1.01", "1.02"])
@@ -92,7 +92,7 @@ def test_rows_that_come_again_and_do_not_fit_have_no_hint(
 
 
 def test_rows_that_fit_once_but_not_in_both_halves_are_evicted_first() -> None:
-    assert given(select(lookup(4e6, 512, 32768, 16, 1.2, 16.8 * MB), L2)) == {"rows": "evict_first"}  # 0.95
+    assert select(lookup(4e6, 512, 32768, 16, 1.2, 16.8 * MB), L2) is ROWS_FIRST  # 0.95
 
 
 def test_rows_that_fit_in_both_halves_have_no_hint() -> None:
@@ -104,7 +104,7 @@ def test_rows_that_fit_have_no_hint_beside_results_that_do_not() -> None:
 
 
 def test_gradients_are_kept_beside_rows_that_pass() -> None:
-    assert given(select(update(1e6, 512, 16384, 16, 0.0, 8.4 * MB), L2)) == {"gradients": "evict_last"}  # 0.98
+    assert select(update(1e6, 512, 16384, 16, 0.0, 8.4 * MB), L2) is GRADIENTS_LAST  # 0.98
 
 
 @pytest.mark.parametrize(
@@ -115,33 +115,15 @@ def test_gradients_are_kept_beside_rows_that_pass() -> None:
 def test_an_update_of_few_rows_with_many_gradients_that_fits_is_evicted_first(
     rows: float, row_bytes: float, bags: int, pooling: int, zipf_exponent: float, gradients: float
 ) -> None:
-    assert given(select(update(rows, row_bytes, bags, pooling, zipf_exponent, gradients * MB), L2)) == PASSING
+    assert select(update(rows, row_bytes, bags, pooling, zipf_exponent, gradients * MB), L2) is ALL_LOADS_FIRST
 
 
 def test_an_update_with_as_many_rows_as_gradients_has_no_hint_though_it_fits() -> None:
-    assert given(select(update(4e6, 128, 16384, 16, 0.0, 4.2 * MB), L2)) == {"gradients": "evict_last"}  # evict_first: 1.10
+    assert select(update(4e6, 128, 16384, 16, 0.0, 4.2 * MB), L2) is GRADIENTS_LAST  # evict_first: 1.10
 
 
 def test_gradients_that_are_read_once_and_do_not_fit_have_no_hint() -> None:
     assert select(update(1e6, 512, 131072, 1, 0.0, 67.1 * MB), L2) is OFF
-
-
-@pytest.mark.parametrize(
-    "streams",
-    [
-        {"activations": Stream(67 * MB, 268 * MB), "routes": once(0.5 * MB), "sent": once(268 * MB)},
-        {"received": once(134 * MB), "results": once(34 * MB)},
-        {"results": once(134 * MB)},
-    ],
-    ids=["gather and put", "sum", "GEMM"],
-)
-def test_what_is_read_in_turn_has_no_hint(streams: dict[str, Stream]) -> None:
-    assert select(streams, L2) is OFF
-
-
-def test_equal_launches_share_a_policy_which_kernels_are_looked_up_by() -> None:
-    first, second = (select(update(rows, 512, 16384, 16, 0.0, 8.4 * MB), L2) for rows in (1e6, 2e6))
-    assert first is second is not OFF
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.6, 1.0, 1.05, 1.2])
@@ -167,39 +149,29 @@ def test_launches_have_no_hints_until_they_are_asked_for() -> None:
     assert cache_policy.choose(CPU, lambda: pytest.fail("streams are described for nothing")) is OFF
 
 
-def test_a_policy_is_used_for_every_launch_until_another_one_is() -> None:
-    cache_policy.use("stores .wt")
-    assert cache_policy.choose(CPU, dict) is STATIC["stores .wt"]
-    own = with_hints(rows=Hint(".cg"))
-    cache_policy.use(own)
-    assert cache_policy.choose(CPU, dict) is own
-    cache_policy.use("off")
-    assert cache_policy.choose(CPU, dict) is OFF
-
-
 def test_the_selector_is_told_the_skew_that_a_launch_cannot_know() -> None:
     def rows() -> dict[str, Stream]:
         return {"rows": picked(1e6, 4e6, 512), "sent": once(1e5)}
 
     cache_policy.use("selected", zipf_exponent=0.0)
-    assert given(cache_policy.choose(CPU, rows)) == PASSING
+    assert cache_policy.choose(CPU, rows) is ALL_LOADS_FIRST
     cache_policy.use("selected", zipf_exponent=1.05)
     assert cache_policy.choose(CPU, rows) is OFF
     with pytest.raises(UsageError, match="'selected' needs zipf_exponent"):
         cache_policy.use("selected")
 
 
-@pytest.mark.parametrize(("setting", "hints"), [("default", {}), ("selected", PASSING)])
+@pytest.mark.parametrize(("setting", "hints"), [("default", OFF), ("selected", ALL_LOADS_FIRST)])
 def test_a_model_is_built_with_the_hints_that_its_config_asks_for(
-    setting: str, hints: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    setting: str, hints: CachePolicy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "config.yaml").write_text("data: {source: synthetic}\ncomm: fused")
     config = load_config(tmp_path / "config.yaml", [f"embedding.cache_hints={setting}"])
-    found: list[dict[str, str]] = []
+    found: list[CachePolicy] = []
 
     def build_model(*_: object) -> None:
         streams = {"rows": picked(1e6, 4e6, 512), "sent": once(1e5)}
-        found.append(given(cache_policy.choose(CPU, lambda: streams)))
+        found.append(cache_policy.choose(CPU, lambda: streams))
 
     monkeypatch.setattr(build, "build_model", build_model)
     monkeypatch.setattr(build, "shard", lambda *_: None)
@@ -210,43 +182,23 @@ def test_a_model_is_built_with_the_hints_that_its_config_asks_for(
 
 
 def test_an_unknown_policy_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(UsageError, match=r"cache policy 'fast'; allowed: selected, off, .*stores evict_first"):
+    with pytest.raises(UsageError, match=r"cache policy 'fast'; allowed: selected, off"):
         cache_policy.use("fast")
 
 
 # In compiled kernels.
 
 
-def launch_attention() -> None:
-    cached_attention(torch.zeros(16, 4, 3, 64, dtype=torch.float16), torch.zeros(2, dtype=torch.int64), 0, 8192)
-
-
 # What is launched, and of each kernel that takes hints the streams.
-HINTED: dict[str, tuple[Callable[[], None], dict[str, tuple[str, ...]]]] = {
-    name: (LAUNCHES[name][0], streams)
-    for name, streams in {
-        "lookup_16_bits": {
-            "lookup_and_scatter_kernel": ("rows", "indices", "offsets", "sent"),
-            "add_up_kernel": ("received", "results"),
-        },
-        "lookup_row_wise": {
-            "lookup_and_scatter_kernel": ("rows", "indices", "offsets", "sent"),
-            "add_up_present_kernel": ("received", "results"),
-        },
-        "lookup_and_put": {"lookup_and_put_kernel": ("rows", "indices", "offsets", "sent")},
-        "update_adagrad": {
-            "update_kernel": ("old_rows", "gradients", "order", "new_rows"),
-            "merge_kernel": ("old_rows", "new_rows"),
-        },
-        "scatter_rows": {"scatter_rows_kernel": ("activations", "routes", "sent")},
-        "scatter_tiles": {"scatter_tiles_kernel": ("activations", "sent")},
-        "route": {"count_kernel": ("routes", "results"), "place_kernel": ("routes", "results")},
-        "steps": {"sum_slots_kernel": ("received", "results")},
-        "gemm": {"gemm_kernel": ("results",)},
-        "gemm_combine": {"gemm_kernel": ("sent",)},
-        "gemv_one_shot": {"gemv_all_reduce_kernel": ("results",)},
-    }.items()
-} | {"attention": (launch_attention, {"_part_kernel": ("results",), "_merge_kernel": ("results",)})}
+HINTED: dict[str, dict[str, tuple[str, ...]]] = {
+    "lookup_16_bits": {"lookup_and_scatter_kernel": ("rows", "indices", "offsets")},
+    "lookup_row_wise": {"lookup_and_scatter_kernel": ("rows", "indices", "offsets")},
+    "lookup_and_put": {"lookup_and_put_kernel": ("rows", "indices", "offsets")},
+    "update_adagrad": {
+        "update_kernel": ("old_rows", "gradients", "order", "new_rows"),
+        "merge_kernel": ("old_rows", "new_rows"),
+    },
+}
 
 _HINT = re.compile(r"\b(ld|st)\.global((?:\.c[agsv]|\.w[bt]|\.L1::evict_\w+)?)")
 
@@ -256,43 +208,36 @@ def hints_in(ptx: str) -> set[str]:
     return {f"{kind} {hint}" for kind, hint in _HINT.findall(ptx) if hint}
 
 
-def as_in_ptx(stream: str, hint: Hint) -> str:
-    return f"{'st' if stream in STORES else 'ld'} {hint.modifier or f'.L1::{hint.eviction}'}"
-
-
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=pytest.mark.slow) if name in ("gemm", "gemm_combine") else name for name in HINTED]
-)
-def test_each_hint_arrives_in_the_kernels_and_no_other(family: str, compiled: dict[str, Any]) -> None:
-    launch, kernels = HINTED[family]
-    for name, policy in STATIC.items():
-        cache_policy.use(policy)
+@pytest.mark.parametrize("launch", HINTED)
+def test_each_hint_arrives_in_the_kernels_and_no_other(launch: str, compiled: dict[str, Any], monkeypatch: Any) -> None:
+    for policy in (OFF, ALL_LOADS_FIRST, ROWS_FIRST, GRADIENTS_LAST):
+        monkeypatch.setattr(cache_policy, "OFF", policy)
         compiled.clear()
-        launch()
+        LAUNCHES[launch][0]()
         for kernel, built in compiled.items():
-            streams = [(stream, getattr(policy, stream)) for stream in kernels.get(kernel, ())]
-            expected = {as_in_ptx(stream, hint) for stream, hint in streams if hint != HARDWARE}
-            assert hints_in(built.asm["ptx"]) == expected, f"{kernel}, {name}"
+            streams = [(stream, getattr(policy, stream)) for stream in HINTED[launch].get(kernel, ())]
+            expected = {f"{'st' if stream == 'new_rows' else 'ld'} .L1::{hint}" for stream, hint in streams if hint}
+            assert hints_in(built.asm["ptx"]) == expected, f"{kernel}, {policy}"
             assert built.asm["cubin"]
 
 
 def test_every_stream_is_one_of_a_kernel() -> None:
-    streams = {stream for _, kernels in HINTED.values() for own in kernels.values() for stream in own}
-    assert streams == {*LOADS, *STORES}
+    streams = {stream for kernels in HINTED.values() for own in kernels.values() for stream in own}
+    assert streams == {field.name for field in fields(CachePolicy)}
 
 
 # Results, under Triton's interpreter.
 
 
 def results_of_policies(number: int) -> dict[str, list[Tensor]]:
-    """Of a tiny workload under each policy; the selector takes the cache for so small that it gives hints."""
+    """Of a tiny workload without hints, and with those of the selector, which takes the cache for small."""
     results = {}
     workload = WORKLOADS[number]
     with torch.no_grad(), process_group(Rank.from_environment(), CPU), closing(symmetric_group(device=CPU)) as group:
         torch.manual_seed(0)
         run = workload.make(group)
         cache_policy.gpu_of = lambda device: replace(INTERPRETER, l2=512)
-        for policy in (*STATIC, cache_policy.SELECTED):
+        for policy in ("off", "selected"):
             cache_policy.use(policy, workload.zipf_exponent)
             results[policy] = [own.clone() for own in run()]
     return results

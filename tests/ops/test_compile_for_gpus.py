@@ -43,7 +43,7 @@ from dlrm_fused.ops.all_gather_gemm.kernel import (
     multiply_arriving,
     push_and_multiply,
 )
-from dlrm_fused.ops.common import cache_hints, devices, early_start, meeting
+from dlrm_fused.ops.common import devices, early_start, meeting
 from dlrm_fused.ops.common import scatter_rows as scatter
 from dlrm_fused.ops.common.devices import room_of_program
 from dlrm_fused.ops.common.gpus import INTERPRETER
@@ -412,7 +412,7 @@ def launch_sums_of_many_ranks() -> None:
     presence, features = torch.zeros(3, 2, 16, dtype=torch.uint8), torch.zeros(1, 4, dtype=torch.int64)
     reduce.add_up_present_kernel[(2, 1)](
         sources, presence, output, features, 5, sources.stride(0), sources.stride(1), presence.stride(0), presence.stride(1),
-        output.stride(0), SOURCES=3, ROWS=4, DIM=WIDTH, CACHE=cache_hints.OFF, num_warps=4,
+        output.stride(0), SOURCES=3, ROWS=4, DIM=WIDTH, num_warps=4,
     )  # fmt: skip
 
 

@@ -17,9 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dlrm_fused.ops.common import cache_policy
-from dlrm_fused.ops.common.cache_hints import store
-from dlrm_fused.ops.common.cache_policy import once
 from dlrm_fused.ops.common.devices import room_of_program
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.gpus import gpu_of
@@ -69,15 +66,14 @@ def cached_attention(projected: Tensor, cache: Tensor, layer: int, max_keys: int
     weights = torch.empty(splits, heads, rows, dtype=torch.float32, device=projected.device)
     result = torch.empty(rows, heads, d_head, dtype=projected.dtype, device=projected.device)
     scale = d_head**-0.5 * 1.4426950408889634  # so that the exponential is of base 2
-    policy = cache_policy.choose(projected.device, lambda: {"results": once(parts.nbytes)})
     _part_kernel[(heads, splits)](
         projected, cache, parts, weights, rows, layer, scale,
         HEADS=heads, D_HEAD=d_head, COLUMNS=columns, ROWS=lines, KEYS=step,
-        DTYPE=TRITON_DTYPES[projected.dtype], CACHE=policy, num_warps=4, num_stages=2,
+        DTYPE=TRITON_DTYPES[projected.dtype], num_warps=4, num_stages=2,
     )  # fmt: skip
     _merge_kernel[(heads, rows)](
         projected, parts, weights, result, rows, scale,
-        HEADS=heads, D_HEAD=d_head, COLUMNS=columns, SPLITS=splits, CACHE=policy, num_warps=2,
+        HEADS=heads, D_HEAD=d_head, COLUMNS=columns, SPLITS=splits, num_warps=2,
     )  # fmt: skip
     return result
 
@@ -102,7 +98,7 @@ def _keys(rows: int, columns: int, element_size: int, memory: int) -> int:
 def _part_kernel(
     projected, cache, parts, weights, rows, layer, scale,
     HEADS: tl.constexpr, D_HEAD: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    DTYPE: tl.constexpr, CACHE: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Compute all rows' attention to one split of one head's keys, and the base-2 logarithm of its sum of exponentials."""
     head, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -139,14 +135,14 @@ def _part_kernel(
         highest = now_highest
     attended /= tl.where(total > 0, total, 1.0)[:, None]
     part = (split * HEADS + head) * rows + row
-    store(parts + part[:, None] * D_HEAD + column[None, :], attended, CACHE, "results", mask=of_query)
+    tl.store(parts + part[:, None] * D_HEAD + column[None, :], attended, mask=of_query)
     tl.store(weights + part, highest + tl.log2(total), mask=row < rows)  # -inf for a split without keys
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _merge_kernel(
     projected, parts, weights, result, rows, scale,
-    HEADS: tl.constexpr, D_HEAD: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, CACHE: tl.constexpr,
+    HEADS: tl.constexpr, D_HEAD: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Merge one row of one head: the parts, and its own key and value, in proportion to their sums of exponentials."""
     head, row = tl.program_id(0), tl.program_id(1)
@@ -165,4 +161,4 @@ def _merge_kernel(
     total = tl.sum(attended * share[:, None], axis=0) + value * own_share
     total /= tl.sum(share, axis=0) + own_share
     at_result = result + (row * HEADS + head) * D_HEAD + column
-    store(at_result, total.to(result.dtype.element_ty), CACHE, "results", mask=of_head)
+    tl.store(at_result, total.to(result.dtype.element_ty), mask=of_head)

@@ -1,7 +1,9 @@
-"""The cache hints that a launch gives its kernel's streams: off, one choice for all, or what the selector makes of their sizes.
+"""Cache hints of lookups and updates: the defaults, or what the selector makes of the sizes of a launch's streams.
 
-Some streams pass once and only displace what others read again, so that one choice for all streams is rarely the best. What
-decides is how large the streams are and how often each place is read, which follows from the skew of the rows looked up.
+A stream is what a kernel reads or writes for one purpose, such as the rows of a table. Some pass once and only displace what
+others read again. What decides is how large the streams are and how often each place is read, which follows from the skew of
+the rows looked up. PTX takes eviction priorities "as performance hints only": they change neither results nor the order of
+memory accesses. Other kernels have none, since hints gained next to nothing there (docs/cache_policies.md).
 
 Source: Alsop et al., *Optimizing GPU Cache Policies for MI Workloads*, arXiv 1910.00134.
 """
@@ -11,15 +13,50 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 
 import torch
+import triton
+import triton.language as tl
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.common.cache_hints import EVICT_FIRST, EVICT_LAST, OFF, STATIC, STORES, CachePolicy, Hint, with_hints
 from dlrm_fused.ops.common.gpus import gpu_of
 
-# Launches describe their streams by these.
+_NORMAL, _FIRST, _LAST = "", "evict_first", "evict_last"
+
+
+# Each launch looks a compiled kernel up by this constant: by its identity, since to hash all fields takes microseconds.
+@dataclass(frozen=True, eq=False)
+class CachePolicy:
+    """The eviction priority of every stream, a constant to the compiler; the defaults are how the kernels run unless told
+    otherwise."""
+
+    # Loads.
+    rows: str = _NORMAL  # of tables, by the lookup
+    indices: str = _NORMAL  # of the lookup, and its per-sample weights
+    offsets: str = _NORMAL
+    # A row passes once; the gradients, which are read again and again, shall stay in the cache.
+    old_rows: str = _FIRST  # of tables, by the update
+    gradients: str = _NORMAL
+    order: str = _NORMAL  # of the sorted lookup
+    # Stores.
+    new_rows: str = _FIRST  # of tables, by the update
+
+
+OFF = CachePolicy()
+ALL_LOADS_FIRST = CachePolicy(rows=_FIRST, indices=_FIRST, offsets=_FIRST, gradients=_FIRST, order=_FIRST)
+ROWS_FIRST, GRADIENTS_LAST = CachePolicy(rows=_FIRST), CachePolicy(gradients=_LAST)
+
+
+@triton.jit
+def load(pointer, CACHE: tl.constexpr, STREAM: tl.constexpr, mask=None, other=None):
+    """``tl.load`` with the hint of a stream, which is named."""
+    return tl.load(pointer, mask=mask, other=other, eviction_policy=getattr(CACHE, STREAM))
+
+
+@triton.jit
+def store(pointer, values, CACHE: tl.constexpr, STREAM: tl.constexpr, mask=None):
+    """``tl.store`` with the hint of a stream, which is named."""
+    tl.store(pointer, values, mask=mask, eviction_policy=getattr(CACHE, STREAM))
 
 
 @dataclass(frozen=True)
@@ -74,8 +111,6 @@ def _distinct(count: float, rows: float, exponent: float) -> float:
     return expected
 
 
-# The selector.
-
 # Passes from which on a stream counts as read again. Measured: 1.2 gain from evict_first, 2.1 lose.
 _READ_AGAIN = 1.5
 # The share of the L2 cache for results that stay there while rows pass. Measured: 0.32 of it gain, 0.48 lose.
@@ -86,14 +121,11 @@ _MOSTLY_GRADIENTS = 3.0
 
 
 def select(streams: Mapping[str, Stream], l2_bytes: float) -> CachePolicy:
-    """The hints of a launch that gathers whole rows, which is a lookup or an update; others have none.
+    """The hints of a lookup or an update.
 
-    Other streams hardly gain: what is read in turn needs each cache line several times in a row, which evict_first may cut
-    short. The L2 cache has two halves, and both may hold what both read.
+    The L2 cache has two halves, and both may hold what both read.
     """
-    if "rows" in streams:
-        return _of_lookup(streams, l2_bytes)
-    return _of_update(streams, l2_bytes) if "gradients" in streams else OFF
+    return _of_lookup(streams, l2_bytes) if "rows" in streams else _of_update(streams, l2_bytes)
 
 
 def _of_lookup(streams: Mapping[str, Stream], l2_bytes: float) -> CachePolicy:
@@ -102,12 +134,10 @@ def _of_lookup(streams: Mapping[str, Stream], l2_bytes: float) -> CachePolicy:
     * All that the launch touches fits in the cache if it is there once, but not in both halves: rows ``evict_first``.
     """
     rows, stored = streams["rows"], streams["sent"].distinct
-    read = sum(stream.distinct for name, stream in streams.items() if name not in STORES)
+    read = sum(stream.distinct for name, stream in streams.items() if name != "sent")
     if rows.passes < _READ_AGAIN and rows.distinct > l2_bytes / 2 and stored <= _RESULTS_THAT_STAY * l2_bytes:
-        return STATIC["loads evict_first"]
-    if read + stored <= l2_bytes < 2 * read + stored:
-        return _interned("rows", EVICT_FIRST)
-    return OFF
+        return ALL_LOADS_FIRST
+    return ROWS_FIRST if read + stored <= l2_bytes < 2 * read + stored else OFF
 
 
 def _of_update(streams: Mapping[str, Stream], l2_bytes: float) -> CachePolicy:
@@ -118,42 +148,33 @@ def _of_update(streams: Mapping[str, Stream], l2_bytes: float) -> CachePolicy:
     # The places of new_rows are those of old_rows.
     touched = sum(stream.distinct for name, stream in streams.items() if name != "new_rows")
     if gradients.accessed >= _MOSTLY_GRADIENTS * rows.distinct and touched <= l2_bytes:
-        return STATIC["loads evict_first"]
-    if gradients.distinct <= l2_bytes / 2 < rows.distinct:
-        return _interned("gradients", EVICT_LAST)
-    return OFF
+        return ALL_LOADS_FIRST
+    return GRADIENTS_LAST if gradients.distinct <= l2_bytes / 2 < rows.distinct else OFF
 
 
-@cache
-def _interned(stream: str, hint: Hint) -> CachePolicy:
-    return with_hints(**{stream: hint})
-
-
-SELECTED = "selected"
-_used: CachePolicy | None = OFF  # None: selected for each launch
+_is_selected = False
 _zipf_exponent = 0.0
 
 
-def use(policy: CachePolicy | str, zipf_exponent: float | None = None) -> None:
-    """Launch the kernels of this process with a policy from now on, for measuring: hints never change results.
+def use(policy: str, zipf_exponent: float | None = None) -> None:
+    """Launch lookups and updates of this process so from now on. Hints never change results.
 
     CUDA graphs keep the policy under which they were captured.
 
     Args:
-        policy: "off" or another of :data:`STATIC`, a policy of one's own, or "selected": :func:`select` for each launch.
+        policy: "off", or "selected": :func:`select` for each launch.
         zipf_exponent: of the rows that are looked up, which a launch cannot know; "selected" needs it. 0: all equally frequent.
 
     Raises:
         UsageError: there is no policy of this name, or "selected" is told no exponent.
     """
-    global _used, _zipf_exponent
-    if isinstance(policy, str) and policy not in (SELECTED, *STATIC):
-        raise UsageError(f"cache policy {policy!r}; allowed: {', '.join((SELECTED, *STATIC))}, or a CachePolicy")
+    global _is_selected, _zipf_exponent
+    if policy not in ("selected", "off"):
+        raise UsageError(f"cache policy {policy!r}; allowed: selected, off")
     # Hints for rows that are taken for uniform, and are not, make lookups slower.
-    if policy == SELECTED and zipf_exponent is None:
+    if policy == "selected" and zipf_exponent is None:
         raise UsageError("cache policy 'selected' needs zipf_exponent: of the rows that are looked up; 0: all equally frequent")
-    _used = None if policy == SELECTED else STATIC[policy] if isinstance(policy, str) else policy
-    _zipf_exponent = zipf_exponent or 0.0
+    _is_selected, _zipf_exponent = policy == "selected", zipf_exponent or 0.0
 
 
 def choose(device: torch.device, streams: Callable[[], Mapping[str, Stream]]) -> CachePolicy:
@@ -162,4 +183,4 @@ def choose(device: torch.device, streams: Callable[[], Mapping[str, Stream]]) ->
     Args:
         streams: describes those of the launch; asked only where it matters.
     """
-    return _used if _used is not None else select(streams(), gpu_of(device).l2)
+    return select(streams(), gpu_of(device).l2) if _is_selected else OFF

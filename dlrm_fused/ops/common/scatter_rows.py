@@ -16,9 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dlrm_fused.ops.common import cache_policy
-from dlrm_fused.ops.common.cache_hints import load, store
-from dlrm_fused.ops.common.cache_policy import Stream, once
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.common.workspace import ReceiveWindow
@@ -37,14 +34,14 @@ def scatter_rows_kernel(
     source, source_stride, scale, targets, items, width, rows_per_rank, destinations_at, first_destination, addresses,
     receive_offset, channel, fingerprint,
     REPEATS: tl.constexpr, SCALED: tl.constexpr, TELLS_DESTINATION: tl.constexpr, DTYPE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CACHE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """See :func:`scatter_rows`. Program p stores rows p * ROWS ..., then those ROWS * programs further on."""
     epoch = begin(channel, receive_offset, fingerprint)
     are_ready = wait_until_all_ready(channel, epoch, fingerprint)
     for first in range(tl.program_id(0) * ROWS, items, tl.num_programs(0) * ROWS):
         item = first + tl.arange(0, ROWS)
-        target = load(targets + item, CACHE, "routes", mask=(item < items) & are_ready, other=-1)
+        target = tl.load(targets + item, mask=(item < items) & are_ready, other=-1)
         peer = tl.where(target >= 0, target // rows_per_rank, 0)
         # Slices take what goes to other hosts, whose ranks have no address here.
         is_sent = (target >= 0) & (tl.load(addresses + peer) != 0)
@@ -60,10 +57,10 @@ def scatter_rows_kernel(
         for column in range(0, width, COLUMNS):
             columns = column + tl.arange(0, COLUMNS)
             inside = is_sent[:, None] & (columns < width)[None, :]
-            values = load(rows_of_source[:, None] + columns[None, :], CACHE, "activations", mask=inside, other=0.0)
+            values = tl.load(rows_of_source[:, None] + columns[None, :], mask=inside, other=0.0)
             if SCALED:
                 values = (values.to(tl.float32) * factor[:, None]).to(DTYPE)
-            store(places[:, None] + columns[None, :], values, CACHE, "sent", mask=inside)
+            tl.store(places[:, None] + columns[None, :], values, mask=inside)
         if TELLS_DESTINATION:
             destinations = (block + destinations_at).to(tl.pointer_type(tl.int32))
             tl.store(destinations + row, first_destination + item, mask=is_sent)
@@ -166,14 +163,8 @@ class _Call:
             self.destinations_at or 0, self.first_destination, memory.addresses, receive_offset, channel.args, fingerprint,
             REPEATS=self.repeats, SCALED=scale is not None, TELLS_DESTINATION=self.destinations_at is not None,
             DTYPE=TRITON_DTYPES[source.dtype], ROWS=_ROWS,
-            COLUMNS=min(triton.next_power_of_2(width), _ROW_BYTES // source.element_size()),
-            CACHE=cache_policy.choose(source.device, lambda: _streams(source, targets)), num_warps=8,
+            COLUMNS=min(triton.next_power_of_2(width), _ROW_BYTES // source.element_size()), num_warps=8,
         )  # fmt: skip
-
-
-def _streams(source: Tensor, targets: Tensor) -> dict[str, Stream]:
-    sent = targets.numel() * source.shape[1] * source.element_size()
-    return {"activations": Stream(source.nbytes, sent), "routes": once(targets.nbytes), "sent": once(sent)}
 
 
 def rows_of_slices(targets: Tensor, rows_per_rank: int, hosts: Hosts) -> dict[int, Tensor]:

@@ -11,8 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dlrm_fused.ops.common import cache_policy
-from dlrm_fused.ops.common.cache_hints import load, store
-from dlrm_fused.ops.common.cache_policy import Stream, once, picked
+from dlrm_fused.ops.common.cache_policy import Stream, load, once, picked
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.embedding_all_to_all.byte_layout import PRESENCE_UNIT
@@ -343,7 +342,7 @@ def lookup_and_scatter_kernel(
         stored = sent[:, None]
         if not POOLING.is_exact:
             stored = stored & (lane < tl.load(fields + 2))[None, :]
-        store(places, to_wire(pooled, WIRE), CACHE, "sent", mask=stored)
+        tl.store(places, to_wire(pooled, WIRE), mask=stored)
     if LAST:
         finish(channel, epoch)
 
@@ -380,6 +379,6 @@ def lookup_and_put_kernel(
         stored = (exists & (place >= 0))[:, None]
         if not POOLING.is_exact:
             stored = stored & (lane < tl.load(fields + 2))[None, :]
-        store(places, to_wire(pooled, WIRE), CACHE, "sent", mask=stored)
+        tl.store(places, to_wire(pooled, WIRE), mask=stored)
         size = (tl.load(bags + peer + 1) - first_bag) * stride * (WIRE.primitive_bitwidth // 8)
         put_slice(channel, puts, peer, 1, needed, size, fingerprint)

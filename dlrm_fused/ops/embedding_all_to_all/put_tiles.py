@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dlrm_fused.ops.common.cache_hints import OFF  # links between hosts are slower than any cache
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.common.workspace import ReceiveWindow
@@ -26,7 +25,7 @@ _FIELDS = tl.constexpr(7)
 @triton.jit(do_not_specialize=["items", "row_blocks", "fingerprint"])
 def put_tiles_kernel(
     source, source_stride, tiles, items, row_blocks, needs, channel, puts, fingerprint,
-    WIRE: tl.constexpr, ALIGNMENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CACHE: tl.constexpr,
+    WIRE: tl.constexpr, ALIGNMENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write tiles of ``source`` into slices for ranks of other hosts, and put a slice when all its tiles are there.
 
@@ -42,7 +41,7 @@ def put_tiles_kernel(
             place = open_slice(channel, puts, peer)
             known_peer = peer
         destination = tl.multiple_of((place + tl.load(fields + 3)).to(tl.pointer_type(WIRE)), ALIGNMENT)
-        store_tile(source, source_stride, fields, item % row_blocks, destination, place >= 0, ROWS, COLUMNS, CACHE)
+        store_tile(source, source_stride, fields, item % row_blocks, destination, place >= 0, ROWS, COLUMNS)
         needed, size = tl.load(needs + peer) * row_blocks, tl.load(needs + channel.world + peer)
         put_slice(channel, puts, peer, 1, needed, size, fingerprint)
 
@@ -50,7 +49,7 @@ def put_tiles_kernel(
 @triton.jit(do_not_specialize=["sender", "items", "row_blocks", "offset", "fingerprint"])
 def spread_tiles_kernel(
     sender, width, tiles, items, row_blocks, addresses, offset, channel, puts, fingerprint,
-    WIRE: tl.constexpr, ALIGNMENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CACHE: tl.constexpr,
+    WIRE: tl.constexpr, ALIGNMENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Wait for a slice, and store its tiles in the memory of ranks of this host, from byte ``offset`` on.
 
@@ -62,7 +61,7 @@ def spread_tiles_kernel(
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         fields = tiles + (item // row_blocks) * _FIELDS
         destination = peer_pointer(addresses, tl.load(fields), offset + tl.load(fields + 3), WIRE, ALIGNMENT)
-        store_tile(source, width, fields, item % row_blocks, destination, place >= 0, ROWS, COLUMNS, CACHE)
+        store_tile(source, width, fields, item % row_blocks, destination, place >= 0, ROWS, COLUMNS)
     release_slice(channel, puts, sender, 1, tl.num_programs(0))
 
 
@@ -78,7 +77,7 @@ def put_gradient(puts: Puts, gradient: Tensor, plan: BatchPlan, window: ReceiveW
         puts.kernel(put_tiles_kernel)[(min(items, _most_programs(gradient.device)),)](
             gradient, gradient.stride(0), plan.slices.gradient_table, items, row_blocks, plan.slices.gradient_needs,
             window.channel.args, puts.args, window.fingerprint,
-            WIRE=TRITON_DTYPES[wire], ALIGNMENT=4 * wire.itemsize, ROWS=_ROWS, COLUMNS=TILE_COLUMNS, CACHE=OFF, num_warps=4,
+            WIRE=TRITON_DTYPES[wire], ALIGNMENT=4 * wire.itemsize, ROWS=_ROWS, COLUMNS=TILE_COLUMNS, num_warps=4,
         )  # fmt: skip
 
 
@@ -98,7 +97,7 @@ def spread_slice(
     puts.kernel(spread_tiles_kernel)[(min(items, _most_programs(table.device)),)](
         sender, width, table, items, row_blocks, window.memory.addresses, window.offset,
         window.channel.args, puts.args, window.fingerprint,
-        WIRE=TRITON_DTYPES[wire], ALIGNMENT=4 * wire.itemsize, ROWS=_ROWS, COLUMNS=TILE_COLUMNS, CACHE=OFF, num_warps=4,
+        WIRE=TRITON_DTYPES[wire], ALIGNMENT=4 * wire.itemsize, ROWS=_ROWS, COLUMNS=TILE_COLUMNS, num_warps=4,
     )  # fmt: skip
 
 

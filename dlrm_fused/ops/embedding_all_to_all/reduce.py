@@ -7,9 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dlrm_fused.ops.common import cache_policy
-from dlrm_fused.ops.common.cache_hints import load, store
-from dlrm_fused.ops.common.cache_policy import Stream, once
 from dlrm_fused.ops.common.dtypes import within_range
 from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
 from dlrm_fused.ops.embedding_all_to_all.scatter import to_wire
@@ -75,7 +72,7 @@ def add_up(sources: Tensor, output: Tensor) -> None:
         add_up_kernel[(triton.cdiv(rows, _ROWS), triton.cdiv(width, _COLUMNS))](
             sources, output, rows, width, sources.stride(0), sources.stride(1), output.stride(0),
             SOURCES=sources.shape[0], ROWS=_ROWS, COLUMNS=_COLUMNS,
-            CACHE=cache_policy.choose(output.device, lambda: _streams(sources, output)), num_warps=4,
+            num_warps=4,
         )  # fmt: skip
 
 
@@ -88,20 +85,15 @@ def _add_up_present(workspace: EmbeddingWorkspace, plan: BatchPlan, output: Tens
             partial_sums, presence, output, features.table, plan.local_batch, partial_sums.stride(0),
             partial_sums.stride(1), presence.stride(0), presence.stride(1), output.stride(0),
             SOURCES=partial_sums.shape[0], ROWS=rows, DIM=features.block_dim,
-            CACHE=cache_policy.choose(output.device, lambda: _streams(partial_sums, output)), num_warps=4,
+            num_warps=4,
         )  # fmt: skip
-
-
-def _streams(sources: Tensor, output: Tensor) -> dict[str, Stream]:
-    """Return the streams of a kernel that adds up; parts that are not sent count too."""
-    return {"received": once(sources.nbytes), "results": once(output.nbytes)}
 
 
 @triton.jit(do_not_specialize=["rows"])
 def add_up_present_kernel(
     sources, presence, output, features, rows, source_stride, row_stride, presence_source_stride,
     presence_feature_stride, output_stride,
-    SOURCES: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, CACHE: tl.constexpr,
+    SOURCES: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """Sum of the partial results that are not empty, always in the order of ranks, which are on one host.
 
@@ -121,27 +113,27 @@ def add_up_present_kernel(
     total = tl.zeros((ROWS, DIM), tl.float32)
     for _ in tl.static_range(SOURCES):
         is_there = tl.load(of_rows, mask=exists, other=0) != 0
-        partial = load(places, CACHE, "received", mask=is_there[:, None] & of_dim, other=0.0)
+        partial = tl.load(places, mask=is_there[:, None] & of_dim, other=0.0)
         total += partial.to(tl.float32)
         of_rows += presence_source_stride
         places += source_stride
     at_output = row[:, None] * output_stride + (tl.multiple_of(tl.load(fields + 3), 4) + lane)[None, :]
-    store(output + at_output, to_wire(total, output.dtype.element_ty), CACHE, "results", mask=exists[:, None] & of_dim)
+    tl.store(output + at_output, to_wire(total, output.dtype.element_ty), mask=exists[:, None] & of_dim)
 
 
 @triton.jit(do_not_specialize=["rows", "width"])
 def add_up_kernel(
     sources, output, rows, width, source_stride, row_stride, output_stride,
-    SOURCES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CACHE: tl.constexpr,
+    SOURCES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Sum of partial results, always in the order of ``ByteLayout.sources``, so that it is the same in every run."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < width)[None, :]
     at_source = sources + row[:, None] * row_stride + column[None, :]
-    total = load(at_source, CACHE, "received", mask=inside, other=0.0).to(tl.float32)
+    total = tl.load(at_source, mask=inside, other=0.0).to(tl.float32)
     for _ in tl.static_range(1, SOURCES):
         at_source += source_stride  # not a product, which 32 bits might not hold
-        total += load(at_source, CACHE, "received", mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(at_source, mask=inside, other=0.0).to(tl.float32)
     places = output + row[:, None] * output_stride + column[None, :]
-    store(places, to_wire(total, output.dtype.element_ty), CACHE, "results", mask=inside)
+    tl.store(places, to_wire(total, output.dtype.element_ty), mask=inside)

@@ -7,9 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dlrm_fused.ops.common import cache_policy
-from dlrm_fused.ops.common.cache_hints import load, store
-from dlrm_fused.ops.common.cache_policy import once
 from dlrm_fused.ops.common.dtypes import LARGEST_FP16, TRITON_DTYPES
 from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.common.workspace import ReceiveWindow
@@ -35,7 +32,7 @@ def to_wire(values, dtype: tl.constexpr):
 @triton.jit
 def store_tile(
     source, source_stride, fields, block, destination, may_store,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CACHE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Store ROWS rows of a tile, the block-th, at ``destination``, where the tile begins."""
     row = block * ROWS + tl.arange(0, ROWS)
@@ -45,17 +42,17 @@ def store_tile(
     first = tl.multiple_of(tl.load(fields + 2), 4)
     source_row = (tl.load(fields + 1) + row)[:, None]
     at_source = source + source_row * tl.multiple_of(source_stride, 4) + (first + column)[None, :]
-    values = load(at_source, CACHE, "activations", mask=inside, other=0.0)
+    values = tl.load(at_source, mask=inside, other=0.0)
     stride = tl.multiple_of(tl.load(fields + 4), 4)
     places = destination + row[:, None].to(tl.int64) * stride + column[None, :]
-    store(places, to_wire(values.to(tl.float32), destination.dtype.element_ty), CACHE, "sent", mask=inside)
+    tl.store(places, to_wire(values.to(tl.float32), destination.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["items", "row_blocks", "receive_offset", "fingerprint"])
 def scatter_tiles_kernel(
     source, source_stride, tiles, items, row_blocks, addresses, receive_offset, channel, fingerprint,
     RELATIVE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, WIRE: tl.constexpr, ALIGNMENT: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CACHE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Copy tiles of ``source`` to where they belong at the peers. See :func:`scatter_tiles`."""
     if FIRST:
@@ -74,7 +71,7 @@ def scatter_tiles_kernel(
         if RELATIVE:
             offset += ready_at
         destination = peer_pointer(addresses, peer, offset, WIRE, ALIGNMENT)
-        store_tile(source, source_stride, fields, item % row_blocks, destination, ready_at >= 0, ROWS, COLUMNS, CACHE)
+        store_tile(source, source_stride, fields, item % row_blocks, destination, ready_at >= 0, ROWS, COLUMNS)
     if LAST:
         finish(channel, epoch)
 
@@ -102,12 +99,10 @@ def scatter_tiles(
     """
     row_blocks = triton.cdiv(most_rows, _ROWS)
     items = table.shape[0] * row_blocks
-    sent = source.numel() * wire.itemsize
-    policy = cache_policy.choose(source.device, lambda: {"activations": once(source.nbytes), "sent": once(sent)})
     most = _PROGRAMS_OF_MULTIPROCESSOR * gpu_of(source.device).multiprocessors
     scatter_tiles_kernel[(max(1, min(items, most)),)](
         source, source.stride(0), table, items, max(row_blocks, 1), window.memory.addresses, window.offset,
         window.channel.args, window.fingerprint,
         RELATIVE=relative, FIRST=first, LAST=last, WIRE=TRITON_DTYPES[wire], ALIGNMENT=4 * wire.itemsize, ROWS=_ROWS,
-        COLUMNS=TILE_COLUMNS, CACHE=policy, num_warps=4,
+        COLUMNS=TILE_COLUMNS, num_warps=4,
     )  # fmt: skip

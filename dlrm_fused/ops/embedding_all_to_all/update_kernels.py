@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from dlrm_fused.ops.common.cache_hints import load, store
+from dlrm_fused.ops.common.cache_policy import load, store
 
 # The sort of a lookup.
 

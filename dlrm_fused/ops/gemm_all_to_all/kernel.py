@@ -26,9 +26,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dlrm_fused.ops.common import cache_policy
-from dlrm_fused.ops.common.cache_hints import store
-from dlrm_fused.ops.common.cache_policy import once
 from dlrm_fused.ops.common.devices import multiprocessors
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.gpus import gpu_of
@@ -217,14 +214,14 @@ def halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def _store_half(
     product, scale, rows_of_out, row_is_in, first_column, columns,
-    SCALED: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, CACHE: tl.constexpr, STREAM: tl.constexpr,
+    SCALED: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The epilogue of half a tile; ``rows_of_out``: [ROWS, 1] pointers to rows."""
     column = first_column + tl.arange(0, WIDTH)
     inside = row_is_in[:, None] & (column < columns)[None, :]
     if SCALED:
         product *= tl.load(scale + column, mask=column < columns, other=0.0)[None, :]
-    store(rows_of_out + column[None, :], product.to(DTYPE), CACHE, STREAM, mask=inside)
+    tl.store(rows_of_out + column[None, :], product.to(DTYPE), mask=inside)
 
 
 @triton.jit(do_not_specialize=["slots", "origins_at", "first_origin", "receive_offset", "fingerprint"])
@@ -232,7 +229,7 @@ def gemm_kernel(
     x, weight, epilogue, groups, destinations, slots, origins_at, first_origin, block_rows, columns, depth, addresses,
     receive_offset, channel, fingerprint,
     GROUPED: tl.constexpr, SENDS: tl.constexpr, TELLS_ORIGIN: tl.constexpr, TRANSPOSED: tl.constexpr,
-    SCALED: tl.constexpr, SPLIT_LEVELS: tl.constexpr, TILE: tl.constexpr, CACHE: tl.constexpr,
+    SCALED: tl.constexpr, SPLIT_LEVELS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """x times weight transposed, each row stored locally or, with SENDS, where it belongs, as one epoch of a channel.
 
@@ -306,7 +303,6 @@ def gemm_kernel(
         # Rows begin at multiples of 16 bytes, and so the compiler makes wide stores.
         rows_of_out = tl.multiple_of(rows_of_out, 16)[:, None]
         half: tl.constexpr = TILE.columns // 2
-        stream: tl.constexpr = "sent" if SENDS else "results"
         left_half, right_half = halves(upright(product, TILE.rows), TILE.rows, TILE.columns)
         if SPLIT_LEVELS > 0:
             left_half, right_half, has_sum = add_up(
@@ -316,11 +312,10 @@ def gemm_kernel(
         first_column = column_tile * TILE.columns
         scale_of_group = epilogue.scale + group * columns.to(tl.int64)
         _store_half(
-            left_half, scale_of_group, rows_of_out, row_is_in, first_column, columns, SCALED, TILE.dtype, half, CACHE, stream,
+            left_half, scale_of_group, rows_of_out, row_is_in, first_column, columns, SCALED, TILE.dtype, half,
         )  # fmt: skip
         _store_half(
-            right_half, scale_of_group, rows_of_out, row_is_in, first_column + half, columns, SCALED, TILE.dtype, half, CACHE,
-            stream,
+            right_half, scale_of_group, rows_of_out, row_is_in, first_column + half, columns, SCALED, TILE.dtype, half,
         )  # fmt: skip
     if SENDS:
         finish(channel, epoch)
@@ -428,8 +423,6 @@ def _launch(
     if splits > 1:
         partials = x.new_empty(pieces * tiles.rows * tiles.columns, dtype=torch.float32)
         counts = (arrivals or Arrivals(x.device)).of(pieces)
-    stream, stored = "sent" if window else "results", rows * columns * x.element_size()
-    policy = cache_policy.choose(x.device, lambda: {stream: once(stored)})
     block = [1, tiles.depth, tiles.columns] if is_transposed else [1, tiles.columns, tiles.depth]
     gemm_kernel[(programs_of(x.device, pieces, tiles),)](
         TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]), TensorDescriptor.from_tensor(weight, block),
@@ -439,7 +432,7 @@ def _launch(
         rows if groups else rows // ranks, columns, depth, window.memory.addresses if window else x,
         window.offset if window else 0, window.channel.args if window else no_channel(x), window.fingerprint if window else 0,
         GROUPED=groups is not None, SENDS=window is not None, TELLS_ORIGIN=origins_at is not None,
-        TRANSPOSED=is_transposed, SCALED=scale is not None, SPLIT_LEVELS=splits.bit_length() - 1, CACHE=policy,
+        TRANSPOSED=is_transposed, SCALED=scale is not None, SPLIT_LEVELS=splits.bit_length() - 1,
         **tile_constants(tiles, x.dtype),
     )  # fmt: skip
 

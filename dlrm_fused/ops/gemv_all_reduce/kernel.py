@@ -17,7 +17,6 @@ import torch
 import triton
 import triton.language as tl
 
-from dlrm_fused.ops.common.cache_hints import store
 from dlrm_fused.ops.common.early_start import wait_for_earlier_kernels
 from dlrm_fused.ops.gemv_all_reduce.tuning import TAGGED_SPLIT_ROWS, Blocks, padded
 from dlrm_fused.symmetric.device import (
@@ -369,7 +368,7 @@ def _complete(channel, epoch):
 def gemv_all_reduce_kernel(
     x, weight, epilogue, out, buffer, split_buffer, channel, fingerprint, m, n, k, x_stride, weight_stride, norm_eps,
     BLOCKS: tl.constexpr, TILES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr,
-    STARTS_EARLY: tl.constexpr, CACHE: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [m, n] = sum over ranks of x [m, k] times weight [n, k] transposed, + bias + residual; and its RMSNorm.
 
@@ -435,7 +434,7 @@ def gemv_all_reduce_kernel(
                 channel, result, row, tile, half + buffer.sums_at, first_flag + channel.world * tiles, m, n, receive_buffer,
                 receive_addresses, tag, epoch, BLOCKS,
             )  # fmt: skip
-        store(out + places, result, CACHE, "results", mask=inside)
+        tl.store(out + places, result, mask=inside)
         if HAS_NORM:
             _normalize(channel, result, inside, places, row, column, tile, tiles, epilogue, n, norm_eps, ROWS, TILES)
     _complete(channel, epoch)

@@ -9,8 +9,6 @@ import triton
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.ops.common import cache_policy
-from dlrm_fused.ops.common.cache_policy import once
 from dlrm_fused.ops.common.early_start import launch_options, starts_early
 from dlrm_fused.ops.common.workspace import check_tensor, fingerprint_of
 from dlrm_fused.ops.gemv_all_reduce.kernel import BlockArgs, Epilogue, gemv_all_reduce_kernel
@@ -180,7 +178,6 @@ def run_kernel(workspace: GemvWorkspace, inputs: Inputs) -> tuple[Tensor, Tensor
         workspace.kernel_args, inputs.fingerprint(blocks), rows, columns, depth, x.stride(0), weight.stride(0), norm_eps,
         BLOCKS=BlockArgs.of(blocks, rows, depth), TILES=triton.next_power_of_2(tiles) if has_norm else 1,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, HAS_NORM=has_norm, STARTS_EARLY=early,
-        CACHE=cache_policy.choose(x.device, lambda: {"results": once(out.nbytes)}),
         num_warps=blocks.warps, num_stages=blocks.stages, **launch_options(early),
     )  # fmt: skip
     return out, normed

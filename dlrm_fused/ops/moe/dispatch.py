@@ -19,9 +19,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dlrm_fused.ops.common import cache_policy
-from dlrm_fused.ops.common.cache_hints import load, store
-from dlrm_fused.ops.common.cache_policy import once
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.gemm_all_to_all.kernel import TILES_OF_PROGRAM, Groups, store_order
 from dlrm_fused.symmetric.device import begin, finish, peer_pointer, uses_kernels, wait_until_all_ready
@@ -88,7 +85,6 @@ def route(
         return _route_by_host(experts, window, count, tile_rows, rows_per_rank)
     memory, channel, _, fingerprint = window
     slots, top_k = experts.numel(), experts.shape[1]
-    policy = cache_policy.choose(experts.device, lambda: {"routes": once(experts.nbytes), "results": once(4 * slots)})
     lanes = max(_LANES, triton.next_power_of_2(top_k))
     chunk = lanes // top_k * top_k
     chunks = triton.cdiv(slots, chunk)
@@ -97,7 +93,7 @@ def route(
     if slots:
         count_kernel[(chunks,)](
             experts, slots, starts, positions, count,
-            TOP_K=top_k, CHUNK=chunk, LANES=lanes, EXPERTS=triton.next_power_of_2(count), CACHE=policy, num_warps=8,
+            TOP_K=top_k, CHUNK=chunk, LANES=lanes, EXPERTS=triton.next_power_of_2(count), num_warps=8,
         )  # fmt: skip
     # Counts of chunks become sums over the chunks before, and all ranks are told the totals; then as in `place_experts`.
     at_a_time = min(_SCAN_EXPERTS, triton.next_power_of_2(count))
@@ -126,7 +122,7 @@ def route(
         groups.local_from, order, block_rows, destinations,
         slots, count, tile_rows, tiles, rows_per_rank, block_rows.shape[-1],
         RANK=channel.group.rank, WORLD=ranks, RANKS=triton.next_power_of_2(ranks), LANES=triton.next_power_of_2(local),
-        CHUNK=chunk, CLEARS_PADS=block is not None, PARTS=parts, CACHE=policy, num_warps=4,
+        CHUNK=chunk, CLEARS_PADS=block is not None, PARTS=parts, num_warps=4,
     )  # fmt: skip
     return RoutesToExperts(targets, groups, received, slots_of_experts)
 
@@ -134,7 +130,7 @@ def route(
 @triton.jit(do_not_specialize=["slots"])
 def count_kernel(
     ids, slots, counts, positions, experts,
-    TOP_K: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, EXPERTS: tl.constexpr, CACHE: tl.constexpr,
+    TOP_K: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """Count each chunk's slots of each expert, and for each slot the earlier ones of its chunk with the same expert.
 
@@ -151,18 +147,18 @@ def count_kernel(
     lane = tl.arange(0, LANES)
     slot = tl.program_id(0) * CHUNK + lane
     there = (lane < CHUNK) & (slot < slots)
-    id_ = load(ids + slot, CACHE, "routes", mask=there, other=-1)
+    id_ = tl.load(ids + slot, mask=there, other=-1)
     id_ = tl.where((id_ >= 0) & (id_ < experts), id_, -1).to(tl.int32)
     for back in range(1, TOP_K):
         is_of_token = there & (lane % TOP_K >= back)
-        id_ = tl.where(load(ids + slot - back, CACHE, "routes", mask=is_of_token, other=-1) == id_, -1, id_)
+        id_ = tl.where(tl.load(ids + slot - back, mask=is_of_token, other=-1) == id_, -1, id_)
     # Earlier slots count 1, others 2^16: one sum is both numbers.
     weights = tl.where(lane[None, :] < lane[:, None], 1, 1 << 16)
     same = tl.sum(tl.where(id_[None, :] == id_[:, None], weights, 0), axis=1)
     position, is_last = same & 0xFFFF, same >> 16 == 1
     tl.debug_barrier()  # the zeros are stored
     tl.store(of_chunk + id_, position + 1, mask=(id_ >= 0) & is_last)
-    store(positions + slot, tl.where(id_ >= 0, position, -1), CACHE, "results", mask=there)
+    tl.store(positions + slot, tl.where(id_ >= 0, position, -1), mask=there)
 
 
 @triton.jit(do_not_specialize=["chunks", "fingerprint"])
@@ -210,7 +206,7 @@ def place_kernel(
     of_slots, counts, addresses, first_rows, slots_of_experts, bounds, local_from, order, rows, destinations, slots, experts,
     tile_rows, tiles, rows_per_rank, width,
     RANK: tl.constexpr, WORLD: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr,
-    CLEARS_PADS: tl.constexpr, PARTS: tl.constexpr, CACHE: tl.constexpr,
+    CLEARS_PADS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """:func:`place_experts`, and what follows from it: targets, order of tiles, pads; of each every program has a part.
 
@@ -244,13 +240,13 @@ def place_kernel(
     tl.debug_barrier()
 
     slot = program * _SLOTS_OF_PROGRAM + tl.arange(0, _SLOTS_OF_PROGRAM)
-    position = load(of_slots.positions + slot, CACHE, "routes", mask=slot < slots, other=-1)
+    position = tl.load(of_slots.positions + slot, mask=slot < slots, other=-1)
     is_sent = position >= 0
-    id_ = load(of_slots.ids + slot, CACHE, "routes", mask=is_sent, other=0).to(tl.int32)
+    id_ = tl.load(of_slots.ids + slot, mask=is_sent, other=0).to(tl.int32)
     row = tl.load(of_slots.starts + (slot // CHUNK).to(tl.int64) * experts + id_, mask=is_sent, other=0) + position
     row += tl.load(first_rows + id_, mask=is_sent, other=0)
-    store(
-        of_slots.targets + slot, tl.where(is_sent, id_ // local * rows_per_rank + row, -1), CACHE, "results",
+    tl.store(
+        of_slots.targets + slot, tl.where(is_sent, id_ // local * rows_per_rank + row, -1),
         mask=slot < slots,
     )  # fmt: skip
 

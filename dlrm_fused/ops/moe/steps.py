@@ -12,9 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dlrm_fused.ops.common import cache_policy
-from dlrm_fused.ops.common.cache_hints import load, store
-from dlrm_fused.ops.common.cache_policy import Stream, once
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.common.workspace import ReceiveWindow
@@ -129,7 +126,7 @@ class KernelSteps(HostSteps):
             sum_slots_kernel[(tokens, triton.cdiv(width, columns))](
                 slots, targets, slots if gates is None else gates, out, width,
                 TOP_K=top_k, WEIGHTED=gates is not None, DTYPE=TRITON_DTYPES[slots.dtype], COLUMNS=columns,
-                CACHE=cache_policy.choose(slots.device, lambda: _streams_of_sum(targets, out)), num_warps=4,
+                num_warps=4,
             )  # fmt: skip
         return out
 
@@ -141,11 +138,6 @@ class KernelSteps(HostSteps):
                 gradient, slots, targets, result, width, TOP_K=top_k, COLUMNS=_columns(slots), num_warps=4
             )
         return result
-
-
-def _streams_of_sum(targets: Tensor, out: Tensor) -> dict[str, Stream]:
-    received = targets.numel() * out.shape[1] * out.element_size()
-    return {"received": once(received), "results": once(out.nbytes)}
 
 
 def _columns(rows: Tensor) -> int:
@@ -167,7 +159,7 @@ def zero_pads_kernel(rows, destinations, bounds, tile_rows, width, ROWS: tl.cons
 @triton.jit
 def sum_slots_kernel(
     slots, targets, gates, out, width,
-    TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, DTYPE: tl.constexpr, COLUMNS: tl.constexpr, CACHE: tl.constexpr,
+    TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, DTYPE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """See :meth:`HostSteps.sum_slots`. One token a program of the first axis."""
     token = tl.program_id(0).to(tl.int64)
@@ -177,13 +169,11 @@ def sum_slots_kernel(
     for choice in tl.static_range(TOP_K):
         slot = token * TOP_K + choice
         is_there = tl.load(targets + slot) >= 0
-        row = load(slots + slot * tl.multiple_of(width, 4) + column, CACHE, "received", mask=inside & is_there, other=0.0).to(
-            tl.float32
-        )
+        row = tl.load(slots + slot * tl.multiple_of(width, 4) + column, mask=inside & is_there, other=0.0).to(tl.float32)
         if WEIGHTED:
             row *= tl.where(is_there, tl.load(gates + slot), 0.0)
         total += row
-    store(out + token * tl.multiple_of(width, 4) + column, total.to(DTYPE), CACHE, "results", mask=inside)
+    tl.store(out + token * tl.multiple_of(width, 4) + column, total.to(DTYPE), mask=inside)
 
 
 @triton.jit
