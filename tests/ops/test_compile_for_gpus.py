@@ -243,9 +243,9 @@ def launch_gemm_combine(dtype: torch.dtype, fp8: bool) -> None:
     weight, scale = torch.zeros(EXPERTS // WORLD, WIDTH, WIDTH, dtype=dtype), None
     if fp8:
         weight, scale = weight.to(torch.float8_e4m3fn), torch.zeros(EXPERTS // WORLD, WIDTH)
-    gemm.gemm_combine(rows(dtype), weight[0], window(), None if scale is None else scale[0])
+    gemm.gemm(rows(dtype), weight[0], window(), None if scale is None else scale[0])
     routes = gemm.Routes(groups(), torch.zeros(2 * TILE_ROWS).int(), slots=99)
-    gemm.grouped_gemm_combine(rows(dtype), weight, routes, window(), scale=scale, origins_at=8192)
+    gemm.grouped_gemm(rows(dtype), weight, routes, window(), scale=scale, origins_at=8192)
 
 
 def launch_split_gemm(fp8: bool) -> None:
@@ -255,7 +255,7 @@ def launch_split_gemm(fp8: bool) -> None:
     weight, scale = torch.zeros(WIDTH, 1024, dtype=HALF), torch.zeros(WIDTH) if fp8 else None
     weight = weight.to(torch.float8_e4m3fn) if fp8 else weight
     gemm.gemm(rows(width=1024), weight, rows(), scale)
-    gemm.gemm_combine(rows(width=1024), weight, window(), scale)
+    gemm.gemm(rows(width=1024), weight, window(), scale)
 
 
 def piece_flags(has_own_channel: bool = True) -> Any:
@@ -644,7 +644,7 @@ def test_tiles_that_are_chosen_fit_in_shared_memory(fp8: bool, architecture: str
         return
     for tiles in tiles_that_are_chosen(of.memory):
         gemm_tuning.override(tiles)
-        gemm.gemm_combine(rows(width=1024), weight.to(gemm_op.FP8) if fp8 else weight, window(), scale)
+        gemm.gemm(rows(width=1024), weight.to(gemm_op.FP8) if fp8 else weight, window(), scale)
         check_room(compiled, tiles, of)
 
 

@@ -7,13 +7,13 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from dlrm_fused.ops.all_gather_gemm.call import PiecesCall
 from dlrm_fused.ops.all_gather_gemm.kernel import multiply_arriving, push_and_multiply
 from dlrm_fused.ops.all_gather_gemm.reference import all_gather
 from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace, Started
+from dlrm_fused.ops.common.pieces_call import PiecesCall
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.common.workspace import fingerprint_of
-from dlrm_fused.ops.schedules import Kind, Mover, Pair, Schedule, Task, make_plan
+from dlrm_fused.ops.schedules import Kind, Mover, Pair, Schedule, Task
 from dlrm_fused.symmetric import name_lost_peer
 
 
@@ -29,7 +29,7 @@ def gather_and_multiply(
     fingerprint = fingerprint_of("gather", schedule.name, *x.shape, *weight.shape, is_transposed)
     if workspace.is_by_kernels and schedule.mover is not Mover.library:
         call = _Gather(workspace, x, weight, schedule, is_transposed, fingerprint)
-        workspace.streams.run(make_plan(Pair.all_gather_gemm, schedule, workspace.world_size, len(x)), call.actions)
+        call.run(Pair.all_gather_gemm)
         return Started(call.out, call.gathered_rows)
     if workspace.world_size == 1:
         gathered = x
@@ -117,40 +117,32 @@ class _Gather(PiecesCall):
     def __init__(
         self, workspace: ShardWorkspace, x: Tensor, weight: Tensor, schedule: Schedule, is_transposed: bool, fingerprint: int
     ) -> None:
-        super().__init__(workspace, x, weight, schedule, is_transposed=is_transposed, fingerprint=fingerprint, rows=len(x))
-        self.out = x.new_empty(self.ranks * self.rows, self.factor.shape[1])
-        compute = self._multiply_arriving if schedule.is_one_product else self._multiply
-        self.actions |= {Kind.move: self._move, Kind.gate: self._wait, Kind.compute: compute}
+        factor = weight if is_transposed else weight.T
+        super().__init__(workspace, schedule, x, factor, rows=len(x), fingerprint=fingerprint)
+        self._gathered, self._weight, self._is_transposed = workspace.gathered, weight, is_transposed
+        self._epoch, self._matrix = workspace.epoch(schedule, self.rows, fingerprint), workspace.matrix
+        self.out = x.new_empty(self.ranks * self.rows, factor.shape[1])
+        self.actions[Kind.compute] = self._multiply_arriving if schedule.is_one_product else self._multiply
 
     def gathered_rows(self) -> Tensor:
         """[M, K], when the call has been started; this rank's rows join the peers' now."""
-        gathered = self._gathered_on(self.rank)
+        gathered = self.received_on(self.rank)
         gathered[self.rank].copy_(self.x)
         return gathered.flatten(0, 1)
 
-    def _gathered_on(self, rank: int) -> Tensor:
-        """[ranks, rows of a shard, K]."""
-        return self.workspace.matrix(self.workspace.gathered, rank, (self.ranks, *self.x.shape))
+    def received_on(self, rank: int) -> Tensor:
+        return self._matrix(self._gathered, rank, (self.ranks, *self.x.shape))
 
-    def _move(self, task: Task) -> None:
-        (piece,) = task.pieces
-        rows = slice(piece.first, piece.last)
-        self._gathered_on(self.peer(piece))[self.rank, rows].copy_(self.x[rows], non_blocking=True)
-
-    def _wait(self, task: Task) -> None:
-        for piece in task.pieces:
-            self.workspace.pieces.wait(self.source(piece), piece.number)
+    def sent_to(self, peer: int) -> Tensor:
+        return self.x
 
     def _multiply_arriving(self, _: Task) -> None:
         multiplication = push_and_multiply if self.schedule.mover is Mover.same_kernel else multiply_arriving
-        memory = self.workspace.gathered
-        multiplication(self.x, memory, self.weight, self.out, self.epoch, is_transposed=self.is_transposed)
+        multiplication(self.x, self._gathered, self._weight, self.out, self._epoch, is_transposed=self._is_transposed)
 
     def _multiply(self, task: Task) -> None:
         (piece,) = task.pieces
         rows = slice(piece.first, piece.last)
         out = self.out.view(self.ranks, self.rows, -1)[self.source(piece), rows]
-        if piece.shift == 0:
-            torch.mm(self.x, self.factor, out=out)
-            return
-        torch.mm(self._gathered_on(self.rank)[self.source(piece), rows], self.factor, out=out)
+        shard = self.x if piece.shift == 0 else self.received_on(self.rank)[self.source(piece), rows]
+        torch.mm(shard, self.factor, out=out)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dlrm_fused.ops.all_gather_gemm.call import PiecesCall
 from dlrm_fused.ops.all_gather_gemm.kernel import multiply_and_add, multiply_and_send
 from dlrm_fused.ops.all_gather_gemm.reference import reduce_scatter
 from dlrm_fused.ops.all_gather_gemm.workspace import ShardWorkspace, Started
+from dlrm_fused.ops.common.pieces_call import PiecesCall
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.common.workspace import fingerprint_of
-from dlrm_fused.ops.schedules import Kind, Mover, Pair, Schedule, Task, make_plan
+from dlrm_fused.ops.schedules import Kind, Mover, Pair, Schedule, Task
 from dlrm_fused.symmetric import name_lost_peer
 
 
@@ -34,8 +34,7 @@ def multiply_and_scatter(
     fingerprint = fingerprint_of("scatter", schedule.name, *x.shape, *weight.shape, is_transposed)
     if workspace.is_by_kernels and schedule.mover is not Mover.library:
         call = _Scatter(workspace, x, weight, schedule, is_transposed, fingerprint)
-        plan = make_plan(Pair.gemm_reduce_scatter, schedule, workspace.world_size, len(x) // workspace.world_size)
-        workspace.streams.run(plan, call.actions)
+        call.run(Pair.gemm_reduce_scatter)
         return Started(call.out, lambda: x)
     if workspace.world_size == 1:
         out = x @ factor
@@ -83,34 +82,31 @@ class _Scatter(PiecesCall):
     def __init__(
         self, workspace: ShardWorkspace, x: Tensor, weight: Tensor, schedule: Schedule, is_transposed: bool, fingerprint: int
     ) -> None:
-        rows = len(x) // workspace.world_size
-        super().__init__(workspace, x, weight, schedule, is_transposed=is_transposed, fingerprint=fingerprint, rows=rows)
-        self._shards = x.view(self.ranks, rows, -1)
-        self._shape = (self.ranks, rows, self.factor.shape[1])
+        rows, factor = len(x) // workspace.world_size, weight if is_transposed else weight.T
+        super().__init__(workspace, schedule, x, factor, rows=rows, fingerprint=fingerprint)
+        self._received, self._weight, self._is_transposed = workspace.received, weight, is_transposed
+        self._epoch, self._matrix = workspace.epoch(schedule, rows, fingerprint), workspace.matrix
+        self._shards, self._shape = x.view(self.ranks, rows, -1), (self.ranks, rows, factor.shape[1])
         self.out = x.new_empty(self._shape[1:])
         is_one_kernel = schedule.mover is Mover.same_kernel
         self._sent = x.new_empty(0 if is_one_kernel else self.ranks, *self._shape[1:])
         compute = self._multiply_and_send if is_one_kernel else self._multiply
-        self.actions |= {Kind.compute: compute, Kind.move: self._move, Kind.combine: self._multiply_own_rows}
+        self.actions |= {Kind.compute: compute, Kind.combine: self._multiply_own_rows}
 
-    def _received_on(self, rank: int) -> Tensor:
-        """[ranks, rows of a shard, N]."""
-        return self.workspace.matrix(self.workspace.received, rank, self._shape)
+    def received_on(self, rank: int) -> Tensor:
+        return self._matrix(self._received, rank, self._shape)
+
+    def sent_to(self, peer: int) -> Tensor:
+        return self._sent[peer]
 
     def _multiply_and_send(self, _: Task) -> None:
-        memory = self.workspace.received
-        multiply_and_send(self.x, self.weight, self.out, memory, self.epoch, is_transposed=self.is_transposed)
+        multiply_and_send(self.x, self._weight, self.out, self._received, self._epoch, is_transposed=self._is_transposed)
 
     def _multiply(self, task: Task) -> None:
         (piece,) = task.pieces
         peer, rows = self.peer(piece), slice(piece.first, piece.last)
         torch.mm(self._shards[peer, rows], self.factor, out=self._sent[peer, rows])
 
-    def _move(self, task: Task) -> None:
-        (piece,) = task.pieces
-        peer, rows = self.peer(piece), slice(piece.first, piece.last)
-        self._received_on(peer)[self.rank, rows].copy_(self._sent[peer, rows], non_blocking=True)
-
     def _multiply_own_rows(self, _: Task) -> None:
-        own, received = self._shards[self.rank], self._received_on(self.rank)
-        multiply_and_add(own, self.weight, self.out, received, self.epoch, is_transposed=self.is_transposed)
+        own, received = self._shards[self.rank], self.received_on(self.rank)
+        multiply_and_add(own, self._weight, self.out, received, self._epoch, is_transposed=self._is_transposed)

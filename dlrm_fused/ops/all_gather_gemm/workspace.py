@@ -8,11 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dlrm_fused.ops.all_gather_gemm.kernel import Epoch
 from dlrm_fused.ops.common.matrix_workspace import MatrixWorkspace
-from dlrm_fused.ops.common.meeting import meet_beside
 from dlrm_fused.ops.common.workspace import ReceiveWindow
-from dlrm_fused.ops.schedules import MOST_PIECES, Pair
-from dlrm_fused.ops.schedules.piece_flags import PieceFlags
+from dlrm_fused.ops.schedules import MOST_PIECES, Pair, Schedule
+from dlrm_fused.ops.schedules.piece_flags import PieceFlags, ends_of
+from dlrm_fused.ops.schedules.plan import cut
 from dlrm_fused.symmetric import SymmetricMemory
 from dlrm_fused.symmetric.device import uses_kernels
 
@@ -67,10 +68,13 @@ class ShardWorkspace(MatrixWorkspace):
         for memory in (self.gathered, self.received):
             self.group.release(memory)
 
-    def meet_beside(self, work: Callable[[], Tensor], fingerprint: int) -> Tensor:
-        """Do the work as :func:`~dlrm_fused.ops.common.meeting.meet_beside` does, in an epoch of the calls."""
-        meeting = self.pieces.begin if self.is_by_kernels else None
-        return meet_beside(work, self.channel, self.streams.beside, fingerprint, meeting=meeting)
+    def _meeting(self) -> Callable[[int], None] | None:
+        return self.pieces.begin if self.is_by_kernels else None
+
+    def epoch(self, schedule: Schedule, rows: int, fingerprint: int) -> Epoch:
+        """Return the epoch of a call by kernels, with so many rows of a shard."""
+        ends = ends_of(cut(rows, schedule.parts))
+        return Epoch(self.channel, self.pieces, fingerprint, ends, self.counters)
 
     def matrix(self, memory: SymmetricMemory, rank: int, shape: Sequence[int]) -> Tensor:
         """The matrix, of this shape, that ``memory`` has on a rank of this host."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from dlrm_fused.errors import UsageError
+from dlrm_fused.ops.common.meeting import meet_beside
 from dlrm_fused.ops.common.recorded import recorded_schedules
 from dlrm_fused.ops.common.schedules import Schedules
 from dlrm_fused.ops.common.workspace import Workspace, check_counts, check_dtype
 from dlrm_fused.ops.schedules import Streams
+from dlrm_fused.ops.schedules.piece_flags import PieceFlags
 from dlrm_fused.symmetric import SymmetricGroup
 
 # Kernels count the rows of all ranks in 31 bits.
@@ -22,9 +26,11 @@ class MatrixWorkspace(Workspace):
 
     Attributes:
         max_rows, max_columns, dtype: as given.
+        pieces: the flags of pieces that travel; of workspaces whose calls cut their rows.
         streams: on which the tasks of a schedule run.
     """
 
+    pieces: PieceFlags
     _channels: ClassVar[tuple[str, ...]] = ("",)
     _counts_rows_of_all_ranks: ClassVar[bool] = True
 
@@ -68,6 +74,18 @@ class MatrixWorkspace(Workspace):
 
     def _allocate(self) -> None:
         """Allocate what the operator needs besides. Collective."""
+
+    def meet_beside(self, product: Callable[[], Tensor], fingerprint: int) -> Tensor:
+        """Return the library's product, beside which the ranks of a host meet in an epoch of the calls.
+
+        So a lost rank, or one that makes another call, is noticed as by the other schedules; on GPUs the host hears of it from
+        a later call. NCCL's own wait ends at the process group's limit, as does any wait for ranks of other hosts.
+        """
+        return meet_beside(product, self.channel, self.streams.beside, fingerprint, meeting=self._meeting())
+
+    def _meeting(self) -> Callable[[int], None] | None:
+        """Return what runs an epoch of the calls, if not :func:`~dlrm_fused.ops.common.meeting.meet`."""
+        return None
 
     def schedules_of(self, operator: str, purpose: str = "") -> Schedules:
         """Return the schedules of this workspace's calls.

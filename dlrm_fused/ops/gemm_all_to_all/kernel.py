@@ -321,118 +321,106 @@ def gemm_kernel(
         finish(channel, epoch)
 
 
+class _Rows(NamedTuple):
+    """What a launch is told of the rows of x: arguments of the kernel, in its order."""
+
+    groups: GroupArgs
+    destinations: Tensor
+    slots: int
+    origins_at: int
+    first_origin: int
+    block_rows: int
+
+
 def grouped_gemm(
     x: Tensor,
     weight: Tensor,
-    groups: Groups,
-    out: Tensor,
+    rows: Groups | Routes,
+    out: Tensor | ReceiveWindow,
     *,
     weight_is_transposed: bool = False,
     scale: Tensor | None = None,
+    origins_at: int | None = None,
+    first_origin: int = 0,
 ) -> None:
-    """out[rows of g] = x[rows of g] @ weight[g].T, for every group g; rows of no group are left as they are.
+    """out[rows of g] = x[rows of g] @ weight[g].T, for every group g; or each row is stored at its destination.
 
     Args:
         x: [R, K], contiguous; rows begin at multiples of 16 bytes, here and in all matrices.
         weight: [G, N, K] in the dtype of x; or, if ``weight_is_transposed``, [G, K, N]: then x @ weight[g].
-        out: [R, N], contiguous.
+        rows: those of each group; with destinations for a window.
+        out: [R, N], contiguous, where rows of no group are left as they are; or the window in which the ranks receive
+            [slots, N], in one epoch: collective.
         scale: fp32 [G, N], of the output features of a weight in float8_e4m3fn.
-    """
-    _launch(x, weight, out=out, groups=groups, scale=scale, is_transposed=weight_is_transposed)
-
-
-def grouped_gemm_combine(
-    x: Tensor,
-    weight: Tensor,
-    routes: Routes,
-    window: ReceiveWindow,
-    *,
-    scale: Tensor | None = None,
-    origins_at: int | None = None,
-    first_origin: int = 0,
-    weight_is_transposed: bool = False,
-) -> None:
-    """The rows of :func:`grouped_gemm`, each stored at its destination. One epoch: collective.
-
-    Args:
-        weight: of the dtype of x, or float8_e4m3fn.
-        window: in which the ranks receive [slots, N].
-        scale: fp32 [G, N], of the weight's output features.
         origins_at: byte of the blocks from where an int32 for each slot says what came there: first_origin + row of x.
     """
+    groups, destinations, slots = (rows.groups, rows.destinations, rows.slots) if isinstance(rows, Routes) else (rows, x, 1)
+    columns, element_size = weight.shape[2 if weight_is_transposed else 1], x.element_size()
+    tiles = fitted(tiles_of_groups(columns, element_size, groups.tile_rows), element_size, gpu_of(x.device).shared_memory)
+    row_tiles = len(x) // tiles.rows
     _launch(
-        x, weight, groups=routes.groups, scale=scale, destinations=routes.destinations, slots=routes.slots, window=window,
-        origins_at=origins_at, first_origin=first_origin, is_transposed=weight_is_transposed,
+        x, weight, out, scale, tiles, row_tiles,
+        _Rows(groups.args(row_tiles), destinations, slots, origins_at or 0, first_origin, len(x)),
+        GROUPED=True, TELLS_ORIGIN=origins_at is not None, TRANSPOSED=weight_is_transposed,
     )  # fmt: skip
-
-
-def gemm_combine(
-    x: Tensor, weight: Tensor, window: ReceiveWindow, scale: Tensor | None = None, arrivals: Arrivals | None = None
-) -> None:
-    """x [M, K] @ weight [N, K].T; rows p * M / ranks ... are stored at rank p as block ``own rank``. One epoch: collective.
-
-    Args: as in :func:`grouped_gemm_combine`; scale: fp32 [N]; arrivals: as in :func:`gemm`.
-    """
-    _launch(x, weight[None], scale=scale, window=window, arrivals=arrivals)
 
 
 def gemm(
     x: Tensor,
     weight: Tensor,
-    out: Tensor,
+    out: Tensor | ReceiveWindow,
     scale: Tensor | None = None,
     *,
     part_of: int | None = None,
     arrivals: Arrivals | None = None,
 ) -> None:
-    """out [M, N] = x [M, K] @ weight [N, K].T, by the same kernel.
+    """out [M, N] = x [M, K] @ weight [N, K].T; or rows p * M / ranks ... are stored at rank p as block ``own rank``.
 
     Args:
+        out: the matrix, or the window in which the ranks receive theirs, in one epoch: collective.
         scale: fp32 [N], of a weight in float8_e4m3fn.
         part_of: rows of the matrix whose part x is, if not all: products of all parts add up in the same order.
         arrivals: counts the pieces where K is split; made for this call if there are none.
     """
-    _launch(x, weight[None], out=out, scale=scale, part_of=part_of, arrivals=arrivals)
+    (rows, depth), columns, gpu = x.shape, len(weight), gpu_of(x.device)
+    tiles = tiles_of_product(part_of or rows, columns, depth, x.element_size(), gpu)
+    tiles = fitted(tiles, x.element_size(), gpu.shared_memory)
+    ranks = out.channel.group.world_size if isinstance(out, ReceiveWindow) else 1
+    row_tiles = ranks * triton.cdiv(rows // ranks, tiles.rows)
+    _launch(
+        x, weight[None], out, scale, tiles, row_tiles,
+        _Rows(GroupArgs(x, x, row_tiles, 1), x, 1, 0, 0, rows // ranks), arrivals,
+        GROUPED=False, TELLS_ORIGIN=False, TRANSPOSED=False,
+    )  # fmt: skip
 
 
 def _launch(
     x: Tensor,
     weight: Tensor,
-    *,
-    out: Tensor | None = None,
-    groups: Groups | None = None,
-    scale: Tensor | None = None,
-    destinations: Tensor | None = None,
-    slots: int = 1,
-    origins_at: int | None = None,
-    first_origin: int = 0,
-    is_transposed: bool = False,
-    window: ReceiveWindow | None = None,
-    part_of: int | None = None,
+    out: Tensor | ReceiveWindow,
+    scale: Tensor | None,
+    tiles: Tiles,
+    row_tiles: int,
+    rows: _Rows,
     arrivals: Arrivals | None = None,
+    **constants: bool,
 ) -> None:
-    (rows, depth), columns = x.shape, weight.shape[2 if is_transposed else 1]
-    shape = (part_of or rows, columns, depth, x.element_size(), gpu_of(x.device))
-    tiles = tiles_of_groups(columns, x.element_size(), groups.tile_rows) if groups else tiles_of_product(*shape)
-    tiles = fitted(tiles, x.element_size(), gpu_of(x.device).shared_memory)
-    splits = 1 if groups else tiles.splits
-    ranks = window.channel.group.world_size if window else 1
-    row_tiles = rows // tiles.rows if groups else ranks * triton.cdiv(rows // ranks, tiles.rows)
-    pieces = row_tiles * triton.cdiv(columns, tiles.columns) * splits
+    """x times weight [G, N, K], by so many rows of tiles."""
+    depth, columns = x.shape[1], weight.shape[2 if constants["TRANSPOSED"] else 1]
+    pieces = row_tiles * triton.cdiv(columns, tiles.columns) * tiles.splits
     partials = counts = None
-    if splits > 1:
+    if tiles.splits > 1:
         partials = x.new_empty(pieces * tiles.rows * tiles.columns, dtype=torch.float32)
         counts = (arrivals or Arrivals(x.device)).of(pieces)
-    block = [1, tiles.depth, tiles.columns] if is_transposed else [1, tiles.columns, tiles.depth]
+    block = [1, tiles.depth, tiles.columns] if constants["TRANSPOSED"] else [1, tiles.columns, tiles.depth]
+    window = out if isinstance(out, ReceiveWindow) else None
+    epilogue = scale, out if isinstance(out, Tensor) else None, partials, counts
     gemm_kernel[(programs_of(x.device, pieces, tiles),)](
         TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth]), TensorDescriptor.from_tensor(weight, block),
-        Epilogue(*(x if tensor is None else tensor for tensor in (scale, out, partials, counts))),
-        groups.args(row_tiles) if groups else GroupArgs(x, x, row_tiles, 1),
-        x if destinations is None else destinations, slots, origins_at or 0, first_origin,
-        rows if groups else rows // ranks, columns, depth, window.memory.addresses if window else x,
-        window.offset if window else 0, window.channel.args if window else no_channel(x), window.fingerprint if window else 0,
-        GROUPED=groups is not None, SENDS=window is not None, TELLS_ORIGIN=origins_at is not None,
-        TRANSPOSED=is_transposed, SCALED=scale is not None, SPLIT_LEVELS=splits.bit_length() - 1,
+        Epilogue(*(x if tensor is None else tensor for tensor in epilogue)), *rows, columns, depth,
+        window.memory.addresses if window else x, window.offset if window else 0,
+        window.channel.args if window else no_channel(x), window.fingerprint if window else 0,
+        SENDS=window is not None, SCALED=scale is not None, SPLIT_LEVELS=tiles.splits.bit_length() - 1, **constants,
         **tile_constants(tiles, x.dtype),
     )  # fmt: skip
 

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_fused.errors import UsageError
@@ -14,20 +15,12 @@ from dlrm_fused.ops.common.devices import has_float8
 from dlrm_fused.ops.common.scatter_rows import rows_of_slices, scatter_rows
 from dlrm_fused.ops.common.workspace import ReceiveWindow, check_tensor, fingerprint_of
 from dlrm_fused.ops.gemm_all_to_all.chunks import multiply_and_send_chunks
-from dlrm_fused.ops.gemm_all_to_all.kernel import (
-    Groups,
-    Routes,
-    gemm,
-    gemm_combine,
-    grouped_gemm,
-    grouped_gemm_combine,
-)
-from dlrm_fused.ops.gemm_all_to_all.library import multiply_and_exchange
-from dlrm_fused.ops.gemm_all_to_all.schedule import AUTO, BY_PIECES, KERNEL, LIBRARY, SCHEDULES, choose_schedule
+from dlrm_fused.ops.gemm_all_to_all.kernel import Groups, Routes, gemm, grouped_gemm
+from dlrm_fused.ops.gemm_all_to_all.schedule import AUTO, BY_PIECES, KERNEL, LIBRARY, OWN, SCHEDULES, by_rule
 from dlrm_fused.ops.gemm_all_to_all.weight_gradient import grouped_weight_gradient
 from dlrm_fused.ops.gemm_all_to_all.workspace import ROW_BYTES, GemmWorkspace
 from dlrm_fused.ops.schedules import SCHEDULES as ALL_SCHEDULES
-from dlrm_fused.symmetric import abort_peers_on_error
+from dlrm_fused.symmetric import abort_peers_on_error, name_lost_peer
 from dlrm_fused.symmetric.device import uses_kernels
 from dlrm_fused.symmetric.hosts import Hosts
 
@@ -188,8 +181,10 @@ def _send_equal_blocks(workspace: GemmWorkspace, x: Tensor, weight: Tensor, scal
         if scale is not None or workspace.group.hosts.are_many:
             schedule = KERNEL
         else:
-            shape = (x.shape[0], weight.shape[0], weight.shape[1])
-            schedule = choose_schedule(workspace, shape, lambda name: _send_by(name, workspace, x, weight, None))
+            shape, known = (x.shape[0], weight.shape[0], weight.shape[1]), workspace.schedules
+            names = [*OWN, *[LIBRARY] * known.has_library]
+            rule = by_rule(workspace.world_size, shape, workspace.dtype.itemsize, workspace.gpu)
+            schedule = known.choose(shape, names, lambda name: _send_by(name, workspace, x, weight, None), rule)
     return _send_by(schedule, workspace, x, weight, scale)
 
 
@@ -197,21 +192,29 @@ def _send_by(schedule: str, workspace: GemmWorkspace, x: Tensor, weight: Tensor,
     rows, columns, blocks, hosts = x.shape[0], weight.shape[0], workspace.results, workspace.group.hosts
     call, with_kernels = (rows, columns, scale is None, schedule), uses_kernels(workspace.device)
     if schedule == LIBRARY:
-        return multiply_and_exchange(x, weight, workspace.channel, workspace.streams.beside, fingerprint_of(*call))
+        return _send_by_library(workspace, x, weight, fingerprint_of(*call))
     if schedule in BY_PIECES and with_kernels and not hosts.are_many:
-        return multiply_and_send_chunks(
-            x, weight, ALL_SCHEDULES[schedule], blocks, workspace.channel, workspace.pieces, workspace.streams,
-            fingerprint_of(*call),
-        )  # fmt: skip
+        return multiply_and_send_chunks(workspace, x, weight, ALL_SCHEDULES[schedule], fingerprint_of(*call))
     block = blocks.receive((workspace.result_bytes,), torch.uint8)
     window = workspace.window(blocks, block, *call)
     if hosts.are_many:
         _multiply_and_exchange(workspace, x, weight, scale, window)
     elif with_kernels:
-        gemm_combine(x, weight, window, scale, workspace.arrivals)
+        gemm(x, weight, window, scale, arrivals=workspace.arrivals)
     else:
         scatter_rows(_product(x, weight, scale), _destinations(workspace, rows), window, rows_per_rank=rows)
     return workspace.rows_of(blocks.to_hold(block), rows, columns)
+
+
+def _send_by_library(workspace: GemmWorkspace, x: Tensor, weight: Tensor, fingerprint: int) -> Tensor:
+    """The library's product, then torch.distributed's All-to-All: for shapes where nothing fused is faster."""
+    product = workspace.meet_beside(lambda: torch.nn.functional.linear(x, weight), fingerprint)
+    if workspace.group.process_group is None:
+        return product
+    result = torch.empty_like(product)
+    with name_lost_peer():  # lost between the epoch and here
+        dist.all_to_all_single(result, product, group=workspace.group.process_group)
+    return result
 
 
 def _send_routed(
@@ -224,7 +227,7 @@ def _send_routed(
     hosts, origins_at = workspace.group.hosts, workspace.origins_at
     if uses_kernels(workspace.device) and not hosts.are_many:
         first = workspace.rank * workspace.max_rows
-        grouped_gemm_combine(x, weight, routes, window, scale=scale, origins_at=origins_at, first_origin=first)
+        grouped_gemm(x, weight, routes, window, scale=scale, origins_at=origins_at, first_origin=first)
     else:
         scatter_rows(
             _grouped_product(x, weight, scale, routes.groups),

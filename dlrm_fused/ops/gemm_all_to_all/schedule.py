@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from dlrm_fused.ops.common.gpus import H100, Gpu
 from dlrm_fused.ops.common.schedules import AUTO as AUTO
 from dlrm_fused.ops.common.schedules import LIBRARY as LIBRARY
@@ -19,7 +17,7 @@ KERNEL, CHUNKS = "kernel", "chunks"
 BY_PIECES = (CHUNKS, "chunks_2", "chunks_4", "tapered")
 SCHEDULES = (AUTO, KERNEL, *BY_PIECES, LIBRARY)
 # auto measures these, besides the library's.
-_OWN = tuple(name for name in SPACE[Pair.gemm_all_to_all] if name != LIBRARY)
+OWN = tuple(name for name in SPACE[Pair.gemm_all_to_all] if name != LIBRARY)
 # On GPUs like an H100 with NVLink the library's product is at its best by chunks of so many rows, and so deep; this decides
 # where nothing was measured. The rule of dlrm_fused.ops.schedules is better with two ranks, but loses up to 27 % with four
 # (docs/schedules.md); other GPUs have it all the same.
@@ -32,29 +30,13 @@ def schedule_of(workspace: GemmWorkspace, rows: int, columns: int, depth: int) -
     The call has x [rows, depth] and a weight [columns, depth] that is not float8.
     """
     shape = rows, columns, depth
-    return workspace.schedules.known(shape) or _rule_of(workspace, shape)
-
-
-def choose_schedule(workspace: GemmWorkspace, shape: Shape, run: Callable[[str], object]) -> str:
-    """Return the schedule that ``auto`` takes for a call. Collective: all ranks choose alike.
-
-    Args:
-        run: makes the call by a schedule.
-
-    Raises:
-        CommunicationError: while it measures, as the call itself.
-    """
-    names = [*_OWN, *[LIBRARY] * workspace.schedules.has_library]
-    return workspace.schedules.choose(shape, names, run, rule=_rule_of(workspace, shape))
-
-
-def _rule_of(workspace: GemmWorkspace, shape: Shape) -> str:
-    return by_rule(workspace.world_size, shape, workspace.dtype.itemsize, workspace.gpu)
+    rule = by_rule(workspace.world_size, shape, workspace.dtype.itemsize, workspace.gpu)
+    return workspace.schedules.known(shape) or rule
 
 
 def by_rule(ranks: int, shape: Shape, element_bytes: int, gpu: Gpu) -> str:
     """Return the schedule for a shape that nobody has measured."""
     rows, _, depth = shape
     if (gpu.multiprocessors, gpu.bf16, gpu.link) != (H100.multiprocessors, H100.bf16, H100.link):
-        return choose(Size(Pair.gemm_all_to_all, ranks, *shape, element_bytes), machine_of(gpu), _OWN)
+        return choose(Size(Pair.gemm_all_to_all, ranks, *shape, element_bytes), machine_of(gpu), OWN)
     return CHUNKS if rows // ranks >= _CHUNK_ROWS and depth >= _CHUNK_DEPTH else KERNEL

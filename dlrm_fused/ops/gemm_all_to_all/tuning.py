@@ -99,7 +99,7 @@ def tiles_of_groups(columns: int, element_size: int, tile_rows: int) -> Tiles:
         tile_rows: of a tile, which the layout of the rows prescribes.
     """
     if _override:
-        return replace(_override, rows=tile_rows)
+        return replace(_override, rows=tile_rows, splits=1)
     depth, is_wide = 128 // element_size, columns > 128 and element_size < 4
     if tile_rows >= 128:
         return Tiles(tile_rows, 256 if is_wide else 128, depth, band=8, warps=8, stages=3, programs=1)

@@ -17,7 +17,7 @@ from torch import Tensor
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.common.workspace import ReceiveWindow
-from dlrm_fused.ops.gemm_all_to_all.kernel import gemm_combine
+from dlrm_fused.ops.gemm_all_to_all.kernel import gemm
 from dlrm_fused.ops.schedules import Kind, Pair, Streams, Task, make_plan, sums_beside
 from dlrm_fused.symmetric import BlockPool, Channel, SymmetricGroup
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, peer_pointer, wait_until_all_ready
@@ -123,7 +123,7 @@ class ManyRows:
         """
         # A rank makes ready for these stores when the sum of its last call, which read what is there, is done.
         window = ReceiveWindow(self._parts, self._channel, 0, fingerprint)
-        gemm_combine(x.contiguous(), weight.contiguous(), window)
+        gemm(x.contiguous(), weight.contiguous(), window)
         result = self._results.receive((x.shape[0], weight.shape[0]), self._dtype)
         self._sum(result, 0, x.shape[0], bias, residual, fingerprint, scattered=True)
         return self._results.to_hold(result)

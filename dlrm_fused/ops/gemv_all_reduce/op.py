@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import triton
 from torch import Tensor
 
@@ -12,7 +13,6 @@ from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.early_start import launch_options, starts_early
 from dlrm_fused.ops.common.workspace import check_tensor, fingerprint_of
 from dlrm_fused.ops.gemv_all_reduce.kernel import BlockArgs, Epilogue, gemv_all_reduce_kernel
-from dlrm_fused.ops.gemv_all_reduce.library import multiply_and_reduce
 from dlrm_fused.ops.gemv_all_reduce.schedule import AUTO, LIBRARY, SCATTER, check_schedule, choose_schedule
 from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_ROWS, choose_blocks, fitted
 from dlrm_fused.ops.gemv_all_reduce.workspace import GemvWorkspace
@@ -119,8 +119,7 @@ def _run(schedule: str, workspace: GemvWorkspace, inputs: Inputs) -> tuple[Tenso
     """The sum, and its norm where it is part of the operator, else empty."""
     x, weight, bias, residual, norm_weight, norm_eps = inputs
     if schedule == LIBRARY:
-        fingerprint = inputs.fingerprint(schedule)
-        out = multiply_and_reduce(x, weight, bias, residual, workspace.channel, workspace.streams.beside, fingerprint)
+        out = _sum_by_library(workspace, inputs)
         if norm_weight is not None and _norm_is_part(workspace, x):
             return out, torch.nn.functional.rms_norm(out, out.shape[-1:], norm_weight, norm_eps)
     elif not workspace.sums_by_kernel:
@@ -181,6 +180,18 @@ def run_kernel(workspace: GemvWorkspace, inputs: Inputs) -> tuple[Tensor, Tensor
         num_warps=blocks.warps, num_stages=blocks.stages, **launch_options(early),
     )  # fmt: skip
     return out, normed
+
+
+def _sum_by_library(workspace: GemvWorkspace, inputs: Inputs) -> Tensor:
+    """The library's product, then torch.distributed's all-reduce; rounded after each step."""
+    fingerprint = inputs.fingerprint(LIBRARY)
+    out = workspace.meet_beside(lambda: torch.nn.functional.linear(inputs.x, inputs.weight), fingerprint)
+    if workspace.group.process_group is not None:
+        dist.all_reduce(out, group=workspace.group.process_group)
+    for part in (inputs.bias, inputs.residual):
+        if part is not None:
+            out += part
+    return out
 
 
 def _sum_over_hosts(workspace: GemvWorkspace, inputs: Inputs) -> Tensor:

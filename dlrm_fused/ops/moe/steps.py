@@ -15,7 +15,7 @@ from torch import Tensor
 from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.scatter_rows import scatter_rows
 from dlrm_fused.ops.common.workspace import ReceiveWindow
-from dlrm_fused.ops.gemm_all_to_all.kernel import Groups, Routes, grouped_gemm, grouped_gemm_combine
+from dlrm_fused.ops.gemm_all_to_all.kernel import Groups, Routes, grouped_gemm
 from dlrm_fused.ops.gemm_all_to_all.weight_gradient import grouped_weight_gradient
 from dlrm_fused.ops.moe.activations import Activation
 from dlrm_fused.ops.moe.dispatch import clear_rows
@@ -112,7 +112,7 @@ class KernelSteps(HostSteps):
 
     def combine(self, rows: Tensor, weight: Tensor, routes: Routes, window: ReceiveWindow, *, transposed: bool) -> None:
         if not routes.from_hosts:
-            grouped_gemm_combine(rows, weight, routes, window, weight_is_transposed=transposed)
+            grouped_gemm(rows, weight, routes, window, weight_is_transposed=transposed)
             return
         results = rows.new_empty(rows.shape[0], weight.shape[2 if transposed else 1])
         grouped_gemm(rows, weight, routes.groups, results, weight_is_transposed=transposed)
