@@ -322,7 +322,7 @@ def gemm_kernel(
 
 
 class _Rows(NamedTuple):
-    """What a launch is told of the rows of x: arguments of the kernel, in its order."""
+    """The rows of x, as a launch is told of them: arguments of the kernel, in its order."""
 
     groups: GroupArgs
     destinations: Tensor
