@@ -48,8 +48,7 @@ def table(cells: Sequence[Mapping[str, Any]]) -> str:
     rows = []
     for cell in cells:
         blocks = fastest_blocks(cell)
-        depth = cell.get("depth", cell["k"] // cell["ranks"])
-        rows.append(f"    ({cell['m']}, {cell['n']}, {depth}): Blocks({', '.join(map(str, blocks))}),")
+        rows.append(f"    ({cell['m']}, {cell['n']}, {cell['k'] // cell['ranks']}): Blocks({', '.join(map(str, blocks))}),")
     return "\n".join(["_MEASURED = {", *rows, "}"])
 
 

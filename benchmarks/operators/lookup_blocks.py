@@ -52,9 +52,9 @@ def table(cells: Sequence[Mapping[str, Any]]) -> str:
     for cell in cells:
         bags, rows, warps, programs, split = fastest_blocks(cell)
         own = "ALL" if programs == ALL else programs // _GPU.multiprocessors
-        element = cell.get("element_bytes") or Cell(*(cell[key] for key in _FIELDS)).torch_dtype.itemsize
+        element = Cell(*(cell[key] for key in _FIELDS)).torch_dtype.itemsize
         sizes = {shape: name for name, shape in TUNED_SIZES.items()}
-        size = cell.get("size") or sizes.get((cell["tables"], cell["bags"]), "")
+        size = sizes.get((cell["tables"], cell["bags"]), "")
         by_dim = found.setdefault((size, element), {})
         by_dim.setdefault(cell["dim"], []).append(f"Blocks({bags}, {rows}, {warps}, {own}, {split})")
     lines = []

@@ -1,4 +1,4 @@
-"""Table, means and picture of operators' results, of today's and of recorded ones."""
+"""Table, means and picture of operators' results, of this run or recorded."""
 
 from __future__ import annotations
 
@@ -44,27 +44,12 @@ _FIGURES = {
 _MEANS = [key for key in _FIGURES if key != "floor_us"]
 # As in the scoring of few candidates.
 FEW_ROWS = 16
-# The overlap of the embedding is judged in cells that take longer.
-_LONG_MICROSECONDS = 100.0
 _WORST_CELLS = 3
 _COLOURS = {"failed": "black", "slower": "tab:red", "faster": "tab:blue"}
 
 
 def stage_of(cell: Result) -> str:
     return next(str(cell[key]) for key in _KEYS if key in cell)
-
-
-def in_todays_form(cell: Result) -> Result:
-    """A record as it is written today, of one that an earlier form of the benchmarks wrote."""
-    if "fused_over_floor" not in cell:
-        return cell
-    record = {**cell, "over_floor": cell["fused_over_floor"]}
-    if "us" not in cell:
-        own = {name: cell[f"{name}_us"] for name in ("baseline", "copy", "fused", "lookup")}
-        record["us"] = {name: us for name, us in own.items() if us is not None}
-    if "overlap" in cell and record["us"]["fused"] <= _LONG_MICROSECONDS:
-        record["overlap"] = None
-    return record
 
 
 def mean(cells: Sequence[Result], key: str) -> float | None:
@@ -76,7 +61,7 @@ def mean(cells: Sequence[Result], key: str) -> float | None:
 def by_stage(cells: Sequence[Result]) -> dict[str, list[Result]]:
     stages: dict[str, list[Result]] = {}
     for cell in cells:
-        stages.setdefault(stage_of(cell), []).append(in_todays_form(cell))
+        stages.setdefault(stage_of(cell), []).append(cell)
     return stages
 
 

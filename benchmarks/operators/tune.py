@@ -173,12 +173,8 @@ class Tuning:
 
 
 def entry_of(time: Mapping[str, Any]) -> tuple[str, list[Any]]:
-    """The contestant and the fields of the blocks of a recorded time, also of one that an earlier form has written."""
-    if "blocks" in time:
-        return time["contestant"], list((time["blocks"] or {}).values())
-    if "tiles" in time:
-        return time["schedule"], list(time["tiles"].values())
-    return "fused", [value for key, value in time.items() if key != "us"]
+    """Return the contestant and the fields of the blocks of a recorded time."""
+    return time["contestant"], list((time["blocks"] or {}).values())
 
 
 def fastest_blocks(cell: Mapping[str, Any]) -> list[Any]:
@@ -204,13 +200,8 @@ def summarize(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def recorded_table(report: Mapping[str, Any]) -> str:
-    """Return the source of an operator's table, from a tuner's recorded results of today's or of an earlier form."""
-    first = report["cells"][0]
-    earlier = (
-        "embedding_all_to_all" if "pooling" in first else "gemm_all_to_all" if "library_us" in first else "gemv_all_reduce"
-    )
-    cells = [{**cell, "size": report["size"]} for cell in report["cells"]] if "size" in report else report["cells"]
-    return tunable_of(report.get("operator", earlier)).table(cells)
+    """Return the source of an operator's table, from a tuner's recorded results."""
+    return tunable_of(report["operator"]).table(report["cells"])
 
 
 def tune(operator: Operator, options: argparse.Namespace) -> int:
