@@ -92,7 +92,8 @@ class ProcessorTime:
             terminalreporter.line(line, red=True)
 
     def _seconds(self) -> float:
-        return self._of_workers + processor_seconds()
+        # Workers have told their time; that they are children of this process must not count them once more.
+        return self._of_workers + sum(os.times()[:2]) if self._of_workers else processor_seconds()
 
     def _excess(self) -> list[str]:
         """Return a line for each bound that the session has exceeded."""

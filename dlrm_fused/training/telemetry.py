@@ -18,7 +18,8 @@ from typing import Any, TextIO, TypeVar, cast
 
 import numpy as np
 import torch
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.compat.proto.summary_pb2 import Summary
+from torch.utils.tensorboard import FileWriter, SummaryWriter
 from tqdm import tqdm
 
 from dlrm_fused.config import Config, to_yaml
@@ -151,9 +152,9 @@ class RunWriter:
         self._metrics.flush()
 
     def _write_scalars(self, scalars: Mapping[str, _Value], step: int) -> None:
-        for tag, value in scalars.items():
-            if isinstance(value, int | float):
-                self._tensorboard.add_scalar(tag, value, step)
+        # One event: `add_scalar` would make one for each, with a checksum that Python computes.
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items() if isinstance(value, int | float)]
+        cast(FileWriter, self._tensorboard.file_writer).add_summary(Summary(value=values), step)
 
 
 def write_json(path: Path, values: Mapping[str, _Value | _Table]) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import tempfile
 from pathlib import Path
 
 import pytest  # noqa: F401
 import torch
-import torch._inductor.pattern_matcher  # what torch.library.opcheck imports when it runs
 from torch import overrides
 
 from dlrm_fused.datasets import open_dataset
@@ -20,6 +20,16 @@ from dlrm_fused.training import offline_evaluation, trainer  # noqa: F401
 from tests.distributed.launch import small_config
 from tests.interpreter import rewrite_all
 
+_IMPORTED_LATE = (
+    "encodings.idna",  # by sockets
+    "numpy.ma",  # by what writes TensorBoard's files
+    "torch._inductor.pattern_matcher",  # by torch.library.opcheck
+    "torch._subclasses.schema_check_mode",
+    "torch.profiler._cupti_monitor",  # by record_function
+    "xxhash",  # by TorchRec's planner
+)
+for module in _IMPORTED_LATE:
+    importlib.import_module(module)
 with tempfile.TemporaryDirectory() as folder:
     small = small_config(Path(folder))  # OmegaConf's schema
 open_dataset(small, torch.device("cpu"))  # the mean of generated labels
