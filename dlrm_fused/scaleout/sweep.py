@@ -17,6 +17,7 @@ from dlrm_fused.config import Comm, Config, load_config
 from dlrm_fused.datasets import open_dataset
 from dlrm_fused.errors import ConfigError
 from dlrm_fused.scaleout import machine as machines
+from dlrm_fused.scaleout.dense_trace import DenseWork
 from dlrm_fused.scaleout.machine import Machine
 from dlrm_fused.scaleout.scenario import Scenario, changed, topology_of
 from dlrm_fused.scaleout.step import Timeline, simulate
@@ -79,12 +80,14 @@ class _Planned:
 
     def __init__(self) -> None:
         self._known: dict[str, Workload] = {}
+        self._traces: dict[str, DenseWork] = {}
 
     def workload(self, config: Config, scenario: Scenario, ranks: int) -> Workload:
         key = repr((config, ranks, scenario.network.ranks_per_host, scenario.memory_gib))
         if key not in self._known:
             schema = open_dataset(config, torch.device("cpu")).schema
-            self._known[key] = workload(config, schema, ranks, scenario.network.ranks_per_host, scenario.memory_gib)
+            network, memory_gib = scenario.network, scenario.memory_gib
+            self._known[key] = workload(config, schema, ranks, network.ranks_per_host, memory_gib, self._traces)
         return self._known[key]
 
 

@@ -69,8 +69,18 @@ class Workload:
     is_on_cpu: bool = False
 
 
-def workload(config: Config, schema: DatasetSchema, ranks: int, ranks_per_host: int, memory_gib: float) -> Workload:
+def workload(
+    config: Config,
+    schema: DatasetSchema,
+    ranks: int,
+    ranks_per_host: int,
+    memory_gib: float,
+    traces: dict[str, DenseWork] | None = None,
+) -> Workload:
     """Return a rank's work in a step of ``training.global_batch_size`` samples: a GPU's, or a core's on the CPU.
+
+    Args:
+        traces: dense parts that were traced before, by what they depend on; receives this one.
 
     Raises:
         ConfigError: ranks that layers cannot be shared by; no plan fits into ``memory_gib`` a rank.
@@ -85,7 +95,11 @@ def workload(config: Config, schema: DatasetSchema, ranks: int, ranks_per_host: 
             config.training.compile is Compile.auto and device.type == "cuda"
         )
         compiled = compiles and task.dense_part is not None
-        dense = trace(task, schema, config.embedding, samples, _DTYPES[output], compiled=compiled)
+        of_a_rank = replace(config.training, global_batch_size=samples)
+        key = repr((replace(config, comm=Comm.baseline, training=of_a_rank), group_ranks))
+        traces = {} if traces is None else traces
+        if key not in traces:
+            traces[key] = trace(task, schema, config.embedding, samples, _DTYPES[output], compiled=compiled)
 
     sharder = make_sharder(config.embedding, device, config.comm, False, output)
     try:
@@ -106,7 +120,7 @@ def workload(config: Config, schema: DatasetSchema, ranks: int, ranks_per_host: 
     load = _Load(config, schema, plan, ranks)
     return Workload(
         samples=samples,
-        dense=dense,
+        dense=traces[key],
         group_ranks=group_ranks,
         id_bytes=load.input_bytes * samples,
         id_imbalance=load.input_imbalance,

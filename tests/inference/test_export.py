@@ -23,7 +23,7 @@ from packaging.requirements import Requirement
 from benchmarks.serving.rows import prepared_rows
 from dlrm_fused.datasets.preparation.parquet import ParquetOptions, write_parquet
 from dlrm_fused.errors import CheckpointError, ConfigError, DataError, UserError
-from dlrm_fused.inference.export.loader import load
+from dlrm_fused.inference.export.loader import Model, load
 from dlrm_fused.inference.export.quality import Quality
 from dlrm_fused.inference.export.weights import convert
 from tests.distributed.launch import be_script, run_alone, train
@@ -40,36 +40,48 @@ MODELS = {
     "dlrm": ["embedding.sharding=row_wise"],
     "dcnv2": ["model.kind=dcnv2", "embedding.sharding=column_wise"],
     "transformer": ["model.kind=transformer", *HISTORY],
-    "experts": ["model.top_mlp=[16,8,1]", "model.experts.top_k=3", "model.experts.shared_hidden=16", *EXPERTS],
+    "experts": [
+        "model.top_mlp=[16,8,1]",
+        "model.experts.top_k=3",
+        "model.experts.gate=sigmoid",
+        "model.experts.activation=swiglu",
+        "model.experts.shared_hidden=16",
+        *EXPERTS,
+    ],
     "dlrm_of_unequal_tables": ["embedding.sharding=column_wise", *DIMS],
     "dcnv2_of_unequal_tables": ["model.kind=dcnv2", "embedding.sharding=row_wise", *DIMS],
     "transformer_of_unequal_tables": ["model.kind=transformer", *HISTORY, *DIMS, "embedding.tables.token_item.dim=12"],
     "transformer_of_experts": [
         "model.kind=transformer",
         "model.tensor_parallel=1",
-        "model.experts.gate=sigmoid",
-        "model.experts.activation=swiglu",
         *HISTORY,
         *EXPERTS,
     ],
 }
+# They have between them each kind of model, of table, of layer that ranks share.
+QUICK = ["dlrm", "dcnv2", "experts", "dcnv2_of_unequal_tables", "transformer_of_unequal_tables"]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+def models(quick: list[str]) -> list[Any]:
+    """All of them, those but ``quick`` in the slow tests."""
+    return [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in MODELS]
+
+
+@pytest.fixture(scope="module", params=models(QUICK))
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of each model, trained on two ranks."""
-    return train(tmp_path_factory.mktemp(request.param), 2, "training.max_steps=40", *MODELS[request.param])
+    return train(tmp_path_factory.mktemp(request.param), 2, "training.max_steps=15", *MODELS[request.param])
 
 
-@pytest.fixture(scope="module", params=["dlrm", "transformer"])
+@pytest.fixture(scope="module", params=["dlrm", pytest.param("transformer", marks=pytest.mark.slow)])
 def of_two_labels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    settings = ["training.max_steps=40", "data.synthetic.labels=2", *MODELS[request.param]]
+    settings = ["training.max_steps=15", "data.synthetic.labels=2", *MODELS[request.param]]
     return train(tmp_path_factory.mktemp(f"two_labels_{request.param}"), 2, *settings)
 
 
 @pytest.fixture(scope="module")
 def dlrm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train(tmp_path_factory.mktemp("dlrm"), 1, "training.max_steps=40")
+    return train(tmp_path_factory.mktemp("dlrm"), 1, "training.max_steps=15")
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +106,7 @@ class Exported:
     """A run's export in fp32: its folder, the rows of the test split, and what eval.py predicts for them."""
 
     folder: Path
+    model: Model
     quality: Quality
     rows: list[dict[str, Any]]
     expected: NDArray[np.float32]
@@ -112,12 +125,13 @@ def exported_of_two_labels(of_two_labels: Path) -> Exported:
 def exported_of(run: Path) -> Exported:
     folder = run.parent / "model"
     quality = export(run, folder)
-    rows = prepared_rows(run, with_history=bool(load(folder).info["history_length"]))
-    return Exported(folder, quality, rows, predictions_of_eval(run))
+    model = load(folder)
+    rows = prepared_rows(run, with_history=bool(model.info["history_length"]))
+    return Exported(folder, model, quality, rows, predictions_of_eval(run))
 
 
 def test_predictions_are_those_of_eval(run: Path, exported: Exported) -> None:
-    model, rows, expected = load(exported.folder), exported.rows, exported.expected
+    model, rows, expected = exported.model, exported.rows, exported.expected
     assert len(rows) == 1501
     np.testing.assert_allclose(model.predict(rows), expected, rtol=0, atol=1e-6)
     np.testing.assert_allclose(model.predict(rows[:1]), expected[:1], rtol=0, atol=1e-6)
@@ -126,6 +140,7 @@ def test_predictions_are_those_of_eval(run: Path, exported: Exported) -> None:
     assert exported.quality.auc == pytest.approx(json.loads((run / "eval.json").read_text())["auc"], abs=1e-6)
 
 
+@pytest.mark.parametrize("run", models(["dlrm", "transformer_of_unequal_tables"]), indirect=True)
 def test_a_thousand_rows_over_http_are_predicted_as_eval_predicts_them(exported: Exported) -> None:
     body = json.dumps({"rows": exported.rows[:1000]}).encode()
     with running_service(exported.folder) as service:
@@ -135,7 +150,7 @@ def test_a_thousand_rows_over_http_are_predicted_as_eval_predicts_them(exported:
 
 
 def test_of_several_labels_there_is_a_prediction_for_each(of_two_labels: Path, exported_of_two_labels: Exported) -> None:
-    model, rows, expected = load(exported_of_two_labels.folder), exported_of_two_labels.rows, exported_of_two_labels.expected
+    model, rows, expected = exported_of_two_labels.model, exported_of_two_labels.rows, exported_of_two_labels.expected
     assert model.labels == ["label_0", "label_1"]
     assert expected.shape == (1501, 2)
     np.testing.assert_allclose(model.predict(rows), expected, rtol=0, atol=1e-6)
@@ -148,18 +163,12 @@ def test_of_several_labels_there_is_a_prediction_for_each(of_two_labels: Path, e
         assert of_label["auc"] == pytest.approx(evaluated[f"auc/{label}"], abs=1e-6)
 
 
-def models(quick: list[str]) -> pytest.MarkDecorator:
-    """All of them, those but ``quick`` in the slow tests."""
-    each = [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in MODELS]
-    return pytest.mark.parametrize("run", each, indirect=True)
-
-
-@models(quick=["dlrm"])
+@pytest.mark.parametrize("run", models(["dlrm"]), indirect=True)
 def test_tables_in_fp16_cost_little_auc(run: Path, tmp_path: Path) -> None:
     assert_costs_little_auc(run, tmp_path / "model", "fp16", 1e-4)
 
 
-@models(quick=["dlrm", "dcnv2_of_unequal_tables", "transformer", "experts"])
+@pytest.mark.parametrize("run", models(["dlrm", "transformer_of_unequal_tables"]), indirect=True)
 def test_tables_in_int8_cost_little_auc(run: Path, tmp_path: Path) -> None:
     assert_costs_little_auc(run, tmp_path / "model", "int8", 1e-3)
 
@@ -206,11 +215,12 @@ def environment_of(folder: Path, *packages: str) -> Path:
     return folder
 
 
-@models(quick=["dlrm", "experts"])
+@pytest.mark.parametrize("run", models(["experts"]), indirect=True)
 def test_the_loader_needs_torch_and_numpy_alone(exported: Exported, tmp_path: Path) -> None:
     assert_loads_alone(exported, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of_two_labels", ["dlrm"], indirect=True)
 def test_the_loader_of_several_labels_needs_them_alone_too(exported_of_two_labels: Exported, tmp_path: Path) -> None:
     assert_loads_alone(exported_of_two_labels, tmp_path)
@@ -230,7 +240,7 @@ def assert_loads_alone(exported: Exported, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    np.testing.assert_allclose(json.loads(done.stdout), load(exported.folder).predict(rows), rtol=0, atol=1e-7)
+    np.testing.assert_allclose(json.loads(done.stdout), exported.model.predict(rows), rtol=0, atol=1e-7)
 
 
 def test_an_arrow_table_is_as_good_as_dicts(dlrm: Path, model_of_dlrm: Path) -> None:
