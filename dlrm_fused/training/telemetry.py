@@ -153,7 +153,8 @@ class RunWriter:
 
     def _write_scalars(self, scalars: Mapping[str, _Value], step: int) -> None:
         # One event: `add_scalar` would make one for each, with a checksum that Python computes.
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items() if isinstance(value, int | float)]
+        numbers = {tag: value for tag, value in scalars.items() if isinstance(value, int | float)}
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in numbers.items()]
         cast(FileWriter, self._tensorboard.file_writer).add_summary(Summary(value=values), step)
 
 
