@@ -12,37 +12,34 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout, installed or not
 
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dlrm_fused.datasets.preparation.malformed import MalformedLines
 from dlrm_fused.datasets.preparation.movielens import read_source
-from dlrm_fused.datasets.preparation.movielens_releases import Movie, Release, User
+from dlrm_fused.datasets.preparation.movielens_releases import Release
 from dlrm_fused.errors import DataError
 
-_UNKNOWN_USER = User(None, "", "")
-_UNKNOWN_MOVIE = Movie(None, ())
 _LIKED = 4
 
 
 def ratings_table(release: Release) -> pa.Table:
     """Ratings joined with users and movies, in file order; null or empty where the release does not say."""
-    ratings = release.ratings
-    users = [release.users.get(user, _UNKNOWN_USER) for user in ratings["user"].to_list()]
-    movies = [release.movies.get(movie, _UNKNOWN_MOVIE) for movie in ratings["movie"].to_list()]
-    return pa.table(
-        {
-            "liked": pa.array((ratings["rating"] >= _LIKED).to_list()).cast(pa.int8()),
-            "user": ratings["user"].to_list(),
-            "item": ratings["movie"].to_list(),
-            "timestamp": pa.array(ratings["timestamp"].to_list()).cast(pa.timestamp("s")),
-            "year": pa.array([movie.year for movie in movies], pa.int64()),
-            "genres": pa.array([movie.genres for movie in movies], pa.list_(pa.string())),
-            "age": pa.array([user.age for user in users], pa.int64()),
-            "gender": [user.gender for user in users],
-            "occupation": [user.occupation for user in users],
-        }
-    )
+    ratings = release.ratings.join(release.users, on="user", how="left", maintain_order="left")
+    ratings = ratings.join(release.movies, on="movie", how="left", maintain_order="left")
+    columns = ratings.select(
+        (pl.col("rating") >= _LIKED).cast(pl.Int8).alias("liked"),
+        "user",
+        pl.col("movie").alias("item"),
+        "timestamp",
+        "year",
+        pl.col("genres").fill_null([]),
+        "age",
+        pl.col("gender", "occupation").fill_null(""),
+    ).to_arrow(compat_level=pl.CompatLevel.oldest())
+    types = {"timestamp": pa.timestamp("s"), "genres": pa.list_(pa.string()), "gender": pa.string(), "occupation": pa.string()}
+    return columns.cast(pa.schema([(field.name, types.get(field.name, field.type)) for field in columns.schema]))
 
 
 def main() -> int:

@@ -12,12 +12,10 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -32,17 +30,18 @@ from dlrm_fused.datasets.preparation.histories import (
     write_interactions,
 )
 from dlrm_fused.datasets.preparation.malformed import MalformedLines
-from dlrm_fused.datasets.preparation.movielens_releases import Movie, Release, User, read_release
+from dlrm_fused.datasets.preparation.movielens_releases import Release, read_release
 from dlrm_fused.datasets.preparation.writer import SPLITS, SplitFiles, claim_output
 from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo, SparseFeature
-from dlrm_fused.datasets.storage import ranges
 from dlrm_fused.errors import DataError
 
 RECBOLE = "recbole==1.2.1"
 RECBOLE_FOLDER = "recbole/dataset_example/ml-100k/"
 SECONDS_PER_YEAR = 365.2425 * 24 * 3600
 # The age groups of the 1M release begin at these ages; id 1 is the first group.
-AGE_GROUPS = np.array([18, 25, 35, 45, 50, 56])
+AGE_GROUPS = (18, 25, 35, 45, 50, 56)
+TEXTS = ("gender", "occupation")
+DENSE_FEATURES = ("release_year", "years_since_release", "user_activity", "item_popularity", "user_age")
 RESPONSE_ROWS = 11  # ratings of 0 to 5 in halves
 
 Int = NDArray[np.int64]
@@ -66,15 +65,6 @@ class MovieLensOptions:
     max_malformed: float = 0.001
     overwrite: bool = False
     history: int = 0
-
-
-@dataclass(frozen=True)
-class Features:
-    """Model inputs of ratings: dense ``[n, D]``, ids ``[n, S]``, and for each rating its row in the genre lists."""
-
-    dense: Float
-    ids: Int
-    genre_row: Int
 
 
 def prepare_movielens(options: MovieLensOptions) -> PreparedInfo:
@@ -128,21 +118,28 @@ def download_recbole(folder: Path) -> Path:
 
 def _write(release: Release, options: MovieLensOptions, malformed: MalformedLines) -> PreparedInfo:
     rows = _split_rows(release.ratings, options)
+    train = rows["train"]
     histories = _histories(release.ratings, options.history) if options.history else None
-    ratings = _with_counts(release.ratings, rows["train"], histories)
-    encoder = _Encoder(release, ratings[rows["train"]])
-    schema = replace(encoder.schema(), history_length=options.history)
+    ratings = _with_features(release, train, histories)
+    single = ["user_id", "item_id", *(["age_group", "gender_id", "occupation_id"] if len(release.users) else [])]
+    dense = _scaled(_raw_dense(ratings, has_users=len(release.users) > 0), train)
+    of_genres = ratings["genre_ids"].list.len().to_numpy()
+    genres = SparseFeature("genres", _genres(release).len() + 1, round(float(of_genres[train].mean()), 4), jagged=True)
+    names = ("user", "item", "age", "gender", "occupation")
+    features = (*(SparseFeature(name, _rows(release, ratings[train], name)) for name in names[: len(single)]), genres)
+    schema = DatasetSchema(DENSE_FEATURES[: dense.shape[1]], features, history_length=options.history)
     if histories:
-        schema = replace(schema, token_features=_token_features(encoder, ratings, histories, rows["train"], options.history))
-        _write_tokens(options.output, schema, encoder, ratings, histories)
+        schema = replace(schema, token_features=_write_tokens(options.output, schema, ratings, histories, train))
     for split in SPLITS:
         part = ratings[rows[split]]
-        features = encoder.encode(part)
-        labels, genres = part["rating"].to_numpy() >= options.like_rating, encoder.genres.take(features.genre_row)
-        windows = histories.windows[rows[split]] if histories else None
         with ExitStack() as stack:
-            files = SplitFiles(options.output / split, schema, stack)
-            files.append(labels, features.dense, features.ids, {"genres": genres}, windows=windows)
+            SplitFiles(options.output / split, schema, stack).append(
+                part["rating"].to_numpy() >= options.like_rating,
+                dense[rows[split]],
+                part.select(single).to_numpy(),
+                {"genres": (part["genre_ids"].explode().to_numpy(), of_genres[rows[split]])},
+                windows=histories.windows[rows[split]] if histories else None,
+            )
     origin = {**asdict(options), "data_set": "movielens", "release": release.name, **malformed.summary()}
     origin.update(output=str(options.output), split=options.split.name)
     samples = {split: len(rows[split]) for split in SPLITS}
@@ -158,50 +155,6 @@ def _histories(ratings: pl.DataFrame, length: int) -> Histories:
     return find_histories(users, movies, times, length)
 
 
-def _with_counts(ratings: pl.DataFrame, train: Int, histories: Histories | None) -> pl.DataFrame:
-    """Add the columns user_activity and item_popularity: numbers of ratings, in the training split or, for histories, before
-    this rating."""
-    users, movies, times = (ratings[name].to_numpy() for name in ("user", "movie", "timestamp"))
-    if histories:
-        activity, popularity = histories.earlier, count_earlier(movies, times)
-    else:
-        activity, popularity = _count_in(users, train), _count_in(movies, train)
-    return ratings.with_columns(user_activity=activity, item_popularity=popularity)
-
-
-def _count_in(keys: Int, rows: Int) -> Int:
-    """Return, for each rating, how often its key occurs among the ratings ``rows``."""
-    distinct, number = np.unique(keys, return_inverse=True)
-    return np.bincount(number[rows], minlength=len(distinct))[number]
-
-
-def _write_tokens(output: Path, schema: DatasetSchema, encoder: _Encoder, ratings: pl.DataFrame, histories: Histories) -> None:
-    """Write the interactions; single token features come in the order of :func:`_token_features`."""
-    in_order = ratings[histories.order]
-    movie = encoder.movie_row(in_order)
-    response = np.rint(2 * in_order["rating"].to_numpy())
-    single = np.stack([encoder.item_id(movie), response, histories.gap[histories.order]], axis=1)
-    write_interactions(output, schema.token_features, single, {"token_genres": encoder.genres.take(movie)})
-
-
-def _token_features(
-    encoder: _Encoder, ratings: pl.DataFrame, histories: Histories, train: Int, length: int
-) -> tuple[SparseFeature, ...]:
-    """Return the token features, with the average sizes of bags in the samples ``train``."""
-    genres = encoder.genres.lengths[encoder.movie_row(ratings[histories.order])]
-
-    def feature(name: str, rows: int, ids: Int | None = None, history_only: bool = False) -> SparseFeature:
-        pooling_factor = mean_bag(histories.windows[train], length, ids, history_only)
-        return SparseFeature(name, rows, pooling_factor, ids is not None, history_only)
-
-    return (
-        feature("token_item", encoder.rows["item"]),
-        feature("token_response", RESPONSE_ROWS, history_only=True),
-        feature("token_gap", GAP_ROWS),
-        feature("token_genres", encoder.rows["genres"], ids=genres),
-    )
-
-
 def _split_rows(ratings: pl.DataFrame, options: MovieLensOptions) -> dict[str, Int]:
     n = len(ratings)
     if n < 10:
@@ -213,111 +166,93 @@ def _split_rows(ratings: pl.DataFrame, options: MovieLensOptions) -> dict[str, I
     return dict(zip(SPLITS, np.split(order, [n * 8 // 10, n * 9 // 10]), strict=True))
 
 
-class _Lists:
-    """Lists of ids, row after row."""
+def _with_features(release: Release, train: Int, histories: Histories | None) -> pl.DataFrame:
+    """Join ratings with all that is known of their users and movies, as ids and numbers; null where a number is not known.
 
-    def __init__(self, rows: Iterable[list[int]]) -> None:
-        lists = list(rows)
-        self.lengths = np.array([len(row) for row in lists], np.int64)
-        self.values = np.fromiter((value for row in lists for value in row), np.int64)
-
-    def take(self, rows: Int) -> tuple[Int, Int]:
-        """Return the values of the lists of ``rows``, one after the other, and how many each has."""
-        starts, lengths = (self.lengths.cumsum() - self.lengths)[rows], self.lengths[rows]
-        return self.values[ranges(starts, lengths)], lengths
-
-
-class _Encoder:
-    """Turns ratings into model inputs; whatever is learned from data is learned from the training split."""
-
-    def __init__(self, release: Release, train: pl.DataFrame) -> None:
-        self._users = _Table(train["user"], release.users, User(None, "", ""))
-        self._movies = _Table(train["movie"], release.movies, Movie(None, ()))
-        self._has_users = bool(release.users)
-
-        users, movies = self._users.entities, self._movies.entities
-        genre_ids = _vocabulary(genre for movie in movies for genre in movie.genres)
-        self.rows = {"user": self._users.rows, "item": self._movies.rows, "genres": len(genre_ids) + 1}
-        self.genres = _Lists([genre_ids[genre] for genre in movie.genres] or [0] for movie in movies)
-        self._year = _or_nan(movie.year for movie in movies)
-        self._age = _or_nan(user.age for user in users)
-        age_group = np.where(np.isnan(self._age), 0, 1 + np.searchsorted(AGE_GROUPS, self._age, side="right"))
-        self._user_ids = np.zeros((len(users), 0), np.int64)
-        if self._has_users:
-            gender, occupation = _vocabulary(u.gender for u in users), _vocabulary(u.occupation for u in users)
-            genders = np.array([gender.get(u.gender, 0) for u in users])
-            occupations = np.array([occupation.get(u.occupation, 0) for u in users])
-            self._user_ids = np.stack([age_group, genders, occupations], axis=1)
-            self.rows.update(age=len(AGE_GROUPS) + 2, gender=len(gender) + 1, occupation=len(occupation) + 1)
-
-        dense = self._raw_dense(train)
-        # Something that is never known, or always the same, becomes 0.
-        known = ~np.isnan(dense)
-        self._mean = np.where(known, dense, 0).sum(0) / np.maximum(known.sum(0), 1)
-        spread = np.sqrt((np.where(known, dense - self._mean, 0) ** 2).sum(0) / np.maximum(known.sum(0), 1))
-        self._spread = np.where(spread > 0, spread, 1)
-        self._pooling = float(self.genres.lengths[self.movie_row(train)].mean())
-
-    def schema(self) -> DatasetSchema:
-        dense = ["release_year", "years_since_release", "user_activity", "item_popularity"]
-        single = ["user", "item"] + (["age", "gender", "occupation"] if self._has_users else [])
-        genres = SparseFeature("genres", self.rows["genres"], round(self._pooling, 4), jagged=True)
-        features = [SparseFeature(name, self.rows[name]) for name in single]
-        return DatasetSchema(tuple(dense + (["user_age"] if self._has_users else [])), (*features, genres))
-
-    def movie_row(self, ratings: pl.DataFrame) -> Int:
-        """Row of each rating's movie in :attr:`genres` and :attr:`genre_count`."""
-        return self._movies.row(ratings["movie"])
-
-    def item_id(self, movie_row: Int) -> Int:
-        return self._movies.ids[movie_row]
-
-    def encode(self, ratings: pl.DataFrame) -> Features:
-        user, movie = self._users.row(ratings["user"]), self.movie_row(ratings)
-        ids = np.concatenate([self._users.ids[user, None], self.item_id(movie)[:, None], self._user_ids[user]], axis=1)
-        dense = (self._raw_dense(ratings) - self._mean) / self._spread
-        return Features(np.nan_to_num(dense, nan=0.0), ids, movie)
-
-    def _raw_dense(self, ratings: pl.DataFrame) -> Float:
-        """``[n, D]`` in natural units, NaN where not known."""
-        user, movie = self._users.row(ratings["user"]), self.movie_row(ratings)
-        rated_in = 1970 + ratings["timestamp"].to_numpy() / SECONDS_PER_YEAR
-        columns = [
-            self._year[movie],
-            rated_in - self._year[movie],
-            np.log1p(ratings["user_activity"].to_numpy()),
-            np.log1p(ratings["item_popularity"].to_numpy()),
-        ]
-        return np.stack(columns + ([self._age[user]] if self._has_users else []), axis=1)
-
-
-class _Table:
-    """Users or movies by row; row 0 is one that nothing is known about.
-
-    Attributes:
-        ids: ``[rows of the table]`` id of each in its embedding table: 1, 2, ... in order of the release's ids for
-            those in the training split, 0 for others.
+    The columns user_activity and item_popularity are numbers of ratings, in the training split or, for histories, before this
+    rating.
     """
+    ratings = release.ratings
+    if histories:
+        popularity = count_earlier(ratings["movie"].to_numpy(), ratings["timestamp"].to_numpy())
+        ratings = ratings.with_columns(user_activity=histories.earlier, item_popularity=popularity)
+    for key, number, count in (("user", "user_id", "user_activity"), ("movie", "item_id", "item_popularity")):
+        seen = ratings[train].group_by(key).agg(pl.len().alias("in_training")).sort(key).with_row_index(number, offset=1)
+        ratings = ratings.join(seen, on=key, how="left", maintain_order="left")
+        if not histories:
+            ratings = ratings.with_columns(pl.col("in_training").fill_null(0).alias(count))
+        ratings = ratings.drop("in_training")
+    age_group = sum(((pl.col("age") >= age).cast(pl.Int64) for age in AGE_GROUPS), start=pl.lit(1))
+    users = release.users.select(
+        "user",
+        "age",
+        age_group.alias("age_group"),
+        *(pl.col(name).replace_strict(_vocabulary(release.users[name]), default=0).alias(f"{name}_id") for name in TEXTS),
+    )
+    genre_ids = pl.element().replace_strict(_vocabulary(_genres(release)), return_dtype=pl.Int64)
+    movies = release.movies.select("movie", "year", genre_ids=pl.col("genres").list.eval(genre_ids))
+    for table, key in ((users, "user"), (movies, "movie")):
+        ratings = ratings.join(table, on=key, how="left", maintain_order="left")
+    ids = ["user_id", "item_id", "age_group", *(f"{name}_id" for name in TEXTS)]
+    has_genres = pl.col("genre_ids").list.len().fill_null(0) > 0
+    return ratings.with_columns(
+        pl.col(ids).fill_null(0).cast(pl.Int64), genre_ids=pl.when(has_genres).then("genre_ids").otherwise(pl.lit([0]))
+    )
 
-    def __init__(self, train: pl.Series, entities: dict[int, Any], unknown: Any) -> None:
-        seen = np.unique(train.to_numpy())
-        self._keys = np.union1d(seen, np.fromiter(entities, np.int64, len(entities)))
-        self.entities = [unknown, *(entities.get(int(key), unknown) for key in self._keys)]
-        self.ids = np.zeros(len(self.entities), np.int64)
-        self.ids[1 + np.searchsorted(self._keys, seen)] = 1 + np.arange(len(seen))
-        self.rows = len(seen) + 1
 
-    def row(self, keys: pl.Series) -> Int:
-        """Row in this table of each key, 0 for one that it does not hold."""
-        wanted = keys.to_numpy()
-        at = np.minimum(np.searchsorted(self._keys, wanted), len(self._keys) - 1)
-        return np.where(self._keys[at] == wanted, at + 1, 0)
+def _genres(release: Release) -> pl.Series:
+    return release.movies["genres"].explode().drop_nulls().unique()
 
 
-def _vocabulary(names: Iterable[str]) -> dict[str, int]:
+def _vocabulary(names: pl.Series) -> dict[str, int]:
     """Ids 1, 2, ... in order of the names; the empty name, unknown, has none."""
     return {name: i for i, name in enumerate(sorted(set(names) - {""}), start=1)}
 
 
-def _or_nan(values: Iterable[int | None]) -> Float:
-    return np.array([np.nan if value is None else value for value in values], np.float64)
+def _rows(release: Release, train: pl.DataFrame, name: str) -> int:
+    """Return the rows of a sparse feature's table."""
+    if name in ("user", "item"):
+        return train["user" if name == "user" else "movie"].n_unique() + 1
+    return len(AGE_GROUPS) + 2 if name == "age" else len(_vocabulary(release.users[name])) + 1
+
+
+def _raw_dense(ratings: pl.DataFrame, has_users: bool) -> Float:
+    """``[n, D]`` in natural units, NaN where not known."""
+    year, age = (ratings[name].cast(pl.Float64).to_numpy() for name in ("year", "age"))
+    rated_in = 1970 + ratings["timestamp"].to_numpy() / SECONDS_PER_YEAR
+    counts = [np.log1p(ratings[name].to_numpy()) for name in ("user_activity", "item_popularity")]
+    return np.stack([year, rated_in - year, *counts, *([age] if has_users else [])], axis=1)
+
+
+def _scaled(dense: Float, train: Int) -> Float:
+    """Scale to mean 0 and deviation 1 over the rows ``train``. A feature that is never known, or always the same, becomes 0."""
+    of_train = dense[train]
+    known = ~np.isnan(of_train)
+    count = np.maximum(known.sum(0), 1)
+    mean = np.where(known, of_train, 0).sum(0) / count
+    spread = np.sqrt((np.where(known, of_train - mean, 0) ** 2).sum(0) / count)
+    return np.nan_to_num((dense - mean) / np.where(spread > 0, spread, 1), nan=0.0)
+
+
+def _write_tokens(
+    output: Path, schema: DatasetSchema, ratings: pl.DataFrame, histories: Histories, train: Int
+) -> tuple[SparseFeature, ...]:
+    """Write the interactions; returns the token features, with the average sizes of bags in the samples ``train``."""
+    in_order = ratings[histories.order]
+    genres = in_order["genre_ids"].list.len().to_numpy().astype(np.int64)
+    rows = {feature.name: feature.rows for feature in schema.sparse_features}
+
+    def feature(name: str, rows: int, ids: Int | None = None, history_only: bool = False) -> SparseFeature:
+        pooling_factor = mean_bag(histories.windows[train], schema.history_length, ids, history_only)
+        return SparseFeature(name, rows, pooling_factor, ids is not None, history_only)
+
+    features = (
+        feature("token_item", rows["item"]),
+        feature("token_response", RESPONSE_ROWS, history_only=True),
+        feature("token_gap", GAP_ROWS),
+        feature("token_genres", rows["genres"], ids=genres),
+    )
+    response = np.rint(2 * in_order["rating"].to_numpy())
+    single = np.stack([in_order["item_id"].to_numpy(), response, histories.gap[histories.order]], axis=1)
+    write_interactions(output, features, single, {"token_genres": (in_order["genre_ids"].explode().to_numpy(), genres)})
+    return features

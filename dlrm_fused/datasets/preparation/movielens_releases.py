@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import polars as pl
 from tqdm import tqdm
@@ -26,22 +26,10 @@ GENRES_100K = (
 )  # fmt: skip
 NO_GENRE = {"unknown", "(no genres listed)", ""}
 MAX_ID = 2**31 - 1
-Entity = TypeVar("Entity")
-
-
-@dataclass(frozen=True)
-class User:
-    """A user as a release describes them; ``None`` or ``""`` stand for facts that it does not give."""
-
-    age: int | None
-    gender: str
-    occupation: str
-
-
-@dataclass(frozen=True)
-class Movie:
-    year: int | None
-    genres: tuple[str, ...]
+RATINGS = ["user", "movie", "rating", "timestamp"]
+USERS = {"user": pl.Int64, "age": pl.Int64, "gender": pl.String, "occupation": pl.String}
+MOVIES = {"movie": pl.Int64, "year": pl.Int64, "genres": pl.List(pl.String)}
+Row = tuple[int, *tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -50,13 +38,14 @@ class Release:
 
     Attributes:
         ratings: columns user, movie (int64), rating (float32), timestamp (int64, seconds since 1970), in file order.
-        users: empty where the release says nothing about users.
+        users: columns ``USERS``, null or an empty text where a fact is not given; no rows where the release has no users.
+        movies: columns ``MOVIES``, likewise.
     """
 
     name: str
     ratings: pl.DataFrame
-    users: dict[int, User]
-    movies: dict[int, Movie]
+    users: pl.DataFrame
+    movies: pl.DataFrame
 
 
 def read_release(folder: Path, malformed: MalformedLines) -> Release:
@@ -80,37 +69,28 @@ def read_release(folder: Path, malformed: MalformedLines) -> Release:
 
 
 def _read_100k(folder: Path, malformed: MalformedLines) -> Release:
-    def user(fields: Sequence[str]) -> tuple[int, User]:
-        return _id(fields[0]), User(_age(fields[1]), fields[2], fields[3])
+    def movie(fields: Sequence[str]) -> Row:
+        genres = [genre for genre, flag in zip(GENRES_100K, fields[5:], strict=True) if flag == "1"]
+        return _id(fields[0]), _year(fields[2][-4:]), _known(genres)
 
-    def movie(fields: Sequence[str]) -> tuple[int, Movie]:
-        flags = fields[5:]
-        genres = [genre for genre, flag in zip(GENRES_100K, flags, strict=True) if flag == "1"]
-        return _id(fields[0]), Movie(_year(fields[2][-4:]), _known(genres))
-
-    users = _read_entities(_delimited(folder / "u.user", "|"), 5, user, malformed)
-    movies = _read_entities(_delimited(folder / "u.item", "|"), 5 + len(GENRES_100K), movie, malformed)
-    ratings = _read_ratings(folder / "u.data", "\t", ["user", "movie", "rating", "timestamp"], False, malformed)
-    return Release("100k", ratings, users, movies)
+    users = _read_table(_delimited(folder / "u.user", "|"), 5, _user_of([0, 1, 2, 3]), USERS, malformed)
+    movies = _read_table(_delimited(folder / "u.item", "|"), 5 + len(GENRES_100K), movie, MOVIES, malformed)
+    return Release("100k", _read_ratings(folder / "u.data", "\t", RATINGS, False, malformed), users, movies)
 
 
 def _read_dat(folder: Path, malformed: MalformedLines) -> Release:
     """Return the 1M release; the 10M one is the same without users.dat."""
-
-    def user(fields: Sequence[str]) -> tuple[int, User]:
-        return _id(fields[0]), User(_age(fields[2]), fields[1], fields[3])
-
-    users_file = folder / "users.dat"
-    users = _read_entities(_delimited(users_file, "::"), 5, user, malformed) if users_file.exists() else {}
-    movies = _read_entities(_delimited(folder / "movies.dat", "::"), 3, _movie_of_title, malformed)
-    ratings = _read_ratings(folder / "ratings.dat", "::", ["user", "movie", "rating", "timestamp"], False, malformed)
-    return Release("dat", ratings, users, movies)
+    path = folder / "users.dat"
+    lines = _delimited(path, "::") if path.exists() else iter(())
+    users = _read_table(lines, 5, _user_of([0, 2, 1, 3]), USERS, malformed)
+    movies = _read_table(_delimited(folder / "movies.dat", "::"), 3, _movie_of_title, MOVIES, malformed)
+    return Release("dat", _read_ratings(folder / "ratings.dat", "::", RATINGS, False, malformed), users, movies)
 
 
 def _read_csv(folder: Path, malformed: MalformedLines) -> Release:
-    movies = _read_entities(_quoted_csv(folder / "movies.csv"), 3, _movie_of_title, malformed)
-    ratings = _read_ratings(folder / "ratings.csv", ",", ["user", "movie", "rating", "timestamp"], True, malformed)
-    return Release("csv", ratings, {}, movies)
+    movies = _read_table(_quoted_csv(folder / "movies.csv"), 3, _movie_of_title, MOVIES, malformed)
+    ratings = _read_ratings(folder / "ratings.csv", ",", RATINGS, True, malformed)
+    return Release("csv", ratings, pl.DataFrame(schema=USERS), movies)
 
 
 def _read_recbole(folder: Path, malformed: MalformedLines) -> Release:
@@ -119,26 +99,23 @@ def _read_recbole(folder: Path, malformed: MalformedLines) -> Release:
         raise DataError(f"--source {folder}: more than one .inter file: {', '.join(path.name for path in found)}")
     inter, users_file, movies_file = found[0], found[0].with_suffix(".user"), found[0].with_suffix(".item")
 
-    def field(fields: Sequence[str], columns: list[str], name: str) -> str:
-        return fields[columns.index(name)] if name in columns else ""
+    def positions(columns: list[str], *names: str) -> list[int | None]:
+        return [columns.index(name) if name in columns else None for name in names]
 
-    users: dict[int, User] = {}
+    users = pl.DataFrame(schema=USERS)
     if users_file.exists():
-        user_columns = _recbole_columns(users_file, ["user_id"])
+        columns = _recbole_columns(users_file, ["user_id"])
+        user = _user_of(positions(columns, "user_id", "age", "gender", "occupation"))
+        users = _read_table(_delimited(users_file, "\t", header=True), len(columns), user, USERS, malformed)
 
-        def user(fields: Sequence[str]) -> tuple[int, User]:
-            of = [field(fields, user_columns, name) for name in ("user_id", "age", "gender", "occupation")]
-            return _id(of[0]), User(_age(of[1]), of[2], of[3])
+    columns = _recbole_columns(movies_file, ["item_id"])
+    of_movie = positions(columns, "item_id", "release_year", "class", "genre")
 
-        users = _read_entities(_delimited(users_file, "\t", header=True), len(user_columns), user, malformed)
+    def movie(fields: Sequence[str]) -> Row:
+        number, year, of_class, genre = _chosen(fields, of_movie)
+        return _id(number), _year(year), _known((of_class or genre).split(" "))
 
-    movie_columns = _recbole_columns(movies_file, ["item_id"])
-
-    def movie(fields: Sequence[str]) -> tuple[int, Movie]:
-        of = [field(fields, movie_columns, name) for name in ("item_id", "release_year", "class", "genre")]
-        return _id(of[0]), Movie(_year(of[1]), _known((of[2] or of[3]).split(" ")))
-
-    movies = _read_entities(_delimited(movies_file, "\t", header=True), len(movie_columns), movie, malformed)
+    movies = _read_table(_delimited(movies_file, "\t", header=True), len(columns), movie, MOVIES, malformed)
     needed = {"user_id": "user", "item_id": "movie", "rating": "rating", "timestamp": "timestamp"}
     columns = [needed.get(name, name) for name in _recbole_columns(inter, list(needed))]
     return Release("recbole", _read_ratings(inter, "\t", columns, True, malformed), users, movies)
@@ -174,29 +151,23 @@ def _read_ratings(path: Path, separator: str, columns: list[str], header: bool, 
 def _parse_ratings(
     lines: list[str], first_line: int, path: Path, separator: str, columns: list[str], malformed: MalformedLines
 ) -> pl.DataFrame:
-    fields = pl.col("line").str.strip_suffix("\r").str.split(separator)
-    table = pl.DataFrame({"line": lines}, schema={"line": pl.String}).select(fields=fields)
-    types = {"user": pl.Int64, "movie": pl.Int64, "rating": pl.Float32, "timestamp": pl.Int64}
+    fields = pl.DataFrame({"line": lines}, schema={"line": pl.String})["line"].str.strip_suffix("\r").str.split(separator)
+    texts = {name: fields.list.get(columns.index(name), null_on_oob=True) for name in RATINGS}
+    types = {"user": pl.Int64, "movie": pl.Int64, "rating": pl.Float32, "timestamp": pl.Float64}
+    numbers = [texts[name].cast(kind, strict=False).alias(name) for name, kind in types.items()]
+    table = pl.DataFrame([*numbers, fields.list.len().alias("columns")]).cast({"timestamp": pl.Int64}, strict=False)
 
-    def column(name: str, kind: type[pl.DataType]) -> pl.Expr:
-        text = pl.col("fields").list.get(columns.index(name), null_on_oob=True)
-        return (
-            text.cast(pl.Float64, strict=False).cast(kind, strict=False)
-            if name == "timestamp"
-            else text.cast(kind, strict=False)
-        )
+    def is_outside(name: str, highest: int) -> pl.Expr:
+        return pl.col(name).is_between(0, highest).not_().fill_null(value=True)
 
-    table = table.select(
-        pl.col("fields").list.len().alias("columns"), *(column(name, kind).alias(name) for name, kind in types.items())
-    )
     reason = (
         pl.when(pl.col("columns") != len(columns))
         .then(pl.format(f"{{}} columns, expected {len(columns)}", "columns"))
-        .when(pl.col("user").is_between(0, MAX_ID).not_().fill_null(True))
-        .then(pl.lit("user id is not an integer of 0 to 2147483647"))
-        .when(pl.col("movie").is_between(0, MAX_ID).not_().fill_null(True))
-        .then(pl.lit("movie id is not an integer of 0 to 2147483647"))
-        .when(pl.col("rating").is_between(0, 5).not_().fill_null(True))
+        .when(is_outside("user", MAX_ID))
+        .then(pl.lit(f"user id is not an integer of 0 to {MAX_ID}"))
+        .when(is_outside("movie", MAX_ID))
+        .then(pl.lit(f"movie id is not an integer of 0 to {MAX_ID}"))
+        .when(is_outside("rating", 5))
         .then(pl.lit("rating is not a number of 0 to 5"))
         .when(pl.col("timestamp").is_null())
         .then(pl.lit("timestamp is not a number"))
@@ -204,29 +175,30 @@ def _parse_ratings(
     reasons = table.select(reason.alias("reason"))["reason"]
     for row in reasons.is_not_null().arg_true().to_list():
         malformed.add(path, first_line + row, reasons[row])
-    return table.filter(reasons.is_null()).select(list(types))
+    return table.filter(reasons.is_null()).select(RATINGS)
 
 
-def _read_entities(
-    lines: Iterator[tuple[Path, int, list[str]]],
+def _read_table(
+    lines: Iterable[tuple[Path, int, list[str]]],
     columns: int,
-    parse: Callable[[Sequence[str]], tuple[int, Entity]],
+    parse: Callable[[Sequence[str]], Row],
+    schema: Mapping[str, Any],
     malformed: MalformedLines,
-) -> dict[int, Entity]:
-    """Read a small table into a dictionary by id; a later line for the same id replaces the earlier one."""
-    entities: dict[int, Entity] = {}
+) -> pl.DataFrame:
+    """Read a small table by its ids, the first column; a later line for the same id replaces the earlier one."""
+    rows: dict[int, Row] = {}
     for path, number, fields in lines:
         malformed.seen(1)
         if len(fields) != columns:
             malformed.add(path, number, f"{len(fields)} columns, expected {columns}")
             continue
         try:
-            key, entity = parse(fields)
+            row = parse(fields)
         except ValueError as error:
             malformed.add(path, number, str(error))
             continue
-        entities[key] = entity
-    return entities
+        rows[row[0]] = row
+    return pl.DataFrame(list(rows.values()), schema=dict(schema), orient="row")
 
 
 def _delimited(path: Path, separator: str, header: bool = False) -> Iterator[tuple[Path, int, list[str]]]:
@@ -257,13 +229,27 @@ def _is_utf8(path: Path) -> bool:
     return True
 
 
-def _movie_of_title(fields: Sequence[str]) -> tuple[int, Movie]:
+def _user_of(positions: Sequence[int | None]) -> Callable[[Sequence[str]], Row]:
+    """Return what makes a user of the fields at these positions: id, age, gender, occupation."""
+
+    def user(fields: Sequence[str]) -> Row:
+        number, age, gender, occupation = _chosen(fields, positions)
+        return _id(number), int(age) if age else None, gender, occupation
+
+    return user
+
+
+def _chosen(fields: Sequence[str], positions: Sequence[int | None]) -> list[str]:
+    return ["" if at is None else fields[at] for at in positions]
+
+
+def _movie_of_title(fields: Sequence[str]) -> Row:
     year = re.search(r"\((\d{4})\)\s*$", fields[1])
-    return _id(fields[0]), Movie(int(year[1]) if year else None, _known(fields[2].split("|")))
+    return _id(fields[0]), int(year[1]) if year else None, _known(fields[2].split("|"))
 
 
-def _known(genres: Sequence[str]) -> tuple[str, ...]:
-    return tuple(genre for genre in genres if genre not in NO_GENRE)
+def _known(genres: Sequence[str]) -> list[str]:
+    return [genre for genre in genres if genre not in NO_GENRE]
 
 
 def _id(text: str) -> int:
@@ -271,10 +257,6 @@ def _id(text: str) -> int:
     if not 0 <= value <= MAX_ID:
         raise ValueError(f"id {text} is out of range")
     return value
-
-
-def _age(text: str) -> int | None:
-    return int(text) if text else None
 
 
 def _year(text: str) -> int | None:
