@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 from dlrm_fused.config import SyntheticConfig
 from dlrm_fused.datasets.one_class import splits_of_one_class
@@ -16,15 +15,16 @@ from dlrm_fused.datasets.preparation.criteo import CriteoOptions, prepare_criteo
 from dlrm_fused.datasets.preparation.movielens import MovieLensOptions, SplitBy, prepare_movielens
 from dlrm_fused.datasets.preparation.parallel import available_cores
 from dlrm_fused.datasets.preparation.parquet import ROW_GROUP_ROWS, ParquetOptions, write_parquet
-from dlrm_fused.datasets.preparation.table.arguments import add_apply, add_table
+from dlrm_fused.datasets.preparation.table.arguments import add_apply, add_table, options_of
 from dlrm_fused.datasets.schema import SCHEMA_FILE, PreparedInfo
 from dlrm_fused.errors import UserError
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "data/prepare.py") -> int:
     """Run one preparation; returns the exit code, 1 for an error, whose message it prints."""
-    args = _parser(program).parse_args(arguments)
+    args = argparse.Namespace(output=None)
     try:
+        _parser(program).parse_args(arguments, args)
         done: PreparedInfo | str = args.prepare(args)
     except UserError as error:
         return _fail(str(error))
@@ -64,11 +64,6 @@ def _parser(program: str) -> argparse.ArgumentParser:
     _add_synthetic(commands)
     _add_parquet(commands)
     return parser
-
-
-def _options(kind: type[Any], args: argparse.Namespace) -> Any:
-    """Return options of this dataclass, each with the value of the argument of its name."""
-    return kind(**{field.name: getattr(args, field.name) for field in fields(kind)})
 
 
 def _common(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +108,7 @@ def _add_movielens(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     )
     _max_malformed(parser)
     parser.set_defaults(
-        prepare=lambda args: prepare_movielens(replace(_options(MovieLensOptions, args), split=SplitBy[args.split]))
+        prepare=lambda args: prepare_movielens(replace(options_of(MovieLensOptions, args), split=SplitBy[args.split]))
     )
 
 
@@ -143,7 +138,7 @@ def _add_criteo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--torchrec", action="store_true", help="give the tensors of TorchRec's BinaryCriteoUtils")
     parser.add_argument("--workers", type=int, default=available_cores(), help="threads (default: one for each core)")
     _max_malformed(parser)
-    parser.set_defaults(prepare=lambda args: prepare_criteo(_options(CriteoOptions, args)))
+    parser.set_defaults(prepare=lambda args: prepare_criteo(options_of(CriteoOptions, args)))
 
 
 def _add_synthetic(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -172,7 +167,7 @@ def _add_parquet(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--row-group-rows", type=_positive, default=ROW_GROUP_ROWS, metavar="N", help=f"default {ROW_GROUP_ROWS}"
     )
-    parser.set_defaults(prepare=lambda args: write_parquet(_options(ParquetOptions, args)))
+    parser.set_defaults(prepare=lambda args: write_parquet(options_of(ParquetOptions, args)))
 
 
 def _positive(text: str) -> int:
@@ -186,4 +181,4 @@ def _prepare_synthetic(args: argparse.Namespace) -> PreparedInfo:
     # Imported here, since it needs torch, which takes seconds to load.
     from dlrm_fused.datasets.preparation.synthetic import SyntheticOptions, prepare_synthetic
 
-    return prepare_synthetic(SyntheticOptions(args.output, _options(SyntheticConfig, args), args.seed, args.overwrite))
+    return prepare_synthetic(SyntheticOptions(args.output, options_of(SyntheticConfig, args), args.seed, args.overwrite))

@@ -190,7 +190,7 @@ def _with_features(release: Release, train: Int, histories: Histories | None) ->
         *(pl.col(name).replace_strict(_vocabulary(release.users[name]), default=0).alias(f"{name}_id") for name in TEXTS),
     )
     genre_ids = pl.element().replace_strict(_vocabulary(_genres(release)), return_dtype=pl.Int64)
-    movies = release.movies.select("movie", "year", genre_ids=pl.col("genres").list.eval(genre_ids))
+    movies = release.movies.select("movie", "year", genre_ids=pl.col("genres").list.eval(genre_ids).cast(pl.List(pl.Int64)))
     for table, key in ((users, "user"), (movies, "movie")):
         ratings = ratings.join(table, on=key, how="left", maintain_order="left")
     ids = ["user_id", "item_id", "age_group", *(f"{name}_id" for name in TEXTS)]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dlrm_fused.datasets.preparation.parallel import available_cores
 from dlrm_fused.datasets.preparation.writer import SPLITS
@@ -14,53 +15,49 @@ from dlrm_fused.datasets.table_format import UNITS, TableFormat
 from dlrm_fused.datasets.transformation import DenseKind, HistoryColumns
 from dlrm_fused.errors import DataError
 
-# Modules that read tables are imported when they are needed: other preparations do without them.
-if TYPE_CHECKING:
-    from dlrm_fused.datasets.preparation.table.prepare import SplitOptions, TableOptions
-
 _KINDS = ", ".join(kind.name for kind in DenseKind)
+
+
+def options_of(kind: type[Any], args: argparse.Namespace) -> Any:
+    """Return options of this dataclass, each with the value of the argument of its name."""
+    return kind(**{field.name: getattr(args, field.name) for field in fields(kind)})
 
 
 def add_table(parser: argparse.ArgumentParser) -> None:
     _add_common(parser)
-    parser.add_argument(
-        "--label", required=True, metavar="COLUMN,...", help="columns of labels, 0 or 1, the most important first"
-    )
-    parser.add_argument(
-        "--sample-weight", default="", metavar="COLUMN", help="what each row counts in the loss and the metrics: 0 or more"
-    )
-    parser.add_argument(
+
+    def add(option: str, convert: Any, metavar: str, help_text: str, default: Any = "", **settings: Any) -> None:
+        parser.add_argument(option, type=convert, default=default, metavar=metavar, help=help_text, **settings)
+
+    add("--label", _names, "COLUMN,...", "columns of labels, 0 or 1, the most important first", dest="labels", required=True)
+    add("--sample-weight", str.strip, "COLUMN", "what each row counts in the loss and the metrics: 0 or more")
+    add(
         "--dense",
-        default="",
-        metavar="COLUMN[:KIND],...",
-        help=f"columns of numbers, each with what becomes of it: {_KINDS} (default standardize)",
+        _dense,
+        "COLUMN[:KIND],...",
+        f"columns of numbers, each with what becomes of it: {_KINDS} (default standardize)",
     )
-    parser.add_argument("--sparse", default="", metavar="COLUMN,...", help="columns of ids: whole numbers, text, lists of them")
-    parser.add_argument(
+    add("--sparse", _names, "COLUMN,...", "columns of ids: whole numbers, text, lists of them")
+    add(
         "--separated",
-        nargs="+",
+        str,
+        "COLUMN=SEPARATOR",
+        "text columns of --sparse that hold several values, such as 'genres=|'",
         default=[],
-        metavar="COLUMN=SEPARATOR",
-        help="text columns of --sparse that hold several values, such as 'genres=|'",
+        nargs="+",
     )
-    parser.add_argument(
-        "--min-frequency",
-        type=int,
-        default=3,
-        metavar="N",
-        help="values that occur less often in training rows share one id (default 3)",
-    )
-    parser.add_argument(
+    add("--min-frequency", int, "N", "values that occur less often in training rows share one id (default 3)", default=3)
+    add(
         "--hash-buckets",
-        default="",
-        metavar="COLUMN=ROWS,...",
-        help="hash the values of these columns into tables of so many rows, instead of numbering the frequent ones",
+        _buckets,
+        "COLUMN=ROWS,...",
+        "hash the values of these columns into tables of so many rows, instead of numbering the frequent ones",
     )
-    parser.add_argument(
+    add(
         "--null-values",
-        default="",
-        metavar="VALUE,...",
-        help=r"values of dense and sparse columns that stand for missing ones, beside empty ones: '\N,NULL,NA'",
+        _names,
+        "VALUE,...",
+        r"values of dense and sparse columns that stand for missing ones, beside empty ones: '\N,NULL,NA'",
     )
     parser.add_argument(
         "--history",
@@ -68,7 +65,7 @@ def add_table(parser: argparse.ArgumentParser) -> None:
         metavar=("USER", "TIME", "ITEM[,COLUMN...]"),
         help="give each row the earlier rows of its user as tokens, made of these sparse columns; splits by TIME",
     )
-    parser.add_argument("--history-length", type=int, default=50, metavar="N", help="of those the last N (default 50)")
+    add("--history-length", int, "N", "of those the last N (default 50)", default=50)
     parser.add_argument("--describe", action="store_true", help="print what the table holds and a config; write nothing")
     _add_split(parser, held_out=0.2)
     parser.set_defaults(prepare=_prepare)
@@ -101,17 +98,30 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 def _add_format(parser: argparse.ArgumentParser) -> None:
     text = parser.add_argument_group("how files are written (of 'apply', by default as those of the transformation)")
-    text.add_argument("--delimiter", metavar="CHARACTER", help="between fields of text, such as ';', '|' or '\\t' for a tab")
+    text.add_argument(
+        "--delimiter",
+        type=lambda character: "\t" if character == r"\t" else character,
+        metavar="CHARACTER",
+        help="between fields of text, such as ';', '|' or '\\t' for a tab",
+    )
     text.add_argument("--encoding", metavar="NAME", help="of text, such as latin-1, cp1252 or utf-16 (default utf-8)")
     text.add_argument("--quote", metavar="CHARACTER", help="encloses fields of text; '' if nothing does (default '\"')")
     text.add_argument("--escape", metavar="CHARACTER", help="takes the meaning from the next character of text, such as '\\'")
     text.add_argument(
         "--trim", action=argparse.BooleanOptionalAction, default=None, help="leave out blanks around names and fields of text"
     )
-    text.add_argument("--column-names", metavar="COLUMN,...", help="of text without a header; '' if there is one")
-    text.add_argument("--rename", nargs="+", metavar="OLD=NEW", help="other names for columns, such as 'user id=user'")
+    text.add_argument("--column-names", type=_names, metavar="COLUMN,...", help="of text without a header; '' if there is one")
+    text.add_argument(
+        "--rename",
+        action=_Renames,
+        dest="renamed",
+        nargs="+",
+        metavar="OLD=NEW",
+        help="other names for columns, such as 'user id=user'",
+    )
     text.add_argument(
         "--time-format",
+        dest="time",
         metavar="FORMAT",
         help=f"of the column of times: {', '.join(UNITS)} since 1970, or a format of Python's strptime, such as '%%Y%%m%%d'",
     )
@@ -133,71 +143,32 @@ def _add_split(parser: argparse.ArgumentParser, held_out: float | None) -> None:
 
 
 def _prepare(args: argparse.Namespace) -> PreparedInfo | str:
-    from dlrm_fused.datasets.preparation.table.prepare import describe_table, prepare_table
+    # Imported here and below, since other preparations do without the modules that read tables.
+    from dlrm_fused.datasets.preparation.table.prepare import TableOptions, describe_table, prepare_table
 
-    options = _table_options(args)
+    if args.history:
+        user, time, items = args.history
+        args.history = HistoryColumns(user, time, _names(items), args.history_length)
+    args.separated = dict(_pair("--separated", entry) for entry in args.separated)
+    args.split_files = _split_files(args, needed=SPLITS)
+    args.split = _split_options(args)
+    args.table_format = TableFormat(**_table_format(args))
+    options = options_of(TableOptions, args)
     return describe_table(options) if args.describe else prepare_table(options)
 
 
 def _apply(args: argparse.Namespace) -> PreparedInfo:
     from dlrm_fused.datasets.preparation.table.prepare import ApplyOptions, apply_transformation
 
-    return apply_transformation(
-        ApplyOptions(
-            transformation=args.transformation,
-            input=tuple(args.input),
-            output=args.output,
-            split=_split_options(args) if _is_split(args) else None,
-            workers=args.workers,
-            overwrite=args.overwrite,
-            table_format=_table_format(args),
-            split_files=_split_files(args, needed=()),
-        )
-    )
-
-
-def _table_options(args: argparse.Namespace) -> TableOptions:
-    from dlrm_fused.datasets.preparation.table.prepare import TableOptions
-
-    history = None
-    if args.history:
-        user, time, items = args.history
-        history = HistoryColumns(user, time, tuple(_names(items)), args.history_length)
-    return TableOptions(
-        input=tuple(args.input),
-        output=args.output,
-        labels=tuple(_names(args.label)),
-        dense=_dense(args.dense),
-        sparse=tuple(_names(args.sparse)),
-        separated=_pairs("--separated", args.separated),
-        min_frequency=args.min_frequency,
-        hash_buckets={
-            name: _whole("--hash-buckets", name, count)
-            for name, count in _pairs("--hash-buckets", _names(args.hash_buckets)).items()
-        },
-        split=_split_options(args),
-        history=history,
-        sample_weight=args.sample_weight.strip(),
-        null_values=tuple(_names(args.null_values)),
-        workers=args.workers,
-        overwrite=args.overwrite,
-        table_format=TableFormat(**_table_format(args)),
-        split_files=_split_files(args, needed=SPLITS),
-    )
+    args.split_files = _split_files(args, needed=())
+    args.split = _split_options(args) if _is_split(args) else None
+    args.table_format = _table_format(args)
+    return apply_transformation(options_of(ApplyOptions, args))
 
 
 def _table_format(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options that are given, by their names in :class:`TableFormat`."""
-    given = {
-        "delimiter": "\t" if args.delimiter == "\\t" else args.delimiter,
-        "encoding": args.encoding,
-        "quote": args.quote,
-        "escape": args.escape,
-        "trim": args.trim,
-        "column_names": None if args.column_names is None else tuple(_names(args.column_names)),
-        "renamed": None if args.rename is None else _renamed(args.rename),
-        "time": args.time_format,
-    }
+    given = {name: getattr(args, name) for name in (field.name for field in fields(TableFormat))}
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -225,15 +196,15 @@ def _is_split(args: argparse.Namespace) -> bool:
     return bool(args.held_out is not None or args.split_by_time or args.split_by_column)
 
 
-def _split_options(args: argparse.Namespace) -> SplitOptions:
+def _split_options(args: argparse.Namespace) -> Any:
     from dlrm_fused.datasets.preparation.table.prepare import SplitOptions
 
-    held_out = SplitOptions().held_out if args.held_out is None else args.held_out
+    held_out = SplitOptions.held_out if args.held_out is None else args.held_out
     return SplitOptions(held_out, args.seed, args.split_by_time, args.split_by_column)
 
 
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _dense(text: str) -> dict[str, DenseKind]:
@@ -251,26 +222,27 @@ def _dense(text: str) -> dict[str, DenseKind]:
     return dense
 
 
-def _renamed(entries: Sequence[str]) -> dict[str, str]:
-    pairs = [entry.rpartition("=") for entry in entries]
-    for (old, _, new), entry in zip(pairs, entries, strict=True):
-        if not old or not new:
-            raise DataError(f"--rename {entry}: allowed: the name in the file, =, and the new name")
-    return {old: new for old, _, new in pairs}
+def _buckets(text: str) -> dict[str, int]:
+    pairs = dict(_pair("--hash-buckets", entry) for entry in _names(text))
+    for name, count in pairs.items():
+        if not count.strip().lstrip("+-").isdigit():
+            raise DataError(f"--hash-buckets {name}={count}: allowed: a whole number of rows")
+    return {name: int(count) for name, count in pairs.items()}
 
 
-def _pairs(option: str, entries: Sequence[str]) -> dict[str, str]:
-    pairs: dict[str, str] = {}
-    for entry in entries:
-        name, _, value = entry.partition("=")
-        if not name or not value:
-            raise DataError(f"{option} {entry}: allowed: a column, =, and its value; --help shows how")
-        pairs[name] = value
-    return pairs
+def _pair(option: str, entry: str) -> tuple[str, str]:
+    name, _, value = entry.partition("=")
+    if not name or not value:
+        raise DataError(f"{option} {entry}: allowed: a column, =, and its value; --help shows how")
+    return name, value
 
 
-def _whole(option: str, name: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise DataError(f"{option} {name}={text}: allowed: a whole number of rows") from None
+class _Renames(argparse.Action):
+    """Reads ``OLD=NEW ...``, where the old name may have an equals sign."""
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        pairs = [entry.rpartition("=") for entry in values]
+        for (old, _, new), entry in zip(pairs, values, strict=True):
+            if not old or not new:
+                raise DataError(f"--rename {entry}: allowed: the name in the file, =, and the new name")
+        namespace.renamed = {old: new for old, _, new in pairs}
