@@ -1,7 +1,7 @@
 """Machines that the rule knows.
 
 Rates of the H100 and the H200 are measured ceilings of benchmarks in this repository. Costs are fitted to half of the calls
-that were measured on two H200s, by ``python -m benchmarks.schedules.rule`` (docs/schedules.md); the other machines have them
+that were measured on two H200s, by a command that docs/schedules.md names; the other machines have them
 too, and of the rates in data sheets the shares that an H100 reaches of its own.
 """
 
