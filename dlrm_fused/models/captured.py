@@ -116,12 +116,8 @@ class CapturedFunction(Generic[R]):
 
 
 class _SharedMemory:
-    """Memory in which all captures of a function keep the tensors of one call at a time.
-
-    Attributes:
-        call: the number of that call.
-        order: keeps replays in their order, also on several streams.
-    """
+    """Memory in which all captures of a function keep the tensors of one call at a time, ``call``; ``order`` keeps replays in
+    their order, also on several streams."""
 
     def __init__(self, device: torch.device) -> None:
         self.pool, self.order = torch.cuda.graph_pool_handle(), CallOrder(device)
@@ -129,11 +125,7 @@ class _SharedMemory:
 
 
 class _Capture:
-    """The two graphs for inputs of some shapes and addresses.
-
-    Attributes:
-        parameters: those of the layers that need a gradient.
-    """
+    """The two graphs for inputs of some shapes and addresses; ``parameters`` are those of the layers that need a gradient."""
 
     def __init__(
         self,

@@ -163,23 +163,24 @@ class ExpertDLRM(nn.Module):
 
 def build_dlrm(config: Config, schema: DatasetSchema, device: torch.device, group: dist.ProcessGroup | None) -> nn.Module:
     """Return the model of ``model.kind=dlrm``; a :data:`~dlrm_fused.models.task.BuildModel`."""
-    shape, tables = config.model, embedding_tables(config.embedding, schema.sparse_features)
-    top = top_widths(config, schema)
-    return _with_experts(Dlrm(tables, len(schema.dense_features), shape.bottom_mlp, top), top, config, device, group)
+    return _build(Dlrm, (), config, schema, device, group)
 
 
 def build_dcnv2(config: Config, schema: DatasetSchema, device: torch.device, group: dist.ProcessGroup | None) -> nn.Module:
     """Return the model of ``model.kind=dcnv2``; a :data:`~dlrm_fused.models.task.BuildModel`."""
-    shape, tables = config.model, embedding_tables(config.embedding, schema.sparse_features)
-    dense_features, top = len(schema.dense_features), top_widths(config, schema)
-    model = Dcnv2(tables, dense_features, shape.bottom_mlp, top, shape.cross_layers, shape.cross_rank)
-    return _with_experts(model, top, config, device, group)
+    return _build(Dcnv2, (config.model.cross_layers, config.model.cross_rank), config, schema, device, group)
 
 
-def _with_experts(
-    dlrm: _InTwoParts, top: list[int], config: Config, device: torch.device, group: dist.ProcessGroup | None
+def _build(
+    kind: type[_InTwoParts],
+    arguments: tuple[int, ...],
+    config: Config,
+    schema: DatasetSchema,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
 ) -> nn.Module:
-    """Return the model itself if it has no experts."""
+    tables, top = embedding_tables(config.embedding, schema.sparse_features), top_widths(config, schema)
+    dlrm = kind(tables, len(schema.dense_features), config.model.bottom_mlp, top, *arguments)
     if not config.model.experts.count:
         return dlrm
     (experts,) = build_experts(config, group, layers=1, width=top[0], tokens=1, device=device)

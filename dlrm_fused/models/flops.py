@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 
 from dlrm_fused.config import Config, ModelKind
 from dlrm_fused.datasets.schema import DatasetSchema
@@ -23,6 +23,7 @@ from dlrm_fused.models.product_choice import FEED_FORWARD_FACTOR
 from dlrm_fused.ops.moe.activations import ACTIVATIONS
 
 _FORWARD_PASSES_OF_A_STEP = 3
+Product = tuple[int, int, int]  # of [rows, inner] by [inner, columns]
 
 
 def training_flops(config: Config, schema: DatasetSchema) -> int | None:
@@ -33,65 +34,71 @@ def training_flops(config: Config, schema: DatasetSchema) -> int | None:
 
 def forward_flops(config: Config, schema: DatasetSchema) -> int | None:
     """Return the FLOPs of one sample's forward pass; None for a kind of model that is not counted here."""
-    count = _COUNTS.get(config.model.kind)
-    return None if count is None else count(config, schema)
+    products = _PRODUCTS.get(config.model.kind)
+    if products is None:
+        return None
+    bottom = _mlp(len(schema.dense_features), *config.model.bottom_mlp)
+    return 2 * sum(map(math.prod, itertools.chain(bottom, products(config, schema))))
 
 
-def _dlrm(config: Config, schema: DatasetSchema) -> int:
-    vectors = _vectors(schema)
-    features = config.embedding.dim + _pairs(vectors)
-    return _bottom(config, schema) + _interaction(config, schema) + _top(config, schema, features)
+def _mlp(*widths: int) -> Iterator[Product]:
+    for columns_in, columns_out in itertools.pairwise(widths):
+        yield 1, columns_in, columns_out
 
 
-def _dcnv2(config: Config, schema: DatasetSchema) -> int:
-    features, rank = config.embedding.dim + pooled_columns(config.embedding, schema.sparse_features), config.model.cross_rank
-    cross_layer = _product(1, features, rank) + _product(1, rank, features)
-    return _bottom(config, schema) + config.model.cross_layers * cross_layer + _top(config, schema, features)
+def _dlrm(config: Config, schema: DatasetSchema) -> Iterator[Product]:
+    yield from _interaction(config, schema)
+    yield from _top(config, schema, config.embedding.dim + math.comb(_vectors(schema), 2))
 
 
-def _transformer(config: Config, schema: DatasetSchema) -> int:
-    vectors, width, tokens = _vectors(schema), config.model.d_model, schema.history_length + 1
-    into = _product(tokens, pooled_columns(config.embedding, schema.token_features), width)
-    # Only the candidate's result of the last block is used.
-    blocks = (config.model.layers - 1) * _block(config, tokens, queries=tokens) + _block(config, tokens, queries=1)
-    top = _mlp(config.embedding.dim + _pairs(vectors) + width, top_widths(config, schema))
-    return _bottom(config, schema) + into + blocks + _interaction(config, schema) + top
+def _dcnv2(config: Config, schema: DatasetSchema) -> Iterator[Product]:
+    features = config.embedding.dim + pooled_columns(config.embedding, schema.sparse_features)
+    for _ in range(config.model.cross_layers):
+        yield from _mlp(features, config.model.cross_rank, features)
+    yield from _top(config, schema, features)
 
 
-def _block(config: Config, tokens: int, queries: int) -> int:
-    """Return the FLOPs of one block of the Transformer whose result is needed for ``queries`` of the tokens."""
+def _transformer(config: Config, schema: DatasetSchema) -> Iterator[Product]:
+    width, tokens = config.model.d_model, schema.history_length + 1
+    yield tokens, pooled_columns(config.embedding, schema.token_features), width
+    for layer in range(config.model.layers):
+        # Only the candidate's result of the last block is used.
+        yield from _block(config, tokens, queries=tokens if layer + 1 < config.model.layers else 1)
+    yield from _interaction(config, schema)
+    features = config.embedding.dim + math.comb(_vectors(schema), 2) + width
+    yield from _mlp(features, *top_widths(config, schema))
+
+
+def _block(config: Config, tokens: int, queries: int) -> Iterator[Product]:
+    """Yield the products of one block of the Transformer whose result is needed for ``queries`` of the tokens."""
     width = config.model.d_model
-    projections = _product(tokens, width, 3 * width) + _product(queries, width, width)
-    attention = _product(queries, width, tokens) + _product(queries, tokens, width)  # of all heads together
-    if config.model.experts.count:
-        return projections + attention + queries * _experts_of_a_token(config, width)
-    return projections + attention + queries * _mlp(width, [FEED_FORWARD_FACTOR * width, width])
+    yield from ((tokens, width, 3 * width), (queries, width, width))
+    yield from ((queries, width, tokens), (queries, tokens, width))  # attention, of all heads together
+    for _ in range(queries):
+        yield from _experts(config, width) if config.model.experts.count else _mlp(width, FEED_FORWARD_FACTOR * width, width)
 
 
-def _experts_of_a_token(config: Config, width: int) -> int:
-    """Return the router, the token's experts and their weighted sum, and the expert that all tokens have."""
+def _experts(config: Config, width: int) -> Iterator[Product]:
+    """Yield a token's products: the router, its experts and their weighted sum, and the expert that all tokens have."""
     experts = config.model.experts
-    router, weighted_sum = _product(1, width, experts.count), _product(1, experts.top_k, width)
+    yield from ((1, width, experts.count), (1, experts.top_k, width))
     matrices = 1 + ACTIVATIONS[experts.activation.name].parts
-    own, shared = (matrices * _product(1, width, hidden) for hidden in (experts.hidden, experts.shared_hidden))
-    return router + experts.top_k * own + weighted_sum + shared
+    yield from ((experts.top_k * matrices, width, experts.hidden), (matrices, width, experts.shared_hidden))
 
 
-def _bottom(config: Config, schema: DatasetSchema) -> int:
-    return _mlp(len(schema.dense_features), config.model.bottom_mlp)
-
-
-def _top(config: Config, schema: DatasetSchema, features: int) -> int:
-    """Return the top MLP of DLRM and DCNv2, with its experts."""
+def _top(config: Config, schema: DatasetSchema, features: int) -> Iterator[Product]:
+    """Yield the top MLP of DLRM and DCNv2, with its experts."""
     widths = top_widths(config, schema)
-    return _mlp(features, widths) + (_experts_of_a_token(config, widths[0]) if config.model.experts.count else 0)
+    yield from _mlp(features, *widths)
+    if config.model.experts.count:
+        yield from _experts(config, widths[0])
 
 
-def _interaction(config: Config, schema: DatasetSchema) -> int:
-    vectors, dim = _vectors(schema), config.embedding.dim
+def _interaction(config: Config, schema: DatasetSchema) -> Iterator[Product]:
+    dim = config.embedding.dim
     own_dims = (config.embedding.dim_of(feature.name) for feature in schema.sparse_features)
-    projections = sum(_product(1, own, dim) for own in own_dims if own != dim)
-    return projections + _product(vectors, dim, vectors)
+    yield from ((1, own, dim) for own in own_dims if own != dim)
+    yield _vectors(schema), dim, _vectors(schema)
 
 
 def _vectors(schema: DatasetSchema) -> int:
@@ -99,20 +106,7 @@ def _vectors(schema: DatasetSchema) -> int:
     return len(schema.sparse_features) + 1
 
 
-def _pairs(vectors: int) -> int:
-    return math.comb(vectors, 2)
-
-
-def _mlp(in_features: int, widths: Sequence[int]) -> int:
-    return sum(_product(1, *layer) for layer in itertools.pairwise([in_features, *widths]))
-
-
-def _product(rows: int, inner: int, columns: int) -> int:
-    """Return the FLOPs of [rows, inner] by [inner, columns]."""
-    return 2 * rows * inner * columns
-
-
-_COUNTS: dict[ModelKind, Callable[[Config, DatasetSchema], int]] = {
+_PRODUCTS: dict[ModelKind, Callable[[Config, DatasetSchema], Iterator[Product]]] = {
     ModelKind.dlrm: _dlrm,
     ModelKind.dcnv2: _dcnv2,
     ModelKind.transformer: _transformer,

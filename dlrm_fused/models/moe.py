@@ -143,9 +143,7 @@ class MixtureOfExperts(nn.Module):
     def _losses(self, routing: Routing, mask: Tensor | None, slots: Tensor, of_group: Tensor | None) -> Tensor | None:
         """Collective over all ranks, if this one has not been told the slots of all.
 
-        Args:
-            slots: [E], of this rank.
-            of_group: [E], of the ranks that share the experts.
+        Slots are [E], those of this rank, and of the ranks that share the experts.
         """
         settings = self._settings
         if not settings.balance_loss and not settings.z_loss:

@@ -16,6 +16,7 @@ Transformer Models*, arXiv 2205.05198.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -43,7 +44,9 @@ def gather_samples(x: Tensor, group: ProcessGroup | None) -> Tensor:
     Backward, each rank takes the gradient of its own samples, times n: the gradient of the mean of the ranks' losses becomes
     that of this rank's.
     """
-    return x if group_size(group) == 1 else cast(Tensor, _GatherSamples.apply(x, group))
+    if group is None or group.size() == 1:
+        return x
+    return _both_ways(x, lambda x: _all_gather(x, group), lambda gradient: _own(gradient, group) * group.size())
 
 
 def own_samples(x: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -51,12 +54,29 @@ def own_samples(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
     Backward, the gradients of all ranks' samples are gathered, and divided by n: they are of the mean of the ranks' losses.
     """
-    return x if group_size(group) == 1 else cast(Tensor, _OwnSamples.apply(x, group))
+    if group is None or group.size() == 1:
+        return x
+    return _both_ways(x, lambda x: _own(x, group).clone(), lambda gradient: _all_gather(gradient, group) / group.size())
 
 
 def copy_to_ranks(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """x, equal on all ranks, into sharded layers: backward, the gradients of the pieces are summed (Megatron's f)."""
-    return x if group_size(group) == 1 else cast(Tensor, _CopyToRanks.apply(x, group))
+
+    def sum_over_ranks(gradient: Tensor) -> Tensor:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    return x if group_size(group) == 1 else _both_ways(x, _alias, sum_over_ranks)
+
+
+def _mean_of_ranks(weight: Tensor, ranks: int) -> Tensor:
+    """Return a weight whose gradient is of the sum of the ranks' losses, as one of their mean."""
+    return _both_ways(weight, _alias, lambda gradient: gradient / ranks)
+
+
+def _alias(x: Tensor) -> Tensor:
+    return x.view_as(x)
 
 
 def _all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -69,52 +89,20 @@ def _own(x: Tensor, group: ProcessGroup) -> Tensor:
     return x.unflatten(0, (group.size(), -1))[group.rank()]
 
 
-class _GatherSamples(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_gather(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _own(gradient, ctx.group) * ctx.group.size(), None
+def _both_ways(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return ``forward(x)``, whose gradient reaches x as ``backward`` of it."""
+    return cast(Tensor, _BothWays.apply(x, forward, backward))
 
 
-class _OwnSamples(torch.autograd.Function):
+class _BothWays(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _own(x, group).clone()
+    def forward(ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.of_gradient = backward
+        return forward(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _all_gather(gradient, ctx.group) / ctx.group.size(), None
-
-
-class _CopyToRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
-
-
-class _MeanOfRanks(torch.autograd.Function):
-    """A weight whose gradient is of the sum of the ranks' losses, as one of their mean."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient / ctx.ranks, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.of_gradient(gradient), None, None
 
 
 @dataclass(frozen=True)
@@ -154,7 +142,7 @@ class LayerProducts:
         if self.shards is None:
             return F.linear(copy_to_ranks(x, self.group), weight)
         workspace, ranks = self.shards, self.shards.world_size
-        x, weight = self._in_compute_dtype(x), _MeanOfRanks.apply(self._in_compute_dtype(weight), ranks)
+        x, weight = self._in_compute_dtype(x), _mean_of_ranks(self._in_compute_dtype(weight), ranks)
         rows = x.flatten(0, -2).contiguous()
         # Rows beyond the workspace's memory go in further calls.
         parts = [all_gather_gemm(workspace, part, weight) for part in rows.split(workspace.max_rows // ranks)]
@@ -172,7 +160,7 @@ class LayerProducts:
     def _scatter(self, workspace: ShardWorkspace, x: Tensor, weight: Tensor) -> Tensor:
         """Return [rows of own samples, N]: the sum over ranks of x [rows of all, K_local] @ weight.T."""
         ranks = workspace.world_size
-        weight = _MeanOfRanks.apply(weight, ranks)
+        weight = _mean_of_ranks(weight, ranks)
         parts = x.unflatten(0, (ranks, -1)).split(workspace.max_rows // ranks, dim=1)
         return torch.cat([gemm_reduce_scatter(workspace, part.flatten(0, 1).contiguous(), weight) for part in parts])
 
@@ -248,8 +236,7 @@ class RowParallelLinear(nn.Module):
 def _shard_of_weight(in_features: int, out_features: int, dim: int, group: ProcessGroup | None) -> nn.Parameter:
     """Return this rank's piece of a weight [out_features, in_features], sharded along ``dim``.
 
-    The whole is drawn on the CPU, as nn.Linear draws it, so that neither the piece nor what is drawn after it depends on how
-    many ranks there are.
+    The whole is drawn on the CPU, as nn.Linear draws it: nothing drawn then or later depends on how many ranks there are.
     """
     ranks = group_size(group)
     features = (out_features, in_features)[dim]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -16,28 +16,23 @@ PARTS = ("data_wait", "input_dist", "embedding", "dense_forward", "backward", "o
 _HOST_PARTS = frozenset({"data_wait"})
 
 
-class _Clock(Protocol):
-    def mark(self) -> Any: ...
-    def passed(self, mark: Any) -> bool: ...
-    def milliseconds(self, begin: Any, end: Any) -> float: ...
-    def reuse(self, mark: Any) -> None: ...
-
-
 class _HostClock:
-    def mark(self) -> float:
+    """Marks are moments of the host's clock."""
+
+    def mark(self) -> Any:
         return time.perf_counter()
 
-    def passed(self, mark: float) -> bool:
+    def passed(self, mark: Any) -> bool:
         return True
 
-    def milliseconds(self, begin: float, end: float) -> float:
+    def milliseconds(self, begin: Any, end: Any) -> float:
         return (end - begin) * 1e3
 
-    def reuse(self, mark: float) -> None:
-        pass
+    def reuse(self, mark: Any) -> None:
+        """Take back a mark that is no longer needed."""
 
 
-class _CudaClock:
+class _CudaClock(_HostClock):
     """Marks are events on the current stream; they are read once the device has passed them, and used again."""
 
     def __init__(self) -> None:
@@ -62,7 +57,7 @@ class _CudaClock:
 class _Step:
     begin: Any
     end: Any = None
-    intervals: list[tuple[str, _Clock, Any, Any]] = field(default_factory=list)
+    intervals: list[tuple[str, _HostClock, Any, Any]] = field(default_factory=list)
 
 
 class StepTimer:
@@ -88,16 +83,21 @@ class StepTimer:
         self._until_next = every
         self.is_measuring = True
         self._host = _HostClock()
-        self._clock: _Clock = _CudaClock() if device.type == "cuda" else self._host
+        self._clock = _CudaClock() if device.type == "cuda" else self._host
         self._running: dict[str, Any] = {}
         self._step: _Step | None = None
         self._unread: deque[_Step] = deque()
         self._totals: defaultdict[str, float] = defaultdict(float)
         self._steps_read = 0
 
-    def part(self, name: str) -> _Part:
-        """Context manager around a part of the step."""
-        return _Part(self, name)
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time a part of the step."""
+        self.start(name)
+        try:
+            yield
+        finally:
+            self.stop(name)
 
     def start(self, name: str) -> None:
         """Begin a part; for code that cannot use :meth:`part`, such as hooks."""
@@ -145,7 +145,7 @@ class StepTimer:
         self._steps_read = 0
         return means
 
-    def _clock_of(self, name: str) -> _Clock:
+    def _clock_of(self, name: str) -> _HostClock:
         return self._host if name in _HOST_PARTS else self._clock
 
     def _current_step(self) -> _Step:
@@ -154,11 +154,11 @@ class StepTimer:
         return self._step
 
     def _read_passed(self) -> None:
-        while self._unread and self._passed(self._unread[0]):
+        while self._unread:
+            step = self._unread[0]
+            if not (self._clock.passed(step.end) and all(clock.passed(end) for _, clock, _, end in step.intervals)):
+                return
             self._read(self._unread.popleft())
-
-    def _passed(self, step: _Step) -> bool:
-        return self._clock.passed(step.end) and all(clock.passed(end) for _, clock, _, end in step.intervals)
 
     def _read(self, step: _Step) -> None:
         self._steps_read += 1
@@ -180,17 +180,6 @@ class StepTimer:
         self._totals["idle"] += idle
         self._clock.reuse(step.begin)
         self._clock.reuse(step.end)
-
-
-class _Part:
-    def __init__(self, timer: StepTimer, name: str) -> None:
-        self._timer, self._name = timer, name
-
-    def __enter__(self) -> None:
-        self._timer.start(self._name)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._timer.stop(self._name)
 
 
 @dataclass

@@ -38,13 +38,14 @@ _FINAL = "final_evaluation"
 Method = TypeVar("Method", bound=Callable[..., None])
 
 
-def _names_the_folder(method: Method) -> Method:
-    """Make a method of RunWriter say which folder cannot be written, when the disk is full for example."""
+def _on_rank_0(method: Method) -> Method:
+    """Let a method of RunWriter do nothing on other ranks, and say which folder cannot be written, as when the disk is full."""
 
     @functools.wraps(method)
     def wrapped(self: RunWriter, *args: Any, **kwargs: Any) -> None:
         try:
-            method(self, *args, **kwargs)
+            if self._active:
+                method(self, *args, **kwargs)
         except OSError as error:
             raise TrainingError(
                 f"{self._folder}: cannot be written: {error.strerror}; start the run again to continue from its last checkpoint"
@@ -64,26 +65,25 @@ class RunWriter:
         resume_step: the step of the checkpoint that the run continues from; 0 for a run that starts anew.
     """
 
-    @_names_the_folder
     def __init__(self, run_dir: Path, config: Config, rank: int, resume_step: int = 0) -> None:
         self._active = rank == 0
         self._folder = run_dir
-        self._summary_path = run_dir / "summary.json"
-        if not self._active:
-            return
-        run_dir.mkdir(parents=True, exist_ok=True)
-        self._metrics = _open_metrics(run_dir / "metrics.jsonl", resume_step)
-        self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1 if resume_step else 0)
+        self._open(config, resume_step)
+
+    @_on_rank_0
+    def _open(self, config: Config, resume_step: int) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._metrics = _open_metrics(self._folder / "metrics.jsonl", resume_step)
+        self._tensorboard = SummaryWriter(str(self._folder / "tensorboard"), purge_step=resume_step + 1 if resume_step else 0)
         self._progress = _progress(config.training.max_steps, resume_step)
         self.text("config", to_yaml(config))
 
-    @_names_the_folder
+    @_on_rank_0
     def text(self, tag: str, text: str) -> None:
         """Show a text, such as the sharding plan, in TensorBoard; its columns stay aligned."""
-        if self._active:
-            self._tensorboard.add_text(tag, f"```\n{text}\n```")
+        self._tensorboard.add_text(tag, f"```\n{text}\n```")
 
-    @_names_the_folder
+    @_on_rank_0
     def train(self, step: int, values: Mapping[str, _Value]) -> None:
         """A line about the training steps up to ``step``.
 
@@ -92,30 +92,27 @@ class RunWriter:
                 :meth:`~dlrm_fused.training.step_timer.StepTimer.summary`, what
                 :func:`~dlrm_fused.training.efficiency.efficiency` gives, and experts_<layer>_busiest and _idlest.
         """
-        if not self._active:
-            return
         self._write_line({"kind": "train", "step": step, **values})
         self._write_scalars({_train_tag(name): value for name, value in values.items()}, step)
         self._progress.train(step, values)
 
-    @_names_the_folder
+    @_on_rank_0
     def expert_load(self, step: int, layer: int, fractions: Sequence[float]) -> None:
         """A chart of how much of a layer's work each expert has had since the report before: a bar for each expert."""
-        if self._active:
-            edges = np.arange(1, len(fractions) + 1, dtype=np.float64)
-            self._tensorboard.add_histogram_raw(
-                f"experts/{layer}_load",
-                min=0,
-                max=len(fractions),
-                num=len(fractions),
-                sum=sum(fractions),
-                sum_squares=sum(fraction**2 for fraction in fractions),
-                bucket_limits=edges.tolist(),
-                bucket_counts=list(fractions),
-                global_step=step,
-            )
+        edges = np.arange(1, len(fractions) + 1, dtype=np.float64)
+        self._tensorboard.add_histogram_raw(
+            f"experts/{layer}_load",
+            min=0,
+            max=len(fractions),
+            num=len(fractions),
+            sum=sum(fractions),
+            sum_squares=sum(fraction**2 for fraction in fractions),
+            bucket_limits=edges.tolist(),
+            bucket_counts=list(fractions),
+            global_step=step,
+        )
 
-    @_names_the_folder
+    @_on_rank_0
     def evaluation(self, step: int, split: str, values: Mapping[str, _Value], final: bool = False) -> None:
         """A line about an evaluation after ``step``.
 
@@ -123,28 +120,24 @@ class RunWriter:
             values: auc, auc_error, log_loss, normalized_entropy, calibration, samples.
             final: whether it is the one at the end of the run; a run that continues removes its line.
         """
-        if not self._active:
-            return
         kind = _FINAL if final else "evaluation"
         self._write_line({"kind": kind, "step": step, "split": split, **values})
         self._write_scalars({f"evaluation/{split}_{name}": value for name, value in values.items()}, step)
         self._tensorboard.flush()
         self._progress.message(f"step {step}: {split} {_phrase(values)}")
 
-    @_names_the_folder
+    @_on_rank_0
     def summary(self, values: Mapping[str, _Value | _Table]) -> None:
         """Write summary.json, the outcome of the run."""
-        if self._active:
-            write_json(self._summary_path, values)
+        write_json(self._folder / "summary.json", values)
 
-    @_names_the_folder
+    @_on_rank_0
     def close(self) -> None:
         """Flush and close all files; may be called more than once."""
-        if self._active:
-            self._progress.close()
-            self._metrics.close()
-            self._tensorboard.close()
-            self._active = False
+        self._progress.close()
+        self._metrics.close()
+        self._tensorboard.close()
+        self._active = False
 
     def _write_line(self, values: Mapping[str, _Value]) -> None:
         # One write a line: a kill leaves at most one incomplete line, which the next start removes.

@@ -20,7 +20,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -29,9 +29,9 @@ import numpy as np
 import torch
 
 from dlrm_fused.checksums import CHECKSUMS_FILE, Checksums
-from dlrm_fused.datasets.transformation import DenseTransform, IdEncoding, Transformation, ids_of, token_name
+from dlrm_fused.datasets.transformation import IdEncoding, Transformation, ids_of, token_name
 from dlrm_fused.datasets.transformation import Values as Kind
-from dlrm_fused.datasets.values import LARGEST_FLOAT32, NullMarkers, number_of, whole_of
+from dlrm_fused.datasets.values import LARGEST_FLOAT32, number_of, whole_of
 from dlrm_fused.errors import DataError
 from dlrm_fused.records import read_json
 
@@ -294,114 +294,82 @@ def _listed(column: Any) -> list[Any]:
     return list(column)
 
 
+@dataclass(frozen=True)
 class Values:
     """Reads the values of a feature, and makes ids of them.
 
     Attributes:
+        read: returns the value that becomes an id; raises ValueError if there is none.
+        allowed: what it takes, in words.
         rows: of the table; ids are taken modulo them, as in training.
+        encoding: of the column of the table that the model was trained on; None where values are ids.
     """
 
+    read: Callable[[Any], int | str | None]
     allowed: str
-
-    def __init__(self, is_list: bool, rows: int) -> None:
-        self.is_list, self.rows = is_list, rows
+    rows: int
+    is_list: bool = False
+    encoding: IdEncoding | None = None
 
     def listed(self, value: Any) -> list[Any] | None:
         """Return the values of a row of a list feature; None if it is no list."""
+        if self.encoding is not None:
+            if self.encoding.column.separator and isinstance(value, str | bytes):
+                text = value.decode() if isinstance(value, bytes) else value
+                return [None] if text in self.encoding.nulls.texts else list(text.split(self.encoding.column.separator))
+            if value is None:
+                return [None]
         return list(value) if isinstance(value, list | tuple | np.ndarray) else None
 
-    def read(self, value: Any) -> Any:
-        """Return the value that becomes an id; raise ValueError if there is none."""
-        raise NotImplementedError
 
-
-class Ids(Values):
-    """Reads ids as they are."""
-
-    def __init__(self, limit: int, rows: int, is_list: bool) -> None:
-        super().__init__(is_list, rows)
-        self.allowed = f"whole numbers from 0 to {limit - 1}"
-        self._limit = limit
-
-    def read(self, value: Any) -> int:
+def _ids_as_they_are(limit: int, rows: int, is_list: bool = False) -> Values:
+    def read(value: Any) -> int:
         is_whole = hasattr(value, "__index__") and not isinstance(value, bool | np.bool_ | np.ndarray)
-        if not is_whole or not 0 <= operator.index(value) < self._limit:
+        if not is_whole or not 0 <= operator.index(value) < limit:
             raise ValueError(value)
         return operator.index(value)
 
-
-class Label(Ids):
-    """Reads a label of a past interaction, in the types that a column of labels may have."""
-
-    def __init__(self, rows: int) -> None:
-        super().__init__(2, rows, is_list=False)
-
-    def read(self, value: Any) -> int:
-        return super().read(whole_of(value))
+    return Values(read, f"whole numbers from 0 to {limit - 1}", rows, is_list)
 
 
-class Categories(Values):
-    """Reads values of a column of the table that the model was trained on.
+def _labels(rows: int) -> Values:
+    """Return what reads a label of a past interaction, in the types that a column of labels may have."""
+    ids = _ids_as_they_are(2, rows)
+    return replace(ids, read=lambda value: ids.read(whole_of(value)))
 
-    Args:
-        limit: the model was trained on ids below it.
+
+def _categories(encoding: IdEncoding, limit: int, rows: int) -> Values:
+    """Return what reads values of a column of the table that the model was trained on, with ids below ``limit``.
 
     Raises:
         ValueError: if the encoding gives larger ids.
     """
-
-    def __init__(self, encoding: IdEncoding, limit: int, rows: int) -> None:
-        super().__init__(encoding.column.is_list, rows)
-        if encoding.rows > limit:
-            raise ValueError(
-                f"column {encoding.column.name} has {encoding.rows} ids, the model {limit}; export the model again"
-            )
-        self.encoding = encoding
-        self.is_text = encoding.column.values is Kind.text
-        self.allowed = "text, or null" if self.is_text else "whole numbers of 64 bits, or null"
-
-    def listed(self, value: Any) -> list[Any] | None:
-        separator = self.encoding.column.separator
-        if separator and isinstance(value, str | bytes):
-            text = value.decode() if isinstance(value, bytes) else value
-            return [None] if text in self.encoding.nulls.texts else list(text.split(separator))
-        return [None] if value is None else super().listed(value)
-
-    def read(self, value: Any) -> int | str | None:
-        return self.encoding.read(value)
+    column = encoding.column
+    if encoding.rows > limit:
+        raise ValueError(f"column {column.name} has {encoding.rows} ids, the model {limit}; export the model again")
+    allowed = "text, or null" if column.values is Kind.text else "whole numbers of 64 bits, or null"
+    return Values(encoding.read, allowed, rows, column.is_list, encoding)
 
 
+def _finite(value: Any) -> float:
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
+        raise ValueError(value)
+    return number_of(value) if value == value else math.inf
+
+
+@dataclass(frozen=True)
 class Number:
-    """Reads a dense feature of a prepared data set: finite numbers, as they are."""
+    """Reads a dense feature; by default one of a prepared data set, finite numbers as they are.
 
-    allowed = "finite numbers"
+    Attributes:
+        read: returns the number; raises ValueError if it is none.
+        apply: maps numbers [n] to the model's inputs, [n].
+    """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def read(self, value: Any) -> float:
-        """Return the number; raise ValueError if it is none."""
-        if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
-            raise ValueError(value)
-        return number_of(value) if value == value else math.inf
-
-    def apply(self, values: np.ndarray) -> np.ndarray:
-        """Return the model's inputs for numbers [n]: [n]."""
-        return values
-
-
-class Column(Number):
-    """Makes a dense feature of a column of the table that the model was trained on."""
-
-    allowed = "numbers, or null"
-
-    def __init__(self, feature: DenseTransform, nulls: NullMarkers) -> None:
-        super().__init__(feature.name)
-        self._nulls = nulls
-        self.apply = feature.apply  # type: ignore[method-assign]
-
-    def read(self, value: Any) -> float:
-        return number_of(value, self._nulls)
+    name: str
+    read: Callable[[Any], float] = _finite
+    allowed: str = "finite numbers"
+    apply: Callable[[np.ndarray], np.ndarray] = np.asarray
 
 
 class Rows:
@@ -412,25 +380,30 @@ class Rows:
         categories: sparse features, by name, in the model's order.
         tokens: token features, by name, in the model's order.
         history: the name of a row's past interactions: ``HISTORY``, with ``_`` before it if a feature has that name.
+
+    Args:
+        others: names that each row has beside numbers and categories.
     """
 
-    def __init__(self, info: Mapping[str, Any]) -> None:
-        self.numbers: list[Number] = []
-        self.categories: dict[str, Values] = {}
-        self.tokens: dict[str, Values] = {}
+    def __init__(
+        self,
+        info: Mapping[str, Any],
+        numbers: list[Number],
+        categories: dict[str, Values],
+        tokens: dict[str, Values],
+        others: Iterable[str],
+    ) -> None:
+        self.numbers, self.categories, self.tokens = numbers, categories, tokens
         self.history_length: int = info["history_length"]
         self.history_only = {feature["name"] for feature in info["token_features"] if feature["history_only"]}
+        self._names = {number.name for number in numbers} | categories.keys() | set(others)
         self.history = HISTORY
-
-    def avoid(self, names: Iterable[str]) -> None:
-        """Call past interactions by another name than the features of rows."""
-        taken = set(names)
-        while self.history in taken:
+        while self.history in self._names:
             self.history = f"_{self.history}"
 
     def features(self) -> set[str]:
         """Return the names that each row has."""
-        raise NotImplementedError
+        return self._names | ({self.history} if self.tokens else set())
 
     def interactions(self, row: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
         """Return the values of token features: of the last ``history_length`` past interactions, then of the candidate."""
@@ -440,7 +413,7 @@ class Rows:
         """Return the inputs of rows; raise InputError for a row that cannot be used."""
         wheres = [f"row {number}" for number in range(len(rows))]
         check_names(rows, self.features(), wheres)
-        dense = self._dense(rows)
+        dense = self._dense(rows, wheres)
         bags = [_read(values, name, [row[name] for row in rows], wheres) for name, values in self.categories.items()]
         histories = [self.interactions(row, where) for row, where in zip(rows, wheres, strict=True)] if self.tokens else []
         bags += [self._token_bags(name, values, histories) for name, values in self.tokens.items()]
@@ -449,25 +422,20 @@ class Rows:
         found = tuple(Bags(each, lengths) for each, (_, lengths) in zip(ids, bags, strict=True))
         return Inputs(dense, found, np.array(lengths, np.int64))
 
-    def _dense(self, rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    def _dense(self, rows: Sequence[Mapping[str, Any]], wheres: Sequence[str]) -> np.ndarray:
         dense = np.ones((len(rows), max(len(self.numbers), 1)), np.float32)  # without numbers, the constant feature
         values = np.empty((len(rows), len(self.numbers)))
         with np.errstate(over="ignore"):
             for column, number in enumerate(self.numbers):
-                values[:, column] = [self._number(number, row[number.name], at) for at, row in enumerate(rows)]
+                of_rows = zip(rows, wheres, strict=True)
+                values[:, column] = [_value(number, number.name, row[number.name], where) for row, where in of_rows]
                 dense[:, column] = number.apply(values[:, column])
         wrong = np.argwhere(~np.isfinite(dense[:, : len(self.numbers)]) | (np.abs(values) > LARGEST_FLOAT32))
         if wrong.size:
             row, column = wrong[0].tolist()
             name = self.numbers[column].name
-            _refuse(f"row {row}", name, rows[row][name], "finite numbers of float32")
+            _refuse(wheres[row], name, rows[row][name], "finite numbers of float32")
         return dense
-
-    def _number(self, number: Number, value: Any, row: int) -> float:
-        try:
-            return number.read(value)
-        except (ValueError, TypeError):
-            _refuse(f"row {row}", number.name, value, number.allowed)
 
     def _token_bags(
         self, name: str, values: Values, histories: Sequence[Sequence[Mapping[str, Any]]]
@@ -494,17 +462,12 @@ class PreparedRows(Rows):
     """
 
     def __init__(self, info: Mapping[str, Any]) -> None:
-        super().__init__(info)
-        self.numbers = [Number(name) for name in info["dense_features"]]
-        for kind, into in (("sparse_features", self.categories), ("token_features", self.tokens)):
-            for feature in info[kind]:
-                into[feature["name"]] = Ids(feature["ids"], feature["rows"], feature["jagged"])
-        self._names = {number.name for number in self.numbers} | self.categories.keys()
-        self._names |= self.tokens.keys() - self.history_only
-        self.avoid(self._names)
-
-    def features(self) -> set[str]:
-        return self._names | ({self.history} if self.tokens else set())
+        categories, tokens = (
+            {feature["name"]: _ids_as_they_are(feature["ids"], feature["rows"], feature["jagged"]) for feature in info[kind]}
+            for kind in ("sparse_features", "token_features")
+        )
+        of_candidate = [feature["name"] for feature in info["token_features"] if not feature["history_only"]]
+        super().__init__(info, [Number(name) for name in info["dense_features"]], categories, tokens, of_candidate)
 
     def interactions(self, row: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
         history = _history(row, self.history, where)
@@ -520,30 +483,28 @@ class TableRows(Rows):
     """
 
     def __init__(self, info: Mapping[str, Any], folder: Path) -> None:
-        super().__init__(info)
         with _refused_as_value_error():
-            transformation = Transformation.load(folder)
+            made_by = Transformation.load(folder)
         tables = {feature["name"]: feature for feature in info["sparse_features"] + info["token_features"]}
-        encodings = {encoding.column.name: encoding for encoding in transformation.sparse}
+        encodings = {encoding.column.name: encoding for encoding in made_by.sparse}
 
-        def categories(column: str, table: str) -> Categories:
-            return Categories(encodings[column], tables[table]["ids"], tables[table]["rows"])
+        def categories(column: str, table: str) -> Values:
+            return _categories(encodings[column], tables[table]["ids"], tables[table]["rows"])
 
-        self.numbers = [Column(feature, transformation.nulls) for feature in transformation.dense]
-        self.categories = {name: categories(name, name) for name in encodings}
-        self.label, self.time = transformation.labels[0], ""
-        self._format = transformation.table_format
-        history = transformation.history
-        if info["token_features"] and history is not None:
-            self.time, self.items = history.time, history.items
-            self.tokens = {token_name(name): categories(name, token_name(name)) for name in self.items}
-            self.tokens["token_label"] = Label(tables["token_label"]["rows"])
-            self.tokens["token_gap"] = Ids(_GAP_ROWS, tables["token_gap"]["rows"], False)
-        self._names = {number.name for number in self.numbers} | self.categories.keys() | ({self.time} if self.time else set())
-        self.avoid(self._names)
+        tokens: dict[str, Values] = {}
+        self.label, self.time, self._format = made_by.labels[0], "", made_by.table_format
+        if info["token_features"] and made_by.history is not None:
+            self.time, self.items = made_by.history.time, made_by.history.items
+            tokens = {token_name(name): categories(name, token_name(name)) for name in self.items}
+            tokens["token_label"] = _labels(tables["token_label"]["rows"])
+            tokens["token_gap"] = _ids_as_they_are(_GAP_ROWS, tables["token_gap"]["rows"])
 
-    def features(self) -> set[str]:
-        return self._names | ({self.history} if self.time else set())
+        def read(value: Any) -> float:
+            return number_of(value, made_by.nulls)
+
+        numbers = [Number(feature.name, read, "numbers, or null", feature.apply) for feature in made_by.dense]
+        of_columns = {name: categories(name, name) for name in encodings}
+        super().__init__(info, numbers, of_columns, tokens, [self.time] if self.time else [])
 
     def interactions(self, row: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
         history = _history(row, self.history, where)
@@ -603,23 +564,24 @@ def _read(values: Values, name: str, of_rows: Sequence[Any], wheres: Sequence[st
         elements = values.listed(value) if values.is_list else [value]
         if elements is None:
             _refuse(where, name, value, f"a list of {values.allowed}")
-        for element in elements:
-            try:
-                read.append(values.read(element))
-            except (ValueError, TypeError):
-                _refuse(where, name, element, values.allowed)
+        read += [_value(values, name, element, where) for element in elements]
         lengths.append(len(elements))
     return read, np.array(lengths, np.int64)
 
 
+def _value(values: Values | Number, name: str, value: Any, where: str) -> Any:
+    try:
+        return values.read(value)
+    except (ValueError, TypeError):
+        _refuse(where, name, value, values.allowed)
+
+
 def _ids(features: Sequence[Values], read: Sequence[list[Any]]) -> list[np.ndarray]:
     """Return the ids of each feature, [total] int64, for the values that were read."""
-    encoded = iter(
-        ids_of([(each.encoding, of) for each, of in zip(features, read, strict=True) if isinstance(each, Categories)])
-    )
+    pairs = list(zip(features, read, strict=True))
+    encoded = iter(ids_of([(each.encoding, of) for each, of in pairs if each.encoding is not None]))
     return [
-        (next(encoded) if isinstance(each, Categories) else np.array(of, np.int64)).astype(np.int64) % each.rows
-        for each, of in zip(features, read, strict=True)
+        (np.array(of, np.int64) if each.encoding is None else next(encoded)).astype(np.int64) % each.rows for each, of in pairs
     ]
 
 
