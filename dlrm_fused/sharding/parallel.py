@@ -26,7 +26,6 @@ from dlrm_fused.config import (
     ComputeKernel,
     Config,
     EmbeddingConfig,
-    EmbeddingOptimizerConfig,
     EmbeddingOptimizerKind,
     OutputDtype,
     Precision,
@@ -190,16 +189,9 @@ def make_sharder(
     Raises:
         ConfigError: if the device lacks one of them.
     """
-    if device.type == "cpu":
-        _refuse_managed_memory("embedding.compute_kernel", embedding.compute_kernel)
-        for name, table in embedding.tables.items():
-            _refuse_managed_memory(f"embedding.tables.{name}.compute_kernel", table.compute_kernel)
     optimizer = embedding.optimizer
     if device.type == "cpu":
-        _refuse_missing_optimizer(optimizer)
-    for key in ("forward_wire", "backward_wire"):
-        if device.type == "cpu" and getattr(embedding, key) is WireDtype.bf16:
-            raise ConfigError(f"embedding.{key}=bf16: gloo cannot send bf16; on the CPU: fp32, fp16")
+        _check_for_cpu(embedding)
     fused_params: dict[str, Any] = {
         "optimizer": FBGEMM_OPTIMIZERS[optimizer.kind],
         "learning_rate": optimizer.learning_rate,
@@ -239,20 +231,21 @@ def _codecs(embedding: EmbeddingConfig, device: torch.device) -> dict[str, Quant
     return get_qcomm_codecs_registry(QCommsConfig(forward_precision=forward, backward_precision=backward), device=device)
 
 
-def _refuse_missing_optimizer(optimizer: EmbeddingOptimizerConfig) -> None:
-    """Refuse an optimizer that FBGEMM has on GPUs only."""
+def _check_for_cpu(embedding: EmbeddingConfig) -> None:
+    """Refuse memory, an optimizer and a wire format that are there on GPUs only."""
+    kernels = {"embedding.compute_kernel": embedding.compute_kernel}
+    kernels |= {f"embedding.tables.{name}.compute_kernel": table.compute_kernel for name, table in embedding.tables.items()}
+    for key, kernel in kernels.items():
+        if kernel in (ComputeKernel.fused_uvm, ComputeKernel.fused_uvm_caching):
+            reason = "it is for tables that a GPU reads from host memory; on the CPU: auto, fused"
+            raise ConfigError(f"{key}={kernel.name}: {reason}")
+    optimizer = embedding.optimizer
     if optimizer.kind in (EmbeddingOptimizerKind.adam, EmbeddingOptimizerKind.rowwise_adam):
-        raise ConfigError(
-            f"embedding.optimizer.kind={optimizer.kind.name}: FBGEMM has it on GPUs only; on the CPU: rowwise_adagrad, "
-            "adagrad, sgd"
-        )
+        reason = "FBGEMM has it on GPUs only; on the CPU: rowwise_adagrad, adagrad, sgd"
+        raise ConfigError(f"embedding.optimizer.kind={optimizer.kind.name}: {reason}")
     if optimizer.weight_decay and not optimizer.counter_halflife:
-        raise ConfigError(
-            f"embedding.optimizer.weight_decay={optimizer.weight_decay}: on the CPU FBGEMM has it with "
-            "embedding.optimizer.counter_halflife only; allowed: 0"
-        )
-
-
-def _refuse_managed_memory(key: str, kernel: ComputeKernel) -> None:
-    if kernel in (ComputeKernel.fused_uvm, ComputeKernel.fused_uvm_caching):
-        raise ConfigError(f"{key}={kernel.name}: it is for tables that a GPU reads from host memory; on the CPU: auto, fused")
+        reason = "on the CPU FBGEMM has it with embedding.optimizer.counter_halflife only; allowed: 0"
+        raise ConfigError(f"embedding.optimizer.weight_decay={optimizer.weight_decay}: {reason}")
+    for key in ("forward_wire", "backward_wire"):
+        if getattr(embedding, key) is WireDtype.bf16:
+            raise ConfigError(f"embedding.{key}=bf16: gloo cannot send bf16; on the CPU: fp32, fp16")

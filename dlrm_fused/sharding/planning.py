@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -116,13 +118,32 @@ def planner_for(
         config.comm is not Comm.baseline and topology.compute_device == "cuda" and by_stores.local_world_size < world_size
     )
     constraints = table_constraints(config.embedding, schema, world_size, cuts_columns=cuts_columns)
-    return EmbeddingShardingPlanner(
+    return _Planner(
         topology=topology,
         batch_size=batch_size,
         enumerator=None if config.comm is Comm.baseline else fused_enumerator(by_stores, batch_size, constraints),
         constraints=constraints,
         debug=False,
     )
+
+
+class _Planner(EmbeddingShardingPlanner):
+    """TorchRec's planner, without its warning of each data-parallel table that it has no sharding spec.
+
+    There is nothing wrong with such a table: a spec says where shards lie, and each rank has a copy of the whole.
+    """
+
+    def plan(self, *args: Any, **kwargs: Any) -> ShardingPlan:
+        root = logging.getLogger()  # to which TorchRec gives this one
+        root.addFilter(_is_no_missing_spec)
+        try:
+            return super().plan(*args, **kwargs)
+        finally:
+            root.removeFilter(_is_no_missing_spec)
+
+
+def _is_no_missing_spec(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Sharding spec not found")
 
 
 def _memory(device: torch.device, local_world_size: int) -> dict[str, int]:
@@ -159,26 +180,22 @@ def table_constraints(
 def _constraint(
     embedding: EmbeddingConfig, feature: SparseFeature, bags: int, world_size: int, cuts_columns: bool
 ) -> ParameterConstraints:
-    """Args:
-    bags: pooled embeddings of a sample.
-    """
-    table = embedding.tables.get(feature.name, TableConfig())
+    """Return the choices for one table; ``bags`` are pooled embeddings of a sample."""
+    table, optimizer = embedding.tables.get(feature.name, TableConfig()), embedding.optimizer
     sharding = table.sharding if table.sharding is not Sharding.auto else embedding.sharding
     kernel = table.compute_kernel if table.compute_kernel is not ComputeKernel.auto else embedding.compute_kernel
+
+    def refuse(setting: str, why: str) -> NoReturn:
+        raise ConfigError(f"embedding.{setting}: {feature.name} is data_parallel, {why}")
+
     if sharding is Sharding.data_parallel and embedding.dtype is TableDtype.fp16:
-        raise ConfigError(
-            f"embedding.dtype=fp16: {feature.name} is data_parallel, and its optimizer would keep fp16 state; allowed: fp32"
-        )
-    if sharding is Sharding.data_parallel and embedding.optimizer.kind is EmbeddingOptimizerKind.rowwise_adam:
-        raise ConfigError(
-            f"embedding.optimizer.kind=rowwise_adam: {feature.name} is data_parallel, and its optimizer runs after the "
-            "backward pass, where there is no such one; allowed: rowwise_adagrad, adagrad, sgd, adam"
-        )
-    if sharding is Sharding.data_parallel and embedding.optimizer.weight_decay:
-        raise ConfigError(
-            f"embedding.optimizer.weight_decay={embedding.optimizer.weight_decay}: {feature.name} is data_parallel, whose "
-            "optimizer would decay other rows than the fused one; allowed: 0"
-        )
+        refuse("dtype=fp16", "and its optimizer would keep fp16 state; allowed: fp32")
+    if sharding is Sharding.data_parallel and optimizer.kind is EmbeddingOptimizerKind.rowwise_adam:
+        why = "and its optimizer runs after the backward pass, where there is no such one"
+        refuse("optimizer.kind=rowwise_adam", f"{why}; allowed: rowwise_adagrad, adagrad, sgd, adam")
+    if sharding is Sharding.data_parallel and optimizer.weight_decay:
+        why = "whose optimizer would decay other rows than the fused one; allowed: 0"
+        refuse(f"optimizer.weight_decay={optimizer.weight_decay}", why)
     return ParameterConstraints(
         sharding_types=_sharding_types(sharding, world_size),
         compute_kernels=_compute_kernels(sharding, kernel),

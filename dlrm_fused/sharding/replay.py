@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ _MOST_INDICES = 2**21
 # Most bytes of an output, which a replay copies, and of its gradient.
 _MOST_BYTES = 2**26
 
-_Key = tuple[Any, ...]
 # Maps indices and offsets of the lookups, as they are given, to those that the operator reads.
 Prepare = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[Sequence[Tensor], Sequence[Tensor]]]
 
@@ -78,7 +77,7 @@ class ReplayedEmbeddingAllToAll:
         gradient_scale: float | None = None,
     ) -> Tensor:
         """Run :func:`embedding_all_to_all` of a batch that is covered, replayed where it can be. Collective."""
-        workspace = self._workspace
+        workspace, batch = self._workspace, _Batch(indices, offsets, list(batch_sizes), gradient_scale)
         # All ranks get other outputs when they get more memory, for larger batches.
         self._captures.renew(Generation((), (workspace.outputs, workspace.tables)))
         if self._tables is not workspace.tables:
@@ -87,75 +86,58 @@ class ReplayedEmbeddingAllToAll:
         key = (tuple(batch_sizes), gradient_scale, *((t.shape, t.dtype) for t in (*indices, *offsets)))
         if key not in self._captures and self._captures.has_room:
             if self._steps.runs(key) <= RUNS_BEFORE_CAPTURE:
-                return self._rehearse(key, indices, offsets, batch_sizes, gradient_scale)
-            self._captures[key] = _Capture(workspace, self._prepare, indices, offsets, batch_sizes, gradient_scale)
+                return self._rehearse(key, batch)
+            self._captures[key] = _Capture(workspace, self._prepare, batch)
         capture = self._captures.get(key)
         if capture is None or capture.is_lent:
-            return self._run(indices, offsets, batch_sizes, gradient_scale)
+            return _run(workspace, self._prepare, batch)
         return _Replay.apply(workspace.anchor, capture, *indices, *offsets)
 
-    def _rehearse(
-        self,
-        key: _Key,
-        indices: Sequence[Tensor],
-        offsets: Sequence[Tensor],
-        batch_sizes: Sequence[int],
-        gradient_scale: float | None,
-    ) -> Tensor:
+    def _rehearse(self, key: tuple[Any, ...], batch: _Batch) -> Tensor:
         """Run as it is; if the shapes come again, with copies, as a capture will: Triton compiles kernels by the alignment and
         the strides of the memory that they read."""
         comes_again = self._steps.runs(key) > 0
         if comes_again:
-            indices, offsets = [tensor.clone() for tensor in indices], [tensor.clone() for tensor in offsets]
+            indices, offsets = ([tensor.clone() for tensor in tensors] for tensors in (batch.indices, batch.offsets))
+            batch = batch._replace(indices=indices, offsets=offsets)
 
         def count(gradient: Tensor) -> Tensor | None:
             self._steps.count(key)  # not before: only then it is known what the backward pass needs
             return gradient.clone(memory_format=torch.contiguous_format) if comes_again else None
 
-        output = self._run(indices, offsets, batch_sizes, gradient_scale)
+        output = _run(self._workspace, self._prepare, batch)
         output.register_hook(count)
         return output
 
-    def _run(
-        self,
-        indices: Sequence[Tensor],
-        offsets: Sequence[Tensor],
-        batch_sizes: Sequence[int],
-        gradient_scale: float | None,
-    ) -> Tensor:
-        return embedding_all_to_all(self._workspace, *self._prepare(indices, offsets), (), batch_sizes, gradient_scale)
+
+class _Batch(NamedTuple):
+    """Arguments of :func:`embedding_all_to_all`, with indices and offsets as they are given."""
+
+    indices: Sequence[Tensor]
+    offsets: Sequence[Tensor]
+    batch_sizes: list[int]
+    gradient_scale: float | None
+
+
+def _run(workspace: EmbeddingWorkspace, prepare: Prepare, batch: _Batch) -> Tensor:
+    inputs = prepare(batch.indices, batch.offsets)
+    return embedding_all_to_all(workspace, *inputs, (), batch.batch_sizes, batch.gradient_scale)
 
 
 class _Capture:
-    """The two graphs for inputs of some shapes.
+    """The two graphs for inputs of some shapes; they read and update ``tables``."""
 
-    Attributes:
-        tables: the tables that the graphs read and update.
-    """
-
-    def __init__(
-        self,
-        workspace: EmbeddingWorkspace,
-        prepare: Prepare,
-        indices: Sequence[Tensor],
-        offsets: Sequence[Tensor],
-        batch_sizes: Sequence[int],
-        gradient_scale: float | None,
-    ) -> None:
+    def __init__(self, workspace: EmbeddingWorkspace, prepare: Prepare, batch: _Batch) -> None:
         self.workspace, self.prepare = workspace, prepare
-        self.batch_sizes, self.gradient_scale = list(batch_sizes), gradient_scale
+        self.batch_sizes, self.gradient_scale = batch.batch_sizes, batch.gradient_scale
         self._outputs, self.tables = workspace.outputs, workspace.tables
-        self._graphs = graphs = CapturedCall(workspace.device, (*indices, *offsets))
+        self._graphs = graphs = CapturedCall(workspace.device, (*batch.indices, *batch.offsets))
         self._lent: weakref.ref[_Loan] | None = None
-        copies, count = cast(list[Tensor], graphs.copies), len(indices)
-        self._plan = workspace.plan(batch_sizes)
-
-        def exchange() -> tuple[Tensor]:
-            prepared = prepare(copies[:count], copies[count:])
-            return (embedding_all_to_all(workspace, *prepared, (), batch_sizes, gradient_scale),)
-
+        copies, count = cast(list[Tensor], graphs.copies), len(batch.indices)
+        self._plan = workspace.plan(batch.batch_sizes)
+        copied = batch._replace(indices=copies[:count], offsets=copies[count:])
         with workspace.captures_until_growth(), workspace.other_anchor() as anchor, graphs.on_its_stream():
-            (output,) = graphs.record_forward(exchange)
+            (output,) = graphs.record_forward(lambda: (_run(workspace, prepare, copied),))
             graphs.record_backward(lambda gradient: torch.autograd.grad(output, anchor, gradient))
 
     @property
