@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import _symmetric_memory
 
 _CYCLES_PER_SECOND = 2e9  # of a GPU's clock, about
 
@@ -103,15 +104,11 @@ def symmetric_memory_backend(device: torch.device) -> str | None:
 
     The module has an underscore; what it offers is documented and has no other name.
     """
-    from torch.distributed import _symmetric_memory
-
     return _symmetric_memory.get_backend(device)
 
 
 def is_nvshmem_available() -> bool:
     """Return whether torch's symmetric memory has an NVSHMEM backend, and finds the library."""
-    from torch.distributed import _symmetric_memory
-
     return _symmetric_memory.is_nvshmem_available()
 
 
@@ -121,8 +118,6 @@ def use_symmetric_memory_backend(name: Literal["CUDA", "NVSHMEM"], device: torch
     Raises:
         RuntimeError: it has given memory of another backend.
     """
-    from torch.distributed import _symmetric_memory
-
     if _symmetric_memory.get_backend(device) != name:
         _symmetric_memory.set_backend(name)
 
@@ -151,8 +146,6 @@ def zeros_symmetric(size: int, device: torch.device) -> Tensor:
 
 def rendezvous(block: Tensor, process_group: dist.ProcessGroup) -> Any:
     """Map the blocks of all ranks; the handle gives their addresses. Collective."""
-    from torch.distributed import _symmetric_memory
-
     return _symmetric_memory.rendezvous(block, process_group)
 
 

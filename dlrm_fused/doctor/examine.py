@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -19,15 +19,7 @@ from dlrm_fused.doctor.report import Examination
 from dlrm_fused.training.runtime import Rank
 
 # Findings after which no process group can be made.
-_CUTS_OFF = {
-    "rank-missing",
-    "rank-failed",
-    "release-differs",
-    "interface-missing",
-    "loopback",
-    "address-twice",
-    "gpu-shared",
-}
+_CUTS_OFF = {"rank-missing", "rank-failed", "release-differs", "interface-missing", "loopback", "address-twice", "gpu-shared"}
 # Facts are waited for longer than a rank tries to gather them: ranks start at different times, and say so if they give up.
 _MARGIN_SECONDS = 2.0
 _LEAVING_SECONDS = 5.0
@@ -65,7 +57,7 @@ class _Plan:
     """The measurements that rank 0 asks all ranks for; without pairs there are none."""
 
     pairs: list[tuple[int, int]]
-    device_type: str = "cpu"
+    device_type: str
 
 
 def lead(rank: Rank, mailbox: Mailbox, seconds: float, shown: Callable[[Examination], str]) -> int:
@@ -78,7 +70,9 @@ def lead(rank: Rank, mailbox: Mailbox, seconds: float, shown: Callable[[Examinat
     ranks, findings = _received_facts(mailbox, seconds)
     findings += judge_facts(ranks)
     obstacle = next((finding.name for finding in findings if finding.name in _CUTS_OFF), "")
-    plan = _Plan([]) if obstacle else _plan(ranks)
+    has_gpus = all(facts.gpu is not None for facts in ranks)
+    pairs = [] if obstacle else pairs_to_measure([facts.host for facts in ranks])
+    plan = _Plan(pairs, "cuda" if has_gpus else "cpu")
     mailbox.post("plan", plan)
     measurements: list[Measurement] = []
     if plan.pairs:
@@ -136,11 +130,6 @@ def _without_facts(number: int, answer: Outcome[RankFacts] | Exception, mailbox:
     reason = answer.error if isinstance(answer, Outcome) else f"{answer}; its checks hang, or its process has ended"
     advice = "run python -m dlrm_fused.doctor on that host alone, and nvidia-smi if it has GPUs"
     return Finding("rank-failed", Level.broken, [number], f"{place}: {reason}", advice)
-
-
-def _plan(ranks: Sequence[RankFacts]) -> _Plan:
-    has_gpus = all(facts.gpu is not None for facts in ranks)
-    return _Plan(pairs_to_measure([facts.host for facts in ranks]), "cuda" if has_gpus else "cpu")
 
 
 def _send_measurements(rank: Rank, mailbox: Mailbox, plan: _Plan, seconds: float) -> None:

@@ -95,29 +95,21 @@ def parse_topology(text: str) -> dict[str, dict[str, str]]:
 
 def gpu_of(index: int, smi: Smi) -> Gpu:
     """Return the GPU with torch's number ``index``, which may differ from nvidia-smi's."""
-    uuids = [_uuid(number) for number in range(torch.cuda.device_count())]
-    number = smi.indices.get(uuids[index])
+    properties = [torch.cuda.get_device_properties(each) for each in range(torch.cuda.device_count())]
+    uuids = [str(each.uuid).removeprefix("GPU-") for each in properties]
+    number, names = smi.indices.get(uuids[index]), {f"GPU{number}": uuid for uuid, number in smi.indices.items()}
     return Gpu(
-        name=torch.cuda.get_device_properties(index).name,
+        name=properties[index].name,
         uuid=uuids[index],
         peer_access={
             uuid: torch.cuda.can_device_access_peer(index, other) for other, uuid in enumerate(uuids) if other != index
         },
         driver=smi.driver,
         nvlinks=None if number is None else smi.nvlinks.get(number),
-        topology=_by_uuid(smi.topology.get(f"GPU{number}", {}), smi),
+        topology={names.get(column, column): link for column, link in smi.topology.get(f"GPU{number}", {}).items()},
         dmabuf=_has_dmabuf(index),
         capability=torch.cuda.get_device_capability(index),
     )
-
-
-def _uuid(index: int) -> str:
-    return str(torch.cuda.get_device_properties(index).uuid).removeprefix("GPU-")
-
-
-def _by_uuid(row: Mapping[str, str], smi: Smi) -> dict[str, str]:
-    names = {f"GPU{number}": uuid for uuid, number in smi.indices.items()}
-    return {names.get(column, column): link for column, link in row.items()}
 
 
 def _has_dmabuf(index: int) -> bool:

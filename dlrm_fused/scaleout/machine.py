@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dlrm_fused.errors import ConfigError
+from dlrm_fused.records import parse_record
 from dlrm_fused.scaleout.dense_trace import Kernel
 
 
@@ -92,14 +93,10 @@ def read(path: Path, setting: str = "machine") -> Machine:
         raise ConfigError(f"{setting}={path}: no such file; benchmarks/calibrate.py writes one") from None
     except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(f"{setting}={path}: not a calibration, as benchmarks/calibrate.py writes it") from None
-    names = {one.name for one in fields(Machine)}
-    wanted = {one.name for one in fields(Machine) if one.default_factory is MISSING}
-    if not isinstance(found, dict) or not wanted <= set(found) <= names:
-        raise ConfigError(f"{setting}={path}: expected {', '.join(sorted(wanted))} under machine; measure again")
-    mappings = [one.name for one in fields(Machine) if one.type.startswith("Mapping")]
-    if not all(isinstance(found.get(name, {}), dict) for name in mappings):
-        raise ConfigError(f"{setting}={path}: expected a rate for each name in {', '.join(mappings)}; measure again")
-    machine = Machine(**found)
+    try:
+        machine = parse_record(found, Machine)
+    except ValueError as error:
+        raise ConfigError(f"{setting}={path}: under machine, {error}; measure again") from None
     rates = [machine.memory, machine.lookup, machine.update, machine.optimizer, *machine.products.values()]
     rates += [*machine.link_shares.values(), *machine.nvlink_shares.values(), *machine.fused_speeds.values()]
     times = [machine.launch, machine.collective, *machine.half_products.values()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import simpy
@@ -86,13 +86,12 @@ class Timeline:
 
     def critical_path(self) -> list[Span]:
         """Return the tasks, from the first to the last, each of which started when the one before it ended."""
-        return list(self._back_from_the_end())[::-1]
-
-    def _back_from_the_end(self) -> Iterator[Span]:
+        path: list[Span] = []
         span = max(self.spans, key=lambda span: span.end, default=None)
         while span is not None:
-            yield span
+            path.insert(0, span)
             span = self._by_name[span.waited_for] if span.waited_for else None
+        return path
 
     def trace_events(self) -> dict[str, object]:
         """Return events that https://ui.perfetto.dev shows once they are JSON (Chrome's Trace Event Format; microseconds)."""

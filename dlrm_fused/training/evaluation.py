@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
@@ -94,18 +94,3 @@ def undefined(split: Split, values: Mapping[str, BinaryMetricValues]) -> dict[st
         for label, v in values.items()
         if math.isnan(v.auc)
     }
-
-
-class PredictionCollector:
-    """Keeps the predictions of this rank on the host, without padding."""
-
-    def __init__(self) -> None:
-        self._parts: list[tuple[Tensor, Tensor]] = []
-
-    def __call__(self, output: Output) -> None:
-        real = output.weights > 0
-        self._parts.append((output.logits[real].sigmoid().cpu(), output.labels[real].cpu()))
-
-    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(predictions, labels), float32 [b] or [b, L] each, of each batch, in the order of the split."""
-        yield from self._parts

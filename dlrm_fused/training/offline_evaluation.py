@@ -7,16 +7,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from dlrm_fused.config import Split
 from dlrm_fused.datasets import open_dataset
 from dlrm_fused.errors import ConfigError
+from dlrm_fused.models import Output
 from dlrm_fused.training.build import build
 from dlrm_fused.training.checkpoint import restore_model
-from dlrm_fused.training.evaluation import PredictionCollector, evaluate, named, report, undefined
+from dlrm_fused.training.evaluation import evaluate, named, report, undefined
 from dlrm_fused.training.runtime import ErrorStore, Rank, join_run
 from dlrm_fused.training.saved_run import Content, SavedRun, try_to_write, write_on_rank_0, write_result
+
+_Part = tuple[NDArray[np.float32], NDArray[np.float32]]  # predictions and labels, [b] or [b, L] each
 
 
 def evaluate_run(
@@ -55,16 +60,21 @@ def evaluate_run(
         sharded = build(saved.config, dataset.schema, device)
         restore_model(saved.checkpoint, sharded)
         sharded.model.eval()
-        collector = PredictionCollector() if predictions else None
-        values = evaluate(sharded.model, dataset, split, saved.config, device, observe=collector)
+        parts: list[_Part] = []  # of each batch, without padding
+
+        def keep(output: Output) -> None:
+            real = output.weights > 0
+            parts.append((output.logits[real].sigmoid().cpu().numpy(), output.labels[real].cpu().numpy()))
+
+        values = evaluate(sharded.model, dataset, split, saved.config, device, observe=keep if predictions else None)
         why = undefined(split, values)
         reasons = named({label: {"auc_undefined": why[label]} if label in why else {} for label in values})
         content: Content = {**report(values), **reasons, "split": split.name, "step": saved.step}
         if rank.index == 0:
             _print(content)
         write_result(content, run / "eval.json", output, rank)
-        if predictions and collector:
-            shares = _gather_predictions(collector, rank)
+        if predictions:
+            shares = _gather(parts, rank)
             labels = dataset.schema.labels
             write_on_rank_0(lambda: _write_predictions(predictions, shares, labels), predictions, rank)
 
@@ -75,15 +85,15 @@ def _print(content: Content) -> None:
         print(f"{name:<{width}} {value:.6f}" if isinstance(value, float) else f"{name:<{width}} {value}")
 
 
-def _gather_predictions(collector: PredictionCollector, rank: Rank) -> list[tuple[Any, Any]]:
-    """(predictions, labels) of all ranks on rank 0, in the order of the split; none on the others. Collective."""
+def _gather(parts: list[_Part], rank: Rank) -> list[_Part]:
+    """The parts of all ranks on rank 0, in the order of the split; none on the others. Collective."""
     gathered: list[Any] | None = [None] * rank.world_size if rank.index == 0 else None
-    dist.gather_object([(p.numpy(), y.numpy()) for p, y in collector.batches()], gathered)
+    dist.gather_object(parts, gathered)
     # Batch k of the split consists of the shares of ranks 0, 1, ... in this order.
     return [share for batch in zip(*gathered or (), strict=True) for share in batch]
 
 
-def _write_predictions(path: Path, shares: Sequence[tuple[Any, Any]], labels: Sequence[str]) -> None:
+def _write_predictions(path: Path, shares: Sequence[_Part], labels: Sequence[str]) -> None:
     import polars
 
     def columns(predictions: Any, true: Any) -> dict[str, Any]:

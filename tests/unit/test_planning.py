@@ -191,6 +191,10 @@ class TestMakePlan:
         assert "fused" in text
         assert "rank 0: 0.000 GiB" in text
 
+    def test_a_table_of_which_each_rank_has_a_copy_is_no_reason_to_warn(self, caplog):
+        assert "data_parallel" in self.plan(SCHEMA, Sharding.data_parallel)
+        assert "Sharding spec" not in caplog.text
+
     @pytest.mark.parametrize(("kind", "fits"), [(EmbeddingOptimizerKind.sgd, True), (EmbeddingOptimizerKind.adagrad, False)])
     def test_states_of_elements_need_room(self, kind, fits):
         """256 MB of weights, as much of states, in 450 MB."""

@@ -24,42 +24,13 @@ class Level(Enum):
 
 
 # All kinds of faults; docs/many_nodes.md says what each means.
-NAMES = frozenset(
-    {
-        "rank-missing",
-        "rank-failed",
-        "release-differs",
-        "version-set",
-        "version-untested",
-        "versions-differ",
-        "host-name-twice",
-        "too-few-gpus",
-        "devices-differ",
-        "gpus-unused",
-        "torch-kernels",
-        "fbgemm-kernels",
-        "rocm",
-        "gpu-shared",
-        "no-peer-access",
-        "shared-memory",
-        "containers",
-        "nvlink-inactive",
-        "no-nvlink",
-        "interface-missing",
-        "loopback",
-        "address-twice",
-        "interfaces-differ",
-        "no-connection",
-        "slow-link",
-        "no-rdma",
-        "rdma-down",
-        "rdma-off",
-        "no-gpudirect-rdma",
-        "transport-setting",
-        "nvshmem-missing",
-        "nvshmem-unused",
-    }
-)
+NAMES = frozenset({
+    "rank-missing", "rank-failed", "release-differs", "version-set", "version-untested", "versions-differ", "host-name-twice",
+    "too-few-gpus", "devices-differ", "gpus-unused", "torch-kernels", "fbgemm-kernels", "rocm", "gpu-shared", "no-peer-access",
+    "shared-memory", "containers", "nvlink-inactive", "no-nvlink", "interface-missing", "loopback", "address-twice",
+    "interfaces-differ", "no-connection", "slow-link", "no-rdma", "rdma-down", "rdma-off", "no-gpudirect-rdma",
+    "transport-setting", "nvshmem-missing", "nvshmem-unused",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
