@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dlrm_fused.config import Config
 from dlrm_fused.ops.embedding_all_to_all import DistinctRows, EmbeddingWorkspace, pooled_all_to_all
-from dlrm_fused.sharding import paths
+from dlrm_fused.sharding import cpu_path
 from dlrm_fused.symmetric import symmetric_group
 from dlrm_fused.training.runtime import ErrorStore, Rank
 from dlrm_fused.training.trainer import train as run_trainer
@@ -140,7 +140,7 @@ def train_and_list_exchanges(config: Config) -> list[bool]:
         sent_once.append(distinct is not None)
         return pooled_all_to_all(workspace, pooled, sizes, distinct, scale)
 
-    paths.pooled_all_to_all = listed
+    cpu_path.pooled_all_to_all = listed
     _train(config)
     return sent_once
 

@@ -40,7 +40,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from dlrm_fused.compat import torchrec as compat
 from dlrm_fused.errors import UsageError
 from dlrm_fused.sharding import FusedEmbeddingBagCollectionSharder
-from dlrm_fused.sharding.paths import CpuPath
+from dlrm_fused.sharding.cpu_path import CpuPath
 from dlrm_fused.sharding.sharded_module import FusedShardedEmbeddingBagCollection
 from dlrm_fused.training.runtime import Rank, process_group
 from tests.distributed.launch import RankFailed, on_hosts, run_ranks
