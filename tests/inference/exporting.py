@@ -16,7 +16,6 @@ import numpy as np
 import polars
 from numpy.typing import NDArray
 
-from benchmarks.serving.service_process import Service
 from dlrm_fused.config import Split
 from dlrm_fused.inference.export.folder import export_run
 from dlrm_fused.inference.export.quality import Quality
@@ -24,6 +23,7 @@ from dlrm_fused.inference.http.command import main
 from dlrm_fused.training.offline_evaluation import evaluate_run
 from dlrm_fused.training.runtime import ErrorStore, Rank
 from tests.distributed.launch import run_ranks, start_alone
+from tests.inference.service_process import Service
 
 ROOT = Path(__file__).parents[2]
 _START_SECONDS = 120.0

@@ -20,7 +20,6 @@ import safetensors.numpy
 from numpy.typing import NDArray
 from packaging.requirements import Requirement
 
-from benchmarks.serving.rows import prepared_rows
 from dlrm_fused.datasets.preparation.parquet import ParquetOptions, write_parquet
 from dlrm_fused.errors import CheckpointError, ConfigError, DataError, UserError
 from dlrm_fused.inference.export.loader import Model, load
@@ -28,6 +27,7 @@ from dlrm_fused.inference.export.quality import Quality
 from dlrm_fused.inference.export.weights import convert
 from tests.distributed.launch import be_script, run_alone, train
 from tests.inference.exporting import export, predictions_of_eval, running_service
+from tests.inference.rows import prepared_rows
 from tests.unit.prepared_sets import write_prepared_set
 
 ROOT = Path(__file__).parents[2]

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,15 @@ import numpy as np
 import psutil
 import pytest
 
-from benchmarks.serving.clients import send
-from benchmarks.serving.http_service import measure, questions_of
-from benchmarks.serving.rows import prepared_rows
-from benchmarks.serving.service_process import Service, running_command
 from dlrm_fused.inference.export.loader import Inputs
 from dlrm_fused.inference.http.batching import Batcher, Overloaded
 from dlrm_fused.inference.http.limits import Limits
 from tests.distributed.launch import run_alone, train
+from tests.inference.clients import questions_of, send
 from tests.inference.exporting import be_service, export, predictions_of_eval, running_service
+from tests.inference.rows import prepared_rows
+from tests.inference.service_process import Service, running_command
+from tests.inference.trouble import cause
 
 ROOT = Path(__file__).parents[2]
 # The promise of a machine that does nothing else; the tests of a suite share theirs.
@@ -129,14 +130,16 @@ def test_the_page_of_the_api_describes_the_features(service: Service) -> None:
     assert service.request("GET", "/predict")[0] == 405
 
 
-def test_under_load_trouble_gets_the_right_status_and_nothing_is_lost(run: Path) -> None:
-    """The benchmark whose figures docs/export_and_serve.md has, but shorter."""
-    report = measure(run, run / "model", clients=16, seconds=1, rows_of_requests=[1], repeats=3)
-    assert report["healthy_afterwards"]
-    assert {name for name, incident in report["trouble"].items() if not incident["is_right"]} == set()
-    for load in (*report["loads"], report["load_during_trouble"]):
-        assert load["requests"] > 16
-        assert load["lost"] == 0, load["what_was_lost"]
+def test_under_load_trouble_gets_the_right_status_and_nothing_is_lost(run: Path, rows: list[dict[str, Any]]) -> None:
+    command = [sys.executable, "-m", "dlrm_fused.inference.http", "--model", str(run / "model")]
+    with running_command(command, ROOT) as service, ThreadPoolExecutor() as threads:
+        asking = threads.submit(send, service.port, questions_of(run / "model", rows, 1), clients=16, seconds=3)
+        incidents = cause(service, rows[0], repeats=3)
+        load = asking.result()
+        assert service.request("GET", "/health")[0] == 200
+    assert {name for name, incident in incidents.items() if not incident.is_right} == set()
+    assert len(load.seconds) > 16
+    assert not load.lost
 
 
 def test_requests_that_have_begun_are_answered_when_the_service_is_told_to_end(run: Path, rows: list[dict[str, Any]]) -> None:

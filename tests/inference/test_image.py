@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.serving.rows import prepared_rows
-from benchmarks.serving.service_process import running_command
 from dlrm_fused.inference.export.loader import load
 from tests.distributed.launch import train
 from tests.inference.exporting import export
+from tests.inference.rows import prepared_rows
+from tests.inference.service_process import running_command
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.serving.rows import prepared_rows
 from tests.distributed.launch import run_ranks, train
 from tests.inference.exporting import export, predictions_of_eval, running_service
+from tests.inference.rows import prepared_rows
 from tests.inference.test_online import TRANSFORMER, score_online
 
 TWO = "data.synthetic.labels=2"

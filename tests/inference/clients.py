@@ -8,8 +8,12 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+from dlrm_fused.inference.export.loader import load
 
 
 @dataclass(frozen=True)
@@ -18,6 +22,16 @@ class Question:
 
     body: bytes
     probabilities: list[float]
+
+
+def questions_of(model: Path, rows: Sequence[dict[str, Any]], count: int) -> list[Question]:
+    """Requests of ``count`` rows each, with what the loader predicts for them."""
+    probabilities = load(model).predict(rows).tolist()
+    starts = range(0, len(rows) - count + 1, count)
+    return [
+        Question(json.dumps({"rows": rows[first : first + count]}).encode(), probabilities[first : first + count])
+        for first in starts
+    ]
 
 
 @dataclass
@@ -33,9 +47,6 @@ class Load:
     seconds: list[float] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     wall: float = 0.0
-
-    def percentile_ms(self, percent: float) -> float:
-        return float(np.percentile(self.seconds, percent)) * 1e3
 
 
 def send(port: int, questions: Sequence[Question], clients: int, seconds: float) -> Load:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.serving.service_process import Service
+from tests.inference.service_process import Service
 
 _LARGE_BODY = 100 * 10**6
 _MALFORMED = 50

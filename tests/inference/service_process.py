@@ -6,14 +6,11 @@ import http.client
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-from benchmarks.common.environment import ROOT
 
 _START_SECONDS = 60
 
@@ -37,15 +34,8 @@ class Service:
 
 
 @contextmanager
-def running_service(model: Path, options: Sequence[str] = ()) -> Iterator[Service]:
-    """Start the service on a free port; at the end it is told to end, and must do so with status 0."""
-    with running_command([sys.executable, "-m", "dlrm_fused.inference.http", "--model", str(model), *options], ROOT) as service:
-        yield service
-
-
-@contextmanager
 def running_command(command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None) -> Iterator[Service]:
-    """As :func:`running_service`, of a command to which ``--port`` is added.
+    """Start a service by a command, to which ``--port`` and a free one are added; at the end it must end as if by SIGTERM.
 
     Args:
         folder: where it is started.
