@@ -159,9 +159,9 @@ def steps_of_a_trace(count: int) -> list[dict[str, Any]]:
 
 
 def test_a_part_is_exposed_where_nothing_else_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace, output, picture = tmp_path / "trace.json.gz", tmp_path / "timeline.json", tmp_path / "timeline.png"
+    trace, output = tmp_path / "trace.json.gz", tmp_path / "timeline.json"
     trace.write_bytes(gzip.compress(json.dumps({"traceEvents": steps_of_a_trace(3)}).encode()))
-    timeline.main([str(trace), "--output", str(output), "--plot", str(picture)])
+    timeline.main([str(trace), "--output", str(output)])
     report = json.loads(output.read_text())
     assert report["step_ms"] == pytest.approx(10)
     assert report["nothing_runs_ms"] == pytest.approx(2)
@@ -176,9 +176,6 @@ def test_a_part_is_exposed_where_nothing_else_runs(tmp_path: Path, capsys: pytes
     assert report["parts"].keys() == expected.keys()
     for part, (busy, exposed) in expected.items():
         assert (report["parts"][part]["busy_ms"], report["parts"][part]["exposed_ms"]) == pytest.approx((busy, exposed))
-    assert report["kernels"][0] == [0.0, 2.0, 7, "lookup_and_scatter_kernel"]
-    assert len(report["kernels"]) == 5 + 3
-    assert picture.stat().st_size > 5_000
     assert capsys.readouterr().out.splitlines()[1].split() == ["matrix", "products", "4.00", "2.93"]
 
 
@@ -199,7 +196,7 @@ def test_a_part_is_exposed_where_nothing_else_runs(tmp_path: Path, capsys: pytes
     ],
 )
 def test_parts_of_kernels(name: str, part: str) -> None:
-    assert timeline.Kernel(name, 7, 0.0, 1.0).part == part
+    assert timeline.part_of(name) == part
 
 
 def test_a_trace_of_one_step_is_refused(tmp_path: Path) -> None:
