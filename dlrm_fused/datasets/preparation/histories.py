@@ -7,15 +7,16 @@ is that of their items: it must depend neither on labels nor on the order of a f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
-from dlrm_fused.datasets.preparation.writer import IdFiles
+from dlrm_fused.datasets.preparation.writer import IdFiles, id_columns
 from dlrm_fused.datasets.schema import INTERACTIONS, SparseFeature
 
 Int = NDArray[np.int64]
@@ -69,20 +70,31 @@ def count_earlier(keys: Int, times: Int) -> Int:
 
 
 def write_interactions(
-    output: Path, features: Sequence[SparseFeature], single: Int, jagged: Mapping[str, tuple[Int, Int]]
-) -> None:
-    """Write the folder ``interactions``: the ids of token features, in the order of :attr:`Histories.order`.
+    output: Path, tokens: pl.DataFrame, rows: Mapping[str, int], history_only: str, windows: Int, length: int
+) -> tuple[SparseFeature, ...]:
+    """Write the folder ``interactions``, and return the token features.
 
     Args:
-        single, jagged: as :meth:`IdFiles.append` takes them.
+        tokens: a column of ids, or of lists of them, for each feature, in the order of :attr:`Histories.order`.
+        rows: of each feature's table.
+        history_only: the feature that tells what happened.
+        windows: [b, 3], of the samples over which the sizes of bags are averaged.
+        length: of a history, at most.
     """
+    single, jagged = id_columns(tokens)
+    features = []
+    for name in tokens.columns:
+        ids = jagged[name][1] if name in jagged else None
+        pooling = _mean_bag(windows, length, ids, name == history_only)
+        features.append(SparseFeature(name, rows[name], pooling, ids is not None, name == history_only))
     folder = output / INTERACTIONS
     folder.mkdir(parents=True)
     with ExitStack() as stack:
         IdFiles(folder, features, stack).append(single, jagged)
+    return tuple(features)
 
 
-def mean_bag(windows: Int, length: int, ids: Int | None, history_only: bool) -> float:
+def _mean_bag(windows: Int, length: int, ids: Int | None, history_only: bool) -> float:
     """Average number of ids in the bags of a token feature, over all ``length + 1`` tokens of the samples with these windows.
 
     Args:

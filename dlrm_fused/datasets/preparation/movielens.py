@@ -26,12 +26,11 @@ from dlrm_fused.datasets.preparation.histories import (
     Histories,
     count_earlier,
     find_histories,
-    mean_bag,
     write_interactions,
 )
 from dlrm_fused.datasets.preparation.malformed import MalformedLines
 from dlrm_fused.datasets.preparation.movielens_releases import Release, read_release
-from dlrm_fused.datasets.preparation.writer import SPLITS, SplitFiles, claim_output
+from dlrm_fused.datasets.preparation.writer import SPLITS, SplitFiles, claim_output, id_columns
 from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo, SparseFeature
 from dlrm_fused.errors import DataError
 
@@ -123,8 +122,8 @@ def _write(release: Release, options: MovieLensOptions, malformed: MalformedLine
     ratings = _with_features(release, train, histories)
     single = ["user_id", "item_id", *(["age_group", "gender_id", "occupation_id"] if len(release.users) else [])]
     dense = _scaled(_raw_dense(ratings, has_users=len(release.users) > 0), train)
-    of_genres = ratings["genre_ids"].list.len().to_numpy()
-    genres = SparseFeature("genres", _genres(release).len() + 1, round(float(of_genres[train].mean()), 4), jagged=True)
+    pooling = ratings[train]["genre_ids"].list.len().to_numpy().mean()
+    genres = SparseFeature("genres", _genres(release).len() + 1, round(float(pooling), 4), jagged=True)
     names = ("user", "item", "age", "gender", "occupation")
     features = (*(SparseFeature(name, _rows(release, ratings[train], name)) for name in names[: len(single)]), genres)
     schema = DatasetSchema(DENSE_FEATURES[: dense.shape[1]], features, history_length=options.history)
@@ -133,13 +132,10 @@ def _write(release: Release, options: MovieLensOptions, malformed: MalformedLine
     for split in SPLITS:
         part = ratings[rows[split]]
         with ExitStack() as stack:
-            SplitFiles(options.output / split, schema, stack).append(
-                part["rating"].to_numpy() >= options.like_rating,
-                dense[rows[split]],
-                part.select(single).to_numpy(),
-                {"genres": (part["genre_ids"].explode().to_numpy(), of_genres[rows[split]])},
-                windows=histories.windows[rows[split]] if histories else None,
-            )
+            labels = part["rating"].to_numpy() >= options.like_rating
+            ids = id_columns(part.select(*single, genres="genre_ids"))
+            windows = histories.windows[rows[split]] if histories else None
+            SplitFiles(options.output / split, schema, stack).append(labels, dense[rows[split]], *ids, windows=windows)
     origin = {**asdict(options), "data_set": "movielens", "release": release.name, **malformed.summary()}
     origin.update(output=str(options.output), split=options.split.name)
     samples = {split: len(rows[split]) for split in SPLITS}
@@ -239,20 +235,12 @@ def _write_tokens(
 ) -> tuple[SparseFeature, ...]:
     """Write the interactions; returns the token features, with the average sizes of bags in the samples ``train``."""
     in_order = ratings[histories.order]
-    genres = in_order["genre_ids"].list.len().to_numpy().astype(np.int64)
-    rows = {feature.name: feature.rows for feature in schema.sparse_features}
-
-    def feature(name: str, rows: int, ids: Int | None = None, history_only: bool = False) -> SparseFeature:
-        pooling_factor = mean_bag(histories.windows[train], schema.history_length, ids, history_only)
-        return SparseFeature(name, rows, pooling_factor, ids is not None, history_only)
-
-    features = (
-        feature("token_item", rows["item"]),
-        feature("token_response", RESPONSE_ROWS, history_only=True),
-        feature("token_gap", GAP_ROWS),
-        feature("token_genres", rows["genres"], ids=genres),
+    tokens = in_order.select(
+        token_item="item_id",
+        token_response=np.rint(2 * in_order["rating"].to_numpy()).astype(np.int64),
+        token_gap=histories.gap[histories.order],
+        token_genres="genre_ids",
     )
-    response = np.rint(2 * in_order["rating"].to_numpy())
-    single = np.stack([in_order["item_id"].to_numpy(), response, histories.gap[histories.order]], axis=1)
-    write_interactions(output, features, single, {"token_genres": (in_order["genre_ids"].explode().to_numpy(), genres)})
-    return features
+    rows = {f"token_{feature.name}": feature.rows for feature in schema.sparse_features}
+    rows |= {"token_response": RESPONSE_ROWS, "token_gap": GAP_ROWS}
+    return write_interactions(output, tokens, rows, "token_response", histories.windows[train], schema.history_length)

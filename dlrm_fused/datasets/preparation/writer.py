@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 from numpy.typing import DTypeLike, NDArray
 
 from dlrm_fused.checksums import CHECKSUMS_FILE
@@ -156,6 +157,14 @@ class IdFiles:
     def count(self, name: str) -> int:
         """Return how many ids a jagged feature has in all rows."""
         return self._values[name].rows
+
+
+def id_columns(ids: pl.DataFrame) -> tuple[NDArray[Any], dict[str, tuple[NDArray[Any], NDArray[Any]]]]:
+    """Return columns of ids and of lists of them as :meth:`IdFiles.append` takes them."""
+    lists = [column for column in ids if column.dtype == pl.List]
+    jagged = {of.name: (of.explode().drop_nulls().to_numpy(), of.list.len().cast(pl.Int64).to_numpy()) for of in lists}
+    single = ids.drop(jagged)
+    return single.to_numpy(order="c") if single.width else np.zeros((ids.height, 0), np.int32), jagged
 
 
 class SplitFiles:

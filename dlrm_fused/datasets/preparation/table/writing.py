@@ -10,18 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
+import pyarrow as pa
 from numpy.typing import NDArray
 from tqdm import tqdm
 
 from dlrm_fused.datasets.preparation.parallel import map_on_threads
-from dlrm_fused.datasets.preparation.table.columns import Categories, read_categories, read_labels, read_numbers, read_weights
+from dlrm_fused.datasets.preparation.table.columns import read_categories, read_labels, read_numbers, read_weights
 from dlrm_fused.datasets.preparation.table.files import Block, TableFile, read_blocks
-from dlrm_fused.datasets.preparation.table.interactions import InteractionColumns, InteractionFiles, Interactions
+from dlrm_fused.datasets.preparation.table.interactions import InteractionColumns, write_histories
 from dlrm_fused.datasets.preparation.table.splits import Split
-from dlrm_fused.datasets.preparation.writer import SPLITS, SplitFiles
+from dlrm_fused.datasets.preparation.writer import SPLITS, SplitFiles, id_columns
 from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo, SparseFeature, labels_shape
-from dlrm_fused.datasets.storage import ranges
-from dlrm_fused.datasets.transformation import MISSING, IdEncoding, Int, Transformation
+from dlrm_fused.datasets.transformation import MISSING, IdEncoding, Transformation
 
 
 @dataclass(frozen=True)
@@ -32,17 +33,16 @@ class EncodedBlock:
         split: [n], position in ``SPLITS``.
         labels: [n] uint8, or [n, L] of several.
         dense: [n, D] float32.
-        single: [n, S] int32, ids of the features with one value a row.
-        jagged: values and offsets of the others.
+        ids: a column of int32, or of lists of them, for each sparse feature.
+        interactions: what histories need; None without.
         weights: [n] float32; None without.
     """
 
     split: NDArray[np.uint8]
     labels: NDArray[np.uint8]
     dense: NDArray[np.float32]
-    single: NDArray[np.int32]
-    jagged: dict[str, tuple[NDArray[np.int32], Int]]
-    interactions: Interactions | None
+    ids: pl.DataFrame
+    interactions: pl.DataFrame | None
     weights: NDArray[np.float32] | None
 
 
@@ -67,15 +67,14 @@ def write_set(
     schema = DatasetSchema(transformation.dense_features, features, labels=transformation.label_names, has_weights=weighted)
     for name in SPLITS:
         (output / name).mkdir()
+    interactions_of_blocks = []
     with ExitStack() as stack:
         splits = [SplitFiles(output / name, schema, stack) for name in SPLITS]
-        histories = stack.enter_context(InteractionFiles(output, transformation)) if interactions else None
         for block in _with_progress(map_on_threads(encode, read_blocks(files, columns), workers)):
             _append(block, splits)
-            if histories is not None:
-                first_label = block.labels.reshape(len(block.labels), -1)[:, 0]
-                histories.append(block.split, block.interactions, block.single, block.jagged, first_label)
-        token_features = histories.finish() if histories else ()
+            if block.interactions is not None:
+                interactions_of_blocks.append(block.interactions)
+    token_features = write_histories(output, interactions_of_blocks, transformation) if interactions else ()
     samples = {name: written.ids.rows for name, written in zip(SPLITS, splits, strict=True) if written.ids.rows}
     schema = replace(
         schema,
@@ -91,46 +90,35 @@ def write_set(
 def _encode_block(
     block: Block, transformation: Transformation, split: Split, interactions: InteractionColumns | None
 ) -> EncodedBlock:
+    split_of_row = split.assign(block)
     dense = [feature.apply(read_numbers(block, feature.name, transformation.nulls)) for feature in transformation.dense]
-    single: list[NDArray[np.int32]] = []
-    jagged: dict[str, tuple[NDArray[np.int32], Int]] = {}
-    for encoding in transformation.sparse:
-        values = read_categories(block, encoding.column, encoding.nulls)
-        ids = encode(values, encoding)
-        if values.offsets is None:
-            single.append(ids)
-        else:
-            jagged[encoding.column.name] = ids, values.offsets
+    ids = pl.DataFrame([_ids(block, encoding) for encoding in transformation.sparse])
     labels = [read_labels(block, name) for name in transformation.labels]
     return EncodedBlock(
-        split.assign(block),
+        split_of_row,
         np.stack(labels, axis=1).reshape(-1, *labels_shape(transformation.labels)),
         np.stack(dense or [np.ones(len(block), np.float32)], axis=1),
-        np.stack(single, axis=1) if single else np.zeros((len(block), 0), np.int32),
-        jagged,
-        interactions.read(block) if interactions else None,
+        ids,
+        interactions.read(block, split_of_row, labels[0], ids) if interactions else None,
         read_weights(block, transformation.sample_weight) if transformation.sample_weight else None,
     )
 
 
-def encode(values: Categories, encoding: IdEncoding) -> NDArray[np.int32]:
-    """Return the ids of values, row after row: [total]."""
-    return values.take(encoding.of_keys(values.keys()), MISSING)
+def _ids(block: Block, encoding: IdEncoding) -> pl.Series:
+    """Return the ids of a column's values, as a list for each row if it has lists."""
+    values = read_categories(block, encoding.column, encoding.nulls)
+    ids = values.take(encoding.of_keys(values.keys()), MISSING)
+    if values.offsets is None:
+        return pl.Series(encoding.column.name, ids)
+    return pl.Series(encoding.column.name, pa.LargeListArray.from_arrays(values.offsets, ids))
 
 
 def _append(block: EncodedBlock, splits: Sequence[SplitFiles]) -> None:
-    order = np.argsort(block.split, kind="stable")
-    stops = np.bincount(block.split, minlength=len(splits)).cumsum()
-    for files, start, stop in zip(splits, [0, *stops], stops, strict=False):
-        if stop > start:
-            rows = order[start:stop]
-            lengths = {name: np.diff(offsets)[rows] for name, (_, offsets) in block.jagged.items()}
-            jagged = {
-                name: (values[ranges(offsets[rows], lengths[name])], lengths[name])
-                for name, (values, offsets) in block.jagged.items()
-            }
+    for number, files in enumerate(splits):
+        rows = np.flatnonzero(block.split == number)
+        if rows.size:
             weights = None if block.weights is None else block.weights[rows]
-            files.append(block.labels[rows], block.dense[rows], block.single[rows], jagged, weights)
+            files.append(block.labels[rows], block.dense[rows], *id_columns(block.ids[rows]), weights)
 
 
 def _with_pooling_factor(feature: SparseFeature, splits: Sequence[SplitFiles]) -> SparseFeature:
