@@ -18,7 +18,7 @@ import simpy
 
 from dlrm_fused.errors import UsageError
 from dlrm_fused.scaleout.network import Network
-from dlrm_fused.scaleout.topologies import Flows, Topology, Torus
+from dlrm_fused.scaleout.topologies import Flows, Pattern, Topology, Torus
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Phase:
 
 def all_to_all_direct(topology: Topology, size: float) -> list[Phase]:
     """Every rank sends all its messages at once."""
-    return [Phase(topology.all_pairs(), size / topology.ranks)]
+    return [Phase(topology.flows(Pattern.all_pairs), size / topology.ranks)]
 
 
 def all_to_all_pairwise(topology: Topology, size: float) -> list[Phase]:
@@ -42,7 +42,7 @@ def all_to_all_pairwise(topology: Topology, size: float) -> list[Phase]:
         return []
     evenly = [
         Flows(some.count, {name: crossed / peers for name, crossed in some.crossings.items()}, some.latency)
-        for some in topology.all_pairs()
+        for some in topology.flows(Pattern.all_pairs)
     ]
     return [Phase(evenly, size / topology.ranks, rounds=peers)]
 
@@ -50,13 +50,13 @@ def all_to_all_pairwise(topology: Topology, size: float) -> list[Phase]:
 def all_to_all_hierarchical(topology: Topology, size: float) -> list[Phase]:
     """Within hosts to the rank on the rail of the receiver, then along rails: one message a host, not one a rank."""
     return [
-        Phase(topology.within_hosts(), size / topology.ranks_per_host),
-        Phase(topology.rails(), size * topology.ranks_per_host / topology.ranks),
+        Phase(topology.flows(Pattern.within_hosts), size / topology.ranks_per_host),
+        Phase(topology.flows(Pattern.rails), size * topology.ranks_per_host / topology.ranks),
     ]
 
 
 def reduce_scatter_ring(topology: Topology, size: float) -> list[Phase]:
-    return [Phase(topology.ring(), size / topology.ranks, topology.ranks - 1)]
+    return [Phase(topology.flows(Pattern.ring), size / topology.ranks, topology.ranks - 1)]
 
 
 all_gather_ring = reduce_scatter_ring
@@ -68,14 +68,14 @@ def all_reduce_ring(topology: Topology, size: float) -> list[Phase]:
 
 def all_reduce_direct(topology: Topology, size: float) -> list[Phase]:
     """Every rank sums its part, and sends the sum to all: two messages to every other rank."""
-    return 2 * [Phase(topology.all_pairs(), size / topology.ranks)]
+    return 2 * [Phase(topology.flows(Pattern.all_pairs), size / topology.ranks)]
 
 
 def all_reduce_hierarchical(topology: Topology, size: float) -> list[Phase]:
     """ReduceScatter in each host, AllReduce along rails, AllGather in each host, all by rings."""
-    inside = Phase(topology.ring_within_hosts(), size / topology.ranks_per_host, topology.ranks_per_host - 1)
+    inside = Phase(topology.flows(Pattern.ring_within_hosts), size / topology.ranks_per_host, topology.ranks_per_host - 1)
     hosts = topology.ranks // topology.ranks_per_host
-    between = Phase(topology.ring_of_rails(), size / topology.ranks, 2 * (hosts - 1))
+    between = Phase(topology.flows(Pattern.ring_of_rails), size / topology.ranks, 2 * (hosts - 1))
     return [inside, between, inside]
 
 
@@ -92,9 +92,9 @@ def all_reduce_tree(topology: Topology, size: float) -> list[Phase]:
         raise UsageError("all_reduce=tree: a torus has links between neighbours only; choose ring or direct")
     hosts = topology.ranks // topology.ranks_per_host
     if hosts == 1:
-        return _trees(topology.all_pairs(), topology.ranks, size)
-    inside = Phase(topology.ring_within_hosts(), size / topology.ranks_per_host, topology.ranks_per_host - 1)
-    return [inside, *_trees(topology.rails(), hosts, size / topology.ranks_per_host), inside]
+        return _trees(topology.flows(Pattern.all_pairs), topology.ranks, size)
+    inside = Phase(topology.flows(Pattern.ring_within_hosts), size / topology.ranks_per_host, topology.ranks_per_host - 1)
+    return [inside, *_trees(topology.flows(Pattern.rails), hosts, size / topology.ranks_per_host), inside]
 
 
 def _trees(pairs: Sequence[Flows], ranks: int, size: float) -> list[Phase]:

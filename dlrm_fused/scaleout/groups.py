@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from dlrm_fused.errors import UsageError
-from dlrm_fused.scaleout.topologies import Cluster, Flows, Links, Switch, Topology
+from dlrm_fused.scaleout.topologies import Cluster, Flows, Links, Pattern, Switch, Topology
 
 
 @dataclass(frozen=True)
@@ -25,26 +25,8 @@ class Groups:
     def ranks_per_host(self) -> int:
         return self.one.ranks_per_host
 
-    def all_pairs(self) -> list[Flows]:
-        return self._of_all(self.one.all_pairs())
-
-    def within_hosts(self) -> list[Flows]:
-        return self._of_all(self.one.within_hosts())
-
-    def rails(self) -> list[Flows]:
-        return self._of_all(self.one.rails())
-
-    def ring(self) -> list[Flows]:
-        return self._of_all(self.one.ring())
-
-    def ring_within_hosts(self) -> list[Flows]:
-        return self._of_all(self.one.ring_within_hosts())
-
-    def ring_of_rails(self) -> list[Flows]:
-        return self._of_all(self.one.ring_of_rails())
-
-    def _of_all(self, flows: list[Flows]) -> list[Flows]:
-        return [replace(some, count=some.count * self.count) for some in flows]
+    def flows(self, pattern: Pattern) -> list[Flows]:
+        return [replace(some, count=some.count * self.count) for some in self.one.flows(pattern)]
 
 
 def consecutive(topology: Topology, size: int) -> Topology:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cached_property
 from typing import Protocol
 
@@ -43,6 +44,17 @@ class Flows:
     idle: float | None = None
 
 
+class Pattern(Enum):
+    """The pairs of ranks between which there is a flow."""
+
+    all_pairs = "from every rank to every other one"
+    within_hosts = "from every rank to every other one of its host"
+    rails = "from every rank to the rank of the same place in every other host"
+    ring = "from every rank to the next one, in the order of the ranks and back to the first"
+    ring_within_hosts = "a ring in each host"
+    ring_of_rails = "from every rank to the rank of the same place in the next host"
+
+
 class Topology(Protocol):
     """Ranks and the links between them."""
 
@@ -55,28 +67,8 @@ class Topology(Protocol):
     @property
     def links(self) -> Mapping[str, Links]: ...
 
-    def all_pairs(self) -> list[Flows]:
-        """Return one flow from every rank to every other one."""
-        ...
-
-    def within_hosts(self) -> list[Flows]:
-        """Return one flow from every rank to every other one of its host."""
-        ...
-
-    def rails(self) -> list[Flows]:
-        """Return one flow from every rank to the rank of the same place in every other host."""
-        ...
-
-    def ring(self) -> list[Flows]:
-        """Return one flow from every rank to the next one, in the order of the ranks and back to the first."""
-        ...
-
-    def ring_within_hosts(self) -> list[Flows]:
-        """Return the flows of a ring in each host."""
-        ...
-
-    def ring_of_rails(self) -> list[Flows]:
-        """Return one flow from every rank to the rank of the same place in the next host."""
+    def flows(self, pattern: Pattern) -> list[Flows]:
+        """Return the flows of a pattern; none where there are no such pairs."""
         ...
 
 
@@ -104,24 +96,14 @@ class Switch:
     def links(self) -> Mapping[str, Links]:
         return {name: Links(self.ranks, self.bytes_per_second) for name in ("port out", "port in")}
 
-    def _flows(self, peers: int) -> list[Flows]:
+    def flows(self, pattern: Pattern) -> list[Flows]:
+        peers = {
+            Pattern.all_pairs: self.ranks - 1,
+            Pattern.within_hosts: self.ranks - 1,
+            Pattern.ring: min(self.ranks - 1, 1),
+            Pattern.ring_within_hosts: min(self.ranks - 1, 1),
+        }.get(pattern, 0)
         return _without_empty([Flows(self.ranks * peers, {"port out": 1, "port in": 1}, self.latency)])
-
-    def all_pairs(self) -> list[Flows]:
-        return self._flows(self.ranks - 1)
-
-    within_hosts = all_pairs
-
-    def rails(self) -> list[Flows]:
-        return []
-
-    def ring(self) -> list[Flows]:
-        return self._flows(min(self.ranks - 1, 1))
-
-    ring_within_hosts = ring
-
-    def ring_of_rails(self) -> list[Flows]:
-        return []
 
 
 @dataclass(frozen=True)
@@ -161,32 +143,24 @@ class Torus:
         hops = sum(along_row.values()) + sum(along_column.values())
         return Flows(self.ranks, {**along_row, **along_column}, hops * self.latency)
 
-    def all_pairs(self) -> list[Flows]:
-        return [self._to(row, column) for row in range(self.rows) for column in range(self.columns) if row or column]
-
-    def within_hosts(self) -> list[Flows]:
+    def flows(self, pattern: Pattern) -> list[Flows]:
+        match pattern:
+            case Pattern.all_pairs | Pattern.rails:
+                return [self._to(row, column) for row in range(self.rows) for column in range(self.columns) if row or column]
+            case Pattern.ring | Pattern.ring_of_rails:
+                return self._ring()
         return []
 
-    def rails(self) -> list[Flows]:
-        return self.all_pairs()
+    def _ring(self) -> list[Flows]:
+        """Along a Hamiltonian cycle, where there is one whose edges are links; a rank's next one is a neighbour.
 
-    def ring(self) -> list[Flows]:
-        """Along a Hamiltonian cycle, where there is one whose edges are links; a rank's next one is a neighbour."""
+        There is one ring per direction, each with its share of the bytes: none waits for another's links.
+        """
         if self.ranks == 1:
             return []
         if self.rows > 1 and self.columns > 1 and self.ranks % 2:
             raise UsageError(f"a torus of {self.rows} x {self.columns} has no ring modelled here; make one side even")
-        return [Flows(self.ranks, self._evenly_over_all_links(), self.latency)]
-
-    def _evenly_over_all_links(self) -> Mapping[str, float]:
-        """Return the crossings of one ring per direction, each with its share of the bytes: none waits for another's links."""
-        return {name: 1 / len(self.links) for name in self.links}
-
-    def ring_within_hosts(self) -> list[Flows]:
-        return []
-
-    def ring_of_rails(self) -> list[Flows]:
-        return self.ring()
+        return [Flows(self.ranks, dict.fromkeys(self.links, 1 / len(self.links)), self.latency)]
 
 
 def _ways(distance: int, size: int, forward: str, backward: str) -> dict[str, float]:
@@ -262,32 +236,30 @@ class Cluster:
             ]
         )
 
-    def all_pairs(self) -> list[Flows]:
-        other_rails = self._to_other_hosts(self.ranks_per_host - 1, same_rail=False)
-        return self.within_hosts() + self.rails() + other_rails
+    def flows(self, pattern: Pattern) -> list[Flows]:
+        match pattern:
+            case Pattern.all_pairs:
+                other_rails = self._to_other_hosts(self.ranks_per_host - 1, same_rail=False)
+                return [*self.flows(Pattern.within_hosts), *self.flows(Pattern.rails), *other_rails]
+            case Pattern.within_hosts:
+                return self._inside(self.ranks_per_host - 1)
+            case Pattern.rails:
+                return self._to_other_hosts(1, same_rail=True)
+            case Pattern.ring if self.hosts > 1:
+                return self._ring()
+            case Pattern.ring | Pattern.ring_within_hosts:
+                return self._inside(min(self.ranks_per_host - 1, 1))
+            case Pattern.ring_of_rails if self.hosts > 1:
+                # Between pods once in a ring through each of them; a slice waits for the slowest link, which is no spine of its
+                # own.
+                return [Flows(self.ranks, {"nic out": 1, "nic in": 1}, self.nic_latency)]
+        return []
 
-    def within_hosts(self) -> list[Flows]:
-        return self._inside(self.ranks_per_host - 1)
-
-    def rails(self) -> list[Flows]:
-        return self._to_other_hosts(1, same_rail=True)
-
-    def ring(self) -> list[Flows]:
+    def _ring(self) -> list[Flows]:
         """Return as many rings as a host has ranks; each leaves it by another NIC and has its share of the bytes."""
-        if self.hosts == 1:
-            return self.ring_within_hosts()
         outside = 1 / self.ranks_per_host
         inside = 1 - outside
         latency = inside * self.nvlink_latency + outside * self.nic_latency
         idle = (inside / self.nvlink + outside / self.nic) / self.ranks_per_host
         crossings = {"nvlink out": inside, "nvlink in": inside, "nic out": outside, "nic in": outside}
         return [Flows(self.ranks, crossings, latency, idle=idle)]
-
-    def ring_within_hosts(self) -> list[Flows]:
-        return self._inside(min(self.ranks_per_host - 1, 1))
-
-    def ring_of_rails(self) -> list[Flows]:
-        if self.hosts == 1:
-            return []
-        # Between pods once in a ring through each of them; a slice waits for the slowest link, which is no spine of its own.
-        return [Flows(self.ranks, {"nic out": 1, "nic in": 1}, self.nic_latency)]

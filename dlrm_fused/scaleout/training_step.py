@@ -17,7 +17,7 @@ from dlrm_fused.scaleout.dense_trace import Exchange, Gradient, Kernel
 from dlrm_fused.scaleout.groups import consecutive, strided
 from dlrm_fused.scaleout.machine import Machine
 from dlrm_fused.scaleout.step import Communicate, Compute, ComputeAndSend, Task, Timeline
-from dlrm_fused.scaleout.topologies import Topology
+from dlrm_fused.scaleout.topologies import Pattern, Topology
 from dlrm_fused.scaleout.workload import Workload
 
 HOST, MAIN, IDS, EMBEDDINGS, GRADIENTS = "host", "main", "input dist", "All-to-All", "AllReduce"
@@ -111,7 +111,7 @@ class _Step:
         work = self._work
         lookup = self._machine.launch + work.lookup_bytes / (self._machine.lookup * self._speed("lookup"))
         if self._is_fused and work.is_covered:
-            direct = [Phase(self._topology.all_pairs(), work.pooled_bytes / self._topology.ranks)]
+            direct = [Phase(self._topology.flows(Pattern.all_pairs), work.pooled_bytes / self._topology.ranks)]
             (pairs,) = _uneven(self._sent_by("stores", direct), work.imbalance, "out")
             sent = ComputeAndSend(lookup, pairs.flows, pairs.bytes_each, self._algorithms.slices)
             yield Task(LOOKUP_AND_POOLED, MAIN, sent)
@@ -165,7 +165,7 @@ class _Step:
                 # An AllReduce sends parts to be summed, and sums.
                 messages = 2 if exchange.collective == "all_reduce" else 1
                 each = messages * exchange.bytes / exchange.ranks
-                (pairs,) = self._sent_by("stores", [Phase(group.all_pairs(), each)])
+                (pairs,) = self._sent_by("stores", [Phase(group.flows(Pattern.all_pairs), each)])
                 seconds = self._machine.seconds(kernel, self._dtype)
                 yield Task(name, MAIN, ComputeAndSend(seconds, pairs.flows, pairs.bytes_each, self._algorithms.slices), after)
 

@@ -15,7 +15,7 @@ from dlrm_fused.errors import UsageError
 from dlrm_fused.scaleout import collectives
 from dlrm_fused.scaleout.collectives import COLLECTIVES, Phase, algorithms_of, seconds
 from dlrm_fused.scaleout.network import Network, max_min_rates
-from dlrm_fused.scaleout.topologies import Cluster, Flows, Links, Switch, Topology, Torus
+from dlrm_fused.scaleout.topologies import Cluster, Flows, Links, Pattern, Switch, Topology, Torus
 
 GB = 1e9
 MIB = 2**20
@@ -137,7 +137,7 @@ def test_classes_of_flows_of_a_torus_load_its_links_as_its_messages_do(rows: int
         loads[direction] += load
         on_one_link.setdefault(direction, set()).add(round(load, 9))
     expected: Counter[str] = Counter()
-    for flows in Torus(rows, columns, GB, 0).all_pairs():
+    for flows in Torus(rows, columns, GB, 0).flows(Pattern.all_pairs):
         for name, crossed in flows.crossings.items():
             expected[name] += flows.count * crossed
     assert dict(loads) == pytest.approx({name: load for name, load in expected.items() if load})

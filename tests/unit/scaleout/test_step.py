@@ -9,7 +9,7 @@ import pytest
 from dlrm_fused.errors import UsageError
 from dlrm_fused.scaleout.collectives import all_reduce_ring, all_to_all_direct
 from dlrm_fused.scaleout.step import Communicate, Compute, ComputeAndSend, Task, Timeline, simulate
-from dlrm_fused.scaleout.topologies import Switch
+from dlrm_fused.scaleout.topologies import Pattern, Switch
 
 # 3 of 4 parts of 80 bytes leave a rank at 10 bytes/s: 6 s.
 FOUR_RANKS = Switch(4, 10.0, 0.25)
@@ -18,7 +18,7 @@ ALL_TO_ALL = Communicate(all_to_all_direct(FOUR_RANKS, 80))
 
 def fused(seconds: float, slices: int) -> ComputeAndSend:
     """A lookup whose result is that All-to-All's."""
-    return ComputeAndSend(seconds, FOUR_RANKS.all_pairs(), 20, slices)
+    return ComputeAndSend(seconds, FOUR_RANKS.flows(Pattern.all_pairs), 20, slices)
 
 
 def duration(work: Compute | Communicate | ComputeAndSend) -> float:
