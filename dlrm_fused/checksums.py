@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -160,7 +160,8 @@ class Checksums:
     @staticmethod
     def of_folder(folder: Path, owner: Mapping[str, Any], algorithm: str = XXH3) -> Checksums:
         """Checksums of all files in the folder and in the folders below it."""
-        files = {name: FileSums.of(folder / name, algorithm) for name in _files(folder)}
+        paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != CHECKSUMS_FILE]
+        files = {path.relative_to(folder).as_posix(): FileSums.of(path, algorithm) for path in paths}
         return Checksums(dict(owner), files, algorithm)
 
     def save(self, folder: Path) -> None:
@@ -231,9 +232,3 @@ def map_bytes(path: Path) -> NDArray[np.uint8]:
     if not os.path.getsize(path):
         return np.zeros(0, np.uint8)
     return np.asarray(np.memmap(path, np.uint8, "r"))
-
-
-def _files(folder: Path) -> Iterator[str]:
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name != CHECKSUMS_FILE:
-            yield path.relative_to(folder).as_posix()

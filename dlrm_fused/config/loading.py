@@ -58,12 +58,10 @@ def flatten(config: Config) -> dict[str, object]:
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """Enumerations by name."""
-    return asdict(config, dict_factory=_with_names_of_enumerations)
+    def by_name(settings: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+        return {name: value.name if isinstance(value, Enum) else value for name, value in settings}
 
-
-def _with_names_of_enumerations(settings: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: value.name if isinstance(value, Enum) else value for name, value in settings}
+    return asdict(config, dict_factory=by_name)
 
 
 def _flatten(tree: dict[str, Any], prefix: str) -> Iterable[tuple[str, object]]:
@@ -138,11 +136,8 @@ def _apply_defaults_of_source(data: DataConfig, updates: Iterable[Mapping[str, A
 
 
 def _check_tree(tree: Mapping[Any, Any], group: Any, prefix: str, origin: str) -> None:
-    """Refuse unknown settings, and values of another shape than theirs: a group, a list or a single value.
-
-    Args:
-        tree: settings of a group of this type; references are texts.
-    """
+    """Refuse unknown settings of a group of this type, and values of another shape than theirs: a group, a list or a single
+    value. References are texts."""
     for name, value in tree.items():
         key, kind = f"{prefix}{name}", member_type(group, name)
         if kind is None:

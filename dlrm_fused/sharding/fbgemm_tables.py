@@ -76,11 +76,7 @@ def local_tables(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> LocalTables:
 
 
 def _optimizer(tbe: SplitTableBatchedEmbeddingBagsCodegen, stored: Storage) -> Optimizer:
-    """FBGEMM's optimizer, with its states and its learning rate in place, and the numbers that it has now.
-
-    Raises:
-        UsageError: for a weight decay that was set after the tables were sharded, and that our kernels do not have.
-    """
+    """FBGEMM's optimizer, with its states and its learning rate in place, and the numbers that it has now."""
     rate, given = tbe.learning_rate_tensor, tbe.optimizer_args
     if tbe.optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD and given.weight_decay and given.weight_decay_mode:
         raise UsageError(

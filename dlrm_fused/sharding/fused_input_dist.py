@@ -169,12 +169,7 @@ class _RowBlocks:
 def _receive(
     sent: SentFeatures, names: Sequence[str], first: int, context: EmbeddingShardingContext
 ) -> Awaitable[KeyedJaggedTensor]:
-    """The features of one sharding type.
-
-    Args:
-        names: of this rank's.
-        first: how many of other sharding types come before.
-    """
+    """Return this rank's features of one sharding type, before which come ``first`` ones of others."""
     received, end = sent.receive(), first + len(names)
     context.batch_size_per_rank = received.bags
     counts = received.counts[first:end]

@@ -55,17 +55,8 @@ _ADVICE = {
         "plan them with compute_kernel='fused'"
     ),
 }
-_KNOWN_ARGUMENTS = frozenset(
-    _FOLLOWED
-    + _FOLLOWED_INPUTS
-    + _OF_OTHER_OPTIMIZERS
-    + _OF_OTHER_MEMORY
-    + _OF_CACHES
-    + _OF_STATISTICS
-    + _OF_TORCHREC
-    + _ARGUMENTS_OFF
-    + (_WEIGHT_DECAY,)
-)
+_MEANINGLESS = (*_OF_OTHER_OPTIMIZERS, *_OF_OTHER_MEMORY, *_OF_CACHES, *_OF_STATISTICS, *_OF_TORCHREC)
+_KNOWN_ARGUMENTS = {*_FOLLOWED, *_FOLLOWED_INPUTS, *_MEANINGLESS, *_ARGUMENTS_OFF, _WEIGHT_DECAY}
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def row_bytes(config: Config, schema: DatasetSchema, plan: ShardingPlan, ranks: 
     ids_of, weights = ids_per_sample(config, schema), 0.0
     for name, sharding in placed(plan):
         dim = config.embedding.dim_of(name)
-        if _is_data_parallel(sharding):
+        if sharding.sharding_type == ShardingType.DATA_PARALLEL.value:
             weights += dim * rows_of[name]
         elif sharding.compute_kernel not in _KERNELS_ON_HOST:
             weights += dim * min(config.training.global_batch_size * ids_of[name], rows_of[name]) / ranks
@@ -117,7 +117,9 @@ def pooled_bytes(config: Config, schema: DatasetSchema, plan: ShardingPlan, rank
     """
     samples = config.training.global_batch_size / ranks
     bags = bags_per_sample(schema)
-    columns = sum(bags[name] * _columns_of_shards(sharding) for name, sharding in placed(plan))
+    # A table that every rank has is not sharded, and sends nothing.
+    specs = [(name, sharding.sharding_spec) for name, sharding in placed(plan) if sharding.sharding_spec is not None]
+    columns = sum(bags[name] * shard.shard_sizes[1] for name, spec in specs for shard in spec.shards)
     embedding, output = config.embedding, pooled_dtype(config, device)
     both_ways = sum(bytes_on_the_wire(wire, output) for wire in (embedding.forward_wire, embedding.backward_wire))
     return (ranks - 1) / ranks * samples * columns * both_ways
@@ -144,15 +146,6 @@ def placed(plan: ShardingPlan) -> Iterator[tuple[str, ParameterSharding]]:
     for module_plan in plan.plan.values():
         for table, sharding in module_plan.items():
             yield feature_name(table), sharding
-
-
-def _is_data_parallel(sharding: ParameterSharding) -> bool:
-    return sharding.sharding_type == ShardingType.DATA_PARALLEL.value
-
-
-def _columns_of_shards(sharding: ParameterSharding) -> int:
-    """Return the columns of all shards together; 0 for a table that every rank has."""
-    return 0 if sharding.sharding_spec is None else sum(shard.shard_sizes[1] for shard in sharding.sharding_spec.shards)
 
 
 def bags_per_sample(schema: DatasetSchema) -> dict[str, int]:

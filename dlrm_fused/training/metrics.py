@@ -236,9 +236,7 @@ def _count(histogram: Tensor, logits: Tensor, codes: Tensor, weights: Tensor | N
 def _area(negatives: Tensor, positives: Tensor) -> tuple[float, float]:
     """AUC when pairs inside a group count half, and by how much it can be off for that: half the share of such pairs.
 
-    Args:
-        negatives, positives: [groups] int64, or float64 of weighted samples, in ascending order of the prediction; both sums
-            positive.
+    Both are [groups], in ascending order of the prediction: int64, or float64 of weighted samples; both sums are positive.
     """
     all_pairs = negatives.sum().item() * positives.sum().item()
     if 2 * all_pairs >= 2**63 and not negatives.is_floating_point():
@@ -251,16 +249,13 @@ def _area(negatives: Tensor, positives: Tensor) -> tuple[float, float]:
 def _means(total: float, positives: float, predicted: float, loss: float) -> dict[str, float]:
     """Return the metrics that follow from sums over samples."""
     log_loss = loss / total if total else math.nan
-    entropy = _entropy(positives / total) if total else 0.0
+    rate = positives / total if total else 0.0
+    entropy = -sum(p * math.log(p) for p in (rate, 1 - rate) if p > 0)
     return {
         "log_loss": log_loss,
         "normalized_entropy": log_loss / entropy if entropy else math.nan,
         "calibration": predicted / positives if positives else math.nan,
     }
-
-
-def _entropy(rate: float) -> float:
-    return -sum(p * math.log(p) for p in (rate, 1 - rate) if p > 0)
 
 
 def _all_gather(tensor: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:

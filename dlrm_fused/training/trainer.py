@@ -90,25 +90,21 @@ def _prepare_folder(folder: RunFolder, config: Config, rank: Rank, lock: RunLock
         return folder.prepare(config)
 
     step = gather_or_raise(prepare)[0]
-    gather_or_raise(lambda: _check_visible(folder, step, config, rank))
-    gather_or_raise(lambda: _try_checkpoints(folder, rank))
+    gather_or_raise(lambda: _check_folder(folder, step, config, rank))
     return step
 
 
-def _try_checkpoints(folder: RunFolder, rank: Rank) -> None:
-    """Try to write where checkpoints go, on every rank, since each writes a part of them."""
-    try:
-        try_to_write(folder.checkpoints.path / f"rank_{rank.index}")
-    except OSError as error:
-        raise CheckpointError(f"{folder.checkpoints.path}: {rank} cannot write there: {error.strerror}") from None
-
-
-def _check_visible(folder: RunFolder, step: int, config: Config, rank: Rank) -> None:
+def _check_folder(folder: RunFolder, step: int, config: Config, rank: Rank) -> None:
+    """Look for the checkpoint, and try to write where checkpoints go, on every rank, since each writes a part of them."""
     if step and not folder.checkpoints.of(step).is_dir():
         raise CheckpointError(
             f"output_dir={config.output_dir}: host {rank.host} does not see {folder.checkpoints.of(step)}; "
             "it must be on a file system that all hosts share"
         )
+    try:
+        try_to_write(folder.checkpoints.path / f"rank_{rank.index}")
+    except OSError as error:
+        raise CheckpointError(f"{folder.checkpoints.path}: {rank} cannot write there: {error.strerror}") from None
 
 
 class Trainer:
@@ -250,7 +246,9 @@ class Trainer:
             self._stop_request.check()
             self._throughput.start(self._step)
             if self._has_evaluation_to_make:
-                self._save(self._evaluate_and_note()[0])
+                auc = self._evaluate()
+                self._note_auc(auc)
+                self._save(auc)
             while self._step < config.training.max_steps and not (self._reached_target or self._lost_patience):
                 profiler.before_step(self._step + 1)
                 self._rates.apply(self._step)
@@ -279,7 +277,8 @@ class Trainer:
         if reports:
             self._report_training(output)
         try:
-            auc, is_best = self._evaluate_and_note() if evaluates else (None, False)
+            auc = self._evaluate() if evaluates else None
+            is_best = auc is not None and self._note_auc(auc)
         except Stopped:
             self._save(None)  # the evaluation is made when the run continues
             raise
@@ -290,11 +289,6 @@ class Trainer:
             self._save(auc)
         if stops:
             raise self._stop_request.stopped()
-
-    def _evaluate_and_note(self) -> tuple[float, bool]:
-        """Return the AUC of an evaluation, and whether it is the best so far."""
-        auc = self._evaluate()
-        return auc, self._note_auc(auc)
 
     def _note_auc(self, auc: float) -> bool:
         """Return whether an AUC is the best so far; it may end the run. An undefined one beats only none, and ends nothing."""
@@ -401,10 +395,7 @@ def is_multiple(step: int, every: int) -> bool:
 
 
 def _summary(values: BinaryMetricValues, undefined: str | None) -> dict[str, float | str]:
-    """
-    Args:
-        undefined: why the AUC is not defined; None if it is.
-    """
+    """Return what the summary says of a label; ``undefined`` is why its AUC is not defined, None if it is."""
     reported = {f"test_{name}" if name.startswith("auc") else name: getattr(values, name) for name in REPORTED}
     return {**({"test_auc_undefined": undefined} if undefined else {}), **reported}
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from dlrm_fused.config import Config, load_config
 from dlrm_fused.datasets.data_settings import transformation_of
@@ -120,10 +119,10 @@ def restore_rows(path: Path, key: str, table: LocalShards, rows: RowMap) -> None
     if key not in RawReader(path).read_metadata().state_dict_metadata:
         raise CheckpointError(f"{path}: has no {key}; a model with other features cannot begin with its weights")
     columns = table.shape[1]
-    widths = {at[1]: shard.shape[1] for at, shard in table.shards}
+    shard_at = {column: shard for (_, column), shard in table.shards}
     for first in range(0, rows.old_rows, _BLOCK_ROWS):
         count = min(_BLOCK_ROWS, rows.old_rows - first)
-        blocks = {column: _empty_block(table, column, count, width) for column, width in widths.items()}
+        blocks = {column: shard.new_empty(count, shard.shape[1]) for column, shard in shard_at.items()}
         request = LocalShards((rows.old_rows, columns), [((first, column), block) for column, block in blocks.items()])
         restore_tensors(path, {key: request})
         for (row, column), shard in table.shards:
@@ -131,11 +130,6 @@ def restore_rows(path: Path, key: str, table: LocalShards, rows: RowMap) -> None
             here = torch.nonzero((old_ids >= first) & (old_ids < first + count)).flatten()
             block = blocks[column]
             shard[here.to(shard.device)] = block[(old_ids[here] - first).to(block.device)]
-
-
-def _empty_block(table: LocalShards, column: int, rows: int, width: int) -> Tensor:
-    like = next(shard for at, shard in table.shards if at[1] == column)
-    return like.new_empty(rows, width)
 
 
 def _row_maps(run: RunFolder, config: Config) -> dict[str, RowMap]:

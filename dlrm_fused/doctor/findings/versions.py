@@ -43,11 +43,7 @@ def _gpus(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 def _differing(
     ranks: Sequence[RankFacts], what: str, values: Sequence[str | None], level: Level, advice: str
 ) -> Iterator[Finding]:
-    """One finding for each value but the commonest.
-
-    Args:
-        values: of each of the ranks.
-    """
+    """One finding for each of the ranks' values but the commonest."""
     groups = group_by(zip(ranks, values, strict=True), lambda pair: pair[1])
     ranks_with = {value: [facts for facts, _ in pairs] for value, pairs in groups.items()}
     common = max(ranks_with, key=lambda value: len(ranks_with[value]), default=None)

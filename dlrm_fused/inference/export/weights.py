@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
-from torch import Tensor, nn
+from torch import nn
 
-from dlrm_fused.config import Config, TableDtype
+from dlrm_fused.config import TableDtype
 from dlrm_fused.datasets.schema import DatasetSchema
 from dlrm_fused.inference.export.loader import Table
 from dlrm_fused.models import build_model
@@ -83,13 +83,10 @@ def restore_weights(saved: SavedRun, schema: DatasetSchema) -> Weights:
     """
     config = saved.config
     task = build_model(config, schema, 1, torch.device("cpu")).eval()
-    tables = _empty_tables(config, schema, has_tokens=getattr(task.model, "reads_histories", False))
+    dtype = torch.float16 if config.embedding.dtype is TableDtype.fp16 else torch.float32
+    features = schema.tables if getattr(task.model, "reads_histories", False) else schema.sparse_features
+    dims = config.embedding.dim_of
+    tables = {feature.name: torch.empty(feature.rows, dims(feature.name), dtype=dtype) for feature in features}
     dense: State = {f"dense.{name}": value.detach() for name, value in task.state_dict().items() if not is_table(name)}
     restore_tensors(saved.checkpoint, {**dense, **{f"table.{name}.weight": table for name, table in tables.items()}})
     return Weights(task.model, {name: table.float().numpy() for name, table in tables.items()})
-
-
-def _empty_tables(config: Config, schema: DatasetSchema, has_tokens: bool) -> dict[str, Tensor]:
-    dtype = torch.float16 if config.embedding.dtype is TableDtype.fp16 else torch.float32
-    features = schema.tables if has_tokens else schema.sparse_features
-    return {feature.name: torch.empty(feature.rows, config.embedding.dim_of(feature.name), dtype=dtype) for feature in features}

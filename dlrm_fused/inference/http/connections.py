@@ -156,7 +156,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self.is_refused:
-            self._forget(len(data))
+            self._forgotten_bytes += len(data)
+            if self._forgotten_bytes > _FORGOTTEN_BYTES:
+                self.transport.pause_reading()
         while data and not (self.is_refused or self.transport.is_closing()):
             if self._head_bytes == HEADER_BYTES:
                 self._refuse()
@@ -203,8 +205,3 @@ class LimitedProtocol(HttpToolsProtocol):
         head = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\nconnection: close\r\n"
         self.transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
         self.transport.write_eof()
-
-    def _forget(self, count: int) -> None:
-        self._forgotten_bytes += count
-        if self._forgotten_bytes > _FORGOTTEN_BYTES:
-            self.transport.pause_reading()

@@ -87,9 +87,10 @@ class CheckpointWriter:
 
     def _state(self, sharded: ShardedModel) -> State:
         rank = dist.get_rank()
-        state = {**model_state(sharded), **optimizer_state(sharded), **random_state(rank, self._device)}
+        state = {**model_state(sharded), **optimizer_state(sharded)}
         # State that several ranks hold alike is written once.
-        return {key: value for key, value in state.items() if _is_written(key, value, rank)}
+        written = {k: v for k, v in state.items() if (v.is_written if isinstance(v, LocalShards) else rank == 0)}
+        return {**written, **random_state(rank, self._device)}
 
     def _stage(self, state: State) -> None:
         for key, value in state.items():
@@ -134,10 +135,6 @@ class CheckpointWriter:
         if replaced is not None:
             shutil.rmtree(replaced)
         self._folder.prune(self._settings.keep_last, self._settings.keep_best)
-
-
-def _is_written(key: str, value: Tensor | LocalShards, rank: int) -> bool:
-    return value.is_written if isinstance(value, LocalShards) else rank == 0 or key.startswith("random.")
 
 
 def _sync_folder(path: Path) -> None:
