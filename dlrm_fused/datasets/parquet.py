@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
+from typing import Generic, TypeVar
 
 import numpy as np
-import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -15,28 +17,19 @@ from torch import Tensor
 from dlrm_fused.config import Config, Split
 from dlrm_fused.datasets.batch import Samples, sparse_from_features
 from dlrm_fused.datasets.data_settings import rows_of_tables
-from dlrm_fused.datasets.parquet_files import (
-    Columns,
-    DecodedRowGroup,
-    RowGroup,
-    check_same_columns,
-    columns_of,
-    decode,
-    open_files,
-    pooling_factor,
-    stated_rows,
-)
-from dlrm_fused.datasets.row_group_cache import RowGroupCache
+from dlrm_fused.datasets.parquet_files import DecodedRowGroup, RowGroup, check_same_columns, decode, open_files, schema_of
 from dlrm_fused.datasets.row_group_order import RowGroupOrder, equal_runs
-from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature, labels_shape
+from dlrm_fused.datasets.schema import labels_shape
 from dlrm_fused.datasets.storage import ranges
-from dlrm_fused.errors import ConfigError, DataError
+from dlrm_fused.errors import DataError
+
+_Content = TypeVar("_Content")
 
 
 class ParquetDataset:
     """The Parquet files of a folder for each split, read row group by row group in background threads.
 
-    Memory is that of the row groups in use, see :class:`~dlrm_fused.datasets.row_group_cache.RowGroupCache`.
+    Memory is that of the row groups in use, see :class:`RowGroupCache`.
 
     Args:
         config: ``data``, ``embedding.rows`` and ``embedding.max_rows`` are used.
@@ -65,10 +58,11 @@ class ParquetDataset:
         groups, schema = next(iter(opened.values()))
         for others, other_schema in opened.values():
             check_same_columns(other_schema, str(others[0].path), schema, str(groups[0].path))
-        self._columns = columns_of(schema, groups[0].path, config.data.labels, config.data.sample_weight)
-        self.has_dense = bool(self._columns.dense)
-        self.stored_schema = stored = _stored_schema(schema, groups, self._columns, config)
+        self._sample_weight = config.data.sample_weight
+        self.stored_schema = stored = schema_of(schema, groups, config.data.labels, self._sample_weight, config.embedding.rows)
+        self.has_dense = any(name in schema.names for name in stored.dense_features)
         self.schema = stored.with_table_rows(rows_of_tables(config, [feature.rows for feature in stored.tables]))
+        self._jagged = [feature.name for feature in stored.sparse_features if feature.jagged]
         pool = ThreadPoolExecutor(config.data.workers, thread_name_prefix="parquet")
         self._splits = {split: _SplitGroups(groups, self._decode, pool) for split, (groups, _) in opened.items()}
 
@@ -97,9 +91,9 @@ class ParquetDataset:
         labels = np.empty((positions.size, *labels_shape(self.schema.labels)), np.float32)
         weights = np.empty(positions.size, np.float32) if self.schema.has_weights else None
         # As in the row groups, a row for each sample; transposed when complete.
-        single = np.empty((positions.size, len(features) - len(self._columns.jagged)), np.int32)
-        lengths = {name: np.empty(positions.size, np.int64) for name in self._columns.jagged}
-        ids: dict[str, list[NDArray[np.int32]]] = {name: [] for name in self._columns.jagged}
+        single = np.empty((positions.size, len(features) - len(self._jagged)), np.int32)
+        lengths = {name: np.empty(positions.size, np.int64) for name in self._jagged}
+        ids: dict[str, list[NDArray[np.int32]]] = {name: [] for name in self._jagged}
         for run, number, within in groups.runs(positions):
             group = requested[number].result()
             # With "clip", NumPy writes to `out` without a copy between; all are in range.
@@ -133,7 +127,45 @@ class ParquetDataset:
 
     def _decode(self, group: RowGroup) -> DecodedRowGroup:
         table_rows = [feature.rows for feature in self.schema.sparse_features]
-        return decode(group, self._columns, self.stored_schema.sparse_features, table_rows)
+        return decode(group, self.stored_schema, self._sample_weight, table_rows)
+
+
+class RowGroupCache(Generic[_Content]):
+    """Reads row groups in background threads, each once for as long as it is in use; all methods may be called by any thread.
+
+    It holds twice as many row groups as the largest request names, and two more: those that batches are made of, and those
+    that follow. What was used last is kept.
+
+    Args:
+        read: gives the content of a row group, by its number.
+    """
+
+    def __init__(self, read: Callable[[int], _Content], pool: ThreadPoolExecutor) -> None:
+        self._read = read
+        self._pool = pool
+        self._lock = Lock()
+        self._held: OrderedDict[int, Future[_Content]] = OrderedDict()
+        self._largest_request = 0
+
+    def request(self, numbers: Collection[int]) -> dict[int, Future[_Content]]:
+        """Have row groups read, in the order of ``numbers``; does not wait.
+
+        Returns:
+            For each number, its content once it is read; or the exception that ``read`` raised.
+        """
+        with self._lock:
+            self._largest_request = max(self._largest_request, len(numbers))
+            for number in numbers:
+                if number not in self._held:
+                    self._held[number] = self._pool.submit(self._read, number)
+                self._held.move_to_end(number)
+            requested = {number: self._held[number] for number in numbers}
+            while len(self._held) > 2 * self._largest_request + 2:
+                self._held.popitem(last=False)
+            return requested
+
+    def __len__(self) -> int:
+        return len(self._held)
 
 
 class _SplitGroups:
@@ -159,26 +191,6 @@ class _SplitGroups:
 
     def _numbers(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.searchsorted(self.starts, rows, side="right") - 1
-
-
-def _stored_schema(schema: pa.Schema, groups: Sequence[RowGroup], columns: Columns, config: Config) -> DatasetSchema:
-    """Return the features, with tables of as many rows as the files state, or else ``embedding.rows``."""
-    table_rows = [rows for rows in (stated_rows(schema, name) for name in columns.sparse) if rows]
-    if len(table_rows) < len(columns.sparse):
-        table_rows = config.embedding.rows
-        if len(table_rows) != len(columns.sparse):
-            raise ConfigError(
-                f"embedding.rows={table_rows}: allowed: {len(columns.sparse)} numbers, one for each of "
-                f"{', '.join(columns.sparse)}, since {groups[0].path} does not state the rows of their tables"
-            )
-    factors = [pooling_factor(schema, groups, name) if name in columns.jagged else 1.0 for name in columns.sparse]
-    features = (
-        SparseFeature(name, rows, factor, jagged=name in columns.jagged)
-        for name, rows, factor in zip(columns.sparse, table_rows, factors, strict=True)
-    )
-    return DatasetSchema(
-        columns.dense_features, tuple(features), labels=columns.labels, has_weights=bool(columns.sample_weight)
-    )
 
 
 def open_parquet(config: Config, device: torch.device) -> ParquetDataset:

@@ -30,10 +30,10 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from dlrm_fused.datasets.feature_names import check_names
-from dlrm_fused.datasets.schema import SparseFeature, labels_shape
+from dlrm_fused.datasets.schema import DatasetSchema, SparseFeature, labels_shape
 from dlrm_fused.datasets.storage import check_below, check_finite, check_weights
 from dlrm_fused.datasets.transformation import CONSTANT
-from dlrm_fused.errors import DataError
+from dlrm_fused.errors import ConfigError, DataError
 
 # Keys in the metadata of a column. That of weights needs no value.
 ROWS, POOLING_FACTOR, IS_WEIGHT = b"rows", b"pooling_factor", b"is_weight"
@@ -54,27 +54,6 @@ class RowGroup:
 
     def __str__(self) -> str:
         return f"{self.path}, row group {self.number}"
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Features by their kind, in order of their columns.
-
-    Attributes:
-        jagged: names of those sparse features whose columns hold lists.
-        sample_weight: the name, empty where samples have no weights.
-    """
-
-    dense: tuple[str, ...]
-    sparse: tuple[str, ...]
-    jagged: frozenset[str]
-    labels: tuple[str, ...]
-    sample_weight: str
-
-    @property
-    def dense_features(self) -> tuple[str, ...]:
-        """Names of the dense features; without any there is one, ``CONSTANT``, since models need one."""
-        return self.dense or (CONSTANT,)
 
 
 @dataclass(frozen=True)
@@ -158,19 +137,27 @@ def check_same_columns(schema: pa.Schema, path: str, expected: pa.Schema, expect
         )
 
 
-def columns_of(schema: pa.Schema, path: Path, labels: Sequence[str], sample_weight: str) -> Columns:
-    """Return the meaning of the columns.
+def schema_of(
+    columns: pa.Schema, groups: Sequence[RowGroup], labels: Sequence[str], sample_weight: str, embedding_rows: Sequence[int]
+) -> DatasetSchema:
+    """Return the features that the columns of the row groups are.
+
+    Args:
+        sample_weight: the column of weights; empty where samples have none.
+        embedding_rows: of the tables of sparse features, unless the files state those of all.
 
     Raises:
+        ConfigError: if the rows of tables are not known.
         DataError: if a column has a type or a name that no feature has, or is said to hold weights by its file alone; or if
-            there is no label or sparse feature.
+            there is no label or sparse feature, or its metadata state no numbers.
     """
-    check_names(schema.names, f"{path}: column", "rename it")
-    dense, sparse, jagged = [], [], set()
+    path = groups[0].path
+    check_names(columns.names, f"{path}: column", "rename it")
     named = [*labels, *([sample_weight] if sample_weight else [])]
-    for field in schema:
+    dense, sparse, jagged = [], [], set()
+    for field in columns:
         kind = field.type
-        if schema.names.count(field.name) > 1:
+        if columns.names.count(field.name) > 1:
             raise DataError(f"{path}: several columns are named {field.name}; rename them")
         if field.name in named:
             if not (pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)):
@@ -188,71 +175,67 @@ def columns_of(schema: pa.Schema, path: Path, labels: Sequence[str], sample_weig
                 f"{path}: column {field.name} is {kind}, allowed: floating-point numbers (a dense feature), whole numbers or "
                 "lists of them (ids of a sparse feature); leave it out, or prepare the files with data/prepare.py table"
             )
+    _check_there(columns, path, labels, sample_weight, bool(sparse))
+    rows = [int(stated) for name in sparse if (stated := _stated(columns, name, ROWS))]
+    rows = rows if len(rows) == len(sparse) else list(embedding_rows)
+    if len(rows) != len(sparse):
+        raise ConfigError(
+            f"embedding.rows={rows}: allowed: {len(sparse)} numbers, one for each of {', '.join(sparse)}, since {path} does "
+            "not state the rows of their tables"
+        )
+    features = (
+        SparseFeature(name, count, _pooling_factor(columns, groups[0].footer, name) if name in jagged else 1.0, name in jagged)
+        for name, count in zip(sparse, rows, strict=True)
+    )
+    return DatasetSchema(tuple(dense) or (CONSTANT,), tuple(features), labels=tuple(labels), has_weights=bool(sample_weight))
+
+
+def _check_there(columns: pa.Schema, path: Path, labels: Sequence[str], sample_weight: str, has_sparse: bool) -> None:
     for name, there in {
-        **{f"column {name}, of data.labels, is": name in schema.names for name in labels},
-        **({f"column {sample_weight}, of data.sample_weight, is": sample_weight in schema.names} if sample_weight else {}),
-        "a column of whole numbers, for a sparse feature, is": sparse,
+        **{f"column {name}, of data.labels, is": name in columns.names for name in labels},
+        **({f"column {sample_weight}, of data.sample_weight, is": sample_weight in columns.names} if sample_weight else {}),
+        "a column of whole numbers, for a sparse feature, is": has_sparse,
     }.items():
         if not there:
-            raise DataError(f"{path}: {name} missing; its columns are {', '.join(schema.names)}")
-    for field in schema:
+            raise DataError(f"{path}: {name} missing; its columns are {', '.join(columns.names)}")
+    for field in columns:
         if IS_WEIGHT in (field.metadata or {}) and field.name != sample_weight:
             raise DataError(f"{path}: column {field.name} holds weights of samples; set data.sample_weight={field.name}")
-    return Columns(tuple(dense), tuple(sparse), frozenset(jagged), tuple(labels), sample_weight)
 
 
-def stated_rows(schema: pa.Schema, feature: str) -> int | None:
-    """Return rows of the feature's table, if the files state them.
-
-    Raises:
-        DataError: if what they state is not a whole number, 1 or more.
-    """
-    rows = _stated(schema, feature, ROWS)
-    if rows is not None and (rows < 1 or rows % 1):
-        raise DataError(f"column {feature}: its metadata state {rows:g} rows, expected a whole number, 1 or more; {_REMEDY}")
-    return None if rows is None else int(rows)
-
-
-def _stated(schema: pa.Schema, feature: str, key: bytes) -> float | None:
+def _stated(columns: pa.Schema, feature: str, key: bytes) -> float | None:
     """Return a number in the metadata of a field."""
-    metadata = schema.field(feature).metadata or {}
-    if key not in metadata:
+    text = (columns.field(feature).metadata or {}).get(key)
+    if text is None:
         return None
-    text = metadata[key]
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
         raise DataError(
             f"column {feature}: its metadata state {key.decode()}={text.decode(errors='replace')}, expected a number; {_REMEDY}"
         ) from None
+    if key == ROWS and (number < 1 or number % 1):
+        raise DataError(f"column {feature}: its metadata state {number:g} rows, expected a whole number, 1 or more; {_REMEDY}")
+    return number
 
 
-def pooling_factor(schema: pa.Schema, groups: Sequence[RowGroup], feature: str) -> float:
-    """Ids of a sample on average, as the files state them, or else of the first file; there an empty list counts as one.
-
-    Raises:
-        DataError: if what they state is not a number.
-    """
-    stated = _stated(schema, feature, POOLING_FACTOR)
+def _pooling_factor(columns: pa.Schema, footer: pq.FileMetaData, feature: str) -> float:
+    """Ids of a sample on average, as the files state them, or else of the first file; there an empty list counts as one."""
+    stated = _stated(columns, feature, POOLING_FACTOR)
     if stated is not None:
         return stated
-    footer = groups[0].footer
     parts = [footer.row_group(number) for number in range(footer.num_row_groups)]
-    values = sum(
-        part.column(i).num_values
-        for part in parts
-        for i in range(part.num_columns)
-        if part.column(i).path_in_schema.split(".")[0] == feature
-    )
-    return values / footer.num_rows
+    chunks = [part.column(number) for part in parts for number in range(part.num_columns)]
+    return sum(of.num_values for of in chunks if of.path_in_schema.split(".")[0] == feature) / footer.num_rows
 
 
-def decode(group: RowGroup, columns: Columns, features: Sequence[SparseFeature], table_rows: Sequence[int]) -> DecodedRowGroup:
+def decode(group: RowGroup, schema: DatasetSchema, sample_weight: str, table_rows: Sequence[int]) -> DecodedRowGroup:
     """Read a row group on the calling thread.
 
     Args:
-        features: the sparse features; ids must be in [0, ``rows``).
-        table_rows: of each; ids are taken modulo them.
+        schema: of the files; ids must be in [0, ``rows``) of their feature.
+        sample_weight: the column of weights, if the schema has them.
+        table_rows: of each sparse feature; ids are taken modulo them.
 
     Raises:
         DataError: if the file is damaged, or holds a null, a label other than 0 and 1, a dense value or weight that cannot be,
@@ -264,15 +247,15 @@ def decode(group: RowGroup, columns: Columns, features: Sequence[SparseFeature],
             table = file.read_row_group(group.number, use_threads=False)
     except (pa.ArrowException, OSError) as error:
         raise _damaged(str(group), error) from None
-    dense = np.ones((table.num_rows, len(columns.dense_features)), np.float32)
-    for number, name in enumerate(columns.dense):
-        with np.errstate(over="ignore"):  # becomes infinite, which is told
-            dense[:, number] = _values(_array(table, name, group))
-    check_finite(dense, columns.dense_features, str(group), _REMEDY)
-    single = np.empty((table.num_rows, len(columns.sparse) - len(columns.jagged)), np.int32)
+    dense = np.ones((table.num_rows, len(schema.dense_features)), np.float32)  # ones without a dense feature
+    for number, name in enumerate(schema.dense_features):
+        if name in table.column_names:
+            dense[:, number] = _floats(table, name, group)
+    check_finite(dense, schema.dense_features, str(group), _REMEDY)
+    single = np.empty((table.num_rows, sum(not feature.jagged for feature in schema.sparse_features)), np.int32)
     jagged = {}
     into = iter(single.T)
-    for feature, rows in zip(features, table_rows, strict=True):
+    for feature, rows in zip(schema.sparse_features, table_rows, strict=True):
         array = _array(table, feature.name, group)
         if feature.jagged:
             offsets = array.offsets.to_numpy()
@@ -280,9 +263,12 @@ def decode(group: RowGroup, columns: Columns, features: Sequence[SparseFeature],
             jagged[feature.name] = (_ids_of_table(ids, feature, rows, group), offsets - offsets[0])
         else:
             next(into)[:] = _ids_of_table(_values(array), feature, rows, group)
-    labels = np.stack([_label(table, name, group) for name in columns.labels], axis=1)
-    shape = (table.num_rows, *labels_shape(columns.labels))
-    return DecodedRowGroup(labels.reshape(shape), dense, single, jagged, _weights(table, columns, group))
+    labels = np.stack([_label(table, name, group) for name in schema.labels], axis=1)
+    weights = None
+    if schema.has_weights:
+        weights = _floats(table, sample_weight, group)
+        check_weights(weights, f"{group}, column {sample_weight}", _REMEDY)
+    return DecodedRowGroup(labels.reshape(-1, *labels_shape(schema.labels)), dense, single, jagged, weights)
 
 
 def _array(table: pa.Table, name: str, group: RowGroup) -> pa.Array:
@@ -307,19 +293,14 @@ def _ids_of_table(ids: NDArray[Any], feature: SparseFeature, table_rows: int, gr
     return ids % np.int32(table_rows) if table_rows < feature.rows else ids
 
 
+def _floats(table: pa.Table, name: str, group: RowGroup) -> NDArray[np.float32]:
+    with np.errstate(over="ignore"):  # becomes infinite, which is told
+        return _values(_array(table, name, group)).astype(np.float32)
+
+
 def _label(table: pa.Table, name: str, group: RowGroup) -> NDArray[np.float32]:
-    labels = _values(_array(table, name, group)).astype(np.float32)
+    labels = _floats(table, name, group)
     wrong = labels[(labels != 0) & (labels != 1)]
     if wrong.size:
         raise DataError(f"{group}, column {name}: a label is {wrong[0]:g}, allowed: 0 and 1; {_REMEDY}")
     return labels
-
-
-def _weights(table: pa.Table, columns: Columns, group: RowGroup) -> NDArray[np.float32] | None:
-    name = columns.sample_weight
-    if not name:
-        return None
-    with np.errstate(over="ignore"):  # becomes infinite, which is told
-        weights = _values(_array(table, name, group)).astype(np.float32)
-    check_weights(weights, f"{group}, column {name}", _REMEDY)
-    return weights

@@ -15,10 +15,9 @@ from dlrm_fused.datasets import open_dataset
 from dlrm_fused.datasets.batch import Batch
 from dlrm_fused.datasets.dataset import Dataset
 from dlrm_fused.datasets.loader import EvaluationLoader, TrainLoader
-from dlrm_fused.datasets.parquet import ParquetDataset
+from dlrm_fused.datasets.parquet import ParquetDataset, RowGroupCache
 from dlrm_fused.datasets.preparation import cli
 from dlrm_fused.datasets.preparation.parquet import ParquetOptions, write_parquet
-from dlrm_fused.datasets.row_group_cache import RowGroupCache
 from dlrm_fused.datasets.schema import SparseFeature
 from tests.unit.prepared_sets import FEATURES, write_prepared_set
 
