@@ -61,8 +61,7 @@ def main() -> int:
     except OSError as error:
         print(f"error: --output {args.output}: {error.strerror or error}", file=sys.stderr)
         return 1
-    if malformed.count:
-        print(malformed.report(), file=sys.stderr)
+    malformed.print_report()
     return 0
 
 

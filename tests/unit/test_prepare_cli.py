@@ -13,7 +13,7 @@ import pytest
 
 from dlrm_fused.datasets.preparation import cli, criteo
 from dlrm_fused.datasets.preparation.blocks import read_blocks
-from dlrm_fused.datasets.preparation.writer import NpyAppender, claim_output
+from dlrm_fused.datasets.preparation.writer import NpyAppender, new_output
 from dlrm_fused.datasets.schema import PreparedInfo
 from dlrm_fused.errors import DataError
 
@@ -70,11 +70,11 @@ def test_a_complete_set_is_replaced_only_when_told(tmp_path: Path, source: Path,
     assert PreparedInfo.load(tmp_path / "out").schema.sparse_features[0].rows == 7
 
 
-def test_an_interrupted_preparation_leaves_no_set_and_can_be_repeated(
+def test_an_interrupted_preparation_leaves_what_was_there_and_can_be_repeated(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = criteo_command(source, tmp_path / "out")
-    assert cli.main(command) == 0
+    assert cli.main([*command, "--held-out", "0.5"]) == 0
     with monkeypatch.context() as patch:
 
         def interrupt(*_: Any, **__: Any) -> None:
@@ -83,17 +83,17 @@ def test_an_interrupted_preparation_leaves_no_set_and_can_be_repeated(
         patch.setattr(criteo, "_encode_block", interrupt)
         assert cli.main([*command, "--overwrite"]) == 1
     assert "was complete; run the same command again" in capsys.readouterr().err
-    with pytest.raises(DataError, match=r"no prepared data set"):
-        PreparedInfo.load(tmp_path / "out")
-    assert cli.main(command) == 0
+    assert PreparedInfo.load(tmp_path / "out").samples["train"] == 50
+    assert cli.main([*command, "--overwrite"]) == 0
+    assert not list(tmp_path.glob("out.*"))
     assert PreparedInfo.load(tmp_path / "out").samples["train"] == 86
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     for overwrite in (False, True):
-        with pytest.raises(DataError, match=r"holds other files, such as thesis\.tex"):
-            claim_output(tmp_path, overwrite)
+        with pytest.raises(DataError, match=r"holds other files, such as thesis\.tex"), new_output(tmp_path, overwrite):
+            pass
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -26,7 +25,7 @@ from dlrm_fused.datasets.preparation.criteo_lines import COLUMNS, DENSE_FEATURES
 from dlrm_fused.datasets.preparation.malformed import MalformedLines
 from dlrm_fused.datasets.preparation.parallel import map_on_threads
 from dlrm_fused.datasets.preparation.value_counts import ValueCounter
-from dlrm_fused.datasets.preparation.writer import SCRATCH, SPLITS, SplitFiles, claim_output
+from dlrm_fused.datasets.preparation.writer import SCRATCH, SPLITS, SplitFiles, new_output
 from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo, SparseFeature
 from dlrm_fused.datasets.transformation import FIRST_KEPT, MISSING, Vocabulary
 from dlrm_fused.errors import DataError
@@ -73,20 +72,19 @@ def prepare_criteo(options: CriteoOptions) -> PreparedInfo:
     files = find_files(options.input)
     for file in files:
         _check_first_line(file)
-    claim_output(options.output, options.overwrite)
     starts = dict.fromkeys(files[:-1], (np.inf, np.inf)) | {files[-1]: _split_last(files, options.held_out)}
     survey = Survey([], {})
-    if options.torchrec or not options.hash_rows:
-        survey = _survey(options, starts)
-    rows = [FIRST_KEPT + len(of.keys) for of in survey.vocabularies] or [options.hash_rows] * len(SPARSE_FEATURES)
-    schema = DatasetSchema(DENSE_FEATURES, tuple(map(SparseFeature, SPARSE_FEATURES, rows)))
-    samples, malformed = _write(options, starts, survey, schema)
-    if malformed.count:
-        print(malformed.report(), file=sys.stderr)
-    origin = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(options).items()}
-    origin = {"data_set": "criteo", **origin, "files": [file.name for file in files], **malformed.summary()}
-    info = PreparedInfo(schema, samples, origin)
-    info.save(options.output)
+    with new_output(options.output, options.overwrite) as folder:
+        if options.torchrec or not options.hash_rows:
+            survey = _survey(options, starts, folder / SCRATCH)
+        rows = [FIRST_KEPT + len(of.keys) for of in survey.vocabularies] or [options.hash_rows] * len(SPARSE_FEATURES)
+        schema = DatasetSchema(DENSE_FEATURES, tuple(map(SparseFeature, SPARSE_FEATURES, rows)))
+        samples, malformed = _write(options, starts, survey, schema, folder)
+        origin = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(options).items()}
+        origin = {"data_set": "criteo", **origin, "files": [file.name for file in files], **malformed.summary()}
+        info = PreparedInfo(schema, samples, origin)
+        info.save(folder)
+    malformed.print_report()
     return info
 
 
@@ -146,8 +144,7 @@ def _split_last(files: Sequence[Path], held_out: float) -> SplitStarts:
     return lines - held, lines - held // 2
 
 
-def _survey(options: CriteoOptions, starts: Mapping[Path, SplitStarts]) -> Survey:
-    scratch = options.output / SCRATCH
+def _survey(options: CriteoOptions, starts: Mapping[Path, SplitStarts], scratch: Path) -> Survey:
     scratch.mkdir()
     counters = [] if options.hash_rows else [ValueCounter(scratch / name) for name in SPARSE_FEATURES]
     dense_min: dict[Path, int] = {}
@@ -182,13 +179,13 @@ def _count(ids: pl.Series, numbers: NDArray[np.int64]) -> pl.DataFrame:
 
 
 def _write(
-    options: CriteoOptions, starts: Mapping[Path, SplitStarts], survey: Survey, schema: DatasetSchema
+    options: CriteoOptions, starts: Mapping[Path, SplitStarts], survey: Survey, schema: DatasetSchema, folder: Path
 ) -> tuple[dict[str, int], MalformedLines]:
     """Write the files of all splits; returns the samples of each."""
     malformed = MalformedLines(options.max_malformed)
     encode = partial(_encode_block, options=options, survey=survey)
     with ExitStack() as stack:
-        files = {split: SplitFiles(options.output / split, schema, stack) for split in SPLITS}
+        files = {split: SplitFiles(folder / split, schema, stack) for split in SPLITS}
         for block, (rows, dense, ids) in _each_block("writing", encode, options, starts, malformed):
             stops = np.searchsorted(block.first + rows.numbers, starts[block.path]).tolist()
             for split, start, stop in zip(SPLITS, [0, *stops], [*stops, len(ids)], strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +56,13 @@ class MalformedLines:
                 + "".join(f"\n  {line}" for line in self.first)
             )
 
-    def report(self) -> str:
-        """Return a text for people that names the lines left out; empty if there are none."""
+    def print_report(self) -> None:
+        """Tell people, on standard error, of the lines left out, if there are any."""
         if not self.count:
-            return ""
+            return
         shown = "".join(f"\n  {line}" for line in self.first)
         more = f"\n  ... and {self.count - len(self.first)} more" if self.count > len(self.first) else ""
-        return f"{self.count} of {self.lines} lines are malformed and left out:{shown}{more}"
+        print(f"{self.count} of {self.lines} lines are malformed and left out:{shown}{more}", file=sys.stderr)
 
     def summary(self) -> dict[str, Any]:
         """Return the counts, for ``dataset.json``."""

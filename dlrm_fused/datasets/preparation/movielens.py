@@ -30,7 +30,7 @@ from dlrm_fused.datasets.preparation.histories import (
 )
 from dlrm_fused.datasets.preparation.malformed import MalformedLines
 from dlrm_fused.datasets.preparation.movielens_releases import Release, read_release
-from dlrm_fused.datasets.preparation.writer import SPLITS, SplitFiles, claim_output, id_columns
+from dlrm_fused.datasets.preparation.writer import SPLITS, SplitFiles, id_columns, new_output
 from dlrm_fused.datasets.schema import DatasetSchema, PreparedInfo, SparseFeature
 from dlrm_fused.errors import DataError
 
@@ -78,11 +78,13 @@ def prepare_movielens(options: MovieLensOptions) -> PreparedInfo:
             f"--history {options.history}: allowed: 0, or 1 or more together with --split time: at random, ratings of the "
             "training split would come after those of the test split, and their histories tell the labels"
         )
-    claim_output(options.output, options.overwrite)
     malformed = MalformedLines(options.max_malformed)
-    release = read_source(options.source, malformed)
-    malformed.finish()
-    return _write(release, options, malformed)
+    with new_output(options.output, options.overwrite) as folder:
+        release = read_source(options.source, malformed)
+        malformed.finish()
+        info = _write(release, options, malformed, folder)
+    malformed.print_report()
+    return info
 
 
 def read_source(source: str, malformed: MalformedLines) -> Release:
@@ -115,7 +117,7 @@ def download_recbole(folder: Path) -> Path:
     return folder
 
 
-def _write(release: Release, options: MovieLensOptions, malformed: MalformedLines) -> PreparedInfo:
+def _write(release: Release, options: MovieLensOptions, malformed: MalformedLines, folder: Path) -> PreparedInfo:
     rows = _split_rows(release.ratings, options)
     train = rows["train"]
     histories = _histories(release.ratings, options.history) if options.history else None
@@ -128,21 +130,19 @@ def _write(release: Release, options: MovieLensOptions, malformed: MalformedLine
     features = (*(SparseFeature(name, _rows(release, ratings[train], name)) for name in names[: len(single)]), genres)
     schema = DatasetSchema(DENSE_FEATURES[: dense.shape[1]], features, history_length=options.history)
     if histories:
-        schema = replace(schema, token_features=_write_tokens(options.output, schema, ratings, histories, train))
+        schema = replace(schema, token_features=_write_tokens(folder, schema, ratings, histories, train))
     for split in SPLITS:
         part = ratings[rows[split]]
         with ExitStack() as stack:
             labels = part["rating"].to_numpy() >= options.like_rating
             ids = id_columns(part.select(*single, genres="genre_ids"))
             windows = histories.windows[rows[split]] if histories else None
-            SplitFiles(options.output / split, schema, stack).append(labels, dense[rows[split]], *ids, windows=windows)
+            SplitFiles(folder / split, schema, stack).append(labels, dense[rows[split]], *ids, windows=windows)
     origin = {**asdict(options), "data_set": "movielens", "release": release.name, **malformed.summary()}
     origin.update(output=str(options.output), split=options.split.name)
     samples = {split: len(rows[split]) for split in SPLITS}
     info = PreparedInfo(schema, samples, origin, interactions=len(ratings) if histories else 0)
-    info.save(options.output)
-    if malformed.count:
-        print(malformed.report(), file=sys.stderr)
+    info.save(folder)
     return info
 
 

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from dlrm_fused.config import Split, SyntheticConfig, most_segments
 from dlrm_fused.config.setting import check_bounds, require
 from dlrm_fused.datasets.batch import Samples
-from dlrm_fused.datasets.preparation.writer import IdFiles, SplitFiles, claim_output
+from dlrm_fused.datasets.preparation.writer import IdFiles, SplitFiles, new_output
 from dlrm_fused.datasets.schema import INTERACTIONS, DatasetSchema, PreparedInfo
 from dlrm_fused.datasets.synthetic import SyntheticDataset
 from dlrm_fused.errors import ConfigError, DataError
@@ -44,28 +44,28 @@ def prepare_synthetic(options: SyntheticOptions) -> PreparedInfo:
     """
     settings = options.settings
     _check(settings)
-    claim_output(options.output, options.overwrite)
     dataset = SyntheticDataset(settings, options.seed, torch.device("cpu"))
     features = tuple(replace(f, jagged=f.jagged or f.pooling_factor != 1) for f in dataset.schema.sparse_features)
     schema = replace(dataset.schema, sparse_features=features)
-    with ExitStack() as stack:
-        interactions = None
-        if schema.token_features:
-            (options.output / INTERACTIONS).mkdir()
-            interactions = IdFiles(options.output / INTERACTIONS, schema.token_features, stack)
-        for split in Split:
-            _write_split(dataset, split, schema, options.output / split.name, interactions)
-    best = dataset.best_attainable_auc()  # of the first label
-    origin = {
-        "data_set": "synthetic",
-        "seed": options.seed,
-        **asdict(settings),
-        "best_attainable_test_auc": best.auc,
-        "best_attainable_test_auc_standard_error": best.error,
-    }
-    samples = {split.name: dataset.samples(split) for split in Split}
-    info = PreparedInfo(schema, samples, origin, interactions.rows if interactions else 0)
-    info.save(options.output)
+    with new_output(options.output, options.overwrite) as folder:
+        with ExitStack() as stack:
+            interactions = None
+            if schema.token_features:
+                (folder / INTERACTIONS).mkdir()
+                interactions = IdFiles(folder / INTERACTIONS, schema.token_features, stack)
+            for split in Split:
+                _write_split(dataset, split, schema, folder / split.name, interactions)
+        best = dataset.best_attainable_auc()  # of the first label
+        origin = {
+            "data_set": "synthetic",
+            "seed": options.seed,
+            **asdict(settings),
+            "best_attainable_test_auc": best.auc,
+            "best_attainable_test_auc_standard_error": best.error,
+        }
+        samples = {split.name: dataset.samples(split) for split in Split}
+        info = PreparedInfo(schema, samples, origin, interactions.rows if interactions else 0)
+        info.save(folder)
     return info
 
 

@@ -26,31 +26,14 @@ _FILES = (SCHEMA_FILE, SCHEMA_FILE + ".partial", CHECKSUMS_FILE, PROPOSED_CONFIG
 _FOLDERS = (SCRATCH, INTERACTIONS, TRANSFORMATION, *SPLITS)
 
 
-def claim_output(folder: Path, overwrite: bool) -> None:
-    """Make ``folder`` ready for a new set; what an interrupted preparation left there is removed.
-
-    Raises:
-        DataError: if it holds a complete set or other files, and ``overwrite`` is false; or if it is not a folder.
-    """
-    _check_output(folder, overwrite)
-    # The schema goes first: without it the set is incomplete.
-    for name in _FILES:
-        (folder / name).unlink(missing_ok=True)
-    for name in _FOLDERS:
-        if (folder / name).exists():
-            shutil.rmtree(folder / name)
-    for name in SPLITS:
-        (folder / name).mkdir(parents=True)
-
-
 @contextmanager
 def new_output(folder: Path, overwrite: bool) -> Iterator[Path]:
     """A new folder beside ``folder`` to write a set into; it takes that name at the end, and is removed if something fails.
 
-    So a set that is there already stays whole until the new one is.
+    So a set that is there already stays whole until the new one is. The remains of a preparation that was killed are removed.
 
     Raises:
-        DataError: as :func:`claim_output`.
+        DataError: if ``folder`` holds a complete set, and ``overwrite`` is false; or other files; or if it is not a folder.
     """
     _check_output(folder, overwrite)
     partial, replaced = (folder.with_name(f"{folder.name}.{suffix}") for suffix in ("partial", "replaced"))
@@ -168,9 +151,13 @@ def id_columns(ids: pl.DataFrame) -> tuple[NDArray[Any], dict[str, tuple[NDArray
 
 
 class SplitFiles:
-    """The files of a split, as :class:`~dlrm_fused.datasets.prepared.PreparedDataset` reads them; ``stack`` closes them."""
+    """The files of a split, as :class:`~dlrm_fused.datasets.prepared.PreparedDataset` reads them; ``stack`` closes them.
+
+    ``folder`` must not exist.
+    """
 
     def __init__(self, folder: Path, schema: DatasetSchema, stack: ExitStack) -> None:
+        folder.mkdir()
         self._labels = _open(stack, folder / "labels.npy", np.uint8, labels_shape(schema.labels))
         self._dense = _open(stack, folder / "dense.npy", np.float32, (len(schema.dense_features),))
         self.ids = IdFiles(folder, schema.sparse_features, stack)

@@ -80,7 +80,7 @@ def check_survey(survey: Survey) -> None:
 
 def _dense(survey: Survey, name: str, kind: DenseKind) -> DenseTransform:
     if kind is DenseKind.quantile:
-        return quantiles(name, survey.sample()[name])
+        return quantiles(name, survey.for_quantiles(name))
     moments = survey.moments[name]
     return DenseTransform(name, kind, moments.mean, moments.deviation)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 import tempfile
@@ -11,8 +12,6 @@ from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from dlrm_fused.datasets.preparation.parallel import map_on_threads
 from dlrm_fused.datasets.preparation.table.column_roles import (
@@ -212,13 +211,8 @@ class _Table:
             scratch: folder for files of counts, which are read when the counts are asked for.
         """
         question = replace(self.question, counted=frozenset(counted))
-        survey = Survey(question, scratch)
-        blocks = map_on_threads(partial(survey_block, question=question), read_blocks(self.files, self.columns), self.workers)
-        with tqdm(desc="reading", unit=" rows", unit_scale=True) as bar:
-            for block in blocks:
-                survey.add(block)
-                bar.update(int(block.rows.sum()))
-        return survey
+        blocks = read_blocks(self.files, self.columns)
+        return Survey.of(map_on_threads(partial(survey_block, question=question), blocks, self.workers), question, scratch)
 
 
 def _open_table(options: TableOptions) -> _Table:
@@ -241,14 +235,10 @@ def _open_table(options: TableOptions) -> _Table:
     time_format, nulls = options.table_format.time, NullMarkers(options.null_values)
     interactions = _interactions(files, options.history, time_format, nulls)
     split = split_of_files or _split(files, options.split, options.history, time_format)
-    escaped_quote = _escaped_quote(files, options.table_format)
+    quote = options.table_format.quote if any(file.is_text for file in files) and not options.table_format.escape else ""
+    escaped_quote = "\\" + quote if quote else ""
     question = Question(options.labels, options.dense, sparse, split, frozenset(), options.sample_weight, nulls, escaped_quote)
     return _Table(files, choice.names(), question, interactions, options.workers)
-
-
-def _escaped_quote(files: Sequence[TableFile], table_format: TableFormat) -> str:
-    can_be = table_format.quote and not table_format.escape and any(file.is_text for file in files)
-    return "\\" + table_format.quote if can_be else ""
 
 
 def _open_files(
@@ -334,15 +324,5 @@ def _interactions(
 def _origin(options: TableOptions | ApplyOptions, split: Split) -> dict[str, Any]:
     """Return a record of how the set was made, for ``dataset.json``."""
     times = {"times": split.found} if isinstance(split, TimeSplit) else {}
-    return {"data_set": "table", **_plain(asdict(options)), **times}
-
-
-def _plain(value: Any) -> Any:
-    """Return a value of options for JSON."""
-    if isinstance(value, dict):
-        return {key: _plain(content) for key, content in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(content) for content in value]
-    if isinstance(value, Enum):
-        return value.name
-    return str(value) if isinstance(value, Path) else value
+    plain = json.dumps(asdict(options), default=lambda value: value.name if isinstance(value, Enum) else str(value))
+    return {"data_set": "table", **json.loads(plain), **times}

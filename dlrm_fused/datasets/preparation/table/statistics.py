@@ -72,32 +72,25 @@ class RowSample:
     """Holds the ``SAMPLE_ROWS`` rows with the smallest random numbers, or all rows if there are no more."""
 
     def __init__(self) -> None:
-        self._bits: list[NDArray[np.uint64]] = []
-        self._values: list[NDArray[Any]] = []
-        self._limit = np.uint64(2**64 - 1)
-        self._held = 0
+        self._parts: list[tuple[NDArray[np.uint64], NDArray[Any]]] = []
 
     def add(self, bits: NDArray[np.uint64], values: NDArray[Any]) -> None:
         """Offer rows ``values`` [n, ...] with the random numbers ``bits`` [n]."""
-        keep = bits <= self._limit
-        self._bits.append(bits[keep])
-        self._values.append(values[keep])
-        self._held += int(keep.sum())
-        if self._held > 2 * SAMPLE_ROWS:
+        self._parts.append((bits, values))
+        if sum(len(part) for part, _ in self._parts) > 2 * SAMPLE_ROWS:
             self._shrink()
 
     def values(self) -> NDArray[Any]:
         """Return the sample, [m, ...]."""
         self._shrink()
-        return self._values[0]
+        return self._parts[0][1]
 
     def _shrink(self) -> None:
-        bits, values = np.concatenate(self._bits), np.concatenate(self._values)
+        bits, values = (np.concatenate(part) for part in zip(*self._parts, strict=True))
         if len(bits) > SAMPLE_ROWS:
             smallest = np.sort(np.argpartition(bits, SAMPLE_ROWS)[:SAMPLE_ROWS])
             bits, values = bits[smallest], values[smallest]
-            self._limit = bits.max()
-        self._bits, self._values, self._held = [bits], [values], len(bits)
+        self._parts = [(bits, values)]
 
 
 def sample_bits(first: int, count: int) -> NDArray[np.uint64]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from dlrm_fused.datasets.preparation.table.columns import (
     read_categories,
@@ -57,35 +59,86 @@ class ValueLengths:
 
     values: int = 0
     missing: int = 0
-    shortest: int = 0
+    shortest: int = _NO_LENGTH
     longest: int = 0
+
+    def __add__(self, other: ValueLengths) -> ValueLengths:
+        shortest, longest = min(self.shortest, other.shortest), max(self.longest, other.longest)
+        return ValueLengths(self.values + other.values, self.missing + other.missing, shortest, longest)
 
 
 @dataclass
-class BlockSurvey:
-    """The contribution of one block; all of it but ``rows``, ``positives`` and ``weight`` is of training rows.
+class Survey:
+    """The findings in a block, and those of all blocks together; all but the first three are of training rows.
 
     Attributes:
-        weight: sum of the weights of each split's rows; their number without weights.
-        sampled: random numbers by which rows are sampled, and the columns of these rows for quantiles [n, Q].
-        counts: distinct values and their numbers, by name of the column.
+        rows, positives, weight: of each split, by position in ``SPLITS``: rows [3], those where each label is 1 [L, 3], sum of
+            the weights or else of rows [3].
+        moments: of each dense column.
+        extremes: its smallest and its largest value.
+        lengths: of each sparse column.
         suspects: how often a value occurs that may stand for a missing one, by column and value.
         escaped: a value with an escaped quote, by column.
+        counts: of a block, distinct values and their numbers, by name of the column.
+        sampled: of a block, random numbers by which rows are sampled, and the columns of these rows for quantiles [n, Q].
+        counters, sample: of all blocks, what becomes of these two.
     """
 
+    question: Question
     rows: NDArray[np.int64]
     positives: NDArray[np.int64]
     weight: NDArray[np.float64]
-    moments: list[Moments] = field(default_factory=list)
-    extremes: list[tuple[float, float]] = field(default_factory=list)
-    sampled: tuple[NDArray[np.uint64], NDArray[np.float64]] | None = None
-    lengths: list[ValueLengths] = field(default_factory=list)
-    counts: dict[str, tuple[pa.Array, NDArray[np.int64]]] = field(default_factory=dict)
+    moments: dict[str, Moments] = field(default_factory=dict)
+    extremes: dict[str, tuple[float, float]] = field(default_factory=dict)
+    lengths: dict[str, ValueLengths] = field(default_factory=dict)
     suspects: Counter[tuple[str, str]] = field(default_factory=Counter)
     escaped: dict[str, str] = field(default_factory=dict)
+    counts: dict[str, tuple[pa.Array, NDArray[np.int64]]] = field(default_factory=dict)
+    sampled: tuple[NDArray[np.uint64], NDArray[np.float64]] | None = None
+    counters: dict[str, ValueCounter] = field(default_factory=dict)
+    sample: RowSample = field(default_factory=RowSample)
+
+    @staticmethod
+    def of(blocks: Iterable[Survey], question: Question, scratch: Path) -> Survey:
+        """Join the findings in all blocks, in their order; counts that are too many are moved to files in ``scratch``."""
+        positives = np.zeros((len(question.labels), len(SPLITS)), np.int64)
+        survey = Survey(question, np.zeros(len(SPLITS), np.int64), positives, np.zeros(len(SPLITS)))
+        survey.moments = {name: Moments() for name in question.dense}
+        survey.extremes = dict.fromkeys(question.dense, (np.inf, -np.inf))
+        survey.lengths = {column.name: ValueLengths() for column in question.sparse}
+        names = [column.name for column in question.sparse if column.name in question.counted]
+        survey.counters = {name: ValueCounter(scratch / file_stem(name)) for name in names}
+        with tqdm(desc="reading", unit=" rows", unit_scale=True) as bar:
+            for block in blocks:
+                survey._add(block)
+                bar.update(int(block.rows.sum()))
+        return survey
+
+    def _add(self, block: Survey) -> None:
+        self.rows += block.rows
+        self.positives += block.positives
+        self.weight += block.weight
+        for name, moments in block.moments.items():
+            self.moments[name].add(moments)
+            low, high = block.extremes[name]
+            self.extremes[name] = min(self.extremes[name][0], low), max(self.extremes[name][1], high)
+        if block.sampled:
+            self.sample.add(*block.sampled)
+        for name, lengths in block.lengths.items():
+            self.lengths[name] += lengths
+        for name, (values, counts) in block.counts.items():
+            self.counters[name].add(values, counts)
+        self.suspects += block.suspects  # leaves out values that occur in no training row
+        self.escaped = block.escaped | self.escaped
+
+    def for_quantiles(self, name: str) -> NDArray[np.float64]:
+        """Return a sample of the known values of a column with quantiles: [m]."""
+        names = [name for name, kind in self.question.dense.items() if kind is DenseKind.quantile]
+        values = self.sample.values()[:, names.index(name)]
+        return values[~np.isnan(values)]
 
 
-def survey_block(block: Block, question: Question) -> BlockSurvey:
+def survey_block(block: Block, question: Question) -> Survey:
     """
     Raises:
         DataError: if a value cannot be used.
@@ -93,35 +146,34 @@ def survey_block(block: Block, question: Question) -> BlockSurvey:
     split = question.split.assign(block)
     positives = [np.bincount(split, read_labels(block, name), len(SPLITS)) for name in question.labels]
     weights = read_weights(block, question.sample_weight) if question.sample_weight else None
-    survey = BlockSurvey(
+    survey = Survey(
+        question,
         np.bincount(split, minlength=len(SPLITS)),
         np.stack(positives).astype(np.int64),
         np.bincount(split, weights, len(SPLITS)).astype(np.float64),
     )
     is_train = split == TRAIN
-    _survey_dense(block, question, is_train, survey)
+    _survey_dense(block, is_train, survey)
     for column in question.sparse:
-        _survey_sparse(block, column, question, is_train, survey)
+        _survey_sparse(block, column, is_train, survey)
     return survey
 
 
-def _survey_dense(block: Block, question: Question, is_train: NDArray[np.bool_], survey: BlockSurvey) -> None:
+def _survey_dense(block: Block, is_train: NDArray[np.bool_], survey: Survey) -> None:
     sampled = []
-    for name, kind in question.dense.items():
-        values = read_numbers(block, name, question.nulls)[is_train]
+    for name, kind in survey.question.dense.items():
+        values = read_numbers(block, name, survey.question.nulls)[is_train]
         known = values[~np.isnan(values)]
-        survey.moments.append(Moments.of(signed_log(known) if kind is DenseKind.log else known))
-        survey.extremes.append((known.min(initial=np.inf), known.max(initial=-np.inf)))
+        survey.moments[name] = Moments.of(signed_log(known) if kind is DenseKind.log else known)
+        survey.extremes[name] = known.min(initial=np.inf), known.max(initial=-np.inf)
         if kind is DenseKind.quantile:
             sampled.append(values)
     if sampled:
-        bits = sample_bits(block.first, len(block))[is_train]
-        survey.sampled = bits, np.stack(sampled, axis=1)
+        survey.sampled = sample_bits(block.first, len(block))[is_train], np.stack(sampled, axis=1)
 
 
-def _survey_sparse(
-    block: Block, column: SparseColumn, question: Question, is_train: NDArray[np.bool_], survey: BlockSurvey
-) -> None:
+def _survey_sparse(block: Block, column: SparseColumn, is_train: NDArray[np.bool_], survey: Survey) -> None:
+    name, question = column.name, survey.question
     values = read_categories(block, column, question.nulls)
     lengths = np.ones(len(block), np.int64) if values.offsets is None else np.diff(values.offsets)
     number = values.number[is_train if values.offsets is None else np.repeat(is_train, lengths)]
@@ -129,76 +181,13 @@ def _survey_sparse(
     counts = np.bincount(number + 1, minlength=len(values.distinct) + 1)
     missing, counts = int(counts[0]), counts[1:]
     shortest, longest = int(of_train.min(initial=_NO_LENGTH)), int(of_train.max(initial=0))
-    survey.lengths.append(ValueLengths(number.size, missing, shortest, longest))
-    if column.name in question.counted:
-        survey.counts[column.name] = values.distinct, counts
+    survey.lengths[name] = ValueLengths(number.size, missing, shortest, longest)
+    if name in question.counted:
+        survey.counts[name] = values.distinct, counts
     if column.values is Values.text:
         for at in np.flatnonzero(pc.is_in(values.distinct, pa.array(_SUSPECTS)).to_numpy(zero_copy_only=False)):
-            survey.suspects[column.name, values.distinct[int(at)].as_py()] += int(counts[at])
+            survey.suspects[name, values.distinct[int(at)].as_py()] += int(counts[at])
         if question.escaped_quote:
             found = values.distinct.filter(pc.match_substring(values.distinct, question.escaped_quote))
             if len(found):
-                survey.escaped[column.name] = found[0].as_py()
-
-
-class Survey:
-    """The findings of all blocks together, about training rows unless stated otherwise.
-
-    Args:
-        scratch: folder for files of counts.
-
-    Attributes:
-        rows, positives, weight: as of a block; splits by their position in ``SPLITS``.
-    """
-
-    def __init__(self, question: Question, scratch: Path) -> None:
-        self.question = question
-        self.rows = np.zeros(len(SPLITS), np.int64)
-        self.positives = np.zeros((len(question.labels), len(SPLITS)), np.int64)
-        self.weight = np.zeros(len(SPLITS))
-        self.moments = {name: Moments() for name in question.dense}
-        self.extremes = dict.fromkeys(question.dense, (np.inf, -np.inf))
-        self.lengths: dict[str, ValueLengths] = {}
-        self.counters = {
-            column.name: ValueCounter(scratch / file_stem(column.name))
-            for column in question.sparse
-            if column.name in question.counted
-        }
-        self.suspects: Counter[tuple[str, str]] = Counter()
-        self.escaped: dict[str, str] = {}
-        self._sample = RowSample()
-
-    def add(self, block: BlockSurvey) -> None:
-        """Add the block that comes next."""
-        self.rows += block.rows
-        self.positives += block.positives
-        self.weight += block.weight
-        for name, moments, (low, high) in zip(self.question.dense, block.moments, block.extremes, strict=True):
-            self.moments[name].add(moments)
-            self.extremes[name] = min(self.extremes[name][0], low), max(self.extremes[name][1], high)
-        if block.sampled:
-            self._sample.add(*block.sampled)
-        for column, lengths in zip(self.question.sparse, block.lengths, strict=True):
-            self.lengths[column.name] = _joined(self.lengths.get(column.name), lengths)
-        for name, (values, counts) in block.counts.items():
-            self.counters[name].add(values, counts)
-        self.suspects += block.suspects  # leaves out values that occur in no training row
-        self.escaped = block.escaped | self.escaped
-
-    def sample(self) -> dict[str, NDArray[np.float64]]:
-        """Return a sample of the known values of each column with quantiles: [m]."""
-        names = [name for name, kind in self.question.dense.items() if kind is DenseKind.quantile]
-        if not names:
-            return {}
-        return {name: column[~np.isnan(column)] for name, column in zip(names, self._sample.values().T, strict=True)}
-
-
-def _joined(left: ValueLengths | None, right: ValueLengths) -> ValueLengths:
-    if left is None:
-        return right
-    return ValueLengths(
-        left.values + right.values,
-        left.missing + right.missing,
-        min(left.shortest, right.shortest),
-        max(left.longest, right.longest),
-    )
+                survey.escaped[name] = found[0].as_py()

@@ -65,8 +65,6 @@ def write_set(
     features = tuple(SparseFeature(each.column.name, each.rows, jagged=each.column.is_list) for each in transformation.sparse)
     weighted = bool(transformation.sample_weight)
     schema = DatasetSchema(transformation.dense_features, features, labels=transformation.label_names, has_weights=weighted)
-    for name in SPLITS:
-        (output / name).mkdir()
     interactions_of_blocks = []
     with ExitStack() as stack:
         splits = [SplitFiles(output / name, schema, stack) for name in SPLITS]
