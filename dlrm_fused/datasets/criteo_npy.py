@@ -20,6 +20,7 @@ import re
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from dlrm_fused.errors import ConfigError, DataError
 DENSE_NAMES = tuple(f"int_{i}" for i in range(13))
 SPARSE_FEATURES = 26
 _INTEGERS = ("int32", "int64")
+_Rows = tuple[NDArray[Any], ...]  # dense features [b, 13], labels [b], and of each sparse feature its ids, [b, hotness] or [b]
 
 
 class CriteoNpyDataset:
@@ -78,7 +80,7 @@ class CriteoNpyDataset:
         return self._splits[split].samples
 
     def read(self, split: Split, rows: Tensor) -> Samples:
-        dense, ids, labels = self._splits[split].read(rows.numpy())
+        dense, labels, *ids = self._splits[split].read(rows.numpy())
         features = self.schema.sparse_features
         modulo = [_modulo(column, feature.rows) for column, feature in zip(ids, features, strict=True)]
         return Samples(
@@ -177,62 +179,50 @@ class _Part:
     start: int
     stop: int
 
+    def read(self, rows: NDArray[np.int64], split: str) -> _Rows:
+        """Read rows, counted from ``start``."""
+        rows = rows + self.start
+        labels = self.day.labels.take(rows)
+        check_labels(labels, f"{self.day.name}_labels.npy, split {split}")
+        dense = self.day.dense.take(rows, axis=0)
+        check_finite(dense, DENSE_NAMES, f"{self.day.name}_dense.npy, split {split}")
+        return dense, labels.astype(np.float32), *self.day.read_ids(rows)
+
 
 def _divide(days: list[_Day]) -> dict[Split, list[_Part]]:
     last = days[-1]
     if len(days) == 1:
-        borders = [0, last.samples * 8 // 10, last.samples * 9 // 10, last.samples]
-        train = [_Part(last, borders[0], borders[1])]
+        borders = [last.samples * 8 // 10, last.samples * 9 // 10, last.samples]
+        train = [_Part(last, 0, borders[0])]
     else:
-        borders = [0, 0, last.samples // 2, last.samples]
+        borders = [0, last.samples // 2, last.samples]
         train = [_Part(day, 0, day.samples) for day in days[:-1]]
-    return {
-        Split.train: train,
-        Split.validation: [_Part(last, borders[1], borders[2])],
-        Split.test: [_Part(last, borders[2], borders[3])],
-    }
+    held_out = {split: [_Part(last, *of)] for split, of in zip((Split.validation, Split.test), pairwise(borders), strict=True)}
+    return {Split.train: train, **held_out}
 
 
 class _SplitOfDays:
     """Parts of days, one after the other."""
 
     def __init__(self, parts: list[_Part], split: Split) -> None:
-        self._parts = parts
-        self._where = f"split {split.name}"
-        self._ends = np.cumsum([part.stop - part.start for part in parts])
-        self.samples = int(self._ends[-1])
+        self._parts, self._split = parts, split.name
+        self._starts = np.cumsum([0, *(part.stop - part.start for part in parts)])
+        self.samples = int(self._starts[-1])
         if not self.samples:
             raise DataError(f"{parts[0].day.name}_dense.npy: too few rows, split {split.name} has no samples")
 
-    def read(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.float32], list[NDArray[Any]], NDArray[np.float32]]:
-        """Dense features [b, 13], for each sparse feature its ids [b, hotness] or [b], and labels [b]."""
-        part_of_row = np.searchsorted(self._ends, rows, side="right")
-        numbers = np.unique(part_of_row)
-        if numbers.size == 1:
-            return self._read_part(numbers[0], rows)
+    def read(self, rows: NDArray[np.int64]) -> _Rows:
+        part_of_row = np.searchsorted(self._starts, rows, side="right") - 1
+        numbers = np.unique(part_of_row).tolist()
         places = [np.flatnonzero(part_of_row == number) for number in numbers]
-        dense, ids, labels = zip(
-            *(self._read_part(number, rows[mine]) for number, mine in zip(numbers, places, strict=True)), strict=True
-        )
-        # The result goes back to the order that was asked for.
-        restore = np.concatenate(places).argsort()
-        return (
-            np.concatenate(dense)[restore],
-            [np.concatenate(column)[restore] for column in zip(*ids, strict=True)],
-            np.concatenate(labels)[restore],
-        )
-
-    def _read_part(
-        self, number: int, rows: NDArray[np.int64]
-    ) -> tuple[NDArray[np.float32], list[NDArray[Any]], NDArray[np.float32]]:
-        part = self._parts[number]
-        first = int(self._ends[number]) - (part.stop - part.start)
-        rows = rows + (part.start - first)
-        labels = part.day.labels.take(rows)
-        check_labels(labels, f"{part.day.name}_labels.npy, {self._where}")
-        dense = part.day.dense.take(rows, axis=0)
-        check_finite(dense, DENSE_NAMES, f"{part.day.name}_dense.npy, {self._where}")
-        return dense, part.day.read_ids(rows), labels.astype(np.float32)
+        read = [
+            self._parts[number].read(rows[mine] - self._starts[number], self._split)
+            for number, mine in zip(numbers, places, strict=True)
+        ]
+        if len(read) == 1:
+            return read[0]
+        restore = np.concatenate(places).argsort()  # to the order that was asked for
+        return tuple(np.concatenate(column)[restore] for column in zip(*read, strict=True))
 
 
 def open_criteo_npy(config: Config, device: torch.device) -> CriteoNpyDataset:

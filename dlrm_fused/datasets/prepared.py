@@ -14,9 +14,8 @@ from torch import Tensor
 from dlrm_fused.config import Config, Split
 from dlrm_fused.datasets.batch import Samples, sparse_from_features
 from dlrm_fused.datasets.data_settings import folder_of, rows_of_tables
-from dlrm_fused.datasets.interactions import HistoryWindows, Interactions
 from dlrm_fused.datasets.schema import INTERACTIONS, SCHEMA_FILE, PreparedInfo, SparseFeature, checksums_of, labels_shape
-from dlrm_fused.datasets.storage import IdColumns, SetFolder, check_finite, check_labels, check_weights
+from dlrm_fused.datasets.storage import IdColumns, SetFolder, check_finite, check_labels, check_weights, ranges
 from dlrm_fused.errors import DataError
 
 logger = logging.getLogger("dlrm_fused")
@@ -56,7 +55,9 @@ class PreparedDataset:
         self._folder = folder
         self._sparse_modulo = _modulo(stored.sparse_features, self.schema.sparse_features)
         self._token_modulo = _modulo(stored.token_features, self.schema.token_features)
-        self._interactions = Interactions(SetFolder(folder, INTERACTIONS, checksums), info) if stored.token_features else None
+        self._interactions = None
+        if stored.token_features:
+            self._interactions = _Interactions(SetFolder(folder, INTERACTIONS, checksums), info)
 
     def samples(self, split: Split) -> int:
         return self._files(split).samples
@@ -71,8 +72,8 @@ class PreparedDataset:
             labels=torch.from_numpy(files.read_labels(positions)),
             weights=files.read_weights(positions),
         )
-        if self._interactions is not None and files.windows is not None:
-            windows = files.windows.read(positions)
+        if self._interactions is not None:
+            windows = files.read_windows(positions)
             ids, lengths = self._interactions.read(windows)
             names = [feature.name for feature in self.schema.token_features]
             bags = positions.size * (self.schema.history_length + 1)
@@ -102,6 +103,7 @@ class _SplitFiles:
 
     def __init__(self, folder: SetFolder, split: Split, info: PreparedInfo) -> None:
         schema = info.schema
+        self._info, self._folder = info, folder.root / folder.name
         self._where = f"{folder.root}, split {split.name}"
         self._dense_names = schema.dense_features
         self.samples = info.samples[split.name]
@@ -111,7 +113,7 @@ class _SplitFiles:
         self._labels = folder.map("labels.npy", [self.samples, *labels_shape(schema.labels)], ["uint8"])
         self._weights = folder.map("weights.npy", [self.samples], ["float32"]) if schema.has_weights else None
         self.ids = IdColumns(folder, schema.sparse_features, self.samples, self._where)
-        self.windows = HistoryWindows(folder, self.samples, info) if schema.token_features else None
+        self._windows = folder.map("history.npy", [self.samples, 3], ["int64"]) if schema.token_features else None
 
     def read_dense(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         dense = self._dense.take(rows)
@@ -129,6 +131,61 @@ class _SplitFiles:
         weights = self._weights.take(rows)
         check_weights(weights, self._where)
         return torch.from_numpy(weights)
+
+    def read_windows(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """First, stop and candidate of the samples' histories: [b, 3].
+
+        Raises:
+            DataError: if one is out of range, or a history reaches its candidate or what comes after it.
+        """
+        assert self._windows is not None
+        interactions, length = self._info.interactions, self._info.schema.history_length
+        windows = self._windows.take(rows)
+        first, stop, candidate = windows.T
+        fits = (first >= 0) & (first <= stop) & (stop <= candidate) & (candidate < interactions) & (stop - first <= length)
+        wrong = np.flatnonzero(~fits)
+        if wrong.size:
+            row, found = rows[wrong[0]], windows[wrong[0]].tolist()
+            raise DataError(
+                f"{self._folder / 'history.npy'}: row {row} holds {found}, expected first <= stop <= candidate in "
+                f"[0, {interactions}), and a history of at most {length}; prepare the set again"
+            )
+        return windows
+
+
+class _Interactions:
+    """The mapped interactions of all splits."""
+
+    def __init__(self, folder: SetFolder, info: PreparedInfo) -> None:
+        self._features = info.schema.token_features
+        self._tokens = info.schema.history_length + 1
+        self._ids = IdColumns(folder, self._features, info.interactions, f"{folder.root / folder.name}")
+
+    def read(self, windows: NDArray[np.int64]) -> tuple[list[NDArray[np.int32]], list[NDArray[np.int64] | int]]:
+        """Return each token feature's ids in all tokens of b samples, and how many each of the b * T tokens has.
+
+        Args:
+            windows: [b, 3], of :meth:`_SplitFiles.read_windows`.
+        """
+        first, stop, candidate = windows.T
+        occupied = stop - first + 1
+        candidates = occupied.cumsum() - 1  # where each sample's last token is
+        rows = ranges(first, occupied)
+        rows[candidates] = candidate
+        bags = ranges(np.arange(len(windows)) * self._tokens, occupied)
+        of_history = np.ones(rows.size, bool)
+        of_history[candidates] = False
+
+        ids, lengths = self._ids.read(rows)
+        for number, feature in enumerate(self._features):
+            per_token = np.broadcast_to(lengths[number], rows.size)
+            if feature.history_only:
+                ids[number] = ids[number][np.repeat(of_history, per_token) if feature.jagged else of_history]
+                per_token = per_token * of_history
+            of_bag = np.zeros(len(windows) * self._tokens, np.int64)
+            of_bag[bags] = per_token
+            lengths[number] = of_bag
+        return ids, lengths
 
 
 def open_prepared(config: Config, device: torch.device) -> PreparedDataset:
