@@ -98,7 +98,7 @@ class TrainLoader(_Loader):
         if isinstance(self._dataset, ReadsRowGroups) and step % self._steps_ahead == 0:
             self._dataset.read_ahead(Split.train, self._rows(step + self._steps_ahead))
         _, _, share = self._share(step)
-        return _read(self._dataset, Split.train, self._rows(step), share, self._global_batch_size, self._world_size)
+        return _as_batch(self._dataset.read(Split.train, self._rows(step)), share, self._global_batch_size, self._world_size)
 
     def _rows(self, step: int) -> Tensor:
         """Return this rank's rows of the data set; one row if it has no share, since padding is made of samples."""
@@ -179,7 +179,7 @@ class EvaluationLoader(_Loader):
         size = min(self._global_batch_size, self._samples - first)
         start, stop = rank_share(first, size, self._rank, self._world_size)
         rows = self._order.rows(0, start, max(stop, start + 1))
-        return _read(self._dataset, self._split, rows, stop - start, size, self._world_size)
+        return _as_batch(self._dataset.read(self._split, rows), stop - start, size, self._world_size)
 
 
 def rank_share(first: int, size: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -187,13 +187,8 @@ def rank_share(first: int, size: int, rank: int, world_size: int) -> tuple[int, 
     return first + size * rank // world_size, first + size * (rank + 1) // world_size
 
 
-def _read(dataset: Dataset, split: Split, rows: Tensor, share: int, global_size: int, world_size: int) -> Batch:
-    """Return the batch of ``share`` samples, padded to what the largest share of all ranks has."""
-    return _as_batch(dataset.read(split, rows), share, global_size, world_size)
-
-
 def _as_batch(samples: Samples, share: int, global_size: int, world_size: int) -> Batch:
-    """Return the batch of the first ``share`` samples, padded as by :func:`_read`."""
+    """Return the batch of the first ``share`` samples, padded to what the largest share of all ranks has."""
     padded_share, size = -(-global_size // world_size), len(samples.labels)
     if padded_share > size:
         samples = _pad(samples, padded_share - size)

@@ -12,8 +12,10 @@ import pyarrow as pa
 import pytest
 
 from dlrm_fused.datasets.preparation import cli, value_counts
-from dlrm_fused.datasets.preparation.table import files, statistics
-from dlrm_fused.datasets.preparation.table.statistics import Moments, RowSample, quantiles, sample_bits
+from dlrm_fused.datasets.preparation.table import files, splits
+from dlrm_fused.datasets.preparation.table.learning import quantiles
+from dlrm_fused.datasets.preparation.table.splits import RowSample, sample_bits
+from dlrm_fused.datasets.preparation.table.survey import Moments
 from dlrm_fused.datasets.preparation.value_counts import ValueCounter
 from dlrm_fused.datasets.preparation.writer import SPLITS
 from dlrm_fused.datasets.schema import PreparedInfo
@@ -388,7 +390,7 @@ def test_counts_that_do_not_fit_in_memory_are_exact(
 
 
 def test_a_sample_of_rows_is_uniform_and_does_not_depend_on_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(statistics, "SAMPLE_ROWS", 500)
+    monkeypatch.setattr(splits, "SAMPLE_ROWS", 500)
     samples = []
     for block in (10_000, 77):
         sample = RowSample()

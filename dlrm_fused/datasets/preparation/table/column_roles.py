@@ -16,6 +16,7 @@ from dlrm_fused.errors import DataError
 _LONGEST_STEM = 200  # bytes; the names of files have at most 255
 _NUMBERS = "numbers"
 _LIST = "a list"
+SPARSE = "--sparse"
 
 
 @dataclass(frozen=True)
@@ -44,42 +45,33 @@ class ColumnChoice:
             raise DataError("--label: no column given; name at least one column of 0 and 1, such as --label clicked")
         if not self.sparse:
             raise DataError("--sparse: no column given; name at least one column of ids, such as --sparse user,item")
-        uses = [
-            *(("label", name) for name in self.labels),
-            *(("dense", name) for name in self.dense),
-            *(("sparse", name) for name in self.sparse),
-            *(("sample-weight", name) for name in self._weights()),
-        ]
         seen: dict[str, str] = {}
-        for use, name in uses:
+        for use, name in self.uses():
             if name in seen:
-                both = f"twice in --{use}" if seen[name] == use else f"in both --{seen[name]} and --{use}"
-                raise DataError(f"--{use} {name}: is {both}; keep one of them")
+                both = f"twice in {use}" if seen[name] == use else f"in both {seen[name]} and {use}"
+                raise DataError(f"{use} {name}: is {both}; keep one of them")
             seen[name] = use
-            check_names([name], f"--{use}", "name it otherwise with --rename")
+            check_names([name], use, "name it otherwise with --rename")
             if len(file_stem(name).encode()) > _LONGEST_STEM:
-                raise DataError(f"--{use} {name[:40]!r}...: too long for the name of a file; name it otherwise with --rename")
+                raise DataError(f"{use} {name[:40]!r}...: too long for the name of a file; name it otherwise with --rename")
         for name in self.separators.keys() - set(self.sparse):
             raise DataError(f"--separated {name}: is not in --sparse; add it there")
         for option, name in self.other:
             if name in self.labels:
                 raise DataError(f"{option} {name}: is {'the' if len(self.labels) == 1 else 'a'} label; choose another column")
 
-    def names(self) -> list[str]:
-        """Return all columns to read, each once."""
-        others = [name for _, name in self.other]
-        return list(dict.fromkeys([*self.labels, *self.dense, *self.sparse, *self._weights(), *others]))
-
-    def numbers(self) -> list[tuple[str, str]]:
-        """Columns that must hold numbers, each with its option."""
+    def uses(self) -> list[tuple[str, str]]:
+        """Return the columns of labels, features and weights, each with its option."""
         return [
             *(("--label", name) for name in self.labels),
             *(("--dense", name) for name in self.dense),
-            *(("--sample-weight", name) for name in self._weights()),
+            *((SPARSE, name) for name in self.sparse),
+            *((("--sample-weight", self.sample_weight),) if self.sample_weight else ()),
         ]
 
-    def _weights(self) -> tuple[str, ...]:
-        return (self.sample_weight,) if self.sample_weight else ()
+    def names(self) -> list[str]:
+        """Return all columns to read, each once."""
+        return list(dict.fromkeys(name for _, name in (*self.uses(), *self.other)))
 
 
 def choose_sparse(files: Sequence[TableFile], choice: ColumnChoice) -> tuple[SparseColumn, ...]:
@@ -89,7 +81,7 @@ def choose_sparse(files: Sequence[TableFile], choice: ColumnChoice) -> tuple[Spa
         DataError: if a column is missing in a file, or of a type that does not fit its use, or differs between files.
     """
     check_types(files, choice)
-    return tuple(_sparse_column(files, "--sparse", name, choice.separators.get(name, "")) for name in choice.sparse)
+    return tuple(_sparse_column(files, SPARSE, name, choice.separators.get(name, "")) for name in choice.sparse)
 
 
 def grouping_column(files: Sequence[TableFile], option: str, name: str) -> SparseColumn:
@@ -109,16 +101,15 @@ def check_types(files: Sequence[TableFile], choice: ColumnChoice) -> None:
     Raises:
         DataError: if a column is missing in a file, or a label, a dense column or a weight holds no numbers.
     """
-    uses = choice.numbers()
-    others = [*(("--sparse", name) for name in choice.sparse), *choice.other]
     for file in files:
-        for option, name in [*uses, *others]:
+        for option, name in (*choice.uses(), *choice.other):
             if name not in file.schema.names:
                 there = ", ".join(file.schema.names[:12])
                 raise DataError(f"{option} {name}: no such column in {file.path}; it has {there}{file.hint(name)}")
-        for option, name in uses:
+        for option, name in choice.uses():
             found = _described(file.schema.field(name).type)
-            if found not in (_NUMBERS, Values.integer.name, None) and not (found == Values.text.name and file.is_written(name)):
+            is_number = found in (_NUMBERS, Values.integer.name, None)
+            if option != SPARSE and not is_number and not (found == Values.text.name and file.is_written(name)):
                 raise DataError(f"{option} {name}: {found} in {file.path}; allowed: a column of numbers")
 
 
@@ -129,7 +120,7 @@ def check_sparse(files: Sequence[TableFile], columns: Sequence[SparseColumn]) ->
     """
     for file in files:
         for column in columns:
-            held = _held(file, "--sparse", column.name, column.separator)
+            held = _held(file, SPARSE, column.name, column.separator)
             if held is None:
                 continue
             values, is_list = held

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from dlrm_fused.datasets.preparation.table.columns import keys_of, text_buffers, wide_bits
 from dlrm_fused.datasets.preparation.table.splits import TRAIN
-from dlrm_fused.datasets.preparation.table.statistics import quantiles
 from dlrm_fused.datasets.preparation.table.survey import Survey
 from dlrm_fused.datasets.preparation.writer import SPLITS
 from dlrm_fused.datasets.transformation import (
@@ -24,6 +24,8 @@ from dlrm_fused.datasets.transformation import (
     Vocabulary,
 )
 from dlrm_fused.errors import DataError
+
+QUANTILES = 256
 
 
 def learn(
@@ -83,6 +85,18 @@ def _dense(survey: Survey, name: str, kind: DenseKind) -> DenseTransform:
         return quantiles(name, survey.for_quantiles(name))
     moments = survey.moments[name]
     return DenseTransform(name, kind, moments.mean, moments.deviation)
+
+
+def quantiles(name: str, sample: NDArray[np.float64]) -> DenseTransform:
+    """Return the transform to the share of rows below a value, from a sample without NaN [n].
+
+    Equal values lie in the middle of their share.
+    """
+    values, counts = np.unique(sample, return_counts=True)
+    middle = (counts.cumsum() - counts / 2) / counts.sum()
+    chosen = np.unique(np.searchsorted(middle, np.linspace(middle[0], middle[-1], QUANTILES)))
+    points, positions = values[chosen], 2 * middle[chosen] - 1
+    return DenseTransform(name, DenseKind.quantile, points=tuple(points.tolist()), positions=tuple(positions.tolist()))
 
 
 def _numbered(survey: Survey, column: SparseColumn, min_frequency: int) -> IdEncoding:

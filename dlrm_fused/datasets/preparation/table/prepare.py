@@ -23,7 +23,6 @@ from dlrm_fused.datasets.preparation.table.column_roles import (
 )
 from dlrm_fused.datasets.preparation.table.describe import describe, suspects
 from dlrm_fused.datasets.preparation.table.files import TableFile, find_files, open_file, read_blocks
-from dlrm_fused.datasets.preparation.table.interactions import HISTORY, TOKEN_GAP, TOKEN_LABEL, InteractionColumns
 from dlrm_fused.datasets.preparation.table.learning import learn
 from dlrm_fused.datasets.preparation.table.proposed_config import proposed_config
 from dlrm_fused.datasets.preparation.table.splits import (
@@ -31,13 +30,12 @@ from dlrm_fused.datasets.preparation.table.splits import (
     BY_TIME,
     ColumnSplit,
     FileSplit,
-    OneSplit,
     RandomSplit,
     Split,
     TimeSplit,
 )
 from dlrm_fused.datasets.preparation.table.survey import Question, Survey, survey_block
-from dlrm_fused.datasets.preparation.table.writing import write_set
+from dlrm_fused.datasets.preparation.table.writing import HISTORY, TOKEN_GAP, TOKEN_LABEL, InteractionColumns, write_set
 from dlrm_fused.datasets.preparation.writer import PROPOSED_CONFIG, SCRATCH, SPLITS, new_output
 from dlrm_fused.datasets.schema import PreparedInfo
 from dlrm_fused.datasets.table_format import PLAIN, TableFormat
@@ -179,7 +177,7 @@ def apply_transformation(options: ApplyOptions) -> PreparedInfo:
     )
     check_types(files, choice)
     check_sparse(files, columns)
-    split: Split = split_of_files or OneSplit("test")
+    split: Split = split_of_files or FileSplit({file.path: "test" for file in files})
     if options.split:
         split = _split(files, options.split, transformation.history, table_format.time)
     interactions = _interactions(files, transformation.history, table_format.time, transformation.nulls)

@@ -1,26 +1,27 @@
-"""The division of rows into training, validation and test."""
+"""The division of rows into training, validation and test, and random samples of rows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from dlrm_fused.datasets.hashing import derive_key
+from dlrm_fused.datasets.hashing import derive_key, split_mix
 from dlrm_fused.datasets.preparation.table.columns import read_texts
 from dlrm_fused.datasets.preparation.table.files import Block, TableFile, read_blocks
-from dlrm_fused.datasets.preparation.table.statistics import RowSample, row_bits, sample_bits
 from dlrm_fused.datasets.preparation.table.times import TimeSurvey, read_times
 from dlrm_fused.datasets.preparation.writer import SPLITS
 from dlrm_fused.errors import DataError
 
 TRAIN = SPLITS.index("train")
+SAMPLE_ROWS = 2**18
+_SAMPLE_KEY = derive_key(3)
 BY_TIME, BY_COLUMN = "--split-by-time", "--split-by-column"
 
 
@@ -31,23 +32,13 @@ class Split(Protocol):
 
 
 @dataclass(frozen=True)
-class OneSplit:
-    """Puts all rows into one split."""
-
-    name: str
-
-    def assign(self, block: Block) -> NDArray[np.uint8]:
-        return np.full(len(block), SPLITS.index(self.name), np.uint8)
-
-
-@dataclass(frozen=True)
 class FileSplit:
     """Puts all rows of a file into one split."""
 
     of_files: Mapping[Path, str]
 
     def assign(self, block: Block) -> NDArray[np.uint8]:
-        return OneSplit(self.of_files[block.path]).assign(block)
+        return np.full(len(block), SPLITS.index(self.of_files[block.path]), np.uint8)
 
 
 @dataclass(frozen=True)
@@ -64,6 +55,31 @@ class RandomSplit:
     def assign(self, block: Block) -> NDArray[np.uint8]:
         drawn = row_bits(derive_key(4, self.seed), block.first, len(block)) / 2.0**64
         return _by_thresholds(drawn, [1 - self.held_out, 1 - self.held_out / 2])
+
+
+class RowSample:
+    """Holds the ``SAMPLE_ROWS`` rows with the smallest random numbers, or all rows if there are no more."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[NDArray[np.uint64], NDArray[Any]]] = []
+
+    def add(self, bits: NDArray[np.uint64], values: NDArray[Any]) -> None:
+        """Offer rows ``values`` [n, ...] with the random numbers ``bits`` [n]."""
+        self._parts.append((bits, values))
+        if sum(len(part) for part, _ in self._parts) > 2 * SAMPLE_ROWS:
+            self._shrink()
+
+    def values(self) -> NDArray[Any]:
+        """Return the sample, [m, ...]."""
+        self._shrink()
+        return self._parts[0][1]
+
+    def _shrink(self) -> None:
+        bits, values = (np.concatenate(part) for part in zip(*self._parts, strict=True))
+        if len(bits) > SAMPLE_ROWS:
+            smallest = np.sort(np.argpartition(bits, SAMPLE_ROWS)[:SAMPLE_ROWS])
+            bits, values = bits[smallest], values[smallest]
+        self._parts = [(bits, values)]
 
 
 @dataclass(frozen=True)
@@ -116,3 +132,13 @@ class ColumnSplit:
 
 def _by_thresholds(values: NDArray, starts: Sequence[float]) -> NDArray[np.uint8]:
     return np.searchsorted(starts, values, side="right").astype(np.uint8)
+
+
+def row_bits(key: int, first: int, count: int) -> NDArray[np.uint64]:
+    """64 random bits for each of the rows [first, first + count)."""
+    return split_mix(key, np.arange(first, first + count)).view(np.uint64)
+
+
+def sample_bits(first: int, count: int) -> NDArray[np.uint64]:
+    """Return the random numbers by which rows are sampled, however a table is cut into blocks."""
+    return row_bits(_SAMPLE_KEY, first, count)

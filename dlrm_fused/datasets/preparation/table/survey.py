@@ -20,8 +20,7 @@ from dlrm_fused.datasets.preparation.table.columns import (
     read_weights,
 )
 from dlrm_fused.datasets.preparation.table.files import Block
-from dlrm_fused.datasets.preparation.table.splits import TRAIN, Split
-from dlrm_fused.datasets.preparation.table.statistics import Moments, RowSample, sample_bits
+from dlrm_fused.datasets.preparation.table.splits import TRAIN, RowSample, Split, sample_bits
 from dlrm_fused.datasets.preparation.value_counts import ValueCounter
 from dlrm_fused.datasets.preparation.writer import SPLITS
 from dlrm_fused.datasets.transformation import DenseKind, SparseColumn, Values, file_stem, signed_log
@@ -51,6 +50,39 @@ class Question:
     sample_weight: str = ""
     nulls: NullMarkers = NONE
     escaped_quote: str = ""
+
+
+@dataclass
+class Moments:
+    """Number, mean and sum of squared deviations of values that come in parts, without the cancellation of sums of squares.
+
+    Chan, Golub, LeVeque: Algorithms for computing the sample variance, The American Statistician 37, 1983, eq. 2.1.
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    @staticmethod
+    def of(values: NDArray[np.float64]) -> Moments:
+        if not values.size:
+            return Moments()
+        mean = float(values.mean())
+        return Moments(values.size, mean, float(((values - mean) ** 2).sum()))
+
+    def add(self, other: Moments) -> None:
+        if not other.count:
+            return
+        total = self.count + other.count
+        shift = other.mean - self.mean
+        self.squares += other.squares + shift**2 * self.count * other.count / total
+        self.mean += shift * other.count / total
+        self.count = total
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation; 1 where all values are the same, which then become 0."""
+        return (self.squares / self.count) ** 0.5 or 1.0
 
 
 @dataclass(frozen=True)
