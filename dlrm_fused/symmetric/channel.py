@@ -22,7 +22,6 @@ Kernels take part with the functions of :mod:`~dlrm_fused.symmetric.device`, hos
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import time
@@ -108,7 +107,7 @@ class Channel:
         self._number = group.next_channel()
         has_cores = len(group.hosts.local) <= len(os.sched_getaffinity(0))
         self._yields = _MANY_YIELDS if has_cores and not group.hosts.are_many else _FEW_YIELDS
-        self._link = None if group.messages is None else group.messages.open(self._number)
+        self._link = group.open_link(self._number) if group.hosts.are_many and not group.puts_between_hosts else None
         self.flags = group.allocate(f"{name}.flags", 3 * group.world_size * 8)
         self.state = torch.zeros(8, dtype=torch.int64, device=group.device)
         self.fault = self.state[_FAULT : _FAULT + 1]
@@ -117,7 +116,7 @@ class Channel:
         # The looks at a flag that a kernel takes in that time; 0 if no kernels run.
         poll_limit = 0
         if on_gpu or os.environ.get("TRITON_INTERPRET") == "1":
-            poll_limit = math.ceil(timeout_seconds * _polls_per_second(group.device))
+            poll_limit = math.ceil(timeout_seconds * polls_per_second(group.device))
         flags = self.flags.local.view(torch.int64)
         self.args = channel_args(
             flags, self.flags.addresses, self.state, self.control.data_ptr(), poll_limit, group.rank, group.world_size
@@ -148,8 +147,8 @@ class Channel:
         self.group.peer_monitor.forget(self._abort)
         if self._puts is not None:
             self._puts.release()
-        if self._link is not None and self.group.messages is not None:
-            self.group.messages.release(self._link)
+        if self._link is not None:
+            self.group.close_link(self._link)
 
     def begin_call(self) -> None:
         """Begin a call of one or more epochs on the current stream, before anything of it is launched.
@@ -440,11 +439,6 @@ def _abort(state: Tensor, control: Tensor) -> Callable[[int], None]:
             state[_ABORT : _ABORT + 1].copy_(control[_LOST : _LOST + 1], non_blocking=True)
 
     return abort
-
-
-@functools.cache
-def _polls_per_second(device: torch.device) -> float:
-    return polls_per_second(device)
 
 
 # Plain stores of Python become visible in order on x86, but not on ARM, where the data may follow the flag. The functions with

@@ -10,11 +10,10 @@ import functools
 import logging
 import os
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from dlrm_fused.compat.torch import is_alive, rendezvous, symmetric_memory_backend, zeros_symmetric
 from dlrm_fused.errors import CommunicationError, UsageError
@@ -92,15 +91,11 @@ class CudaGroup(SymmetricGroup):
                 # This call ends when the memory of all is zero.
                 self.gather(lambda: torch.cuda.synchronize(self.device))
                 return SymmetricMemory(name, alone, self.rank, self.world_size)
-            allocated: list[Tensor] = []
-            self.gather(lambda: allocated.append(zeros_symmetric(size, self.device)))
-            (local,) = allocated
+            local = self.on_all(lambda: zeros_symmetric(size, self.device))
             group = self._local_group
             assert group is not None
-            handles: list[Any] = []
             # This call ends when all ranks have mapped all, and all memory is zero.
-            self.gather(lambda: handles.append(rendezvous(local, group)))
-            (handle,) = handles
+            handle = self.on_all(lambda: rendezvous(local, group))
             blocks = {
                 rank: local if rank == self.rank else handle.get_buffer(place, (size,), torch.uint8)
                 for place, rank in enumerate(self.hosts.local)

@@ -20,6 +20,7 @@ signal (``release``, system scope); who sees the signal (``acquire``, system sco
 
 from __future__ import annotations
 
+import functools
 import operator
 import time
 from typing import Any, NamedTuple
@@ -357,13 +358,13 @@ def uses_kernels(device: torch.device) -> bool:
     return (device.type == "cuda" and not is_rocm()) or bool(triton.knobs.runtime.interpret)
 
 
-def polls_per_second(device: torch.device) -> float:
-    """Return how many times per second :func:`wait` looks at its word, measured; it turns a time limit into ``poll_limit``."""
-    return measured_polls_per_second(_poll, device)
+@functools.cache
+def polls_per_second(device: torch.device, poll: Any = _poll) -> float:
+    """Return how many times per second :func:`wait` looks at its word, measured; it turns a time limit into ``poll_limit``.
 
-
-def measured_polls_per_second(poll: Any, device: torch.device) -> float:
-    """Looks per second of a kernel ``poll(channel, word)`` that waits in vain for the int64 at ``word`` to be 1."""
+    Args:
+        poll: another kernel ``poll(channel, word)`` that waits in vain for the int64 at ``word`` to be 1.
+    """
     words = torch.zeros(8, dtype=torch.int64, device=device)
     looks = 100 if device.type == "cpu" else 20_000
 

@@ -4,7 +4,7 @@
 of their host. Transports implement it: :mod:`~dlrm_fused.symmetric.shared` for processes on a CPU machine,
 :mod:`~dlrm_fused.symmetric.cuda` and :mod:`~dlrm_fused.symmetric.nvshmem` for GPUs; :mod:`~dlrm_fused.symmetric.factory`
 chooses one. What goes to another host goes in finished slices, through the group's
-:class:`~dlrm_fused.symmetric.messages.Messages`, or, with NVSHMEM, by :class:`~dlrm_fused.symmetric.puts.Puts`.
+:meth:`~SymmetricGroup.open_link`, or, with NVSHMEM, by :class:`~dlrm_fused.symmetric.puts.Puts`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from torch import Tensor
 from dlrm_fused.errors import UsageError
 from dlrm_fused.lasting import lasting
 from dlrm_fused.symmetric.collective_errors import gather_or_raise
+from dlrm_fused.symmetric.connections import connect_ranks
 from dlrm_fused.symmetric.hosts import Host, Hosts
-from dlrm_fused.symmetric.messages import Messages, NcclMessages
+from dlrm_fused.symmetric.messages import Link, NcclLink
 from dlrm_fused.symmetric.peer_monitor import PeerMonitor
-from dlrm_fused.symmetric.tcp import TcpMessages
+from dlrm_fused.symmetric.tcp import TcpLink
 
 logger = logging.getLogger("dlrm_fused")
 
@@ -70,7 +71,6 @@ class SymmetricGroup(abc.ABC):
         rank: within the process group, as all ranks here.
         device: of this rank's memory; a CUDA device has an index.
         hosts: which ranks lie on one host, and so reach each other's memory by stores.
-        messages: takes slices to ranks of other hosts; None if there are none, or slices are put.
         puts_between_hosts: whether kernels put slices into the memory of ranks of other hosts.
         peer_monitor: notices when the process of another rank is gone.
     """
@@ -88,13 +88,13 @@ class SymmetricGroup(abc.ABC):
         self.hosts = self._find_hosts()
         self._check_peers()
         self.peer_monitor = PeerMonitor(self.rank, self.world_size, self.gather)
-        self.messages: Messages | None = None
+        self._nccl: NcclLink | None = None
+        self._links: list[Link] = []
         if self.hosts.are_many:
-            assert process_group is not None
             between = "put-with-signal"
             if not self.puts_between_hosts:
-                self.messages = self._make_messages(process_group)
-                between = f"messages ({self.messages.backend})"
+                self._nccl = self._connect_by_nccl()
+                between = f"messages ({'nccl' if self._nccl else 'tcp'})"
             if self.rank == 0:
                 logger.info(
                     "%d ranks on %d hosts: stores inside a host, %s between hosts",
@@ -103,18 +103,36 @@ class SymmetricGroup(abc.ABC):
                     between,
                 )
 
-    def _make_messages(self, process_group: dist.ProcessGroup) -> Messages:
-        if self.device.type == "cpu" or "nccl" not in dist.get_backend_config(process_group):
-            return TcpMessages(self.rank, self.hosts.remote, self.peer_monitor, self.gather)
+    def _connect_by_nccl(self) -> NcclLink | None:
+        """Return the link between GPUs; None where messages go by TCP."""
+        process_group = self.process_group
+        if self.device.type == "cpu" or process_group is None or "nccl" not in dist.get_backend_config(process_group):
+            return None
         # Not torch's name for a group, after the number of those that a process has: that may differ between the ranks.
         name = self.gather(lambda: secrets.token_hex(8))[0]
-        made: list[Messages] = []
         try:
-            self.gather(lambda: made.append(NcclMessages(process_group, self.peer_monitor, name)))
+            return self.on_all(lambda: NcclLink(process_group, self.peer_monitor, name))
         except BaseException:
             self.peer_monitor.close()
             raise
-        return made[0]
+
+    def open_link(self, channel: int) -> Link:
+        """Return the link by which slices of the channel of that number go to other hosts as messages. Collective.
+
+        Raises:
+            CommunicationError: on all ranks, if two of them cannot connect.
+        """
+        if self._nccl is not None:
+            return self._nccl
+        _, connections = connect_ranks(self.rank, self.hosts.remote, self.gather)
+        self._links.append(TcpLink(connections, self.peer_monitor, channel))
+        return self._links[-1]
+
+    def close_link(self, link: Link) -> None:
+        """Let go of what only that link has; none of its exchanges is running on any rank."""
+        if link in self._links:
+            self._links.remove(link)
+            link.close()
 
     def _find_hosts(self) -> Hosts:
         ranks = self.gather(lambda: (self.device.type, self.puts_between_hosts, Host.here()))
@@ -191,6 +209,12 @@ class SymmetricGroup(abc.ABC):
         """Return ``work()``'s results on all ranks; see :func:`~dlrm_fused.symmetric.collective_errors.gather_or_raise`."""
         return gather_or_raise(work, self.process_group, self.device)
 
+    def on_all(self, work: Callable[[], T]) -> T:
+        """Return ``work()``'s result on this rank, once all ranks have theirs; raises as :meth:`gather`. Collective."""
+        results: list[T] = []
+        self.gather(lambda: results.append(work()))
+        return results[0]
+
     def close(self) -> None:
         """Leave the group: tell the peers, so that they take it for no loss, and let go of the memory.
 
@@ -203,8 +227,9 @@ class SymmetricGroup(abc.ABC):
                 torch.cuda.synchronize(self.device)
         finally:
             self.peer_monitor.close()
-            if self.messages is not None:
-                self.messages.close()
+            for link in self._links:
+                link.close()
+            self._nccl = None
             self._memories.clear()
             self.process_group = None  # for its destruction, when torch's own reference goes
 

@@ -81,31 +81,12 @@ class Link(ABC):
             tag: 32 bits, equal on both sides, which TCP compares.
         """
 
-
-class Messages(ABC):
-    """A transport of slices between the hosts of a group.
-
-    Attributes:
-        backend: ``tcp`` or ``nccl``.
-    """
-
-    backend: str
-
-    @abstractmethod
-    def open(self, channel: int) -> Link:
-        """Return the link of the channel of that number. Collective."""
-
-    @abstractmethod
-    def release(self, link: Link) -> None:
-        """Let go of what only that link has; none of its exchanges is running on any rank."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Let go of connections; no exchange is running, or all have failed."""
+    def close(self) -> None:  # noqa: B027
+        """Let go of connections that only this link has; no exchange is running, or all have failed."""
 
 
-class NcclMessages(Messages):
-    """Messages between GPUs. Making one is collective.
+class NcclLink(Link):
+    """Messages between GPUs, of all channels: NCCL keeps the order of its launches. Making one is collective.
 
     They have a backend of their own, so that they neither wait for other collectives nor are taken for theirs.
 
@@ -114,30 +95,12 @@ class NcclMessages(Messages):
         name: the same on all ranks, and of no other messages.
     """
 
-    backend = "nccl"
-
     def __init__(self, process_group: dist.ProcessGroup, peer_monitor: PeerMonitor, name: str) -> None:
         store = dist.PrefixStore(f"dlrm_fused messages {name}", default_store())
         self._nccl: Any = nccl_backend(store, process_group.rank(), process_group.size(), _NCCL_TIMEOUT)
         nccl = self._nccl
         # Ends kernels of NCCL that wait for a rank that is gone.
         peer_monitor.on_gone(lambda _: nccl.abort())
-
-    def open(self, channel: int) -> Link:
-        return _NcclLink(self._nccl)
-
-    def release(self, link: Link) -> None:
-        pass  # all have one connection
-
-    def close(self) -> None:
-        self._nccl = None
-
-
-class _NcclLink(Link):
-    """The link that all channels share: NCCL keeps the order of its launches."""
-
-    def __init__(self, nccl: Any) -> None:
-        self._nccl = nccl
 
     def exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int) -> Exchange:
         return _NcclExchange(self._nccl, sent, received)

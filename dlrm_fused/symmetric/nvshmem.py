@@ -72,12 +72,9 @@ class NvshmemGroup(SymmetricGroup):
         with torch.cuda.device(self.device):
             if self.process_group is None:
                 return SymmetricMemory(name, {0: torch.zeros(size, dtype=torch.uint8, device=self.device)}, 0, 1)
-            allocated: list[Tensor] = []
-            self.gather(lambda: allocated.append(zeros_symmetric(size, self.device)))
-            mapped: list[tuple[Any, dict[int, Tensor]]] = []
+            local = self.on_all(lambda: zeros_symmetric(size, self.device))
             # This call ends when all memory is zero and mapped.
-            self.gather(lambda: mapped.append(self._map(name, allocated[0])))
-        ((handle, blocks),) = mapped
+            handle, blocks = self.on_all(lambda: self._map(name, local))
         memory = SymmetricMemory(name, blocks, self.rank, self.world_size, resources=handle)
         _kept.append(memory)
         return memory

@@ -33,8 +33,7 @@ class SharedGroup(SymmetricGroup):
         try:
             files = self.gather(lambda: _File.reserve(name, descriptor, size))
             # The second gathering ends when all have mapped all: only then may a descriptor be closed.
-            mapped: dict[int, Tensor] = {}
-            self.gather(lambda: mapped.update({rank: files[rank].map() for rank in self.hosts.local}))
+            mapped = self.on_all(lambda: {rank: files[rank].map() for rank in self.hosts.local})
         finally:
             os.close(descriptor)
         return SymmetricMemory(name, mapped, self.rank, self.world_size)

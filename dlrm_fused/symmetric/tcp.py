@@ -15,15 +15,14 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
 
-from dlrm_fused.symmetric.connections import connect_ranks
-from dlrm_fused.symmetric.messages import Exchange, LateRankError, Link, Messages, Why, raise_fault
+from dlrm_fused.symmetric.messages import Exchange, LateRankError, Link, Why, raise_fault
 from dlrm_fused.symmetric.peer_monitor import PeerMonitor
 
 # Tag and number of bytes; ranks that differ in them make different calls.
@@ -32,38 +31,6 @@ _HEADER = struct.Struct("!IQ")
 _BUFFER_BYTES = 1 << 22
 # Seconds between two looks whether a rank that is waited for is gone.
 _LOOK_SECONDS = 0.05
-
-
-class TcpMessages(Messages):
-    """Messages by TCP.
-
-    Args:
-        gather: as :meth:`~dlrm_fused.symmetric.memory.SymmetricGroup.gather`.
-    """
-
-    backend = "tcp"
-
-    def __init__(
-        self, rank: int, remote: Sequence[int], peer_monitor: PeerMonitor, gather: Callable[[Callable[[], Any]], list[Any]]
-    ) -> None:
-        self._rank, self._remote, self._monitor, self._gather = rank, remote, peer_monitor, gather
-        self._links: list[TcpLink] = []
-
-    def open(self, channel: int) -> Link:
-        """Raises:
-        CommunicationError: on all ranks, if two of them cannot connect.
-        """
-        _, connections = connect_ranks(self._rank, self._remote, self._gather)
-        self._links.append(TcpLink(connections, self._monitor, channel))
-        return self._links[-1]
-
-    def release(self, link: Link) -> None:
-        own = self._links.pop(self._links.index(cast(TcpLink, link)))
-        own.close()
-
-    def close(self) -> None:
-        while self._links:
-            self._links.pop().close()
 
 
 class TcpLink(Link):
@@ -93,7 +60,6 @@ class TcpLink(Link):
         return _TcpExchange(self, incoming, outgoing)
 
     def close(self) -> None:
-        """Let go of the connections."""
         self._writer.close()
         for connection in self._connections.values():
             connection.close()

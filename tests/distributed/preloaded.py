@@ -14,8 +14,8 @@ from torch import overrides
 
 from dlrm_fused.datasets import open_dataset
 from dlrm_fused.models import dlrm, moe, transformer  # noqa: F401
-from dlrm_fused.ops.gemv_all_reduce import workspace as gemv_workspace
-from dlrm_fused.symmetric import channel
+from dlrm_fused.ops.gemv_all_reduce import kernel as gemv
+from dlrm_fused.symmetric.device import polls_per_second
 from dlrm_fused.training import offline_evaluation, trainer  # noqa: F401
 from tests.distributed.launch import small_config
 from tests.interpreter import rewrite_all
@@ -36,7 +36,7 @@ open_dataset(small, torch.device("cpu"))  # the mean of generated labels
 overrides.is_tensor_method_or_property(torch.add)  # the list of all functions of torch, for tracing a model
 if os.environ.get("TRITON_INTERPRET") == "1":
     rewrite_all()
-    for polls_per_second in (channel._polls_per_second, gemv_workspace._polls_per_second):
-        polls_per_second(torch.device("cpu"))
+    polls_per_second(torch.device("cpu"))
+    polls_per_second(torch.device("cpu"), gemv.poll)
 # Ranks neither search nor copy what is there already.
 gc.freeze()

@@ -427,7 +427,7 @@ def launch_adagrad() -> None:
 
 
 def launch_waits() -> None:
-    for poll in (device._poll, gemv_kernel._poll):
+    for poll in (device._poll, gemv_kernel.poll):
         poll[(1,)](channel().args, torch.zeros(8, dtype=torch.int64), num_warps=1)
 
 
@@ -499,7 +499,7 @@ LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
     "attention_fp32": (lambda: launch_attention(SINGLE), {"_part_kernel", "_merge_kernel"}),
     "adagrad": (launch_adagrad, {"adagrad_kernel"}),
     "meeting": (lambda: meeting.meet(channel(), 1), {"meet_kernel"}),
-    "waits": (launch_waits, {"_poll"}),
+    "waits": (launch_waits, {"_poll", "poll"}),
     "scatter_tiles": (lambda: launch_scatter_tiles(torch.float16), {"scatter_tiles_kernel"}),
     "gemv_one_shot": (lambda: launch_gemv(HALF, ONE_SHOT), {"gemv_all_reduce_kernel"}),
     "gemv_two_shot_with_norm": (lambda: launch_gemv(HALF, TWO_SHOT, with_norm=True), {"gemv_all_reduce_kernel"}),

@@ -46,8 +46,7 @@ def in_group(work: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def link_of(group: SymmetricGroup, channel: int = CHANNEL) -> Link:
-    assert group.messages is not None
-    return group.messages.open(channel)
+    return group.open_link(channel)
 
 
 def in_seconds(seconds: float) -> float:

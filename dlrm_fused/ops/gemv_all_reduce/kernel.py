@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Self
 
-import torch
 import triton
 import triton.language as tl
 
@@ -29,7 +28,6 @@ from dlrm_fused.symmetric.device import (
     REFUSED,
     REFUSED_OFFSET,
     fault_kind,
-    measured_polls_per_second,
     must_stop,
     peer_pointer,
     report_fault,
@@ -135,7 +133,7 @@ def _unpack_pairs(words, dtype: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.co
 
 
 @triton.jit
-def _poll(channel, word):
+def poll(channel, word):
     """Look at a word that never becomes 1 as often as :func:`_receive` would: the fastest of the waits here."""
     seen = tl.load(word, volatile=True)
     done = tl.zeros((), tl.int64)
@@ -144,11 +142,6 @@ def _poll(channel, word):
         done += 1
         if done % _STOP_CHECK == 0:
             done = tl.where(must_stop(channel), channel.poll_limit, done)
-
-
-def polls_per_second(device: torch.device) -> float:
-    """Return the looks per second of a wait of this kernel, measured; it turns a time limit into ``poll_limit``."""
-    return measured_polls_per_second(_poll, device)
 
 
 @triton.jit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -11,10 +10,10 @@ import triton
 from dlrm_fused.ops.common.matrix_workspace import MatrixWorkspace
 from dlrm_fused.ops.common.sum_over_hosts import SumOverHosts
 from dlrm_fused.ops.gemv_all_reduce.chunks import ManyRows
-from dlrm_fused.ops.gemv_all_reduce.kernel import ReceiveBuffer, SplitBuffer, polls_per_second
+from dlrm_fused.ops.gemv_all_reduce.kernel import ReceiveBuffer, SplitBuffer, poll
 from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_COLUMNS, MAX_ROWS, MAX_SPLITS, MIN_COLUMNS, TAGGED_SPLIT_ROWS, padded
 from dlrm_fused.symmetric import SymmetricGroup
-from dlrm_fused.symmetric.device import uses_kernels
+from dlrm_fused.symmetric.device import polls_per_second, uses_kernels
 
 
 class GemvWorkspace(MatrixWorkspace):
@@ -67,7 +66,7 @@ class GemvWorkspace(MatrixWorkspace):
             most_tiles = triton.cdiv(max_columns, MIN_COLUMNS)
             self.half_words = self.flags_at + (ranks + 1) * most_tiles + ranks
             self.receive_buffer = group.allocate(f"{name}.receive_buffer", 2 * self.half_words * 8)
-            poll_limit = math.ceil(timeout_seconds * _polls_per_second(group.device))
+            poll_limit = math.ceil(timeout_seconds * polls_per_second(group.device, poll))
             self.kernel_args = self.channel.args._replace(poll_limit=poll_limit)
             self.split_buffer = split_buffer(few, max_columns, most_tiles, group.device)
             self.squares = torch.empty(MAX_ROWS * max_columns, dtype=torch.float32, device=group.device)
@@ -101,8 +100,3 @@ def split_buffer(rows: int, columns: int, tiles: int, device: torch.device) -> S
         torch.empty(slots * elements, dtype=torch.float32, device=device),
         torch.zeros(slots * tiles, dtype=torch.int64, device=device),
     )
-
-
-@functools.cache
-def _polls_per_second(device: torch.device) -> float:
-    return polls_per_second(device)

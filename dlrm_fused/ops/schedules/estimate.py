@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from dlrm_fused.ops.schedules.machine import Machine
+from dlrm_fused.ops.schedules.machines import Machine
 from dlrm_fused.ops.schedules.plan import Kind, Lane, Piece, Plan, Task, make_plan
 from dlrm_fused.ops.schedules.schedule import Mover, Pair, Schedule
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from dlrm_fused.ops.schedules.estimate import FEW_ROWS, Size, Timeline, estimate
-from dlrm_fused.ops.schedules.machine import Machine
+from dlrm_fused.ops.schedules.machines import Machine
 from dlrm_fused.ops.schedules.schedule import SCHEDULES, Pair, Schedule, sums_beside
 
 # Calls repeat a few shapes, step after step, and estimates take longer than a call's launches.
