@@ -221,7 +221,6 @@ _BOUNDED = {
         "first_bag = tl.load(bags + peer) + item % blocks * BAGS": _DIMENSION,
         "of_receiver = receivers + item // blocks % receiver_count * 3": _ITEMS,
     },
-    "ops/embedding_all_to_all/put_tiles.py": {"fields = tiles + (item // row_blocks) * _FIELDS": _ITEMS},
     "ops/embedding_all_to_all/reduce.py": {"row = (tl.program_id(0) * ROWS": _DIMENSION},
     "ops/embedding_all_to_all/scatter.py": {
         "fields = tiles + (item // row_blocks) * _FIELDS": _ITEMS,

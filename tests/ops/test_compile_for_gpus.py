@@ -49,12 +49,12 @@ from dlrm_fused.ops.common.devices import room_of_program
 from dlrm_fused.ops.common.gpus import INTERPRETER
 from dlrm_fused.ops.common.recorded import recorded_tiles
 from dlrm_fused.ops.common.workspace import ReceiveWindow
-from dlrm_fused.ops.embedding_all_to_all import ExchangeLayout, LookupLayout, put_tiles, reduce, update
+from dlrm_fused.ops.embedding_all_to_all import ExchangeLayout, LookupLayout, reduce, update
 from dlrm_fused.ops.embedding_all_to_all import tuning as lookup_tuning
 from dlrm_fused.ops.embedding_all_to_all.kernel import Lookup, in_memory_of_ranks, lookup_and_put, lookup_and_scatter
 from dlrm_fused.ops.embedding_all_to_all.layout import feature_tables
 from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
-from dlrm_fused.ops.embedding_all_to_all.scatter import scatter_tiles
+from dlrm_fused.ops.embedding_all_to_all.scatter import put_gradient, scatter_tiles, spread_slice
 from dlrm_fused.ops.feature_all_to_all.kernel import fetch_kernel, send_kernel
 from dlrm_fused.ops.gemm_all_to_all import kernel as gemm
 from dlrm_fused.ops.gemm_all_to_all import op as gemm_op
@@ -316,11 +316,11 @@ def launch_sum_of_many_rows(dtype: torch.dtype, schedule: str) -> None:
     ours.local = torch.zeros(70 * WIDTH * dtype.itemsize, dtype=torch.uint8)
     pool = {"receive": lambda shape, dtype: torch.zeros(shape, dtype=dtype), "to_hold": lambda result: result}
     results = SimpleNamespace(memory=memory(), offset_of=lambda _: 4096, **pool)
-    many: Any = object.__new__(gemv_chunks.ManyRows)
-    many.__dict__.update(
-        _group=given.group, _parts=ours, _results=results, _channel=given, _dtype=dtype, _streams=Streams(rows().device)
-    )
-    getattr(many, schedule)(rows(dtype, 70), rows(dtype, WIDTH), None, rows(dtype, 70), 1)
+    workspace: Any = SimpleNamespace(
+        world_size=WORLD, device=rows().device, parts=ours, results=results, channel=given, dtype=dtype,
+        streams=Streams(rows().device),
+    )  # fmt: skip
+    getattr(gemv_chunks, schedule)(workspace, rows(dtype, 70), rows(dtype, WIDTH), None, rows(dtype, 70), 1)
 
 
 def launch_update(dtype: torch.dtype, optimizer: str, features: list[int], weighted: bool) -> None:
@@ -394,8 +394,8 @@ def launch_lookup_and_put(wire: torch.dtype) -> None:
     features = feature_tables(tables.offsets, lookup.dims, layout.slice_columns(0, 0), torch.device("cpu"))
     lookups = [Lookup(0, part, tables.weights, batch.indices, batch.offsets, None) for part in features]
     lookup_and_put(workspace, plan, own, lookups)  # type: ignore[arg-type]
-    put_tiles.put_gradient(own, rows(SINGLE, 4, 84 + WIDTH), plan, window(), wire)  # type: ignore[arg-type]
-    put_tiles.spread_slice(own, 1, WIDTH, plan.slices.spread_tables[1], 4, window(), wire)  # type: ignore[arg-type]
+    put_gradient(own, rows(SINGLE, 4, 84 + WIDTH), plan, window(), wire)  # type: ignore[arg-type]
+    spread_slice(own, 1, WIDTH, plan.slices.spread_tables[1], 4, window(), wire)  # type: ignore[arg-type]
 
 
 def launch_scatter_tiles(wire: torch.dtype) -> None:
@@ -504,8 +504,8 @@ LAUNCHES: dict[str, tuple[Callable[[], None], set[str]]] = {
     "gemv_one_shot": (lambda: launch_gemv(HALF, ONE_SHOT), {"gemv_all_reduce_kernel"}),
     "gemv_two_shot_with_norm": (lambda: launch_gemv(HALF, TWO_SHOT, with_norm=True), {"gemv_all_reduce_kernel"}),
     "gemv_flagged_fp32": (lambda: launch_gemv(SINGLE, FLAGGED), {"gemv_all_reduce_kernel"}),
-    "gemv_chunks": (lambda: launch_sum_of_many_rows(HALF, "by_chunks"), {"sum_chunk_kernel"}),
-    "gemv_scatter": (lambda: launch_sum_of_many_rows(HALF, "by_scatter"), {"gemm_kernel", "sum_chunk_kernel"}),
+    "gemv_chunks": (lambda: launch_sum_of_many_rows(HALF, "sum_by_chunks"), {"sum_chunk_kernel"}),
+    "gemv_scatter": (lambda: launch_sum_of_many_rows(HALF, "sum_by_scatter"), {"gemm_kernel", "sum_chunk_kernel"}),
 }
 
 

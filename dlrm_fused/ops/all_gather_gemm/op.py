@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -65,37 +66,7 @@ def gemm_reduce_scatter(workspace: ShardWorkspace, x: Tensor, weight: Tensor, *,
     return torch.ops.dlrm_fused.gemm_reduce_scatter(x, weight, schedule, workspace.handle)
 
 
-_SCHEMA = "(Tensor x, Tensor weight, str schedule, int handle) -> Tensor"
-_BACKWARD_SCHEMA = "(Tensor gradient, Tensor x, Tensor weight, str schedule, int handle) -> (Tensor, Tensor)"
-torch.library.define("dlrm_fused::all_gather_gemm", _SCHEMA)
-torch.library.define("dlrm_fused::all_gather_gemm_backward", _BACKWARD_SCHEMA)
-torch.library.define("dlrm_fused::gemm_reduce_scatter", _SCHEMA)
-torch.library.define("dlrm_fused::gemm_reduce_scatter_backward", _BACKWARD_SCHEMA)
-
-
-@torch.library.impl("dlrm_fused::all_gather_gemm", ["cpu", "cuda"])
-def _gather(x: Tensor, weight: Tensor, schedule: str, handle: int) -> Tensor:
-    workspace = ShardWorkspace.of(handle)
-    workspace.begin_call()
-    with abort_peers_on_error(workspace.channel):
-        _check(workspace, GATHER, x, weight)
-        check_schedule(workspace, GATHER, schedule)
-    return _gathered(workspace, x, weight, schedule, is_transposed=False).out
-
-
-@torch.library.impl("dlrm_fused::gemm_reduce_scatter", ["cpu", "cuda"])
-def _scatter(x: Tensor, weight: Tensor, schedule: str, handle: int) -> Tensor:
-    workspace = ShardWorkspace.of(handle)
-    workspace.begin_call()
-    with abort_peers_on_error(workspace.channel):
-        _check(workspace, SCATTER, x, weight)
-        check_schedule(workspace, SCATTER, schedule)
-        if len(x) % workspace.world_size:
-            raise UsageError(f"{workspace.name}: x has {len(x)} rows; needed: a multiple of the {workspace.world_size} ranks")
-    return _scattered(workspace, x, weight, schedule, is_transposed=False).out
-
-
-def _check(workspace: ShardWorkspace, pair: Pair, x: Tensor, weight: Tensor) -> None:
+def _check(workspace: ShardWorkspace, pair: Pair, x: Tensor, weight: Tensor, schedule: str) -> None:
     name = workspace.name
     for key, matrix in (("x", x), ("weight", weight)):
         if matrix.dim() != 2 or 0 in matrix.shape:
@@ -113,66 +84,79 @@ def _check(workspace: ShardWorkspace, pair: Pair, x: Tensor, weight: Tensor) -> 
     if columns[travelling] > workspace.max_columns:
         size, limit = columns[travelling], workspace.max_columns
         raise UsageError(f"{name}: {travelling}={size} is above max_columns={limit} of the workspace; make it with more")
-
-
-def _gathered(workspace: ShardWorkspace, x: Tensor, weight: Tensor, schedule: str, *, is_transposed: bool) -> Started:
-    return _started(workspace, GATHER, len(x) * workspace.world_size, x, weight, schedule, is_transposed)
-
-
-def _scattered(workspace: ShardWorkspace, x: Tensor, weight: Tensor, schedule: str, *, is_transposed: bool) -> Started:
-    return _started(workspace, SCATTER, len(x), x, weight, schedule, is_transposed)
+    check_schedule(workspace, pair, schedule)
+    if not pair.moves_first and len(x) % workspace.world_size:
+        raise UsageError(f"{name}: x has {len(x)} rows; needed: a multiple of the {workspace.world_size} ranks")
 
 
 def _started(
-    workspace: ShardWorkspace, pair: Pair, all_rows: int, x: Tensor, weight: Tensor, schedule: str, is_transposed: bool
+    workspace: ShardWorkspace, pair: Pair, x: Tensor, weight: Tensor, schedule: str, *, is_transposed: bool = False
 ) -> Started:
     start = gather_and_multiply if pair is GATHER else multiply_and_scatter
 
     def run(chosen: Schedule) -> Started:
         return start(workspace, x, weight, chosen, is_transposed=is_transposed)
 
+    all_rows = len(x) * (workspace.world_size if pair is GATHER else 1)
     shape = (all_rows, weight.shape[1] if is_transposed else len(weight), x.shape[1])
     return run(choose_schedule(workspace, pair, shape, schedule, run))
 
 
-@torch.library.impl("dlrm_fused::all_gather_gemm_backward", ["cpu", "cuda"])
-def _gather_backward(gradient: Tensor, x: Tensor, weight: Tensor, schedule: str, handle: int) -> tuple[Tensor, Tensor]:
+def _differentiate_gather(
+    workspace: ShardWorkspace, gradient: Tensor, x: Tensor, weight: Tensor, schedule: str
+) -> tuple[Tensor, Tensor]:
     """While the products for x's gradient are made and travel, x is gathered for that of the weight."""
-    workspace = ShardWorkspace.of(handle)
-    workspace.begin_call()
-    gradient = gradient.contiguous()
     gathering = gather_beside(workspace, x)
-    scattering = _scattered(workspace, gradient, weight, _for_pair(SCATTER, schedule), is_transposed=True)
+    scattering = _started(workspace, SCATTER, gradient, weight, schedule, is_transposed=True)
     weight_gradient = gradient.T @ gathering.rows()
     return scattering.out, weight_gradient
 
 
-@torch.library.impl("dlrm_fused::gemm_reduce_scatter_backward", ["cpu", "cuda"])
-def _scatter_backward(gradient: Tensor, x: Tensor, weight: Tensor, schedule: str, handle: int) -> tuple[Tensor, Tensor]:
-    workspace = ShardWorkspace.of(handle)
-    workspace.begin_call()
-    gathering = _gathered(workspace, gradient.contiguous(), weight, _for_pair(GATHER, schedule), is_transposed=True)
+def _differentiate_scatter(
+    workspace: ShardWorkspace, gradient: Tensor, x: Tensor, weight: Tensor, schedule: str
+) -> tuple[Tensor, Tensor]:
+    gathering = _started(workspace, GATHER, gradient, weight, schedule, is_transposed=True)
     weight_gradient = gathering.rows().T @ x
     return gathering.out, weight_gradient
 
 
-def _for_pair(pair: Pair, schedule: str) -> str:
-    """Return the schedule for the pair of the backward pass: this one, where that pair has it."""
-    return schedule if schedule in NAMES[pair] else AUTO
+def _register(pair: Pair, other: Pair, gradients: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    """Register the operator of a pair, whose backward pass is that of the ``other``."""
+    name = f"dlrm_fused::{pair}"
+    torch.library.define(name, "(Tensor x, Tensor weight, str schedule, int handle) -> Tensor")
+    torch.library.define(
+        f"{name}_backward", "(Tensor gradient, Tensor x, Tensor weight, str schedule, int handle) -> (Tensor, Tensor)"
+    )
 
+    def forward(x: Tensor, weight: Tensor, schedule: str, handle: int) -> Tensor:
+        workspace = ShardWorkspace.of(handle)
+        workspace.begin_call()
+        with abort_peers_on_error(workspace.channel):
+            _check(workspace, pair, x, weight, schedule)
+        return _started(workspace, pair, x, weight, schedule).out
 
-@torch.library.register_fake("dlrm_fused::all_gather_gemm")
-def _fake_gather(x: Tensor, weight: Tensor, schedule: str, handle: int) -> Tensor:
-    return x.new_empty(len(x) * ShardWorkspace.of(handle).world_size, len(weight))
+    def backward(gradient: Tensor, x: Tensor, weight: Tensor, schedule: str, handle: int) -> tuple[Tensor, Tensor]:
+        workspace = ShardWorkspace.of(handle)
+        workspace.begin_call()
+        # This schedule, where the other pair has it.
+        return gradients(workspace, gradient.contiguous(), x, weight, schedule if schedule in NAMES[other] else AUTO)
 
+    def fake_forward(x: Tensor, weight: Tensor, schedule: str, handle: int) -> Tensor:
+        ranks = ShardWorkspace.of(handle).world_size
+        return x.new_empty(len(x) * ranks if pair is GATHER else len(x) // ranks, len(weight))
 
-@torch.library.register_fake("dlrm_fused::gemm_reduce_scatter")
-def _fake_scatter(x: Tensor, weight: Tensor, schedule: str, handle: int) -> Tensor:
-    return x.new_empty(len(x) // ShardWorkspace.of(handle).world_size, len(weight))
+    def fake_backward(gradient: Tensor, x: Tensor, weight: Tensor, schedule: str, handle: int) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(x), torch.empty_like(weight)
 
+    def differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        operator = getattr(torch.ops.dlrm_fused, f"{pair}_backward")
+        return (*operator(gradient, *ctx.saved_tensors, ctx.schedule, ctx.handle), None, None)
 
-def _fake_backward(gradient: Tensor, x: Tensor, weight: Tensor, schedule: str, handle: int) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight)
+    torch.library.impl(name, ["cpu", "cuda"], forward)
+    torch.library.impl(f"{name}_backward", ["cpu", "cuda"], backward)
+    torch.library.register_fake(name, fake_forward)
+    torch.library.register_fake(f"{name}_backward", fake_backward)
+    torch.library.register_autograd(name, differentiate, setup_context=_save_for_backward)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -180,15 +164,5 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
     ctx.save_for_backward(*tensors)
 
 
-def _register_gradient(name: str) -> None:
-    backward = getattr(torch.ops.dlrm_fused, f"{name}_backward")
-
-    def differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return (*backward(gradient, *ctx.saved_tensors, ctx.schedule, ctx.handle), None, None)
-
-    torch.library.register_fake(f"dlrm_fused::{name}_backward", _fake_backward)
-    torch.library.register_autograd(f"dlrm_fused::{name}", differentiate, setup_context=_save_for_backward)
-
-
-_register_gradient("all_gather_gemm")
-_register_gradient("gemm_reduce_scatter")
+_register(GATHER, SCATTER, _differentiate_gather)
+_register(SCATTER, GATHER, _differentiate_scatter)

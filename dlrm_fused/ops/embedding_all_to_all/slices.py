@@ -19,7 +19,7 @@ from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.embedding_all_to_all.byte_layout import Tile
 from dlrm_fused.ops.embedding_all_to_all.distinct import DistinctRows
 from dlrm_fused.ops.embedding_all_to_all.plan import BatchPlan
-from dlrm_fused.ops.embedding_all_to_all.put_tiles import put_gradient, spread_slice
+from dlrm_fused.ops.embedding_all_to_all.scatter import put_gradient, spread_slice
 from dlrm_fused.ops.embedding_all_to_all.workspace import EmbeddingWorkspace
 from dlrm_fused.symmetric import SymmetricMemory
 from dlrm_fused.symmetric.channel import ChannelExchange

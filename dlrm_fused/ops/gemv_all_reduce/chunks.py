@@ -18,14 +18,13 @@ from dlrm_fused.ops.common.dtypes import TRITON_DTYPES
 from dlrm_fused.ops.common.gpus import gpu_of
 from dlrm_fused.ops.common.workspace import ReceiveWindow
 from dlrm_fused.ops.gemm_all_to_all.kernel import gemm
-from dlrm_fused.ops.schedules import Kind, Pair, Streams, Task, make_plan, sums_beside
-from dlrm_fused.symmetric import BlockPool, Channel, SymmetricGroup
+from dlrm_fused.ops.gemv_all_reduce.workspace import GemvWorkspace
+from dlrm_fused.ops.schedules import Kind, Pair, Task, make_plan, sums_beside
 from dlrm_fused.symmetric.device import announced_offset, begin, finish, peer_pointer, wait_until_all_ready
 
 # Elements of a program's block, and programs of a multiprocessor: nearly one.
 _BLOCK = 4096
 _PROGRAMS_OF_MULTIPROCESSOR = 0.97
-_HELD_RESULTS = 2
 
 
 @triton.jit(do_not_specialize=["chunk_offset", "elements", "receive_offset", "fingerprint"])
@@ -77,76 +76,60 @@ def sum_chunk_kernel(
     finish(channel, epoch)
 
 
-class ManyRows:
-    """Symmetric memory for products of up to ``elements`` elements and their sums."""
+def sum_by_chunks(
+    workspace: GemvWorkspace, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, fingerprint: int
+) -> Tensor:
+    """[m, N], as :func:`~dlrm_fused.ops.gemv_all_reduce.op.gemv_all_reduce` returns it; it lies in symmetric memory."""
+    rows, columns = x.shape[0], weight.shape[0]
+    parts = workspace.parts.local.view(workspace.dtype)[: rows * columns].view(rows, columns)
+    result = workspace.results.receive((rows, columns), workspace.dtype)
 
-    def __init__(
-        self,
-        group: SymmetricGroup,
-        channel: Channel,
-        streams: Streams,
-        name: str,
-        elements: int,
-        dtype: torch.dtype,
-    ) -> None:
-        """Collective.
+    def multiply(task: Task) -> None:
+        (piece,) = task.pieces
+        torch.mm(x[piece.first : piece.last], weight.T, out=parts[piece.first : piece.last])
 
-        Args:
-            streams: for sums beside products.
-        """
-        self._group, self._channel, self._streams, self._dtype = group, channel, streams, dtype
-        self._parts = group.allocate(f"{name}.parts", elements * dtype.itemsize)
-        self._results = BlockPool.with_spare(group, f"{name}.results", elements * dtype.itemsize, _HELD_RESULTS)
+    def add_up(task: Task) -> None:
+        (piece,) = task.pieces
+        _sum(workspace, result, piece.first, piece.last, bias, residual, fingerprint, scattered=False)
 
-    def by_chunks(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, fingerprint: int) -> Tensor:
-        """[m, N], as :func:`~dlrm_fused.ops.gemv_all_reduce.op.gemv_all_reduce` returns it; it lies in symmetric memory."""
-        rows, columns = x.shape[0], weight.shape[0]
-        parts = self._parts.local.view(self._dtype)[: rows * columns].view(rows, columns)
-        result = self._results.receive((rows, columns), self._dtype)
+    plan = make_plan(Pair.gemm_all_reduce, sums_beside(rows, columns), workspace.world_size, rows)
+    workspace.streams.run(plan, {Kind.compute: multiply, Kind.combine: add_up})
+    return workspace.results.to_hold(result)
 
-        def multiply(task: Task) -> None:
-            (piece,) = task.pieces
-            torch.mm(x[piece.first : piece.last], weight.T, out=parts[piece.first : piece.last])
 
-        def add_up(task: Task) -> None:
-            (piece,) = task.pieces
-            self._sum(result, piece.first, piece.last, bias, residual, fingerprint, scattered=False)
+def sum_by_scatter(
+    workspace: GemvWorkspace, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, fingerprint: int
+) -> Tensor:
+    """Return the result of :func:`sum_by_chunks`; the kernel of the product stores at the peers.
 
-        plan = make_plan(Pair.gemm_all_reduce, sums_beside(rows, columns), self._group.world_size, rows)
-        self._streams.run(plan, {Kind.compute: multiply, Kind.combine: add_up})
-        return self._results.to_hold(result)
+    The ranks must divide m, and rows of all matrices have a multiple of 16 bytes.
+    """
+    # A rank makes ready for these stores when the sum of its last call, which read what is there, is done.
+    gemm(x.contiguous(), weight.contiguous(), ReceiveWindow(workspace.parts, workspace.channel, 0, fingerprint))
+    result = workspace.results.receive((x.shape[0], weight.shape[0]), workspace.dtype)
+    _sum(workspace, result, 0, x.shape[0], bias, residual, fingerprint, scattered=True)
+    return workspace.results.to_hold(result)
 
-    def by_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, fingerprint: int) -> Tensor:
-        """Return the result of :meth:`by_chunks`; the kernel of the product stores at the peers.
 
-        The ranks must divide m, and rows of all matrices have a multiple of 16 bytes.
-        """
-        # A rank makes ready for these stores when the sum of its last call, which read what is there, is done.
-        window = ReceiveWindow(self._parts, self._channel, 0, fingerprint)
-        gemm(x.contiguous(), weight.contiguous(), window)
-        result = self._results.receive((x.shape[0], weight.shape[0]), self._dtype)
-        self._sum(result, 0, x.shape[0], bias, residual, fingerprint, scattered=True)
-        return self._results.to_hold(result)
-
-    def _sum(
-        self,
-        result: Tensor,
-        first: int,
-        last: int,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        fingerprint: int,
-        *,
-        scattered: bool,
-    ) -> None:
-        """Rows ``first`` to ``last`` of the result, on all ranks. One epoch."""
-        columns = result.shape[1]
-        elements = (last - first) * columns
-        most = int(_PROGRAMS_OF_MULTIPROCESSOR * gpu_of(self._group.device).multiprocessors)
-        sum_chunk_kernel[(min(triton.cdiv(elements, _BLOCK * self._group.world_size), most),)](
-            self._parts.addresses, self._results.memory.addresses, result if bias is None else bias,
-            result if residual is None else residual, first * columns, elements, columns, self._results.offset_of(result),
-            self._channel.args, fingerprint,
-            SCATTERED=scattered, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-            DTYPE=TRITON_DTYPES[self._dtype], VECTOR=8 if columns % 8 == 0 else 1, BLOCK=_BLOCK, num_warps=8,
-        )  # fmt: skip
+def _sum(
+    workspace: GemvWorkspace,
+    result: Tensor,
+    first: int,
+    last: int,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    fingerprint: int,
+    *,
+    scattered: bool,
+) -> None:
+    """Rows ``first`` to ``last`` of the result, on all ranks. One epoch."""
+    columns = result.shape[1]
+    elements = (last - first) * columns
+    most = int(_PROGRAMS_OF_MULTIPROCESSOR * gpu_of(workspace.device).multiprocessors)
+    sum_chunk_kernel[(min(triton.cdiv(elements, _BLOCK * workspace.world_size), most),)](
+        workspace.parts.addresses, workspace.results.memory.addresses, result if bias is None else bias,
+        result if residual is None else residual, first * columns, elements, columns, workspace.results.offset_of(result),
+        workspace.channel.args, fingerprint,
+        SCATTERED=scattered, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+        DTYPE=TRITON_DTYPES[workspace.dtype], VECTOR=8 if columns % 8 == 0 else 1, BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip

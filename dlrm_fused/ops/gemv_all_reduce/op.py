@@ -12,6 +12,7 @@ from torch import Tensor
 from dlrm_fused.errors import UsageError
 from dlrm_fused.ops.common.early_start import launch_options, starts_early
 from dlrm_fused.ops.common.workspace import check_tensor, fingerprint_of
+from dlrm_fused.ops.gemv_all_reduce.chunks import sum_by_chunks, sum_by_scatter
 from dlrm_fused.ops.gemv_all_reduce.kernel import BlockArgs, Epilogue, gemv_all_reduce_kernel
 from dlrm_fused.ops.gemv_all_reduce.schedule import AUTO, LIBRARY, SCATTER, check_schedule, choose_schedule
 from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_ROWS, choose_blocks, fitted
@@ -127,9 +128,8 @@ def _run(schedule: str, workspace: GemvWorkspace, inputs: Inputs) -> tuple[Tenso
     elif len(x) <= MAX_ROWS:
         return run_kernel(workspace, inputs)
     else:
-        assert workspace.many_rows is not None
-        multiply = workspace.many_rows.by_scatter if schedule == SCATTER else workspace.many_rows.by_chunks
-        out = multiply(x, weight, bias, residual, inputs.fingerprint(schedule))
+        add_up = sum_by_scatter if schedule == SCATTER else sum_by_chunks
+        out = add_up(workspace, x, weight, bias, residual, inputs.fingerprint(schedule))
     return out, out.new_empty(0)
 
 

@@ -9,11 +9,12 @@ import triton
 
 from dlrm_fused.ops.common.matrix_workspace import MatrixWorkspace
 from dlrm_fused.ops.common.sum_over_hosts import SumOverHosts
-from dlrm_fused.ops.gemv_all_reduce.chunks import ManyRows
 from dlrm_fused.ops.gemv_all_reduce.kernel import ReceiveBuffer, SplitBuffer, poll
 from dlrm_fused.ops.gemv_all_reduce.tuning import MAX_COLUMNS, MAX_ROWS, MAX_SPLITS, MIN_COLUMNS, TAGGED_SPLIT_ROWS, padded
-from dlrm_fused.symmetric import SymmetricGroup
+from dlrm_fused.symmetric import BlockPool, SymmetricGroup
 from dlrm_fused.symmetric.device import polls_per_second, uses_kernels
+
+_HELD_RESULTS = 2
 
 
 class GemvWorkspace(MatrixWorkspace):
@@ -70,8 +71,10 @@ class GemvWorkspace(MatrixWorkspace):
             self.kernel_args = self.channel.args._replace(poll_limit=poll_limit)
             self.split_buffer = split_buffer(few, max_columns, most_tiles, group.device)
             self.squares = torch.empty(MAX_ROWS * max_columns, dtype=torch.float32, device=group.device)
-            most = max_rows * max_columns
-            self.many_rows = ManyRows(group, self.channel, self.streams, name, most, dtype) if max_rows > MAX_ROWS else None
+            if max_rows > MAX_ROWS:
+                # Products of ranks, and their sums.
+                self.parts = group.allocate(f"{name}.parts", max_rows * max_columns * dtype.itemsize)
+                self.results = BlockPool.with_spare(group, f"{name}.results", self.parts.size, _HELD_RESULTS)
         else:
             self.sums = SumOverHosts(group, self.channel, f"{name}.sums", max_rows * max_columns, wire=dtype)
 

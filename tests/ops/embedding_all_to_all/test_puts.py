@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dlrm_fused.ops.embedding_all_to_all import kernel, put_tiles
+from dlrm_fused.ops.embedding_all_to_all import kernel, scatter
 from tests.distributed.launch import on_hosts, run_ranks
 from tests.ops.embedding_all_to_all.test_kernels import TOLERANCE, assert_noticed, largest_difference, run_world, small_world
 from tests.ops.embedding_all_to_all.world import Result, Traffic, mixed_world
@@ -42,7 +42,7 @@ def test_poolings_dims_and_index_dtypes_of_all_kinds(traffic: Traffic, tolerance
 
 
 def use_in_kernels(name: str, function: object) -> None:
-    for module in (kernel, put_tiles):
+    for module in (kernel, scatter):
         if hasattr(module, name):
             setattr(module, name, function)
 
